@@ -1,0 +1,71 @@
+"""Gradveil: what an attacker can reconstruct from federated learning updates, and which defence stops it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Any, Literal
+
+# Imported before the function of the same name is defined: later imports of its modules then leave the name alone.
+import gradveil.audit as _package  # noqa: F401
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from torch import Tensor, nn
+
+    from gradveil.attacks.base import Attack
+    from gradveil.audit.api import Result
+    from gradveil.core.types import Loss
+    from gradveil.defences import Defence
+
+__version__ = version("gradveil")
+__all__ = ["__version__", "audit"]
+
+
+def audit(
+    model: nn.Module,
+    batch: tuple[Tensor, Tensor],
+    loss: Loss | None = None,
+    defences: Sequence[str | Defence] = ("none",),
+    attacks: Sequence[str | Attack] = ("ig",),
+    *,
+    client_batch: int = 1,
+    bounds: Literal["unit"] | tuple[float, float] | None = None,
+    mean: Sequence[float] | None = None,
+    std: Sequence[float] | None = None,
+    seed: int = 0,
+    out: Path | str | None = None,
+    **settings: Any,
+) -> Result:
+    """Attack a model on private examples, once for each defence and attack, and return what came back.
+
+    `batch` is (inputs [N, C, H, W], targets [N] class numbers); every `client_batch` examples are one victim. `loss`
+    takes (outputs, targets), cross-entropy if none is given. Defences and attacks are texts as on the command line
+    (`"dp(clip=20, sigma=1e-3)"`, `"ig(iterations=500)"`) or objects. Inputs are (pixel - mean) / std with pixels in
+    [0, 1]; without mean and std, `bounds` is the range of the inputs: `"unit"` for [0, 1], a pair, or None to take it
+    from the batch. `out` keeps the run directory, and calling again with the same settings resumes it. Further settings
+    are those of a run file: `iterations`, `restarts`, `threshold`, `precision`, `device`, `images`. `prepare=True`
+    attacks a copy in which what cannot be attacked is replaced: BatchNorm in training mode, hidden dropout.
+
+    Everything wrong with model, batch and names is raised at once, before any attack.
+    """
+    from gradveil.audit.api import audit_model
+    from gradveil.client import cross_entropy
+    from gradveil.report import write_report
+
+    return audit_model(
+        model,
+        batch,
+        loss or cross_entropy,
+        defences,
+        attacks,
+        write_report=write_report,
+        client_batch=client_batch,
+        bounds=bounds,
+        mean=mean,
+        std=std,
+        seed=seed,
+        out=out,
+        **settings,
+    )

@@ -1,0 +1,263 @@
+"""The client: what it sends is a pure function of parameters, batch, named noise and state."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
+
+from torch import Tensor, nn
+from torch.func import vmap
+
+from gradveil.client.batched import obstacle, victim_gradients
+from gradveil.client.gradient import Objective, cross_entropy, example_gradients, mean_gradient
+from gradveil.client.local import Local, train
+from gradveil.core.errors import Problem, refuse
+from gradveil.core.noise import NoiseSpec
+from gradveil.core.tree import Tensors, select, under
+from gradveil.core.types import Batch, BatchTransform, Context, Loss, Transform
+from gradveil.nn.stochastic import model_noise
+
+
+@dataclass(frozen=True)
+class Client:
+    """One participant of federated training, with its defences inside it.
+
+    Without `local` it sends the mean gradient of its batch. With `local` it trains T steps on the batch (all its N
+    examples; the named tensor `schedule` [T, B] says who is in which step) and sends parameters in minus out.
+    """
+
+    model: nn.Module
+    loss: Loss = cross_entropy
+    local: Local | None = None
+    batch: tuple[BatchTransform, ...] = ()
+    step: Transform | None = None
+    send: Transform | None = None
+    trainable: tuple[str, ...] | None = None
+    """Patterns of the parameters that are trained and sent (`"head.*"`); None for all that require a gradient."""
+    buffers: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
+    """Buffers that replace the model's own (running statistics of a later round)."""
+
+    @property
+    def objective(self) -> Objective:
+        """The model and loss."""
+        return Objective(self.model, self.loss, self.buffers)
+
+    def params(self) -> Tensors:
+        """Return the model's own parameters, detached: the global parameters of round zero."""
+        return {name: value.detach() for name, value in self.model.named_parameters()}
+
+    def trained(self) -> list[str]:
+        """Name the parameters that are trained and sent, in the model's order."""
+        named = list(self.model.named_parameters())
+        if self.trainable is None:
+            return [name for name, value in named if value.requires_grad]
+        unused = [p for p in self.trainable if not any(fnmatchcase(name, p) for name, _ in named)]
+        known = ", ".join(name for name, _ in named)
+        refuse([Problem("client.trainable", f"'{p}' matches no parameter", f"parameters: {known}") for p in unused])
+        return [name for name, _ in named if any(fnmatchcase(name, p) for p in self.trainable)]
+
+    def init(self, params: Mapping[str, Tensor]) -> Tensors:
+        """Return the state of a client that has sent nothing yet."""
+        sent = self._sent(params)
+        return {
+            **under("step", self.step.init(sent) if self.step else {}),
+            **under("send", self.send.init(sent) if self.send else {}),
+        }
+
+    def noise_spec(self, params: Mapping[str, Tensor], batch: Batch) -> NoiseSpec:
+        """Declare every random tensor of one update for a batch of these shapes."""
+        examples = batch.inputs.shape[0]
+        per_step = self.local.batch if self.local else examples
+        steps = (self.local.count(examples),) if self.local else ()
+        sent = self._sent(params)
+        spec = NoiseSpec()
+        for i, transform in enumerate(self.batch):
+            spec = spec | transform.noise(batch).under(f"batch.{i}")
+        spec = spec | model_noise(self.model, batch.inputs[:per_step]).times(*steps).under("model")
+        each, mean = self.step.split() if self.step else (None, None)
+        if each is not None:
+            spec = spec | each.noise(sent).times(*steps, per_step).under("step")
+        if mean is not None:
+            spec = spec | mean.noise(sent).times(*steps).under("step")
+        if self.send:
+            spec = spec | self.send.noise(sent).under("send")
+        if self.local:
+            spec = spec | NoiseSpec({"schedule": self.local.schedule(examples)})
+        return spec.to(batch.inputs.dtype)
+
+    def intermediates(self, params: Mapping[str, Tensor]) -> NoiseSpec:
+        """Declare the intermediates of the sent update (masks, scales) that an attacker may pin through the noise."""
+        sent = self._sent(params)
+        spec = self.send.intermediates(sent).under("send") if self.send else NoiseSpec()
+        if self.local is None and self.step:
+            _, mean = self.step.split()
+            if mean is not None:
+                spec = spec | mean.intermediates(sent).under("step")
+        return spec
+
+    def evidence(self, sent: Mapping[str, Tensor]) -> Tensors:
+        """Say what a sent update gives away about the intermediates."""
+        found = under("send", self.send.evidence(sent)) if self.send else {}
+        if self.local is None and self.send is None and self.step:
+            found |= under("step", self.step.evidence(sent))
+        return found
+
+    def update(
+        self, params: Tensors, batch: Batch, noise: Mapping[str, Tensor], state: Tensors
+    ) -> tuple[Tensors, Tensors]:
+        """Compute what the client sends, and its next state. Pure: no global state, no hidden randomness."""
+        for i, transform in enumerate(self.batch):
+            batch = transform.apply(batch, select(noise, f"batch.{i}"))
+        if self.local is None:
+            update, step_state = self._one(params, batch, noise, select(state, "step"))
+        else:
+            update, step_state = self._many(params, batch, noise, select(state, "step"))
+        return self._finish(params, batch, noise, state, update, step_state)
+
+    def updates(
+        self, params: Tensors, batch: Batch, noise: Mapping[str, Tensor], state: Tensors
+    ) -> tuple[Tensors, Tensors]:
+        """Compute the updates of many clients with the same parameters: everything but `params` has a leading V.
+
+        One gradient a client is computed in one batched sweep where `batched_obstacle` finds none.
+        """
+        noise = dict(noise)
+        if self._sends_one_mean():
+            ready, parts, inner = self._prepared(batch, noise), self._parted(params), select(noise, "model")
+            if obstacle(self.objective, *parts, ready, inner) is None:
+                gradients = victim_gradients(self.objective, *parts, ready, inner)
+                return self._transformed(gradients, params, ready, noise, state)
+        return self.updates_reference(params, batch, noise, state)
+
+    def updates_reference(
+        self, params: Tensors, batch: Batch, noise: Mapping[str, Tensor], state: Tensors
+    ) -> tuple[Tensors, Tensors]:
+        """Compute the same by `vmap` over victims: works for every client, and is what the fast path is held to."""
+        return vmap(self.update, in_dims=(None, 0, 0, 0))(params, batch, dict(noise), state)
+
+    def batched_obstacle(self, params: Tensors, batch: Batch, noise: Mapping[str, Tensor]) -> str | None:
+        """Say why `updates` runs `updates_reference` for a batch [V, B, ...] of these shapes; None if it does not."""
+        if self.local is not None:
+            return "the client trains several local steps"
+        if not self._sends_one_mean():
+            return "a defence acts on each example's gradient"
+        ready = self._prepared(batch, noise)
+        return obstacle(self.objective, *self._parted(params), ready, select(noise, "model"))
+
+    def _sends_one_mean(self) -> bool:
+        return self.local is None and (self.step is None or self.step.split()[0] is None)
+
+    def _prepared(self, batch: Batch, noise: Mapping[str, Tensor]) -> Batch:
+        """Apply the batch transforms of every victim."""
+        for i, transform in enumerate(self.batch):
+            batch = vmap(transform.apply)(batch, select(noise, f"batch.{i}"))
+        return batch
+
+    def _transformed(
+        self, gradients: Tensors, params: Tensors, batch: Batch, noise: Tensors, state: Tensors
+    ) -> tuple[Tensors, Tensors]:
+        """Apply the transforms of the mean and of what is sent to each victim's gradient."""
+        _, mean = self.step.split() if self.step else (None, None)
+        if mean is None and self.send is None:
+            return gradients, {}
+
+        def transform(g: Tensors, own: Batch, own_noise: Tensors, own_state: Tensors) -> tuple[Tensors, Tensors]:
+            step_state: Tensors = {}
+            if mean is not None:
+                context = self._context(params, own, select(own_noise, "model"))
+                g, step_state = mean.apply(g, select(own_state, "step"), select(own_noise, "step"), context)
+            return self._finish(params, own, own_noise, own_state, g, step_state)
+
+        return vmap(transform)(gradients, batch, noise, state)
+
+    def _finish(
+        self,
+        params: Tensors,
+        batch: Batch,
+        noise: Mapping[str, Tensor],
+        state: Tensors,
+        update: Tensors,
+        step_state: Tensors,
+    ) -> tuple[Tensors, Tensors]:
+        """Apply the send transform and put the states together."""
+        send_state: Tensors = {}
+        if self.send:
+            context = self._context(params, batch, select(noise, "model"))
+            update, send_state = self.send.apply(update, select(state, "send"), select(noise, "send"), context)
+        return update, {**under("step", step_state), **under("send", send_state)}
+
+    def _one(
+        self, params: Tensors, batch: Batch, noise: Mapping[str, Tensor], state: Tensors
+    ) -> tuple[Tensors, Tensors]:
+        """One (defended) gradient at these parameters."""
+        trained, frozen = self._parted(params)
+        inner, own = select(noise, "model"), select(noise, "step")
+        each, mean = self.step.split() if self.step else (None, None)
+        if each is None:
+            g = mean_gradient(self.objective, trained, frozen, batch, inner)
+        else:
+            rows = example_gradients(self.objective, trained, frozen, batch, inner)
+            of_each = {name: own.pop(name) for name in each.noise(trained)}
+            g = self._each(each, rows, params, batch, inner, of_each)
+        if mean is None:
+            return g, {}
+        return mean.apply(g, state, own, self._context(params, batch, inner))
+
+    def _each(
+        self,
+        each: Transform,
+        rows: Tensors,
+        params: Tensors,
+        batch: Batch,
+        inner: Mapping[str, Tensor],
+        noise: Tensors,
+    ) -> Tensors:
+        """Apply the per-example transform to every example's gradient and average."""
+
+        def apply(row: Tensors, noise_1: Tensors) -> Tensors:
+            return each.apply(row, {}, noise_1, Context(params, batch, inner))[0]
+
+        return {name: value.mean(0) for name, value in vmap(apply)(rows, noise).items()}
+
+    def _many(
+        self, params: Tensors, batch: Batch, noise: Mapping[str, Tensor], state: Tensors
+    ) -> tuple[Tensors, Tensors]:
+        """T local steps; the update is parameters in minus parameters out."""
+        assert self.local is not None
+        schedule = noise["schedule"]
+        current = state
+
+        def gradient(t: int, now: Tensors) -> Tensors:
+            nonlocal current
+            chosen = Batch(batch.inputs[schedule[t]], batch.targets[schedule[t]])
+            own = {k: v[t] for k, v in noise.items() if k.startswith(("model.", "step."))}
+            g, current = self._one(now, chosen, own, current)
+            return g
+
+        out = train(self.local, params, schedule.shape[0], gradient)
+        return {name: params[name] - out[name] for name in self.trained()}, current
+
+    def _context(self, params: Tensors, batch: Batch, inner: Mapping[str, Tensor]) -> Context:
+        trained, frozen = self._parted(params)
+
+        def gradient(examples: Batch) -> Tensors:
+            return mean_gradient(self.objective, trained, frozen, examples, inner)
+
+        return Context(params=params, batch=batch, model_noise=inner, gradient=gradient)
+
+    def _parted(self, params: Mapping[str, Tensor]) -> tuple[Tensors, Tensors]:
+        """Part the parameters into the trained and the frozen ones."""
+        names = set(self.trained())
+        trained = {name: value for name, value in params.items() if name in names}
+        return trained, {name: value for name, value in params.items() if name not in names}
+
+    def _sent(self, params: Mapping[str, Tensor]) -> Tensors:
+        return {name: params[name] for name in self.trained()}
+
+    def undefended_update(self) -> Client:
+        """Return this client without its step and send defences: what a naive attacker believes in.
+
+        The model stays: whoever sends the parameters knows the architecture.
+        """
+        return replace(self, batch=(), step=None, send=None)

@@ -1,0 +1,83 @@
+"""Gradients of a client's loss, as pure functions of parameters, batch and named noise."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, grad, vmap
+
+from gradveil.core.errors import fail
+from gradveil.core.tree import Tensors
+from gradveil.core.types import Batch, Loss
+from gradveil.nn.stochastic import collect_penalties, noise_names
+
+
+@dataclass(frozen=True)
+class Objective:
+    """What a client minimises: the model's structure and frozen buffers, and the loss. Parameters are arguments."""
+
+    model: nn.Module
+    loss: Loss
+    replaced: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
+    """Buffers that stand in for the model's own."""
+
+    def buffers(self) -> Tensors:
+        """Return the buffers that travel with the client (everything but the noise)."""
+        hidden = noise_names(self.model)
+        own = {name: value for name, value in self.model.named_buffers() if name not in hidden}
+        return {**own, **self.replaced}
+
+    def outputs(self, params: Mapping[str, Tensor], inputs: Tensor, noise: Mapping[str, Tensor]) -> Tensor:
+        """Run the model. `strict=True` refuses a missing noise tensor."""
+        tensors = {**params, **self.buffers(), **noise}
+        return functional_call(self.model, tensors, (inputs,), strict=True)
+
+    def value(self, params: Mapping[str, Tensor], batch: Batch, noise: Mapping[str, Tensor]) -> Tensor:
+        """Mean loss over the batch plus what the modules add (KL terms)."""
+        with collect_penalties() as penalties:
+            outputs = self.outputs(params, batch.inputs, noise)
+        return self.total(outputs, batch.targets, penalties)
+
+    def total(self, outputs: Tensor, targets: Tensor, penalties: list[Tensor]) -> Tensor:
+        """Reduce the loss to one scalar and add the penalties."""
+        value = self.loss(outputs, targets)
+        if not value.dtype.is_floating_point:
+            raise fail("loss", f"returns {value.dtype}", "return a floating-point tensor")
+        value = value.mean() if value.ndim else value
+        for penalty in penalties:
+            value = value + penalty
+        return value
+
+
+def mean_gradient(
+    objective: Objective, trainable: Tensors, frozen: Tensors, batch: Batch, noise: Mapping[str, Tensor]
+) -> Tensors:
+    """Gradient of the mean loss with respect to the trainable parameters."""
+
+    def value(params: Tensors) -> Tensor:
+        return objective.value({**params, **frozen}, batch, noise)
+
+    return grad(value)(trainable)
+
+
+def example_gradients(
+    objective: Objective, trainable: Tensors, frozen: Tensors, batch: Batch, noise: Mapping[str, Tensor]
+) -> Tensors:
+    """Gradient of each example's own loss: leading dimension B. Model noise has the batch as its first dimension."""
+
+    def one(inputs: Tensor, targets: Tensor, noise_1: Tensors) -> Tensors:
+        single = Batch(inputs.unsqueeze(0), targets.unsqueeze(0))
+        own = {name: value.unsqueeze(0) for name, value in noise_1.items()}
+        return mean_gradient(objective, trainable, frozen, single, own)
+
+    return vmap(one)(batch.inputs, batch.targets, dict(noise))
+
+
+def cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
+    """Cross-entropy an example; targets are class numbers [B] or class probabilities [B, K]."""
+    if targets.dtype.is_floating_point:
+        return -(targets * torch.log_softmax(outputs, dim=-1)).sum(-1)
+    return nn.functional.cross_entropy(outputs, targets, reduction="none")

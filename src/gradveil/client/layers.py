@@ -1,0 +1,204 @@
+"""Rules for gradients that come apart by victim, one a kind of layer (used by `Recorder`).
+
+With delta the gradient at a layer's output and x its input, victim v's gradient is: linear sum_m delta_m x_m^T over its
+examples and tokens m; convolution the same over unfolded inputs; norms sum delta * normalised x; biases sum delta.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from gradveil.client.convolution import Geometry, convolve, outer, outer_sum, weight_gradient
+from gradveil.client.recording import Recorder, Rule, Unsupported
+
+
+def _pair(value: int | Sequence[int]) -> tuple[int, int]:
+    sides = (value,) * 2 if isinstance(value, int) else tuple(value)
+    return (sides[0], sides[-1])
+
+
+def _conv2d(
+    recorder: Recorder,
+    func: Any,
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: int | Sequence[int] = 1,
+    padding: int | Sequence[int] | str = 0,
+    dilation: int | Sequence[int] = 1,
+    groups: int = 1,
+) -> Tensor:
+    recorder.batched(input, "a convolution")
+    if groups != 1 or isinstance(padding, str):
+        raise Unsupported("a convolution with groups, or with padding by name, has no rule for many victims")
+    geometry = Geometry(_pair(weight.shape[2:]), _pair(stride), _pair(padding), _pair(dilation))
+    if geometry.kernel == tuple(input.shape[2:]) and geometry.padding == (0, 0):
+        # The kernel covers the image: one position, a linear layer.
+        flat = recorder.view(weight, weight.flatten(1))
+        return _linear(recorder, func, input.flatten(1), flat, bias)[..., None, None]
+    out = convolve(input, weight, bias, geometry)
+    recorder.use(weight, out, lambda delta: weight_gradient(delta, input, recorder.victims, geometry))
+    if bias is not None:
+        recorder.use(bias, out, lambda delta: recorder.summed(delta, (bias.numel(), 1, 1)))
+    return out
+
+
+def _linear(recorder: Recorder, func: Any, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    recorder.batched(input, "a linear layer")
+    out = F.linear(input, weight, bias)
+
+    def columns(value: Tensor) -> Tensor:
+        return value.reshape(recorder.victims, -1, value.shape[-1]).transpose(1, 2)
+
+    def gradient(delta: Tensor) -> Tensor:
+        if delta.dim() == 2 and recorder.rows == recorder.victims:
+            return outer(delta, input)
+        return outer_sum(columns(delta), columns(input))
+
+    recorder.use(weight, out, gradient)
+    if bias is not None:
+        recorder.use(bias, out, lambda delta: recorder.summed(delta, bias.shape))
+    return out
+
+
+def _scaled(
+    recorder: Recorder, y: Tensor, weight: Tensor | None, bias: Tensor | None, shape: Sequence[int] | None = None
+) -> Tensor:
+    """Compute y * weight + bias for a normalised y; `shape` is the parameters' shape for broadcasting."""
+    out = y
+    for parameter, combine in ((weight, torch.mul), (bias, torch.add)):
+        if parameter is not None:
+            out = combine(out, parameter if shape is None else parameter.view(shape))
+    if weight is not None:
+        recorder.use(weight, out, lambda delta: recorder.summed(delta * y, shape or weight.shape))
+    if bias is not None:
+        recorder.use(bias, out, lambda delta: recorder.summed(delta, shape or bias.shape))
+    return out
+
+
+def _group_norm(
+    recorder: Recorder,
+    func: Any,
+    input: Tensor,
+    num_groups: int,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+) -> Tensor:
+    recorder.batched(input, "a group norm")
+    y = F.group_norm(input, num_groups, eps=eps)
+    return _scaled(recorder, y, weight, bias, (input.shape[1], *[1] * (input.dim() - 2)))
+
+
+def _instance_norm(
+    recorder: Recorder,
+    func: Any,
+    input: Tensor,
+    running_mean: Tensor | None = None,
+    running_var: Tensor | None = None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    use_input_stats: bool = True,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Tensor:
+    recorder.batched(input, "an instance norm")
+    if running_mean is not None or not use_input_stats:
+        raise Unsupported("an instance norm with running statistics has no rule for many victims")
+    y = F.instance_norm(input, eps=eps)
+    return _scaled(recorder, y, weight, bias, (input.shape[1], *[1] * (input.dim() - 2)))
+
+
+def _batch_norm(
+    recorder: Recorder,
+    func: Any,
+    input: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Tensor:
+    recorder.batched(input, "a batch norm")
+    if training or running_mean is None or running_var is None:
+        raise Unsupported("a batch norm in training mode mixes the examples of all victims")
+    shape = (input.shape[1], *[1] * (input.dim() - 2))
+    y = (input - running_mean.view(shape)) * (running_var.view(shape) + eps).rsqrt()
+    return _scaled(recorder, y, weight, bias, shape)
+
+
+def _layer_norm(
+    recorder: Recorder,
+    func: Any,
+    input: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+) -> Tensor:
+    recorder.batched(input, "a layer norm")
+    return _scaled(recorder, F.layer_norm(input, list(normalized_shape), eps=eps), weight, bias)
+
+
+_broadcast = cast(Callable[..., torch.Size], torch.broadcast_shapes)  # pyright: ignore[reportUnknownMemberType]
+
+
+def _elementwise(recorder: Recorder, func: Any, *args: Any, **kwargs: Any) -> Tensor:
+    """Give every example its own copy of the parameter: the gradient of the copies is summed for each victim."""
+    parameters = recorder.trained_among(args)
+    tensors = [value for value in args if isinstance(value, Tensor)]
+    if len(parameters) != 1 or len(tensors) != 2 or kwargs:
+        raise Unsupported(f"a parameter is combined with another one, or with a number, in {func.__name__}")
+    shape = _broadcast(*(value.shape for value in tensors))
+    copies = _copies(recorder, parameters[0], shape)
+    return func(*(copies if value is parameters[0] else value for value in args))
+
+
+def _repeated(recorder: Recorder, func: Any, value: Tensor, *sizes: Any, **kwargs: Any) -> Tensor:
+    """`expand` or `repeat` to one copy an example (a class token)."""
+    shape = func(value, *sizes, **kwargs).shape
+    if value.dim() != len(shape) or value.shape[0] != 1 or value.shape[1:] != shape[1:]:
+        raise Unsupported(f"a parameter is repeated from {tuple(value.shape)} to {tuple(shape)}")
+    return _copies(recorder, value, shape)
+
+
+def _copies(recorder: Recorder, value: Tensor, shape: torch.Size) -> Tensor:
+    copies = value.detach().expand(shape)
+    recorder.batched(copies, "an element-wise operation")
+    copies.requires_grad_()
+    recorder.use(value, copies, lambda delta: recorder.summed(delta, value.shape))
+    return copies
+
+
+def _reshaped(recorder: Recorder, func: Any, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    return recorder.view(value, func(value, *args, **kwargs))
+
+
+def _indexed(recorder: Recorder, func: Any, value: Tensor, index: Any) -> Tensor:
+    """`p[None, :, None]`: new dimensions only."""
+    parts = cast(tuple[Any, ...], index if isinstance(index, tuple) else (index,))
+    if not all(part is None or part is Ellipsis or part == slice(None) for part in parts):
+        raise Unsupported("a part of a parameter is taken by an index")
+    return _reshaped(recorder, func, value, index)
+
+
+RULES: dict[Any, Rule] = {
+    torch.conv2d: _conv2d,
+    F.linear: _linear,
+    F.group_norm: _group_norm,
+    F.instance_norm: _instance_norm,
+    F.batch_norm: _batch_norm,
+    F.layer_norm: _layer_norm,
+    **dict.fromkeys(("add", "radd", "sub", "rsub", "mul", "rmul", "div", "truediv"), _elementwise),
+    **dict.fromkeys(("expand", "expand_as", "repeat"), _repeated),
+    **dict.fromkeys(("reshape", "view", "unsqueeze", "flatten"), _reshaped),
+    "getitem": _indexed,
+}
+"""Functions (or names of tensor methods and operators) for which gradients come apart by victim."""

@@ -1,0 +1,97 @@
+"""Local training: T optimiser steps from the global parameters, written as a pure unrolled loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from gradveil.core.errors import Problem, fail, refuse
+from gradveil.core.noise import Noise, Schedule
+from gradveil.core.tree import Tensors
+
+
+@dataclass(frozen=True)
+class Local:
+    """How a client trains between two messages. Give `steps` or `epochs`.
+
+    The update it sends is parameters in minus parameters out: with one step of plain SGD that is lr times the gradient.
+    """
+
+    batch: int
+    lr: float
+    steps: int | None = None
+    epochs: int | None = None
+    optimiser: Literal["sgd", "adam"] = "sgd"
+    momentum: float = 0.0
+    nesterov: bool = False
+    weight_decay: float = 0.0
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+
+    def __post_init__(self) -> None:
+        """Refuse settings that cannot be meant, all at once."""
+        problems = [
+            Problem(f"local.{name}", f"is {value}", f"give {expected}")
+            for name, value, expected, good in (
+                ("batch", self.batch, "at least 1", self.batch >= 1),
+                ("lr", self.lr, "a positive step size", self.lr > 0),
+                ("steps", self.steps, "at least 1, or epochs", self.steps is None or self.steps >= 1),
+                ("epochs", self.epochs, "at least 1, or steps", self.epochs is None or self.epochs >= 1),
+                ("momentum", self.momentum, "a number in [0, 1)", 0 <= self.momentum < 1),
+                ("optimiser", self.optimiser, "one of: adam, sgd", self.optimiser in ("sgd", "adam")),
+            )
+            if not good
+        ]
+        if (self.steps is None) == (self.epochs is None):
+            problems.append(Problem("local", "needs exactly one of steps and epochs", "remove or add one"))
+        refuse(problems)
+
+    def count(self, examples: int) -> int:
+        """Return T, the number of optimiser steps for this many examples; the last incomplete batch is left out."""
+        if self.steps is not None:
+            return self.steps
+        assert self.epochs is not None
+        return self.epochs * (examples // self.batch)
+
+    def schedule(self, examples: int) -> Noise:
+        """Describe the named tensor `schedule` [T, B]; its neutral value takes the examples in order."""
+        if examples < self.batch:
+            raise fail("local.batch", f"is {self.batch}, the client has {examples} examples", "lower it")
+        shape = (self.count(examples), self.batch)
+        per_epoch = examples // self.batch * self.batch
+        order = (torch.arange(shape[0] * shape[1]) % per_epoch).reshape(shape)
+        return Noise(shape, Schedule(examples), neutral=order, dtype=torch.int64, discrete=True)
+
+
+def train(local: Local, params: Tensors, steps: int, gradient: Callable[[int, Tensors], Tensors]) -> Tensors:
+    """Run T steps. `gradient(t, params)` gives the (already defended) gradient of step t. Returns the parameters.
+
+    SGD: v <- m v + g, p <- p - lr v (Nesterov: lr (g + m v)). Adam: p <- p - lr m / (sqrt(v) + eps), bias-corrected.
+    """
+    first: Tensors = {}
+    second: Tensors = {}
+    for t in range(steps):
+        g = gradient(t, params)
+        if local.weight_decay:
+            g = {name: value + local.weight_decay * params[name] for name, value in g.items()}
+        if local.optimiser == "adam":
+            b1, b2 = local.betas
+            first = {name: (1 - b1) * v + (b1 * first[name] if first else 0) for name, v in g.items()}
+            second = {name: (1 - b2) * v * v + (b2 * second[name] if second else 0) for name, v in g.items()}
+            m_scale, v_scale = 1 / (1 - b1 ** (t + 1)), 1 / (1 - b2 ** (t + 1))
+            move = {n: first[n] * m_scale / (_root(second[n] * v_scale) + local.eps) for n in g}
+        else:
+            first = {name: v + local.momentum * first[name] if first else v for name, v in g.items()}
+            move = {n: g[n] + local.momentum * first[n] for n in g} if local.nesterov else first
+        params = {name: p - local.lr * move[name] if name in move else p for name, p in params.items()}
+    return params
+
+
+def _root(square: Tensor) -> Tensor:
+    """Square root whose derivative at zero is zero instead of infinite: untouched parameters stay differentiable."""
+    safe = torch.where(square > 0, square, torch.ones_like(square))
+    return torch.where(square > 0, safe.sqrt(), torch.zeros_like(square))

@@ -1,0 +1,178 @@
+"""Watches every use of a trained parameter in one batched forward pass, and how its gradient comes apart by victim.
+
+A use that no rule covers raises `Unsupported`; nothing is guessed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from gradveil.core.tree import Tensors
+
+
+class Unsupported(Exception):
+    """A parameter is used in a way that has no batched per-victim rule."""
+
+
+@dataclass(frozen=True)
+class Use:
+    """One use of a parameter: where it enters the graph, and its gradient [V, ...] from the gradient there."""
+
+    parameter: str
+    at: Tensor
+    gradient: Callable[[Tensor], Tensor]
+
+
+Rule = Callable[..., Tensor]
+"""(recorder, arguments of the function it replaces) -> that function's result, its parameters' uses noted."""
+
+
+_OUT_OF_PLACE: dict[str, Callable[..., Any]] = {
+    "add_": torch.add,
+    "sub_": torch.sub,
+    "mul_": torch.mul,
+    "div_": torch.div,
+}
+
+
+class Recorder(TorchFunctionMode):
+    """Within this context, functions of trained parameters are replaced by ones whose gradients come apart by victim.
+
+    Every other function is left alone. A shared parameter, or a module that is called twice, is used twice: its
+    gradients add up.
+    """
+
+    def __init__(self, rules: Mapping[Any, Rule], trained: Mapping[str, Tensor], victims: int, examples: int) -> None:
+        """Watch these parameters in a pass over victims x examples rows."""
+        super().__init__()
+        self.rules = rules
+        self.victims = victims
+        self.rows = victims * examples
+        self.uses: list[Use] = []
+        self.shapes = {name: value.shape for name, value in trained.items()}
+        self._names = {id(value): name for name, value in trained.items()}
+        self._views: list[Tensor] = []  # kept alive, so that no other tensor gets their id
+        self._held: dict[int, tuple[Tensor, int]] = {}
+        self._stale: dict[int, Any] = {}  # kept alive, too
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Replace a function that takes a trained parameter."""
+        given = kwargs or {}
+        name: str = getattr(func, "__name__", str(func))
+        if self._stale and _among((args, *given.values()), self._stale):
+            raise Unsupported("an in-place operation overwrites what a layer takes or returns")
+        # A recorded tensor must keep its value, so `x += y` and `inplace=True` make another one. That is the same as
+        # long as nobody reads the old one again.
+        if given.get("inplace") and args:
+            given = {**given, "inplace": False}
+            self._stale[id(args[0])] = args[0]
+        if name in _OUT_OF_PLACE and id(args[0]) in self._held:
+            func = _OUT_OF_PLACE[name]
+            self._stale[id(args[0])] = args[0]
+        trained = self.trained_among(args)
+        if given:
+            trained += self.trained_among(given.values())
+        if not trained:
+            return func(*args, **given)
+        rule = self.rules.get(func) or self.rules.get(name.removeprefix("__").removesuffix("__"))
+        if rule is not None:
+            return rule(self, func, *args, **given)
+        result = func(*args, **given)
+        parts = cast(Iterable[Any], result if isinstance(result, tuple | list) else (result,))
+        if any(isinstance(part, Tensor) for part in parts):
+            raise Unsupported(f"'{self._names[id(trained[0])]}' goes into {name}, which has no rule for many victims")
+        return cast(Any, result)
+
+    def trained_among(self, values: Iterable[Any]) -> list[Tensor]:
+        """Find the trained parameters among arguments, and their views."""
+        return _among(values, self._names)
+
+    def trains(self, value: Tensor) -> bool:
+        """Say whether this is a trained parameter or a view of one."""
+        return id(value) in self._names
+
+    def view(self, of: Tensor, value: Tensor) -> Tensor:
+        """Note that `value` is a parameter in another shape, its entries in the same order."""
+        if self.trains(of):
+            self._names[id(value)] = self._names[id(of)]
+        self._views.append(value)
+        return value
+
+    def use(self, value: Tensor, at: Tensor, gradient: Callable[[Tensor], Tensor]) -> None:
+        """Note a use of a parameter, if it is trained."""
+        if self.trains(value):
+            if not at.requires_grad:
+                at.requires_grad_()
+            self.uses.append(Use(self._names[id(value)], at, gradient))
+            self.hold(at)
+
+    def hold(self, value: Tensor) -> None:
+        """Note a tensor whose value the gradients need: `gradients` refuses if it was overwritten."""
+        self._held.setdefault(id(value), (value, value._version))
+
+    def batched(self, value: Tensor, layer: str) -> None:
+        """Refuse a tensor whose first dimension is not the batch of all victims."""
+        if value.dim() < 2 or value.shape[0] != self.rows:
+            raise Unsupported(f"{layer} takes a tensor {tuple(value.shape)} without the batch in front")
+        self.hold(value)
+
+    def summed(self, delta: Tensor, shape: Iterable[int]) -> Tensor:
+        """Sum [N, ...] over each victim's examples and over what was broadcast from `shape`: [V, *shape]."""
+        shape = tuple(shape)
+        full = (1,) * (delta.dim() - len(shape)) + shape
+        over = [d for d, size in enumerate(full) if size == 1 and d > 0]
+        if self.rows == self.victims:
+            total = delta.sum(over) if over else delta
+        else:
+            total = delta.reshape(self.victims, -1, *delta.shape[1:]).sum([1, *(d + 1 for d in over)])
+        return _shaped(total, (self.victims, *shape))
+
+    def gradients(self, value: Tensor, *, create_graph: bool) -> Tensors:
+        """Return the gradient of `value` for each parameter and victim; zeros for what was not used."""
+        if any(tensor._version != version for tensor, version in self._held.values()):
+            raise Unsupported("an in-place operation overwrites what a layer takes or returns")
+        at = [use.at for use in self.uses]
+        deltas: Sequence[Tensor | None] = ()
+        if at:
+            found = torch.autograd.grad(value, at, create_graph=create_graph, allow_unused=True)
+            deltas = cast(Sequence[Tensor | None], found)
+        total: Tensors = {}
+        with torch.set_grad_enabled(create_graph):
+            for use, delta in zip(self.uses, deltas, strict=True):
+                if delta is not None:
+                    name = use.parameter
+                    part = _shaped(use.gradient(delta), (self.victims, *self.shapes[name]))
+                    total[name] = total[name] + part if name in total else part
+        return {
+            name: total[name] if name in total else value.new_zeros(self.victims, *shape)
+            for name, shape in self.shapes.items()
+        }
+
+
+def _among(values: Iterable[Any], known: Mapping[int, Any]) -> list[Tensor]:
+    """Find the tensors whose id is known, in lists and tuples, too."""
+    found: list[Tensor] = []
+    for value in values:
+        if isinstance(value, Tensor):
+            if id(value) in known:
+                found.append(value)
+        elif isinstance(value, tuple | list):
+            found += _among(cast(Iterable[Any], value), known)
+    return found
+
+
+def _shaped(value: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Reshape where that changes anything: a view is a call, and another one in the backward pass."""
+    return value if value.shape == shape else value.reshape(shape)

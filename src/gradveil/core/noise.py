@@ -1,0 +1,238 @@
+"""Named randomness: every random tensor a client uses is declared here, and drawn only here.
+
+A client is a pure function of tensors. Whatever is random in it (dropout masks, bottleneck noise, differential-privacy
+noise, the order of examples) is an argument with a name. A `NoiseSpec` says which arguments there are; `sample` draws
+them; an attacker may be given them, guess them, or optimise over them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from gradveil.core.errors import Problem, refuse
+
+
+@dataclass(frozen=True)
+class Key:
+    """An immutable address of a random stream: the same seed and path give the same draws on every device.
+
+    >>> a = Key(0).child("victim", 3)
+    >>> torch.equal(torch.randn(2, generator=a.generator()), torch.randn(2, generator=a.generator()))
+    True
+    """
+
+    seed: int
+    path: tuple[str | int, ...] = ()
+
+    def child(self, *parts: str | int) -> Key:
+        """Address a stream below this one."""
+        return Key(self.seed, (*self.path, *parts))
+
+    def generator(self, device: torch.device | str = "cpu") -> torch.Generator:
+        """Make a fresh generator whose seed is the SHA-256 digest of the address."""
+        digest = hashlib.sha256(json.dumps([self.seed, *self.path]).encode()).digest()
+        generator = torch.Generator(device=device)
+        generator.manual_seed(int.from_bytes(digest[:8], "big") >> 1)
+        return generator
+
+
+class Law(Protocol):
+    """How a named tensor is distributed."""
+
+    def sample(self, shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> Tensor:
+        """Draw one tensor on the CPU."""
+        ...
+
+    def penalty(self, value: Tensor) -> Tensor:
+        """Say how unlikely each row of `value` [N, ...] is: what an attacker who optimises it adds to his objective."""
+        ...
+
+
+@dataclass(frozen=True)
+class Normal:
+    """N(0, std^2), independently for each entry."""
+
+    std: float = 1.0
+
+    def sample(self, shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> Tensor:
+        """Draw one tensor on the CPU."""
+        return torch.randn(shape, dtype=dtype, generator=generator) * self.std
+
+    def penalty(self, value: Tensor) -> Tensor:
+        """Return half the sum of squares in units of the standard deviation, a row: -log density up to a constant."""
+        return (value / self.std).flatten(1).square().sum(1) / 2
+
+
+@dataclass(frozen=True)
+class Laplace:
+    """Laplace(0, scale): the difference of two exponentials, -scale * sign(u) * log(1 - 2|u|) for u in (-1/2, 1/2)."""
+
+    scale: float = 1.0
+
+    def sample(self, shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> Tensor:
+        """Draw one tensor on the CPU."""
+        u = torch.rand(shape, dtype=torch.float64, generator=generator) - 0.5
+        tail = torch.log1p(-2 * u.abs().clamp(max=0.5 - 2**-54))
+        return (-self.scale * torch.sign(u) * tail).to(dtype)
+
+    def penalty(self, value: Tensor) -> Tensor:
+        """Return the sum of magnitudes in units of the scale, a row: -log density up to a constant."""
+        return (value / self.scale).flatten(1).abs().sum(1)
+
+
+@dataclass(frozen=True)
+class Uniform:
+    """U(low, high), independently for each entry."""
+
+    low: float = 0.0
+    high: float = 1.0
+
+    def sample(self, shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> Tensor:
+        """Draw one tensor on the CPU."""
+        return self.low + (self.high - self.low) * torch.rand(shape, dtype=dtype, generator=generator)
+
+    def penalty(self, value: Tensor) -> Tensor:
+        """Return zero: within its box every value is as likely."""
+        return torch.zeros(len(value), dtype=value.dtype, device=value.device)
+
+
+@dataclass(frozen=True)
+class Bernoulli:
+    """1 with probability `probability`, else 0."""
+
+    probability: float
+
+    def sample(self, shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> Tensor:
+        """Draw one tensor on the CPU."""
+        return (torch.rand(shape, generator=generator) < self.probability).to(dtype)
+
+    def penalty(self, value: Tensor) -> Tensor:
+        """Return |mean - probability| of each row (the mask prior of Scheliga et al. 2023)."""
+        return (value.flatten(1).mean(1) - self.probability).abs()
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Which of `examples` are in which local step: shape [T, B], each epoch a fresh permutation, batches in order."""
+
+    examples: int
+
+    def sample(self, shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> Tensor:
+        """Draw one tensor on the CPU."""
+        steps, batch = shape
+        per_epoch = self.examples // batch
+        epochs = -(-steps // per_epoch)
+        orders = [torch.randperm(self.examples, generator=generator)[: per_epoch * batch] for _ in range(epochs)]
+        return torch.cat(orders)[: steps * batch].reshape(shape).to(dtype)
+
+    def penalty(self, value: Tensor) -> Tensor:
+        """Return zero: every order is as likely."""
+        return torch.zeros(len(value), device=value.device)
+
+
+@dataclass(frozen=True)
+class Noise:
+    """One named random tensor: its shape, law, neutral value, and what an attacker who optimises it must respect."""
+
+    shape: tuple[int, ...]
+    law: Law
+    neutral: float | Tensor = 0.0
+    """The value that switches the randomness off: 1 for a dropout mask, 0 for additive noise, the identity order."""
+    dtype: torch.dtype = torch.float32
+    lower: float | None = None
+    upper: float | None = None
+    """Box an optimised value is projected to; None for no bound."""
+    discrete: bool = False
+    """Cannot be optimised by gradients (the order of examples, say)."""
+
+    def sample(self, key: Key) -> Tensor:
+        """Draw the tensor."""
+        return self.law.sample(self.shape, self.dtype, key.generator())
+
+    def off(self) -> Tensor:
+        """Return the neutral value in full shape."""
+        if isinstance(self.neutral, Tensor):
+            return self.neutral.to(self.dtype).expand(self.shape).clone()
+        return torch.full(self.shape, self.neutral, dtype=self.dtype)
+
+    def project(self, value: Tensor) -> Tensor:
+        """Bring an optimised value back into its box."""
+        return value if self.lower is None and self.upper is None else value.clamp(self.lower, self.upper)
+
+
+@dataclass(frozen=True)
+class NoiseSpec(Mapping[str, Noise]):
+    """The named random tensors of a client or of a part of it.
+
+    >>> spec = NoiseSpec({"mask": Noise((2,), Bernoulli(0.5), neutral=1.0)}).under("model.drop")
+    >>> list(spec), spec.neutral()["model.drop.mask"]
+    (['model.drop.mask'], tensor([1., 1.]))
+    """
+
+    tensors: Mapping[str, Noise] = field(default_factory=dict[str, Noise])
+
+    def __getitem__(self, name: str) -> Noise:
+        """Return one named tensor's description."""
+        return self.tensors[name]
+
+    def __iter__(self) -> Iterator[str]:
+        """Iterate over the names."""
+        return iter(self.tensors)
+
+    def __len__(self) -> int:
+        """Count the names."""
+        return len(self.tensors)
+
+    def __or__(self, other: NoiseSpec) -> NoiseSpec:
+        """Unite two specifications; a name in both is a mistake of the caller."""
+        both = set(self.tensors) & set(other.tensors)
+        assert not both, f"noise named twice: {sorted(both)}"
+        return NoiseSpec({**self.tensors, **other.tensors})
+
+    def under(self, prefix: str) -> NoiseSpec:
+        """Put a prefix before every name."""
+        return NoiseSpec({f"{prefix}.{name}": noise for name, noise in self.tensors.items()})
+
+    def times(self, *leading: int) -> NoiseSpec:
+        """Give every tensor leading dimensions (local steps, examples)."""
+        return NoiseSpec({name: replace(n, shape=(*leading, *n.shape)) for name, n in self.tensors.items()})
+
+    def to(self, dtype: torch.dtype) -> NoiseSpec:
+        """Set the dtype of every floating-point tensor."""
+        cast = {
+            name: replace(noise, dtype=dtype) if noise.dtype.is_floating_point else noise
+            for name, noise in self.tensors.items()
+        }
+        return NoiseSpec(cast)
+
+    def sample(self, key: Key) -> dict[str, Tensor]:
+        """Draw every tensor, each from its own stream: the only place where client code draws random numbers."""
+        return {name: noise.sample(key.child(name)) for name, noise in self.tensors.items()}
+
+    def neutral(self) -> dict[str, Tensor]:
+        """Return the values that switch all randomness off."""
+        return {name: noise.off() for name, noise in self.tensors.items()}
+
+    def check(self, noise: Mapping[str, Tensor], optional: NoiseSpec | None = None) -> None:
+        """Refuse missing, unknown or wrongly shaped tensors, all at once. `optional` may be given or left out."""
+        allowed = {**self.tensors, **(optional.tensors if optional else {})}
+        problems = [
+            Problem(f"noise.{name}", "is missing", "sample it from noise_spec(...) or give the neutral value")
+            for name in self.tensors
+            if name not in noise
+        ]
+        for name, value in noise.items():
+            if name not in allowed:
+                known = ", ".join(sorted(allowed)) or "none"
+                problems.append(Problem(f"noise.{name}", "is not an input of this client", f"known names: {known}"))
+            elif tuple(value.shape) != allowed[name].shape:
+                expected = allowed[name].shape
+                problems.append(Problem(f"noise.{name}", f"has shape {tuple(value.shape)}", f"expected {expected}"))
+        refuse(problems)

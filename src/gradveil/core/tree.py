@@ -1,0 +1,72 @@
+"""Arithmetic over updates: flat dictionaries from parameter name to tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+Tensors = dict[str, Tensor]
+
+
+def tmap(function: Callable[..., Tensor], first: Mapping[str, Tensor], *rest: Mapping[str, Tensor]) -> Tensors:
+    """Apply a function to the tensors of each name.
+
+    >>> tmap(torch.add, {"w": torch.ones(1)}, {"w": torch.ones(1)})
+    {'w': tensor([2.])}
+    """
+    return {name: function(value, *(other[name] for other in rest)) for name, value in first.items()}
+
+
+def squared_norm(tensors: Mapping[str, Tensor]) -> Tensor:
+    """Sum of squares over all tensors: ||g||^2 of the concatenated vector."""
+    return torch.stack([value.square().sum() for value in tensors.values()]).sum()
+
+
+def norm(tensors: Mapping[str, Tensor]) -> Tensor:
+    """Euclidean norm of the concatenated vector; its derivative at zero is zero."""
+    square = squared_norm(tensors)
+    safe = torch.where(square > 0, square, torch.ones_like(square))
+    return torch.where(square > 0, safe.sqrt(), torch.zeros_like(square))
+
+
+def select(tensors: Mapping[str, Tensor], prefix: str) -> Tensors:
+    """Take the tensors below a prefix, with the prefix cut off.
+
+    >>> select({"send.noise.w": torch.zeros(1), "step.w": torch.ones(1)}, "send.noise")
+    {'w': tensor([0.])}
+    """
+    start = prefix + "."
+    return {name[len(start) :]: value for name, value in tensors.items() if name.startswith(start)}
+
+
+def under(prefix: str, tensors: Mapping[str, Tensor]) -> Tensors:
+    """Put a prefix before every name."""
+    return {f"{prefix}.{name}": value for name, value in tensors.items()}
+
+
+def stack(rows: Sequence[Mapping[str, Tensor]]) -> Tensors:
+    """Stack dictionaries of equal names along a new first dimension (victims).
+
+    >>> stack([{"w": torch.zeros(2)}, {"w": torch.ones(2)}])["w"].shape
+    torch.Size([2, 2])
+    """
+    return {name: torch.stack([row[name] for row in rows]) for name in rows[0]} if rows else {}
+
+
+def take(tensors: Mapping[str, Tensor], rows: Tensor | slice | Iterable[int]) -> Tensors:
+    """Index every tensor along its first dimension."""
+    index = rows if isinstance(rows, Tensor | slice) else torch.tensor(list(rows), dtype=torch.long)
+    return {name: value[index] for name, value in tensors.items()}
+
+
+def straight_through(exact: Tensor, surrogate: Tensor) -> Tensor:
+    """Value of `exact`, derivative of `surrogate`: how an attacker differentiates what has no derivative.
+
+    >>> x = torch.tensor([0.3], requires_grad=True)
+    >>> y = straight_through(x.sign(), x)
+    >>> y.item(), torch.autograd.grad(y, x)[0].item()
+    (1.0, 1.0)
+    """
+    return surrogate + (exact - surrogate).detach()

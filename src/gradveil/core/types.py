@@ -1,0 +1,109 @@
+"""The types every layer shares.
+
+Shape legend, used as suffixes and in comments: V victims, R restarts, N = V x R rows of an attack, T local steps,
+B batch, C H W channels and image size, K classes, P entries of a parameter.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import Any, ClassVar, NamedTuple
+
+from torch import Tensor
+
+from gradveil.core.noise import NoiseSpec
+from gradveil.core.tree import Tensors
+
+Loss = Callable[[Tensor, Tensor], Tensor]
+"""(outputs, targets) -> a scalar, or one loss an example."""
+
+
+class Batch(NamedTuple):
+    """A client's private examples: inputs [B, C, H, W]; targets [B] class numbers or [B, K] class probabilities."""
+
+    inputs: Tensor
+    targets: Tensor
+
+
+class Stage(IntEnum):
+    """The legal order of transforms within a chain: noise after a threshold would undo what the threshold promises."""
+
+    CLIP = 1
+    NOISE = 2
+    PRUNE = 3
+    STANDIN = 3
+    QUANTISE = 4
+
+
+@dataclass(frozen=True)
+class Context:
+    """What a transform may need beyond the update. Nothing here is global, nothing is hidden.
+
+    `gradient(batch)` is the client's own differentiable mean gradient, `features(batch)` the input of its last layer.
+    """
+
+    params: Mapping[str, Tensor]
+    batch: Batch
+    model_noise: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
+    gradient: Callable[[Batch], Tensors] | None = None
+    features: Callable[[Batch], Tensor] | None = None
+    messages: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
+    """Public messages of the round (a broadcast mask, say): attackers see them too."""
+
+
+class Transform(ABC):
+    """A pure map of one update to another: explicit state, named noise.
+
+    Concrete transforms are frozen dataclasses. `apply` gives the same result for the same arguments; state and noise
+    are flat dictionaries whose names the transform chooses (a parameter's name, or `residual.<parameter>`).
+    """
+
+    stage: ClassVar[Stage]
+    per_example: bool = False
+    """Applied to each example's gradient before they are averaged."""
+    guarantee: ClassVar[str] = "no formal guarantee"
+
+    def init(self, params: Mapping[str, Tensor]) -> Tensors:
+        """Return the state of a client that has sent nothing yet."""
+        return {}
+
+    def noise(self, params: Mapping[str, Tensor]) -> NoiseSpec:
+        """Declare the random tensors of one application."""
+        return NoiseSpec()
+
+    def intermediates(self, params: Mapping[str, Tensor]) -> NoiseSpec:
+        """Declare named intermediates (masks, clip factors) that the caller *may* pin through `noise`."""
+        return NoiseSpec()
+
+    @abstractmethod
+    def apply(
+        self, update: Tensors, state: Tensors, noise: Mapping[str, Tensor], context: Context
+    ) -> tuple[Tensors, Tensors]:
+        """Transform one update; return it with the next state."""
+
+    def evidence(self, sent: Mapping[str, Tensor]) -> Tensors:
+        """Say what a sent update gives away about the intermediates, under the names of `intermediates`."""
+        return {}
+
+    def split(self) -> tuple[Transform | None, Transform | None]:
+        """Split into the part applied to each example and the part applied to their mean."""
+        return (self, None) if self.per_example else (None, self)
+
+    def smallest(self) -> Mapping[str, Any] | None:
+        """Give the settings at which this transform is the identity; None if there are none."""
+        return None
+
+
+class BatchTransform(ABC):
+    """A pure map of a batch to the batch that is trained on (augmentation, mixing)."""
+
+    @abstractmethod
+    def noise(self, batch: Batch) -> NoiseSpec:
+        """Declare the random tensors."""
+
+    @abstractmethod
+    def apply(self, batch: Batch, noise: Mapping[str, Tensor]) -> Batch:
+        """Transform the batch."""

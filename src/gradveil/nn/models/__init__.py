@@ -1,0 +1,175 @@
+"""The models of the studies by short name, and the models of users by import path."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import Any
+
+import torch
+from torch import Generator, nn
+
+from gradveil.core.errors import GradveilError, Problem, fail, refuse
+from gradveil.nn.init import drawing_from, initialise
+from gradveil.nn.models.cnn import cnn6, convnet, mnist_conv, scheliga_cnn
+from gradveil.nn.models.lenet import lenet_zhu, mnist_cnn_glaus
+from gradveil.nn.models.parts import Network
+from gradveil.nn.models.resnet import resnet18, resnet20, resnet32, resnet34
+from gradveil.nn.models.vgg import vgg11, vgg13, vgg16
+from gradveil.nn.models.vit import vit
+
+_RAISED = (ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, OSError, RuntimeError)
+FACTORY_ERRORS = (*_RAISED, TypeError, ValueError, SyntaxError)
+"""What code of a user may raise, and is then told as a problem of that code."""
+
+
+@dataclass(frozen=True)
+class ModelEntry:
+    """One model: `factory(*, channels, size, classes, norm, groups, activation, ...)`, what it is, where it is from."""
+
+    factory: Callable[..., Network]
+    description: str
+    citation: str
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        """The study's settings: every keyword argument with its value."""
+        return {name: p.default for name, p in inspect.signature(self.factory).parameters.items()}
+
+
+_DLG = "Zhu, Liu, Han: Deep Leakage from Gradients (NeurIPS 2019)"
+_RGAP = "Zhu, Blaschko: R-GAP: Recursive Gradient Attack on Privacy (ICLR 2021)"
+_IG = "Geiping, Bauermeister, Dröge, Moeller: Inverting Gradients (NeurIPS 2020)"
+_OPTIMAL = "Chen, Liu, Lei: Optimal Defenses Against Gradient Reconstruction Attacks"
+_SCHELIGA = "Scheliga, Mäder, Seeland: Combining Stochastic Defenses to Resist Gradient Inversion"
+_GLAUS = "Yang et al. 2023: GLAUS, an attack on unbiased gradient sampling"
+_RESNET = "He, Zhang, Ren, Sun: Deep Residual Learning for Image Recognition (CVPR 2016)"
+_VGG = "Simonyan, Zisserman: Very Deep Convolutional Networks (ICLR 2015)"
+
+MODELS: dict[str, ModelEntry] = {
+    "lenet-zhu": ModelEntry(lenet_zhu, "3 sigmoid 5x5 convolutions of 12 channels, weights U(-0.5, 0.5)", _DLG),
+    "cnn6": ModelEntry(cnn6, "6 bias-free convolutions with invertible activations", _RGAP),
+    "convnet": ModelEntry(convnet, "8 convolutions with BatchNorm, 2.9 M parameters", f"{_IG}; {_OPTIMAL}"),
+    "mnist-conv": ModelEntry(mnist_conv, "2 convolutions and 2 linear layers, LeakyReLU", _OPTIMAL),
+    "scheliga-cnn": ModelEntry(scheliga_cnn, "3 valid 5x5 convolutions of stride 2, ReLU; needs 32x32", _SCHELIGA),
+    "mnist-cnn-glaus": ModelEntry(mnist_cnn_glaus, "3 valid sigmoid 5x5 convolutions, weights U(-0.5, 0.5)", _GLAUS),
+    "vit": ModelEntry(vit, "vision transformer, patch 4, width 256, 4 blocks, 16 heads", _SCHELIGA),
+    "resnet18": ModelEntry(resnet18, "ResNet-18 with GroupNorm; stem imagenet or cifar", _RESNET),
+    "resnet34": ModelEntry(resnet34, "ResNet-34 with GroupNorm; stem imagenet or cifar", _RESNET),
+    "resnet20": ModelEntry(resnet20, "ResNet-20 with BatchNorm, base width 16, option-A shortcuts", _RESNET),
+    "resnet32": ModelEntry(resnet32, "ResNet-32 with BatchNorm, base width 16, option-A shortcuts", _RESNET),
+    "vgg11": ModelEntry(vgg11, "VGG-11 with BatchNorm, linear layer 512 -> classes", _VGG),
+    "vgg13": ModelEntry(vgg13, "VGG-13 with BatchNorm, linear layer 512 -> classes", _VGG),
+    "vgg16": ModelEntry(vgg16, "VGG-16 with BatchNorm, linear layer 512 -> classes", _VGG),
+}
+
+
+def build(name: str, *, channels: int, size: int, classes: int, generator: Generator, **options: Any) -> nn.Module:
+    """Build a model with initial weights drawn from the generator.
+
+    `name` is a short name of `MODELS` or `"pkg.module:factory"`, whose factory is called with `channels`, `size`,
+    `classes`, `generator` (those of them that it accepts) and the options; what it draws comes from the generator too.
+    A user's model that declares no `input_shape` is given (channels, size, size).
+
+    >>> model = build("scheliga-cnn", channels=1, size=32, classes=10, generator=torch.Generator().manual_seed(0))
+    >>> sum(parameter.numel() for parameter in model.parameters())
+    65162
+    """
+    sizes = {"channels": channels, "size": size, "classes": classes}
+    problems = [
+        Problem(f"model.{key}", f"is {value!r}", "give a whole number of at least 1")
+        for key, value in sizes.items()
+        if not isinstance(value, int) or value < 1
+    ]
+    if ":" in name:
+        return _build_users(name, {**sizes, "generator": generator}, options, problems, (channels, size, size))
+    entry = MODELS.get(name)
+    if entry is None:
+        near = get_close_matches(name, MODELS, n=1)
+        hint = f"did you mean '{near[0]}'? " if near else ""
+        remedy = f"{hint}choose one of: {', '.join(MODELS)}; or give your own as 'pkg.module:factory'"
+        refuse([*problems, Problem("model.name", f"unknown model '{name}'", remedy)])
+    assert entry is not None
+    refuse([*problems, *_unknown(options, set(entry.defaults) - set(sizes))])
+    try:
+        with torch.device("meta"):
+            model = entry.factory(**sizes, **options)
+    except GradveilError as error:
+        raise GradveilError(Problem(f"model.{p.where}", p.what, p.remedy) for p in error.problems) from error
+    return initialise(model.to_empty(device="cpu"), generator)
+
+
+def _unknown(options: Mapping[str, Any], allowed: set[str]) -> list[Problem]:
+    problems = []
+    for key in options:
+        if key not in allowed:
+            near = get_close_matches(key, allowed, n=1)
+            hint = f"did you mean '{near[0]}'? " if near else ""
+            remedy = f"{hint}allowed: {', '.join(sorted(allowed)) or 'none'}"
+            problems.append(Problem(f"model.{key}", "is not an option of this model", remedy))
+    return problems
+
+
+def _build_users(
+    path: str,
+    given: Mapping[str, Any],
+    options: Mapping[str, Any],
+    problems: list[Problem],
+    shape: tuple[int, int, int],
+) -> nn.Module:
+    try:
+        factory = _import(path)
+    except GradveilError as error:
+        refuse([*problems, *error.problems])
+        raise
+    generator: Generator = given["generator"]
+    parameters = inspect.signature(factory).parameters
+    if not any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
+        problems += _unknown(options, set(parameters) - set(given))
+        given = {key: value for key, value in given.items() if key in parameters}
+    refuse(problems)
+    try:
+        with drawing_from(generator):
+            model = factory(**given, **options)
+    except GradveilError:
+        raise
+    except FACTORY_ERRORS as error:
+        what = f"raised {type(error).__name__}: {error}"
+        raise fail(f"model {path}", what, f"it was called with {_shown({**given, **options})}") from error
+    if not isinstance(model, nn.Module):
+        what = f"returned {type(model).__name__}, not a torch.nn.Module"
+        raise fail(f"model {path}", what, "return the model from the factory")
+    if not hasattr(model, "input_shape"):
+        object.__setattr__(model, "input_shape", shape)
+    return model
+
+
+def _shown(arguments: Mapping[str, Any]) -> str:
+    return ", ".join(f"{key}={'...' if key == 'generator' else repr(value)}" for key, value in arguments.items())
+
+
+def _import(path: str) -> Callable[..., Any]:
+    module_name, _, attribute = path.partition(":")
+    if not module_name or not attribute:
+        raise fail(f"model {path}", "is not an import path", "write 'pkg.module:factory'")
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        remedy = "install it, or run in the folder it lies in or add that folder to PYTHONPATH"
+        raise fail(f"model {path}", f"there is no module '{error.name}'", remedy) from error
+    except FACTORY_ERRORS as error:
+        what = f"importing '{module_name}' raised {type(error).__name__}: {error}"
+        raise fail(f"model {path}", what, "correct the module") from error
+    factory = getattr(module, attribute, None)
+    if factory is None:
+        names = [name for name in vars(module) if not name.startswith("_") and callable(getattr(module, name))]
+        near = get_close_matches(attribute, names, n=1)
+        remedy = f"did you mean '{near[0]}'?" if near else f"it has: {', '.join(sorted(names)) or 'nothing callable'}"
+        raise fail(f"model {path}", f"module '{module_name}' has no '{attribute}'", remedy)
+    if not callable(factory):
+        remedy = "name a function or class that returns a torch.nn.Module"
+        raise fail(f"model {path}", f"'{attribute}' is a {type(factory).__name__}, not a factory", remedy)
+    return factory

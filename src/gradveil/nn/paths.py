@@ -1,0 +1,117 @@
+"""Modules of a model by path: find, replace, insert, and look at what passes through them."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from gradveil.core.errors import fail
+
+
+def last_layer(model: nn.Module, inputs: Tensor | None = None) -> str:
+    """Return the path of the last linear layer: the classifier.
+
+    Last by the order in which the modules were defined; by the order in which a forward pass runs them if inputs are
+    given.
+
+    >>> last_layer(nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 2)))
+    '2'
+    """
+    linear = [(path, module) for path, module in model.named_modules() if isinstance(module, nn.Linear)]
+    if not linear:
+        raise fail("model", "has no nn.Linear, so no last layer is known", "end the model with a linear classifier")
+    if inputs is None:
+        return linear[-1][0]
+    ran: list[str] = []
+
+    def note(path: str) -> Callable[..., None]:
+        return lambda _module, _inputs: ran.append(path)
+
+    hooks = [module.register_forward_pre_hook(note(path)) for path, module in linear]
+    _run(model, inputs, hooks)
+    if not ran:
+        raise fail("model", "runs none of its nn.Linear layers", "end the model with a linear classifier")
+    return ran[-1]
+
+
+def features(model: nn.Module, inputs: Tensor, path: str | None = None) -> Tensor:
+    """Return the input of the last layer (or of the layer at the path) for a batch; it can be differentiated."""
+    caught: list[Tensor] = []
+    layer = at(model, path or last_layer(model))
+    hook = layer.register_forward_pre_hook(lambda _module, arguments: caught.append(arguments[0]))
+    try:
+        model(inputs)
+    finally:
+        hook.remove()
+    return caught[-1]
+
+
+def output_shape(model: nn.Module, path: str, inputs: Tensor) -> tuple[int, ...]:
+    """Return the shape of what the module at a path puts out, by one forward pass without gradients."""
+    shapes: list[tuple[int, ...]] = []
+    hook = at(model, path).register_forward_hook(lambda _module, _inputs, out: shapes.append(tuple(out.shape)))
+    _run(model, inputs, [hook])
+    if not shapes:
+        raise fail(path, "is not run by the model's forward pass", "choose a module that is")
+    return shapes[-1]
+
+
+def at(model: nn.Module, path: str) -> nn.Module:
+    """Return the module at a path; refuse a path that is not there."""
+    known = dict(model.named_modules())
+    if path not in known:
+        paths = ", ".join(name for name in known if name) or "none"
+        raise fail(path or "model", "is not a module of this model", f"its modules: {paths}")
+    return known[path]
+
+
+def put(model: nn.Module, path: str, module: nn.Module) -> nn.Module:
+    """Set the module at a path, in place, and return the model; the path "" is the model itself."""
+    if path == "":
+        return module
+    parent, _, name = path.rpartition(".")
+    at(model, parent)._modules[name] = module
+    return model
+
+
+def insert_after(model: nn.Module, path: str, name: str, module: nn.Module) -> nn.Module:
+    """Run `module` after the module at a path, in place; return the model.
+
+    It is appended to an `nn.Sequential`, whose parameters so keep their names; any other module is wrapped with it into
+    one, as its child `inner`.
+    """
+    place = at(model, path)
+    if type(place) is not nn.Sequential:
+        return put(model, path, nn.Sequential(OrderedDict([("inner", place), (name, module)])))
+    taken = dict(place.named_children())
+    free = next(n for n in (name, *(f"{name}{i}" for i in range(2, len(taken) + 3))) if n not in taken)
+    place.add_module(free, module)
+    return model
+
+
+def insert_before(model: nn.Module, path: str, name: str, module: nn.Module) -> nn.Module:
+    """Run `module` before the module at a path, in place; both become children of one `nn.Sequential`."""
+    return put(model, path, nn.Sequential(OrderedDict([(name, module), ("inner", at(model, path))])))
+
+
+def like(module: nn.Module, model: nn.Module) -> nn.Module:
+    """Bring a module to the device and dtype of a model's parameters."""
+    parameter = next(model.parameters(), None)
+    return module if parameter is None else module.to(parameter.device, parameter.dtype)
+
+
+def _run(model: nn.Module, inputs: Tensor, hooks: list) -> None:
+    """Run a forward pass that leaves the model as it was: evaluation mode, so that no running statistics move."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        with torch.no_grad():
+            model(inputs)
+    finally:
+        for module in training:
+            module.training = True
+        for hook in hooks:
+            hook.remove()

@@ -1,0 +1,99 @@
+"""Modules whose randomness is an argument.
+
+A stochastic module holds its noise in non-persistent buffers. `torch.func.functional_call(..., strict=True)` supplies
+them; a client therefore cannot forget one, and `vmap` (with its default `randomness="error"`) refuses any module that
+draws for itself. While a buffer is an empty placeholder (a plain `model(x)`), the module behaves neutrally.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+import torch
+from torch import Tensor, nn
+
+from gradveil.core.noise import Noise, NoiseSpec
+
+_penalties: ContextVar[list[Tensor] | None] = ContextVar("penalties", default=None)
+
+
+def penalise(value: Tensor) -> None:
+    """Add a scalar to the loss of the forward pass under way (a bottleneck's KL term); no effect outside one."""
+    collected = _penalties.get()
+    if collected is not None:
+        collected.append(value)
+
+
+@contextmanager
+def collect_penalties() -> Iterator[list[Tensor]]:
+    """Collect what the modules of one forward pass add to the loss."""
+    collected: list[Tensor] = []
+    token = _penalties.set(collected)
+    try:
+        yield collected
+    finally:
+        _penalties.reset(token)
+
+
+class Stochastic(nn.Module):
+    """Base of modules with named noise. Subclasses call `declare` in `__init__` and implement `noise`.
+
+    Every noise tensor has the batch as its first dimension, so that per-example gradients can take it apart.
+    """
+
+    def declare(self, *names: str) -> None:
+        """Create the empty placeholders of the noise buffers."""
+        for name in names:
+            self.register_buffer(name, torch.empty(0), persistent=False)
+
+    @abstractmethod
+    def noise(self, x: Tensor) -> Mapping[str, Noise]:
+        """Describe the noise buffers needed for this input."""
+
+    def supplied(self, name: str) -> Tensor | None:
+        """Return the noise, or None while the placeholder is there."""
+        value = getattr(self, name)
+        return None if value.numel() == 0 else value
+
+
+def noise_names(model: nn.Module) -> set[str]:
+    """Name every noise buffer of a model, supplied or not."""
+    return {
+        f"{path}.{name}" if path else name
+        for path, module in model.named_modules()
+        if isinstance(module, Stochastic)
+        for name, _ in module.named_buffers(recurse=False)
+        if name in module._non_persistent_buffers_set
+    }
+
+
+def model_noise(model: nn.Module, inputs: Tensor) -> NoiseSpec:
+    """Describe every noise buffer of a model for a batch of inputs, by one forward pass without gradients."""
+    found: dict[str, Noise] = {}
+
+    def record(path: str):
+        def hook(module: nn.Module, arguments: tuple[Tensor, ...]) -> None:
+            assert isinstance(module, Stochastic)
+            for name, noise in module.noise(arguments[0]).items():
+                found[f"{path}.{name}" if path else name] = noise
+
+        return hook
+
+    stochastic = [(path, module) for path, module in model.named_modules() if isinstance(module, Stochastic)]
+    if not stochastic:
+        return NoiseSpec()
+    hooks = [module.register_forward_pre_hook(record(path)) for path, module in stochastic]
+    modes = {module: module.training for module in model.modules()}
+    try:
+        model.eval()  # a forward pass in training mode would move running statistics
+        with torch.no_grad():
+            model(inputs)
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+        for hook in hooks:
+            hook.remove()
+    return NoiseSpec(found)

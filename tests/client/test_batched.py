@@ -1,0 +1,382 @@
+"""Batched per-victim gradients equal a loop over victims, to the last digits, and so do their derivatives."""
+
+from collections.abc import Callable, Mapping
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from gradveil.client import Client, cross_entropy
+from gradveil.client.batched import obstacle, reference_gradients, victim_gradients
+from gradveil.client.gradient import Objective
+from gradveil.client.recording import Unsupported
+from gradveil.core.noise import Key, Noise, Normal
+from gradveil.core.tree import Tensors
+from gradveil.core.types import Batch
+from gradveil.nn.dropout import Dropout, with_dropout
+from gradveil.nn.models import MODELS, build
+from gradveil.nn.norms import BatchStatistics, FrozenNorm, InstanceNorm, LayerNorm
+from gradveil.nn.stochastic import Stochastic, model_noise, penalise
+
+SMALL = {"width": 8, "blocks": 1, "heads": 2, "mlp": 8}
+
+
+def looped(
+    objective: Objective, trained: Tensors, frozen: Tensors, batch: Batch, noise: Mapping[str, Tensor]
+) -> Tensors:
+    """The plain loop of every existing tool: ordinary reverse mode, one victim after the other."""
+    rows: list[tuple[Tensor, ...]] = []
+    live = {name: value.detach().requires_grad_() for name, value in trained.items()}
+    for v in range(batch.inputs.shape[0]):
+        own = {name: value[v] for name, value in noise.items()}
+        value = objective.value({**live, **frozen}, Batch(batch.inputs[v], batch.targets[v]), own)
+        found = torch.autograd.grad(value, list(live.values()), create_graph=True, allow_unused=True)
+        rows.append(
+            tuple(g if g is not None else torch.zeros_like(p) for g, p in zip(found, live.values(), strict=True))
+        )
+    return dict(zip(live, (torch.stack(column) for column in zip(*rows, strict=True)), strict=True))
+
+
+def assert_agrees(
+    model: nn.Module,
+    shape: tuple[int, ...],
+    *,
+    loss: Callable[[Tensor, Tensor], Tensor] = cross_entropy,
+    frozen: frozenset[str] = frozenset(),
+    soft: bool = False,
+) -> None:
+    """Compare gradients, and their derivatives with respect to inputs, soft targets and noise."""
+    model = model.double()
+    victims, examples = shape[:2]
+    g = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for name, buffer in model.named_buffers():
+            if "running" in name:
+                buffer.copy_(0.1 * torch.rand(buffer.shape, generator=g) + 0.05)
+        for parameter in model.parameters():  # norms start at 1 and 0, which would hide mistakes
+            parameter.add_(0.05 * torch.randn(parameter.shape, generator=g, dtype=torch.float64))
+    inputs = torch.randn(shape, generator=g, dtype=torch.float64).requires_grad_()
+    targets = torch.randint(0, 4, (victims, examples), generator=g)
+    if soft:
+        targets = torch.rand((victims, examples, 4), generator=g, dtype=torch.float64).requires_grad_()
+    spec = model_noise(model, inputs[0]).to(torch.float64)
+    rows = [spec.sample(Key(0, ("victim", v))) for v in range(victims)]
+    noise = {name: torch.stack([row[name] for row in rows]).requires_grad_() for name in spec}
+    params = {name: value.detach() for name, value in model.named_parameters()}
+    trained = {name: value for name, value in params.items() if name not in frozen}
+    rest = {name: value for name, value in params.items() if name in frozen}
+    objective, batch = Objective(model, loss), Batch(inputs, targets)
+
+    found = victim_gradients(objective, trained, rest, batch, noise)
+    expected = looped(objective, trained, rest, batch, noise)
+    leaves = [inputs, *noise.values(), *([targets] if soft else [])]
+    directions = {n: torch.randn(v.shape, generator=g, dtype=torch.float64) for n, v in expected.items()}
+
+    def derivative(gradients: Tensors) -> tuple[Tensor, ...]:
+        value = torch.stack([(gradients[n] * d).sum() for n, d in directions.items()]).sum()
+        return torch.autograd.grad(value, leaves)
+
+    assert list(found) == list(expected)
+    size = max(float(value.detach().abs().max()) for value in expected.values())
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=0, atol=1e-12 * max(1, size), msg=name)
+    for one, other in zip(derivative(found), derivative(expected), strict=True):
+        assert float(other.abs().max()) > 0
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-10 * float(other.abs().max()))
+    with torch.no_grad():
+        assert obstacle(objective, trained, rest, batch, noise) is None
+
+
+def small(name: str, **options: object) -> nn.Module:
+    kept = {key: value for key, value in SMALL.items() if key in MODELS[name].defaults}
+    return build(
+        name, channels=3, size=32, classes=4, generator=torch.Generator().manual_seed(1), **{**kept, **options}
+    )
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("shape", [(2, 1), (2, 2)], ids=["one-image", "batch"])
+def test_every_model_agrees_with_the_loop(name: str, shape: tuple[int, int]) -> None:
+    assert_agrees(small(name).eval(), (*shape, 3, 32, 32))
+
+
+@pytest.mark.parametrize("name", [name for name in MODELS if "norm" in MODELS[name].defaults])
+def test_every_model_with_group_norm_agrees_with_the_loop(name: str) -> None:
+    if MODELS[name].defaults["norm"] == "group":
+        assert_agrees(small(name, norm="none"), (2, 1, 3, 32, 32))
+    else:
+        assert_agrees(small(name, norm="group"), (2, 1, 3, 32, 32))
+
+
+class KL(Stochastic):
+    """A bottleneck of its own: noise, and a penalty that is a mean over the examples."""
+
+    eps: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.declare("eps")
+
+    def noise(self, x: Tensor) -> dict[str, Noise]:
+        return {"eps": Noise(tuple(x.shape), Normal())}
+
+    def forward(self, x: Tensor) -> Tensor:
+        penalise(0.1 * x.square().sum(1).mean())
+        eps = self.supplied("eps")
+        return x if eps is None else x + 0.5 * x.abs() * eps
+
+
+class Twice(nn.Module):
+    """One layer used twice, a parameter of its own by views and by broadcasting, a learnable scale, one unused."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+        self.tied = nn.Linear(6, 6)
+        self.tied.weight = self.layer.weight
+        self.token = nn.Parameter(torch.ones(1, 1, 6))
+        self.shift = nn.Parameter(torch.ones(6))
+        self.scale = nn.Parameter(torch.ones(()))
+        self.unused = nn.Parameter(torch.ones(3))
+        self.head = nn.Linear(6, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.cat([self.token.expand(x.shape[0], -1, -1), x], 1)
+        x = torch.tanh(self.layer(torch.tanh(self.layer(x)))) * self.scale
+        return self.head((self.tied(x) + self.shift[None, None] - 2 * x).square().mean(1))
+
+
+class Norms(nn.Module):
+    """Torch's own norms and ours, with the in-place activation that would overwrite a recorded output."""
+
+    def __init__(self, *norms: nn.Module) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3, stride=(2, 1), padding=(0, 2), dilation=(1, 2))
+        self.norms = nn.Sequential(*norms)
+        self.head = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(F.silu(self.norms(self.conv(x)), inplace=True).mean((2, 3)))
+
+
+HAND_MADE: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "used twice, tied, broadcast": (Twice, (3, 2, 5, 6)),
+    "group norm": (lambda: Norms(nn.GroupNorm(2, 4)), (2, 2, 3, 7, 6)),
+    "layer norm": (lambda: Norms(nn.LayerNorm((3, 6))), (2, 2, 3, 7, 6)),
+    "own layer norm": (lambda: Norms(LayerNorm((3, 6))), (2, 2, 3, 7, 6)),
+    "instance norm": (lambda: Norms(nn.InstanceNorm2d(4, affine=True)), (2, 2, 3, 7, 6)),
+    "own instance norm": (lambda: Norms(InstanceNorm(4)), (2, 2, 3, 7, 6)),
+    "frozen norm": (lambda: Norms(FrozenNorm(4)), (2, 2, 3, 7, 6)),
+    "batch norm, evaluation": (lambda: Norms(nn.BatchNorm2d(4)).eval(), (2, 2, 3, 7, 6)),
+    "large images, one convolution a victim": (lambda: Norms(nn.Conv2d(4, 4, 1)), (2, 1, 3, 60, 60)),
+    "dropout": (lambda: nn.Sequential(nn.Linear(6, 5), Dropout(0.5), nn.Tanh(), nn.Linear(5, 4)), (3, 2, 6)),
+    "penalty": (lambda: nn.Sequential(nn.Linear(6, 5), KL(), nn.Tanh(), nn.Linear(5, 4)), (3, 2, 6)),
+}
+
+
+@pytest.mark.parametrize("case", HAND_MADE)
+def test_hand_made_models_agree_with_the_loop(case: str) -> None:
+    model, shape = HAND_MADE[case]
+    assert_agrees(model(), shape)
+
+
+def test_own_convolutions_of_large_layers_agree_with_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gradveil.client.convolution._OWN_FLOP", 0)
+    monkeypatch.setattr("gradveil.client.convolution._OWN_POSITIONS", 0)
+    assert_agrees(small("scheliga-cnn", norm="group"), (3, 2, 3, 32, 32))
+
+
+def test_dropout_soft_targets_and_frozen_parameters_agree_with_the_loop() -> None:
+    model = with_dropout(small("scheliga-cnn"), 0.25)
+    assert_agrees(model, (2, 2, 3, 32, 32), soft=True, frozen=frozenset({"body.block0.conv.weight", "head.bias"}))
+
+
+def test_scalar_losses_agree_with_the_loop() -> None:
+    assert_agrees(small("lenet-zhu"), (3, 2, 3, 32, 32), loss=nn.CrossEntropyLoss())
+
+
+def test_observations_need_no_graph(generator: torch.Generator) -> None:
+    model = small("lenet-zhu")
+    params = {name: value.detach() for name, value in model.named_parameters()}
+    batch = Batch(torch.randn((2, 1, 3, 32, 32), generator=generator), torch.tensor([[0], [1]]))
+    with torch.no_grad():
+        found = victim_gradients(Objective(model, cross_entropy), params, {}, batch, {})
+    assert not any(value.requires_grad for value in found.values())
+    expected = reference_gradients(Objective(model, cross_entropy), params, {}, batch, {})
+    torch.testing.assert_close(found, expected)
+
+
+class Augmented(nn.Module):
+    """The residual connection as it is usually written: `+=` on what a layer returned, and on what it took."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.head = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x)
+        y += x
+        y += self.second(torch.tanh(y))
+        y *= 0.5
+        return self.head(torch.tanh(y))
+
+
+def test_augmented_assignments_agree_with_the_loop_and_need_no_graph(generator: torch.Generator) -> None:
+    model = Augmented()
+    assert_agrees(model, (3, 2, 6))
+    client = Client(model)
+    inputs = torch.randn((4, 2, 6), generator=generator, dtype=torch.float64)
+    batch = Batch(inputs, torch.randint(4, (4, 2), generator=generator))
+    found, _ = client.updates(client.params(), batch, {}, {})
+    expected, _ = client.updates_reference(client.params(), batch, {}, {})
+    assert client.batched_obstacle(client.params(), batch, {}) is None
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+
+
+class Clamped(nn.Module):
+    """Overwrites what a layer returned (or took), by a function that changes nothing for small values."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.where = where
+        self.first, self.second, self.head = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x)
+        if self.where == "the output":
+            y.clamp_(-2, 2)
+        if self.where == "a view of it":
+            y.view(-1).clamp_(-2, 2)
+        if self.where == "by an argument":
+            F.hardtanh(y, -2, 2, inplace=True)
+        if self.where == "by an argument, between layers":
+            y = y * 1
+            F.hardtanh(y, -2, 2, inplace=True)
+        if self.where == "read again":
+            old = y
+            y += 1
+            y = y + 0 * old
+        return self.head(self.second(torch.tanh(y)))
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+@pytest.mark.parametrize(
+    "where", ["the output", "a view of it", "by an argument", "by an argument, between layers", "read again"]
+)
+def test_overwriting_a_recorded_tensor_is_never_silently_wrong(where: str, generator: torch.Generator) -> None:
+    model = Clamped(where).double()
+    client = Client(model)
+    inputs = torch.randn((3, 2, 6), generator=generator, dtype=torch.float64)
+    targets = torch.randint(4, (3, 2), generator=generator)
+    for size in (0.01, 100.0):  # the first call is the one that is compared
+        batch = Batch((size * inputs).requires_grad_(), targets)
+        found, _ = client.updates(client.params(), batch, {}, {})
+        expected, _ = client.updates_reference(client.params(), batch, {}, {})
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-12 * size)
+    assert client.batched_obstacle(client.params(), batch, {}) is not None
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [nn.CrossEntropyLoss(weight=torch.arange(1.0, 5.0).double()), nn.CrossEntropyLoss(ignore_index=0)],
+    ids=["weighted", "ignored class"],
+)
+def test_a_loss_that_divides_by_the_labels_of_all_victims_is_seen_though_the_first_labels_are_alike(
+    loss: nn.Module, generator: torch.Generator
+) -> None:
+    client = Client(nn.Linear(6, 4).double(), loss)
+    inputs = torch.randn((4, 2, 6), generator=generator, dtype=torch.float64)
+    for targets in (torch.ones(4, 2, dtype=torch.long), torch.tensor([[1, 1], [0, 2], [3, 3], [1, 2]])):
+        found, _ = client.updates(client.params(), Batch(inputs, targets), {}, {})
+        expected, _ = client.updates_reference(client.params(), Batch(inputs, targets), {}, {})
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+    assert "mixes" in (client.batched_obstacle(client.params(), Batch(inputs, targets), {}) or "")
+
+
+class Mixed(nn.Module):
+    """Looks at the other examples of the batch: no victim's gradient comes apart."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x - x.mean(0))
+
+
+def _sum_of_squares(outputs: Tensor, targets: Tensor) -> Tensor:
+    return outputs.square().sum()
+
+
+REFUSED: dict[str, tuple[nn.Module, Callable[[Tensor, Tensor], Tensor], str]] = {
+    "examples mix": (Mixed(), cross_entropy, "mixes examples"),
+    "batch statistics": (nn.Sequential(nn.Linear(6, 4), BatchStatistics(4)), cross_entropy, "mixes examples"),
+    "summed loss": (nn.Linear(6, 4), _sum_of_squares, "mixes examples"),
+    "weights in a matrix product": (
+        nn.Sequential(nn.Unflatten(1, (1, 6)), nn.Conv1d(1, 4, 6), nn.Flatten()),
+        cross_entropy,
+        "goes into conv1d, which has no rule",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_obstacles_are_named_and_the_client_falls_back(case: str, generator: torch.Generator) -> None:
+    model, loss, reason = REFUSED[case]
+    model = model.double()
+    client = Client(model, loss)
+    params = client.params()
+    batch = Batch(
+        torch.randn((3, 2, 6), generator=generator, dtype=torch.float64), torch.randint(4, (3, 2), generator=generator)
+    )
+    assert reason in (client.batched_obstacle(params, batch, {}) or "")
+    found, _ = client.updates(params, batch, {}, {})
+    expected, _ = client.updates_reference(params, batch, {}, {})
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+def test_parameters_that_are_to_be_differentiated_are_an_obstacle(generator: torch.Generator) -> None:
+    client = Client(nn.Linear(6, 4))
+    params = {name: value.requires_grad_() for name, value in client.params().items()}
+    batch = Batch(torch.randn((3, 2, 6), generator=generator), torch.randint(4, (3, 2), generator=generator))
+    sent, _ = client.updates(params, batch, {}, {})
+    assert "differentiated" in (client.batched_obstacle(params, batch, {}) or "")
+    assert sent["weight"].requires_grad
+
+
+def test_hidden_randomness_and_missing_noise_are_refused(generator: torch.Generator) -> None:
+    batch = Batch(torch.randn((3, 2, 6), generator=generator), torch.randint(4, (3, 2), generator=generator))
+    hidden = Client(nn.Sequential(nn.Linear(6, 4), nn.Dropout(0.5)))
+    with pytest.raises(RuntimeError, match="randomness"):
+        hidden.updates(hidden.params(), batch, {}, {})
+    # In evaluation mode nothing is drawn; going back to training mode must be noticed.
+    hidden.model.eval()
+    assert hidden.batched_obstacle(hidden.params(), batch, {}) is None
+    hidden.model.train()
+    with pytest.raises(RuntimeError, match="randomness"):
+        hidden.updates(hidden.params(), batch, {}, {})
+    missing = Client(nn.Sequential(nn.Linear(6, 4), Dropout(0.5)))
+    with pytest.raises(RuntimeError, match=r"1\.mask"):
+        missing.updates(missing.params(), batch, {}, {})
+
+
+def test_unsupported_uses_name_the_parameter(generator: torch.Generator) -> None:
+    model = nn.Bilinear(6, 6, 4)
+    with pytest.raises(Unsupported, match=r"'inner\.weight' goes into bilinear"):
+        victim_gradients(
+            Objective(_Both(model), cross_entropy),
+            {"inner.weight": model.weight, "inner.bias": model.bias},
+            {},
+            Batch(torch.randn((2, 1, 6), generator=generator), torch.zeros((2, 1), dtype=torch.long)),
+            {},
+        )
+
+
+class _Both(nn.Module):
+    def __init__(self, inner: nn.Bilinear) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x, x)

@@ -1,0 +1,164 @@
+"""The client: what it trains and sends, and what it refuses."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from gradveil.client import Client, Local, cross_entropy
+from gradveil.core.errors import GradveilError
+from gradveil.core.noise import Key
+from gradveil.core.types import Batch
+from gradveil.defences import parse
+from tests.laws.cases import Tiny, V, draw, draw_batch
+
+
+def problems(call) -> list[str]:
+    with pytest.raises(GradveilError) as caught:
+        call()
+    return [str(problem) for problem in caught.value.problems]
+
+
+@pytest.mark.parametrize("text", ["none", "dp(clip=0.3)", "prune(0.5, feedback=true) + gaussian(0.1)"])
+def test_only_the_trainable_subset_is_sent(text: str):
+    whole, part = (parse(text)(Client(Tiny(), trainable=patterns)) for patterns in (None, ("head.*", "block.0.bias")))
+    params, batch, noise, state = draw(part)
+    update, after = part.update(params, batch, noise, state)
+    assert list(update) == ["block.0.bias", "head.weight", "head.bias"]
+    assert after.keys() == state.keys()
+    assert all(any(name.endswith(sent) for sent in update) for name in (*noise, *state))
+    if text == "none":
+        full = whole.update(params, batch, noise, state)[0]
+        torch.testing.assert_close(update, {name: full[name] for name in update})
+
+
+@pytest.mark.parametrize("optimiser", ["sgd", "adam"])
+def test_local_training_leaves_frozen_layers_alone(optimiser: str):
+    local = Local(2, 0.1, steps=3, optimiser=optimiser)
+    client = Client(Tiny(), local=local, trainable=("head.*",))
+    params, batch, noise, _ = draw(client)
+    model = Tiny()
+    steps = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam}[optimiser](model.head.parameters(), lr=0.1)
+    for chosen in noise["schedule"]:
+        steps.zero_grad()
+        F.cross_entropy(model(batch.inputs[chosen]), batch.targets[chosen]).backward()
+        steps.step()
+    update, _ = client.update(params, batch, noise, {})
+    moved = {f"head.{name}": params[f"head.{name}"] - value.detach() for name, value in model.head.named_parameters()}
+    torch.testing.assert_close(update, moved)
+
+
+def test_parameters_without_gradient_are_not_sent():
+    model = Tiny()
+    model.block.requires_grad_(False)
+    assert Client(model).trained() == [name for name, _ in Tiny().named_parameters() if not name.startswith("block")]
+
+
+def test_unknown_patterns_are_refused_together_with_the_known_names():
+    found = problems(Client(Tiny(), trainable=("head.*", "classifier.*", "fc")).trained)
+    assert len(found) == 2
+    assert "'classifier.*' matches no parameter" in found[0]
+    assert "head.weight" in found[0]
+
+
+def test_every_wrong_noise_tensor_is_named():
+    client = parse("dropout + gaussian(0.1) + prune(0.5)")(Client(Tiny()))
+    params, batch, noise, _ = draw(client)
+    spec, optional = client.noise_spec(params, batch), client.intermediates(params)
+    mask = {"send.prune.mask.head.bias": torch.ones(3)}
+    spec.check({**noise, **mask}, optional)
+    missing, wrong = "send.noise.head.bias", "send.noise.head.weight"
+    bad = {**noise, **mask, "send.noise.fc": torch.zeros(1), wrong: torch.zeros(2)}
+    del bad[missing]
+    found = problems(lambda: spec.check(bad))
+    assert [text.split(":")[0] for text in found] == [
+        f"noise.{name}" for name in (missing, wrong, "send.prune.mask.head.bias", "send.noise.fc")
+    ]
+    assert "is missing" in found[0]
+    assert "expected (3, 16)" in found[1]
+    assert "is not an input of this client" in found[3]
+
+
+@pytest.mark.parametrize("text", ["dropout", "precode(k=4)", "cvb"])
+def test_missing_model_noise_is_refused(text: str):
+    """`strict=True`: a mask that was forgotten is an error, never a neutral mask."""
+    client = parse(text)(Client(Tiny()))
+    params, batch, noise, _ = draw(client)
+    name = next(iter(noise))
+    del noise[name]
+    with pytest.raises(RuntimeError, match=name.removeprefix("model.").replace(".", r"\.")):
+        client.update(params, batch, noise, {})
+
+
+def test_hidden_randomness_is_refused_by_vmap():
+    model = nn.Sequential(nn.Flatten(), nn.Linear(64, 8), nn.Dropout(0.5), nn.Linear(8, 3)).double()
+    client = Client(model)
+    batches = [draw_batch(Key(i)) for i in range(V)]
+    rows = Batch(torch.stack([one.inputs for one in batches]), torch.stack([one.targets for one in batches]))
+    with pytest.raises(RuntimeError, match="random"):
+        client.updates(client.params(), rows, {}, {})
+    with pytest.raises(RuntimeError, match="random"):
+        parse("dp")(client).update(*draw(parse("dp")(client)))
+
+
+def test_buffers_of_a_later_round_replace_the_models_own():
+    model = nn.Sequential(nn.Flatten(), nn.BatchNorm1d(64), nn.Linear(64, 3)).double().eval()
+    later = {"1.running_mean": torch.full((64,), 0.5).double(), "1.running_var": torch.full((64,), 4.0).double()}
+    params, batch, _, _ = draw(Client(model))
+    sent, _ = Client(model, buffers=later).update(params, batch, {}, {})
+    own, _ = Client(model).update(params, batch, {}, {})
+    with torch.no_grad():
+        model[1].running_mean.fill_(0.5)
+        model[1].running_var.fill_(4.0)
+    expected, _ = Client(model).update(params, batch, {}, {})
+    torch.testing.assert_close(sent, expected)
+    assert not torch.allclose(own["1.weight"], expected["1.weight"])
+
+
+def test_a_naive_attackers_client_has_the_model_and_nothing_else():
+    client = parse("dp + dropout + prune(0.5)")(Client(Tiny(), local=Local(2, 0.1, steps=2)))
+    naive = client.undefended_update()
+    assert naive.model is client.model
+    assert naive.local == client.local
+    assert (naive.step, naive.send, naive.batch) == (None, None, ())
+
+
+def test_first_state_is_zero_and_keeps_its_names():
+    client = parse("prune(0.5, feedback=true)")(Client(Tiny()))
+    params, batch, noise, _ = draw(client)
+    state = client.init(params)
+    assert set(state) == {f"send.prune.residual.{name}" for name in params}
+    assert not any(value.any() for value in state.values())
+    assert client.update(params, batch, noise, state)[1].keys() == state.keys()
+
+
+def test_impossible_local_training_is_refused_all_at_once():
+    found = problems(lambda: Local(0, -1.0, steps=0, epochs=1, optimiser="lamb", momentum=1.0))
+    assert [text.split(":")[0] for text in found] == [
+        "local.batch",
+        "local.lr",
+        "local.steps",
+        "local.momentum",
+        "local.optimiser",
+        "local",
+    ]
+    client = Client(Tiny(), local=Local(8, 0.1, epochs=1))
+    assert "is 8, the client has 4 examples" in problems(lambda: draw(client))[0]
+
+
+def test_cross_entropy_takes_numbers_and_probabilities():
+    outputs = torch.randn(5, 3, generator=Key(0).generator())
+    targets = torch.tensor([0, 2, 1, 1, 0])
+    expected = F.cross_entropy(outputs, targets, reduction="none")
+    torch.testing.assert_close(cross_entropy(outputs, targets), expected)
+    soft = torch.softmax(torch.randn(5, 3, generator=Key(1).generator()), -1)
+    torch.testing.assert_close(cross_entropy(outputs, soft), F.cross_entropy(outputs, soft, reduction="none"))
+
+
+def test_any_differentiable_loss_is_taken():
+    params, batch, _, _ = draw(Client(Tiny()))
+    mean = Client(Tiny(), loss=F.cross_entropy).update(params, batch, {}, {})[0]
+    each = Client(Tiny()).update(params, batch, {}, {})[0]
+    torch.testing.assert_close(mean, each)
+    counting = Client(Tiny(), loss=lambda outputs, targets: outputs.argmax(-1))
+    assert "returns torch.int64" in problems(lambda: counting.update(params, batch, {}, {}))[0]

@@ -1,0 +1,180 @@
+"""Surgeries: the same function where they promise it, the given model untouched, and nothing hidden left."""
+
+from copy import deepcopy
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from gradveil.core.errors import GradveilError
+from gradveil.core.noise import Key
+from gradveil.nn.check.layers import layer_problems
+from gradveil.nn.norms import BatchStatistics, FrozenNorm, InstanceNorm, LayerNorm
+from gradveil.nn.stochastic import model_noise, noise_names
+from gradveil.nn.surgery import (
+    prepare,
+    remove_inplace,
+    replace_activations,
+    replace_batchnorm,
+    replace_dropout,
+    replace_layernorm,
+)
+from tests.nn.test_models import assert_batched_equals_looped
+
+
+def filled(model: nn.Module, seed: int = 0) -> nn.Module:
+    """Give weights, biases and statistics values that make a difference."""
+    generator = torch.Generator().manual_seed(seed)
+    for tensor in (*model.parameters(), *model.buffers()):
+        if tensor.dtype.is_floating_point:
+            tensor.data.uniform_(0.2, 1.5, generator=generator)
+    return model
+
+
+def network(**changes: nn.Module) -> nn.Module:
+    parts = {
+        "conv": nn.Conv2d(2, 4, 3),
+        "norm": nn.BatchNorm2d(4),
+        "act": nn.ReLU(inplace=True),
+        "drop": nn.Dropout2d(0.5),
+        "flat": nn.Flatten(),
+        "hidden": nn.Linear(64, 6),
+        "last": nn.LayerNorm(6),
+        "fc": nn.Linear(6, 3),
+    } | changes
+    model = nn.Sequential()
+    for name, module in parts.items():
+        model.add_module(name, module)
+    return filled(model)
+
+
+def gradient(model: nn.Module, x: Tensor) -> dict[str, Tensor]:
+    loss = F.cross_entropy(model(x), torch.zeros(len(x), dtype=torch.long))
+    slopes = torch.autograd.grad(loss, list(model.parameters()))
+    return dict(zip(dict(model.named_parameters()), slopes, strict=True))
+
+
+@pytest.fixture
+def x(generator: torch.Generator) -> Tensor:
+    return torch.rand(3, 2, 6, 6, generator=generator)
+
+
+def test_frozen_batchnorm_is_batchnorm_in_evaluation(x: Tensor) -> None:
+    model = network(drop=nn.Identity())
+    frozen = replace_batchnorm(model, "frozen")
+    assert isinstance(frozen.norm, FrozenNorm)
+    torch.testing.assert_close(frozen.train()(x), deepcopy(model).eval()(x))
+    assert set(frozen.state_dict()) == set(model.state_dict()) - {"norm.num_batches_tracked"}
+    torch.testing.assert_close(gradient(frozen, x), gradient(deepcopy(model).eval(), x))
+
+
+@pytest.mark.parametrize("affine", [True, False])
+def test_batch_statistics_are_batchnorm_in_training(affine: bool, x: Tensor) -> None:
+    model = network(drop=nn.Identity(), norm=nn.BatchNorm2d(4, affine=affine, eps=1e-3))
+    explicit = replace_batchnorm(model, "batch_statistics")
+    assert isinstance(explicit.norm, BatchStatistics)
+    torch.testing.assert_close(gradient(explicit, x), gradient(deepcopy(model), x))
+    assert not list(explicit.norm.buffers())
+
+
+def test_group_norm_takes_over_the_weights() -> None:
+    model = network()
+    group = replace_batchnorm(model, "group", groups=4).norm
+    assert isinstance(group, nn.GroupNorm)
+    assert group.num_groups == 4
+    assert torch.equal(group.weight, model.norm.weight)
+    assert group.weight is not model.norm.weight
+
+
+@pytest.mark.parametrize("affine", [True, False])
+@pytest.mark.parametrize("shape", [(6,), (3, 2)])
+def test_explicit_layer_norm_equals_that_of_torch(affine: bool, shape: tuple, generator: torch.Generator) -> None:
+    norm = filled(nn.LayerNorm(shape, elementwise_affine=affine, eps=1e-3))
+    values = torch.randn(4, 5, *shape, generator=generator)
+    explicit = replace_layernorm(norm)
+    assert isinstance(explicit, LayerNorm)
+    torch.testing.assert_close(explicit(values), norm(values))
+
+
+@pytest.mark.parametrize("affine", [True, False])
+def test_explicit_instance_norm_equals_that_of_torch(affine: bool, x: Tensor) -> None:
+    norm = filled(nn.InstanceNorm2d(2, affine=affine))
+    explicit = replace_layernorm(norm)
+    assert isinstance(explicit, InstanceNorm)
+    torch.testing.assert_close(explicit(x), norm(x))
+
+
+@pytest.mark.parametrize("kind", [FrozenNorm, BatchStatistics, InstanceNorm])
+def test_explicit_norms_can_be_batched(kind: type[nn.Module], generator: torch.Generator) -> None:
+    layers = nn.Sequential(nn.Conv2d(2, 3, 3), kind(3), nn.Tanh(), nn.Flatten(), nn.Linear(12, 3))
+    assert_batched_equals_looped(filled(layers), (2, 4, 4), generator)
+
+
+def test_explicit_dropout_takes_the_place(x: Tensor) -> None:
+    model = replace_dropout(network(norm=nn.Identity(), act=nn.ReLU()))
+    assert noise_names(model) == {"drop.mask"}
+    assert model_noise(model, x)["drop.mask"].shape == (3, 4, 1, 1)
+    assert set(model_noise(model, x).sample(Key(0))["drop.mask"].unique().tolist()) <= {0.0, 1.0}
+    assert isinstance(replace_dropout(network().eval(), active_only=True).drop, nn.Dropout2d)
+
+
+def test_activations_and_inplace(x: Tensor) -> None:
+    model = network()
+    assert isinstance(replace_activations(model).act, nn.Softplus)
+    assert isinstance(replace_activations(model, nn.Sigmoid).act, nn.Sigmoid)
+    assert (remove_inplace(model).act.inplace, model.act.inplace) == (False, True)
+
+
+def test_prepare_leaves_nothing_to_do(x: Tensor) -> None:
+    model = network()
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    ready, done = prepare(model)
+    assert done == [
+        "in-place operations removed: act",
+        "BatchNorm replaced (batch_statistics): norm",
+        "LayerNorm or InstanceNorm made explicit: last",
+        "hidden dropout made explicit: drop",
+    ]
+    assert layer_problems(ready) == []
+    assert len(layer_problems(model)) == 4
+    assert all(torch.equal(model.state_dict()[key], value) for key, value in before.items())
+    assert prepare(ready)[1] == []
+    mode = deepcopy(model)
+    mode.drop.eval()
+    torch.testing.assert_close(gradient(ready, x), gradient(mode, x))
+
+
+def test_shared_layers_stay_shared() -> None:
+    norm = nn.BatchNorm1d(3)
+    replaced = replace_batchnorm(nn.Sequential(nn.Linear(3, 3), norm, nn.Linear(3, 3), norm), "group", groups=1)
+    assert replaced[1] is replaced[3]
+
+
+def test_a_layer_alone_is_replaced() -> None:
+    assert isinstance(replace_batchnorm(nn.BatchNorm2d(4), "group"), nn.GroupNorm)
+
+
+def test_modes_and_frozen_weights_are_kept() -> None:
+    model = network().eval()
+    model.norm.weight.requires_grad_(False)
+    replaced = replace_batchnorm(model, "frozen")
+    assert not replaced.norm.training
+    assert not replaced.norm.weight.requires_grad
+    assert replaced.norm.bias.requires_grad
+
+
+BAD = [
+    (lambda: replace_batchnorm(network(), "layer"), r"unknown way 'layer' -> choose one of: group, frozen, batch_stat"),
+    (lambda: replace_batchnorm(network(), "group", groups=3), r"3 groups do not divide 4 channels -> .*: 1, 2, 4"),
+    (
+        lambda: replace_batchnorm(nn.BatchNorm2d(4, track_running_stats=False), "frozen"),
+        r"keeps no running statistics that could be frozen -> choose 'group' or 'batch_statistics'",
+    ),
+]
+
+
+@pytest.mark.parametrize(("surgery", "message"), BAD)
+def test_impossible_surgeries_are_explained(surgery, message: str) -> None:
+    with pytest.raises(GradveilError, match=message):
+        surgery()

@@ -1,0 +1,34 @@
+"""What users' model modules look like, right and wrong."""
+
+import torch
+from torch import nn
+
+NOT_A_FACTORY = 3
+
+
+def plain(classes: int, hidden: int = 4) -> nn.Module:
+    """Accepts some of the sizes, and an option."""
+    return nn.Sequential(nn.Flatten(), nn.Linear(12, hidden), nn.LayerNorm(hidden), nn.Linear(hidden, classes))
+
+
+def varied(**options) -> nn.Module:
+    """Accepts anything, and draws in many ways."""
+    model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.LSTM(2, 3), nn.MultiheadAttention(4, 2), nn.Embedding(3, 2))
+    for init in (nn.init.trunc_normal_, nn.init.orthogonal_, nn.init.xavier_normal_, nn.init.kaiming_normal_):
+        model.append(nn.Linear(2, 3))
+        init(model[-1].weight)
+    model.append(nn.Linear(2, 3))
+    model[-1].weight.data = torch.randn(3, 2) + torch.rand(3, 2) + torch.empty(3, 2).normal_()
+    model.append(nn.Linear(2, 3))
+    model[-1].weight.data = torch.randn_like(model[-1].weight) + torch.rand_like(model[-1].weight)
+    return model
+
+
+def raises(classes: int) -> nn.Module:
+    """Fails."""
+    raise ValueError(f"no weights for {classes} classes")
+
+
+def number() -> int:
+    """Returns something else."""
+    return 3
