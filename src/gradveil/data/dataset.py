@@ -1,0 +1,122 @@
+"""A set of labelled images that carries its own normalisation and bounds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from gradveil.core.errors import Problem, refuse
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """Images with labels, and what is needed to read them as pixels again.
+
+    A value of `inputs` is (pixel - mean) / std, with pixels in [0, 1]. Raw pixels have mean (0,) and std (1,); one
+    number stands for every channel.
+
+    >>> data = Dataset("dots", torch.tensor([-1.0, 1.0]).reshape(2, 1, 1, 1), torch.tensor([0, 1]), ("off", "on"),
+    ...                mean=(0.5,), std=(0.5,))
+    >>> data.pixels.flatten(), [bound.item() for bound in data.bounds]
+    (tensor([0., 1.]), [-1.0, 1.0])
+    """
+
+    name: str
+    inputs: Tensor
+    """float32 [N, C, H, W], normalised."""
+    targets: Tensor
+    """int64 [N], positions in `classes`."""
+    classes: tuple[str, ...]
+    mean: tuple[float, ...] = (0.0,)
+    std: tuple[float, ...] = (1.0,)
+    source: str = ""
+    """Where the images come from, with licence or citation, in a sentence."""
+    task: bool = True
+    """False where the labels mean nothing: good for attacks, no use for training."""
+
+    def __post_init__(self) -> None:
+        """Refuse data that would fail later, or be attacked wrongly in silence; every problem at once."""
+        refuse(list(self._problems()))
+
+    def __len__(self) -> int:
+        """Count the images."""
+        return self.inputs.shape[0]
+
+    @property
+    def channels(self) -> int:
+        """Channels of each image."""
+        return self.inputs.shape[1]
+
+    @property
+    def bounds(self) -> tuple[Tensor, Tensor]:
+        """The normalised values of black (0) and white (1), each [C, 1, 1]: where every input lies."""
+        mean, std = self._statistics(self.inputs)
+        return (0 - mean) / std, (1 - mean) / std
+
+    @property
+    def pixels(self) -> Tensor:
+        """The images as pixels in [0, 1]."""
+        return self.denormalise(self.inputs)
+
+    def normalise(self, pixels: Tensor) -> Tensor:
+        """Map pixels [..., C, H, W] to the values a model sees."""
+        mean, std = self._statistics(pixels)
+        return (pixels - mean) / std
+
+    def denormalise(self, inputs: Tensor) -> Tensor:
+        """Map what a model sees [..., C, H, W] to pixels, clamped to [0, 1] (a NaN stays a NaN)."""
+        mean, std = self._statistics(inputs)
+        return (inputs * std + mean).clamp(0, 1)
+
+    def subset(self, indices: Tensor | Sequence[int]) -> Dataset:
+        """Keep the images at these positions, in this order."""
+        chosen = torch.as_tensor(indices, dtype=torch.int64)
+        return replace(self, inputs=self.inputs[chosen], targets=self.targets[chosen])
+
+    def _statistics(self, like: Tensor) -> tuple[Tensor, Tensor]:
+        shape = (self.channels, 1, 1)
+        mean, std = (torch.tensor(values, dtype=like.dtype, device=like.device) for values in (self.mean, self.std))
+        return mean.reshape(-1, 1, 1).expand(shape), std.reshape(-1, 1, 1).expand(shape)
+
+    def _problems(self) -> list[Problem]:
+        where, inputs, targets = f"data {self.name!r}", self.inputs, self.targets
+        if inputs.ndim != 4 or inputs.dtype != torch.float32 or 0 in inputs.shape[1:]:
+            what = f"inputs are {inputs.dtype} {tuple(inputs.shape)}"
+            return [Problem(where, what, "give float32 images of shape [N, C, H, W]")]
+        if len(inputs) == 0:
+            return [Problem(where, "holds no images", "check the split, the folder, or the limit that was given")]
+        problems = []
+        if targets.dtype != torch.int64 or tuple(targets.shape) != (len(inputs),):
+            what = f"targets are {targets.dtype} {tuple(targets.shape)} for {len(inputs)} images"
+            problems.append(Problem(where, what, "give one int64 class number an image"))
+        elif (outside := (targets < 0) | (targets >= len(self.classes))).any():
+            row = int(outside.nonzero()[0])
+            what = f"label {int(targets[row])} of image {row} is outside 0 to {len(self.classes) - 1}"
+            remedy = "number the classes from 0, name them all, or take a split that is labelled (-1 means it is not)"
+            problems.append(Problem(where, what, remedy))
+        if any(len(values) not in (1, self.channels) for values in (self.mean, self.std)) or min(self.std) <= 0:
+            what = f"mean {self.mean} and std {self.std} do not fit {self.channels} channel(s)"
+            problems.append(Problem(where, what, "give one number, or one for each channel, with every std above 0"))
+            return problems
+        lowest, highest = torch.aminmax((inputs - self.bounds[0]) * self._statistics(inputs)[1])
+        if not torch.isfinite(lowest + highest):
+            row = int((~torch.isfinite(inputs)).flatten(1).any(1).nonzero()[0])
+            problems.append(Problem(where, f"image {row} holds NaN or infinite pixels", "repair or remove it"))
+        elif lowest < -1e-3 or highest > 1 + 1e-3:
+            what = f"pixels reach from {lowest:.3g} to {highest:.3g}, outside [0, 1]"
+            remedy = "give pixels in [0, 1] before normalisation, and the mean and std they were normalised with"
+            problems.append(Problem(where, what, remedy))
+        return problems
+
+
+class Splits(NamedTuple):
+    """Two disjoint parts of a data set."""
+
+    public: Dataset
+    """Training images: what clients train on and what an attacker may know about such images."""
+    victims: Dataset
+    """Test images: the ones that are attacked."""

@@ -1,0 +1,227 @@
+"""Images from outside: Hugging Face names, local Parquet files, folders of images.
+
+A source is opened as `Rows`: all labels at once (they are small), and a function that decodes only the images at given
+positions. The first 128 test images of MNIST cost 128 decoded PNGs, not 10,000.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gradveil.core.errors import fail
+from gradveil.data.pixels import decode
+
+Images = Iterator[NDArray[Any]]
+IMAGE_COLUMNS = ("image", "img", "pixel_values", "jpg", "png")
+LABEL_COLUMNS = ("label", "fine_label", "labels", "target", "class")
+VICTIM_SPLITS = ("test", "validation", "valid", "val")
+_SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".pgm", ".ppm"})
+_NEED = "pip install 'gradveil[hub]'"
+
+
+class Rows(NamedTuple):
+    """One split of a source, not yet decoded."""
+
+    labels: list[int | str]
+    names: tuple[str, ...] | None
+    """Class names where the source has them."""
+    decode: Callable[[Sequence[int]], Images]
+    """Decode the images at these positions (given in ascending order)."""
+    where: str
+
+
+def parquet(folder: Path, image: str | None = None, label: str | None = None) -> dict[str, Rows]:
+    """Open `train*.parquet` and `test*.parquet` of a folder (or below its `data/`), or a single Parquet file."""
+    if folder.is_file():
+        return {"train": _parquet_rows([folder], image, label)}
+    if not folder.is_dir():
+        raise fail(str(folder), "is not there", "check the path; --data-dir (or GRADVEIL_DATA) says where data lies")
+    home = folder if any(folder.glob("*.parquet")) else folder / "data"
+    found = {split: sorted(home.glob(f"{split}*.parquet")) for split in ("train", *VICTIM_SPLITS)}
+    opened = {split: _parquet_rows(files, image, label) for split, files in found.items() if files}
+    if not opened:
+        raise fail(str(folder), "has no train.parquet or test.parquet", "name the files train*.parquet, test*.parquet")
+    return opened
+
+
+def _parquet_rows(files: list[Path], image: str | None, label: str | None) -> Rows:
+    try:
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+    except ImportError as error:
+        raise fail(str(files[0]), "Parquet needs the package pyarrow", _NEED) from error
+    where = str(files[0])
+    try:
+        tables = [pq.ParquetFile(path) for path in files]
+        schema = tables[0].schema_arrow
+        image, label = _columns(schema.names, image, label, where)
+        labels = [value for table in tables for value in table.read([label])[label].to_pylist()]
+    except (pa.ArrowException, OSError) as error:
+        raise fail(where, f"cannot be read as Parquet ({error})", "check that the file is complete") from error
+
+    def read(indices: Sequence[int]) -> Images:
+        wanted, start = iter(indices), 0
+        following = next(wanted, None)
+        for table in tables:
+            if following is None or following >= start + table.metadata.num_rows:
+                start += table.metadata.num_rows
+                continue
+            for batch in table.iter_batches(batch_size=256, columns=[image]):
+                while following is not None and following < start + len(batch):
+                    yield _cell(batch.column(0)[following - start].as_py(), f"{where}, row {following}")
+                    following = next(wanted, None)
+                start += len(batch)
+                if following is None:
+                    return
+
+    return Rows(labels, _parquet_names(schema.metadata or {}, label), read, where)
+
+
+def _parquet_names(metadata: dict[bytes, bytes], label: str) -> tuple[str, ...] | None:
+    """Class names, as the `datasets` library writes them into the schema."""
+    try:
+        features = json.loads(metadata.get(b"huggingface", b"{}"))["info"]["features"]
+        return tuple(features[label]["names"])
+    except (KeyError, TypeError, ValueError):
+        return None
+
+
+def _columns(present: Sequence[str], image: str | None, label: str | None, where: str) -> tuple[str, str]:
+    """Find the two columns among those present, or refuse with their names."""
+    chosen = []
+    for what, given, usual in (("image", image, IMAGE_COLUMNS), ("label", label, LABEL_COLUMNS)):
+        candidates = (given,) if given else usual
+        name = next((candidate for candidate in candidates if candidate in present), None)
+        if name is None:
+            remedy = f"set {what}_column to one of: {', '.join(present)}"
+            raise fail(where, f"has no {what} column {' or '.join(candidates)}", remedy)
+        chosen.append(name)
+    return chosen[0], chosen[1]
+
+
+def _cell(value: Any, where: str) -> NDArray[Any]:
+    """Decode a cell: encoded bytes, or the {bytes, path} of the `datasets` library."""
+    if isinstance(value, dict):
+        path = value.get("path")
+        value = value.get("bytes") or (Path(path).read_bytes() if path and Path(path).is_file() else None)
+    if isinstance(value, bytes):
+        return decode(value, where)
+    raise fail(where, "holds no encoded image", "store PNG or JPEG bytes, or name another image_column")
+
+
+def folder(path: Path) -> dict[str, Rows]:
+    """Open `train/CLASS/*.png` and `test/CLASS/*.png`, or `CLASS/*.png` alone. Classes take turns in the order."""
+    if not path.is_dir():
+        raise fail(str(path), "is not there", "check the path; --data-dir (or GRADVEIL_DATA) says where data lies")
+    splits = {split: path / split for split in ("train", *VICTIM_SPLITS) if (path / split).is_dir()}
+    opened = {split: _folder_rows(home) for split, home in (splits or {"train": path}).items()}
+    return opened
+
+
+def _folder_rows(home: Path) -> Rows:
+    names = tuple(sorted(child.name for child in home.iterdir() if child.is_dir() and not child.name.startswith(".")))
+    files = [
+        sorted(file for file in (home / name).rglob("*") if file.suffix.lower() in _SUFFIXES and file.is_file())
+        for name in names
+    ]
+    # The n-th image of every class before the (n + 1)-th of any: a limit then keeps the classes balanced.
+    order = sorted((turn, label) for label, of_class in enumerate(files) for turn in range(len(of_class)))
+    if not order:
+        raise fail(str(home), "holds no images", "lay them out as train/CLASS/*.png and test/CLASS/*.png")
+
+    def read(indices: Sequence[int]) -> Images:
+        for index in indices:
+            turn, label = order[index]
+            path = files[label][turn]
+            yield decode(path.read_bytes(), str(path))
+
+    return Rows([names[label] for _, label in order], names, read, str(home))
+
+
+def hugging_face(name: str, image: str | None = None, label: str | None = None) -> dict[str, Rows]:
+    """Open a data set of the Hugging Face hub, `owner/name` or `owner/name:configuration`, with all its splits."""
+    try:
+        import datasets
+    except ImportError as error:
+        raise fail(f"hf:{name}", "needs the package datasets", _NEED) from error
+    repository, _, configuration = name.partition(":")
+    try:
+        loaded = datasets.load_dataset(repository, configuration or None)
+    except (OSError, ValueError, RuntimeError) as error:  # unknown name, no network, unknown configuration, bad files
+        reason = " ".join(str(error).split())
+        remedy = "check the name (hf:owner/name or hf:owner/name:configuration) and the network, or use local files"
+        raise fail(f"hf:{name}", f"cannot be loaded ({reason})", remedy) from error
+    return {str(split): _hub_rows(table, f"hf:{name}, {split}", image, label) for split, table in loaded.items()}
+
+
+def _hub_rows(table: Any, where: str, image: str | None, label: str | None) -> Rows:
+    import datasets
+
+    image, label = _columns(table.column_names, image, label, where)
+    feature = table.features[label]
+    names = tuple(feature.names) if isinstance(feature, datasets.ClassLabel) else None
+    if isinstance(table.features[image], datasets.Image):
+        table = table.cast_column(image, datasets.Image(decode=False))
+
+    def read(indices: Sequence[int]) -> Images:
+        for index in indices:
+            yield _cell(table[int(index)][image], f"{where}, row {index}")
+
+    return Rows(list(table[label]), names, read, where)
+
+
+def two_splits(opened: dict[str, Rows]) -> tuple[Rows, Rows]:
+    """Choose the public split and the victims' split; of a single one, every fourth example of each class is a victim.
+
+    A class of two or three examples gives its last one. Where all classes are that small, classes are left aside.
+    """
+    public = opened.get("train")
+    victims = next((opened[split] for split in VICTIM_SPLITS if split in opened), None)
+    if public is not None and victims is not None:
+        return public, victims
+    only = public or victims or next(iter(opened.values()))
+    places: dict[Any, list[int]] = {}
+    for position, label in enumerate(only.labels):
+        places.setdefault(label, []).append(position)
+    if max(map(len, places.values()), default=0) < 4:
+        places = {None: list(range(len(only.labels)))}
+    chosen = np.zeros(len(only.labels), dtype=bool)
+    for own in places.values():
+        chosen[own[3::4] or own[1:][-1:]] = True
+    return _pick(only, np.flatnonzero(~chosen)), _pick(only, np.flatnonzero(chosen))
+
+
+def _pick(rows: Rows, positions: NDArray[Any]) -> Rows:
+    chosen = positions.tolist()
+    return rows._replace(
+        labels=[rows.labels[index] for index in chosen],
+        decode=lambda indices: rows.decode([chosen[index] for index in indices]),
+    )
+
+
+def number(public: Rows, victims: Rows) -> tuple[tuple[str, ...], list[int], list[int]]:
+    """Give the labels of both splits the same numbers; return class names, public labels, victim labels."""
+    both = (*public.labels, *victims.labels)
+    names = public.names or victims.names
+    for rows in (public, victims):
+        if None in rows.labels:
+            row = rows.labels.index(None)  # type: ignore[arg-type]
+            raise fail(rows.where, f"row {row} has no label", "name another label_column, or a split that is labelled")
+    if all(isinstance(value, str) for value in both):
+        names = names or tuple(sorted({str(value) for value in both}))
+        place = {name: position for position, name in enumerate(names)}
+        unknown = sorted({str(value) for value in both} - set(place))
+        if unknown:
+            raise fail(victims.where, f"class {unknown[0]!r} is in only one split", f"known: {', '.join(names)}")
+        return names, [place[str(value)] for value in public.labels], [place[str(value)] for value in victims.labels]
+    if not all(isinstance(value, int) for value in both):
+        raise fail(public.where, "labels are neither whole numbers nor names", "name another label_column")
+    highest = max((int(value) for value in both), default=-1)
+    names = names or tuple(str(value) for value in range(highest + 1))
+    return names, [int(value) for value in public.labels], [int(value) for value in victims.labels]

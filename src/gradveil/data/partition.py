@@ -1,0 +1,67 @@
+"""How the examples of a data set are shared among clients: every example belongs to exactly one."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gradveil.core.errors import Problem, refuse
+
+
+def iid(examples: int, clients: int, generator: torch.Generator) -> list[Tensor]:
+    """Deal a random permutation of `examples` positions into `clients` parts whose sizes differ by at most one.
+
+    >>> parts = iid(5, 2, torch.Generator().manual_seed(0))
+    >>> [len(part) for part in parts], sorted(torch.cat(parts).tolist())
+    ([3, 2], [0, 1, 2, 3, 4])
+    """
+    _check(examples, clients)
+    order = torch.randperm(examples, generator=generator)
+    return [part.sort().values for part in order.tensor_split(clients)]
+
+
+def dirichlet(
+    targets: Tensor, clients: int, concentration: float, generator: torch.Generator, *, at_least: int = 1
+) -> list[Tensor]:
+    """Give each class its own shares p ~ Dirichlet(concentration, ..., concentration) over the clients.
+
+    The smaller the concentration, the fewer classes a client sees (Hsu et al., "Measuring the Effects of Non-Identical
+    Data Distribution for Federated Visual Classification", 2019). A client left with fewer than `at_least` examples
+    takes them, one at a time, from the client that has the most.
+    """
+    _check(len(targets), clients, concentration, at_least)
+    parts: list[list[int]] = [[] for _ in range(clients)]
+    for label in targets.unique():
+        members = (targets == label).nonzero().flatten()
+        members = members[torch.randperm(len(members), generator=generator)]
+        shares = _dirichlet(clients, concentration, generator)
+        # Cumulative shares rounded to positions: each member falls between exactly two neighbouring cuts.
+        cuts = (shares.cumsum(0)[:-1] * len(members)).round().long()
+        for part, chosen in zip(parts, members.tensor_split(cuts), strict=True):
+            part += chosen.tolist()
+    for part in parts:
+        while len(part) < at_least:
+            part.append(max(parts, key=len).pop())
+    return [torch.tensor(sorted(part), dtype=torch.int64) for part in parts]
+
+
+def _dirichlet(count: int, concentration: float, generator: torch.Generator) -> Tensor:
+    # Normalised gamma variates, in logarithms: log G(a) = log G(a + 1) + log(U) / a. Small concentrations underflow
+    # without them, and torch's own Dirichlet sampler then returns equal shares, the opposite of what was asked.
+    # numpy's public sampler is seeded from the generator: torch has none that takes one.
+    draws = np.random.default_rng(int(torch.randint(2**62, (1,), generator=generator)))
+    logs = np.log(draws.standard_gamma(concentration + 1, count)) + np.log1p(-draws.random(count)) / concentration
+    return torch.softmax(torch.from_numpy(logs), 0)
+
+
+def _check(examples: int, clients: int, concentration: float = 1.0, at_least: int = 1) -> None:
+    problems = []
+    if clients < 1:
+        problems.append(Problem("clients", f"is {clients}", "give at least 1"))
+    elif at_least < 0 or examples < clients * at_least:
+        what = f"{examples} examples cannot give {clients} clients {at_least} each"
+        problems.append(Problem("clients", what, "take fewer clients or more examples"))
+    if not 0 < concentration < float("inf"):
+        problems.append(Problem("concentration", f"is {concentration}", "give a number above 0, say 0.5"))
+    refuse(problems)

@@ -1,0 +1,238 @@
+"""The one table of data sets, and the one function that loads any of them."""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from gradveil.core.errors import Problem, fail, refuse
+from gradveil.data import bundled, hub
+from gradveil.data.dataset import Dataset, Splits
+from gradveil.data.pixels import recolour, resize, stack
+
+DATA_DIR = "GRADVEIL_DATA"
+"""The environment variable that says where data files lie, where `data_dir` (`--data-dir`) is not given."""
+
+Statistics = tuple[tuple[float, ...], tuple[float, ...]]
+
+
+@dataclass(frozen=True)
+class DatasetEntry:
+    """What `gradveil list` says of a data set."""
+
+    description: str
+    source: str
+    """Licence and citation, in a sentence."""
+    bundled: bool = True
+    """Works with no files and no network."""
+    statistics: Statistics | None = None
+    """Published mean and std of each channel, if any."""
+    classes: tuple[str, ...] | None = None
+    task: bool = True
+
+
+DATASETS: dict[str, DatasetEntry] = {
+    "digits": DatasetEntry(
+        "1797 handwritten digits, 8x8 grey, 10 classes (in scikit-learn)",
+        "Optical Recognition of Handwritten Digits, E. Alpaydin and C. Kaynak, UCI Machine Learning Repository 1998, "
+        "CC BY 4.0.",
+        classes=tuple("0123456789"),
+    ),
+    "faces": DatasetEntry(
+        "100 faces and 100 backgrounds, 25x25 grey, 2 classes (in scikit-image)",
+        "A subset of Labeled Faces in the Wild: G. Huang, M. Mattar, H. Lee, E. Learned-Miller, Learning to Align from "
+        "Scratch, NIPS 2012; for research.",
+        classes=("face", "background"),
+    ),
+    "patches": DatasetEntry(
+        "544 colour crops of nine photographs, 80x80, labels without meaning: attacks only (in both)",
+        "Photographs bundled with scikit-image (public domain, CC0, Middlebury 2014 stereo) and with scikit-learn "
+        "(china and flower, CC BY 2.0, danielbuechele and vultilion).",
+        classes=tuple("0123456789"),
+        task=False,
+    ),
+    "mnist": DatasetEntry(
+        "70,000 handwritten digits, 28x28 grey, 10 classes (mnist/{train,test}.parquet)",
+        "Y. LeCun, L. Bottou, Y. Bengio, P. Haffner, Gradient-Based Learning Applied to Document Recognition, "
+        "Proceedings of the IEEE 86(11), 1998.",
+        bundled=False,
+        statistics=((0.1307,), (0.3081,)),
+    ),
+    "cifar10": DatasetEntry(
+        "60,000 small photographs, 32x32 colour, 10 classes (cifar10/{train,test}.parquet)",
+        "A. Krizhevsky, Learning Multiple Layers of Features from Tiny Images, University of Toronto 2009.",
+        bundled=False,
+        statistics=((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)),
+    ),
+    "cifar100": DatasetEntry(
+        "60,000 small photographs, 32x32 colour, 100 classes (cifar100/{train,test}.parquet)",
+        "A. Krizhevsky, Learning Multiple Layers of Features from Tiny Images, University of Toronto 2009.",
+        bundled=False,
+        statistics=((0.5071, 0.4867, 0.4408), (0.2675, 0.2565, 0.2761)),
+    ),
+}
+"""Short names. Beside them: `hf:owner/name`, `hf:owner/name:configuration`, `parquet:PATH`, `folder:PATH`."""
+
+_SAME = {"hf:ylecun/mnist": "mnist", "hf:uoft-cs/cifar10": "cifar10", "hf:uoft-cs/cifar100": "cifar100"}
+_FORMS = ("hf:owner/name", "parquet:PATH", "folder:PATH")
+
+
+def load(
+    name: str,
+    *,
+    size: int | None = 32,
+    channels: int | None = None,
+    normalise: Literal["dataset", "none"] | Statistics = "dataset",
+    data_dir: Path | str | None = None,
+    limit_public: int | None = None,
+    limit_victims: int | None = None,
+    image_column: str | None = None,
+    label_column: str | None = None,
+) -> Splits:
+    """Load a data set by its short name, its Hugging Face name, or its path, as public images and victims.
+
+    `size` is the side the images are resized to, None for their own. `channels` 1 makes them grey, 3 coloured. The
+    limits keep the first images of each split and decode no others. `normalise`: `"dataset"` takes the published mean
+    and std, or else those of the public images (of those decoded, where they come from files); `"none"` leaves pixels
+    in [0, 1]; a pair (means, stds) is taken as given.
+
+    >>> splits = load("digits", normalise="none", limit_victims=8)
+    >>> tuple(splits.victims.inputs.shape), splits.victims.targets.tolist()
+    ((8, 1, 32, 32), [8, 4, 1, 7, 7, 3, 5, 1])
+    """
+    _check(name, size, channels, normalise, limit_public, limit_victims)
+    limits = (limit_public, limit_victims)
+    if name in DATASETS and DATASETS[name].bundled:
+        entry, loaded = DATASETS[name], _from_wheels(name, size)
+    else:
+        entry = DATASETS.get(_SAME.get(name, name), DatasetEntry(name, f"{name}, as given by the user.", bundled=False))
+        opened = _open(name, _data_dir(data_dir), image_column, label_column)
+        loaded = _from_rows(*hub.two_splits(opened), size, limits)
+    pixels = [recolour(part, channels, f"data {name!r}") for part in loaded.pixels]
+    if pixels[0].shape[1:] != pixels[1].shape[1:]:
+        what = f"public images are {tuple(pixels[0].shape[1:])}, victims {tuple(pixels[1].shape[1:])}"
+        raise fail(f"data {name!r}", what, "give size and channels")
+    mean, std = _statistics(normalise, entry.statistics, pixels[0])
+    scale = [torch.tensor(values).reshape(-1, 1, 1) for values in (mean, std)]
+    public, victims = (
+        Dataset(
+            f"{name}/{split}",
+            (part[:limit] - scale[0]) / scale[1],
+            targets[:limit],
+            loaded.classes,
+            mean,
+            std,
+            entry.source,
+            entry.task,
+        )
+        for split, part, targets, limit in zip(("public", "victims"), pixels, loaded.targets, limits, strict=True)
+    )
+    return Splits(public, victims)
+
+
+class _Loaded(NamedTuple):
+    """Both splits, public first, before recolouring, normalisation and (for bundled data) limits."""
+
+    classes: tuple[str, ...]
+    pixels: tuple[Tensor, Tensor]
+    targets: tuple[Tensor, Tensor]
+
+
+def _from_wheels(name: str, size: int | None) -> _Loaded:
+    raw: bundled.Raw = getattr(bundled, name)()
+    pixels = (resize(raw.public, size), resize(raw.victims, size))
+    return _Loaded(DATASETS[name].classes or (), pixels, (raw.public_labels, raw.victim_labels))
+
+
+def _from_rows(public: hub.Rows, victims: hub.Rows, size: int | None, limits: tuple[int | None, int | None]) -> _Loaded:
+    classes, public_labels, victim_labels = hub.number(public, victims)
+    first = torch.tensor(public_labels[: limits[0]], dtype=torch.int64)
+    second = torch.tensor(victim_labels[: limits[1]], dtype=torch.int64)
+    pixels = (
+        stack(public.decode(range(len(first))), size, public.where),
+        stack(victims.decode(range(len(second))), size, victims.where),
+    )
+    return _Loaded(classes, pixels, (first, second))
+
+
+def _statistics(
+    normalise: Literal["dataset", "none"] | Statistics, published: Statistics | None, public: Tensor
+) -> Statistics:
+    if normalise == "none":
+        return (0.0,), (1.0,)
+    if not isinstance(normalise, str):
+        return tuple(normalise[0]), tuple(normalise[1])
+    if published is not None and len(published[0]) in (1, public.shape[1]):
+        return published
+    # A channel that never changes is only centred.
+    std, mean = torch.std_mean(public.double(), dim=(0, 2, 3), correction=0)
+    std = torch.where(std > 1e-6, std, torch.ones_like(std))
+    return tuple(round(value, 4) for value in mean.tolist()), tuple(max(round(v, 4), 1e-4) for v in std.tolist())
+
+
+def _data_dir(given: Path | str | None) -> Path | None:
+    chosen = given or os.environ.get(DATA_DIR)
+    return Path(chosen).expanduser() if chosen else None
+
+
+def _open(name: str, data_dir: Path | None, image: str | None, label: str | None) -> dict[str, hub.Rows]:
+    form, _, rest = name.partition(":")
+    if form == "hf":
+        return hub.hugging_face(rest, image, label)
+    if form in ("parquet", "folder"):
+        path = (data_dir or Path()) / Path(rest).expanduser()
+        return hub.folder(path) if form == "folder" else hub.parquet(path, image, label)
+    remedy = f"set --data-dir (or {DATA_DIR}) to the folder that holds {name}/train.parquet and {name}/test.parquet"
+    if data_dir is None:
+        raise fail(f"data {name!r}", "needs files and no data folder is given", remedy)
+    if not (data_dir / name).is_dir():
+        raise fail(f"data {name!r}", f"{data_dir / name} is not there", remedy)
+    return hub.parquet(data_dir / name, image, label)
+
+
+def _check(
+    name: str,
+    size: int | None,
+    channels: int | None,
+    normalise: object,
+    limit_public: int | None,
+    limit_victims: int | None,
+) -> None:
+    problems: list[Problem] = []
+    form, separator, rest = name.partition(":")
+    if name not in DATASETS and not (separator and form in ("hf", "parquet", "folder") and rest):
+        problems.append(_unknown(name))
+    if size is not None and size < 1:
+        problems.append(Problem("size", f"is {size}", "give a side of at least 1 pixel, or none for the images' own"))
+    if channels not in (None, 1, 3):
+        problems.append(Problem("channels", f"is {channels}", "choose 1 (grey), 3 (colour), or none for their own"))
+    if isinstance(normalise, str) and normalise not in ("dataset", "none"):
+        problems.append(Problem("normalise", f"is {normalise!r}", "choose dataset, none, or a pair (means, stds)"))
+    elif not isinstance(normalise, str) and not _is_pair(normalise):
+        problems.append(Problem("normalise", f"is {normalise!r}", "give a pair (means, stds) with every std above 0"))
+    for key, limit in (("limit_public", limit_public), ("limit_victims", limit_victims)):
+        if limit is not None and limit < 1:
+            problems.append(Problem(key, f"is {limit}", "keep at least 1 image, or leave it out to keep all"))
+    refuse(problems)
+
+
+def _is_pair(value: object) -> bool:
+    if not isinstance(value, Sequence) or len(value) != 2:
+        return False
+    if not all(isinstance(part, Sequence) and len(part) in (1, 3) for part in value):
+        return False
+    return all(isinstance(x, int | float) for part in value for x in part) and all(x > 0 for x in value[1])
+
+
+def _unknown(name: str) -> Problem:
+    known = ", ".join((*DATASETS, *_FORMS))
+    close = difflib.get_close_matches(name.lower(), DATASETS, n=1)
+    suggestion = f"did you mean {close[0]!r}? " if close else ""
+    return Problem("data", f"no data set is called {name!r}", f"{suggestion}known: {known}")

@@ -1,0 +1,88 @@
+"""How close a reconstruction is to the truth, as pure functions of both."""
+
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
+
+from gradveil.metrics import cost, image, labels
+from gradveil.metrics.assign import match_batch, pairwise_mse, permute
+from gradveil.metrics.cost import cosine, dense_bytes, relative_distance, sparse_bytes
+from gradveil.metrics.identification import identification, rank
+from gradveil.metrics.image import (
+    mse,
+    mse_adadefense,
+    psnr,
+    psnr_adadefense,
+    ssim,
+    ssim_rescaled,
+    ssim_torchmetrics,
+)
+from gradveil.metrics.labels import label_accuracy, matched_label_accuracy
+from gradveil.metrics.perceptual import Missing, lpips
+from gradveil.metrics.rates import Rate, asr, wilson
+
+
+class Metric(NamedTuple):
+    """One entry of the table of metrics."""
+
+    function: Callable[..., Any]
+    description: str
+    higher_is_better: bool
+    """Whether a higher score means a better reconstruction (for `updates`: a better preserved update)."""
+    of: Literal["images", "labels", "gallery", "updates"]
+    """What it compares: images and labels take (candidate, truth), the gallery (candidate, index, gallery)."""
+    legacy: bool = False
+    """A published program's own reading: never to be set beside the standard ones."""
+
+
+METRICS: dict[str, Metric] = {
+    "mse": Metric(image.mse, "mean squared error of pixels in [0, 1]", False, "images"),
+    "psnr": Metric(image.psnr, "peak signal-to-noise ratio in dB, range 1, at most 100", True, "images"),
+    "ssim": Metric(image.ssim, "structural similarity, Gaussian window, scikit-image's reading", True, "images"),
+    "lpips": Metric(lpips, "learned perceptual distance (AlexNet or VGG), where weights are at hand", False, "images"),
+    "label_accuracy": Metric(
+        labels.label_accuracy, "share of a batch's labels recovered, in any order", True, "labels"
+    ),
+    "matched_label_accuracy": Metric(
+        labels.matched_label_accuracy, "whether each matched image has its own label", True, "labels"
+    ),
+    "identification": Metric(identification, "nearest image of the client's data set is the victim", True, "gallery"),
+    "relative_distance": Metric(
+        cost.relative_distance, "l2 distance of the sent to the raw update, relative to the raw", False, "updates"
+    ),
+    "cosine": Metric(cost.cosine, "cosine of the sent and the raw update", True, "updates"),
+    "ssim_torchmetrics": Metric(image.ssim_torchmetrics, "SSIM with padded borders", True, "images", legacy=True),
+    "ssim_rescaled": Metric(
+        image.ssim_rescaled, "SSIM after each image is stretched to [0, 1]", True, "images", legacy=True
+    ),
+    "mse_adadefense": Metric(image.mse_adadefense, "root mean squared error on 0 to 255", False, "images", legacy=True),
+    "psnr_adadefense": Metric(image.psnr_adadefense, "10 log10(255^2 / RMSE) on 0 to 255", True, "images", legacy=True),
+}
+"""Every metric by name. Legacy ones are named after the program whose numbers they reproduce."""
+
+__all__ = [
+    "METRICS",
+    "Metric",
+    "Missing",
+    "Rate",
+    "asr",
+    "cosine",
+    "dense_bytes",
+    "identification",
+    "label_accuracy",
+    "lpips",
+    "match_batch",
+    "matched_label_accuracy",
+    "mse",
+    "mse_adadefense",
+    "pairwise_mse",
+    "permute",
+    "psnr",
+    "psnr_adadefense",
+    "rank",
+    "relative_distance",
+    "sparse_bytes",
+    "ssim",
+    "ssim_rescaled",
+    "ssim_torchmetrics",
+    "wilson",
+]

@@ -1,0 +1,98 @@
+"""What a defence costs: bytes to send, and how far the sent update is from the raw one.
+
+Updates are {name: tensor [V, ...]}, victims first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from gradveil.core.errors import Problem, refuse
+
+VALUE_BYTES = 4
+INDEX_BYTES = 4
+
+
+def dense_bytes(update: Mapping[str, Tensor]) -> Tensor:
+    """Count the bytes of all values, 4 each, whatever they are: int64 [V].
+
+    >>> dense_bytes({"w": torch.zeros(2, 3, 5), "b": torch.zeros(2, 3)})
+    tensor([72, 72])
+    """
+    victims, device = _victims(update)
+    return torch.full((victims,), sum(VALUE_BYTES * _entries(value) for value in update.values()), device=device)
+
+
+def sparse_bytes(update: Mapping[str, Tensor]) -> Tensor:
+    """Count the bytes of the values that are not zero, and of saying where they are: int64 [V].
+
+    A tensor of P entries, k of them not zero, takes min(4 P, 4 k + min(ceil(P / 8), 4 k)): dense, or the values with
+    the smaller of a bitmap and a list of 4-byte positions. Headers and entropy coding are not counted.
+
+    >>> sparse_bytes({"w": torch.eye(8)[None]})
+    tensor([40])
+    """
+    victims, device = _victims(update)
+    total = torch.zeros(victims, dtype=torch.int64, device=device)
+    for value in update.values():
+        entries, kept = _entries(value), (value.reshape(victims, -1) != 0).sum(1)
+        positions = (INDEX_BYTES * kept).clamp(max=-(-entries // 8))
+        total += (VALUE_BYTES * kept + positions).clamp(max=VALUE_BYTES * entries)
+    return total
+
+
+def relative_distance(sent: Mapping[str, Tensor], raw: Mapping[str, Tensor]) -> Tensor:
+    """Compute ||sent - raw|| / ||raw|| over all tensors together: float64 [V].
+
+    Infinite where anything sent is not finite, and where something is sent although the raw update is zero.
+    """
+    difference, length, _, _ = _sums(sent, raw)
+    ratio = (difference / length).sqrt()
+    ratio = torch.where((length == 0) & (difference == 0), torch.zeros_like(ratio), ratio)
+    return torch.where(torch.isnan(ratio), torch.inf, ratio)
+
+
+def cosine(sent: Mapping[str, Tensor], raw: Mapping[str, Tensor]) -> Tensor:
+    """Compute <sent, raw> / (||sent|| ||raw||) over all tensors together: float64 [V].
+
+    0, no common direction, where either is zero or not finite.
+    """
+    _, length, sent_length, product = _sums(sent, raw)
+    value = product / (length.sqrt() * sent_length.sqrt())
+    return torch.where(torch.isfinite(value), value, 0.0).clamp(-1, 1)
+
+
+def _sums(sent: Mapping[str, Tensor], raw: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Sum (sent - raw)^2, raw^2, sent^2 and sent * raw for each victim, in float64 on the CPU."""
+    only_one = "is in only one of the updates"
+    problems = [
+        Problem(f"update.{name}", only_one, "compare the same parameters") for name in sorted(set(sent) ^ set(raw))
+    ]
+    problems += [
+        Problem(f"update.{name}", f"is {tuple(sent[name].shape)} and {tuple(raw[name].shape)}", "give one shape")
+        for name in sorted(set(sent) & set(raw))
+        if sent[name].shape != raw[name].shape
+    ]
+    refuse(problems)
+    victims, _ = _victims(raw)
+    sums = torch.zeros(4, victims, dtype=torch.float64)
+    for name, value in raw.items():
+        x, y = (part.detach().to("cpu", torch.float64).reshape(victims, -1) for part in (sent[name], value))
+        pairs = ((x - y, x - y), (y, y), (x, x), (x, y))
+        sums += torch.stack([torch.linalg.vecdot(first, second) for first, second in pairs])
+    return sums[0], sums[1], sums[2], sums[3]
+
+
+def _entries(value: Tensor) -> int:
+    return value[0].numel()
+
+
+def _victims(update: Mapping[str, Tensor]) -> tuple[int, torch.device]:
+    counts = {value.shape[0] if value.ndim else 0 for value in update.values()}
+    if len(counts) != 1 or 0 in counts:
+        remedy = "give {name: tensor [V, ...]} with at least one victim"
+        refuse([Problem("update", f"has leading sizes {sorted(counts)}, not one number of victims", remedy)])
+    return counts.pop(), next(iter(update.values())).device

@@ -1,0 +1,283 @@
+"""Parquet, folders and Hugging Face names, with small files made here."""
+
+import io
+import json
+import sys
+from pathlib import Path
+
+import datasets
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from PIL import Image
+
+from gradveil.core.errors import GradveilError
+from gradveil.data import DATA_DIR, hub, load
+from gradveil.data.pixels import recolour, resize
+
+NAMES = ["cat", "dog", "owl"]
+
+
+def images(count: int, channels: int = 3, side: int = 8, seed: int = 0) -> list[np.ndarray]:
+    shape = (count, side, side) if channels == 1 else (count, side, side, channels)
+    return list(np.random.default_rng(seed).integers(0, 256, shape, dtype=np.uint8))
+
+
+def encode(image: np.ndarray, form: str = "PNG") -> bytes:
+    buffer = io.BytesIO()
+    Image.fromarray(image).save(buffer, form)
+    return buffer.getvalue()
+
+
+def write(
+    path: Path, pictures: list[np.ndarray], labels: list, columns=("image", "label"), names=None, encoded=None
+) -> None:
+    """Write a Parquet file as the hub stores images, two rows a row group."""
+    cells = [{"bytes": encode(picture), "path": None} for picture in pictures] if encoded is None else encoded
+    table = pa.table({columns[0]: cells, "extra": list(range(len(labels))), columns[1]: labels})
+    if names:
+        features = {columns[1]: {"names": names, "_type": "ClassLabel"}, columns[0]: {"_type": "Image"}}
+        features["extra"] = {"dtype": "int64", "_type": "Value"}
+        table = table.replace_schema_metadata({"huggingface": json.dumps({"info": {"features": features}})})
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pq.write_table(table, path, row_group_size=2)
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Path:
+    """A data folder with `cifar10/{train,test}.parquet` of 9 and 6 images."""
+    write(tmp_path / "cifar10/train.parquet", images(9), [i % 3 for i in range(9)], names=NAMES)
+    write(tmp_path / "cifar10/test.parquet", images(6, seed=1), [2 - i % 3 for i in range(6)], names=NAMES)
+    return tmp_path
+
+
+def test_pixels_labels_and_published_constants(home: Path) -> None:
+    public, victims = load("cifar10", data_dir=home, size=None)
+    expected = torch.from_numpy(np.stack(images(6, seed=1))).permute(0, 3, 1, 2) / 255
+    torch.testing.assert_close(victims.pixels, expected, atol=1e-6, rtol=0)
+    assert victims.targets.tolist() == [2, 1, 0, 2, 1, 0]
+    assert len(public) == 9
+    assert victims.classes == tuple(NAMES)
+    assert victims.mean == (0.4914, 0.4822, 0.4465)
+
+
+def test_the_environment_variable_names_the_folder(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(DATA_DIR, str(home))
+    assert len(load("cifar10").victims) == 6
+    assert len(load("parquet:cifar10").victims) == 6
+
+
+def test_a_limit_decodes_no_other_image(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    decoded = []
+
+    def counted(encoded: bytes, where: str) -> np.ndarray:
+        decoded.append(where)
+        return decode(encoded, where)
+
+    decode = hub.decode
+    monkeypatch.setattr(hub, "decode", counted)
+    few = load("cifar10", data_dir=home, limit_public=1, limit_victims=3)
+    assert len(decoded) == 4
+    everything = load("cifar10", data_dir=home)
+    assert torch.equal(few.victims.inputs, everything.victims.inputs[:3])
+
+
+def test_a_broken_image_past_the_limit_does_no_harm_and_is_named_within_it(tmp_path: Path) -> None:
+    cells = [{"bytes": encode(picture), "path": None} for picture in images(3)] + [{"bytes": b"broken", "path": None}]
+    write(tmp_path / "test.parquet", [], [0, 1, 0, 1], encoded=cells)
+    write(tmp_path / "train.parquet", images(2), [0, 1])
+    where = f"parquet:{tmp_path}"
+    assert len(load(where, limit_victims=3).victims) == 3
+    with pytest.raises(GradveilError, match="row 3: is not an image"):
+        load(where)
+
+
+def test_shards_other_columns_and_string_labels(tmp_path: Path) -> None:
+    for shard in range(2):
+        path = tmp_path / f"data/train-0000{shard}-of-00002.parquet"
+        write(path, images(3, 1, seed=shard), ["owl", "cat", "dog"], columns=("img", "fine_label"))
+    write(tmp_path / "data/validation.parquet", images(2, 1, seed=5), ["dog", "cat"], columns=("img", "fine_label"))
+    public, victims = load(f"parquet:{tmp_path}", size=None, normalise="none")
+    assert public.classes == ("cat", "dog", "owl")
+    assert public.targets.tolist() == [2, 0, 1, 2, 0, 1]
+    assert victims.targets.tolist() == [1, 0]
+    expected = np.stack(images(3, 1) + images(3, 1, seed=1))
+    torch.testing.assert_close(public.inputs[:, 0], torch.from_numpy(expected) / 255)
+
+
+def test_columns_can_be_named(tmp_path: Path) -> None:
+    write(tmp_path / "test.parquet", images(4), [0, 1, 0, 1], columns=("scan", "finding"))
+    with pytest.raises(GradveilError, match="set image_column to one of: scan, extra, finding"):
+        load(f"parquet:{tmp_path}")
+    with pytest.raises(GradveilError, match="set label_column"):
+        load(f"parquet:{tmp_path}", image_column="scan")
+    assert len(load(f"parquet:{tmp_path}", image_column="scan", label_column="finding").victims) == 1
+
+
+def test_a_single_split_is_divided_without_overlap(tmp_path: Path) -> None:
+    write(tmp_path / "all.parquet", images(9), list(range(9)))
+    public, victims = load(f"parquet:{tmp_path / 'all.parquet'}", size=None, normalise="none", limit_public=5)
+    assert public.targets.tolist() == [0, 1, 2, 4, 5]
+    assert victims.targets.tolist() == [3, 7]
+    expected = torch.from_numpy(np.stack([images(9)[3], images(9)[7]])).permute(0, 3, 1, 2) / 255
+    torch.testing.assert_close(victims.inputs, expected)
+
+
+def test_a_single_split_in_shards_is_divided(tmp_path: Path) -> None:
+    for shard in range(3):
+        write(tmp_path / f"train-{shard}.parquet", images(3, seed=shard), [3 * shard, 3 * shard + 1, 3 * shard + 2])
+    victims = load(f"parquet:{tmp_path}", size=None, normalise="none").victims
+    assert victims.targets.tolist() == [3, 7]
+    expected = torch.from_numpy(np.stack([images(3, seed=1)[0], images(3, seed=2)[1]])).permute(0, 3, 1, 2) / 255
+    torch.testing.assert_close(victims.inputs, expected)
+
+
+def test_folders_keep_classes_balanced_and_mix_sizes_and_colours(tmp_path: Path) -> None:
+    for split, count in (("train", 3), ("test", 2)):
+        for place, name in enumerate(NAMES):
+            for index in range(count):
+                home = tmp_path / split / name
+                home.mkdir(parents=True, exist_ok=True)
+                picture = images(1, 1 if place == 0 else 3, side=20 + 4 * index, seed=place)[0]
+                Image.fromarray(picture[:, : 18 + index]).save(home / f"{index}.png")
+    (tmp_path / "test" / "cat" / "notes.txt").write_text("not an image")
+    public, victims = load(f"folder:{tmp_path}", size=16, limit_public=4)
+    assert public.targets.tolist() == [0, 1, 2, 0]
+    assert public.inputs.shape == (4, 3, 16, 16)
+    assert victims.targets.tolist() == [0, 1, 2, 0, 1, 2]
+    assert victims.classes == tuple(NAMES)
+    with pytest.raises(GradveilError, match="different sizes"):
+        load(f"folder:{tmp_path}", size=None)
+
+
+def test_a_folder_of_classes_alone_is_divided(tmp_path: Path) -> None:
+    for name in NAMES:
+        (tmp_path / name).mkdir()
+        for index, picture in enumerate(images(4)):
+            Image.fromarray(picture).save(tmp_path / name / f"{index}.png")
+    public, victims = load(f"folder:{tmp_path}")
+    assert (len(public), len(victims)) == (9, 3)
+
+
+def test_hugging_face_names(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    public, victims = load(f"hf:{home / 'cifar10'}", size=None, normalise="none", limit_victims=4)
+    local = load("cifar10", data_dir=home, size=None, normalise="none")
+    assert torch.equal(public.inputs, local.public.inputs)
+    assert torch.equal(victims.inputs, local.victims.inputs[:4])
+    assert victims.classes == tuple(NAMES)
+
+
+def test_a_hub_name_that_cannot_be_loaded_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path)
+    with pytest.raises(GradveilError, match="hf:nobody/nothing: cannot be loaded"):
+        load("hf:nobody/nothing")
+
+
+def test_missing_packages_name_the_extra(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(GradveilError, match=r"needs the package datasets.*gradveil\[hub\]"):
+        load("hf:ylecun/mnist")
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(GradveilError, match=r"needs the package pyarrow.*gradveil\[hub\]"):
+        load("cifar10", data_dir=home)
+
+
+def test_missing_files_say_where_and_what_to_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(DATA_DIR, raising=False)
+    with pytest.raises(GradveilError, match=f"--data-dir .or {DATA_DIR}. to the folder that holds mnist/train.parquet"):
+        load("mnist")
+    with pytest.raises(GradveilError, match=f"{tmp_path / 'mnist'} is not there"):
+        load("mnist", data_dir=tmp_path)
+    (tmp_path / "mnist").mkdir()
+    with pytest.raises(GradveilError, match=r"has no train.parquet or test.parquet"):
+        load("mnist", data_dir=tmp_path)
+    for name in ("folder:nowhere", "parquet:nowhere"):
+        with pytest.raises(GradveilError, match=f"{tmp_path / 'nowhere'}: is not there"):
+            load(name, data_dir=tmp_path)
+    with pytest.raises(GradveilError, match=r"holds no images.*train/CLASS"):
+        load(f"folder:{tmp_path}")
+
+
+def test_bad_files_are_named(tmp_path: Path) -> None:
+    (tmp_path / "train.parquet").write_bytes(b"PAR1 not really")
+    with pytest.raises(GradveilError, match=r"train.parquet: cannot be read as Parquet"):
+        load(f"parquet:{tmp_path}")
+    write(tmp_path / "train.parquet", [], [], encoded=[])
+    with pytest.raises(GradveilError, match="holds no images"):
+        load(f"parquet:{tmp_path}")
+
+
+@pytest.mark.parametrize(("labels", "message"), [
+    ([0, 1, 2, 3], "label 3 of image 3 is outside 0 to 2"),
+    ([0, 1, -1, 2], "label -1 of image 2"),
+    ([0, 1, None, 2], "row 2 has no label"),
+    (["cat", "dog", "cow", "owl"], "'cow'"),
+    ([0.5, 1.0, 2.0, 0.0], "neither whole numbers nor names"),
+])  # fmt: skip
+def test_bad_labels_are_refused(tmp_path: Path, labels: list, message: str) -> None:
+    write(tmp_path / "train.parquet", images(4), labels, names=NAMES)
+    write(tmp_path / "test.parquet", images(4), labels, names=NAMES)
+    with pytest.raises(GradveilError, match=message):
+        load(f"parquet:{tmp_path}")
+
+
+def test_cells_that_are_no_images_are_refused(tmp_path: Path) -> None:
+    write(tmp_path / "train.parquet", [], [0, 1], encoded=[1.0, 2.0])
+    with pytest.raises(GradveilError, match="holds no encoded image"):
+        load(f"parquet:{tmp_path}", limit_public=1)
+
+
+def test_splits_of_different_shapes_are_refused(tmp_path: Path) -> None:
+    write(tmp_path / "train.parquet", images(2), [0, 1])
+    write(tmp_path / "test.parquet", images(2, 1), [0, 1])
+    with pytest.raises(GradveilError, match="give size and channels"):
+        load(f"parquet:{tmp_path}")
+    assert load(f"parquet:{tmp_path}", channels=3).victims.channels == 3
+
+
+def test_other_image_modes(tmp_path: Path) -> None:
+    deep = np.array([[0, 65535], [32768, 1000]], dtype=np.uint16)
+    real = np.array([[0.0, 1.0], [0.25, np.nan]], dtype=np.float32)
+    palette = io.BytesIO()
+    Image.fromarray(images(1, side=2)[0]).quantize(4).save(palette, "PNG")
+    write(tmp_path / "train.parquet", [], [0], encoded=[encode(deep)])
+    write(tmp_path / "test.parquet", [], [0], encoded=[palette.getvalue()])
+    public, victims = load(f"parquet:{tmp_path}", size=None, normalise="none", channels=1)
+    torch.testing.assert_close(public.inputs[0, 0], torch.from_numpy(deep.astype(np.float32) / 65535))
+    assert victims.channels == 1
+    write(tmp_path / "test.parquet", [], [0], encoded=[encode(real, "TIFF")])
+    with pytest.raises(GradveilError, match="NaN or infinite pixels"):
+        load(f"parquet:{tmp_path}", size=None, normalise="none")
+
+
+def test_resizing_keeps_the_centre() -> None:
+    ramp = torch.linspace(0, 1, 64).expand(1, 1, 32, 64).contiguous()
+    small = resize(ramp, 8)
+    assert small.shape == (1, 1, 8, 8)
+    torch.testing.assert_close(small[0, 0, 0], ramp[0, 0, 0, 16:48].reshape(8, 4).mean(1), atol=1e-3, rtol=0)
+
+
+@pytest.mark.parametrize("size", [8, 11, 32])
+def test_resizing_is_what_pillow_does(size: int) -> None:
+    picture = images(1, 1, side=28)[0]
+    reference = Image.fromarray(picture).resize((size, size), Image.Resampling.BILINEAR)
+    resized = resize(torch.from_numpy(picture)[None, None] / 255, size)[0, 0]
+    torch.testing.assert_close(resized, torch.from_numpy(np.array(reference)) / 255, atol=1.01 / 255, rtol=0)
+
+
+def test_grey_is_luma_and_other_channels_are_refused() -> None:
+    colour = torch.tensor([1.0, 0.5, 0.25]).reshape(1, 3, 1, 1)
+    assert recolour(colour, 1, "x").item() == pytest.approx(0.299 + 0.2935 + 0.0285)
+    assert torch.equal(recolour(colour[:, :1], 3, "x"), torch.ones(1, 3, 1, 1))
+    with pytest.raises(GradveilError, match=r"cannot turn 2 channel\(s\) into 3"):
+        recolour(torch.zeros(1, 2, 1, 1), 3, "x")
+
+
+def test_a_single_split_gives_victims_of_every_class():
+    rows = hub.Rows([0, 1] * 8 + [2, 2], None, lambda places: [np.zeros((2, 2), np.uint8)] * len(places), "here")
+    public, victims = hub.two_splits({"train": rows})
+    assert sorted(victims.labels) == [0, 0, 1, 1, 2]
+    assert sorted(public.labels) == [0] * 6 + [1] * 6 + [2]

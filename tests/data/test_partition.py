@@ -1,0 +1,72 @@
+"""Partitions assign every example exactly once, and Dirichlet shares follow their law."""
+
+import pytest
+import torch
+from scipy.stats import beta, kstest
+
+from gradveil.core.errors import GradveilError
+from gradveil.data import dirichlet, iid
+from gradveil.data.partition import _dirichlet
+
+TARGETS = torch.arange(1000) % 10
+
+
+@pytest.mark.parametrize("clients", [1, 3, 7, 100])
+@pytest.mark.parametrize("concentration", [None, 1e-4, 0.1, 1.0, 1e4])
+def test_every_example_belongs_to_one_client(clients: int, concentration: float | None) -> None:
+    def make() -> list[torch.Tensor]:
+        generator = torch.Generator().manual_seed(3)
+        if concentration is None:
+            return iid(1000, clients, generator)
+        return dirichlet(TARGETS, clients, concentration, generator)
+
+    parts = make()
+    assert len(parts) == clients
+    assert torch.cat(parts).sort().values.tolist() == list(range(1000))
+    assert min(len(part) for part in parts) >= 1
+    assert all(torch.equal(one, two) for one, two in zip(parts, make(), strict=True))
+
+
+def test_iid_sizes_are_even_and_classes_mixed(generator: torch.Generator) -> None:
+    parts = iid(1000, 7, generator)
+    assert {len(part) for part in parts} == {142, 143}
+    assert all(len(TARGETS[part].unique()) == 10 for part in parts)
+
+
+def test_the_smaller_the_concentration_the_fewer_classes(generator: torch.Generator) -> None:
+    def classes(concentration: float) -> float:
+        parts = dirichlet(TARGETS, 10, concentration, generator, at_least=0)
+        return sum(len(TARGETS[part].unique()) for part in parts) / 10
+
+    assert classes(1e-4) == 1.0  # every class has a single owner
+    assert classes(0.1) < classes(1.0) < classes(1e4) == 10.0
+
+
+def test_even_shares_at_a_large_concentration(generator: torch.Generator) -> None:
+    parts = dirichlet(TARGETS, 5, 1e7, generator)
+    assert all(TARGETS[part].bincount(minlength=10).tolist() == [20] * 10 for part in parts)
+
+
+@pytest.mark.parametrize("concentration", [0.05, 0.5, 3.0])
+def test_shares_follow_the_dirichlet_law(concentration: float, generator: torch.Generator) -> None:
+    shares = torch.stack([_dirichlet(4, concentration, generator) for _ in range(2000)])
+    torch.testing.assert_close(shares.sum(1), torch.ones(2000, dtype=torch.float64))
+    marginal = beta(concentration, 3 * concentration)  # of each coordinate
+    assert kstest(shares[:, 0].numpy(), marginal.cdf).pvalue > 0.01
+
+
+def test_a_minimum_is_kept(generator: torch.Generator) -> None:
+    parts = dirichlet(TARGETS, 40, 0.01, generator, at_least=25)
+    assert [len(part) for part in parts] == [25] * 40
+
+
+@pytest.mark.parametrize(("call", "message"), [
+    (lambda g: iid(10, 0, g), "at least 1"),
+    (lambda g: iid(3, 4, g), "fewer clients or more examples"),
+    (lambda g: dirichlet(TARGETS, 5, 0.0, g), "a number above 0"),
+    (lambda g: dirichlet(TARGETS, 5, float("nan"), g), "a number above 0"),
+    (lambda g: dirichlet(TARGETS, 5, 1.0, g, at_least=201), "cannot give 5 clients 201 each"),
+])  # fmt: skip
+def test_impossible_partitions_are_refused(call, message: str, generator: torch.Generator) -> None:
+    with pytest.raises(GradveilError, match=message):
+        call(generator)
