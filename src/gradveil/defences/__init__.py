@@ -1,0 +1,36 @@
+"""Defences: transforms of updates, surgeries of models, their composition, and the table of them by name."""
+
+from gradveil.core.arguments import Argument
+from gradveil.defences.base import NONE, Chain, Defence, ModelSurgery, chain
+from gradveil.defences.clip import Clip
+from gradveil.defences.entry import DefenceEntry
+from gradveil.defences.feedback import Feedback
+from gradveil.defences.grammar import entries, parse
+from gradveil.defences.model import CvbSurgery, DropoutSurgery, PrecodeSurgery
+from gradveil.defences.noise import Gaussian, Laplacian
+from gradveil.defences.presets import DEFENCES
+from gradveil.defences.prune import Dual, Magnitude, Pruning, gamma
+
+__all__ = [
+    "DEFENCES",
+    "NONE",
+    "Argument",
+    "Chain",
+    "Clip",
+    "CvbSurgery",
+    "Defence",
+    "DefenceEntry",
+    "DropoutSurgery",
+    "Dual",
+    "Feedback",
+    "Gaussian",
+    "Laplacian",
+    "Magnitude",
+    "ModelSurgery",
+    "PrecodeSurgery",
+    "Pruning",
+    "chain",
+    "entries",
+    "gamma",
+    "parse",
+]

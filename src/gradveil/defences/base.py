@@ -1,0 +1,161 @@
+"""Composing defences: `chain` for transforms, `Defence` for the four places where a client can be defended."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from gradveil.client import Client
+from gradveil.core.errors import Problem, fail, refuse
+from gradveil.core.noise import Key, NoiseSpec
+from gradveil.core.tree import Tensors, select, under
+from gradveil.core.types import BatchTransform, Context, Transform
+
+ModelSurgery = Callable[[nn.Module, torch.Generator], nn.Module]
+"""(model, generator for new layers) -> a new model; the given one stays as it is."""
+
+
+@dataclass(frozen=True)
+class Chain(Transform):
+    """Named transforms in a row. The names prefix noise and state: `noise.conv1.weight`, `prune.residual.fc`."""
+
+    stages: tuple[tuple[str, Transform], ...]
+
+    def __post_init__(self) -> None:
+        """Refuse an illegal order when the chain is built, with every problem."""
+        problems: list[Problem] = []
+        for (a, first), (b, second) in zip(self.stages, self.stages[1:], strict=False):
+            if second.stage < first.stage:
+                order = "clip < noise < prune / stand-in < quantise"
+                problems.append(Problem(f"chain.{b}", f"comes after '{a}', which undoes it", f"legal order: {order}"))
+            if second.per_example and not first.per_example:
+                remedy = "put per-example transforms first"
+                problems.append(Problem(f"chain.{b}", f"acts on each example, '{a}' on their mean", remedy))
+        refuse(problems)
+
+    def __iter__(self) -> Iterator[tuple[str, Transform]]:
+        """Iterate over (name, transform)."""
+        return iter(self.stages)
+
+    @property
+    def stage(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride] - a chain ends where its last one does
+        """The stage of the last transform."""
+        return self.stages[-1][1].stage
+
+    @property
+    def guarantee(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Every stage's guarantee."""
+        return "; ".join(f"{name}: {transform.guarantee}" for name, transform in self)
+
+    def init(self, params: Mapping[str, Tensor]) -> Tensors:
+        """Unite the states of the stages."""
+        return {k: v for name, transform in self for k, v in under(name, transform.init(params)).items()}
+
+    def noise(self, params: Mapping[str, Tensor]) -> NoiseSpec:
+        """Unite the noise of the stages."""
+        spec = NoiseSpec()
+        for name, transform in self:
+            spec = spec | transform.noise(params).under(name)
+        return spec
+
+    def intermediates(self, params: Mapping[str, Tensor]) -> NoiseSpec:
+        """Unite the intermediates of the stages."""
+        spec = NoiseSpec()
+        for name, transform in self:
+            spec = spec | transform.intermediates(params).under(name)
+        return spec
+
+    def apply(
+        self, update: Tensors, state: Tensors, noise: Mapping[str, Tensor], context: Context
+    ) -> tuple[Tensors, Tensors]:
+        """Apply the stages in order."""
+        after: Tensors = {}
+        for name, transform in self:
+            update, inner = transform.apply(update, select(state, name), select(noise, name), context)
+            after |= under(name, inner)
+        return update, after
+
+    def evidence(self, sent: Mapping[str, Tensor]) -> Tensors:
+        """Return what the *last* stage gives away: an earlier one's output was not sent."""
+        name, transform = self.stages[-1]
+        return under(name, transform.evidence(sent))
+
+    def split(self) -> tuple[Transform | None, Transform | None]:
+        """Split at the last per-example stage."""
+        each = tuple(stage for stage in self.stages if stage[1].per_example)
+        mean = self.stages[len(each) :]
+        return (Chain(each) if each else None), (Chain(mean) if mean else None)
+
+
+def chain(**stages: Transform) -> Chain:
+    """Name transforms and put them in a row.
+
+    `chain(clip=Clip(1.0), noise=Gaussian(0.1), prune=Magnitude(0.9))`; an order other than
+    clip < noise < prune / stand-in < quantise is refused.
+    """
+    if not stages:
+        raise fail("chain", "has no stage", "name at least one transform: chain(clip=Clip(1.0))")
+    return Chain(tuple(stages.items()))
+
+
+@dataclass(frozen=True)
+class Defence:
+    """Up to four slots that change a client: its model, its batch, each local gradient, and what is sent once a round.
+
+    A defence of a client is a client again; `a + b` is a defence that does `a` first.
+    """
+
+    name: str
+    model: tuple[ModelSurgery, ...] = ()
+    batch: tuple[BatchTransform, ...] = ()
+    step: Chain | None = None
+    send: Chain | None = None
+
+    def __call__(self, client: Client, key: Key | None = None) -> Client:
+        """Return the defended client. `key` addresses the initial weights of new layers."""
+        model = client.model
+        for i, surgery in enumerate(self.model):
+            model = surgery(model, (key or Key(0)).child("surgery", i).generator())
+        return replace(
+            client,
+            model=model,
+            batch=(*client.batch, *self.batch),
+            step=_join(client.step, self.step),
+            send=_join(client.send, self.send),
+        )
+
+    def __add__(self, other: Defence) -> Defence:
+        """Compose two defences."""
+        return Defence(
+            name=" + ".join(part for part in (self.name, other.name) if part != "none") or "none",
+            model=(*self.model, *other.model),
+            batch=(*self.batch, *other.batch),
+            step=_join(self.step, other.step),
+            send=_join(self.send, other.send),
+        )
+
+
+NONE = Defence("none")
+"""The undefended client: the control of every comparison."""
+
+
+def _join(first: Transform | None, second: Chain | None) -> Chain | None:
+    """Put two chains in a row, in the legal order, with unique names.
+
+    Sorting by stage is stable, so `prune + dp` and `dp + prune` are the same defence.
+    """
+    if first is None or second is None:
+        return second if first is None else _as_chain(first)
+    stages: list[tuple[str, Transform]] = []
+    for name, transform in (*_as_chain(first), *second):
+        used = {existing for existing, _ in stages}
+        unique = next(n for n in (name, *(f"{name}{i}" for i in range(2, 100))) if n not in used)
+        stages.append((unique, transform))
+    return Chain(tuple(sorted(stages, key=lambda stage: (stage[1].stage, not stage[1].per_example))))
+
+
+def _as_chain(transform: Transform) -> Chain:
+    return transform if isinstance(transform, Chain) else Chain((("transform", transform),))

@@ -1,0 +1,28 @@
+"""What the table of defences holds for each: how to build it, what it changes, and what it promises."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from gradveil.core.arguments import Entry
+from gradveil.defences.base import Defence
+
+Slot = Literal["model", "batch", "step", "send"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DefenceEntry(Entry):
+    """One named defence of the table. Calling it with arguments builds the defence, named by its canonical text."""
+
+    changes: tuple[Slot, ...]
+    """The slots it fills: the model, the batch, each local gradient (step), what is sent once a round (send)."""
+    guarantee: str
+    identity: Mapping[str, Any] | None = None
+    """Arguments at which it changes nothing; None if there are none."""
+
+    def __call__(self, **values: Any) -> Defence:
+        """Build the defence; every unknown, missing or impossible argument is refused at once."""
+        full = self.filled(values)
+        return replace(self.factory(**full), name=self.text(full))

@@ -1,0 +1,82 @@
+"""Additive noise on what is sent. The noise itself is a named argument with a standard law, scaled inside."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+from torch import Tensor
+
+from gradveil.core.allowed import STRENGTH, Choice, collect
+from gradveil.core.errors import refuse
+from gradveil.core.noise import Laplace, Law, Noise, NoiseSpec, Normal
+from gradveil.core.tree import Tensors
+from gradveil.core.types import Context, Stage, Transform
+
+ON = Choice(("mean", "sum"))
+"""Where the standard deviation is measured: on the mean over the batch (what is sent), or on the sum before it."""
+
+
+@dataclass(frozen=True)
+class Gaussian(Transform):
+    """Add N(0, std^2) to every entry.
+
+    With `on="sum"` the noise has that standard deviation on the *sum* over the batch, so std / B on the mean that is
+    sent: DP-SGD's convention (Abadi et al. 2016, Alg. 1), with std = sigma * tau.
+    """
+
+    std: float
+    on: Literal["mean", "sum"] = "mean"
+    stage: ClassVar[Stage] = Stage.NOISE
+    guarantee: ClassVar[str] = "differential privacy only after a clip; an accountant gives epsilon"
+
+    def __post_init__(self) -> None:
+        """Refuse settings that cannot be meant, all at once."""
+        refuse(collect("gaussian", (("std", STRENGTH, self.std), ("on", ON, self.on))))
+
+    def noise(self, params: Mapping[str, Tensor]) -> NoiseSpec:
+        """Declare one standard normal tensor a parameter."""
+        return _additive(params, Normal())
+
+    def apply(
+        self, update: Tensors, state: Tensors, noise: Mapping[str, Tensor], context: Context
+    ) -> tuple[Tensors, Tensors]:
+        """Add the scaled noise."""
+        std = self.std / context.batch.inputs.shape[0] if self.on == "sum" else self.std
+        return {name: value + std * noise[name] for name, value in update.items()}, state
+
+    def smallest(self) -> Mapping[str, Any]:
+        """Without spread there is no noise."""
+        return {"std": 0.0}
+
+
+@dataclass(frozen=True)
+class Laplacian(Transform):
+    """Add Laplace(0, scale) to every entry: standard deviation sqrt(2) * scale (Zhu et al. 2019, sec. 5.1)."""
+
+    scale: float
+    stage: ClassVar[Stage] = Stage.NOISE
+    guarantee: ClassVar[str] = "differential privacy only after a clip of the l1 norm"
+
+    def __post_init__(self) -> None:
+        """Refuse settings that cannot be meant, all at once."""
+        refuse(collect("laplace", (("scale", STRENGTH, self.scale),)))
+
+    def noise(self, params: Mapping[str, Tensor]) -> NoiseSpec:
+        """Declare one Laplace(0, 1) tensor a parameter."""
+        return _additive(params, Laplace())
+
+    def apply(
+        self, update: Tensors, state: Tensors, noise: Mapping[str, Tensor], context: Context
+    ) -> tuple[Tensors, Tensors]:
+        """Add the scaled noise."""
+        return {name: value + self.scale * noise[name] for name, value in update.items()}, state
+
+    def smallest(self) -> Mapping[str, Any]:
+        """Without scale there is no noise."""
+        return {"scale": 0.0}
+
+
+def _additive(params: Mapping[str, Tensor], law: Law) -> NoiseSpec:
+    return NoiseSpec({name: Noise(tuple(p.shape), law, neutral=0.0, dtype=p.dtype) for name, p in params.items()})

@@ -1,0 +1,205 @@
+"""The table of defences: names as papers and people use them, built from transforms and surgeries."""
+
+from __future__ import annotations
+
+from decimal import Decimal
+from typing import Literal
+
+from gradveil.core.allowed import BOUND, COUNT, KEPT, SHARE, STRENGTH, Flag
+from gradveil.core.arguments import Argument
+from gradveil.core.errors import fail
+from gradveil.core.types import Transform
+from gradveil.defences.base import Defence, chain
+from gradveil.defences.clip import Clip
+from gradveil.defences.entry import DefenceEntry
+from gradveil.defences.feedback import Feedback
+from gradveil.defences.model import KERNEL, KL, PATH, PATHS, WEIGHT, CvbSurgery, DropoutSurgery, PrecodeSurgery
+from gradveil.defences.noise import ON, Gaussian, Laplacian
+from gradveil.defences.prune import SCOPE, Dual, Magnitude
+
+FEEDBACK = Argument("feedback", Flag(), False)
+
+
+def dp(clip: float, sigma: float, on: Literal["sum", "mean"]) -> Defence:
+    """DP-SGD: clip each example's gradient to `clip`, then add noise of std sigma * clip on the sum (or mean)."""
+    if sigma and clip == float("inf"):
+        raise fail("dp.clip", "is infinite, and the noise is sigma times as large", "give a finite norm")
+    noise = Gaussian(sigma * clip if sigma else 0.0, on)
+    return Defence("dp", step=chain(clip=Clip(clip, per_example=True), noise=noise))
+
+
+def _pruning(transform: Transform, feedback: bool) -> Defence:
+    return Defence("prune", send=chain(prune=Feedback(transform) if feedback else transform))
+
+
+def _topk(keep: float, feedback: bool) -> Defence:
+    return _pruning(Magnitude(float(1 - Decimal(repr(float(keep))))), feedback)
+
+
+def _none() -> Defence:
+    return Defence("none")
+
+
+def _clip(norm: float) -> Defence:
+    return Defence("clip", send=chain(clip=Clip(norm)))
+
+
+def _clip_example(norm: float) -> Defence:
+    return Defence("clip-example", step=chain(clip=Clip(norm, per_example=True)))
+
+
+def _gaussian(std: float) -> Defence:
+    return Defence("gaussian", send=chain(noise=Gaussian(std)))
+
+
+def _laplace(scale: float) -> Defence:
+    return Defence("laplace", send=chain(noise=Laplacian(scale)))
+
+
+def _prune(ratio: float, scope: Literal["layer", "global"], feedback: bool) -> Defence:
+    return _pruning(Magnitude(ratio, scope), feedback)
+
+
+def _dgp(top: float, bottom: float, feedback: bool) -> Defence:
+    return _pruning(Dual(top, bottom), feedback)
+
+
+def _dropout(p: float, where: str | None) -> Defence:
+    return Defence("dropout", model=(DropoutSurgery(p, where),))
+
+
+def _precode(k: int, beta: float, position: str | None) -> Defence:
+    return Defence("precode", model=(PrecodeSurgery(k, beta, position),))
+
+
+def _cvb(kernel: int | None, beta: float | None, position: str | None, kl: str) -> Defence:
+    return Defence("cvb", model=(CvbSurgery(kernel, beta, position, kl),))
+
+
+_ENTRIES = (
+    DefenceEntry(
+        name="none",
+        factory=_none,
+        description="No defence: the control of every comparison",
+        changes=(),
+        guarantee="none",
+        citation="McMahan et al. 2017, Communication-Efficient Learning of Deep Networks from Decentralized Data",
+        identity={},
+    ),
+    DefenceEntry(
+        name="clip",
+        factory=_clip,
+        description="Scale the update down to a norm",
+        changes=("send",),
+        guarantee=Clip.guarantee,
+        citation="Pascanu et al. 2013, On the difficulty of training recurrent neural networks",
+        arguments=(Argument("norm", BOUND),),
+        identity={"norm": float("inf")},
+    ),
+    DefenceEntry(
+        name="clip-example",
+        factory=_clip_example,
+        description="Scale each example's gradient down to a norm before averaging",
+        changes=("step",),
+        guarantee=Clip.guarantee,
+        citation="Abadi et al. 2016, Deep Learning with Differential Privacy",
+        arguments=(Argument("norm", BOUND),),
+        identity={"norm": float("inf")},
+    ),
+    DefenceEntry(
+        name="gaussian",
+        factory=_gaussian,
+        description="Add normal noise to the update",
+        changes=("send",),
+        guarantee=Gaussian.guarantee,
+        citation="Zhu et al. 2019, Deep Leakage from Gradients",
+        arguments=(Argument("std", STRENGTH),),
+        identity={"std": 0.0},
+    ),
+    DefenceEntry(
+        name="laplace",
+        factory=_laplace,
+        description="Add Laplace noise to the update",
+        changes=("send",),
+        guarantee=Laplacian.guarantee,
+        citation="Zhu et al. 2019, Deep Leakage from Gradients",
+        arguments=(Argument("scale", STRENGTH),),
+        identity={"scale": 0.0},
+    ),
+    DefenceEntry(
+        name="dp",
+        factory=dp,
+        description="DP-SGD: clip each example's gradient, add normal noise of sigma times the clip norm",
+        changes=("step",),
+        guarantee="differential privacy of examples; epsilon follows from sigma, sampling rate and steps",
+        citation="Abadi et al. 2016, Deep Learning with Differential Privacy",
+        arguments=(Argument("clip", BOUND, 20.0), Argument("sigma", STRENGTH, 1e-3), Argument("on", ON, "sum")),
+        identity={"clip": float("inf"), "sigma": 0.0},
+    ),
+    DefenceEntry(
+        name="prune",
+        factory=_prune,
+        description="Send zeros in place of the smallest entries, per layer or over all layers",
+        changes=("send",),
+        guarantee=Magnitude.guarantee,
+        citation="Zhu et al. 2019, Deep Leakage from Gradients",
+        arguments=(Argument("ratio", SHARE), Argument("scope", SCOPE, "layer"), FEEDBACK),
+        identity={"ratio": 0.0},
+    ),
+    DefenceEntry(
+        name="topk",
+        factory=_topk,
+        description="Send only the largest entries of each layer: prune with the share to keep",
+        changes=("send",),
+        guarantee=Magnitude.guarantee,
+        citation="Aji and Heafield 2017, Sparse Communication for Distributed Gradient Descent",
+        arguments=(Argument("keep", KEPT), FEEDBACK),
+        identity={"keep": 1.0},
+    ),
+    DefenceEntry(
+        name="dgp",
+        factory=_dgp,
+        description="Dual gradient pruning: send zeros in place of each layer's largest and smallest entries",
+        changes=("send",),
+        guarantee=Dual.guarantee,
+        citation="Xue et al. 2024, Dual Gradient Pruning (AAAI)",
+        arguments=(Argument("top", SHARE, 0.05), Argument("bottom", SHARE, 0.75), FEEDBACK),
+        identity={"top": 0.0, "bottom": 0.0},
+    ),
+    DefenceEntry(
+        name="dropout",
+        factory=_dropout,
+        description="Drop activations at random while the gradient is computed",
+        changes=("model",),
+        guarantee="none",
+        citation="Scheliga, Mäder, Seeland 2023, Dropout is NOT All You Need to Prevent Gradient Leakage (AAAI)",
+        arguments=(Argument("p", SHARE, 0.25), Argument("where", PATHS, None)),
+        identity={"p": 0.0},
+    ),
+    DefenceEntry(
+        name="precode",
+        factory=_precode,
+        description="PRECODE: a variational bottleneck before the last linear layer",
+        changes=("model",),
+        guarantee="none",
+        citation="Scheliga, Mäder, Seeland 2022, PRECODE: A Generic Model Extension to Prevent Deep Gradient Leakage",
+        arguments=(Argument("k", COUNT, 256), Argument("beta", STRENGTH, 1e-3), Argument("position", PATH, None)),
+    ),
+    DefenceEntry(
+        name="cvb",
+        factory=_cvb,
+        description="CVB: a convolutional variational bottleneck after an early block",
+        changes=("model",),
+        guarantee="none",
+        citation="Scheliga, Mäder, Seeland 2024, Combining Stochastic Defenses to Resist Gradient Inversion",
+        arguments=(
+            Argument("kernel", KERNEL, None),
+            Argument("beta", WEIGHT, None),
+            Argument("position", PATH, None),
+            Argument("kl", KL, "exact"),
+        ),
+    ),
+)
+
+DEFENCES: dict[str, DefenceEntry] = {entry.name: entry for entry in _ENTRIES}
+"""Every defence by name. `DEFENCES["dp"](clip=20, sigma=1e-4)` builds one; `gradveil.defences.parse` reads a text."""

@@ -1,0 +1,158 @@
+"""Pruning: send zeros in place of the smallest entries, and of the largest."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from decimal import Decimal
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from gradveil.core.allowed import SHARE, Choice, collect
+from gradveil.core.errors import Problem, refuse
+from gradveil.core.noise import Bernoulli, Noise, NoiseSpec
+from gradveil.core.tree import Tensors, select, squared_norm, tmap
+from gradveil.core.types import Context, Stage, Transform
+from gradveil.defences.selection import ends_mask, smallest_mask
+
+SCOPE = Choice(("layer", "global"))
+"""Whether entries compete within their own parameter tensor or with all others."""
+
+
+class Pruning(Transform):
+    """Base of transforms that multiply by a mask of zeros and ones.
+
+    The masks are intermediates named `mask.<parameter>`: pinned ones are used, others computed. Either way they count
+    as constants for the derivative, which is exact wherever no entry is at a threshold.
+    """
+
+    stage: ClassVar[Stage] = Stage.PRUNE
+    guarantee: ClassVar[str] = "no formal guarantee"
+
+    @abstractmethod
+    def removed(self) -> float:
+        """Return the share of entries set to zero."""
+
+    @abstractmethod
+    def masks(self, update: Mapping[str, Tensor]) -> Tensors:
+        """Return one mask a parameter, True where an entry is kept."""
+
+    def intermediates(self, params: Mapping[str, Tensor]) -> NoiseSpec:
+        """Declare the masks, which may be pinned."""
+        law = Bernoulli(1 - self.removed())
+        masks = {
+            name: Noise(tuple(p.shape), law, neutral=1.0, dtype=p.dtype, lower=0.0, upper=1.0, discrete=True)
+            for name, p in params.items()
+        }
+        return NoiseSpec(masks).under("mask")
+
+    def apply(
+        self, update: Tensors, state: Tensors, noise: Mapping[str, Tensor], context: Context
+    ) -> tuple[Tensors, Tensors]:
+        """Multiply by the masks; those that are not pinned are computed from the update itself."""
+        pinned = select(noise, "mask")
+        missing = update.keys() - pinned.keys()
+        masks = {**self.masks(tmap(torch.detach, update)), **pinned} if missing else pinned
+        return {name: value * masks[name].to(value.dtype) for name, value in update.items()}, state
+
+    def evidence(self, sent: Mapping[str, Tensor]) -> Tensors:
+        """Read the masks off the support: an entry that was kept but is zero makes no difference."""
+        return {f"mask.{name}": (value != 0).to(value.dtype) for name, value in sent.items()}
+
+
+@dataclass(frozen=True)
+class Magnitude(Pruning):
+    """Zero the share `ratio` of smallest magnitude: floor(ratio * P) of P entries, the first of equals first.
+
+    The share is read as it is written in decimal: 0.29 of 100 entries are 29. Since ratio < 1, one entry always stays.
+    """
+
+    ratio: float
+    scope: Literal["layer", "global"] = "layer"
+
+    def __post_init__(self) -> None:
+        """Refuse settings that cannot be meant, all at once."""
+        refuse(collect("prune", (("ratio", SHARE, self.ratio), ("scope", SCOPE, self.scope))))
+
+    def removed(self) -> float:
+        """Return the share of entries set to zero."""
+        return self.ratio
+
+    def masks(self, update: Mapping[str, Tensor]) -> Tensors:
+        """Keep the largest entries of each parameter, or of all parameters together."""
+        if self.scope == "layer":
+            return {name: _keep_largest(value.abs(), self.ratio) for name, value in update.items()}
+        flat = torch.cat([value.abs().flatten() for value in update.values()])
+        parts = torch.split(_keep_largest(flat, self.ratio), [value.numel() for value in update.values()])
+        return {name: part.reshape(update[name].shape) for name, part in zip(update, parts, strict=True)}
+
+    def smallest(self) -> Mapping[str, Any]:
+        """Nothing is removed."""
+        return {"ratio": 0.0}
+
+
+@dataclass(frozen=True)
+class Dual(Pruning):
+    """Zero the share `top` of largest and `bottom` of smallest magnitude of each parameter (Xue et al. 2024, DGP).
+
+    The paper leaves the rounding open. Here floor(top * P) and floor(bottom * P) entries go, so at least one stays; of
+    equal entries the first are the smaller ones, so that the two sets never overlap.
+    """
+
+    top: float = 0.05
+    bottom: float = 0.75
+
+    def __post_init__(self) -> None:
+        """Refuse settings that cannot be meant, all at once."""
+        problems = collect("dgp", (("top", SHARE, self.top), ("bottom", SHARE, self.bottom)))
+        if not problems and _decimal(self.top) + _decimal(self.bottom) >= 1:
+            what = f"top + bottom is {_decimal(self.top) + _decimal(self.bottom)}, which leaves nothing to send"
+            problems.append(Problem("dgp", what, "give shares whose sum is below 1"))
+        refuse(problems)
+
+    def removed(self) -> float:
+        """Return the share of entries set to zero."""
+        return self.top + self.bottom
+
+    def masks(self, update: Mapping[str, Tensor]) -> Tensors:
+        """Keep the entries between the two thresholds."""
+        return tmap(self._keep_middle, update)
+
+    def _keep_middle(self, value: Tensor) -> Tensor:
+        flat = value.abs().flatten()
+        removed = ends_mask(flat, share(self.bottom, flat.numel()), share(self.top, flat.numel()))
+        return ~removed.reshape(value.shape)
+
+    def smallest(self) -> Mapping[str, Any]:
+        """Nothing is removed."""
+        return {"top": 0.0, "bottom": 0.0}
+
+
+def share(ratio: float, entries: int) -> int:
+    """Count floor(ratio * entries) with the ratio as it is written in decimal.
+
+    >>> share(0.29, 100), int(0.29 * 100), share(0.99, 1)
+    (29, 28, 0)
+    """
+    return int(_decimal(ratio) * entries)
+
+
+def gamma(update: Mapping[str, Tensor], sent: Mapping[str, Tensor]) -> Tensor:
+    """Measure gamma_1 = ||g - sent||^2 / ||g||^2 of one update; zero for a zero update (Xue et al. 2024).
+
+    A passive attack's distance grows by sqrt(gamma_1) ||g||.
+    """
+    whole = squared_norm(update)
+    return squared_norm(tmap(torch.sub, update, sent)) / torch.where(whole > 0, whole, torch.ones_like(whole))
+
+
+def _keep_largest(magnitude: Tensor, ratio: float) -> Tensor:
+    flat = magnitude.flatten()
+    return ~smallest_mask(flat, share(ratio, flat.numel())).reshape(magnitude.shape)
+
+
+def _decimal(ratio: float) -> Decimal:
+    return Decimal(repr(float(ratio)))

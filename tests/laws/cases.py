@@ -1,0 +1,101 @@
+"""What the laws run over: a small network, clients, and at least one setting of every defence of the table."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from gradveil.client import Client, Local
+from gradveil.core.noise import Key
+from gradveil.core.tree import Tensors
+from gradveil.core.types import Batch
+
+V, B, T = 3, 4, 2
+
+
+class Tiny(nn.Module):
+    """Two convolutions and a linear layer, smooth, in float64, with the positions that surgeries look for."""
+
+    input_shape = (1, 8, 8)
+    dropout_positions = ("block", "body.1")
+    cvb_position = "block"
+    cvb_kernel = 3
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = nn.Sequential(nn.Conv2d(1, 3, 3, stride=2, padding=1), nn.Tanh())
+        self.body = nn.Sequential(nn.Conv2d(3, 4, 3, stride=2, padding=1), nn.Tanh(), nn.Flatten())
+        self.head = nn.Linear(16, 3)
+        self.double()
+        generator = Key(0, ("tiny",)).generator()
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.copy_(0.4 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.body(self.block(x)))
+
+
+@dataclass(frozen=True)
+class Law:
+    """The settings at which a defence is tested: strong enough to change what is sent."""
+
+    texts: tuple[str, ...]
+    bound: float | None = None
+    """The norm that nothing sent by the first setting exceeds."""
+
+
+LAWS = {
+    "none": Law(("none",)),
+    "clip": Law(("clip(norm=0.3)",), bound=0.3),
+    "clip-example": Law(("clip-example(norm=0.3)",), bound=0.3),
+    "gaussian": Law(("gaussian(std=0.1)",)),
+    "laplace": Law(("laplace(scale=0.1)",)),
+    "dp": Law(("dp(clip=0.3, sigma=0.5)", "dp(clip=0.3, sigma=0.5, on=mean)")),
+    "prune": Law(("prune(ratio=0.7)", "prune(ratio=0.7, scope=global)", "prune(ratio=0.7, feedback=true)")),
+    "topk": Law(("topk(keep=0.2)", "topk(keep=0.2, feedback=true)")),
+    "dgp": Law(("dgp(top=0.1, bottom=0.5)", "dgp(top=0.1, bottom=0.5, feedback=true)")),
+    "dropout": Law(("dropout(p=0.4)", 'dropout(p=0.4, where="body.0 block")')),
+    "precode": Law(("precode(k=5, beta=0.1)", 'precode(k=5, position="head")')),
+    "cvb": Law(("cvb(beta=0.1)", 'cvb(kernel=1, position="body.1", kl=published_code)')),
+}
+"""A defence of the table without an entry here fails `test_every_defence_has_law_settings`."""
+
+COMBINED = (
+    "dp(clip=0.3, sigma=0.5) + cvb + dropout",
+    "precode(k=5) + prune(ratio=0.5, feedback=true) + dp(clip=0.3)",
+    "dgp + gaussian(std=0.1) + clip(norm=0.3)",
+    "prune(ratio=0.5) + dgp(top=0.1, bottom=0.1)",
+)
+TEXTS = (*(text for law in LAWS.values() for text in law.texts), *COMBINED)
+
+CLIENTS = {
+    "gradient": Client(Tiny()),
+    "sgd": Client(Tiny(), local=Local(batch=2, lr=0.3, steps=T, momentum=0.9)),
+    "adam": Client(Tiny(), local=Local(batch=2, lr=0.05, steps=T, optimiser="adam")),
+}
+
+
+def draw_batch(key: Key) -> Batch:
+    inputs = torch.randn(B, *Tiny.input_shape, generator=key.generator(), dtype=torch.float64)
+    return Batch(inputs, torch.randint(0, 3, (B,), generator=key.child("targets").generator()))
+
+
+def draw_state(client: Client, params: Tensors, key: Key) -> Tensors:
+    """A state of a later round: whatever is zero in the first is something now."""
+    state = client.init(params)
+    return {
+        name: value + 0.1 * torch.randn(value.shape, generator=key.child(name).generator(), dtype=value.dtype)
+        for name, value in state.items()
+    }
+
+
+def draw(client: Client, number: int = 0) -> tuple[Tensors, Batch, Tensors, Tensors]:
+    """Parameters, and the batch, noise and state of one victim."""
+    key = Key(7, ("victim", number))
+    params = client.params()
+    batch = draw_batch(key.child("batch"))
+    noise = client.noise_spec(params, batch).sample(key.child("noise"))
+    return params, batch, noise, draw_state(client, params, key.child("state"))

@@ -1,0 +1,95 @@
+"""Replay: who knows the data and every named tensor computes exactly what was sent, and can differentiate it."""
+
+import pytest
+import torch
+
+from gradveil.core.noise import Key
+from gradveil.core.tree import squared_norm, tmap
+from gradveil.core.types import Batch
+from gradveil.defences import parse
+from tests.laws.cases import CLIENTS, TEXTS, draw, draw_batch
+
+PRUNING = [text for text in TEXTS if any(word in text for word in ("prune", "topk", "dgp"))]
+
+
+def distance(first, second) -> float:
+    return float(squared_norm(tmap(torch.sub, first, second)))
+
+
+@pytest.mark.parametrize("text", TEXTS)
+@pytest.mark.parametrize("kind", CLIENTS)
+def test_full_knowledge_gives_distance_zero(text: str, kind: str):
+    """The server's copy is built anew from the defence's name, as an attacker's would be."""
+    client = parse(text)(CLIENTS[kind])
+    believed = parse(parse(text).name)(CLIENTS[kind])
+    params, batch, noise, state = draw(client)
+    sent, _ = client.update(params, batch, noise, state)
+    assert distance(believed.update(params, batch, noise, state)[0], sent) == 0
+    wrong = draw_batch(Key(99))
+    assert distance(believed.update(params, wrong, noise, state)[0], sent) > 0
+
+
+@pytest.mark.parametrize("text", PRUNING)
+@pytest.mark.parametrize("kind", CLIENTS)
+def test_masks_read_off_what_was_sent_replay_it(text: str, kind: str):
+    client = parse(text)(CLIENTS[kind])
+    params, batch, noise, state = draw(client)
+    sent, _ = client.update(params, batch, noise, state)
+    evidence = client.evidence(sent)
+    assert evidence
+    client.noise_spec(params, batch).check({**noise, **evidence}, client.intermediates(params))
+    assert distance(client.update(params, batch, {**noise, **evidence}, state)[0], sent) == 0
+    wrong = client.update(params, draw_batch(Key(99)), {**noise, **evidence}, state)[0]
+    assert all(not (wrong[name][sent[name] == 0]).any() for name in sent), "the pinned mask was not used"
+
+
+def test_pinned_clip_factor_is_used():
+    client = parse("clip(norm=0.3)")(CLIENTS["gradient"])
+    params, batch, noise, state = draw(client)
+    plain = CLIENTS["gradient"].update(params, batch, {}, {})[0]
+    sent, _ = client.update(params, batch, noise, state)
+    factor = 0.3 / squared_norm(plain).sqrt()
+    pinned = client.update(params, batch, {"send.clip.factor": factor}, state)[0]
+    torch.testing.assert_close(pinned, sent)
+    half = client.update(params, batch, {"send.clip.factor": factor / 2}, state)[0]
+    torch.testing.assert_close(half, tmap(lambda value: value / 2, sent))
+    assert list(client.intermediates(params)) == ["send.clip.factor"]
+
+
+@pytest.mark.parametrize("text", TEXTS)
+@pytest.mark.parametrize("kind", CLIENTS)
+def test_derivative_of_the_distance_equals_finite_differences(text: str, kind: str):
+    client = parse(text)(CLIENTS[kind])
+    params, batch, noise, state = draw(client)
+    sent, _ = client.update(params, batch, noise, state)
+    knowledge = {**noise, **client.evidence(sent)}
+    at = draw_batch(Key(5)).inputs
+    direction = torch.randn(at.shape, generator=Key(6).generator(), dtype=at.dtype)
+
+    def objective(inputs):
+        update, _ = client.update(params, Batch(inputs, batch.targets), knowledge, state)
+        return squared_norm(tmap(torch.sub, update, sent))
+
+    x = at.clone().requires_grad_()
+    (slope,) = torch.autograd.grad(objective(x), x)
+    step = 1e-7  # Adam divides by the root of tiny gradients: its curvature is large there
+    expected = (objective(at + step * direction) - objective(at - step * direction)) / (2 * step)
+    assert expected != 0
+    torch.testing.assert_close((slope * direction).sum(), expected, rtol=1e-5, atol=1e-8)
+
+    rows = Batch(torch.stack([x, x]), torch.stack([batch.targets] * 2))
+    twice = {name: torch.stack([value] * 2) for name, value in knowledge.items()}
+    both, _ = client.updates(params, rows, twice, {name: torch.stack([value] * 2) for name, value in state.items()})
+    far = squared_norm({name: both[name] - sent[name] for name in sent})
+    torch.testing.assert_close(torch.autograd.grad(far, x)[0], 2 * slope, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("text", [text for text in PRUNING if "+" not in text and "feedback" not in text])
+def test_unpinned_masks_count_as_constants(text: str):
+    client = parse(text)(CLIENTS["gradient"])
+    params, batch, noise, state = draw(client)
+    x = batch.inputs.clone().requires_grad_()
+    sent, _ = client.update(params, Batch(x, batch.targets), noise, state)
+    pinned, _ = client.update(params, Batch(x, batch.targets), client.evidence(sent), state)
+    slopes = [torch.autograd.grad(squared_norm(update), x)[0] for update in (sent, pinned)]
+    torch.testing.assert_close(slopes[0], slopes[1], rtol=0, atol=0)
