@@ -1,0 +1,1 @@
+"""What an attacker does with the updates that the server saw."""

@@ -1,0 +1,119 @@
+"""What every attack takes and gives. An attack sees observations and a believed client: never the truth."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, Protocol, runtime_checkable
+
+from torch import Tensor
+
+from gradveil.attacks.knowledge import How, Knowledge
+from gradveil.client import Client
+from gradveil.core.noise import Key
+from gradveil.core.tree import Tensors
+
+Status = Literal["converged", "stalled", "budget", "diverged"]
+"""How a row of an attack ended: reached the tolerance, stopped improving, used its budget, became non-finite."""
+
+
+@dataclass(frozen=True)
+class Observation:
+    """What the server sees of one round: V clients that trained from the same global parameters."""
+
+    params: Tensors
+    """The global parameters the server sent (no leading V)."""
+    update: Tensors
+    """The decoded updates, leading V."""
+    examples: int
+    """How many examples each client's update is made from (clients report it for weighted averaging)."""
+    victims: tuple[int, ...]
+    """Stable numbers of the victims: random draws are addressed by them, so chunks do not change results."""
+    round: int = 0
+    messages: Tensors = field(default_factory=dict[str, Tensor])
+    """Public messages of the round."""
+
+
+@dataclass(frozen=True)
+class Progress:
+    """What an attack tells at its reporting points, and only there."""
+
+    victims: int
+    """Victims whose rows are all finished."""
+    active: int
+    """Rows still being worked on."""
+    row_iterations: int
+    """Iterations x rows done so far."""
+    row_budget: int
+    """Upper limit of `row_iterations`."""
+    objective: float
+    """Median best objective of the rows under way."""
+
+
+@dataclass(frozen=True)
+class Reconstruction:
+    """What an attack gives back, victims first.
+
+    A victim's winning restart is the first to converge, or the one with the attacker's lowest objective if none does.
+    """
+
+    inputs: Tensor
+    """[V, B, C, H, W], in the model's (normalised) space."""
+    targets: Tensor
+    """[V, B] class numbers."""
+    objective: Tensor
+    """[V] the attacker's own objective of the winning restart (infinite where every restart diverged)."""
+    status: tuple[Status, ...]
+    iterations: Tensor
+    """[V] iterations of the winning restart."""
+    seconds: float
+    restart: Tensor
+    """[V] which restart won."""
+    objectives: Tensor
+    """[V, R] final objective of every restart."""
+    initial: Tensor
+    """[V] the objective at the winning restart's random start: what "it moved" is measured against."""
+    plan: tuple[int, ...] = ()
+    """Rows worked on at once, chunk by chunk: the same plan gives bit-identical results."""
+
+
+class Attack(Protocol):
+    """An attack is a callable with a name and a statement of what it believes and needs."""
+
+    @property
+    def name(self) -> str:
+        """Preset name."""
+        ...
+
+    @property
+    def belief(self) -> Literal["naive", "full"]:
+        """`naive` ignores the update's defences, `full` simulates them."""
+        ...
+
+    @property
+    def knowledge(self) -> Mapping[str, How]:
+        """What it knows of each named tensor; `Known()` without a value must be granted by the audit."""
+        ...
+
+    def __call__(
+        self,
+        observations: Sequence[Observation],
+        belief: Client,
+        knowledge: Knowledge,
+        key: Key,
+        progress: Callable[[Progress], None] | None = None,
+        plan: Sequence[int] = (),
+    ) -> Reconstruction:
+        """Reconstruct every victim's batch."""
+        ...
+
+
+@runtime_checkable
+class Planner(Protocol):
+    """What an attack may offer besides: its plan, before it starts, so that the plan can be written down first."""
+
+    def plan(
+        self, observations: Sequence[Observation], belief: Client, knowledge: Knowledge, key: Key
+    ) -> tuple[int, ...]:
+        """Choose how many rows to work on at once, chunk by chunk, on this machine."""
+        ...

@@ -1,0 +1,86 @@
+"""What an attacker knows of each named tensor of the client he believes in."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+
+from torch import Tensor
+
+from gradveil.core.errors import Problem, fail, refuse
+
+
+@dataclass(frozen=True)
+class Known:
+    """The true value, leading V. Without a value it waits for the audit to grant it (and to say so)."""
+
+    value: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Optimise:
+    """Unknown: optimised together with the inputs, started from its law, kept in its box.
+
+    `weight` scales the tensor's prior (its law's penalty) in the objective; `signed` uses only its gradient's sign.
+    """
+
+    weight: float = 0.0
+    signed: bool = False
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Unknown: drawn from its law by the attacker, afresh each iteration or once."""
+
+    every_iteration: bool = True
+
+
+@dataclass(frozen=True)
+class Infer:
+    """Read off the sent update (a mask from its zeros)."""
+
+
+@dataclass(frozen=True)
+class Neutral:
+    """Ignored: the value that switches it off."""
+
+
+How = Known | Optimise | Sample | Infer | Neutral
+
+
+@dataclass(frozen=True)
+class Knowledge:
+    """The public facts about the data, and how each named tensor is known.
+
+    Patterns (`model.*`, `send.noise.*`) are tried in order; the first that matches decides; without a match: neutral.
+    """
+
+    shape: tuple[int, int, int]
+    lower: Tensor
+    """[C, 1, 1] smallest valid input (pixel 0 in the model's space)."""
+    upper: Tensor
+    classes: int
+    tensors: Mapping[str, How] = field(default_factory=dict)
+    targets: Tensor | None = None
+    """[V, B] true labels, where the audit grants them."""
+
+    def __post_init__(self) -> None:
+        """Refuse impossible facts."""
+        problems: list[Problem] = []
+        if len(self.shape) != 3 or min(self.shape) < 1:
+            problems.append(Problem("knowledge.shape", f"is {self.shape}", "give (channels, height, width)"))
+        if self.classes < 2:
+            problems.append(Problem("knowledge.classes", f"is {self.classes}", "give at least 2"))
+        if not bool((self.lower < self.upper).all()):
+            problems.append(Problem("knowledge.bounds", "lower is not below upper", "give the range of valid inputs"))
+        refuse(problems)
+
+    def how(self, name: str) -> How:
+        """Say how a named tensor is known."""
+        for pattern, way in self.tensors.items():
+            if fnmatchcase(name, pattern):
+                if isinstance(way, Known) and way.value is None:
+                    raise fail(f"knowledge.{name}", "was never granted", "let the audit grant it, or give a value")
+                return way
+        return Neutral()

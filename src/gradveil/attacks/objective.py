@@ -1,0 +1,60 @@
+"""Distances between the update an attacker simulates and the one he observed: one number a row, rows first."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+
+from gradveil.core.fused import cosine_distance, squared_distance
+
+Distance = Callable[[Mapping[str, Tensor], Mapping[str, Tensor]], Tensor]
+"""(simulated [N, ...], observed [N, ...]) -> [N]"""
+
+
+def l2(simulated: Mapping[str, Tensor], observed: Mapping[str, Tensor]) -> Tensor:
+    """Sum of squared differences (Zhu et al. 2019, "Deep Leakage from Gradients", eq. 4)."""
+    return squared_distance([simulated[name] for name in observed], list(observed.values()))
+
+
+def l1(simulated: Mapping[str, Tensor], observed: Mapping[str, Tensor]) -> Tensor:
+    """Sum of absolute differences."""
+    return _total((simulated[name] - value).flatten(1).abs().sum(1) for name, value in observed.items())
+
+
+def cosine(simulated: Mapping[str, Tensor], observed: Mapping[str, Tensor]) -> Tensor:
+    """1 - cosine over all layers concatenated (Geiping et al. 2020, eq. 4)."""
+    return cosine_distance([simulated[name] for name in observed], list(observed.values()))
+
+
+def layerwise_cosine(simulated: Mapping[str, Tensor], observed: Mapping[str, Tensor]) -> Tensor:
+    """Mean over the layers of 1 - cosine."""
+    return _total(cosine({n: simulated[n]}, {n: observed[n]}) for n in observed) / len(observed)
+
+
+def sapag(simulated: Mapping[str, Tensor], observed: Mapping[str, Tensor]) -> Tensor:
+    """Adaptive Gaussian kernel (SAPAG): sum_l Q_l (1 - exp(-mean(d_l^2) / (2 var(g_l)))), Q_l = 1 / (l + 1)."""
+    parts: list[Tensor] = []
+    for layer, (name, value) in enumerate(observed.items()):
+        difference = (simulated[name] - value).flatten(1).square().mean(1)
+        variance = value.flatten(1).var(1, unbiased=False).clamp_min(1e-20)
+        parts.append((1 - torch.exp(-difference / (2 * variance))) / (layer + 1))
+    return _total(parts)
+
+
+OBJECTIVES: dict[str, Distance] = {
+    "l2": l2,
+    "l1": l1,
+    "cosine": cosine,
+    "layerwise-cosine": layerwise_cosine,
+    "sapag": sapag,
+}
+
+
+def _total(parts) -> Tensor:
+    total: Tensor | None = None
+    for part in parts:
+        total = part if total is None else total + part
+    assert total is not None, "an update has at least one tensor"
+    return total

@@ -1,0 +1,214 @@
+"""The only inversion loop: every row (victim x restart) of a batch descends at once.
+
+Nothing is read by the host between reporting points: the best iterate of each row, its step size and its patience
+live on the device. At a reporting point, finished rows leave the batch with a status; they are never dropped from the
+result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from gradveil.attacks.base import Status
+from gradveil.attacks.steps import Adam, Stepper
+from gradveil.core.errors import Problem, refuse
+from gradveil.core.tree import Tensors, take
+
+Loss = Callable[[Tensors, Tensors, Tensor, int], Tensor]
+"""(variables [n, ...], constants [n, ...], row numbers [n], iteration) -> objective [n]."""
+
+CONVERGED, STALLED, BUDGET, DIVERGED = range(4)
+STATUSES: tuple[Status, ...] = ("converged", "stalled", "budget", "diverged")
+
+
+@dataclass(frozen=True)
+class Steps:
+    """Multiply the step size by `factor` at these shares of the budget."""
+
+    at: tuple[float, ...] = (3 / 8, 5 / 8, 7 / 8)
+    factor: float = 0.1
+
+
+@dataclass(frozen=True)
+class Plateau:
+    """Multiply a row's step size by `factor` whenever it has not improved for `patience` iterations."""
+
+    patience: int = 400
+    factor: float = 0.1
+
+
+@dataclass(frozen=True)
+class Descent:
+    """How rows descend and when they stop."""
+
+    stepper: Stepper = field(default_factory=Adam)
+    schedule: Steps | Plateau | None = None
+    iterations: int = 1000
+    tolerance: float = 0.0
+    """A row whose objective is at or below this has converged."""
+    patience: int | None = None
+    """A row without progress for this many iterations has stalled."""
+    progress: float = 1e-4
+    """The relative fall of the objective that counts as progress."""
+    keep: str = "best"
+    """`best` keeps the iterate with the lowest objective, `last` the last one (what older programs return)."""
+    report: int = 50
+    """Iterations between reporting points."""
+
+    def __post_init__(self) -> None:
+        """Refuse settings that cannot be meant."""
+        problems: list[Problem] = []
+        if self.iterations < 1:
+            problems.append(Problem("attack.iterations", f"is {self.iterations}", "give at least 1"))
+        if self.patience is not None and self.patience < 1:
+            problems.append(Problem("attack.patience", f"is {self.patience}", "give at least 1"))
+        if self.keep not in ("best", "last"):
+            problems.append(Problem("attack.keep", f"is '{self.keep}'", "one of: best, last"))
+        if self.report < 1:
+            problems.append(Problem("attack.report", f"is {self.report}", "give at least 1"))
+        refuse(problems)
+
+
+@dataclass
+class Solution:
+    """What became of every row."""
+
+    variables: Tensors
+    objective: Tensor
+    initial: Tensor
+    iterations: Tensor
+    status: Tensor
+
+    @classmethod
+    def empty(cls, variables: Tensors) -> Solution:
+        """Make room for every row."""
+        first = next(iter(variables.values()))
+        rows = first.shape[0]
+        return cls(
+            variables={name: value.detach().clone() for name, value in variables.items()},
+            objective=first.new_full((rows,), torch.inf),
+            initial=first.new_full((rows,), torch.inf),
+            iterations=torch.zeros(rows, dtype=torch.long, device=first.device),
+            status=torch.full((rows,), BUDGET, dtype=torch.long, device=first.device),
+        )
+
+
+def descend(
+    loss: Loss,
+    variables: Tensors,
+    constants: Tensors,
+    descent: Descent,
+    project: Callable[[str, Tensor], Tensor],
+    unsigned: frozenset[str] = frozenset(),
+    report: Callable[[int, Tensor], None] | None = None,
+    groups: Tensor | None = None,
+) -> Solution:
+    """Minimise the objective of every row. `report(iterations done, best objectives of the rows under way)`.
+
+    Rows of one group are restarts of one victim: once one of them has converged, the others have nothing left to win.
+    """
+    solution = Solution.empty(variables)
+    rows = torch.arange(len(solution.objective), device=solution.objective.device)
+    state = _start(variables, descent.stepper, len(rows))
+    for iteration in range(descent.iterations):
+        live = {name: value.detach().requires_grad_() for name, value in variables.items()}
+        value = loss(live, constants, rows, iteration)
+        grads = dict(zip(live, torch.autograd.grad(value.sum(), list(live.values())), strict=True))
+        variables = {name: v.detach() for name, v in live.items()}
+        value = value.detach()
+        state = _judge(state, variables, value, descent, iteration)
+        done = state["control.status"] != BUDGET
+        last = iteration + 1 == descent.iterations
+        if last or (iteration + 1) % descent.report == 0:
+            solved = _solved(state, groups[rows]) if groups is not None else torch.zeros_like(done)
+            finished = torch.ones_like(done) if last else done | solved
+            if bool(finished.any()):
+                _retire(solution, rows[finished], take(state, finished), descent)
+                left = ~finished
+                rows, variables = rows[left], take(variables, left)
+                constants, state, grads = take(constants, left), take(state, left), take(grads, left)
+                value = value[left]
+            if report:
+                report(iteration + 1, state["control.objective"])
+            if not len(rows):
+                break
+        inner = {name[5:]: v for name, v in state.items() if name.startswith("step.")}
+        safe = {name: torch.nan_to_num(g, posinf=0.0, neginf=0.0) for name, g in grads.items()}
+        scale = _scale(state, descent, iteration)
+        variables, inner = descent.stepper.step(variables, safe, value, inner, scale, iteration, project, unsigned)
+        state |= {f"step.{name}": v for name, v in inner.items()}
+    return solution
+
+
+def _start(variables: Tensors, stepper: Stepper, rows: int) -> Tensors:
+    """Everything that is kept a row, with leading n, so that rows can leave."""
+    first = next(iter(variables.values()))
+    state = {f"step.{name}": v for name, v in stepper.init(variables).items()}
+    state |= {f"best.{name}": v.clone() for name, v in variables.items()}
+    for name, fill in (("objective", torch.inf), ("initial", torch.inf), ("anchor", torch.inf), ("scale", 1.0)):
+        state[f"control.{name}"] = first.new_full((rows,), fill)
+    for name, fill in (("since", 0), ("since_scale", 0), ("iterations", 0), ("status", BUDGET)):
+        state[f"control.{name}"] = torch.full((rows,), fill, dtype=torch.long, device=first.device)
+    return state
+
+
+def _judge(state: Tensors, variables: Tensors, value: Tensor, descent: Descent, iteration: int) -> Tensors:
+    """Keep the best iterate of each row, count its patience, and set its status. Finished rows stay as they are."""
+    new = dict(state)
+    running = state["control.status"] == BUDGET
+    finite = torch.isfinite(value)
+    best = state["control.objective"]
+    better = running & finite & ((value < best) if descent.keep == "best" else torch.ones_like(finite))
+    new["control.objective"] = torch.where(better, value, best)
+    for name, current in variables.items():
+        wide = better.view(-1, *[1] * (current.ndim - 1))
+        new[f"best.{name}"] = torch.where(wide, current, state[f"best.{name}"])
+    if iteration == 0:
+        new["control.initial"] = value
+    anchor = state["control.anchor"]
+    ahead = finite & (torch.isinf(anchor) | (value < anchor - descent.progress * anchor.abs()))
+    new["control.anchor"] = torch.where(ahead, value, anchor)
+    zero = torch.zeros_like(state["control.since"])
+    new["control.since"] = torch.where(ahead, zero, state["control.since"] + 1)
+    new["control.since_scale"] = torch.where(ahead, zero, state["control.since_scale"] + 1)
+    if isinstance(descent.schedule, Plateau):
+        drop = new["control.since_scale"] > descent.schedule.patience
+        new["control.scale"] = torch.where(
+            drop, state["control.scale"] * descent.schedule.factor, state["control.scale"]
+        )
+        new["control.since_scale"] = torch.where(drop, zero, new["control.since_scale"])
+    new["control.iterations"] = torch.where(running, iteration + 1, state["control.iterations"])
+    status = torch.where(finite, BUDGET, DIVERGED)
+    if not isinstance(descent.stepper, Adam):  # a line search may try a non-finite point and step back from it
+        status = torch.where(torch.isinf(new["control.objective"]), DIVERGED, BUDGET)
+    if descent.patience is not None:
+        status = torch.where((status == BUDGET) & (new["control.since"] >= descent.patience), STALLED, status)
+    status = torch.where((status == BUDGET) & (value <= descent.tolerance), CONVERGED, status)
+    new["control.status"] = torch.where(running, status, state["control.status"])
+    return new
+
+
+def _scale(state: Tensors, descent: Descent, iteration: int) -> Tensor:
+    """Step-size factor of each row."""
+    scale = state["control.scale"]
+    if isinstance(descent.schedule, Steps):
+        passed = sum(iteration + 1 >= share * descent.iterations for share in descent.schedule.at)
+        return scale * descent.schedule.factor**passed
+    return scale
+
+
+def _solved(state: Tensors, groups: Tensor) -> Tensor:
+    """Mark the rows of every group in which a row has converged."""
+    return torch.isin(groups, groups[state["control.status"] == CONVERGED])
+
+
+def _retire(solution: Solution, rows: Tensor, state: Tensors, descent: Descent) -> None:
+    """Write finished rows into the solution."""
+    for name in solution.variables:
+        solution.variables[name][rows] = state[f"best.{name}"]
+    for name in ("objective", "initial", "iterations", "status"):
+        getattr(solution, name)[rows] = state[f"control.{name}"]

@@ -1,0 +1,47 @@
+"""The attacker who knows the defence: equal to the naive one where there is nothing to know, better where there is."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from gradveil.attacks.presets import make_attack
+from gradveil.client import Client
+from gradveil.core.noise import Key
+from gradveil.core.tree import stack
+from gradveil.core.types import Batch
+from gradveil.defences import parse
+from tests.attacks.scenes import pictures, psnr
+
+
+def defended(text, iterations):
+    """Two digits, defended; what the naive and the knowing attacker recover of them, in decibel."""
+    scene = pictures("scheliga-cnn", "digits", 2)
+    client: Client = parse(text)(scene.client, Key(0))
+    params = client.params()
+    spec = client.noise_spec(params, Batch(scene.truth.inputs[0], scene.truth.targets[0]))
+    noise = stack([spec.sample(Key(0).child("client", victim)) for victim in range(2)])
+    state = {name: value.expand(2, *value.shape) for name, value in client.init(params).items()}
+    sent, _ = client.updates(params, scene.truth, noise, state)
+    observation = replace(scene.observation, params=params, update=sent)
+    found = {}
+    for name in ("ig-scheliga", "cdia"):
+        attack = make_attack(f"{name}(iterations={iterations})")
+        belief = client if attack.belief == "full" else client.undefended_update()
+        knowledge = replace(scene.knowledge, tensors=attack.knowledge)
+        found[name] = attack([observation], belief, knowledge, Key(0))
+    return scene, found
+
+
+def test_without_a_defence_it_is_the_naive_attack_to_the_last_bit():
+    _, found = defended("none", 40)
+    assert torch.equal(found["cdia"].inputs, found["ig-scheliga"].inputs)
+    assert torch.equal(found["cdia"].objectives, found["ig-scheliga"].objectives)
+
+
+@pytest.mark.parametrize("defence", ["dgp", "precode", "dropout(0.25)"])
+def test_knowing_the_defence_helps(defence):
+    scene, found = defended(defence, 400)
+    lower, upper = scene.knowledge.lower, scene.knowledge.upper
+    naive, knowing = (psnr(f.inputs, scene.truth.inputs, lower, upper).mean() for f in found.values())
+    assert knowing > naive + 1, (naive, knowing)

@@ -1,0 +1,250 @@
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from gradveil.attacks.base import Progress
+from gradveil.attacks.infer import restore_labels, smallest_row
+from gradveil.attacks.inversion import Inversion
+from gradveil.attacks.knowledge import Knowledge, Optimise, Sample
+from gradveil.attacks.optimise import Descent
+from gradveil.attacks.presets import ATTACKS, make_attack
+from gradveil.attacks.steps import LBFGS, Adam
+from gradveil.client import Client, Local
+from gradveil.core.errors import GradveilError
+from gradveil.core.noise import Key
+from gradveil.core.tree import stack
+from gradveil.core.types import Batch
+from gradveil.nn.bottleneck import VariationalBottleneck
+from gradveil.nn.paths import last_layer
+from tests.attacks.scenes import observed, pictures, tiny
+
+ZERO = Key(0)
+SHORT = Inversion("short", tv=1e-3, descent=Descent(Adam(lr=0.1), iterations=50, report=10), restarts=2)
+
+
+def run(scene, attack, plan=(), key=ZERO, progress=None):
+    return attack([scene.observation], scene.client, scene.knowledge, key, progress, plan)
+
+
+def test_the_same_plan_gives_the_same_bits_and_another_plan_agrees():
+    scene = tiny()
+    first, again = run(scene, SHORT, (4, 2)), run(scene, SHORT, (4, 2))
+    assert torch.equal(first.inputs, again.inputs)
+    assert torch.equal(first.objectives, again.objectives)
+    assert first.plan == (4, 2)
+    for plan in ((6,), (1,) * 6, (3, 3)):
+        other = run(scene, SHORT, plan)
+        torch.testing.assert_close(other.objectives, first.objectives, rtol=1e-6, atol=1e-12)
+        torch.testing.assert_close(other.inputs, first.inputs, rtol=1e-6, atol=1e-6)
+
+
+def test_draws_belong_to_the_victim_not_to_its_place():
+    scene = tiny()
+    whole = run(scene, SHORT)
+    last = replace(scene.observation, update={n: v[2:] for n, v in scene.observation.update.items()}, victims=(2,))
+    knowledge = replace(scene.knowledge, targets=scene.truth.targets[2:])
+    alone = SHORT([last], scene.client, knowledge, Key(0))
+    torch.testing.assert_close(alone.inputs[0], whole.inputs[2], rtol=1e-6, atol=1e-6)
+    other = run(scene, SHORT, key=Key(1))
+    assert not torch.allclose(other.inputs, whole.inputs, atol=1e-2)
+
+
+def test_what_is_drawn_each_iteration_belongs_to_the_row():
+    """Noise that the attacker draws afresh: the same with any plan, and when other rows leave the batch."""
+    scene = tiny()
+    bottleneck = nn.Sequential(*scene.client.model[:3], VariationalBottleneck(144, 8), nn.Linear(144, 4)).double()
+    nn.init.normal_(bottleneck[-1].weight, std=0.3, generator=Key(2).generator())
+    client = Client(bottleneck)
+    spec = client.noise_spec(client.params(), Batch(scene.truth.inputs[0], scene.truth.targets[0]))
+    noise = stack([spec.sample(Key(5, (victim,))) for victim in range(3)])
+    params = client.params()
+    sent, _ = client.updates(params, scene.truth, noise, {})
+    observation = replace(scene.observation, params=params, update=sent)
+    knowledge = replace(scene.knowledge, tensors={"model.*": Sample()})
+    # Two reports in, rows whose noise was kind have stalled and left.
+    attack = replace(SHORT, descent=replace(SHORT.descent, patience=8, report=5))
+    whole = attack([observation], client, knowledge, Key(0), plan=(6,))
+    assert len(set(whole.iterations.tolist())) > 1
+    for plan in ((1,) * 6, (4, 2)):
+        other = attack([observation], client, knowledge, Key(0), plan=plan)
+        torch.testing.assert_close(other.objectives, whole.objectives, rtol=1e-6, atol=1e-12)
+        assert torch.equal(other.iterations, whole.iterations)
+
+
+def test_the_loop_agrees_with_a_plain_loop_over_one_victim():
+    scene = tiny(victims=2)
+    attack = replace(SHORT, restarts=1, box=False)
+    ours = run(scene, attack)
+    for victim in range(2):
+        start = attack_start(scene, attack, victim)
+        x = start.clone().requires_grad_()
+        optimiser = torch.optim.Adam([x], lr=0.1)
+        best = float("inf")
+        for _ in range(50):
+            optimiser.zero_grad()
+            value = plain_objective(scene, x, victim)
+            best = min(best, value.item())
+            value.backward()
+            optimiser.step()
+        assert abs(ours.objective[victim].item() - best) < 1e-6 * best
+
+
+def attack_start(scene, attack, victim):
+    key = Key(0).child(victim, 0).child("inputs")
+    return torch.randn(scene.truth.inputs.shape[1:], dtype=torch.float64, generator=key.generator())
+
+
+def plain_objective(scene, x, victim):
+    """The published recipe: double backward through an ordinary forward, cosine by its formula, TV by differences."""
+    model = scene.client.model
+    loss = nn.functional.cross_entropy(model(x), scene.truth.targets[victim])
+    grads = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
+    ours = torch.cat([g.flatten() for g in grads])
+    theirs = torch.cat([v[victim].flatten() for v in scene.observation.update.values()])
+    distance = 1 - ours @ theirs / (ours.norm() * theirs.norm())
+    variation = (x[..., 1:, :] - x[..., :-1, :]).abs().mean() + (x[..., 1:] - x[..., :-1]).abs().mean()
+    return distance + 1e-3 * variation
+
+
+def test_restarts_are_chosen_by_the_attackers_objective():
+    scene = tiny()
+    found = run(scene, replace(SHORT, restarts=4))
+    assert found.objectives.shape == (3, 4)
+    assert torch.equal(found.objective, found.objectives.min(1).values)
+    assert torch.equal(found.restart, found.objectives.argmin(1))
+
+
+def test_the_plan_does_not_choose_the_restart_of_a_solved_victim():
+    scene = tiny()
+    attack = replace(
+        ATTACKS["dlg"].make(), descent=Descent(LBFGS(), iterations=300, tolerance=1e-6, patience=100, report=10)
+    )
+    whole, single = run(scene, attack, (12,)), run(scene, attack, (1,) * 12)
+    assert set(whole.status) == {"converged"}
+    assert torch.equal(whole.restart, single.restart)
+    torch.testing.assert_close(single.objective, whole.objective, rtol=1e-3, atol=0)
+
+
+@pytest.mark.parametrize("name", ATTACKS)
+def test_every_preset_survives_weights_that_are_not_numbers(name):
+    scene = tiny(victims=2)
+    with torch.no_grad():
+        scene.client.model[0].weight[0] = torch.nan
+    broken = observed(scene.client, scene.truth, scene.knowledge.lower, scene.knowledge.upper, 4)
+    attack = ATTACKS[name].make()
+    found = run(broken, replace(attack, descent=replace(attack.descent, iterations=5), restarts=2))
+    assert found.status == ("diverged", "diverged")
+    assert bool(torch.isinf(found.objective).all())
+    assert bool(torch.isfinite(found.inputs).all())
+
+
+def test_every_preset_moves_its_dummies_and_lowers_its_objective():
+    scene = tiny(victims=2)
+    for name, entry in ATTACKS.items():
+        attack = entry.make()
+        attack = replace(attack, descent=replace(attack.descent, iterations=60), restarts=1)
+        found = run(scene, attack)
+        assert bool((found.objective < 0.9 * found.initial).all()), name
+
+
+def test_progress_counts_up_to_the_budget():
+    seen: list[Progress] = []
+    run(tiny(), SHORT, (4, 2), progress=seen.append)
+    counts = [p.row_iterations for p in seen]
+    assert counts == sorted(counts)
+    assert counts[-1] == seen[-1].row_budget == 6 * 50
+    assert seen[-1].victims == 3
+
+
+def test_labels_that_were_never_granted_are_refused():
+    scene = tiny()
+    with pytest.raises(GradveilError, match="never granted"):
+        SHORT([scene.observation], scene.client, replace(scene.knowledge, targets=None), Key(0))
+
+
+def test_a_plan_of_another_attack_is_refused():
+    with pytest.raises(GradveilError, match="covers 5 rows of 6"):
+        run(tiny(), SHORT, (5,))
+
+
+def test_impossible_knowledge_is_refused_all_at_once():
+    with pytest.raises(GradveilError) as caught:
+        Knowledge((1, 0, 6), torch.ones(1, 1, 1), torch.zeros(1, 1, 1), 1)
+    assert [p.where for p in caught.value.problems] == ["knowledge.shape", "knowledge.classes", "knowledge.bounds"]
+
+
+def test_the_order_of_examples_cannot_be_optimised():
+    scene = tiny(victims=1, examples=2)
+    client = Client(scene.client.model, local=Local(batch=1, lr=0.1, steps=2))
+    knowledge = replace(scene.knowledge, tensors={"schedule": Optimise()})
+    with pytest.raises(GradveilError, match="discrete"):
+        SHORT([scene.observation], client, knowledge, Key(0))
+
+
+def test_local_training_is_simulated_by_the_believed_client():
+    """The update of three local steps is inverted by an attacker who simulates them."""
+    scene = tiny(victims=1)
+    client = Client(scene.client.model, local=Local(batch=1, lr=0.1, steps=3))
+    params = client.params()
+    noise = {"schedule": torch.zeros(1, 3, 1, dtype=torch.long)}
+    sent, _ = client.updates(params, scene.truth, noise, {})
+    observation = replace(scene.observation, update=sent)
+    attack = Inversion("local", objective="l2", descent=Descent(LBFGS(), iterations=200, tolerance=1e-20), restarts=2)
+    found = attack([observation], client, scene.knowledge, Key(0))
+    assert (found.inputs - scene.truth.inputs).abs().max() < 1e-2
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_idlg_reads_single_labels(bias):
+    scene = tiny(victims=8)
+    model = scene.client.model
+    if not bias:
+        model[3] = nn.Linear(144, 4, bias=False).double()
+        nn.init.normal_(model[3].weight, std=0.3, generator=Key(3).generator())
+    scene = observed(Client(model), scene.truth, scene.knowledge.lower, scene.knowledge.upper, 4)
+    assert torch.equal(smallest_row(scene.observation.update, "3"), scene.truth.targets)
+
+
+@pytest.mark.parametrize("examples", [1, 4, 8])
+def test_labels_of_a_batch_are_restored_with_repeats(examples):
+    scene = pictures("lenet-zhu", "digits", 6, examples)
+    found = restore_labels(
+        scene.observation.update,
+        last_layer(scene.client.model),
+        examples,
+        scene.client,
+        scene.observation.params,
+        scene.knowledge,
+        Key(0),
+    )
+    truth = scene.truth.targets.sort(1).values
+    hits = sum(
+        min((f == c).sum().item(), (t == c).sum().item()) for f, t in zip(found, truth, strict=True) for c in range(10)
+    )
+    assert any(len(set(row.tolist())) < examples for row in truth) or examples == 1, "no repeated label to restore"
+    assert hits / truth.numel() >= 0.9
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("idg", "did you mean"),
+        ("ig(", "never closed"),
+        ("ig(steps=3)", "unknown argument"),
+        ("ig(iterations='many')", "a whole number"),
+        ("ig(iterations=0)", "at least 1"),
+        ("ig + dlg", "2 attacks"),
+    ],
+)
+def test_bad_attack_texts_say_what_to_do(text, message):
+    with pytest.raises(GradveilError, match=message):
+        make_attack(text)
+
+
+def test_an_attack_is_named_by_its_canonical_text():
+    attack = make_attack("ig( restarts = 2,iterations=500 )")
+    assert attack.name == "ig(iterations=500, restarts=2)"
+    assert make_attack(attack.name) == attack
+    assert (attack.restarts, attack.descent.iterations) == (2, 500)

@@ -1,0 +1,91 @@
+import pytest
+import torch
+
+from gradveil.attacks.objective import OBJECTIVES, cosine
+from gradveil.attacks.prior import energy
+from gradveil.core.fused import total_variation
+
+
+def pair(generator, dtype=torch.float64):
+    def draw():
+        return {
+            "a": torch.randn(3, 4, 2, generator=generator, dtype=dtype),
+            "b": torch.randn(3, 5, generator=generator, dtype=dtype),
+        }
+
+    return draw(), draw()
+
+
+def rows(update, row):
+    return torch.cat([update["a"][row].flatten(), update["b"][row]])
+
+
+@pytest.mark.parametrize(
+    ("name", "formula"),
+    [
+        ("l2", lambda a, b: (a - b).square().sum()),
+        ("l1", lambda a, b: (a - b).abs().sum()),
+        ("cosine", lambda a, b: 1 - torch.nn.functional.cosine_similarity(a, b, dim=0)),
+    ],
+)
+def test_distance_equals_its_formula_on_the_concatenated_vector(name, formula, generator):
+    simulated, observed = pair(generator)
+    values = OBJECTIVES[name](simulated, observed)
+    for row in range(3):
+        torch.testing.assert_close(values[row], formula(rows(simulated, row), rows(observed, row)))
+
+
+def test_layerwise_cosine_is_the_mean_of_the_layers(generator):
+    simulated, observed = pair(generator)
+    layers = [cosine({n: simulated[n]}, {n: observed[n]}) for n in observed]
+    torch.testing.assert_close(OBJECTIVES["layerwise-cosine"](simulated, observed), (layers[0] + layers[1]) / 2)
+
+
+def test_sapag_weighs_layers_and_saturates(generator):
+    simulated, observed = pair(generator)
+    expected = torch.zeros(3, dtype=torch.float64)
+    for layer, name in enumerate(observed):
+        for row in range(3):
+            d = (simulated[name][row] - observed[name][row]).square().mean()
+            v = observed[name][row].var(unbiased=False)
+            expected[row] += (1 - torch.exp(-d / (2 * v))) / (layer + 1)
+    torch.testing.assert_close(OBJECTIVES["sapag"](simulated, observed), expected)
+    far = {n: v * 1e6 for n, v in simulated.items()}
+    torch.testing.assert_close(OBJECTIVES["sapag"](far, observed), torch.full((3,), 1.5, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("name", sorted(OBJECTIVES))
+def test_distance_is_zero_at_the_truth_only(name, generator):
+    simulated, observed = pair(generator)
+    assert bool((OBJECTIVES[name](observed, observed).abs() < 1e-12).all())
+    assert bool((OBJECTIVES[name](simulated, observed) > 1e-3).all())
+
+
+def test_cosine_keeps_its_digits_where_the_angle_is_small(generator):
+    _, observed = pair(generator, torch.float32)
+    near = {n: v + 1e-4 * torch.randn(v.shape, generator=generator) for n, v in observed.items()}
+    exact = cosine({n: v.double() for n, v in near.items()}, {n: v.double() for n, v in observed.items()})
+    naive = torch.stack(
+        [1 - torch.nn.functional.cosine_similarity(rows(near, r), rows(observed, r), 0) for r in (0, 1, 2)]
+    )
+    ours = cosine(near, observed)
+    assert bool(((ours.double() - exact).abs() < 1e-3 * exact).all())
+    assert bool(((naive.double() - exact).abs() > 1e-2 * exact).any()), "the naive formula is no opponent here"
+
+
+def test_cosine_of_a_row_of_zeros_is_finite_with_a_finite_derivative():
+    zero = {"a": torch.zeros(2, 3, requires_grad=True)}
+    value = cosine(zero, {"a": torch.ones(2, 3)})
+    (slope,) = torch.autograd.grad(value.sum(), zero["a"])
+    assert bool(torch.isfinite(value).all())
+    assert bool(torch.isfinite(slope).all())
+
+
+def test_total_variation_and_energy_equal_naive_loops(generator):
+    x = torch.rand(2, 3, 1, 4, 5, generator=generator, dtype=torch.float64)
+    for row in range(2):
+        down = [abs(x[row, b, 0, i + 1, j] - x[row, b, 0, i, j]) for b in range(3) for i in range(3) for j in range(5)]
+        right = [abs(x[row, b, 0, i, j + 1] - x[row, b, 0, i, j]) for b in range(3) for i in range(4) for j in range(4)]
+        naive = sum(down) / len(down) + sum(right) / len(right)
+        torch.testing.assert_close(total_variation(x)[row], naive)
+        torch.testing.assert_close(energy(x)[row], torch.stack([x[row, b].norm() for b in range(3)]).mean())

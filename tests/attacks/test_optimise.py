@@ -1,0 +1,146 @@
+import itertools
+
+import pytest
+import torch
+
+from gradveil.attacks.optimise import STATUSES, Descent, Plateau, Steps, descend
+from gradveil.attacks.steps import Adam
+from gradveil.core.errors import GradveilError
+
+
+def keep(name, value):
+    return value
+
+
+def bowl(variables, constants, rows, iteration):
+    return (variables["x"] - constants["centre"]).square().sum(1)
+
+
+def words(solution):
+    return [STATUSES[code] for code in solution.status.tolist()]
+
+
+def test_rows_leave_with_the_status_they_earned_and_none_is_lost():
+    centre = torch.tensor([[0.0], [5.0], [1e3], [2.0]])
+
+    def loss(variables, constants, rows, iteration):
+        value = bowl(variables, constants, rows, iteration)
+        value = torch.where(constants["kind"] == 1, value.detach() * 0 + 7.0 + 0 * value, value)  # flat: stalls
+        return torch.where(constants["kind"] == 3, value / (iteration < 12), value)  # turns infinite: diverges
+
+    constants = {"centre": centre, "kind": torch.arange(4)}
+    descent = Descent(Adam(lr=0.5), iterations=100, tolerance=1e-6, patience=30, report=10)
+    solution = descend(loss, {"x": torch.zeros(4, 1)}, constants, descent, keep)
+    assert words(solution) == ["converged", "stalled", "budget", "diverged"]
+    assert solution.iterations.tolist()[0] == 1
+    assert solution.iterations.tolist()[2] == 100
+    assert solution.iterations.tolist()[3] == 13
+    assert bool(torch.isfinite(solution.variables["x"]).all()), "a diverged row keeps its last good iterate"
+
+
+def test_a_diverged_row_does_not_change_the_others():
+    def loss(variables, constants, rows, iteration):
+        value = bowl(variables, constants, rows, iteration)
+        return torch.where((constants["centre"][:, 0] > 1) & (iteration == 3), value * torch.nan, value)
+
+    both = torch.tensor([[0.5], [2.0]])
+    descent = Descent(Adam(lr=0.1), iterations=20, report=5)
+    pair = descend(loss, {"x": torch.zeros(2, 1)}, {"centre": both}, descent, keep)
+    alone = descend(loss, {"x": torch.zeros(1, 1)}, {"centre": both[:1]}, descent, keep)
+    assert words(pair) == ["budget", "diverged"]
+    assert torch.equal(pair.variables["x"][0], alone.variables["x"][0])
+
+
+def test_restarts_of_a_solved_victim_stop():
+    constants = {"centre": torch.tensor([[0.0], [9.0], [9.0], [9.0]])}
+    descent = Descent(Adam(lr=0.1), iterations=30, tolerance=1e-6, report=10)
+    groups = torch.tensor([0, 0, 1, 1])
+    solution = descend(bowl, {"x": torch.zeros(4, 1)}, constants, descent, keep, groups=groups)
+    assert solution.iterations.tolist() == [1, 10, 30, 30]
+
+
+def test_best_iterate_is_kept_and_last_is_last():
+    def away(variables, constants, rows, iteration):
+        return bowl(variables, constants, rows, iteration) + 10.0 * iteration
+
+    start = {"x": torch.zeros(1, 1)}
+    constants = {"centre": torch.ones(1, 1)}
+    best = descend(away, start, constants, Descent(Adam(lr=0.1), iterations=8), keep)
+    last = descend(away, start, constants, Descent(Adam(lr=0.1), iterations=8, keep="last"), keep)
+    assert best.variables["x"].item() == 0.0
+    assert last.variables["x"].item() > 0.5
+    assert best.objective.item() < last.objective.item()
+
+
+def test_plateau_lowers_the_step_of_the_row_that_waits_only():
+    moves = []
+
+    def loss(variables, constants, rows, iteration):
+        moves.append(variables["x"].detach().clone())
+        return torch.where(constants["flat"], 1.0 + 0 * variables["x"], variables["x"]).sum(1)
+
+    constants = {"flat": torch.tensor([[True], [False]])}
+
+    def push(variables, *rest):
+        return loss(variables, *rest) + (variables["x"] * 0.1 * constants["flat"]).sum(1).detach()
+
+    descent = Descent(Adam(lr=1.0), Plateau(patience=5), iterations=20, keep="last")
+    descend(push, {"x": torch.zeros(2, 1)}, constants, descent, keep)
+    path = torch.stack(moves).squeeze(-1)
+    falling = path[1:, 1] - path[:-1, 1]
+    torch.testing.assert_close(falling, torch.full_like(falling, -1.0), rtol=1e-3, atol=0)
+
+
+def test_plateau_shrinks_steps_tenfold():
+    path = []
+
+    def loss(variables, constants, rows, iteration):
+        path.append(variables["x"].item())
+        return variables["x"].sum(1) * 1e-9 + 1.0  # falls too little to count as progress
+
+    descent = Descent(Adam(lr=1.0, eps=0.0), Plateau(patience=5), iterations=15)
+    descend(loss, {"x": torch.zeros(1, 1, dtype=torch.float64)}, {}, descent, keep)
+    steps = [round(a - b, 6) for a, b in itertools.pairwise(path)]
+    assert steps[:5] == [1.0] * 5
+    assert steps[7:10] == [0.1] * 3
+    assert steps[-1] == 0.01
+
+
+def test_step_schedule_drops_at_its_shares():
+    path = []
+
+    def loss(variables, constants, rows, iteration):
+        path.append(variables["x"].item())
+        return variables["x"].sum(1)
+
+    descent = Descent(Adam(lr=1.0), Steps((0.5,), 0.1), iterations=10)
+    descend(loss, {"x": torch.zeros(1, 1, dtype=torch.float64)}, {}, descent, keep)
+    steps = [round(a - b, 3) for a, b in itertools.pairwise(path)]
+    assert steps == [1.0] * 4 + [0.1] * 5
+
+
+def test_progress_is_reported_at_reporting_points_only():
+    seen = []
+    descent = Descent(Adam(lr=0.1), iterations=25, report=10)
+    descend(
+        bowl, {"x": torch.zeros(1, 1)}, {"centre": torch.ones(1, 1)}, descent, keep, report=lambda i, v: seen.append(i)
+    )
+    assert seen == [10, 20, 25]
+
+
+def test_impossible_settings_are_refused_all_at_once():
+    with pytest.raises(GradveilError) as caught:
+        Descent(iterations=0, patience=0, keep="first", report=0)
+    assert [p.where for p in caught.value.problems] == [
+        "attack.iterations",
+        "attack.patience",
+        "attack.keep",
+        "attack.report",
+    ]
+
+
+def test_an_objective_at_the_tolerance_has_converged():
+    descent = Descent(Adam(lr=0.1), iterations=3, tolerance=1.0, report=1)
+    solution = descend(bowl, {"x": torch.zeros(1, 1)}, {"centre": torch.ones(1, 1)}, descent, keep)
+    assert words(solution) == ["converged"]
+    assert solution.iterations.tolist() == [1]

@@ -1,0 +1,26 @@
+"""How many rows are worked on at once."""
+
+import platform
+import sys
+
+import pytest
+import torch
+
+from gradveil.attacks.plan import keep_freed_memory, rows_at_once, written_bytes
+
+
+@pytest.mark.parametrize(
+    ("size", "rows", "expected"),
+    [(2**20, 10, 10), (2**20, 65, 33), (2**20, 128, 64), (2**26, 9, 3), (2**40, 5, 1), (0, 3, 3), (2**20, 1, 1)],
+)
+def test_rows_fit_the_budget_in_equal_batches(size: int, rows: int, expected: int) -> None:
+    assert rows_at_once(size, rows, "cpu") == expected
+
+
+def test_written_bytes_counts_results_and_not_views() -> None:
+    x = torch.zeros(8, 4)
+    assert written_bytes(lambda: (x + 1).view(-1)) == 8 * 4 * 4
+
+
+def test_freed_memory_is_kept_where_there_is_glibc() -> None:
+    assert keep_freed_memory() == (sys.platform == "linux" and platform.libc_ver()[0] == "glibc")
