@@ -1,0 +1,5 @@
+"""`python -m gradveil` is `gradveil`."""
+
+from gradveil.cli import main
+
+main()

@@ -1,0 +1,1 @@
+"""Clients x defences x attacks x seeds, run, judged and recorded."""

@@ -1,0 +1,184 @@
+"""What a person sees while an audit runs: a live display on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from types import TracebackType
+
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from gradveil.attacks.base import Progress
+from gradveil.audit.cell import Address
+from gradveil.audit.store import Cell, summarise
+
+_LINE_SECONDS = 10.0
+"""Plain output: at most one line of progress in this time."""
+
+
+class Screen:
+    """Progress of a run: victims done, iterations a second, remaining time.
+
+    The remaining time takes every unfinished cell to be as long as the cells so far were, and to use its whole budget:
+    attacks that converge early are faster.
+    """
+
+    def __init__(self, console: Console) -> None:
+        """Show progress on this console."""
+        self.console = console
+        self.live = Live(console=console, refresh_per_second=4, transient=True) if console.is_terminal else None
+        self.began = time.monotonic()
+        self.planned: Sequence[Address] = ()
+        self.victims = 0
+        self.skipped = 0
+        self.finished = 0
+        self.steps: dict[str, dict[int, Progress]] = {}
+        self.iterations = 0
+        self.told = self.began
+
+    def __enter__(self) -> Screen:
+        """Start the live display, where there is one."""
+        if self.live:
+            self.live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Take the live display away."""
+        if self.live:
+            self.live.stop()
+
+    def start(self, planned: Sequence[Address], finished: set[str], victims: int) -> None:
+        """Say how much there is to do."""
+        self.planned, self.victims, self.skipped = planned, victims, len(finished)
+        self.began = self.told = time.monotonic()
+        done = f", {len(finished)} of them already done" if finished else ""
+        self.console.print(f"{len(planned)} cells of {victims} victims{done}", style="bold")
+
+    def progress(self, cell: Address, share: int, step: Progress) -> None:
+        """Take a report of an attack."""
+        self.steps.setdefault(cell.id, {})[share] = step
+        now = time.monotonic()
+        if self.live:
+            self.live.update(self._table())
+        elif now - self.told >= _LINE_SECONDS:
+            self.told = now
+            self.console.print(self._line(cell), soft_wrap=True)
+
+    def done(self, cell: Address, result: Cell) -> None:
+        """Show a cell's result in one line."""
+        self.finished += 1
+        self.iterations += result.info.get("row_iterations", 0)
+        self.steps.pop(cell.id, None)
+        self.told = time.monotonic()
+        if self.live:
+            self.live.update(self._table())
+        self.console.print(self._result(cell, result), soft_wrap=True)
+
+    def _result(self, cell: Address, result: Cell) -> Text:
+        number = f"[{self.skipped + self.finished}/{len(self.planned)}] "
+        text = Text(number, style="dim").append(_called(cell), style="default")
+        if result.failed is not None:
+            return text.append(f": failed: {result.failed}", style="red")
+        summary = summarise(result)
+        told = f": ASR {summary['asr']:.0%}, SSIM {summary['ssim_mean']:.2f}, {summary['seconds']:.0f} s"
+        return text.append(told, style="default")
+
+    def _table(self) -> Table:
+        table = Table.grid(padding=(0, 2))
+        for cell in self.planned:
+            if cell.id in self.steps:
+                table.add_row(*self._facts(cell))
+        table.add_row(Text(self._rest(), style="dim"))
+        return table
+
+    def _facts(self, cell: Address) -> tuple[str, ...]:
+        steps = self.steps[cell.id].values()
+        victims = sum(step.victims for step in steps)
+        share = sum(step.row_iterations for step in steps) / max(1, sum(step.row_budget for step in steps))
+        facts = (_called(cell), f"{victims}/{self.victims} victims", f"{share:.0%}")
+        # A share whose rows are all finished has no objective any more.
+        objectives = [step.objective for step in steps if math.isfinite(step.objective)]
+        return (*facts, f"objective {max(objectives):.3g}") if objectives else facts
+
+    def _rest(self) -> str:
+        under_way = [step for steps in self.steps.values() for step in steps.values()]
+        iterations = self.iterations + sum(step.row_iterations for step in under_way)
+        seconds = max(time.monotonic() - self.began, 1e-9)
+        shares = (
+            sum(step.row_iterations for step in steps.values())
+            / max(1, sum(step.row_budget for step in steps.values()))
+            for steps in self.steps.values()
+        )
+        worked = self.finished + sum(shares)
+        left = len(self.planned) - self.skipped - worked
+        rest = f", about {_duration(seconds / worked * left)} left" if worked > 0.02 else ""
+        done = f"{self.skipped + self.finished} of {len(self.planned)} cells done"
+        return f"{done}, {iterations / seconds:,.0f} iterations/s, {_duration(seconds)} so far{rest}"
+
+    def _line(self, cell: Address) -> str:
+        return "  " + ", ".join(self._facts(cell)) + "; " + self._rest()
+
+
+def _called(cell: Address) -> str:
+    return f"{cell.attack} against {cell.defence}, seed {cell.seed}" + (
+        f", client {cell.client}" if cell.client else ""
+    )
+
+
+def _duration(seconds: float) -> str:
+    """Write a time for people.
+
+    >>> _duration(42), _duration(200), _duration(7300)
+    ('42 s', '3 min 20 s', '2 h 01 min')
+    """
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02d} s"
+    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+
+
+def result_table(cells: Sequence[Cell]) -> Table:
+    """Lay the results out: one row a cell, the strongest attack first within each defence."""
+    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
+    several = len({(cell.info["seed"], cell.info["client"]) for cell in cells}) > 1
+    for header in ("defence", "attack", *(("seed", "client") if several else ())):
+        table.add_column(header, overflow="fold")
+    for header in ("ASR", "95% CI", "floor", "SSIM", "PSNR", "distance"):
+        table.add_column(header, justify="right", no_wrap=True)
+    order = list(dict.fromkeys(cell.info["defence"] for cell in cells))
+    summaries = [(cell, summarise(cell)) for cell in cells]
+    for cell, row in sorted(summaries, key=lambda pair: (order.index(pair[1]["defence"]), -(pair[1]["asr"] or 0))):
+        where = [row["defence"], row["attack"], *([str(row["seed"]), row["client"]] if several else [])]
+        if cell.failed is not None:
+            table.add_row(*where, Text("failed", style="red"))
+            continue
+        floor = max((c["asr"] for key, c in cell.info["controls"].items() if key != "wrong_victim"), default=None)
+        numbers = (
+            f"{row['asr']:.0%}",
+            f"{row['asr_low']:.0%}-{row['asr_high']:.0%}",
+            "" if floor is None else f"{floor:.0%}",
+            f"{row['ssim_mean']:.2f}",
+            f"{row['psnr_mean']:.1f}",
+            "inf" if row["distance"] is None else f"{row['distance']:.2g}",
+        )
+        table.add_row(*where, *numbers)
+    return table
+
+
+def legend(cells: Sequence[Cell]) -> str:
+    """Say what the columns of the table mean, and what spoils them."""
+    threshold = cells[0].info["threshold"] if cells else 0.5
+    told = (
+        f"ASR: share of images recovered (SSIM above {threshold:g}). Floor: the same for a guess that sees no update. "
+        "Distance: of the sent update to the undefended one, relative."
+    )
+    diverged = sum(summarise(cell)["statuses"].get("diverged", 0) for cell in cells)
+    return told + (f" {diverged} victims' attacks diverged and count as failed." if diverged else "")

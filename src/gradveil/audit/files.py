@@ -1,0 +1,66 @@
+"""Files of a run directory: private, and whole or not there at all."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from gradveil.core.errors import fail
+
+
+def read_json(file: Path) -> Any:
+    """Read a JSON file of a run directory."""
+    try:
+        return json.loads(file.read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        remedy = "remove its folder and run the audit again: finished cells stay"
+        raise fail(str(file), f"cannot be read: {error}", remedy) from error
+
+
+def plain(value: Any) -> Any:
+    """Make a value fit for JSON: numbers that are not finite become None.
+
+    >>> plain({"a": float("nan"), "b": (1, 2.0)})
+    {'a': None, 'b': [1, 2.0]}
+    """
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def write_json(file: Path, value: Any) -> None:
+    """Write a JSON file that appears whole or not at all; it never holds NaN."""
+    text = json.dumps(plain(value), indent=1, ensure_ascii=False, allow_nan=False)
+    write_private(file, text.encode())
+
+
+def write_private(file: Path, content: bytes) -> None:
+    """Write a file that appears whole or not at all, readable by its owner only."""
+    temporary = file.with_name(f"{file.name}.tmp-{os.getpid()}")
+    try:
+        with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as handle:
+            handle.write(content)
+            handle.flush()
+            os.fsync(handle.fileno())
+        os.replace(temporary, file)
+    except OSError as error:
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        remedy = "make room or give the right to write, and run the same command again: finished cells stay"
+        raise fail(str(file), f"cannot be written: {error.strerror}", remedy) from error
+
+
+def sync(folder: Path) -> None:
+    """Make the renames in a folder last."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,246 @@
+"""Reading a run file: every problem at once, each with its key, what is wrong and what is allowed."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from difflib import get_close_matches
+from importlib.resources import files
+from pathlib import Path
+from types import UnionType
+from typing import Any, Union, get_args, get_origin
+
+from pydantic import BaseModel, ValidationError
+
+from gradveil.attacks.presets import make_attack
+from gradveil.audit.config import RunConfig
+from gradveil.core.errors import GradveilError, Problem, fail, refuse
+from gradveil.data import DATASETS
+from gradveil.defences import parse
+from gradveil.nn.models import MODELS
+
+_RUNS = files("gradveil.audit") / "runs"
+
+
+def bundled() -> dict[str, str]:
+    """Return the bundled run files: name to text."""
+    found = [entry for entry in _RUNS.iterdir() if entry.name.endswith(".toml")]
+    return {entry.name.removesuffix(".toml"): entry.read_text("utf-8") for entry in sorted(found, key=lambda e: e.name)}
+
+
+def read(run: str, overrides: Mapping[str, Any] | None = None, settings: Sequence[str] = ()) -> RunConfig:
+    """Read a run file by its path or bundled name.
+
+    `overrides` replaces top-level keys, `settings` (`"client.batch=4"`) any key; both win over the file.
+    """
+    where, text = _find(run)
+    try:
+        raw = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise fail(where, f"is not valid TOML: {error}", "correct that place; strings need quotes") from error
+    raw.setdefault("name", Path(where).stem)
+    raw |= {key: value for key, value in (overrides or {}).items() if value is not None}
+    for setting in settings:
+        _set(raw, setting)
+    return resolve(raw)
+
+
+def resolve(raw: Mapping[str, Any], names: bool = True) -> RunConfig:
+    """Check plain settings and return them as a configuration; refuse with every problem at once.
+
+    `names=False` leaves the names of data, model, defences and attacks alone: the caller has the objects.
+
+    >>> resolve({"name": "a", "data": {"name": "faces"}, "model": {"name": "lenet-zhu"}, "attacks": [], "victim": 3})
+    Traceback (most recent call last):
+    ...
+    gradveil.core.errors.GradveilError: attacks: is empty -> give at least 1
+    victim: is not a setting -> did you mean 'victims'?
+    """
+    problems: list[Problem] = []
+    config = None
+    try:
+        config = RunConfig.model_validate(dict(raw))
+    except ValidationError as error:
+        problems += _translate(error, raw)
+    if names:
+        problems += _unknown_names(raw)
+    refuse(problems)
+    assert config is not None
+    return config
+
+
+def with_defaults(attack: str, iterations: int | None, restarts: int | None) -> str:
+    """Add the run's iterations and restarts to an attack's text, where it does not set its own.
+
+    >>> with_defaults("ig(restarts=2)", 500, 8)
+    'ig(restarts=2, iterations=500)'
+    """
+    name, bracket, rest = attack.strip().partition("(")
+    inner = rest.rstrip().removesuffix(")").strip() if bracket else ""
+    for key, value in (("iterations", iterations), ("restarts", restarts)):
+        said = any(part.split("=")[0].strip() == key for part in inner.split(","))
+        if value is not None and not said:
+            inner = f"{inner}, {key}={value}" if inner else f"{key}={value}"
+    return f"{name.strip()}({inner})" if inner else name.strip()
+
+
+def _find(run: str) -> tuple[str, str]:
+    path = Path(run)
+    if path.is_file():
+        try:
+            return run, path.read_text("utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise fail(run, f"cannot be read: {error}", "give a TOML file in UTF-8") from error
+    named = bundled()
+    if run in named:
+        return run, named[run]
+    near = get_close_matches(run, named, n=1)
+    hint = f"did you mean '{near[0]}'? " if near else ""
+    raise fail(
+        run, "is neither a file nor a bundled run", f"{hint}bundled runs: {', '.join(named)}; or give a TOML file"
+    )
+
+
+def _set(raw: dict[str, Any], setting: str) -> None:
+    key, equals, text = setting.partition("=")
+    if not equals or not all(part.strip() for part in key.split(".")):
+        raise fail(f"--set {setting}", "is not key=value", "write --set victims=4 or --set client.batch=2")
+    try:
+        value = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = text
+    *parents, last = [part.strip() for part in key.split(".")]
+    table = raw
+    for part in parents:
+        table = table.setdefault(part, {})
+        if not isinstance(table, dict):
+            raise fail(f"--set {setting}", f"'{part}' is not a table here", "set the whole key instead")
+    table[last] = value
+
+
+def _translate(error: ValidationError, raw: Mapping[str, Any]) -> Iterator[Problem]:
+    single = isinstance(raw.get("client"), dict)
+    for entry in error.errors(include_url=False):
+        location = list(entry["loc"])
+        if single and location[:2] == ["client", 0]:
+            location = ["client", *location[2:]]
+        where = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in location).lstrip(".")
+        kind, context = entry["type"], entry.get("ctx", {})
+        if kind == "missing":
+            yield Problem(where, "is missing", _example(where))
+        elif kind == "extra_forbidden":
+            allowed = list(_section(entry["loc"][:-1]).model_fields)
+            near = get_close_matches(str(location[-1]), allowed, n=1)
+            hint = f"did you mean '{near[0]}'?" if near else f"allowed here: {', '.join(allowed)}"
+            yield Problem(where, "is not a setting", hint)
+        elif kind == "value_error":
+            yield Problem(where, str(context["error"]), "change one of the two")
+        else:
+            what = "is empty" if kind in ("too_short", "string_too_short") else f"is {_shown(entry['input'])}"
+            yield Problem(where, what, _wanted(kind, context, entry["msg"]))
+
+
+def _section(location: Sequence[str | int]) -> type[BaseModel]:
+    """Find the table that a location of an error lies in."""
+    found: type[BaseModel] = RunConfig
+    for part in location:
+        if isinstance(part, str) and part in found.model_fields:
+            found = next(_models(found.model_fields[part].annotation), found)
+    return found
+
+
+def _models(annotation: Any) -> Iterator[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    elif get_origin(annotation) in (list, Union, UnionType) or get_args(annotation):
+        for inner in get_args(annotation):
+            yield from _models(inner)
+
+
+_EXAMPLES = {
+    "data": 'name the data: [data] name = "faces"',
+    "data.name": 'name the data: name = "faces"',
+    "model": 'name the model: [model] name = "lenet-zhu"',
+    "model.name": 'name the model: name = "lenet-zhu"',
+    "attacks": 'list the attacks: attacks = ["ig"]',
+    "client.local.lr": "give the step size: lr = 0.1",
+}
+
+
+def _example(where: str) -> str:
+    return _EXAMPLES.get(where, "add it")
+
+
+def _wanted(kind: str, context: Mapping[str, Any], message: str) -> str:
+    told: dict[str, Callable[[], str]] = {
+        "too_short": lambda: "give at least 1",
+        "string_too_short": lambda: "give a name",
+        "greater_than_equal": lambda: f"give at least {context['ge']:g}",
+        "greater_than": lambda: f"give a number above {context['gt']:g}",
+        "less_than": lambda: f"give a number below {context['lt']:g}",
+        "literal_error": lambda: f"allowed: {context['expected']}",
+        "string_pattern_mismatch": lambda: f"it has to match {context['pattern']}",
+        "int_type": lambda: "give a whole number",
+        "float_type": lambda: "give a number",
+        "finite_number": lambda: "give a finite number",
+        "bool_type": lambda: "give true or false",
+        "string_type": lambda: "give a string in quotes",
+        "list_type": lambda: "give a list: [...]",
+        "dict_type": lambda: "give a table",
+        "model_type": lambda: "give a table: [section] with its keys",
+    }
+    return told.get(kind, lambda: message)()
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _unknown_names(raw: Mapping[str, Any]) -> Iterator[Problem]:
+    """Check names against their tables, entry by entry, whatever else is wrong with the file."""
+    for key, build in (("attacks", make_attack), ("defences", parse)):
+        entries = raw.get(key)
+        seen: dict[str, int] = {}
+        for i, entry in enumerate(entries if isinstance(entries, list) else []):
+            if not isinstance(entry, str) or not entry:
+                continue
+            if entry in seen:
+                yield Problem(f"{key}[{i}]", f"'{entry}' is already {key}[{seen[entry]}]", "remove one of them")
+            seen.setdefault(entry, i)
+            try:
+                build(entry)
+            except GradveilError as error:
+                yield from (_placed(f"{key}[{i}]", problem) for problem in error.problems)
+    yield from _unknown_model(_text(raw, "model"))
+    yield from _unknown_data(_text(raw, "data"))
+    seeds = raw.get("seeds")
+    if isinstance(seeds, list) and len({str(seed) for seed in seeds}) < len(seeds):
+        yield Problem("seeds", f"{seeds} holds a seed twice", "give each once: more seeds are more independent runs")
+
+
+def _placed(where: str, problem: Problem) -> Problem:
+    return Problem(where, f"{problem.where}: {problem.what}", problem.remedy)
+
+
+def _text(raw: Mapping[str, Any], section: str) -> str | None:
+    table = raw.get(section)
+    name = table.get("name") if isinstance(table, Mapping) else None
+    return name if isinstance(name, str) and name else None
+
+
+def _unknown_model(name: str | None) -> Iterator[Problem]:
+    if name and ":" not in name and name not in MODELS:
+        near = get_close_matches(name, MODELS, n=1)
+        hint = f"did you mean '{near[0]}'? " if near else ""
+        remedy = f"{hint}known: {', '.join(MODELS)}; or your own as 'pkg.module:factory'"
+        yield Problem("model.name", f"no model is called '{name}'", remedy)
+
+
+def _unknown_data(name: str | None) -> Iterator[Problem]:
+    forms = ("hf", "parquet", "folder")
+    if name and name not in DATASETS and not (name.partition(":")[0] in forms and name.partition(":")[2]):
+        near = get_close_matches(name, DATASETS, n=1)
+        hint = f"did you mean '{near[0]}'? " if near else ""
+        remedy = f"{hint}known: {', '.join(DATASETS)}, hf:owner/name, parquet:PATH, folder:PATH"
+        yield Problem("data.name", f"no data set is called '{name}'", remedy)

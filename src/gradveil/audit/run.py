@@ -1,0 +1,192 @@
+"""Running an audit: every cell that is not there yet, attacked, scored and written."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import partial
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from gradveil.attacks.base import Progress
+from gradveil.attacks.presets import ATTACKS
+from gradveil.audit.cell import Address, Recovered, cells, merge, recover
+from gradveil.audit.config import RunConfig
+from gradveil.audit.scene import Scene
+from gradveil.audit.score import Named, failure, score
+from gradveil.audit.store import FORMAT, Cell, Store
+from gradveil.core.errors import GradveilError
+from gradveil.defences import entries
+
+CELL_ERRORS = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+"""What a model, loss or attack of a user may raise: it fails its cell, not the run. (Running out of memory is one.)"""
+
+_PACKAGES = ("torch", "numpy", "scipy", "safetensors", "scikit-image", "scikit-learn", "torchmetrics", "pydantic")
+
+
+class Display(Protocol):
+    """What a run tells while it works. Every method is called from one thread."""
+
+    def start(self, planned: Sequence[Address], finished: set[str], victims: int) -> None:
+        """Hear of the cells of the run, and which of them are there already."""
+        ...
+
+    def progress(self, cell: Address, share: int, step: Progress) -> None:
+        """Hear that one share of a cell got on."""
+        ...
+
+    def done(self, cell: Address, result: Cell) -> None:
+        """Hear that a cell is finished."""
+        ...
+
+
+@dataclass(frozen=True)
+class Task:
+    """A share of a cell's victims: one piece of work for one process."""
+
+    cell: Address
+    share: int
+    numbers: range
+    plan_file: Path
+    """Where the attack's plan is written down before it starts."""
+
+
+Recovery = Iterator[tuple[Task, Recovered | str]]
+"""Finished tasks in any order; a string says why a task failed."""
+Recover = Callable[[Sequence[Task], Callable[[Task, Progress], None]], AbstractContextManager[Recovery]]
+
+
+def run(scene: Scene, store: Store, display: Display, recover_all: Recover, share: int) -> list[Cell]:
+    """Attack every unfinished cell; write each as soon as it is whole. Returns the results of this call."""
+    planned = cells(scene.config)
+    finished = {cell.id for cell in planned if store.finished(cell.id)}
+    display.start(planned, finished, scene.config.victims)
+    division = shares(scene.config.victims, share)
+    tasks = [
+        Task(cell, i, numbers, store.plan_file(cell.id, numbers))
+        for cell in planned
+        if cell.id not in finished
+        for i, numbers in enumerate(division)
+    ]
+    open_parts: dict[str, dict[int, Recovered | str]] = {}
+    results = []
+    with recover_all(tasks, lambda task, step: display.progress(task.cell, task.share, step)) as recovery:
+        for task, part in recovery:
+            parts = open_parts.setdefault(task.cell.id, {})
+            parts[task.share] = part
+            if len(parts) < len(division):
+                continue
+            result = finish(scene, task.cell, [parts[i] for i in sorted(open_parts.pop(task.cell.id))])
+            store.write(task.cell.id, result)
+            display.done(task.cell, result)
+            results.append(result)
+    return results
+
+
+def shares(victims: int, share: int) -> list[range]:
+    """Divide the victims into shares of this size.
+
+    >>> shares(5, 2)
+    [range(0, 2), range(2, 4), range(4, 5)]
+    """
+    return [range(start, min(start + share, victims)) for start in range(0, victims, share)]
+
+
+def finish(scene: Scene, cell: Address, parts: Sequence[Recovered | str]) -> Cell:
+    """Score a cell, or say why it failed."""
+    named = name(scene, cell)
+    failures = list(dict.fromkeys(part for part in parts if isinstance(part, str)))
+    if failures:
+        return failure(scene, cell, named, "; ".join(failures))
+    return score(scene, cell, merge([part for part in parts if isinstance(part, Recovered)]), named)
+
+
+def attempt(scene: Scene, task: Task, progress: Callable[[Progress], None]) -> Recovered | str:
+    """Attack one share; what goes wrong in it becomes its message."""
+    try:
+        return recover(scene, task.cell, task.numbers, progress, task.plan_file)
+    except GradveilError as error:
+        return str(error)
+    except CELL_ERRORS as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def in_process(scene: Scene) -> Recover:
+    """Recover one task after the other in this process."""
+
+    def each(tasks: Sequence[Task], progress: Callable[[Task, Progress], None]) -> Recovery:
+        for task in tasks:
+            yield task, attempt(scene, task, partial(progress, task))
+
+    return lambda tasks, progress: nullcontext(each(tasks, progress))
+
+
+def name(scene: Scene, cell: Address) -> Named:
+    """Look up titles and citations in the tables of attacks and defences."""
+    attack = ATTACKS.get(cell.attack.partition("(")[0].strip())
+    # A defence given as an object has a name of its own, which need not be a text of the grammar.
+    known = entries(cell.defence) if _reads(cell.defence) else []
+    citations = [entry.citation for entry in known if entry.name != "none"]
+    return Named(
+        "; ".join(entry.description for entry in known) or cell.defence,
+        attack.description if attack else cell.attack,
+        tuple(dict.fromkeys(([attack.citation] if attack else []) + citations)),
+    )
+
+
+def _reads(text: str) -> bool:
+    try:
+        return bool(entries(text))
+    except GradveilError:
+        return False
+
+
+def describe(config: RunConfig, share: int, command: str) -> dict[str, Any]:
+    """Say everything that `run.json` holds."""
+    return {
+        "format": FORMAT,
+        "name": config.name,
+        "created": datetime.now(UTC).isoformat(timespec="seconds"),
+        "config": config.resolved(),
+        "config_hash": config.digest(),
+        "cells": [cell.id for cell in cells(config)],
+        "share": share,
+        "gradveil": version("gradveil"),
+        "packages": dict(_versions()),
+        "machine": machine(config.device),
+        "command": command,
+    }
+
+
+def machine(device: str) -> Mapping[str, Any]:
+    """Describe the machine: what a timing depends on, and nothing that names its owner."""
+    where = torch.cuda.get_device_name(device) if device.startswith("cuda") else device
+    return {
+        "python": platform.python_version(),
+        "platform": f"{platform.system()} {platform.machine()}",
+        "cpu": _cpu(),
+        "cores": os.cpu_count(),
+        "device": where,
+    }
+
+
+def _cpu() -> str:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text("utf-8").splitlines() if info.is_file() else []
+    named = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return named[0] if named else platform.processor() or platform.machine()
+
+
+def _versions() -> Iterator[tuple[str, str]]:
+    for package in _PACKAGES:
+        try:
+            yield package, version(package)
+        except PackageNotFoundError:
+            continue

@@ -1,0 +1,211 @@
+"""The scene of an audit: whose images, which model, which client. The only place that knows the truth."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from gradveil.attacks.base import Attack
+from gradveil.attacks.presets import make_attack
+from gradveil.audit.config import RunConfig
+from gradveil.audit.reader import with_defaults
+from gradveil.client import Client, cross_entropy
+from gradveil.core.errors import GradveilError, Problem, refuse
+from gradveil.core.noise import Key
+from gradveil.core.tree import Tensors
+from gradveil.core.types import Batch, Loss
+from gradveil.data import DATASETS, Dataset, load
+from gradveil.defences import Defence, parse
+from gradveil.nn import surgery
+from gradveil.nn.check import check
+from gradveil.nn.models import build
+
+
+@dataclass(frozen=True)
+class Truth:
+    """What really went into the updates, victims first. Only the audit holds it; no attack ever receives it."""
+
+    raw: Batch
+    """[V, B, ...] the examples themselves."""
+    transformed: Batch
+    """What a batch defence made of them; the same as `raw` where there is none."""
+    noise: Tensors
+    """Every random tensor of the client, leading V."""
+    state: Tensors
+    """The client's state before this round, leading V."""
+
+
+@dataclass(frozen=True)
+class Scene:
+    """Everything that the cells of a run share."""
+
+    config: RunConfig
+    victims: Dataset
+    public: Dataset | None
+    model: Callable[[int], nn.Module]
+    """seed -> the undefended model with its initial weights."""
+    defences: Mapping[str, Defence]
+    attacks: Mapping[str, Attack]
+    loss: Loss = cross_entropy
+    facts: tuple[str, ...] = field(default=())
+    """What every attack is told beyond the protocol, each named in the records."""
+    prepared: tuple[str, ...] = ()
+    """What was changed in the model so that it can be audited."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The precision of model, data and attack."""
+        return torch.float64 if self.config.precision == "float64" else torch.float32
+
+    def client(self, index: int, defence: str, seed: int) -> Client:
+        """Build a defended client, on the run's device and in its precision."""
+        settings = self.config.client[index]
+        plain = Client(
+            self.model(seed),
+            self.loss,
+            local=settings.local.build(settings.batch) if settings.local else None,
+            trainable=tuple(settings.trainable) if settings.trainable else None,
+        )
+        defended = self.defences[defence](plain, Key(seed, ("model",)))
+        defended.model.to(self.config.device, self.dtype)
+        return defended
+
+    def examples(self, index: int, numbers: range) -> Tensor:
+        """Return the places [V, B] of the victims' examples: victim i owns examples i B to (i + 1) B."""
+        size = self.config.client[index].batch
+        first = torch.tensor([self.config.first_victim + number for number in numbers])
+        return first[:, None] * size + torch.arange(size)
+
+    def batch(self, places: Tensor) -> Batch:
+        """Return the examples at these places [V, B] in the model's space."""
+        inputs = self.victims.inputs[places].to(self.config.device, self.dtype)
+        return Batch(inputs, self.victims.targets[places].to(self.config.device))
+
+    def pixels(self, inputs: Tensor) -> Tensor:
+        """Map what a model sees to pixels in [0, 1], on the CPU."""
+        return self.victims.denormalise(inputs.detach().cpu().to(torch.float64))
+
+
+SMALLEST = 11
+"""Pixels a side: SSIM's window."""
+
+
+def open_scene(config: RunConfig, data_dir: Path | None = None, checked: bool = True) -> Scene:
+    """Load the data and build what a run needs; refuse with every problem at once.
+
+    A worker leaves the checks out (`checked=False`): they were made before it was started.
+    """
+    problems = list(_device_problems(config.device, config.precision))
+    problems += _bundled_problems(config)
+    refuse(problems)
+    gallery = None if config.data.gallery is None else max(config.data.gallery, config.images_needed)
+    try:
+        splits = load(
+            config.data.name,
+            size=config.data.size,
+            channels=config.data.channels,
+            normalise=config.data.normalise,
+            data_dir=data_dir,
+            limit_public=config.data.public,
+            limit_victims=gallery,
+        )
+    except GradveilError as error:
+        raise GradveilError(Problem(f"data: {p.where}", p.what, p.remedy) for p in error.problems) from error
+    victims = splits.victims
+    shape = {"channels": victims.channels, "size": victims.inputs.shape[-1], "classes": len(victims.classes)}
+
+    def model(seed: int) -> nn.Module:
+        return prepared(seed)[0]
+
+    def prepared(seed: int) -> tuple[nn.Module, list[str]]:
+        generator = Key(seed, ("model",)).generator()
+        net = build(config.model.name, **shape, generator=generator, **config.model.options)
+        return surgery.prepare(net, batchnorm=config.model.batchnorm) if config.model.prepare else (net, [])
+
+    scene = Scene(
+        config,
+        victims,
+        splits.public,
+        model,
+        {text: parse(text) for text in config.defences},
+        {text: make_attack(with_defaults(text, config.iterations, config.restarts)) for text in config.attacks},
+    )
+    if checked:
+        problems = list(scene_problems(scene))
+        refuse(problems or _model_problems(scene))
+        scene = replace(scene, prepared=tuple(prepared(config.seeds[0])[1]))
+    return scene
+
+
+def _model_problems(scene: Scene) -> list[Problem]:
+    """Check the model on the first victim's examples: what would fail in every cell is told once, before the first."""
+    settings = scene.config.model
+    batch = scene.batch(scene.examples(0, range(1)))
+    first = Batch(batch.inputs[0], batch.targets[0])
+    model = scene.model(scene.config.seeds[0]).to(scene.config.device, scene.dtype)
+    found = check(model, first, scene.loss, bounds=scene.victims.bounds, classes=len(scene.victims.classes))
+    hint = "" if settings.prepare else "; or let it be done: --set model.prepare=true"
+    return [
+        Problem(f"model: {p.where}", p.what, p.remedy + (hint if surgery.__name__ in p.remedy else ""))
+        for p in found
+        if p.severity == "error"
+    ]
+
+
+def scene_problems(scene: Scene) -> Iterator[Problem]:
+    """Find out before the first cell what would stop a later one: sizes, models, defended clients."""
+    config = scene.config
+    available = len(scene.victims)
+    if min(scene.victims.inputs.shape[-2:]) < SMALLEST:
+        what = f"images are {' x '.join(str(side) for side in scene.victims.inputs.shape[-2:])} pixels"
+        yield Problem("data.size", f"{what}, and SSIM needs {SMALLEST}", f"resize them to at least {SMALLEST} pixels")
+    if config.images_needed > available:
+        size = max(client.batch for client in config.client)
+        what = f"{config.victims} victims from number {config.first_victim} with {size} examples each need "
+        what += f"{config.images_needed} images, '{config.data.name}' has {available}"
+        yield Problem(
+            "victims", what, f"lower victims, first_victim or client.batch; at most {available // size} victims"
+        )
+        return
+    try:
+        scene.model(config.seeds[0])
+    except GradveilError as error:
+        yield from error.problems
+        return
+    for index in range(len(config.client)):
+        where = "client" if len(config.client) == 1 else f"client[{index}]"
+        batch = scene.batch(scene.examples(index, range(1)))
+        for i, text in enumerate(scene.defences):
+            try:
+                client = scene.client(index, text, config.seeds[0])
+                client.trained()
+                client.noise_spec(client.params(), Batch(batch.inputs[0], batch.targets[0]))
+            except GradveilError as error:
+                yield from (
+                    Problem(f"defences[{i}] '{text}', {where}", f"{p.where}: {p.what}", p.remedy)
+                    for p in error.problems
+                )
+
+
+def _device_problems(device: str, precision: str) -> Iterator[Problem]:
+    kind, _, number = device.partition(":")
+    if kind == "cuda" and int(number or 0) >= torch.cuda.device_count():
+        found = torch.cuda.device_count()
+        yield Problem(
+            "device", f"'{device}' is not there: {found} CUDA devices are seen", "choose cpu, or another number"
+        )
+    if kind == "mps" and not torch.backends.mps.is_available():
+        yield Problem("device", "'mps' is not available on this machine", "choose cpu")
+    if kind == "mps" and precision == "float64":
+        yield Problem("precision", "float64 does not exist on mps", "choose float32, or the device cpu")
+
+
+def _bundled_problems(config: RunConfig) -> Iterator[Problem]:
+    entry = DATASETS.get(config.data.name)
+    if entry is not None and not entry.task and config.client and any(client.local for client in config.client):
+        what = f"the labels of '{config.data.name}' mean nothing, so there is nothing to train locally"
+        yield Problem("client.local", what, "leave it out (one gradient), or choose data with a task: digits, faces")

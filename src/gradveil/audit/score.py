@@ -1,0 +1,198 @@
+"""Scoring a cell: reconstructions against the truth, beside what nobody's update, or somebody else's, would give."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradveil.audit.cell import Address, Recovered
+from gradveil.audit.scene import Scene
+from gradveil.audit.store import Cell
+from gradveil.core.noise import Key
+from gradveil.data import Dataset
+from gradveil.metrics import (
+    Missing,
+    asr,
+    identification,
+    label_accuracy,
+    lpips,
+    match_batch,
+    mse,
+    permute,
+    psnr,
+    ssim,
+)
+
+
+@dataclass(frozen=True)
+class Named:
+    """What reports call the defence and the attack, and whom to cite."""
+
+    defence_title: str
+    attack_title: str
+    citations: tuple[str, ...] = ()
+
+
+def score(scene: Scene, cell: Address, found: Recovered, named: Named) -> Cell:
+    """Compare in pixels: denormalised, clamped to [0, 1], and each batch matched one to one by least MSE."""
+    places = scene.examples(cell.client, range(scene.config.victims))
+    truth, candidate = scene.pixels(scene.batch(places).inputs), scene.pixels(found.tensors["inputs"])
+    order, matched = match_batch(candidate, truth)
+    scores = {"mse": mse(matched, truth), "psnr": psnr(matched, truth), "ssim": ssim(matched, truth)}
+    reasons = _perceptual(scene, matched, truth, scores)
+    labels = permute(found.tensors["targets"], order)
+    whole = len(scene.victims) > 1
+    identified = identification(matched, places, scene.victims.pixels.double()) if whole else None
+    records = []
+    for v in range(len(places)):
+        records.append(_record(scene, found, places, labels, order, scores, identified, v))
+    controls = _controls(scene, cell, candidate, truth, places)
+    info = {**_info(scene, cell, found, named), "missing": reasons, "controls": controls}
+    kept: dict[str, Tensor] = {}
+    if scene.config.images:
+        kept = {"truth": truth.float(), "reconstruction": matched.float().nan_to_num(0.5)}
+        if "transformed" in found.tensors:
+            kept["truth_transformed"] = scene.pixels(found.tensors["transformed"]).float()
+        kept = {name: value.contiguous() for name, value in kept.items()}
+    return Cell(info, records, None, kept)
+
+
+def _perceptual(scene: Scene, matched: Tensor, truth: Tensor, scores: dict[str, Tensor]) -> dict[str, str]:
+    """Add LPIPS to the scores, or return the reason why not under its name."""
+    net = scene.config.lpips
+    if net is None:
+        return {"lpips": 'not asked for: set lpips = "alex" (or "vgg") in the run file'}
+    found = lpips(matched, truth, net)
+    if isinstance(found, Missing):
+        return {"lpips": found.reason}
+    scores["lpips"] = found
+    return {}
+
+
+def failure(scene: Scene, cell: Address, named: Named, message: str) -> Cell:
+    """Make the record of a cell that could not be finished: a status in the results, never a gap."""
+    return Cell({**_address(scene, cell, named), "failed": message}, [])
+
+
+def _record(
+    scene: Scene,
+    found: Recovered,
+    places: Tensor,
+    labels: Tensor,
+    order: Tensor,
+    scores: Mapping[str, Tensor],
+    identified: Tensor | None,
+    v: int,
+) -> dict[str, Any]:
+    tensors, victims = found.tensors, places.shape[0]
+    truth = scene.victims.targets[places[v]]
+    images = [
+        {
+            **{name: float(values[v, b]) for name, values in scores.items()},
+            "success": int(scores["ssim"][v, b] > scene.config.threshold),
+            "identified": None if identified is None else bool(identified[v, b]),
+            "matched": int(order[v, b]),
+        }
+        for b in range(places.shape[1])
+    ]
+    return {
+        "victim": scene.config.first_victim + v,
+        "index": int(places[v, 0]),
+        "label": truth.tolist(),
+        "predicted": labels[v].tolist(),
+        "status": found.statuses[v],
+        "iterations": int(tensors["iterations"][v]),
+        "seconds": found.facts["seconds"] / victims,
+        "objective": float(tensors["objective"][v]),
+        "restart": int(tensors["restart"][v]),
+        **{name: fmean(image[name] for image in images) for name in scores},
+        "success": int(all(image["success"] for image in images)),
+        "label_accuracy": float(label_accuracy(labels[v : v + 1], truth[None])),
+        "identified": None if identified is None else all(image["identified"] for image in images),
+        "distance": float(tensors["distance"][v]),
+        "cosine": float(tensors["cosine"][v]),
+        "per_image": images,
+    }
+
+
+def _address(scene: Scene, cell: Address, named: Named) -> dict[str, Any]:
+    settings = scene.config.client[cell.client]
+    return {
+        "cell": cell.id,
+        "model": scene.config.model.name,
+        "prepared": list(scene.prepared),
+        "data": scene.config.data.name,
+        "seed": cell.seed,
+        "round": 0,
+        "client": settings.title,
+        "batch": settings.batch,
+        "defence": cell.defence,
+        "defence_title": named.defence_title,
+        "attack": cell.attack,
+        "attack_title": named.attack_title,
+        "citations": list(named.citations),
+        "threshold": scene.config.threshold,
+    }
+
+
+def _info(scene: Scene, cell: Address, found: Recovered, named: Named) -> dict[str, Any]:
+    facts, tensors = found.facts, found.tensors
+    seconds = facts["seconds"]
+    finite = tensors["objective"][torch.isfinite(tensors["objective"])]
+    return {
+        **_address(scene, cell, named),
+        **facts,
+        "bytes_dense": float(tensors["bytes_dense"].double().mean()),
+        "bytes_sent": float(tensors["bytes_sent"].double().mean()),
+        "distance": float(tensors["distance"].mean()),
+        "cosine": float(tensors["cosine"].mean()),
+        "iterations_per_second": facts["row_iterations"] / seconds if seconds else None,
+        "health": {
+            "objective": float(finite.median()) if finite.numel() else None,
+            "objective_initial": float(tensors["initial"].median()),
+            "diverged": sum(status == "diverged" for status in found.statuses) / len(found.statuses),
+        },
+    }
+
+
+def _controls(scene: Scene, cell: Address, candidate: Tensor, truth: Tensor, places: Tensor) -> dict[str, Any]:
+    """Score what proves nothing: the right answers for the wrong victims, and answers that need no update at all.
+
+    The floors say how much of a score the data give away by themselves; an attack has to beat them.
+    """
+    controls: dict[str, Any] = {}
+    size = places.shape[1]
+    if len(places) > 1:
+        controls["wrong_victim"] = _control(scene, candidate, truth.roll(-1, 0))
+    elif len(scene.victims) >= 2 * size:
+        others = (places + size) % len(scene.victims)
+        controls["wrong_victim"] = _control(scene, candidate, scene.pixels(scene.batch(others).inputs))
+    if scene.public is not None:
+        pixels = scene.public.pixels.double()
+        controls["mean_image"] = _control(scene, pixels.mean(0).expand_as(truth), truth)
+        guesses = pixels[_same_class(scene.public, scene.victims.targets[places], cell.seed)]
+        controls["class_image"] = _control(scene, guesses, truth)
+    return controls
+
+
+def _same_class(public: Dataset, targets: Tensor, seed: int) -> Tensor:
+    """Choose a random public image of each target's class (of any class where there is none)."""
+    chosen = torch.empty_like(targets)
+    generator = Key(seed, ("control", "class")).generator()
+    for place, target in enumerate(targets.flatten().tolist()):
+        of_class = (public.targets == target).nonzero().flatten()
+        among = of_class if len(of_class) else torch.arange(len(public))
+        chosen.view(-1)[place] = among[torch.randint(len(among), (), generator=generator)]
+    return chosen
+
+
+def _control(scene: Scene, candidate: Tensor, truth: Tensor) -> dict[str, float]:
+    _, matched = match_batch(candidate.contiguous(), truth)
+    similarity = ssim(matched, truth)
+    rate = asr(similarity, scene.config.threshold).rate
+    return {"asr": rate, "ssim_mean": float(similarity.mean()), "psnr_mean": float(psnr(matched, truth).mean())}

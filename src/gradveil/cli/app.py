@@ -1,0 +1,122 @@
+"""The application: its commands, its exit codes, and what a user sees of an error."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Annotated
+
+import click
+import typer
+from rich.console import Console
+from rich.text import Text
+
+import gradveil
+from gradveil.attacks.plan import keep_freed_memory
+from gradveil.cli.audit import audit
+from gradveil.cli.check import check
+from gradveil.cli.results import report, summary
+from gradveil.cli.tables import tables
+from gradveil.core.errors import GradveilError
+
+USER_ERROR, INTERRUPTED = 2, 130
+
+app = typer.Typer(
+    name="gradveil",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _examples(*commands: str) -> str:
+    """Write the end of a help page: a blank line becomes a new line there."""
+    return "[bold]Examples[/bold]\n\n" + "\n\n".join(f"  {command}" for command in commands)
+
+
+app.command(
+    epilog=_examples(
+        "gradveil audit faces",
+        'gradveil audit digits --victims 4 --attack ig --defence none --defence "dp(clip=20, sigma=1e-3)"',
+        "gradveil audit study.toml --out runs/study --seed 0 --seed 1 --fail-above 0.1",
+        "gradveil audit faces --set client.batch=2 --set iterations=500",
+    )
+)(audit)
+app.command(epilog=_examples("gradveil report runs/faces"))(report)
+app.command(
+    epilog=_examples("gradveil summary runs/faces --json", "gradveil summary runs/faces --csv faces.csv"),
+)(summary)
+app.command(name="list", epilog=_examples("gradveil list", "gradveil list defences --json"))(tables)
+app.command(
+    epilog=_examples(
+        "gradveil check --model lenet-zhu --data faces",
+        "gradveil check --model mypackage.models:resnet --data folder:scans --size 64",
+    )
+)(check)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"gradveil {gradveil.__version__}")
+        raise typer.Exit
+
+
+@app.callback(
+    epilog="Exit codes: 0 done; 1 check found problems, or a cell failed; 2 wrong use; 3 --fail-above was "
+    "exceeded; 130 interrupted."
+)
+def options(
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    """Find out what an attacker can reconstruct from federated learning updates, and which defence stops it.
+
+    Start with [bold]gradveil audit faces[/bold]: it attacks bundled images and writes a report.
+    """
+
+
+def main() -> None:
+    """Run the command line and exit with its code."""
+    keep_freed_memory()
+    # A user's model is imported from where the user stands, as with `python -m`.
+    sys.path.insert(0, os.getcwd())
+    arguments = [argument for argument in sys.argv[1:] if argument != "--debug"]
+    debug = len(arguments) < len(sys.argv) - 1
+    sys.exit(run(arguments, debug))
+
+
+def run(arguments: list[str], debug: bool = False) -> int:
+    """Run one command line; return its exit code. `debug` lets errors through with their traceback."""
+    console = Console(stderr=True, soft_wrap=True)
+    try:
+        code = app(arguments, standalone_mode=False, prog_name="gradveil")
+        return code if isinstance(code, int) else 0
+    except GradveilError as error:
+        if debug:
+            raise
+        _show(console, error)
+        return USER_ERROR
+    except click.ClickException as error:
+        error.show()
+        return USER_ERROR
+    except (KeyboardInterrupt, click.Abort):
+        if debug:
+            raise
+        console.print("Interrupted.")
+        return INTERRUPTED
+    except BrokenPipeError:
+        # The reader (`head`, say) has gone; Python would complain once more when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def _show(console: Console, error: GradveilError) -> None:
+    count = len(error.problems)
+    console.print(Text(f"{count} problem{'s' if count > 1 else ''}:", style="bold red"))
+    for problem in error.problems:
+        what = problem.what.rstrip().replace("\n", "\n    ")
+        console.print(Text.assemble("  ", (problem.where, "bold"), f": {what}"))
+        console.print(Text(f"    -> {problem.remedy}", style="green"))

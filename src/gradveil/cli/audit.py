@@ -1,0 +1,139 @@
+"""`gradveil audit`: run, show, report."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+
+from gradveil.audit.config import RunConfig
+from gradveil.audit.display import Screen, legend, result_table
+from gradveil.audit.pool import in_processes
+from gradveil.audit.reader import read
+from gradveil.audit.run import describe, in_process, run
+from gradveil.audit.scene import open_scene
+from gradveil.audit.store import Cell, Store, load_run, summarise
+from gradveil.core.errors import fail
+from gradveil.report import write_report
+
+FAILED_CELL, ABOVE = 1, 3
+_HELP = {
+    "run": "A run file (TOML), or the name of a bundled run: faces, digits, patches.",
+    "out": "The run directory; by default runs/NAME.",
+    "set": "Any setting of the run file: --set client.batch=4 --set 'data.size=64'. Repeatable.",
+    "fail": "Exit with code 3 if any cell's attack success rate is above this (0 to 1): a gate for CI.",
+    "data": "Folder where data files lie (or set GRADVEIL_DATA).",
+    "workers": "Processes of one thread each; by default one a core on a CPU, one on a GPU.",
+}
+
+
+def audit(
+    name: Annotated[str, typer.Argument(metavar="RUN", help=_HELP["run"])],
+    victims: Annotated[int | None, typer.Option(help="How many victims.")] = None,
+    attack: Annotated[list[str] | None, typer.Option(help="Attack, instead of the file's. Repeatable.")] = None,
+    defence: Annotated[list[str] | None, typer.Option(help="Defence, instead of the file's. Repeatable.")] = None,
+    seed: Annotated[list[int] | None, typer.Option(help="Seed, instead of the file's. Repeatable.")] = None,
+    setting: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help=_HELP["set"])] = None,
+    out: Annotated[Path | None, typer.Option(help=_HELP["out"])] = None,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Remove earlier results and start again.")] = False,
+    no_images: Annotated[bool, typer.Option("--no-images", help="Keep scores only, no private images.")] = False,
+    device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, mps.")] = None,
+    fail_above: Annotated[float | None, typer.Option(metavar="ASR", min=0, max=1, help=_HELP["fail"])] = None,
+    data_dir: Annotated[Path | None, typer.Option(help=_HELP["data"])] = None,
+    workers: Annotated[int | None, typer.Option(min=1, help=_HELP["workers"])] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the summary as JSON; progress goes to stderr.")
+    ] = False,
+) -> int:
+    """Attack a client's updates, with every defence, and say what comes back.
+
+    Options win over the run file. The same command again goes on where it stopped; finished cells are not run twice.
+    """
+    lists = {"attacks": attack or None, "defences": defence or None, "seeds": seed or None}
+    overrides: dict[str, Any] = {"victims": victims, "device": device, **lists}
+    config = read(name, overrides | ({"images": False} if no_images else {}), setting or ())
+    folder = out or Path("runs") / config.name
+    command = _command(name, overrides, setting or (), no_images)
+    cells = _run(config, folder, fresh, data_dir, workers, command)
+    _show(cells, as_json)
+    page = write_report(folder)
+    Console(stderr=as_json, soft_wrap=True).print(f"Report: {page}")
+    if any(cell.failed is not None for cell in cells):
+        return FAILED_CELL
+    rates = [summarise(cell)["asr"] for cell in cells]
+    if fail_above is not None and max(rates) > fail_above:
+        Console(stderr=True).print(f"Attack success rate {max(rates):.0%} is above {fail_above:.0%}.", style="bold red")
+        return ABOVE
+    return 0
+
+
+def _run(
+    config: RunConfig, folder: Path, fresh: bool, data_dir: Path | None, workers: int | None, command: str
+) -> list[Cell]:
+    """Run what is not there yet; return every cell of the run."""
+    scene = open_scene(config, data_dir)
+    on_cpu = config.device == "cpu"
+    count = workers or (_cores() if on_cpu else 1)
+    if on_cpu:
+        # One thread here as in a worker: the same sums in the same order.
+        torch.set_num_threads(1)
+    cells = len(config.seeds) * len(config.client) * len(config.attacks) * len(config.defences)
+    share = config.victims if cells >= count else -(-config.victims // count)
+    console = Console(stderr=True)
+    try:
+        with Store(folder).open(describe(config, share, command), fresh) as store:
+            share = store.info()["share"]
+            recover = in_processes(config, data_dir, store, count) if count > 1 else in_process(scene)
+            with Screen(console) as screen:
+                run(scene, store, screen, recover, share)
+    except KeyboardInterrupt:
+        finished = f"Finished cells are kept in {folder}." if (folder / "run.json").is_file() else "Nothing was lost."
+        said = f"\nStopped. {finished} To go on, run the same command again:\n  {shlex.join(_again())}"
+        console.print(said, soft_wrap=True, highlight=False, markup=False)
+        raise
+    return load_run(folder).cells
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _again() -> Sequence[str]:
+    # --fresh would throw the finished cells away.
+    return ["gradveil", *(argument for argument in sys.argv[1:] if argument != "--fresh")]
+
+
+def _command(name: str, overrides: dict[str, Any], settings: Sequence[str], no_images: bool) -> str:
+    """Write the command that makes this run, without the folders of this machine."""
+    words = ["gradveil", "audit", Path(name).name if Path(name).is_file() else name]
+    flags = {"attacks": "--attack", "defences": "--defence", "seeds": "--seed"}
+    for key, value in overrides.items():
+        for one in value if isinstance(value, list) else [value] if value is not None else []:
+            words += [flags.get(key, f"--{key}"), str(one)]
+    for setting in settings:
+        words += ["--set", setting]
+    return shlex.join([*words, *(["--no-images"] if no_images else [])])
+
+
+def _show(cells: Sequence[Cell], as_json: bool) -> None:
+    if not cells:
+        raise fail("audit", "has no results", "run it again")
+    if as_json:
+        typer.echo(json.dumps([summarise(cell) for cell in cells], indent=1))
+    else:
+        show_table(cells)
+
+
+def show_table(cells: Sequence[Cell]) -> None:
+    """Print the results; where there is no terminal, 120 columns wide."""
+    console = Console(width=None if sys.stdout.isatty() else 120)
+    console.print(result_table(cells))
+    console.print(legend(cells), style="dim")

@@ -1,0 +1,208 @@
+"""From a run directory to one HTML page that needs no network."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from markupsafe import Markup
+
+from gradveil.audit.store import Cell, Run, load_run
+from gradveil.core.errors import fail
+from gradveil.report import method, plots, table
+from gradveil.report.health import descent, guesses, suspicious
+from gradveil.report.pictures import Album, data_uri, pairs
+from gradveil.report.rows import Row
+from gradveil.report.verdict import LEVELS, Verdict, verdicts
+from gradveil.report.words import ATTACKERS, POSITIONS, interval, number, percent, plural, size
+
+TEMPLATES = Path(__file__).parent / "templates"
+NAME = "report.html"
+
+
+def write_report(run_dir: Path, out: Path | None = None) -> Path:
+    """Write the report of a run directory, by default as `report.html` inside it, and return its path.
+
+    The page shows private images, so only its owner may read it. It appears whole or not at all.
+    """
+    out = Path(run_dir) / NAME if out is None else Path(out)
+    text = page(load_run(Path(run_dir)))
+    if out.is_dir():
+        raise fail(str(out), "is a folder", f"name a file in it, such as {out / NAME}")
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        half = out.with_name(f"{out.name}.tmp-{os.getpid()}")
+        half.unlink(missing_ok=True)
+        with os.fdopen(os.open(half, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
+            file.write(text)
+        os.replace(half, out)
+    except OSError as error:
+        raise fail(str(out), f"cannot be written: {error.strerror}", "choose another place with --out") from error
+    return out
+
+
+def page(run: Run) -> str:
+    """Render a run as HTML. Every text of the run is escaped."""
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(TEMPLATES),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters |= {"percent": percent, "number": number, "size": size}
+    return environment.get_template("report.html.j2").render(
+        **context(run),
+        style=_asset("style.css"),
+        scripts=[_asset(name) for name in ("page.js", "charts.js", "gallery.js")],
+    )
+
+
+def _asset(name: str) -> Markup:
+    return Markup((TEMPLATES / name).read_text(encoding="utf-8"))
+
+
+def context(run: Run) -> dict[str, Any]:
+    """Work out everything the template shows."""
+    failed = [cell for cell in run.cells if cell.failed]
+    done = [cell for cell in run.cells if not cell.failed]
+    rows = [Row(number, cell) for number, cell in enumerate(done)]
+    judged = verdicts(rows)
+    album = Album()
+    shots = pairs(rows, album)
+    shown = table.columns(rows)
+    return {
+        "run": run.info,
+        "name": run.info.get("name") or "audit",
+        "date": str(run.info.get("created", "")).replace("T", " ")[:16],
+        "machine": _machine(run.info),
+        "settings": list(dict.fromkeys(verdict.setting for verdict in judged)),
+        "threat": method.threat_model(rows),
+        "thresholds": sorted({float(cell.info.get("threshold", 0.5)) for cell in done}),
+        "cards": cards(judged, failed),
+        "verdicts": judged,
+        "levels": LEVELS,
+        "attackers": {key: ATTACKERS[key] for key in dict.fromkeys(row.attacker for row in rows)},
+        "positions": POSITIONS,
+        "rows": rows,
+        "interval": interval,
+        "descent": descent,
+        "suspicious": suspicious,
+        "columns": shown,
+        "body": table.body(rows, shown),
+        "csv": data_uri(table.as_csv(rows, shown).encode(), "text/csv;charset=utf-8"),
+        "sheets": album.sheets,
+        "data": _script_data(rows, shots, album, plots.points(rows), side_by_side(judged, shots)),
+        "has_images": bool(shots),
+        "failed": failed,
+        "unfinished": max(0, len(run.info.get("cells") or ()) - len(run.cells)),
+        "knowledge": method.knowledge(rows),
+        "descriptions": method.descriptions(rows),
+        "guarantees": method.guarantees(rows),
+        "citations": method.citations(rows),
+        "statuses": method.statuses(rows, len(failed)),
+        "missing": method.missing([c.info for c in run.cells], [r for c in done for r in c.records]),
+        "facts": method.facts(run.info, rows),
+        "command": run.info.get("command", ""),
+        "config": json.dumps(run.info.get("config") or {}, indent=2, ensure_ascii=False),
+    }
+
+
+def _machine(info: Mapping[str, Any]) -> str:
+    machine = info.get("machine") or {}
+    cores = machine.get("cores")
+    parts = [machine.get("cpu"), f"{cores} cores" if cores else None, machine.get("device")]
+    return ", ".join(str(part) for part in parts if part)
+
+
+def _script_data(
+    rows: Sequence[Row], shots: list[dict[str, Any]], album: Album, dots: Any, side_by_side: Any
+) -> dict[str, Any]:
+    return {
+        "side_by_side": side_by_side,
+        "points": dots,
+        "pairs": shots,
+        "sheets": [
+            {"number": s.number, "columns": s.columns, "height": s.height, "width": s.width} for s in album.sheets
+        ],
+        "rows": [
+            {
+                "number": row.number,
+                "defence": row.defence_name,
+                "attack": row.attack,
+                "who": ATTACKERS[row.attacker][0],
+                "seed": row.seed,
+                "setting": row.setting.title(),
+            }
+            for row in rows
+        ],
+    }
+
+
+def cards(judged: Sequence[Verdict], failed: Sequence[Cell]) -> list[dict[str, str]]:
+    """Choose the key numbers: the leak without a defence, the best defence, its price, and how much was run.
+
+    Rates of different settings do not compare, so all come from the setting that leaks most without a defence.
+    """
+    found = []
+    runs = sum(len(v.rows) for v in judged)
+    bare = max((v for v in judged if v.undefended), key=lambda v: v.best.asr, default=None)
+    if bare is not None:
+        judged = [v for v in judged if v.setting == bare.setting]
+        found.append(_rate_card("Recovered without a defence", bare, f"{bare.best.attack} is the strongest attack"))
+    defended = [v for v in judged if not v.undefended]
+    known = [v for v in defended if not v.doubts and any(r.attacker == "adaptive" and not guesses(r) for r in v.rows)]
+    if known:
+        best = min(known, key=lambda v: (v.best.asr, v.best.mean("ssim") or 0))
+        found.append(_rate_card("Best defence against attackers who know it", best, best.best.defence_name))
+        found.append(_price_card(best))
+    elif defended:
+        best = min(defended, key=lambda v: (v.best.asr, v.best.mean("ssim") or 0))
+        found.append(_rate_card("Lowest rate, not proven", best, f"{best.best.defence_name}: see its verdict"))
+        found.append(_price_card(best))
+    detail = plural(len(failed), "failed attack run") + ", listed below" if failed else "none failed"
+    found.append({"label": "Attacks run", "value": str(runs), "detail": detail, "level": ""})
+    return found
+
+
+def side_by_side(judged: Sequence[Verdict], shots: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Choose, for every setting, the cells that show the same victims under every defence, strongest attacks only.
+
+    A defence whose strongest attack met other victims (on another seed, say) is left out.
+    """
+    pictured = {shot["row"]: shot["truth"] for shot in shots}
+    found = []
+    for setting in dict.fromkeys(verdict.setting for verdict in judged):
+        best = [v.best for v in judged if v.setting == setting and v.best.number in pictured]
+        same = [row.number for row in best if pictured[row.number] == pictured[best[0].number]]
+        if len(same) > 1:
+            found.append({"title": setting.title(), "rows": same})
+    return found
+
+
+def _rate_card(label: str, verdict: Verdict, detail: str) -> dict[str, str]:
+    best = verdict.best
+    counted = f"{best.recovered} of {best.images} images, 95% CI {interval(*best.bounds)}"
+    return {
+        "label": label,
+        "value": percent(best.asr),
+        "detail": f"{detail} · {counted}",
+        "level": verdict.level,
+    }
+
+
+def _price_card(verdict: Verdict) -> dict[str, str]:
+    info = verdict.best.info
+    sent, dense = info.get("bytes_sent"), info.get("bytes_dense")
+    share = f"{percent(sent / dense)} of the undefended {size(dense)}" if sent is not None and dense else ""
+    distance = f"update moved by {number(info.get('distance'))}"
+    return {
+        "label": "Its price: bytes of an update",
+        "value": size(sent),
+        "detail": " · ".join(part for part in (share, distance) if part),
+        "level": "",
+    }

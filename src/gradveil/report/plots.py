@@ -1,0 +1,45 @@
+"""What the interactive plots are drawn from: one point a cell."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from gradveil.report.rows import Row
+from gradveil.report.words import ATTACKERS, interval, number, percent, size
+
+
+def points(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """Describe every cell as a point: its series (the defence), its coordinates and what its tooltip says."""
+    names = list(dict.fromkeys(row.defence for row in rows))
+    seeds, settings = {row.seed for row in rows}, {row.setting for row in rows}
+    found = []
+    for row in rows:
+        if not row.images:
+            continue
+        low, high = row.bounds
+        about = [f"{row.attack} · {ATTACKERS[row.attacker][0]}"]
+        about += [f"seed {row.seed}"] if len(seeds) > 1 else []
+        about += [row.setting.title()] if len(settings) > 1 else []
+        found.append(
+            {
+                "series": names.index(row.defence),
+                "name": row.defence_name,
+                "attacker": row.attacker,
+                "bytes": row.info.get("bytes_sent"),
+                "distance": row.info.get("distance"),
+                "asr": row.asr,
+                "low": low,
+                "high": high,
+                "ssim": row.mean("ssim"),
+                "floor": row.floor,
+                "group": f"{row.defence}|{row.seed}|{row.setting}",
+                "lines": [
+                    *about,
+                    f"{row.recovered} of {row.images} recovered, {percent(row.asr)} ({interval(low, high)})",
+                    f"mean SSIM {number(row.mean('ssim'))} · guessing {percent(row.floor)}",
+                    f"{size(row.info.get('bytes_sent'))} sent · distance {number(row.info.get('distance'))}",
+                ],
+            }
+        )
+    return found

@@ -1,0 +1,146 @@
+"""One row a cell: what the verdicts, the plots and the table are made from."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from statistics import fmean
+from typing import Any, NamedTuple
+
+from gradveil.audit.store import Cell, summarise
+from gradveil.metrics import wilson
+from gradveil.report.words import Attacker, attacker, client_words
+
+
+class Setting(NamedTuple):
+    """What is attacked. Rates are compared within a setting only."""
+
+    model: str
+    data: str
+    client: str
+    batch: int
+    round: int
+
+    def title(self) -> str:
+        """Say it in words."""
+        when = f", round {self.round}" if self.round else ""
+        return f"{self.model} on {self.data}, {client_words(self.client, self.batch)}{when}"
+
+
+@dataclass(frozen=True)
+class Row:
+    """A finished cell with its scores."""
+
+    number: int
+    """Its place in the run: pictures and plot points refer to it."""
+    cell: Cell
+
+    @property
+    def info(self) -> Mapping[str, Any]:
+        """What `cell.json` holds."""
+        return self.cell.info
+
+    @cached_property
+    def summary(self) -> Mapping[str, Any]:
+        """The audit's own summary of the cell."""
+        return summarise(self.cell)
+
+    @cached_property
+    def setting(self) -> Setting:
+        """What was attacked."""
+        info = self.info
+        return Setting(info["model"], info["data"], info["client"], int(info["batch"]), int(info["round"]))
+
+    @cached_property
+    def attacker(self) -> Attacker:
+        """Whose attack it is."""
+        return attacker(self.info)
+
+    @property
+    def seed(self) -> int:
+        """The run's seed."""
+        return int(self.info["seed"])
+
+    @property
+    def defence(self) -> str:
+        """The defence's canonical text."""
+        return str(self.info["defence"])
+
+    @property
+    def defence_name(self) -> str:
+        """What the defence is called in the page: its canonical text, which tells its settings apart."""
+        return "No defence" if self.attacker == "undefended" else self.defence
+
+    @property
+    def attack(self) -> str:
+        """The attack's canonical text."""
+        return str(self.info["attack"])
+
+    @cached_property
+    def successes(self) -> dict[tuple[int, int], bool]:
+        """Whether each image was recovered, by (victim, place in its batch)."""
+        return {(victim, place): bool(scores["success"]) for victim, place, scores in self._images()}
+
+    @cached_property
+    def ssims(self) -> list[float]:
+        """The SSIM of every image that has one."""
+        return [float(scores["ssim"]) for _, _, scores in self._images() if scores.get("ssim") is not None]
+
+    @property
+    def images(self) -> int:
+        """How many images were attacked."""
+        return len(self.successes)
+
+    @property
+    def recovered(self) -> int:
+        """How many of them were recovered."""
+        return sum(self.successes.values())
+
+    @property
+    def identified(self) -> int:
+        """How many images were recovered and lie nearer to their victim than to any other image of its data."""
+        return sum(bool(scores["success"] and scores.get("identified")) for _, _, scores in self._images())
+
+    @property
+    def asr(self) -> float:
+        """The attack success rate: the share of images that were recovered."""
+        return self.recovered / self.images if self.images else 0.0
+
+    @cached_property
+    def bounds(self) -> tuple[float, float]:
+        """The rate's 95% Wilson interval."""
+        return wilson(self.recovered, self.images) if self.images else (0.0, 1.0)
+
+    @cached_property
+    def statuses(self) -> Counter[str]:
+        """How many victims ended how."""
+        return Counter(str(record["status"]) for record in self.cell.records)
+
+    @property
+    def floor(self) -> float | None:
+        """The higher ASR of the two prior-only guesses, which use nothing of the update."""
+        found = [self.control(name) for name in ("mean_image", "class_image")]
+        return max((rate for rate in found if rate is not None), default=None)
+
+    def control(self, name: str, score: str = "asr") -> float | None:
+        """Look up a control's score."""
+        scores = (self.info.get("controls") or {}).get(name) or {}
+        return scores.get(score)
+
+    def health(self, name: str) -> float | None:
+        """Look up one of the attack's vital signs."""
+        return (self.info.get("health") or {}).get(name)
+
+    def mean(self, name: str) -> float | None:
+        """Average a score over the victims that have it."""
+        values = [record.get(name) for record in self.cell.records]
+        numbers = [float(value) for value in values if isinstance(value, int | float)]
+        return fmean(numbers) if numbers else None
+
+    def _images(self) -> Iterator[tuple[int, int, Mapping[str, Any]]]:
+        """Every image's victim, its place in the victim's batch, and its scores."""
+        for record in self.cell.records:
+            for place, scores in enumerate(record["per_image"]):
+                yield int(record["victim"]), place, scores

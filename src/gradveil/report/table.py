@@ -1,0 +1,175 @@
+"""The table of cells: its columns, how each is shown, and the same as CSV."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from gradveil.report.health import suspicious
+from gradveil.report.rows import Row
+from gradveil.report.words import ATTACKERS, duration, number, percent, size
+
+Get = Callable[[Row], Any]
+Show = Callable[[Any], str]
+
+
+@dataclass(frozen=True)
+class Column:
+    """One column: the value that sorts and goes to the CSV, and how people see it."""
+
+    key: str
+    title: str
+    meaning: str
+    get: Get
+    show: Show = str
+    numeric: bool = True
+
+
+def _text(key: str, title: str, meaning: str, get: Get) -> Column:
+    return Column(key, title, meaning, get, lambda value: str(value), numeric=False)
+
+
+def _info(key: str) -> Get:
+    return lambda row: row.info.get(key)
+
+
+def _sum(key: str) -> Get:
+    return lambda row: row.summary.get(key)
+
+
+def _statuses(row: Row) -> str:
+    return ", ".join(f"{count} {status}" for status, count in sorted(row.statuses.items()))
+
+
+def _score(key: str, title: str, meaning: str) -> Column:
+    return Column(key, title, meaning, lambda row: row.summary.get(f"{key}_mean", row.mean(key)), number)
+
+
+COLUMNS: tuple[Column, ...] = (
+    _text("defence", "Defence", "what the client does to its update", lambda row: row.defence or "none"),
+    _text("attack", "Attack", "the attack that was run", _info("attack")),
+    _text("attacker", "Attacker", "what he knows of the defence", lambda row: ATTACKERS[row.attacker][0]),
+    Column("asr", "ASR", "share of images with an SSIM above the threshold", lambda row: row.asr, percent),
+    Column("asr_low", "CI low", "lower end of the 95% Wilson interval", lambda row: row.bounds[0], percent),
+    Column("asr_high", "CI high", "upper end of the 95% Wilson interval", lambda row: row.bounds[1], percent),
+    Column("recovered", "Recovered", "images recovered", lambda row: row.recovered, number),
+    Column("images", "Images", "images attacked", lambda row: row.images, number),
+    Column("victims", "Victims", "clients attacked", lambda row: len(row.cell.records), number),
+    Column("floor_mean", "Mean image", "ASR of the public mean image", lambda row: row.control("mean_image"), percent),
+    Column(
+        "floor_class",
+        "Class image",
+        "ASR of a random public image of the same class",
+        lambda row: row.control("class_image"),
+        percent,
+    ),
+    Column(
+        "wrong_victim",
+        "Wrong victim",
+        "ASR when reconstructions are scored against somebody else's image",
+        lambda row: row.control("wrong_victim"),
+        percent,
+    ),
+    _score("ssim", "SSIM", "structural similarity, mean"),
+    Column("ssim_max", "SSIM max", "highest of all images", lambda row: max(row.ssims, default=None), number),
+    Column("ssim_min", "SSIM min", "lowest of all images", lambda row: min(row.ssims, default=None), number),
+    _score("psnr", "PSNR", "peak signal-to-noise ratio in dB, mean"),
+    _score("mse", "MSE", "mean squared error of pixels in [0, 1], mean"),
+    Column("lpips", "LPIPS", "learned perceptual distance, mean", lambda row: row.mean("lpips"), number),
+    Column("label_accuracy", "Labels", "share of the labels recovered", _sum("label_accuracy"), percent),
+    Column(
+        "identified",
+        "Identified",
+        "share whose nearest image in the client's data is the victim",
+        lambda row: row.mean("identified"),
+        percent,
+    ),
+    Column("bytes_sent", "Bytes sent", "bytes of one encoded update", _info("bytes_sent"), size),
+    Column("bytes_dense", "Bytes dense", "bytes of one update without a defence", _info("bytes_dense"), size),
+    Column("distance", "Distance", "relative l2 distance of the sent to the raw update", _info("distance"), number),
+    Column("cosine", "Cosine", "cosine of the sent and the raw update", _info("cosine"), number),
+    Column(
+        "objective_initial",
+        "Obj. start",
+        "median objective at the random start",
+        lambda row: row.health("objective_initial"),
+        number,
+    ),
+    Column(
+        "objective", "Obj. end", "median objective of the reconstructions", lambda row: row.health("objective"), number
+    ),
+    Column("diverged", "Diverged", "share of runs that diverged", lambda row: row.health("diverged"), percent),
+    _text("statuses", "Statuses", "how the victims' runs ended", _statuses),
+    Column("restarts", "Restarts", "runs per victim; the attacker's objective chooses", _info("restarts"), number),
+    Column("seconds", "Time", "working time of the attack, summed over processes", _sum("seconds"), duration),
+    Column(
+        "iterations_per_second",
+        "it/s",
+        "iterations a second of working time, all runs",
+        _info("iterations_per_second"),
+        number,
+    ),
+    Column("seed", "Seed", "seed of the run", lambda row: row.seed),
+    _text("model", "Model", "the model that is trained", _info("model")),
+    _text("data", "Data", "where the victims come from", _info("data")),
+    Column("round", "Round", "federated round", lambda row: row.setting.round),
+    _text("client", "Client", "what the update is", _info("client")),
+    Column("batch", "Batch", "images a client", lambda row: row.setting.batch),
+    Column("params", "Parameters", "parameters of the model", _info("params"), number),
+    _text("cell", "Cell", "folder of the cell in the run directory", _info("cell")),
+)
+"""Every column, in the order shown."""
+
+_OPTIONAL = {"lpips", "identified", "iterations_per_second", "restarts", "params"}
+DOUBT = "low, but the attack may be broken"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One cell of the table."""
+
+    sort: str
+    text: str
+    flag: str = ""
+
+
+def columns(rows: Sequence[Row]) -> list[Column]:
+    """Choose the columns: all, without the optional ones that hold nothing."""
+    return [c for c in COLUMNS if c.key not in _OPTIONAL or any(c.get(row) is not None for row in rows)]
+
+
+def body(rows: Sequence[Row], shown: Sequence[Column]) -> list[list[Entry]]:
+    """Build the rows, highest success rate first."""
+    ordered = sorted(rows, key=lambda row: -row.asr)
+    return [[_entry(row, column, rows) for column in shown] for row in ordered]
+
+
+def _entry(row: Row, column: Column, rows: Sequence[Row]) -> Entry:
+    value = column.get(row)
+    if value is None:
+        return Entry("", "–")
+    flag = DOUBT if column.key == "asr" and suspicious(row, rows) else ""
+    return Entry(repr(float(value)) if column.numeric else str(value), column.show(value), flag)
+
+
+def as_csv(rows: Sequence[Row], shown: Sequence[Column]) -> str:
+    """Write the same table as CSV, unrounded.
+
+    Text that a spreadsheet would take for a formula gets an apostrophe.
+    """
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerow([column.key for column in shown])
+    for row in rows:
+        writer.writerow([disarmed(column.get(row)) for column in shown])
+    return out.getvalue()
+
+
+def disarmed(value: Any) -> Any:
+    """Put an apostrophe before a text that a spreadsheet would run as a formula; None becomes empty."""
+    if isinstance(value, str) and value.startswith(("=", "+", "-", "@", "\t", "\r")):
+        return "'" + value
+    return "" if value is None else value

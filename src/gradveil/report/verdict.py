@@ -1,0 +1,184 @@
+"""A verdict in one sentence per defence, and everything that has to stand beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from gradveil.metrics import wilson
+from gradveil.report.health import guesses, suspicious
+from gradveil.report.rows import Row, Setting
+from gradveil.report.words import ATTACKERS, interval, listing, percent, plural
+
+Level = Literal["exposed", "leaks", "held", "unproven", "unclear"]
+
+LEVELS: dict[Level, tuple[str, str, str]] = {
+    "exposed": ("✕", "Exposed", "at least half of the images were recovered"),
+    "leaks": ("!", "Leaks", "some images were recovered, beyond what guessing from public data gives"),
+    "held": ("✓", "Held", "nothing beyond guessing, by an attacker who knows the defence and whose attack works"),
+    "unproven": ("?", "Unproven", "few or none, but no attacker who makes use of knowing the defence was run"),
+    "unclear": ("~", "Unclear", "few or none, but the attack may simply be broken"),
+}
+"""Icon, label and meaning of every level. A level never rests on its colour alone."""
+
+_RANK: list[Level] = ["exposed", "leaks", "unclear", "unproven", "held"]
+
+
+@dataclass(frozen=True)
+class Union:
+    """The per-victim union over attackers: an upper bound, since nobody tells the attacker which result is right."""
+
+    recovered: int
+    images: int
+    attackers: int
+    low: float
+    high: float
+
+    def sentence(self) -> str:
+        """Say it in words."""
+        return (
+            f"at least one of the {self.attackers} attackers recovers {self.recovered} of "
+            f"{plural(self.images, 'image')} ({percent(self.recovered / self.images)}, 95% CI "
+            f"{interval(self.low, self.high)}). Only the truth says which one to trust."
+        )
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What is said about one defence in one setting."""
+
+    setting: Setting
+    best: Row
+    """The cell that the sentence quotes: the strongest eligible attacker on the worst seed."""
+    rows: tuple[Row, ...]
+    """All cells of this defence, highest success rate first."""
+    level: Level
+    sentence: str
+    notes: tuple[str, ...]
+    """Said visibly beside the sentence: what the number does not show."""
+    seeds: tuple[tuple[int, Row], ...]
+    """The strongest eligible attacker of each seed; seeds repeat the same victims and are never added up."""
+    union: Union | None
+    doubts: tuple[str, ...] = ()
+    """Why a low rate may come from a broken attack."""
+
+    @property
+    def undefended(self) -> bool:
+        """Whether there is no defence to judge."""
+        return self.best.attacker == "undefended"
+
+
+def verdicts(rows: Sequence[Row]) -> list[Verdict]:
+    """Judge every defence in every setting: settings in the run's order, the worst defence first."""
+    settings = list(dict.fromkeys(row.setting for row in rows if row.images))
+    found = []
+    for setting in settings:
+        here = [row for row in rows if row.setting == setting and row.images]
+        judged = [_judge(setting, name, here) for name in dict.fromkeys(row.defence for row in here)]
+        found += sorted(judged, key=_order)
+    return found
+
+
+def _order(verdict: Verdict) -> tuple[bool, float, int, float]:
+    best = verdict.best
+    return (not verdict.undefended, -best.asr, _RANK.index(verdict.level), -(best.mean("ssim") or 0))
+
+
+def strength(row: Row) -> tuple[float, bool, float]:
+    """Order attackers: by success rate; at equal rates he who knows the defence counts, then the mean SSIM."""
+    mean = row.mean("ssim")
+    return row.asr, row.attacker == "adaptive", -1.0 if mean is None else mean
+
+
+def _judge(setting: Setting, defence: str, here: Sequence[Row]) -> Verdict:
+    mine = sorted((row for row in here if row.defence == defence), key=strength, reverse=True)
+    # Handed-over randomness is an upper bound; it decides only where nothing else was run.
+    eligible = [row for row in mine if row.attacker != "informed"] or mine
+    seeds = sorted({row.seed for row in eligible})
+    strongest = [(seed, max((r for r in eligible if r.seed == seed), key=strength)) for seed in seeds]
+    best = max((row for _, row in strongest), key=strength)
+    doubts = tuple(suspicious(best, here))
+    return Verdict(
+        setting=setting,
+        best=best,
+        rows=tuple(mine),
+        level=_level(best, eligible, doubts),
+        sentence=_sentence(best, len(strongest)),
+        notes=tuple(_notes(best, mine, strongest)),
+        seeds=tuple(strongest),
+        union=_union([row for row in eligible if row.seed == best.seed]),
+        doubts=doubts,
+    )
+
+
+def _level(best: Row, eligible: Sequence[Row], doubts: Sequence[str]) -> Level:
+    if best.asr >= 0.5:
+        return "exposed"
+    # A guess such as the mean image can pass the threshold, but it singles nobody out.
+    if best.asr > (best.floor or 0) or best.identified:
+        return "leaks"
+    if doubts or best.attacker == "undefended":
+        return "unclear"
+    return "held" if any(row.attacker == "adaptive" and not guesses(row) for row in eligible) else "unproven"
+
+
+def _sentence(best: Row, seeds: int) -> str:
+    who = {
+        "undefended": "Without a defence, an attacker recovers",
+        "naive": "An attacker who ignores this defence recovers",
+        "adaptive": "An attacker who knows this defence recovers",
+        "informed": "An attacker who was handed this defence's random values recovers",
+    }[best.attacker]
+    worst = f" on the worst of {seeds} seeds" if seeds > 1 else ""
+    return (
+        f"{who} {best.recovered} of {plural(best.images, 'image')}{worst} "
+        f"({percent(best.asr)}, 95% CI {interval(*best.bounds)})."
+    )
+
+
+def _notes(best: Row, mine: Sequence[Row], strongest: Sequence[tuple[int, Row]]) -> list[str]:
+    notes = []
+    kinds = {row.attacker for row in mine}
+    if best.attacker == "naive" and "adaptive" not in kinds:
+        notes.append("No attacker who knows this defence was run, so a low number here is not evidence of safety.")
+    knowing_rows = [row for row in mine if row.attacker == "adaptive"]
+    if knowing_rows and all(guesses(row) for row in knowing_rows):
+        notes.append(
+            "Whoever knows this defence here draws its random values afresh instead of searching for them, "
+            "so a low number is not evidence of safety."
+        )
+    if best.attacker == "naive" and knowing_rows:
+        knowing = max(knowing_rows, key=strength)
+        notes.append(
+            f"The strongest attacker who knows the defence recovers {knowing.recovered} of {knowing.images}: less than "
+            "one who ignores it, so the adaptive attack is not the better one here."
+        )
+    if best.attacker == "informed":
+        notes.append("Only attackers with handed-over random values were run: this is an upper bound.")
+    if best.asr > 0 and best.floor is not None and best.asr <= best.floor:
+        closer = f", but {best.identified} of the recovered images resemble their victim more than any other image"
+        notes.append(
+            f"Guessing from public data alone does as well ({percent(best.floor)}){closer if best.identified else ''}."
+        )
+    if len(strongest) > 1:
+        each = [f"{row.recovered} of {row.images} (seed {seed})" for seed, row in strongest]
+        notes.append(f"Strongest attacker of each seed: {listing(each)}. Seeds are not added up.")
+    informed = [row for row in mine if row.attacker == "informed" and row is not best]
+    if informed and best.attacker != "informed":
+        top = max(informed, key=strength)
+        notes.append(
+            f"Upper bound: an attacker who {ATTACKERS['informed'][0]} recovers {top.recovered} of {top.images}."
+        )
+    return notes
+
+
+def _union(rows: Sequence[Row]) -> Union | None:
+    if len(rows) < 2:
+        return None
+    won: dict[tuple[int, int], bool] = {}
+    for row in rows:
+        for image, success in row.successes.items():
+            won[image] = won.get(image, False) or success
+    recovered = sum(won.values())
+    return Union(recovered, len(won), len(rows), *wilson(recovered, len(won)))

@@ -1,0 +1,68 @@
+"""A run that takes a second: two small faces, one small network."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from gradveil.attacks.base import Progress
+from gradveil.audit.cell import Address
+from gradveil.audit.config import RunConfig
+from gradveil.audit.reader import resolve
+from gradveil.audit.run import describe, in_process, run
+from gradveil.audit.scene import open_scene
+from gradveil.audit.store import Cell, Run, Store, load_run
+
+
+def settings(**changes: Any) -> dict[str, Any]:
+    """Plain settings of the small run, with changes."""
+    return {
+        "name": "small",
+        "data": {"name": "faces", "size": 16},
+        "model": {"name": "lenet-zhu"},
+        "attacks": ["ig(iterations=6, report=2)"],
+        "defences": ["none", "gaussian(0.01)"],
+        "victims": 2,
+        **changes,
+    }
+
+
+def config(**changes: Any) -> RunConfig:
+    return resolve(settings(**changes))
+
+
+class Silent:
+    """A display that remembers what it was told."""
+
+    def __init__(self) -> None:
+        self.started: list[str] = []
+        self.skipped: set[str] = set()
+        self.steps: list[Progress] = []
+        self.finished: list[Cell] = []
+
+    def start(self, planned: Sequence[Address], finished: set[str], victims: int) -> None:
+        self.started, self.skipped = [address.id for address in planned], finished
+
+    def progress(self, cell: Address, share: int, step: Progress) -> None:
+        self.steps.append(step)
+
+    def done(self, cell: Address, result: Cell) -> None:
+        self.finished.append(result)
+
+
+def execute(chosen: RunConfig, folder: Path, share: int = 10**6, fresh: bool = False) -> tuple[Run, Silent]:
+    """Run an audit in this process and read it back."""
+    display = Silent()
+    scene = open_scene(chosen)
+    with Store(folder).open(describe(chosen, share, "gradveil audit small"), fresh) as store:
+        run(scene, store, display, in_process(scene), share)
+    return load_run(folder), display
+
+
+def without_times(value: Any) -> Any:
+    """Drop what the clock decides."""
+    if isinstance(value, dict):
+        clock = {"seconds", "iterations_per_second", "created"}
+        return {key: without_times(item) for key, item in value.items() if key not in clock}
+    return [without_times(item) for item in value] if isinstance(value, list) else value

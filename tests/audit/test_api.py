@@ -1,0 +1,164 @@
+"""`gradveil.audit` from Python: any module, any loss."""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import gradveil
+from gradveil.attacks.presets import make_attack
+from gradveil.audit.api import Result, audit_model
+from gradveil.core.errors import GradveilError
+from gradveil.defences import NONE, parse
+from gradveil.nn.models import build
+
+ATTACK = "ig(iterations=4)"
+
+
+def network() -> nn.Module:
+    generator = torch.Generator().manual_seed(0)
+    return build("lenet-zhu", channels=1, size=16, classes=3, generator=generator)
+
+
+def examples(count: int = 2) -> tuple[Tensor, Tensor]:
+    inputs = torch.rand(count, 1, 16, 16, generator=torch.Generator().manual_seed(1))
+    return inputs, torch.arange(count) % 3
+
+
+def write_nothing(folder: Path, out: Path) -> Path:
+    out.write_text(str(folder))
+    return out
+
+
+def audited(**changes: Any) -> Result:
+    given: dict[str, Any] = {"defences": ("none",), "attacks": (ATTACK,), "write_report": write_nothing, **changes}
+    batch = given.pop("batch", examples())
+    loss = given.pop("loss", nn.functional.cross_entropy)
+    return audit_model(
+        given.pop("model", None) or network(), batch, loss, given.pop("defences"), given.pop("attacks"), **given
+    )
+
+
+def test_the_package_offers_the_function_after_its_modules_were_imported() -> None:
+    assert callable(gradveil.audit)
+    result = gradveil.audit(network(), examples(), attacks=[ATTACK])
+    assert [row["victims"] for row in result.summary()] == [2]
+
+
+def test_a_model_and_a_batch_of_ones_own(tmp_path: Path) -> None:
+    result = audited(defences=("none", "prune(0.9)"), out=tmp_path / "run")
+    assert [row["defence"] for row in result.summary()] == ["none", "prune(0.9)"]
+    assert result.summary()[0]["model"] == "LeNetZhu" or result.summary()[0]["model"] == type(network()).__name__
+    assert "prune(0.9)" in str(result)
+    assert result.path == tmp_path / "run"
+    assert result.report(tmp_path / "page.html").read_text() == str(tmp_path / "run")
+
+
+def test_objects_serve_as_well_as_texts() -> None:
+    by_object = audited(defences=(NONE, parse("prune(0.9)")), attacks=(make_attack(ATTACK),))
+    by_text = audited(defences=("none", "prune(0.9)"))
+    for a, b in zip(by_object.summary(), by_text.summary(), strict=True):
+        assert (a["ssim_mean"], a["distance"]) == (b["ssim_mean"], b["distance"])
+
+
+def test_examples_are_grouped_into_clients() -> None:
+    result = audited(batch=examples(4), client_batch=2)
+    (row,) = result.summary()
+    assert (row["victims"], row["images"]) == (2, 4)
+    assert [record["index"] for record in result.cells[0].records] == [0, 2]
+
+
+def test_any_loss() -> None:
+    def squares(outputs: Tensor, targets: Tensor) -> Tensor:
+        hot = (targets.unsqueeze(-1) == torch.arange(outputs.shape[-1])).to(outputs.dtype)
+        return (torch.softmax(outputs, -1) - hot).square().sum(-1)
+
+    first, second = audited(), audited(loss=squares)
+    assert first.cells[0].info["health"] != second.cells[0].info["health"]
+
+
+def test_the_callers_model_stays_as_it_is() -> None:
+    model = network()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    audited(model=model, precision="float64", defences=("dropout(0.5)",))
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_bounds_that_are_read_off_the_batch_are_a_grant() -> None:
+    inputs, targets = examples()
+    measured = audited(batch=(inputs * 4 - 2, targets))
+    assert "bounds: the least and greatest value of the batch" in measured.cells[0].info["grants"]
+    for given in ({"bounds": (-2.0, 2.0)}, {"mean": [0.5], "std": [0.25]}):
+        told = audited(batch=(inputs * 4 - 2, targets), **given)
+        assert told.cells[0].info["grants"] == ["targets: the true labels"]
+        truth = told.cells[0].images()
+        assert truth is not None
+        torch.testing.assert_close(truth["truth"][:, 0], inputs, rtol=0, atol=1e-5)
+
+
+def test_all_problems_are_raised_at_once() -> None:
+    model = nn.Sequential(nn.Flatten(), nn.Dropout(0.5), nn.Linear(256, 3))
+    inputs, targets = examples()
+    with torch.no_grad():
+        model[2].weight[0, 0] = torch.nan
+    with pytest.raises(GradveilError) as caught:
+        audited(model=model, batch=(inputs, targets), defences=("nonsense",), attacks=("idg", ATTACK, ATTACK))
+    said = str(caught.value)
+    for part in ("NaN", "defences[0]", "attacks[0]", "attacks[2]", "already"):
+        assert part in said
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"batch": (torch.zeros(2, 1, 16, 16), torch.tensor([0, 9]))}, "beyond 2: 9"),
+        ({"batch": (torch.rand(2, 3, 16, 16), torch.tensor([0, 1]))}, "number of channels"),
+        ({"batch": (torch.rand(2, 16), torch.tensor([0, 1]))}, "inputs of shape"),
+        ({"batch": (torch.rand(2, 1, 16, 16).double(), torch.tensor([0, 1]))}, "inputs.to\\(torch.float32\\)"),
+        ({"bounds": "unit", "batch": (torch.full((2, 1, 16, 16), 3.0), torch.tensor([0, 1]))}, "outside"),
+        ({"bounds": (1.0, 1.0)}, "not a range"),
+        ({"attacks": ()}, "are empty"),
+        ({"client_batch": 3}, "images"),
+        ({"threshold": 2.0}, "threshold"),
+        ({"colour": 2}, "colour: is not a setting"),
+        ({"client_batch": 0}, "client_batch: is 0"),
+        ({"client_batch": "2"}, "client_batch: is '2' -> give a whole number"),
+        ({"seed": -1}, "^seed: is -1 -> give at least 0"),
+        ({"precision": "half"}, "precision: is 'half' -> allowed: 'float32' or 'float64'"),
+        ({"device": "tpu"}, "device: is 'tpu'"),
+        ({"iterations": "many"}, "iterations: is 'many' -> give a whole number"),
+        ({"bounds": (0,)}, "bounds: is .* -> give 'unit'"),
+        ({"mean": 0.5}, "mean: is 0.5 -> give a list"),
+        ({"batch": torch.zeros(2, 1, 16, 16)}, "batch: is Tensor -> give"),
+        ({"data": {"name": "faces"}}, "data: is no setting here"),
+        ({"attacks": [3]}, r"attacks\[0\]: is 3"),
+        ({"defences": [None]}, r"defences\[0\]: is None"),
+    ],
+)
+def test_wrong_use_is_told(change: dict[str, Any], said: str) -> None:
+    with pytest.raises(GradveilError, match=said):
+        audited(**change)
+
+
+def test_other_weights_are_another_run(tmp_path: Path) -> None:
+    audited(out=tmp_path / "run")
+    assert len(audited(out=tmp_path / "run").cells) == 1
+    other = network()
+    with torch.no_grad():
+        next(other.parameters()).add_(0.1)
+    with pytest.raises(GradveilError, match="weights_and_batch"):
+        audited(model=other, out=tmp_path / "run")
+
+
+def test_temporary_results_vanish_with_the_result() -> None:
+    result = audited()
+    path = result.path
+    assert path.is_dir()
+    del result
+    gc.collect()
+    assert not path.exists()

@@ -1,0 +1,226 @@
+"""How a cell's updates are made, and what its attack is told."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import pytest
+import torch
+from torch import Tensor
+
+from gradveil.attacks.base import Observation, Progress, Reconstruction
+from gradveil.attacks.knowledge import How, Knowledge, Known, Neutral, Sample
+from gradveil.audit import cell
+from gradveil.audit.cell import Recovered, cells, make_truth, merge, recover, told, updates
+from gradveil.audit.scene import Scene, Truth, open_scene
+from gradveil.client import Client
+from gradveil.core.errors import GradveilError
+from gradveil.core.noise import Key
+from gradveil.core.types import Batch
+from tests.audit.runs import config
+
+
+@dataclass
+class Recorder:
+    """An attack that remembers what it was given and answers with grey images."""
+
+    knowledge: Mapping[str, How] = field(default_factory=dict)
+    belief: Literal["naive", "full"] = "naive"
+    name: str = "recorder"
+    calls: list[dict[str, Any]] = field(default_factory=list)
+
+    def __call__(
+        self,
+        observations: Sequence[Observation],
+        belief: Client,
+        knowledge: Knowledge,
+        key: Key,
+        progress: Callable[[Progress], None] | None = None,
+        plan: Sequence[int] = (),
+    ) -> Reconstruction:
+        self.calls.append({"seen": observations, "belief": belief, "knowledge": knowledge, "key": key})
+        victims, examples = len(observations[-1].victims), observations[-1].examples
+        assert progress is not None
+        progress(Progress(0, victims, 5 * victims, 10 * victims, 0.5))
+        zeros = torch.zeros(victims)
+        return Reconstruction(
+            torch.zeros(victims, examples, *knowledge.shape),
+            torch.zeros(victims, examples, dtype=torch.long),
+            zeros,
+            ("budget",) * victims,
+            zeros.long(),
+            0.1,
+            zeros.long(),
+            zeros[:, None],
+            zeros,
+            (victims,),
+        )
+
+
+def scene_with(attack: Recorder, **changes: Any) -> Scene:
+    scene = open_scene(config(**changes))
+    return dataclasses.replace(scene, attacks=dict.fromkeys(scene.attacks, attack))
+
+
+def attacked(attack: Recorder, defence: str = "none", victims: int = 2, **changes: Any) -> Recovered:
+    scene = scene_with(attack, defences=[defence], victims=victims, **changes)
+    return recover(scene, cells(scene.config)[0], range(victims), lambda step: None)
+
+
+def holds_truth(value: Any, truth: Tensor) -> bool:
+    """Search arguments for the private images."""
+    if isinstance(value, Truth):
+        return True
+    if isinstance(value, Tensor):
+        return value.numel() == truth.numel() and torch.equal(value.flatten().float(), truth.flatten().float())
+    if isinstance(value, Mapping):
+        return any(holds_truth(item, truth) for item in value.values())
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return any(holds_truth(item, truth) for item in value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return any(holds_truth(getattr(value, f.name), truth) for f in dataclasses.fields(value))
+    return False
+
+
+def test_no_attack_receives_the_truth() -> None:
+    attack = Recorder(belief="full")
+    scene = scene_with(attack, defences=["gaussian(0.1)"])
+    address = cells(scene.config)[0]
+    recover(scene, address, range(2), lambda step: None)
+    truth = scene.batch(scene.examples(0, range(2))).inputs
+    assert holds_truth({"a": [truth.clone()]}, truth)
+    assert not holds_truth(attack.calls[0], truth)
+    client = scene.client(0, address.defence, 0)
+    noise = make_truth(scene, address, client, client.params(), range(2)).noise
+    assert not any(holds_truth(attack.calls[0], value) for value in noise.values())
+    assert attack.calls[0]["knowledge"].targets is None
+
+
+def test_observation_is_the_defended_update_of_the_victims() -> None:
+    attack = Recorder()
+    scene = scene_with(attack, defences=["gaussian(0.1)"], first_victim=3)
+    address = cells(scene.config)[0]
+    recover(scene, address, range(2), lambda step: None)
+    (seen,) = attack.calls[0]["seen"]
+    client = scene.client(0, "gaussian(0.1)", 0)
+    params = client.params()
+    spec = client.noise_spec(params, Batch(scene.victims.inputs[:1], scene.victims.targets[:1]))
+    for row, victim in enumerate((3, 4)):
+        example = Batch(scene.victims.inputs[victim : victim + 1], scene.victims.targets[victim : victim + 1])
+        expected, _ = client.update(params, example, spec.sample(Key(0, ("client", victim))), client.init(params))
+        for name, value in expected.items():
+            torch.testing.assert_close(seen.update[name][row], value, rtol=1e-5, atol=1e-6)
+    assert (seen.victims, seen.examples) == ((3, 4), 1)
+
+
+@pytest.mark.parametrize(("belief", "sends"), [("naive", False), ("full", True)])
+def test_belief_decides_whether_the_attacker_simulates_the_defence(belief: Any, sends: bool) -> None:
+    attack = Recorder(belief=belief)
+    found = attacked(attack, "prune(0.9)")
+    assert (attack.calls[0]["belief"].send is not None) == sends
+    assert found.facts["belief"] == belief
+
+
+def test_grants_are_given_and_named() -> None:
+    attack = Recorder({"targets": Known(), "model.*": Known(), "send.*": Neutral()}, belief="full")
+    found = attacked(attack, "dropout(0.5)")
+    knowledge: Knowledge = attack.calls[0]["knowledge"]
+    masks = [name for name in found.facts["grants"] if name.startswith("model.")]
+    assert found.facts["grants"][0] == "targets: the true labels"
+    assert masks
+    assert all(name.endswith("its true value") for name in masks)
+    granted = [way for way in knowledge.tensors.values() if isinstance(way, Known)]
+    assert all(way.value is not None and way.value.shape[0] == 2 for way in granted)
+    assert knowledge.targets is not None
+    assert found.facts["knowledge"] == {"targets": "known", "model.*": "known", "send.*": "neutral"}
+
+
+def test_what_was_not_asked_for_is_not_granted() -> None:
+    attack = Recorder({"model.*": Sample()})
+    found = attacked(attack, "dropout(0.5)")
+    assert found.facts["grants"] == []
+    assert attack.calls[0]["knowledge"].tensors == {"model.*": Sample()}
+    assert told(attack) == {"targets": "neutral", "model.*": "sample"}
+
+
+def test_an_intermediate_cannot_be_granted() -> None:
+    with pytest.raises(GradveilError, match="intermediate"):
+        attacked(Recorder({"send.prune.*": Known()}, belief="full"), "prune(0.9)")
+
+
+def test_shares_of_the_victims_make_the_same_updates() -> None:
+    attack = Recorder()
+    scene = scene_with(attack, defences=["dp(clip=1, sigma=0.1)"], victims=3)
+    address = cells(scene.config)[0]
+    whole = recover(scene, address, range(3), lambda step: None)
+    parts = [recover(scene, address, numbers, lambda step: None) for numbers in (range(2), range(2, 3))]
+    both = merge(parts)
+    full, first, second = (call["seen"][0] for call in attack.calls)
+    for name, value in full.update.items():
+        torch.testing.assert_close(torch.cat([first.update[name], second.update[name]]), value, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(both.tensors["distance"], whole.tensors["distance"], rtol=1e-5, atol=1e-8)
+    assert both.statuses == whole.statuses
+    assert both.facts["row_iterations"] == whole.facts["row_iterations"] == 15
+    assert both.facts["plan"] == [2, 1]
+
+
+def test_distance_is_that_of_the_noise() -> None:
+    """Gaussian noise of std s on P numbers has norm about s sqrt(P), and none without it."""
+    assert float(attacked(Recorder()).tensors["distance"].max()) == 0
+    attack = Recorder()
+    scene = scene_with(attack, defences=["gaussian(0.5)"], victims=1)
+    found = recover(scene, cells(scene.config)[0], range(1), lambda step: None)
+    client = scene.client(0, "gaussian(0.5)", 0).undefended_update()
+    raw = client.update(client.params(), Batch(scene.victims.inputs[:1], scene.victims.targets[:1]), {}, {})[0]
+    norm = sum(float(value.square().sum()) for value in raw.values()) ** 0.5
+    entries = sum(value.numel() for value in raw.values())
+    assert float(found.tensors["distance"][0]) == pytest.approx(0.5 * entries**0.5 / norm, rel=0.05)
+
+
+def test_seeds_change_weights_and_noise_but_not_victims() -> None:
+    attack = Recorder()
+    scene = scene_with(attack, defences=["none"], seeds=[0, 1])
+    for address in cells(scene.config):
+        recover(scene, address, range(2), lambda step: None)
+    first, second = (call["seen"][0] for call in attack.calls)
+    assert all(not torch.equal(first.params[name], second.params[name]) for name in first.params)
+    assert [call["key"] for call in attack.calls] == [Key(0, ("attack",)), Key(1, ("attack",))]
+
+
+def test_cells_are_distinct_and_follow_the_run_file() -> None:
+    planned = cells(config(seeds=[0, 1], client=[{"batch": 1}, {"batch": 2}], attacks=["ig", "gi"]))
+    assert len({address.id for address in planned}) == len(planned) == 16
+    assert [address.defence for address in planned[:2]] == ["none", "gaussian(0.01)"]
+    assert all(address.id.startswith("lenet-zhu-faces-s") for address in planned)
+
+
+def test_precision_reaches_model_noise_and_data() -> None:
+    attack = Recorder()
+    attacked(attack, "gaussian(0.1)", precision="float64")
+    seen = attack.calls[0]["seen"][0]
+    assert {value.dtype for value in [*seen.params.values(), *seen.update.values()]} == {torch.float64}
+    assert attack.calls[0]["knowledge"].lower.dtype == torch.float64
+
+
+def test_large_models_are_updated_a_few_victims_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    scene = open_scene(config(defences=["none"], victims=3))
+    client = scene.client(0, "none", 0)
+    raw = scene.batch(scene.examples(0, range(3)))
+    whole = updates(client, client.params(), raw, {}, {})
+    monkeypatch.setattr(cell, "_UPDATE_VALUES", 1)
+    for name, value in updates(client, client.params(), raw, {}, {}).items():
+        torch.testing.assert_close(value, whole[name], rtol=1e-5, atol=1e-6)
+
+
+def test_clients_that_train_locally_keep_their_schedule_in_the_raw_update() -> None:
+    """Without a defence the sent update is the raw one, although the order of examples is drawn."""
+    local = {"lr": 0.1, "epochs": 2, "batch": 1, "momentum": 0.5}
+    attack = Recorder({"schedule": Known()})
+    found = attacked(attack, client={"batch": 3, "local": local})
+    assert float(found.tensors["distance"].max()) == 0
+    assert found.facts["grants"] == ["schedule: its true value"]
+    granted = attack.calls[0]["knowledge"].tensors["schedule"]
+    assert tuple(granted.value.shape) == (2, 6, 1)

@@ -1,0 +1,90 @@
+"""What a person sees: live on a terminal, plain lines elsewhere, and a table at the end."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from gradveil.attacks.base import Progress
+from gradveil.audit.cell import cells
+from gradveil.audit.display import Screen, legend, result_table
+from gradveil.audit.store import Cell
+from tests.audit.runs import config
+
+
+def console(terminal: bool) -> Console:
+    return Console(file=io.StringIO(), force_terminal=terminal, width=120, color_system=None)
+
+
+def text(of: Console) -> str:
+    assert isinstance(of.file, io.StringIO)
+    return of.file.getvalue()
+
+
+def result(defence: str, attack: str, successes: int, status: str = "budget") -> Cell:
+    info = {"defence": defence, "attack": attack, "seed": 0, "client": "gradient", "threshold": 0.5, "seconds": 2.0}
+    controls = {"wrong_victim": {"asr": 0.9}, "mean_image": {"asr": 0.0}, "class_image": {"asr": 0.25}}
+    images = [{"mse": 0.1, "psnr": 10.0, "ssim": 0.6, "success": int(i < successes)} for i in range(4)]
+    records = [{"status": status, "label_accuracy": 1.0, "per_image": [image]} for image in images]
+    return Cell({**info, "distance": 0.5, "row_iterations": 8, "controls": controls}, records)
+
+
+def play(screen: Screen, steps: list[Progress]) -> None:
+    address = cells(config())[0]
+    with screen:
+        screen.start(cells(config()), set(), 2)
+        for step in steps:
+            screen.progress(address, 0, step)
+        screen.done(address, result("none", "ig", 3))
+
+
+def test_plain_lines_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    out = console(terminal=False)
+    play(Screen(out), [Progress(0, 2, i, 10, 0.5) for i in range(1, 9)])
+    assert text(out).splitlines() == [
+        "2 cells of 2 victims",
+        "[1/2] ig(iterations=6, report=2) against none, seed 0: ASR 75%, SSIM 0.60, 2 s",
+    ]
+    monkeypatch.setattr("time.monotonic", iter(range(0, 10_000, 20)).__next__)
+    slow = console(terminal=False)
+    play(Screen(slow), [Progress(1, 1, 5, 10, 0.5)])
+    line = text(slow).splitlines()[1]
+    assert "1/2 victims, 50%, objective 0.5" in line
+    assert "iterations/s" in line
+    assert "left" in line
+
+
+def test_a_terminal_shows_what_is_under_way() -> None:
+    out = console(terminal=True)
+    play(Screen(out), [Progress(1, 1, 5, 10, 0.25), Progress(2, 0, 10, 10, float("nan"))])
+    assert "1 of 2 cells done" in text(out)
+    assert "nan" not in text(out)
+
+
+def test_a_failure_is_shown() -> None:
+    out = console(terminal=False)
+    screen = Screen(out)
+    screen.start(cells(config()), {"a"}, 2)
+    screen.done(cells(config())[0], Cell({"failed": "out of [memory]"}, []))
+    assert "1 of them already done" in text(out)
+    assert "[2/2]" in text(out)
+    assert "failed: out of [memory]" in text(out)
+
+
+def test_the_table_has_the_strongest_attack_first() -> None:
+    failed = Cell({**result("dgp", "gi", 0).info, "failed": "broke"}, [])
+    rows: list[Any] = [result("none", "ig", 1), result("dgp", "ig", 0), result("none", "dlg", 4), failed]
+    out = console(terminal=False)
+    out.print(result_table(rows))
+    lines = [line.split() for line in text(out).splitlines()]
+    assert [line[:2] for line in lines[1:]] == [["none", "dlg"], ["none", "ig"], ["dgp", "ig"], ["dgp", "gi"]]
+    assert lines[1][2:] == ["100%", "51%-100%", "25%", "0.60", "10.0", "0.5"]
+    assert lines[4][2:] == ["failed"]
+
+
+def test_the_legend_names_diverged_attacks() -> None:
+    assert "SSIM above 0.5" in legend([result("none", "ig", 1)])
+    assert "4 victims' attacks diverged" in legend([result("none", "ig", 0, "diverged")])

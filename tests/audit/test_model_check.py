@@ -1,0 +1,97 @@
+"""What would fail in every cell is told before the first one, with a remedy that works."""
+
+import sys
+
+import pytest
+import torch
+
+import gradveil
+from gradveil.audit.api import _one_thread
+from gradveil.audit.reader import resolve
+from gradveil.audit.scene import open_scene
+from gradveil.core.errors import GradveilError
+from gradveil.core.noise import Key
+from gradveil.nn.models import MODELS, build
+
+
+def scene(model, **settings):
+    config = {
+        "name": "models",
+        "data": {"name": "digits"},
+        "model": {"name": model, **settings},
+        "victims": 1,
+        "defences": ["none"],
+        "attacks": ["ig(iterations=1)"],
+    }
+    return open_scene(resolve(config))
+
+
+def network(name):
+    return build(name, channels=1, size=32, classes=10, generator=Key(0).generator())
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_model_is_accepted_or_its_remedy_works(name):
+    if any(isinstance(module, torch.nn.BatchNorm2d) for module in network(name).modules()):
+        with pytest.raises(GradveilError, match=r"model\.prepare=true"):
+            scene(name)
+        scene(name, prepare=True)
+    else:
+        assert scene(name).model(0).training
+
+
+def test_batchnorm_in_training_mode_is_refused_before_any_cell():
+    with pytest.raises(GradveilError, match=r"model: .*BatchNorm"):
+        scene("resnet20")
+    prepared = scene("resnet20", prepare=True, batchnorm="group").model(0)
+    assert not any(isinstance(module, torch.nn.BatchNorm2d) for module in prepared.modules())
+
+
+def test_images_too_small_to_score_are_refused_before_any_attack():
+    net = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(100, 3))
+    batch = torch.rand(2, 1, 10, 10, generator=torch.Generator().manual_seed(0)), torch.tensor([0, 2])
+    with pytest.raises(GradveilError, match="10 x 10 pixels, and SSIM needs 11"):
+        gradveil.audit(net, batch, bounds="unit")
+
+
+def test_an_audit_from_python_uses_one_thread_and_gives_the_others_back():
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        with _one_thread("cpu"):
+            inside = torch.get_num_threads()
+        assert (inside, torch.get_num_threads()) == (1, 2)
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_an_interrupted_audit_leaves_no_private_images(monkeypatch, tmp_path):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+
+    def interrupt(*arguments):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(sys.modules["gradveil.audit.api"], "run", interrupt)
+    net = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(256, 3))
+    batch = torch.rand(2, 1, 16, 16, generator=torch.Generator().manual_seed(0)), torch.tensor([0, 2])
+    with pytest.raises(KeyboardInterrupt):
+        gradveil.audit(net, batch, bounds="unit")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_was_changed_in_the_model_is_recorded():
+    assert scene("resnet20", prepare=True).prepared[0].startswith("BatchNorm replaced (batch_statistics): ")
+    assert scene("lenet-zhu", prepare=True).prepared == ()
+
+
+def test_an_audit_from_python_prepares_a_copy():
+    layers = torch.nn.Flatten(), torch.nn.Linear(256, 8), torch.nn.Dropout(0.5), torch.nn.Linear(8, 3)
+    net = torch.nn.Sequential(*layers)
+    batch = torch.rand(1, 1, 16, 16, generator=torch.Generator().manual_seed(0)), torch.tensor([2])
+    given = {"attacks": ["ig(iterations=1)"], "bounds": "unit"}
+    with pytest.raises(GradveilError, match="prepare=True"):
+        gradveil.audit(net, batch, **given)
+    result = gradveil.audit(net, batch, prepare=True, **given)
+    assert result.cells[0].info["prepared"] == ["hidden dropout made explicit: 2"]
+    assert isinstance(net[2], torch.nn.Dropout)
+    assert "hidden dropout made explicit" in result.report().read_text()

@@ -1,0 +1,175 @@
+"""Every bad run file is refused with the key, what is wrong and what is allowed: all of it at once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gradveil.audit.reader import bundled, read, resolve, with_defaults
+from gradveil.audit.scene import open_scene
+from gradveil.core.errors import GradveilError
+from tests.audit.runs import config, settings
+
+LOCAL = {"lr": 0.1, "steps": 2}
+
+# (changes of a good run, key that is named, words of the message, words of the remedy)
+BAD: list[tuple[dict[str, Any], str, str, str]] = [
+    ({"victim": 3}, "victim", "is not a setting", "did you mean 'victims'?"),
+    ({"zzz": 3}, "zzz", "is not a setting", "allowed here: name, data, model"),
+    ({"victims": 0}, "victims", "is 0", "give at least 1"),
+    ({"victims": "4"}, "victims", "is '4'", "give a whole number"),
+    ({"victims": 2.5}, "victims", "is 2.5", "give a whole number"),
+    ({"victims": True}, "victims", "is True", "give a whole number"),
+    ({"first_victim": -1}, "first_victim", "is -1", "give at least 0"),
+    ({"attacks": []}, "attacks", "is empty", "give at least 1"),
+    ({"attacks": "ig"}, "attacks", "is 'ig'", "give a list"),
+    ({"attacks": [1]}, "attacks[0]", "is 1", "give a string in quotes"),
+    ({"attacks": ["idg"]}, "attacks[0]", "'idg'", "did you mean"),
+    ({"attacks": ["ig", "ig"]}, "attacks[1]", "is already attacks[0]", "remove one"),
+    ({"attacks": ["ig("]}, "attacks[0]", "ig(", ""),
+    ({"attacks": ["ig(steps=3)"]}, "attacks[0]", "steps", "iterations"),
+    ({"defences": []}, "defences", "is empty", "give at least 1"),
+    ({"defences": ["none", "gausian(0.1)"]}, "defences[1]", "gausian", "gaussian"),
+    ({"defences": ["prune(1.5)"]}, "defences[0]", "1.5", ""),
+    ({"defences": ["prune(0.9"]}, "defences[0]", "", ""),
+    ({"defences": [""]}, "defences[0]", "is empty", "give a name"),
+    ({"seeds": []}, "seeds", "is empty", "give at least 1"),
+    ({"seeds": [0, 0]}, "seeds", "holds a seed twice", "give each once"),
+    ({"seeds": [-1]}, "seeds[0]", "is -1", "give at least 0"),
+    ({"seeds": 3}, "seeds", "is 3", "give a list"),
+    ({"threshold": 1.5}, "threshold", "is 1.5", "below 1"),
+    ({"threshold": float("nan")}, "threshold", "is nan", ""),
+    ({"threshold": -1}, "threshold", "is -1", "above -1"),
+    ({"iterations": 0}, "iterations", "is 0", "give at least 1"),
+    ({"restarts": 0}, "restarts", "is 0", "give at least 1"),
+    ({"images": "no"}, "images", "is 'no'", "give true or false"),
+    ({"precision": "float16"}, "precision", "is 'float16'", "'float32' or 'float64'"),
+    ({"device": "tpu"}, "device", "is 'tpu'", "cpu|cuda"),
+    ({"name": "a/b"}, "name", "is 'a/b'", "match"),
+    ({"data": {"name": "face", "size": 16}}, "data.name", "no data set is called 'face'", "did you mean 'faces'?"),
+    ({"data": {"name": "faces", "size": 8}}, "data.size", "is 8", "give at least 11"),
+    ({"data": {"name": "faces", "channels": 2}}, "data.channels", "is 2", "1 or 3"),
+    ({"data": {"name": "faces", "normalise": "yes"}}, "data.normalise", "is 'yes'", "'dataset' or 'none'"),
+    ({"data": {"size": 32}}, "data.name", "is missing", 'name = "faces"'),
+    ({"data": {"name": "faces", "dir": "x"}}, "data.dir", "is not a setting", "allowed here: name, size"),
+    ({"data": "faces"}, "data", "is 'faces'", "give a table"),
+    ({"model": {"name": "lenet"}}, "model.name", "no model is called 'lenet'", "did you mean 'lenet-zhu'?"),
+    ({"model": {"name": ""}}, "model.name", "is empty", "give a name"),
+    ({"model": {"name": "lenet-zhu", "options": 1}}, "model.options", "is 1", "give a table"),
+    ({"client": {"batch": 0}}, "client.batch", "is 0", "give at least 1"),
+    ({"client": {"size": 2}}, "client.size", "is not a setting", "allowed here: batch, local, trainable"),
+    ({"client": [{}, {"batch": 0}]}, "client[1].batch", "is 0", "give at least 1"),
+    ({"client": []}, "client", "is empty", "give at least 1"),
+    ({"client": {"trainable": []}}, "client.trainable", "is empty", "give at least 1"),
+    ({"client": {"local": {"steps": 2}}}, "client.local.lr", "is missing", "lr = 0.1"),
+    ({"client": {"local": {"lr": 0.0, "steps": 2}}}, "client.local.lr", "is 0.0", "above 0"),
+    ({"client": {"local": {"lr": 0.1}}}, "client.local", "exactly one of steps and epochs", ""),
+    ({"client": {"local": {**LOCAL, "epochs": 1}}}, "client.local", "exactly one of steps and epochs", ""),
+    ({"client": {"local": {**LOCAL, "momentum": 1.0}}}, "client.local.momentum", "is 1.0", "below 1"),
+    ({"client": {"local": {**LOCAL, "optimiser": "lion"}}}, "client.local.optimiser", "is 'lion'", "'sgd' or 'adam'"),
+    ({"client": {"local": {**LOCAL, "batch": 4}}}, "client", "local.batch takes 4", ""),
+]
+
+# The same for what only shows when data and model are there.
+BAD_SCENES: list[tuple[dict[str, Any], str, str, str]] = [
+    ({"victims": 500}, "victims", "'faces' has 100", "at most 100 victims"),
+    ({"victims": 30, "client": {"batch": 4}}, "victims", "need 120 images", "at most 25 victims"),
+    ({"victims": 4, "first_victim": 99}, "victims", "from number 99", "lower victims"),
+    ({"device": "cuda:99"}, "device", "is not there", "choose cpu"),
+    ({"model": {"name": "lenet-zhu", "options": {"width": 3}}}, "model.width", "is not an option", "allowed"),
+    ({"model": {"name": "no_such_module:net"}}, "model no_such_module:net", "there is no module", "PYTHONPATH"),
+    ({"client": {"trainable": ["tail.*"]}}, "defences[0] 'none', client", "matches no parameter", "parameters: "),
+    ({"data": {"name": "patches"}, "client": {"local": LOCAL}}, "client.local", "mean nothing", "choose data"),
+    ({"data": {"name": "parquet:nowhere"}}, "data: nowhere", "is not there", "check the path"),
+]
+
+
+@pytest.mark.parametrize(("changes", "where", "what", "remedy"), BAD)
+def test_bad_settings_are_named(changes: dict[str, Any], where: str, what: str, remedy: str) -> None:
+    with pytest.raises(GradveilError) as caught:
+        resolve(settings(**changes))
+    assert [problem.where for problem in caught.value.problems] == [where]
+    assert what in caught.value.problems[0].what
+    assert remedy in caught.value.problems[0].remedy
+
+
+def test_there_are_thirty_distinct_bad_inputs() -> None:
+    assert len({str(case) for case in [*BAD, *BAD_SCENES]}) >= 30
+
+
+@pytest.mark.parametrize(("changes", "where", "what", "remedy"), BAD_SCENES)
+def test_bad_scenes_are_named(changes: dict[str, Any], where: str, what: str, remedy: str) -> None:
+    with pytest.raises(GradveilError) as caught:
+        open_scene(config(**changes))
+    problem = next(problem for problem in caught.value.problems if problem.where == where)
+    assert what in problem.what
+    assert remedy in problem.remedy
+
+
+def test_every_problem_is_reported_at_once() -> None:
+    changes = {"victims": 0, "attacks": ["idg"], "data": {"name": "face"}, "seeds": ["a"], "x": 1}
+    with pytest.raises(GradveilError) as caught:
+        resolve(settings(**changes))
+    assert {p.where for p in caught.value.problems} == {"victims", "attacks[0]", "data.name", "seeds[0]", "x"}
+
+
+def test_syntax_errors_say_the_line(tmp_path: Path) -> None:
+    file = tmp_path / "bad.toml"
+    file.write_text('name = "a"\nvictims = = 3\n')
+    with pytest.raises(GradveilError, match="line 2"):
+        read(str(file))
+
+
+def test_a_file_that_is_no_text_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "bad.toml"
+    file.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(GradveilError, match="UTF-8"):
+        read(str(file))
+
+
+def test_an_unknown_run_suggests_a_bundled_one() -> None:
+    with pytest.raises(GradveilError, match="did you mean 'faces'"):
+        read("facs")
+
+
+@pytest.mark.parametrize("name", bundled())
+def test_bundled_runs_are_good(name: str) -> None:
+    found = read(name)
+    assert found.name == name
+    assert "none" in found.defences
+    assert bundled()[name].startswith("# ")
+
+
+def test_options_win_over_the_file() -> None:
+    given = ("client.batch=2", "data.normalise=none", 'defences=["none"]')
+    found = read("faces", {"victims": 3, "seeds": None}, given)
+    assert (found.victims, found.seeds, found.client[0].batch) == (3, [0], 2)
+    assert (found.data.normalise, found.defences) == ("none", ["none"])
+
+
+@pytest.mark.parametrize("setting", ["victims", "=3", "client..batch=2", "victims.x=2"])
+def test_bad_options_are_refused(setting: str) -> None:
+    with pytest.raises(GradveilError, match="--set"):
+        read("faces", {}, (setting,))
+
+
+def test_the_name_is_the_files_where_none_is_given(tmp_path: Path) -> None:
+    file = tmp_path / "study.toml"
+    file.write_text(bundled()["faces"].replace('name = "faces"\nvictims', "victims"))
+    assert read(str(file)).name == "study"
+
+
+def test_digest_depends_on_every_setting() -> None:
+    assert config().digest() == config().digest()
+    assert len({config(**change).digest() for change in ({}, {"victims": 3}, {"seeds": [1]}, {"images": False})}) == 4
+
+
+def test_run_settings_are_defaults_of_attacks() -> None:
+    assert with_defaults("ig", None, None) == "ig"
+    assert with_defaults("ig", 5, 2) == "ig(iterations=5, restarts=2)"
+    assert with_defaults(" ig( iterations = 9 ) ", 5, 2) == "ig(iterations = 9, restarts=2)"
+    assert with_defaults("ig()", 5, None) == "ig(iterations=5)"
+    scene = open_scene(config(iterations=7, attacks=["ig", "gi(iterations=3)"]))
+    assert [attack.descent.iterations for attack in scene.attacks.values()] == [7, 3]

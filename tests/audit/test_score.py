@@ -1,0 +1,151 @@
+"""Scores against a hand calculation, and controls that cannot be beaten by luck."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from skimage.metrics import peak_signal_noise_ratio, structural_similarity
+from torch import Tensor
+
+from gradveil.audit import score as scoring
+from gradveil.audit.cell import Recovered, cells
+from gradveil.audit.scene import Scene, open_scene
+from gradveil.audit.score import Named, failure, score
+from gradveil.audit.store import Cell, summarise
+from gradveil.metrics import Missing
+from tests.audit.runs import config
+
+NAMED = Named("no defence", "an attack", ("A paper",))
+
+
+def recovered(inputs: Tensor, targets: Tensor, **extra: Tensor) -> Recovered:
+    victims = inputs.shape[0]
+    ones = torch.ones(victims)
+    names = ("objective", "initial", "distance", "cosine", "bytes_dense", "bytes_sent")
+    tensors = {"inputs": inputs, "targets": targets, **{name: ones.clone() for name in names}}
+    tensors |= {"iterations": ones.long(), "restart": ones.long(), "objectives": ones[:, None]}
+    facts = {"seconds": 2.0, "row_iterations": 10, "restarts": 1, "plan": [victims], "grants": []}
+    return Recovered(tensors | extra, facts, ("budget",) * victims)
+
+
+def scored(change: Any = lambda inputs: inputs, **settings: Any) -> tuple[Scene, Cell]:
+    scene = open_scene(config(defences=["none"], **{"victims": 3, "client": {"batch": 2}, **settings}))
+    truth = scene.batch(scene.examples(0, range(scene.config.victims)))
+    return scene, score(scene, cells(scene.config)[0], recovered(change(truth.inputs), truth.targets), NAMED)
+
+
+def test_the_truth_scores_perfectly_in_any_order() -> None:
+    _, cell = scored(lambda inputs: inputs.flip(1))
+    summary = summarise(cell)
+    assert (summary["asr"], summary["victims"], summary["images"], summary["label_accuracy"]) == (1.0, 3, 6, 1.0)
+    assert summary["ssim_mean"] == pytest.approx(1)
+    assert [image["matched"] for image in cell.records[0]["per_image"]] == [1, 0]
+    assert all(record["identified"] for record in cell.records)
+    assert torch.equal(cell.kept["truth"], cell.kept["reconstruction"])
+
+
+def test_scores_agree_with_scikit_image() -> None:
+    noise = torch.randn(3, 2, 1, 16, 16, generator=torch.Generator().manual_seed(1)) * 0.5
+    _, cell = scored(lambda inputs: inputs + noise)
+    images = {name: value.double().numpy() for name, value in cell.kept.items()}
+    for v, record in enumerate(cell.records):
+        for b, image in enumerate(record["per_image"]):
+            truth, found = images["truth"][v, b, 0], images["reconstruction"][v, b, 0]
+            expected = structural_similarity(
+                truth, found, data_range=1, gaussian_weights=True, sigma=1.5, use_sample_covariance=False
+            )
+            assert image["ssim"] == pytest.approx(expected, abs=1e-5)
+            assert image["psnr"] == pytest.approx(peak_signal_noise_ratio(truth, found, data_range=1), abs=1e-4)
+        assert record["ssim"] == pytest.approx(np.mean([image["ssim"] for image in record["per_image"]]))
+        assert record["success"] == int(all(image["ssim"] > 0.5 for image in record["per_image"]))
+
+
+def test_a_reconstruction_that_is_not_finite_fails_and_stays_in_the_results() -> None:
+    def broken(inputs: Tensor) -> Tensor:
+        inputs = inputs.clone()
+        inputs[1] = torch.nan
+        return inputs
+
+    _, cell = scored(broken)
+    assert [record["success"] for record in cell.records] == [1, 0, 1]
+    assert summarise(cell)["asr"] == pytest.approx(4 / 6)
+    assert bool(torch.isfinite(cell.kept["reconstruction"]).all())
+
+
+def test_controls() -> None:
+    scene, cell = scored()
+    controls = cell.info["controls"]
+    assert controls["wrong_victim"]["asr"] < 0.5
+    assert controls["mean_image"]["ssim_mean"] < 1
+    assert set(controls["class_image"]) == {"asr", "ssim_mean", "psnr_mean"}
+    assert scene.public is not None
+    mean = scene.public.pixels.double().mean(0)
+    truth = scene.pixels(scene.batch(scene.examples(0, range(3))).inputs)
+    expected = float((10 * torch.log10(1 / (truth - mean).square().mean((-3, -2, -1)))).mean())
+    assert controls["mean_image"]["psnr_mean"] == pytest.approx(expected)
+
+
+def test_controls_without_a_public_set_or_a_second_victim() -> None:
+    scene, cell = scored(victims=1, client={"batch": 1})
+    assert "wrong_victim" in cell.info["controls"]
+    lonely = dataclasses.replace(scene, public=None, victims=scene.victims.subset([0]))
+    truth = lonely.batch(lonely.examples(0, range(1)))
+    alone = score(lonely, cells(scene.config)[0], recovered(truth.inputs, truth.targets), NAMED)
+    assert alone.info["controls"] == {}
+    assert alone.records[0]["identified"] is None
+
+
+def test_labels_follow_their_images() -> None:
+    scene = open_scene(config(defences=["none"], victims=1, client={"batch": 4}))
+    truth = scene.batch(scene.examples(0, range(1)))
+    order = torch.tensor([2, 0, 3, 1])
+    found = recovered(truth.inputs[:, order], truth.targets[:, order])
+    record = score(scene, cells(scene.config)[0], found, NAMED).records[0]
+    assert record["predicted"] == record["label"] == truth.targets[0].tolist()
+
+
+def test_scores_only_where_no_images_are_wanted() -> None:
+    _, cell = scored(images=False)
+    assert cell.images() is None
+    assert len(cell.records) == 3
+
+
+def test_transformed_truth_is_kept() -> None:
+    scene = open_scene(config(defences=["none"], victims=2))
+    truth = scene.batch(scene.examples(0, range(2)))
+    found = recovered(truth.inputs, truth.targets, transformed=truth.inputs.flip(-1))
+    kept = score(scene, cells(scene.config)[0], found, NAMED).kept
+    torch.testing.assert_close(kept["truth_transformed"], kept["truth"].flip(-1))
+
+
+def test_a_failure_is_a_status() -> None:
+    scene = open_scene(config(defences=["none"]))
+    cell = failure(scene, cells(scene.config)[0], NAMED, "out of memory")
+    assert cell.failed == "out of memory"
+    assert summarise(cell)["statuses"] == {"failed": 1}
+    assert summarise(cell)["asr"] is None
+
+
+def test_lpips_is_a_score_or_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    def found(candidate: Tensor, truth: Tensor, net: str) -> Tensor:
+        asked.append(net)
+        return (candidate - truth).abs().mean((-1, -2, -3)) + 0.25
+
+    _, without = scored()
+    assert without.info["missing"] == {"lpips": 'not asked for: set lpips = "alex" (or "vgg") in the run file'}
+    assert "lpips" not in without.records[0]
+    monkeypatch.setattr(scoring, "lpips", found)
+    _, cell = scored(lpips="vgg")
+    assert (asked, cell.info["missing"]) == (["vgg"], {})
+    assert [image["lpips"] for record in cell.records for image in record["per_image"]] == [0.25] * 6
+    assert cell.records[0]["lpips"] == 0.25
+    monkeypatch.setattr(scoring, "lpips", lambda *_: Missing("no weights here"))
+    _, cell = scored(lpips="alex")
+    assert cell.info["missing"] == {"lpips": "no weights here"}
+    assert "lpips" not in cell.records[0]

@@ -1,0 +1,207 @@
+"""The run directory: private, atomic, resumable, and never two processes in one."""
+
+from __future__ import annotations
+
+import json
+import stat
+from pathlib import Path
+
+import pytest
+import torch
+
+from gradveil.audit.files import plain
+from gradveil.audit.run import describe
+from gradveil.audit.store import Cell, Store, load_run, summarise
+from gradveil.core.errors import GradveilError
+from gradveil.metrics import wilson
+from tests.audit.runs import Silent, config, execute, without_times
+
+
+def info(**changes: object) -> dict[str, object]:
+    return describe(config(**changes), 2, "gradveil audit small")
+
+
+def mode(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+def test_a_run_lies_on_disk_as_the_format_says(tmp_path: Path) -> None:
+    run, display = execute(config(), tmp_path / "run")
+    assert [cell.info["defence"] for cell in run.cells] == ["none", "gaussian(0.01)"]
+    assert run.info["format"] == 1
+    assert run.info["config"]["victims"] == 2
+    assert run.info["packages"]["torch"] == torch.__version__
+    for cell in run.cells:
+        assert cell.path is not None
+        assert {file.name for file in cell.path.iterdir()} == {"cell.json", "records.json", "images.safetensors"}
+        images = cell.images()
+        assert images is not None
+        assert {name: tuple(value.shape) for name, value in images.items()} == {
+            "truth": (2, 1, 1, 16, 16),
+            "reconstruction": (2, 1, 1, 16, 16),
+        }
+        assert all(0 <= float(value.min()) <= float(value.max()) <= 1 for value in images.values())
+    assert display.finished[0].info["cell"] == run.cells[0].info["cell"]
+    assert display.steps[-1].row_iterations == 12
+
+
+def test_everything_is_private(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir(mode=0o755)
+    execute(config(), tmp_path / "run")
+    for path in [tmp_path / "run", *(tmp_path / "run").rglob("*")]:
+        assert mode(path) == (0o700 if path.is_dir() else 0o600), path
+
+
+def test_no_images_keeps_scores_only(tmp_path: Path) -> None:
+    run, _ = execute(config(images=False), tmp_path / "run")
+    assert not list((tmp_path / "run").rglob("*.safetensors"))
+    assert all(cell.images() is None and len(cell.records) == 2 for cell in run.cells)
+
+
+def test_finished_cells_are_not_run_again(tmp_path: Path) -> None:
+    first, _ = execute(config(), tmp_path / "run")
+    second, display = execute(config(), tmp_path / "run")
+    assert display.skipped == {cell.info["cell"] for cell in first.cells}
+    assert display.finished == []
+    assert [cell.info for cell in second.cells] == [cell.info for cell in first.cells]
+
+
+def test_an_interrupted_run_ends_with_the_same_records(tmp_path: Path) -> None:
+    class Stops(Silent):
+        def done(self, cell: object, result: Cell) -> None:
+            raise KeyboardInterrupt
+
+    from gradveil.audit.run import in_process, run
+    from gradveil.audit.scene import open_scene
+
+    chosen, folder = config(), tmp_path / "stopped"
+    scene = open_scene(chosen)
+    with pytest.raises(KeyboardInterrupt), Store(folder).open(describe(chosen, 2, "")) as store:
+        run(scene, store, Stops(), in_process(scene), 2)
+    assert len(load_run(folder).cells) == 1
+    resumed, display = execute(chosen, folder)
+    whole, _ = execute(chosen, tmp_path / "whole")
+    assert len(display.finished) == 1
+    assert_same(resumed.path, whole.path)
+
+
+def assert_same(first: Path | None, second: Path | None) -> None:
+    """Every record, cell and image is the same, but for the clock's."""
+    assert first is not None
+    assert second is not None
+    one, two = load_run(first), load_run(second)
+    assert without_times([cell.info for cell in one.cells]) == without_times([cell.info for cell in two.cells])
+    assert without_times([cell.records for cell in one.cells]) == without_times([cell.records for cell in two.cells])
+    for a, b in zip(one.cells, two.cells, strict=True):
+        images, others = a.images(), b.images()
+        assert images is not None
+        assert others is not None
+        assert all(torch.equal(images[name], others[name]) for name in others)
+
+
+def test_other_settings_are_refused_by_name(tmp_path: Path) -> None:
+    execute(config(), tmp_path / "run")
+    with pytest.raises(GradveilError) as caught:
+        execute(config(victims=1, seeds=[3]), tmp_path / "run")
+    said = str(caught.value)
+    assert "victims (2 there, 1 now)" in said
+    assert "seeds ([0] there, [3] now)" in said
+    assert "--fresh" in said
+    assert "--out" in said
+
+
+def test_fresh_starts_again(tmp_path: Path) -> None:
+    execute(config(), tmp_path / "run")
+    run, display = execute(config(victims=1), tmp_path / "run", fresh=True)
+    assert len(display.finished) == 2
+    assert [len(cell.records) for cell in run.cells] == [1, 1]
+
+
+def test_what_a_killed_process_left_is_removed(tmp_path: Path) -> None:
+    execute(config(), tmp_path / "run")
+    half = tmp_path / "run" / "cells" / "x.tmp-1"
+    half.mkdir()
+    (half / "records.json").write_text("[")
+    (tmp_path / "run" / "run.json.tmp-1").write_text("{")
+    run, display = execute(config(), tmp_path / "run")
+    assert not list((tmp_path / "run").rglob("*.tmp-*"))
+    assert (len(run.cells), display.finished) == (2, [])
+
+
+def test_a_start_that_was_killed_early_is_no_obstacle(tmp_path: Path) -> None:
+    (tmp_path / "run" / "cells").mkdir(parents=True)
+    (tmp_path / "run" / ".lock").touch()
+    (tmp_path / "run" / "run.json.tmp-9").write_text("{")
+    assert len(execute(config(), tmp_path / "run")[0].cells) == 2
+
+
+def test_two_processes_do_not_share_a_run(tmp_path: Path) -> None:
+    with (
+        Store(tmp_path / "run").open(info()),
+        pytest.raises(GradveilError, match="in use by another process"),
+        Store(tmp_path / "run").open(info()),
+    ):
+        pass
+    with Store(tmp_path / "run").open(info()) as store:
+        assert store.info()["name"] == "small"
+
+
+def test_a_failed_cell_is_kept_and_tried_again(tmp_path: Path) -> None:
+    with Store(tmp_path / "run").open(info()) as store:
+        cell = str(store.info()["cells"][0])
+        store.write(cell, Cell({"cell": cell, "failed": "broke"}, []))
+        assert not store.finished(cell)
+    assert load_run(tmp_path / "run").cells[0].failed == "broke"
+    run, display = execute(config(), tmp_path / "run")
+    assert [result.failed for result in run.cells] == [None, None]
+    assert len(display.finished) == 2
+
+
+@pytest.mark.parametrize("content", ["", "{", '{"format": 99}'])
+def test_damaged_files_are_named(tmp_path: Path, content: str) -> None:
+    (tmp_path / "run.json").write_text(content)
+    with pytest.raises(GradveilError, match=r"run\.json"):
+        load_run(tmp_path)
+
+
+def test_damaged_images_are_named(tmp_path: Path) -> None:
+    run, _ = execute(config(), tmp_path / "run")
+    path = run.cells[0].path
+    assert path is not None
+    (path / "images.safetensors").write_bytes(b"x")
+    with pytest.raises(GradveilError, match="is damaged"):
+        run.cells[0].images()
+
+
+def test_folders_that_are_no_runs_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(GradveilError, match="not a run directory"):
+        load_run(tmp_path)
+    (tmp_path / "thesis.txt").write_text("precious")
+    with pytest.raises(GradveilError, match="holds other files"), Store(tmp_path).open(info(), fresh=True):
+        pass
+    assert (tmp_path / "thesis.txt").read_text() == "precious"
+    with pytest.raises(GradveilError, match="is a file"), Store(tmp_path / "thesis.txt").open(info()):
+        pass
+
+
+def test_json_never_holds_nan(tmp_path: Path) -> None:
+    with Store(tmp_path / "run").open(info()) as store:
+        cell = str(store.info()["cells"][0])
+        store.write(cell, Cell({"cell": cell, "distance": float("inf"), "x": float("nan")}, []))
+    text = (tmp_path / "run" / "cells" / cell / "cell.json").read_text()
+    assert json.loads(text, parse_constant=lambda name: pytest.fail(name))["distance"] is None
+    assert plain({"a": (float("-inf"), 1.5)}) == {"a": [None, 1.5]}
+
+
+def test_summary_counts_images() -> None:
+    image = {"mse": 0.1, "psnr": 10.0, "ssim": 0.7}
+    records = [
+        {"status": "budget", "label_accuracy": 1.0, "per_image": [{**image, "success": 1}, {**image, "success": 1}]},
+        {"status": "stalled", "label_accuracy": 0.5, "per_image": [{**image, "success": 1}, {**image, "success": 0}]},
+    ]
+    row = summarise(Cell({"cell": "a", "defence": "none", "seconds": 3.0}, records))
+    low, high = wilson(3, 4)
+    assert (row["asr"], row["asr_low"], row["asr_high"]) == (0.75, low, high)
+    assert (row["victims"], row["images"], row["label_accuracy"]) == (2, 4, 0.75)
+    assert row["statuses"] == {"budget": 1, "stalled": 1}
+    assert row["ssim_mean"] == pytest.approx(0.7)

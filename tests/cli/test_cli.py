@@ -1,0 +1,199 @@
+"""The command line: exit codes, output, and errors without tracebacks."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import gradveil
+from gradveil.cli.app import run
+from gradveil.cli.results import as_csv
+from gradveil.core.errors import GradveilError
+
+RUN = """
+name = "small"
+victims = 2
+attacks = ["ig(iterations=4)"]
+defences = ["none", "prune(0.9)"]
+data = { name = "faces", size = 16 }
+model = { name = "lenet-zhu" }
+"""
+
+
+@pytest.fixture
+def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a small run file, where the commands run."""
+    (tmp_path / "small.toml").write_text(RUN)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def audit(*more: str) -> int:
+    return run(["audit", "small.toml", "--workers", "1", *more])
+
+
+def test_audit_writes_a_run_and_its_report(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert audit() == 0
+    out, err = capsys.readouterr()
+    assert "prune(0.9)" in out
+    assert "ASR" in out
+    assert "runs/small/report.html" in out
+    assert "2 cells of 2 victims" in err
+    assert "[2/2]" in err
+    assert (small / "runs/small/report.html").read_text().startswith("<!")
+
+
+def test_options_win_over_the_file(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--victims", "1", "--defence", "none", "--seed", "3", "--set", "data.size=20", "--no-images", "--json"]
+    assert audit(*words, "--out", "here") == 0
+    (row,) = json.loads(capsys.readouterr().out)
+    assert (row["victims"], row["defence"], row["seed"]) == (1, "none", 3)
+    info = json.loads((small / "here/run.json").read_text())
+    assert info["config"]["data"]["size"] == 20
+    assert info["command"].startswith("gradveil audit small.toml --victims 1 --defence none --seed 3")
+    assert not list((small / "here").rglob("*.safetensors"))
+
+
+def test_the_run_names_no_folder_of_this_machine(small: Path) -> None:
+    assert audit("--out", str(small / "out"), "--data-dir", str(small)) == 0
+    texts = [file.read_text() for file in (small / "out").rglob("*.json")]
+    assert texts
+    assert not any(str(small) in text for text in texts)
+
+
+def test_fail_above_is_a_gate(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert audit("--set", "threshold=-0.99", "--fail-above", "0.5") == 3
+    assert "is above 50%" in capsys.readouterr().err
+    assert audit("--out", "other", "--fail-above", "1") == 0
+
+
+def test_summary(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    audit()
+    capsys.readouterr()
+    assert run(["summary", "runs/small", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    wanted = "model data seed round client defence attack victims asr asr_low asr_high ssim_mean psnr_mean mse_mean"
+    assert len(rows) == 2
+    assert set(f"{wanted} label_accuracy seconds statuses".split()) <= set(rows[0])
+    assert rows[0]["statuses"] == {"budget": 2}
+    assert run(["summary", "runs/small"]) == 0
+    assert "prune(0.9)" in capsys.readouterr().out
+    assert run(["summary", "runs/small", "--csv", "table.csv"]) == 0
+    table = list(csv.DictReader(io.StringIO((small / "table.csv").read_text())))
+    assert [row["defence"] for row in table] == ["none", "prune(0.9)"]
+    assert float(table[0]["ssim_mean"]) == rows[0]["ssim_mean"]
+    assert table[0]["status_budget"] == "2"
+
+
+def test_csv_disarms_formulas() -> None:
+    assert as_csv([{"defence": "=1+1", "asr": None, "statuses": {}}]) == "defence,asr\n'=1+1,\n"
+
+
+def test_report(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    audit()
+    assert run(["report", "runs/small", "--out", "page.html"]) == 0
+    assert "page.html" in capsys.readouterr().out
+    assert (small / "page.html").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["audit", "facs"], "did you mean 'faces'"),
+        (["audit", "small.toml", "--attack", "idg"], "'idg'"),
+        (["audit", "small.toml", "--victims", "0"], "give at least 1"),
+        (["audit", "small.toml", "--set", "x"], "is not key=value"),
+        (["audit", "small.toml", "--victims", "many"], "--victims"),
+        (["audit", "small.toml", "--fail-above", "2"], "--fail-above"),
+        (["audit", "small.toml", "--device", "cuda:77"], "is not there"),
+        (["audit"], "RUN"),
+        (["summary", "nowhere"], "is not a run directory"),
+        (["report", "nowhere"], "is not a run directory"),
+        (["check", "--model", "lenet", "--data", "faces"], "did you mean 'lenet-zhu'"),
+        (["check", "--model", "lenet-zhu", "--data", "face"], "did you mean 'faces'"),
+        (["list", "colours"], "colours"),
+        (["nonsense"], "nonsense"),
+    ],
+)
+@pytest.mark.usefixtures("small")
+def test_wrong_use_exits_with_2_and_no_traceback(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(words) == 2
+    out, err = capsys.readouterr()
+    assert said in err
+    assert "Traceback" not in out + err
+
+
+@pytest.mark.usefixtures("small")
+def test_all_problems_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["audit", "small.toml", "--victims", "0", "--attack", "idg", "--set", "data.siz=3"]) == 2
+    err = capsys.readouterr().err
+    assert "3 problems:" in err
+    assert "did you mean 'size'?" in err
+
+
+def test_debug_shows_the_error() -> None:
+    with pytest.raises(GradveilError, match="bundled run"):
+        run(["audit", "facs"], debug=True)
+
+
+def test_check_finds_nothing_in_a_good_model(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["check", "--model", "lenet-zhu", "--data", "faces"]) == 0
+    assert "can be audited" in capsys.readouterr().out
+
+
+def test_check_finds_problems(small: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    (small / "users_net_of_check.py").write_text(
+        "import torch\n\n\ndef net(channels, size, classes):\n"
+        "    model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(channels * size * size, classes))\n"
+        "    torch.nn.init.constant_(model[1].bias, float('nan'))\n    return model\n"
+    )
+    monkeypatch.syspath_prepend(small)
+    assert run(["check", "--model", "users_net_of_check:net", "--data", "faces", "--json"]) == 1
+    problems = json.loads(capsys.readouterr().out)
+    assert any(problem["severity"] == "error" and "NaN" in problem["what"] for problem in problems)
+
+
+@pytest.mark.parametrize("kind", ["attacks", "defences", "models", "data", "runs"])
+def test_list(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["list", kind, "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert all(row["name"] and row["description"] for row in rows)
+    assert kind == "runs" or all(row["citation"] for row in rows)
+    assert run(["list", kind]) == 0
+    assert rows[0]["name"] in capsys.readouterr().out
+
+
+def test_list_everything(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["list"]) == 0
+    out = capsys.readouterr().out
+    assert all(name in out for name in ("ig-scheliga", "dgp", "lenet-zhu", "patches", "faces"))
+
+
+@pytest.mark.parametrize("command", [[], ["audit"], ["report"], ["summary"], ["list"], ["check"]])
+def test_help_has_examples(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run([*command, "--help"]) == 0
+    out = capsys.readouterr().out
+    assert "Exit codes" in out if not command else "Examples" in out
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["--version"]) == 0
+    assert capsys.readouterr().out.strip() == f"gradveil {gradveil.__version__}"
+
+
+@pytest.mark.processes
+def test_the_module_is_the_command() -> None:
+    words = [sys.executable, "-m", "gradveil", "audit", "facs"]
+    done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 2
+    assert "did you mean 'faces'" in done.stderr
+    debug = subprocess.run([*words, "--debug"], capture_output=True, text=True, check=False, timeout=120)
+    assert "Traceback" in debug.stderr

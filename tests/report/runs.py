@@ -1,0 +1,271 @@
+"""Run directories made by hand: real faces as truths, degraded copies of them as reconstructions, scores computed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from skimage.data import lfw_subset
+from torch import Tensor
+from torch.nn.functional import avg_pool2d, interpolate
+
+from gradveil.metrics import mse, psnr, ssim
+
+PARAMS = 15_826
+DENSE = 4.0 * PARAMS
+
+
+@dataclass(frozen=True)
+class Case:
+    """A defence as the fixture plays it: what each kind of attacker gets out of it (0 nothing, 1 everything)."""
+
+    text: str
+    title: str
+    guarantee: str
+    bytes: float
+    distance: float
+    naive: float
+    full: float | None
+    """None: no attacker who knows the defence was run."""
+    knowledge: str = "neutral"
+
+
+CASES = (
+    Case("none", "No defence: the control of every comparison", "none", DENSE, 0.0, 1.0, None),
+    Case("clip(norm=1.0)", "Scale the update down to a norm", "bounds the update's norm", DENSE, 0.62, 0.96, 0.98),
+    Case(
+        "gaussian(std=0.01)",
+        "Add normal noise to the update",
+        "differential privacy if clipped",
+        DENSE,
+        1.31,
+        0.45,
+        0.52,
+        "sample",
+    ),
+    Case(
+        "prune(ratio=0.9)", "Send zeros in place of the smallest entries", "none", 0.2 * DENSE, 0.41, 0.55, 0.8, "infer"
+    ),
+    Case(
+        "dgp(top=0.05, bottom=0.75)",
+        "Send zeros in place of each layer's largest and smallest entries",
+        "none",
+        0.3 * DENSE,
+        0.93,
+        0.12,
+        0.3,
+        "infer",
+    ),
+    Case(
+        "precode(k=64)", "A variational bottleneck before the last linear layer", "none", 1.12 * DENSE, 0.35, 0.05, None
+    ),
+    Case(
+        "dp(clip=1.0, sigma=1.0)",
+        "Clip each example's gradient, add normal noise",
+        "(ε, δ)-differential privacy",
+        DENSE,
+        38.0,
+        0.02,
+        0.04,
+        "sample",
+    ),
+)
+ATTACKS = (("dlg", "L2 distance of gradients, L-BFGS", 0.93), ("ig", "Cosine distance and total variation", 1.0))
+CITATIONS = {
+    "dlg": "L. Zhu, Z. Liu, S. Han, “Deep Leakage from Gradients”, NeurIPS 2019",
+    "ig": "J. Geiping et al., “Inverting Gradients – How easy is it to break privacy?”, NeurIPS 2020",
+}
+Change = Mapping[str, Any]
+
+
+def faces(count: int, channels: int = 1, size: int = 32) -> Tensor:
+    """The first faces of scikit-image's subset of Labelled Faces in the Wild, [V, 1, C, size, size] in [0, 1]."""
+    images = torch.from_numpy(lfw_subset()[:count].copy()).float()[:, None]
+    large = interpolate(images, size=(size, size), mode="bilinear", align_corners=False)
+    return large.clamp(0, 1).expand(-1, channels, -1, -1)[:, None].contiguous()
+
+
+def degrade(truth: Tensor, quality: float, generator: torch.Generator) -> Tensor:
+    """Mix a truth with noise: every victim gets its own share around `quality`."""
+    victims = truth.shape[0]
+    noise = torch.rand(truth.shape, generator=generator)
+    own = (quality + 0.22 * torch.randn(victims, generator=generator) * (1 - quality) ** 0.5).clamp(0, 1)
+    share = own.reshape(-1, 1, 1, 1, 1) ** 0.7
+    smooth = avg_pool2d(truth.flatten(0, 1), 3, 1, 1).reshape(truth.shape)
+    return (share * (quality * truth + (1 - quality) * smooth) + (1 - share) * noise).clamp(0, 1)
+
+
+def scores(candidate: Tensor, truth: Tensor) -> dict[str, float]:
+    """A control's scores."""
+    similarity = ssim(candidate, truth)
+    rate = float((similarity > 0.5).double().mean())
+    return {"asr": rate, "ssim_mean": float(similarity.mean()), "psnr_mean": float(psnr(candidate, truth).mean())}
+
+
+def controls(candidate: Tensor, truth: Tensor) -> dict[str, dict[str, float]]:
+    """Wrong victim, mean image and class image, from faces that are nobody's."""
+    victims, batch, channels = truth.shape[:3]
+    public = faces(100, channels)[60:].expand(-1, batch, -1, -1, -1)
+    mean, other = public.mean(0, keepdim=True).expand_as(truth), public[:victims].contiguous()
+    named = {"wrong_victim": candidate.roll(1, 0), "mean_image": mean.contiguous(), "class_image": other}
+    return {name: scores(guess, truth) for name, guess in named.items()}
+
+
+def records(candidate: Tensor, truth: Tensor, case: Case) -> list[dict[str, Any]]:
+    """Score every victim."""
+    found = []
+    tables = {"mse": mse(candidate, truth), "psnr": psnr(candidate, truth), "ssim": ssim(candidate, truth)}
+    for v in range(truth.shape[0]):
+        images = [
+            {name: float(table[v, b]) for name, table in tables.items()}
+            | {"success": int(tables["ssim"][v, b] > 0.5), "identified": bool(tables["ssim"][v, b] > 0.3), "matched": b}
+            for b in range(truth.shape[1])
+        ]
+        mean = {name: sum(image[name] for image in images) / len(images) for name in tables}
+        found.append(
+            {
+                "victim": v,
+                "index": v,
+                "label": [0] * len(images),
+                "predicted": [0] * len(images),
+                "status": "converged" if mean["ssim"] > 0.9 else "diverged" if v == 13 else "budget",
+                "iterations": 300,
+                "seconds": 0.4,
+                "objective": mean["mse"],
+                "restart": 0,
+                **mean,
+                "success": int(all(image["success"] for image in images)),
+                "label_accuracy": 1.0,
+                "identified": all(image["identified"] for image in images),
+                "distance": case.distance,
+                "cosine": 1 / (1 + case.distance),
+                "per_image": images,
+            }
+        )
+    return found
+
+
+def cell(case: Case, attack: tuple[str, str, float], belief: str, seed: int, truth: Tensor) -> dict[str, Any]:
+    """Play one cell: its `info`, `records` and `images`."""
+    name, title, skill = attack
+    quality = (case.naive if belief == "naive" or case.full is None else case.full) * skill
+    key = sum(map(ord, case.text + name + belief)) + 1000 * seed
+    candidate = degrade(truth, quality, torch.Generator().manual_seed(key))
+    full = belief == "full"
+    knowledge = {"targets": "known"} | (
+        {"model.*" if "precode" in case.text else "send.*": case.knowledge} if full else {}
+    )
+    info = {
+        "cell": f"lenet-zhu-faces-s{seed}-r0--{case.text}--{name}-{belief}".replace(" ", "")[:60],
+        "model": "lenet-zhu",
+        "data": "faces",
+        "seed": seed,
+        "round": 0,
+        "client": "gradient",
+        "batch": truth.shape[1],
+        "defence": case.text,
+        "defence_title": case.title,
+        "guarantee": case.guarantee,
+        "attack": f"{name}(belief=full)" if full else name,
+        "attack_title": title,
+        "belief": belief,
+        "threshold": 0.5,
+        "grants": ["targets: the true labels"],
+        "knowledge": knowledge,
+        "citations": [CITATIONS[name]],
+        "params": PARAMS,
+        "bytes_dense": DENSE,
+        "bytes_sent": case.bytes,
+        "distance": case.distance,
+        "cosine": 1 / (1 + case.distance),
+        "seconds": 0.4 * truth.shape[0],
+        "row_iterations": 300 * truth.shape[0],
+        "iterations_per_second": 750.0,
+        "plan": [truth.shape[0]],
+        "restarts": 1,
+        "health": {
+            "objective": 0.0007 if quality > 0.5 else 0.012 + case.distance / (1 + case.distance),
+            "objective_initial": 1.04,
+            "diverged": 1 / 16,
+        },
+        "controls": controls(candidate, truth),
+    }
+    return {
+        "info": info,
+        "records": records(candidate, truth, case),
+        "images": {"truth": truth, "reconstruction": candidate},
+    }
+
+
+def beliefs(case: Case) -> Sequence[str]:
+    """Which attackers a case was attacked by."""
+    return ("naive",) if case.full is None else ("naive", "full")
+
+
+def played(
+    victims: int = 16, seeds: Sequence[int] = (0,), cases: Sequence[Case] = CASES, batch: int = 1
+) -> list[dict[str, Any]]:
+    """Play defences x attacks x beliefs x seeds."""
+    flat = faces(victims * batch)
+    truth = flat.reshape(victims, batch, *flat.shape[2:])
+    return [
+        cell(case, attack, belief, seed, truth)
+        for seed in seeds
+        for case in cases
+        for attack in ATTACKS
+        for belief in beliefs(case)
+    ]
+
+
+def write_run(folder: Path, cells: Sequence[Mapping[str, Any]], images: bool = True, **change: Any) -> Path:
+    """Write a run directory in the audit's format."""
+    names = [entry["info"]["cell"] for entry in cells]
+    info = {
+        "format": 1,
+        "name": "faces",
+        "created": "2025-06-01T09:30:00+00:00",
+        "cells": [f"{number:03d}" for number in range(len(names))],
+        "config": {"name": "faces", "data": {"name": "faces"}, "victims": 16, "threshold": 0.5},
+        "config_hash": "0123456789abcdef",
+        "gradveil": "0.1.0",
+        "packages": {"torch": "2.13.0", "numpy": "2.4.6"},
+        "machine": {"python": "3.11.7", "platform": "Linux-x86_64", "cpu": "EPYC", "cores": 2, "device": "cpu"},
+        "command": "gradveil audit faces --seed 0",
+        **change,
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "run.json").write_text(json.dumps(info), "utf-8")
+    for number, entry in enumerate(cells):
+        place = folder / "cells" / f"{number:03d}"
+        place.mkdir(parents=True)
+        (place / "cell.json").write_text(json.dumps(entry["info"]), "utf-8")
+        (place / "records.json").write_text(json.dumps(entry["records"]), "utf-8")
+        if images and entry["images"]:
+            save_file(
+                {name: value.contiguous() for name, value in entry["images"].items()}, place / "images.safetensors"
+            )
+    return folder
+
+
+def failed_cell(message: str) -> dict[str, Any]:
+    """A cell that could not be finished."""
+    keys = (
+        "cell",
+        "model",
+        "data",
+        "seed",
+        "round",
+        "client",
+        "batch",
+        "defence",
+        "defence_title",
+        "attack",
+        "attack_title",
+    )
+    whole = cell(CASES[3], ATTACKS[0], "naive", 0, faces(2))["info"]
+    return {"info": {key: whole[key] for key in keys} | {"failed": message}, "records": [], "images": {}}

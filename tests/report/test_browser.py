@@ -1,0 +1,268 @@
+"""The page in a real browser: headless Chromium, driven through chromedriver, without any network."""
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from selenium import webdriver
+from selenium.webdriver.chrome.service import Service
+from selenium.webdriver.common.by import By
+from selenium.webdriver.common.keys import Keys
+from selenium.webdriver.remote.webelement import WebElement
+from selenium.webdriver.support.ui import Select, WebDriverWait
+
+from gradveil.report import write_report
+from tests.report.runs import failed_cell, played, write_run
+
+pytestmark = pytest.mark.processes
+
+FLAGS = (
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--no-first-run",
+    "--disable-dev-shm-usage",
+    "--hide-scrollbars",
+)
+Browser = webdriver.Chrome
+
+
+@pytest.fixture(scope="module")
+def address(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A report with every kind of content."""
+    run = write_run(tmp_path_factory.mktemp("runs") / "run", [*played(seeds=(0, 1)), failed_cell("boom")])
+    return write_report(run).as_uri()
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    """One Chromium for all tests; each opens the page anew."""
+    found = {name: shutil.which(name) for name in ("chromium", "chromedriver")}
+    lacking = [name for name, path in found.items() if path is None]
+    if lacking:
+        pytest.fail(
+            f"{' and '.join(lacking)} not found: `apt-get install chromium chromium-driver`, or run `make browser`"
+        )
+    options = webdriver.ChromeOptions()
+    options.binary_location = str(found["chromium"])
+    for flag in (*FLAGS, f"--user-data-dir={tmp_path_factory.mktemp('profile')}"):
+        options.add_argument(flag)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    driver = webdriver.Chrome(options=options, service=Service(str(found["chromedriver"])))
+    yield driver
+    driver.quit()
+
+
+def visit(browser: Browser, address: str, width: int = 1280, scheme: str = "light") -> None:
+    """Open the page at a width and in a colour scheme, with nothing remembered from before."""
+    browser.get("about:blank")
+    browser.get_log("browser")
+    size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 500}
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+    features = {"prefers-color-scheme": scheme, "prefers-reduced-motion": "reduce"}
+    media = [{"name": name, "value": value} for name, value in features.items()]
+    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": media})
+    browser.get(address)
+    browser.execute_script("localStorage.clear()")
+    browser.refresh()
+    WebDriverWait(browser, 20).until(lambda b: b.execute_script("return document.readyState === 'complete'"))
+
+
+def all_of(browser: Browser, selector: str) -> list[WebElement]:
+    return browser.find_elements(By.CSS_SELECTOR, selector)
+
+
+def one(browser: Browser, selector: str) -> WebElement:
+    return browser.find_element(By.CSS_SELECTOR, selector)
+
+
+def column(browser: Browser, key: str) -> list[str]:
+    """The shown values of a column, top to bottom."""
+    script = """
+        const heads = [...document.querySelectorAll('#cells thead th')];
+        const at = heads.findIndex((head) => head.dataset.key === arguments[0]);
+        return [...document.querySelectorAll('#cells tbody tr')].map((row) => row.cells[at].dataset.sort);
+    """
+    return browser.execute_script(script, key)
+
+
+def background(browser: Browser) -> list[int]:
+    value = browser.execute_script("return getComputedStyle(document.body).backgroundColor")
+    return [int(part) for part in value[value.index("(") + 1 : -1].split(",")[:3]]
+
+
+def painted(browser: Browser, selector: str) -> list[list[int]]:
+    """The distinct grey values of the canvases, once all that are near the window are painted."""
+    script = """
+        return [...document.querySelectorAll(arguments[0])].map((canvas) =>
+            [...new Set(canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height).data)]);
+    """
+    WebDriverWait(browser, 20).until(lambda b: not all_of(b, f"{selector}:not([data-painted])"))
+    return browser.execute_script(script, selector)
+
+
+def show(browser: Browser, selector: str) -> None:
+    browser.execute_script("arguments[0].scrollIntoView({behavior: 'instant'})", one(browser, selector))
+
+
+@pytest.mark.parametrize(("width", "scheme"), [(1280, "light"), (375, "dark")])
+def test_opens_without_console_messages_or_requests(browser: Browser, address: str, width: int, scheme: str) -> None:
+    visit(browser, address, width, scheme)
+    for selector in ("#tradeoffs", "#images", "#table", "#method"):
+        show(browser, selector)
+    assert browser.get_log("browser") == []
+    names = browser.execute_script("return performance.getEntriesByType('resource').map((entry) => entry.name)")
+    assert [name for name in names if not name.startswith("data:")] == []
+    assert len(all_of(browser, ".verdict")) == 7
+
+
+@pytest.mark.parametrize("key", ["ssim", "bytes_sent", "defence"])
+def test_table_sorts_both_ways_by_keyboard(browser: Browser, address: str, key: str) -> None:
+    visit(browser, address)
+    before = column(browser, "cell")
+    head = one(browser, f"#cells th[data-key='{key}']")
+    first, second = ("ascending", "descending") if key == "defence" else ("descending", "ascending")
+    for order in (first, second):
+        head.find_element(By.TAG_NAME, "button").send_keys(Keys.ENTER)
+        assert head.get_attribute("aria-sort") == order
+        assert len(all_of(browser, "#cells th[aria-sort]")) == 1
+        shown = column(browser, key)
+        values = shown if key == "defence" else [float(value) for value in shown]
+        assert values == sorted(values, reverse=order == "descending")
+        assert len(set(values)) > 1
+    assert sorted(column(browser, "cell")) == sorted(before)
+    assert column(browser, "cell") != before
+
+
+def test_sorting_moves_whole_rows(browser: Browser, address: str) -> None:
+    visit(browser, address)
+    before = set(zip(column(browser, "cell"), column(browser, "ssim"), column(browser, "distance"), strict=True))
+    one(browser, "#cells th[data-key='distance'] button").click()
+    after = zip(column(browser, "cell"), column(browser, "ssim"), column(browser, "distance"), strict=True)
+    assert set(after) == before
+    assert len(before) == 48
+
+
+def test_images_are_there(browser: Browser, address: str) -> None:
+    visit(browser, address)
+    widths = browser.execute_script(
+        "return [...document.querySelectorAll('.sheets img')].map((img) => img.naturalWidth)"
+    )
+    assert len(widths) > 40
+    assert set(widths) == {8 * 32}
+    show(browser, "#images")
+    assert len(all_of(browser, ".matrix canvas")) == 8 * 8
+    assert all(len(values) > 20 for values in painted(browser, ".matrix canvas"))
+    show(browser, "#gallery")
+    assert len(all_of(browser, "#gallery .pair")) == 24
+    assert all(len(values) > 20 for values in painted(browser, "#gallery .pair:nth-child(-n+8) canvas"))
+    assert all(canvas.size["width"] > 60 for canvas in all_of(browser, "#gallery canvas"))
+
+
+def test_gallery_is_sorted_by_leak_and_filters(browser: Browser, address: str) -> None:
+    visit(browser, address)
+    similarity = "return [...document.querySelectorAll('#gallery b')].map((b) => parseFloat(b.textContent.slice(5)))"
+    Select(one(browser, "#by-defence")).select_by_value("dgp(top=0.05, bottom=0.75)")
+    Select(one(browser, "#by-seed")).select_by_value("1")
+    values = browser.execute_script(similarity)
+    assert values == sorted(values, reverse=True)
+    assert one(browser, "#shown").text == "24 of 64 pairs"
+    assert all("dgp(" in caption.text for caption in all_of(browser, "#gallery figcaption"))
+    one(browser, "#more").click()
+    assert one(browser, "#shown").text == "64 of 64 pairs"
+    Select(one(browser, "#by-result")).select_by_value("yes")
+    assert all(value > 0.5 for value in browser.execute_script(similarity))
+
+
+def test_plots_have_points_tooltips_and_a_legend(browser: Browser, address: str) -> None:
+    visit(browser, address)
+    show(browser, "#tradeoffs")
+    assert [len(all_of(browser, f".plot[data-axis='{axis}'] .point")) for axis in ("bytes", "distance")] == [48, 48]
+    tip = one(browser, "#tip")
+    assert not tip.is_displayed()
+    point = all_of(browser, ".plot .point")[0]
+    browser.execute_script("arguments[0].focus()", point)
+    assert tip.is_displayed()
+    assert "16 of 16 recovered, 100% (80.6–100%)" in tip.text
+    dots = ".plot[data-axis='bytes'] .point"
+    before = [dot.get_attribute("transform") for dot in all_of(browser, dots)]
+    one(browser, "#legend button:last-child").click()
+    assert len(all_of(browser, dots)) == 40
+    one(browser, "#legend button:last-child").click()
+    one(browser, "[data-measure='ssim']").click()
+    after = [dot.get_attribute("transform") for dot in all_of(browser, dots)]
+    assert len(after) == len(before) == 48
+    assert after != before
+
+
+@pytest.mark.parametrize("width", [375, 320])
+def test_readable_at_phone_width(browser: Browser, address: str, width: int) -> None:
+    visit(browser, address, width)
+    for details in all_of(browser, "details"):
+        browser.execute_script("arguments[0].open = true", details)
+    assert browser.execute_script("return document.documentElement.scrollWidth") == width
+    outside = """
+        return [...document.querySelectorAll('main *, header *, footer *')].filter((node) => {
+            const box = node.getBoundingClientRect();
+            return box.width && box.right > arguments[0] + 0.5 && !node.closest('.scroll, pre, .hidden, .skip');
+        }).map((node) => node.outerHTML.slice(0, 80));
+    """
+    assert browser.execute_script(outside, width) == []
+    wide = one(browser, "#table .scroll")
+    assert browser.execute_script("return arguments[0].scrollWidth > arguments[0].clientWidth", wide)
+    small = (
+        "return [...document.querySelectorAll('p, td, dd, li')].map((n) => parseFloat(getComputedStyle(n).fontSize))"
+    )
+    assert min(browser.execute_script(small)) >= 11.5
+
+
+def test_dark_mode_follows_the_system_and_the_button(browser: Browser, address: str) -> None:
+    visit(browser, address)
+    assert min(background(browser)) > 230
+    visit(browser, address, scheme="dark")
+    assert max(background(browser)) < 60
+    colour = browser.execute_script("return getComputedStyle(document.body).color")
+    assert int(colour[colour.index("(") + 1 :].split(",")[0]) > 200
+    one(browser, "#theme").click()
+    assert min(background(browser)) > 230
+    browser.refresh()
+    assert min(background(browser)) > 230
+
+
+def test_paper_is_light_and_nothing_is_cut_off(browser: Browser, address: str) -> None:
+    visit(browser, address, 760, scheme="dark")
+    media = {"media": "print", "features": [{"name": "prefers-color-scheme", "value": "dark"}]}
+    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", media)
+    try:
+        assert background(browser) == [255, 255, 255]
+        assert browser.execute_script("return document.documentElement.scrollWidth") <= 760
+        assert not one(browser, "#theme").is_displayed()
+    finally:
+        browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": ""})
+
+
+def test_works_without_scripts(browser: Browser, address: str) -> None:
+    browser.execute_cdp_cmd("Emulation.setScriptExecutionDisabled", {"value": True})
+    try:
+        browser.get(address)
+        assert one(browser, ".sheets img").is_displayed()
+        assert "recovers" in one(browser, ".sentence").text
+        assert len(all_of(browser, "#cells tbody tr")) == 48
+    finally:
+        browser.execute_cdp_cmd("Emulation.setScriptExecutionDisabled", {"value": False})
+
+
+def test_scripted_text_stays_text(browser: Browser, tmp_path: Path) -> None:
+    entries = played(victims=2)[:4]
+    for entry in entries:
+        for key in ("defence", "defence_title", "attack", "attack_title", "model"):
+            entry["info"][key] = "<img src=x onerror='window.hacked = 1'></script><script>window.hacked = 1</script>"
+    visit(browser, write_report(write_run(tmp_path / "run", entries)).as_uri())
+    show(browser, "#gallery")
+    assert browser.execute_script("return window.hacked") is None
+    assert "onerror" in one(browser, "#gallery figcaption").text
+    assert browser.get_log("browser") == []

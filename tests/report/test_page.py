@@ -1,0 +1,245 @@
+"""The page as text: everything in it, nothing from outside, every foreign text escaped."""
+
+import copy
+import csv
+import io
+import json
+import re
+import stat
+import urllib.request
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gradveil.audit.store import load_run
+from gradveil.core.errors import GradveilError
+from gradveil.report import page, write_report
+from gradveil.report.table import COLUMNS
+from tests.report.runs import CASES, failed_cell, played, write_run
+
+EVIL = "<script>alert(1)</script>\"'&{{ 7 * 7 }}"
+
+
+class Reader(HTMLParser):
+    """Collects what a page loads, links to, and says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.addresses: list[str] = []
+        self.tags: list[str] = []
+        self.words: list[str] = []
+        self.skipping = False
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.skipping = tag in ("script", "style")
+        self.addresses += [value or "" for name, value in attrs if name in ("src", "href", "srcset", "action")]
+
+    def handle_endtag(self, tag: str) -> None:
+        self.skipping = False
+
+    def handle_data(self, data: str) -> None:
+        if not self.skipping:
+            self.words.append(data)
+
+    @property
+    def text(self) -> str:
+        return " ".join(" ".join(self.words).split())
+
+
+def read(html: str) -> Reader:
+    reader = Reader()
+    reader.feed(html)
+    return reader
+
+
+@pytest.fixture(scope="module")
+def cells() -> list[dict[str, Any]]:
+    return played(victims=4, cases=CASES[:6])
+
+
+@pytest.fixture
+def run(tmp_path: Path, cells: list[dict[str, Any]]) -> Path:
+    return write_run(tmp_path / "run", cells)
+
+
+def test_report_lies_in_the_run_directory_for_its_owner_only(run: Path) -> None:
+    out = write_report(run)
+    assert out == run / "report.html"
+    assert stat.S_IMODE(out.stat().st_mode) == 0o600
+    first = out.read_bytes()
+    assert write_report(run).read_bytes() == first
+    assert [path.name for path in run.iterdir() if "tmp" in path.name] == []
+
+
+def test_report_goes_where_it_is_told(run: Path, tmp_path: Path) -> None:
+    assert write_report(run, tmp_path / "deep" / "page.html").read_text("utf-8").startswith("<!doctype html>")
+
+
+def test_nothing_is_loaded_from_outside(run: Path) -> None:
+    html = page(load_run(run))
+    addresses = read(html).addresses
+    assert len(addresses) > 10
+    assert [a for a in addresses if not a.startswith(("data:", "#"))] == []
+    assert "http" + "s://" not in html
+    assert not re.search(r"@import|url\(|fetch\(|XMLHttpRequest|WebSocket", html)
+    assert "default-src 'none'" in html
+
+
+def test_what_a_reader_must_find(run: Path, cells: list[dict[str, Any]]) -> None:
+    text = read(page(load_run(run))).text
+    for said in (
+        "lenet-zhu on faces, one gradient of 1 image",
+        "An honest-but-curious server",
+        "Handed over besides: the true labels.",
+        "Without a defence, an attacker recovers 4 of 4 images (100%, 95% CI 51–100%).",
+        "An attacker who knows this defence recovers",
+        "No attacker who knows this defence was run, so a low number here is not evidence of safety.",
+        "prior-only floor",
+        "wrong victim",
+        "Upper bound, not an attacker:",
+        "targets: the true labels",
+        "gradveil audit faces --seed 0",
+        "torch 2.13.0",
+        "0123456789abcdef",
+        "NeurIPS 2019",
+        "bounds the update's norm",
+        f"{4 * len(cells)} victim runs",
+        "EPYC, 2 cores, cpu",
+        "2025-06-01 09:30 UTC",
+    ):
+        assert said in text, said
+
+
+def test_the_attack_with_the_highest_rate_stands_first(run: Path) -> None:
+    html = page(load_run(run))
+    for article in html.split('<article class="verdict')[1:]:
+        rates = [float(rate) for rate in re.findall(r"<td>([\d.]+)% \(", article)]
+        assert len(rates) > 1
+        assert rates == sorted(rates, reverse=True)
+        assert f"({rates[0]:g}%, 95% CI" in article
+    (body,) = re.findall(r'<table class="sortable".*?<tbody>(.*?)</tbody>', html, re.S)
+    rates = [float(re.findall(r'data-sort="([^"]*)"', line)[3]) for line in body.split("<tr>")[1:]]
+    assert rates == sorted(rates, reverse=True)
+    assert rates[0] > rates[-1]
+
+
+def test_every_foreign_text_is_escaped(tmp_path: Path, cells: list[dict[str, Any]]) -> None:
+    bad = copy.deepcopy(cells[4:8])
+    for entry in bad:
+        for key, value in entry["info"].items():
+            if isinstance(value, str) and key != "belief":
+                entry["info"][key] = value + EVIL
+        entry["info"]["knowledge"] = {EVIL: EVIL}
+        entry["info"]["grants"] = [EVIL]
+        entry["info"]["citations"] = [EVIL]
+        for record in entry["records"]:
+            record["status"] = EVIL
+    broken = failed_cell(EVIL)
+    changes = {
+        "name": EVIL,
+        "command": EVIL,
+        "machine": {"cpu": EVIL},
+        "packages": {EVIL: EVIL},
+        "config": {EVIL: EVIL},
+    }
+    html = page(load_run(write_run(tmp_path / "run", [*bad, broken], gradveil=EVIL, **changes)))
+    plain = page(load_run(write_run(tmp_path / "plain", cells[4:8])))
+    assert "<script>alert" not in html
+    assert read(html).tags.count("script") == read(plain).tags.count("script")
+    assert "alert(1)" in read(html).text
+    data = re.search(r'<script type="application/json" id="data">(.*?)</script>', html, re.S)
+    assert data is not None
+    assert EVIL in json.loads(data[1])["rows"][0]["defence"]
+
+
+def test_no_images_is_said(tmp_path: Path, cells: list[dict[str, Any]]) -> None:
+    html = page(load_run(write_run(tmp_path / "run", cells[:3], images=False)))
+    assert "This run kept no images" in read(html).text
+    assert "<img" not in html
+
+
+def test_failed_and_unfinished_cells_are_named(tmp_path: Path, cells: list[dict[str, Any]]) -> None:
+    run = write_run(tmp_path / "run", [*cells[:2], failed_cell("RuntimeError: out of memory")])
+    info = json.loads((run / "run.json").read_text("utf-8"))
+    (run / "run.json").write_text(json.dumps(info | {"cells": [*info["cells"], "later-1", "later-2"]}), "utf-8")
+    text = read(page(load_run(run))).text
+    assert "1 of 3 attack runs failed" in text
+    assert "RuntimeError: out of memory" in text
+    assert "1 whole attack run failed" in text
+    assert "2 of 5 attack runs have not been done yet" in text
+
+
+def test_a_run_in_which_everything_failed_still_gives_a_page(tmp_path: Path) -> None:
+    text = read(page(load_run(write_run(tmp_path / "run", [failed_cell("boom")])))).text
+    assert "there is nothing to judge" in text
+    assert "boom" in text
+
+
+def test_csv_holds_the_table(run: Path, cells: list[dict[str, Any]]) -> None:
+    html = page(load_run(run))
+    (address,) = [a for a in read(html).addresses if a.startswith("data:text/csv")]
+    with urllib.request.urlopen(address) as answer:
+        rows = list(csv.DictReader(io.StringIO(answer.read().decode("utf-8"))))
+    assert len(rows) == len(cells)
+    for row, entry in zip(rows, cells, strict=True):
+        images = [image for record in entry["records"] for image in record["per_image"]]
+        assert float(row["asr"]) == sum(image["ssim"] > 0.5 for image in images) / len(images)
+        assert float(row["ssim"]) == pytest.approx(sum(image["ssim"] for image in images) / len(images))
+        assert row["defence"] == entry["info"]["defence"]
+        assert float(row["floor_mean"]) == entry["info"]["controls"]["mean_image"]["asr"]
+
+
+def test_csv_disarms_formulas(tmp_path: Path, cells: list[dict[str, Any]]) -> None:
+    armed = copy.deepcopy(cells[4])
+    armed["info"]["defence"] = "=1+1"
+    (address,) = [a for a in read(page(load_run(write_run(tmp_path / "run", [armed])))).addresses if "csv" in a]
+    with urllib.request.urlopen(address) as answer:
+        assert answer.read().decode("utf-8").splitlines()[1].startswith("'=1+1,")
+
+
+def test_lpips_is_a_column_or_a_reason(tmp_path: Path, cells: list[dict[str, Any]]) -> None:
+    with_score, with_reason = copy.deepcopy(cells[0]), copy.deepcopy(cells[0])
+    for record in with_score["records"]:
+        record["lpips"] = 0.25
+    with_reason["info"]["missing"] = {"lpips": "the package lpips is not installed"}
+    first = page(load_run(write_run(tmp_path / "a", [with_score])))
+    second = page(load_run(write_run(tmp_path / "b", [with_reason])))
+    assert 'data-key="lpips"' in first
+    assert 'data-key="lpips"' not in second
+    assert "No LPIPS column: the package lpips is not installed." in read(second).text
+
+
+def test_legacy_readings_are_not_columns(tmp_path: Path, cells: list[dict[str, Any]]) -> None:
+    legacy = copy.deepcopy(cells[0])
+    for record in legacy["records"]:
+        record["ssim_rescaled"] = record["mse_adadefense"] = 77.25
+    html = page(load_run(write_run(tmp_path / "run", [legacy])))
+    assert "77.25" not in html
+    assert not any("adadefense" in column.key or "rescaled" in column.key for column in COLUMNS)
+
+
+def test_colour_images_and_batches(tmp_path: Path) -> None:
+    entries = played(victims=2, cases=CASES[:2], batch=2)
+    for entry in entries:
+        entry["images"] = {name: value.expand(-1, -1, 3, -1, -1) for name, value in entry["images"].items()}
+    text = read(page(load_run(write_run(tmp_path / "run", entries)))).text
+    assert "one gradient of 2 images" in text
+    assert "recovers 4 of 4 images" in text
+
+
+def test_a_place_that_cannot_be_written_is_refused(tmp_path: Path, cells: list[dict[str, Any]]) -> None:
+    run = write_run(tmp_path / "run", [cells[0]])
+    (tmp_path / "file").touch()
+    with pytest.raises(GradveilError, match="is a folder"):
+        write_report(run, tmp_path)
+    with pytest.raises(GradveilError, match="cannot be written"):
+        write_report(run, tmp_path / "file" / "report.html")
+
+
+def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(GradveilError, match="is not a run directory"):
+        write_report(tmp_path)
+    assert list(tmp_path.iterdir()) == []

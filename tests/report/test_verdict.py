@@ -1,0 +1,181 @@
+"""The sentences, what must stand beside them, and which cell they quote."""
+
+from typing import Any
+
+import pytest
+
+from gradveil.audit.store import Cell
+from gradveil.metrics import wilson
+from gradveil.report.build import cards
+from gradveil.report.health import complaints
+from gradveil.report.rows import Row
+from gradveil.report.verdict import Verdict, verdicts
+
+HEALTHY = {"objective": 0.01, "objective_initial": 1.0, "diverged": 0.0}
+CONTROLS = {
+    name: {"asr": 0.0, "ssim_mean": 0.1, "psnr_mean": 9.0} for name in ("wrong_victim", "mean_image", "class_image")
+}
+
+
+def row(won: int, of: int = 32, **change: Any) -> Row:
+    """A cell in which the first `won` victims were recovered (or those of `which`)."""
+    which = change.pop("which", range(won))
+    ssim = change.pop("ssim", 0.3)
+    identified = change.pop("identified", False)
+    records = []
+    for victim in range(of):
+        image = {"ssim": ssim, "success": int(victim in which), "identified": identified, "matched": 0}
+        records.append({"victim": victim, "ssim": ssim, "status": "budget", "per_image": [image]})
+    info = {
+        "model": "lenet", "data": "faces", "client": "gradient", "batch": 1, "round": 0, "seed": 0,
+        "defence": "dgp", "attack": "ig", "belief": "full", "knowledge": {"targets": "known"},
+        "health": HEALTHY, "controls": CONTROLS, "bytes_sent": 10.0, "bytes_dense": 20.0,
+    }  # fmt: skip
+    return Row(change.pop("number", 0), Cell(info | change, records))
+
+
+BARE = row(32, defence="none", belief="naive", number=90)
+
+
+def judge(*rows: Row) -> Verdict:
+    """The verdict on `dgp`, beside an undefended control."""
+    (found,) = [v for v in verdicts([*rows, BARE]) if v.best.defence == "dgp"]
+    return found
+
+
+def test_an_adaptive_attacker_is_quoted_with_wilsons_interval() -> None:
+    verdict = judge(row(31))
+    expected = "An attacker who knows this defence recovers 31 of 32 images (96.9%, 95% CI 84.3–99.4%)."
+    assert verdict.sentence == expected
+    assert verdict.level == "exposed"
+    assert verdict.notes == ()
+
+
+def test_a_naive_attacker_alone_is_no_evidence_of_safety() -> None:
+    verdict = judge(row(0, belief="naive"))
+    assert verdict.sentence == "An attacker who ignores this defence recovers 0 of 32 images (0%, 95% CI 0–10.7%)."
+    assert any("not evidence of safety" in note for note in verdict.notes)
+    assert verdict.level == "unproven"
+    assert not any("evidence" in note for note in judge(row(0)).notes)
+
+
+def test_the_strongest_attacker_comes_first_and_equal_rates_prefer_him_who_knows() -> None:
+    weak, strong = row(3), row(20, belief="naive", attack="dlg")
+    verdict = judge(weak, strong)
+    assert verdict.best is strong
+    assert [r.recovered for r in verdict.rows] == [20, 3]
+    assert any("less than one who ignores it" in note for note in verdict.notes)
+    equal = judge(row(3, belief="naive", ssim=0.4), row(3, ssim=0.2))
+    assert equal.best.attacker == "adaptive"
+
+
+def test_handed_over_randomness_is_an_upper_bound_only() -> None:
+    told = row(32, knowledge={"model.*": "known"}, attack="ig(told)")
+    verdict = judge(told, row(0))
+    assert verdict.best.recovered == 0
+    assert any(note.startswith("Upper bound") and "32 of 32" in note for note in verdict.notes)
+    alone = judge(told)
+    assert alone.sentence.startswith("An attacker who was handed this defence's random values recovers 32 of 32")
+    assert any("upper bound" in note for note in alone.notes)
+
+
+@pytest.mark.parametrize("how", ["sample", "neutral", "optimise", "infer"])
+@pytest.mark.parametrize("defence", ["dropout(0.5)", "prune(0.9) + precode", "Dropout(0.5)", 'dropout(where="a+b")'])
+def test_drawing_the_masks_afresh_is_not_knowing_them(defence: str, how: str) -> None:
+    searched = how in ("optimise", "infer")
+    attacked = row(0, defence=defence, knowledge={"targets": "known", "model.*": how})
+    (verdict,) = [v for v in verdicts([attacked, BARE]) if not v.undefended]
+    assert verdict.level == ("held" if searched else "unproven")
+    assert any("instead of searching" in note for note in verdict.notes) is not searched
+    assert ("Lowest rate, not proven" in {card["label"] for card in cards([verdict], [])}) is not searched
+    plain = row(0, defence="prune(0.9)", knowledge={"model.*": how})
+    assert [v.level for v in verdicts([plain, BARE]) if not v.undefended] == ["held"]
+
+
+def test_seeds_are_never_pooled() -> None:
+    verdict = judge(row(1), row(5, seed=1), row(2, seed=2))
+    assert "recovers 5 of 32 images on the worst of 3 seeds" in verdict.sentence
+    assert [(seed, r.recovered) for seed, r in verdict.seeds] == [(0, 1), (1, 5), (2, 2)]
+    assert any("1 of 32 (seed 0), 5 of 32 (seed 1) and 2 of 32 (seed 2)" in note for note in verdict.notes)
+    assert verdict.best.bounds == wilson(5, 32)
+
+
+def test_the_union_counts_victims_of_the_quoted_seed_once() -> None:
+    verdict = judge(row(0, which={0, 1}), row(0, which={1, 5}, attack="dlg"), row(0, which={9}, seed=1))
+    assert verdict.union is not None
+    assert (verdict.union.recovered, verdict.union.images, verdict.union.attackers) == (3, 32, 2)
+    assert (verdict.union.low, verdict.union.high) == wilson(3, 32)
+    assert judge(row(3)).union is None
+
+
+@pytest.mark.parametrize(
+    ("attacked", "level"),
+    [
+        ({"won": 16}, "exposed"),
+        ({"won": 15}, "leaks"),
+        ({"won": 0}, "held"),
+        ({"won": 2, "controls": CONTROLS | {"mean_image": {"asr": 0.1}}}, "held"),
+        ({"won": 2, "controls": CONTROLS | {"mean_image": {"asr": 0.1}}, "identified": True}, "leaks"),
+        ({"won": 4, "controls": CONTROLS | {"mean_image": {"asr": 0.1}}}, "leaks"),
+        ({"won": 0, "belief": "naive"}, "unproven"),
+        ({"won": 0, "health": HEALTHY | {"objective": 0.95}}, "unclear"),
+        ({"won": 0, "health": HEALTHY | {"diverged": 0.5}}, "unclear"),
+        ({"won": 20, "health": HEALTHY | {"objective": 0.95}}, "exposed"),
+    ],
+)
+def test_levels(attacked: dict[str, Any], level: str) -> None:
+    assert judge(row(**attacked)).level == level
+
+
+@pytest.mark.parametrize(
+    ("health", "said"),
+    [
+        (HEALTHY | {"objective": 0.91}, "did not fall (1 at the start, 0.91 at the end)"),
+        (HEALTHY | {"diverged": 0.75}, "75% of its runs diverged"),
+        (HEALTHY | {"objective": None}, "no restart ended with a finite objective"),
+    ],
+)
+def test_a_broken_attack_is_complained_about(health: dict[str, Any], said: str) -> None:
+    assert said in "; ".join(complaints(row(0, health=health), [BARE]))
+    assert complaints(row(0), [BARE]) == []
+
+
+def test_an_attack_that_fails_without_a_defence_proves_nothing() -> None:
+    poor = row(3, defence="none", belief="naive")
+    (verdict,) = [v for v in verdicts([row(0), poor]) if v.best.defence == "dgp"]
+    assert verdict.level == "unclear"
+    assert "it recovers only 3 of 32 images without any defence" in verdict.doubts
+    (alone,) = verdicts([row(0)])
+    assert "nothing shows that the attack works" in alone.doubts[0]
+
+
+def test_the_control_is_the_same_attack_with_any_belief() -> None:
+    bare = [row(2, defence="none", belief="naive", attack="dlg"), BARE]
+    assert complaints(row(0, attack="ig(belief=full)"), bare) == []
+    assert "only 2 of 32" in complaints(row(0, attack="dlg(belief=full)"), bare)[0]
+
+
+def test_settings_are_judged_apart() -> None:
+    found = verdicts([BARE, row(0), row(32, model="resnet"), row(1, batch=4)])
+    assert len(found) == 4
+    assert len({v.setting for v in found}) == 3
+
+
+def test_a_batch_counts_images_not_victims() -> None:
+    cell = row(0, of=1).cell
+    images = [{"ssim": s, "success": int(s > 0.5), "identified": None, "matched": 0} for s in (0.9, 0.8, 0.1)]
+    batch = Row(0, Cell(cell.info | {"batch": 3}, [cell.records[0] | {"per_image": images}]))
+    assert (batch.recovered, batch.images, batch.asr) == (2, 3, 2 / 3)
+    assert "2 of 3 images" in verdicts([batch])[0].sentence
+
+
+def test_cards_name_the_best_defence_that_was_really_tested() -> None:
+    naive = row(0, belief="naive", defence="precode")
+    doubted = row(0, defence="dp", health=HEALTHY | {"objective": 0.99})
+    found = {card["label"]: card for card in cards(verdicts([BARE, naive, doubted, row(4)]), [])}
+    best = found["Best defence against attackers who know it"]
+    assert best["detail"].startswith("dgp")
+    assert best["value"] == "12.5%"
+    assert found["Recovered without a defence"]["value"] == "100%"
+    assert found["Its price: bytes of an update"]["value"] == "10 B"
+    assert "Lowest rate, not proven" in {card["label"] for card in cards(verdicts([BARE, naive]), [])}
