@@ -1,0 +1,1 @@
+"""Published tables, run again and compared."""

@@ -1,0 +1,1 @@
+"""Gradveil's defences inside other people's federated learning frameworks."""

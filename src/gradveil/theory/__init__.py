@@ -1,0 +1,1 @@
+"""Bounds and privacy accounting: what is known without running an attack."""

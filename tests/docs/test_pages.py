@@ -1,0 +1,41 @@
+"""The code on the documentation's pages runs, is as short as promised, and does what the page says."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+def blocks(page):
+    return re.findall(r"```python\n(.*?)```", (DOCS / page).read_text("utf-8"), re.DOTALL)
+
+
+def execute(page):
+    space: dict = {"__name__": "docs"}
+    for block in blocks(page):
+        exec(compile(block, page, "exec"), space)
+    return space
+
+
+@pytest.mark.parametrize("page", ["add-a-defence.md", "add-an-attack.md"])
+def test_adding_one_takes_at_most_thirty_lines(page):
+    for block in blocks(page)[:-1]:
+        assert len([line for line in block.splitlines() if line.strip()]) <= 30
+
+
+def test_a_defence_of_the_page_meets_naive_and_knowing_attackers():
+    cells = {(c["defence"], c["attack"]): c for c in execute("add-a-defence.md")["result"].summary()}
+    assert {name for name, _ in cells} == {"none", "sign-bits", "gaussian(std=0.01) + sign-bits"}
+    assert all(cell["failed"] is None for cell in cells.values())
+    naive, knowing = (cells["sign-bits", f"{name}(iterations=300)"] for name in ("ig", "cdia"))
+    assert knowing["distance"] == naive["distance"] > 0.1
+
+
+def test_attacks_of_the_page_recover_and_pruning_changes_that():
+    cells = {(c["defence"], c["attack"]): c for c in execute("add-an-attack.md")["result"].summary()}
+    assert all(cell["failed"] is None for cell in cells.values())
+    assert cells["none", "first-layer"]["psnr_mean"] > 40
+    assert cells["prune(0.9)", "first-layer"]["psnr_mean"] < 30
+    assert cells["none", "patient"]["label_accuracy"] == 1.0
