@@ -12,6 +12,8 @@ from gradveil.attacks.base import Progress
 from gradveil.audit.cell import cells
 from gradveil.audit.display import Screen, legend, result_table
 from gradveil.audit.store import Cell
+from gradveil.core.words import interval, percent
+from gradveil.metrics import wilson
 from tests.audit.runs import config
 
 
@@ -46,7 +48,7 @@ def test_plain_lines_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
     play(Screen(out), [Progress(0, 2, i, 10, 0.5) for i in range(1, 9)])
     assert text(out).splitlines() == [
         "2 cells of 2 victims",
-        "[1/2] ig(iterations=6, report=2) against none, seed 0: ASR 75%, SSIM 0.60, 2 s",
+        "[1/2] ig(iterations=6, report=2) against none, seed 0: ASR 75%, SSIM 0.60, 2.0 s",
     ]
     monkeypatch.setattr("time.monotonic", iter(range(0, 10_000, 20)).__next__)
     slow = console(terminal=False)
@@ -81,8 +83,17 @@ def test_the_table_has_the_strongest_attack_first() -> None:
     out.print(result_table(rows))
     lines = [line.split() for line in text(out).splitlines()]
     assert [line[:2] for line in lines[1:]] == [["none", "dlg"], ["none", "ig"], ["dgp", "ig"], ["dgp", "gi"]]
-    assert lines[1][2:] == ["100%", "51%-100%", "25%", "0.60", "10.0", "0.5"]
+    assert lines[1][2:] == ["100%", "51–100%", "25%", "0.60", "10.0", "0.5"]
     assert lines[4][2:] == ["failed"]
+
+
+def test_rates_are_written_as_in_the_report() -> None:
+    out = console(terminal=False)
+    one_of_16 = result("none", "ig", 1)
+    one_of_16.records.extend(result("none", "ig", 0).records * 3)
+    out.print(result_table([one_of_16]))
+    assert text(out).splitlines()[1].split()[2:4] == ["6.2%", "1.1–28.3%"]
+    assert (percent(1 / 16), interval(*wilson(1, 16))) == ("6.2%", "1.1–28.3%")
 
 
 def test_the_legend_names_diverged_attacks() -> None:

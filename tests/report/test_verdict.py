@@ -179,3 +179,34 @@ def test_cards_name_the_best_defence_that_was_really_tested() -> None:
     assert found["Recovered without a defence"]["value"] == "100%"
     assert found["Its price: bytes of an update"]["value"] == "10 B"
     assert "Lowest rate, not proven" in {card["label"] for card in cards(verdicts([BARE, naive]), [])}
+
+
+def told_price(*rows: Row) -> str:
+    """What the card says of the best defence's price."""
+    return next(card["detail"] for card in cards(verdicts(rows), []) if card["label"].startswith("Its price"))
+
+
+SEARCHED = {"targets": "known", "model.*": "optimise"}
+
+
+def test_the_price_of_a_changed_model_is_held_against_the_undefended_client() -> None:
+    changed = row(0, defence="precode", knowledge=SEARCHED, bytes_sent=150.0, bytes_dense=150.0, distance=0.25)
+    bare = row(32, defence="none", belief="naive", bytes_sent=100.0)
+    noise = "update moved by 0.25, by the noise in the changed model"
+    assert told_price(changed, bare) == f"150% of the 100 B without a defence · {noise}"
+    other_seed = row(32, defence="none", belief="naive", bytes_sent=120.0, seed=1)
+    assert told_price(changed, other_seed, bare).startswith("150% of the 100 B")
+    alone = told_price(changed)
+    assert alone == f"this run has no client without a defence to compare with · {noise}"
+    pruned = row(0, defence="prune(0.5)", bytes_sent=15.0, bytes_dense=20.0, distance=0.5)
+    assert told_price(pruned) == "75% of the 20 B without a defence · update moved by 0.5"
+
+
+def test_of_equal_rates_the_cheapest_defence_is_the_best() -> None:
+    def best(*offers: tuple[str, float, float]) -> str:
+        rows = [row(0, defence=name, bytes_sent=sent, distance=moved) for name, sent, moved in offers]
+        (found,) = [card for card in cards(verdicts([*rows, BARE]), []) if card["label"].startswith("Best defence")]
+        return found["detail"].partition(" · ")[0]
+
+    assert best(("dp", 20.0, 0.1), ("dgp", 10.0, 0.9), ("clip(1)", 20.0, 0.05)) == "dgp"
+    assert best(("dp", 10.0, 0.1), ("dgp", 10.0, 0.9), ("clip(1)", 10.0, 0.05)) == "clip(1)"

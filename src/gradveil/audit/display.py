@@ -15,6 +15,8 @@ from rich.text import Text
 from gradveil.attacks.base import Progress
 from gradveil.audit.cell import Address
 from gradveil.audit.store import Cell, summarise
+from gradveil.core.errors import Problem
+from gradveil.core.words import duration, interval, percent
 
 _LINE_SECONDS = 10.0
 """Plain output: at most one line of progress in this time."""
@@ -53,11 +55,16 @@ class Screen:
         if self.live:
             self.live.stop()
 
-    def start(self, planned: Sequence[Address], finished: set[str], victims: int) -> None:
-        """Say how much there is to do."""
+    def start(
+        self, planned: Sequence[Address], finished: set[str], victims: int, damaged: Sequence[Problem] = ()
+    ) -> None:
+        """Say how much there is to do, and what is done again because its files are damaged."""
         self.planned, self.victims, self.skipped = planned, victims, len(finished)
         self.began = self.told = time.monotonic()
         done = f", {len(finished)} of them already done" if finished else ""
+        for problem in damaged:
+            told = f"Damaged, its cell is done again: {problem.where}: {problem.what}"
+            self.console.print(Text(told, style="yellow"), soft_wrap=True)
         self.console.print(f"{len(planned)} cells of {victims} victims{done}", style="bold")
 
     def progress(self, cell: Address, share: int, step: Progress) -> None:
@@ -86,7 +93,7 @@ class Screen:
         if result.failed is not None:
             return text.append(f": failed: {result.failed}", style="red")
         summary = summarise(result)
-        told = f": ASR {summary['asr']:.0%}, SSIM {summary['ssim_mean']:.2f}, {summary['seconds']:.0f} s"
+        told = f": ASR {percent(summary['asr'])}, SSIM {summary['ssim_mean']:.2f}, {duration(summary['seconds'])}"
         return text.append(told, style="default")
 
     def _table(self) -> Table:
@@ -101,7 +108,7 @@ class Screen:
         steps = self.steps[cell.id].values()
         victims = sum(step.victims for step in steps)
         share = sum(step.row_iterations for step in steps) / max(1, sum(step.row_budget for step in steps))
-        facts = (_called(cell), f"{victims}/{self.victims} victims", f"{share:.0%}")
+        facts = (_called(cell), f"{victims}/{self.victims} victims", percent(share))
         # A share whose rows are all finished has no objective any more.
         objectives = [step.objective for step in steps if math.isfinite(step.objective)]
         return (*facts, f"objective {max(objectives):.3g}") if objectives else facts
@@ -117,9 +124,9 @@ class Screen:
         )
         worked = self.finished + sum(shares)
         left = len(self.planned) - self.skipped - worked
-        rest = f", about {_duration(seconds / worked * left)} left" if worked > 0.02 else ""
+        rest = f", about {duration(seconds / worked * left)} left" if worked > 0.02 else ""
         done = f"{self.skipped + self.finished} of {len(self.planned)} cells done"
-        return f"{done}, {iterations / seconds:,.0f} iterations/s, {_duration(seconds)} so far{rest}"
+        return f"{done}, {iterations / seconds:,.0f} iterations/s, {duration(seconds)} so far{rest}"
 
     def _line(self, cell: Address) -> str:
         return "  " + ", ".join(self._facts(cell)) + "; " + self._rest()
@@ -129,20 +136,6 @@ def _called(cell: Address) -> str:
     return f"{cell.attack} against {cell.defence}, seed {cell.seed}" + (
         f", client {cell.client}" if cell.client else ""
     )
-
-
-def _duration(seconds: float) -> str:
-    """Write a time for people.
-
-    >>> _duration(42), _duration(200), _duration(7300)
-    ('42 s', '3 min 20 s', '2 h 01 min')
-    """
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole} s"
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60:02d} s"
-    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
 
 
 def result_table(cells: Sequence[Cell]) -> Table:
@@ -162,9 +155,9 @@ def result_table(cells: Sequence[Cell]) -> Table:
             continue
         floor = max((c["asr"] for key, c in cell.info["controls"].items() if key != "wrong_victim"), default=None)
         numbers = (
-            f"{row['asr']:.0%}",
-            f"{row['asr_low']:.0%}-{row['asr_high']:.0%}",
-            "" if floor is None else f"{floor:.0%}",
+            percent(row["asr"]),
+            interval(row["asr_low"], row["asr_high"]),
+            percent(floor),
             f"{row['ssim_mean']:.2f}",
             f"{row['psnr_mean']:.1f}",
             "inf" if row["distance"] is None else f"{row['distance']:.2g}",

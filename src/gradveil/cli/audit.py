@@ -22,6 +22,7 @@ from gradveil.audit.run import describe, in_process, run
 from gradveil.audit.scene import open_scene
 from gradveil.audit.store import Cell, Store, load_run, summarise
 from gradveil.core.errors import fail
+from gradveil.core.words import percent
 from gradveil.report import write_report
 
 FAILED_CELL, ABOVE = 1, 3
@@ -70,7 +71,9 @@ def audit(
         return FAILED_CELL
     rates = [summarise(cell)["asr"] for cell in cells]
     if fail_above is not None and max(rates) > fail_above:
-        Console(stderr=True).print(f"Attack success rate {max(rates):.0%} is above {fail_above:.0%}.", style="bold red")
+        Console(stderr=True).print(
+            f"Attack success rate {percent(max(rates))} is above {percent(fail_above)}.", style="bold red"
+        )
         return ABOVE
     return 0
 

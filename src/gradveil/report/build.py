@@ -13,12 +13,13 @@ from markupsafe import Markup
 
 from gradveil.audit.store import Cell, Run, load_run
 from gradveil.core.errors import fail
+from gradveil.core.words import interval, number, percent, plural, size
 from gradveil.report import method, plots, table
 from gradveil.report.health import descent, guesses, suspicious
 from gradveil.report.pictures import Album, data_uri, pairs
 from gradveil.report.rows import Row
 from gradveil.report.verdict import LEVELS, Verdict, verdicts
-from gradveil.report.words import ATTACKERS, POSITIONS, interval, number, percent, plural, size
+from gradveil.report.words import ATTACKERS, POSITIONS
 
 TEMPLATES = Path(__file__).parent / "templates"
 NAME = "report.html"
@@ -146,22 +147,24 @@ def _script_data(
 def cards(judged: Sequence[Verdict], failed: Sequence[Cell]) -> list[dict[str, str]]:
     """Choose the key numbers: the leak without a defence, the best defence, its price, and how much was run.
 
-    Rates of different settings do not compare, so all come from the setting that leaks most without a defence.
+    Rates of different settings do not compare, so all come from the setting that leaks most (without a defence, where
+    that was run). Of defences with the same rate the cheapest is the best: fewest bytes, then the smallest distance.
     """
     found = []
     runs = sum(len(v.rows) for v in judged)
     bare = max((v for v in judged if v.undefended), key=lambda v: v.best.asr, default=None)
+    worst = bare or max(judged, key=lambda v: v.best.asr, default=None)
+    judged = [v for v in judged if worst is not None and v.setting == worst.setting]
     if bare is not None:
-        judged = [v for v in judged if v.setting == bare.setting]
         found.append(_rate_card("Recovered without a defence", bare, f"{bare.best.attack} is the strongest attack"))
     defended = [v for v in judged if not v.undefended]
     known = [v for v in defended if not v.doubts and any(r.attacker == "adaptive" and not guesses(r) for r in v.rows)]
     if known:
-        best = min(known, key=lambda v: (v.best.asr, v.best.mean("ssim") or 0))
+        best = min(known, key=lambda v: (v.best.asr, v.price.order))
         found.append(_rate_card("Best defence against attackers who know it", best, best.best.defence_name))
         found.append(_price_card(best))
     elif defended:
-        best = min(defended, key=lambda v: (v.best.asr, v.best.mean("ssim") or 0))
+        best = min(defended, key=lambda v: (v.best.asr, v.price.order))
         found.append(_rate_card("Lowest rate, not proven", best, f"{best.best.defence_name}: see its verdict"))
         found.append(_price_card(best))
     detail = plural(len(failed), "failed attack run") + ", listed below" if failed else "none failed"
@@ -196,13 +199,5 @@ def _rate_card(label: str, verdict: Verdict, detail: str) -> dict[str, str]:
 
 
 def _price_card(verdict: Verdict) -> dict[str, str]:
-    info = verdict.best.info
-    sent, dense = info.get("bytes_sent"), info.get("bytes_dense")
-    share = f"{percent(sent / dense)} of the undefended {size(dense)}" if sent is not None and dense else ""
-    distance = f"update moved by {number(info.get('distance'))}"
-    return {
-        "label": "Its price: bytes of an update",
-        "value": size(sent),
-        "detail": " · ".join(part for part in (share, distance) if part),
-        "level": "",
-    }
+    cost = verdict.price
+    return {"label": "Its price: bytes of an update", "value": size(cost.sent), "detail": cost.detail(), "level": ""}

@@ -5,10 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from gradveil.core.errors import GradveilError
-from gradveil.defences import entries
+from gradveil.core.words import number, percent
 from gradveil.report.rows import Row
-from gradveil.report.words import number, percent
 
 FELL = 0.9
 """An objective that ends above this share of its start did not fall."""
@@ -67,18 +65,10 @@ def guesses(row: Row) -> bool:
     """
     if row.attacker != "adaptive":
         return False
-    inside = "model" in _changes(row.defence) or "batch" in _changes(row.defence)
+    inside = bool({"model", "batch"} & (row.changes or frozenset()))
     knowledge = row.info.get("knowledge") or {}
     ways = {how for name, how in knowledge.items() if name.startswith(("model.", "batch.", "*"))}
     return inside and not ways & {"optimise", "infer"}
-
-
-def _changes(defence: str) -> set[str]:
-    """Return the slots that a defence fills; none are known of one that was given as an object."""
-    try:
-        return {slot for entry in entries(defence) for slot in entry.changes}
-    except GradveilError:
-        return set()
 
 
 def descent(row: Row) -> str:

@@ -6,8 +6,9 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from gradveil.core.words import listing, plural
 from gradveil.report.rows import Row
-from gradveil.report.words import ATTACKERS, POSITIONS, client_words, listing, plural
+from gradveil.report.words import ATTACKERS, POSITIONS, client_words
 
 SERVER = "An honest-but-curious server keeps the global parameters and what each client sends"
 

@@ -10,6 +10,8 @@ from statistics import fmean
 from typing import Any, NamedTuple
 
 from gradveil.audit.store import Cell, summarise
+from gradveil.core.errors import GradveilError
+from gradveil.defences import entries
 from gradveil.metrics import wilson
 from gradveil.report.words import Attacker, attacker, client_words
 
@@ -72,6 +74,14 @@ class Row:
     def defence_name(self) -> str:
         """What the defence is called in the page: its canonical text, which tells its settings apart."""
         return "No defence" if self.attacker == "undefended" else self.defence
+
+    @cached_property
+    def changes(self) -> frozenset[str] | None:
+        """The slots that the defence fills; None where it was given as an object, whose name tells nothing."""
+        try:
+            return frozenset(slot for entry in entries(self.defence) for slot in entry.changes)
+        except GradveilError:
+            return None
 
     @property
     def attack(self) -> str:

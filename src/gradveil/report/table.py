@@ -8,9 +8,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from gradveil.core.words import duration, number, percent, size
 from gradveil.report.health import suspicious
+from gradveil.report.price import price
 from gradveil.report.rows import Row
-from gradveil.report.words import ATTACKERS, duration, number, percent, size
+from gradveil.report.words import ATTACKERS
 
 Get = Callable[[Row], Any]
 Show = Callable[[Any], str]
@@ -88,8 +90,14 @@ COLUMNS: tuple[Column, ...] = (
         percent,
     ),
     Column("bytes_sent", "Bytes sent", "bytes of one encoded update", _info("bytes_sent"), size),
-    Column("bytes_dense", "Bytes dense", "bytes of one update without a defence", _info("bytes_dense"), size),
-    Column("distance", "Distance", "relative l2 distance of the sent to the raw update", _info("distance"), number),
+    Column("bytes_dense", "Bytes dense", "bytes of every entry of the update, zeros too", _info("bytes_dense"), size),
+    Column(
+        "distance",
+        "Distance",
+        "relative l2 distance of the sent update to the same model's without noise, clipping and pruning",
+        _info("distance"),
+        number,
+    ),
     Column("cosine", "Cosine", "cosine of the sent and the raw update", _info("cosine"), number),
     Column(
         "objective_initial",
@@ -138,7 +146,18 @@ class Entry:
 
 def columns(rows: Sequence[Row]) -> list[Column]:
     """Choose the columns: all, without the optional ones that hold nothing."""
-    return [c for c in COLUMNS if c.key not in _OPTIONAL or any(c.get(row) is not None for row in rows)]
+    compared = Column(
+        "bytes_share",
+        "of undefended",
+        "bytes sent as a share of what the same client sends without a defence",
+        lambda row: price(row, rows).share,
+        percent,
+    )
+    found: list[Column] = []
+    for column in COLUMNS:
+        if column.key not in _OPTIONAL or any(column.get(row) is not None for row in rows):
+            found += [column, compared] if column.key == "bytes_sent" else [column]
+    return found
 
 
 def body(rows: Sequence[Row], shown: Sequence[Column]) -> list[list[Entry]]:

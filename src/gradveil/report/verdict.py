@@ -6,10 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from gradveil.core.words import interval, listing, percent, plural
 from gradveil.metrics import wilson
 from gradveil.report.health import guesses, suspicious
+from gradveil.report.price import Price, price
 from gradveil.report.rows import Row, Setting
-from gradveil.report.words import ATTACKERS, interval, listing, percent, plural
+from gradveil.report.words import ATTACKERS
 
 Level = Literal["exposed", "leaks", "held", "unproven", "unclear"]
 
@@ -60,6 +62,8 @@ class Verdict:
     seeds: tuple[tuple[int, Row], ...]
     """The strongest eligible attacker of each seed; seeds repeat the same victims and are never added up."""
     union: Union | None
+    price: Price
+    """What the defence costs, on the quoted seed."""
     doubts: tuple[str, ...] = ()
     """Why a low rate may come from a broken attack."""
 
@@ -108,6 +112,7 @@ def _judge(setting: Setting, defence: str, here: Sequence[Row]) -> Verdict:
         notes=tuple(_notes(best, mine, strongest)),
         seeds=tuple(strongest),
         union=_union([row for row in eligible if row.seed == best.seed]),
+        price=price(best, here),
         doubts=doubts,
     )
 
