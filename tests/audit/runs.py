@@ -13,6 +13,7 @@ from gradveil.audit.reader import resolve
 from gradveil.audit.run import describe, in_process, run
 from gradveil.audit.scene import open_scene
 from gradveil.audit.store import Cell, Run, Store, load_run
+from gradveil.core.errors import Problem
 
 
 def settings(**changes: Any) -> dict[str, Any]:
@@ -38,11 +39,14 @@ class Silent:
     def __init__(self) -> None:
         self.started: list[str] = []
         self.skipped: set[str] = set()
+        self.damaged: list[Problem] = []
         self.steps: list[Progress] = []
         self.finished: list[Cell] = []
 
-    def start(self, planned: Sequence[Address], finished: set[str], victims: int) -> None:
-        self.started, self.skipped = [address.id for address in planned], finished
+    def start(
+        self, planned: Sequence[Address], finished: set[str], victims: int, damaged: Sequence[Problem] = ()
+    ) -> None:
+        self.started, self.skipped, self.damaged = [address.id for address in planned], finished, list(damaged)
 
     def progress(self, cell: Address, share: int, step: Progress) -> None:
         self.steps.append(step)

@@ -12,6 +12,7 @@ from gradveil.attacks.base import Progress
 from gradveil.audit.cell import cells
 from gradveil.audit.display import Screen, legend, result_table
 from gradveil.audit.store import Cell
+from gradveil.core.errors import Problem
 from gradveil.core.words import interval, percent
 from gradveil.metrics import wilson
 from tests.audit.runs import config
@@ -74,6 +75,13 @@ def test_a_failure_is_shown() -> None:
     assert "1 of them already done" in text(out)
     assert "[2/2]" in text(out)
     assert "failed: out of [memory]" in text(out)
+
+
+def test_what_is_damaged_and_done_again_is_said() -> None:
+    out = console(terminal=False)
+    Screen(out).start(cells(config()), set(), 2, [Problem("run/cells/a/records.json", "[0] is 1, not an object", "")])
+    said = "Damaged, its cell is done again: run/cells/a/records.json: [0] is 1, not an object"
+    assert text(out).splitlines() == [said, "2 cells of 2 victims"]
 
 
 def test_the_table_has_the_strongest_attack_first() -> None:

@@ -74,7 +74,7 @@ def test_a_fresh_start_plans_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert [cell.info["plan"] for cell in run.cells] == [[1, 1], [1, 1]]
 
 
-@pytest.mark.parametrize(("text", "said"), [("[2", "cannot be read"), ("[1]", "covers 1 rows of 2")])
+@pytest.mark.parametrize(("text", "said"), [("[2", "is not valid JSON"), ("[1]", "covers 1 rows of 2")])
 def test_a_damaged_plan_fails_its_cell_once(tmp_path: Path, text: str, said: str) -> None:
     interrupted(tmp_path / "run").write_text(text)
     run, _ = execute(config(), tmp_path / "run")

@@ -10,16 +10,28 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from gradveil.core.errors import fail
+from gradveil.core.errors import GradveilError, Problem, fail
 
 
-def read_json(file: Path) -> Any:
-    """Read a JSON file of a run directory."""
+class DamagedError(GradveilError):
+    """A file of a run directory is missing, cut off, or not what an audit writes."""
+
+
+def read_json(file: Path, remedy: str) -> Any:
+    """Read a JSON file of a run directory; `remedy` says what to do where it is damaged."""
     try:
-        return json.loads(file.read_text("utf-8"))
-    except (OSError, ValueError) as error:
-        remedy = "remove its folder and run the audit again: finished cells stay"
-        raise fail(str(file), f"cannot be read: {error}", remedy) from error
+        return json.loads(file.read_bytes())
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise DamagedError(Problem(str(file), "is missing", remedy)) from error
+    except OSError as error:
+        raise unreadable(file, error) from error
+    except (ValueError, RecursionError) as error:
+        raise DamagedError(Problem(str(file), f"is not valid JSON: {error}", remedy)) from error
+
+
+def unreadable(file: Path, error: OSError) -> GradveilError:
+    """Build the error for a file that is there and that the system does not let us read: it may well be whole."""
+    return fail(str(file), f"cannot be read: {error.strerror or error}", "give the right to read it, or check the disk")
 
 
 def plain(value: Any) -> Any:

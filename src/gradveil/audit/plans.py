@@ -16,7 +16,7 @@ from gradveil.audit.files import read_json, write_private
 def settled(file: Path, choose: Callable[[], tuple[int, ...]]) -> tuple[int, ...]:
     """Return the plan that is written there; where there is none, choose one and write it."""
     if file.is_file():
-        return tuple(read_json(file))
+        return tuple(read_json(file, "give the command of the audit again: the attack is then planned anew"))
     plan = choose()
     for folder in (file.parent.parent, file.parent):
         folder.mkdir(mode=0o700, exist_ok=True)

@@ -19,10 +19,11 @@ from gradveil.attacks.base import Progress
 from gradveil.attacks.presets import ATTACKS
 from gradveil.audit.cell import Address, Recovered, cells, merge, recover
 from gradveil.audit.config import RunConfig
+from gradveil.audit.layout import FORMAT
 from gradveil.audit.scene import Scene
 from gradveil.audit.score import Named, failure, score
-from gradveil.audit.store import FORMAT, Cell, Store
-from gradveil.core.errors import GradveilError
+from gradveil.audit.store import Cell, Store
+from gradveil.core.errors import GradveilError, Problem
 from gradveil.defences import entries
 
 CELL_ERRORS = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
@@ -34,8 +35,10 @@ _PACKAGES = ("torch", "numpy", "scipy", "safetensors", "scikit-image", "scikit-l
 class Display(Protocol):
     """What a run tells while it works. Every method is called from one thread."""
 
-    def start(self, planned: Sequence[Address], finished: set[str], victims: int) -> None:
-        """Hear of the cells of the run, and which of them are there already."""
+    def start(
+        self, planned: Sequence[Address], finished: set[str], victims: int, damaged: Sequence[Problem] = ()
+    ) -> None:
+        """Hear of the cells of the run, which are there already, and which files' cells are made again."""
         ...
 
     def progress(self, cell: Address, share: int, step: Progress) -> None:
@@ -64,10 +67,10 @@ Recover = Callable[[Sequence[Task], Callable[[Task, Progress], None]], AbstractC
 
 
 def run(scene: Scene, store: Store, display: Display, recover_all: Recover, share: int) -> list[Cell]:
-    """Attack every unfinished cell; write each as soon as it is whole. Returns the results of this call."""
+    """Attack every cell that is not there whole; write each as soon as it is. Returns the results of this call."""
     planned = cells(scene.config)
-    finished = {cell.id for cell in planned if store.finished(cell.id)}
-    display.start(planned, finished, scene.config.victims)
+    finished, damaged = store.survey(cell.id for cell in planned)
+    display.start(planned, finished, scene.config.victims, damaged)
     division = shares(scene.config.victims, share)
     tasks = [
         Task(cell, i, numbers, store.plan_file(cell.id, numbers))

@@ -7,7 +7,7 @@ import fcntl
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
@@ -17,13 +17,10 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import Tensor
 
-from gradveil.audit.files import read_json, sync, write_json, write_private
-from gradveil.core.errors import GradveilError, Problem, fail
+from gradveil.audit.files import DamagedError, sync, write_json, write_private
+from gradveil.audit.layout import AGAIN, CELL, IMAGES, LOCK, PLANS, RECORDS, RESTORE, RUN, read_parts, read_run
+from gradveil.core.errors import GradveilError, Problem, fail, refuse
 from gradveil.metrics import wilson
-
-FORMAT = 1
-RUN, CELL, RECORDS, IMAGES, LOCK = "run.json", "cell.json", "records.json", "images.safetensors", ".lock"
-PLANS = "plans"
 
 
 @dataclass(frozen=True)
@@ -51,7 +48,7 @@ class Cell:
         try:
             return load_file(file)
         except SafetensorError as error:
-            raise fail(str(file), f"is damaged: {error}", "remove its folder and run the audit again") from error
+            raise fail(str(file), f"is damaged: {error}", AGAIN) from error
 
 
 @dataclass(frozen=True)
@@ -64,24 +61,32 @@ class Run:
 
 
 def load_run(path: Path | str) -> Run:
-    """Read a run directory, finished or not."""
+    """Read a run directory, finished or not; refuse with every damaged file at once."""
     folder = Path(path)
     if not (folder / RUN).is_file():
         remedy = "give the folder that `gradveil audit` wrote, such as runs/faces"
         raise fail(str(folder), "is not a run directory (it has no run.json)", remedy)
-    info = read_json(folder / RUN)
-    if info.get("format") != FORMAT:
-        what = f"has format {info.get('format')}, this version reads {FORMAT}"
-        raise fail(str(folder / RUN), what, "read it with the version that wrote it")
+    info = read_run(folder)
     found = {child.name: child for child in _children(folder / "cells") if ".tmp-" not in child.name}
-    order = [name for name in info.get("cells", []) if name in found]
-    return Run(info, [read_cell(found[name]) for name in order], folder)
+    cells: list[Cell] = []
+    problems: list[Problem] = []
+    for name in info["cells"]:
+        try:
+            cells += [read_cell(found[name], keeps_images(info))] if name in found else []
+        except GradveilError as error:
+            problems += error.problems
+    refuse(problems)
+    return Run(info, cells, folder)
 
 
-def read_cell(folder: Path) -> Cell:
-    """Read one cell."""
-    records = folder / RECORDS
-    return Cell(read_json(folder / CELL), read_json(records) if records.is_file() else [], folder)
+def keeps_images(info: Mapping[str, Any]) -> bool:
+    """Say whether every finished cell of a run has images."""
+    return info["config"].get("images") is True
+
+
+def read_cell(folder: Path, images: bool = False) -> Cell:
+    """Read one cell; `images` says that its images have to be there."""
+    return Cell(*read_parts(folder, images), folder)
 
 
 def summarise(cell: Cell) -> dict[str, Any]:
@@ -135,10 +140,8 @@ class Store:
         if self.folder.exists() and not self.folder.is_dir():
             raise fail(str(self.folder), "is a file", "choose another --out")
         existed = (self.folder / RUN).is_file()
-        if not existed and self.folder.is_dir() and any(child.name != LOCK for child in self.folder.iterdir()):
-            ours = all(".tmp-" in child.name or child.name in (LOCK, "cells", PLANS) for child in self.folder.iterdir())
-            if not ours:
-                raise fail(str(self.folder), "holds other files and is not a run directory", "choose another --out")
+        if not existed:
+            self._only_ours()
         try:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             self.folder.chmod(0o700)
@@ -161,12 +164,29 @@ class Store:
 
     def info(self) -> dict[str, Any]:
         """Return what `run.json` says."""
-        return read_json(self.folder / RUN)
+        return read_run(self.folder)
 
-    def finished(self, cell: str) -> bool:
-        """Say whether a cell is there and did not fail."""
-        file = self.folder / "cells" / cell / CELL
-        return file.is_file() and "failed" not in read_json(file)
+    def survey(self, names: Iterable[str]) -> tuple[set[str], list[Problem]]:
+        """Say which of these cells are done, and which files are damaged: their cells are not done.
+
+        Equal settings give equal records, so a damaged cell may be made again, and its remains lie there until the new
+        one is whole. A file that cannot be read is no such case: it may be whole, and is refused.
+        """
+        images = keeps_images(self.info())
+        done: set[str] = set()
+        damaged: list[Problem] = []
+        unread: list[Problem] = []
+        for name in names:
+            folder = self.folder / "cells" / name
+            try:
+                if folder.exists() and read_cell(folder, images).failed is None:
+                    done.add(name)
+            except DamagedError as error:
+                damaged += error.problems
+            except GradveilError as error:
+                unread += error.problems
+        refuse(unread)
+        return done, damaged
 
     def plan_file(self, cell: str, numbers: range) -> Path:
         """Say where the plan of these victims' attack is kept while it is under way; a finished cell tells its own."""
@@ -191,10 +211,20 @@ class Store:
         if final.exists():
             old = self.folder / "cells" / f"{cell}.tmp-old-{os.getpid()}"
             os.replace(final, old)
-            shutil.rmtree(old)
+            _remove(old)
         os.replace(folder, final)
         sync(final.parent)
         shutil.rmtree(self.folder / PLANS / cell, ignore_errors=True)
+
+    def _only_ours(self) -> None:
+        """Refuse a folder without run.json that holds more than a start which was killed early leaves."""
+        names = {child.name for child in _children(self.folder) if ".tmp-" not in child.name}
+        orphans = [child for child in _children(self.folder / "cells") if ".tmp-" not in child.name]
+        if names - {LOCK, "cells", PLANS} and not orphans:
+            raise fail(str(self.folder), "holds other files and is not a run directory", "choose another --out")
+        if orphans:
+            what = f"is missing, and nothing else says with which settings the {len(orphans)} cells there were made"
+            raise fail(str(self.folder / RUN), what, "put a copy of it back, or choose another --out")
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
@@ -216,16 +246,18 @@ class Store:
                 shutil.rmtree(child)
         for child in [*_children(self.folder), *_children(self.folder / "cells")]:
             if ".tmp-" in child.name:
-                shutil.rmtree(child) if child.is_dir() else child.unlink()
+                _remove(child)
 
     def _same(self, info: Mapping[str, Any]) -> None:
         there = self.info()
-        if there.get("config_hash") == info["config_hash"] and there.get("format") == FORMAT:
+        if there.get("share") is None:
+            raise fail(str(self.folder / RUN), "share is missing", RESTORE)
+        if there.get("config_hash") == info["config_hash"]:
             return
         remedy = (
             "go on with the old settings, start again with --fresh (removes the old results), or choose another --out"
         )
-        differences = list(_differences(there.get("config", {}), info["config"])) or ["format"]
+        differences = list(_differences(there["config"], info["config"])) or ["config_hash"]
         raise GradveilError(
             Problem(f"{self.folder}, {what}", "differs from the run that is there", remedy) for what in differences
         )
@@ -237,6 +269,10 @@ def _differences(old: Any, new: Any, where: str = "") -> Iterator[str]:
             yield from _differences(old.get(key), new.get(key), f"{where}.{key}" if where else key)
     elif old != new:
         yield f"{where} ({json.dumps(old)} there, {json.dumps(new)} now)"
+
+
+def _remove(path: Path) -> None:
+    shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
 
 
 def _children(folder: Path) -> list[Path]:
