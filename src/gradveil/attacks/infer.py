@@ -3,16 +3,39 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Literal
 
 import torch
 from torch import Tensor
 
+from gradveil.attacks.base import Observation
 from gradveil.attacks.knowledge import Knowledge
 from gradveil.client import Client
 from gradveil.core.errors import fail
 from gradveil.core.noise import Key
 from gradveil.core.tree import Tensors
 from gradveil.core.types import Batch
+from gradveil.nn.paths import last_layer
+
+Labels = Literal["given", "idlg", "unique", "restore", "joint"]
+"""Where labels come from: told, read off the update (three ways), or optimised with the inputs."""
+
+
+def find_labels(way: Labels, observation: Observation, belief: Client, knowledge: Knowledge, key: Key) -> Tensor | None:
+    """Return [V, B] labels, or None where they are to be optimised."""
+    if way == "joint":
+        return None
+    if way == "given":
+        if knowledge.targets is None:
+            remedy = "grant them, or choose labels: idlg, unique, restore, joint"
+            raise fail("knowledge.targets", "were never granted", remedy)
+        return knowledge.targets.to(next(iter(observation.params.values())).device)
+    last, examples = last_layer(belief.model), observation.examples
+    if way == "idlg" and examples == 1:
+        return smallest_row(observation.update, last)
+    if way == "unique":
+        return smallest_entries(observation.update, last, examples)
+    return restore_labels(observation.update, last, examples, belief, observation.params, knowledge, key)
 
 
 def row_sums(update: Mapping[str, Tensor], last: str) -> Tensor:
@@ -36,6 +59,19 @@ def smallest_row(update: Mapping[str, Tensor], last: str) -> Tensor:
     weight = update.get(f"{last}.weight")
     rows = row_sums(update, last) if weight is None else weight.flatten(2).sum(-1)
     return rows.argmin(1, keepdim=True)
+
+
+def smallest_entries(update: Mapping[str, Tensor], last: str, examples: int) -> Tensor:
+    """GradInversion (Yin et al. 2021): the B classes whose weight rows hold the smallest entries. Returns [V, B].
+
+    It presumes that no label repeats, and features that are not negative.
+    """
+    weight = update.get(f"{last}.weight")
+    smallest = row_sums(update, last) if weight is None else weight.flatten(2).amin(-1)
+    if examples > smallest.shape[1]:
+        what = f"{examples} examples cannot have different labels among {smallest.shape[1]} classes"
+        raise fail("attack.labels", what, "choose labels=restore, which allows repeated labels")
+    return smallest.topk(examples, largest=False).indices.sort(1).values
 
 
 def restore_labels(
@@ -83,10 +119,11 @@ def _certain(observed: Tensor, examples: int) -> Tensor:
 
 
 def _class_response(
-    last: str, belief: Client, params: Tensors, knowledge: Knowledge, key: Key, probes: int = 16
+    last: str, belief: Client, params: Tensors, knowledge: Knowledge, key: Key, least: int = 16
 ) -> Tensor:
     """Return R [K, K]: column c holds the row sums that one example of class c causes, averaged over random images."""
     plain = belief.undefended_update()
+    probes = max(least, plain.local.batch) if plain.local else least
     dtype, device = next(iter(params.values())).dtype, next(iter(params.values())).device
     draw = torch.rand((probes, *knowledge.shape), dtype=dtype, generator=key.child("labels").generator()).to(device)
     lower, upper = knowledge.lower.to(draw), knowledge.upper.to(draw)

@@ -76,10 +76,16 @@ class Knowledge:
             problems.append(Problem("knowledge.bounds", "lower is not below upper", "give the range of valid inputs"))
         refuse(problems)
 
-    def how(self, name: str) -> How:
-        """Say how a named tensor is known."""
+    def how(self, name: str, number: int = 0) -> How:
+        """Say how a named tensor of an observed round (numbered from 0) is known.
+
+        A value that was granted under the tensor's own name is the first round's; later ones are `round1.<name>`, …
+        """
+        own = f"round{number}.{name}" if number else name
         for pattern, way in self.tensors.items():
-            if fnmatchcase(name, pattern):
+            if fnmatchcase(name, pattern) or pattern == own:
+                if number and isinstance(way, Known) and pattern != own:
+                    continue
                 if isinstance(way, Known) and way.value is None:
                     raise fail(f"knowledge.{name}", "was never granted", "let the audit grant it, or give a value")
                 return way

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from math import cos, pi
 
 import torch
 from torch import Tensor
@@ -42,11 +43,18 @@ class Plateau:
 
 
 @dataclass(frozen=True)
+class Cosine:
+    """Rise linearly over the first `warmup` iterations, then fall to zero along half a cosine."""
+
+    warmup: int = 50
+
+
+@dataclass(frozen=True)
 class Descent:
     """How rows descend and when they stop."""
 
     stepper: Stepper = field(default_factory=Adam)
-    schedule: Steps | Plateau | None = None
+    schedule: Steps | Plateau | Cosine | None = None
     iterations: int = 1000
     tolerance: float = 0.0
     """A row whose objective is at or below this has converged."""
@@ -58,6 +66,8 @@ class Descent:
     """`best` keeps the iterate with the lowest objective, `last` the last one (what older programs return)."""
     report: int = 50
     """Iterations between reporting points."""
+    halving: bool = False
+    """Let the worse half of each victim's restarts go, again and again, so that the last one has half of the budget."""
 
     def __post_init__(self) -> None:
         """Refuse settings that cannot be meant."""
@@ -106,11 +116,14 @@ def descend(
     unsigned: frozenset[str] = frozenset(),
     report: Callable[[int, Tensor], None] | None = None,
     groups: Tensor | None = None,
+    jitter: Callable[[Tensors, Tensor, Tensor], Tensors] | None = None,
 ) -> Solution:
     """Minimise the objective of every row. `report(iterations done, best objectives of the rows under way)`.
 
     Rows of one group are restarts of one victim: once one of them has converged, the others have nothing left to win.
+    `jitter(variables, row numbers, step sizes)` disturbs every row after its step.
     """
+    rungs = _rungs(groups, descent) if groups is not None and descent.halving else frozenset[int]()
     solution = Solution.empty(variables)
     rows = torch.arange(len(solution.objective), device=solution.objective.device)
     state = _start(variables, descent.stepper, len(rows))
@@ -123,9 +136,11 @@ def descend(
         state = _judge(state, variables, value, descent, iteration)
         done = state["control.status"] != BUDGET
         last = iteration + 1 == descent.iterations
-        if last or (iteration + 1) % descent.report == 0:
+        if last or (iteration + 1) % descent.report == 0 or iteration + 1 in rungs:
             solved = _solved(state, groups[rows]) if groups is not None else torch.zeros_like(done)
             finished = torch.ones_like(done) if last else done | solved
+            if groups is not None and iteration + 1 in rungs:
+                finished = finished | _worse_half(state["control.objective"], groups[rows], finished)
             if bool(finished.any()):
                 _retire(solution, rows[finished], take(state, finished), descent)
                 left = ~finished
@@ -141,6 +156,8 @@ def descend(
         scale = _scale(state, descent, iteration)
         variables, inner = descent.stepper.step(variables, safe, value, inner, scale, iteration, project, unsigned)
         state |= {f"step.{name}": v for name, v in inner.items()}
+        if jitter is not None:
+            variables = jitter(variables, rows, scale * descent.stepper.lr)
     return solution
 
 
@@ -198,7 +215,32 @@ def _scale(state: Tensors, descent: Descent, iteration: int) -> Tensor:
     if isinstance(descent.schedule, Steps):
         passed = sum(iteration + 1 >= share * descent.iterations for share in descent.schedule.at)
         return scale * descent.schedule.factor**passed
+    if isinstance(descent.schedule, Cosine):
+        warm, count = descent.schedule.warmup, iteration + 1
+        if count <= warm:
+            return scale * (count / warm)
+        return scale * (0.5 * (1 + cos(pi * (count - warm) / max(1, descent.iterations - warm))))
     return scale
+
+
+def _rungs(groups: Tensor, descent: Descent) -> frozenset[int]:
+    """List the iterations after which each group loses its worse half: at 1/2, 1/4, … of the budget, the last first.
+
+    >>> sorted(_rungs(torch.zeros(8), Descent(iterations=800)))
+    [100, 200, 400]
+    """
+    largest = int(groups.unique(return_counts=True)[1].max())
+    return frozenset(max(descent.iterations >> rung, 1) for rung in range(1, (largest - 1).bit_length() + 1))
+
+
+def _worse_half(objective: Tensor, groups: Tensor, gone: Tensor) -> Tensor:
+    """Mark the worse half of each group's rows that are still there; of an odd number the middle one stays."""
+    marked = torch.zeros_like(gone)
+    for group in groups[~gone].unique():
+        own = ((groups == group) & ~gone).nonzero().flatten()
+        order = objective[own].argsort(stable=True)
+        marked[own[order[(len(own) + 1) // 2 :]]] = True
+    return marked
 
 
 def _solved(state: Tensors, groups: Tensor) -> Tensor:

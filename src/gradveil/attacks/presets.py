@@ -6,18 +6,15 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from gradveil.attacks.inversion import Inversion
-from gradveil.attacks.knowledge import Infer, Optimise, Sample
+from gradveil.attacks.knowledge import Known
 from gradveil.attacks.objective import OBJECTIVES
-from gradveil.attacks.optimise import Descent, Plateau, Steps
+from gradveil.attacks.optimise import Cosine, Descent, Steps
 from gradveil.attacks.steps import LBFGS, Adam
-from gradveil.core.allowed import Choice, Range
+from gradveil.attacks.targeted import OWN_DRAWS, cdia, dia, dpia, gpia, ig_scheliga, pig, vbia, wiig
+from gradveil.core.allowed import Choice, Flag, Range
 from gradveil.core.arguments import Argument, Entry
 from gradveil.core.errors import fail
 from gradveil.core.grammar import read
-
-# Whoever sends the parameters knows the architecture, not its noise: a naive attacker draws it as a client would.
-_OWN_DRAWS = {"model.*": Sample()}
-
 
 SETTINGS = (
     Argument("iterations", Range(1, integer=True, optional=True), None),
@@ -27,18 +24,25 @@ SETTINGS = (
     Argument("tv", Range(0, optional=True), None),
     Argument("l2", Range(0, optional=True), None),
     Argument("objective", Choice((*OBJECTIVES, None)), None),
-    Argument("labels", Choice(("given", "idlg", "restore", "joint", None)), None),
+    Argument("ignore", Choice(("nothing", "stochastic", None)), None),
+    Argument("labels", Choice(("given", "idlg", "unique", "restore", "joint", None)), None),
     Argument("belief", Choice(("naive", "full", None)), None),
     Argument("start", Choice(("normal", "uniform", None)), None),
     Argument("tolerance", Range(0, optional=True), None),
     Argument("patience", Range(1, integer=True, optional=True), None),
     Argument("keep", Choice(("best", "last", None)), None),
     Argument("report", Range(1, integer=True, optional=True), None),
+    Argument("rounds", Choice(("first", "last", "all", None)), None),
+    Argument("batchnorm", Range(0, optional=True), None),
+    Argument("group", Range(0, optional=True), None),
+    Argument("register", Flag(optional=True), None),
+    Argument("langevin", Range(0, optional=True), None),
+    Argument("halving", Flag(optional=True), None),
 )
 """What a run file may change about any of these attacks; none means the preset's own."""
 
 _OF_STEPPER = ("lr", "sign")
-_OF_DESCENT = ("iterations", "tolerance", "patience", "keep", "report")
+_OF_DESCENT = ("iterations", "tolerance", "patience", "keep", "report", "halving")
 
 
 @dataclass(frozen=True)
@@ -72,7 +76,7 @@ def dlg() -> Inversion:
         restarts=4,
         box=False,
         labels="joint",
-        knowledge=_OWN_DRAWS,
+        knowledge=OWN_DRAWS,
     )
 
 
@@ -88,39 +92,7 @@ def ig() -> Inversion:
         objective="cosine",
         tv=1e-4,
         descent=Descent(Adam(lr=0.1, sign="signed"), Steps(), iterations=24_000),
-        knowledge=_OWN_DRAWS,
-    )
-
-
-def ig_scheliga() -> Inversion:
-    """Inverting gradients as set in "Combining Stochastic Defenses": TV 0.01, plateau 400, at most 20,000 steps."""
-    return Inversion(
-        "ig-scheliga",
-        objective="cosine",
-        tv=0.01,
-        descent=Descent(
-            Adam(lr=1.0, sign="signed"), Plateau(patience=400), iterations=20_000, tolerance=1e-5, patience=4000
-        ),
-        knowledge=_OWN_DRAWS,
-    )
-
-
-def cdia() -> Inversion:
-    """CDIA, the combined targeted attack: what the defence hides is read off the update, else optimised.
-
-    Masks of pruned entries come from the zeros; dropout masks (kept near their rate) and bottleneck noise are optimised
-    with the inputs; additive noise is taken as zero, its mean. Against an undefended client this is `ig-scheliga`.
-    """
-    return replace(
-        ig_scheliga(),
-        name="cdia",
-        belief="full",
-        knowledge={
-            "model.*.mask": Optimise(weight=1e-4),
-            "model.*": Optimise(),
-            "send.*mask.*": Infer(),
-            "step.*mask.*": Infer(),
-        },
+        knowledge=OWN_DRAWS,
     )
 
 
@@ -132,25 +104,38 @@ def sapag() -> Inversion:
         descent=Descent(LBFGS(lr=1.0), iterations=2000, tolerance=1e-9, patience=500),
         restarts=4,
         labels="restore",
-        knowledge=_OWN_DRAWS,
+        knowledge=OWN_DRAWS,
     )
 
 
 def gi() -> Inversion:
-    """GradInversion without its BatchNorm prior and group consistency: l2 matching, TV and l2 priors, Adam.
+    """GradInversion: l2 matching with TV, l2 and BatchNorm priors, restarts pulled to their mean, Langevin noise.
 
-    The step size falls in steps, where the paper warms up and follows a cosine.
+    The BatchNorm prior takes the running statistics that the model carries (it is left out of a model that has none).
     """
     return Inversion(
         "gi",
         objective="l2",
         tv=1e-4,
         l2=1e-6,
-        descent=Descent(Adam(lr=0.1), Steps(), iterations=20_000),
-        labels="restore",
-        knowledge=_OWN_DRAWS,
+        batchnorm=0.1,
+        group=1e-4,
+        langevin=0.01,
+        restarts=4,
+        descent=Descent(Adam(lr=0.1), Cosine(warmup=50), iterations=20_000),
+        labels="unique",
+        knowledge=OWN_DRAWS,
     )
 
+
+def gi_strong() -> Inversion:
+    """GradInversion that is told the batch's true statistics in every BatchNorm layer: an upper bound."""
+    return replace(gi(), name="gi-strong", knowledge={**OWN_DRAWS, "statistics.*": Known()})
+
+
+_COMBINING = "Scheliga, Mäder, Seeland 2024, Combining Stochastic Defenses to Resist Gradient Inversion"
+_GRADINVERSION = "Yin et al. 2021, See through Gradients: Image Batch Recovery via GradInversion (CVPR)"
+_DROPOUT = "Scheliga, Mäder, Seeland 2023, Dropout is NOT All You Need to Prevent Gradient Leakage (AAAI)"
 
 ATTACKS: dict[str, AttackEntry] = {
     entry.name: entry
@@ -158,14 +143,17 @@ ATTACKS: dict[str, AttackEntry] = {
         AttackEntry("dlg", dlg, "inputs and labels by L-BFGS on the l2 distance", "Zhu, Liu, Han, NeurIPS 2019"),
         AttackEntry("idlg", idlg, "DLG with the label read off the last layer", "Zhao, Mopuri, Bilen, 2020"),
         AttackEntry("ig", ig, "cosine distance, total variation, signed Adam", "Geiping et al., NeurIPS 2020"),
-        AttackEntry(
-            "ig-scheliga", ig_scheliga, "IG with TV 0.01 and a plateau schedule", "Scheliga, Mäder, Seeland, 2023"
-        ),
-        AttackEntry(
-            "cdia", cdia, "IG that believes in the defence: masks inferred, noise optimised", "Scheliga et al., 2023"
-        ),
+        AttackEntry("ig-scheliga", ig_scheliga, "IG with TV 0.01 and a plateau schedule", _COMBINING),
+        AttackEntry("wiig", wiig, "IG that is told the client's true randomness: an upper bound", _COMBINING),
+        AttackEntry("dia", dia, "IG that optimises the dropout masks with the image", _DROPOUT),
+        AttackEntry("gpia", gpia, "IG with the pruning mask read off the update's zeros", _COMBINING),
+        AttackEntry("vbia", vbia, "IG that optimises the bottleneck's noise with the image", _COMBINING),
+        AttackEntry("dpia", dpia, "IG that optimises the additive noise with the image", _COMBINING),
+        AttackEntry("pig", pig, "IG that ignores the layers behind a bottleneck's noise", _COMBINING),
+        AttackEntry("cdia", cdia, "all that applies: masks inferred, masks and noise optimised", _COMBINING),
         AttackEntry("sapag", sapag, "Gaussian kernel distance a layer", "Wang et al., 2020"),
-        AttackEntry("gi", gi, "l2 distance with TV and l2 priors, labels restored", "Yin et al., CVPR 2021"),
+        AttackEntry("gi", gi, "l2 distance, BatchNorm prior, restarts that agree", _GRADINVERSION),
+        AttackEntry("gi-strong", gi_strong, "GI that is told the batch's true BatchNorm statistics", _GRADINVERSION),
     )
 }
 

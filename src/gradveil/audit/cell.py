@@ -156,8 +156,8 @@ def updates(client: Client, params: Tensors, batch: Batch, noise: Tensors, state
 
 def grant(scene: Scene, attack: Attack, belief: Client, params: Tensors, truth: Truth) -> tuple[Knowledge, list[str]]:
     """Tell the attack what its protocol says it knows, and name everything that is true knowledge of the secret."""
-    batch = Batch(truth.raw.inputs[0], truth.raw.targets[0])
-    names = [name for name in belief.noise_spec(params, batch) if name in truth.noise]
+    secret = {name: truth.noise[name] for name in belief.noise_spec(params, _first(truth)) if name in truth.noise}
+    secret |= _statistics(attack, belief, params, truth)
     pinned = belief.intermediates(params)
     grants: list[str] = []
     tensors: dict[str, How] = {}
@@ -169,12 +169,13 @@ def grant(scene: Scene, attack: Attack, belief: Client, params: Tensors, truth: 
         if pattern == "targets":
             continue
         if isinstance(way, Known) and way.value is None:
-            matching = [name for name in names if fnmatchcase(name, pattern)]
-            if not matching and any(fnmatchcase(name, pattern) for name in pinned):
+            matching = [name for name in secret if fnmatchcase(name, pattern)]
+            read_off = [name for name in pinned if any(fnmatchcase(name, earlier) for earlier in tensors)]
+            if not matching and any(fnmatchcase(name, pattern) for name in pinned if name not in read_off):
                 remedy = "let the attack infer it from what was sent, or recompute it"
                 raise fail(f"attack {attack.name}, {pattern}", "is an intermediate, which nobody can be told", remedy)
             for name in matching:
-                tensors.setdefault(name, Known(truth.noise[name]))
+                tensors.setdefault(name, Known(secret[name]))
                 grants.append(f"{name}: its true value")
         else:
             tensors[pattern] = way
@@ -182,6 +183,19 @@ def grant(scene: Scene, attack: Attack, belief: Client, params: Tensors, truth: 
     lower, upper = (bound.to(scene.config.device, scene.dtype) for bound in data.bounds)
     shape = (data.channels, int(data.inputs.shape[-2]), int(data.inputs.shape[-1]))
     return Knowledge(shape, lower, upper, max(len(data.classes), 2), tensors, targets), grants
+
+
+def _statistics(attack: Attack, belief: Client, params: Tensors, truth: Truth) -> Tensors:
+    """Compute what an attack may be told of the batch that passed through the normalisation layers."""
+    if not any(pattern.startswith("statistics.") for pattern in attack.knowledge):
+        return {}
+    noise = {name: value for name, value in truth.noise.items() if name in belief.noise_spec(params, _first(truth))}
+    with torch.no_grad():
+        return {f"statistics.{n}": v for n, v in belief.statistics(params, truth.raw, noise).items()}
+
+
+def _first(truth: Truth) -> Batch:
+    return Batch(truth.raw.inputs[0], truth.raw.targets[0])
 
 
 def told(attack: Attack) -> dict[str, str]:
@@ -194,7 +208,7 @@ def told(attack: Attack) -> dict[str, str]:
 def _raw_update(client: Client, params: Tensors, truth: Truth) -> Tensors:
     """Return what the same model would have sent without any defence: raw examples, its own noise switched off."""
     plain = client.undefended_update()
-    spec = plain.noise_spec(params, Batch(truth.raw.inputs[0], truth.raw.targets[0]))
+    spec = plain.noise_spec(params, _first(truth))
     victims = truth.raw.inputs.shape[0]
     noise: Tensors = {}
     for name, described in spec.items():

@@ -16,6 +16,7 @@ from gradveil.core.errors import Problem, refuse
 from gradveil.core.noise import NoiseSpec
 from gradveil.core.tree import Tensors, select, under
 from gradveil.core.types import Batch, BatchTransform, Context, Loss, Transform
+from gradveil.nn.statistics import batch_statistics, running_statistics
 from gradveil.nn.stochastic import model_noise
 
 
@@ -135,6 +136,23 @@ class Client:
     ) -> tuple[Tensors, Tensors]:
         """Compute the same by `vmap` over victims: works for every client, and is what the fast path is held to."""
         return vmap(self.update, in_dims=(None, 0, 0, 0))(params, batch, dict(noise), state)
+
+    def statistics(self, params: Tensors, batch: Batch, noise: Mapping[str, Tensor]) -> Tensors:
+        """Compute what enters the normalisation layers for batches [V, B, ...]: mean and variance, each [V, channels].
+
+        Names are `<layer>.mean` and `<layer>.var`.
+        """
+
+        def one(own: Batch, own_noise: Tensors) -> Tensors:
+            with batch_statistics(self.model) as found:
+                self.objective.outputs(params, own.inputs, own_noise)
+            return found
+
+        return vmap(one)(self._prepared(batch, noise), select(noise, "model"))
+
+    def running(self) -> Tensors:
+        """Return the running statistics of the model's BatchNorm layers, under the names of `statistics`."""
+        return running_statistics(self.model)
 
     def batched_obstacle(self, params: Tensors, batch: Batch, noise: Mapping[str, Tensor]) -> str | None:
         """Say why `updates` runs `updates_reference` for a batch [V, B, ...] of these shapes; None if it does not."""

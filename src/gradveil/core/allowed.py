@@ -75,13 +75,16 @@ class Choice:
 class Flag:
     """True or false."""
 
+    optional: bool = False
+
     def __str__(self) -> str:
         """Say in words what is allowed."""
-        return "true or false"
+        return "true or false" + (", or none" if self.optional else "")
 
     def problems(self, where: str, value: object) -> list[Problem]:
         """Return what is wrong with a value, if anything."""
-        return [] if isinstance(value, bool) else [Problem(where, f"is {value!r}", f"give {self}")]
+        good = isinstance(value, bool) or (value is None and self.optional)
+        return [] if good else [Problem(where, f"is {value!r}", f"give {self}")]
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,7 @@ class VariationalBottleneck(Stochastic):
     """
 
     eps: Tensor
+    noisy_from = "decoder"
 
     def __init__(self, features: int, k: int = 256, beta: float = 1e-3) -> None:
         """Squeeze `features` values through `k` Gaussian ones."""
@@ -68,6 +69,7 @@ class ConvBottleneck(Stochastic):
     """
 
     eps: Tensor
+    noisy_from = "decoder"
 
     def __init__(self, channels: int, kernel: int = 5, beta: float = 0.1, kl: str = "exact") -> None:
         """Squeeze `channels` feature maps through K Gaussian ones."""

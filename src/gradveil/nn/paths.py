@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from gradveil.core.errors import fail
+from gradveil.nn.stochastic import Stochastic
 
 
 def last_layer(model: nn.Module, inputs: Tensor | None = None) -> str:
@@ -47,6 +48,30 @@ def features(model: nn.Module, inputs: Tensor, path: str | None = None) -> Tenso
     finally:
         hook.remove()
     return caught[-1]
+
+
+def downstream(model: nn.Module, inputs: Tensor) -> set[str]:
+    """Name the parameters that the noise of the model's bottlenecks reaches, in the order of a forward pass.
+
+    A stochastic module says itself where its noise enters: `noisy_from` names its first submodule behind it. From there
+    on every module counts; none does in a model without such a module.
+    """
+    ran: list[str] = []
+
+    def note(path: str) -> Callable[..., None]:
+        return lambda _module, _inputs: ran.append(path)
+
+    owners = [(p, m) for p, m in model.named_modules() if next(m.parameters(recurse=False), None) is not None]
+    _run(model, inputs, [module.register_forward_pre_hook(note(path)) for path, module in owners])
+    entries = {
+        f"{path}.{module.noisy_from}" if path else module.noisy_from
+        for path, module in model.named_modules()
+        if isinstance(module, Stochastic) and module.noisy_from
+    }
+    first = next((place for place, path in enumerate(ran) if path in entries), len(ran))
+    before = set(ran[:first])
+    reached = set(ran[first:]) - before
+    return {name for name, _ in model.named_parameters() if name.rpartition(".")[0] in reached}
 
 
 def output_shape(model: nn.Module, path: str, inputs: Tensor) -> tuple[int, ...]:

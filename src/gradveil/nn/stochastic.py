@@ -11,6 +11,7 @@ from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -43,6 +44,9 @@ class Stochastic(nn.Module):
 
     Every noise tensor has the batch as its first dimension, so that per-example gradients can take it apart.
     """
+
+    noisy_from: ClassVar[str | None] = None
+    """The first submodule that sees the noise, for a module that squeezes its input through noise: a bottleneck."""
 
     def declare(self, *names: str) -> None:
         """Create the empty placeholders of the noise buffers."""

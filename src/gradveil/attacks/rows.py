@@ -1,0 +1,260 @@
+"""The rows of an inversion: what each victim's restart starts from, what it is compared with, what it must respect.
+
+A row is one restart of one victim. Its variables are the inputs and whatever else is unknown; its constants are what
+was observed, what is known, and what is off. Several rounds share the inputs; the client's state runs through them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from gradveil.attacks.base import Observation
+from gradveil.attacks.infer import find_labels
+from gradveil.attacks.knowledge import How, Infer, Knowledge, Known, Optimise, Sample
+from gradveil.attacks.objective import OBJECTIVES
+from gradveil.attacks.prior import Consensus, energy, statistics_distance
+from gradveil.client import Client
+from gradveil.core.errors import fail
+from gradveil.core.fused import total_variation
+from gradveil.core.noise import Key, Noise
+from gradveil.core.tree import Tensors, select, take, under
+from gradveil.core.types import Batch
+from gradveil.nn.paths import downstream
+
+if TYPE_CHECKING:
+    from gradveil.attacks.inversion import Inversion
+
+INPUTS, TARGETS = "inputs", "targets"
+
+
+@dataclass(frozen=True)
+class Round:
+    """One observed round: the parameters it started from, what is compared, and how its names are told apart."""
+
+    prefix: str
+    params: Tensors
+    observed: Tensors
+    pinned: Tensors
+
+    def of(self, name: str) -> str:
+        """Name this round's tensor: the first round's names are the client's own."""
+        return f"{self.prefix}{name}"
+
+
+class Rows:
+    """Everything about one call that does not change during the descent."""
+
+    def __init__(
+        self, attack: Inversion, observations: Sequence[Observation], belief: Client, knowledge: Knowledge, key: Key
+    ) -> None:
+        """Look at what was observed, once: labels, masks, and how each random tensor is treated."""
+        self.attack, self.belief, self.knowledge, self.key = attack, belief, knowledge, key
+        seen = {"first": observations[:1], "last": observations[-1:], "all": observations}[attack.rounds]
+        first = seen[0]
+        self.example = next(iter(first.params.values()))
+        self.device, self.dtype = self.example.device, self.example.dtype
+        self.examples, self.ids, self.victims = first.examples, first.victims, len(first.victims)
+        self.lower, self.upper = knowledge.lower.to(self.example), knowledge.upper.to(self.example)
+        blank = Batch(
+            self.example.new_zeros((self.examples, *knowledge.shape)),
+            torch.zeros(self.examples, dtype=torch.long, device=self.device),
+        )
+        self.spec = belief.noise_spec(first.params, blank)
+        self.state = belief.init(first.params)
+        self.ignored = self._ignored(blank.inputs)
+        self.rounds = [self._round(number, observation) for number, observation in enumerate(seen)]
+        self.noise: dict[str, Noise] = {r.of(name): noise for r in self.rounds for name, noise in self.spec.items()}
+        self.how: dict[str, How] = {
+            r.of(name): knowledge.how(name, number) for number, r in enumerate(self.rounds) for name in self.spec
+        }
+        self.labels = find_labels(attack.labels, first, belief, knowledge, key.child("labels"))
+        self._refuse_discrete()
+        self.sampled: dict[str, Noise] = {
+            name: self.noise[name] for name, how in self.how.items() if isinstance(how, Sample) and how.every_iteration
+        }
+        self.consensus = Consensus(attack.restarts, attack.register) if attack.group else None
+
+    def _refuse_discrete(self) -> None:
+        problems = [n for n, how in self.how.items() if isinstance(how, Optimise) and self.noise[n].discrete]
+        if problems:
+            remedy = "let it be known, sampled or neutral"
+            raise fail(f"knowledge.{problems[0]}", "is discrete and cannot be optimised by gradients", remedy)
+
+    def _ignored(self, inputs: Tensor) -> set[str]:
+        """Name the parameters whose gradients are left out of the distance."""
+        if self.attack.ignore == "nothing":
+            return set()
+        reached = downstream(self.belief.model, inputs)
+        if not set(self.belief.trained()) - reached:
+            what = "every trained layer lies behind a bottleneck's noise"
+            raise fail(f"attack {self.attack.name}", what, "choose an attack that optimises the noise: vbia, cdia")
+        return reached
+
+    def _round(self, number: int, observation: Observation) -> Round:
+        observed = {name: value for name, value in observation.update.items() if name not in self.ignored}
+        return Round(f"round{number}." if number else "", observation.params, observed, self._pinned(observation))
+
+    def _pinned(self, observation: Observation) -> Tensors:
+        """Intermediates (masks) that the attacker reads off what was sent, or was given: leading V."""
+        wanted = {n: self.knowledge.how(n) for n in self.belief.intermediates(observation.params)}
+        pinned: Tensors = {
+            n: how.value for n, how in wanted.items() if isinstance(how, Known) and how.value is not None
+        }
+        if any(isinstance(how, Infer) for how in wanted.values()):
+            found = torch.func.vmap(self.belief.evidence)(observation.update)
+            pinned |= {n: v for n, v in found.items() if isinstance(wanted.get(n), Infer)}
+        return pinned
+
+    def __len__(self) -> int:
+        """Count the rows: every restart of every victim."""
+        return self.victims * self.attack.restarts
+
+    def row_key(self, row: int) -> Key:
+        """Address a row's draws by the victim's stable number and the restart."""
+        victim, restart = divmod(row, self.attack.restarts)
+        return self.key.child(self.ids[victim], restart)
+
+    def start(self, rows: Sequence[int]) -> tuple[Tensors, Tensors]:
+        """Draw the variables of these rows, and gather their constants."""
+        starts = [self._start_row(self.row_key(row)) for row in rows]
+        stacked = {n: torch.stack([s[n] for s in starts]).to(self.device) for n in starts[0]}
+        variables = {n: v for n, v in stacked.items() if not n.startswith("once.")}
+        victims = torch.tensor([row // self.attack.restarts for row in rows], device=self.device)
+        fixed = {
+            n: self.noise[n].off() for n, how in self.how.items() if not isinstance(how, Known | Optimise | Sample)
+        }
+        wide = {n: v.to(self.device).expand(len(rows), *v.shape) for n, v in {**fixed, **self.state}.items()}
+        constants = {f"noise.{n}": wide[n] for n in fixed} | {f"state.{n}": wide[n] for n in self.state}
+        constants |= {f"noise.{n[5:]}": v for n, v in stacked.items() if n.startswith("once.")}
+        for r in self.rounds:
+            constants |= under("observed", take({r.of(n): v for n, v in r.observed.items()}, victims))
+            constants |= under("noise", take({r.of(n): v for n, v in r.pinned.items()}, victims))
+        if self.labels is not None:
+            constants[TARGETS] = self.labels[victims]
+        for n, how in self.how.items():
+            if isinstance(how, Known) and how.value is not None:
+                constants[f"noise.{n}"] = how.value.to(self.device)[victims]
+        constants |= under("statistics", self._statistics(victims))
+        return variables, constants
+
+    def _statistics(self, victims: Tensor) -> Tensors:
+        """Gather what the BatchNorm prior pulls to: the true batch statistics if granted, else the running ones.
+
+        There is nothing to pull to without such a prior, or in a model without such layers.
+        """
+        if not self.attack.batchnorm:
+            return {}
+        granted = {n[11:]: how for n, how in self.knowledge.tensors.items() if n.startswith("statistics.")}
+        known = {n: how.value for n, how in granted.items() if isinstance(how, Known) and how.value is not None}
+        if known:
+            return {n: value.to(self.example)[victims] for n, value in known.items()}
+        return {n: v.to(self.example).expand(len(victims), *v.shape) for n, v in self.belief.running().items()}
+
+    def _start_row(self, key: Key) -> Tensors:
+        shape = (self.examples, *self.knowledge.shape)
+        draw = key.child(INPUTS).generator()
+        if self.attack.start == "uniform":
+            lower, upper = self.lower.cpu(), self.upper.cpu()
+            inputs = lower + (upper - lower) * torch.rand(shape, dtype=self.dtype, generator=draw)
+        else:
+            inputs = torch.randn(shape, dtype=self.dtype, generator=draw)
+        start = {INPUTS: inputs}
+        if self.labels is None:
+            size = (self.examples, self.knowledge.classes)
+            start[TARGETS] = torch.randn(size, dtype=self.dtype, generator=key.child(TARGETS).generator())
+        for name, how in self.how.items():
+            if isinstance(how, Optimise):
+                start[name] = self.noise[name].sample(key.child(name))
+            elif isinstance(how, Sample) and not how.every_iteration:
+                start[f"once.{name}"] = self.noise[name].sample(key.child(name))
+        return start
+
+    def streams(self, rows: Sequence[int]) -> dict[int, torch.Generator]:
+        """Open each row's own stream of what the attacker samples afresh, iteration after iteration."""
+        if not self.sampled and not self.attack.langevin:
+            return {}
+        return {row: self.row_key(row).child("iterations").generator() for row in rows}
+
+    def fresh(self, rows: Tensor, streams: Mapping[int, torch.Generator]) -> Tensors:
+        """Draw what the attacker samples afresh each iteration: the next values of each row's stream."""
+        if not self.sampled:
+            return {}
+        drawn: dict[str, list[Tensor]] = {name: [] for name in self.sampled}
+        for row in rows.tolist():
+            for name, noise in self.sampled.items():
+                drawn[name].append(noise.law.sample(noise.shape, noise.dtype, streams[row]))
+        return {name: torch.stack(values).to(self.device) for name, values in drawn.items()}
+
+    def jitter(self, rows: Tensor, streams: Mapping[int, torch.Generator]) -> Tensor:
+        """Draw Langevin noise for the inputs of these rows: N(0, 1), to be scaled by the step."""
+        shape = (self.examples, *self.knowledge.shape)
+        drawn = [torch.randn(shape, dtype=self.dtype, generator=streams[row]) for row in rows.tolist()]
+        return torch.stack(drawn).to(self.device)
+
+    def loss(
+        self,
+        variables: Tensors,
+        constants: Tensors,
+        rows: Tensor,
+        streams: Mapping[int, torch.Generator],
+        iteration: int = 0,
+    ) -> Tensor:
+        """Objective of each row: distance of the simulated updates, plus priors."""
+        inputs = variables[INPUTS]
+        targets = torch.softmax(variables[TARGETS], -1) if self.labels is None else constants[TARGETS]
+        batch = Batch(inputs, targets)
+        noise = select(constants, "noise")
+        noise |= {n: v for n, v in variables.items() if n in self.noise} | self.fresh(rows, streams)
+        value = self._distance(batch, noise, constants)
+        attack = self.attack
+        if attack.tv:
+            value = value + attack.tv * total_variation(inputs)
+        if attack.l2:
+            value = value + attack.l2 * energy(inputs)
+        if wanted := select(constants, "statistics"):
+            own = {n: v for n, v in noise.items() if n in self.spec}
+            found = self.belief.statistics(self.rounds[0].params, batch, own)
+            value = value + attack.batchnorm * statistics_distance(found, wanted)
+        if self.consensus is not None:
+            value = value + attack.group * self.consensus(inputs, rows, iteration)
+        for name, how in self.how.items():
+            if isinstance(how, Optimise) and how.weight:
+                value = value + how.weight * self.noise[name].law.penalty(variables[name])
+        return value
+
+    def _distance(self, batch: Batch, noise: Tensors, constants: Tensors) -> Tensor:
+        """Compare the client's simulated updates with what was observed: the mean over the rounds."""
+        state = select(constants, "state")
+        observed = select(constants, "observed")
+        names = (*self.spec, *self.belief.intermediates(self.rounds[0].params))
+        total: Tensor | None = None
+        for r in self.rounds:
+            own = {n: noise[r.of(n)] for n in names if r.of(n) in noise}
+            sent, state = self.belief.updates(r.params, batch, own, state)
+            value = OBJECTIVES[self.attack.objective](sent, {n: observed[r.of(n)] for n in r.observed})
+            total = value if total is None else total + value
+        assert total is not None, "at least one round is observed"
+        return total / len(self.rounds) if len(self.rounds) > 1 else total
+
+    def at(self, inputs: Tensor, noise: Mapping[str, Tensor]) -> Tensor:
+        """Return the objective [V] at given inputs [V, B, ...]; unknown noise takes the given values [V, ...]."""
+        places = list(range(0, len(self), self.attack.restarts))
+        variables, constants = self.start(places)
+        variables[INPUTS] = inputs.to(self.example)
+        variables |= {n: noise[n].to(self.example) for n in variables if n in noise}
+        if TARGETS in variables and self.knowledge.targets is not None:
+            hot = torch.nn.functional.one_hot(self.knowledge.targets.to(self.device), self.knowledge.classes)
+            variables[TARGETS] = 40.0 * hot.to(self.dtype)
+        with torch.no_grad():
+            return self.loss(variables, constants, torch.tensor(places), self.streams(places))
+
+    def project(self, name: str, value: Tensor) -> Tensor:
+        """Keep variables in their boxes."""
+        if name == INPUTS:
+            return torch.clamp(value, self.lower, self.upper) if self.attack.box else value
+        return self.noise[name].project(value) if name in self.noise else value

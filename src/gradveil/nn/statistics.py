@@ -1,0 +1,48 @@
+"""What passes through a model's normalisation layers: the mean and variance of each channel over a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from gradveil.core.tree import Tensors
+from gradveil.nn.norms import BatchStatistics, FrozenNorm
+
+
+def running_statistics(model: nn.Module) -> Tensors:
+    """Return the running statistics that the model carries, as `<layer>.mean` and `<layer>.var`, in order."""
+    found: Tensors = {}
+    for path, module in model.named_modules():
+        if isinstance(module, FrozenNorm | _BatchNorm) and module.running_mean is not None:
+            assert module.running_var is not None
+            found[f"{path}.mean"], found[f"{path}.var"] = module.running_mean, module.running_var
+    return found
+
+
+@contextmanager
+def batch_statistics(model: nn.Module) -> Iterator[Tensors]:
+    """Collect mean and variance [channels] of what enters each normalisation layer during the forward passes inside."""
+    found: Tensors = {}
+
+    def record(path: str) -> Callable[..., None]:
+        def hook(_module: nn.Module, arguments: tuple[Tensor, ...]) -> None:
+            x = arguments[0]
+            over = (0, *range(2, x.dim()))
+            mean = x.mean(over, keepdim=True)
+            found[f"{path}.mean"] = mean.flatten()
+            found[f"{path}.var"] = torch.square(x - mean).mean(over).flatten()
+
+        return hook
+
+    kinds = (FrozenNorm, BatchStatistics, _BatchNorm)
+    layers = [(path, module) for path, module in model.named_modules() if isinstance(module, kinds)]
+    hooks = [module.register_forward_pre_hook(record(path)) for path, module in layers]
+    try:
+        yield found
+    finally:
+        for hook in hooks:
+            hook.remove()

@@ -1,0 +1,116 @@
+"""Attacks that aim at a defence: the papers' orderings, and nothing gained where there is nothing to aim at."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from gradveil.attacks.base import Observation
+from gradveil.attacks.presets import make_attack
+from gradveil.attacks.rows import Rows
+from gradveil.audit.cell import cells, grant, make_truth, recover, updates
+from gradveil.audit.scene import open_scene
+from gradveil.client import Client
+from gradveil.core.errors import GradveilError
+from gradveil.core.noise import Key
+from gradveil.core.types import Batch
+from gradveil.defences import parse
+from gradveil.nn.bottleneck import ConvBottleneck, VariationalBottleneck
+from gradveil.nn.paths import downstream
+from tests.attacks.scenes import pictures, psnr, tiny
+from tests.audit.runs import config
+
+TARGETED = ("wiig", "gpia", "vbia", "dpia", "pig", "cdia")
+
+
+def audit(defence, attacks, iterations=150, **changes):
+    """Open the scene of a run on two digits."""
+    base = {"data": {"name": "digits"}, "model": {"name": "scheliga-cnn"}, "iterations": iterations}
+    return open_scene(config(**{**base, "defences": [defence], "attacks": list(attacks), **changes}))
+
+
+def quality(defence, *attacks, **changes):
+    """Defend two digits; the mean PSNR that each attack recovers of them, and what it found."""
+    scene = audit(defence, attacks, **changes)
+    lower, upper = scene.victims.bounds
+    found = {}
+    for cell in cells(scene.config):
+        tensors = recover(scene, cell, range(2), lambda _: None).tensors
+        truth = scene.batch(scene.examples(0, range(2))).inputs
+        found[cell.attack] = (float(psnr(tensors["inputs"], truth, lower, upper).mean()), tensors)
+    return found
+
+
+def test_without_a_defence_each_is_the_naive_attack_to_the_last_bit():
+    found = quality("none", "ig-scheliga", *TARGETED, iterations=40)
+    naive = found["ig-scheliga"][1]
+    for name in TARGETED:
+        assert torch.equal(found[name][1]["inputs"], naive["inputs"]), name
+        assert torch.equal(found[name][1]["objectives"], naive["objectives"]), name
+
+
+@pytest.mark.parametrize(
+    ("defence", "worse", "better"),
+    [
+        ("prune(0.95)", "ig-scheliga", "gpia"),
+        ("dropout(0.25)", "ig-scheliga", "dia"),
+        ("precode", "ig-scheliga", "vbia"),
+        ("cvb", "pig", "wiig"),
+        ("dp(clip=20, sigma=1e-3)", "dpia", "ig-scheliga"),
+        ("dp(clip=20, sigma=1e-3)", "ig-scheliga", "wiig"),
+    ],
+)
+def test_the_published_order_of_attackers_comes_out(defence, worse, better):
+    found = quality(defence, worse, better)
+    assert found[better][0] > found[worse][0] + 0.5, {name: value for name, (value, _) in found.items()}
+
+
+def test_a_bottleneck_says_itself_which_layers_its_noise_reaches():
+    scene = pictures("scheliga-cnn", "digits", 1)
+    precode = parse("precode")(scene.client, Key(0)).model
+    reached = downstream(precode, scene.truth.inputs[0])
+    assert {name.split(".")[-2] for name in reached} == {"decoder", "head"}
+    assert not downstream(scene.client.model, scene.truth.inputs[0])
+    cvb = parse("cvb")(scene.client, Key(0)).model
+    early = set(dict(cvb.named_parameters())) - downstream(cvb, scene.truth.inputs[0])
+    assert {"cvb.mean.weight", "cvb.scale.weight"} <= {".".join(name.split(".")[-3:]) for name in early}
+    assert not any("head" in name or "decoder" in name for name in early)
+
+
+def test_a_users_own_bottleneck_needs_no_entry_in_any_list():
+    class Mine(VariationalBottleneck):
+        pass
+
+    net = nn.Sequential(nn.Flatten(), nn.Linear(36, 9), Mine(9, 4), nn.ReLU(), nn.Linear(9, 4)).double()
+    assert downstream(net, torch.zeros(1, 1, 6, 6).double()) == {
+        "2.decoder.weight", "2.decoder.bias", "4.weight", "4.bias",
+    }  # fmt: skip
+
+
+def test_ignoring_needs_a_layer_before_the_noise():
+    scene = tiny()
+    net = nn.Sequential(ConvBottleneck(1, 3), nn.Flatten(), nn.Linear(36, 4)).double()
+    client = Client(net, trainable=("2.*",))
+    attack = make_attack("pig(iterations=1)")
+    observation = replace(scene.observation, params=client.params())
+    with pytest.raises(GradveilError, match="every trained layer lies behind a bottleneck's noise"):
+        Rows(attack, [observation], client, scene.knowledge, Key(0))
+
+
+def test_the_attacker_who_is_told_everything_is_granted_what_is_secret_and_reads_off_the_rest():
+    scene = audit("dp(clip=20, sigma=1e-3) + prune(0.5) + dropout", ["wiig"])
+    cell = cells(scene.config)[0]
+    attack, client = scene.attacks["wiig"], scene.client(0, cell.defence, 0)
+    params = client.params()
+    truth = make_truth(scene, cell, client, params, range(2))
+    knowledge, grants = grant(scene, attack, client, params, truth)
+    told = {grant.partition(":")[0] for grant in grants}
+    assert set(client.noise_spec(params, Batch(truth.raw.inputs[0], truth.raw.targets[0]))) <= told
+    assert not any("mask.conv" in name for name in told if name.startswith("send."))
+    sent = updates(client, params, truth.raw, truth.noise, truth.state)
+    seen = Observation(params, sent, 1, (0, 1))
+    at_truth = attack.evaluate([seen], client, knowledge, Key(0), truth.raw.inputs, truth.noise)
+    blind = attack.evaluate([seen], client, knowledge, Key(0), torch.zeros_like(truth.raw.inputs), truth.noise)
+    assert bool((at_truth < 0.05).all())
+    assert bool((blind > at_truth + 0.1).all())
