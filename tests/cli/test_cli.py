@@ -161,22 +161,6 @@ def test_check_finds_problems(small: Path, capsys: pytest.CaptureFixture[str], m
     assert any(problem["severity"] == "error" and "NaN" in problem["what"] for problem in problems)
 
 
-@pytest.mark.parametrize("kind", ["attacks", "defences", "models", "data", "runs"])
-def test_list(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["list", kind, "--json"]) == 0
-    rows = json.loads(capsys.readouterr().out)
-    assert all(row["name"] and row["description"] for row in rows)
-    assert kind == "runs" or all(row["citation"] for row in rows)
-    assert run(["list", kind]) == 0
-    assert rows[0]["name"] in capsys.readouterr().out
-
-
-def test_list_everything(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["list"]) == 0
-    out = capsys.readouterr().out
-    assert all(name in out for name in ("ig-scheliga", "dgp", "lenet-zhu", "patches", "faces"))
-
-
 @pytest.mark.parametrize("command", [[], ["audit"], ["report"], ["summary"], ["list"], ["check"]])
 def test_help_has_examples(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert run([*command, "--help"]) == 0

@@ -47,7 +47,10 @@ app.command(epilog=_examples("gradveil report runs/faces"))(report)
 app.command(
     epilog=_examples("gradveil summary runs/faces --json", "gradveil summary runs/faces --csv faces.csv"),
 )(summary)
-app.command(name="list", epilog=_examples("gradveil list", "gradveil list defences --json"))(tables)
+app.command(
+    name="list",
+    epilog=_examples("gradveil list defences", "gradveil list dp", "gradveil list feedback", "gradveil list --json"),
+)(tables)
 app.command(
     epilog=_examples(
         "gradveil check --model lenet-zhu --data faces",

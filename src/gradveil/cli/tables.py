@@ -1,87 +1,186 @@
-"""`gradveil list`: what can be named in a run file."""
+"""`gradveil list`: what can be named in a run file, and what each name takes."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from enum import StrEnum
-from typing import Annotated
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Annotated, Any
 
 import typer
-from rich.console import Console
+from rich.console import Console, Group, RenderableType
+from rich.padding import Padding
 from rich.table import Table
+from rich.text import Text
 
-from gradveil.attacks.presets import ATTACKS
-from gradveil.audit.reader import bundled
-from gradveil.data import DATASETS
-from gradveil.defences import DEFENCES
-from gradveil.nn.models import MODELS
+from gradveil.cli.entries import KINDS, TOPICS, Row, called, everything, taking, unknown
+from gradveil.core.arguments import literal
+from gradveil.core.words import listing
 
-Rows = list[dict[str, str]]
-
-
-class Kind(StrEnum):
-    """What can be listed."""
-
-    attacks = "attacks"
-    defences = "defences"
-    models = "models"
-    data = "data"
-    runs = "runs"
-
-
-def _attacks() -> Rows:
-    return [{"name": n, "description": e.description, "citation": e.citation} for n, e in ATTACKS.items()]
-
-
-def _defences() -> Rows:
-    return [{"name": n, "description": e.description, "citation": e.citation} for n, e in DEFENCES.items()]
-
-
-def _models() -> Rows:
-    return [{"name": n, "description": e.description, "citation": e.citation} for n, e in MODELS.items()]
-
-
-def _data() -> Rows:
-    return [{"name": n, "description": e.description, "citation": e.source} for n, e in DATASETS.items()]
-
-
-def _runs() -> Rows:
-    # The first line of a bundled run file says what it shows.
-    texts = {name: text.splitlines()[0].lstrip("# ") for name, text in bundled().items()}
-    return [{"name": name, "description": text, "citation": ""} for name, text in texts.items()]
-
-
-TABLES: dict[Kind, Callable[[], Rows]] = {
-    Kind.attacks: _attacks,
-    Kind.defences: _defences,
-    Kind.models: _models,
-    Kind.data: _data,
-    Kind.runs: _runs,
+_NAME = "attacks, defences, models, data or runs; or one of their names; or an argument, such as feedback."
+_SLOTS = {
+    "model": "the model",
+    "batch": "the examples",
+    "step": "every local gradient",
+    "send": "the update that is sent",
 }
 
 
 def tables(
-    kind: Annotated[Kind | None, typer.Argument()] = None,
+    name: Annotated[str | None, typer.Argument(metavar="[NAME]", help=_NAME)] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print as JSON.")] = False,
 ) -> int:
-    """List attacks, defences, models, data and bundled runs, with a line on each and whom to cite.
+    """List attacks, defences, models, data and bundled runs: what they do, what they take, and whom to cite.
 
-    Everything is listed unless one of them is named.
+    Everything is listed unless a kind or one name is given.
     """
-    wanted = {kind: TABLES[kind]()} if kind else {each: make() for each, make in TABLES.items()}
+    listed = everything()
+    key = (name or "").partition("(")[0].strip().lower()
+    if not key:
+        found, shown = listed, _overview(listed)
+    elif key in KINDS:
+        found, shown = listed[key], _kind(key, listed[key])
+    elif rows := called(key.replace("_", "-"), listed):
+        found, shown = rows, _single(rows)
+    elif rows := taking(key.replace("-", "_"), listed):
+        found, shown = rows, _argument(key.replace("-", "_"), rows)
+    else:
+        raise unknown(key, listed)
     if as_json:
-        typer.echo(json.dumps(wanted[kind] if kind else wanted, indent=1, ensure_ascii=False))
+        typer.echo(json.dumps(found, indent=1, ensure_ascii=False))
         return 0
-    console = Console()
-    for title, rows in wanted.items():
-        table = Table(title=title.value, title_justify="left", title_style="bold", box=None, pad_edge=False)
-        table.add_column("name", style="cyan", no_wrap=True)
-        table.add_column("description", ratio=3)
-        if any(row["citation"] for row in rows):
-            table.add_column("citation", style="dim", ratio=2)
-        for row in rows:
-            table.add_row(*(row[column.header] for column in table.columns if isinstance(column.header, str)))
-        console.print(table)
-        console.print()
+    console = Console(highlight=False, markup=False)
+    for part in shown:
+        console.print(part)
     return 0
+
+
+def _overview(listed: Mapping[str, Sequence[Row]]) -> Iterator[RenderableType]:
+    for kind, rows in listed.items():
+        yield Text(kind, style="bold")
+        yield _names(rows)
+        if any(row.get("arguments") for row in rows):
+            yield Text(f"`gradveil list {kind}` says what they take, `gradveil list NAME` what one does.", style="dim")
+        for note in _notes(kind, rows):
+            yield Text(note, style="dim")
+        yield ""
+
+
+def _notes(kind: str, rows: Sequence[Row]) -> Iterator[str]:
+    """Say how names become texts, and where things are that have no name of their own."""
+    if kind == "attacks":
+        yield "Settings stand in parentheses: ig(iterations=500, restarts=4)."
+    if kind == "defences":
+        yield "Arguments stand in parentheses, and defences join: dp(clip=20, sigma=0.001) + cvb + dropout(0.25)."
+        for topic, meaning in TOPICS.items():
+            switched = [_switched(row, topic) for row in taking(topic, {kind: list(rows)}).get(kind, ())]
+            yield f"{meaning} It is an argument: {', '.join(switched)}."
+
+
+def _switched(row: Row, flag: str) -> str:
+    needed = [f"{argument['name']}=…" for argument in row["arguments"] if argument["required"]]
+    return f"{row['name']}({', '.join([*needed, f'{flag}=true'])})"
+
+
+def _kind(kind: str, rows: Sequence[Row]) -> Iterator[RenderableType]:
+    """List one kind: arguments below each, those that most of them take once, at the end."""
+    counts = [argument["name"] for row in rows for argument in row.get("arguments", ())]
+    common = [name for name in dict.fromkeys(counts) if 2 * counts.count(name) > len(rows)]
+    own = {row["name"]: [each for each in row.get("arguments", ()) if each["name"] not in common] for row in rows}
+    if any(own.values()):
+        for row in rows:
+            title = row["usage"] if own[row["name"]] else row["name"]
+            yield Text(title, style="cyan")
+            yield Padding(Group(row["description"], *_lines(own[row["name"]]), _dim(row["citation"])), (0, 0, 1, 4))
+    else:
+        yield _names(rows)
+        yield ""
+    if common:
+        taken = {each["name"]: each for row in rows for each in row.get("arguments", ()) if each["name"] in common}
+        lacking = {name: [r["name"] for r in rows if all(a["name"] != name for a in r["arguments"])] for name in common}
+        yield Text(
+            f"What these {kind} take (none: its own value, as `gradveil list {rows[0]['name']}` shows)",
+            style="bold",
+        )
+        table = _grid()
+        for name in common:
+            without = f" (not {listing(lacking[name])})" if lacking[name] else ""
+            table.add_row(Text(name, style="cyan"), f"{taken[name]['allowed']}{without}")
+        yield table
+        yield ""
+    for note in _notes(kind, rows):
+        yield Text(note, style="dim")
+
+
+def _single(found: Mapping[str, Sequence[Row]]) -> Iterator[RenderableType]:
+    for kind, rows in found.items():
+        for row in rows:
+            yield Text.assemble((row["name"], "bold cyan"), f", {KINDS[kind][0]}")
+            facts = _grid()
+            for name, value in _facts(row):
+                facts.add_row(_dim(name), value)
+            arguments = [Padding(Group(*_lines(row["arguments"])), (0, 0, 0, 2))] if row.get("arguments") else []
+            yield Padding(Group(row["description"], *_usage(row), *arguments, facts), (0, 0, 1, 2))
+
+
+def _usage(row: Row) -> list[Text]:
+    """Write the text with every default; where that is long, the lines below say as much."""
+    return [Text(row["usage"], style="cyan")] if 0 < len(row.get("arguments", ())) <= 5 else []
+
+
+def _facts(row: Row) -> Iterator[tuple[str, str]]:
+    if row.get("changes"):
+        yield "changes", listing(_SLOTS[slot] for slot in row["changes"])
+    if "guarantee" in row:
+        yield "promises", "no formal guarantee" if row["guarantee"] == "none" else row["guarantee"]
+    if row.get("options"):
+        yield "options", ", ".join(f"{key} = {json.dumps(value)}" for key, value in row["options"].items())
+    if row["citation"]:
+        yield "cite", row["citation"]
+
+
+def _argument(name: str, found: Mapping[str, Sequence[Row]]) -> Iterator[RenderableType]:
+    """Show where an argument is, with what it is in each place."""
+    if name in TOPICS:
+        yield TOPICS[name]
+    for kind, rows in found.items():
+        yield Text.assemble((name, "bold cyan"), f" is an argument of these {kind}")
+        table = _grid()
+        for row in rows:
+            (argument,) = [each for each in row["arguments"] if each["name"] == name]
+            example = _switched(row, name) if argument["allowed"] == "true or false" else ""
+            table.add_row(Text(row["name"], style="cyan"), *_about(argument), example)
+        yield Padding(table, (0, 0, 1, 2))
+
+
+def _lines(arguments: Sequence[Mapping[str, Any]]) -> list[Table]:
+    if not arguments:
+        return []
+    table = _grid()
+    for argument in arguments:
+        table.add_row(Text(argument["name"], style="cyan"), *_about(argument))
+    return [table]
+
+
+def _about(argument: Mapping[str, Any]) -> tuple[str, str]:
+    default = "required" if argument["required"] else f"default {literal(argument['default'])}"
+    return argument["allowed"], default
+
+
+def _names(rows: Sequence[Row]) -> Table:
+    table = Table(box=None, pad_edge=False, show_header=False)
+    table.add_column("name", style="cyan", no_wrap=True)
+    table.add_column("description", ratio=3)
+    cited = any(row["citation"] for row in rows)
+    if cited:
+        table.add_column("citation", style="dim", ratio=2)
+    for row in rows:
+        table.add_row(row["name"], row["description"], *([row["citation"]] if cited else []))
+    return table
+
+
+def _grid() -> Table:
+    return Table(box=None, pad_edge=False, show_header=False, padding=(0, 2, 0, 0))
+
+
+def _dim(text: str) -> Text:
+    return Text(text, style="dim")

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from gradveil.core.allowed import Allowed
+from gradveil.core.allowed import Allowed, Choice
 from gradveil.core.errors import Problem, refuse
 
 
@@ -33,6 +33,19 @@ class Argument:
         """Describe the argument in words."""
         default = "required" if self.default is REQUIRED else f"default {literal(self.default)}"
         return f"{self.name} ({self.allowed}; {default})"
+
+    def plain(self) -> dict[str, Any]:
+        """Describe the argument for machines; what JSON cannot hold is written as the grammar reads it.
+
+        >>> from gradveil.core.allowed import BOUND
+        >>> Argument("clip", BOUND, math.inf).plain()
+        {'name': 'clip', 'allowed': 'a number above 0 or inf', 'required': False, 'default': 'inf'}
+        """
+        required = self.default is REQUIRED
+        endless = isinstance(self.default, float) and not math.isfinite(self.default)
+        default = None if required else literal(self.default) if endless else self.default
+        described = {"name": self.name, "allowed": str(self.allowed), "required": required, "default": default}
+        return described | ({"choices": list(self.allowed.names)} if isinstance(self.allowed, Choice) else {})
 
 
 @dataclass(frozen=True)
@@ -73,6 +86,14 @@ class Entry:
     def usage(self) -> str:
         """List the arguments in words."""
         return ", ".join(str(argument) for argument in self.arguments) or "no arguments"
+
+    def signature(self) -> str:
+        """Show how it is written, with the defaults and a gap for what has none: `prune(ratio=…, scope=layer)`."""
+        given = [
+            f"{argument.name}={'…' if argument.default is REQUIRED else literal(argument.default)}"
+            for argument in self.arguments
+        ]
+        return f"{self.name}({', '.join(given)})" if given else self.name
 
 
 def literal(value: Any) -> str:

@@ -1,0 +1,124 @@
+"""`gradveil list`: every name with what it takes, found by its kind, its name or an argument."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import pytest
+
+from gradveil.attacks.presets import ATTACKS, make_attack
+from gradveil.cli.app import run
+from gradveil.cli.entries import KINDS, TOPICS, everything
+from gradveil.defences import DEFENCES, parse
+
+
+@pytest.fixture(autouse=True)
+def _wide(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "160")
+
+
+def shown(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    assert run(["list", *words]) == 0
+    return capsys.readouterr().out
+
+
+def plain(capsys: pytest.CaptureFixture[str], *words: str) -> Any:
+    return json.loads(shown(capsys, *words, "--json"))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_kind_is_listed_whole(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = plain(capsys, kind)
+    assert rows == everything()[kind]
+    assert all(row["name"] and row["description"] for row in rows)
+    assert kind == "runs" or all(row["citation"] for row in rows)
+    text = shown(capsys, kind)
+    assert all(row["name"] in text for row in rows)
+
+
+def test_everything_is_listed_with_the_way_to_switch_feedback_on(capsys: pytest.CaptureFixture[str]) -> None:
+    assert list(plain(capsys)) == list(KINDS)
+    text = " ".join(shown(capsys).split())
+    assert all(name in text for name in ("ig-scheliga", "dgp", "lenet-zhu", "patches", "faces"))
+    assert TOPICS["feedback"] in text
+    assert "topk(keep=…, feedback=true), dgp(feedback=true)" in text
+
+
+def test_defences_are_listed_with_what_they_take(capsys: pytest.CaptureFixture[str]) -> None:
+    (dp,) = [row for row in plain(capsys, "defences") if row["name"] == "dp"]
+    assert dp["arguments"] == [
+        {"name": "clip", "allowed": "a number above 0 or inf", "required": False, "default": 20.0},
+        {"name": "sigma", "allowed": "a number of at least 0", "required": False, "default": 0.001},
+        {"name": "on", "allowed": str(DEFENCES["dp"].arguments[2].allowed), "required": False, "default": "sum"}
+        | {"choices": list(DEFENCES["dp"].arguments[2].allowed.names)},
+    ]
+    text = shown(capsys, "defences")
+    assert "dp(clip=20, sigma=0.001, on=sum)" in text
+    assert re.search(r"ratio +a number in \[0, 1\) +required", text)
+    assert re.search(r"scope +one of: layer, global +default layer", text)
+
+
+def test_attacks_share_their_settings(capsys: pytest.CaptureFixture[str]) -> None:
+    text = shown(capsys, "attacks")
+    assert len(re.findall(r"^iterations +a whole number of at least 1, or none", text, re.MULTILINE)) == 1
+    assert re.search(r"^sign .*\(not dlg, ", text, re.MULTILINE)
+
+
+def test_settings_of_an_attack_have_its_own_values(capsys: pytest.CaptureFixture[str]) -> None:
+    (ig,) = plain(capsys, "ig")["attacks"]
+    own = {argument["name"]: argument["default"] for argument in ig["arguments"]}
+    built = make_attack("ig")
+    assert (own["iterations"], own["tv"], own["lr"]) == (built.descent.iterations, built.tv, 0.1)
+    assert "sign" not in {argument["name"] for argument in plain(capsys, "dlg")["attacks"][0]["arguments"]}
+    assert re.search(r"iterations +a whole number of at least 1, or none +default 24000", shown(capsys, "ig"))
+
+
+@pytest.mark.parametrize("name", [*DEFENCES, *ATTACKS])
+def test_one_name_shows_its_arguments(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    text = shown(capsys, name)
+    (row,) = [row for rows in plain(capsys, name).values() for row in rows]
+    assert row["description"] in " ".join(text.split())
+    for argument in row["arguments"]:
+        assert re.search(rf"\b{argument['name']} +{re.escape(argument['allowed'][:20])}", text)
+
+
+@pytest.mark.parametrize("name", [name for name, entry in DEFENCES.items() if entry.arguments])
+def test_the_way_a_defence_is_shown_reads(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    (row,) = plain(capsys, name)["defences"]
+    assert parse(row["usage"].replace("…", "0.5")).name.startswith(name)
+
+
+def test_a_name_of_two_kinds_is_shown_twice(capsys: pytest.CaptureFixture[str]) -> None:
+    assert list(plain(capsys, "faces")) == ["data", "runs"]
+    text = shown(capsys, "faces")
+    assert "faces, data" in text
+    assert "faces, a bundled run" in text
+
+
+@pytest.mark.parametrize("words", ["clip_example", "Clip-Example", "clip-example(norm=1)"])
+def test_names_are_read_as_run_files_read_them(words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert [row["name"] for row in plain(capsys, words)["defences"]] == ["clip-example"]
+
+
+def test_an_argument_is_found_where_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    assert {"prune", "topk", "dgp"} <= {row["name"] for row in plain(capsys, "feedback")["defences"]}
+    text = shown(capsys, "feedback")
+    assert TOPICS["feedback"] in text
+    assert re.search(r"dgp +true or false +default false +dgp\(feedback=true\)", text)
+    assert re.search(r"ig-scheliga +a number of at least 0, or none +default 0.01", shown(capsys, "tv"))
+
+
+@pytest.mark.parametrize(
+    ("name", "near"),
+    [
+        ("topkk", "did you mean 'topk'"),
+        ("error-feedback", "'feedback'"),
+        ("defense", "'defences'"),
+        ("lenet", "'lenet-"),
+    ],
+)
+def test_an_unknown_name_gives_the_nearest(name: str, near: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["list", name]) == 2
+    assert near in capsys.readouterr().err
