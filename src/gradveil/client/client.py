@@ -121,13 +121,15 @@ class Client:
     ) -> tuple[Tensors, Tensors]:
         """Compute the updates of many clients with the same parameters: everything but `params` has a leading V.
 
-        One gradient a client is computed in one batched sweep where `batched_obstacle` finds none.
+        The gradients are computed in one batched sweep where `batched_obstacle` finds none.
         """
         noise = dict(noise)
-        if self._sends_one_mean():
-            ready, parts, inner = self._prepared(batch, noise), self._parted(params), select(noise, "model")
-            if obstacle(self.objective, *parts, ready, inner) is None:
-                gradients = victim_gradients(self.objective, *parts, ready, inner)
+        if self.local is None:
+            ready = self._prepared(batch, noise)
+            apart, inner = self._apart(ready, select(noise, "model"))
+            parts = self._parted(params)
+            if obstacle(self.objective, *parts, apart, inner) is None:
+                gradients = victim_gradients(self.objective, *parts, apart, inner)
                 return self._transformed(gradients, params, ready, noise, state)
         return self.updates_reference(params, batch, noise, state)
 
@@ -158,13 +160,18 @@ class Client:
         """Say why `updates` runs `updates_reference` for a batch [V, B, ...] of these shapes; None if it does not."""
         if self.local is not None:
             return "the client trains several local steps"
-        if not self._sends_one_mean():
-            return "a defence acts on each example's gradient"
-        ready = self._prepared(batch, noise)
-        return obstacle(self.objective, *self._parted(params), ready, select(noise, "model"))
+        return obstacle(
+            self.objective,
+            *self._parted(params),
+            *self._apart(self._prepared(batch, noise), select(noise, "model")),
+        )
 
-    def _sends_one_mean(self) -> bool:
-        return self.local is None and (self.step is None or self.step.split()[0] is None)
+    def _apart(self, batch: Batch, inner: Tensors) -> tuple[Batch, Tensors]:
+        """Take [V, B] examples apart into [V B, 1], where a defence acts on each example's gradient."""
+        if self.step is None or self.step.split()[0] is None:
+            return batch, inner
+        single = Batch(*(value.flatten(0, 1).unsqueeze(1) for value in batch))
+        return single, {name: value.flatten(0, 1).unsqueeze(1) for name, value in inner.items()}
 
     def _prepared(self, batch: Batch, noise: Mapping[str, Tensor]) -> Batch:
         """Apply the batch transforms of every victim."""
@@ -175,16 +182,22 @@ class Client:
     def _transformed(
         self, gradients: Tensors, params: Tensors, batch: Batch, noise: Tensors, state: Tensors
     ) -> tuple[Tensors, Tensors]:
-        """Apply the transforms of the mean and of what is sent to each victim's gradient."""
-        _, mean = self.step.split() if self.step else (None, None)
-        if mean is None and self.send is None:
+        """Apply the transforms to the gradients: of each victim, or [V B] of each example if one acts on those."""
+        each, mean = self.step.split() if self.step else (None, None)
+        if each is not None:
+            gradients = {name: value.unflatten(0, batch.inputs.shape[:2]) for name, value in gradients.items()}
+        elif mean is None and self.send is None:
             return gradients, {}
 
         def transform(g: Tensors, own: Batch, own_noise: Tensors, own_state: Tensors) -> tuple[Tensors, Tensors]:
+            inner, of_step = select(own_noise, "model"), select(own_noise, "step")
+            if each is not None:
+                of_each = {name: of_step.pop(name) for name in each.noise(self._sent(params))}
+                g = self._each(each, g, params, own, inner, of_each)
             step_state: Tensors = {}
             if mean is not None:
-                context = self._context(params, own, select(own_noise, "model"))
-                g, step_state = mean.apply(g, select(own_state, "step"), select(own_noise, "step"), context)
+                context = self._context(params, own, inner)
+                g, step_state = mean.apply(g, select(own_state, "step"), of_step, context)
             return self._finish(params, own, own_noise, own_state, g, step_state)
 
         return vmap(transform)(gradients, batch, noise, state)
