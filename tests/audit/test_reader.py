@@ -7,9 +7,13 @@ from typing import Any
 
 import pytest
 
+from gradveil.attacks.presets import ATTACKS
+from gradveil.audit.cell import cells
 from gradveil.audit.reader import bundled, read, resolve, with_defaults
+from gradveil.audit.run import name
 from gradveil.audit.scene import open_scene
 from gradveil.core.errors import GradveilError
+from gradveil.defences import DEFENCES
 from tests.audit.runs import config, settings
 
 LOCAL = {"lr": 0.1, "steps": 2}
@@ -27,13 +31,25 @@ BAD: list[tuple[dict[str, Any], str, str, str]] = [
     ({"attacks": "ig"}, "attacks", "is 'ig'", "give a list"),
     ({"attacks": [1]}, "attacks[0]", "is 1", "give a string in quotes"),
     ({"attacks": ["idg"]}, "attacks[0]", "'idg'", "did you mean"),
-    ({"attacks": ["ig", "ig"]}, "attacks[1]", "is already attacks[0]", "remove one"),
+    ({"attacks": ["ig", "ig"]}, "attacks[1]", "'ig' is the same as attacks[0] 'ig'", "remove one"),
+    ({"attacks": ["ig", "IG( )"]}, "attacks[1]", "'IG( )' is the same as attacks[0] 'ig'", "remove one"),
+    ({"attacks": ["ig(tv=1, l2=2)", "ig(l2=2., tv=1)"]}, "attacks[1]", "is the same as attacks[0]", "remove one"),
+    ({"attacks": ["ig", "ig(iterations=9)"], "iterations": 9}, "attacks[1]", "is the same as attacks[0]", ""),
     ({"attacks": ["ig("]}, "attacks[0]", "ig(", ""),
     ({"attacks": ["ig(steps=3)"]}, "attacks[0]", "steps", "iterations"),
     ({"defences": []}, "defences", "is empty", "give at least 1"),
     ({"defences": ["none", "gausian(0.1)"]}, "defences[1]", "gausian", "gaussian"),
     ({"defences": ["prune(1.5)"]}, "defences[0]", "1.5", ""),
     ({"defences": ["prune(0.9"]}, "defences[0]", "", ""),
+    (
+        {"defences": ["prune(0.9)", "prune(ratio=0.9)"]},
+        "defences[1]",
+        "'prune(ratio=0.9)' is the same as defences[0] 'prune(0.9)'",
+        "remove one",
+    ),
+    ({"defences": ["none", "None"]}, "defences[1]", "'None' is the same as defences[0] 'none'", "remove one"),
+    ({"defences": ["dp", "Dropout", " dp( clip=20)"]}, "defences[2]", "is the same as defences[0] 'dp'", "remove one"),
+    ({"defences": ["none + dp", "dp"]}, "defences[1]", "is the same as defences[0]", "remove one"),
     ({"defences": [""]}, "defences[0]", "is empty", "give a name"),
     ({"seeds": []}, "seeds", "is empty", "give at least 1"),
     ({"seeds": [0, 0]}, "seeds", "holds a seed twice", "give each once"),
@@ -93,6 +109,15 @@ def test_bad_settings_are_named(changes: dict[str, Any], where: str, what: str, 
     assert [problem.where for problem in caught.value.problems] == [where]
     assert what in caught.value.problems[0].what
     assert remedy in caught.value.problems[0].remedy
+
+
+def test_what_is_shown_stays_what_was_written() -> None:
+    found = resolve(settings(defences=["None", "prune( ratio = 0.9 )", "Dropout"], attacks=["IG(iterations=6)"]))
+    assert (found.defences, found.attacks) == (["None", "prune( ratio = 0.9 )", "Dropout"], ["IG(iterations=6)"])
+
+
+def test_order_of_a_chain_is_no_repetition() -> None:
+    assert resolve(settings(defences=["cvb + dropout", "dropout + cvb"]))
 
 
 def test_there_are_thirty_distinct_bad_inputs() -> None:
@@ -173,3 +198,11 @@ def test_run_settings_are_defaults_of_attacks() -> None:
     assert with_defaults("ig()", 5, None) == "ig(iterations=5)"
     scene = open_scene(config(iterations=7, attacks=["ig", "gi(iterations=3)"]))
     assert [attack.descent.iterations for attack in scene.attacks.values()] == [7, 3]
+
+
+def test_titles_are_found_however_a_name_is_written() -> None:
+    scene = open_scene(config(attacks=["IG_Scheliga (iterations=2)"], defences=["None", "Dropout"]))
+    first, second = (name(scene, cell) for cell in cells(scene.config))
+    assert first.attack_title == ATTACKS["ig-scheliga"].description
+    assert ATTACKS["ig-scheliga"].citation in first.citations
+    assert second.defence_title == DEFENCES["dropout"].description

@@ -155,6 +155,12 @@ def test_the_control_is_the_same_attack_with_any_belief() -> None:
     assert "only 2 of 32" in complaints(row(0, attack="dlg(belief=full)"), bare)[0]
 
 
+def test_no_defence_is_known_however_it_was_written() -> None:
+    (first, *_) = verdicts([row(0), row(32, defence="None", belief="full")])
+    assert first.undefended
+    assert complaints(row(0), [row(32, defence=" none ", belief="naive")]) == []
+
+
 def test_settings_are_judged_apart() -> None:
     found = verdicts([BARE, row(0), row(32, model="resnet"), row(1, batch=4)])
     assert len(found) == 4

@@ -199,24 +199,34 @@ def _shown(value: Any) -> str:
 
 def _unknown_names(raw: Mapping[str, Any]) -> Iterator[Problem]:
     """Check names against their tables, entry by entry, whatever else is wrong with the file."""
+    tuning = (_count(raw, "iterations"), _count(raw, "restarts"))
     for key, build in (("attacks", make_attack), ("defences", parse)):
         entries = raw.get(key)
         seen: dict[str, int] = {}
         for i, entry in enumerate(entries if isinstance(entries, list) else []):
             if not isinstance(entry, str) or not entry:
                 continue
-            if entry in seen:
-                yield Problem(f"{key}[{i}]", f"'{entry}' is already {key}[{seen[entry]}]", "remove one of them")
-            seen.setdefault(entry, i)
             try:
-                build(entry)
+                name = build(entry).name
             except GradveilError as error:
                 yield from (_placed(f"{key}[{i}]", problem) for problem in error.problems)
+                continue
+            if key == "attacks":
+                name = build(with_defaults(entry, *tuning)).name
+            if name in seen:
+                first = f"{key}[{seen[name]}] '{entries[seen[name]]}'"
+                yield Problem(f"{key}[{i}]", f"'{entry}' is the same as {first}", "remove one of them")
+            seen.setdefault(name, i)
     yield from _unknown_model(_text(raw, "model"))
     yield from _unknown_data(_text(raw, "data"))
     seeds = raw.get("seeds")
     if isinstance(seeds, list) and len({str(seed) for seed in seeds}) < len(seeds):
         yield Problem("seeds", f"{seeds} holds a seed twice", "give each once: more seeds are more independent runs")
+
+
+def _count(raw: Mapping[str, Any], key: str) -> int | None:
+    value = raw.get(key)
+    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
 
 
 def _placed(where: str, problem: Problem) -> Problem:

@@ -133,7 +133,7 @@ def in_process(scene: Scene) -> Recover:
 
 def name(scene: Scene, cell: Address) -> Named:
     """Look up titles and citations in the tables of attacks and defences."""
-    attack = ATTACKS.get(cell.attack.partition("(")[0].strip())
+    attack = ATTACKS.get(scene.attacks[cell.attack].name.partition("(")[0])
     # A defence given as an object has a name of its own, which need not be a text of the grammar.
     known = entries(cell.defence) if _reads(cell.defence) else []
     citations = [entry.citation for entry in known if entry.name != "none"]

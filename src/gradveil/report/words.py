@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
+from gradveil.core.errors import GradveilError
 from gradveil.core.words import plural
+from gradveil.defences import entries
 
 Attacker = Literal["undefended", "naive", "adaptive", "informed"]
 """Whose attack a cell is. See `attacker`."""
-
-UNDEFENDED = ("none", "")
-"""Canonical texts of the defence that does nothing."""
 
 ATTACKERS: dict[str, tuple[str, str]] = {
     "undefended": ("no defence", "there is no defence to know"),
@@ -39,6 +38,18 @@ POSITIONS = {
 _DEFENCE_TENSORS = ("model.", "batch.", "step.", "send.", "update.", "state.", "*")
 
 
+def undefended(defence: str) -> bool:
+    """Say whether a defence does nothing, however that was written.
+
+    >>> undefended("none"), undefended(" None + none()"), undefended("dp"), undefended("an object's name")
+    (True, True, False, False)
+    """
+    try:
+        return not defence or all(entry.name == "none" for entry in entries(defence))
+    except GradveilError:
+        return False
+
+
 def attacker(info: Mapping[str, Any]) -> Attacker:
     """Say whose attack a cell is, from its belief and from what it was handed.
 
@@ -47,7 +58,7 @@ def attacker(info: Mapping[str, Any]) -> Attacker:
     >>> attacker({"defence": "dropout", "belief": "full", "knowledge": {"model.*": "known"}})
     'informed'
     """
-    if info["defence"] in UNDEFENDED:
+    if undefended(info["defence"]):
         return "undefended"
     if info["belief"] == "naive":
         return "naive"
