@@ -67,6 +67,33 @@ def test_a_terminal_shows_what_is_under_way() -> None:
     assert "nan" not in text(out)
 
 
+@pytest.mark.parametrize("terminal", [True, False])
+@pytest.mark.parametrize("objective", [float("nan"), float("inf")])
+def test_an_objective_that_is_no_number_is_a_dash(
+    terminal: bool, objective: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = console(terminal)
+    screen = Screen(out)
+    monkeypatch.setattr("time.monotonic", iter(range(0, 10_000, 20)).__next__)
+    with screen:
+        screen.start(cells(config()), set(), 2)
+        screen.progress(cells(config())[0], 0, Progress(2, 0, 10, 10, objective))
+        if screen.live:
+            screen.live.refresh()
+    assert "objective –" in text(out)
+    assert "nan" not in text(out)
+    assert "objective inf" not in text(out)
+
+
+def test_scores_that_are_no_numbers_are_dashes() -> None:
+    spoilt = result("none", "ig", 0)
+    for record in spoilt.records:
+        record["per_image"][0] |= {"ssim": None, "psnr": float("nan")}
+    out = console(terminal=False)
+    out.print(result_table([spoilt]))
+    assert text(out).splitlines()[1].split()[5:7] == ["–", "–"]
+
+
 def test_a_failure_is_shown() -> None:
     out = console(terminal=False)
     screen = Screen(out)

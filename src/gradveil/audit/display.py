@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+import warnings
 from collections.abc import Sequence
 from types import TracebackType
 
@@ -16,7 +17,7 @@ from gradveil.attacks.base import Progress
 from gradveil.audit.cell import Address
 from gradveil.audit.store import Cell, summarise
 from gradveil.core.errors import Problem
-from gradveil.core.words import duration, interval, percent
+from gradveil.core.words import DASH, duration, interval, number, percent
 
 _LINE_SECONDS = 10.0
 """Plain output: at most one line of progress in this time."""
@@ -64,6 +65,8 @@ class Screen:
         done = f", {len(finished)} of them already done" if finished else ""
         for problem in damaged:
             told = f"Damaged, its cell is done again: {problem.where}: {problem.what}"
+            if self.console.quiet:
+                warnings.warn(told, stacklevel=2)
             self.console.print(Text(told, style="yellow"), soft_wrap=True)
         self.console.print(f"{len(planned)} cells of {victims} victims{done}", style="bold")
 
@@ -93,7 +96,9 @@ class Screen:
         if result.failed is not None:
             return text.append(f": failed: {result.failed}", style="red")
         summary = summarise(result)
-        told = f": ASR {percent(summary['asr'])}, SSIM {summary['ssim_mean']:.2f}, {duration(summary['seconds'])}"
+        told = (
+            f": ASR {percent(summary['asr'])}, SSIM {_fixed(summary['ssim_mean'], 2)}, {duration(summary['seconds'])}"
+        )
         return text.append(told, style="default")
 
     def _table(self) -> Table:
@@ -108,10 +113,9 @@ class Screen:
         steps = self.steps[cell.id].values()
         victims = sum(step.victims for step in steps)
         share = sum(step.row_iterations for step in steps) / max(1, sum(step.row_budget for step in steps))
-        facts = (_called(cell), f"{victims}/{self.victims} victims", percent(share))
         # A share whose rows are all finished has no objective any more.
-        objectives = [step.objective for step in steps if math.isfinite(step.objective)]
-        return (*facts, f"objective {max(objectives):.3g}") if objectives else facts
+        worst = max((step.objective for step in steps if math.isfinite(step.objective)), default=None)
+        return _called(cell), f"{victims}/{self.victims} victims", percent(share), f"objective {number(worst)}"
 
     def _rest(self) -> str:
         under_way = [step for steps in self.steps.values() for step in steps.values()]
@@ -138,6 +142,11 @@ def _called(cell: Address) -> str:
     )
 
 
+def _fixed(value: float | None, digits: int) -> str:
+    """Write a score with so many decimals, as a column needs them."""
+    return DASH if value is None or not math.isfinite(value) else f"{value:.{digits}f}"
+
+
 def result_table(cells: Sequence[Cell]) -> Table:
     """Lay the results out: one row a cell, the strongest attack first within each defence."""
     table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
@@ -158,8 +167,8 @@ def result_table(cells: Sequence[Cell]) -> Table:
             percent(row["asr"]),
             interval(row["asr_low"], row["asr_high"]),
             percent(floor),
-            f"{row['ssim_mean']:.2f}",
-            f"{row['psnr_mean']:.1f}",
+            _fixed(row["ssim_mean"], 2),
+            _fixed(row["psnr_mean"], 1),
             "inf" if row["distance"] is None else f"{row['distance']:.2g}",
         )
         table.add_row(*where, *numbers)
