@@ -161,6 +161,24 @@ def test_check_finds_problems(small: Path, capsys: pytest.CaptureFixture[str], m
     assert any(problem["severity"] == "error" and "NaN" in problem["what"] for problem in problems)
 
 
+def test_check_says_what_a_path_names(
+    small: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (small / "users_numbered_net.py").write_text(
+        "from torch import nn\n\n\ndef net(channels, classes):\n"
+        "    model = nn.Sequential(nn.Conv2d(channels, 2, 5), nn.BatchNorm2d(2), nn.Flatten())\n"
+        "    model.append(nn.Linear(2 * 28 * 28, classes))\n"
+        "    nn.init.constant_(model[0].bias, float('inf'))\n    return model\n"
+    )
+    monkeypatch.syspath_prepend(small)
+    assert run(["check", "--model", "users_numbered_net:net", "--data", "faces"]) == 1
+    out = capsys.readouterr().out
+    assert "error: module '1' (BatchNorm2d): BatchNorm2d in training mode" in out
+    assert "error: parameter '0.bias': holds NaN or infinity" in out
+    assert run(["check", "--model", "users_numbered_net:net", "--data", "faces", "--json"]) == 1
+    assert "1" in {problem["where"] for problem in json.loads(capsys.readouterr().out)}
+
+
 @pytest.mark.parametrize("command", [[], ["audit"], ["report"], ["summary"], ["list"], ["check"]])
 def test_help_has_examples(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert run([*command, "--help"]) == 0

@@ -15,6 +15,7 @@ from gradveil.core.types import Batch
 from gradveil.data import load
 from gradveil.nn.check import check as check_model
 from gradveil.nn.models import build
+from gradveil.nn.paths import called
 
 FOUND = 1
 
@@ -46,7 +47,7 @@ def check(
         console = Console(soft_wrap=True)
         for problem in problems:
             style = "red" if problem.severity == "error" else "yellow"
-            console.print(Text.assemble((problem.severity, style), f" {problem.where}: {problem.what}"))
+            console.print(Text.assemble((problem.severity, style), f": {called(built, problem.where)}: {problem.what}"))
             console.print(Text(f"    -> {problem.remedy}", style="green"))
         if not problems:
             console.print(f"No problems: {model} can be audited with {data}.")

@@ -93,6 +93,25 @@ def at(model: nn.Module, path: str) -> nn.Module:
     return known[path]
 
 
+def called(model: nn.Module, place: str) -> str:
+    """Say what a path names: a module, parameter or buffer of the model; anything else stays as it is.
+
+    >>> called(nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)), "1")
+    "module '1' (BatchNorm1d)"
+    """
+    modules = {path: module for path, module in model.named_modules() if path not in ("", "model")}
+    parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
+
+    def one(path: str) -> str:
+        if path in modules:
+            return f"module '{path}' ({type(modules[path]).__name__})"
+        if path in parameters:
+            return f"parameter '{path}'"
+        return f"buffer '{path}'" if path in buffers else path
+
+    return ", ".join(one(path) for path in place.split(", "))
+
+
 def put(model: nn.Module, path: str, module: nn.Module) -> nn.Module:
     """Set the module at a path, in place, and return the model; the path "" is the model itself."""
     if path == "":
