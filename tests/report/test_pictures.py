@@ -7,9 +7,9 @@ import pytest
 import torch
 from imageio.v3 import imread
 
+from gradveil.audit.rows import Row
 from gradveil.audit.store import Cell
 from gradveil.report.pictures import Album, contact_sheet, pairs, png
-from gradveil.report.rows import Row
 from tests.report.runs import ATTACKS, CASES, cell, faces
 
 

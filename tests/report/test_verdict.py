@@ -4,11 +4,11 @@ from typing import Any
 
 import pytest
 
+from gradveil.audit.health import complaints
+from gradveil.audit.rows import Row
 from gradveil.audit.store import Cell
 from gradveil.metrics import wilson
 from gradveil.report.build import cards
-from gradveil.report.health import complaints
-from gradveil.report.rows import Row
 from gradveil.report.verdict import Verdict, verdicts
 
 HEALTHY = {"objective": 0.01, "objective_initial": 1.0, "diverged": 0.0}

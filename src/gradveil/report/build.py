@@ -11,15 +11,15 @@ from typing import Any
 import jinja2
 from markupsafe import Markup
 
+from gradveil.audit.attacker import ATTACKERS, POSITIONS
+from gradveil.audit.health import descent, guesses, suspicious
+from gradveil.audit.rows import Row
 from gradveil.audit.store import Cell, Run, load_run
 from gradveil.core.errors import fail
 from gradveil.core.words import interval, number, percent, plural, size
 from gradveil.report import method, plots, table
-from gradveil.report.health import descent, guesses, suspicious
 from gradveil.report.pictures import Album, data_uri, pairs
-from gradveil.report.rows import Row
 from gradveil.report.verdict import LEVELS, Verdict, verdicts
-from gradveil.report.words import ATTACKERS, POSITIONS
 
 TEMPLATES = Path(__file__).parent / "templates"
 NAME = "report.html"

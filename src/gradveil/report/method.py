@@ -6,9 +6,9 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from gradveil.audit.attacker import ATTACKERS, POSITIONS
+from gradveil.audit.rows import Row, client_words
 from gradveil.core.words import listing, plural
-from gradveil.report.rows import Row
-from gradveil.report.words import ATTACKERS, POSITIONS, client_words
 
 SERVER = "An honest-but-curious server keeps the global parameters and what each client sends"
 

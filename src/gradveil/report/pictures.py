@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradveil.report.rows import Row
+from gradveil.audit.rows import Row
 
 COLUMNS = 8
 """Tiles in a row of a contact sheet."""

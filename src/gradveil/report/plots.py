@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from gradveil.audit.attacker import ATTACKERS
+from gradveil.audit.rows import Row
 from gradveil.core.words import interval, number, percent, size
-from gradveil.report.rows import Row
-from gradveil.report.words import ATTACKERS
 
 
 def points(rows: Sequence[Row]) -> list[dict[str, Any]]:

@@ -6,8 +6,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from gradveil.audit.rows import Row
 from gradveil.core.words import number, percent, size
-from gradveil.report.rows import Row
 
 
 @dataclass(frozen=True)

@@ -8,11 +8,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from gradveil.audit.attacker import ATTACKERS
+from gradveil.audit.health import suspicious
+from gradveil.audit.rows import Row
 from gradveil.core.words import duration, number, percent, size
-from gradveil.report.health import suspicious
 from gradveil.report.price import price
-from gradveil.report.rows import Row
-from gradveil.report.words import ATTACKERS
 
 Get = Callable[[Row], Any]
 Show = Callable[[Any], str]

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from gradveil.audit.attacker import ATTACKERS
+from gradveil.audit.health import guesses, suspicious
+from gradveil.audit.rows import Row, Setting
 from gradveil.core.words import interval, listing, percent, plural
 from gradveil.metrics import wilson
-from gradveil.report.health import guesses, suspicious
 from gradveil.report.price import Price, price
-from gradveil.report.rows import Row, Setting
-from gradveil.report.words import ATTACKERS
 
 Level = Literal["exposed", "leaks", "held", "unproven", "unclear"]
 

@@ -1,4 +1,4 @@
-"""One row a cell: what the verdicts, the plots and the table are made from."""
+"""One row a cell: what tables, verdicts and plots are made from."""
 
 from __future__ import annotations
 
@@ -9,11 +9,24 @@ from functools import cached_property
 from statistics import fmean
 from typing import Any, NamedTuple
 
+from gradveil.audit.attacker import Attacker, attacker
 from gradveil.audit.store import Cell, summarise
 from gradveil.core.errors import GradveilError
+from gradveil.core.words import plural
 from gradveil.defences import entries
 from gradveil.metrics import wilson
-from gradveil.report.words import Attacker, attacker, client_words
+
+
+def client_words(client: str, batch: int) -> str:
+    """Say what a client computes its update from.
+
+    >>> client_words("gradient", 1), client_words("local T=4", 8)
+    ('one gradient of 1 image', 'local training (T=4) on 8 images')
+    """
+    if client == "gradient":
+        return f"one gradient of {plural(batch, 'image')}"
+    steps = client.removeprefix("local").strip()
+    return f"local training ({steps}) on {plural(batch, 'image')}"
 
 
 class Setting(NamedTuple):

@@ -1,4 +1,4 @@
-"""How the report says threat models in words."""
+"""Whose attack a result is, and how that is said in words."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from gradveil.core.errors import GradveilError
-from gradveil.core.words import plural
 from gradveil.defences import entries
 
 Attacker = Literal["undefended", "naive", "adaptive", "informed"]
@@ -64,15 +63,3 @@ def attacker(info: Mapping[str, Any]) -> Attacker:
         return "naive"
     given = [name for name, how in info.get("knowledge", {}).items() if how == "known"]
     return "informed" if any(name.startswith(_DEFENCE_TENSORS) for name in given) else "adaptive"
-
-
-def client_words(client: str, batch: int) -> str:
-    """Say what a client computes its update from.
-
-    >>> client_words("gradient", 1), client_words("local T=4", 8)
-    ('one gradient of 1 image', 'local training (T=4) on 8 images')
-    """
-    if client == "gradient":
-        return f"one gradient of {plural(batch, 'image')}"
-    steps = client.removeprefix("local").strip()
-    return f"local training ({steps}) on {plural(batch, 'image')}"

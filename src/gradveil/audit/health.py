@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
+from gradveil.audit.rows import Row
 from gradveil.core.words import number, percent
-from gradveil.report.rows import Row
 
 FELL = 0.9
 """An objective that ends above this share of its start did not fall."""
