@@ -36,6 +36,8 @@ def audit(
     std: Sequence[float] | None = None,
     seed: int = 0,
     out: Path | str | None = None,
+    prepare: bool = False,
+    progress: bool | None = None,
     **settings: Any,
 ) -> Result:
     """Attack a model on private examples, once for each defence and attack, and return what came back.
@@ -44,9 +46,11 @@ def audit(
     takes (outputs, targets), cross-entropy if none is given. Defences and attacks are texts as on the command line
     (`"dp(clip=20, sigma=1e-3)"`, `"ig(iterations=500)"`) or objects. Inputs are (pixel - mean) / std with pixels in
     [0, 1]; without mean and std, `bounds` is the range of the inputs: `"unit"` for [0, 1], a pair, or None to take it
-    from the batch. `out` keeps the run directory, and calling again with the same settings resumes it. Further settings
-    are those of a run file: `iterations`, `restarts`, `threshold`, `precision`, `device`, `images`. `prepare=True`
-    attacks a copy in which what cannot be attacked is replaced: BatchNorm in training mode, hidden dropout.
+    from the batch. `out` keeps the run directory, and calling again with the same settings resumes it. `prepare=True`
+    attacks a copy in which what cannot be attacked is replaced: BatchNorm in training mode, hidden dropout, in-place
+    operations; every result and the report say what was replaced. `progress` is told on standard error: None does so on
+    a terminal only, True also elsewhere, in plain lines, False never. Further settings are those of a run file:
+    `iterations`, `restarts`, `threshold`, `precision`, `device`, `images`.
 
     Everything wrong with model, batch and names is raised at once, before any attack.
     """
@@ -57,7 +61,7 @@ def audit(
     return audit_model(
         model,
         batch,
-        loss or cross_entropy,
+        cross_entropy if loss is None else loss,
         defences,
         attacks,
         write_report=write_report,
@@ -67,5 +71,7 @@ def audit(
         std=std,
         seed=seed,
         out=out,
+        prepare=prepare,
+        progress=progress,
         **settings,
     )

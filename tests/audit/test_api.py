@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -121,7 +123,30 @@ def test_all_problems_are_raised_at_once() -> None:
         ({"batch": (torch.rand(2, 16), torch.tensor([0, 1]))}, "inputs of shape"),
         ({"batch": (torch.rand(2, 1, 16, 16).double(), torch.tensor([0, 1]))}, "inputs.to\\(torch.float32\\)"),
         ({"bounds": "unit", "batch": (torch.full((2, 1, 16, 16), 3.0), torch.tensor([0, 1]))}, "outside"),
-        ({"bounds": (1.0, 1.0)}, "not a range"),
+        ({"bounds": (1.0, 1.0)}, "low < high"),
+        ({"bounds": (0.0, float("inf"))}, "low < high"),
+        ({"bounds": "unit", "mean": [0.5]}, "bounds: are given beside mean"),
+        ({"mean": []}, "mean: is \\[\\]"),
+        ({"std": [float("nan")]}, "std: is \\[nan\\]"),
+        ({"out": 3}, "out: is 3 -> give the path of a folder"),
+        ({"prepare": "yes"}, "prepare: is 'yes' -> give True or False"),
+        ({"progress": 1}, "progress: is 1 -> give True, False, or None"),
+        ({"client_batch": True}, "client_batch: is True"),
+        ({"model": lambda x: x}, "model: is function -> give a torch.nn.Module"),
+        ({"model": nn.Linear}, "model: is the class Linear -> give"),
+        ({"model": nn.Linear(2, 2, device="meta")}, "model: lies on the meta device"),
+        ({"loss": "mse"}, "loss: is 'mse' -> give a function"),
+        ({"loss": nn.CrossEntropyLoss}, "loss: is the class CrossEntropyLoss -> give"),
+        ({"loss": lambda outputs, targets: 3}, "loss: returns int, not a tensor"),
+        ({"loss": nn.functional.mse_loss}, "loss: fails: RuntimeError: The size of tensor"),
+        ({"batch": (torch.rand(2, 1, 16, 16).to_sparse(), torch.tensor([0, 1]))}, "layout torch.sparse_coo"),
+        ({"batch": (torch.rand(0, 1, 16, 16), torch.zeros(0).long())}, "batch.inputs: is empty"),
+        ({"batch": (torch.rand(2, 1, 16, 16), torch.tensor([0.0, 1.0]))}, "batch.targets: has shape .* torch.float32"),
+        ({"batch": (torch.rand(2, 1, 16, 16), torch.tensor([[0], [1]]))}, "batch.targets: has shape \\(2, 1\\)"),
+        ({"batch": (torch.rand(2, 1, 16, 16), torch.tensor([0, 1, 2]))}, "batch.targets: has shape \\(3,\\) for 2"),
+        ({"batch": (torch.rand(2, 1, 16, 16), torch.eye(3)[:2])}, "targets are torch.float32"),
+        ({"batch": (torch.ones(4, 1, 16, 16), torch.tensor([0, 1, 2, 9]))}, "batch.targets: .* beyond 2: 9"),
+        ({"batch": [torch.ones(2, 1, 16, 16), [0, 1]]}, "batch: is list of Tensor, list"),
         ({"attacks": ()}, "are empty"),
         ({"client_batch": 3}, "images"),
         ({"threshold": 2.0}, "threshold"),
@@ -143,6 +168,96 @@ def test_all_problems_are_raised_at_once() -> None:
 def test_wrong_use_is_told(change: dict[str, Any], said: str) -> None:
     with pytest.raises(GradveilError, match=said):
         audited(**change)
+
+
+class Odd(nn.Module):
+    """A model that misbehaves in the way that is asked for."""
+
+    def __init__(self, output: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.layer, self.output = nn.Linear(256, 3), output
+
+    def forward(self, inputs: Tensor) -> Any:
+        return self.output(self.layer(inputs.flatten(1)))
+
+
+def fails(error: Exception) -> Callable[..., Tensor]:
+    def anything(*_: Tensor) -> Tensor:
+        raise error
+
+    return anything
+
+
+def needs_two(outputs: Tensor) -> Tensor:
+    assert len(outputs) == 2, "two please"
+    return outputs
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        *(
+            ({"model": Odd(fails(error))}, f"forward pass fails .*{type(error).__name__}")
+            for error in (RuntimeError("a"), KeyError("a"), OSError("a"), ImportError("a"), StopIteration())
+        ),
+        *(
+            ({"loss": fails(error)}, f"loss: fails: {type(error).__name__}")
+            for error in (RuntimeError("a"), KeyError("a"), OSError("a"), ImportError("a"), StopIteration())
+        ),
+        ({"model": Odd(needs_two)}, "forward pass fails for inputs of shape \\(1, 1, 16, 16\\).*two please"),
+        ({"model": Odd(torch.squeeze)}, "model: returns outputs of shape \\(3,\\) for 1 examples"),
+        ({"model": Odd(lambda outputs: (outputs, outputs))}, "model: returns tuple, not a tensor"),
+        ({"model": Odd(lambda outputs: 3)}, "model: returns int, not a tensor"),
+        ({"model": Odd(fails(ValueError())), "prepare": True}, "forward pass fails"),
+    ],
+)
+def test_models_and_losses_that_fail_are_told_before_any_attack(change: dict[str, Any], said: str) -> None:
+    with pytest.raises(GradveilError, match=said):
+        audited(**change)
+
+
+def test_a_model_that_cannot_be_copied_is_told() -> None:
+    model = network()
+    model.lock = threading.Lock()
+    for prepare in (False, True):
+        with pytest.raises(GradveilError, match="model: cannot be copied: TypeError"):
+            audited(model=model, prepare=prepare)
+
+
+def test_wrong_arguments_names_and_settings_are_told_together() -> None:
+    with pytest.raises(GradveilError) as caught:
+        audited(loss=3, client_batch=0, attacks=("idg",), defences=("nonsense",), prepare=1, device="tpu")
+    wanted = {"loss", "client_batch", "attacks[0]", "defences[0]", "prepare", "device"}
+    assert sorted(problem.where for problem in caught.value.problems) == sorted(wanted)
+    with pytest.raises(GradveilError) as caught:
+        audited(batch=(torch.rand(2, 1, 16, 16).double(), torch.tensor([0, 1])), threshold=3.0, attacks=("idg",))
+    assert {problem.where for problem in caught.value.problems} == {"batch.inputs", "threshold", "attacks[0]"}
+
+
+def test_a_class_of_any_name_can_be_audited() -> None:
+    class _Net(Odd):
+        pass
+
+    assert audited(model=_Net(lambda outputs: outputs)).summary()[0]["model"] == "_Net"
+
+
+@pytest.mark.parametrize(("progress", "said"), [(None, False), (True, True), (False, False)])
+def test_progress_is_told_where_it_is_wanted(
+    progress: bool | None, said: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    audited(progress=progress)
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert ("1 cells of 2 victims" in err, "[1/1]" in err) == (said, said)
+
+
+def test_damaged_cells_are_made_anew_with_a_warning(tmp_path: Path) -> None:
+    first = audited(out=tmp_path / "run")
+    (file,) = (tmp_path / "run").glob("cells/*/records.json")
+    file.write_text("[3]")
+    with pytest.warns(UserWarning, match=r"Damaged, its cell is done again: .*records\.json: \[0\] is 3"):
+        again = audited(out=tmp_path / "run")
+    assert again.summary()[0]["ssim_mean"] == first.summary()[0]["ssim_mean"]
 
 
 def test_other_weights_are_another_run(tmp_path: Path) -> None:

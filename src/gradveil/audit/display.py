@@ -176,11 +176,13 @@ def result_table(cells: Sequence[Cell]) -> Table:
 
 
 def legend(cells: Sequence[Cell]) -> str:
-    """Say what the columns of the table mean, and what spoils them."""
-    threshold = cells[0].info["threshold"] if cells else 0.5
+    """Say what the columns of the table mean, what spoils them, and what was attacked instead of the model as it is."""
+    threshold = cells[0].info.get("threshold", 0.5) if cells else 0.5
     told = (
         f"ASR: share of images recovered (SSIM above {threshold:g}). Floor: the same for a guess that sees no update. "
         "Distance: of the sent update to the undefended one, relative."
     )
     diverged = sum(summarise(cell)["statuses"].get("diverged", 0) for cell in cells)
-    return told + (f" {diverged} victims' attacks diverged and count as failed." if diverged else "")
+    told += f" {diverged} victims' attacks diverged and count as failed." if diverged else ""
+    changed = list(dict.fromkeys(change for cell in cells for change in cell.info.get("prepared", ())))
+    return told + (f" Changed in the model: {'; '.join(changed)}." if changed else "")

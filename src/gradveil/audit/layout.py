@@ -54,6 +54,7 @@ class _Address(_Held):
     batch: int
     defence: str
     attack: str
+    prepared: list[str] = []
 
 
 class _Failed(_Address):

@@ -118,6 +118,7 @@ def summarise(cell: Cell) -> dict[str, Any]:
         "bytes_sent": info.get("bytes_sent"),
         "seconds": info.get("seconds"),
         "statuses": statuses or {"failed": 1},
+        "prepared": "; ".join(info.get("prepared", ())),
         "failed": cell.failed,
     }
 

@@ -16,7 +16,8 @@ from gradveil.nn.check.trace import Trace, first_random, follow
 from gradveil.nn.surgery import prepare
 
 Loss = Callable[[Tensor, Tensor], Tensor]
-RAISED = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+_USUAL = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+RAISED = (*_USUAL, ImportError, OSError, StopIteration)
 """What the code of a model or of a loss may raise."""
 TOLERANCE = 0.02
 """Relative error of a batched derivative that counts as wrong: rounding stays far below, the known faults far above."""

@@ -1,0 +1,144 @@
+"""What a caller of `gradveil.audit` gave: everything wrong with it, as problems rather than as errors of torch."""
+
+from __future__ import annotations
+
+import copy
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gradveil.core.errors import GradveilError, Problem
+from gradveil.core.types import Batch, Loss
+from gradveil.nn import surgery
+from gradveil.nn.check import check
+from gradveil.nn.check.batches import batch_problems, target_problems
+from gradveil.nn.check.runs import RAISED
+
+_BATCH = "give (inputs [N, C, H, W], targets [N]), two tensors"
+
+
+def wrong_arguments(given: Mapping[str, Any]) -> Iterator[Problem]:
+    """Find arguments of the wrong kind, before anything is done with one of them."""
+    yield from _wrong_objects(given["model"], given["loss"])
+    yield from _wrong_batch(given["batch"])
+    size, bounds, out, progress = (given[name] for name in ("client_batch", "bounds", "out", "progress"))
+    if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+        yield Problem("client_batch", f"is {size!r}", "give a whole number of at least 1")
+    if not (
+        bounds is None or bounds == "unit" or (_are_numbers(bounds) and len(bounds) == 2 and bounds[0] < bounds[1])
+    ):
+        yield Problem("bounds", f"is {bounds!r}", "give 'unit' for [0, 1], a pair (low, high) with low < high, or None")
+    for name in ("mean", "std"):
+        value = given[name]
+        if value is not None and not (_are_numbers(value) and len(value)):
+            yield Problem(name, f"is {value!r}", "give a list with one number, or one for each channel")
+        elif value is not None and bounds is not None:
+            yield Problem("bounds", f"are given beside {name}", f"leave out one of them: {name} says the bounds too")
+            bounds = None
+    if out is not None and not isinstance(out, str | os.PathLike):
+        yield Problem("out", f"is {out!r}", "give the path of a folder")
+    if not isinstance(given["prepare"], bool):
+        yield Problem("prepare", f"is {given['prepare']!r}", "give True or False")
+    if not (progress is None or isinstance(progress, bool)):
+        yield Problem("progress", f"is {progress!r}", "give True, False, or None")
+    for name in {"data", "model"} & set(given["settings"]):
+        yield Problem(name, "is no setting here: it is what you give as an object", "leave it out")
+
+
+def _wrong_objects(model: Any, loss: Any) -> Iterator[Problem]:
+    if not isinstance(model, nn.Module):
+        what = f"is the class {model.__name__}" if isinstance(model, type) else f"is {type(model).__name__}"
+        yield Problem("model", what, "give a torch.nn.Module, made and with its weights")
+    elif any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
+        yield Problem("model", "lies on the meta device: it has shapes but no weights", "load weights into it")
+    if isinstance(loss, type) or not callable(loss):
+        what = f"is the class {loss.__name__}" if isinstance(loss, type) else f"is {loss!r}"
+        yield Problem("loss", what, "give a function or module (outputs, targets) -> scalar or [N], or None")
+
+
+def _wrong_batch(batch: Any) -> Iterator[Problem]:
+    parts = list(batch) if isinstance(batch, list | tuple) else []
+    if len(parts) != 2 or not all(isinstance(part, Tensor) for part in parts):
+        held = f" of {', '.join(type(part).__name__ for part in parts)}" if parts else ""
+        yield Problem("batch", f"is {type(batch).__name__}{held}", _BATCH)
+        return
+    inputs, targets = parts
+    if inputs.dim() != 4:
+        yield Problem("batch", f"holds inputs of shape {tuple(inputs.shape)}, which are no images", _BATCH)
+    for name, part in (("inputs", inputs), ("targets", targets)):
+        if part.layout != torch.strided:
+            yield Problem(f"batch.{name}", f"has layout {part.layout}", f"{name}.to_dense()")
+
+
+def _are_numbers(value: Any) -> bool:
+    return isinstance(value, list | tuple) and all(
+        isinstance(entry, float | int) and math.isfinite(entry) for entry in value
+    )
+
+
+def prepared(model: nn.Module, wanted: bool) -> tuple[nn.Module, list[str]]:
+    """Replace in a copy what cannot be attacked, where that is wanted; say what was done."""
+    if not wanted:
+        return model, []
+    try:
+        return surgery.prepare(model)
+    except (*RAISED, GradveilError):
+        return model, []  # The check of the model makes such a copy too, and says why there can be none.
+
+
+def model_problems(
+    model: nn.Module, batch: tuple[Tensor, Tensor], loss: Loss, client_batch: int, prepare: bool
+) -> list[Problem]:
+    """Check every example, and run the model on a few of them and as a client will: on `client_batch` examples.
+
+    More than one example shows losses that mix up the examples; those of one client show models that need more.
+    """
+    inputs, targets = batch
+    whole = Batch(inputs, targets)
+    blocked = _stopped(batch_problems(model, whole, None, None))
+    counts = sorted({max(client_batch, 2), client_batch}, reverse=True)
+    problems: list[Problem] = []
+    for some in [whole] if blocked else [Batch(inputs[:count], targets[:count]) for count in counts]:
+        if not _stopped(problems):
+            problems += [problem for problem in check(model, some, loss) if problem not in problems]
+    if not _stopped(problems):
+        problems += target_problems(targets, len(class_names(model, inputs[:client_batch])))
+    hint = "; or let it be done: prepare=True"
+    return [replace(p, remedy=p.remedy + hint) if surgery.__name__ in p.remedy and not prepare else p for p in problems]
+
+
+def _stopped(problems: Sequence[Problem]) -> bool:
+    return any(problem.severity == "error" for problem in problems)
+
+
+def class_names(model: nn.Module, inputs: Tensor) -> tuple[str, ...]:
+    """Give the classes their numbers as names: as many as the model, which runs, has outputs, but two at least."""
+    with torch.no_grad():
+        outputs = copy.deepcopy(model)(inputs)
+    return tuple(str(number) for number in range(max(outputs.shape[-1] if outputs.dim() > 1 else 1, 2)))
+
+
+def named(where: str, given: Any, build: Callable[[str], Any], problems: list[Problem]) -> dict[str, Any]:
+    """Build what is given as text, keep what is given as an object, and collect what is wrong with either."""
+    found: dict[str, Any] = {}
+    entries: Sequence[Any] = given if isinstance(given, list | tuple) else [given]
+    for i, entry in enumerate(entries):
+        if not isinstance(entry, str) and not (callable(entry) and isinstance(getattr(entry, "name", None), str)):
+            remedy = f"give a list of texts as `gradveil list {where}` shows, or of objects with a name"
+            problems.append(Problem(f"{where}[{i}]", f"is {entry!r}", remedy))
+            continue
+        label = entry if isinstance(entry, str) else entry.name
+        if label in found:
+            problems.append(Problem(f"{where}[{i}]", f"'{label}' is there already", "name each differently"))
+        try:
+            found[label] = build(entry) if isinstance(entry, str) else entry
+        except GradveilError as error:
+            problems += [Problem(f"{where}[{i}]", f"{p.where}: {p.what}", p.remedy) for p in error.problems]
+    if not entries:
+        problems.append(Problem(where, "are empty", "give at least one"))
+    return found
