@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import nn
 
-from gradveil.attacks.base import Observation
 from gradveil.attacks.presets import make_attack
 from gradveil.attacks.rows import Rows
-from gradveil.audit.cell import cells, grant, make_truth, recover, updates
+from gradveil.audit.cell import cells, grant, recover
+from gradveil.audit.rounds import observe
 from gradveil.audit.scene import open_scene
 from gradveil.client import Client
 from gradveil.core.errors import GradveilError
@@ -103,14 +103,12 @@ def test_the_attacker_who_is_told_everything_is_granted_what_is_secret_and_reads
     cell = cells(scene.config)[0]
     attack, client = scene.attacks["wiig"], scene.client(0, cell.defence, 0)
     params = client.params()
-    truth = make_truth(scene, cell, client, params, range(2))
+    seen, truth = observe(scene, cell, client, range(2))
     knowledge, grants = grant(scene, attack, client, params, truth)
     told = {grant.partition(":")[0] for grant in grants}
     assert set(client.noise_spec(params, Batch(truth.raw.inputs[0], truth.raw.targets[0]))) <= told
     assert not any("mask.conv" in name for name in told if name.startswith("send."))
-    sent = updates(client, params, truth.raw, truth.noise, truth.state)
-    seen = Observation(params, sent, 1, (0, 1))
-    at_truth = attack.evaluate([seen], client, knowledge, Key(0), truth.raw.inputs, truth.noise)
-    blind = attack.evaluate([seen], client, knowledge, Key(0), torch.zeros_like(truth.raw.inputs), truth.noise)
+    at_truth = attack.evaluate(seen, client, knowledge, Key(0), truth.raw.inputs, truth.noise)
+    blind = attack.evaluate(seen, client, knowledge, Key(0), torch.zeros_like(truth.raw.inputs), truth.noise)
     assert bool((at_truth < 0.05).all())
     assert bool((blind > at_truth + 0.1).all())

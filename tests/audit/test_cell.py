@@ -13,9 +13,10 @@ from torch import Tensor
 
 from gradveil.attacks.base import Observation, Progress, Reconstruction
 from gradveil.attacks.knowledge import How, Knowledge, Known, Neutral, Sample
-from gradveil.audit import cell
-from gradveil.audit.cell import Recovered, cells, make_truth, merge, recover, told, updates
-from gradveil.audit.scene import Scene, Truth, open_scene
+from gradveil.audit import rounds
+from gradveil.audit.cell import Recovered, cells, merge, recover, told
+from gradveil.audit.rounds import Truth, observe, updates
+from gradveil.audit.scene import Scene, open_scene
 from gradveil.client import Client
 from gradveil.core.errors import GradveilError
 from gradveil.core.noise import Key
@@ -94,7 +95,7 @@ def test_no_attack_receives_the_truth() -> None:
     assert holds_truth({"a": [truth.clone()]}, truth)
     assert not holds_truth(attack.calls[0], truth)
     client = scene.client(0, address.defence, 0)
-    noise = make_truth(scene, address, client, client.params(), range(2)).noise
+    noise = observe(scene, address, client, range(2))[1].noise
     assert not any(holds_truth(attack.calls[0], value) for value in noise.values())
     assert attack.calls[0]["knowledge"].targets is None
 
@@ -209,9 +210,9 @@ def test_large_models_are_updated_a_few_victims_at_a_time(monkeypatch: pytest.Mo
     scene = open_scene(config(defences=["none"], victims=3))
     client = scene.client(0, "none", 0)
     raw = scene.batch(scene.examples(0, range(3)))
-    whole = updates(client, client.params(), raw, {}, {})
-    monkeypatch.setattr(cell, "_UPDATE_VALUES", 1)
-    for name, value in updates(client, client.params(), raw, {}, {}).items():
+    whole = updates(client, client.params(), raw, {}, {})[0]
+    monkeypatch.setattr(rounds, "_UPDATE_VALUES", 1)
+    for name, value in updates(client, client.params(), raw, {}, {})[0].items():
         torch.testing.assert_close(value, whole[name], rtol=1e-5, atol=1e-6)
 
 

@@ -75,7 +75,7 @@ BAD: list[tuple[dict[str, Any], str, str, str]] = [
     ({"model": {"name": ""}}, "model.name", "is empty", "give a name"),
     ({"model": {"name": "lenet-zhu", "options": 1}}, "model.options", "is 1", "give a table"),
     ({"client": {"batch": 0}}, "client.batch", "is 0", "give at least 1"),
-    ({"client": {"size": 2}}, "client.size", "is not a setting", "allowed here: batch, local, trainable"),
+    ({"client": {"size": 2}}, "client.size", "is not a setting", "allowed here: batch, members, local, trainable"),
     ({"client": [{}, {"batch": 0}]}, "client[1].batch", "is 0", "give at least 1"),
     ({"client": []}, "client", "is empty", "give at least 1"),
     ({"client": {"trainable": []}}, "client.trainable", "is empty", "give at least 1"),

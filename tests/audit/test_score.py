@@ -25,7 +25,7 @@ NAMED = Named("no defence", "an attack", ("A paper",))
 def recovered(inputs: Tensor, targets: Tensor, **extra: Tensor) -> Recovered:
     victims = inputs.shape[0]
     ones = torch.ones(victims)
-    names = ("objective", "initial", "distance", "cosine", "bytes_dense", "bytes_sent")
+    names = ("objective", "initial", "at_truth", "distance", "cosine", "bytes_dense", "bytes_sent")
     tensors = {"inputs": inputs, "targets": targets, **{name: ones.clone() for name in names}}
     tensors |= {"iterations": ones.long(), "restart": ones.long(), "objectives": ones[:, None]}
     facts = {"seconds": 2.0, "row_iterations": 10, "restarts": 1, "plan": [victims], "grants": []}

@@ -117,3 +117,25 @@ class Planner(Protocol):
     ) -> tuple[int, ...]:
         """Choose how many rows to work on at once, chunk by chunk, on this machine."""
         ...
+
+
+@runtime_checkable
+class Judge(Protocol):
+    """What an attack may offer besides: its own objective at given inputs.
+
+    The audit asks for it at the true inputs, after the attack: an attack that ends well above has not got far enough,
+    one that ends at or below has found other inputs that explain the update as well.
+    """
+
+    def evaluate(
+        self,
+        observations: Sequence[Observation],
+        belief: Client,
+        knowledge: Knowledge,
+        key: Key,
+        inputs: Tensor,
+        noise: Mapping[str, Tensor],
+        plan: Sequence[int] = (),
+    ) -> Tensor:
+        """Return the objective [V] at inputs [V, B, ...]; what is optimised besides takes its value in `noise`."""
+        ...

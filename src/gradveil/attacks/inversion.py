@@ -96,9 +96,13 @@ class Inversion:
         key: Key,
         inputs: Tensor,
         noise: Mapping[str, Tensor],
+        plan: Sequence[int] = (),
     ) -> Tensor:
-        """Return the objective [V] at given inputs: at the truth, it says whether a descent got far enough."""
-        return Rows(self, observations, belief, knowledge, key).at(inputs, noise)
+        """Return the objective [V] at inputs [V, B, ...]; what is optimised besides takes its value in `noise`."""
+        scene = Rows(self, observations, belief, knowledge, key)
+        size = max(1, max(plan, default=1))
+        places = torch.arange(scene.victims).split(size)
+        return torch.cat([scene.at(some.tolist(), inputs, noise) for some in places])
 
 
 def _descend(attack: Inversion, scene: Rows, rows: range, report: Callable[[int, Tensor], None] | None) -> Solution:

@@ -36,14 +36,14 @@ INPUTS, TARGETS = "inputs", "targets"
 class Round:
     """One observed round: the parameters it started from, what is compared, and how its names are told apart."""
 
-    prefix: str
+    number: int
     params: Tensors
     observed: Tensors
     pinned: Tensors
 
     def of(self, name: str) -> str:
         """Name this round's tensor: the first round's names are the client's own."""
-        return f"{self.prefix}{name}"
+        return f"round{self.number}.{name}" if self.number else name
 
 
 class Rows:
@@ -67,10 +67,10 @@ class Rows:
         self.spec = belief.noise_spec(first.params, blank)
         self.state = belief.init(first.params)
         self.ignored = self._ignored(blank.inputs)
-        self.rounds = [self._round(number, observation) for number, observation in enumerate(seen)]
+        self.rounds = [self._round(observation) for observation in seen]
         self.noise: dict[str, Noise] = {r.of(name): noise for r in self.rounds for name, noise in self.spec.items()}
         self.how: dict[str, How] = {
-            r.of(name): knowledge.how(name, number) for number, r in enumerate(self.rounds) for name in self.spec
+            r.of(name): knowledge.how(name, r.number) for r in self.rounds for name in self.spec
         }
         self.labels = find_labels(attack.labels, first, belief, knowledge, key.child("labels"))
         self._refuse_discrete()
@@ -95,9 +95,9 @@ class Rows:
             raise fail(f"attack {self.attack.name}", what, "choose an attack that optimises the noise: vbia, cdia")
         return reached
 
-    def _round(self, number: int, observation: Observation) -> Round:
+    def _round(self, observation: Observation) -> Round:
         observed = {name: value for name, value in observation.update.items() if name not in self.ignored}
-        return Round(f"round{number}." if number else "", observation.params, observed, self._pinned(observation))
+        return Round(observation.round, observation.params, observed, self._pinned(observation))
 
     def _pinned(self, observation: Observation) -> Tensors:
         """Intermediates (masks) that the attacker reads off what was sent, or was given: leading V."""
@@ -217,8 +217,8 @@ class Rows:
         if attack.l2:
             value = value + attack.l2 * energy(inputs)
         if wanted := select(constants, "statistics"):
-            own = {n: v for n, v in noise.items() if n in self.spec}
-            found = self.belief.statistics(self.rounds[0].params, batch, own)
+            r = self.rounds[0]
+            found = self.belief.statistics(r.params, batch, {n: noise[r.of(n)] for n in self.spec})
             value = value + attack.batchnorm * statistics_distance(found, wanted)
         if self.consensus is not None:
             value = value + attack.group * self.consensus(inputs, rows, iteration)
@@ -241,17 +241,17 @@ class Rows:
         assert total is not None, "at least one round is observed"
         return total / len(self.rounds) if len(self.rounds) > 1 else total
 
-    def at(self, inputs: Tensor, noise: Mapping[str, Tensor]) -> Tensor:
-        """Return the objective [V] at given inputs [V, B, ...]; unknown noise takes the given values [V, ...]."""
-        places = list(range(0, len(self), self.attack.restarts))
-        variables, constants = self.start(places)
-        variables[INPUTS] = inputs.to(self.example)
-        variables |= {n: noise[n].to(self.example) for n in variables if n in noise}
+    def at(self, victims: Sequence[int], inputs: Tensor, noise: Mapping[str, Tensor]) -> Tensor:
+        """Return the objective of some victims at given inputs [V, B, ...]; what is optimised takes its given value."""
+        rows = [victim * self.attack.restarts for victim in victims]
+        variables, constants = self.start(rows)
+        variables |= {n: noise[n][victims].to(self.example) for n in variables if n in noise}
+        variables[INPUTS] = inputs[victims].to(self.example)
         if TARGETS in variables and self.knowledge.targets is not None:
-            hot = torch.nn.functional.one_hot(self.knowledge.targets.to(self.device), self.knowledge.classes)
+            hot = torch.nn.functional.one_hot(self.knowledge.targets[victims].to(self.device), self.knowledge.classes)
             variables[TARGETS] = 40.0 * hot.to(self.dtype)
         with torch.no_grad():
-            return self.loss(variables, constants, torch.tensor(places), self.streams(places))
+            return self.loss(variables, constants, torch.tensor(rows, device=self.device), self.streams(rows))
 
     def project(self, name: str, value: Tensor) -> Tensor:
         """Keep variables in their boxes."""

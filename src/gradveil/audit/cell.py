@@ -13,20 +13,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradveil.attacks.base import Attack, Observation, Planner, Progress
+from gradveil.attacks.base import Attack, Judge, Observation, Planner, Progress, Reconstruction
 from gradveil.attacks.knowledge import How, Infer, Knowledge, Known, Neutral, Optimise, Sample
 from gradveil.audit.config import RunConfig, digest
 from gradveil.audit.plans import settled
-from gradveil.audit.scene import Scene, Truth
+from gradveil.audit.rounds import Truth, observe, plain_name, updates
+from gradveil.audit.scene import Scene
 from gradveil.client import Client
 from gradveil.core.errors import fail
 from gradveil.core.noise import Key
-from gradveil.core.tree import Tensors, select, stack, take
+from gradveil.core.tree import Tensors
 from gradveil.core.types import Batch
 from gradveil.metrics import cosine, dense_bytes, relative_distance, sparse_bytes
 
-_UPDATE_VALUES = 2**26
-"""How many numbers of updates are computed at once."""
 _WAYS: dict[type, str] = {Known: "known", Optimise: "optimise", Sample: "sample", Infer: "infer", Neutral: "neutral"}
 _LABELS = {"given": "known", "joint": "optimise", "idlg": "infer", "restore": "infer"}
 
@@ -73,12 +72,10 @@ def recover(
     attack = scene.attacks[cell.attack]
     client = scene.client(cell.client, cell.defence, cell.seed)
     params = client.params()
-    truth = make_truth(scene, cell, client, params, numbers)
-    sent = updates(client, params, truth.raw, truth.noise, truth.state)
+    seen, truth = observe(scene, cell, client, numbers)
+    sent = seen[-1].update
     belief = client if attack.belief == "full" else client.undefended_update()
     knowledge, grants = grant(scene, attack, belief, params, truth)
-    first = scene.config.first_victim
-    seen = Observation(params, sent, truth.raw.inputs.shape[1], tuple(first + number for number in numbers))
     done = 0
 
     def count(step: Progress) -> None:
@@ -89,9 +86,9 @@ def recover(
     key = Key(cell.seed, ("attack",))
     plan: tuple[int, ...] = ()
     if plan_file is not None and isinstance(attack, Planner):
-        plan = settled(plan_file, partial(attack.plan, [seen], belief, knowledge, key))
-    found = attack([seen], belief, knowledge, key, count, plan)
-    raw = _raw_update(client, params, truth)
+        plan = settled(plan_file, partial(attack.plan, seen, belief, knowledge, key))
+    found = attack(seen, belief, knowledge, key, count, plan)
+    raw = _raw_update(scene, cell, client, seen[-1].params, truth)
     tensors = {
         "inputs": found.inputs,
         "targets": found.targets,
@@ -100,6 +97,7 @@ def recover(
         "initial": found.initial,
         "iterations": found.iterations,
         "restart": found.restart,
+        "at_truth": _at_truth(attack, seen, belief, knowledge, key, found, truth),
         "distance": relative_distance(sent, raw),
         "cosine": cosine(sent, raw),
         "bytes_dense": dense_bytes(sent),
@@ -123,40 +121,10 @@ def recover(
     return Recovered(kept, facts, tuple(found.status))
 
 
-def make_truth(scene: Scene, cell: Address, client: Client, params: Tensors, numbers: range) -> Truth:
-    """Draw what the clients drew: victim by victim, so that no share of victims changes another's noise."""
-    raw = scene.batch(scene.examples(cell.client, numbers))
-    spec = client.noise_spec(params, Batch(raw.inputs[0], raw.targets[0]))
-    first, device = scene.config.first_victim, scene.config.device
-    rows = [spec.sample(Key(cell.seed, ("client", first + number))) for number in numbers]
-    noise = {name: value.to(device) for name, value in stack(rows).items()}
-    state = {name: value.expand(len(numbers), *value.shape) for name, value in client.init(params).items()}
-    transformed = raw
-    if client.batch:
-        each = []
-        for i in range(len(numbers)):
-            batch = Batch(raw.inputs[i], raw.targets[i])
-            for j, transform in enumerate(client.batch):
-                batch = transform.apply(batch, {k: v[i] for k, v in select(noise, f"batch.{j}").items()})
-            each.append(batch)
-        transformed = Batch(torch.stack([b.inputs for b in each]), torch.stack([b.targets for b in each]))
-    return Truth(raw, transformed, noise, state)
-
-
-def updates(client: Client, params: Tensors, batch: Batch, noise: Tensors, state: Tensors) -> Tensors:
-    """Compute what the clients send, leading V, a few victims at a time where the model is large."""
-    size = max(1, _UPDATE_VALUES // sum(value.numel() for value in params.values()))
-    parts: list[Tensors] = []
-    for start in range(0, batch.inputs.shape[0], size):
-        rows = slice(start, start + size)
-        some = Batch(batch.inputs[rows], batch.targets[rows])
-        parts.append(client.updates(params, some, take(noise, rows), take(state, rows))[0])
-    return {name: torch.cat([part[name] for part in parts]).detach() for name in parts[0]}
-
-
 def grant(scene: Scene, attack: Attack, belief: Client, params: Tensors, truth: Truth) -> tuple[Knowledge, list[str]]:
     """Tell the attack what its protocol says it knows, and name everything that is true knowledge of the secret."""
-    secret = {name: truth.noise[name] for name in belief.noise_spec(params, _first(truth)) if name in truth.noise}
+    own = belief.noise_spec(params, _first(truth))
+    secret = {name: value for name, value in truth.noise.items() if plain_name(name) in own}
     secret |= _statistics(attack, belief, params, truth)
     pinned = belief.intermediates(params)
     grants: list[str] = []
@@ -169,7 +137,7 @@ def grant(scene: Scene, attack: Attack, belief: Client, params: Tensors, truth: 
         if pattern == "targets":
             continue
         if isinstance(way, Known) and way.value is None:
-            matching = [name for name in secret if fnmatchcase(name, pattern)]
+            matching = [name for name in secret if fnmatchcase(plain_name(name), pattern)]
             read_off = [name for name in pinned if any(fnmatchcase(name, earlier) for earlier in tensors)]
             if not matching and any(fnmatchcase(name, pattern) for name in pinned if name not in read_off):
                 remedy = "let the attack infer it from what was sent, or recompute it"
@@ -205,16 +173,36 @@ def told(attack: Attack) -> dict[str, str]:
     return {"targets": _LABELS.get(str(labels), "neutral"), **ways}
 
 
-def _raw_update(client: Client, params: Tensors, truth: Truth) -> Tensors:
-    """Return what the same model would have sent without any defence: raw examples, its own noise switched off."""
-    plain = client.undefended_update()
-    spec = plain.noise_spec(params, _first(truth))
+def _raw_update(scene: Scene, cell: Address, client: Client, params: Tensors, truth: Truth) -> Tensors:
+    """Return what the same model would have sent without any defence: raw examples, the defence's noise switched off.
+
+    Noise that the undefended model has by itself is no defence: it stays.
+    """
+    plain, base = client.undefended_update(), scene.undefended(cell.client, cell.seed)
+    spec, own = plain.noise_spec(params, _first(truth)), base.noise_spec(base.params(), _first(truth))
     victims = truth.raw.inputs.shape[0]
     noise: Tensors = {}
     for name, described in spec.items():
         off = described.off().to(truth.raw.inputs.device)
-        noise[name] = truth.noise[name] if name == "schedule" else off.expand(victims, *off.shape)
-    return updates(plain, params, truth.raw, noise, {})
+        stays = name in own and own[name].shape == described.shape
+        noise[name] = truth.last[name] if stays else off.expand(victims, *off.shape)
+    return updates(plain, params, truth.raw, noise, plain.init(params))[0]
+
+
+def _at_truth(
+    attack: Attack,
+    seen: Sequence[Observation],
+    belief: Client,
+    knowledge: Knowledge,
+    key: Key,
+    found: Reconstruction,
+    truth: Truth,
+) -> Tensor:
+    """Return the attacker's own objective [V] at the true examples, NaN if he cannot say: never used to choose."""
+    if not isinstance(attack, Judge):
+        return torch.full_like(found.objective, torch.nan)
+    inputs = truth.raw.inputs if attack.belief == "full" else truth.transformed.inputs
+    return attack.evaluate(seen, belief, knowledge, key, inputs, truth.noise, found.plan)
 
 
 def _guarantee(client: Client) -> str:
@@ -224,8 +212,10 @@ def _guarantee(client: Client) -> str:
 
 def _name(config: RunConfig, seed: int, index: int, defence: str, attack: str) -> str:
     whole = config.resolved()
-    secret = digest([{k: whole[k] for k in ("data", "model", "client", "precision")}, seed, index, defence, attack])
-    where = f"{config.model.name}-{config.data.name}-s{seed}-r0" + (f"-c{index}" if len(config.client) > 1 else "")
+    shared = ("data", "model", "client", "precision", "rounds", "server_lr")
+    secret = digest([{k: whole[k] for k in shared}, seed, index, defence, attack])
+    where = f"{config.model.name}-{config.data.name}-s{seed}-r{config.rounds - 1}"
+    where += f"-c{index}" if len(config.client) > 1 else ""
     return "--".join([*(_slug(part) for part in (where, defence, attack)), secret[:7]])
 
 

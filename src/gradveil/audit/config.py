@@ -74,6 +74,9 @@ class ClientConfig(Section):
     """One kind of client: how many examples its update is made from, and how it trains."""
 
     batch: Count = 1
+    """Examples of each client."""
+    members: Count = 1
+    """Clients whose updates are summed before the server sees them; each has `batch` examples."""
     local: LocalConfig | None = None
     trainable: Annotated[list[str], Field(min_length=1)] | None = None
     """Patterns of the parameters that are trained and sent; None for all."""
@@ -81,10 +84,16 @@ class ClientConfig(Section):
     @property
     def title(self) -> str:
         """Say in a few words how it trains."""
+        summed = f", sum of {self.members}" if self.members > 1 else ""
         if self.local is None:
-            return "gradient"
+            return f"gradient{summed}"
         length = f"T={self.local.steps}" if self.local.steps else f"epochs={self.local.epochs}"
-        return f"local {length} {self.local.optimiser} lr={self.local.lr:g}"
+        return f"local {length} {self.local.optimiser} lr={self.local.lr:g}{summed}"
+
+    @property
+    def examples(self) -> int:
+        """Count the examples that one observed update is made from."""
+        return self.batch * self.members
 
     @model_validator(mode="after")
     def _steps_fit(self) -> ClientConfig:
@@ -107,6 +116,11 @@ class RunConfig(Section):
     first_victim: Annotated[int, Field(ge=0)] = 0
     threshold: Annotated[float, Field(gt=-1, lt=1)] = 0.5
     """SSIM above which an image counts as recovered."""
+    rounds: Count = 1
+    """Rounds that the attacker watches. The victims are the clients of one federation, every one in every round, each
+    with the same examples; the last round is the one that `attack(rounds=last)` looks at."""
+    server_lr: Annotated[float, Field(ge=0)] | None = None
+    """What the mean update is multiplied by between rounds; None for 1 (local training) or 0.1 (gradients)."""
     lpips: Literal["alex", "vgg"] | None = None
     """Score LPIPS with this network too (needs the extra `perceptual`); None leaves it out."""
     iterations: Count | None = None
@@ -127,7 +141,7 @@ class RunConfig(Section):
     @property
     def images_needed(self) -> int:
         """Count the images of the victims' split that the largest client needs."""
-        return (self.first_victim + self.victims) * max(client.batch for client in self.client)
+        return (self.first_victim + self.victims) * max(client.examples for client in self.client)
 
     def resolved(self) -> dict[str, Any]:
         """Return every setting, defaults included, as plain values."""

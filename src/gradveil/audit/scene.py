@@ -16,27 +16,12 @@ from gradveil.audit.reader import with_defaults
 from gradveil.client import Client, cross_entropy
 from gradveil.core.errors import GradveilError, Problem, refuse
 from gradveil.core.noise import Key
-from gradveil.core.tree import Tensors
 from gradveil.core.types import Batch, Loss
 from gradveil.data import DATASETS, Dataset, load
 from gradveil.defences import Defence, parse
 from gradveil.nn import surgery
 from gradveil.nn.check import check
 from gradveil.nn.models import build
-
-
-@dataclass(frozen=True)
-class Truth:
-    """What really went into the updates, victims first. Only the audit holds it; no attack ever receives it."""
-
-    raw: Batch
-    """[V, B, ...] the examples themselves."""
-    transformed: Batch
-    """What a batch defence made of them; the same as `raw` where there is none."""
-    noise: Tensors
-    """Every random tensor of the client, leading V."""
-    state: Tensors
-    """The client's state before this round, leading V."""
 
 
 @dataclass(frozen=True)
@@ -63,20 +48,26 @@ class Scene:
 
     def client(self, index: int, defence: str, seed: int) -> Client:
         """Build a defended client, on the run's device and in its precision."""
+        defended = self.defences[defence](self.undefended(index, seed), Key(seed, ("model",)))
+        defended.model.to(self.config.device, self.dtype)
+        return defended
+
+    def undefended(self, index: int, seed: int) -> Client:
+        """Build the client without a defence, on the run's device and in its precision."""
         settings = self.config.client[index]
         plain = Client(
             self.model(seed),
             self.loss,
             local=settings.local.build(settings.batch) if settings.local else None,
             trainable=tuple(settings.trainable) if settings.trainable else None,
+            members=settings.members,
         )
-        defended = self.defences[defence](plain, Key(seed, ("model",)))
-        defended.model.to(self.config.device, self.dtype)
-        return defended
+        plain.model.to(self.config.device, self.dtype)
+        return plain
 
     def examples(self, index: int, numbers: range) -> Tensor:
         """Return the places [V, B] of the victims' examples: victim i owns examples i B to (i + 1) B."""
-        size = self.config.client[index].batch
+        size = self.config.client[index].examples
         first = torch.tensor([self.config.first_victim + number for number in numbers])
         return first[:, None] * size + torch.arange(size)
 
@@ -164,7 +155,7 @@ def scene_problems(scene: Scene) -> Iterator[Problem]:
         what = f"images are {' x '.join(str(side) for side in scene.victims.inputs.shape[-2:])} pixels"
         yield Problem("data.size", f"{what}, and SSIM needs {SMALLEST}", f"resize them to at least {SMALLEST} pixels")
     if config.images_needed > available:
-        size = max(client.batch for client in config.client)
+        size = max(client.examples for client in config.client)
         what = f"{config.victims} victims from number {config.first_victim} with {size} examples each need "
         what += f"{config.images_needed} images, '{config.data.name}' has {available}"
         yield Problem(

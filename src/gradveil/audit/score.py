@@ -128,9 +128,9 @@ def _address(scene: Scene, cell: Address, named: Named) -> dict[str, Any]:
         "prepared": list(scene.prepared),
         "data": scene.config.data.name,
         "seed": cell.seed,
-        "round": 0,
+        "round": scene.config.rounds - 1,
         "client": settings.title,
-        "batch": settings.batch,
+        "batch": settings.examples,
         "defence": cell.defence,
         "defence_title": named.defence_title,
         "attack": cell.attack,
@@ -143,7 +143,6 @@ def _address(scene: Scene, cell: Address, named: Named) -> dict[str, Any]:
 def _info(scene: Scene, cell: Address, found: Recovered, named: Named) -> dict[str, Any]:
     facts, tensors = found.facts, found.tensors
     seconds = facts["seconds"]
-    finite = tensors["objective"][torch.isfinite(tensors["objective"])]
     return {
         **_address(scene, cell, named),
         **facts,
@@ -153,11 +152,18 @@ def _info(scene: Scene, cell: Address, found: Recovered, named: Named) -> dict[s
         "cosine": float(tensors["cosine"].mean()),
         "iterations_per_second": facts["row_iterations"] / seconds if seconds else None,
         "health": {
-            "objective": float(finite.median()) if finite.numel() else None,
+            "objective": _median(tensors["objective"]),
             "objective_initial": float(tensors["initial"].median()),
+            "objective_truth": _median(tensors["at_truth"]),
             "diverged": sum(status == "diverged" for status in found.statuses) / len(found.statuses),
         },
     }
+
+
+def _median(values: Tensor) -> float | None:
+    """Return the median of the finite values, None if there are none."""
+    finite = values[torch.isfinite(values)]
+    return float(finite.median()) if finite.numel() else None
 
 
 def _controls(scene: Scene, cell: Address, candidate: Tensor, truth: Tensor, places: Tensor) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from torch.func import vmap
 from gradveil.client.batched import obstacle, victim_gradients
 from gradveil.client.gradient import Objective, cross_entropy, example_gradients, mean_gradient
 from gradveil.client.local import Local, train
-from gradveil.core.errors import Problem, refuse
+from gradveil.core.errors import Problem, fail, refuse
 from gradveil.core.noise import NoiseSpec
 from gradveil.core.tree import Tensors, select, under
 from gradveil.core.types import Batch, BatchTransform, Context, Loss, Transform
@@ -38,6 +38,10 @@ class Client:
     """Patterns of the parameters that are trained and sent (`"head.*"`); None for all that require a gradient."""
     buffers: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
     """Buffers that replace the model's own (running statistics of a later round)."""
+    members: int = 1
+    """Clients whose updates are summed before anybody sees them (secure aggregation): one update, their mean.
+
+    The batch holds the members' examples one after the other; noise and state get a leading dimension of members."""
 
     @property
     def objective(self) -> Objective:
@@ -60,6 +64,8 @@ class Client:
 
     def init(self, params: Mapping[str, Tensor]) -> Tensors:
         """Return the state of a client that has sent nothing yet."""
+        if self.members > 1:
+            return {n: v.expand(self.members, *v.shape) for n, v in self._member().init(params).items()}
         sent = self._sent(params)
         return {
             **under("step", self.step.init(sent) if self.step else {}),
@@ -68,6 +74,9 @@ class Client:
 
     def noise_spec(self, params: Mapping[str, Tensor], batch: Batch) -> NoiseSpec:
         """Declare every random tensor of one update for a batch of these shapes."""
+        if self.members > 1:
+            own = Batch(*(value[0] for value in self._by_member(batch)))
+            return self._member().noise_spec(params, own).times(self.members)
         examples = batch.inputs.shape[0]
         per_step = self.local.batch if self.local else examples
         steps = (self.local.count(examples),) if self.local else ()
@@ -89,6 +98,8 @@ class Client:
 
     def intermediates(self, params: Mapping[str, Tensor]) -> NoiseSpec:
         """Declare the intermediates of the sent update (masks, scales) that an attacker may pin through the noise."""
+        if self.members > 1:  # a sum shows nobody's own
+            return NoiseSpec()
         sent = self._sent(params)
         spec = self.send.intermediates(sent).under("send") if self.send else NoiseSpec()
         if self.local is None and self.step:
@@ -99,6 +110,8 @@ class Client:
 
     def evidence(self, sent: Mapping[str, Tensor]) -> Tensors:
         """Say what a sent update gives away about the intermediates."""
+        if self.members > 1:
+            return {}
         found = under("send", self.send.evidence(sent)) if self.send else {}
         if self.local is None and self.send is None and self.step:
             found |= under("step", self.step.evidence(sent))
@@ -108,6 +121,10 @@ class Client:
         self, params: Tensors, batch: Batch, noise: Mapping[str, Tensor], state: Tensors
     ) -> tuple[Tensors, Tensors]:
         """Compute what the client sends, and its next state. Pure: no global state, no hidden randomness."""
+        if self.members > 1:
+            each = vmap(self._member().update, in_dims=(None, 0, 0, 0))
+            sent, after = each(params, self._by_member(batch), dict(noise), dict(state))
+            return {name: value.mean(0) for name, value in sent.items()}, after
         for i, transform in enumerate(self.batch):
             batch = transform.apply(batch, select(noise, f"batch.{i}"))
         if self.local is None:
@@ -124,7 +141,7 @@ class Client:
         The gradients are computed in one batched sweep where `batched_obstacle` finds none.
         """
         noise = dict(noise)
-        if self.local is None:
+        if self.local is None and self.members == 1:
             ready = self._prepared(batch, noise)
             apart, inner = self._apart(ready, select(noise, "model"))
             parts = self._parted(params)
@@ -138,6 +155,17 @@ class Client:
     ) -> tuple[Tensors, Tensors]:
         """Compute the same by `vmap` over victims: works for every client, and is what the fast path is held to."""
         return vmap(self.update, in_dims=(None, 0, 0, 0))(params, batch, dict(noise), state)
+
+    def _member(self) -> Client:
+        return replace(self, members=1)
+
+    def _by_member(self, batch: Batch) -> Batch:
+        """Split [m B, ...] into [m, B, ...]."""
+        examples = batch.inputs.shape[0]
+        if examples % self.members:
+            remedy = "give every member the same number of examples"
+            raise fail("client.members", f"are {self.members}, and {examples} examples do not divide by it", remedy)
+        return Batch(*(value.unflatten(0, (self.members, -1)) for value in batch))
 
     def statistics(self, params: Tensors, batch: Batch, noise: Mapping[str, Tensor]) -> Tensors:
         """Compute what enters the normalisation layers for batches [V, B, ...]: mean and variance, each [V, channels].
@@ -160,6 +188,8 @@ class Client:
         """Say why `updates` runs `updates_reference` for a batch [V, B, ...] of these shapes; None if it does not."""
         if self.local is not None:
             return "the client trains several local steps"
+        if self.members > 1:
+            return "several clients are summed"
         return obstacle(
             self.objective,
             *self._parted(params),

@@ -1,0 +1,126 @@
+"""What the server sees: the clients' updates, round after round, and the truth behind them.
+
+The victims of a run are the clients of one federation. Each has the same examples in every round; the server moves the
+global parameters by the mean update. With one round nothing moves.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from gradveil.attacks.base import Observation
+from gradveil.client import Client
+from gradveil.core.noise import Key
+from gradveil.core.tree import Tensors, select, stack, take, tmap
+from gradveil.core.types import Batch
+
+if TYPE_CHECKING:
+    from gradveil.audit.cell import Address
+    from gradveil.audit.scene import Scene
+
+_UPDATE_VALUES = 2**26
+"""How many numbers of updates are computed at once."""
+_GRADIENT_LR, _LOCAL_LR = 0.1, 1.0
+
+
+@dataclass(frozen=True)
+class Truth:
+    """What really went into the updates, victims first. Only the audit holds it; no attack ever receives it."""
+
+    raw: Batch
+    """[V, B, ...] the examples themselves."""
+    transformed: Batch
+    """What a batch defence made of them in the last round; the same as `raw` where there is none."""
+    noise: Tensors
+    """Every random tensor of the client, leading V; those of round r > 0 are `round<r>.<name>`."""
+    last: Tensors
+    """The noise of the last round, under its plain names."""
+    state: Tensors
+    """The client's state before the last round, leading V."""
+
+
+def in_round(number: int, name: str) -> str:
+    """Name a tensor of a round: the first round's names are the client's own."""
+    return f"round{number}.{name}" if number else name
+
+
+def plain_name(name: str) -> str:
+    """Cut the round off a name.
+
+    >>> plain_name("round3.model.drop.mask"), plain_name("model.drop.mask")
+    ('model.drop.mask', 'model.drop.mask')
+    """
+    return re.sub(r"^round\d+\.", "", name)
+
+
+def observe(scene: Scene, cell: Address, client: Client, numbers: range) -> tuple[list[Observation], Truth]:
+    """Run the rounds, and return what the server sees of these victims and the truth about them.
+
+    In more than one round every victim of the run takes part, also those whose turn another share of the cell is.
+    """
+    rounds, first = scene.config.rounds, scene.config.first_victim
+    everybody = range(scene.config.victims) if rounds > 1 else numbers
+    mine = slice(numbers.start - everybody.start, numbers.stop - everybody.start)
+    params, raw = client.params(), scene.batch(scene.examples(cell.client, everybody))
+    state = {name: value.expand(len(everybody), *value.shape) for name, value in client.init(params).items()}
+    rate = scene.config.server_lr
+    rate = (_LOCAL_LR if client.local else _GRADIENT_LR) if rate is None else rate
+    seen: list[Observation] = []
+    noise: Tensors = {}
+    now: Tensors = {}
+    before = state
+    for number in range(rounds):
+        before = state
+        now = draw(scene, cell, client, raw, everybody, number)
+        sent, state = updates(client, params, raw, now, state)
+        own = take(now, mine)
+        noise |= {in_round(number, name): value for name, value in own.items()}
+        ids = tuple(first + n for n in numbers)
+        seen.append(Observation(params, take(sent, mine), raw.inputs.shape[1], ids, number))
+        moved = tmap(lambda value: rate * value.mean(0), sent)
+        params = {name: value - moved[name] if name in moved else value for name, value in params.items()}
+    mine_raw, last = Batch(*(value[mine] for value in raw)), take(now, mine)
+    return seen, Truth(mine_raw, _transformed(client, mine_raw, last), noise, last, take(before, mine))
+
+
+def draw(scene: Scene, cell: Address, client: Client, raw: Batch, numbers: range, number: int = 0) -> Tensors:
+    """Draw what the clients draw in a round: victim by victim, so that no share of victims changes another's noise."""
+    spec = client.noise_spec(client.params(), Batch(raw.inputs[0], raw.targets[0]))
+    keys = (Key(cell.seed, ("client", scene.config.first_victim + victim)) for victim in numbers)
+    rows = [spec.sample(key.child("round", number) if number else key) for key in keys]
+    return {name: value.to(scene.config.device) for name, value in stack(rows).items()}
+
+
+def updates(client: Client, params: Tensors, batch: Batch, noise: Tensors, state: Tensors) -> tuple[Tensors, Tensors]:
+    """Compute what the clients send and their next states, leading V, a few victims at a time for a large model."""
+    size = max(1, _UPDATE_VALUES // sum(value.numel() for value in params.values()))
+    parts = list(_in_parts(client, params, batch, noise, state, size))
+    joined = [{n: torch.cat([part[i][n] for part in parts]).detach() for n in parts[0][i]} for i in (0, 1)]
+    return joined[0], joined[1]
+
+
+def _in_parts(
+    client: Client, params: Tensors, batch: Batch, noise: Tensors, state: Tensors, size: int
+) -> Iterator[tuple[Tensors, Tensors]]:
+    for start in range(0, batch.inputs.shape[0], size):
+        rows = slice(start, start + size)
+        some = Batch(batch.inputs[rows], batch.targets[rows])
+        yield client.updates(params, some, take(noise, rows), take(state, rows))
+
+
+def _transformed(client: Client, raw: Batch, noise: Tensors) -> Batch:
+    """Apply the batch defences to every victim's examples."""
+    if not client.batch:
+        return raw
+    each: list[Batch] = []
+    for i in range(raw.inputs.shape[0]):
+        batch = Batch(raw.inputs[i], raw.targets[i])
+        for j, transform in enumerate(client.batch):
+            batch = transform.apply(batch, {k: v[i] for k, v in select(noise, f"batch.{j}").items()})
+        each.append(batch)
+    return Batch(torch.stack([b.inputs for b in each]), torch.stack([b.targets for b in each]))

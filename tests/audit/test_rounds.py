@@ -1,0 +1,148 @@
+"""Several rounds, and sums over clients: what the server sees, and what an attacker makes of it."""
+
+import pytest
+import torch
+
+from gradveil.audit.cell import cells, grant, recover
+from gradveil.audit.rounds import observe, plain_name
+from gradveil.audit.scene import open_scene
+from gradveil.client import Client
+from gradveil.core.errors import GradveilError
+from gradveil.core.noise import Key
+from gradveil.core.types import Batch
+from gradveil.defences import parse
+from tests.audit.runs import config
+
+
+def opened(defence="none", attack="ig", **changes):
+    """A scene of two digits, its only cell and its client, in double precision."""
+    base = {"data": {"name": "digits", "size": 16}, "precision": "float64", "defences": [defence], "attacks": [attack]}
+    scene = open_scene(config(**{**base, **changes}))
+    cell = cells(scene.config)[0]
+    return scene, cell, scene.client(0, cell.defence, 0)
+
+
+def test_one_round_is_the_first():
+    scene, cell, client = opened("gaussian(0.1)")
+    (once,), truth = observe(scene, cell, client, range(2))
+    several, more = observe(*opened("gaussian(0.1)", rounds=3)[:2], client, range(2))
+    assert [seen.round for seen in several] == [0, 1, 2]
+    for name, value in once.update.items():
+        torch.testing.assert_close(several[0].update[name], value)
+    for name, value in truth.noise.items():
+        assert torch.equal(more.noise[name], value)
+        assert not torch.equal(more.noise[f"round2.{name}"], value)
+        assert torch.equal(more.last[name], more.noise[f"round2.{name}"])
+    assert {plain_name(name) for name in more.noise} == set(truth.noise)
+
+
+@pytest.mark.parametrize(("rate", "expected"), [(None, 0.1), (0.0, 0.0), (2.0, 2.0)])
+def test_the_server_moves_by_the_mean_update(rate, expected):
+    scene, cell, client = opened("prune(0.5, feedback=true)", rounds=2, server_lr=rate)
+    (first, second), _ = observe(scene, cell, client, range(2))
+    for name, value in first.params.items():
+        torch.testing.assert_close(second.params[name], value - expected * first.update[name].mean(0))
+
+
+def test_the_clients_state_runs_through_the_rounds():
+    scene, cell, client = opened("prune(0.5, feedback=true)", rounds=2)
+    seen, truth = observe(scene, cell, client, range(2))
+    state = client.init(seen[0].params)
+    for number, observation in enumerate(seen):
+        example = Batch(truth.raw.inputs[1], truth.raw.targets[1])
+        sent, state = client.update(observation.params, example, {}, state)
+        for name, value in sent.items():
+            torch.testing.assert_close(observation.update[name][1], value, msg=f"{name} in round {number}")
+
+
+def test_a_share_of_the_victims_sees_the_same_federation():
+    scene, cell, client = opened("gaussian(0.1) + prune(0.5, feedback=true)", rounds=3, victims=3)
+    whole, everything = observe(scene, cell, client, range(3))
+    part, truth = observe(scene, cell, client, range(1, 3))
+    for ours, theirs in zip(part, whole, strict=True):
+        assert ours.victims == (1, 2)
+        for name, value in theirs.update.items():
+            assert torch.equal(ours.update[name], value[1:])
+        for name, value in theirs.params.items():
+            assert torch.equal(ours.params[name], value)
+    assert torch.equal(truth.raw.inputs, everything.raw.inputs[1:])
+
+
+def objective_at_truth(which, **changes):
+    scene, cell, client = opened("prune(0.8, feedback=true)", f"cdia(rounds={which}, tv=0)", **changes)
+    attack = scene.attacks[cell.attack]
+    seen, truth = observe(scene, cell, client, range(2))
+    knowledge, _ = grant(scene, attack, client, client.params(), truth)
+    return attack.evaluate(seen, client, knowledge, Key(0), truth.raw.inputs, truth.noise)
+
+
+def test_an_attacker_who_saw_every_round_accounts_for_the_residual():
+    """Under error feedback a later update holds what earlier rounds left out: alone it does not fit the images."""
+    assert bool((objective_at_truth("all", rounds=3) < 1e-9).all())
+    assert bool((objective_at_truth("first", rounds=3) < 1e-9).all())
+    assert bool((objective_at_truth("last", rounds=3) > 1e-3).all())
+
+
+def test_noise_that_is_told_is_that_of_its_round():
+    scene, cell, client = opened("gaussian(0.1)", "wiig(rounds=all, tv=0)", rounds=3)
+    attack = scene.attacks[cell.attack]
+    seen, truth = observe(scene, cell, client, range(2))
+    knowledge, grants = grant(scene, attack, client, client.params(), truth)
+    assert sum(name.startswith("round2.send.") for name in grants) == len(client.trained())
+    value = attack.evaluate(seen, client, knowledge, Key(0), truth.raw.inputs, truth.noise)
+    assert bool((value < 1e-9).all())
+
+
+def test_averaging_rounds_beats_zero_mean_noise():
+    """A model that hardly moves sends the same gradient with fresh noise: eight rounds together say more than one."""
+    error = {}
+    for rounds in ("last", "all"):
+        text = f"ig-scheliga(rounds={rounds}, iterations=150)"
+        scene, cell, _ = opened(
+            "gaussian(0.02)", text, rounds=8, server_lr=0.001, precision="float32", model={"name": "scheliga-cnn"},
+            data={"name": "digits"},
+        )  # fmt: skip
+        found = recover(scene, cell, range(2), lambda _: None).tensors["inputs"]
+        truth = scene.batch(scene.examples(0, range(2))).inputs
+        error[rounds] = float((found - truth).square().mean())
+    assert error["all"] < 0.7 * error["last"], error
+
+
+def test_a_sum_over_clients_is_the_mean_of_their_updates():
+    settings = {"client": {"batch": 2, "members": 3}, "victims": 2}
+    scene, cell, client = opened("prune(0.5, feedback=true) + dropout(0.5)", **settings)
+    assert (client.members, scene.config.images_needed) == (3, 12)
+    (seen,), truth = observe(scene, cell, client, range(2))
+    assert seen.examples == 6
+    alone: Client = parse(cell.defence)(scene.undefended(0, 0), Key(0, ("model",)))
+    alone = Client(alone.model, send=alone.send)
+    for victim in range(2):
+        sent = []
+        for member in range(3):
+            part = slice(2 * member, 2 * member + 2)
+            example = Batch(truth.raw.inputs[victim, part], truth.raw.targets[victim, part])
+            noise = {name: value[victim, member] for name, value in truth.noise.items()}
+            sent.append(alone.update(seen.params, example, noise, alone.init(seen.params))[0])
+        for name, value in seen.update.items():
+            torch.testing.assert_close(value[victim], sum(part[name] for part in sent) / 3)
+    assert not client.intermediates(seen.params)
+
+
+def test_clients_of_unequal_size_are_refused():
+    _, _, client = opened(client={"batch": 2, "members": 3}, victims=1)
+    batch = Batch(torch.zeros(4, 1, 16, 16), torch.zeros(4, dtype=torch.long))
+    with pytest.raises(GradveilError, match="4 examples do not divide"):
+        client.update(client.params(), batch, {}, {})
+
+
+def test_images_of_a_sum_come_back():
+    scene, cell, _ = opened(
+        attack="ig-scheliga(iterations=500)", client={"members": 2}, victims=1, precision="float32",
+        model={"name": "scheliga-cnn"}, data={"name": "digits"},
+    )  # fmt: skip
+    found = recover(scene, cell, range(1), lambda _: None).tensors["inputs"]
+    truth = scene.batch(scene.examples(0, range(1))).inputs
+    span = scene.victims.bounds[1] - scene.victims.bounds[0]
+    mse = ((found - truth) / span).square().mean()
+    floor = ((scene.public.inputs.mean(0) - truth) / span).square().mean()
+    assert mse < 0.35 * floor, (mse, floor)
