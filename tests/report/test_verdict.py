@@ -10,31 +10,7 @@ from gradveil.audit.store import Cell
 from gradveil.metrics import wilson
 from gradveil.report.build import cards
 from gradveil.report.verdict import Verdict, verdicts
-
-HEALTHY = {"objective": 0.01, "objective_initial": 1.0, "diverged": 0.0}
-CONTROLS = {
-    name: {"asr": 0.0, "ssim_mean": 0.1, "psnr_mean": 9.0} for name in ("wrong_victim", "mean_image", "class_image")
-}
-
-
-def row(won: int, of: int = 32, **change: Any) -> Row:
-    """A cell in which the first `won` victims were recovered (or those of `which`)."""
-    which = change.pop("which", range(won))
-    ssim = change.pop("ssim", 0.3)
-    identified = change.pop("identified", False)
-    records = []
-    for victim in range(of):
-        image = {"ssim": ssim, "success": int(victim in which), "identified": identified, "matched": 0}
-        records.append({"victim": victim, "ssim": ssim, "status": "budget", "per_image": [image]})
-    info = {
-        "model": "lenet", "data": "faces", "client": "gradient", "batch": 1, "round": 0, "seed": 0,
-        "defence": "dgp", "attack": "ig", "belief": "full", "knowledge": {"targets": "known"},
-        "health": HEALTHY, "controls": CONTROLS, "bytes_sent": 10.0, "bytes_dense": 20.0,
-    }  # fmt: skip
-    return Row(change.pop("number", 0), Cell(info | change, records))
-
-
-BARE = row(32, defence="none", belief="naive", number=90)
+from tests.report.cells import BARE, CONTROLS, HEALTHY, row
 
 
 def judge(*rows: Row) -> Verdict:
@@ -127,19 +103,6 @@ def test_levels(attacked: dict[str, Any], level: str) -> None:
     assert judge(row(**attacked)).level == level
 
 
-@pytest.mark.parametrize(
-    ("health", "said"),
-    [
-        (HEALTHY | {"objective": 0.91}, "did not fall (1 at the start, 0.91 at the end)"),
-        (HEALTHY | {"diverged": 0.75}, "75% of its runs diverged"),
-        (HEALTHY | {"objective": None}, "no restart ended with a finite objective"),
-    ],
-)
-def test_a_broken_attack_is_complained_about(health: dict[str, Any], said: str) -> None:
-    assert said in "; ".join(complaints(row(0, health=health), [BARE]))
-    assert complaints(row(0), [BARE]) == []
-
-
 def test_an_attack_that_fails_without_a_defence_proves_nothing() -> None:
     poor = row(3, defence="none", belief="naive")
     (verdict,) = [v for v in verdicts([row(0), poor]) if v.best.defence == "dgp"]
@@ -147,12 +110,6 @@ def test_an_attack_that_fails_without_a_defence_proves_nothing() -> None:
     assert "it recovers only 3 of 32 images without any defence" in verdict.doubts
     (alone,) = verdicts([row(0)])
     assert "nothing shows that the attack works" in alone.doubts[0]
-
-
-def test_the_control_is_the_same_attack_with_any_belief() -> None:
-    bare = [row(2, defence="none", belief="naive", attack="dlg"), BARE]
-    assert complaints(row(0, attack="ig(belief=full)"), bare) == []
-    assert "only 2 of 32" in complaints(row(0, attack="dlg(belief=full)"), bare)[0]
 
 
 def test_no_defence_is_known_however_it_was_written() -> None:

@@ -15,6 +15,8 @@ from rich.text import Text
 
 from gradveil.attacks.base import Progress
 from gradveil.audit.cell import Address
+from gradveil.audit.health import STATES, examine
+from gradveil.audit.rows import Row
 from gradveil.audit.store import Cell, summarise
 from gradveil.core.errors import Problem
 from gradveil.core.words import DASH, duration, interval, number, percent
@@ -155,6 +157,8 @@ def result_table(cells: Sequence[Cell]) -> Table:
         table.add_column(header, overflow="fold")
     for header in ("ASR", "95% CI", "floor", "SSIM", "PSNR", "distance"):
         table.add_column(header, justify="right", no_wrap=True)
+    table.add_column("health", no_wrap=True)
+    rows = {id(cell): Row(number, cell) for number, cell in enumerate(cells) if cell.failed is None}
     order = list(dict.fromkeys(cell.info["defence"] for cell in cells))
     summaries = [(cell, summarise(cell)) for cell in cells]
     for cell, row in sorted(summaries, key=lambda pair: (order.index(pair[1]["defence"]), -(pair[1]["asr"] or 0))):
@@ -171,7 +175,8 @@ def result_table(cells: Sequence[Cell]) -> Table:
             _fixed(row["psnr_mean"], 1),
             "inf" if row["distance"] is None else f"{row['distance']:.2g}",
         )
-        table.add_row(*where, *numbers)
+        health = examine(rows[id(cell)], [*rows.values()])
+        table.add_row(*where, *numbers, Text(health.label, style="yellow" if health.doubts else ""))
     return table
 
 
@@ -180,9 +185,13 @@ def legend(cells: Sequence[Cell]) -> str:
     threshold = cells[0].info.get("threshold", 0.5) if cells else 0.5
     told = (
         f"ASR: share of images recovered (SSIM above {threshold:g}). Floor: the same for a guess that sees no update. "
-        "Distance: of the sent update to the undefended one, relative."
+        "Distance: of the sent update to the same model's without noise, clipping and pruning, relative."
     )
     diverged = sum(summarise(cell)["statuses"].get("diverged", 0) for cell in cells)
     told += f" {diverged} victims' attacks diverged and count as failed." if diverged else ""
     changed = list(dict.fromkeys(change for cell in cells for change in cell.info.get("prepared", ())))
-    return told + (f" Changed in the model: {'; '.join(changed)}." if changed else "")
+    told += f" Changed in the model: {'; '.join(changed)}." if changed else ""
+    rows = [Row(number, cell) for number, cell in enumerate(cells) if cell.failed is None]
+    states = {examine(row, rows).state for row in rows}
+    healths = [f"{label}: {meaning}" for state, (label, meaning) in STATES.items() if state in states]
+    return told + (f"\nHealth of the attack. {'; '.join(healths)}." if healths else "")

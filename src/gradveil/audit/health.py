@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
 
 from gradveil.audit.rows import Row
 from gradveil.core.words import number, percent
@@ -12,6 +14,79 @@ FELL = 0.9
 """An objective that ends above this share of its start did not fall."""
 SOUND = 0.5
 """An attack that recovers fewer undefended images than this is no measure of a defence."""
+
+State = Literal["works", "sound", "misled", "short", "doubtful"]
+
+STATES: dict[State, tuple[str, str]] = {
+    "works": ("works", "it recovers at least half of the images"),
+    "sound": ("sound", "it recovers few images here, and nothing points to a fault of the attack"),
+    "misled": ("misled", "other images satisfy its objective as well as the true ones: more iterations are no help"),
+    "short": ("fell short", "it ended above the objective of the true images, so a low rate does not show protection"),
+    "doubtful": ("doubtful", "it shows signs of being broken, so a low rate does not show protection"),
+}
+"""Label and meaning of every state of an attack's health."""
+
+
+@dataclass(frozen=True)
+class Health:
+    """How an attack did as an attack, and why that is said."""
+
+    state: State
+    reasons: tuple[str, ...] = ()
+
+    @property
+    def label(self) -> str:
+        """The state in a word or two."""
+        return STATES[self.state][0]
+
+    @property
+    def doubts(self) -> tuple[str, ...]:
+        """The reasons not to take a low rate for the defence's doing."""
+        return self.reasons if self.state in ("short", "doubtful") else ()
+
+
+def examine(row: Row, rows: Sequence[Row]) -> Health:
+    """Judge the attack of a cell, beside the other cells of its run.
+
+    A rate that is high was not reached by a broken attack. A low one may be low because the attack is broken, because
+    it stopped early, or because its objective prefers other images: then the update does not say enough.
+    """
+    if row.asr >= SOUND:
+        return Health("works")
+    found = complaints(row, rows)
+    if _side(row) == "above":
+        return Health("short", (_short(row), *found))
+    if found:
+        return Health("doubtful", tuple(found))
+    return Health("misled", (_misled(row),)) if _side(row) == "below" else Health("sound")
+
+
+def _side(row: Row) -> Literal["above", "below", "between", "unknown"]:
+    """Say where the attack's final objective lies beside that of the true images."""
+    end, truth = row.health("objective"), row.health("objective_truth")
+    if end is None or truth is None:
+        return "unknown"
+    if end <= truth + 0.05 * abs(truth) + 1e-6:
+        return "below"
+    return "above" if end > truth + max(0.5 * abs(truth), 1e-4) else "between"
+
+
+def _compared(row: Row) -> str:
+    return f"{number(row.health('objective'))} reached, {number(row.health('objective_truth'))} at the true images"
+
+
+def _short(row: Row) -> str:
+    return (
+        f"it did not reach the objective that the true images have ({_compared(row)}): "
+        "more iterations or restarts may do better, so do not read this as protection"
+    )
+
+
+def _misled(row: Row) -> str:
+    why = "the update does not say enough to single out the true ones"
+    if row.attacker == "naive":
+        why = "by what he believes of the client they fit, and an attacker who knows the defence may do better"
+    return f"the attacker's objective is satisfied by other images ({_compared(row)}): {why}"
 
 
 def controls_of(row: Row, rows: Sequence[Row]) -> list[Row]:
@@ -33,7 +108,8 @@ def complaints(row: Row, rows: Sequence[Row]) -> list[str]:
     """List the reasons to distrust a low success rate of this cell, in words; none for an attack in good health."""
     found = []
     start, end = row.health("objective_initial"), row.health("objective")
-    if start is not None and end is not None and end > FELL * start:
+    # Where noise drowns the update, even the true images have nearly the objective of random ones.
+    if start is not None and end is not None and end > FELL * start and _side(row) != "below":
         found.append(
             f"its objective did not fall ({number(start)} at the start, {number(end)} at the end), "
             "which strong noise can cause too"
@@ -52,11 +128,6 @@ def complaints(row: Row, rows: Sequence[Row]) -> list[str]:
     return found
 
 
-def suspicious(row: Row, rows: Sequence[Row]) -> list[str]:
-    """List the complaints that matter: those of a cell whose rate is low, and so could be low for a wrong reason."""
-    return complaints(row, rows) if row.asr < SOUND else []
-
-
 def guesses(row: Row) -> bool:
     """Say whether an attacker who knows the defence leaves to chance what it randomises inside the client's model.
 
@@ -72,8 +143,8 @@ def guesses(row: Row) -> bool:
 
 
 def descent(row: Row) -> str:
-    """Say how far the objective fell from the random images that the attack started at."""
-    start, end = row.health("objective_initial"), row.health("objective")
+    """Say how far the objective fell from the random images that the attack started at, and where the truth lies."""
+    start, end, truth = (row.health(name) for name in ("objective_initial", "objective", "objective_truth"))
     if start is None and end is None:
         return ""
-    return f"objective {number(start)} → {number(end)}"
+    return f"objective {number(start)} → {number(end)}" + ("" if truth is None else f", true images {number(truth)}")

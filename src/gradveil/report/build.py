@@ -12,7 +12,7 @@ import jinja2
 from markupsafe import Markup
 
 from gradveil.audit.attacker import ATTACKERS, POSITIONS
-from gradveil.audit.health import descent, guesses, suspicious
+from gradveil.audit.health import STATES, descent, examine, guesses
 from gradveil.audit.rows import Row
 from gradveil.audit.store import Cell, Run, load_run
 from gradveil.core.errors import fail
@@ -92,7 +92,8 @@ def context(run: Run) -> dict[str, Any]:
         "rows": rows,
         "interval": interval,
         "descent": descent,
-        "suspicious": suspicious,
+        "examine": examine,
+        "states": STATES,
         "columns": shown,
         "body": table.body(rows, shown),
         "csv": data_uri(table.as_csv(rows, shown).encode(), "text/csv;charset=utf-8"),

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from gradveil.audit.attacker import ATTACKERS
-from gradveil.audit.health import suspicious
+from gradveil.audit.health import examine
 from gradveil.audit.rows import Row
 from gradveil.core.words import duration, number, percent, size
 from gradveil.report.price import price
@@ -109,6 +109,13 @@ COLUMNS: tuple[Column, ...] = (
     Column(
         "objective", "Obj. end", "median objective of the reconstructions", lambda row: row.health("objective"), number
     ),
+    Column(
+        "objective_truth",
+        "Obj. truth",
+        "median objective of the true images: what the attack had to reach",
+        lambda row: row.health("objective_truth"),
+        number,
+    ),
     Column("diverged", "Diverged", "share of runs that diverged", lambda row: row.health("diverged"), percent),
     _text("statuses", "Statuses", "how the victims' runs ended", _statuses),
     Column("restarts", "Restarts", "runs per victim; the attacker's objective chooses", _info("restarts"), number),
@@ -131,7 +138,7 @@ COLUMNS: tuple[Column, ...] = (
 )
 """Every column, in the order shown."""
 
-_OPTIONAL = {"lpips", "identified", "iterations_per_second", "restarts", "params"}
+_OPTIONAL = {"lpips", "objective_truth", "identified", "iterations_per_second", "restarts", "params"}
 DOUBT = "low, but the attack may be broken"
 
 
@@ -153,10 +160,12 @@ def columns(rows: Sequence[Row]) -> list[Column]:
         lambda row: price(row, rows).share,
         percent,
     )
+    health = _text("health", "Health", "whether the attack itself worked", lambda row: examine(row, rows).label)
+    after = {"bytes_sent": compared, "asr_high": health}
     found: list[Column] = []
     for column in COLUMNS:
         if column.key not in _OPTIONAL or any(column.get(row) is not None for row in rows):
-            found += [column, compared] if column.key == "bytes_sent" else [column]
+            found += [column, after[column.key]] if column.key in after else [column]
     return found
 
 
@@ -170,7 +179,7 @@ def _entry(row: Row, column: Column, rows: Sequence[Row]) -> Entry:
     value = column.get(row)
     if value is None:
         return Entry("", "–")
-    flag = DOUBT if column.key == "asr" and suspicious(row, rows) else ""
+    flag = DOUBT if column.key == "asr" and examine(row, rows).doubts else ""
     return Entry(repr(float(value)) if column.numeric else str(value), column.show(value), flag)
 
 

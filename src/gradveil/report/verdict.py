@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from gradveil.audit.attacker import ATTACKERS
-from gradveil.audit.health import guesses, suspicious
+from gradveil.audit.health import Health, examine, guesses
 from gradveil.audit.rows import Row, Setting
 from gradveil.core.words import interval, listing, percent, plural
 from gradveil.metrics import wilson
@@ -64,8 +64,13 @@ class Verdict:
     union: Union | None
     price: Price
     """What the defence costs, on the quoted seed."""
-    doubts: tuple[str, ...] = ()
-    """Why a low rate may come from a broken attack."""
+    health: Health
+    """Whether the quoted attack worked as an attack."""
+
+    @property
+    def doubts(self) -> tuple[str, ...]:
+        """Why a low rate may come from a broken attack."""
+        return self.health.doubts
 
     @property
     def undefended(self) -> bool:
@@ -102,18 +107,18 @@ def _judge(setting: Setting, defence: str, here: Sequence[Row]) -> Verdict:
     seeds = sorted({row.seed for row in eligible})
     strongest = [(seed, max((r for r in eligible if r.seed == seed), key=strength)) for seed in seeds]
     best = max((row for _, row in strongest), key=strength)
-    doubts = tuple(suspicious(best, here))
+    health = examine(best, here)
     return Verdict(
         setting=setting,
         best=best,
         rows=tuple(mine),
-        level=_level(best, eligible, doubts),
+        level=_level(best, eligible, health.doubts),
         sentence=_sentence(best, len(strongest)),
         notes=tuple(_notes(best, mine, strongest)),
         seeds=tuple(strongest),
         union=_union([row for row in eligible if row.seed == best.seed]),
         price=price(best, here),
-        doubts=doubts,
+        health=health,
     )
 
 

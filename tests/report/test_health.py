@@ -1,0 +1,113 @@
+"""An attack that is broken, one that stopped early and one that a defence misled are told apart."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gradveil.audit.health import STATES, complaints, descent, examine
+from gradveil.audit.rows import Row
+from gradveil.audit.store import load_run
+from gradveil.report import page
+from gradveil.report.build import cards
+from gradveil.report.verdict import verdicts
+from tests.report.cells import BARE, HEALTHY, row
+from tests.report.runs import CASES, played, write_run
+
+
+def ended(reached: float | None, truth: float | None, won: int = 0, **change: Any) -> Row:
+    """A cell whose attack reached an objective, where the true images have another."""
+    return row(won, health=HEALTHY | {"objective": reached, "objective_truth": truth}, **change)
+
+
+@pytest.mark.parametrize(
+    ("reached", "truth", "state"),
+    [
+        (0.1, 0.1, "misled"),
+        (0.01, 0.2, "misled"),
+        (0.105, 0.1, "misled"),
+        (1e-6, 0.0, "misled"),
+        (0.106, 0.1, "sound"),
+        (0.149, 0.1, "sound"),
+        (0.151, 0.1, "short"),
+        (0.00009, 0.0, "sound"),
+        (0.00011, 0.0, "short"),
+        (0.5, 0.1, "short"),
+        (-0.2, -0.1, "misled"),
+        (0.1, None, "sound"),
+        (None, 0.1, "doubtful"),
+        (0.95, None, "doubtful"),
+        (0.95, 0.95, "misled"),
+        (0.95, 0.8, "doubtful"),
+    ],
+)
+def test_the_objective_of_the_true_images_decides(reached: float | None, truth: float | None, state: str) -> None:
+    assert examine(ended(reached, truth), [BARE]).state == state
+
+
+def test_a_high_rate_is_never_in_doubt() -> None:
+    assert examine(ended(0.95, 0.1, won=16), [BARE]).state == "works"
+    assert examine(ended(0.5, 0.1, won=15), [BARE]).state == "short"
+
+
+def test_what_is_said_of_each() -> None:
+    (short,) = examine(ended(0.5, 0.1), [BARE]).reasons
+    assert short.startswith("it did not reach the objective that the true images have (0.5 reached, 0.1 at the true")
+    assert short.endswith("more iterations or restarts may do better, so do not read this as protection")
+    (misled,) = examine(ended(0.1, 0.1), [BARE]).reasons
+    assert "objective is satisfied by other images (0.1 reached, 0.1 at the true images)" in misled
+    assert "the update does not say enough" in misled
+    (naive,) = examine(ended(0.1, 0.1, belief="naive"), [BARE]).reasons
+    assert "an attacker who knows the defence may do better" in naive
+    assert descent(ended(0.5, 0.1)) == "objective 1 → 0.5, true images 0.1"
+
+
+def test_an_attack_that_fell_short_proves_nothing() -> None:
+    (verdict,) = [v for v in verdicts([ended(0.5, 0.1), BARE]) if not v.undefended]
+    assert verdict.level == "unclear"
+    assert verdict.doubts == examine(ended(0.5, 0.1), [BARE]).reasons
+    assert "Lowest rate, not proven" in {card["label"] for card in cards([verdict], [])}
+    (held,) = [v for v in verdicts([ended(0.1, 0.1), BARE]) if not v.undefended]
+    assert (held.level, held.doubts) == ("held", ())
+
+
+def test_falling_short_comes_with_the_other_complaints() -> None:
+    poor = row(3, defence="none", belief="naive")
+    assert len(examine(ended(0.95, 0.1), [poor]).reasons) == 3
+    assert examine(ended(0.1, 0.1), [poor]).state == "doubtful"
+
+
+def test_the_page_tells_them_apart(tmp_path: Path) -> None:
+    cells = played(victims=4, cases=(CASES[0], CASES[6], CASES[5]))
+    for cell in cells:
+        objective = cell["info"]["health"]["objective"]
+        strong = "dp(" in cell["info"]["defence"]
+        cell["info"]["health"]["objective_truth"] = objective * (1.0 if strong else 0.25)
+    html = page(load_run(write_run(tmp_path / "run", cells)))
+    text = " ".join(html.split())
+    assert "<strong>Attack misled.</strong> The attacker&#39;s objective is satisfied by other images" in text
+    assert "<strong>Attack fell short.</strong> The low rate here may not be the defence's doing: it did not" in text
+    assert 'data-key="health"' in html
+    assert all(f'data-sort="{STATES[state][0]}"' in html for state in ("works", "short", "misled"))
+    assert 'data-key="objective_truth"' in html
+
+
+@pytest.mark.parametrize(
+    ("health", "said"),
+    [
+        (HEALTHY | {"objective": 0.91}, "did not fall (1 at the start, 0.91 at the end)"),
+        (HEALTHY | {"diverged": 0.75}, "75% of its runs diverged"),
+        (HEALTHY | {"objective": None}, "no restart ended with a finite objective"),
+    ],
+)
+def test_a_broken_attack_is_complained_about(health: dict[str, Any], said: str) -> None:
+    assert said in "; ".join(complaints(row(0, health=health), [BARE]))
+    assert complaints(row(0), [BARE]) == []
+
+
+def test_the_control_is_the_same_attack_with_any_belief() -> None:
+    bare = [row(2, defence="none", belief="naive", attack="dlg"), BARE]
+    assert complaints(row(0, attack="ig(belief=full)"), bare) == []
+    assert "only 2 of 32" in complaints(row(0, attack="dlg(belief=full)"), bare)[0]
