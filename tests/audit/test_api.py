@@ -111,7 +111,7 @@ def test_all_problems_are_raised_at_once() -> None:
     with pytest.raises(GradveilError) as caught:
         audited(model=model, batch=(inputs, targets), defences=("nonsense",), attacks=("idg", ATTACK, ATTACK))
     said = str(caught.value)
-    for part in ("NaN", "defences[0]", "attacks[0]", "attacks[2]", "already"):
+    for part in ("NaN", "defences[0]", "attacks[0]", "attacks[2]", "is the same as"):
         assert part in said
 
 
@@ -161,6 +161,8 @@ def test_all_problems_are_raised_at_once() -> None:
         ({"mean": 0.5}, "mean: is 0.5 -> give a list"),
         ({"batch": torch.zeros(2, 1, 16, 16)}, "batch: is Tensor -> give"),
         ({"data": {"name": "faces"}}, "data: is no setting here"),
+        ({"defences": ["dp", "dp(clip=20)"]}, r"defences\[1\]: 'dp\(clip=20\)' is the same as 'dp'"),
+        ({"defences": ["dp", parse("dp")]}, r"defences\[1\]: 'dp' is the same as 'dp'"),
         ({"attacks": [3]}, r"attacks\[0\]: is 3"),
         ({"defences": [None]}, r"defences\[0\]: is None"),
     ],

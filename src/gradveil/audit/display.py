@@ -183,15 +183,16 @@ def result_table(cells: Sequence[Cell]) -> Table:
 def legend(cells: Sequence[Cell]) -> str:
     """Say what the columns of the table mean, what spoils them, and what was attacked instead of the model as it is."""
     threshold = cells[0].info.get("threshold", 0.5) if cells else 0.5
-    told = (
-        f"ASR: share of images recovered (SSIM above {threshold:g}). Floor: the same for a guess that sees no update. "
-        "Distance: of the sent update to the same model's without noise, clipping and pruning, relative."
-    )
-    diverged = sum(summarise(cell)["statuses"].get("diverged", 0) for cell in cells)
-    told += f" {diverged} victims' attacks diverged and count as failed." if diverged else ""
-    changed = list(dict.fromkeys(change for cell in cells for change in cell.info.get("prepared", ())))
-    told += f" Changed in the model: {'; '.join(changed)}." if changed else ""
+    told = [
+        f"ASR: share of images recovered (SSIM above {threshold:g}). Floor: the same for a guess that sees no update.",
+        "Distance: of the sent update to the same model's without noise, clipping and pruning, relative.",
+    ]
     rows = [Row(number, cell) for number, cell in enumerate(cells) if cell.failed is None]
     states = {examine(row, rows).state for row in rows}
     healths = [f"{label}: {meaning}" for state, (label, meaning) in STATES.items() if state in states]
-    return told + (f"\nHealth of the attack. {'; '.join(healths)}." if healths else "")
+    told += [f"Health of the attack, {health}." for health in healths]
+    diverged = sum(summarise(cell)["statuses"].get("diverged", 0) for cell in cells)
+    told += [f"{diverged} victims' attacks diverged and count as failed."] if diverged else []
+    changed = list(dict.fromkeys(change for cell in cells for change in cell.info.get("prepared", ())))
+    told += [f"Changed in the model: {'; '.join(changed)}."] if changed else []
+    return "\n".join(told)

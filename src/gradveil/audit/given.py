@@ -18,6 +18,7 @@ from gradveil.nn import surgery
 from gradveil.nn.check import check
 from gradveil.nn.check.batches import batch_problems, target_problems
 from gradveil.nn.check.runs import RAISED
+from gradveil.nn.paths import called
 
 _BATCH = "give (inputs [N, C, H, W], targets [N]), two tensors"
 
@@ -109,6 +110,7 @@ def model_problems(
     if not _stopped(problems):
         problems += target_problems(targets, len(class_names(model, inputs[:client_batch])))
     hint = "; or let it be done: prepare=True"
+    problems = [replace(p, where=called(model, p.where)) for p in problems]
     return [replace(p, remedy=p.remedy + hint) if surgery.__name__ in p.remedy and not prepare else p for p in problems]
 
 
@@ -133,10 +135,13 @@ def named(where: str, given: Any, build: Callable[[str], Any], problems: list[Pr
             problems.append(Problem(f"{where}[{i}]", f"is {entry!r}", remedy))
             continue
         label = entry if isinstance(entry, str) else entry.name
-        if label in found:
-            problems.append(Problem(f"{where}[{i}]", f"'{label}' is there already", "name each differently"))
         try:
-            found[label] = build(entry) if isinstance(entry, str) else entry
+            built = build(entry) if isinstance(entry, str) else entry
+            first = next((old for old, thing in found.items() if thing.name == built.name), None)
+            if first is not None:
+                what = f"'{label}' is the same as '{first}'"
+                problems.append(Problem(f"{where}[{i}]", what, "remove one of them, or name each differently"))
+            found[label] = built
         except GradveilError as error:
             problems += [Problem(f"{where}[{i}]", f"{p.where}: {p.what}", p.remedy) for p in error.problems]
     if not entries:

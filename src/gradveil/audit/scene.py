@@ -22,6 +22,7 @@ from gradveil.defences import Defence, parse
 from gradveil.nn import surgery
 from gradveil.nn.check import check
 from gradveil.nn.models import build
+from gradveil.nn.paths import called
 
 
 @dataclass(frozen=True)
@@ -141,7 +142,7 @@ def _model_problems(scene: Scene) -> list[Problem]:
     found = check(model, first, scene.loss, bounds=scene.victims.bounds, classes=len(scene.victims.classes))
     hint = "" if settings.prepare else "; or let it be done: --set model.prepare=true"
     return [
-        Problem(f"model: {p.where}", p.what, p.remedy + (hint if surgery.__name__ in p.remedy else ""))
+        Problem(f"model: {called(model, p.where)}", p.what, p.remedy + (hint if surgery.__name__ in p.remedy else ""))
         for p in found
         if p.severity == "error"
     ]
