@@ -12,7 +12,7 @@ from typing import Any, Union, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
-from gradveil.attacks.presets import make_attack
+from gradveil.attacks.presets import ATTACKS, make_attack
 from gradveil.audit.config import RunConfig
 from gradveil.core.errors import GradveilError, Problem, fail, refuse
 from gradveil.data import DATASETS
@@ -70,16 +70,20 @@ def resolve(raw: Mapping[str, Any], names: bool = True) -> RunConfig:
 
 
 def with_defaults(attack: str, iterations: int | None, restarts: int | None) -> str:
-    """Add the run's iterations and restarts to an attack's text, where it does not set its own.
+    """Add the run's iterations and restarts to an attack's text, where it takes them and does not set its own.
 
     >>> with_defaults("ig(restarts=2)", 500, 8)
     'ig(restarts=2, iterations=500)'
+    >>> with_defaults("analytic", 500, 8)
+    'analytic'
     """
     name, bracket, rest = attack.strip().partition("(")
+    entry = ATTACKS.get(name.strip())
+    takes = {argument.name for argument in entry.arguments} if entry else set[str]()
     inner = rest.rstrip().removesuffix(")").strip() if bracket else ""
     for key, value in (("iterations", iterations), ("restarts", restarts)):
         said = any(part.split("=")[0].strip() == key for part in inner.split(","))
-        if value is not None and not said:
+        if value is not None and key in takes and not said:
             inner = f"{inner}, {key}={value}" if inner else f"{key}={value}"
     return f"{name.strip()}({inner})" if inner else name.strip()
 
@@ -201,9 +205,10 @@ def _unknown_names(raw: Mapping[str, Any]) -> Iterator[Problem]:
     """Check names against their tables, entry by entry, whatever else is wrong with the file."""
     tuning = (_count(raw, "iterations"), _count(raw, "restarts"))
     for key, build in (("attacks", make_attack), ("defences", parse)):
-        entries = raw.get(key)
+        given = raw.get(key)
+        entries = given if isinstance(given, list) else []
         seen: dict[str, int] = {}
-        for i, entry in enumerate(entries if isinstance(entries, list) else []):
+        for i, entry in enumerate(entries):
             if not isinstance(entry, str) or not entry:
                 continue
             try:
@@ -218,6 +223,7 @@ def _unknown_names(raw: Mapping[str, Any]) -> Iterator[Problem]:
                 yield Problem(f"{key}[{i}]", f"'{entry}' is the same as {first}", "remove one of them")
             seen.setdefault(name, i)
     yield from _unknown_model(_text(raw, "model"))
+    yield from _decided_elsewhere(raw)
     yield from _unknown_data(_text(raw, "data"))
     seeds = raw.get("seeds")
     if isinstance(seeds, list) and len({str(seed) for seed in seeds}) < len(seeds):
@@ -245,6 +251,24 @@ def _unknown_model(name: str | None) -> Iterator[Problem]:
         hint = f"did you mean '{near[0]}'? " if near else ""
         remedy = f"{hint}known: {', '.join(MODELS)}; or your own as 'pkg.module:factory'"
         yield Problem("model.name", f"no model is called '{name}'", remedy)
+
+
+_DECIDED = {
+    "classes": "the data say how many classes there are",
+    "channels": "the data say it: set data.channels",
+    "size": "the data say it: set data.size",
+    "generator": "initial weights are drawn from the run's seeds: set seeds",
+    "name": "it is a setting of its own: set model.name",
+}
+"""What a model is built with that its options cannot say."""
+
+
+def _decided_elsewhere(raw: Mapping[str, Any]) -> Iterator[Problem]:
+    model = raw.get("model")
+    options = model.get("options") if isinstance(model, Mapping) else None
+    for key in options if isinstance(options, Mapping) else ():
+        if key in _DECIDED:
+            yield Problem(f"model.options.{key}", f"is no option: {_DECIDED[key]}", "leave it out of the options")
 
 
 def _unknown_data(name: str | None) -> Iterator[Problem]:

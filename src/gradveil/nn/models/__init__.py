@@ -93,7 +93,7 @@ def build(name: str, *, channels: int, size: int, classes: int, generator: Gener
         remedy = f"{hint}choose one of: {', '.join(MODELS)}; or give your own as 'pkg.module:factory'"
         refuse([*problems, Problem("model.name", f"unknown model '{name}'", remedy)])
     assert entry is not None
-    refuse([*problems, *_unknown(options, set(entry.defaults) - set(sizes))])
+    refuse([*problems, *_unknown(options, set(entry.defaults) - set(sizes)), *_wrong(options, entry.defaults)])
     try:
         with torch.device("meta"):
             model = entry.factory(**sizes, **options)
@@ -110,6 +110,17 @@ def _unknown(options: Mapping[str, Any], allowed: set[str]) -> list[Problem]:
             hint = f"did you mean '{near[0]}'? " if near else ""
             remedy = f"{hint}allowed: {', '.join(sorted(allowed)) or 'none'}"
             problems.append(Problem(f"model.{key}", "is not an option of this model", remedy))
+    return problems
+
+
+def _wrong(options: Mapping[str, Any], defaults: Mapping[str, Any]) -> list[Problem]:
+    """Find values of another kind than the study's: every number of these models counts something."""
+    problems = []
+    for key, value in options.items():
+        usual = defaults.get(key, value)
+        if type(value) is not type(usual) or (isinstance(value, int) and value < 1):
+            wanted = "a whole number of at least 1" if isinstance(usual, int) else "a string in quotes"
+            problems.append(Problem(f"model.{key}", f"is {value!r}", f"give {wanted}, such as {usual!r}"))
     return problems
 
 
