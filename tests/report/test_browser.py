@@ -181,7 +181,11 @@ def test_gallery_is_sorted_by_leak_and_filters(browser: Browser, address: str) -
 def test_plots_have_points_tooltips_and_a_legend(browser: Browser, address: str) -> None:
     visit(browser, address)
     show(browser, "#tradeoffs")
-    assert [len(all_of(browser, f".plot[data-axis='{axis}'] .point")) for axis in ("bytes", "distance")] == [48, 48]
+    counts = [[len(all_of(browser, f".plot[data-axis='{axis}'] .point")) for axis in ("bytes", "distance")]]
+    one(browser, "[data-which='all']").click()
+    counts += [[len(all_of(browser, f".plot[data-axis='{axis}'] .point")) for axis in ("bytes", "distance")]]
+    # Seven defences, by two kinds of attackers but for the undefended client and the one without a knowing attacker.
+    assert counts == [[12, 12], [48, 48]]
     tip = one(browser, "#tip")
     assert not tip.is_displayed()
     point = all_of(browser, ".plot .point")[0]
@@ -197,6 +201,38 @@ def test_plots_have_points_tooltips_and_a_legend(browser: Browser, address: str)
     after = [dot.get_attribute("transform") for dot in all_of(browser, dots)]
     assert len(after) == len(before) == 48
     assert after != before
+
+
+def test_points_lie_between_the_axes(browser: Browser, address: str) -> None:
+    outside = """
+        return [...document.querySelectorAll('.plot')].flatMap((plot) => {
+            const grid = plot.querySelector('.grid').getBoundingClientRect();
+            const boxes = [...plot.querySelectorAll('.point')].map((point) => point.getBoundingClientRect());
+            return boxes.filter((box) => box.left < grid.left - 2 || box.right > grid.right + 2);
+        }).length;
+    """
+    for width in (1280, 375):
+        visit(browser, address, width)
+        for which in ("best", "all"):
+            one(browser, f"[data-which='{which}']").click()
+            assert browser.execute_script(outside) == 0
+
+
+def test_verdicts_at_a_glance_lead_to_the_verdicts(browser: Browser, address: str) -> None:
+    visit(browser, address)
+    links = all_of(browser, ".glance a")
+    assert len(links) == len(all_of(browser, ".verdict")) == 7
+    for link in links:
+        target = str(link.get_attribute("href")).partition("#")[2]
+        assert one(browser, f"#{target} h3").text.endswith(link.text)
+
+
+def test_frames_mark_what_was_recovered(browser: Browser, address: str) -> None:
+    visit(browser, address)
+    show(browser, "#images")
+    framed = [canvas.get_attribute("title") for canvas in all_of(browser, ".matrix canvas.won")]
+    assert 8 < len(framed) < 56
+    assert all("recovered" in str(title) and not str(title).startswith("truth") for title in framed)
 
 
 @pytest.mark.parametrize("width", [375, 320])

@@ -13,9 +13,11 @@ from typing import Any
 
 import pytest
 
-from gradveil.audit.store import load_run
+from gradveil.audit.rows import Row
+from gradveil.audit.store import Cell, load_run
 from gradveil.core.errors import GradveilError
 from gradveil.report import page, write_report
+from gradveil.report.plots import points
 from gradveil.report.table import COLUMNS
 from tests.report.runs import CASES, failed_cell, played, write_run
 
@@ -124,6 +126,30 @@ def test_the_attack_with_the_highest_rate_stands_first(run: Path) -> None:
     rates = [float(re.findall(r'data-sort="([^"]*)"', line)[3]) for line in body.split("<tr>")[1:]]
     assert rates == sorted(rates, reverse=True)
     assert rates[0] > rates[-1]
+
+
+def test_verdicts_stand_at_a_glance(run: Path) -> None:
+    html = page(load_run(run))
+    (body,) = re.findall(r'<table class="plain glance">.*?<tbody>(.*?)</tbody>', html, re.S)
+    lines = [read(line).text for line in body.split("<tr")[1:]]
+    assert len(lines) == html.count('<article class="verdict') == 6
+    (precode,) = [line for line in lines if "precode(k=64)" in line]
+    assert "Unproven" in precode or "Leaks" in precode
+    assert "ignores the defence" in precode
+    assert "70.9 kB 112% 0.35" in precode
+    targets = re.findall(r'<a href="#(run-\d+)">', body)
+    assert all(f'id="{target}"' in html for target in targets)
+
+
+def test_plots_start_with_the_strongest_attack_of_each_kind(cells: list[dict[str, Any]]) -> None:
+    rows = [Row(number, Cell(entry["info"], entry["records"])) for number, entry in enumerate(cells)]
+    dots = points(rows)
+    assert len(dots) == len(cells)
+    for case in CASES[:6]:
+        for attacker in ("undefended", "naive", "adaptive"):
+            same = [dot for dot in dots if dot["attacker"] == attacker and dot["group"].startswith(f"{case.text}|")]
+            assert [dot["best"] for dot in same].count(True) == min(len(same), 1)
+            assert all(dot["asr"] <= best["asr"] for best in same if best["best"] for dot in same)
 
 
 def test_every_foreign_text_is_escaped(tmp_path: Path, cells: list[dict[str, Any]]) -> None:

@@ -8,12 +8,17 @@ from typing import Any
 from gradveil.audit.attacker import ATTACKERS
 from gradveil.audit.rows import Row
 from gradveil.core.words import interval, number, percent, size
+from gradveil.report.verdict import strength
 
 
 def points(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """Describe every cell as a point: its series (the defence), its coordinates and what its tooltip says."""
+    """Describe every cell as a point: its series (the defence), its coordinates and what its tooltip says.
+
+    `best` marks the strongest attack of each kind of attacker on each defence, over attacks and seeds.
+    """
     names = list(dict.fromkeys(row.defence for row in rows))
     seeds, settings = {row.seed for row in rows}, {row.setting for row in rows}
+    strongest = _strongest(rows)
     found = []
     for row in rows:
         if not row.images:
@@ -34,7 +39,9 @@ def points(rows: Sequence[Row]) -> list[dict[str, Any]]:
                 "high": high,
                 "ssim": row.mean("ssim"),
                 "floor": row.floor,
-                "group": f"{row.defence}|{row.seed}|{row.setting}",
+                "group": f"{row.defence}|{row.setting}",
+                "seed": row.seed,
+                "best": row.number in strongest,
                 "lines": [
                     *about,
                     f"{row.recovered} of {row.images} recovered, {percent(row.asr)} ({interval(low, high)})",
@@ -44,3 +51,12 @@ def points(rows: Sequence[Row]) -> list[dict[str, Any]]:
             }
         )
     return found
+
+
+def _strongest(rows: Sequence[Row]) -> set[int]:
+    best: dict[tuple[Any, ...], Row] = {}
+    for row in rows:
+        kind = (row.defence, row.setting, row.attacker)
+        if row.images and (kind not in best or strength(row) > strength(best[kind])):
+            best[kind] = row
+    return {row.number for row in best.values()}

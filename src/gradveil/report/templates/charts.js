@@ -1,12 +1,12 @@
 "use strict";
-// Two scatter plots with tooltips and a legend that hides series. One point an attack run.
+// Two scatter plots with tooltips and a legend that hides series. One point an attack run, the strongest ones at first.
 (() => {
   const NS = "http://www.w3.org/2000/svg";
   const points = REPORT.points;
   if (!document.getElementById("legend")) return;
   const names = [...new Map(points.map((p) => [p.series, p.name]))].sort((a, b) => a[0] - b[0]);
   const hidden = new Set();
-  let measure = "asr";
+  let measure = "asr", which = "best";
   const SHAPES = [
     "M-5.5 0a5.5 5.5 0 1 0 11 0a5.5 5.5 0 1 0-11 0z", "M-5-5h10v10h-10z", "M0-6.5 6 5H-6z", "M0-7 6 0 0 7-6 0z",
   ];
@@ -61,14 +61,15 @@
     return { at: (v) => left + 8 + (Math.max(v, 0) / top) * (right - left - 8), ticks: linearTicks(top) };
   }
 
-  // Coinciding points are drawn side by side.
-  function spread(shown, x, y) {
+  // Coinciding points are drawn side by side, none of them beyond the axis.
+  function spread(shown, x, y, left, right) {
     const placed = [];
     return shown.map((p) => {
       let [px, py, turn] = [x(p), y(p), 0];
-      const free = (cx) => placed.every(([qx, qy]) => Math.hypot(cx - qx, py - qy) > 9);
       const start = px;
-      while (!free(px) && turn < 40) { turn++; px = start + (turn % 2 ? 1 : -1) * Math.ceil(turn / 2) * 10; }
+      const free = (cx) => cx >= left && cx <= right && placed.every(([qx, qy]) => Math.hypot(cx - qx, py - qy) > 9);
+      while (!free(px) && turn < 60) { turn++; px = start + (turn % 2 ? 1 : -1) * Math.ceil(turn / 2) * 10; }
+      if (turn === 60) px = start;
       placed.push([px, py]);
       return [p, px, py];
     });
@@ -76,8 +77,8 @@
 
   function draw(box) {
     const axis = box.dataset.axis, width = Math.max(box.clientWidth, 240), height = 320;
-    const [left, right, top, bottom] = [44, width - 14, 14, height - 44];
-    const shown = points.filter((p) => !hidden.has(p.series) && p[axis] != null && p[measure] != null);
+    const [left, right, top, bottom] = [62, width - 10, 14, height - 48];
+    const shown = points.filter((p) => (p.best || which === "all") && !hidden.has(p.series) && p[axis] != null && p[measure] != null);
     const lowest = measure === "asr" ? 0 : Math.min(0, ...points.map((p) => p.ssim ?? 0));
     const x = scale(axis, left, right);
     const y = (v) => bottom - ((v - lowest) / (1 - lowest)) * (bottom - top);
@@ -94,17 +95,19 @@
       last = at;
       picture.append(svg("line", { class: "grid", x1: at, x2: at, y1: top, y2: bottom }));
       const label = axis === "bytes" ? bytes(tick) : String(Number(tick.toPrecision(3)));
-      picture.append(svg("text", { x: at, y: bottom + 18, "text-anchor": "middle" }, label));
+      picture.append(svg("text", { x: at, y: bottom + 22, "text-anchor": "middle" }, label));
     }
     const title = axis === "bytes" ? "bytes of one update" : "relative distance of the update";
     picture.append(svg("text", { x: (left + right) / 2, y: height - 6, "text-anchor": "middle" }, title));
+    const upright = { transform: `translate(14 ${(top + bottom) / 2}) rotate(-90)`, "text-anchor": "middle" };
+    picture.append(svg("text", upright, measure === "asr" ? "images recovered" : "mean SSIM"));
     const floor = Math.max(...points.map((p) => p.floor ?? -1));
     if (measure === "asr" && floor >= 0) {
       picture.append(svg("line", { class: "floor", x1: left, x2: right, y1: y(floor), y2: y(floor) }));
-      picture.append(svg("text", { x: right, y: y(floor) - 5, "text-anchor": "end" }, "guessing"));
+      picture.append(svg("text", { x: left + 4, y: y(floor) - 5 }, "guessing"));
     }
-    const placed = spread(shown, (p) => x.at(p[axis]), (p) => y(p[measure]));
-    const groups = Map.groupBy ? Map.groupBy(placed, ([p]) => p.group) : new Map();
+    const placed = spread(shown, (p) => x.at(p[axis]), (p) => y(p[measure]), left + 7, right - 7);
+    const groups = Map.groupBy ? Map.groupBy(placed, ([p]) => p.group + (which === "all" ? `|${p.seed}` : "")) : new Map();
     for (const members of groups.values()) {
       members.sort((a, b) => a[2] - b[2]);
       const path = members.map(([, px, py], i) => `${i ? "L" : "M"}${px} ${py}`).join("");
@@ -161,12 +164,17 @@
     });
     return button;
   }));
-  const measures = [...document.querySelectorAll("[data-measure]")];
-  measures.forEach((button) => button.addEventListener("click", () => {
-    measure = button.dataset.measure;
-    measures.forEach((other) => other.setAttribute("aria-pressed", String(other === button)));
-    redraw();
-  }));
+  function choice(selector, chosen) {
+    const buttons = [...document.querySelectorAll(selector)];
+    buttons.forEach((button) => button.addEventListener("click", () => {
+      chosen(button.dataset);
+      buttons.forEach((other) => other.setAttribute("aria-pressed", String(other === button)));
+      redraw();
+    }));
+  }
+  choice("[data-measure]", (data) => { measure = data.measure; });
+  choice("[data-which]", (data) => { which = data.which; });
+  document.getElementById("which").hidden = points.every((p) => p.best);
   redraw();
   // Redraw for a new width only: drawing changes the height.
   const widths = new Map();

@@ -98,9 +98,15 @@
     const line = (name, note, cells) => element("tr", {}, element("th", { scope: "row" }, name, element("small", { textContent: note })),
       ...cells.map((cell) => element("td", {}, cell)));
     const truths = of(chosen[0]).map((pair) => picture(pair.truth, pair.tile, `truth, victim ${pair.victim}`));
-    const lines = chosen.map((row) => line(rows[row].defence, attackName(rows[row]), of(row).map((pair) =>
-      picture(pair.made, pair.tile, `${rows[row].defence}, victim ${pair.victim}, SSIM ${number(pair.ssim, 2)}`))));
-    const caption = `The first victims of the run under every defence, each at its strongest attack${REPORT.side_by_side.length > 1 ? `: ${title}` : ""}`;
+    const made = (row, pair) => {
+      const result = pair.recovered ? ", recovered" : "";
+      const canvas = picture(pair.made, pair.tile, `${rows[row].defence}, victim ${pair.victim}, SSIM ${number(pair.ssim, 2)}${result}`);
+      canvas.classList.toggle("won", pair.recovered);
+      return canvas;
+    };
+    const lines = chosen.map((row) => line(rows[row].defence, attackName(rows[row]), of(row).map((pair) => made(row, pair))));
+    const where = REPORT.side_by_side.length > 1 ? `: ${title}` : "";
+    const caption = `The first victims of the run under every defence, each at its strongest attack${where}. A frame marks what counts as recovered.`;
     const table = element("table", { className: "matrix" }, element("tbody", {}, line("Truth", "what the client holds", truths), ...lines));
     const scroll = element("div", { className: "scroll", tabIndex: 0 }, table);
     scroll.setAttribute("role", "group");
