@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
@@ -40,9 +41,15 @@ def read(run: str, overrides: Mapping[str, Any] | None = None, settings: Sequenc
         raise fail(where, f"is not valid TOML: {error}", "correct that place; strings need quotes") from error
     raw.setdefault("name", Path(where).stem)
     raw |= {key: value for key, value in (overrides or {}).items() if value is not None}
+    return assemble(raw, settings)
+
+
+def assemble(raw: Mapping[str, Any], settings: Sequence[str]) -> RunConfig:
+    """Set keys (`"client.batch=4"`) among plain settings, and check the whole."""
+    whole = copy.deepcopy(dict(raw))
     for setting in settings:
-        _set(raw, setting)
-    return resolve(raw)
+        _set(whole, setting)
+    return resolve(whole)
 
 
 def resolve(raw: Mapping[str, Any], names: bool = True) -> RunConfig:

@@ -127,13 +127,14 @@ def open_scene(config: RunConfig, data_dir: Path | None = None, checked: bool = 
         {text: make_attack(with_defaults(text, config.iterations, config.restarts)) for text in config.attacks},
     )
     if checked:
-        problems = list(scene_problems(scene))
-        refuse(problems or _model_problems(scene))
-        scene = replace(scene, prepared=tuple(prepared(config.seeds[0])[1]))
+        refuse(list(scene_problems(scene)))
+        net, done = prepared(config.seeds[0])
+        refuse([replace(p, where=f"model: {called(net, p.where)}") for p in model_problems(scene)])
+        scene = replace(scene, prepared=tuple(done))
     return scene
 
 
-def _model_problems(scene: Scene) -> list[Problem]:
+def model_problems(scene: Scene) -> list[Problem]:
     """Check the model on the first victim's examples: what would fail in every cell is told once, before the first."""
     settings = scene.config.model
     batch = scene.batch(scene.examples(0, range(1)))
@@ -141,11 +142,7 @@ def _model_problems(scene: Scene) -> list[Problem]:
     model = scene.model(scene.config.seeds[0]).to(scene.config.device, scene.dtype)
     found = check(model, first, scene.loss, bounds=scene.victims.bounds, classes=len(scene.victims.classes))
     hint = "" if settings.prepare else "; or let it be done: --set model.prepare=true"
-    return [
-        Problem(f"model: {called(model, p.where)}", p.what, p.remedy + (hint if surgery.__name__ in p.remedy else ""))
-        for p in found
-        if p.severity == "error"
-    ]
+    return [replace(p, remedy=p.remedy + hint) if surgery.__name__ in p.remedy else p for p in found]
 
 
 def scene_problems(scene: Scene) -> Iterator[Problem]:

@@ -54,7 +54,9 @@ app.command(
 app.command(
     epilog=_examples(
         "gradveil check --model lenet-zhu --data faces",
-        "gradveil check --model mypackage.models:resnet --data folder:scans --size 64",
+        "gradveil check --model mypackage.models:resnet --data folder:scans --size 64 --set model.options.width=32",
+        "gradveil check --model vit --data digits --batch 2 --set client.local.lr=0.1 --set client.local.steps=2",
+        "gradveil check study.toml",
     )
 )(check)
 

@@ -1,54 +1,100 @@
-"""`gradveil check`: whether a model can be audited with some data."""
+"""`gradveil check`: whether a model can be audited with some data, or everything that a run file asks for."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.text import Text
+from torch import nn
 
-from gradveil.core.noise import Key
-from gradveil.core.types import Batch
-from gradveil.data import load
-from gradveil.nn.check import check as check_model
-from gradveil.nn.models import build
+from gradveil.audit.config import RunConfig
+from gradveil.audit.reader import assemble, read
+from gradveil.audit.scene import model_problems, open_scene, scene_problems
+from gradveil.core.errors import Problem, refuse
 from gradveil.nn.paths import called
 
 FOUND = 1
+_EXAMPLES = 4
+_FEW_PUBLIC = 64
+_HELP = {
+    "run": "A run file (TOML), or the name of a bundled run; the options win over it. Or leave it out.",
+    "model": "A model of `gradveil list models`, or pkg.module:factory.",
+    "data": "Data of `gradveil list data`, hf:NAME, parquet:PATH or folder:PATH.",
+    "size": "Side the images are resized to; 32 if nothing says it.",
+    "channels": "1 for grey, 3 for colour; the data's own if left out.",
+    "batch": f"Examples of one client; {_EXAMPLES} if nothing says it.",
+    "set": "Any setting of a run file: --set model.options.width=32 --set client.local.lr=0.1. Repeatable.",
+    "data_dir": "Folder where data files lie (or set GRADVEIL_DATA).",
+}
 
 
 def check(
-    model: Annotated[str, typer.Option(help="A model of `gradveil list models`, or pkg.module:factory.")],
-    data: Annotated[str, typer.Option(help="Data of `gradveil list data`, hf:NAME, parquet:PATH or folder:PATH.")],
-    size: Annotated[int, typer.Option(min=1, help="Side the images are resized to.")] = 32,
-    channels: Annotated[int | None, typer.Option(help="1 for grey, 3 for colour; the data's own if left out.")] = None,
-    batch: Annotated[int, typer.Option(min=1, help="Examples to try it with.")] = 4,
-    data_dir: Annotated[Path | None, typer.Option(help="Folder where data files lie (or set GRADVEIL_DATA).")] = None,
+    run: Annotated[str | None, typer.Argument(metavar="[RUN]", help=_HELP["run"], show_default=False)] = None,
+    model: Annotated[str | None, typer.Option(help=_HELP["model"])] = None,
+    data: Annotated[str | None, typer.Option(help=_HELP["data"])] = None,
+    size: Annotated[int | None, typer.Option(min=1, help=_HELP["size"])] = None,
+    channels: Annotated[int | None, typer.Option(help=_HELP["channels"])] = None,
+    batch: Annotated[int | None, typer.Option(min=1, help=_HELP["batch"])] = None,
+    defence: Annotated[list[str] | None, typer.Option(help="Defence to try it with. Repeatable.")] = None,
+    setting: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help=_HELP["set"])] = None,
+    data_dir: Annotated[Path | None, typer.Option(help=_HELP["data_dir"])] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the problems as JSON.")] = False,
 ) -> int:
-    """Say whether a model can be audited with some data: every problem, with its place and its remedy."""
-    splits = load(
-        data, size=size, channels=channels, data_dir=data_dir, limit_public=max(batch, 64), limit_victims=batch
-    )
-    victims = splits.victims
-    classes = len(victims.classes)
-    built = build(
-        model, channels=victims.channels, size=size, classes=classes, generator=Key(0, ("model",)).generator()
-    )
-    examples = Batch(victims.inputs[:batch], victims.targets[:batch])
-    problems = check_model(built, examples, bounds=victims.bounds, classes=classes)
+    """Say whether a model can be audited with some data, or all that a run file asks for, without attacking anything.
+
+    Every problem is told with its place and its remedy. Exit codes: 0 nothing in the way (warnings may be shown); 1
+    problems were found; 2 wrong use: a bad run file or option, data or a model that is not there.
+    """
+    flags = {
+        "model.name": model,
+        "data.name": data,
+        "data.size": size,
+        "data.channels": channels,
+        "client.batch": batch,
+    }
+    flags |= {"defences": defence or None}
+    settings = [f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in flags.items() if value is not None]
+    settings += setting or []
+    config = _alone(flags, settings) if run is None else read(run, {}, settings)
+    scene = open_scene(config, data_dir, checked=False)
+    net = scene.model(config.seeds[0])  # A model that cannot be built is wrong use: it raises.
+    problems = list(scene_problems(scene))
+    problems += [] if _stopped(problems) else model_problems(scene)
     if as_json:
         keys = ("where", "what", "remedy", "severity")
         typer.echo(json.dumps([{key: getattr(p, key) for key in keys} for p in problems], indent=1))
     else:
-        console = Console(soft_wrap=True)
-        for problem in problems:
-            style = "red" if problem.severity == "error" else "yellow"
-            console.print(Text.assemble((problem.severity, style), f": {called(built, problem.where)}: {problem.what}"))
-            console.print(Text(f"    -> {problem.remedy}", style="green"))
-        if not problems:
-            console.print(f"No problems: {model} can be audited with {data}.")
-    return FOUND if any(problem.severity == "error" for problem in problems) else 0
+        _show(problems, net, config, run is not None)
+    return FOUND if _stopped(problems) else 0
+
+
+def _alone(flags: dict[str, Any], settings: Sequence[str]) -> RunConfig:
+    """Make the smallest run of this model and these data."""
+    options = {"--model": flags["model.name"], "--data": flags["data.name"]}
+    remedy = "give --model and --data, or a run file: gradveil check study.toml"
+    refuse([Problem(option, "is missing", remedy) for option, value in options.items() if value is None])
+    raw = {"name": "check", "data": {"public": _FEW_PUBLIC, "gallery": 1}, "model": {}, "attacks": ["ig"], "victims": 1}
+    return assemble({**raw, "client": {"batch": _EXAMPLES}}, settings)
+
+
+def _stopped(problems: Sequence[Problem]) -> bool:
+    return any(problem.severity == "error" for problem in problems)
+
+
+def _show(problems: Sequence[Problem], net: nn.Module, config: RunConfig, whole: bool) -> None:
+    console = Console(soft_wrap=True)
+    for problem in problems:
+        style = "red" if problem.severity == "error" else "yellow"
+        console.print(Text.assemble((problem.severity, style), f": {called(net, problem.where)}: {problem.what}"))
+        console.print(Text(f"    -> {problem.remedy}", style="green"))
+    if not _stopped(problems):
+        parts = (("client", config.client), ("defence", config.defences), ("attack", config.attacks))
+        counts = ", ".join(f"{len(given)} {name}{'s' if len(given) > 1 else ''}" for name, given in parts)
+        ways = f", in the run '{config.name}': {counts}, {config.victims} victims" if whole else ""
+        found = "Nothing in the way" if problems else "No problems"
+        console.print(Text(f"{found}: {config.model.name} can be audited with {config.data.name}{ways}."))

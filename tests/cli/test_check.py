@@ -1,0 +1,132 @@
+"""`gradveil check`: a model with its data, options, client and defence, or a whole run file; nothing is attacked."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gradveil.attacks import inversion
+from gradveil.cli.app import run
+
+RUN = """
+name = "study"
+victims = 2
+attacks = ["ig(iterations=4)"]
+defences = ["none", "prune(0.9)"]
+data = { name = "faces", size = 16 }
+model = { name = "lenet-zhu" }
+client = [{ batch = 1 }, { batch = 2, local = { lr = 0.1, steps = 2 } }]
+"""
+NET = """
+import torch
+
+def net(channels, size, classes, hidden=4, drop=0.0, broken=False):
+    layers = [torch.nn.Linear(channels * size * size, hidden), torch.nn.Dropout(drop), torch.nn.Linear(hidden, classes)]
+    model = torch.nn.Sequential(torch.nn.Flatten(), *layers)
+    if broken:
+        torch.nn.init.constant_(model[3].bias, float("nan"))
+    return model
+"""
+ALONE = ["check", "--model", "lenet-zhu", "--data", "faces", "--size", "16"]
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_attacked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inversion.Inversion, "__call__", lambda *_: pytest.fail("attacked"))
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "study.toml").write_text(RUN)
+    (tmp_path / "net_to_check.py").write_text(NET)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    return tmp_path
+
+
+def found(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, list[dict[str, Any]]]:
+    code = run([*words, "--json"])
+    return code, json.loads(capsys.readouterr().out)
+
+
+def test_a_run_file_is_checked_whole(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["check", "study.toml"]) == 0
+    said = "can be audited with faces, in the run 'study': 2 clients, 2 defences, 1 attack, 2 victims"
+    assert said in capsys.readouterr().out
+    assert [child.name for child in folder.iterdir() if child.is_dir() and child.name != "__pycache__"] == []
+
+
+@pytest.mark.usefixtures("folder")
+def test_options_win_over_the_run_file(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["check", "study.toml", "--model", "net_to_check:net", "--defence", "gaussian(0.1)"]
+    code, problems = found(capsys, *words, "--set", "model.options.broken=true")
+    assert code == 1
+    assert any("NaN" in problem["what"] for problem in problems)
+    assert run([*words, "--size", "20", "--data", "digits"]) == 0
+    assert "net_to_check:net can be audited with digits" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("folder")
+def test_problems_of_the_scene_are_found(capsys: pytest.CaptureFixture[str]) -> None:
+    code, problems = found(capsys, "check", "study.toml", "--set", "victims=90")
+    assert (code, problems[0]["where"]) == (1, "victims")
+    clients = 'client=[{trainable=["tail.*"]}, {trainable=["tail"]}]'
+    code, problems = found(capsys, "check", "study.toml", "--set", clients)
+    tried = ("defences[0] 'none'", "defences[1] 'prune(0.9)'")
+    wanted = [f"{defence}, client[{i}]" for i in range(2) for defence in tried]
+    assert (code, [problem["where"] for problem in problems]) == (1, wanted)
+
+
+@pytest.mark.usefixtures("folder")
+def test_a_model_alone_takes_options_client_and_defence(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["check", "--model", "net_to_check:net", "--data", "faces"]
+    assert run([*words, "--set", "model.options.hidden=2"]) == 0
+    capsys.readouterr()
+    code, problems = found(capsys, *words, "--set", "model.options.drop=0.5")
+    assert (code, problems[0]["where"], "global generator" in problems[0]["what"]) == (1, "2", True)
+    assert "model.prepare=true" in problems[0]["remedy"]
+    assert run([*words, "--set", "model.options.drop=0.5"]) == 1
+    assert "error: module '2' (Dropout): " in capsys.readouterr().out
+    assert run([*words, "--set", "model.options.drop=0.5", "--set", "model.prepare=true"]) == 0
+    assert run([*ALONE, "--set", "client.local.lr=0.1", "--set", "client.local.steps=2"]) == 0
+    capsys.readouterr()
+    code, problems = found(capsys, *ALONE, "--defence", "none", "--defence", "cvb(position=nope)")
+    assert (code, [problem["where"] for problem in problems]) == (1, ["defences[1] 'cvb(position=nope)', client"])
+    code, problems = found(capsys, *ALONE, "--set", 'client.trainable=["tail.*"]')
+    assert (code, "matches no parameter" in problems[0]["what"]) == (1, True)
+
+
+def test_warnings_are_shown_and_stop_nothing(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    frozen = NET.replace("    return model\n", "    model[1].bias.requires_grad_(False)\n    return model\n")
+    (folder / "frozen_to_check.py").write_text(frozen)
+    assert run(["check", "--model", "frozen_to_check:net", "--data", "faces"]) == 0
+    out = capsys.readouterr().out
+    assert "warning: parameter '1.bias': has requires_grad=False" in out
+    assert "Nothing in the way: frozen_to_check:net can be audited with faces" in out
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["check"], "--model: is missing"),
+        (["check", "--model", "lenet-zhu"], "--data: is missing"),
+        (["check", "studi.toml"], "is neither a file nor a bundled run"),
+        (["check", "study.toml", "--set", "victims=0"], "victims: is 0"),
+        (["check", "study.toml", "--set", "model.options.classes=3"], "model.options.classes: is no option"),
+        (["check", "study.toml", "--defence", "gausian(1)"], "gaussian"),
+        (["check", "study.toml", "--data", "parquet:nowhere"], "is not there"),
+        ([*ALONE, "--set", "model.options.width=3"], "model.width: is not an option"),
+        ([*ALONE, "--set", "x"], "is not key=value"),
+        (["check", "--model", "lenet-zhu", "--data", "faces", "--size", "8"], "data.size: is 8 -> give at least 11"),
+        (["check", "--model", "no_such:net", "--data", "faces"], "there is no module"),
+    ],
+)
+@pytest.mark.usefixtures("folder")
+def test_wrong_use_exits_with_2(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(words) == 2
+    out, err = capsys.readouterr()
+    assert said in " ".join(err.split())
+    assert "Traceback" not in out + err
