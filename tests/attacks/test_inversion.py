@@ -9,7 +9,7 @@ from gradveil.attacks.infer import restore_labels, smallest_row
 from gradveil.attacks.inversion import Inversion
 from gradveil.attacks.knowledge import Knowledge, Optimise, Sample
 from gradveil.attacks.optimise import Descent
-from gradveil.attacks.presets import ATTACKS, make_attack
+from gradveil.attacks.presets import ATTACKS, InversionEntry, make_attack
 from gradveil.attacks.steps import LBFGS, Adam
 from gradveil.client import Client, Local
 from gradveil.core.errors import GradveilError
@@ -127,14 +127,18 @@ def test_the_plan_does_not_choose_the_restart_of_a_solved_victim():
     torch.testing.assert_close(single.objective, whole.objective, rtol=1e-3, atol=0)
 
 
-@pytest.mark.parametrize("name", ATTACKS)
+INVERSIONS = [name for name, entry in ATTACKS.items() if isinstance(entry, InversionEntry)]
+
+
+@pytest.mark.parametrize("name", INVERSIONS)
 def test_every_preset_survives_weights_that_are_not_numbers(name):
     scene = tiny(victims=2)
     with torch.no_grad():
         scene.client.model[0].weight[0] = torch.nan
     broken = observed(scene.client, scene.truth, scene.knowledge.lower, scene.knowledge.upper, 4)
     attack = ATTACKS[name].make()
-    found = run(broken, replace(attack, descent=replace(attack.descent, iterations=5), restarts=2))
+    attack = replace(attack, descent=replace(attack.descent, iterations=5), restarts=2)
+    found = run(broken, attack)
     assert found.status == ("diverged", "diverged")
     assert bool(torch.isinf(found.objective).all())
     assert bool(torch.isfinite(found.inputs).all())
@@ -142,8 +146,8 @@ def test_every_preset_survives_weights_that_are_not_numbers(name):
 
 def test_every_preset_moves_its_dummies_and_lowers_its_objective():
     scene = tiny(victims=2)
-    for name, entry in ATTACKS.items():
-        attack = entry.make()
+    for name in INVERSIONS:
+        attack = ATTACKS[name].make()
         attack = replace(attack, descent=replace(attack.descent, iterations=60), restarts=1)
         found = run(scene, attack)
         assert bool((found.objective < 0.9 * found.initial).all()), name

@@ -9,6 +9,7 @@ from fnmatch import fnmatchcase
 from torch import Tensor
 
 from gradveil.core.errors import Problem, fail, refuse
+from gradveil.core.types import Batch
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,8 @@ class Knowledge:
     tensors: Mapping[str, How] = field(default_factory=dict)
     targets: Tensor | None = None
     """[V, B] true labels, where the audit grants them."""
+    public: Batch | None = None
+    """Examples [M, ...] like the victims' own, none of them a victim's, where the attacker has such data."""
 
     def __post_init__(self) -> None:
         """Refuse impossible facts."""

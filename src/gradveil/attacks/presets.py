@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+from gradveil.attacks.analytic import Analytic
 from gradveil.attacks.inversion import Inversion
 from gradveil.attacks.knowledge import Known
+from gradveil.attacks.learned import Learned
 from gradveil.attacks.objective import OBJECTIVES
 from gradveil.attacks.optimise import Cosine, Descent, Steps
 from gradveil.attacks.steps import LBFGS, Adam
@@ -49,22 +51,34 @@ _OF_DESCENT = ("iterations", "tolerance", "patience", "keep", "report", "halving
 class AttackEntry(Entry):
     """One named attack. Calling it with settings builds the attack, named by its canonical text."""
 
-    arguments: tuple[Argument, ...] = SETTINGS
-
-    def __call__(self, **values: Any) -> Inversion:
+    def __call__(self, **values: Any) -> Any:
         """Build the attack; every unknown or impossible setting is refused at once."""
         given = {name: value for name, value in self.filled(values).items() if value is not None}
-        attack: Inversion = self.factory()
+        return self.built(self.factory(), self.text(values), given)
+
+    def built(self, attack: Any, name: str, given: dict[str, Any]) -> Any:
+        """Set the attack's own fields."""
+        return replace(attack, name=name, **given)
+
+    def make(self) -> Any:
+        """Build the attack with the preset's own settings."""
+        return self()
+
+
+@dataclass(frozen=True)
+class InversionEntry(AttackEntry):
+    """A setting of the one inversion loop."""
+
+    arguments: tuple[Argument, ...] = SETTINGS
+
+    def built(self, attack: Inversion, name: str, given: dict[str, Any]) -> Inversion:
+        """Part the settings into those of the attack, its descent and its steps."""
         descent = replace(attack.descent, **{n: given.pop(n) for n in _OF_DESCENT if n in given})
         if "sign" in given and not isinstance(descent.stepper, Adam):
             raise fail(f"{self.name}.sign", "is a setting of Adam, this attack uses L-BFGS", "leave it out")
-        stepping = {name: given.pop(name) for name in _OF_STEPPER if name in given}
+        stepping = {n: given.pop(n) for n in _OF_STEPPER if n in given}
         descent = replace(descent, stepper=replace(descent.stepper, **stepping))
-        return replace(attack, name=self.text(values), descent=descent, **given)
-
-    def make(self) -> Inversion:
-        """Build the attack with the preset's own settings."""
-        return self()
+        return replace(attack, name=name, descent=descent, **given)
 
 
 def dlg() -> Inversion:
@@ -137,28 +151,41 @@ _COMBINING = "Scheliga, Mäder, Seeland 2024, Combining Stochastic Defenses to R
 _GRADINVERSION = "Yin et al. 2021, See through Gradients: Image Batch Recovery via GradInversion (CVPR)"
 _DROPOUT = "Scheliga, Mäder, Seeland 2023, Dropout is NOT All You Need to Prevent Gradient Leakage (AAAI)"
 
+_PHONG = "Phong, Aono, Hayashi, Wang, Moriai 2017, Privacy-Preserving Deep Learning: Revisited and Enhanced"
+_WU = "Wu, Chen, Guo, Weinberger 2023, Learning to Invert: Simple Adaptive Attacks for Gradient Inversion"
+_FOUND_LABELS = Argument("labels", Choice(("given", "idlg", "unique", "restore")), "given")
+_LEARNED = (
+    Argument("epochs", Range(1, integer=True), 30),
+    Argument("width", Range(1, integer=True), 1000),
+    Argument("features", Range(1, integer=True), 4096),
+    Argument("lr", Range(0, low_open=True), 1e-3),
+    _FOUND_LABELS,
+)
+
 ATTACKS: dict[str, AttackEntry] = {
     entry.name: entry
     for entry in (
-        AttackEntry("dlg", dlg, "inputs and labels by L-BFGS on the l2 distance", "Zhu, Liu, Han, NeurIPS 2019"),
-        AttackEntry("idlg", idlg, "DLG with the label read off the last layer", "Zhao, Mopuri, Bilen, 2020"),
-        AttackEntry("ig", ig, "cosine distance, total variation, signed Adam", "Geiping et al., NeurIPS 2020"),
-        AttackEntry("ig-scheliga", ig_scheliga, "IG with TV 0.01 and a plateau schedule", _COMBINING),
-        AttackEntry("wiig", wiig, "IG that is told the client's true randomness: an upper bound", _COMBINING),
-        AttackEntry("dia", dia, "IG that optimises the dropout masks with the image", _DROPOUT),
-        AttackEntry("gpia", gpia, "IG with the pruning mask read off the update's zeros", _COMBINING),
-        AttackEntry("vbia", vbia, "IG that optimises the bottleneck's noise with the image", _COMBINING),
-        AttackEntry("dpia", dpia, "IG that optimises the additive noise with the image", _COMBINING),
-        AttackEntry("pig", pig, "IG that ignores the layers behind a bottleneck's noise", _COMBINING),
-        AttackEntry("cdia", cdia, "all that applies: masks inferred, masks and noise optimised", _COMBINING),
-        AttackEntry("sapag", sapag, "Gaussian kernel distance a layer", "Wang et al., 2020"),
-        AttackEntry("gi", gi, "l2 distance, BatchNorm prior, restarts that agree", _GRADINVERSION),
-        AttackEntry("gi-strong", gi_strong, "GI that is told the batch's true BatchNorm statistics", _GRADINVERSION),
+        InversionEntry("dlg", dlg, "inputs and labels by L-BFGS on the l2 distance", "Zhu, Liu, Han, NeurIPS 2019"),
+        InversionEntry("idlg", idlg, "DLG with the label read off the last layer", "Zhao, Mopuri, Bilen, 2020"),
+        InversionEntry("ig", ig, "cosine distance, total variation, signed Adam", "Geiping et al., NeurIPS 2020"),
+        InversionEntry("ig-scheliga", ig_scheliga, "IG with TV 0.01 and a plateau schedule", _COMBINING),
+        InversionEntry("wiig", wiig, "IG that is told the client's true randomness: an upper bound", _COMBINING),
+        InversionEntry("dia", dia, "IG that optimises the dropout masks with the image", _DROPOUT),
+        InversionEntry("gpia", gpia, "IG with the pruning mask read off the update's zeros", _COMBINING),
+        InversionEntry("vbia", vbia, "IG that optimises the bottleneck's noise with the image", _COMBINING),
+        InversionEntry("dpia", dpia, "IG that optimises the additive noise with the image", _COMBINING),
+        InversionEntry("pig", pig, "IG that ignores the layers behind a bottleneck's noise", _COMBINING),
+        InversionEntry("cdia", cdia, "all that applies: masks inferred, masks and noise optimised", _COMBINING),
+        InversionEntry("sapag", sapag, "Gaussian kernel distance a layer", "Wang et al., 2020"),
+        InversionEntry("gi", gi, "l2 distance, BatchNorm prior, restarts that agree", _GRADINVERSION),
+        InversionEntry("gi-strong", gi_strong, "GI that is told the batch's true BatchNorm statistics", _GRADINVERSION),
+        AttackEntry("analytic", Analytic, "a linear first layer's gradients, divided", _PHONG, (_FOUND_LABELS,)),
+        AttackEntry("learned", Learned, "a network trained on public images and simulated updates", _WU, _LEARNED),
     )
 }
 
 
-def make_attack(text: str) -> Inversion:
+def make_attack(text: str) -> Any:
     """Build an attack from its name and settings.
 
     >>> make_attack("ig(iterations=500, restarts=2)").descent.iterations

@@ -117,7 +117,8 @@ def recover(
         "plan": list(found.plan),
         "restarts": found.objectives.shape[1],
     }
-    kept = {name: value.detach().cpu().contiguous() for name, value in tensors.items()}
+    # Clones: an attack may return views of one tensor, which cannot be written side by side.
+    kept = {name: value.detach().cpu().contiguous().clone() for name, value in tensors.items()}
     return Recovered(kept, facts, tuple(found.status))
 
 
@@ -134,7 +135,7 @@ def grant(scene: Scene, attack: Attack, belief: Client, params: Tensors, truth: 
         targets = truth.raw.targets
         grants.append("targets: the true labels")
     for pattern, way in attack.knowledge.items():
-        if pattern == "targets":
+        if pattern in ("targets", "public"):
             continue
         if isinstance(way, Known) and way.value is None:
             matching = [name for name in secret if fnmatchcase(plain_name(name), pattern)]
@@ -150,7 +151,11 @@ def grant(scene: Scene, attack: Attack, belief: Client, params: Tensors, truth: 
     data = scene.victims
     lower, upper = (bound.to(scene.config.device, scene.dtype) for bound in data.bounds)
     shape = (data.channels, int(data.inputs.shape[-2]), int(data.inputs.shape[-1]))
-    return Knowledge(shape, lower, upper, max(len(data.classes), 2), tensors, targets), grants
+    public: Batch | None = None
+    if "public" in attack.knowledge and scene.public is not None:
+        public = Batch(scene.public.inputs.to(scene.config.device, scene.dtype), scene.public.targets)
+        grants.append(f"public: {len(scene.public)} images of the same kind, none of a victim")
+    return Knowledge(shape, lower, upper, max(len(data.classes), 2), tensors, targets, public), grants
 
 
 def _statistics(attack: Attack, belief: Client, params: Tensors, truth: Truth) -> Tensors:

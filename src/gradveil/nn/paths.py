@@ -38,6 +38,14 @@ def last_layer(model: nn.Module, inputs: Tensor | None = None) -> str:
     return ran[-1]
 
 
+def first_layer(model: nn.Module, inputs: Tensor) -> str:
+    """Return the path of the first module with parameters that a forward pass runs."""
+    ran = _order(model, inputs)
+    if not ran:
+        raise fail("model", "runs no module with parameters", "give it layers that are trained")
+    return ran[0]
+
+
 def features(model: nn.Module, inputs: Tensor, path: str | None = None) -> Tensor:
     """Return the input of the last layer (or of the layer at the path) for a batch; it can be differentiated."""
     caught: list[Tensor] = []
@@ -56,13 +64,7 @@ def downstream(model: nn.Module, inputs: Tensor) -> set[str]:
     A stochastic module says itself where its noise enters: `noisy_from` names its first submodule behind it. From there
     on every module counts; none does in a model without such a module.
     """
-    ran: list[str] = []
-
-    def note(path: str) -> Callable[..., None]:
-        return lambda _module, _inputs: ran.append(path)
-
-    owners = [(p, m) for p, m in model.named_modules() if next(m.parameters(recurse=False), None) is not None]
-    _run(model, inputs, [module.register_forward_pre_hook(note(path)) for path, module in owners])
+    ran = _order(model, inputs)
     entries = {
         f"{path}.{module.noisy_from}" if path else module.noisy_from
         for path, module in model.named_modules()
@@ -145,6 +147,18 @@ def like(module: nn.Module, model: nn.Module) -> nn.Module:
     """Bring a module to the device and dtype of a model's parameters."""
     parameter = next(model.parameters(), None)
     return module if parameter is None else module.to(parameter.device, parameter.dtype)
+
+
+def _order(model: nn.Module, inputs: Tensor) -> list[str]:
+    """List the modules that have parameters of their own, as a forward pass runs them."""
+    ran: list[str] = []
+
+    def note(path: str) -> Callable[..., None]:
+        return lambda _module, _inputs: ran.append(path)
+
+    owners = [(p, m) for p, m in model.named_modules() if next(m.parameters(recurse=False), None) is not None]
+    _run(model, inputs, [module.register_forward_pre_hook(note(path)) for path, module in owners])
+    return ran
 
 
 def _run(model: nn.Module, inputs: Tensor, hooks: list) -> None:

@@ -1,0 +1,198 @@
+"""A learned attacker: a network that maps updates to images, trained by the attacker himself.
+
+He has public images like the victims'. He lets the client that he believes in send an update for each, with fresh noise
+every time, and learns to invert that map (Wu et al. 2023, "Learning to Invert: Simple Adaptive Attacks for Gradient
+Inversion in Federated Learning"). Whatever the defence does to an update, it does to the examples he learns from.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from gradveil.attacks.base import Observation, Progress, Reconstruction
+from gradveil.attacks.infer import Labels, find_labels
+from gradveil.attacks.knowledge import How, Knowledge, Known
+from gradveil.attacks.objective import cosine
+from gradveil.client import Client
+from gradveil.core.errors import fail
+from gradveil.core.noise import Key
+from gradveil.core.tree import Tensors, stack
+from gradveil.core.types import Batch
+from gradveil.nn.init import initialise
+
+_AT_ONCE = 64
+
+
+@dataclass(frozen=True)
+class Learned:
+    """Train on public examples for `epochs`, then read every victim's update once."""
+
+    name: str = "learned"
+    epochs: int = 30
+    width: int = 1000
+    features: int = 4096
+    """An update of more entries is summed into this many groups of random entries, each entry with a random sign."""
+    lr: float = 1e-3
+    labels: Labels = "given"
+    belief: Literal["naive", "full"] = "full"
+    knowledge: Mapping[str, How] = field(default_factory=lambda: {"public": Known()})
+
+    def __call__(
+        self,
+        observations: Sequence[Observation],
+        belief: Client,
+        knowledge: Knowledge,
+        key: Key,
+        progress: Callable[[Progress], None] | None = None,
+        plan: Sequence[int] = (),
+    ) -> Reconstruction:
+        """Learn, then invert the last round's update."""
+        began = time.perf_counter()
+        seen = observations[-1]
+        public = knowledge.public
+        if public is None or len(public.inputs) < seen.examples:
+            what = "has no public images to learn from" if public is None else "has too few public images"
+            raise fail(f"attack {self.name}", what, "audit a data set with a public split, or choose another attack")
+        targets = find_labels(self.labels, seen, belief, knowledge, key.child("labels"))
+        assert targets is not None, "labels are given or read off the update"
+        student = _Student(self, seen, belief, knowledge, public, key)
+        student.learn(progress, len(seen.victims))
+        inputs = student.invert(seen.update, targets)
+        objective = student.distance(inputs, targets, seen.update)
+        victims = len(seen.victims)
+        zero = torch.zeros(victims, dtype=torch.long, device=inputs.device)
+        return Reconstruction(
+            inputs=inputs,
+            targets=targets,
+            objective=objective,
+            status=tuple("diverged" if bad else "budget" for bad in torch.isinf(objective).tolist()),
+            iterations=zero + self.epochs,
+            seconds=time.perf_counter() - began,
+            restart=zero,
+            objectives=objective.unsqueeze(1),
+            initial=student.distance(student.average(targets), targets, seen.update),
+        )
+
+
+class _Student:
+    """The network, what it sees of an update, and how it is taught."""
+
+    def __init__(
+        self,
+        attack: Learned,
+        seen: Observation,
+        belief: Client,
+        knowledge: Knowledge,
+        public: Batch,
+        key: Key,
+    ) -> None:
+        self.attack, self.belief, self.params, self.key = attack, belief, seen.params, key
+        self.examples, self.classes = seen.examples, knowledge.classes
+        example = next(iter(seen.params.values()))
+        self.lower, self.upper = knowledge.lower.to(example), knowledge.upper.to(example)
+        self.public = Batch(public.inputs.to(example), public.targets.to(example.device))
+        self.shape = (self.examples, *knowledge.shape)
+        entries = sum(value[0].numel() for value in seen.update.values())
+        self.size = min(entries, attack.features)
+        draw = key.child("hash").generator()
+        self.order = torch.randperm(entries, generator=draw).to(example.device)
+        self.sign = (2.0 * torch.randint(2, (entries,), generator=draw) - 1).to(example)
+        self.whole = entries <= attack.features
+        pixels = self.shape[0] * self.shape[1] * self.shape[2] * self.shape[3]
+        inside = self.size + self.examples * self.classes
+        network = nn.Sequential(
+            nn.Linear(inside, attack.width),
+            nn.ReLU(),
+            nn.Linear(attack.width, attack.width),
+            nn.ReLU(),
+            nn.Linear(attack.width, pixels),
+            nn.Sigmoid(),
+        )
+        self.network = initialise(network, key.child("network").generator()).to(example)
+        self.centre, self.scale = torch.zeros_like(self.sign[:1]), torch.ones_like(self.sign[:1])
+        self.centre, self.scale = self._statistics()
+
+    def send(self, batch: Batch, key: Key) -> Tensors:
+        """Let the believed clients send updates for batches [N, B, ...], with fresh noise."""
+        count = batch.inputs.shape[0]
+        spec = self.belief.noise_spec(self.params, Batch(batch.inputs[0], batch.targets[0]))
+        rows = [spec.sample(key.child(row)) for row in range(count)]
+        noise = {name: value.to(batch.inputs.device) for name, value in stack(rows).items()}
+        state = {n: v.expand(count, *v.shape) for n, v in self.belief.init(self.params).items()}
+        sent, _ = self.belief.updates(self.params, batch, noise, state)
+        return {name: value.detach() for name, value in sent.items()}
+
+    def see(self, update: Tensors, targets: Tensor) -> Tensor:
+        """Describe updates [N, ...] and labels [N, B] as the network's input."""
+        flat = torch.cat([value.flatten(1) for value in update.values()], 1)
+        if not self.whole:
+            shuffled = (flat * self.sign)[:, self.order]
+            flat = nn.functional.pad(shuffled, (0, -shuffled.shape[1] % self.size)).unflatten(1, (-1, self.size)).sum(1)
+        labels = nn.functional.one_hot(targets, self.classes).flatten(1).to(flat)
+        return torch.cat([(flat - self.centre) / self.scale, labels], 1)
+
+    def _statistics(self) -> tuple[Tensor, Tensor]:
+        """Measure mean and spread of what the network will see, on the first public examples."""
+        parts = [self.see(sent, batch.targets)[:, : self.size] for batch, sent in self._lessons(0)]
+        values = torch.cat(parts)
+        spread = values.std(0)
+        return values.mean(0), spread + 1e-3 * spread.mean() + torch.finfo(spread.dtype).tiny
+
+    def _lessons(self, epoch: int):
+        """Go through the public examples once, in random order: batches of a victim's kind and what they send."""
+        key = self.key.child("epoch", epoch)
+        order = torch.randperm(len(self.public.inputs), generator=key.child("order").generator())
+        count = len(order) // self.examples
+        groups = order[: count * self.examples].view(count, self.examples)
+        for start in range(0, count, _AT_ONCE):
+            places = groups[start : start + _AT_ONCE]
+            places = places.gather(1, self.public.targets.cpu()[places].argsort(dim=1, stable=True))
+            batch = Batch(self.public.inputs[places], self.public.targets[places])
+            yield batch, self.send(batch, key.child("noise", start))
+
+    def distance(self, inputs: Tensor, targets: Tensor, update: Tensors) -> Tensor:
+        """Return 1 - cosine [V] of what images would send and what was observed; infinite where that is no number."""
+        value = cosine(self.send(Batch(inputs, targets), self.key.child("check")), update)
+        return torch.where(torch.isfinite(value), value, torch.inf)
+
+    def learn(self, progress: Callable[[Progress], None] | None, victims: int) -> None:
+        """Minimise the squared error in pixels; progress tells its mean in every epoch."""
+        weights = {name: value.detach().requires_grad_() for name, value in self.network.named_parameters()}
+        optimiser = torch.optim.Adam(list(weights.values()), lr=self.attack.lr)
+        for epoch in range(self.attack.epochs):
+            for group in optimiser.param_groups:
+                group["lr"] = self.attack.lr * (0.1 if epoch >= 0.8 * self.attack.epochs else 1.0)
+            total, count = 0.0, 0
+            for batch, sent in self._lessons(epoch):
+                guess = functional_call(self.network, weights, (self.see(sent, batch.targets),))
+                wanted = ((batch.inputs - self.lower) / (self.upper - self.lower)).flatten(1)
+                loss = (guess - wanted).square().mean()
+                optimiser.zero_grad()
+                loss.backward()
+                optimiser.step()
+                total, count = total + float(loss.detach()) * len(wanted), count + len(wanted)
+            if progress:
+                done, whole = (epoch + 1) * victims, self.attack.epochs * victims
+                progress(Progress(0, victims, done, whole, total / count))
+        with torch.no_grad():
+            for name, value in self.network.named_parameters():
+                value.copy_(weights[name])
+
+    def invert(self, update: Tensors, targets: Tensor) -> Tensor:
+        """Read updates [V, ...]: images [V, B, C, H, W], in the order of their labels."""
+        order = targets.argsort(dim=1, stable=True)
+        with torch.no_grad():
+            pixels = self.network(self.see(update, targets.gather(1, order)))
+        images = self.lower + (self.upper - self.lower) * pixels.nan_to_num(0.5).view(-1, *self.shape)
+        return torch.stack([image[place.argsort()] for image, place in zip(images, order, strict=True)])
+
+    def average(self, targets: Tensor) -> Tensor:
+        """Return the mean public image in every victim's place: what knows nothing of the update."""
+        return self.public.inputs.mean(0).expand(*targets.shape, *self.shape[1:]).contiguous()

@@ -1,0 +1,69 @@
+"""The learned attacker: better than what it could say without the update, whatever the defence."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from gradveil.attacks.presets import make_attack
+from gradveil.audit.cell import cells, recover
+from gradveil.audit.scene import open_scene
+from gradveil.core.errors import GradveilError
+from gradveil.core.noise import Key
+from gradveil.core.types import Batch
+from tests.attacks.scenes import tiny
+from tests.audit.runs import config
+
+QUICK = "learned(epochs=6, width=300, features=1024)"
+
+
+def learned(defence, text=QUICK, victims=8, **changes):
+    """Attack some digits; squared errors of the reconstruction, of the class's mean image, and for another victim."""
+    base = {"data": {"name": "digits", "size": 16}, "attacks": [text], "defences": [defence], "victims": victims}
+    scene = open_scene(config(**{**base, **changes}))
+    found = recover(scene, cells(scene.config)[0], range(victims), lambda _: None)
+    batch = scene.batch(scene.examples(0, range(victims)))
+    assert scene.public is not None
+    classes = torch.stack([scene.public.inputs[scene.public.targets == c].mean(0) for c in range(10)])
+    inputs = found.tensors["inputs"]
+
+    def error(candidate):
+        return float((candidate - batch.inputs).square().mean())
+
+    return error(inputs), error(classes[batch.targets]), error(inputs.roll(1, 0)), found
+
+
+@pytest.mark.parametrize("defence", ["none", "dp(clip=20, sigma=1e-3) + prune(0.5)", "dgp"])
+def test_it_learns_to_invert_any_client_it_can_simulate(defence):
+    own, guess, other, found = learned(defence)
+    assert own < 0.7 * guess, (own, guess)
+    assert own < 0.5 * other, (own, other)
+    assert found.facts["grants"][-1].startswith("public: ")
+
+
+def test_the_same_key_learns_the_same():
+    text = "learned(epochs=1, width=50, features=256)"
+    first, again = (learned("dropout", text, victims=2)[3].tensors["inputs"] for _ in range(2))
+    assert torch.equal(first, again)
+
+
+def test_batches_keep_the_order_of_their_labels():
+    own, guess, _, found = learned("none", client={"batch": 2}, victims=4)
+    assert own < guess
+    assert found.tensors["inputs"].shape[:2] == (4, 2)
+
+
+def test_an_update_that_is_not_a_number_is_a_status():
+    scene = tiny()
+    public = Batch(torch.rand(20, 1, 6, 6, generator=Key(1).generator()), torch.arange(20) % 4)
+    knowledge = replace(scene.knowledge, public=public)
+    scene.observation.update["0.weight"][1] = torch.nan
+    found = make_attack("learned(epochs=2, width=20)")([scene.observation], scene.client, knowledge, Key(0))
+    assert found.status == ("budget", "diverged", "budget")
+    assert bool(torch.isfinite(found.inputs).all())
+
+
+def test_without_public_images_it_says_so():
+    scene = tiny()
+    with pytest.raises(GradveilError, match="no public images"):
+        make_attack("learned")([scene.observation], scene.client, scene.knowledge, Key(0))
