@@ -24,8 +24,7 @@ help: ## show the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 audit: $(VENV)/.core ## attack bundled images (or RUN=...) and say where the report is
-	$(QUIET) $(BIN)/gradveil audit $(RUN)
-	@echo "Report: $$(ls runs/$(basename $(notdir $(RUN)))/report.html)"
+	@$(QUIET) $(BIN)/gradveil audit $(RUN)
 
 test: $(VENV)/.dev ## run the tests and the examples in docstrings
 	$(PYTEST) -n $(JOBS) -m "not processes" $(ARGS)

@@ -67,6 +67,30 @@ def test_the_run_names_no_folder_of_this_machine(small: Path) -> None:
     assert not any(str(small) in text for text in texts)
 
 
+class InterruptedPipe(io.StringIO):
+    """Somebody presses Ctrl-C while a line is on its way into the pipe."""
+
+    def flush(self) -> None:
+        if "[1/2]" in self.getvalue() and not self.getvalue().count("Stopped."):
+            raise KeyboardInterrupt
+
+
+@pytest.mark.usefixtures("small")
+def test_an_interrupt_says_once_how_to_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["gradveil", "audit", "small.toml", "--fresh"])
+    pipe = InterruptedPipe()
+    monkeypatch.setattr(sys, "stderr", pipe)
+    assert audit() == 130
+    lines = pipe.getvalue().splitlines()
+    assert [line.partition(":")[0] for line in lines if "[1/2]" in line] == [
+        "[1/2] ig(iterations=4) against none, seed 0"
+    ]
+    assert lines[-2:] == [
+        "Stopped. Finished cells are kept in runs/small. To go on, run the same command again:",
+        "  gradveil audit small.toml",
+    ]
+
+
 def test_fail_above_is_a_gate(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert audit("--set", "threshold=-0.99", "--fail-above", "0.5") == 3
     assert "is above 50%" in capsys.readouterr().err

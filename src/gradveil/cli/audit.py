@@ -14,6 +14,7 @@ import torch
 import typer
 from rich.console import Console
 
+from gradveil.audit.cell import cells
 from gradveil.audit.config import RunConfig
 from gradveil.audit.display import Screen, legend, result_table
 from gradveil.audit.pool import in_processes
@@ -88,19 +89,17 @@ def _run(
     if on_cpu:
         # One thread here as in a worker: the same sums in the same order.
         torch.set_num_threads(1)
-    cells = len(config.seeds) * len(config.client) * len(config.attacks) * len(config.defences)
-    share = config.victims if cells >= count else -(-config.victims // count)
-    console = Console(stderr=True)
+    share = config.victims if len(cells(config)) >= count else -(-config.victims // count)
     try:
         with Store(folder).open(describe(config, share, command), fresh) as store:
             share = store.info()["share"]
             recover = in_processes(config, data_dir, store, count) if count > 1 else in_process(scene)
-            with Screen(console) as screen:
+            with Screen(Console(stderr=True)) as screen:
                 run(scene, store, screen, recover, share)
     except KeyboardInterrupt:
         finished = f"Finished cells are kept in {folder}." if (folder / "run.json").is_file() else "Nothing was lost."
-        said = f"\nStopped. {finished} To go on, run the same command again:\n  {shlex.join(_again())}"
-        console.print(said, soft_wrap=True, highlight=False, markup=False)
+        # Not by the console: what it was printing when it was interrupted, it would print once more.
+        typer.echo(f"\nStopped. {finished} To go on, run the same command again:\n  {shlex.join(_again())}", err=True)
         raise
     return load_run(folder).cells
 
