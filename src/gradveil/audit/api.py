@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from gradveil.attacks.base import Attack
 from gradveil.attacks.presets import make_attack
+from gradveil.audit.adaptive import attacks_against, is_adaptive
 from gradveil.audit.display import Screen, legend, result_table
 from gradveil.audit.given import class_names, model_problems, named, prepared, wrong_arguments
 from gradveil.audit.reader import resolve, with_defaults
@@ -87,7 +88,7 @@ def audit_model(
     given |= {"mean": mean, "std": std, "out": out, "prepare": prepare, "progress": progress, "settings": settings}
     problems = list(wrong_arguments(given))
     sound, kind, done = not problems, type(model).__name__, []
-    tried = named("attacks", attacks, partial(_attack, settings), problems)
+    tried = named("attacks", _spelled_out(attacks, defences), partial(_attack, settings), problems)
     against = named("defences", defences, parse, problems)
     raw: dict[str, Any] = {
         "name": re.sub(r"[^A-Za-z0-9]+", "-", kind).strip("-") or "model",
@@ -113,6 +114,22 @@ def audit_model(
     scene = Scene(config, data, None, _copies(model), against, tried, loss, facts, tuple(done))
     refuse(list(scene_problems(scene)))
     return _run(scene, out, write_report, progress)
+
+
+def _spelled_out(attacks: Sequence[str | Attack], defences: Sequence[str | Defence]) -> Sequence[str | Attack]:
+    """Put the attackers of all these defences in the place of `adaptive`."""
+    if not isinstance(attacks, list | tuple) or not isinstance(defences, list | tuple):
+        return attacks
+    names = [defence if isinstance(defence, str) else str(getattr(defence, "name", "")) for defence in defences]
+    spelled: list[str | Attack] = []
+    for attack in attacks:
+        if isinstance(attack, str) and is_adaptive(attack):
+            others = [text for text in attacks if isinstance(text, str) and not is_adaptive(text)]
+            aimed = [t for name in names for t in attacks_against([*others, attack], name, public=False)]
+            spelled += [text for text in dict.fromkeys(aimed) if text not in others]
+        else:
+            spelled.append(attack)
+    return spelled
 
 
 def _attack(settings: Mapping[str, Any], text: str) -> Attack:

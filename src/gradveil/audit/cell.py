@@ -15,6 +15,7 @@ from torch import Tensor
 
 from gradveil.attacks.base import Attack, Judge, Observation, Planner, Progress, Reconstruction
 from gradveil.attacks.knowledge import How, Infer, Knowledge, Known, Neutral, Optimise, Sample
+from gradveil.audit.adaptive import attacks_against
 from gradveil.audit.config import RunConfig, digest
 from gradveil.audit.plans import settled
 from gradveil.audit.rounds import Truth, observe, plain_name, updates
@@ -56,9 +57,16 @@ def cells(config: RunConfig) -> list[Address]:
         Address(_name(config, seed, index, defence, attack), index, defence, attack, seed)
         for seed in config.seeds
         for index in range(len(config.client))
-        for attack in config.attacks
-        for defence in config.defences
+        for attack, defence in pairs(config)
     ]
+
+
+def pairs(config: RunConfig) -> list[tuple[str, str]]:
+    """List which attack meets which defence: all with all, and `adaptive` with the attackers of each defence."""
+    public = config.data.public is not None
+    against = {defence: list(attacks_against(config.attacks, defence, public)) for defence in config.defences}
+    every = dict.fromkeys(text for texts in against.values() for text in texts)
+    return [(text, defence) for text in every for defence, texts in against.items() if text in texts]
 
 
 def recover(

@@ -14,6 +14,7 @@ from typing import Any, Union, get_args, get_origin
 from pydantic import BaseModel, ValidationError
 
 from gradveil.attacks.presets import ATTACKS, make_attack
+from gradveil.audit.adaptive import is_adaptive
 from gradveil.audit.config import RunConfig
 from gradveil.core.errors import GradveilError, Problem, fail, refuse
 from gradveil.data import DATASETS
@@ -216,7 +217,7 @@ def _unknown_names(raw: Mapping[str, Any]) -> Iterator[Problem]:
         entries = given if isinstance(given, list) else []
         seen: dict[str, int] = {}
         for i, entry in enumerate(entries):
-            if not isinstance(entry, str) or not entry:
+            if not isinstance(entry, str) or not entry or (key == "attacks" and is_adaptive(entry)):
                 continue
             try:
                 name = build(entry).name

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from gradveil.attacks.base import Attack
 from gradveil.attacks.presets import make_attack
+from gradveil.audit.adaptive import attacks_against
 from gradveil.audit.config import RunConfig
 from gradveil.audit.reader import with_defaults
 from gradveil.client import Client, cross_entropy
@@ -124,7 +125,7 @@ def open_scene(config: RunConfig, data_dir: Path | None = None, checked: bool = 
         splits.public,
         model,
         {text: parse(text) for text in config.defences},
-        {text: make_attack(with_defaults(text, config.iterations, config.restarts)) for text in config.attacks},
+        _attacks(config),
     )
     if checked:
         refuse(list(scene_problems(scene)))
@@ -132,6 +133,14 @@ def open_scene(config: RunConfig, data_dir: Path | None = None, checked: bool = 
         refuse([replace(p, where=f"model: {called(net, p.where)}") for p in model_problems(scene)])
         scene = replace(scene, prepared=tuple(done))
     return scene
+
+
+def _attacks(config: RunConfig) -> dict[str, Attack]:
+    """Build every attack that meets a defence of the run."""
+    public = config.data.public is not None
+    texts = (text for defence in config.defences for text in attacks_against(config.attacks, defence, public))
+    tuning = config.iterations, config.restarts
+    return {text: make_attack(with_defaults(text, *tuning)) for text in dict.fromkeys(texts)}
 
 
 def model_problems(scene: Scene) -> list[Problem]:

@@ -40,7 +40,12 @@ def _own(entry: AttackEntry) -> Iterator[Argument]:
 
 def _defences() -> list[Row]:
     return [
-        {**_row(name, entry, entry.arguments), "changes": list(entry.changes), "guarantee": entry.guarantee}
+        {
+            **_row(name, entry, entry.arguments),
+            "changes": list(entry.changes),
+            "guarantee": entry.guarantee,
+            "adaptive": list(entry.adaptive),
+        }
         for name, entry in DEFENCES.items()
     ]
 

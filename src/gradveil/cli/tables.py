@@ -132,6 +132,8 @@ def _facts(row: Row) -> Iterator[tuple[str, str]]:
         yield "changes", listing(_SLOTS[slot] for slot in row["changes"])
     if "guarantee" in row:
         yield "promises", "no formal guarantee" if row["guarantee"] == "none" else row["guarantee"]
+    if row.get("adaptive"):
+        yield "attackers", ", ".join(row["adaptive"])
     if row.get("options"):
         yield "options", ", ".join(f"{key} = {json.dumps(value)}" for key, value in row["options"].items())
     if row["citation"]:

@@ -19,6 +19,8 @@ class DefenceEntry(Entry):
     changes: tuple[Slot, ...]
     """The slots it fills: the model, the batch, each local gradient (step), what is sent once a round (send)."""
     guarantee: str
+    adaptive: tuple[str, ...]
+    """Attacks that aim at it, as texts: whoever adds a defence says how he would break it."""
     identity: Mapping[str, Any] | None = None
     """Arguments at which it changes nothing; None if there are none."""
 

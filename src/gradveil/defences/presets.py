@@ -18,6 +18,10 @@ from gradveil.defences.noise import ON, Gaussian, Laplacian
 from gradveil.defences.prune import SCOPE, Dual, Magnitude
 
 FEEDBACK = Argument("feedback", Flag(), False)
+_KNOWING = ("cdia(rounds=all)", "learned")
+"""What is random is inferred, optimised or, where its mean is zero, averaged out over the rounds; or all is learned."""
+_PRUNED = ("cdia(rounds=all)", 'cdia(rounds=all, objective="layerwise-cosine")', "learned")
+"""The zeros show the masks; the residual of error feedback follows from the rounds. Two ways to compare the rest."""
 
 
 def dp(clip: float, sigma: float, on: Literal["sum", "mean"]) -> Defence:
@@ -84,6 +88,7 @@ _ENTRIES = (
         changes=(),
         guarantee="none",
         citation="McMahan et al. 2017, Communication-Efficient Learning of Deep Networks from Decentralized Data",
+        adaptive=("ig-scheliga",),
         identity={},
     ),
     DefenceEntry(
@@ -93,6 +98,7 @@ _ENTRIES = (
         changes=("send",),
         guarantee=Clip.guarantee,
         citation="Pascanu et al. 2013, On the difficulty of training recurrent neural networks",
+        adaptive=_KNOWING,
         arguments=(Argument("norm", BOUND),),
         identity={"norm": float("inf")},
     ),
@@ -103,6 +109,7 @@ _ENTRIES = (
         changes=("step",),
         guarantee=Clip.guarantee,
         citation="Abadi et al. 2016, Deep Learning with Differential Privacy",
+        adaptive=_KNOWING,
         arguments=(Argument("norm", BOUND),),
         identity={"norm": float("inf")},
     ),
@@ -113,6 +120,7 @@ _ENTRIES = (
         changes=("send",),
         guarantee=Gaussian.guarantee,
         citation="Zhu et al. 2019, Deep Leakage from Gradients",
+        adaptive=_KNOWING,
         arguments=(Argument("std", STRENGTH),),
         identity={"std": 0.0},
     ),
@@ -123,6 +131,7 @@ _ENTRIES = (
         changes=("send",),
         guarantee=Laplacian.guarantee,
         citation="Zhu et al. 2019, Deep Leakage from Gradients",
+        adaptive=_KNOWING,
         arguments=(Argument("scale", STRENGTH),),
         identity={"scale": 0.0},
     ),
@@ -133,6 +142,7 @@ _ENTRIES = (
         changes=("step",),
         guarantee="differential privacy of examples; epsilon follows from sigma, sampling rate and steps",
         citation="Abadi et al. 2016, Deep Learning with Differential Privacy",
+        adaptive=_KNOWING,
         arguments=(Argument("clip", BOUND, 20.0), Argument("sigma", STRENGTH, 1e-3), Argument("on", ON, "sum")),
         identity={"clip": float("inf"), "sigma": 0.0},
     ),
@@ -143,6 +153,7 @@ _ENTRIES = (
         changes=("send",),
         guarantee=Magnitude.guarantee,
         citation="Zhu et al. 2019, Deep Leakage from Gradients",
+        adaptive=_PRUNED,
         arguments=(Argument("ratio", SHARE), Argument("scope", SCOPE, "layer"), FEEDBACK),
         identity={"ratio": 0.0},
     ),
@@ -153,6 +164,7 @@ _ENTRIES = (
         changes=("send",),
         guarantee=Magnitude.guarantee,
         citation="Aji and Heafield 2017, Sparse Communication for Distributed Gradient Descent",
+        adaptive=_PRUNED,
         arguments=(Argument("keep", KEPT), FEEDBACK),
         identity={"keep": 1.0},
     ),
@@ -163,6 +175,7 @@ _ENTRIES = (
         changes=("send",),
         guarantee=Dual.guarantee,
         citation="Xue et al. 2024, Dual Gradient Pruning (AAAI)",
+        adaptive=_PRUNED,
         arguments=(Argument("top", SHARE, 0.05), Argument("bottom", SHARE, 0.75), FEEDBACK),
         identity={"top": 0.0, "bottom": 0.0},
     ),
@@ -173,6 +186,7 @@ _ENTRIES = (
         changes=("model",),
         guarantee="none",
         citation="Scheliga, Mäder, Seeland 2023, Dropout is NOT All You Need to Prevent Gradient Leakage (AAAI)",
+        adaptive=(*_KNOWING, "dia"),
         arguments=(Argument("p", SHARE, 0.25), Argument("where", PATHS, None)),
         identity={"p": 0.0},
     ),
@@ -183,6 +197,7 @@ _ENTRIES = (
         changes=("model",),
         guarantee="none",
         citation="Scheliga, Mäder, Seeland 2022, PRECODE: A Generic Model Extension to Prevent Deep Gradient Leakage",
+        adaptive=(*_KNOWING, "pig"),
         arguments=(Argument("k", COUNT, 256), Argument("beta", STRENGTH, 1e-3), Argument("position", PATH, None)),
     ),
     DefenceEntry(
@@ -192,6 +207,7 @@ _ENTRIES = (
         changes=("model",),
         guarantee="none",
         citation="Scheliga, Mäder, Seeland 2024, Combining Stochastic Defenses to Resist Gradient Inversion",
+        adaptive=(*_KNOWING, "pig"),
         arguments=(
             Argument("kernel", KERNEL, None),
             Argument("beta", WEIGHT, None),

@@ -1,0 +1,76 @@
+"""Every defence names the attackers that aim at it, and `adaptive` in a run stands for them."""
+
+import pytest
+import torch
+from torch import nn
+
+import gradveil
+from gradveil.attacks.presets import make_attack
+from gradveil.audit.adaptive import aimed_at, attacks_against
+from gradveil.audit.cell import cells, pairs
+from gradveil.core.errors import GradveilError
+from gradveil.defences import DEFENCES
+from gradveil.defences.entry import DefenceEntry
+from tests.audit.runs import config
+
+
+@pytest.mark.parametrize("name", DEFENCES)
+def test_every_defence_has_an_attacker_who_knows_it(name):
+    attacks = [make_attack(text) for text in DEFENCES[name].adaptive]
+    assert attacks, f"{name} names no attacker that aims at it"
+    if DEFENCES[name].changes:
+        assert any(attack.belief == "full" for attack in attacks)
+
+
+def test_a_defence_without_an_attacker_cannot_be_entered():
+    with pytest.raises(TypeError, match="adaptive"):
+        DefenceEntry(name="mine", factory=dict, description="", citation="", changes=("send",), guarantee="none")  # type: ignore[call-arg]
+
+
+def test_a_composition_meets_the_attackers_of_its_parts():
+    together = aimed_at("dp(sigma=1) + cvb")
+    assert set(together) == {*aimed_at("dp"), *aimed_at("cvb")}
+    assert len(together) == len(set(together))
+    assert aimed_at("an object's own name") == ["cdia(rounds=all)"]
+
+
+def test_adaptive_is_spelled_out_for_each_defence():
+    run = config(attacks=["ig-scheliga", "adaptive"], defences=["none", "dgp", "dropout"])
+    met = pairs(run)
+    assert [text for text, defence in met if defence == "none"] == ["ig-scheliga"]
+    assert {text for text, defence in met if defence == "dropout"} == {
+        "ig-scheliga",
+        "cdia(rounds=all)",
+        "learned",
+        "dia",
+    }
+    assert "learned" in {text for text, defence in met if defence == "dgp"}
+    assert len(cells(run)) == len(met) == len({cell.id for cell in cells(run)})
+
+
+def test_an_attacker_that_is_named_already_is_not_run_twice():
+    assert list(attacks_against(["dia", " Adaptive "], "dropout", public=True)) == [
+        "dia",
+        "cdia(rounds=all)",
+        "learned",
+    ]
+
+
+def test_without_public_data_nobody_learns():
+    assert "learned" not in attacks_against(["adaptive"], "dp", public=False)
+    run = config(attacks=["adaptive"], defences=["dp"], data={"name": "faces", "size": 16, "public": None})
+    assert {text for text, _ in pairs(run)} == {"cdia(rounds=all)"}
+
+
+def test_it_takes_no_settings():
+    with pytest.raises(GradveilError, match="adaptive"):
+        config(attacks=["adaptive(iterations=5)"])
+
+
+def test_python_spells_it_out_too():
+    model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.Sigmoid(), nn.Flatten(), nn.Linear(2 * 12 * 12, 3))
+    batch = torch.rand(2, 1, 14, 14, generator=torch.Generator().manual_seed(1)), torch.tensor([0, 2])
+    result = gradveil.audit(model, batch, defences=["none", "prune(0.5)"], attacks=["ig", "adaptive"], iterations=2)
+    tried = {(cell.info["attack"], cell.info["defence"]) for cell in result.cells}
+    assert ("cdia(rounds=all)", "prune(0.5)") in tried
+    assert ("ig", "none") in tried
