@@ -173,6 +173,7 @@ RUNS = {
     "{}": "config is missing; cells is missing",
     "": "is not valid JSON",
     '{"format": 1, "config": {': "is not valid JSON",
+    '{"format": 1, "config": {}, "cells": []}': "cells is empty",
     '{"format": 99}': "has format 99, this version reads 1",
     '{"format": 1, "config": [], "cells": [3]}': "config is [], not an object; cells[0] is 3, not a text",
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -113,6 +114,49 @@ def test_summary(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert [row["defence"] for row in table] == ["none", "prune(0.9)"]
     assert float(table[0]["ssim_mean"]) == rows[0]["ssim_mean"]
     assert table[0]["status_budget"] == "2"
+
+
+def test_summary_of_a_run_that_is_not_done_says_how_to_go_on(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    audit("--defence", "none", "--defence", "prune(0.9)")
+    one, two = sorted((small / "runs/small/cells").iterdir())
+    shutil.rmtree(one)
+    capsys.readouterr()
+    assert run(["summary", "runs/small"]) == 0
+    out, err = capsys.readouterr()
+    assert "ASR" in out
+    again = "To go on:\n  gradveil audit small.toml --defence none --defence 'prune(0.9)'"
+    assert err == f"1 of 2 cells is finished: 1 not done yet. {again}\n"
+    shutil.rmtree(two)
+    (small / "runs/small").rename(small / "else where")
+    for words, printed in (([], ""), (["--json"], "[]\n"), (["--csv", "-"], "cell,model,data,seed,round")):
+        assert run(["summary", "else where", *words]) == 1
+        out, err = capsys.readouterr()
+        assert err == f"None of 2 cells are finished: 2 not done yet. {again} --out 'else where'\n"
+        assert out.startswith(printed)
+        assert len(out.splitlines()) <= 1
+
+
+def test_summary_of_failed_cells(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    audit()
+    for file in (small / "runs/small/cells").glob("*/cell.json"):
+        file.write_text(json.dumps({**json.loads(file.read_text()), "failed": "broke"}))
+        (file.parent / "records.json").write_text("[]")
+    capsys.readouterr()
+    assert run(["summary", "runs/small"]) == 1
+    out, err = capsys.readouterr()
+    assert out.count("failed") == 2
+    assert err.startswith("None of 2 cells are finished: 2 failed. To go on:\n  gradveil audit small.toml")
+
+
+def test_summary_of_an_audit_from_python_names_its_folder(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    audit()
+    info = json.loads((small / "runs/small/run.json").read_text())
+    info |= {"command": "gradveil.audit(...)", "cells": [*info["cells"], "another"]}
+    (small / "runs/small/run.json").write_text(json.dumps(info))
+    capsys.readouterr()
+    assert run(["summary", "runs/small"]) == 0
+    said = "call gradveil.audit again with the same arguments and out='runs/small'"
+    assert said in capsys.readouterr().err
 
 
 def test_csv_disarms_formulas() -> None:

@@ -38,7 +38,7 @@ class _Run(_Held):
     command: str = ""
     config: dict[str, Any]
     config_hash: str = ""
-    cells: list[str]
+    cells: Annotated[list[str], Field(min_length=1)]
     share: Annotated[int, Field(ge=1)] | None = None
     packages: dict[str, Any] = {}
     machine: dict[str, Any] = {}

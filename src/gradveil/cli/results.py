@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,12 +13,13 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from gradveil.audit.store import load_run, summarise
+from gradveil.audit.store import Cell, Run, load_run, summarise
 from gradveil.cli.audit import show_table
 from gradveil.core.errors import fail
 from gradveil.report import write_report
 from gradveil.report.table import disarmed
 
+NOTHING = 1
 _RUN = typer.Argument(metavar="RUN", help="A run directory, such as runs/faces.")
 
 
@@ -26,7 +28,6 @@ def report(
     out: Annotated[Path | None, typer.Option(help="Where the page goes; by default RUN/report.html.")] = None,
 ) -> int:
     """Write the report of a run as one HTML file that needs no network."""
-    load_run(run)
     Console(soft_wrap=True).print(f"Report: {write_report(run, out) if out else write_report(run)}")
     return 0
 
@@ -36,7 +37,11 @@ def summary(
     as_json: Annotated[bool, typer.Option("--json", help="One object a cell, as a JSON list.")] = False,
     table: Annotated[Path | None, typer.Option("--csv", metavar="FILE", help="Write CSV; - for stdout.")] = None,
 ) -> int:
-    """Sum a run up, cell by cell, finished or not."""
+    """Sum a run up, cell by cell, however far it got.
+
+    Exit codes: 0 there are results; 1 no cell is finished, which standard error says with the command to go on; 2 wrong
+    use, or a damaged run.
+    """
     found = load_run(run)
     rows = [summarise(cell) for cell in found.cells]
     if as_json:
@@ -47,12 +52,30 @@ def summary(
             typer.echo(text, nl=False)
         else:
             _write(table, text)
-    if not as_json and table is None:
+    if not as_json and table is None and found.cells:
         show_table(found.cells)
-        missing = len(found.info.get("cells", [])) - len(found.cells)
-        if missing:
-            Console(stderr=True).print(f"{missing} cells are not done yet: run the audit again to go on.")
-    return 0
+    if left := unfinished(found):
+        typer.echo(left, err=True)
+    return 0 if any(cell.failed is None for cell in found.cells) else NOTHING
+
+
+def unfinished(run: Run) -> str:
+    """Say what is not done yet or failed, and how to go on; nothing where all is done."""
+    planned = len(run.info["cells"])
+    failed = sum(cell.failed is not None for cell in run.cells)
+    missing = planned - len(run.cells)
+    counts = [f"{count} {what}" for count, what in ((missing, "not done yet"), (failed, "failed")) if count]
+    done = planned - missing - failed
+    told = f"{done or 'None'} of {planned} cells {'is' if done == 1 else 'are'} finished: {', '.join(counts)}."
+    return f"{told} {_again(run)}" if counts else ""
+
+
+def _again(run: Run) -> str:
+    command, folder = str(run.info.get("command", "")), str(run.path)
+    if not command.startswith("gradveil audit "):
+        return f"To go on, call gradveil.audit again with the same arguments and out={folder!r}."
+    usual = run.path == Path("runs") / str(run.info.get("name", ""))
+    return f"To go on:\n  {command}" + ("" if usual else f" --out {shlex.quote(folder)}")
 
 
 def as_csv(rows: Sequence[dict[str, Any]]) -> str:
@@ -64,7 +87,8 @@ def as_csv(rows: Sequence[dict[str, Any]]) -> str:
         for row in rows
     ]
     buffer = io.StringIO()
-    writer = csv.DictWriter(buffer, list(flat[0]) if flat else [], lineterminator="\n")
+    names = list(flat[0]) if flat else [key for key in summarise(Cell({}, [])) if key != "statuses"]
+    writer = csv.DictWriter(buffer, names, lineterminator="\n")
     writer.writeheader()
     writer.writerows(flat)
     return buffer.getvalue()
