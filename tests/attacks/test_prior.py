@@ -1,0 +1,203 @@
+"""What images look like: BatchNorm statistics, restarts that agree, and shifts between them."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from gradveil.attacks.inversion import Inversion
+from gradveil.attacks.knowledge import Known
+from gradveil.attacks.optimise import Cosine, Descent
+from gradveil.attacks.presets import make_attack
+from gradveil.attacks.prior import Consensus, shifted_onto, statistics_distance
+from gradveil.attacks.steps import Adam
+from gradveil.audit.cell import cells, grant, recover
+from gradveil.audit.rounds import observe
+from gradveil.audit.scene import open_scene
+from gradveil.client import Client
+from gradveil.core.noise import Key
+from gradveil.core.types import Batch
+from gradveil.nn.norms import BatchStatistics, FrozenNorm
+from gradveil.nn.statistics import running_statistics
+from tests.attacks.scenes import observed, psnr, tiny
+from tests.audit.runs import config
+
+
+def normed(examples=4, victims=2):
+    """A net with a frozen and a batch normalisation, and batches it has seen."""
+    generator = Key(5).generator()
+    frozen = FrozenNorm(4)
+    frozen.running_mean += 0.3
+    model = nn.Sequential(
+        nn.Conv2d(1, 4, 3, padding=1), frozen, nn.Sigmoid(), BatchStatistics(4), nn.Flatten(), nn.Linear(144, 4)
+    ).double()  # fmt: skip
+    for parameter in model.parameters():
+        nn.init.normal_(parameter.data, std=0.3, generator=generator)
+    inputs = torch.rand(victims, examples, 1, 6, 6, dtype=torch.float64, generator=generator)
+    targets = torch.arange(examples).expand(victims, examples) % 4
+    return observed(Client(model), Batch(inputs, targets), torch.zeros(1, 1, 1), torch.ones(1, 1, 1), 4)
+
+
+def test_statistics_are_those_that_enter_the_layers():
+    scene = normed()
+    found = scene.client.statistics(scene.observation.params, scene.truth, {})
+    assert list(found) == ["1.mean", "1.var", "3.mean", "3.var"]
+    model = scene.client.model
+    for victim in range(2):
+        first = model[0](scene.truth.inputs[victim])
+        second = model[:3](scene.truth.inputs[victim])
+        for name, x in (("1", first), ("3", second)):
+            torch.testing.assert_close(found[f"{name}.mean"][victim], x.mean((0, 2, 3)))
+            torch.testing.assert_close(found[f"{name}.var"][victim], x.var((0, 2, 3), unbiased=False))
+    assert list(running_statistics(model)) == ["1.mean", "1.var"]
+
+
+def test_the_first_layer_counts_ten_times():
+    zero = {name: torch.zeros(2, 3) for name in ("a.mean", "a.var", "b.mean", "b.var")}
+    for name, expected in (("a.mean", 10), ("a.var", 10), ("b.mean", 1), ("b.var", 1)):
+        moved = {**zero, name: torch.tensor([[0.0, 0, 0], [3, 0, 4]])}
+        torch.testing.assert_close(statistics_distance(moved, zero), torch.tensor([0.0, 5.0 * expected]))
+
+
+def test_the_true_statistics_are_a_grant_and_fit_only_the_true_batch():
+    scene = open_scene(
+        config(
+            data={"name": "faces", "size": 16}, model={"name": "convnet", "prepare": True, "options": {"width": 8}},
+            client={"batch": 2}, attacks=["gi-strong(tv=0, l2=0, group=0, labels=given)"], defences=["none"],
+        )
+    )  # fmt: skip
+    cell = cells(scene.config)[0]
+    client = scene.client(0, "none", 0)
+    seen, truth = observe(scene, cell, client, range(2))
+    attack = scene.attacks[cell.attack]
+    knowledge, grants = grant(scene, attack, client, seen[0].params, truth)
+    granted = [name for name in grants if name.startswith("statistics.")]
+    assert granted
+    assert all(isinstance(knowledge.tensors[name.partition(":")[0]], Known) for name in granted)
+    right = attack.evaluate(seen, client, knowledge, Key(0), truth.raw.inputs, {})
+    wrong = attack.evaluate(seen, client, knowledge, Key(0), truth.raw.inputs.flip(0), {})
+    assert bool((right < 1e-4).all())
+    assert bool((wrong > 0.1).all())
+
+
+def test_the_prior_is_left_out_of_a_model_without_such_layers():
+    scene = tiny()
+    plain = Inversion("plain", objective="l2", descent=Descent(Adam(0.1), iterations=20))
+    found = [
+        a([scene.observation], scene.client, scene.knowledge, Key(0)) for a in (plain, replace(plain, batchnorm=1))
+    ]
+    assert torch.equal(found[0].inputs, found[1].inputs)
+
+
+def test_running_statistics_pull_where_there_are_some():
+    scene = normed()
+    dark = Batch(0.2 * scene.truth.inputs[:1], scene.truth.targets[:1])
+    wanted = {n: v[0] for n, v in scene.client.statistics(scene.observation.params, dark, {}).items()}
+    frozen = scene.client.model[1]
+    frozen.running_mean, frozen.running_var = wanted["1.mean"], wanted["1.var"]
+    plain = Inversion("plain", objective="l2", start="uniform", descent=Descent(Adam(0.1), iterations=60))
+
+    def distance(attack):
+        result = attack([scene.observation], scene.client, scene.knowledge, Key(0))
+        found = scene.client.statistics(scene.observation.params, Batch(result.inputs, result.targets), {})
+        return float((found["1.mean"] - wanted["1.mean"]).norm())
+
+    assert distance(replace(plain, batchnorm=1000.0)) < 0.3 * distance(plain)
+
+
+@pytest.mark.parametrize("shift", [(0, 0), (2, 5), (-3, 1)])
+def test_shifted_images_are_brought_back(shift):
+    image = torch.rand(1, 2, 3, 8, 10, generator=Key(1).generator())
+    moved = image.roll(shift, (-2, -1))
+    torch.testing.assert_close(shifted_onto(moved, image[0]), image)
+
+
+def test_restarts_are_pulled_to_their_own_victims_mean():
+    x = torch.rand(5, 1, 1, 4, 4, generator=Key(2).generator())
+    rows = torch.tensor([0, 1, 2, 4, 5])  # three restarts of the first victim, two of the second are left
+    pull = Consensus(3, register=False)
+    expected = torch.cat([x[:3] - x[:3].mean(0), x[3:] - x[3:].mean(0)]).square().flatten(1).mean(1)
+    torch.testing.assert_close(pull(x, rows, 0), expected)
+    later = torch.zeros_like(x)  # between two looks the means stay what they were
+    means = torch.cat([x[:3].mean(0).expand(3, 1, 1, 4, 4), x[3:].mean(0).expand(2, 1, 1, 4, 4)])
+    torch.testing.assert_close(pull(later, rows, 1), means.square().flatten(1).mean(1))
+    torch.testing.assert_close(pull(later, rows, 50), torch.zeros(5))
+
+
+def test_agreeing_restarts_stay_in_one_chunk():
+    scene = tiny()
+    attack = Inversion("group", group=0.1, restarts=4, descent=Descent(iterations=1))
+    assert all(size % 4 == 0 for size in attack.plan([scene.observation], scene.client, scene.knowledge, Key(0)))
+    apart = replace(attack, descent=Descent(Adam(0.1), iterations=60))
+    free = replace(apart, group=0.0)
+    spread = [
+        float(a([scene.observation], scene.client, scene.knowledge, Key(0)).objectives.std(1).mean())
+        for a in (apart, free)
+    ]
+    assert all(value == value for value in spread)
+
+
+def test_langevin_noise_moves_the_inputs_within_their_box_and_belongs_to_the_row():
+    scene = tiny()
+    quiet = Inversion("q", descent=Descent(Adam(0.1), iterations=20, keep="last"))
+    noisy = replace(quiet, langevin=0.5)
+    runs = {
+        n: a([scene.observation], scene.client, scene.knowledge, Key(0)).inputs for n, a in (("q", quiet), ("n", noisy))
+    }
+    moved = (runs["q"] - runs["n"]).abs()
+    assert 0.005 < float(moved.mean()) < 0.5
+    assert bool(((runs["n"] >= 0) & (runs["n"] <= 1)).all())
+    alone = noisy([scene.observation], scene.client, scene.knowledge, Key(0), plan=(1, 1, 1)).inputs
+    torch.testing.assert_close(alone, runs["n"], rtol=1e-6, atol=1e-6)
+
+
+def test_the_step_size_warms_up_and_falls_along_a_cosine():
+    from gradveil.attacks.optimise import _scale
+
+    state = {"control.scale": torch.ones(1)}
+    descent = Descent(schedule=Cosine(warmup=10), iterations=110)
+    scales = [float(_scale(state, descent, i)) for i in range(110)]
+    assert scales[:3] == pytest.approx([0.1, 0.2, 0.3])
+    assert max(scales) == pytest.approx(1.0)
+    assert scales[59] == pytest.approx(0.5)
+    assert scales[-1] == pytest.approx(0.0, abs=1e-6)
+
+
+def test_halving_spends_less_and_keeps_the_best_restart():
+    scene = tiny()
+    descent = Descent(Adam(0.1), iterations=160, report=10)
+    done = {}
+    results = {}
+    for halving in (False, True):
+        attack = Inversion("h", restarts=8, descent=replace(descent, halving=halving))
+        progress = []
+        results[halving] = attack([scene.observation], scene.client, scene.knowledge, Key(0), progress.append)
+        done[halving] = int(results[halving].objectives.numel() and sum(p.active for p in progress))
+    assert done[True] < 0.45 * done[False]
+    assert bool((results[True].objective <= 1.5 * results[False].objective + 1e-3).all())
+    whole = results[True]
+    assert bool((whole.iterations == 160).all())
+
+
+def test_gradinversion_recovers_a_batch():
+    scene = open_scene(
+        config(
+            data={"name": "digits"}, model={"name": "scheliga-cnn"}, client={"batch": 4}, victims=1,
+            attacks=["gi(iterations=1500, restarts=1)"], defences=["none"], first_victim=0,
+        )
+    )  # fmt: skip
+    found = recover(scene, cells(scene.config)[0], range(1), lambda _: None).tensors
+    batch = scene.batch(scene.examples(0, range(1)))
+    assert torch.equal(found["targets"].sort().values, batch.targets.sort().values)
+    lower, upper = scene.victims.bounds
+    order = batch.targets.argsort(1)
+    truth = batch.inputs[torch.arange(1)[:, None], order]
+    own = psnr(found["inputs"], truth, lower, upper)
+    mean = psnr(truth.mean(1, keepdim=True).expand_as(truth), truth, lower, upper)
+    assert bool((own > mean + 1.5).all()), (own, mean)
+
+
+def test_presets_say_which_statistics_they_take():
+    assert "statistics.*" in make_attack("gi-strong").knowledge
+    assert "statistics.*" not in make_attack("gi").knowledge
