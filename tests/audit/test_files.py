@@ -1,5 +1,7 @@
 """Files that cannot be written are a message, and leave nothing half-written."""
 
+import os
+import stat
 from pathlib import Path
 
 import pytest
@@ -20,3 +22,51 @@ def test_a_full_disk_is_a_message_and_the_old_file_stays(tmp_path: Path, monkeyp
         files.write_private(file, b"new")
     assert file.read_bytes() == b"old"
     assert [child.name for child in tmp_path.iterdir()] == ["cell.json"]
+
+
+@pytest.fixture
+def planted(tmp_path: Path) -> Path:
+    """The name that the unfinished file will have."""
+    return tmp_path / f"cell.json.tmp-{os.getpid()}"
+
+
+def test_a_link_in_the_place_of_the_unfinished_file_is_not_written_through(tmp_path: Path, planted: Path) -> None:
+    (tmp_path / "precious").write_bytes(b"kept")
+    planted.symlink_to(tmp_path / "precious")
+    files.write_private(tmp_path / "cell.json", b"secret")
+    assert (tmp_path / "precious").read_bytes() == b"kept"
+    assert (tmp_path / "cell.json").read_bytes() == b"secret"
+    assert not (tmp_path / "cell.json").is_symlink()
+
+
+def test_a_link_that_comes_at_the_last_moment_is_refused(
+    tmp_path: Path, planted: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "precious").write_bytes(b"kept")
+    remove = Path.unlink
+
+    def outrun(path: Path, missing_ok: bool = False) -> None:
+        remove(path, missing_ok)
+        path.symlink_to(tmp_path / "precious")
+
+    monkeypatch.setattr(Path, "unlink", outrun)
+    with pytest.raises(GradveilError, match="cannot be written: File exists"):
+        files.write_private(tmp_path / "cell.json", b"secret")
+    assert (tmp_path / "precious").read_bytes() == b"kept"
+    assert not (tmp_path / "cell.json").exists()
+
+
+def test_a_file_is_private_from_its_first_byte_whatever_lay_there(
+    tmp_path: Path, planted: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    planted.write_bytes(b"left by a killed process")
+    planted.chmod(0o666)
+    modes: list[int] = []
+    monkeypatch.setattr(files.os, "fsync", lambda handle: modes.append(stat.S_IMODE(os.fstat(handle).st_mode)))
+    before = os.umask(0)
+    try:
+        files.write_private(tmp_path / "cell.json", b"secret")
+    finally:
+        os.umask(before)
+    assert modes == [0o600]
+    assert stat.S_IMODE((tmp_path / "cell.json").stat().st_mode) == 0o600

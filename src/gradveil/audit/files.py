@@ -12,6 +12,8 @@ from typing import Any
 
 from gradveil.core.errors import GradveilError, Problem, fail
 
+_NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
+
 
 class DamagedError(GradveilError):
     """A file of a run directory is missing, cut off, or not what an audit writes."""
@@ -57,7 +59,9 @@ def write_private(file: Path, content: bytes) -> None:
     """Write a file that appears whole or not at all, readable by its owner only."""
     temporary = file.with_name(f"{file.name}.tmp-{os.getpid()}")
     try:
-        with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as handle:
+        # A killed process of the same number may have left one, readable by whom it liked; a link would lead elsewhere.
+        temporary.unlink(missing_ok=True)
+        with open(os.open(temporary, _NEW, 0o600), "wb") as handle:
             handle.write(content)
             handle.flush()
             os.fsync(handle.fileno())
