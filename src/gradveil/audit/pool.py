@@ -15,6 +15,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from gradveil.attacks.base import Progress
@@ -152,7 +153,11 @@ def _assign(worker: _Worker, waiting: deque[Task], store: Store, order: dict[str
     worker.send(json.dumps({**said, "plan": str(task.plan_file.resolve()), "folder": str(worker.folder)}))
 
 
-def _collect(folder: Path, share: int) -> Recovered:
+def _collect(folder: Path, share: int) -> Recovered | str:
+    """Read what a worker wrote; files that are damaged or gone fail their cell, which is then tried again."""
     stem = folder / f"share-{share}"
-    said = json.loads(stem.with_suffix(".json").read_text("utf-8"))
-    return Recovered(load_file(stem.with_suffix(".safetensors")), said["facts"], tuple(said["statuses"]))
+    try:
+        said = json.loads(stem.with_suffix(".json").read_text("utf-8"))
+        return Recovered(load_file(stem.with_suffix(".safetensors")), said["facts"], tuple(said["statuses"]))
+    except (OSError, ValueError, LookupError, TypeError, SafetensorError) as error:
+        return f"what the worker wrote cannot be read: {type(error).__name__}: {error}"
