@@ -23,7 +23,6 @@ PLANS = "plans"
 AGAIN = "give the command of the audit again, which makes this cell anew, or remove its folder"
 """What to do about a damaged cell: resuming replaces it, since equal settings give equal records."""
 RESTORE = "put a copy of the file back, or audit anew with --fresh, which removes the results"
-_Table = dict[str, float | None]
 
 
 class _Held(BaseModel):
@@ -72,7 +71,7 @@ class _Finished(_Address):
     knowledge: dict[str, str] = {}
     grants: list[str] = []
     citations: list[str] = []
-    health: _Table = {}
+    health: dict[str, Any] = {}
     seconds: float | None = None
     distance: float | None = None
     bytes_sent: float | None = None
