@@ -252,3 +252,24 @@ def test_an_attack_is_named_by_its_canonical_text():
     assert attack.name == "ig(iterations=500, restarts=2)"
     assert make_attack(attack.name) == attack
     assert (attack.restarts, attack.descent.iterations) == (2, 500)
+
+
+def test_the_trace_says_what_an_earlier_end_would_have_given():
+    scene = tiny()
+    attack = replace(SHORT, descent=replace(SHORT.descent, iterations=64, report=7))
+    whole = run(scene, attack)
+    assert list(whole.trace) == [1, 2, 4, 8, 16, 32]
+    for count in (8, 32):
+        short = run(scene, replace(attack, descent=replace(attack.descent, iterations=count)))
+        assert torch.equal(whole.trace[count], short.inputs)
+    for plan in ((1,) * 6, (4, 2)):
+        again = run(scene, attack, plan)
+        torch.testing.assert_close(again.trace[16], whole.trace[16], rtol=1e-6, atol=1e-6)
+
+
+def test_the_trace_of_an_attack_that_ended_early_is_its_end():
+    scene = tiny()
+    easy = replace(SHORT, descent=replace(SHORT.descent, iterations=64, tolerance=1e9, report=2))
+    found = run(scene, easy)
+    assert set(found.status) == {"converged"}
+    assert all(torch.equal(value, found.inputs) for count, value in found.trace.items() if count > 1)

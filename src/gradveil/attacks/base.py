@@ -75,6 +75,8 @@ class Reconstruction:
     """[V] the objective at the winning restart's random start: what "it moved" is measured against."""
     plan: tuple[int, ...] = ()
     """Rows worked on at once, chunk by chunk: the same plan gives bit-identical results."""
+    trace: Mapping[int, Tensor] = field(default_factory=dict[int, Tensor])
+    """What it would have answered [V, B, C, H, W] after so many iterations."""
 
 
 class Attack(Protocol):

@@ -59,6 +59,10 @@ class Inversion:
         """Whether the restarts of a victim look at each other, so that they must be worked on at once."""
         return self.restarts > 1 and (self.group > 0 or self.descent.halving)
 
+    def points(self) -> list[int]:
+        """List the iterations after which the best images so far are noted: 1/2, 1/4, … of the budget, seven times."""
+        return sorted({self.descent.iterations >> halving for halving in range(1, 8)} - {0})
+
     def __call__(
         self,
         observations: Sequence[Observation],
@@ -122,7 +126,8 @@ def _descend(attack: Inversion, scene: Rows, rows: range, report: Callable[[int,
     unsigned = frozenset(set(variables) - {INPUTS} - signed)
     groups = torch.arange(first, rows.stop, device=scene.device) // attack.restarts
     moves = jitter if attack.langevin else None
-    return descend(loss, variables, constants, attack.descent, scene.project, unsigned, report, groups, moves)
+    points = frozenset(attack.points())
+    return descend(loss, variables, constants, attack.descent, scene.project, unsigned, report, groups, moves, points)
 
 
 def _plan(attack: Inversion, scene: Rows) -> tuple[int, ...]:
@@ -157,8 +162,11 @@ def _reconstruction(
     joint = solution.variables.get(TARGETS)
     targets = scene.labels if joint is None else joint[rows].argmax(-1)
     assert targets is not None
+    final = solution.variables[INPUTS][rows]
+    # After the last row had ended, nothing changed any more.
+    trace = {n: _best_of(*solution.trace[n], shape) if n in solution.trace else final for n in attack.points()}
     return Reconstruction(
-        inputs=solution.variables[INPUTS][rows],
+        inputs=final,
         targets=targets,
         objective=solution.objective[rows],
         status=tuple(STATUSES[code] for code in solution.status[rows].tolist()),
@@ -168,7 +176,14 @@ def _reconstruction(
         objectives=objectives,
         initial=solution.initial[rows],
         plan=plan,
+        trace=trace,
     )
+
+
+def _best_of(values: Tensor, objectives: Tensor, shape: tuple[int, int]) -> Tensor:
+    """Choose each victim's restart as it would have been chosen then."""
+    chosen = objectives.view(shape).argmin(1)
+    return values.unflatten(0, shape)[torch.arange(shape[0], device=chosen.device), chosen]
 
 
 def _reporter(
@@ -188,8 +203,13 @@ def _reporter(
 
 def _join(parts: Sequence[Solution]) -> Solution:
     """Put the chunks' solutions in a row."""
-    joined = replace(parts[0])
+    joined = replace(parts[0], trace={})
     joined.variables = {n: torch.cat([part.variables[n] for part in parts]) for n in parts[0].variables}
     for name in ("objective", "initial", "iterations", "status"):
         setattr(joined, name, torch.cat([getattr(part, name) for part in parts]))
+    counts = {count for part in parts for count in part.trace}
+    ended = {part: (next(iter(part.variables.values())), part.objective) for part in parts}
+    for count in counts:
+        found = [part.trace.get(count, ended[part]) for part in parts]
+        joined.trace[count] = (torch.cat([value for value, _ in found]), torch.cat([score for _, score in found]))
     return joined

@@ -83,7 +83,7 @@ class Descent:
         refuse(problems)
 
 
-@dataclass
+@dataclass(eq=False)
 class Solution:
     """What became of every row."""
 
@@ -92,6 +92,8 @@ class Solution:
     initial: Tensor
     iterations: Tensor
     status: Tensor
+    trace: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    """Best value of the first variable and its objective, for every row, after so many iterations."""
 
     @classmethod
     def empty(cls, variables: Tensors) -> Solution:
@@ -106,6 +108,13 @@ class Solution:
             status=torch.full((rows,), BUDGET, dtype=torch.long, device=first.device),
         )
 
+    def note(self, iterations: int, rows: Tensor, state: Tensors) -> None:
+        """Remember the best iterates so far: of rows that have left, their last; of those under way, their best."""
+        name = next(iter(self.variables))
+        values, objectives = self.variables[name].clone(), self.objective.clone()
+        values[rows], objectives[rows] = state[f"best.{name}"], state["control.objective"]
+        self.trace[iterations] = (values, objectives)
+
 
 def descend(
     loss: Loss,
@@ -117,11 +126,13 @@ def descend(
     report: Callable[[int, Tensor], None] | None = None,
     groups: Tensor | None = None,
     jitter: Callable[[Tensors, Tensor, Tensor], Tensors] | None = None,
+    points: frozenset[int] = frozenset(),
 ) -> Solution:
     """Minimise the objective of every row. `report(iterations done, best objectives of the rows under way)`.
 
     Rows of one group are restarts of one victim: once one of them has converged, the others have nothing left to win.
-    `jitter(variables, row numbers, step sizes)` disturbs every row after its step.
+    `jitter(variables, row numbers, step sizes)` disturbs every row after its step. After each of the iterations in
+    `points` the best iterates are noted in the trace.
     """
     rungs = _rungs(groups, descent) if groups is not None and descent.halving else frozenset[int]()
     solution = Solution.empty(variables)
@@ -134,6 +145,8 @@ def descend(
         variables = {name: v.detach() for name, v in live.items()}
         value = value.detach()
         state = _judge(state, variables, value, descent, iteration)
+        if iteration + 1 in points:
+            solution.note(iteration + 1, rows, state)
         done = state["control.status"] != BUDGET
         last = iteration + 1 == descent.iterations
         if last or (iteration + 1) % descent.report == 0 or iteration + 1 in rungs:

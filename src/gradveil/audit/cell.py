@@ -14,8 +14,10 @@ import torch
 from torch import Tensor
 
 from gradveil.attacks.base import Attack, Judge, Observation, Planner, Progress, Reconstruction
+from gradveil.attacks.inversion import Inversion
 from gradveil.attacks.knowledge import How, Infer, Knowledge, Known, Neutral, Optimise, Sample
 from gradveil.audit.adaptive import attacks_against
+from gradveil.audit.budget import read_budget, within
 from gradveil.audit.config import RunConfig, digest
 from gradveil.audit.plans import settled
 from gradveil.audit.rounds import Truth, observe, plain_name, updates
@@ -84,6 +86,8 @@ def recover(
     sent = seen[-1].update
     belief = client if attack.belief == "full" else client.undefended_update()
     knowledge, grants = grant(scene, attack, belief, params, truth)
+    key = Key(cell.seed, ("attack",))
+    attack = _afforded(scene, cell, attack, numbers, lambda tried: tried(seen, belief, knowledge, key), plan_file)
     done = 0
 
     def count(step: Progress) -> None:
@@ -91,7 +95,6 @@ def recover(
         done = step.row_iterations
         progress(step)
 
-    key = Key(cell.seed, ("attack",))
     plan: tuple[int, ...] = ()
     if plan_file is not None and isinstance(attack, Planner):
         plan = settled(plan_file, partial(attack.plan, seen, belief, knowledge, key))
@@ -111,9 +114,22 @@ def recover(
         "bytes_dense": dense_bytes(sent),
         "bytes_sent": sparse_bytes(sent),
     }
+    tensors |= {f"trace.{count}": value for count, value in found.trace.items()}
     if client.batch:
         tensors["transformed"] = truth.transformed.inputs
-    facts = {
+    facts = _facts(scene, client, attack, found, sent, grants) | {
+        "row_iterations": done or int(found.iterations.sum()) * found.objectives.shape[1]
+    }
+    # Clones: an attack may return views of one tensor, which cannot be written side by side.
+    kept = {name: value.detach().cpu().contiguous().clone() for name, value in tensors.items()}
+    return Recovered(kept, facts, tuple(found.status))
+
+
+def _facts(
+    scene: Scene, client: Client, attack: Attack, found: Reconstruction, sent: Tensors, grants: list[str]
+) -> dict[str, Any]:
+    """Say plainly what was attacked, by whom, and what he was told."""
+    return {
         "params": sum(value[0].numel() for value in sent.values()),
         "guarantee": _guarantee(client),
         "belief": attack.belief,
@@ -121,13 +137,27 @@ def recover(
         "knowledge": told(attack),
         # Of the attack alone; of a cell in several shares their sum: working time, not what a clock on the wall shows.
         "seconds": found.seconds,
-        "row_iterations": done or int(found.iterations.sum()) * found.objectives.shape[1],
         "plan": list(found.plan),
         "restarts": found.objectives.shape[1],
     }
-    # Clones: an attack may return views of one tensor, which cannot be written side by side.
-    kept = {name: value.detach().cpu().contiguous().clone() for name, value in tensors.items()}
-    return Recovered(kept, facts, tuple(found.status))
+
+
+def _afforded(
+    scene: Scene,
+    cell: Address,
+    attack: Attack,
+    numbers: range,
+    run: Callable[[Attack], object],
+    plan_file: Path | None,
+) -> Attack:
+    """Cut the attack down to its share of the run's budget, if there is one."""
+    config = scene.config
+    if config.budget is None:
+        return attack
+    on_it = [text for text, defence in pairs(config) if defence == cell.defence]
+    attackers = sum(isinstance(scene.attacks[text], Inversion) for text in on_it)
+    note = plan_file.with_name(f"{plan_file.stem}-iterations.json") if plan_file else None
+    return within(read_budget(config.budget), attack, attackers, len(numbers), config.victims, run, note)
 
 
 def grant(scene: Scene, attack: Attack, belief: Client, params: Tensors, truth: Truth) -> tuple[Knowledge, list[str]]:
@@ -225,7 +255,7 @@ def _guarantee(client: Client) -> str:
 
 def _name(config: RunConfig, seed: int, index: int, defence: str, attack: str) -> str:
     whole = config.resolved()
-    shared = ("data", "model", "client", "precision", "rounds", "server_lr")
+    shared = ("data", "model", "client", "precision", "rounds", "server_lr", "budget")
     secret = digest([{k: whole[k] for k in shared}, seed, index, defence, attack])
     where = f"{config.model.name}-{config.data.name}-s{seed}-r{config.rounds - 1}"
     where += f"-c{index}" if len(config.client) > 1 else ""

@@ -126,6 +126,8 @@ class RunConfig(Section):
     iterations: Count | None = None
     """Iterations of every attack whose own text does not say it; None for what the attack's authors used."""
     restarts: Count | None = None
+    budget: Annotated[str, Field(pattern=r"^\s*\d+(\.\d+)?\s*[smh]?\s*$")] | None = None
+    """What all attacks on one defence may spend together: victim-iterations (64000) or working time (90s, 10m, 2h)."""
     images: bool = True
     """Keep truths and reconstructions, which are private images; False keeps scores only."""
     precision: Literal["float32", "float64"] = "float32"

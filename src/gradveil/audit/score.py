@@ -53,6 +53,7 @@ def score(scene: Scene, cell: Address, found: Recovered, named: Named) -> Cell:
         records.append(_record(scene, found, places, labels, order, scores, identified, v))
     controls = _controls(scene, cell, candidate, truth, places)
     info = {**_info(scene, cell, found, named), "missing": reasons, "controls": controls}
+    info["trace"] = _trace(scene, found, truth)
     kept: dict[str, Tensor] = {}
     if scene.config.images:
         kept = {"truth": truth.float(), "reconstruction": matched.float().nan_to_num(0.5)}
@@ -158,6 +159,18 @@ def _info(scene: Scene, cell: Address, found: Recovered, named: Named) -> dict[s
             "diverged": sum(status == "diverged" for status in found.statuses) / len(found.statuses),
         },
     }
+
+
+def _trace(scene: Scene, found: Recovered, truth: Tensor) -> list[dict[str, float]]:
+    """Score what the attack would have answered earlier: quality against budget."""
+    rows: list[dict[str, float]] = []
+    for name, inputs in found.tensors.items():
+        if name.startswith("trace."):
+            similarity = ssim(match_batch(scene.pixels(inputs), truth)[1], truth)
+            rate = asr(similarity, scene.config.threshold).rate
+            count = int(name.removeprefix("trace."))
+            rows.append({"iterations": count, "asr": rate, "ssim_mean": float(similarity.mean())})
+    return sorted(rows, key=lambda row: row["iterations"])
 
 
 def _median(values: Tensor) -> float | None:

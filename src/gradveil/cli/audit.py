@@ -29,6 +29,9 @@ from gradveil.report import write_report
 FAILED_CELL, ABOVE = 1, 3
 _HELP = {
     "run": "A run file (TOML), or the name of a bundled run: faces, digits, patches.",
+    "iterations": "Iterations of every attack whose own text does not say it.",
+    "restarts": "Restarts of every attack whose own text does not say it.",
+    "budget": "What all attacks on one defence may spend together: victim-iterations (64000) or time (90s, 10m, 2h).",
     "out": "The run directory; by default runs/NAME.",
     "set": "Any setting of the run file: --set client.batch=4 --set 'data.size=64'. Repeatable.",
     "fail": "Exit with code 3 if any cell's attack success rate is above this (0 to 1): a gate for CI.",
@@ -42,6 +45,9 @@ def audit(
     victims: Annotated[int | None, typer.Option(help="How many victims.")] = None,
     attack: Annotated[list[str] | None, typer.Option(help="Attack, instead of the file's. Repeatable.")] = None,
     defence: Annotated[list[str] | None, typer.Option(help="Defence, instead of the file's. Repeatable.")] = None,
+    iterations: Annotated[int | None, typer.Option(min=1, help=_HELP["iterations"])] = None,
+    restarts: Annotated[int | None, typer.Option(min=1, help=_HELP["restarts"])] = None,
+    budget: Annotated[str | None, typer.Option(metavar="AMOUNT", help=_HELP["budget"])] = None,
     seed: Annotated[list[int] | None, typer.Option(help="Seed, instead of the file's. Repeatable.")] = None,
     setting: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help=_HELP["set"])] = None,
     out: Annotated[Path | None, typer.Option(help=_HELP["out"])] = None,
@@ -61,6 +67,7 @@ def audit(
     """
     lists = {"attacks": attack or None, "defences": defence or None, "seeds": seed or None}
     overrides: dict[str, Any] = {"victims": victims, "device": device, **lists}
+    overrides |= {"iterations": iterations, "restarts": restarts, "budget": budget}
     config = read(name, overrides | ({"images": False} if no_images else {}), setting or ())
     folder = out or Path("runs") / config.name
     command = _command(name, overrides, setting or (), no_images)

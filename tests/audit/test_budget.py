@@ -1,0 +1,80 @@
+"""Budgets: shared by the attackers of a defence, never above an attack's own, the same after an interruption."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from gradveil.attacks.analytic import Analytic
+from gradveil.attacks.inversion import Inversion
+from gradveil.attacks.optimise import Descent
+from gradveil.audit.budget import Budget, read_budget, restarts_worth, within
+from gradveil.audit.cell import cells, recover
+from gradveil.audit.scene import open_scene
+from gradveil.core.errors import GradveilError
+from tests.audit.runs import config, execute
+
+
+def ran(**changes):
+    """Iterations of the first victim in every cell of a small run."""
+    base = {"defences": ["none"], "attacks": ["ig(report=1)"]}
+    scene = open_scene(config(**{**base, **changes}))
+    return {
+        cell.attack: recover(scene, cell, range(2), lambda _: None).tensors["iterations"].tolist()
+        for cell in cells(scene.config)
+    }
+
+
+def test_victim_iterations_are_shared():
+    assert ran(budget="40") == {"ig(report=1)": [20, 20]}
+    both = ran(budget="40", attacks=["ig(report=1)", "gi(restarts=1, report=1)"])
+    assert set(map(tuple, both.values())) == {(10, 10)}
+    assert ran(budget="40", restarts=2) == {"ig(report=1)": [10, 10]}
+    assert ran(budget="4000", iterations=7) == {"ig(report=1)": [7, 7]}
+
+
+def test_halving_pays_for_few_restarts():
+    attack = Inversion("h", restarts=8, descent=Descent(halving=True))
+    assert restarts_worth(attack) == pytest.approx(2.5)
+    assert restarts_worth(replace(attack, restarts=1)) == 1
+    spent = ran(budget="200", attacks=["ig(restarts=8, halving=true, report=1)"])
+    assert spent == {"ig(restarts=8, halving=true, report=1)": [40, 40]}
+
+
+def test_seconds_become_iterations_that_are_written_down(tmp_path):
+    note = tmp_path / "plans" / "cell" / "0-1-iterations.json"
+    note.parent.parent.mkdir()
+    attack = Inversion("slow", descent=Descent(iterations=10**12))
+    tried = []
+    first = within(Budget(60, "seconds"), attack, 1, 2, 2, tried.append, note)
+    assert [run.descent.iterations for run in tried] == [10, 10]
+    assert first.descent.iterations > 1000
+    again = within(Budget(60, "seconds"), attack, 1, 2, 2, tried.append, note)
+    assert (again, len(tried)) == (first, 2)
+    assert json.loads(note.read_text()) == [first.descent.iterations]
+    half = within(Budget(60, "seconds"), attack, 2, 1, 2, lambda _: None, None)
+    assert half.descent.iterations > 1
+
+
+def test_time_is_about_kept():
+    scene = open_scene(config(defences=["none"], attacks=["ig"], budget="3s"))
+    found = recover(scene, cells(scene.config)[0], range(2), lambda _: None)
+    assert 0.3 < found.facts["seconds"] < 15
+
+
+def test_attacks_without_iterations_stay_as_they_are():
+    assert within(Budget(1, "seconds"), Analytic(), 1, 1, 1, lambda _: None, None) == Analytic()
+
+
+@pytest.mark.parametrize("text", ["", "fast", "-3", "0", "10 d", "0s"])
+def test_what_is_no_budget_is_refused(text):
+    with pytest.raises(GradveilError, match="budget"):
+        read_budget(text)
+
+
+def test_a_budget_is_part_of_the_run(tmp_path):
+    run, _ = execute(config(defences=["none"], attacks=["ig(report=1)"], budget="8"), tmp_path / "run")
+    assert run.cells[0].records[0]["iterations"] == 4
+    assert [point["iterations"] for point in run.cells[0].info["trace"]] == [1, 2]
+    with pytest.raises(GradveilError, match="budget"):
+        config(budget="soon")
