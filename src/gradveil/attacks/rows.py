@@ -66,6 +66,7 @@ class Rows:
         )
         self.spec = belief.noise_spec(first.params, blank)
         self.state = belief.init(first.params)
+        self.inputs_of_a_round = (*self.spec, *belief.intermediates(first.params))
         self.ignored = self._ignored(blank.inputs)
         self.rounds = [self._round(observation) for observation in seen]
         self.noise: dict[str, Noise] = {r.of(name): noise for r in self.rounds for name, noise in self.spec.items()}
@@ -231,10 +232,9 @@ class Rows:
         """Compare the client's simulated updates with what was observed: the mean over the rounds."""
         state = select(constants, "state")
         observed = select(constants, "observed")
-        names = (*self.spec, *self.belief.intermediates(self.rounds[0].params))
         total: Tensor | None = None
         for r in self.rounds:
-            own = {n: noise[r.of(n)] for n in names if r.of(n) in noise}
+            own = {n: noise[r.of(n)] for n in self.inputs_of_a_round if r.of(n) in noise}
             sent, state = self.belief.updates(r.params, batch, own, state)
             value = OBJECTIVES[self.attack.objective](sent, {n: observed[r.of(n)] for n in r.observed})
             total = value if total is None else total + value

@@ -110,7 +110,7 @@ _OBSTACLES: WeakKeyDictionary[nn.Module, dict[Any, str | None]] = WeakKeyDiction
 def _key(objective: Objective, trained: Tensors, batch: Batch, noise: Mapping[str, Tensor]) -> Any:
     tensors = {**noise, "inputs": batch.inputs, "targets": batch.targets}
     shapes = tuple((name, value.shape, value.dtype, value.device) for name, value in tensors.items())
-    modes = tuple(module.training for module in objective.model.modules())
+    modes = tuple(module.training for module in objective.modules)
     return objective.loss, tuple(trained), shapes, modes
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
+from functools import cached_property
 
 from torch import Tensor, nn
 from torch.func import vmap
@@ -43,7 +44,7 @@ class Client:
 
     The batch holds the members' examples one after the other; noise and state get a leading dimension of members."""
 
-    @property
+    @cached_property
     def objective(self) -> Objective:
         """The model and loss."""
         return Objective(self.model, self.loss, self.buffers)
@@ -53,7 +54,11 @@ class Client:
         return {name: value.detach() for name, value in self.model.named_parameters()}
 
     def trained(self) -> list[str]:
-        """Name the parameters that are trained and sent, in the model's order."""
+        """Name the parameters that are trained and sent, in the model's order. It is looked at once."""
+        return list(self._trained)
+
+    @cached_property
+    def _trained(self) -> list[str]:
         named = list(self.model.named_parameters())
         if self.trainable is None:
             return [name for name, value in named if value.requires_grad]
@@ -309,7 +314,7 @@ class Client:
 
     def _parted(self, params: Mapping[str, Tensor]) -> tuple[Tensors, Tensors]:
         """Part the parameters into the trained and the frozen ones."""
-        names = set(self.trained())
+        names = set(self._trained)
         trained = {name: value for name, value in params.items() if name in names}
         return trained, {name: value for name, value in params.items() if name not in names}
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +13,7 @@ from torch.func import functional_call, grad, vmap
 from gradveil.core.errors import fail
 from gradveil.core.tree import Tensors
 from gradveil.core.types import Batch, Loss
-from gradveil.nn.stochastic import collect_penalties, noise_names
+from gradveil.nn.stochastic import buffer_places, collect_penalties
 
 
 @dataclass(frozen=True)
@@ -24,10 +25,18 @@ class Objective:
     replaced: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
     """Buffers that stand in for the model's own."""
 
+    @cached_property
+    def modules(self) -> tuple[nn.Module, ...]:
+        """Every module, found once: an attack asks thousands of times."""
+        return tuple(self.model.modules())
+
+    @cached_property
+    def _places(self) -> list[tuple[str, nn.Module, str]]:
+        return buffer_places(self.model)
+
     def buffers(self) -> Tensors:
         """Return the buffers that travel with the client (everything but the noise)."""
-        hidden = noise_names(self.model)
-        own = {name: value for name, value in self.model.named_buffers() if name not in hidden}
+        own = {name: getattr(module, local) for name, module, local in self._places}
         return {**own, **self.replaced}
 
     def outputs(self, params: Mapping[str, Tensor], inputs: Tensor, noise: Mapping[str, Tensor]) -> Tensor:

@@ -74,6 +74,18 @@ def noise_names(model: nn.Module) -> set[str]:
     }
 
 
+def buffer_places(model: nn.Module) -> list[tuple[str, nn.Module, str]]:
+    """Say where each buffer but the noise lies: its name, its module, and its name there."""
+    carried = {name for name, _ in model.named_buffers()} - noise_names(model)
+    places: list[tuple[str, nn.Module, str]] = []
+    for path, module in model.named_modules():
+        for local, _ in module.named_buffers(recurse=False):
+            name = f"{path}.{local}" if path else local
+            if name in carried:
+                places.append((name, module, local))
+    return places
+
+
 def model_noise(model: nn.Module, inputs: Tensor) -> NoiseSpec:
     """Describe every noise buffer of a model for a batch of inputs, by one forward pass without gradients."""
     found: dict[str, Noise] = {}
