@@ -53,11 +53,19 @@ class Inversion:
     """Shift the restarts onto each other before their mean is taken."""
     langevin: float = 0.0
     """Standard deviation of the noise added to the inputs after each step, in units of the step size."""
+    step_size: float | None = None
+    """The local step size that the attacker believes in; None for the client's own, which servers usually set."""
 
     @property
     def together(self) -> bool:
         """Whether the restarts of a victim look at each other, so that they must be worked on at once."""
         return self.restarts > 1 and (self.group > 0 or self.descent.halving)
+
+    def believed(self, client: Client) -> Client:
+        """Return the client with what the attacker guesses of its local training."""
+        if self.step_size is None or client.local is None:
+            return client
+        return replace(client, local=replace(client.local, lr=self.step_size))
 
     def points(self) -> list[int]:
         """List the iterations after which the best images so far are noted: 1/2, 1/4, … of the budget, seven times."""

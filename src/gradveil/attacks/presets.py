@@ -7,7 +7,7 @@ from typing import Any
 
 from gradveil.attacks.analytic import Analytic
 from gradveil.attacks.inversion import Inversion
-from gradveil.attacks.knowledge import Known
+from gradveil.attacks.knowledge import How, Known, Neutral, Sample
 from gradveil.attacks.learned import Learned
 from gradveil.attacks.objective import OBJECTIVES
 from gradveil.attacks.optimise import Cosine, Descent, Steps
@@ -34,6 +34,8 @@ SETTINGS = (
     Argument("patience", Range(1, integer=True, optional=True), None),
     Argument("keep", Choice(("best", "last", None)), None),
     Argument("report", Range(1, integer=True, optional=True), None),
+    Argument("order", Choice(("told", "in-order", "drawn", None)), None),
+    Argument("step_size", Range(0, low_open=True, optional=True), None),
     Argument("rounds", Choice(("first", "last", "all", None)), None),
     Argument("batchnorm", Range(0, optional=True), None),
     Argument("group", Range(0, optional=True), None),
@@ -43,6 +45,8 @@ SETTINGS = (
 )
 """What a run file may change about any of these attacks; none means the preset's own."""
 
+_ORDERS: dict[str, How] = {"told": Known(), "in-order": Neutral(), "drawn": Sample(every_iteration=False)}
+"""What an attacker makes of the order in which a client went through its examples."""
 _OF_STEPPER = ("lr", "sign")
 _OF_DESCENT = ("iterations", "tolerance", "patience", "keep", "report", "halving")
 
@@ -73,6 +77,8 @@ class InversionEntry(AttackEntry):
 
     def built(self, attack: Inversion, name: str, given: dict[str, Any]) -> Inversion:
         """Part the settings into those of the attack, its descent and its steps."""
+        if order := given.pop("order", None):
+            given["knowledge"] = {"schedule": _ORDERS[order], **attack.knowledge}
         descent = replace(attack.descent, **{n: given.pop(n) for n in _OF_DESCENT if n in given})
         if "sign" in given and not isinstance(descent.stepper, Adam):
             raise fail(f"{self.name}.sign", "is a setting of Adam, this attack uses L-BFGS", "leave it out")

@@ -53,6 +53,7 @@ class Rows:
         self, attack: Inversion, observations: Sequence[Observation], belief: Client, knowledge: Knowledge, key: Key
     ) -> None:
         """Look at what was observed, once: labels, masks, and how each random tensor is treated."""
+        belief = attack.believed(belief)
         self.attack, self.belief, self.knowledge, self.key = attack, belief, knowledge, key
         seen = {"first": observations[:1], "last": observations[-1:], "all": observations}[attack.rounds]
         first = seen[0]

@@ -1,0 +1,76 @@
+"""Updates after local training: what the attacker knows of the order and the step size decides whether it fits."""
+
+import pytest
+
+from gradveil.attacks.presets import make_attack
+from gradveil.audit.cell import cells, grant, recover
+from gradveil.audit.rounds import observe
+from gradveil.audit.scene import open_scene
+from gradveil.core.errors import GradveilError
+from gradveil.core.noise import Key
+from tests.attacks.scenes import psnr
+from tests.audit.runs import config
+
+FEDAVG = {"batch": 4, "local": {"lr": 0.5, "epochs": 2, "batch": 2, "momentum": 0.5}}
+
+
+def at_truth(settings, **changes):
+    base = {"data": {"name": "digits", "size": 16}, "precision": "float64", "client": FEDAVG, "defences": ["none"]}
+    scene = open_scene(config(**{**base, "attacks": [f"ig(tv=0, {settings})"], **changes}))
+    cell = cells(scene.config)[0]
+    client, attack = scene.client(0, "none", 0), scene.attacks[cell.attack]
+    seen, truth = observe(scene, cell, client, range(2))
+    knowledge, grants = grant(scene, attack, client, seen[0].params, truth)
+    return attack.evaluate(seen, client, knowledge, Key(0), truth.raw.inputs, truth.noise), grants
+
+
+def test_the_order_of_the_examples_matters():
+    told, grants = at_truth("order=told")
+    assert bool((told < 1e-9).all())
+    assert "schedule: its true value" in grants
+    for order in ("in-order", "drawn"):
+        guessed, grants = at_truth(f"order={order}")
+        assert bool((guessed > 1e-7).all())
+        assert not any("schedule" in name for name in grants)
+
+
+def test_a_wrong_step_size_does_not_fit():
+    assert bool((at_truth("order=told, step_size=0.5")[0] < 1e-9).all())
+    assert bool((at_truth("order=told, step_size=2")[0] > 1e-4).all())
+    one = {"batch": 2, "local": {"lr": 0.5, "steps": 1}}
+    for size in (0.5, 2.0):  # the direction of a single step does not depend on its size
+        assert bool((at_truth(f"order=told, step_size={size}", client=one)[0] < 1e-9).all())
+
+
+@pytest.mark.parametrize("local", [{"lr": 0.05, "steps": 3}, {"lr": 0.05, "epochs": 2, "batch": 1, "momentum": 0.9}])
+def test_images_come_back_from_local_training(local):
+    text = "ig-scheliga(iterations=250, order=told)"
+    scene = open_scene(
+        config(
+            data={"name": "digits"}, model={"name": "scheliga-cnn"}, client={"batch": 2, "local": local},
+            attacks=[text], defences=["none"], victims=1,
+        )
+    )  # fmt: skip
+    found = recover(scene, cells(scene.config)[0], range(1), lambda _: None).tensors["inputs"]
+    truth = scene.batch(scene.examples(0, range(1))).inputs
+    lower, upper = scene.victims.bounds
+    mean = truth.mean(1, keepdim=True).expand_as(truth)
+    own, floor, wrong = (float(psnr(x, truth, lower, upper)) for x in (found, mean, found.flip(1)))
+    assert own > floor + 0.5
+    assert own > wrong + 3
+
+
+def test_partly_frozen_models_are_attacked_through_what_is_sent():
+    scene = open_scene(
+        config(
+            data={"name": "digits"}, model={"name": "scheliga-cnn"}, client={"trainable": ["head.*"]},
+            attacks=["ig-scheliga(iterations=200)"], defences=["none"],
+        )
+    )  # fmt: skip
+    found = recover(scene, cells(scene.config)[0], range(2), lambda _: None).tensors
+    assert bool((found["objective"] < 0.3 * found["initial"]).all())
+
+
+def test_unknown_orders_are_refused():
+    with pytest.raises(GradveilError, match="order"):
+        make_attack("ig(order=random)")
