@@ -120,8 +120,12 @@ def gradveil_attack(model: nn.Module, images: Tensor, labels: Tensor) -> Callabl
 def gradveil(name: str) -> Work:
     """All victims at once, as many in a batch as the attack chooses.
 
-    It chooses once for thousands of iterations, so that is done before the clock runs.
+    It chooses once for thousands of iterations, so that is done before the clock runs. As the command line and its
+    workers do, the process keeps the memory that it frees.
     """
+    from gradveil.attacks.plan import keep_freed_memory
+
+    keep_freed_memory()
     model = model_of(name)
     ready: dict[int, tuple[Callable[..., Any], tuple[int, ...]]] = {}
 

@@ -42,7 +42,7 @@ def written_bytes(function: Callable[[], Tensor]) -> int:
     return counter.bytes
 
 
-CACHE_BUDGET = 256 * 2**20
+CACHE_BUDGET = 600 * 2**20
 """Bytes that one iteration of a batch may write on a CPU."""
 MOST_ROWS = 64
 
@@ -50,22 +50,23 @@ MOST_ROWS = 64
 def rows_at_once(bytes_per_row: int, rows: int, device: torch.device | str) -> int:
     """Choose the rows of one batch from what an iteration of one row writes; the batches come out about equal.
 
-    On a CPU a call costs as much as the arithmetic of a few rows of a small network, and what an iteration wrote should
-    still be in a cache when it is read. Victim-iterations a second on one EPYC core (32 MiB of last-level cache):
+    On a CPU a call costs as much as the arithmetic of a few rows of a small network, and more rows write more than
+    caches and freed blocks hold. Victim-iterations a second on one EPYC core (32 MiB of last-level cache; the large
+    networks with `keep_freed_memory`):
 
     | rows | LeNetZhu, 1.2 MiB a row | Scheliga CNN, 1.3 MiB | ViT, 50 MiB | ResNet-18, 136 MiB |
     |---|---|---|---|---|
-    | 1 | 316 | 213 | 21.1 | 11.9 |
-    | 4 | 870 | 656 | 27.9 | 8.8 |
-    | 8 | 1240 | 987 | 28.8 | 9.3 |
+    | 1 | 316 | 213 | 22.7 | 7.8 |
+    | 4 | 870 | 656 | 23.5 | 12.1 |
+    | 8 | 1240 | 987 | 24.4 | 12.2 (6 rows) |
     | 32 | 2006 | 1755 | | |
     | 64 | 2273 | 2011 | | |
     | 128 | 2055 | 1725 | | |
 
-    So: at most 64 rows, which write at most 256 MiB. Other devices take what fits half of their free memory.
+    So: at most 64 rows, which write at most 600 MiB. Other devices take what fits half of their free memory.
 
     >>> rows_at_once(2**20, 100, "cpu"), rows_at_once(50 * 2**20, 100, "cpu"), rows_at_once(2**30, 100, "cpu")
-    (50, 5, 1)
+    (50, 12, 1)
     """
     device = torch.device(device)
     if device.type == "cuda":

@@ -1,0 +1,106 @@
+"""What knowing more costs: processor time of targeted attacks in units of the plain attack's, interleaved in one run.
+
+    python benchmarks/attack_cost.py [--victims 32] [--iterations 20] [--rounds 7] [--output FILE]
+
+Joint optimisation (dropout masks, bottleneck noise) is compared with the attack on the same model that leaves the
+randomness alone; local training with T = 4 steps with the attack on one gradient that `vmap` computes, as it computes
+the local steps. One thread, processor seconds, medians over the rounds with quartiles.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from statistics import median, quantiles
+
+import torch
+from loops import CLASSES, SHAPE, model_of, truth_of
+
+from gradveil.attacks.base import Observation
+from gradveil.attacks.knowledge import Knowledge
+from gradveil.attacks.presets import make_attack
+from gradveil.client import Client, Local
+from gradveil.core.noise import Key
+from gradveil.core.tree import stack
+from gradveil.core.types import Batch
+from gradveil.defences import parse
+
+CASES = {
+    "dropout: DIA": ("dropout(0.25)", "dia", "gpia", None, 1.5),
+    "PRECODE: VBIA": ("precode", "vbia", "gpia", None, 1.5),
+    "CVB: VBIA": ("cvb", "vbia", "gpia", None, 1.5),
+    "pruning: mask read off": ("prune(0.9)", "gpia", "ig-scheliga", None, 1.5),
+    "local training, T = 4": ("none", "ig-scheliga", "ig-scheliga", Local(batch=1, lr=0.1, steps=4), 7.0),
+}
+"""Case -> defence, attack, the attack it is compared with, local training, and how often its cost is allowed."""
+
+
+class Looped(Client):
+    """A client whose gradients are always computed by `vmap` over the victims."""
+
+    def updates(self, *arguments):
+        """Take the reference."""
+        return self.updates_reference(*arguments)
+
+
+def runner(defence: str, attack: str, victims: int, local: Local | None, looped: bool) -> Callable[[int], float]:
+    """Set up one attack; a function of the iterations to processor seconds."""
+    kind = Looped if looped else Client
+    client = parse(defence)(kind(model_of("scheliga-cnn"), local=local), Key(0))
+    images, labels = truth_of(victims)
+    params = client.params()
+    spec = client.noise_spec(params, Batch(images[0], labels[0]))
+    noise = stack([spec.sample(Key(1, (victim,))) for victim in range(victims)])
+    state = {n: v.expand(victims, *v.shape) for n, v in client.init(params).items()}
+    sent, _ = client.updates(params, Batch(images, labels), noise, state)
+    seen = Observation(params, {n: v.detach() for n, v in sent.items()}, 1, tuple(range(victims)))
+    tuned = make_attack(attack)
+    belief = client if tuned.belief == "full" else client.undefended_update()
+    # The same optimiser for both, and nothing drawn afresh: what is compared is the work of an iteration.
+    tuned = replace(tuned, descent=make_attack("ig-scheliga").descent)
+    tensors = {n: w for n, w in tuned.knowledge.items() if attack not in ("gpia", "ig-scheliga") or n != "model.*"}
+    bounds = images.new_zeros(3, 1, 1), images.new_ones(3, 1, 1)
+    knowledge = Knowledge(SHAPE, *bounds, CLASSES, tensors=tensors, targets=labels)
+
+    def run(iterations: int) -> float:
+        short = replace(tuned, descent=replace(tuned.descent, iterations=iterations))
+        began = time.process_time()
+        short([seen], belief, knowledge, Key(0), plan=(victims,))
+        return time.process_time() - began
+
+    return run
+
+
+def main() -> None:
+    """Measure, print a table, write the numbers."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--victims", type=int, default=32)
+    parser.add_argument("--iterations", type=int, default=20)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--output", type=Path)
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    results = {}
+    print("| case | cost | quartiles | allowed |\n|---|---|---|---|")
+    for case, (defence, attack, against, local, allowed) in CASES.items():
+        costly = runner(defence, attack, given.victims, local, looped=False)
+        plain = runner(defence, against, given.victims, None, looped=local is not None)
+        costly(2), plain(2)
+        ratios = [costly(given.iterations) / plain(given.iterations) for _ in range(given.rounds)]
+        low, _, high = quantiles(ratios, n=4)
+        results[case] = {"ratio": median(ratios), "low": low, "high": high, "allowed": allowed}
+        verdict = "" if median(ratios) <= allowed else " MISSED"
+        print(f"| {case} | {median(ratios):.2f}x{verdict} | {low:.2f}-{high:.2f} | {allowed:g}x |", flush=True)
+    if given.output:
+        facts = {"victims": given.victims, "iterations": given.iterations, "torch": torch.__version__}
+        text = json.dumps({**facts, "cores": os.cpu_count(), "cases": results}, indent=1)
+        given.output.write_text(text + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
