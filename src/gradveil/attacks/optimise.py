@@ -199,6 +199,22 @@ def _judge(state: Tensors, variables: Tensors, value: Tensor, descent: Descent, 
         new[f"best.{name}"] = torch.where(wide, current, state[f"best.{name}"])
     if iteration == 0:
         new["control.initial"] = value
+    if descent.patience is not None or isinstance(descent.schedule, Plateau):
+        new |= _patience(state, value, finite, descent)
+    new["control.iterations"] = torch.where(running, iteration + 1, state["control.iterations"])
+    status = torch.where(finite, BUDGET, DIVERGED)
+    if not isinstance(descent.stepper, Adam):  # a line search may try a non-finite point and step back from it
+        status = torch.where(torch.isinf(new["control.objective"]), DIVERGED, BUDGET)
+    if descent.patience is not None:
+        status = torch.where((status == BUDGET) & (new["control.since"] >= descent.patience), STALLED, status)
+    status = torch.where((status == BUDGET) & (value <= descent.tolerance), CONVERGED, status)
+    new["control.status"] = torch.where(running, status, state["control.status"])
+    return new
+
+
+def _patience(state: Tensors, value: Tensor, finite: Tensor, descent: Descent) -> Tensors:
+    """Count each row's iterations without progress, and shrink its step where they are too many."""
+    new: Tensors = {}
     anchor = state["control.anchor"]
     ahead = finite & (torch.isinf(anchor) | (value < anchor - descent.progress * anchor.abs()))
     new["control.anchor"] = torch.where(ahead, value, anchor)
@@ -211,14 +227,6 @@ def _judge(state: Tensors, variables: Tensors, value: Tensor, descent: Descent, 
             drop, state["control.scale"] * descent.schedule.factor, state["control.scale"]
         )
         new["control.since_scale"] = torch.where(drop, zero, new["control.since_scale"])
-    new["control.iterations"] = torch.where(running, iteration + 1, state["control.iterations"])
-    status = torch.where(finite, BUDGET, DIVERGED)
-    if not isinstance(descent.stepper, Adam):  # a line search may try a non-finite point and step back from it
-        status = torch.where(torch.isinf(new["control.objective"]), DIVERGED, BUDGET)
-    if descent.patience is not None:
-        status = torch.where((status == BUDGET) & (new["control.since"] >= descent.patience), STALLED, status)
-    status = torch.where((status == BUDGET) & (value <= descent.tolerance), CONVERGED, status)
-    new["control.status"] = torch.where(running, status, state["control.status"])
     return new
 
 

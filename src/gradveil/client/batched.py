@@ -32,7 +32,8 @@ def victim_gradients(
     """Return every victim's mean gradient [V, *shape], the parameters shared by all; equal to `vmap(mean_gradient)`.
 
     Inputs [V, B, ...], targets [V, B] or [V, B, K] and model noise [V, B, ...] are differentiable, the parameters are
-    constants. Raises `Unsupported` for a model or loss whose gradients do not come apart by victim.
+    constants. Raises `Unsupported` for a model or loss whose gradients do not come apart by victim. The names of the
+    noise are not looked at: `obstacle`, which is asked first, has.
     """
     victims, examples = batch.inputs.shape[:2]
     flat = Batch(batch.inputs.flatten(0, 1), batch.targets.flatten(0, 1))
@@ -44,7 +45,7 @@ def victim_gradients(
         return _single(objective, weights, fixed, flat, rows, create_graph)
     with torch.enable_grad():
         with collect_penalties() as penalties, Recorder(RULES, weights, victims, examples) as recorder:
-            outputs = objective.outputs({**weights, **fixed}, flat.inputs, rows)
+            outputs = objective.outputs({**weights, **fixed}, flat.inputs, rows, checked=True)
         # The mean over V x B examples, times V: the sum of the victims' own means.
         total = objective.total(outputs, flat.targets, penalties) * victims
         return recorder.gradients(total, create_graph=create_graph)
@@ -61,7 +62,7 @@ def _single(
     """Return the gradients [1, *shape] of one victim by plain double backward: there is nothing to take apart."""
     leaves = {name: value.requires_grad_() for name, value in weights.items()}
     with torch.enable_grad():
-        value = objective.value({**leaves, **fixed}, batch, noise)
+        value = objective.value({**leaves, **fixed}, batch, noise, checked=True)
         found = torch.autograd.grad(
             value, list(leaves.values()), create_graph=create_graph, allow_unused=True, materialize_grads=True
         )

@@ -39,15 +39,25 @@ class Objective:
         own = {name: getattr(module, local) for name, module, local in self._places}
         return {**own, **self.replaced}
 
-    def outputs(self, params: Mapping[str, Tensor], inputs: Tensor, noise: Mapping[str, Tensor]) -> Tensor:
-        """Run the model. `strict=True` refuses a missing noise tensor."""
-        tensors = {**params, **self.buffers(), **noise}
-        return functional_call(self.model, tensors, (inputs,), strict=True)
+    @cached_property
+    def tied(self) -> bool:
+        """Whether a tensor of the model has several names."""
+        own = [*self.model.named_parameters(remove_duplicate=False), *self.model.named_buffers(remove_duplicate=False)]
+        return len({id(value) for _, value in own}) < len(own)
 
-    def value(self, params: Mapping[str, Tensor], batch: Batch, noise: Mapping[str, Tensor]) -> Tensor:
+    def outputs(
+        self, params: Mapping[str, Tensor], inputs: Tensor, noise: Mapping[str, Tensor], *, checked: bool = False
+    ) -> Tensor:
+        """Run the model; a missing noise tensor is refused, unless these names are `checked` already."""
+        tensors = {**params, **self.buffers(), **noise}
+        return functional_call(self.model, tensors, (inputs,), tie_weights=self.tied, strict=not checked)
+
+    def value(
+        self, params: Mapping[str, Tensor], batch: Batch, noise: Mapping[str, Tensor], *, checked: bool = False
+    ) -> Tensor:
         """Mean loss over the batch plus what the modules add (KL terms)."""
         with collect_penalties() as penalties:
-            outputs = self.outputs(params, batch.inputs, noise)
+            outputs = self.outputs(params, batch.inputs, noise, checked=checked)
         return self.total(outputs, batch.targets, penalties)
 
     def total(self, outputs: Tensor, targets: Tensor, penalties: list[Tensor]) -> Tensor:
