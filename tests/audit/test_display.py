@@ -96,7 +96,7 @@ def test_scores_that_are_no_numbers_are_dashes() -> None:
         record["per_image"][0] |= {"ssim": None, "psnr": float("nan")}
     out = console(terminal=False)
     out.print(result_table([spoilt]))
-    assert text(out).splitlines()[1].split()[5:7] == ["–", "–"]
+    assert text(out).splitlines()[1].split()[6:8] == ["–", "–"]
 
 
 def test_a_failure_is_shown() -> None:
@@ -123,8 +123,9 @@ def test_the_table_has_the_strongest_attack_first() -> None:
     out.print(result_table(rows))
     lines = [line.split() for line in text(out).splitlines()]
     assert [line[:2] for line in lines[1:]] == [["none", "dlg"], ["none", "ig"], ["dgp", "ig"], ["dgp", "gi"]]
-    assert lines[1][2:] == ["100%", "51–100%", "25%", "0.60", "10.0", "0.5", "works"]
-    assert lines[4][2:] == ["failed"]
+    assert lines[1][2:] == ["–", "100%", "51–100%", "25%", "0.60", "10.0", "0.5", "works"]
+    assert lines[3][2:4] == ["adaptive", "0%"]
+    assert lines[4][2:] == ["–", "failed"]
 
 
 def test_rates_are_written_as_in_the_report() -> None:
@@ -132,7 +133,7 @@ def test_rates_are_written_as_in_the_report() -> None:
     one_of_16 = result("none", "ig", 1)
     one_of_16.records.extend(result("none", "ig", 0).records * 3)
     out.print(result_table([one_of_16]))
-    assert text(out).splitlines()[1].split()[2:4] == ["6.2%", "1.1–28.3%"]
+    assert text(out).splitlines()[1].split()[3:5] == ["6.2%", "1.1–28.3%"]
     assert (percent(1 / 16), interval(*wilson(1, 16))) == ("6.2%", "1.1–28.3%")
 
 
@@ -153,3 +154,42 @@ def test_a_defence_that_held_and_an_attack_that_fell_short_look_different() -> N
 def test_the_legend_names_diverged_attacks() -> None:
     assert "SSIM above 0.5" in legend([result("none", "ig", 1)])
     assert "4 victims' attacks diverged" in legend([result("none", "ig", 0, "diverged")])
+
+
+def attacked(defence: str, attack: str, successes: int = 0, **change: Any) -> Cell:
+    cell = result(defence, attack, successes)
+    cell.info.update(change)
+    return cell
+
+
+def test_a_defence_that_nobody_knows_carries_a_warning() -> None:
+    out = console(terminal=False)
+    naive = {"belief": "naive", "grants": []}
+    rows = [attacked("none", "ig", 4, **naive), attacked("dgp", "ig", **naive), attacked("dp", "ig", **naive)]
+    rows += [attacked("dp", "cdia"), attacked("cvb", "ig", **naive), attacked("clip(1)", "ig", **naive)]
+    out.print(result_table([*rows, attacked("cvb", "pig", **naive)]))
+    said = " ".join(text(out).split())
+    assert "dgp and clip(1): no attacker who knows this defence was run: add --attack adaptive." in said
+    assert said.endswith("cvb: no attacker who knows all of this defence was run: add --attack adaptive.")
+    quiet = console(terminal=False)
+    quiet.print(result_table([rows[0], rows[3]]))
+    assert "--attack" not in text(quiet)
+
+
+def test_upper_bounds_stand_last_and_are_named() -> None:
+    told = attacked("dp", "wiig", 4, grants=["step.noise.w: its true value"])
+    rows = [told, attacked("dp", "cdia", 1, grants=[])]
+    out = console(terminal=False)
+    out.print(result_table(rows))
+    assert [line.split()[1:3] for line in text(out).splitlines()[1:]] == [["cdia", "adaptive"], ["wiig", "informed"]]
+    said = legend(rows)
+    assert "informed was told the client's secrets" in said
+    assert "upper bounds" in said
+    assert "upper bounds" not in legend(rows[1:])
+
+
+def test_the_legend_says_the_threat_model_with_the_budget() -> None:
+    said = legend([result("none", "ig", 1)], {"budget": "64000"})
+    assert "Threat model: An honest-but-curious server keeps the global parameters" in said
+    assert "share 64,000 victim-iterations" in said
+    assert "share" not in legend([result("none", "ig", 1)]).partition("ASR:")[0]

@@ -30,9 +30,12 @@ def test_an_adaptive_attacker_is_quoted_with_wilsons_interval() -> None:
 def test_a_naive_attacker_alone_is_no_evidence_of_safety() -> None:
     verdict = judge(row(0, belief="naive"))
     assert verdict.sentence == "An attacker who ignores this defence recovers 0 of 32 images (0%, 95% CI 0–10.7%)."
-    assert any("not evidence of safety" in note for note in verdict.notes)
+    assert verdict.warning == "No attacker who knows this defence was run: add --attack adaptive."
     assert verdict.level == "unproven"
-    assert not any("evidence" in note for note in judge(row(0)).notes)
+    assert judge(row(0)).warning == ""
+    assert judge(row(20, belief="naive")).warning == verdict.warning
+    (bare,) = [v for v in verdicts([row(0), BARE]) if v.undefended]
+    assert bare.warning == ""
 
 
 def test_the_strongest_attacker_comes_first_and_equal_rates_prefer_him_who_knows() -> None:
@@ -40,19 +43,61 @@ def test_the_strongest_attacker_comes_first_and_equal_rates_prefer_him_who_knows
     verdict = judge(weak, strong)
     assert verdict.best is strong
     assert [r.recovered for r in verdict.rows] == [20, 3]
-    assert any("less than one who ignores it" in note for note in verdict.notes)
+    assert any("less than one who ignores the defence" in note for note in verdict.notes)
     equal = judge(row(3, belief="naive", ssim=0.4), row(3, ssim=0.2))
     assert equal.best.attacker == "adaptive"
 
 
 def test_handed_over_randomness_is_an_upper_bound_only() -> None:
-    told = row(32, knowledge={"model.*": "known"}, attack="ig(told)")
-    verdict = judge(told, row(0))
-    assert verdict.best.recovered == 0
-    assert any(note.startswith("Upper bound") and "32 of 32" in note for note in verdict.notes)
+    told = row(32, grants=["targets: the true labels", "send.noise.w: its true value"], attack="wiig")
+    verdict = judge(told, row(1), row(0, attack="dlg"))
+    assert verdict.best.recovered == 1
+    assert verdict.level == "leaks"
+    assert [r.attack for r in verdict.rows] == ["ig", "dlg", "wiig"]
+    assert [r.attack for r in verdict.judged] == ["ig", "dlg"]
+    assert verdict.union is not None
+    assert verdict.union.recovered == 1
+    assert any("(wiig) recovers 32 of 32" in note for note in verdict.notes if note.startswith("Upper bound"))
     alone = judge(told)
-    assert alone.sentence.startswith("An attacker who was handed this defence's random values recovers 32 of 32")
+    assert alone.sentence.startswith("An attacker who was told the client's secrets recovers 32 of 32")
     assert any("upper bound" in note for note in alone.notes)
+    assert alone.level == "unproven"
+    assert alone.warning
+
+
+def test_true_statistics_are_an_upper_bound_without_a_defence_too() -> None:
+    told = row(32, defence="none", belief="naive", grants=["statistics.bn.mean: its true value"], attack="gi-strong")
+    plain = row(5, defence="none", belief="naive", grants=["targets: the true labels"], attack="gi")
+    (verdict,) = verdicts([told, plain])
+    assert verdict.undefended
+    assert verdict.best is plain
+    assert "Without a defence, an attacker recovers 5 of 32" in verdict.sentence
+    (alone,) = verdicts([told])
+    assert alone.sentence.startswith("Without a defence, an attacker who was told the client's secrets recovers 32")
+    doubted = row(0, attack="dlg", grants=[])
+    (defended,) = [v for v in verdicts([told, plain, doubted]) if not v.undefended]
+    assert "it recovers only 5 of 32 images without any defence" in defended.doubts
+
+
+def test_the_verdict_is_the_worst_case_of_all_who_were_told_no_secrets() -> None:
+    strong = {"defence": "cvb", "belief": "naive"}
+    rows = [row(2, defence="cvb"), row(9, **strong, attack="pig"), row(4, **strong), BARE]
+    (verdict,) = [v for v in verdicts(rows) if not v.undefended]
+    assert verdict.best.attack == "pig"
+    assert verdict.sentence.startswith("An attacker who knows this defence's architecture recovers 9 of 32")
+    assert verdict.warning == ""
+    (unknown,) = [v for v in verdicts(rows[1:]) if not v.undefended]
+    assert unknown.warning == "No attacker who knows all of this defence was run: add --attack adaptive."
+
+
+def test_a_healthy_naive_attacker_does_not_vouch_for_a_broken_one_who_knows() -> None:
+    broken = row(0, health=HEALTHY | {"diverged": 1.0})
+    naive = row(1, belief="naive", attack="dlg", controls=CONTROLS | {"mean_image": {"asr": 0.1}})
+    verdict = judge(broken, naive)
+    assert (verdict.best.attack, verdict.doubts) == ("dlg", ())
+    assert verdict.level == "unclear"
+    assert any("is in doubt" in note for note in verdict.notes)
+    assert judge(broken, naive, row(0, attack="cdia")).level == "held"
 
 
 @pytest.mark.parametrize("how", ["sample", "neutral", "optimise", "infer"])

@@ -5,22 +5,28 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
+from gradveil.attacks.presets import make_attack
 from gradveil.core.errors import GradveilError
 from gradveil.defences import entries
 
-Attacker = Literal["undefended", "naive", "adaptive", "informed"]
+Attacker = Literal["undefended", "naive", "aware", "adaptive", "informed"]
 """Whose attack a cell is. See `attacker`."""
 
-ATTACKERS: dict[str, tuple[str, str]] = {
+ATTACKERS: dict[Attacker, tuple[str, str]] = {
     "undefended": ("no defence", "there is no defence to know"),
     "naive": ("ignores the defence", "inverts the update as if nothing had been done to it"),
+    "aware": (
+        "knows the architecture",
+        "inverts the update as if nothing had been done to it, but leaves out the layers that the noise of a "
+        "bottleneck in the model reaches",
+    ),
     "adaptive": (
         "knows the defence",
         "simulates the defence; its random values were not handed over, but sampled, optimised, inferred or left out",
     ),
     "informed": (
-        "was given its randomness",
-        "simulates the defence and was handed random values it would never see: an upper bound, not a verdict",
+        "was told the client's secrets",
+        "was handed random values or statistics of the batch that only the client knows: an upper bound, not a verdict",
     ),
 }
 """Short and long description of every kind of attacker."""
@@ -34,7 +40,8 @@ POSITIONS = {
 }
 """What an attacker can do about a tensor that it does not see."""
 
-_DEFENCE_TENSORS = ("model.", "batch.", "step.", "send.", "update.", "state.", "*")
+_OPEN = {"targets", "public", "bounds"}
+"""What may be handed over without making the result an upper bound: it is part of the stated threat model."""
 
 
 def undefended(defence: str) -> bool:
@@ -49,6 +56,20 @@ def undefended(defence: str) -> bool:
         return False
 
 
+def secrets(info: Mapping[str, Any]) -> list[str]:
+    """Name what was handed over although only the client knows it: random tensors, statistics of the batch.
+
+    What an attack asks for counts only where a cell does not list what it was granted: nothing is granted of a client
+    without randomness.
+
+    >>> secrets({"grants": ["targets: the true labels", "statistics.bn.mean: its true value"]})
+    ['statistics.bn.mean']
+    """
+    asked = [name for name, how in info.get("knowledge", {}).items() if how == "known"]
+    given = [grant.partition(": ")[0] for grant in info["grants"]] if "grants" in info else asked
+    return [name for name in given if name not in _OPEN]
+
+
 def attacker(info: Mapping[str, Any]) -> Attacker:
     """Say whose attack a cell is, from its belief and from what it was handed.
 
@@ -56,10 +77,29 @@ def attacker(info: Mapping[str, Any]) -> Attacker:
     'adaptive'
     >>> attacker({"defence": "dropout", "belief": "full", "knowledge": {"model.*": "known"}})
     'informed'
+    >>> attacker({"defence": "cvb", "belief": "naive", "attack": "pig"})
+    'aware'
     """
+    if secrets(info):
+        return "informed"
     if undefended(info["defence"]):
         return "undefended"
     if info["belief"] == "naive":
-        return "naive"
-    given = [name for name, how in info.get("knowledge", {}).items() if how == "known"]
-    return "informed" if any(name.startswith(_DEFENCE_TENSORS) for name in given) else "adaptive"
+        return "aware" if _sidesteps(str(info.get("attack", "")), info["defence"]) else "naive"
+    return "adaptive"
+
+
+def _sidesteps(attack: str, defence: str) -> bool:
+    """Whether an attack leaves out the layers behind a bottleneck, and the defence is or has one."""
+    try:
+        aims = [text for entry in entries(defence) for text in entry.adaptive]
+    except GradveilError:
+        return False
+    return _ignores_noise(attack) and any(_ignores_noise(text) for text in aims)
+
+
+def _ignores_noise(attack: str) -> bool:
+    try:
+        return getattr(make_attack(attack), "ignore", "nothing") == "stochastic"
+    except GradveilError:
+        return False

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import TracebackType
+from typing import Any
 
 from rich.console import Console
 from rich.live import Live
@@ -14,12 +15,14 @@ from rich.table import Table
 from rich.text import Text
 
 from gradveil.attacks.base import Progress
+from gradveil.audit.attacker import ATTACKERS
 from gradveil.audit.cell import Address
 from gradveil.audit.health import STATES, examine
 from gradveil.audit.rows import Row
 from gradveil.audit.store import Cell, summarise
+from gradveil.audit.threat import threat_model, unknown_to_all
 from gradveil.core.errors import Problem
-from gradveil.core.words import DASH, duration, interval, number, percent
+from gradveil.core.words import DASH, duration, interval, listing, number, percent
 
 _LINE_SECONDS = 10.0
 """Plain output: at most one line of progress in this time."""
@@ -150,22 +153,34 @@ def _fixed(value: float | None, digits: int) -> str:
 
 
 def result_table(cells: Sequence[Cell]) -> Table:
-    """Lay the results out: one row a cell, the strongest attack first within each defence."""
+    """Lay the results out: one row a cell, the strongest attack first within each defence, upper bounds last.
+
+    Below stands what has to be done before a defence can be judged.
+    """
+    rows = {id(cell): Row(number, cell) for number, cell in enumerate(cells) if cell.failed is None}
     table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
+    table.caption, table.caption_justify = warnings_of([*rows.values()]), "left"
     several = len({(cell.info["seed"], cell.info["client"]) for cell in cells}) > 1
     for header in ("defence", "attack", *(("seed", "client") if several else ())):
         table.add_column(header, overflow="fold")
+    table.add_column("attacker", no_wrap=True)
     for header in ("ASR", "95% CI", "floor", "SSIM", "PSNR", "distance"):
         table.add_column(header, justify="right", no_wrap=True)
     table.add_column("health", no_wrap=True)
-    rows = {id(cell): Row(number, cell) for number, cell in enumerate(cells) if cell.failed is None}
     order = list(dict.fromkeys(cell.info["defence"] for cell in cells))
-    summaries = [(cell, summarise(cell)) for cell in cells]
-    for cell, row in sorted(summaries, key=lambda pair: (order.index(pair[1]["defence"]), -(pair[1]["asr"] or 0))):
+
+    def place(pair: tuple[Cell, dict[str, Any]]) -> tuple[int, bool, float]:
+        row = rows.get(id(pair[0]))
+        bound = row is not None and row.attacker == "informed"
+        return order.index(pair[1]["defence"]), bound, -(pair[1]["asr"] or 0)
+
+    for cell, row in sorted(((cell, summarise(cell)) for cell in cells), key=place):
         where = [row["defence"], row["attack"], *([str(row["seed"]), row["client"]] if several else [])]
         if cell.failed is not None:
-            table.add_row(*where, Text("failed", style="red"))
+            table.add_row(*where, DASH, Text("failed", style="red"))
             continue
+        kind = rows[id(cell)].attacker
+        where.append(DASH if kind == "undefended" else kind)
         floor = max((c["asr"] for key, c in cell.info["controls"].items() if key != "wrong_victim"), default=None)
         numbers = (
             percent(row["asr"]),
@@ -180,14 +195,31 @@ def result_table(cells: Sequence[Cell]) -> Table:
     return table
 
 
-def legend(cells: Sequence[Cell]) -> str:
-    """Say what the columns of the table mean, what spoils them, and what was attacked instead of the model as it is."""
+def warnings_of(rows: Sequence[Row]) -> Text | None:
+    """Say against which defences nobody was run who knows them, and what to do about it."""
+    missing: dict[str, list[str]] = {}
+    for defence in dict.fromkeys(row.defence for row in rows):
+        if warning := unknown_to_all([row for row in rows if row.defence == defence]):
+            missing.setdefault(warning, []).append(defence)
+    told = [f"{listing(defences)}: {warning[0].lower()}{warning[1:]}" for warning, defences in missing.items()]
+    return Text("\n".join(told), style="bold yellow not italic") if told else None
+
+
+def legend(cells: Sequence[Cell], config: Mapping[str, Any] | None = None) -> str:
+    """Say who attacked, what the columns of the table mean, what spoils them, and what was changed in the model.
+
+    `config` is the run's resolved configuration: without it a budget is not told.
+    """
     threshold = cells[0].info.get("threshold", 0.5) if cells else 0.5
-    told = [
+    rows = [Row(number, cell) for number, cell in enumerate(cells) if cell.failed is None]
+    kinds = [kind for kind in ATTACKERS if kind != "undefended" and any(row.attacker == kind for row in rows)]
+    told = [f"Threat model: {threat_model(rows, config or {})}"] if rows else []
+    told += [f"Attacker: {'; '.join(f'{kind} {ATTACKERS[kind][0]}' for kind in kinds)}."] if kinds else []
+    told += ["Rates of informed attackers are upper bounds, no part of a verdict."] if "informed" in kinds else []
+    told += [
         f"ASR: share of images recovered (SSIM above {threshold:g}). Floor: the same for a guess that sees no update.",
         "Distance: of the sent update to the same model's without noise, clipping and pruning, relative.",
     ]
-    rows = [Row(number, cell) for number, cell in enumerate(cells) if cell.failed is None]
     states = {examine(row, rows).state for row in rows}
     healths = [f"{label}: {meaning}" for state, (label, meaning) in STATES.items() if state in states]
     told += [f"Health of the attack, {health}." for health in healths]

@@ -5,9 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from gradveil.audit.rows import Row
+from gradveil.audit.store import Cell, summarise
 from gradveil.core.words import number, percent
 
 FELL = 0.9
@@ -61,6 +62,18 @@ def examine(row: Row, rows: Sequence[Row]) -> Health:
     return Health("misled", (_misled(row),)) if _side(row) == "below" else Health("sound")
 
 
+def summaries(cells: Sequence[Cell]) -> list[dict[str, Any]]:
+    """Sum every cell up in a flat object, with whose attack it was and its health; a failed cell has neither."""
+    rows = {place: Row(place, cell) for place, cell in enumerate(cells) if cell.failed is None}
+    found: list[dict[str, Any]] = []
+    for place, cell in enumerate(cells):
+        row = rows.get(place)
+        kind = row.attacker if row else None
+        state = examine(row, [*rows.values()]).label if row else None
+        found.append({**summarise(cell), "attacker": kind, "health": state})
+    return found
+
+
 def _side(row: Row) -> Literal["above", "below", "between", "unknown"]:
     """Say where the attack's final objective lies beside that of the true images."""
     end, truth = row.health("objective"), row.health("objective_truth")
@@ -84,7 +97,7 @@ def _short(row: Row) -> str:
 
 def _misled(row: Row) -> str:
     why = "the update does not say enough to single out the true ones"
-    if row.attacker == "naive":
+    if row.attacker in ("naive", "aware"):
         why = "by what he believes of the client they fit, and an attacker who knows the defence may do better"
     return f"the attacker's objective is satisfied by other images ({_compared(row)}): {why}"
 
@@ -94,9 +107,10 @@ def controls_of(row: Row, rows: Sequence[Row]) -> list[Row]:
 
     The same attack may have run with another belief, which makes no difference without a defence.
     """
-    bare = [r for r in rows if r.attacker == "undefended" and r.setting == row.setting and r.seed == row.seed]
+    bare = [r for r in rows if r.undefended and r.setting == row.setting and r.seed == row.seed]
     exact = [r for r in bare if r.attack == row.attack]
-    return exact or [r for r in bare if _preset(r) == _preset(row)] or bare
+    # What an attacker achieves who was told secrets says nothing of those who were not.
+    return exact or [r for r in bare if _preset(r) == _preset(row)] or [r for r in bare if r.attacker != "informed"]
 
 
 def _preset(row: Row) -> str:
@@ -119,7 +133,7 @@ def complaints(row: Row, rows: Sequence[Row]) -> list[str]:
     diverged = row.health("diverged")
     if diverged is not None and diverged >= 0.5:
         found.append(f"{percent(diverged)} of its runs diverged")
-    if row.attacker != "undefended":
+    if not row.undefended:
         controls = controls_of(row, rows)
         if not controls:
             found.append("the undefended update was not attacked in this run, so nothing shows that the attack works")
@@ -131,10 +145,11 @@ def complaints(row: Row, rows: Sequence[Row]) -> list[str]:
 def guesses(row: Row) -> bool:
     """Say whether an attacker who knows the defence leaves to chance what it randomises inside the client's model.
 
-    Masks and bottleneck samples can be searched for. An attacker who draws them afresh, or takes them to be off, does
-    not do better than one who ignores the defence, whatever he believes.
+    Masks and bottleneck samples can be searched for, and a network can be trained on what every draw of them does to an
+    update. An attacker who draws them afresh, or takes them to be off, does not do better than one who ignores the
+    defence, whatever he believes.
     """
-    if row.attacker != "adaptive":
+    if row.attacker != "adaptive" or "public" in (row.info.get("knowledge") or {}):
         return False
     inside = bool({"model", "batch"} & (row.changes or frozenset()))
     knowledge = row.info.get("knowledge") or {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -9,7 +10,7 @@ from functools import cached_property
 from statistics import fmean
 from typing import Any, NamedTuple
 
-from gradveil.audit.attacker import Attacker, attacker
+from gradveil.audit.attacker import Attacker, attacker, undefended
 from gradveil.audit.store import Cell, summarise
 from gradveil.core.errors import GradveilError
 from gradveil.core.words import plural
@@ -18,11 +19,17 @@ from gradveil.metrics import wilson
 
 
 def client_words(client: str, batch: int) -> str:
-    """Say what a client computes its update from.
+    """Say what the server receives: what an update of so many images is computed from, and over how many it is summed.
 
     >>> client_words("gradient", 1), client_words("local T=4", 8)
     ('one gradient of 1 image', 'local training (T=4) on 8 images')
+    >>> client_words("gradient, sum of 4", 8)
+    'the sum over 4 clients of one gradient of 2 images each'
     """
+    summed = re.fullmatch(r"(.*), sum of (\d+)", client)
+    if summed:
+        members = int(summed[2])
+        return f"the sum over {members} clients of {client_words(summed[1], batch // members)} each"
     if client == "gradient":
         return f"one gradient of {plural(batch, 'image')}"
     steps = client.removeprefix("local").strip()
@@ -37,10 +44,11 @@ class Setting(NamedTuple):
     client: str
     batch: int
     round: int
+    """The last round that was watched, counted from 0."""
 
     def title(self) -> str:
         """Say it in words."""
-        when = f", round {self.round}" if self.round else ""
+        when = f", {self.round + 1} rounds watched" if self.round else ""
         return f"{self.model} on {self.data}, {client_words(self.client, self.batch)}{when}"
 
 
@@ -83,10 +91,15 @@ class Row:
         """The defence's canonical text."""
         return str(self.info["defence"])
 
+    @cached_property
+    def undefended(self) -> bool:
+        """Whether the client has no defence, whoever attacks it."""
+        return undefended(self.defence)
+
     @property
     def defence_name(self) -> str:
         """What the defence is called in the page: its canonical text, which tells its settings apart."""
-        return "No defence" if self.attacker == "undefended" else self.defence
+        return "No defence" if self.undefended else self.defence
 
     @cached_property
     def changes(self) -> frozenset[str] | None:

@@ -15,6 +15,7 @@ from gradveil.audit.attacker import ATTACKERS, POSITIONS
 from gradveil.audit.health import STATES, descent, examine, guesses
 from gradveil.audit.rows import Row
 from gradveil.audit.store import Cell, Run, load_run
+from gradveil.audit.threat import threat_model
 from gradveil.core.errors import fail
 from gradveil.core.words import interval, number, percent, plural, size
 from gradveil.report import method, plots, table
@@ -82,7 +83,7 @@ def context(run: Run) -> dict[str, Any]:
         "date": str(run.info.get("created", "")).replace("T", " ")[:16],
         "machine": _machine(run.info),
         "settings": list(dict.fromkeys(verdict.setting for verdict in judged)),
-        "threat": method.threat_model(rows),
+        "threat": threat_model(rows, run.info.get("config") or {}),
         "thresholds": sorted({float(cell.info.get("threshold", 0.5)) for cell in done}),
         "cards": cards(judged, failed),
         "verdicts": judged,
@@ -159,7 +160,7 @@ def cards(judged: Sequence[Verdict], failed: Sequence[Cell]) -> list[dict[str, s
     if bare is not None:
         found.append(_rate_card("Recovered without a defence", bare, f"{bare.best.attack} is the strongest attack"))
     defended = [v for v in judged if not v.undefended]
-    known = [v for v in defended if not v.doubts and any(r.attacker == "adaptive" and not guesses(r) for r in v.rows)]
+    known = [v for v in defended if not v.doubts and any(r.attacker == "adaptive" and not guesses(r) for r in v.judged)]
     if known:
         best = min(known, key=lambda v: (v.best.asr, v.price.order))
         found.append(_rate_card("Best defence against attackers who know it", best, best.best.defence_name))

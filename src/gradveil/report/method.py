@@ -7,10 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gradveil.audit.attacker import ATTACKERS, POSITIONS
-from gradveil.audit.rows import Row, client_words
+from gradveil.audit.rows import Row
 from gradveil.core.words import listing, plural
-
-SERVER = "An honest-but-curious server keeps the global parameters and what each client sends"
 
 
 def distinct(values: Sequence[str]) -> list[str]:
@@ -20,21 +18,9 @@ def distinct(values: Sequence[str]) -> list[str]:
 
 def descriptions(rows: Sequence[Row]) -> list[tuple[str, str]]:
     """List what each defence and each attack does, in a line."""
-    found = {row.defence_name: row.info.get("defence_title") for row in rows if row.attacker != "undefended"}
+    found = {row.defence_name: row.info.get("defence_title") for row in rows if not row.undefended}
     found |= {row.attack: row.info.get("attack_title") for row in rows}
     return [(name, str(text)) for name, text in found.items() if text and text != name]
-
-
-def threat_model(rows: Sequence[Row]) -> str:
-    """Say the threat model in one line."""
-    if not rows:
-        return f"{SERVER}. No attack run has finished."
-    clients = distinct([client_words(row.setting.client, row.setting.batch) for row in rows])
-    grants = distinct([grant for row in rows for grant in row.info.get("grants", ())])
-    given = listing([grant.partition(": ")[2] or grant for grant in grants])
-    return f"{SERVER}: {listing(clients)}. " + (
-        f"Handed over besides: {given}." if grants else "Nothing else is given."
-    )
 
 
 def knowledge(rows: Sequence[Row]) -> list[dict[str, Any]]:
@@ -60,7 +46,7 @@ def guarantees(rows: Sequence[Row]) -> list[tuple[str, str]]:
     """List what the defences promise on paper: who makes a promise, and which."""
     found: dict[str, list[str]] = {}
     for row in rows:
-        if row.attacker != "undefended" and row.info.get("guarantee"):
+        if not row.undefended and row.info.get("guarantee"):
             promise = str(row.info["guarantee"])
             found.setdefault("no formal guarantee" if promise == "none" else promise, []).append(row.defence_name)
     return [(listing(distinct(names)), promise) for promise, names in found.items()]

@@ -9,6 +9,7 @@ from typing import Literal
 from gradveil.audit.attacker import ATTACKERS
 from gradveil.audit.health import Health, examine, guesses
 from gradveil.audit.rows import Row, Setting
+from gradveil.audit.threat import unknown_to_all
 from gradveil.core.words import interval, listing, percent, plural
 from gradveil.metrics import wilson
 from gradveil.report.price import Price, price
@@ -19,7 +20,11 @@ LEVELS: dict[Level, tuple[str, str, str]] = {
     "exposed": ("✕", "Exposed", "at least half of the images were recovered"),
     "leaks": ("!", "Leaks", "some images were recovered, beyond what guessing from public data gives"),
     "held": ("✓", "Held", "nothing beyond guessing, by an attacker who knows the defence and whose attack works"),
-    "unproven": ("?", "Unproven", "few or none, but no attacker who makes use of knowing the defence was run"),
+    "unproven": (
+        "?",
+        "Unproven",
+        "no attacker who makes use of knowing the defence was run, and the others prove no leak",
+    ),
     "unclear": ("~", "Unclear", "few or none, but the attack may simply be broken"),
 }
 """Icon, label and meaning of every level. A level never rests on its colour alone."""
@@ -54,11 +59,13 @@ class Verdict:
     best: Row
     """The cell that the sentence quotes: the strongest eligible attacker on the worst seed."""
     rows: tuple[Row, ...]
-    """All cells of this defence, highest success rate first."""
+    """All cells of this defence: those that are judged, highest success rate first, then the upper bounds."""
     level: Level
     sentence: str
     notes: tuple[str, ...]
     """Said visibly beside the sentence: what the number does not show."""
+    warning: str
+    """What has to be done before the number means anything; empty where nothing is missing."""
     seeds: tuple[tuple[int, Row], ...]
     """The strongest eligible attacker of each seed; seeds repeat the same victims and are never added up."""
     union: Union | None
@@ -75,7 +82,20 @@ class Verdict:
     @property
     def undefended(self) -> bool:
         """Whether there is no defence to judge."""
-        return self.best.attacker == "undefended"
+        return self.best.undefended
+
+    @property
+    def judged(self) -> tuple[Row, ...]:
+        """The cells that the verdict is over: no upper bounds, unless there is nothing else."""
+        return eligible(self.rows)
+
+
+def eligible(rows: Sequence[Row]) -> tuple[Row, ...]:
+    """Choose the cells that a verdict is over: the worst case of all attackers who were told no secrets.
+
+    Handed-over randomness is an upper bound; it decides only where nothing else was run.
+    """
+    return tuple(row for row in rows if row.attacker != "informed") or tuple(rows)
 
 
 def verdicts(rows: Sequence[Row]) -> list[Verdict]:
@@ -102,44 +122,56 @@ def strength(row: Row) -> tuple[float, bool, float]:
 
 def _judge(setting: Setting, defence: str, here: Sequence[Row]) -> Verdict:
     mine = sorted((row for row in here if row.defence == defence), key=strength, reverse=True)
-    # Handed-over randomness is an upper bound; it decides only where nothing else was run.
-    eligible = [row for row in mine if row.attacker != "informed"] or mine
-    seeds = sorted({row.seed for row in eligible})
-    strongest = [(seed, max((r for r in eligible if r.seed == seed), key=strength)) for seed in seeds]
+    mine.sort(key=lambda row: row.attacker == "informed")
+    judged = eligible(mine)
+    seeds = sorted({row.seed for row in judged})
+    strongest = [(seed, max((r for r in judged if r.seed == seed), key=strength)) for seed in seeds]
     best = max((row for _, row in strongest), key=strength)
-    health = examine(best, here)
+    health, level = examine(best, here), _level(best, judged, here)
+    notes = _notes(best, mine, strongest)
+    if level == "unclear" and not health.doubts and not best.undefended:
+        notes.append("Every attack of those who know this defence is in doubt; its health stands with the runs below.")
     return Verdict(
         setting=setting,
         best=best,
         rows=tuple(mine),
-        level=_level(best, eligible, health.doubts),
+        level=level,
         sentence=_sentence(best, len(strongest)),
-        notes=tuple(_notes(best, mine, strongest)),
+        notes=tuple(notes),
+        warning=unknown_to_all(mine),
         seeds=tuple(strongest),
-        union=_union([row for row in eligible if row.seed == best.seed]),
+        union=_union([row for row in judged if row.seed == best.seed]),
         price=price(best, here),
         health=health,
     )
 
 
-def _level(best: Row, eligible: Sequence[Row], doubts: Sequence[str]) -> Level:
+def _level(best: Row, judged: Sequence[Row], here: Sequence[Row]) -> Level:
+    if best.attacker == "informed":
+        return "unproven"
     if best.asr >= 0.5:
         return "exposed"
     # A guess such as the mean image can pass the threshold, but it singles nobody out.
     if best.asr > (best.floor or 0) or best.identified:
         return "leaks"
-    if doubts or best.attacker == "undefended":
+    if examine(best, here).doubts or best.undefended:
         return "unclear"
-    return "held" if any(row.attacker == "adaptive" and not guesses(row) for row in eligible) else "unproven"
+    knowing = [row for row in judged if row.attacker == "adaptive" and not guesses(row)]
+    if not knowing:
+        return "unproven"
+    # A healthy attacker who ignores the defence does not vouch for one who knows it and whose attack is broken.
+    return "held" if any(not examine(row, here).doubts for row in knowing) else "unclear"
 
 
 def _sentence(best: Row, seeds: int) -> str:
     who = {
-        "undefended": "Without a defence, an attacker recovers",
+        "undefended": "An attacker recovers",
         "naive": "An attacker who ignores this defence recovers",
+        "aware": "An attacker who knows this defence's architecture recovers",
         "adaptive": "An attacker who knows this defence recovers",
-        "informed": "An attacker who was handed this defence's random values recovers",
+        "informed": f"An attacker who {ATTACKERS['informed'][0]} recovers",
     }[best.attacker]
+    who = f"Without a defence, {who[0].lower()}{who[1:]}" if best.undefended else who
     worst = f" on the worst of {seeds} seeds" if seeds > 1 else ""
     return (
         f"{who} {best.recovered} of {plural(best.images, 'image')}{worst} "
@@ -149,23 +181,20 @@ def _sentence(best: Row, seeds: int) -> str:
 
 def _notes(best: Row, mine: Sequence[Row], strongest: Sequence[tuple[int, Row]]) -> list[str]:
     notes = []
-    kinds = {row.attacker for row in mine}
-    if best.attacker == "naive" and "adaptive" not in kinds:
-        notes.append("No attacker who knows this defence was run, so a low number here is not evidence of safety.")
     knowing_rows = [row for row in mine if row.attacker == "adaptive"]
     if knowing_rows and all(guesses(row) for row in knowing_rows):
         notes.append(
             "Whoever knows this defence here draws its random values afresh instead of searching for them, "
             "so a low number is not evidence of safety."
         )
-    if best.attacker == "naive" and knowing_rows:
+    if best.attacker in ("naive", "aware") and knowing_rows:
         knowing = max(knowing_rows, key=strength)
         notes.append(
             f"The strongest attacker who knows the defence recovers {knowing.recovered} of {knowing.images}: less than "
-            "one who ignores it, so the adaptive attack is not the better one here."
+            f"one who {ATTACKERS[best.attacker][0]}, so the adaptive attack is not the better one here."
         )
     if best.attacker == "informed":
-        notes.append("Only attackers with handed-over random values were run: this is an upper bound.")
+        notes.append("Only attackers who were told the client's secrets were run: this is an upper bound.")
     if best.asr > 0 and best.floor is not None and best.asr <= best.floor:
         closer = f", but {best.identified} of the recovered images resemble their victim more than any other image"
         notes.append(
@@ -178,7 +207,8 @@ def _notes(best: Row, mine: Sequence[Row], strongest: Sequence[tuple[int, Row]])
     if informed and best.attacker != "informed":
         top = max(informed, key=strength)
         notes.append(
-            f"Upper bound: an attacker who {ATTACKERS['informed'][0]} recovers {top.recovered} of {top.images}."
+            f"Upper bound, no part of the verdict: an attacker who {ATTACKERS['informed'][0]} ({top.attack}) recovers "
+            f"{top.recovered} of {top.images}."
         )
     return notes
 

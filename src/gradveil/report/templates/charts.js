@@ -124,6 +124,7 @@
     const hollow = p.attacker === "naive";
     const path = svg("path", {
       d: shape(p.series), fill: hollow ? "var(--card)" : colour(p.series), stroke: colour(p.series), "stroke-width": 2,
+      ...(p.attacker === "aware" ? { "fill-opacity": 0.45 } : {}),
       ...(p.attacker === "informed" ? { "stroke-dasharray": "2 2", "fill-opacity": 0.3 } : {}),
     });
     const node = svg("g", {

@@ -1,0 +1,116 @@
+"""The threat model of a run in words: what the server watched, what it may spend, what it was given, who is missing."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from gradveil.attacks.presets import make_attack
+from gradveil.audit.attacker import secrets
+from gradveil.audit.budget import read_budget
+from gradveil.audit.rows import Row, client_words
+from gradveil.core.errors import GradveilError
+from gradveil.core.words import duration, listing
+
+SERVER = "An honest-but-curious server keeps the global parameters and what it receives"
+_ROUNDS = {"first": "the first one", "last": "the last one", "all": "all of them"}
+_MANY = 3
+"""More secrets than these are counted instead of named."""
+
+
+def threat_model(rows: Sequence[Row], config: Mapping[str, Any]) -> str:
+    """Say in a few sentences what the attackers of a run saw, could spend and were given.
+
+    `config` is the run's resolved configuration.
+    """
+    if not rows:
+        return f"{SERVER}. No attack run has finished."
+    clients = _distinct(client_words(row.setting.client, row.setting.batch) for row in rows)
+    told = [f"{SERVER}: {listing(clients)}.", _watched(rows), *_spent(config.get("budget")), *_given(rows)]
+    return " ".join(told)
+
+
+def unknown_to_all(rows: Sequence[Row]) -> str:
+    """Warn where nobody who attacked a defence knows it; empty where somebody does, or where there is no defence."""
+    kinds = {row.attacker for row in rows if not row.undefended}
+    if not kinds or "adaptive" in kinds:
+        return ""
+    what = "all of this defence" if "aware" in kinds else "this defence"
+    return f"No attacker who knows {what} was run: add --attack adaptive."
+
+
+def _watched(rows: Sequence[Row]) -> str:
+    """Say how many rounds were watched, and which of them each attack looks at."""
+    counts = sorted({row.setting.round + 1 for row in rows})
+    if counts == [1]:
+        return "It watches one round."
+    attacks = _distinct(row.attack for row in rows)
+    used = {attack: which for attack in attacks if (which := _looks_at(attack))}
+    watches = f"It watches {listing(map(str, counts))} rounds"
+    if len(set(used.values())) == 1 and len(used) == len(attacks):
+        return f"{watches}, and every attack uses {_ROUNDS[used[attacks[0]]]}."
+    by_use = {which: [attack for attack in used if used[attack] == which] for which in _distinct(used.values())}
+    said = [f"{_ROUNDS[which]} by {listing(_called(some, attacks))}" for which, some in by_use.items()]
+    return f"{watches}, used as follows: {'; '.join(said)}." if said else f"{watches}."
+
+
+def _looks_at(attack: str) -> str | None:
+    """Say which rounds an attack uses; None of an attack that was given as an object."""
+    try:
+        # Attacks without the setting solve for the round they see last.
+        return str(getattr(make_attack(attack), "rounds", "last"))
+    except GradveilError:
+        return None
+
+
+def _spent(budget: str | None) -> Iterator[str]:
+    if budget is not None:
+        limit = read_budget(budget)
+        time = f"{duration(limit.amount)} of working time"
+        amount = time if limit.unit == "seconds" else f"{limit.amount:,.0f} victim-iterations"
+        yield f"All optimisation attacks on one defence share {amount}."
+
+
+def _given(rows: Sequence[Row]) -> Iterator[str]:
+    """Say what was handed over, and to whom where not to all; secrets of the client come last, as upper bounds."""
+    attacks = _distinct(row.attack for row in rows)
+    open_to: dict[tuple[bool, str], list[str]] = {}
+    hidden: dict[str, list[str]] = {}
+    for row in rows:
+        secret = secrets(row.info)
+        for grant in row.info.get("grants", ()):
+            name, _, what = grant.partition(": ")
+            if name not in secret:
+                open_to.setdefault((name == "public", what or grant), []).append(row.attack)
+            elif name not in hidden.setdefault(row.attack, []):
+                hidden[row.attack].append(name)
+    handed = [f"{what}{_to(some, attacks)}" for (public, what), some in open_to.items() if not public]
+    if handed:
+        yield f"Handed over besides: {listing(handed)}."
+    elif not open_to and not hidden:
+        yield "Nothing else is given."
+    for (public, what), some in open_to.items():
+        if public:
+            yield f"Public data for {listing(_called(_distinct(some), attacks))}: {what}."
+    for attack, names in hidden.items():
+        values = f"{len(names)} random tensors or statistics" if len(names) > _MANY else listing(names)
+        yield f"Only as an upper bound, {listing(_called([attack], attacks))} was told the true values of {values}."
+
+
+def _to(some: Sequence[str], attacks: Sequence[str]) -> str:
+    return "" if set(some) == set(attacks) else f" (to {listing(_called(_distinct(some), attacks))})"
+
+
+def _called(some: Sequence[str], attacks: Sequence[str]) -> list[str]:
+    """Call attacks by the names of their presets where these tell them from all others, else by their whole texts."""
+    others = {_preset(attack) for attack in attacks if attack not in some}
+    return _distinct(attack if _preset(attack) in others else _preset(attack) for attack in some)
+
+
+def _preset(attack: str) -> str:
+    return re.split(r"[^\w-]", attack, maxsplit=1)[0] or attack
+
+
+def _distinct(values: Any) -> list[str]:
+    return list(dict.fromkeys(values))

@@ -1,0 +1,106 @@
+"""Whose attack a cell is: by what was really handed over, not by what an attack would have taken."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import gradveil
+from gradveil.audit.attacker import Attacker, attacker, secrets
+from gradveil.audit.health import controls_of, guesses
+from gradveil.audit.rows import Row, client_words
+from gradveil.audit.store import Cell
+from tests.audit.runs import config, execute
+
+ATTACKS = (
+    "ig(iterations=2)",
+    "pig(iterations=2)",
+    "gpia(iterations=2)",
+    "wiig(iterations=2)",
+    "learned(epochs=1, width=8, features=64)",
+)
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Row]:
+    """Real cells, by defence and preset."""
+    wanted = config(attacks=[*ATTACKS], defences=["none", "precode(k=8)", "gaussian(0.1)", "prune(0.5)"], victims=1)
+    run, _ = execute(wanted, tmp_path_factory.mktemp("run") / "run")
+    found = [Row(number, cell) for number, cell in enumerate(run.cells)]
+    return {(row.defence.partition("(")[0], row.attack.partition("(")[0]): row for row in found}
+
+
+@pytest.mark.parametrize(
+    ("attack", "on_precode", "on_gaussian", "on_prune"),
+    [
+        ("ig", "naive", "naive", "naive"),
+        ("pig", "aware", "naive", "naive"),
+        ("gpia", "adaptive", "adaptive", "adaptive"),
+        ("wiig", "informed", "informed", "adaptive"),
+        ("learned", "adaptive", "adaptive", "adaptive"),
+    ],
+)
+def test_every_attacker_is_what_the_defence_makes_him(
+    rows: dict[tuple[str, str], Row], attack: str, on_precode: Attacker, on_gaussian: Attacker, on_prune: Attacker
+) -> None:
+    kinds = [rows[defence, attack].attacker for defence in ("none", "precode", "gaussian", "prune")]
+    assert kinds == ["undefended", on_precode, on_gaussian, on_prune]
+
+
+def test_whoever_is_told_true_statistics_is_informed_on_any_client(tmp_path: Path) -> None:
+    model = {"name": "convnet", "prepare": True, "options": {"width": 8}}
+    attacks = ["gi(iterations=1, restarts=1)", "gi-strong(iterations=1, restarts=1)"]
+    wanted = config(model=model, attacks=attacks, defences=["none", "prune(0.5)"], victims=1, client={"batch": 2})
+    run, _ = execute(wanted, tmp_path / "run")
+    told = {(cell.info["defence"], cell.info["attack"].partition("(")[0]): cell for cell in run.cells}
+    assert {key: attacker(cell.info) for key, cell in told.items()} == {
+        ("none", "gi"): "undefended",
+        ("none", "gi-strong"): "informed",
+        ("prune(0.5)", "gi"): "naive",
+        ("prune(0.5)", "gi-strong"): "informed",
+    }
+    assert all(name.startswith("statistics.") for name in secrets(told["none", "gi-strong"].info))
+    found = [Row(number, cell) for number, cell in enumerate(run.cells)]
+    controls = {row.attack: controls_of(row, found) for row in found if not row.undefended}
+    assert [row.attack for row in controls[attacks[0]]] == attacks[:1]
+    assert [row.attack for row in controls[attacks[1]]] == attacks[1:]
+    others = [row for row in found if row.attack == attacks[1] or not row.undefended]
+    assert controls_of(next(row for row in found if row.attack == attacks[0] and not row.undefended), others) == []
+
+
+def test_the_closed_form_is_naive() -> None:
+    model = nn.Sequential(nn.Flatten(), nn.Linear(144, 4), nn.Sigmoid(), nn.Linear(4, 3))
+    batch = torch.rand(2, 1, 12, 12, generator=torch.Generator().manual_seed(1)), torch.tensor([0, 2])
+    result = gradveil.audit(model, batch, defences=["none", "gaussian(0.1)"], attacks=["analytic"])
+    assert [attacker(cell.info) for cell in result.cells] == ["undefended", "naive"]
+
+
+def test_a_network_that_saw_every_draw_does_not_guess(rows: dict[tuple[str, str], Row]) -> None:
+    assert not guesses(rows["precode", "learned"])
+    assert guesses(rows["precode", "gpia"])
+
+
+def test_public_images_labels_and_bounds_are_no_secrets() -> None:
+    grants = ["targets: the true labels", "public: 9 images of the same kind", "bounds: the least and greatest value"]
+    info = {"defence": "dp", "belief": "full", "knowledge": {"*": "known"}, "grants": grants}
+    assert attacker(info) == "adaptive"
+    assert attacker({**info, "grants": ["round2.step.noise.w: its true value"]}) == "informed"
+
+
+def test_a_defence_that_was_given_as_an_object_is_met_naively() -> None:
+    assert attacker({"defence": "my own defence", "belief": "naive", "attack": "pig", "grants": []}) == "naive"
+    assert attacker({"defence": "cvb", "belief": "naive", "attack": "my own attack", "grants": []}) == "naive"
+    assert attacker({"defence": "dp + cvb", "belief": "naive", "attack": "ig(ignore=stochastic)"}) == "aware"
+    assert attacker({"defence": "cvb", "belief": "full", "attack": "pig(belief=full)"}) == "adaptive"
+
+
+def test_sums_over_clients_are_said() -> None:
+    assert client_words("gradient, sum of 3", 3) == "the sum over 3 clients of one gradient of 1 image each"
+    local = "local T=2 sgd lr=0.1, sum of 2"
+    said = "the sum over 2 clients of local training (T=2 sgd lr=0.1) on 4 images each"
+    assert client_words(local, 8) == said
+    info = {"model": "m", "data": "d", "client": local, "batch": 8, "round": 4, "defence": "none"}
+    assert Row(0, Cell(info, [])).setting.title() == f"m on d, {said}, 5 rounds watched"

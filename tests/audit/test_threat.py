@@ -1,0 +1,77 @@
+"""The threat model in words: rounds, sums, budget, and what was given to whom."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gradveil.audit.rows import Row
+from gradveil.audit.store import Cell
+from gradveil.audit.threat import threat_model
+from tests.audit.runs import config, execute
+
+LABELS = "targets: the true labels"
+
+
+def row(attack: str, *grants: str, **change: Any) -> Row:
+    """A cell without victims."""
+    info = {"model": "m", "data": "d", "client": "gradient", "batch": 1, "round": 0, "defence": "dp", "belief": "full"}
+    return Row(0, Cell(info | {"attack": attack, "grants": list(grants), "knowledge": {}} | change, []))
+
+
+@pytest.mark.parametrize(
+    ("attacks", "said"),
+    [
+        (["ig"], "It watches 5 rounds, and every attack uses the last one."),
+        (["ig(rounds=first)"], "It watches 5 rounds, and every attack uses the first one."),
+        (["ig", "learned", "analytic"], "It watches 5 rounds, and every attack uses the last one."),
+        (
+            ["ig", "cdia(rounds=all)", "dia", "ig(rounds=first)"],
+            "It watches 5 rounds, used as follows: the last one by ig and dia; all of them by cdia; "
+            "the first one by ig(rounds=first).",
+        ),
+        (["ig", "my own attack"], "It watches 5 rounds, used as follows: the last one by ig."),
+        (["my own attack"], "It watches 5 rounds. "),
+    ],
+)
+def test_the_rounds_that_were_watched_and_used(attacks: list[str], said: str) -> None:
+    assert said in threat_model([row(attack, round=4) for attack in attacks], {})
+    assert "It watches one round." in threat_model([row(attack) for attack in attacks], {})
+
+
+@pytest.mark.parametrize(
+    ("budget", "said"),
+    [("64000", "share 64,000 victim-iterations."), ("10m", "share 10 min 0 s of working time."), (None, "")],
+)
+def test_the_budget(budget: str | None, said: str) -> None:
+    assert said in threat_model([row("ig")], {"budget": budget})
+    assert ("share" in threat_model([row("ig")], {"budget": budget})) is (budget is not None)
+
+
+def test_what_was_given_and_to_whom() -> None:
+    public = "public: 100 images of the same kind, none of a victim"
+    eps = "model.eps: its true value"
+    rows = [row("ig", LABELS), row("dlg"), row("learned(epochs=9)", LABELS, public), row("wiig", LABELS, eps)]
+    said = threat_model(rows, {})
+    assert "Handed over besides: the true labels (to ig, learned and wiig)." in said
+    assert "Public data for learned: 100 images of the same kind, none of a victim." in said
+    assert said.endswith("Only as an upper bound, wiig was told the true values of model.eps.")
+    many = row("wiig", LABELS, *(f"round{i}.{eps}" for i in range(5)))
+    told = threat_model([many], {})
+    assert "Handed over besides: the true labels. Only" in told
+    assert "wiig was told the true values of 5 random tensors or statistics." in told
+    assert threat_model([row("dlg")], {}).endswith("Nothing else is given.")
+    assert "Nothing" not in threat_model([row("learned", public)], {})
+
+
+def test_a_run_of_sums_over_several_rounds_says_so(tmp_path: Path) -> None:
+    wanted = config(attacks=["ig(iterations=1)", "cdia(iterations=1, rounds=all)"], defences=["none"], rounds=2)
+    wanted = config(**{**wanted.resolved(), "client": {"batch": 1, "members": 2}, "victims": 2, "budget": "100"})
+    run, _ = execute(wanted, tmp_path / "run")
+    rows = [Row(number, cell) for number, cell in enumerate(run.cells)]
+    said = threat_model(rows, run.info["config"])
+    assert "what it receives: the sum over 2 clients of one gradient of 1 image each." in said
+    assert "It watches 2 rounds, used as follows: the last one by ig; all of them by cdia." in said
+    assert "All optimisation attacks on one defence share 100 victim-iterations." in said
