@@ -6,7 +6,7 @@ import json
 import os
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,6 +17,7 @@ from rich.console import Console
 from gradveil.audit.cell import cells
 from gradveil.audit.config import RunConfig
 from gradveil.audit.display import Screen, legend, result_table
+from gradveil.audit.health import summaries
 from gradveil.audit.pool import in_processes
 from gradveil.audit.reader import read
 from gradveil.audit.run import describe, in_process, run
@@ -72,7 +73,7 @@ def audit(
     folder = out or Path("runs") / config.name
     command = _command(name, overrides, setting or (), no_images)
     cells = _run(config, folder, fresh, data_dir, workers, command)
-    _show(cells, as_json)
+    _show(cells, config, as_json)
     page = write_report(folder)
     Console(stderr=as_json, soft_wrap=True).print(f"Report: {page}")
     if any(cell.failed is not None for cell in cells):
@@ -132,17 +133,17 @@ def _command(name: str, overrides: dict[str, Any], settings: Sequence[str], no_i
     return shlex.join([*words, *(["--no-images"] if no_images else [])])
 
 
-def _show(cells: Sequence[Cell], as_json: bool) -> None:
+def _show(cells: Sequence[Cell], config: RunConfig, as_json: bool) -> None:
     if not cells:
         raise fail("audit", "has no results", "run it again")
     if as_json:
-        typer.echo(json.dumps([summarise(cell) for cell in cells], indent=1))
+        typer.echo(json.dumps(summaries(cells), indent=1))
     else:
-        show_table(cells)
+        show_table(cells, config.resolved())
 
 
-def show_table(cells: Sequence[Cell]) -> None:
-    """Print the results; where there is no terminal, 120 columns wide."""
+def show_table(cells: Sequence[Cell], config: Mapping[str, Any]) -> None:
+    """Print the results of a run with this resolved configuration; where there is no terminal, 120 columns wide."""
     console = Console(width=None if sys.stdout.isatty() else 120)
     console.print(result_table(cells))
-    console.print(legend(cells), style="dim")
+    console.print(legend(cells, config), style="dim")

@@ -13,7 +13,8 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from gradveil.audit.store import Cell, Run, load_run, summarise
+from gradveil.audit.health import summaries
+from gradveil.audit.store import Cell, Run, load_run
 from gradveil.cli.audit import show_table
 from gradveil.core.errors import fail
 from gradveil.report import write_report
@@ -43,7 +44,7 @@ def summary(
     use, or a damaged run.
     """
     found = load_run(run)
-    rows = [summarise(cell) for cell in found.cells]
+    rows = summaries(found.cells)
     if as_json:
         typer.echo(json.dumps(rows, indent=1))
     if table is not None:
@@ -53,7 +54,7 @@ def summary(
         else:
             _write(table, text)
     if not as_json and table is None and found.cells:
-        show_table(found.cells)
+        show_table(found.cells, found.info["config"])
     if left := unfinished(found):
         typer.echo(left, err=True)
     return 0 if any(cell.failed is None for cell in found.cells) else NOTHING
@@ -87,7 +88,7 @@ def as_csv(rows: Sequence[dict[str, Any]]) -> str:
         for row in rows
     ]
     buffer = io.StringIO()
-    names = list(flat[0]) if flat else [key for key in summarise(Cell({}, [])) if key != "statuses"]
+    names = list(flat[0]) if flat else [key for key in summaries([Cell({"failed": ""}, [])])[0] if key != "statuses"]
     writer = csv.DictWriter(buffer, names, lineterminator="\n")
     writer.writeheader()
     writer.writerows(flat)
