@@ -94,7 +94,7 @@ def test_ignoring_needs_a_layer_before_the_noise():
     client = Client(net, trainable=("2.*",))
     attack = make_attack("pig(iterations=1)")
     observation = replace(scene.observation, params=client.params())
-    with pytest.raises(GradveilError, match="every trained layer lies behind a bottleneck's noise"):
+    with pytest.raises(GradveilError, match="and that is every trained layer"):
         Rows(attack, [observation], client, scene.knowledge, Key(0))
 
 

@@ -9,7 +9,7 @@ class's images.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Literal
@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from gradveil.attacks.base import Observation, Progress, Reconstruction
-from gradveil.attacks.infer import Labels, find_labels
+from gradveil.attacks.base import Observation, Progress, Prospect, Reconstruction
+from gradveil.attacks.infer import Labels, find_labels, label_problems
 from gradveil.attacks.knowledge import How, Knowledge
 from gradveil.client import Client
 from gradveil.core.errors import Problem, refuse
@@ -38,6 +38,11 @@ class Analytic:
     belief: Literal["naive", "full"] = "naive"
     knowledge: Mapping[str, How] = field(default_factory=dict)
 
+    def problems(self, prospect: Prospect) -> Iterator[Problem]:
+        """Refuse a model that does not begin with a linear layer, and labels that cannot be read off."""
+        yield from _linear_start(prospect.belief, prospect.belief.params(), prospect.shape)[1]
+        yield from label_problems(self.labels, prospect.belief, prospect.examples, prospect.classes)
+
     def __call__(
         self,
         observations: Sequence[Observation],
@@ -51,7 +56,8 @@ class Analytic:
         began = time.perf_counter()
         seen = observations[-1]
         victims, examples = len(seen.victims), seen.examples
-        path = _linear_start(belief, seen, knowledge)
+        path, problems = _linear_start(belief, seen.params, knowledge.shape)
+        refuse(problems)
         weight, bias = seen.update[f"{path}.weight"], seen.update[f"{path}.bias"]
         sound = torch.isfinite(weight).flatten(1).all(1) & torch.isfinite(bias).all(1)
         weight, bias = (torch.where(sound.view(-1, *[1] * (v.ndim - 1)), v, 0.0) for v in (weight, bias))
@@ -81,22 +87,17 @@ class Analytic:
         )
 
 
-def _linear_start(belief: Client, seen: Observation, knowledge: Knowledge) -> str:
-    """Return the path of a linear first layer whose weight and bias were sent; refuse any other model."""
-    example = next(iter(seen.params.values()))
-    path = first_layer(belief.model, example.new_zeros((1, *knowledge.shape)))
+def _linear_start(belief: Client, params: Tensors, shape: tuple[int, int, int]) -> tuple[str, list[Problem]]:
+    """Return the path of the first layer, and why it does not show its input."""
+    example = next(iter(params.values()))
+    path = first_layer(belief.model, example.new_zeros((1, *shape)))
     layer = at(belief.model, path)
-    pixels = prod(knowledge.shape)
     remedy = "choose another attack, such as ig; this one is for models that begin with a linear layer"
-    problems: list[Problem] = []
-    if not isinstance(layer, nn.Linear) or layer.in_features != pixels:
-        what = f"begins with a {type(layer).__name__} '{path}', not with a linear layer of the {pixels} pixels"
-        problems.append(Problem("attack analytic: model", what, remedy))
-    missing = [name for name in (f"{path}.weight", f"{path}.bias") if name not in seen.update]
-    if missing and not problems:
-        problems.append(Problem("attack analytic: update", f"{' and '.join(missing)} were not sent", remedy))
-    refuse(problems)
-    return path
+    if not isinstance(layer, nn.Linear) or layer.in_features != prod(shape):
+        what = f"begins with a {type(layer).__name__} '{path}', not with a linear layer of the {prod(shape)} pixels"
+        return path, [Problem("model", what, remedy)]
+    missing = [name for name in (f"{path}.weight", f"{path}.bias") if name not in belief.trained()]
+    return path, [Problem("update", f"{' and '.join(missing)} are not sent", remedy)] if missing else []
 
 
 def _ratio(weight: Tensor, bias: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol, runtime_checkable
 
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from gradveil.attacks.knowledge import How, Knowledge
 from gradveil.client import Client
+from gradveil.core.errors import Problem
 from gradveil.core.noise import Key
 from gradveil.core.tree import Tensors
 
@@ -140,4 +141,25 @@ class Judge(Protocol):
         plan: Sequence[int] = (),
     ) -> Tensor:
         """Return the objective [V] at inputs [V, B, ...]; what is optimised besides takes its value in `noise`."""
+        ...
+
+
+@dataclass(frozen=True)
+class Prospect:
+    """What is known of a cell before its first update: enough to say why an attack cannot work there."""
+
+    belief: Client
+    shape: tuple[int, int, int]
+    examples: int
+    classes: int
+    public: bool
+    """Whether there are public examples."""
+
+
+@runtime_checkable
+class Careful(Protocol):
+    """What an attack may offer besides: why it would fail, before anything is computed."""
+
+    def problems(self, prospect: Prospect) -> Iterable[Problem]:
+        """Say what stands in its way, each with what to do."""
         ...

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Literal
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 from gradveil.attacks.base import Observation
 from gradveil.attacks.knowledge import Knowledge
 from gradveil.client import Client
-from gradveil.core.errors import fail
+from gradveil.core.errors import Problem, fail
 from gradveil.core.noise import Key
 from gradveil.core.tree import Tensors
 from gradveil.core.types import Batch
@@ -36,6 +36,19 @@ def find_labels(way: Labels, observation: Observation, belief: Client, knowledge
     if way == "unique":
         return smallest_entries(observation.update, last, examples)
     return restore_labels(observation.update, last, examples, belief, observation.params, knowledge, key)
+
+
+def label_problems(way: Labels, belief: Client, examples: int, classes: int) -> Iterator[Problem]:
+    """Find out before an attack why labels cannot be read off this client's updates."""
+    if way in ("given", "joint"):
+        return
+    last, sent = last_layer(belief.model), set(belief.trained())
+    if not {f"{last}.weight", f"{last}.bias"} & sent:
+        what = f"is {way}, and the last layer '{last}' is not trained: nothing of it is sent"
+        yield Problem("labels", what, "train it, or choose labels=given or labels=joint")
+    if way == "unique" and examples > classes:
+        what = f"is unique, and {examples} examples cannot have different labels among {classes} classes"
+        yield Problem("labels", what, "choose labels=restore, which allows repeated labels")
 
 
 def row_sums(update: Mapping[str, Tensor], last: str) -> Tensor:

@@ -7,23 +7,24 @@ everything he does not know. Victims x restarts are the rows of one batch.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from gradveil.attacks.base import Observation, Progress, Reconstruction
-from gradveil.attacks.infer import Labels
+from gradveil.attacks.base import Observation, Progress, Prospect, Reconstruction
+from gradveil.attacks.infer import Labels, label_problems
 from gradveil.attacks.knowledge import How, Knowledge, Optimise
 from gradveil.attacks.optimise import CONVERGED, STATUSES, Descent, Solution, descend
 from gradveil.attacks.plan import rows_at_once, written_bytes
 from gradveil.attacks.rows import INPUTS, TARGETS, Rows
 from gradveil.client import Client
-from gradveil.core.errors import fail
+from gradveil.core.errors import Problem, fail
 from gradveil.core.noise import Key
 from gradveil.core.tree import Tensors
+from gradveil.nn.paths import downstream
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,16 @@ class Inversion:
         if self.step_size is None or client.local is None:
             return client
         return replace(client, local=replace(client.local, lr=self.step_size))
+
+    def problems(self, prospect: Prospect) -> Iterator[Problem]:
+        """Refuse labels that cannot be read off, and a distance with nothing left to compare."""
+        yield from label_problems(self.labels, prospect.belief, prospect.examples, prospect.classes)
+        if self.ignore == "stochastic":
+            example = next(iter(prospect.belief.params().values()))
+            reached = downstream(prospect.belief.model, example.new_zeros((1, *prospect.shape)))
+            if not set(prospect.belief.trained()) - reached:
+                what = "leaves out what a bottleneck's noise reaches, and that is every trained layer"
+                yield Problem("ignore", what, "choose an attack that optimises the noise: vbia, cdia")
 
     def points(self) -> list[int]:
         """List the iterations after which the best images so far are noted: 1/2, 1/4, … of the budget, seven times."""

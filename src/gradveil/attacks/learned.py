@@ -8,7 +8,7 @@ Inversion in Federated Learning"). Whatever the defence does to an update, it do
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -16,12 +16,12 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from gradveil.attacks.base import Observation, Progress, Reconstruction
-from gradveil.attacks.infer import Labels, find_labels
+from gradveil.attacks.base import Observation, Progress, Prospect, Reconstruction
+from gradveil.attacks.infer import Labels, find_labels, label_problems
 from gradveil.attacks.knowledge import How, Knowledge, Known
 from gradveil.attacks.objective import cosine
 from gradveil.client import Client
-from gradveil.core.errors import fail
+from gradveil.core.errors import Problem, fail
 from gradveil.core.noise import Key
 from gradveil.core.tree import Tensors, stack
 from gradveil.core.types import Batch
@@ -43,6 +43,13 @@ class Learned:
     labels: Labels = "given"
     belief: Literal["naive", "full"] = "full"
     knowledge: Mapping[str, How] = field(default_factory=lambda: {"public": Known()})
+
+    def problems(self, prospect: Prospect) -> Iterator[Problem]:
+        """Refuse where there are no public images to learn from, or labels cannot be read off."""
+        if not prospect.public:
+            what = "there are no public images to learn from"
+            yield Problem("data", what, "audit a data set with a public split, or choose another attack")
+        yield from label_problems(self.labels, prospect.belief, prospect.examples, prospect.classes)
 
     def __call__(
         self,

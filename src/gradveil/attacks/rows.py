@@ -93,7 +93,7 @@ class Rows:
             return set()
         reached = downstream(self.belief.model, inputs)
         if not set(self.belief.trained()) - reached:
-            what = "every trained layer lies behind a bottleneck's noise"
+            what = "leaves out what a bottleneck's noise reaches, and that is every trained layer"
             raise fail(f"attack {self.attack.name}", what, "choose an attack that optimises the noise: vbia, cdia")
         return reached
 

@@ -31,7 +31,7 @@ def aimed_at(defence: str) -> list[str]:
     return list(dict.fromkeys(text for part in parts for text in part.adaptive))
 
 
-def attacks_against(attacks: Iterable[str], defence: str, public: bool) -> Iterator[str]:
+def attacks_against(attacks: Iterable[str], defence: str, *, public: bool = True) -> Iterator[str]:
     """Put the attackers of this defence in the place of `adaptive`; each attacker once.
 
     Without public data those that learn from such data are left out.

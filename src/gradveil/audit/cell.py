@@ -65,8 +65,7 @@ def cells(config: RunConfig) -> list[Address]:
 
 def pairs(config: RunConfig) -> list[tuple[str, str]]:
     """List which attack meets which defence: all with all, and `adaptive` with the attackers of each defence."""
-    public = config.data.public is not None
-    against = {defence: list(attacks_against(config.attacks, defence, public)) for defence in config.defences}
+    against = {defence: list(attacks_against(config.attacks, defence)) for defence in config.defences}
     every = dict.fromkeys(text for texts in against.values() for text in texts)
     return [(text, defence) for text in every for defence, texts in against.items() if text in texts]
 

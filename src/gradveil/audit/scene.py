@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from gradveil.attacks.base import Attack
+from gradveil.attacks.base import Attack, Careful, Prospect
 from gradveil.attacks.presets import make_attack
 from gradveil.audit.adaptive import attacks_against
 from gradveil.audit.config import RunConfig
@@ -137,8 +137,7 @@ def open_scene(config: RunConfig, data_dir: Path | None = None, checked: bool = 
 
 def _attacks(config: RunConfig) -> dict[str, Attack]:
     """Build every attack that meets a defence of the run."""
-    public = config.data.public is not None
-    texts = (text for defence in config.defences for text in attacks_against(config.attacks, defence, public))
+    texts = (text for defence in config.defences for text in attacks_against(config.attacks, defence))
     tuning = config.iterations, config.restarts
     return {text: make_attack(with_defaults(text, *tuning)) for text in dict.fromkeys(texts)}
 
@@ -182,11 +181,25 @@ def scene_problems(scene: Scene) -> Iterator[Problem]:
                 client = scene.client(index, text, config.seeds[0])
                 client.trained()
                 client.noise_spec(client.params(), Batch(batch.inputs[0], batch.targets[0]))
+                yield from _attack_problems(scene, index, text, client, where)
             except GradveilError as error:
                 yield from (
                     Problem(f"defences[{i}] '{text}', {where}", f"{p.where}: {p.what}", p.remedy)
                     for p in error.problems
                 )
+
+
+def _attack_problems(scene: Scene, index: int, defence: str, client: Client, where: str) -> Iterator[Problem]:
+    """Ask the attacks on a defended client what stands in their way."""
+    data, config = scene.victims, scene.config
+    shape = (data.channels, int(data.inputs.shape[-2]), int(data.inputs.shape[-1]))
+    facts = shape, config.client[index].examples, max(len(data.classes), 2), scene.public is not None
+    for text in attacks_against(config.attacks, defence):
+        attack = scene.attacks[text]
+        if isinstance(attack, Careful):
+            belief = client if attack.belief == "full" else client.undefended_update()
+            for p in attack.problems(Prospect(belief, *facts)):
+                yield Problem(f"attack '{text}' on '{defence}', {where}: {p.where}", p.what, p.remedy)
 
 
 def _device_problems(device: str, precision: str) -> Iterator[Problem]:

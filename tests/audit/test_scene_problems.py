@@ -1,0 +1,42 @@
+"""What stands in an attack's way is told before the first cell, with its place."""
+
+import pytest
+import torch
+from torch import nn
+
+import gradveil
+from gradveil.audit.scene import open_scene
+from gradveil.core.errors import GradveilError
+from tests.audit.runs import config
+
+
+def problems(**changes):
+    with pytest.raises(GradveilError) as caught:
+        open_scene(config(**changes))
+    return [str(problem) for problem in caught.value.problems]
+
+
+def test_labels_that_nothing_shows_are_told_at_once():
+    client = {"batch": 1, "trainable": ["body.*"]}
+    found = problems(attacks=["idlg", "gi", "sapag", "ig"], client=client, defences=["none"])
+    assert len(found) == 3
+    assert all("is not trained: nothing of it is sent" in problem for problem in found)
+    assert found[0].startswith("attack 'idlg' on 'none', client: labels:")
+
+
+def test_more_examples_than_classes_cannot_all_differ():
+    (found,) = problems(attacks=["gi"], client={"batch": 3}, defences=["none"])
+    assert "3 examples cannot have different labels among 2 classes" in found
+
+
+def test_an_attack_on_a_linear_first_layer_needs_one():
+    (found,) = problems(attacks=["analytic", "ig"], defences=["none"])
+    assert "begins with a Conv2d" in found
+    assert "choose another attack" in found
+
+
+def test_learning_needs_public_images():
+    model = nn.Sequential(nn.Flatten(), nn.Linear(144, 3))
+    batch = torch.rand(2, 1, 12, 12, generator=torch.Generator().manual_seed(1)), torch.tensor([0, 2])
+    with pytest.raises(GradveilError, match="attack 'learned' on 'dp', client: data: there are no public images"):
+        gradveil.audit(model, batch, defences=["dp"], attacks=["learned"])
