@@ -150,6 +150,16 @@ def records(candidate: Tensor, truth: Tensor, case: Case) -> list[dict[str, Any]
     return found
 
 
+def trace(truth: Tensor, quality: float) -> list[dict[str, float]]:
+    """Play what an attack of 300 iterations would have answered earlier: the fewer, the worse."""
+    found = []
+    for halving in range(7, 0, -1):
+        similarity = ssim(degrade(truth, quality * 0.8**halving, torch.Generator().manual_seed(halving)), truth)
+        rate = float((similarity > 0.5).double().mean())
+        found.append({"iterations": 300 >> halving, "asr": rate, "ssim_mean": float(similarity.mean())})
+    return found
+
+
 def cell(case: Case, attack: tuple[str, str, float], belief: str, seed: int, truth: Tensor) -> dict[str, Any]:
     """Play one cell: its `info`, `records` and `images`."""
     name, title, skill = attack
@@ -194,6 +204,7 @@ def cell(case: Case, attack: tuple[str, str, float], belief: str, seed: int, tru
             "diverged": 1 / 16,
         },
         "controls": controls(candidate, truth),
+        "trace": trace(truth, quality),
     }
     return {
         "info": info,

@@ -112,7 +112,7 @@ def show(browser: Browser, selector: str) -> None:
 @pytest.mark.parametrize(("width", "scheme"), [(1280, "light"), (375, "dark")])
 def test_opens_without_console_messages_or_requests(browser: Browser, address: str, width: int, scheme: str) -> None:
     visit(browser, address, width, scheme)
-    for selector in ("#tradeoffs", "#images", "#table", "#method"):
+    for selector in ("#tradeoffs", "#budget", "#images", "#table", "#method"):
         show(browser, selector)
     assert browser.get_log("browser") == []
     names = browser.execute_script("return performance.getEntriesByType('resource').map((entry) => entry.name)")
@@ -216,6 +216,26 @@ def test_points_lie_between_the_axes(browser: Browser, address: str) -> None:
         for which in ("best", "all"):
             one(browser, f"[data-which='{which}']").click()
             assert browser.execute_script(outside) == 0
+
+
+def test_curves_have_points_tooltips_and_share_their_legend(browser: Browser, address: str) -> None:
+    visit(browser, address)
+    show(browser, "#budget")
+    marks, lines = ".plot[data-chart] .point", ".plot[data-chart] .curve"
+    assert (len(all_of(browser, lines)), len(all_of(browser, marks))) == (7, 7 * 8)
+    assert len(all_of(browser, f"{marks}:not(.passing)")) == 7
+    browser.execute_script("arguments[0].focus()", all_of(browser, marks)[0])
+    assert "after 2 iterations of 300" in one(browser, "#tip").text
+    before = [line.get_attribute("d") for line in all_of(browser, lines)]
+    heights = [float(path.split()[1].partition("L")[0]) for path in before]
+    finals = [float(path.rpartition(" ")[2]) for path in before]
+    assert all(final < first for first, final in zip(heights, finals, strict=True))
+    one(browser, "[data-quality='asr']").click()
+    assert [line.get_attribute("d") for line in all_of(browser, lines)] != before
+    one(browser, "#budget-legend button:last-child").click()
+    assert one(browser, "#legend button:last-child").get_attribute("aria-pressed") == "false"
+    assert len(all_of(browser, lines)) == 6
+    assert len(all_of(browser, ".plot[data-axis='bytes'] .point")) == 10
 
 
 def test_verdicts_at_a_glance_lead_to_the_verdicts(browser: Browser, address: str) -> None:

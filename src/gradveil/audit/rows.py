@@ -52,6 +52,14 @@ class Setting(NamedTuple):
         return f"{self.model} on {self.data}, {client_words(self.client, self.batch)}{when}"
 
 
+class Spent(NamedTuple):
+    """How good an attack's answer was after so many iterations of each restart."""
+
+    iterations: int
+    ssim: float | None
+    asr: float | None
+
+
 @dataclass(frozen=True)
 class Row:
     """A finished cell with its scores."""
@@ -153,6 +161,23 @@ class Row:
     def statuses(self) -> Counter[str]:
         """How many victims ended how."""
         return Counter(str(record["status"]) for record in self.cell.records)
+
+    @cached_property
+    def curve(self) -> tuple[Spent, ...]:
+        """Quality against budget, the final answer last; empty for an attack that does not iterate."""
+        noted = self.info.get("trace") or ()
+        passed = [Spent(int(spot["iterations"]), spot["ssim_mean"], spot["asr"]) for spot in noted]
+        if not passed:
+            return ()
+        # Half of the budget is noted last, rounded down; whoever used all of it says how much it was.
+        used = max((int(record.get("iterations") or 0) for record in self.cell.records), default=0)
+        return (*passed, Spent(max(2 * passed[-1].iterations, used), self.mean("ssim"), self.asr))
+
+    @property
+    def last_doubling(self) -> float | None:
+        """What the second half of the budget added to the mean SSIM."""
+        ends = [spot.ssim for spot in self.curve[-2:]]
+        return ends[1] - ends[0] if len(ends) == 2 and ends[0] is not None and ends[1] is not None else None
 
     @property
     def floor(self) -> float | None:

@@ -18,7 +18,7 @@ from gradveil.audit.store import Cell, Run, load_run
 from gradveil.audit.threat import threat_model
 from gradveil.core.errors import fail
 from gradveil.core.words import interval, number, percent, plural, size
-from gradveil.report import method, plots, table
+from gradveil.report import budget, method, plots, table
 from gradveil.report.pictures import Album, data_uri, pairs
 from gradveil.report.verdict import LEVELS, Verdict, verdicts
 
@@ -60,7 +60,7 @@ def page(run: Run) -> str:
     return environment.get_template("report.html.j2").render(
         **context(run),
         style=_asset("style.css"),
-        scripts=[_asset(name) for name in ("page.js", "charts.js", "gallery.js")],
+        scripts=[_asset(name) for name in ("page.js", "axes.js", "charts.js", "budget.js", "gallery.js")],
     )
 
 
@@ -77,6 +77,7 @@ def context(run: Run) -> dict[str, Any]:
     album = Album()
     shots = pairs(rows, album)
     shown = table.columns(rows)
+    spent = budget.charts(judged)
     return {
         "run": run.info,
         "name": run.info.get("name") or "audit",
@@ -99,7 +100,13 @@ def context(run: Run) -> dict[str, Any]:
         "body": table.body(rows, shown),
         "csv": data_uri(table.as_csv(rows, shown).encode(), "text/csv;charset=utf-8"),
         "sheets": album.sheets,
-        "data": _script_data(rows, shots, album, plots.points(rows), side_by_side(judged, shots)),
+        "budget": spent,
+        "data": {
+            **_script_data(rows, shots, album),
+            "points": plots.points(rows),
+            "curves": budget.curves(spent, rows),
+            "side_by_side": side_by_side(judged, shots),
+        },
         "has_images": bool(shots),
         "failed": failed,
         "unfinished": max(0, len(run.info.get("cells") or ()) - len(run.cells)),
@@ -122,12 +129,8 @@ def _machine(info: Mapping[str, Any]) -> str:
     return ", ".join(str(part) for part in parts if part)
 
 
-def _script_data(
-    rows: Sequence[Row], shots: list[dict[str, Any]], album: Album, dots: Any, side_by_side: Any
-) -> dict[str, Any]:
+def _script_data(rows: Sequence[Row], shots: list[dict[str, Any]], album: Album) -> dict[str, Any]:
     return {
-        "side_by_side": side_by_side,
-        "points": dots,
         "pairs": shots,
         "sheets": [
             {"number": s.number, "columns": s.columns, "height": s.height, "width": s.width} for s in album.sheets

@@ -11,12 +11,17 @@ from gradveil.core.words import interval, number, percent, size
 from gradveil.report.verdict import strength
 
 
+def series(rows: Sequence[Row]) -> dict[str, int]:
+    """Give every defence its number in the run's order: one colour and shape in all plots."""
+    return {name: place for place, name in enumerate(dict.fromkeys(row.defence for row in rows))}
+
+
 def points(rows: Sequence[Row]) -> list[dict[str, Any]]:
     """Describe every cell as a point: its series (the defence), its coordinates and what its tooltip says.
 
     `best` marks the strongest attack of each kind of attacker on each defence, over attacks and seeds.
     """
-    names = list(dict.fromkeys(row.defence for row in rows))
+    places = series(rows)
     seeds, settings = {row.seed for row in rows}, {row.setting for row in rows}
     strongest = _strongest(rows)
     found = []
@@ -29,7 +34,7 @@ def points(rows: Sequence[Row]) -> list[dict[str, Any]]:
         about += [row.setting.title()] if len(settings) > 1 else []
         found.append(
             {
-                "series": names.index(row.defence),
+                "series": places[row.defence],
                 "name": row.defence_name,
                 "attacker": row.attacker,
                 "bytes": row.info.get("bytes_sent"),

@@ -1,0 +1,130 @@
+"use strict";
+// What all plots share: axes, marks, tooltips, and legends that hide a defence in every plot at once.
+const CHARTS = (() => {
+  const NS = "http://www.w3.org/2000/svg";
+  const hidden = new Set(), redraws = [];
+  const SHAPES = [
+    "M-5.5 0a5.5 5.5 0 1 0 11 0a5.5 5.5 0 1 0-11 0z", "M-5-5h10v10h-10z", "M0-6.5 6 5H-6z", "M0-7 6 0 0 7-6 0z",
+  ];
+  const colour = (series) => `var(--s${series % 8})`;
+  const shape = (series) => SHAPES[(series + Math.floor(series / 8)) % 4];
+
+  function svg(name, attributes, ...children) {
+    const node = document.createElementNS(NS, name);
+    for (const [key, value] of Object.entries(attributes)) node.setAttribute(key, value);
+    node.append(...children);
+    return node;
+  }
+
+  // Ticks of a logarithmic axis: 1, 2, 5 and their tens, thinned to at most six.
+  function logTicks(low, high) {
+    for (const steps of [[1, 2, 5], [1, 3], [1]]) {
+      const ticks = [];
+      for (let power = Math.floor(Math.log10(low)); power <= Math.ceil(Math.log10(high)); power++) {
+        for (const step of steps) ticks.push(step * 10 ** power);
+      }
+      const inside = ticks.filter((t) => t >= low * 0.999 && t <= high * 1.001);
+      if (inside.length <= 6) return inside;
+    }
+    const powers = [];
+    for (let power = Math.ceil(Math.log10(low)); power <= Math.log10(high); power++) powers.push(10 ** power);
+    return powers.filter((_, i) => i % Math.ceil(powers.length / 6) === 0);
+  }
+
+  // The grid with its labels, for a share of images or a mean SSIM over any x: {at, ticks, name(tick), title}.
+  function frame({ label, width, measure, lowest, x, floor }) {
+    const height = 320, [left, right, top, bottom] = [62, width - 10, 14, height - 48];
+    const y = (value) => bottom - ((value - lowest) / (1 - lowest)) * (bottom - top);
+    const picture = svg("svg", { viewBox: `0 0 ${width} ${height}`, role: "group", "aria-label": label });
+    for (const tick of [0, 0.25, 0.5, 0.75, 1]) {
+      picture.append(svg("line", { class: "grid", x1: left, x2: right, y1: y(tick), y2: y(tick) }));
+      const share = measure === "asr" ? `${tick * 100}%` : String(tick);
+      picture.append(svg("text", { x: left - 8, y: y(tick) + 4, "text-anchor": "end" }, share));
+    }
+    const { at, ticks, name, title } = x(left, right);
+    let last = -Infinity;
+    for (const tick of ticks) {
+      const place = at(tick);
+      if (place - last < 44 || place > right) continue;
+      last = place;
+      picture.append(svg("line", { class: "grid", x1: place, x2: place, y1: top, y2: bottom }));
+      picture.append(svg("text", { x: place, y: bottom + 22, "text-anchor": "middle" }, name(tick)));
+    }
+    picture.append(svg("text", { x: (left + right) / 2, y: height - 6, "text-anchor": "middle" }, title));
+    const upright = { transform: `translate(14 ${(top + bottom) / 2}) rotate(-90)`, "text-anchor": "middle" };
+    picture.append(svg("text", upright, measure === "asr" ? "images recovered" : "mean SSIM"));
+    if (floor !== null && floor >= 0) {
+      picture.append(svg("line", { class: "floor", x1: left, x2: right, y1: y(floor), y2: y(floor) }));
+      picture.append(svg("text", { x: left + 4, y: y(floor) - 5 }, "guessing"));
+    }
+    return { picture, left, right, y, at };
+  }
+
+  // A point with its tooltip, drawn with these attributes.
+  function mark(name, lines, series, px, py, look) {
+    const path = svg("path", { d: shape(series), fill: colour(series), stroke: colour(series), "stroke-width": 2, ...look });
+    const node = svg("g", {
+      class: "point", transform: `translate(${px.toFixed(1)} ${py.toFixed(1)})`, tabindex: 0, role: "img",
+      "aria-label": [name, ...lines].join(", "),
+    }, path);
+    for (const event of ["pointerenter", "focus"]) node.addEventListener(event, () => tell(node, name, lines));
+    for (const event of ["pointerleave", "blur"]) node.addEventListener(event, hush);
+    return node;
+  }
+
+  const tip = document.getElementById("tip");
+  function tell(node, name, lines) {
+    tip.replaceChildren(element("b", { textContent: name }), ...lines.flatMap((line) => [line, element("br")]));
+    tip.hidden = false;
+    const at = node.getBoundingClientRect(), size = tip.getBoundingClientRect();
+    const x = Math.min(Math.max(8, at.left + at.width / 2 - size.width / 2), root.clientWidth - size.width - 8);
+    const y = at.top - size.height - 10;
+    tip.style.left = `${x}px`;
+    tip.style.top = `${y < 8 ? at.bottom + 10 : y}px`;
+  }
+  function hush() { tip.hidden = true; }
+  addEventListener("keydown", (event) => { if (event.key === "Escape") hush(); });
+  addEventListener("scroll", hush, { passive: true });
+
+  // Buttons that switch something for the plots of one section; one of them is pressed.
+  function choice(selector, chosen, redraw) {
+    const buttons = [...document.querySelectorAll(selector)];
+    buttons.forEach((button) => button.addEventListener("click", () => {
+      chosen(button.dataset);
+      buttons.forEach((other) => other.setAttribute("aria-pressed", String(other === button)));
+      redraw();
+    }));
+  }
+
+  // One button a defence; the buttons of every legend agree.
+  function legend(box, names) {
+    box.append(...names.map(([series, name]) => {
+      const key = svg("svg", { viewBox: "-8 -8 16 16", width: 14, height: 14, "aria-hidden": "true" },
+        svg("path", { d: shape(series), fill: colour(series) }));
+      const button = element("button", { type: "button" }, key, name);
+      button.setAttribute("aria-pressed", "true");
+      button.dataset.series = series;
+      button.addEventListener("click", () => {
+        if (!hidden.delete(series)) hidden.add(series);
+        document.querySelectorAll(`.legend [data-series="${series}"]`)
+          .forEach((other) => other.setAttribute("aria-pressed", String(!hidden.has(series))));
+        redraws.forEach((redraw) => redraw());
+      });
+      return button;
+    }));
+  }
+
+  // Draw now, after a change of what is hidden, and for a new width only: drawing changes the height.
+  function keep(boxes, draw) {
+    const redraw = () => boxes.forEach(draw), widths = new Map();
+    redraws.push(redraw);
+    redraw();
+    new ResizeObserver((entries) => entries.forEach(({ target, contentRect }) => {
+      if (widths.get(target) !== contentRect.width) { widths.set(target, contentRect.width); redraw(); }
+    })).observe(boxes[0]);
+    addEventListener("resize", redraw);
+    return redraw;
+  }
+
+  return { svg, colour, shape, hidden, logTicks, frame, mark, choice, legend, keep };
+})();

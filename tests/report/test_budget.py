@@ -1,0 +1,118 @@
+"""Quality against budget: which curves are shown, what they hold, and what is said of them."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gradveil.audit.rows import Row, Spent
+from gradveil.audit.store import load_run
+from gradveil.report import page
+from gradveil.report.budget import charts, curves
+from gradveil.report.verdict import verdicts
+from tests.audit.runs import config, execute
+from tests.report.cells import CONTROLS, row
+from tests.report.runs import CASES, played, write_run
+
+
+def traced(won: int, *ssims: float | None, final: float, **change: Any) -> Row:
+    """A cell whose attack had these mean SSIMs on the way to its 400 iterations."""
+    counts = [400 >> halving for halving in range(len(ssims), 0, -1)]
+    noted = [{"iterations": count, "asr": 0.25, "ssim_mean": value} for count, value in zip(counts, ssims, strict=True)]
+    return row(won, trace=noted, ssim=final, **change)
+
+
+BARE = traced(32, 0.2, 0.6, 0.8, final=0.9, defence="none", belief="naive", number=90)
+
+
+def test_the_final_answer_is_the_last_point() -> None:
+    cell = traced(8, 0.1, 0.2, 0.25, final=0.3)
+    assert cell.curve[:2] == (Spent(50, 0.1, 0.25), Spent(100, 0.2, 0.25))
+    assert cell.curve[-1].iterations == 400
+    assert (cell.curve[-1].asr, cell.curve[-1].ssim) == (0.25, pytest.approx(0.3))
+    assert cell.last_doubling == pytest.approx(0.05)
+    cell.cell.records[3]["iterations"] = 401  # an odd budget is noted at its half, rounded down
+    assert Row(0, cell.cell).curve[-1].iterations == 401
+    assert row(8).curve == ()
+    assert row(8).last_doubling is None
+
+
+def test_real_attacks_have_a_curve_and_the_closed_form_has_none(tmp_path: Path) -> None:
+    wanted = config(attacks=["ig(iterations=7)", "learned(epochs=1, width=8)"], defences=["none"], victims=1)
+    run, _ = execute(wanted, tmp_path / "run")
+    ig, learned = (Row(number, cell) for number, cell in enumerate(run.cells))
+    assert [spot.iterations for spot in ig.curve] == [1, 3, 7]
+    assert ig.curve[-1].ssim == ig.mean("ssim")
+    assert learned.curve == ()
+
+
+def test_every_defence_shows_its_strongest_attacker_who_iterates() -> None:
+    rows = [
+        BARE,
+        traced(3, 0.2, 0.3, final=0.31, attack="cdia", number=1),
+        traced(2, 0.2, 0.3, final=0.31, attack="dia", number=2),
+        row(9, attack="learned", number=3),
+        traced(32, 0.2, 0.3, final=0.9, attack="wiig", number=4, grants=["step.noise.w: its true value"]),
+        row(1, defence="clip(1)", attack="learned", number=5),
+    ]
+    (chart,) = charts(verdicts(rows))
+    assert [(r.defence, r.attack) for r in chart.rows] == [("none", "ig"), ("dgp", "cdia")]
+    assert chart.note == "The strongest attack against dgp (learned) does not iterate: the next strongest stands here."
+    (told,) = curves([chart], rows)
+    assert [line["series"] for line in told["lines"]] == [0, 1]
+    assert told["lines"][0]["points"][0]["lines"][0] == "after 50 iterations of 400"
+    assert told["lines"][0]["points"][-1]["lines"] == ["after 400 iterations", "mean SSIM 0.9 · 100% recovered"]
+    assert told["floor"] == {"asr": 0.0, "ssim": 0.1}
+
+
+def test_settings_have_charts_of_their_own_and_colours_in_common() -> None:
+    rows = [BARE, traced(3, 0.3, final=0.3), traced(3, 0.3, final=0.3, batch=4), row(1, model="resnet")]
+    found = charts(verdicts(rows))
+    assert [len(chart.rows) for chart in found] == [2, 1]
+    assert curves(found, rows)[1]["lines"][0]["series"] == 1
+    assert charts(verdicts([row(3)])) == []
+
+
+@pytest.mark.parametrize(
+    ("halves", "said"),
+    [
+        ((0.85, 0.25), "help without a defence (mean SSIM rose by 0.05 in the last doubling), but hardly against dgp."),
+        (
+            (0.85, 0.2),
+            "help without a defence and against dgp (mean SSIM rose by 0.05 and 0.08 in the last doubling).",
+        ),
+        ((0.89, 0.2), "likely help against dgp (mean SSIM rose by 0.08 in the last doubling), but hardly without a"),
+        ((0.89, 0.262), "More iterations would hardly help: no mean SSIM rose by more than 0.02 in the last doubling."),
+        ((0.95, 0.4), "More iterations would hardly help"),
+        ((None, 0.4), "More iterations would hardly help"),
+    ],
+)
+def test_what_is_said_of_more_budget(halves: tuple[float | None, float], said: str) -> None:
+    bare = traced(32, 0.2, halves[0], final=0.9, defence="none", belief="naive", number=90)
+    defended = traced(0, 0.2, halves[1], final=0.28 if halves[1] != 0.25 else 0.265)
+    (chart,) = charts(verdicts([bare, defended]))
+    assert said in chart.advice
+
+
+def test_numbers_stand_below_the_picture() -> None:
+    short = traced(3, 0.3, final=0.3, controls=CONTROLS)
+    (chart,) = charts(verdicts([BARE, short]))
+    assert chart.shares == ["1/8", "1/4", "1/2", "1"]
+    assert [spot and spot.iterations for spot in chart.table[1][1]] == [None, None, 200, 400]
+
+
+def test_the_page_has_the_picture_where_an_attack_iterated(tmp_path: Path) -> None:
+    cells = played(victims=4, cases=CASES[:3])
+    html = page(load_run(write_run(tmp_path / "with", cells)))
+    assert "Quality against budget" in html
+    assert html.count('data-chart="') == 1
+    assert "More iterations would" in html
+    bare = copy.deepcopy(cells)
+    for cell in bare:
+        del cell["info"]["trace"]
+    without = page(load_run(write_run(tmp_path / "without", bare)))
+    assert "Quality against budget" not in without
+    assert 'data-chart="' not in without
