@@ -1,0 +1,88 @@
+"""How strongly each coordinate of a gradient depends on the inputs: the row norms of J = dg/dx.
+
+Optimal defences spend their noise by these norms (Chen, Gürsoy and Lei 2024, "Optimal Defenses Against Gradient
+Reconstruction Attacks"), and bounds of what can be reconstructed add them up.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+from functools import cache
+
+import torch
+from torch import Tensor
+from torch.func import jacfwd, jvp, vmap
+
+from gradveil.core.noise import Noise, NoiseSpec, Normal
+from gradveil.core.tree import Tensors
+from gradveil.core.types import Batch
+
+Gradient = Callable[[Batch], Tensors]
+"""A client's differentiable mean gradient: `Context.gradient`."""
+AT_ONCE = 16
+"""Probes in one batch: each holds one more gradient."""
+
+
+def probe_noise(batch: Batch, probes: int) -> NoiseSpec:
+    """Declare `probe` [probes, B, C, H, W]: standard normal directions in the space of the whole batch.
+
+    Its neutral value is zero, which finds every row to be zero.
+    """
+    inputs = batch.inputs
+    return NoiseSpec({"probe": Noise((probes, *inputs.shape), Normal(), neutral=0.0, dtype=inputs.dtype)})
+
+
+def squared_row_norms(gradient: Gradient, batch: Batch, probe: Tensor, at_once: int = AT_ONCE) -> Tensors:
+    """Estimate ||dg_i/dx||^2 of every coordinate i by mean_k (J v_k)_i^2 over K probes v_k ~ N(0, I).
+
+    x is the whole batch. The estimate is unbiased with relative variance 2 / K, and exactly zero where a row is. It
+    takes K forward-mode products, `at_once` in one batch; can be differentiated, and runs under `vmap`.
+    """
+    _load_forward_mode()
+    inputs = batch.inputs
+
+    def product(direction: Tensor) -> Tensors:
+        return jvp(lambda x: gradient(Batch(x, batch.targets)), (inputs,), (direction,))[1]
+
+    total: Tensors = {}
+    for some in probe.split(at_once):
+        sums = {name: rows.square().sum(0) for name, rows in vmap(product)(some).items()}
+        total = {name: total[name] + value for name, value in sums.items()} if total else sums
+    return {name: value / len(probe) for name, value in total.items()}
+
+
+def exact_squared_row_norms(gradient: Gradient, batch: Batch) -> Tensors:
+    """Compute ||dg_i/dx||^2 from the whole Jacobian: for small models, and for the tests of the estimate."""
+    dimensions = batch.inputs.dim()
+    return {name: rows.flatten(-dimensions).square().sum(-1) for name, rows in _jacobians(gradient, batch).items()}
+
+
+def jacobian(gradient: Gradient, batch: Batch) -> Tensor:
+    """Compute the whole Jacobian as a matrix [coordinates of the update, entries of the batch]; for small models."""
+    entries = batch.inputs.numel()
+    return torch.cat([rows.reshape(-1, entries) for rows in _jacobians(gradient, batch).values()])
+
+
+def norms(squares: Mapping[str, Tensor]) -> Tensors:
+    """Take roots of squared row norms; the derivative at a row of zeros is zero, not infinite."""
+    return {name: _root(value) for name, value in squares.items()}
+
+
+def _jacobians(gradient: Gradient, batch: Batch) -> Tensors:
+    _load_forward_mode()
+    found: Tensors = jacfwd(lambda x: gradient(Batch(x, batch.targets)))(batch.inputs)  # pyright: ignore
+    return found
+
+
+def _root(value: Tensor) -> Tensor:
+    positive = value > 0
+    return torch.where(positive, torch.where(positive, value, 1.0).sqrt(), 0.0)
+
+
+@cache
+def _load_forward_mode() -> None:
+    """Let torch load its forward-mode rules, without the warning that torch gives itself for its use of TorchScript."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        jvp(torch.sin, (torch.zeros(()),), (torch.ones(()),))
