@@ -1,0 +1,111 @@
+"""What no attacker can do better than: the Bayesian Cramér-Rao bound of a reconstruction's error.
+
+Of inputs x with a prior, an attacker sees g(x) + N(0, diag(s_i^2)). For every estimate x' of the d entries of x
+
+    E ||x' - x||^2 >= tr((F + P)^-1) >= d^2 / (tr F + tr P),    F = E[J^T diag(1 / s_i^2) J],    J = dg/dx,
+
+with P the prior's information E[grad log p (grad log p)^T] (van Trees 1968; Theorem 1 of Chen, Gürsoy and Lei 2024,
+"Optimal Defenses Against Gradient Reconstruction Attacks"). Expectations are over the prior and the noise. All bounds
+here are divided by d: they are mean squared errors of an entry, in the units of the model's inputs.
+
+What to keep in mind:
+
+- The bound holds for noise whose variances do not depend on x. Where they do (`optimal-noise` is fitted to the batch)
+  the variances themselves tell of x: F lacks a term, and the numbers are no bound.
+- It holds for a prior whose density vanishes at its borders. Of images nobody knows P; both estimates below are models.
+- The paper's own constants could not be verified. Since tr P <= d * (largest eigenvalue of P), a statement with the
+  latter follows from this one: pass `prior_trace = d * eigenvalue`.
+- Labels are taken as known, and one update as seen: n independent updates of the same x have n times the F.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from gradveil.core.errors import fail
+
+
+def information(jacobian: Tensor, variances: Tensor) -> Tensor:
+    """Compute J^T diag(1 / s_i^2) J [d, d] of a Jacobian [..., coordinates, d], averaged over the leading dimensions.
+
+    A coordinate with infinite variance (pruned) says nothing; one with variance 0 says everything, unless it does not
+    depend on x.
+    """
+    weights = _weights(jacobian.square().sum(-1), variances)
+    weighted = torch.where(jacobian == 0, 0.0, weights.unsqueeze(-1) * jacobian)
+    found = jacobian.mT @ weighted
+    return found.flatten(0, -3).mean(0) if found.dim() > 2 else found
+
+
+def information_trace(squares: Mapping[str, Tensor], variances: Mapping[str, Tensor]) -> Tensor:
+    """Compute tr(J^T diag(1 / s_i^2) J) = sum_i ||dg_i/dx||^2 / s_i^2 from squared row norms.
+
+    With the estimates of `squared_row_norms` it is unbiased. Infinite where a coordinate depends on x and has no noise.
+    """
+    terms = [_weighted(value, variances[name]).sum() for name, value in squares.items()]
+    return torch.stack(terms).sum()
+
+
+def gaussian_information(examples: Tensor, ridge: float = 0.0) -> Tensor:
+    """Estimate P by the inverse covariance [d, d] of public examples [N, d], plus `ridge` on the diagonal.
+
+    That is the information of the *normal* law with this covariance. Of all laws with one covariance the normal one has
+    the least information, so of data that is not normal the bound comes out too high: read it as the best that an
+    attacker can do who knows mean and covariance only. A ridge makes the law wider, and the bound higher.
+    """
+    count, entries = examples.shape
+    centred = examples - examples.mean(0)
+    covariance = centred.mT @ centred / max(1, count - 1)
+    covariance = covariance + ridge * torch.eye(entries).to(covariance)
+    factor, failed = torch.linalg.cholesky_ex(covariance)
+    if (count <= entries and not ridge) or bool(failed):
+        what = f"{count} examples do not determine the covariance of {entries} entries"
+        raise fail("gaussian_information.examples", what, "give more examples than entries, or a ridge above 0")
+    return torch.cholesky_inverse(factor)
+
+
+def smoothed_information(examples: Tensor, width: float, generator: torch.Generator, draws: int = 4096) -> Tensor:
+    """Estimate P [d, d] of public examples [N, d] that are smoothed by N(0, width^2): a mixture of normal laws.
+
+    The score at x is sum_j w_j (x_j - x) / width^2, with w_j the share of the mixture's density at x that comes from
+    example j; its second moment is averaged over draws from the mixture. This law has been seen nowhere but at the
+    examples: a small width gives much information, and a low bound.
+    """
+    count, entries = examples.shape
+    chosen = torch.randint(count, (draws,), generator=generator)
+    noise = torch.randn((draws, entries), generator=generator, dtype=examples.dtype)
+    points = examples[chosen] + width * noise.to(examples.device)
+    weights = (-(torch.cdist(points, examples) / width).square() / 2).softmax(-1)
+    score = (weights @ examples - points) / width**2
+    return score.mT @ score / draws
+
+
+def error_bound(fisher: Tensor, prior: Tensor) -> Tensor:
+    """Return tr((F + P)^-1) / d, the sharper bound, from the two matrices."""
+    factor, failed = torch.linalg.cholesky_ex(fisher + prior)
+    if bool(failed):
+        what = "F + P is singular or not finite, and says of some direction nothing or everything"
+        raise fail("error_bound", what, "use trace_bound, or a prior with information in every direction")
+    return torch.cholesky_inverse(factor).diagonal().mean()
+
+
+def trace_bound(fisher_trace: Tensor, prior_trace: Tensor, entries: int) -> Tensor:
+    """Return d / (tr F + tr P): never above `error_bound`, equal where F + P is a multiple of the identity.
+
+    It is 0 where a coordinate that depends on the inputs is sent without noise.
+
+    >>> trace_bound(torch.tensor(6.0), torch.tensor(2.0), entries=4)
+    tensor(0.5000)
+    """
+    return entries / (fisher_trace + prior_trace)
+
+
+def _weights(squares: Tensor, variances: Tensor) -> Tensor:
+    return torch.where(squares > 0, 1 / variances, 0.0)
+
+
+def _weighted(squares: Tensor, variances: Tensor) -> Tensor:
+    return torch.where(squares > 0, squares / variances, 0.0)
