@@ -11,6 +11,7 @@ from gradveil.client import Client, Local
 from gradveil.core.noise import Key
 from gradveil.core.tree import Tensors
 from gradveil.core.types import Batch
+from gradveil.defences import entries
 
 V, B, T = 3, 4, 2
 
@@ -45,6 +46,10 @@ class Law:
     texts: tuple[str, ...]
     bound: float | None = None
     """The norm that nothing sent by the first setting exceeds."""
+    surrogate: bool = False
+    """Its derivative is a declared surrogate's: the exact one is zero almost everywhere."""
+    identity: bool = True
+    """Its transforms have settings at which they change nothing."""
 
 
 LAWS = {
@@ -57,6 +62,9 @@ LAWS = {
     "prune": Law(("prune(ratio=0.7)", "prune(ratio=0.7, scope=global)", "prune(ratio=0.7, feedback=true)")),
     "topk": Law(("topk(keep=0.2)", "topk(keep=0.2, feedback=true)")),
     "dgp": Law(("dgp(top=0.1, bottom=0.5)", "dgp(top=0.1, bottom=0.5, feedback=true)")),
+    "sign": Law(("sign", "sign(scale=unit)", "sign(feedback=true)"), surrogate=True, identity=False),
+    "ternary": Law(("ternary", "ternary(clip=1.5)"), surrogate=True, identity=False),
+    "quantise": Law(("quantise(bits=3)", "quantise(bits=4, scale=max)"), surrogate=True, identity=False),
     "dropout": Law(("dropout(p=0.4)", 'dropout(p=0.4, where="body.0 block")')),
     "precode": Law(("precode(k=5, beta=0.1)", 'precode(k=5, position="head")')),
     "cvb": Law(("cvb(beta=0.1)", 'cvb(kernel=1, position="body.1", kl=published_code)')),
@@ -68,8 +76,17 @@ COMBINED = (
     "precode(k=5) + prune(ratio=0.5, feedback=true) + dp(clip=0.3)",
     "dgp + gaussian(std=0.1) + clip(norm=0.3)",
     "prune(ratio=0.5) + dgp(top=0.1, bottom=0.1)",
+    "clip(norm=0.3) + gaussian(std=0.1) + quantise(bits=4)",
 )
 TEXTS = (*(text for law in LAWS.values() for text in law.texts), *COMBINED)
+
+
+def _parts(text: str) -> list[Law]:
+    return [LAWS[entry.name] for entry in entries(text)]
+
+
+SMOOTH = tuple(text for text in TEXTS if not any(law.surrogate for law in _parts(text)))
+IDENTITY = tuple(text for text in TEXTS if all(law.identity for law in _parts(text)))
 
 CLIENTS = {
     "gradient": Client(Tiny()),
@@ -84,12 +101,13 @@ def draw_batch(key: Key) -> Batch:
 
 
 def draw_state(client: Client, params: Tensors, key: Key) -> Tensors:
-    """A state of a later round: whatever is zero in the first is something now."""
+    """A state of a later round, after the client sent two updates: whatever is zero in the first is something now."""
     state = client.init(params)
-    return {
-        name: value + 0.1 * torch.randn(value.shape, generator=key.child(name).generator(), dtype=value.dtype)
-        for name, value in state.items()
-    }
+    for number in range(2 if state else 0):
+        own = key.child(number)
+        batch = draw_batch(own)
+        _, state = client.update(params, batch, client.noise_spec(params, batch).sample(own.child("noise")), state)
+    return state
 
 
 def draw(client: Client, number: int = 0) -> tuple[Tensors, Batch, Tensors, Tensors]:

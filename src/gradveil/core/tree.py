@@ -62,11 +62,11 @@ def take(tensors: Mapping[str, Tensor], rows: Tensor | slice | Iterable[int]) ->
 
 
 def straight_through(exact: Tensor, surrogate: Tensor) -> Tensor:
-    """Value of `exact`, derivative of `surrogate`: how an attacker differentiates what has no derivative.
+    """Value of `exact` to the last bit, derivative of `surrogate`: how an attacker differentiates what has none.
 
     >>> x = torch.tensor([0.3], requires_grad=True)
     >>> y = straight_through(x.sign(), x)
     >>> y.item(), torch.autograd.grad(y, x)[0].item()
     (1.0, 1.0)
     """
-    return surrogate + (exact - surrogate).detach()
+    return exact.detach() + (surrogate - surrogate.detach())

@@ -10,6 +10,7 @@ from gradveil.defences.model import CvbSurgery, DropoutSurgery, PrecodeSurgery
 from gradveil.defences.noise import Gaussian, Laplacian
 from gradveil.defences.presets import DEFENCES
 from gradveil.defences.prune import Dual, Magnitude, Pruning, gamma
+from gradveil.defences.quantise import Quantise, Sign
 
 __all__ = [
     "DEFENCES",
@@ -29,6 +30,8 @@ __all__ = [
     "ModelSurgery",
     "PrecodeSurgery",
     "Pruning",
+    "Quantise",
+    "Sign",
     "chain",
     "entries",
     "gamma",

@@ -6,10 +6,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from gradveil.core.arguments import Entry
+from gradveil.core.allowed import Flag
+from gradveil.core.arguments import Argument, Entry
 from gradveil.defences.base import Defence
 
 Slot = Literal["model", "batch", "step", "send"]
+
+FEEDBACK = Argument("feedback", Flag(), False)
+KNOWING = ("cdia(rounds=all)", "learned")
+"""What is random is inferred, optimised or, where its mean is zero, averaged out over the rounds; or all is learned."""
+PRUNED = ("cdia(rounds=all)", 'cdia(rounds=all, objective="layerwise-cosine")', "learned")
+"""The zeros show the masks; the residual of error feedback follows from the rounds. Two ways to compare the rest."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,23 +5,18 @@ from __future__ import annotations
 from decimal import Decimal
 from typing import Literal
 
-from gradveil.core.allowed import BOUND, COUNT, KEPT, SHARE, STRENGTH, Flag
+from gradveil.core.allowed import BOUND, COUNT, KEPT, SHARE, STRENGTH
 from gradveil.core.arguments import Argument
 from gradveil.core.errors import fail
 from gradveil.core.types import Transform
 from gradveil.defences.base import Defence, chain
 from gradveil.defences.clip import Clip
-from gradveil.defences.entry import DefenceEntry
+from gradveil.defences.compressing import COMPRESSING
+from gradveil.defences.entry import FEEDBACK, KNOWING, PRUNED, DefenceEntry
 from gradveil.defences.feedback import Feedback
 from gradveil.defences.model import KERNEL, KL, PATH, PATHS, WEIGHT, CvbSurgery, DropoutSurgery, PrecodeSurgery
 from gradveil.defences.noise import ON, Gaussian, Laplacian
 from gradveil.defences.prune import SCOPE, Dual, Magnitude
-
-FEEDBACK = Argument("feedback", Flag(), False)
-_KNOWING = ("cdia(rounds=all)", "learned")
-"""What is random is inferred, optimised or, where its mean is zero, averaged out over the rounds; or all is learned."""
-_PRUNED = ("cdia(rounds=all)", 'cdia(rounds=all, objective="layerwise-cosine")', "learned")
-"""The zeros show the masks; the residual of error feedback follows from the rounds. Two ways to compare the rest."""
 
 
 def dp(clip: float, sigma: float, on: Literal["sum", "mean"]) -> Defence:
@@ -98,7 +93,7 @@ _ENTRIES = (
         changes=("send",),
         guarantee=Clip.guarantee,
         citation="Pascanu et al. 2013, On the difficulty of training recurrent neural networks",
-        adaptive=_KNOWING,
+        adaptive=KNOWING,
         arguments=(Argument("norm", BOUND),),
         identity={"norm": float("inf")},
     ),
@@ -109,7 +104,7 @@ _ENTRIES = (
         changes=("step",),
         guarantee=Clip.guarantee,
         citation="Abadi et al. 2016, Deep Learning with Differential Privacy",
-        adaptive=_KNOWING,
+        adaptive=KNOWING,
         arguments=(Argument("norm", BOUND),),
         identity={"norm": float("inf")},
     ),
@@ -120,7 +115,7 @@ _ENTRIES = (
         changes=("send",),
         guarantee=Gaussian.guarantee,
         citation="Zhu et al. 2019, Deep Leakage from Gradients",
-        adaptive=_KNOWING,
+        adaptive=KNOWING,
         arguments=(Argument("std", STRENGTH),),
         identity={"std": 0.0},
     ),
@@ -131,7 +126,7 @@ _ENTRIES = (
         changes=("send",),
         guarantee=Laplacian.guarantee,
         citation="Zhu et al. 2019, Deep Leakage from Gradients",
-        adaptive=_KNOWING,
+        adaptive=KNOWING,
         arguments=(Argument("scale", STRENGTH),),
         identity={"scale": 0.0},
     ),
@@ -142,7 +137,7 @@ _ENTRIES = (
         changes=("step",),
         guarantee="differential privacy of examples; epsilon follows from sigma, sampling rate and steps",
         citation="Abadi et al. 2016, Deep Learning with Differential Privacy",
-        adaptive=_KNOWING,
+        adaptive=KNOWING,
         arguments=(Argument("clip", BOUND, 20.0), Argument("sigma", STRENGTH, 1e-3), Argument("on", ON, "sum")),
         identity={"clip": float("inf"), "sigma": 0.0},
     ),
@@ -153,7 +148,7 @@ _ENTRIES = (
         changes=("send",),
         guarantee=Magnitude.guarantee,
         citation="Zhu et al. 2019, Deep Leakage from Gradients",
-        adaptive=_PRUNED,
+        adaptive=PRUNED,
         arguments=(Argument("ratio", SHARE), Argument("scope", SCOPE, "layer"), FEEDBACK),
         identity={"ratio": 0.0},
     ),
@@ -164,7 +159,7 @@ _ENTRIES = (
         changes=("send",),
         guarantee=Magnitude.guarantee,
         citation="Aji and Heafield 2017, Sparse Communication for Distributed Gradient Descent",
-        adaptive=_PRUNED,
+        adaptive=PRUNED,
         arguments=(Argument("keep", KEPT), FEEDBACK),
         identity={"keep": 1.0},
     ),
@@ -175,10 +170,11 @@ _ENTRIES = (
         changes=("send",),
         guarantee=Dual.guarantee,
         citation="Xue et al. 2024, Dual Gradient Pruning (AAAI)",
-        adaptive=_PRUNED,
+        adaptive=PRUNED,
         arguments=(Argument("top", SHARE, 0.05), Argument("bottom", SHARE, 0.75), FEEDBACK),
         identity={"top": 0.0, "bottom": 0.0},
     ),
+    *COMPRESSING,
     DefenceEntry(
         name="dropout",
         factory=_dropout,
@@ -186,7 +182,7 @@ _ENTRIES = (
         changes=("model",),
         guarantee="none",
         citation="Scheliga, Mäder, Seeland 2023, Dropout is NOT All You Need to Prevent Gradient Leakage (AAAI)",
-        adaptive=(*_KNOWING, "dia"),
+        adaptive=(*KNOWING, "dia"),
         arguments=(Argument("p", SHARE, 0.25), Argument("where", PATHS, None)),
         identity={"p": 0.0},
     ),
@@ -197,7 +193,7 @@ _ENTRIES = (
         changes=("model",),
         guarantee="none",
         citation="Scheliga, Mäder, Seeland 2022, PRECODE: A Generic Model Extension to Prevent Deep Gradient Leakage",
-        adaptive=(*_KNOWING, "pig"),
+        adaptive=(*KNOWING, "pig"),
         arguments=(Argument("k", COUNT, 256), Argument("beta", STRENGTH, 1e-3), Argument("position", PATH, None)),
     ),
     DefenceEntry(
@@ -207,7 +203,7 @@ _ENTRIES = (
         changes=("model",),
         guarantee="none",
         citation="Scheliga, Mäder, Seeland 2024, Combining Stochastic Defenses to Resist Gradient Inversion",
-        adaptive=(*_KNOWING, "pig"),
+        adaptive=(*KNOWING, "pig"),
         arguments=(
             Argument("kernel", KERNEL, None),
             Argument("beta", WEIGHT, None),

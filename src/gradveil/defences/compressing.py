@@ -1,0 +1,62 @@
+"""The table's compressors and stand-ins: defences that send something smaller or other than the gradient."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from gradveil.core.allowed import BOUND, Range
+from gradveil.core.arguments import Argument
+from gradveil.defences.base import Defence, chain
+from gradveil.defences.entry import FEEDBACK, KNOWING, DefenceEntry
+from gradveil.defences.feedback import Feedback
+from gradveil.defences.quantise import SCALE, SIZE, Quantise, Sign
+
+BITS = Range(2, 16, integer=True)
+"""One of them is the sign."""
+
+
+def _sign(scale: Literal["mean", "unit"], feedback: bool) -> Defence:
+    return Defence("sign", send=chain(sign=Feedback(Sign(scale)) if feedback else Sign(scale)))
+
+
+def _ternary(clip: float) -> Defence:
+    return Defence("ternary", send=chain(quantise=Quantise(1, "max", clip)))
+
+
+def _quantise(bits: int, scale: Literal["l2", "max"]) -> Defence:
+    return Defence("quantise", send=chain(quantise=Quantise(2 ** (int(bits) - 1) - 1, scale)))
+
+
+COMPRESSING = (
+    DefenceEntry(
+        name="sign",
+        factory=_sign,
+        description="Send one bit an entry, its sign, and the mean magnitude of each layer",
+        changes=("send",),
+        guarantee=Sign.guarantee,
+        citation="Bernstein et al. 2018, signSGD: Compressed Optimisation for Non-Convex Problems",
+        adaptive=KNOWING,
+        arguments=(Argument("scale", SIZE, "mean"), FEEDBACK),
+    ),
+    DefenceEntry(
+        name="ternary",
+        factory=_ternary,
+        description="Round every entry at random to minus, zero or plus its layer's largest magnitude",
+        changes=("send",),
+        guarantee=Quantise.guarantee,
+        citation="Wen et al. 2017, TernGrad: Ternary Gradients to Reduce Communication in Distributed Deep Learning",
+        adaptive=KNOWING,
+        arguments=(Argument("clip", BOUND, float("inf")),),
+    ),
+    DefenceEntry(
+        name="quantise",
+        factory=_quantise,
+        description="Round every entry at random to a sign and a level, in so many bits together",
+        changes=("send",),
+        guarantee=Quantise.guarantee,
+        citation="Alistarh et al. 2017, QSGD: Communication-Efficient SGD via Gradient Quantization and Encoding",
+        adaptive=KNOWING,
+        arguments=(Argument("bits", BITS, 8), Argument("scale", SCALE, "l2")),
+    ),
+)
+"""Entries of the table `gradveil.defences.DEFENCES`, apart from its pruning."""

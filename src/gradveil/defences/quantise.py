@@ -1,0 +1,106 @@
+"""Quantising: few bits an entry, rounded in a fixed way or at random."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from gradveil.core.allowed import BOUND, COUNT, Choice, collect
+from gradveil.core.errors import refuse
+from gradveil.core.noise import Noise, NoiseSpec, Uniform
+from gradveil.core.tree import Tensors, straight_through, tmap
+from gradveil.core.types import Context, Stage, Transform
+
+SIZE = Choice(("mean", "unit"))
+"""What a sign is multiplied by: the mean magnitude of its layer, or one."""
+SCALE = Choice(("l2", "max"))
+"""What a layer's largest level stands for: the layer's norm, or its largest magnitude."""
+
+
+@dataclass(frozen=True)
+class Sign(Transform):
+    """Send sign(g) times the mean of |g| in each layer (Bernstein et al. 2018; with the scale Karimireddy et al. 2019).
+
+    The exact derivative is zero. An attacker's is that of g / (|g| + mean |g|), times the scale: an entry that is
+    small in its layer may still turn, so it counts more than a large one. With the identity as the surrogate instead,
+    an attacker who simulates the signs does worse than one who ignores them.
+    """
+
+    scale: Literal["mean", "unit"] = "mean"
+    stage: ClassVar[Stage] = Stage.QUANTISE
+
+    def __post_init__(self) -> None:
+        """Refuse settings that cannot be meant."""
+        refuse(collect("sign", (("scale", SIZE, self.scale),)))
+
+    def apply(
+        self, update: Tensors, state: Tensors, noise: Mapping[str, Tensor], context: Context
+    ) -> tuple[Tensors, Tensors]:
+        """Replace every entry by its sign, zero by zero."""
+        return tmap(self._signs, update), state
+
+    def _signs(self, value: Tensor) -> Tensor:
+        fixed = value.detach()
+        mean = fixed.abs().mean()
+        size = mean if self.scale == "mean" else torch.ones_like(mean)
+        smooth = value / (fixed.abs() + mean + torch.finfo(value.dtype).tiny)
+        return straight_through(size * fixed.sign(), size * smooth)
+
+
+@dataclass(frozen=True)
+class Quantise(Transform):
+    """Round |g| at random to one of 0, s/L, 2s/L, ..., s, so that the mean is g (Alistarh et al. 2017, QSGD).
+
+    s is the layer's Euclidean norm or its largest magnitude, L = `levels`. An entry between two levels is rounded up
+    with the probability of its place between them: where u < frac(L |g| / s), with u ~ U[0, 1) named like its
+    parameter. One level and the largest magnitude make TernGrad (Wen et al. 2017). A finite `clip` limits |g| to so
+    many times the layer's root mean square first, which TernGrad does at 2.5 and which costs the unbiasedness; unlike
+    the standard deviation of the paper the root mean square is not zero in a layer of one entry.
+
+    The neutral u = 1 is never drawn: it stands for no rounding, so that what is sent is its mean. An attacker's
+    derivative is that of g + (1/2 - u) s/L, rounding's linear part: one in g, and there for whoever optimises u.
+    """
+
+    levels: int
+    scale: Literal["l2", "max"] = "l2"
+    clip: float = float("inf")
+    stage: ClassVar[Stage] = Stage.QUANTISE
+
+    def __post_init__(self) -> None:
+        """Refuse settings that cannot be meant, all at once."""
+        checks = (("levels", COUNT, self.levels), ("scale", SCALE, self.scale), ("clip", BOUND, self.clip))
+        refuse(collect("quantise", checks))
+
+    def noise(self, params: Mapping[str, Tensor]) -> NoiseSpec:
+        """Declare one uniform number an entry."""
+        return uniform(params)
+
+    def apply(
+        self, update: Tensors, state: Tensors, noise: Mapping[str, Tensor], context: Context
+    ) -> tuple[Tensors, Tensors]:
+        """Round every entry to a level."""
+        return {name: self._rounded(value, noise[name]) for name, value in update.items()}, state
+
+    def _rounded(self, value: Tensor, u: Tensor) -> Tensor:
+        if self.clip < float("inf"):
+            bound = self.clip * value.detach().square().mean().sqrt()
+            value = torch.maximum(torch.minimum(value, bound), -bound)
+        fixed = value.detach()
+        size = fixed.square().sum().sqrt() if self.scale == "l2" else fixed.abs().amax()
+        place = fixed.abs() / torch.where(size > 0, size, torch.ones_like(size)) * self.levels
+        below = place.floor()
+        step = fixed.sign() * size / self.levels
+        exact = torch.where(u < 1, step * (below + (u < place - below)), fixed)
+        return straight_through(exact, value + step * (0.5 - u))
+
+
+def uniform(params: Mapping[str, Tensor]) -> NoiseSpec:
+    """Declare U[0, 1) for every entry; 1, which is never drawn, switches the randomness off."""
+    law = Uniform()
+    return NoiseSpec(
+        {name: Noise(tuple(p.shape), law, neutral=1.0, dtype=p.dtype, lower=0, upper=1) for name, p in params.items()}
+    )
