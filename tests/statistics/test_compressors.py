@@ -35,6 +35,7 @@ def sent_by(text: str):
 
 
 UNBIASED = ["ternary", "quantise(bits=2)", "quantise(bits=3)", "quantise(bits=3, scale=max)", "quantise(bits=8)"]
+UNBIASED += ["minmax(ratio=0.5)", "minmax(ratio=0.8)"]
 
 
 def standardised(g, sent):
@@ -83,6 +84,28 @@ def test_a_quantised_entry_is_one_of_the_two_levels_beside_it(text: str, levels:
     torch.testing.assert_close(place, place.round())
     assert bool(((sent["w"] - g["w"]).abs() < size / levels * (1 + 1e-12)).all())
     assert len(sent["w"].abs().unique()) <= levels + 1
+
+
+@pytest.mark.parametrize("ratio", [0.2, 0.5, 0.9])
+def test_a_sampler_sends_exactly_its_share_and_keeps_the_signs(ratio: float):
+    g, sent, _ = sent_by(f"minmax(ratio={ratio})")
+    assert set((sent["w"] != 0).sum(1).tolist()) == {11 - int(ratio * 11)}
+    assert not bool((sent["w"] * g["w"] < 0).any())
+    assert bool((sent["w"].abs() >= g["w"].abs())[sent["w"] != 0].all())
+    often = (sent["w"] != 0).double().mean(0)
+    order = g["w"].abs().argsort()
+    assert bool((often[order].diff() > -0.02).all()), "larger entries are sent more often"
+
+
+def test_a_sampler_is_the_spread_of_a_naive_program():
+    g, sent, noise = sent_by("minmax(ratio=0.5)")
+    for row in range(50):
+        u, value = noise["sample.w"][row].tolist(), g["w"].tolist()
+        weights = [(1 / a - 1) * b * b for a, b in zip(u, value, strict=True)]
+        order = sorted(range(11), key=lambda i: -weights[i])
+        kept, threshold = order[:6], weights[order[6]]
+        expected = [value[i] + threshold / value[i] if i in kept else 0.0 for i in range(11)]
+        torch.testing.assert_close(sent["w"][row], torch.tensor(expected, dtype=torch.float64))
 
 
 @pytest.mark.parametrize("text", UNBIASED)

@@ -11,6 +11,7 @@ from gradveil.defences.noise import Gaussian, Laplacian
 from gradveil.defences.presets import DEFENCES
 from gradveil.defences.prune import Dual, Magnitude, Pruning, gamma
 from gradveil.defences.quantise import Quantise, Sign
+from gradveil.defences.sampling import MinMax
 
 __all__ = [
     "DEFENCES",
@@ -27,6 +28,7 @@ __all__ = [
     "Gaussian",
     "Laplacian",
     "Magnitude",
+    "MinMax",
     "ModelSurgery",
     "PrecodeSurgery",
     "Pruning",

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import Literal
 
-from gradveil.core.allowed import BOUND, Range
+from gradveil.core.allowed import BOUND, SHARE, Range
 from gradveil.core.arguments import Argument
 from gradveil.defences.base import Defence, chain
-from gradveil.defences.entry import FEEDBACK, KNOWING, DefenceEntry
+from gradveil.defences.entry import FEEDBACK, KNOWING, PRUNED, DefenceEntry
 from gradveil.defences.feedback import Feedback
 from gradveil.defences.quantise import SCALE, SIZE, Quantise, Sign
+from gradveil.defences.sampling import MinMax
 
 BITS = Range(2, 16, integer=True)
 """One of them is the sign."""
@@ -25,6 +26,10 @@ def _ternary(clip: float) -> Defence:
 
 def _quantise(bits: int, scale: Literal["l2", "max"]) -> Defence:
     return Defence("quantise", send=chain(quantise=Quantise(2 ** (int(bits) - 1) - 1, scale)))
+
+
+def _minmax(ratio: float) -> Defence:
+    return Defence("minmax", send=chain(sample=MinMax(ratio)))
 
 
 COMPRESSING = (
@@ -57,6 +62,17 @@ COMPRESSING = (
         citation="Alistarh et al. 2017, QSGD: Communication-Efficient SGD via Gradient Quantization and Encoding",
         adaptive=KNOWING,
         arguments=(Argument("bits", BITS, 8), Argument("scale", SCALE, "l2")),
+    ),
+    DefenceEntry(
+        name="minmax",
+        factory=_minmax,
+        description="Send a few entries drawn at random, larger ones more often, enlarged so that the mean is right",
+        changes=("send",),
+        guarantee=MinMax.guarantee,
+        citation="MinMax sampling, as Yang et al. 2023 (GLAUS) attack it",
+        adaptive=PRUNED,
+        arguments=(Argument("ratio", SHARE),),
+        identity={"ratio": 0.0},
     ),
 )
 """Entries of the table `gradveil.defences.DEFENCES`, apart from its pruning."""
