@@ -24,8 +24,8 @@ class MinMax(Pruning):
     """Keep each layer's k entries of largest w = (1/u - 1) g^2 and send g + C/g, C the (k+1)-th largest w.
 
     u ~ U[0, 1) is named like its parameter, k = P - floor(ratio * P) of P entries. Given the other entries one is kept
-    with probability g^2 / (g^2 + C), so the mean of what is sent is g, and its sign never changes. It is the sampler that
-    GLAUS (Yang et al. 2023) attacks.
+    with probability g^2 / (g^2 + C), so the mean of what is sent is g, and its sign never changes. It is the sampler
+    that GLAUS (Yang et al. 2023) attacks.
 
     The neutral u = 1 is never drawn. It makes w and C zero: all is sent as it is, or with a pinned mask
     what that keeps. An attacker who reads the masks off the zeros still does not know C.
