@@ -66,6 +66,16 @@ LAWS = {
     "ternary": Law(("ternary", "ternary(clip=1.5)"), surrogate=True, identity=False),
     "quantise": Law(("quantise(bits=3)", "quantise(bits=4, scale=max)"), surrogate=True, identity=False),
     "minmax": Law(("minmax(ratio=0.7)",)),
+    "standin": Law(
+        (
+            "standin",
+            "standin(optimiser=yogi, beta1=0.5, beta2=0.9)",
+            "standin(optimiser=adagrad)",
+            "standin(variant=published_code)",
+        ),
+        surrogate=True,
+        identity=False,
+    ),
     "dropout": Law(("dropout(p=0.4)", 'dropout(p=0.4, where="body.0 block")')),
     "precode": Law(("precode(k=5, beta=0.1)", 'precode(k=5, position="head")')),
     "cvb": Law(("cvb(beta=0.1)", 'cvb(kernel=1, position="body.1", kl=published_code)')),

@@ -12,6 +12,7 @@ from gradveil.defences.presets import DEFENCES
 from gradveil.defences.prune import Dual, Magnitude, Pruning, gamma
 from gradveil.defences.quantise import Quantise, Sign
 from gradveil.defences.sampling import MinMax
+from gradveil.defences.standin import StandIn
 
 __all__ = [
     "DEFENCES",
@@ -34,6 +35,7 @@ __all__ = [
     "Pruning",
     "Quantise",
     "Sign",
+    "StandIn",
     "chain",
     "entries",
     "gamma",

@@ -11,6 +11,7 @@ from gradveil.defences.entry import FEEDBACK, KNOWING, PRUNED, DefenceEntry
 from gradveil.defences.feedback import Feedback
 from gradveil.defences.quantise import SCALE, SIZE, Quantise, Sign
 from gradveil.defences.sampling import MinMax
+from gradveil.defences.standin import EPSILON, OPTIMISER, VARIANT, StandIn
 
 BITS = Range(2, 16, integer=True)
 """One of them is the sign."""
@@ -30,6 +31,16 @@ def _quantise(bits: int, scale: Literal["l2", "max"]) -> Defence:
 
 def _minmax(ratio: float) -> Defence:
     return Defence("minmax", send=chain(sample=MinMax(ratio)))
+
+
+def _standin(
+    optimiser: Literal["adam", "adagrad", "yogi"],
+    beta1: float,
+    beta2: float,
+    eps: float,
+    variant: Literal["paper", "published_code"],
+) -> Defence:
+    return Defence("standin", send=chain(standin=StandIn(optimiser, beta1, beta2, eps, variant)))
 
 
 COMPRESSING = (
@@ -73,6 +84,22 @@ COMPRESSING = (
         adaptive=PRUNED,
         arguments=(Argument("ratio", SHARE),),
         identity={"ratio": 0.0},
+    ),
+    DefenceEntry(
+        name="standin",
+        factory=_standin,
+        description="AdaDefense: send the step of an adaptive optimiser, whose moments stay with the client",
+        changes=("send",),
+        guarantee=StandIn.guarantee,
+        citation="Hu et al., AdaDefense: Improving Federated Learning Against Gradient Leakage by a Gradient Stand-in",
+        adaptive=KNOWING,
+        arguments=(
+            Argument("optimiser", OPTIMISER, "adam"),
+            Argument("beta1", SHARE, 0.9),
+            Argument("beta2", SHARE, 0.999),
+            Argument("eps", EPSILON, 1e-8),
+            Argument("variant", VARIANT, "paper"),
+        ),
     ),
 )
 """Entries of the table `gradveil.defences.DEFENCES`, apart from its pruning."""

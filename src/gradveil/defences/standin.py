@@ -1,0 +1,111 @@
+"""Stand-ins: send what an adaptive optimiser would step by, instead of the gradient."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from gradveil.core.allowed import SHARE, Choice, Range, collect
+from gradveil.core.errors import refuse
+from gradveil.core.tree import Tensors, select, straight_through, tmap, under
+from gradveil.core.types import Context, Stage, Transform
+
+OPTIMISER = Choice(("adam", "adagrad", "yogi"))
+VARIANT = Choice(("paper", "published_code"))
+"""Adam's own bias corrections, or the scale of the authors' program."""
+EPSILON = Range(0, low_open=True)
+
+
+@dataclass(frozen=True)
+class StandIn(Transform):
+    """Send m / (sqrt(v) + eps), the step of an adaptive optimiser, for the gradient g (Hu et al., AdaDefense).
+
+    The moments are the client's own state and never leave it: m <- b1 m + (1 - b1) g, and for each optimiser
+    adam     v <- b2 v + (1 - b2) g^2                      (Kingma and Ba 2015), m and v divided by 1 - b^t,
+    yogi     v <- v - (1 - b2) sign(v - g^2) g^2           (Zaheer et al. 2018), divided likewise, v = 0 at first,
+    adagrad  v <- v + g^2, with g in place of m            (Duchi et al. 2011).
+
+    `variant="published_code"` divides nothing and multiplies by 0.001 sqrt(1 - b2^n) / (1 - b1^n), n = 1, 1, 2, 3, ...,
+    as the authors' program does (which also shares one pair of moments among all clients: not repeated here). Adagrad
+    is multiplied by 0.001 alone.
+
+    In the first round g / (|g| + eps) is the sign of g, and its derivative is zero but for entries as small as eps. An
+    attacker who simulates the defence descends along the same formula with eps raised to the layer's mean sqrt(v): in
+    the first round that is g / (|g| + mean |g|), in which an entry may turn. What he matches remains exact.
+    """
+
+    optimiser: Literal["adam", "adagrad", "yogi"] = "adam"
+    beta1: float = 0.9
+    beta2: float = 0.999
+    eps: float = 1e-8
+    variant: Literal["paper", "published_code"] = "paper"
+    stage: ClassVar[Stage] = Stage.STANDIN
+
+    def __post_init__(self) -> None:
+        """Refuse settings that cannot be meant, all at once."""
+        checks = (
+            ("optimiser", OPTIMISER, self.optimiser),
+            ("beta1", SHARE, self.beta1),
+            ("beta2", SHARE, self.beta2),
+            ("eps", EPSILON, self.eps),
+            ("variant", VARIANT, self.variant),
+        )
+        refuse(collect("standin", checks))
+
+    def init(self, params: Mapping[str, Tensor]) -> Tensors:
+        """Start with zero moments and no round."""
+        zero = tmap(torch.zeros_like, params)
+        count = next(iter(params.values())).new_zeros(())
+        first = {} if self.optimiser == "adagrad" else under("m", zero)
+        return {"rounds": count, **first, **under("v", zero)}
+
+    def apply(
+        self, update: Tensors, state: Tensors, noise: Mapping[str, Tensor], context: Context
+    ) -> tuple[Tensors, Tensors]:
+        """Move the moments and send their quotient."""
+        rounds = state["rounds"] + 1
+        v = {n: self._second(state[f"v.{n}"], g) for n, g in update.items()}
+        if self.optimiser == "adagrad":
+            m, moments = update, under("v", v)
+        else:
+            old = select(state, "m")
+            m = {n: self.beta1 * old[n] + (1 - self.beta1) * g for n, g in update.items()}
+            moments = under("m", m) | under("v", v)
+        scale, of_m, of_v = self._scales(rounds)
+        sent = {n: scale * self._quotient(m[n] / of_m, v[n] / of_v) for n in update}
+        return sent, {"rounds": rounds, **moments}
+
+    def _second(self, v: Tensor, g: Tensor) -> Tensor:
+        square = g.square()
+        if self.optimiser == "adam":
+            return self.beta2 * v + (1 - self.beta2) * square
+        if self.optimiser == "yogi":
+            return v - (1 - self.beta2) * torch.sign(v - square) * square
+        return v + square
+
+    def _scales(self, rounds: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the factor of what is sent, and what m and v are divided by."""
+        one = torch.ones_like(rounds)
+        if self.optimiser == "adagrad":
+            return (one if self.variant == "paper" else 1e-3 * one), one, one
+        if self.variant == "paper":
+            return one, _correction(self.beta1, rounds), _correction(self.beta2, rounds)
+        n = (rounds - 1).clamp_min(1)
+        return 1e-3 * _correction(self.beta2, n).sqrt() / _correction(self.beta1, n), one, one
+
+    def _quotient(self, m: Tensor, v: Tensor) -> Tensor:
+        """Divide m by sqrt(v) + eps, with the derivative of a larger eps; sqrt has none at zero, so it gets zero."""
+        there = v > 0
+        root = torch.where(there, torch.where(there, v, torch.ones_like(v)).sqrt(), torch.zeros_like(v))
+        width = root.detach().mean() + self.eps
+        return straight_through(m / (root + self.eps), m / (root + width))
+
+
+def _correction(beta: float, n: Tensor) -> Tensor:
+    """Return 1 - beta^n; by expm1, since 1 - 0.999 has four digits left in single precision."""
+    return -torch.expm1(n * math.log(beta)) if beta else torch.ones_like(n)
