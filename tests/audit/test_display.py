@@ -169,7 +169,7 @@ def test_a_defence_that_nobody_knows_carries_a_warning() -> None:
     rows += [attacked("dp", "cdia"), attacked("cvb", "ig", **naive), attacked("clip(1)", "ig", **naive)]
     out.print(result_table([*rows, attacked("cvb", "pig", **naive)]))
     said = " ".join(text(out).split())
-    assert "dgp and clip(1): no attacker who knows this defence was run: add --attack adaptive." in said
+    assert "dgp and clip(1): no attacker who knows them was run: add --attack adaptive." in said
     assert said.endswith("cvb: no attacker who knows all of this defence was run: add --attack adaptive.")
     quiet = console(terminal=False)
     quiet.print(result_table([rows[0], rows[3]]))

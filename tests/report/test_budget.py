@@ -14,7 +14,7 @@ from gradveil.report import page
 from gradveil.report.budget import charts, curves
 from gradveil.report.verdict import verdicts
 from tests.audit.runs import config, execute
-from tests.report.cells import CONTROLS, row
+from tests.report.cells import CONTROLS, HEALTHY, row
 from tests.report.runs import CASES, played, write_run
 
 
@@ -95,6 +95,20 @@ def test_what_is_said_of_more_budget(halves: tuple[float | None, float], said: s
     defended = traced(0, 0.2, halves[1], final=0.28 if halves[1] != 0.25 else 0.265)
     (chart,) = charts(verdicts([bare, defended]))
     assert said in chart.advice
+
+
+def test_an_attack_that_is_stuck_needs_something_else_than_iterations() -> None:
+    short = HEALTHY | {"objective": 0.5, "objective_truth": 0.1}
+    rows = [BARE, traced(0, 0.2, 0.28, final=0.28, health=short), traced(0, 0.28, final=0.28, defence="clip(1)")]
+    (chart,) = charts(verdicts(rows))
+    ends = (
+        "(mean SSIM rose by 0.1 in the last doubling), but hardly against dgp and clip(1); restarts or another attack"
+    )
+    assert chart.advice.endswith(f"{ends} may against dgp.")
+    (alone,) = charts(verdicts(rows[:2]))
+    assert alone.advice.endswith("but hardly against dgp; restarts or another attack may.")
+    (stopped,) = charts(verdicts(rows[1:2]))
+    assert stopped.advice.endswith("in the last doubling; restarts or another attack may.")
 
 
 def test_numbers_stand_below_the_picture() -> None:

@@ -103,7 +103,6 @@ def test_what_a_reader_must_find(run: Path, cells: list[dict[str, Any]]) -> None
         "A low number here is not evidence of safety.",
         "prior-only floor",
         "wrong victim",
-        "Upper bound, not an attacker:",
         "targets: the true labels",
         "gradveil audit faces --seed 0",
         "torch 2.13.0",
@@ -128,6 +127,50 @@ def test_the_attack_with_the_highest_rate_stands_first(run: Path) -> None:
     rates = [float(re.findall(r'data-sort="([^"]*)"', line)[3]) for line in body.split("<tr>")[1:]]
     assert rates == sorted(rates, reverse=True)
     assert rates[0] > rates[-1]
+
+
+def test_the_union_is_said_where_it_is_more_than_the_strongest(tmp_path: Path, cells: list[dict[str, Any]]) -> None:
+    def told(place: Path, winners: tuple[int, int]) -> str:
+        pair = copy.deepcopy([cell for cell in cells if cell["info"]["defence"] == CASES[2].text][:2])
+        for cell, winner in zip(pair, winners, strict=True):
+            for record in cell["records"]:
+                record["per_image"][0]["success"] = int(record["victim"] == winner)
+        return read(page(load_run(write_run(place, pair)))).text
+
+    assert "Upper bound, not an attacker: at least one of the 2 attackers recovers 2 of 4" in told(
+        tmp_path / "a", (0, 1)
+    )
+    assert "Upper bound, not" not in told(tmp_path / "b", (1, 1))
+
+
+def test_undefended_rows_need_no_attacker_in_brackets(run: Path) -> None:
+    data = re.search(r'<script type="application/json" id="data">(.*?)</script>', page(load_run(run)), re.S)
+    assert data is not None
+    who = {row["defence"]: row["who"] for row in json.loads(data[1])["rows"]}
+    assert who["No defence"] == ""
+    assert all(who[name] for name in who if name != "No defence")
+
+
+def test_every_grant_is_named(tmp_path: Path, cells: list[dict[str, Any]]) -> None:
+    told = copy.deepcopy(cells[:1])
+    names = [f"round{i}.step.noise.w" for i in range(1, 9)]
+    told[0]["info"]["grants"] = ["targets: the true labels", *(f"{name}: its true value" for name in names)]
+    html = page(load_run(write_run(tmp_path / "run", told)))
+    (table,) = re.findall(r'aria-label="Granted knowledge">(.*?)</table>', html, re.S)
+    text = read(table).text
+    assert "targets: the true labels 8 true values" in text
+    assert all(name in text for name in names)
+    assert "was told the true values of 8 random tensors or statistics" in read(html).text
+
+
+def test_a_budget_is_told_and_then_the_server_may_not_compute_for_ever(
+    tmp_path: Path, run: Path, cells: list[dict[str, Any]]
+) -> None:
+    limited = write_run(tmp_path / "limited", cells[:3], config={"budget": "2h"})
+    text = read(page(load_run(limited))).text
+    assert text.count("All optimisation attacks on one defence share 2 h 0 min of working time.") == 2
+    assert "as long as it likes" not in text
+    assert "as long as it likes" in read(page(load_run(run))).text
 
 
 def test_verdicts_stand_at_a_glance(run: Path) -> None:

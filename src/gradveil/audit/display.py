@@ -201,7 +201,10 @@ def warnings_of(rows: Sequence[Row]) -> Text | None:
     for defence in dict.fromkeys(row.defence for row in rows):
         if warning := unknown_to_all([row for row in rows if row.defence == defence]):
             missing.setdefault(warning, []).append(defence)
-    told = [f"{listing(defences)}: {warning[0].lower()}{warning[1:]}" for warning, defences in missing.items()]
+    told = []
+    for warning, defences in missing.items():
+        said = warning if len(defences) == 1 else warning.replace("this defence", "them")
+        told.append(f"{listing(defences)}: {said[0].lower()}{said[1:]}")
     return Text("\n".join(told), style="bold yellow not italic") if told else None
 
 

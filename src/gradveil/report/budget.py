@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
+from gradveil.audit.health import examine
 from gradveil.audit.rows import Row, Setting, Spent
 from gradveil.core.words import listing, number, percent
 from gradveil.report.plots import series
@@ -24,17 +25,24 @@ class Chart:
     rows: tuple[Row, ...]
     passed_over: tuple[Verdict, ...]
     """Defences whose strongest attacker does not iterate."""
+    short: tuple[Row, ...]
+    """Curves of attacks that ended above the objective of the true images."""
 
     @property
     def advice(self) -> str:
         """Say where more iterations would likely help, and where not."""
         rising = [(row, gain) for row in self.rows if (gain := row.last_doubling) is not None and gain > RISING]
-        level = [_where(row) for row in self.rows if all(row is not other for other, _ in rising)]
+        level = [row for row in self.rows if all(row is not other for other, _ in rising)]
+        stuck = [row for row in level if any(row is other for other in self.short)]
+        other = "; restarts or another attack may" if stuck else ""
+        if len(level) > len(stuck) > 0:
+            other += f" {_where(stuck)}"
         if not rising:
-            return f"More iterations would hardly help: no mean SSIM rose by more than {RISING} in the last doubling."
-        who = listing(_where(row) for row, _ in rising)
+            flat = f"no mean SSIM rose by more than {RISING} in the last doubling"
+            return f"More iterations would hardly help: {flat}{other}."
+        who = _where([row for row, _ in rising])
         gains = listing(number(gain, 2) for _, gain in rising)
-        rest = f", but hardly {listing(level)}" if level else ""
+        rest = f", but hardly {_where(level)}{other}" if level else ""
         return f"More iterations would likely help {who} (mean SSIM rose by {gains} in the last doubling){rest}."
 
     @property
@@ -42,8 +50,9 @@ class Chart:
         """Say for which defences the curve is not that of the strongest attacker."""
         if not self.passed_over:
             return ""
-        each = [f"{_where(verdict.best)} ({verdict.best.attack})" for verdict in self.passed_over]
-        return f"The strongest attack {listing(each)} does not iterate: the next strongest stands here."
+        attacks = listing(dict.fromkeys(verdict.best.attack for verdict in self.passed_over))
+        where = _where([verdict.best for verdict in self.passed_over])
+        return f"The strongest attack {where} ({attacks}) does not iterate: the next strongest stands here."
 
     @property
     def table(self) -> list[tuple[Row, list[Spent | None]]]:
@@ -67,7 +76,9 @@ def charts(judged: Sequence[Verdict]) -> list[Chart]:
         rows = tuple(row for _, row in best if row is not None)
         if rows:
             over = tuple(verdict for verdict, row in best if row is not None and row is not verdict.best)
-            found.append(Chart(setting, rows, over))
+            every = [row for verdict in here for row in verdict.rows]
+            short = tuple(row for row in rows if examine(row, every).state == "short")
+            found.append(Chart(setting, rows, over, short))
     return found
 
 
@@ -102,5 +113,7 @@ def _floor(rows: Sequence[Row], score: str) -> float | None:
     return max((value for value in found if value is not None), default=None)
 
 
-def _where(row: Row) -> str:
-    return "without a defence" if row.undefended else f"against {row.defence}"
+def _where(rows: Sequence[Row]) -> str:
+    bare = ["without a defence"] if any(row.undefended for row in rows) else []
+    names = [row.defence for row in rows if not row.undefended]
+    return listing([*bare, f"against {listing(names)}"] if names else bare)

@@ -78,18 +78,20 @@ def context(run: Run) -> dict[str, Any]:
     shots = pairs(rows, album)
     shown = table.columns(rows)
     spent = budget.charts(judged)
+    config = run.info.get("config") or {}
     return {
         "run": run.info,
         "name": run.info.get("name") or "audit",
         "date": str(run.info.get("created", "")).replace("T", " ")[:16],
         "machine": _machine(run.info),
         "settings": list(dict.fromkeys(verdict.setting for verdict in judged)),
-        "threat": threat_model(rows, run.info.get("config") or {}),
+        "threat": threat_model(rows, config),
+        "limited": config.get("budget") is not None,
         "thresholds": sorted({float(cell.info.get("threshold", 0.5)) for cell in done}),
         "cards": cards(judged, failed),
         "verdicts": judged,
         "levels": LEVELS,
-        "attackers": {key: ATTACKERS[key] for key in dict.fromkeys(row.attacker for row in rows)},
+        "attackers": {key: told for key, told in ATTACKERS.items() if any(row.attacker == key for row in rows)},
         "positions": POSITIONS,
         "rows": rows,
         "interval": interval,
@@ -118,7 +120,7 @@ def context(run: Run) -> dict[str, Any]:
         "missing": method.missing([c.info for c in run.cells], [r for c in done for r in c.records]),
         "facts": method.facts(run.info, rows),
         "command": run.info.get("command", ""),
-        "config": json.dumps(run.info.get("config") or {}, indent=2, ensure_ascii=False),
+        "config": json.dumps(config, indent=2, ensure_ascii=False),
     }
 
 
@@ -140,7 +142,7 @@ def _script_data(rows: Sequence[Row], shots: list[dict[str, Any]], album: Album)
                 "number": row.number,
                 "defence": row.defence_name,
                 "attack": row.attack,
-                "who": ATTACKERS[row.attacker][0],
+                "who": "" if row.attacker == "undefended" else ATTACKERS[row.attacker][0],
                 "seed": row.seed,
                 "setting": row.setting.title(),
             }

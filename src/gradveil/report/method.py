@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from gradveil.audit.attacker import ATTACKERS, POSITIONS
+from gradveil.audit.attacker import ATTACKERS, POSITIONS, secrets
 from gradveil.audit.rows import Row
 from gradveil.core.words import listing, plural
 
@@ -26,11 +26,14 @@ def descriptions(rows: Sequence[Row]) -> list[tuple[str, str]]:
 def knowledge(rows: Sequence[Row]) -> list[dict[str, Any]]:
     """List what the attackers were granted and what they do about each tensor; equal ones share an entry."""
     shared: dict[str, dict[str, Any]] = {}
-    for row in rows:
+    order = list(ATTACKERS)
+    for row in sorted(rows, key=lambda row: order.index(row.attacker)):
+        hidden = secrets(row.info)
         facts = {
             "attack": row.attack,
             "attacker": ATTACKERS[row.attacker][0],
-            "grants": list(row.info.get("grants", ())),
+            "grants": [grant for grant in row.info.get("grants", ()) if grant.partition(": ")[0] not in hidden],
+            "secrets": hidden,
             "positions": [
                 {"name": name, "how": how, "meaning": POSITIONS.get(how, "")}
                 for name, how in (row.info.get("knowledge") or {}).items()
@@ -39,7 +42,7 @@ def knowledge(rows: Sequence[Row]) -> list[dict[str, Any]]:
         entry = shared.setdefault(repr(facts), {**facts, "defences": []})
         if row.defence_name not in entry["defences"]:
             entry["defences"].append(row.defence_name)
-    return sorted(shared.values(), key=lambda entry: (entry["attacker"], entry["attack"]))
+    return list(shared.values())
 
 
 def guarantees(rows: Sequence[Row]) -> list[tuple[str, str]]:

@@ -5,6 +5,7 @@
   if (!gallery) return;
   const STEP = 24;
   const { pairs, rows, sheets } = REPORT;
+  const attackName = (row) => (row.who ? `${row.attack} (${row.who})` : row.attack);
   const number = (value, digits) => (value === null ? "–" : value.toFixed(digits));
 
   async function paint(canvas, sheet, tile) {
@@ -44,7 +45,7 @@
     const verdict = element("span", { className: pair.recovered ? "yes" : "no", textContent: pair.recovered ? "✕ recovered" : "✓ not recovered" });
     const top = element("div", { className: "top" }, element("b", { textContent: `SSIM ${number(pair.ssim, 2)}` }), verdict);
     const rest = `${number(pair.psnr, 1)} dB · victim ${pair.victim} · ${pair.status}`;
-    const where = `${row.defence} · ${row.attack} (${row.who})`;
+    const where = `${row.defence} · ${attackName(row)}`;
     return element("figure", { className: "pair" }, tiles, element("figcaption", {}, top, rest, element("br"), where));
   }
 
@@ -52,7 +53,6 @@
     defence: document.getElementById("by-defence"), attack: document.getElementById("by-attack"),
     seed: document.getElementById("by-seed"), result: document.getElementById("by-result"),
   };
-  const attackName = (row) => `${row.attack} (${row.who})`;
   const fill = (select, values) => {
     const unique = [...new Set(values)];
     select.append(...unique.map((value) => element("option", { value, textContent: value })));
