@@ -58,6 +58,20 @@ LAWS = {
     "clip-example": Law(("clip-example(norm=0.3)",), bound=0.3),
     "gaussian": Law(("gaussian(std=0.1)",)),
     "laplace": Law(("laplace(scale=0.1)",)),
+    "optimal-noise": Law(
+        (
+            "optimal-noise(std=0.1)",
+            "optimal-noise(std=0.1, probes=3, layerwise=true)",
+            "optimal-noise(std=0.1, clamp=0.05)",
+        )
+    ),
+    "optimal-prune": Law(
+        (
+            "optimal-prune(ratio=0.7)",
+            "optimal-prune(ratio=0.7, scope=layer, probes=3)",
+            "optimal-prune(ratio=0.7, feedback=true)",
+        )
+    ),
     "dp": Law(("dp(clip=0.3, sigma=0.5)", "dp(clip=0.3, sigma=0.5, on=mean)")),
     "prune": Law(("prune(ratio=0.7)", "prune(ratio=0.7, scope=global)", "prune(ratio=0.7, feedback=true)")),
     "topk": Law(("topk(keep=0.2)", "topk(keep=0.2, feedback=true)")),

@@ -94,9 +94,10 @@ class Client:
         if each is not None:
             spec = spec | each.noise(sent).times(*steps, per_step).under("step")
         if mean is not None:
-            spec = spec | mean.noise(sent).times(*steps).under("step")
+            shown = Batch(batch.inputs[:per_step], batch.targets[:per_step])
+            spec = spec | (mean.noise(sent) | mean.directions(shown)).times(*steps).under("step")
         if self.send:
-            spec = spec | self.send.noise(sent).under("send")
+            spec = spec | (self.send.noise(sent) | self.send.directions(batch)).under("send")
         if self.local:
             spec = spec | NoiseSpec({"schedule": self.local.schedule(examples)})
         return spec.to(batch.inputs.dtype)

@@ -74,6 +74,10 @@ class Transform(ABC):
         """Declare the random tensors of one application."""
         return NoiseSpec()
 
+    def directions(self, batch: Batch) -> NoiseSpec:
+        """Declare the random tensors whose shapes follow from the batch; not for transforms of each example."""
+        return NoiseSpec()
+
     def intermediates(self, params: Mapping[str, Tensor]) -> NoiseSpec:
         """Declare named intermediates (masks, clip factors) that the caller *may* pin through `noise`."""
         return NoiseSpec()

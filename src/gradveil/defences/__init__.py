@@ -8,6 +8,7 @@ from gradveil.defences.feedback import Feedback
 from gradveil.defences.grammar import entries, parse
 from gradveil.defences.model import CvbSurgery, DropoutSurgery, PrecodeSurgery
 from gradveil.defences.noise import Gaussian, Laplacian
+from gradveil.defences.optimal import OptimalNoise, OptimalPruning
 from gradveil.defences.presets import DEFENCES
 from gradveil.defences.prune import Dual, Magnitude, Pruning, gamma
 from gradveil.defences.quantise import Quantise, Sign
@@ -31,6 +32,8 @@ __all__ = [
     "Magnitude",
     "MinMax",
     "ModelSurgery",
+    "OptimalNoise",
+    "OptimalPruning",
     "PrecodeSurgery",
     "Pruning",
     "Quantise",

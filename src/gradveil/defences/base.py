@@ -12,7 +12,7 @@ from gradveil.client import Client
 from gradveil.core.errors import Problem, fail, refuse
 from gradveil.core.noise import Key, NoiseSpec
 from gradveil.core.tree import Tensors, select, under
-from gradveil.core.types import BatchTransform, Context, Transform
+from gradveil.core.types import Batch, BatchTransform, Context, Transform
 
 ModelSurgery = Callable[[nn.Module, torch.Generator], nn.Module]
 """(model, generator for new layers) -> a new model; the given one stays as it is."""
@@ -59,6 +59,13 @@ class Chain(Transform):
         spec = NoiseSpec()
         for name, transform in self:
             spec = spec | transform.noise(params).under(name)
+        return spec
+
+    def directions(self, batch: Batch) -> NoiseSpec:
+        """Unite the directions of the stages."""
+        spec = NoiseSpec()
+        for name, transform in self:
+            spec = spec | transform.directions(batch).under(name)
         return spec
 
     def intermediates(self, params: Mapping[str, Tensor]) -> NoiseSpec:

@@ -12,7 +12,7 @@ from torch import Tensor
 from gradveil.core.errors import Problem, refuse
 from gradveil.core.noise import NoiseSpec
 from gradveil.core.tree import Tensors, select, tmap, under
-from gradveil.core.types import Context, Stage, Transform
+from gradveil.core.types import Batch, Context, Stage, Transform
 from gradveil.defences.base import Chain
 
 
@@ -55,6 +55,10 @@ class Feedback(Transform):
     def init(self, params: Mapping[str, Tensor]) -> Tensors:
         """Start with a zero residual."""
         return {**under("residual", tmap(torch.zeros_like, params)), **under("inner", self.inner.init(params))}
+
+    def directions(self, batch: Batch) -> NoiseSpec:
+        """Declare the inner transform's directions: they choose what is sent, and add nothing to it."""
+        return self.inner.directions(batch)
 
     def intermediates(self, params: Mapping[str, Tensor]) -> NoiseSpec:
         """Declare the inner transform's intermediates."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from decimal import Decimal
 from typing import Literal
 
-from gradveil.core.allowed import BOUND, COUNT, KEPT, SHARE, STRENGTH
+from gradveil.core.allowed import BOUND, COUNT, KEPT, SHARE, STRENGTH, Flag
 from gradveil.core.arguments import Argument
 from gradveil.core.errors import fail
 from gradveil.core.types import Transform
@@ -16,6 +16,7 @@ from gradveil.defences.entry import FEEDBACK, KNOWING, PRUNED, DefenceEntry
 from gradveil.defences.feedback import Feedback
 from gradveil.defences.model import KERNEL, KL, PATH, PATHS, WEIGHT, CvbSurgery, DropoutSurgery, PrecodeSurgery
 from gradveil.defences.noise import ON, Gaussian, Laplacian
+from gradveil.defences.optimal import OptimalNoise, OptimalPruning
 from gradveil.defences.prune import SCOPE, Dual, Magnitude
 
 
@@ -61,6 +62,14 @@ def _prune(ratio: float, scope: Literal["layer", "global"], feedback: bool) -> D
 
 def _dgp(top: float, bottom: float, feedback: bool) -> Defence:
     return _pruning(Dual(top, bottom), feedback)
+
+
+def _optimal_noise(std: float, probes: int, layerwise: bool, clamp: float) -> Defence:
+    return Defence("optimal-noise", send=chain(noise=OptimalNoise(std, probes, layerwise, clamp)))
+
+
+def _optimal_prune(ratio: float, scope: Literal["layer", "global"], probes: int, feedback: bool) -> Defence:
+    return _pruning(OptimalPruning(ratio, scope, probes), feedback)
 
 
 def _dropout(p: float, where: str | None) -> Defence:
@@ -175,6 +184,38 @@ _ENTRIES = (
         identity={"top": 0.0, "bottom": 0.0},
     ),
     *COMPRESSING,
+    DefenceEntry(
+        name="optimal-noise",
+        factory=_optimal_noise,
+        description="Add normal noise of mean variance std^2, most where it hides most for what it costs",
+        changes=("send",),
+        guarantee=OptimalNoise.guarantee,
+        citation="Chen, Gürsoy, Lei 2024, Optimal Defenses Against Gradient Reconstruction Attacks",
+        adaptive=KNOWING,
+        arguments=(
+            Argument("std", STRENGTH),
+            Argument("probes", COUNT, 10),
+            Argument("layerwise", Flag(), False),
+            Argument("clamp", BOUND, float("inf")),
+        ),
+        identity={"std": 0.0},
+    ),
+    DefenceEntry(
+        name="optimal-prune",
+        factory=_optimal_prune,
+        description="Send zeros in place of the entries that are smallest for what they tell of the inputs",
+        changes=("send",),
+        guarantee=OptimalPruning.guarantee,
+        citation="Chen, Gürsoy, Lei 2024, Optimal Defenses Against Gradient Reconstruction Attacks",
+        adaptive=PRUNED,
+        arguments=(
+            Argument("ratio", SHARE),
+            Argument("scope", SCOPE, "global"),
+            Argument("probes", COUNT, 10),
+            FEEDBACK,
+        ),
+        identity={"ratio": 0.0},
+    ),
     DefenceEntry(
         name="dropout",
         factory=_dropout,

@@ -1,0 +1,159 @@
+"""Defences that spend noise, or zeros, where they hide most of the inputs for what they cost in utility.
+
+After Chen, Gürsoy and Lei 2024, "Optimal Defenses Against Gradient Reconstruction Attacks": both minimise the
+information sum_i ||dg_i/dx||^2 / s_i^2 that the update g has of the inputs x, under a bound of the utility lost. The
+row norms are estimated by forward-mode products with random directions, as named noise (`gradveil.theory.sensitivity`).
+
+With local training the norms are those of the gradient of all examples at the round's global parameters, and stand in
+for those of the update. Of defences of each example that come before (`clip-example`), they know nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from gradveil.core.allowed import BOUND, COUNT, SHARE, STRENGTH, Flag, collect
+from gradveil.core.errors import fail, refuse
+from gradveil.core.noise import Noise, NoiseSpec, Normal, Uniform
+from gradveil.core.tree import Tensors, norm, select, under
+from gradveil.core.types import Batch, Context, Stage, Transform
+from gradveil.defences.prune import SCOPE, Magnitude
+from gradveil.theory.sensitivity import norms, probe_noise, squared_row_norms
+
+FLOOR = {"entry": 1e-8, "clamped": 1e-6, "layer": 1e-6}
+"""Smallest |g| that a ratio is divided by: of an entry, of one that may be clamped, of a whole layer."""
+CAP = 1e6
+"""Largest ratio. These are the constants of the authors' program; the paper leaves them open."""
+
+
+@dataclass(frozen=True)
+class OptimalNoise(Transform):
+    """Add N(0, s_i^2) with s_i^2 proportional to r_i = ||dg_i/dx|| / |g_i|, scaled so that the mean of s_i^2 is std^2.
+
+    So it adds as much noise as `Gaussian(std)`, elsewhere. With `layerwise` each parameter has one ratio
+    ||dg/dx|| / ||g||. With a finite `clamp` C, entries are first cut to [-C, C], and those that were cut get no noise
+    (the "optimal DP-SGD" of the paper, which is no differential privacy: the variances depend on the data).
+
+    Where a row of dg/dx is zero (units behind a ReLU that is off) there is no noise, and none of the variance is spent;
+    elsewhere ratios are capped. A few entries at the cap can take most of the variance: that is as published.
+    The standard deviations are intermediates `scale.<parameter>`: those not pinned are computed from update and batch,
+    and an attacker differentiates through them, which takes `probes` forward-mode products an iteration.
+    """
+
+    std: float
+    probes: int = 10
+    layerwise: bool = False
+    clamp: float = float("inf")
+    stage: ClassVar[Stage] = Stage.NOISE
+    guarantee: ClassVar[str] = "no formal guarantee: the noise depends on the data, so there is no epsilon"
+
+    def __post_init__(self) -> None:
+        """Refuse settings that cannot be meant, all at once."""
+        settings = (("std", STRENGTH), ("probes", COUNT), ("layerwise", Flag()), ("clamp", BOUND))
+        refuse(collect("optimal-noise", ((name, allowed, getattr(self, name)) for name, allowed in settings)))
+
+    def noise(self, params: Mapping[str, Tensor]) -> NoiseSpec:
+        """Declare one standard normal tensor a parameter: `normal.<parameter>`."""
+        draws = {name: Noise(tuple(p.shape), Normal(), neutral=0.0, dtype=p.dtype) for name, p in params.items()}
+        return NoiseSpec(draws).under("normal")
+
+    def directions(self, batch: Batch) -> NoiseSpec:
+        """Declare `probe`, the directions in which the gradient is differentiated."""
+        return probe_noise(batch, self.probes)
+
+    def intermediates(self, params: Mapping[str, Tensor]) -> NoiseSpec:
+        """Declare the standard deviations, which may be pinned."""
+        law = Uniform(0.0, 2 * self.std)
+        scales = {name: Noise(tuple(p.shape), law, dtype=p.dtype, lower=0.0) for name, p in params.items()}
+        return NoiseSpec(scales).under("scale")
+
+    def apply(
+        self, update: Tensors, state: Tensors, noise: Mapping[str, Tensor], context: Context
+    ) -> tuple[Tensors, Tensors]:
+        """Cut the entries, if that is wanted, and add the scaled noise."""
+        finite = math.isfinite(self.clamp)
+        cut = {n: value.clamp(-self.clamp, self.clamp) for n, value in update.items()} if finite else update
+        if not self.std:
+            return cut, state
+        scales, normal = select(noise, "scale"), select(noise, "normal")
+        if update.keys() - scales.keys():
+            scales = {**self.scales(update, noise["probe"], context), **scales}
+        return {name: value + scales[name] * normal[name] for name, value in cut.items()}, state
+
+    def scales(self, update: Mapping[str, Tensor], probe: Tensor, context: Context) -> Tensors:
+        """Compute the standard deviation of every coordinate; the mean of their squares is std^2.
+
+        Without any ratio above zero (no probe finds a dependence) all are zero.
+        """
+        found = norms(_squares(self, probe, context))
+        ratios = {name: self._ratio(value, found[name]) for name, value in update.items()}
+        mean = torch.stack([r.sum() for r in ratios.values()]).sum() / sum(r.numel() for r in ratios.values())
+        share = self.std**2 / torch.where(mean > 0, mean, torch.ones_like(mean))
+        return norms({name: ratio * share for name, ratio in ratios.items()})
+
+    def _ratio(self, value: Tensor, row: Tensor) -> Tensor:
+        if self.layerwise:
+            ratio = (norm({"": row}) / norm({"": value}).clamp(min=FLOOR["layer"])).expand_as(value)
+        else:
+            floor = FLOOR["clamped" if math.isfinite(self.clamp) else "entry"]
+            ratio = row / value.abs().clamp(min=floor)
+        return torch.where(value.abs() > self.clamp, 0.0, ratio.clamp(max=CAP))
+
+    def smallest(self) -> Mapping[str, Any]:
+        """Without spread there is no noise, without a bound nothing is cut."""
+        return {"std": 0.0, "clamp": float("inf")}
+
+
+@dataclass(frozen=True)
+class OptimalPruning(Magnitude):
+    """Zero the share `ratio` of coordinates with the smallest |g_i| / ||dg_i/dx||: worth least for what they tell.
+
+    Counts and ties are those of `Magnitude`. A coordinate that is not zero but does not depend on the inputs is kept
+    before all others, one that is zero goes first. The paper's mixed defence (a coin at the border) is left out: the
+    count is exact. Noise on what is kept, its noisy pruning, is `optimal-prune + gaussian`.
+    """
+
+    scope: Literal["layer", "global"] = "global"
+    probes: int = 10
+
+    def __post_init__(self) -> None:
+        """Refuse settings that cannot be meant, all at once."""
+        settings = (("ratio", SHARE), ("scope", SCOPE), ("probes", COUNT))
+        refuse(collect("optimal-prune", ((name, allowed, getattr(self, name)) for name, allowed in settings)))
+
+    def directions(self, batch: Batch) -> NoiseSpec:
+        """Declare `probe`, the directions in which the gradient is differentiated."""
+        return probe_noise(batch, self.probes)
+
+    def apply(
+        self, update: Tensors, state: Tensors, noise: Mapping[str, Tensor], context: Context
+    ) -> tuple[Tensors, Tensors]:
+        """Multiply by the masks; those that are not pinned are computed from the update and its row norms."""
+        pinned = select(noise, "mask")
+        if self.ratio and update.keys() - pinned.keys():
+            pinned = {**self.masks(self.worth(update, noise["probe"], context)), **pinned}
+        return super().apply(update, state, under("mask", pinned), context)
+
+    def worth(self, update: Mapping[str, Tensor], probe: Tensor, context: Context) -> Tensors:
+        """Compute |g_i| / ||dg_i/dx|| of every coordinate, as a constant for the derivative."""
+        still = context.batch._replace(inputs=context.batch.inputs.detach())
+        found = norms(_squares(self, probe, context, still))
+        return {name: _worth(value.detach(), found[name].detach()) for name, value in update.items()}
+
+
+def _worth(value: Tensor, row: Tensor) -> Tensor:
+    alone = torch.where(value != 0, torch.inf, 0.0).to(value.dtype)
+    return torch.where(row > 0, value.abs() / row, alone)
+
+
+def _squares(defence: Transform, probe: Tensor, context: Context, batch: Batch | None = None) -> Tensors:
+    if context.gradient is None:
+        what = "needs the client's gradient, and its context has none"
+        raise fail(type(defence).__name__, what, "use it where the mean over the batch is defended, by a Client")
+    return squared_row_norms(context.gradient, batch or context.batch, probe)
