@@ -122,3 +122,18 @@ def test_an_argument_is_found_where_it_is(capsys: pytest.CaptureFixture[str]) ->
 def test_an_unknown_name_gives_the_nearest(name: str, near: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["list", name]) == 2
     assert near in capsys.readouterr().err
+
+
+def test_an_attack_says_whom_it_believes_in_and_what_it_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    (dia,) = plain(capsys, "dia")["attacks"]
+    assert dia["belief"] == "full"
+    assert dia["knowledge"] == {"targets": "known", "model.*.mask": "optimise", "model.*": "sample"}
+    text = " ".join(shown(capsys, "dia").split())
+    assert "believes in the client with its defence" in text
+    assert "model.*.mask: found together with the images; model.*: drawn afresh from its public law" in text
+    assert "believes in a client without defence" in " ".join(shown(capsys, "ig").split())
+
+
+def test_the_word_for_the_attackers_of_each_defence_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "`adaptive` stands for the attackers that aim at each defence" in shown(capsys, "attacks")
+    assert "`adaptive`" in shown(capsys)

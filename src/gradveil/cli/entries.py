@@ -8,6 +8,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from gradveil.attacks.presets import ATTACKS, AttackEntry
+from gradveil.audit.cell import told
 from gradveil.audit.reader import bundled
 from gradveil.core.arguments import Argument, Entry
 from gradveil.core.errors import GradveilError, fail
@@ -22,7 +23,11 @@ TOPICS = {"feedback": "Error feedback: what a compressor leaves out in this roun
 
 
 def _attacks() -> list[Row]:
-    return [_row(name, entry, _own(entry)) for name, entry in ATTACKS.items()]
+    made = {name: entry.make() for name, entry in ATTACKS.items()}
+    return [
+        {**_row(name, entry, _own(entry)), "belief": made[name].belief, "knowledge": told(made[name])}
+        for name, entry in ATTACKS.items()
+    ]
 
 
 def _own(entry: AttackEntry) -> Iterator[Argument]:

@@ -12,6 +12,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from gradveil.audit.attacker import POSITIONS
 from gradveil.cli.entries import KINDS, TOPICS, Row, called, everything, taking, unknown
 from gradveil.core.arguments import literal
 from gradveil.core.words import listing
@@ -69,6 +70,7 @@ def _notes(kind: str, rows: Sequence[Row]) -> Iterator[str]:
     """Say how names become texts, and where things are that have no name of their own."""
     if kind == "attacks":
         yield "Settings stand in parentheses: ig(iterations=500, restarts=4)."
+        yield "`adaptive` stands for the attackers that aim at each defence; `gradveil list dp` names those of dp."
     if kind == "defences":
         yield "Arguments stand in parentheses, and defences join: dp(clip=20, sigma=0.001) + cvb + dropout(0.25)."
         for topic, meaning in TOPICS.items():
@@ -132,6 +134,10 @@ def _facts(row: Row) -> Iterator[tuple[str, str]]:
         yield "changes", listing(_SLOTS[slot] for slot in row["changes"])
     if "guarantee" in row:
         yield "promises", "no formal guarantee" if row["guarantee"] == "none" else row["guarantee"]
+    if row.get("belief"):
+        yield "believes", "in the client with its defence" if row["belief"] == "full" else "in a client without defence"
+        # A later pattern decides only what no earlier one matches.
+        yield "treats", "; ".join(f"{name}: {POSITIONS[how]}" for name, how in row["knowledge"].items())
     if row.get("adaptive"):
         yield "attackers", ", ".join(row["adaptive"])
     if row.get("options"):
