@@ -31,6 +31,8 @@ class Pruning(Transform):
 
     stage: ClassVar[Stage] = Stage.PRUNE
     guarantee: ClassVar[str] = "no formal guarantee"
+    prefix: ClassVar[str] = "mask"
+    """What the masks are called: attackers who infer masks infer `mask.*`."""
 
     @abstractmethod
     def removed(self) -> float:
@@ -47,20 +49,20 @@ class Pruning(Transform):
             name: Noise(tuple(p.shape), law, neutral=1.0, dtype=p.dtype, lower=0.0, upper=1.0, discrete=True)
             for name, p in params.items()
         }
-        return NoiseSpec(masks).under("mask")
+        return NoiseSpec(masks).under(self.prefix)
 
     def apply(
         self, update: Tensors, state: Tensors, noise: Mapping[str, Tensor], context: Context
     ) -> tuple[Tensors, Tensors]:
         """Multiply by the masks; those that are not pinned are computed from the update itself."""
-        pinned = select(noise, "mask")
+        pinned = select(noise, self.prefix)
         missing = update.keys() - pinned.keys()
         masks = {**self.masks(tmap(torch.detach, update)), **pinned} if missing else pinned
         return {name: value * masks[name].to(value.dtype) for name, value in update.items()}, state
 
     def evidence(self, sent: Mapping[str, Tensor]) -> Tensors:
         """Read the masks off the support: an entry that was kept but is zero makes no difference."""
-        return {f"mask.{name}": (value != 0).to(value.dtype) for name, value in sent.items()}
+        return {f"{self.prefix}.{name}": (value != 0).to(value.dtype) for name, value in sent.items()}
 
 
 @dataclass(frozen=True)

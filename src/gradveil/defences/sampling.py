@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -27,11 +27,13 @@ class MinMax(Pruning):
     with probability g^2 / (g^2 + C), so the mean of what is sent is g, and its sign never changes. It is the sampler
     that GLAUS (Yang et al. 2023) attacks.
 
-    The neutral u = 1 is never drawn. It makes w and C zero: all is sent as it is, or with a pinned mask
-    what that keeps. An attacker who reads the masks off the zeros still does not know C.
+    The neutral u = 1 is never drawn. It makes w and C zero: all is sent as it is, or with a pinned mask what that
+    keeps. The zeros show the masks, but they are no `mask.*`, which attackers infer by themselves: to compare only what
+    was drawn, as with pruned entries, throws away that small entries were left out, and does worse than the mean.
     """
 
     ratio: float
+    prefix: ClassVar[str] = "kept"
 
     def __post_init__(self) -> None:
         """Refuse settings that cannot be meant."""
@@ -58,7 +60,7 @@ class MinMax(Pruning):
     ) -> tuple[Tensors, Tensors]:
         """Weigh, select (or take the pinned masks), and enlarge what is kept."""
         weights = {name: _weight(value, noise[name]) for name, value in update.items()}
-        pinned = select(noise, "mask")
+        pinned = select(noise, self.prefix)
         missing = update.keys() - pinned.keys()
         drawn = self.masks(tmap(torch.detach, weights)) if missing else {}
         kept = {name: pinned[name].bool() if name in pinned else drawn[name] | (noise[name] >= 1) for name in update}
