@@ -90,6 +90,7 @@ LAWS = {
         surrogate=True,
         identity=False,
     ),
+    "dgc": Law(("dgc(keep=0.1, warmup=3)", "dgc(keep=0.3, momentum=0.5, warmup=0)")),
     "dropout": Law(("dropout(p=0.4)", 'dropout(p=0.4, where="body.0 block")')),
     "precode": Law(("precode(k=5, beta=0.1)", 'precode(k=5, position="head")')),
     "cvb": Law(("cvb(beta=0.1)", 'cvb(kernel=1, position="body.1", kl=published_code)')),

@@ -3,6 +3,7 @@
 from gradveil.core.arguments import Argument
 from gradveil.defences.base import NONE, Chain, Defence, ModelSurgery, chain
 from gradveil.defences.clip import Clip
+from gradveil.defences.dgc import Dgc
 from gradveil.defences.entry import DefenceEntry
 from gradveil.defences.feedback import Feedback
 from gradveil.defences.grammar import entries, parse
@@ -24,6 +25,7 @@ __all__ = [
     "CvbSurgery",
     "Defence",
     "DefenceEntry",
+    "Dgc",
     "DropoutSurgery",
     "Dual",
     "Feedback",

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Literal
 
-from gradveil.core.allowed import BOUND, SHARE, Range
+from gradveil.core.allowed import BOUND, KEPT, SHARE, Range
 from gradveil.core.arguments import Argument
 from gradveil.defences.base import Defence, chain
+from gradveil.defences.dgc import WARMUP, Dgc
 from gradveil.defences.entry import FEEDBACK, KNOWING, PRUNED, DefenceEntry
 from gradveil.defences.feedback import Feedback
 from gradveil.defences.quantise import SCALE, SIZE, Quantise, Sign
@@ -41,6 +42,10 @@ def _standin(
     variant: Literal["paper", "published_code"],
 ) -> Defence:
     return Defence("standin", send=chain(standin=StandIn(optimiser, beta1, beta2, eps, variant)))
+
+
+def _dgc(keep: float, momentum: float, warmup: int) -> Defence:
+    return Defence("dgc", send=chain(dgc=Dgc(keep, momentum, int(warmup))))
 
 
 COMPRESSING = (
@@ -81,9 +86,20 @@ COMPRESSING = (
         changes=("send",),
         guarantee=MinMax.guarantee,
         citation="MinMax sampling, as Yang et al. 2023 (GLAUS) attack it",
-        adaptive=PRUNED,
+        adaptive=KNOWING,
         arguments=(Argument("ratio", SHARE),),
         identity={"ratio": 0.0},
+    ),
+    DefenceEntry(
+        name="dgc",
+        factory=_dgc,
+        description="Deep gradient compression: momentum kept by the client, its largest accumulated entries sent",
+        changes=("send",),
+        guarantee=Dgc.guarantee,
+        citation="Lin et al. 2018, Deep Gradient Compression: Reducing the Communication Bandwidth (ICLR)",
+        adaptive=PRUNED,
+        arguments=(Argument("keep", KEPT, 0.001), Argument("momentum", SHARE, 0.9), Argument("warmup", WARMUP, 5)),
+        identity={"keep": 1.0, "momentum": 0.0},
     ),
     DefenceEntry(
         name="standin",
