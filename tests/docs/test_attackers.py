@@ -1,0 +1,48 @@
+"""The table of attackers says what the attacks themselves say."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from gradveil.attacks.inversion import Inversion
+from gradveil.attacks.knowledge import Known, Optimise
+from gradveil.attacks.optimise import Descent
+from gradveil.attacks.presets import ATTACKS
+from gradveil.audit.attacker import ATTACKERS
+from gradveil.audit.budget import restarts_worth
+from gradveil.audit.health import STATES
+from gradveil.report.budget import RISING
+
+PAGE = (Path(__file__).parents[2] / "docs" / "threat-models.md").read_text("utf-8")
+LINES = [[part.strip() for part in line.strip("|").split("|")] for line in PAGE.splitlines() if line.startswith("| `")]
+TABLE = {line[0].strip("`"): line[1:] for line in LINES}
+
+
+def test_every_attack_has_its_line():
+    assert set(TABLE) == set(ATTACKS)
+
+
+@pytest.mark.parametrize("name", ATTACKS)
+def test_belief_grants_and_what_is_optimised(name):
+    attack = ATTACKS[name].make()
+    believes, told, optimised, *_ = TABLE[name]
+    assert believes == {"naive": "undefended", "full": "defended"}[attack.belief]
+    secret = [pattern for pattern, how in attack.knowledge.items() if isinstance(how, Known) and pattern != "public"]
+    assert told.startswith("**") is bool(secret)
+    assert ("public" in attack.knowledge) is ("public images" in told)
+    searched = any(isinstance(how, Optimise) for how in attack.knowledge.values())
+    searched = searched or getattr(attack, "labels", None) == "joint"
+    assert bool(optimised and not optimised.startswith("nothing")) is searched
+
+
+def test_the_words_of_the_report_are_explained():
+    assert all(f"**{label}**" in PAGE for label, _ in STATES.values())
+    assert all(f"**{kind}**" in PAGE for kind in ATTACKERS if kind != "undefended")
+
+
+def test_numbers_of_the_page():
+    assert f"more than {RISING} mean SSIM" in PAGE
+    halved = Inversion("a", restarts=8, descent=Descent(halving=True))
+    assert restarts_worth(halved) == 2.5
+    assert re.search(r"of eight after 1/8, 1/4 and 1/2 .* two and a half", PAGE, re.DOTALL)
