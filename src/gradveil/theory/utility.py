@@ -1,0 +1,66 @@
+"""What a defence of the gradient costs, in the two terms of a Taylor series, and the global forms of optimal defences.
+
+A step w - eta * sent lowers the loss by eta <g, sent> - eta^2 / 2 sent^T H sent. In Chen, Gürsoy and Lei 2024, "Optimal
+Defenses Against Gradient Reconstruction Attacks", Definition 2, the utility of first order does not depend on noise of
+mean zero: the expectation of <g, sent>. That of second order is -sum_i g_i^2 s_i^2 for independent noise: what it adds
+to the expectation of -<g, sent>^2, so g g^T takes the place of H.
+
+That reading of the paper is unverified, as are the weights of the two terms, and whether Theorems 2 to 4 take the
+expectations inside or outside the root; here they are inside, sqrt(E ||dg_i/dx||^2 / E g_i^2).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from gradveil.core.tree import Tensors, tmap
+
+
+def first_order_utility(gradient: Mapping[str, Tensor], sent: Mapping[str, Tensor]) -> Tensor:
+    """Return <g, sent>: by how much a small step along what was sent lowers the loss, in units of the step.
+
+    Of a pruned gradient it is the sum of g_i^2 over what is kept. Noise of mean zero leaves its expectation alone.
+
+    >>> first_order_utility({"w": torch.tensor([1.0, 2.0])}, {"w": torch.tensor([0.0, 2.0])})
+    tensor(4.)
+    """
+    return torch.stack([(value * sent[name]).sum() for name, value in gradient.items()]).sum()
+
+
+def noise_utility(gradient: Mapping[str, Tensor], variances: Mapping[str, Tensor]) -> Tensor:
+    """Return -sum_i g_i^2 s_i^2, the second-order utility that independent noise of variances s_i^2 takes.
+
+    It is minus the variance of <g, sent>.
+
+    >>> noise_utility({"w": torch.tensor([1.0, 2.0])}, {"w": torch.tensor([0.5, 0.25])})
+    tensor(-1.5000)
+    """
+    return -torch.stack([(value.square() * variances[name]).sum() for name, value in gradient.items()]).sum()
+
+
+def second_order_utility(gradient: Mapping[str, Tensor], sent: Mapping[str, Tensor]) -> Tensor:
+    """Return -<g, sent>^2 of one update, whose mean over draws of the noise holds `noise_utility` as its variance."""
+    return -first_order_utility(gradient, sent).square()
+
+
+def global_ratio(squares: Sequence[Mapping[str, Tensor]], gradients: Sequence[Mapping[str, Tensor]]) -> Tensors:
+    """Compute sqrt(E ||dg_i/dx||^2 / E g_i^2) from the squared row norms and gradients of public batches.
+
+    The ratio of the global forms: the same for every batch, so that noise with variances in proportion to it does not
+    depend on private data, and the bounds of `gradveil.theory.bound` hold for it. Zero where no row depends on the
+    inputs; infinite where gradients are zero on all batches and depend on the inputs, which is for the caller to cap.
+    """
+    rows = {name: torch.stack([one[name] for one in squares]).mean(0) for name in squares[0]}
+    sizes = {name: torch.stack([one[name] for one in gradients]).square().mean(0) for name in gradients[0]}
+    return tmap(lambda row, size: torch.where(row > 0, row / size, 0.0).sqrt(), rows, sizes)
+
+
+def optimal_variances(ratio: Mapping[str, Tensor], mean: float, cap: float = 1e6) -> Tensors:
+    """Scale ratios, each at most `cap`, to variances s_i^2 with the given mean over all coordinates."""
+    capped = {name: value.clamp(max=cap) for name, value in ratio.items()}
+    found = torch.stack([value.sum() for value in capped.values()]).sum() / sum(v.numel() for v in capped.values())
+    share = mean / torch.where(found > 0, found, torch.ones_like(found))
+    return {name: value * share for name, value in capped.items()}

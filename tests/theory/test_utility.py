@@ -1,0 +1,71 @@
+"""Utilities against simulation, and the global ratio against every other noise at the same expected utility."""
+
+import torch
+from torch import Tensor
+
+from gradveil.core.noise import Key
+from gradveil.theory.bound import information_trace
+from gradveil.theory.utility import (
+    first_order_utility,
+    global_ratio,
+    noise_utility,
+    optimal_variances,
+    second_order_utility,
+)
+
+
+def normal(*shape: int, key: str) -> Tensor:
+    return torch.randn(shape, generator=Key(0, (key,)).generator(), dtype=torch.float64)
+
+
+G = {"w": normal(3, 2, key="w"), "b": normal(4, key="b")}
+VARIANCES = {name: 0.1 + normal(*value.shape, key=name + "s").square() for name, value in G.items()}
+
+
+def noisy(number: int):
+    return {n: v + VARIANCES[n].sqrt() * normal(*v.shape, key=f"{n}{number}") for n, v in G.items()}
+
+
+def test_utilities_are_the_moments_of_noisy_updates():
+    draws = torch.stack([first_order_utility(G, noisy(number)) for number in range(5000)])
+    plain = first_order_utility(G, G)
+    torch.testing.assert_close(draws.mean(), plain, rtol=0.02, atol=0)
+    torch.testing.assert_close(-draws.var(), noise_utility(G, VARIANCES), rtol=0.06, atol=0)
+    second = torch.stack([second_order_utility(G, noisy(number)) for number in range(5000)]).mean()
+    torch.testing.assert_close(second, noise_utility(G, VARIANCES) - plain.square(), rtol=0.03, atol=0)
+
+
+def test_a_small_step_lowers_a_quadratic_loss_by_the_first_order():
+    matrix = normal(5, 5, key="loss")
+    w, eta = normal(5, key="at"), 1e-6
+    g = matrix.T @ matrix @ w
+    sent = g * (g.abs() > g.abs().median())
+    fall = ((matrix @ w).square().sum() - (matrix @ (w - eta * sent)).square().sum()) / 2
+    torch.testing.assert_close(fall / eta, first_order_utility({"w": g}, {"w": sent}), rtol=1e-4, atol=0)
+    torch.testing.assert_close(first_order_utility({"w": g}, {"w": sent}), sent.square().sum())
+
+
+def test_no_noise_that_is_the_same_for_all_batches_tells_less():
+    """Expected information against expected utility: the global ratio is the best, the local one of a batch is not."""
+    squares = [{"w": normal(6, key=f"r{i}").square()} for i in range(4)]
+    gradients = [{"w": normal(6, key=f"g{i}")} for i in range(4)]
+
+    def told(variances: Tensor) -> float:
+        cost = sum(-noise_utility(g, {"w": variances}) for g in gradients)
+        return float(sum(information_trace(s, {"w": variances * 1 / cost}) for s in squares))
+
+    best = optimal_variances(global_ratio(squares, gradients), mean=0.5)["w"]
+    torch.testing.assert_close(best.mean(), torch.tensor(0.5).double())
+    smallest = told(best)
+    for number in range(300):
+        assert told(best * (0.1 * normal(6, key=f"other{number}")).exp()) > smallest
+    for i in range(4):
+        assert told(optimal_variances(global_ratio(squares[i : i + 1], gradients[i : i + 1]), 0.5)["w"]) > smallest
+
+
+def test_silent_coordinates_and_the_cap():
+    ratio = global_ratio([{"w": torch.tensor([0.0, 0.0, 4.0, 4.0])}], [{"w": torch.tensor([0.0, 1.0, 0.0, 1.0])}])
+    assert ratio["w"].tolist() == [0, 0, float("inf"), 2]
+    variances = optimal_variances(ratio, mean=1.0, cap=6.0)
+    assert variances["w"].tolist() == [0, 0, 3, 1]
+    assert optimal_variances({"w": torch.zeros(2)}, mean=1.0)["w"].tolist() == [0, 0]
