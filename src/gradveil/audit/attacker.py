@@ -12,7 +12,7 @@ from gradveil.defences import entries
 Attacker = Literal["undefended", "naive", "aware", "adaptive", "informed"]
 """Whose attack a cell is. See `attacker`."""
 
-ATTACKERS: dict[Attacker, tuple[str, str]] = {
+ATTACKERS: dict[str, tuple[str, str]] = {
     "undefended": ("no defence", "there is no defence to know"),
     "naive": ("ignores the defence", "inverts the update as if nothing had been done to it"),
     "aware": (
