@@ -41,8 +41,8 @@ class OptimalNoise(Transform):
     (the "optimal DP-SGD" of the paper, which is no differential privacy: the variances depend on the data).
 
     Where a row of dg/dx is zero (units behind a ReLU that is off) there is no noise, and none of the variance is spent;
-    elsewhere ratios are capped. A few entries with tiny gradients can take most of the variance (of 15,826 in an untrained
-    LeNet, one took 70 %), so equal mean variance is not equal protection: compare by what attackers recover.
+    elsewhere ratios are capped. A few entries with tiny gradients can take most of the variance (one of 15,826 in an
+    untrained LeNet took 70 %), so equal mean variance is not equal protection: compare by what attackers recover.
     The standard deviations are intermediates `scale.<parameter>`: those not pinned are computed from update and batch,
     and an attacker differentiates through them, which takes `probes` forward-mode products an iteration.
     """
