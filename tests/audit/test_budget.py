@@ -78,3 +78,9 @@ def test_a_budget_is_part_of_the_run(tmp_path):
     assert [point["iterations"] for point in run.cells[0].info["trace"]] == [1, 2]
     with pytest.raises(GradveilError, match="budget"):
         config(budget="soon")
+
+
+def test_shares_that_measured_apart_are_put_together(tmp_path):
+    run, _ = execute(config(defences=["none"], attacks=["ig"], budget="2s", victims=3), tmp_path / "run", share=2)
+    assert run.cells[0].failed is None
+    assert len(run.cells[0].records) == 3

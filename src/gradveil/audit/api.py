@@ -26,10 +26,11 @@ from gradveil.attacks.presets import make_attack
 from gradveil.audit.adaptive import attacks_against, is_adaptive
 from gradveil.audit.display import Screen, legend, result_table
 from gradveil.audit.given import class_names, model_problems, named, prepared, wrong_arguments
+from gradveil.audit.health import summaries
 from gradveil.audit.reader import resolve, with_defaults
 from gradveil.audit.run import describe, in_process, run
 from gradveil.audit.scene import Scene, scene_problems
-from gradveil.audit.store import Cell, Store, load_run, summarise
+from gradveil.audit.store import Cell, Store, load_run
 from gradveil.core.errors import GradveilError, Problem, refuse
 from gradveil.core.types import Loss
 from gradveil.data import Dataset
@@ -47,10 +48,12 @@ class Result:
     path: Path
     """The run directory; a temporary one is removed together with the result."""
     write_report: Callable[[Path, Path], Path]
+    config: Mapping[str, Any]
+    """Every setting of the run."""
 
     def summary(self) -> list[dict[str, Any]]:
         """Return one flat object a cell."""
-        return [summarise(cell) for cell in self.cells]
+        return summaries(self.cells)
 
     def report(self, path: Path | str | None = None) -> Path:
         """Write the report as one HTML file, by default into the run directory; return its path."""
@@ -61,7 +64,7 @@ class Result:
         console = Console(width=120, color_system=None)
         with console.capture() as capture:
             console.print(result_table(self.cells))
-            console.print(legend(self.cells))
+            console.print(legend(self.cells, self.config))
         return capture.get()
 
 
@@ -166,7 +169,8 @@ def _run(
             Store(folder).open(info) as store,
         ):
             run(scene, store, screen, in_process(scene), scene.config.victims)
-        result = Result(load_run(folder).cells, folder, write_report)
+        done = load_run(folder)
+        result = Result(done.cells, folder, write_report, done.info["config"])
         undo.pop_all()
     if out is None:
         weakref.finalize(result, shutil.rmtree, folder, ignore_errors=True)

@@ -30,7 +30,7 @@ from gradveil.core.types import Batch
 from gradveil.metrics import cosine, dense_bytes, relative_distance, sparse_bytes
 
 _WAYS: dict[type, str] = {Known: "known", Optimise: "optimise", Sample: "sample", Infer: "infer", Neutral: "neutral"}
-_LABELS = {"given": "known", "joint": "optimise", "idlg": "infer", "restore": "infer"}
+_LABELS = {"given": "known", "joint": "optimise", "idlg": "infer", "unique": "infer", "restore": "infer"}
 
 
 @dataclass(frozen=True)
@@ -270,7 +270,9 @@ def merge(parts: Sequence[Recovered]) -> Recovered:
     if len(parts) == 1:
         return parts[0]
     first = parts[0]
-    tensors = {name: torch.cat([part.tensors[name] for part in parts]) for name in first.tensors}
+    # Shares that measured their time budgets apart looked back at different iterations.
+    shared = [name for name in first.tensors if all(name in part.tensors for part in parts)]
+    tensors = {name: torch.cat([part.tensors[name] for part in parts]) for name in shared}
     facts: Mapping[str, Any] = {
         **first.facts,
         "seconds": sum(part.facts["seconds"] for part in parts),
