@@ -1,9 +1,14 @@
 """Compressed updates and stand-ins met by an attacker who knows them: never worse off, and better where it can be."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
-from tests.attacks.scenes import psnr
+from gradveil.attacks.presets import make_attack
+from gradveil.core.noise import Key
+from gradveil.defences import parse
+from tests.attacks.scenes import pictures, psnr
 from tests.attacks.test_cdia import defended
 
 
@@ -21,3 +26,25 @@ def test_without_the_draws_the_mean_is_what_an_attacker_compares(defence: str):
     """Who read the masks of `minmax` off the zeros would lose 5 dB."""
     _, found = defended(defence, 40)
     torch.testing.assert_close(found["cdia"].inputs, found["ig-scheliga"].inputs, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("defence", ["standin", "dgc(keep=0.01, warmup=2)"])
+def test_who_follows_the_rounds_tracks_moments_and_what_was_held_back(defence: str):
+    """Who sees only the third round knows neither the moments nor what was left out before."""
+    scene = pictures("scheliga-cnn", "digits", 2)
+    client = parse(defence)(scene.client)
+    params = client.params()
+    state = {name: value.expand(2, *value.shape) for name, value in client.init(params).items()}
+    seen = []
+    for number in range(3):
+        sent, state = client.updates(params, scene.truth, {}, state)
+        seen.append(replace(scene.observation, params=params, update=sent, round=number))
+        params = {name: value - 0.01 * sent[name].mean(0) for name, value in params.items()}
+    found = {}
+    for text in ("ig-scheliga(iterations=200)", "cdia(iterations=200, rounds=all)"):
+        attack = make_attack(text)
+        belief = client if attack.belief == "full" else client.undefended_update()
+        guess = attack(seen, belief, replace(scene.knowledge, tensors=attack.knowledge), Key(0))
+        found[text] = psnr(guess.inputs, scene.truth.inputs, scene.knowledge.lower, scene.knowledge.upper).mean()
+    naive, knowing = found.values()
+    assert knowing > naive + 2, found
