@@ -162,3 +162,21 @@ def test_any_differentiable_loss_is_taken():
     torch.testing.assert_close(mean, each)
     counting = Client(Tiny(), loss=lambda outputs, targets: outputs.argmax(-1))
     assert "returns torch.int64" in problems(lambda: counting.update(params, batch, {}, {}))[0]
+
+
+def test_every_member_of_a_sum_draws_an_order_of_its_own():
+    client = Client(Tiny(), local=Local(2, 0.1, epochs=1), members=3)
+    inputs, targets = (torch.cat(parts) for parts in zip(*(draw_batch(Key(i)) for i in range(3)), strict=True))
+    params, batch = client.params(), Batch(inputs, targets)
+    noise = client.noise_spec(params, batch).sample(Key(1))
+    assert noise["schedule"].shape == (3, 2, 2)
+    assert all(sorted(order.flatten().tolist()) == [0, 1, 2, 3] for order in noise["schedule"])
+    assert not torch.equal(noise["schedule"][0], noise["schedule"][1])
+    sent, _ = client.update(params, batch, noise, {})
+    alone = Client(Tiny(), local=client.local)
+    each = [
+        alone.update(params, Batch(*(value[4 * i : 4 * i + 4] for value in batch)), {"schedule": order}, {})[0]
+        for i, order in enumerate(noise["schedule"])
+    ]
+    for name, value in sent.items():
+        torch.testing.assert_close(value, torch.stack([one[name] for one in each]).mean(0))

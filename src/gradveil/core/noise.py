@@ -120,12 +120,17 @@ class Bernoulli:
 
 @dataclass(frozen=True)
 class Schedule:
-    """Which of `examples` are in which local step: shape [T, B], each epoch a fresh permutation, batches in order."""
+    """Which of `examples` are in which local step: shape [T, B], each epoch a fresh permutation, batches in order.
+
+    Leading dimensions (clients that are summed) draw orders of their own.
+    """
 
     examples: int
 
     def sample(self, shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> Tensor:
         """Draw one tensor on the CPU."""
+        if leading := shape[:-2]:
+            return torch.stack([self.sample(shape[1:], dtype, generator) for _ in range(leading[0])])
         steps, batch = shape
         per_epoch = self.examples // batch
         epochs = -(-steps // per_epoch)

@@ -1,0 +1,171 @@
+"""Labels read off an update: where each way works, where it must not, and what it refuses."""
+
+import pytest
+import torch
+from torch import nn
+
+from gradveil.attacks.base import Observation
+from gradveil.attacks.infer import find_labels, smallest_entries
+from gradveil.attacks.knowledge import Knowledge
+from gradveil.client import Client, Local
+from gradveil.core.errors import GradveilError
+from gradveil.core.noise import Key
+from gradveil.core.tree import stack
+from gradveil.core.types import Batch
+from gradveil.data import load
+from gradveil.defences import parse
+from gradveil.metrics.labels import label_accuracy
+from gradveil.nn.models import build
+
+VICTIMS = 6
+KEY = Key(0)
+DIGITS = load("digits")
+
+
+def digits(examples, victims=VICTIMS):
+    count = victims * examples
+    inputs = DIGITS.victims.inputs[:count].view(victims, examples, 1, 32, 32)
+    return Batch(inputs, DIGITS.victims.targets[:count].view(victims, examples))
+
+
+def model(classes=10, gain=1.0, name="scheliga-cnn"):
+    net = build(name, channels=1, size=32, classes=classes, generator=KEY.child("model").generator())
+    with torch.no_grad():
+        list(net.modules())[-1].weight.mul_(gain)
+    return net
+
+
+def sent(client, batch, hidden=()):
+    """What the server sees of these batches; parameters whose name ends in `hidden` are not sent."""
+    params = client.params()
+    victims, examples = batch.targets.shape
+    spec = client.noise_spec(params, Batch(batch.inputs[0], batch.targets[0]))
+    noise = stack([spec.sample(KEY.child("noise", victim)) for victim in range(victims)])
+    state = {name: value.expand(victims, *value.shape) for name, value in client.init(params).items()}
+    update, _ = client.updates(params, batch, noise, state)
+    kept = {name: value.detach() for name, value in update.items() if not name.endswith(hidden or ("?",))}
+    return Observation(params, kept, examples, tuple(range(victims)))
+
+
+def knowledge(classes=10, public=None):
+    lower, upper = DIGITS.victims.bounds
+    return Knowledge((1, 32, 32), lower, upper, classes, public=public)
+
+
+def restored(client, observation, way="restore", facts=None):
+    return find_labels(way, observation, client.undefended_update(), facts or knowledge(), KEY)
+
+
+def accuracy(client, batch, way="restore", facts=None):
+    return float(label_accuracy(restored(client, sent(client, batch), way, facts), batch.targets).mean())
+
+
+def test_every_label_of_sixteen_is_restored_repeats_included():
+    batch = digits(16)
+    assert all(len(row.unique()) < 16 for row in batch.targets)
+    assert accuracy(Client(model()), batch) == 1
+
+
+def test_labels_of_another_victims_update_are_not_restored():
+    client, batch = Client(model()), digits(16)
+    other = label_accuracy(restored(client, sent(client, batch)).roll(1, 0), batch.targets)
+    assert float(other.mean()) < 0.85
+    classes = 50
+    client, batch = Client(model(classes)), many(4, classes)
+    wrong = restored(client, sent(client, batch), facts=knowledge(classes)).roll(1, 0)
+    assert float(label_accuracy(wrong, batch.targets).mean()) < 0.25
+
+
+def many(examples, classes, victims=VICTIMS):
+    """Digits with labels of many classes, drawn at random."""
+    targets = torch.randint(classes, (victims, examples), generator=KEY.child("targets").generator())
+    return Batch(digits(examples, victims).inputs, targets)
+
+
+@pytest.mark.parametrize(("examples", "settings"), [(24, {"batch": 24, "steps": 1}), (16, {"batch": 4, "epochs": 4})])
+def test_labels_of_local_training_are_restored(examples, settings):
+    """A batch above the number of probes; and sixteen steps, after which sums are far from linear in the counts."""
+    client, batch = Client(model(), local=Local(lr=0.1, **settings)), digits(examples, 4)
+    found = restored(client, sent(client, batch))
+    assert float(label_accuracy(found, batch.targets).mean()) > 0.95
+    assert float(label_accuracy(found.roll(1, 0), batch.targets).mean()) < 0.85
+
+
+def test_a_sum_over_clients_shows_their_labels_together():
+    batch = digits(15)
+    assert accuracy(Client(model(), members=3), batch) == 1
+    assert accuracy(Client(model(), members=3, local=Local(batch=5, lr=0.1, steps=2)), batch) > 0.95
+
+
+def test_unique_refuses_more_examples_than_classes():
+    client, batch = Client(model()), digits(16)
+    with pytest.raises(GradveilError, match=r"16 examples cannot have different labels among 10 classes.*restore"):
+        accuracy(client, batch, "unique")
+
+
+def test_unique_reads_distinct_labels_and_cannot_repeat_one():
+    targets = torch.stack([torch.randperm(10, generator=KEY.child(v).generator())[:4] for v in range(VICTIMS)])
+    batch = Batch(digits(4).inputs, targets)
+    client = Client(model())
+    assert accuracy(client, batch, "unique") == 1
+    same = Batch(batch.inputs, torch.full_like(targets, 3))
+    found = smallest_entries(sent(client, same).update, "head", 4)
+    assert all(len(row.unique()) == 4 for row in found)
+    assert accuracy(client, same) == 1
+
+
+@pytest.mark.parametrize("hidden", [(), ("head.bias",)])
+def test_the_signs_of_confident_outputs_prove_labels(hidden):
+    """With outputs as sure as a trained net's, random images say nothing of the victims': the signs do."""
+    net = model(gain=200.0)
+    batch = Batch(digits(4).inputs, torch.stack([torch.arange(v, v + 4) for v in range(VICTIMS)]))
+    client = Client(net, trainable=tuple(n for n, _ in net.named_parameters() if not n.endswith(hidden or ("?",))))
+    assert accuracy(client, batch) == 1
+
+
+def test_signs_prove_nothing_where_features_may_be_negative():
+    net = nn.Sequential(nn.Flatten(), nn.Linear(1024, 64), nn.Tanh(), nn.Linear(64, 10))
+    for parameter in net.parameters():
+        nn.init.normal_(parameter.data, std=0.02, generator=KEY.generator())
+    assert accuracy(Client(net), digits(16)) == 1
+
+
+def test_a_loss_without_a_softmax_is_no_proof():
+    def squares(outputs, targets):
+        return (outputs - torch.eye(10)[targets]).square().sum(-1)
+
+    assert accuracy(Client(model(), loss=squares), digits(16)) > 0.9
+
+
+@pytest.mark.parametrize(("text", "classes", "least"), [("prune(0.99)", 50, 0.99), ("dgp", 10, 0.95)])
+def test_pruned_sums_are_completed_from_the_weight(text, classes, least):
+    batch = many(4, classes)
+    client = parse(text)(Client(model(classes)))
+    assert bool((sent(client, batch).update["head.bias"] == 0).any(1).all())
+    assert accuracy(client, batch, facts=knowledge(classes)) >= least
+
+
+def test_clipped_sums_are_scaled_back():
+    batch = digits(16)
+    assert accuracy(parse("clip-example(0.5)")(Client(model())), batch) > 0.95
+    assert accuracy(parse("dp(clip=0.5, sigma=0.01)")(Client(model())), batch) > 0.9
+
+
+def test_public_images_say_what_a_trained_model_answers():
+    public = Batch(DIGITS.public.inputs, DIGITS.public.targets)
+    net = model()
+    client = Client(net, local=Local(batch=32, lr=0.1, steps=20, momentum=0.5))
+    params = client.params()
+    update, _ = client.update(params, public, client.noise_spec(params, public).sample(KEY), {})
+    net.load_state_dict({name: value - update[name] for name, value in params.items()})
+    batch = digits(16)
+    blind, told = (accuracy(Client(net), batch, facts=knowledge(public=images)) for images in (None, public))
+    assert told > blind + 0.05
+    some = Batch(*(value[public.targets > 0] for value in public))
+    assert accuracy(Client(net), batch, facts=knowledge(public=some)) > blind
+
+
+def test_without_a_last_layer_nothing_is_read():
+    client = Client(model(), trainable=("body.*",))
+    with pytest.raises(GradveilError, match="the last layer 'head' was not sent"):
+        accuracy(client, digits(2))
