@@ -141,7 +141,8 @@ def descend(
     for iteration in range(descent.iterations):
         live = {name: value.detach().requires_grad_() for name, value in variables.items()}
         value = loss(live, constants, rows, iteration)
-        grads = dict(zip(live, torch.autograd.grad(value.sum(), list(live.values())), strict=True))
+        total = value.sum() if len(value) > 1 else value.view(())
+        grads = dict(zip(live, torch.autograd.grad(total, list(live.values())), strict=True))
         variables = {name: v.detach() for name, v in live.items()}
         value = value.detach()
         state = _judge(state, variables, value, descent, iteration)

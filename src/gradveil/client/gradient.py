@@ -65,7 +65,8 @@ class Objective:
         value = self.loss(outputs, targets)
         if not value.dtype.is_floating_point:
             raise fail("loss", f"returns {value.dtype}", "return a floating-point tensor")
-        value = value.mean() if value.ndim else value
+        if value.ndim:
+            value = value.mean() if value.numel() > 1 else value.view(())
         for penalty in penalties:
             value = value + penalty
         return value
