@@ -1,5 +1,7 @@
 """Labels read off an update: where each way works, where it must not, and what it refuses."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -7,6 +9,7 @@ from torch import nn
 from gradveil.attacks.base import Observation
 from gradveil.attacks.infer import find_labels, smallest_entries
 from gradveil.attacks.knowledge import Knowledge
+from gradveil.attacks.restore import _complete
 from gradveil.client import Client, Local
 from gradveil.core.errors import GradveilError
 from gradveil.core.noise import Key
@@ -123,6 +126,28 @@ def test_the_signs_of_confident_outputs_prove_labels(hidden):
     assert accuracy(client, batch) == 1
 
 
+def test_the_bias_proves_repeats_of_confident_mistakes():
+    targets = torch.stack([torch.tensor([v, v, v + 1, v + 1, v + 1, v + 2, 9, 9]) for v in range(VICTIMS)])
+    client = Client(model(gain=1000.0), trainable=("head.bias",))
+    assert accuracy(client, Batch(digits(8).inputs, targets)) > 0.9
+
+
+def test_without_a_bias_sums_are_scaled_to_the_features():
+    batch = digits(16)
+    brighter = Batch(3 * batch.inputs, batch.targets)
+    net = model()
+    client = Client(net, trainable=tuple(name for name, _ in net.named_parameters() if name != "head.bias"))
+    assert accuracy(client, brighter) > 0.9
+
+
+def test_what_sums_cannot_tell_is_spread_evenly():
+    client, batch = Client(model()), digits(10)
+    nothing = sent(client, batch)
+    blank = {name: torch.zeros_like(value) for name, value in nothing.update.items()}
+    found = find_labels("restore", replace(nothing, update=blank), client, knowledge(), KEY)
+    assert torch.equal(found, torch.arange(10).expand(VICTIMS, 10))
+
+
 def test_signs_prove_nothing_where_features_may_be_negative():
     net = nn.Sequential(nn.Flatten(), nn.Linear(1024, 64), nn.Tanh(), nn.Linear(64, 10))
     for parameter in net.parameters():
@@ -143,6 +168,35 @@ def test_pruned_sums_are_completed_from_the_weight(text, classes, least):
     client = parse(text)(Client(model(classes)))
     assert bool((sent(client, batch).update["head.bias"] == 0).any(1).all())
     assert accuracy(client, batch, facts=knowledge(classes)) >= least
+
+
+def test_repeats_survive_pruning():
+    """One entry of the bias is left; what the others were follows from the weight, of rank one for a single image."""
+    image = digits(1).inputs.expand(VICTIMS, 7, 1, 32, 32)
+    targets = torch.stack([torch.tensor([v] * 4 + [v + 20] * 2 + [v + 30]) for v in range(VICTIMS)])
+    client, batch = parse("prune(0.98)")(Client(model(50))), Batch(image, targets)
+    assert bool(((sent(client, batch).update["head.bias"] != 0).sum(1) == 1).all())
+    assert accuracy(client, batch, facts=knowledge(50)) == 1
+
+
+@pytest.mark.parametrize("biased", [True, False])
+def test_a_layer_of_rank_one_is_completed_exactly(biased):
+    a, mu = torch.randn(2, 6, generator=KEY.generator()).double(), torch.rand(2, 9, generator=KEY.generator()).double()
+    mu[:, -1] = 1
+    whole = a.unsqueeze(2) * mu.unsqueeze(1)
+    kept = torch.rand(whole.shape, generator=Key(3).generator()) > 0.3
+    kept[:, 4], kept[:, 0, -1] = False, True
+    sums, known, pruned = _complete(torch.where(kept, whole, 0.0), biased, steps=200)
+    assert pruned.tolist() == [True, True]
+    assert known.tolist() == [[1, 1, 1, 1, 0, 1]] * 2
+    rest = known.bool()
+    if biased:
+        torch.testing.assert_close(sums[rest], a[rest])
+    else:
+        torch.testing.assert_close(sums[:, :4] / sums[:, :1], a[:, :4] / a[:, :1])
+    untouched = _complete(whole, biased)
+    assert torch.equal(untouched[0], whole[..., -1] if biased else whole.sum(-1))
+    assert not bool(untouched[2].any())
 
 
 def test_clipped_sums_are_scaled_back():

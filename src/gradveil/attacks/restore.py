@@ -141,7 +141,7 @@ def _layer(update: Mapping[str, Tensor], last: str) -> Tensor:
     return torch.cat(wide, 2).double()
 
 
-def _complete(layer: Tensor, biased: bool, steps: int = 30) -> tuple[Tensor, Tensor, Tensor]:
+def _complete(layer: Tensor, biased: bool, steps: int = 10) -> tuple[Tensor, Tensor, Tensor]:
     """Return the row sums [V, K], which of them are known [V, K], and which victims pruned [V].
 
     A single zero in a column that has other entries was pruned. As every example's gradient of the layer is (p - y) h',
