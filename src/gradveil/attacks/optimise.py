@@ -193,7 +193,7 @@ def _judge(state: Tensors, variables: Tensors, value: Tensor, descent: Descent, 
     running = state["control.status"] == BUDGET
     finite = torch.isfinite(value)
     best = state["control.objective"]
-    better = running & finite & ((value < best) if descent.keep == "best" else torch.ones_like(finite))
+    better = running & (value < best if descent.keep == "best" else finite)  # NaN is below nothing
     new["control.objective"] = torch.where(better, value, best)
     for name, current in variables.items():
         wide = better.view(-1, *[1] * (current.ndim - 1))
@@ -202,13 +202,13 @@ def _judge(state: Tensors, variables: Tensors, value: Tensor, descent: Descent, 
         new["control.initial"] = value
     if descent.patience is not None or isinstance(descent.schedule, Plateau):
         new |= _patience(state, value, finite, descent)
-    new["control.iterations"] = torch.where(running, iteration + 1, state["control.iterations"])
+    new["control.iterations"] = state["control.iterations"] + running
     status = torch.where(finite, BUDGET, DIVERGED)
     if not isinstance(descent.stepper, Adam):  # a line search may try a non-finite point and step back from it
         status = torch.where(torch.isinf(new["control.objective"]), DIVERGED, BUDGET)
     if descent.patience is not None:
         status = torch.where((status == BUDGET) & (new["control.since"] >= descent.patience), STALLED, status)
-    status = torch.where((status == BUDGET) & (value <= descent.tolerance), CONVERGED, status)
+    status = torch.where(value <= descent.tolerance, CONVERGED, status)
     new["control.status"] = torch.where(running, status, state["control.status"])
     return new
 

@@ -50,7 +50,35 @@ class Objective:
     ) -> Tensor:
         """Run the model; a missing noise tensor is refused, unless these names are `checked` already."""
         tensors = {**params, **self.buffers(), **noise}
+        if checked and not self.tied:
+            return self._lent(tensors, inputs)
         return functional_call(self.model, tensors, (inputs,), tie_weights=self.tied, strict=not checked)
+
+    @cached_property
+    def _slots(self) -> dict[str, tuple[dict[str, Tensor | None], str]]:
+        """Find where each parameter and buffer is kept: its module's own dictionary, and its name there."""
+        return {
+            f"{path}.{local}" if path else local: (kept, local)
+            for path, module in self.model.named_modules()
+            for kept in (vars(module)["_parameters"], vars(module)["_buffers"])
+            for local in kept
+        }
+
+    def _lent(self, tensors: Tensors, inputs: Tensor) -> Tensor:
+        """Run the model on tensors that take the place of its own: `functional_call`, without looking names up again.
+
+        An attack runs a small model thousands of times, and the looking up is a fifth of the time that takes.
+        """
+        own: list[tuple[dict[str, Tensor | None], str, Tensor | None]] = []
+        try:
+            for name, value in tensors.items():
+                kept, local = self._slots[name]
+                own.append((kept, local, kept[local]))
+                kept[local] = value
+            return self.model(inputs)
+        finally:
+            for kept, local, value in own:
+                kept[local] = value
 
     def value(
         self, params: Mapping[str, Tensor], batch: Batch, noise: Mapping[str, Tensor], *, checked: bool = False

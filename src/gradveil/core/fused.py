@@ -111,7 +111,7 @@ class _Cosine(Function):
         a, b = _inverse(_norm(g)), _inverse(_norm(t))
         minus = -b
         parts = [_lengths(torch.addcmul(t_b * minus, g_b, a), dim=1) for g_b, t_b in _blocks(g, t)]
-        distance = torch.stack(parts).square().sum(0) / 2
+        distance = (parts[0].square() if len(parts) == 1 else torch.stack(parts).square().sum(0)) / 2
         distance = torch.where(((a == 0) | (b == 0)).squeeze(1), 1.0, distance)
         ctx.save_for_backward(a, b, distance, *g, *t)
         ctx.shapes = [v.shape for v in vectors]
