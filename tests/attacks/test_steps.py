@@ -163,3 +163,51 @@ def test_lbfgs_steps_back_from_points_that_are_not_finite_while_finished_rows_le
     )
     assert solution.status.tolist() == [0, 0, 0]
     assert solution.iterations[1] == 1
+
+
+def bowl_step(stepper, state, x, loss, count, scale=1.0, slope=None):
+    """One step of one row on x^2 / 2, or on whatever loss and slope the test claims."""
+    point = torch.tensor([[x]], dtype=torch.float64)
+    g = point if slope is None else torch.full_like(point, slope)
+    values = point.new_tensor([loss])
+    return stepper.step({"x": point}, {"x": g}, values, state, values * 0 + scale, count, keep)
+
+
+def test_a_step_that_does_not_lower_the_loss_enough_is_halved():
+    """Armijo: from x = 1 with slope 1 a step of length t must lower the loss by half of t, if `decrease` is 1 / 2."""
+    stepper = LBFGS(decrease=0.5)
+    start = {"x": torch.ones(1, 1, dtype=torch.float64)}
+    moved, state = bowl_step(stepper, stepper.init(start), 1.0, 10.0, 0)
+    t = state["t"].item()
+    assert moved["x"].item() == pytest.approx(1 - t)
+    for fall, accepted in ((0.4 * t, False), (0.6 * t, True)):
+        _, after = bowl_step(stepper, {n: v.clone() for n, v in state.items()}, 1 - t, 10.0 - fall, 1)
+        assert after["x"].item() == pytest.approx(1 - t if accepted else 1.0)
+        assert (after["t"].item() == t / 2) is not accepted
+    _, after = bowl_step(stepper, {n: v.clone() for n, v in state.items()}, 1 - t, 10.0, 1)
+    assert after["x"].item() == 1.0, "a loss that stays is no progress"
+
+
+def test_a_lost_row_forgets_its_history_and_takes_the_steepest_way():
+    stepper = LBFGS(history=3, smallest=0.2)
+    start = {"x": torch.full((2, 1), 4.0, dtype=torch.float64)}
+    variables, state = start, stepper.init(start)
+    for count in range(3):
+        loss, slope = variables["x"].pow(4).sum(1) / 4, {"x": variables["x"] ** 3}
+        variables, state = stepper.step(variables, slope, loss, state, torch.ones(2).double(), count, keep)
+    assert bool(state["live"].any(1).all())
+    walled = torch.tensor([torch.inf, 0.0], dtype=torch.float64)  # the first row finds no way down
+    for count in range(3, 7):
+        _, state = stepper.step(variables, slope, walled, state, torch.ones(2).double(), count, keep)
+        if not bool(state["live"][0].any()):
+            break
+    assert state["live"].any(1).tolist() == [False, True]
+    torch.testing.assert_close(state["d"][0], -state["g"][0])
+    assert state["t"][0].item() == pytest.approx(min(1.0, 1 / state["g"][0].abs().sum().item()))
+
+
+def test_the_schedule_shortens_lbfgs_steps_too():
+    stepper = LBFGS(lr=0.5)
+    start = {"x": torch.ones(1, 1, dtype=torch.float64)}
+    sizes = [bowl_step(stepper, stepper.init(start), 1.0, 1.0, 0, scale)[1]["t"].item() for scale in (1.0, 0.25)]
+    assert sizes == [0.5, 0.125]

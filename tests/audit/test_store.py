@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from gradveil.audit.files import plain
 from gradveil.audit.run import describe
 from gradveil.audit.store import Cell, Store, load_run, summarise
 from gradveil.core.errors import GradveilError
+from gradveil.core.files import plain
 from gradveil.metrics import wilson
 from tests.audit.runs import Silent, config, execute, without_times
 

@@ -14,8 +14,8 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 from safetensors import SafetensorError, safe_open
 
-from gradveil.audit.files import DamagedError, read_json, unreadable
 from gradveil.core.errors import Problem, fail
+from gradveil.core.files import DamagedError, read_json, unreadable
 
 FORMAT = 1
 RUN, CELL, RECORDS, IMAGES, LOCK = "run.json", "cell.json", "records.json", "images.safetensors", ".lock"

@@ -10,7 +10,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
-from gradveil.audit.files import read_json, write_private
+from gradveil.core.files import read_json, write_private
 
 
 def settled(file: Path, choose: Callable[[], tuple[int, ...]]) -> tuple[int, ...]:

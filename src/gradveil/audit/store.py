@@ -17,9 +17,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import Tensor
 
-from gradveil.audit.files import DamagedError, sync, write_json, write_private
 from gradveil.audit.layout import AGAIN, CELL, IMAGES, LOCK, PLANS, RECORDS, RESTORE, RUN, read_parts, read_run
 from gradveil.core.errors import GradveilError, Problem, fail, refuse
+from gradveil.core.files import DamagedError, sync, write_json, write_private
 from gradveil.metrics import wilson
 
 

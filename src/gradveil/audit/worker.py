@@ -23,10 +23,10 @@ from gradveil.attacks.base import Progress
 from gradveil.attacks.plan import keep_freed_memory
 from gradveil.audit.cell import Recovered, cells
 from gradveil.audit.config import RunConfig
-from gradveil.audit.files import plain, write_private
 from gradveil.audit.run import Task, attempt
 from gradveil.audit.scene import Scene, open_scene
 from gradveil.core.errors import GradveilError
+from gradveil.core.files import plain, write_private
 
 
 def main() -> None:

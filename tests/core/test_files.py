@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from gradveil.audit import files
+from gradveil.core import files
 from gradveil.core.errors import GradveilError
 
 

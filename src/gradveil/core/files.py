@@ -1,4 +1,4 @@
-"""Files of a run directory: private, and whole or not there at all."""
+"""Files that others must not read, and that are whole or not there at all."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
 
 
 class DamagedError(GradveilError):
-    """A file of a run directory is missing, cut off, or not what an audit writes."""
+    """A file of a run directory is missing, cut off, or not what this program writes."""
 
 
 def read_json(file: Path, remedy: str) -> Any:

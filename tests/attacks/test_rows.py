@@ -1,0 +1,128 @@
+"""The rows of an inversion: what they start from, and what their objective adds up."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from gradveil.attacks.inversion import Inversion
+from gradveil.attacks.knowledge import Optimise
+from gradveil.attacks.objective import cosine
+from gradveil.attacks.rows import INPUTS, TARGETS, Rows
+from gradveil.client import Client
+from gradveil.core.noise import Key
+from gradveil.core.tree import select
+from gradveil.core.types import Batch
+from gradveil.nn.bottleneck import VariationalBottleneck
+from tests.attacks.scenes import tiny
+
+
+def rows(attack, scene=None, client=None, tensors=None):
+    """Open the rows of an attack on three victims."""
+    scene = scene or tiny()
+    seen, client = scene.observation, client or scene.client
+    if client is not scene.client:
+        params = client.params()
+        spec = client.noise_spec(params, Batch(*(value[0] for value in scene.truth)))
+        noise = {name: value.expand(3, *value.shape) for name, value in spec.neutral().items()}
+        seen = replace(seen, params=params, update=client.updates(params, scene.truth, noise, {})[0])
+    return Rows(attack, [seen], client, replace(scene.knowledge, tensors=tensors or {}), Key(0))
+
+
+def noisy():
+    """A client whose model draws noise: one tensor `model.3.eps` of eight numbers."""
+    layers = tiny().client.model
+    model = nn.Sequential(*layers[:3], VariationalBottleneck(144, 8), nn.Linear(144, 4)).double()
+    for parameter in model.parameters():
+        nn.init.normal_(parameter.data, std=0.1, generator=Key(1).generator())
+    return Client(model)
+
+
+def test_uniform_starts_fill_the_box_and_normal_ones_leave_it():
+    scene = tiny()
+    scene.knowledge = replace(scene.knowledge, lower=-3 * torch.ones(1, 1, 1), upper=5 * torch.ones(1, 1, 1))
+    uniform, normal = (
+        torch.cat([rows(Inversion("a", start=start, restarts=4), scene).start(range(12))[0][INPUTS].flatten()])
+        for start in ("uniform", "normal")
+    )
+    assert -3 <= uniform.min() < -2.7
+    assert 4.7 < uniform.max() <= 5
+    assert uniform.mean().item() == pytest.approx(1, abs=0.4)
+    assert normal.std().item() == pytest.approx(1, abs=0.1)
+    assert normal.mean().item() == pytest.approx(0, abs=0.1)
+
+
+def test_an_unlikely_optimised_tensor_costs_its_weight_times_its_penalty():
+    client = noisy()
+    spec = client.noise_spec(client.params(), Batch(torch.zeros(1, 1, 6, 6).double(), torch.zeros(1).long()))
+    (name,) = spec
+    values = {}
+    for weight in (0.0, 0.5, 2.0):
+        scene = rows(Inversion("a"), client=client, tensors={name: Optimise(weight)})
+        variables, constants = scene.start(range(3))
+        values[weight] = scene.loss(variables, constants, torch.arange(3), {})
+    penalty = spec[name].law.penalty(variables[name])
+    assert bool((penalty > 0.1).all())
+    for weight, value in values.items():
+        torch.testing.assert_close(value - values[0.0], weight * penalty, rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", ["tv", "l2"])
+def test_image_priors_raise_the_objective(name):
+    plain, heavy = (rows(Inversion("a", **{name: weight})) for weight in (0.0, 0.7))
+    variables, constants = plain.start(range(3))
+    difference = heavy.loss(variables, constants, torch.arange(3), {}) - plain.loss(
+        variables, constants, torch.arange(3), {}
+    )
+    x = variables[INPUTS]
+    if name == "l2":
+        expected = x.flatten(2).norm(dim=2).mean(1)
+    else:
+        down, right = x.diff(dim=-2).abs(), x.diff(dim=-1).abs()
+        expected = down.flatten(1).mean(1) + right.flatten(1).mean(1)
+    torch.testing.assert_close(difference, 0.7 * expected)
+
+
+def test_the_box_holds_unless_it_is_left_out():
+    x = torch.tensor([-1.0, 0.5, 2.0]).double().view(3, 1, 1, 1, 1)
+    assert rows(Inversion("a")).project(INPUTS, x).flatten().tolist() == [0, 0.5, 1]
+    assert torch.equal(rows(Inversion("a", box=False)).project(INPUTS, x), x)
+
+
+def test_several_rounds_count_their_mean():
+    scene = tiny()
+    other = {name: value.flip(0) for name, value in scene.observation.update.items()}
+    seen = [scene.observation, replace(scene.observation, update=other, round=1)]
+    values = {}
+    for which in ("first", "last", "all"):
+        opened = Rows(Inversion("a", rounds=which), seen, scene.client, scene.knowledge, Key(0))
+        variables, constants = opened.start(range(3))
+        values[which] = opened.loss(variables, constants, torch.arange(3), {})
+    assert not torch.allclose(values["first"], values["last"])
+    torch.testing.assert_close(values["all"], (values["first"] + values["last"]) / 2)
+
+
+def test_the_objective_at_the_truth_is_each_victims_own():
+    """With several restarts the rows of a victim are not its number; jointly optimised labels are taken as certain."""
+    scene = tiny()
+    for labels in ("given", "joint"):
+        opened = rows(Inversion("a", restarts=3, labels=labels), scene)
+        assert (TARGETS in opened.start([0])[0]) is (labels == "joint")
+        at = opened.at(range(3), scene.truth.inputs, {})
+        assert bool((at < 1e-9).all()), labels
+        assert bool((opened.at([1, 2, 0], scene.truth.inputs, {}) < 1e-9).all())
+        assert bool((opened.at(range(3), scene.truth.inputs.flip(0), {})[[0, 2]] > 1e-4).all())
+
+
+def test_what_is_compared_is_the_victims_own_update():
+    scene = tiny()
+    opened = rows(Inversion("a", restarts=2), scene)
+    variables, constants = opened.start([1, 4])
+    for name, value in select(constants, "observed").items():
+        assert torch.equal(value, scene.observation.update[name][[0, 2]])
+    sent, _ = scene.client.updates(
+        scene.observation.params, Batch(variables[INPUTS], scene.truth.targets[[0, 2]]), {}, {}
+    )
+    expected = cosine(sent, {name: value[[0, 2]] for name, value in scene.observation.update.items()})
+    torch.testing.assert_close(opened.loss(variables, constants, torch.tensor([1, 4]), {}), expected)
