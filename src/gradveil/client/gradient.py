@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -57,12 +58,11 @@ class Objective:
     @cached_property
     def _slots(self) -> dict[str, tuple[dict[str, Tensor | None], str]]:
         """Find where each parameter and buffer is kept: its module's own dictionary, and its name there."""
-        return {
-            f"{path}.{local}" if path else local: (kept, local)
-            for path, module in self.model.named_modules()
-            for kept in (vars(module)["_parameters"], vars(module)["_buffers"])
-            for local in kept
-        }
+        found: dict[str, tuple[dict[str, Tensor | None], str]] = {}
+        for path, module in cast("Iterable[tuple[str, nn.Module]]", self.model.named_modules()):
+            for kept in (vars(module)["_parameters"], vars(module)["_buffers"]):
+                found |= {f"{path}.{local}" if path else local: (kept, local) for local in kept}
+        return found
 
     def _lent(self, tensors: Tensors, inputs: Tensor) -> Tensor:
         """Run the model on tensors that take the place of its own: `functional_call`, without looking names up again.

@@ -8,7 +8,7 @@ import os
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from gradveil.core.errors import GradveilError, Problem, fail
 
@@ -43,9 +43,9 @@ def plain(value: Any) -> Any:
     {'a': None, 'b': [1, 2.0]}
     """
     if isinstance(value, Mapping):
-        return {str(key): plain(item) for key, item in value.items()}
+        return {str(key): plain(item) for key, item in cast("Mapping[Any, Any]", value).items()}
     if isinstance(value, list | tuple):
-        return [plain(item) for item in value]
+        return [plain(item) for item in cast("list[Any]", value)]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
