@@ -13,6 +13,7 @@ from rich.text import Text
 
 import gradveil
 from gradveil.attacks.plan import keep_freed_memory
+from gradveil.cli.account import account
 from gradveil.cli.audit import audit
 from gradveil.cli.check import check
 from gradveil.cli.results import report, summary
@@ -59,6 +60,13 @@ app.command(
         "gradveil check study.toml",
     )
 )(check)
+app.command(
+    epilog=_examples(
+        "gradveil account --sigma 1 --rate 0.01 --steps 1000 --delta 1e-5",
+        "gradveil account --epsilon 3 --rate 0.01 --steps 1000 --delta 1e-5",
+        "gradveil account --sigma 1 --rate 0.01 --steps 1000 --sampling shuffled --accountant rdp --json",
+    )
+)(account)
 
 
 def _version(wanted: bool) -> None:

@@ -1,0 +1,116 @@
+"""Differential privacy accounting: from a noise multiplier to epsilon and back, by the package dp-accounting.
+
+A mechanism adds normal noise to a sum in which each unit (an example, or a client) has a vector of norm at most C. Its
+*noise multiplier* is the standard deviation of the noise divided by C. Of many such sums, epsilon at a given delta
+follows from the multiplier, the number of sums, and how units get into them. Everything here is an upper bound of
+epsilon, under the assumptions that `assumptions` writes out.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from gradveil.core.allowed import COUNT, KEPT, STRENGTH, Choice, Range, collect
+from gradveil.core.errors import fail, refuse
+
+Accountant = Literal["pld", "rdp"]
+Sampling = Literal["poisson", "shuffled"]
+Unit = Literal["example", "client"]
+
+POSITIVE = Range(0, low_open=True)
+PROBABILITY = Range(0, 1, low_open=True, high_open=True)
+HOPELESS = 20.0
+"""Above it `pld` answers with the looser `rdp`: its grid of privacy losses would fill the memory, and e^20 is no
+promise either way."""
+_LIMITS = (1e-4, 1e6)
+"""Multipliers between which `multiplier` searches."""
+_PRECISION = 1e-4
+
+
+@dataclass(frozen=True)
+class Training:
+    """How often a unit takes part in what is released, and which delta and accountant are wanted.
+
+    With `poisson` sampling, each unit is in each of `steps` sums with probability `rate`, independently; neighbours
+    differ by one unit added or removed (Abadi et al. 2016). With `shuffled` batches of fixed size, a unit is in one of
+    floor(1 / rate) sums of each epoch; it is accounted once an epoch, *without* amplification by sampling, and
+    neighbours differ by one unit replaced, which can change the sum by 2 C. The schedule must not depend on the data.
+    """
+
+    steps: int
+    rate: float = 1.0
+    delta: float = 1e-5
+    sampling: Sampling = "poisson"
+    accountant: Accountant = "pld"
+
+    def __post_init__(self) -> None:
+        """Refuse settings that cannot be meant, all at once."""
+        samplings, accountants = Choice(("poisson", "shuffled")), Choice(("pld", "rdp"))
+        settings = (("steps", COUNT), ("rate", KEPT), ("delta", PROBABILITY))
+        settings += (("sampling", samplings), ("accountant", accountants))
+        refuse(collect("privacy", ((name, allowed, getattr(self, name)) for name, allowed in settings)))
+
+    @property
+    def epochs(self) -> int:
+        """How many sums of shuffled batches a unit is in at most.
+
+        >>> Training(steps=250, rate=0.01, sampling="shuffled").epochs
+        3
+        """
+        return math.ceil(self.steps / math.floor(1 / self.rate + 1e-9))
+
+
+def epsilon(multiplier: float, training: Training) -> float:
+    """Bound epsilon for a noise multiplier; infinite without noise.
+
+    `rdp` takes the best order of Rényi divergence (Mironov 2017), `pld` composes privacy loss distributions
+    numerically, rounded up (Koskela et al. 2020), and is nearly exact.
+    """
+    refuse(collect("privacy", [("sigma", STRENGTH, multiplier)]))
+    if not multiplier:
+        return math.inf
+    loose = _epsilon(multiplier, training, "rdp")
+    return loose if training.accountant == "rdp" or loose > HOPELESS else _epsilon(multiplier, training, "pld")
+
+
+def multiplier(target: float, training: Training) -> float:
+    """Find the smallest noise multiplier whose epsilon is at most `target`, by bisection; it errs on the private side.
+
+    The answer is at most 1 part in 10,000 too large.
+    """
+    refuse(collect("privacy", [("epsilon", POSITIVE, target)]))
+    low, high = _LIMITS
+    if epsilon(high, training) > target:
+        what = f"{target:g} would need noise of more than {high:g} times the sensitivity"
+        raise fail("privacy.epsilon", what, "raise epsilon or delta, or lower rate or steps")
+    while high > low * (1 + _PRECISION):
+        middle = math.sqrt(low * high)
+        low, high = (low, middle) if epsilon(middle, training) <= target else (middle, high)
+    return high
+
+
+def assumptions(training: Training, unit: Unit = "example") -> str:
+    """Write out in a sentence what an epsilon of this training takes for granted."""
+    if training.sampling == "shuffled":
+        times = f"at most {training.epochs} of {training.steps:,} sums" if training.steps > 1 else "the one sum"
+        return f"each {unit} is in {times}, no amplification by sampling; neighbours differ by one {unit} replaced"
+    share = "certainly" if training.rate == 1 else f"with probability {training.rate:g}, independently (Poisson)"
+    sums = f"each of {training.steps:,} sums" if training.steps > 1 else "the one sum"
+    return f"each {unit} is in {sums} {share}; neighbours differ by one {unit} added or removed"
+
+
+def _epsilon(noise: float, training: Training, accountant: Accountant) -> float:
+    # It takes a second to load, which only those wait for who ask for an epsilon.
+    import dp_accounting  # pyright: ignore[reportMissingImports]
+    from dp_accounting import pld, rdp  # pyright: ignore[reportMissingImports]
+
+    if training.sampling == "shuffled":
+        count, event = training.epochs, dp_accounting.GaussianDpEvent(noise / 2)
+    else:
+        count, event = training.steps, dp_accounting.GaussianDpEvent(noise)
+        if training.rate < 1:
+            event = dp_accounting.PoissonSampledDpEvent(training.rate, event)
+    composed = (rdp.RdpAccountant if accountant == "rdp" else pld.PLDAccountant)().compose(event, count)
+    return float(composed.get_epsilon(training.delta))

@@ -1,0 +1,50 @@
+"""`gradveil account`: from a noise multiplier to epsilon and back."""
+
+import json
+
+import pytest
+
+from gradveil.cli.app import run
+
+pytest.importorskip("dp_accounting", reason="the environment is older than pyproject.toml: make")
+
+TRAINING = ["--rate", "0.01", "--steps", "1000", "--delta", "1e-5"]
+
+
+def told(capsys: pytest.CaptureFixture[str], *words: str) -> dict:
+    assert run(["account", *words, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_there_and_back(capsys: pytest.CaptureFixture[str]) -> None:
+    there = told(capsys, "--sigma", "1", *TRAINING)
+    assert there["epsilon"] == pytest.approx(1.828, abs=1e-3)
+    back = told(capsys, "--epsilon", str(there["epsilon"]), *TRAINING)
+    assert back["sigma"] == pytest.approx(1.0, rel=1e-3)
+    assert back["epsilon"] <= there["epsilon"]
+    rdp = told(capsys, "--sigma", "1", *TRAINING, "--accountant", "rdp")
+    assert rdp["epsilon"] == pytest.approx(2.1014, abs=1e-4)
+
+
+def test_words_say_what_is_assumed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["account", "--sigma", "1", *TRAINING]) == 0
+    out = capsys.readouterr().out
+    assert "epsilon 1.828 at delta 1e-05" in out
+    assert "Assumed: each example is in each of 1,000 sums with probability 0.01, independently (Poisson)" in out
+    assert run(["account", "--sigma", "0"]) == 0
+    assert "epsilon infinite" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], "exactly one of --sigma and --epsilon"),
+        (["--sigma", "1", "--epsilon", "3"], "exactly one of --sigma and --epsilon"),
+        (["--sigma", "-1"], "--sigma: is -1.0 -> give a number of at least 0"),
+        (["--sigma", "1", "--rate", "2", "--delta", "0", "--sampling", "fixed"], "3 problems"),
+        (["--epsilon", "1e-9", "--delta", "1e-12", "--steps", "1000"], "--epsilon: 1e-09 would need"),
+    ],
+)
+def test_wrong_use_exits_with_2(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["account", *words]) == 2
+    assert said in " ".join(capsys.readouterr().err.split())

@@ -1,0 +1,91 @@
+"""Epsilon from a noise multiplier and back, held to published accountants and to the exact Gaussian mechanism."""
+
+import math
+from dataclasses import replace
+from statistics import NormalDist
+
+import pytest
+
+from gradveil.core.errors import GradveilError
+from gradveil.theory.accounting import HOPELESS, Training, assumptions, epsilon, multiplier
+
+pytest.importorskip("dp_accounting", reason="the environment is older than pyproject.toml: make")
+
+STANDARD = Training(steps=1000, rate=0.01)
+
+
+def test_the_numbers_of_published_accountants():
+    """Opacus' RDPAccountant gives 2.1014 and its PRVAccountant 1.838 at these settings."""
+    assert epsilon(1.0, replace(STANDARD, accountant="rdp")) == pytest.approx(2.1014, abs=1e-4)
+    assert epsilon(1.0, STANDARD) == pytest.approx(1.828, abs=1e-3)
+
+
+def test_opacus_agrees():
+    rdp = pytest.importorskip("opacus.accountants.analysis.rdp")
+    for sigma, rate, steps in ((1.0, 0.01, 1000), (0.7, 0.05, 200), (2.0, 1.0, 10)):
+        orders = [1 + x / 10.0 for x in range(1, 100)] + list(range(12, 64))
+        spent = rdp.compute_rdp(q=rate, noise_multiplier=sigma, steps=steps, orders=orders)
+        theirs, _ = rdp.get_privacy_spent(orders=orders, rdp=spent, delta=1e-5)
+        assert epsilon(sigma, Training(steps, rate, accountant="rdp")) == pytest.approx(theirs, rel=0.02)
+
+
+@pytest.mark.parametrize(("sigma", "steps"), [(1.0, 1), (3.0, 4)])
+def test_without_sampling_it_is_the_gaussian_mechanism(sigma: float, steps: int):
+    """The exact delta of T sums: Phi(mu/2 - e/mu) - exp(e) Phi(-mu/2 - e/mu), mu = sqrt(T) / sigma (Balle, Wang)."""
+    found = epsilon(sigma, Training(steps))
+    mu, phi = math.sqrt(steps) / sigma, NormalDist().cdf
+    delta = phi(mu / 2 - found / mu) - math.exp(found) * phi(-mu / 2 - found / mu)
+    assert delta == pytest.approx(1e-5, rel=0.01)
+    assert epsilon(sigma, Training(steps, accountant="rdp")) > found
+
+
+def test_shuffled_batches_are_accounted_once_an_epoch_for_a_replaced_unit():
+    shuffled = Training(steps=30, rate=0.1, sampling="shuffled")
+    assert shuffled.epochs == 3
+    assert epsilon(4.0, shuffled) == pytest.approx(epsilon(2.0, Training(steps=3)))
+    assert Training(steps=31, rate=0.1, sampling="shuffled").epochs == 4
+    # A third of ten examples: three whole batches an epoch, so ten steps are a little more than three epochs.
+    assert Training(steps=10, rate=0.3, sampling="shuffled").epochs == 4
+
+
+@pytest.mark.parametrize("accountant", ["rdp", "pld"])
+def test_calibration_is_the_inverse_and_errs_on_the_private_side(accountant):
+    training = replace(STANDARD, accountant=accountant)
+    for target in (0.5, 3.0):
+        sigma = multiplier(target, training)
+        assert epsilon(sigma, training) <= target
+        assert epsilon(sigma * (1 - 3e-4), training) > target
+
+
+def test_less_noise_more_steps_a_higher_rate_and_a_smaller_delta_cost_privacy():
+    base = epsilon(1.0, STANDARD)
+    assert epsilon(0.9, STANDARD) > base
+    for change in ({"steps": 2000}, {"rate": 0.02}, {"delta": 1e-6}):
+        assert epsilon(1.0, replace(STANDARD, **change)) > base
+    assert epsilon(0.0, STANDARD) == math.inf
+
+
+def test_hopeless_settings_are_answered_and_not_computed_for_ever():
+    assert epsilon(1e-3, Training(steps=100)) > HOPELESS
+
+
+def test_every_wrong_argument_is_refused_at_once():
+    with pytest.raises(GradveilError) as found:
+        Training(steps=0, rate=0.0, delta=1.0, sampling="fixed", accountant="prv")  # type: ignore[arg-type]
+    where = [problem.where for problem in found.value.problems]
+    assert where == [f"privacy.{name}" for name in ("steps", "rate", "delta", "sampling", "accountant")]
+    with pytest.raises(GradveilError, match=r"privacy\.sigma"):
+        epsilon(-1.0, STANDARD)
+    with pytest.raises(GradveilError, match=r"privacy\.epsilon"):
+        multiplier(0.0, STANDARD)
+    with pytest.raises(GradveilError, match="would need noise of more than"):
+        multiplier(1e-8, Training(steps=1000))
+
+
+def test_assumptions_are_said():
+    assert "(Poisson)" in assumptions(STANDARD)
+    assert "added or removed" in assumptions(STANDARD)
+    assert "certainly" in assumptions(Training(steps=1))
+    said = assumptions(replace(STANDARD, sampling="shuffled"), "client")
+    assert "at most 10 of 1,000 sums" in said
+    assert "one client replaced" in said
