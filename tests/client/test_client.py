@@ -8,8 +8,11 @@ from torch.nn import functional as F
 from gradveil.client import Client, Local, cross_entropy
 from gradveil.core.errors import GradveilError
 from gradveil.core.noise import Key
+from gradveil.core.tree import stack
 from gradveil.core.types import Batch
 from gradveil.defences import parse
+from gradveil.defences.noise import Gaussian
+from gradveil.nn.dropout import Dropout
 from tests.laws.cases import Tiny, V, draw, draw_batch
 
 
@@ -180,3 +183,25 @@ def test_every_member_of_a_sum_draws_an_order_of_its_own():
     ]
     for name, value in sent.items():
         torch.testing.assert_close(value, torch.stack([one[name] for one in each]).mean(0))
+
+
+def test_noise_that_is_made_step_by_step_gives_the_same_update():
+    model = nn.Sequential(nn.Flatten(), nn.Linear(8, 6), Dropout(0.5), nn.Linear(6, 3)).double()
+    client = Client(model, local=Local(batch=2, lr=0.1, steps=3, momentum=0.9), step=Gaussian(0.1), send=Gaussian(0.01))
+    batch = Batch(torch.randn(5, 2, 4, generator=Key(1).generator()).double(), torch.tensor([0, 1, 2, 0, 1]))
+    params = client.params()
+    once = client.round_spec(params, batch).sample(Key(0))
+    steps = [client.step_spec(params, batch).sample(Key(0).child(t)) for t in range(3)]
+    assert set(once) | set(steps[0]) == set(client.noise_spec(params, batch))
+    whole, _ = client.update(params, batch, once | stack(steps), {})
+    asked = []
+
+    def of_step(t):
+        asked.append(t)
+        return steps[t]
+
+    found, _ = client.trained_update(params, batch, once, of_step, {})
+    assert asked == [0, 1, 2]
+    assert all(torch.equal(found[name], whole[name]) for name in whole)
+    other, _ = client.trained_update(params, batch, once, lambda t: steps[0], {})
+    assert not torch.equal(other["1.weight"], whole["1.weight"])

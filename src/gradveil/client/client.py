@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
@@ -83,23 +83,31 @@ class Client:
             own = Batch(*(value[0] for value in self._by_member(batch)))
             return self._member().noise_spec(params, own).times(self.members)
         examples = batch.inputs.shape[0]
-        per_step = self.local.batch if self.local else examples
         steps = (self.local.count(examples),) if self.local else ()
+        return self.round_spec(params, batch) | self.step_spec(params, batch).times(*steps)
+
+    def round_spec(self, params: Mapping[str, Tensor], batch: Batch) -> NoiseSpec:
+        """Declare what an update draws once: for the batch, for what is sent, and the order of the examples."""
         sent = self._sent(params)
         spec = NoiseSpec()
         for i, transform in enumerate(self.batch):
             spec = spec | transform.noise(batch).under(f"batch.{i}")
-        spec = spec | model_noise(self.model, batch.inputs[:per_step]).times(*steps).under("model")
-        each, mean = self.step.split() if self.step else (None, None)
-        if each is not None:
-            spec = spec | each.noise(sent).times(*steps, per_step).under("step")
-        if mean is not None:
-            shown = Batch(batch.inputs[:per_step], batch.targets[:per_step])
-            spec = spec | (mean.noise(sent) | mean.directions(shown)).times(*steps).under("step")
         if self.send:
             spec = spec | (self.send.noise(sent) | self.send.directions(batch)).under("send")
         if self.local:
-            spec = spec | NoiseSpec({"schedule": self.local.schedule(examples)})
+            spec = spec | NoiseSpec({"schedule": self.local.schedule(batch.inputs.shape[0])})
+        return spec.to(batch.inputs.dtype)
+
+    def step_spec(self, params: Mapping[str, Tensor], batch: Batch) -> NoiseSpec:
+        """Declare what each gradient draws: `noise_spec` has T of these, one for every local step."""
+        size = self.local.batch if self.local else batch.inputs.shape[0]
+        shown, sent = Batch(batch.inputs[:size], batch.targets[:size]), self._sent(params)
+        spec = model_noise(self.model, shown.inputs).under("model")
+        each, mean = self.step.split() if self.step else (None, None)
+        if each is not None:
+            spec = spec | each.noise(sent).times(size).under("step")
+        if mean is not None:
+            spec = spec | (mean.noise(sent) | mean.directions(shown)).under("step")
         return spec.to(batch.inputs.dtype)
 
     def intermediates(self, params: Mapping[str, Tensor]) -> NoiseSpec:
@@ -131,12 +139,32 @@ class Client:
             each = vmap(self._member().update, in_dims=(None, 0, 0, 0))
             sent, after = each(params, self._by_member(batch), dict(noise), dict(state))
             return {name: value.mean(0) for name, value in sent.items()}, after
+
+        def of_step(t: int) -> Tensors:
+            return {name: value[t] for name, value in noise.items() if name.startswith(("model.", "step."))}
+
+        return self.trained_update(params, batch, noise, of_step, state)
+
+    def trained_update(
+        self,
+        params: Tensors,
+        batch: Batch,
+        noise: Mapping[str, Tensor],
+        of_step: Callable[[int], Mapping[str, Tensor]],
+        state: Tensors,
+    ) -> tuple[Tensors, Tensors]:
+        """Compute `update`, asking for the noise of a local step when it comes: thousands of steps' would fill memory.
+
+        `noise` holds what `round_spec` declares, `of_step(t)` what `step_spec` does; without local training all of it
+        is in `noise`.
+        """
         for i, transform in enumerate(self.batch):
             batch = transform.apply(batch, select(noise, f"batch.{i}"))
+        own = select(state, "step")
         if self.local is None:
-            update, step_state = self._one(params, batch, noise, select(state, "step"))
+            update, step_state = self._one(params, batch, noise, own)
         else:
-            update, step_state = self._many(params, batch, noise, select(state, "step"))
+            update, step_state = self._many(self.local, params, batch, noise["schedule"], of_step, own)
         return self._finish(params, batch, noise, state, update, step_state)
 
     def updates(
@@ -288,21 +316,24 @@ class Client:
         return {name: value.mean(0) for name, value in vmap(apply)(rows, noise).items()}
 
     def _many(
-        self, params: Tensors, batch: Batch, noise: Mapping[str, Tensor], state: Tensors
+        self,
+        local: Local,
+        params: Tensors,
+        batch: Batch,
+        schedule: Tensor,
+        of_step: Callable[[int], Mapping[str, Tensor]],
+        state: Tensors,
     ) -> tuple[Tensors, Tensors]:
         """T local steps; the update is parameters in minus parameters out."""
-        assert self.local is not None
-        schedule = noise["schedule"]
         current = state
 
         def gradient(t: int, now: Tensors) -> Tensors:
             nonlocal current
             chosen = Batch(batch.inputs[schedule[t]], batch.targets[schedule[t]])
-            own = {k: v[t] for k, v in noise.items() if k.startswith(("model.", "step."))}
-            g, current = self._one(now, chosen, own, current)
+            g, current = self._one(now, chosen, of_step(t), current)
             return g
 
-        out = train(self.local, params, schedule.shape[0], gradient)
+        out = train(local, params, schedule.shape[0], gradient)
         return {name: params[name] - out[name] for name in self.trained()}, current
 
     def _context(self, params: Tensors, batch: Batch, inner: Mapping[str, Tensor]) -> Context:
