@@ -65,6 +65,31 @@ def test_dp_sgd_is_a_loop(on: str):
     torch.testing.assert_close(client.update(params, batch, noise, {})[0], expected)
 
 
+def test_fed_cdp_is_a_loop():
+    """Each example's tensors are clipped one by one; noise of sigma C on the sum."""
+    clip, sigma = 1.0, 0.7
+    client = parse(f"fed-cdp(clip={clip}, sigma={sigma})")(Client(Tiny()))
+    params, batch, noise, _ = draw(client)
+    rows = [gradients(client.model, batch.inputs[i : i + 1], batch.targets[i : i + 1]) for i in range(B)]
+    lengths = [float(value.norm()) for row in rows for value in row.values()]
+    assert min(lengths) < clip < max(lengths)
+    sums = {name: sum(row[name] / max(1.0, float(row[name].norm()) / clip) for row in rows) for name in params}
+    expected = {name: (sums[name] + sigma * clip * noise[f"step.noise.{name}"]) / B for name in params}
+    torch.testing.assert_close(client.update(params, batch, noise, {})[0], expected)
+
+
+def test_user_dp_is_one_clip_of_what_local_training_sends():
+    clip, sigma = 0.05, 0.7
+    local = Local(2, 0.3, steps=3)
+    client = parse(f"user-dp(clip={clip}, sigma={sigma})")(Client(Tiny(), local=local))
+    params, batch, noise, _ = draw(client)
+    plain = Client(Tiny(), local=local).update(params, batch, {"schedule": noise["schedule"]}, {})[0]
+    length = float(torch.cat([value.flatten() for value in plain.values()]).norm())
+    assert length > clip
+    expected = {n: value * clip / length + sigma * clip * noise[f"send.noise.{n}"] for n, value in plain.items()}
+    torch.testing.assert_close(client.update(params, batch, noise, {})[0], expected)
+
+
 OPTIMISERS = {
     "sgd": (Local(2, 0.3, steps=5), torch.optim.SGD, {}),
     "momentum": (Local(2, 0.3, steps=5, momentum=0.9), torch.optim.SGD, {"momentum": 0.9}),

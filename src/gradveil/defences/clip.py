@@ -2,46 +2,71 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from torch import Tensor
 
-from gradveil.core.allowed import BOUND, Flag, collect
+from gradveil.core.allowed import BOUND, Choice, Flag, collect
 from gradveil.core.errors import refuse
 from gradveil.core.noise import Noise, NoiseSpec, Uniform
 from gradveil.core.tree import Tensors, norm
 from gradveil.core.types import Context, Stage, Transform
+
+SCOPE = Choice(("all", "layer"))
+"""Whether the norm is taken over all parameters together, or each parameter tensor is clipped by itself."""
 
 
 @dataclass(frozen=True)
 class Clip(Transform):
     """Scale by 1 / max(1, ||g|| / norm), where ||g|| is taken over all layers together (Abadi et al. 2016, Alg. 1).
 
-    With `per_example` every example's gradient is clipped before they are averaged: the first half of DP-SGD.
+    With `per_example` every example's gradient is clipped before they are averaged: the first half of DP-SGD. With
+    `scope="layer"` each parameter tensor g_l is scaled by its own 1 / max(1, ||g_l|| / norm) (Wei et al. 2021).
     """
 
     norm: float
     per_example: bool = False
+    scope: Literal["all", "layer"] = "all"
     stage: ClassVar[Stage] = Stage.CLIP
     guarantee: ClassVar[str] = "bounds the norm; no formal privacy guarantee without noise"
 
     def __post_init__(self) -> None:
         """Refuse settings that cannot be meant, all at once."""
-        refuse(collect("clip", (("norm", BOUND, self.norm), ("per_example", Flag(), self.per_example))))
+        settings = (("norm", BOUND), ("per_example", Flag()), ("scope", SCOPE))
+        refuse(collect("clip", ((name, allowed, getattr(self, name)) for name, allowed in settings)))
+
+    def bound(self, layers: int) -> float:
+        """Return the greatest norm that an update of so many parameter tensors can have: norm sqrt(L) by layers.
+
+        >>> Clip(2.0).bound(9), Clip(2.0, scope="layer").bound(9)
+        (2.0, 6.0)
+        """
+        return self.norm * math.sqrt(layers) if self.scope == "layer" else self.norm
 
     def intermediates(self, params: Mapping[str, Tensor]) -> NoiseSpec:
-        """Declare `factor`, the scale in (0, 1], which may be pinned."""
+        """Declare `factor`, the scale in (0, 1], or one `factor.<parameter>` a layer; they may be pinned."""
         dtype = next(iter(params.values())).dtype
-        return NoiseSpec({"factor": Noise((), Uniform(), neutral=1.0, dtype=dtype, lower=0.0, upper=1.0)})
+        factor = Noise((), Uniform(), neutral=1.0, dtype=dtype, lower=0.0, upper=1.0)
+        if self.scope == "layer":
+            return NoiseSpec(dict.fromkeys(params, factor)).under("factor")
+        return NoiseSpec({"factor": factor})
 
     def apply(
         self, update: Tensors, state: Tensors, noise: Mapping[str, Tensor], context: Context
     ) -> tuple[Tensors, Tensors]:
-        """Scale the whole update by one factor."""
-        factor = noise["factor"] if "factor" in noise else 1 / (norm(update) / self.norm).clamp(min=1)
+        """Scale the whole update by one factor, or each layer by its own."""
+        if self.scope == "layer":
+            pinned = {name: noise[f"factor.{name}"] for name in update if f"factor.{name}" in noise}
+            factors = {**{n: self._factor({n: value}) for n, value in update.items() if n not in pinned}, **pinned}
+            return {name: value * factors[name] for name, value in update.items()}, state
+        factor = noise["factor"] if "factor" in noise else self._factor(update)
         return {name: value * factor for name, value in update.items()}, state
+
+    def _factor(self, update: Mapping[str, Tensor]) -> Tensor:
+        return 1 / (norm(update) / self.norm).clamp(min=1)
 
     def smallest(self) -> Mapping[str, Any]:
         """Without a bound nothing is clipped."""

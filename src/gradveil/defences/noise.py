@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal
 
 from torch import Tensor
 
-from gradveil.core.allowed import STRENGTH, Choice, collect
+from gradveil.core.allowed import BOUND, STRENGTH, Choice, collect
 from gradveil.core.errors import refuse
 from gradveil.core.noise import Laplace, Law, Noise, NoiseSpec, Normal
 from gradveil.core.tree import Tensors
@@ -28,12 +28,19 @@ class Gaussian(Transform):
 
     std: float
     on: Literal["mean", "sum"] = "mean"
+    scaled_to: float | None = None
+    """The clip norm that the standard deviation was chosen for; checked against what the clips before it bound."""
     stage: ClassVar[Stage] = Stage.NOISE
     guarantee: ClassVar[str] = "differential privacy only after a clip; an accountant gives epsilon"
 
     def __post_init__(self) -> None:
         """Refuse settings that cannot be meant, all at once."""
-        refuse(collect("gaussian", (("std", STRENGTH, self.std), ("on", ON, self.on))))
+        scale = [] if self.scaled_to is None else [("scaled_to", BOUND, self.scaled_to)]
+        refuse(collect("gaussian", [("std", STRENGTH, self.std), ("on", ON, self.on), *scale]))
+
+    def on_mean(self, value: float, examples: int) -> float:
+        """Convert what is measured where the standard deviation is to the mean over so many examples."""
+        return value / examples if self.on == "sum" else value
 
     def noise(self, params: Mapping[str, Tensor]) -> NoiseSpec:
         """Declare one standard normal tensor a parameter."""
@@ -43,7 +50,7 @@ class Gaussian(Transform):
         self, update: Tensors, state: Tensors, noise: Mapping[str, Tensor], context: Context
     ) -> tuple[Tensors, Tensors]:
         """Add the scaled noise."""
-        std = self.std / context.batch.inputs.shape[0] if self.on == "sum" else self.std
+        std = self.on_mean(self.std, context.batch.inputs.shape[0])
         return {name: value + std * noise[name] for name, value in update.items()}, state
 
     def smallest(self) -> Mapping[str, Any]:

@@ -7,7 +7,6 @@ from typing import Literal
 
 from gradveil.core.allowed import BOUND, COUNT, KEPT, SHARE, STRENGTH, Flag
 from gradveil.core.arguments import Argument
-from gradveil.core.errors import fail
 from gradveil.core.types import Transform
 from gradveil.defences.base import Defence, chain
 from gradveil.defences.clip import Clip
@@ -15,17 +14,10 @@ from gradveil.defences.compressing import COMPRESSING
 from gradveil.defences.entry import FEEDBACK, KNOWING, PRUNED, DefenceEntry
 from gradveil.defences.feedback import Feedback
 from gradveil.defences.model import KERNEL, KL, PATH, PATHS, WEIGHT, CvbSurgery, DropoutSurgery, PrecodeSurgery
-from gradveil.defences.noise import ON, Gaussian, Laplacian
+from gradveil.defences.noise import Gaussian, Laplacian
 from gradveil.defences.optimal import OptimalNoise, OptimalPruning
+from gradveil.defences.private import PRIVATE
 from gradveil.defences.prune import SCOPE, Dual, Magnitude
-
-
-def dp(clip: float, sigma: float, on: Literal["sum", "mean"]) -> Defence:
-    """DP-SGD: clip each example's gradient to `clip`, then add noise of std sigma * clip on the sum (or mean)."""
-    if sigma and clip == float("inf"):
-        raise fail("dp.clip", "is infinite, and the noise is sigma times as large", "give a finite norm")
-    noise = Gaussian(sigma * clip if sigma else 0.0, on)
-    return Defence("dp", step=chain(clip=Clip(clip, per_example=True), noise=noise))
 
 
 def _pruning(transform: Transform, feedback: bool) -> Defence:
@@ -139,17 +131,7 @@ _ENTRIES = (
         arguments=(Argument("scale", STRENGTH),),
         identity={"scale": 0.0},
     ),
-    DefenceEntry(
-        name="dp",
-        factory=dp,
-        description="DP-SGD: clip each example's gradient, add normal noise of sigma times the clip norm",
-        changes=("step",),
-        guarantee="differential privacy of examples; epsilon follows from sigma, sampling rate and steps",
-        citation="Abadi et al. 2016, Deep Learning with Differential Privacy",
-        adaptive=KNOWING,
-        arguments=(Argument("clip", BOUND, 20.0), Argument("sigma", STRENGTH, 1e-3), Argument("on", ON, "sum")),
-        identity={"clip": float("inf"), "sigma": 0.0},
-    ),
+    *PRIVATE,
     DefenceEntry(
         name="prune",
         factory=_prune,
