@@ -62,6 +62,7 @@ BAD = {
         ("gradveil.core.noise", "try:\n    f()\nexcept:\n    pass"),
         ("gradveil.core.noise", "try:\n    f()\nexcept Exception as e:\n    pass"),
         ("gradveil.core.noise", "try:\n    f()\nexcept (ValueError, BaseException):\n    pass"),
+        ("gradveil.core.noise", "from .errors import FOREIGN\ntry:\n    f()\nexcept FOREIGN:\n    pass"),
     ],
     "public_names_are_documented": [
         ("gradveil.core.noise", "def f(): ..."),
@@ -100,7 +101,10 @@ GOOD = {
     "no_pickle": [
         ("gradveil.core.noise", "import numpy\nnumpy.load(p, allow_pickle=False)\nimport json\njson.load(f)")
     ],
-    "no_broad_except": [("gradveil.core.noise", "try:\n    f()\nexcept (ValueError, OSError):\n    pass")],
+    "no_broad_except": [
+        ("gradveil.core.noise", "try:\n    f()\nexcept (ValueError, OSError):\n    pass"),
+        ("gradveil.audit.run", "from ..core.errors import FOREIGN\ntry:\n    f()\nexcept FOREIGN:\n    pass"),
+    ],
     "public_names_are_documented": [
         (
             "gradveil.core.noise",

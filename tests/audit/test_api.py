@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ import torch
 from torch import Tensor, nn
 
 import gradveil
+from gradveil.attacks.inversion import Inversion
+from gradveil.attacks.optimise import Descent
 from gradveil.attacks.presets import make_attack
 from gradveil.audit.api import Result, audit_model
 from gradveil.core.errors import GradveilError
@@ -183,6 +186,13 @@ class Odd(nn.Module):
         return self.output(self.layer(inputs.flatten(1)))
 
 
+class _OwnError(Exception):
+    """What nobody expects."""
+
+
+TROUBLES = (RuntimeError("a"), KeyError("a"), OSError("a"), ImportError("a"), StopIteration(), _OwnError("a"))
+
+
 def fails(error: Exception) -> Callable[..., Tensor]:
     def anything(*_: Tensor) -> Tensor:
         raise error
@@ -198,14 +208,8 @@ def needs_two(outputs: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        *(
-            ({"model": Odd(fails(error))}, f"forward pass fails .*{type(error).__name__}")
-            for error in (RuntimeError("a"), KeyError("a"), OSError("a"), ImportError("a"), StopIteration())
-        ),
-        *(
-            ({"loss": fails(error)}, f"loss: fails: {type(error).__name__}")
-            for error in (RuntimeError("a"), KeyError("a"), OSError("a"), ImportError("a"), StopIteration())
-        ),
+        *(({"model": Odd(fails(error))}, f"forward pass fails .*{type(error).__name__}") for error in TROUBLES),
+        *(({"loss": fails(error)}, f"loss: fails: {type(error).__name__}") for error in TROUBLES),
         ({"model": Odd(needs_two)}, "forward pass fails for inputs of shape \\(1, 1, 16, 16\\).*two please"),
         ({"model": Odd(torch.squeeze)}, "model: returns outputs of shape \\(3,\\) for 1 examples"),
         ({"model": Odd(lambda outputs: (outputs, outputs))}, "model: returns tuple, not a tensor"),
@@ -216,6 +220,21 @@ def needs_two(outputs: Tensor) -> Tensor:
 def test_models_and_losses_that_fail_are_told_before_any_attack(change: dict[str, Any], said: str) -> None:
     with pytest.raises(GradveilError, match=said):
         audited(**change)
+
+
+@pytest.mark.parametrize("error", [_OwnError("my trouble"), OSError("my trouble"), MemoryError("my trouble")])
+def test_an_attack_that_fails_on_one_defence_fails_its_cell_alone(error: Exception) -> None:
+    @dataclass(frozen=True)
+    class Mine(Inversion):
+        def __call__(self, observations: Any, belief: Any, knowledge: Any, key: Any, *more: Any) -> Any:
+            if any((value == 0).any() for value in observations[-1].update.values()):
+                raise error
+            return super().__call__(observations, belief, knowledge, key, *more)
+
+    attack = Mine("mine", descent=Descent(iterations=4))
+    rows = audited(attacks=(attack,), defences=("none", "prune(0.9)")).summary()
+    assert [row["failed"] for row in rows] == [None, f"{type(error).__name__}: my trouble"]
+    assert rows[0]["victims"] == 2
 
 
 def test_a_model_that_cannot_be_copied_is_told() -> None:

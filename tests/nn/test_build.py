@@ -58,6 +58,8 @@ BAD = [
     (f"{HERE}:plane", {}, r"has no 'plane' -> did you mean 'plain'\?"),
     (f"{HERE}:NOT_A_FACTORY", {}, r"'NOT_A_FACTORY' is a int, not a factory"),
     (f"{HERE}:raises", {}, r"raised ValueError: no weights for 10 classes -> it was called with classes=10"),
+    (f"{HERE}:raises_its_own", {}, r"raised OwnError: no licence -> it was called with "),
+    ("builtins:dict", {}, r"'dict' does not say what it takes -> wrap it in a function"),
     (f"{HERE}:number", {}, r"returned int, not a torch.nn.Module"),
     (f"{HERE}:plain", {"hiden": 3}, r"model.hiden: is not an option of this model -> did you mean 'hidden'\?"),
 ]

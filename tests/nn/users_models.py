@@ -29,6 +29,15 @@ def raises(classes: int) -> nn.Module:
     raise ValueError(f"no weights for {classes} classes")
 
 
+class OwnError(Exception):
+    """Of no kind that anyone expects."""
+
+
+def raises_its_own() -> nn.Module:
+    """Fails in its own way."""
+    raise OwnError("no licence")
+
+
 def number() -> int:
     """Returns something else."""
     return 3

@@ -12,12 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gradveil.core.errors import GradveilError, Problem
+from gradveil.core.errors import FOREIGN, GradveilError, Problem
 from gradveil.core.types import Batch, Loss
 from gradveil.nn import surgery
 from gradveil.nn.check import check
 from gradveil.nn.check.batches import batch_problems, target_problems
-from gradveil.nn.check.runs import RAISED
 from gradveil.nn.paths import called
 
 _BATCH = "give (inputs [N, C, H, W], targets [N]), two tensors"
@@ -88,7 +87,7 @@ def prepared(model: nn.Module, wanted: bool) -> tuple[nn.Module, list[str]]:
         return model, []
     try:
         return surgery.prepare(model)
-    except (*RAISED, GradveilError):
+    except FOREIGN:
         return model, []  # The check of the model makes such a copy too, and says why there can be none.
 
 

@@ -23,11 +23,8 @@ from gradveil.audit.layout import FORMAT
 from gradveil.audit.scene import Scene
 from gradveil.audit.score import Named, failure, score
 from gradveil.audit.store import Cell, Store
-from gradveil.core.errors import GradveilError, Problem
+from gradveil.core.errors import FOREIGN, GradveilError, Problem
 from gradveil.defences import entries
-
-CELL_ERRORS = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
-"""What a model, loss or attack of a user may raise: it fails its cell, not the run. (Running out of memory is one.)"""
 
 _PACKAGES = ("torch", "numpy", "scipy", "safetensors", "scikit-image", "scikit-learn", "torchmetrics", "pydantic")
 
@@ -112,12 +109,12 @@ def finish(scene: Scene, cell: Address, parts: Sequence[Recovered | str]) -> Cel
 
 
 def attempt(scene: Scene, task: Task, progress: Callable[[Progress], None]) -> Recovered | str:
-    """Attack one share; what goes wrong in it becomes its message."""
+    """Attack one share; what goes wrong in it (running out of memory, too) becomes its message and fails its cell."""
     try:
         return recover(scene, task.cell, task.numbers, progress, task.plan_file)
     except GradveilError as error:
         return str(error)
-    except CELL_ERRORS as error:
+    except FOREIGN as error:
         return f"{type(error).__name__}: {error}"
 
 

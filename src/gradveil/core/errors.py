@@ -38,6 +38,13 @@ class GradveilError(Exception):
         super().__init__("\n".join(str(problem) for problem in self.problems))
 
 
+FOREIGN = (Exception,)
+"""What the code of others (a model, its factory, a loss, an attack) may raise: anything that does not end the process.
+
+The only broad `except` there is, for the few places that call such code and then say where it failed.
+"""
+
+
 def fail(where: str, what: str, remedy: str) -> GradveilError:
     """Build the error for a single problem, to be raised by the caller."""
     return GradveilError(Problem(where, what, remedy))

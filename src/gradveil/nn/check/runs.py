@@ -9,16 +9,13 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 
-from gradveil.core.errors import GradveilError, Problem
+from gradveil.core.errors import FOREIGN, GradveilError, Problem
 from gradveil.core.types import Batch
 from gradveil.nn.check.batches import target_problems
 from gradveil.nn.check.trace import Trace, first_random, follow
 from gradveil.nn.surgery import prepare
 
 Loss = Callable[[Tensor, Tensor], Tensor]
-_USUAL = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
-RAISED = (*_USUAL, ImportError, OSError, StopIteration)
-"""What the code of a model or of a loss may raise."""
 TOLERANCE = 0.02
 """Relative error of a batched derivative that counts as wrong: rounding stays far below, the known faults far above."""
 
@@ -27,7 +24,7 @@ def run_problems(model: nn.Module, batch: Batch, loss: Loss) -> list[Problem]:
     """Run a prepared copy of the model, and return what goes wrong."""
     try:
         copy, _ = prepare(model)
-    except (*RAISED, GradveilError) as error:
+    except FOREIGN as error:
         what = f"cannot be copied: {_said(error)}"
         return [Problem("model", what, "keep only parameters, buffers and modules as tensors of the model")]
     with warnings.catch_warnings(), torch.random.fork_rng():
@@ -54,7 +51,7 @@ def _forward_problems(model: nn.Module, inputs: Tensor, trace: Trace) -> tuple[l
         follow(model, lambda: model(inputs.clone()), again)
     except GradveilError as error:
         return list(error.problems), None
-    except RAISED as error:
+    except FOREIGN as error:
         shapes = ", ".join(str(tuple(t.shape)) for t in trace.under_way[-1].inputs) if trace.under_way else ""
         what = f"its forward pass fails for inputs of shape {tuple(inputs.shape)}"
         what += f" (here {shapes})" if shapes else ""
@@ -101,7 +98,7 @@ def _derivative_problems(model: nn.Module, batch: Batch, loss: Loss, trace: Trac
         return []
     try:
         value = loss(model(inputs), batch.targets)
-    except RAISED as error:
+    except FOREIGN as error:
         remedy = "give a loss (outputs, targets) -> scalar or [B] that fits the outputs and the targets"
         return [Problem("loss", f"fails: {_said(error)}", remedy)]
     problems = _loss_problems(value, len(inputs))
@@ -109,7 +106,7 @@ def _derivative_problems(model: nn.Module, batch: Batch, loss: Loss, trace: Trac
         return problems
     try:
         slopes = torch.autograd.grad(value.mean(), list(params.values()), create_graph=True, allow_unused=True)
-    except RAISED as error:
+    except FOREIGN as error:
         return [_derivative_problem("the gradient", error, trace)]
     unused = [name for name, slope in zip(params, slopes, strict=True) if slope is None]
     what, remedy = "gets no gradient: the loss does not depend on it", "remove it, or use it in the forward pass"
@@ -149,7 +146,7 @@ def _second_problems(square: Tensor, inputs: Tensor, trace: Trace) -> list[Probl
     try:
         # autograd.grad would pass by a function that can be differentiated only once; backward() stops at it.
         square.backward()
-    except RAISED as error:
+    except FOREIGN as error:
         return [_derivative_problem("the second derivative", error, trace)]
     slope = inputs.grad
     if slope is None or not slope.any():
@@ -189,7 +186,7 @@ def _batching_problems(model: nn.Module, batch: Batch, loss: Loss, trace: Trace)
     labels = torch.stack([targets, targets])
     try:
         (batched,) = torch.autograd.grad(vmap(square)(victims, labels).sum(), victims)
-    except RAISED as error:
+    except FOREIGN as error:
         if "inplace" in str(error).replace("-", ""):
             return [_derivative_problem("the batched gradient", error, trace)]
         alone = _loss_batching_problems(model, victims.detach(), labels, loss)
@@ -211,7 +208,7 @@ def _loss_batching_problems(model: nn.Module, victims: Tensor, labels: Tensor, l
     outputs = torch.stack([model(x).detach() for x in victims])
     try:
         vmap(lambda given, wanted: loss(given, wanted).mean())(outputs, labels)
-    except RAISED as error:
+    except FOREIGN as error:
         what = f"cannot be batched over victims by torch.func.vmap: {_said(error)}"
         remedy = "use gradveil.client.cross_entropy, or a loss without .item(), data-dependent branches and shapes"
         return [Problem("loss", what, f"{remedy} (F.one_hot needs num_classes)")]

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Generator, nn
 
-from gradveil.core.errors import GradveilError, Problem, fail, refuse
+from gradveil.core.errors import FOREIGN, GradveilError, Problem, fail, refuse
 from gradveil.nn.init import drawing_from, initialise
 from gradveil.nn.models.cnn import cnn6, convnet, mnist_conv, scheliga_cnn
 from gradveil.nn.models.lenet import lenet_zhu, mnist_cnn_glaus
@@ -20,10 +20,6 @@ from gradveil.nn.models.parts import Network
 from gradveil.nn.models.resnet import resnet18, resnet20, resnet32, resnet34
 from gradveil.nn.models.vgg import vgg11, vgg13, vgg16
 from gradveil.nn.models.vit import vit
-
-_RAISED = (ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, OSError, RuntimeError)
-FACTORY_ERRORS = (*_RAISED, TypeError, ValueError, SyntaxError)
-"""What code of a user may raise, and is then told as a problem of that code."""
 
 
 @dataclass(frozen=True)
@@ -137,7 +133,12 @@ def _build_users(
         refuse([*problems, *error.problems])
         raise
     generator: Generator = given["generator"]
-    parameters = inspect.signature(factory).parameters
+    try:
+        parameters = inspect.signature(factory).parameters
+    except ValueError as error:  # some builtins
+        what = f"'{path.partition(':')[2]}' does not say what it takes"
+        remedy = "wrap it in a function that does"
+        raise GradveilError([*problems, Problem(f"model {path}", what, remedy)]) from error
     if not any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
         problems += _unknown(options, set(parameters) - set(given))
         given = {key: value for key, value in given.items() if key in parameters}
@@ -147,7 +148,7 @@ def _build_users(
             model = factory(**given, **options)
     except GradveilError:
         raise
-    except FACTORY_ERRORS as error:
+    except FOREIGN as error:
         what = f"raised {type(error).__name__}: {error}"
         raise fail(f"model {path}", what, f"it was called with {_shown({**given, **options})}") from error
     if not isinstance(model, nn.Module):
@@ -171,7 +172,7 @@ def _import(path: str) -> Callable[..., Any]:
     except ModuleNotFoundError as error:
         remedy = "install it, or run in the folder it lies in or add that folder to PYTHONPATH"
         raise fail(f"model {path}", f"there is no module '{error.name}'", remedy) from error
-    except FACTORY_ERRORS as error:
+    except FOREIGN as error:
         what = f"importing '{module_name}' raised {type(error).__name__}: {error}"
         raise fail(f"model {path}", what, "correct the module") from error
     factory = getattr(module, attribute, None)
