@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from gradveil.client import Client, Local
 from gradveil.core.noise import Key
-from gradveil.core.tree import Tensors
+from gradveil.core.tree import Tensors, under
 from gradveil.core.types import Batch
 from gradveil.defences import entries
 
@@ -78,6 +78,13 @@ LAWS = {
     "prune": Law(("prune(ratio=0.7)", "prune(ratio=0.7, scope=global)", "prune(ratio=0.7, feedback=true)")),
     "topk": Law(("topk(keep=0.2)", "topk(keep=0.2, feedback=true)")),
     "dgp": Law(("dgp(top=0.1, bottom=0.5)", "dgp(top=0.1, bottom=0.5, feedback=true)")),
+    "adgp": Law(
+        (
+            "adgp(keep=0.2, top=0.1, feedback=true)",
+            "adgp(keep=0.3, selection=vote, feedback=false)",
+            "adgp(selection=previous, feedback=false)",
+        )
+    ),
     "sign": Law(("sign", "sign(scale=unit)", "sign(feedback=true)"), surrogate=True, identity=False),
     "ternary": Law(("ternary", "ternary(clip=1.5)"), surrogate=True, identity=False),
     "quantise": Law(("quantise(bits=3)", "quantise(bits=4, scale=max)"), surrogate=True, identity=False),
@@ -116,10 +123,20 @@ def _parts(text: str) -> list[Law]:
 SMOOTH = tuple(text for text in TEXTS if not any(law.surrogate for law in _parts(text)))
 IDENTITY = tuple(text for text in TEXTS if all(law.identity for law in _parts(text)))
 
+
+def draw_messages() -> Tensors:
+    """What a server may have announced: for each parameter half of its positions."""
+    key = Key(3, ("messages",))
+    drawn = {
+        name: torch.rand(p.shape, generator=key.child(name).generator()) < 0.5 for name, p in Tiny().named_parameters()
+    }
+    return under("send.prune.mask", drawn)
+
+
 CLIENTS = {
-    "gradient": Client(Tiny()),
-    "sgd": Client(Tiny(), local=Local(batch=2, lr=0.3, steps=T, momentum=0.9)),
-    "adam": Client(Tiny(), local=Local(batch=2, lr=0.05, steps=T, optimiser="adam")),
+    "gradient": Client(Tiny(), messages=draw_messages()),
+    "sgd": Client(Tiny(), local=Local(batch=2, lr=0.3, steps=T, momentum=0.9), messages=draw_messages()),
+    "adam": Client(Tiny(), local=Local(batch=2, lr=0.05, steps=T, optimiser="adam"), messages=draw_messages()),
 }
 
 

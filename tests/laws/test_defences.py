@@ -44,7 +44,7 @@ def test_setting_changes_what_is_sent(text: str):
 @pytest.mark.parametrize("kind", CLIENTS)
 def test_zero_strength_is_the_identity(name: str, kind: str):
     client = CLIENTS[kind]
-    defended = DEFENCES[name](**DEFENCES[name].identity)(client)
+    defended = DEFENCES[name](**DEFENCES[name].identity)(replace(client, messages={}))
     params, batch, noise, _ = draw(defended)
     sent = defended.update(params, batch, noise, defended.init(params))[0]
     plain = client.update(params, batch, {n: v for n, v in noise.items() if n == "schedule"}, {})[0]
@@ -100,7 +100,7 @@ def test_batched_equals_looped(text: str, kind: str):
         torch.testing.assert_close(batched[part], stack([one[part] for one in looped]), rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("text", [text for text in TEXTS if "feedback" in text])
+@pytest.mark.parametrize("text", [text for text in TEXTS if "feedback=true" in text])
 def test_residual_and_sent_are_what_was_accumulated(text: str):
     client = parse(text)(CLIENTS["gradient"])
     params, batch, noise, state = draw(client)
@@ -128,6 +128,16 @@ def test_clip_bound_holds(name: str):
             assert length <= bound * (1 + 1e-12)
             if one is not batch:
                 torch.testing.assert_close(length, plain.clamp(max=bound))
+
+
+@pytest.mark.parametrize("text", [text for text in TEXTS if parse(text).send and text.startswith("adgp")])
+@pytest.mark.parametrize("kind", CLIENTS)
+def test_messages_change_what_is_sent(text: str, kind: str):
+    """Otherwise the laws would hold for a defence that does not listen."""
+    client = parse(text)(CLIENTS[kind])
+    given = draw(client)
+    heard, deaf = client.update(*given)[0], replace(client, messages={}).update(*given)[0]
+    assert all(not torch.equal(heard[name], deaf[name]) for name in heard if name.endswith("weight"))
 
 
 def test_surgeries_leave_the_given_model_alone():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol, runtime_checkable
 
 from torch import Tensor
@@ -32,7 +32,11 @@ class Observation:
     """Stable numbers of the victims: random draws are addressed by them, so chunks do not change results."""
     round: int = 0
     messages: Tensors = field(default_factory=dict[str, Tensor])
-    """Public messages of the round."""
+    """Public messages of the round (no leading V)."""
+
+    def believed(self, client: Client) -> Client:
+        """Return a believed client as it was in this round: it heard the same messages."""
+        return replace(client, messages=self.messages) if self.messages else client
 
 
 @dataclass(frozen=True)

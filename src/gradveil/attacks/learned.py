@@ -63,6 +63,7 @@ class Learned:
         """Learn, then invert the last round's update."""
         began = time.perf_counter()
         seen = observations[-1]
+        belief = seen.believed(belief)
         public = knowledge.public
         if public is None or len(public.inputs) < seen.examples:
             what = "has no public images to learn from" if public is None else "has too few public images"

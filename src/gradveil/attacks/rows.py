@@ -40,6 +40,8 @@ class Round:
     params: Tensors
     observed: Tensors
     pinned: Tensors
+    belief: Client
+    """The believed client, with the public messages of the round."""
 
     def of(self, name: str) -> str:
         """Name this round's tensor: the first round's names are the client's own."""
@@ -74,7 +76,7 @@ class Rows:
         self.how: dict[str, How] = {
             r.of(name): knowledge.how(name, r.number) for r in self.rounds for name in self.spec
         }
-        self.labels = find_labels(attack.labels, first, belief, knowledge, key.child("labels"))
+        self.labels = find_labels(attack.labels, first, self.rounds[0].belief, knowledge, key.child("labels"))
         self._refuse_discrete()
         self.sampled: dict[str, Noise] = {
             name: self.noise[name] for name, how in self.how.items() if isinstance(how, Sample) and how.every_iteration
@@ -99,7 +101,8 @@ class Rows:
 
     def _round(self, observation: Observation) -> Round:
         observed = {name: value for name, value in observation.update.items() if name not in self.ignored}
-        return Round(observation.round, observation.params, observed, self._pinned(observation))
+        belief = observation.believed(self.belief)
+        return Round(observation.round, observation.params, observed, self._pinned(observation), belief)
 
     def _pinned(self, observation: Observation) -> Tensors:
         """Intermediates (masks) that the attacker reads off what was sent, or was given: leading V."""
@@ -236,7 +239,7 @@ class Rows:
         total: Tensor | None = None
         for r in self.rounds:
             own = {n: noise[r.of(n)] for n in self.inputs_of_a_round if r.of(n) in noise}
-            sent, state = self.belief.updates(r.params, batch, own, state)
+            sent, state = r.belief.updates(r.params, batch, own, state)
             value = OBJECTIVES[self.attack.objective](sent, {n: observed[r.of(n)] for n in r.observed})
             total = value if total is None else total + value
         assert total is not None, "at least one round is observed"

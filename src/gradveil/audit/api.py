@@ -29,7 +29,7 @@ from gradveil.audit.given import class_names, model_problems, named, prepared, w
 from gradveil.audit.health import summaries
 from gradveil.audit.reader import resolve, with_defaults
 from gradveil.audit.run import describe, in_process, run
-from gradveil.audit.scene import Scene, scene_problems
+from gradveil.audit.scene import Scene, others, scene_problems
 from gradveil.audit.store import Cell, Store, load_run
 from gradveil.core.errors import GradveilError, Problem, refuse
 from gradveil.core.types import Loss
@@ -113,7 +113,8 @@ def audit_model(
     inputs, targets = batch
     data, facts = _dataset(class_names(model, inputs[:client_batch]), inputs, targets, bounds, mean, std)
     raw["model"]["options"] = {"weights_and_batch": _fingerprint(model, inputs, targets)}
-    config = resolve({**raw, "victims": settings.get("victims", max(len(data) // client_batch, 1))}, names=False)
+    victims = settings.get("victims", max(len(data) // client_batch - others(against.values()), 1))
+    config = resolve({**raw, "victims": victims}, names=False)
     scene = Scene(config, data, None, _copies(model), against, tried, loss, facts, tuple(done))
     refuse(list(scene_problems(scene)))
     return _run(scene, out, write_report, progress)

@@ -7,14 +7,15 @@ global parameters by the mean update. With one round nothing moves.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from gradveil.attacks.base import Observation
-from gradveil.client import Client
+from gradveil.client import Client, announced, proposer, speakers
 from gradveil.core.noise import Key
 from gradveil.core.tree import Tensors, select, stack, take, tmap
 from gradveil.core.types import Batch
@@ -61,11 +62,14 @@ def plain_name(name: str) -> str:
 def observe(scene: Scene, cell: Address, client: Client, numbers: range) -> tuple[list[Observation], Truth]:
     """Run the rounds, and return what the server sees of these victims and the truth about them.
 
-    In more than one round every victim of the run takes part, also those whose turn another share of the cell is.
+    In more than one round every victim of the run takes part, also those whose turn another share of the cell is. Who
+    speaks before a round is no victim: a client of its own, with the images that follow the victims', who sends too.
     """
-    rounds, first = scene.config.rounds, scene.config.first_victim
-    everybody = range(scene.config.victims) if rounds > 1 else numbers
-    mine = slice(numbers.start - everybody.start, numbers.stop - everybody.start)
+    rounds, first, count = scene.config.rounds, scene.config.first_victim, scene.config.victims
+    victims = range(count) if rounds > 1 else numbers
+    mine = slice(numbers.start - victims.start, numbers.stop - victims.start)
+    others = slice(len(victims), None)
+    everybody = [*victims, *range(count, count + speakers(client))]
     params, raw = client.params(), scene.batch(scene.examples(cell.client, everybody))
     state = {name: value.expand(len(everybody), *value.shape) for name, value in client.init(params).items()}
     rate = scene.config.server_lr
@@ -73,22 +77,29 @@ def observe(scene: Scene, cell: Address, client: Client, numbers: range) -> tupl
     seen: list[Observation] = []
     noise: Tensors = {}
     now: Tensors = {}
-    before = state
+    before, mean = state, dict[str, Tensor]()
     for number in range(rounds):
         before = state
         now = draw(scene, cell, client, raw, everybody, number)
-        sent, state = updates(client, params, raw, now, state)
+        said = _said(client, params, Batch(*(value[others] for value in raw)), take(now, others), take(state, others))
+        told = announced(client, said, mean, number)
+        sent, state = updates(told, params, raw, now, state)
         own = take(now, mine)
         noise |= {in_round(number, name): value for name, value in own.items()}
         ids = tuple(first + n for n in numbers)
-        seen.append(Observation(params, take(sent, mine), raw.inputs.shape[1], ids, number))
-        moved = tmap(lambda value: rate * value.mean(0), sent)
-        params = {name: value - moved[name] if name in moved else value for name, value in params.items()}
+        seen.append(Observation(params, take(sent, mine), raw.inputs.shape[1], ids, number, dict(told.messages)))
+        mean = tmap(lambda value: value.mean(0), sent)
+        params = {name: value - rate * mean[name] if name in mean else value for name, value in params.items()}
     mine_raw, last = Batch(*(value[mine] for value in raw)), take(now, mine)
     return seen, Truth(mine_raw, _transformed(client, mine_raw, last), noise, last, take(before, mine))
 
 
-def draw(scene: Scene, cell: Address, client: Client, raw: Batch, numbers: range, number: int = 0) -> Tensors:
+def _said(client: Client, params: Tensors, batch: Batch, noise: Tensors, state: Tensors) -> Tensors:
+    """Return what those say who speak before a round."""
+    return updates(proposer(client), params, batch, noise, state)[0] if len(batch.inputs) else {}
+
+
+def draw(scene: Scene, cell: Address, client: Client, raw: Batch, numbers: Sequence[int], number: int = 0) -> Tensors:
     """Draw what the clients draw in a round: victim by victim, so that no share of victims changes another's noise."""
     spec = client.noise_spec(client.params(), Batch(raw.inputs[0], raw.targets[0]))
     keys = (Key(cell.seed, ("client", scene.config.first_victim + victim)) for victim in numbers)

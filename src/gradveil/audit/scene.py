@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from gradveil.attacks.presets import make_attack
 from gradveil.audit.adaptive import attacks_against
 from gradveil.audit.config import RunConfig
 from gradveil.audit.reader import with_defaults
-from gradveil.client import Client, cross_entropy
+from gradveil.client import Client, cross_entropy, speakers
 from gradveil.core.errors import GradveilError, Problem, refuse
 from gradveil.core.noise import Key
 from gradveil.core.types import Batch, Loss
@@ -67,7 +67,7 @@ class Scene:
         plain.model.to(self.config.device, self.dtype)
         return plain
 
-    def examples(self, index: int, numbers: range) -> Tensor:
+    def examples(self, index: int, numbers: Sequence[int]) -> Tensor:
         """Return the places [V, B] of the victims' examples: victim i owns examples i B to (i + 1) B."""
         size = self.config.client[index].examples
         first = torch.tensor([self.config.first_victim + number for number in numbers])
@@ -95,7 +95,9 @@ def open_scene(config: RunConfig, data_dir: Path | None = None, checked: bool = 
     problems = list(_device_problems(config.device, config.precision))
     problems += _bundled_problems(config)
     refuse(problems)
-    gallery = None if config.data.gallery is None else max(config.data.gallery, config.images_needed)
+    defences = {text: parse(text) for text in config.defences}
+    images = config.images_needed + others(defences.values()) * max(client.examples for client in config.client)
+    gallery = None if config.data.gallery is None else max(config.data.gallery, images)
     try:
         splits = load(
             config.data.name,
@@ -124,7 +126,7 @@ def open_scene(config: RunConfig, data_dir: Path | None = None, checked: bool = 
         victims,
         splits.public,
         model,
-        {text: parse(text) for text in config.defences},
+        defences,
         _attacks(config),
     )
     if checked:
@@ -133,6 +135,11 @@ def open_scene(config: RunConfig, data_dir: Path | None = None, checked: bool = 
         refuse([replace(p, where=f"model: {called(net, p.where)}") for p in model_problems(scene)])
         scene = replace(scene, prepared=tuple(done))
     return scene
+
+
+def others(defences: Iterable[Defence]) -> int:
+    """Count the clients besides the victims who have to be there to speak before a round."""
+    return max((defence.speakers() for defence in defences if isinstance(defence, Defence)), default=0)
 
 
 def _attacks(config: RunConfig) -> dict[str, Attack]:
@@ -181,12 +188,23 @@ def scene_problems(scene: Scene) -> Iterator[Problem]:
                 client = scene.client(index, text, config.seeds[0])
                 client.trained()
                 client.noise_spec(client.params(), Batch(batch.inputs[0], batch.targets[0]))
+                yield from _speaker_problems(scene, index, client, f"defences[{i}] '{text}', {where}")
                 yield from _attack_problems(scene, index, text, client, where)
             except GradveilError as error:
                 yield from (
                     Problem(f"defences[{i}] '{text}', {where}", f"{p.where}: {p.what}", p.remedy)
                     for p in error.problems
                 )
+
+
+def _speaker_problems(scene: Scene, index: int, client: Client, where: str) -> Iterator[Problem]:
+    """Find out whether there are images for those who speak before a round: they are nobody's victims."""
+    config, count = scene.config, speakers(client)
+    needed = (config.first_victim + config.victims + count) * config.client[index].examples
+    if count and needed > len(scene.victims):
+        who = "one other client speaks" if count == 1 else f"{count} other clients speak"
+        what = f"{who} before a round: with the victims that takes {needed} images, there are {len(scene.victims)}"
+        yield Problem(where, what, "lower victims or client.batch, or let nobody speak (adgp: selection=previous)")
 
 
 def _attack_problems(scene: Scene, index: int, defence: str, client: Client, where: str) -> Iterator[Problem]:

@@ -39,6 +39,8 @@ class Client:
     """Patterns of the parameters that are trained and sent (`"head.*"`); None for all that require a gradient."""
     buffers: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
     """Buffers that replace the model's own (running statistics of a later round)."""
+    messages: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
+    """Public messages of the round, the same for all clients; those for `send` are named `send.<...>`."""
     members: int = 1
     """Clients whose updates are summed before anybody sees them (secure aggregation): one update, their mean.
 
@@ -278,7 +280,7 @@ class Client:
         """Apply the send transform and put the states together."""
         send_state: Tensors = {}
         if self.send:
-            context = self._context(params, batch, select(noise, "model"))
+            context = self._context(params, batch, select(noise, "model"), select(self.messages, "send"))
             update, send_state = self.send.apply(update, select(state, "send"), select(noise, "send"), context)
         return update, {**under("step", step_state), **under("send", send_state)}
 
@@ -336,13 +338,15 @@ class Client:
         out = train(local, params, schedule.shape[0], gradient)
         return {name: params[name] - out[name] for name in self.trained()}, current
 
-    def _context(self, params: Tensors, batch: Batch, inner: Mapping[str, Tensor]) -> Context:
+    def _context(
+        self, params: Tensors, batch: Batch, inner: Mapping[str, Tensor], messages: Tensors | None = None
+    ) -> Context:
         trained, frozen = self._parted(params)
 
         def gradient(examples: Batch) -> Tensors:
             return mean_gradient(self.objective, trained, frozen, examples, inner)
 
-        return Context(params=params, batch=batch, model_noise=inner, gradient=gradient)
+        return Context(params=params, batch=batch, model_noise=inner, gradient=gradient, messages=messages or {})
 
     def _parted(self, params: Mapping[str, Tensor]) -> tuple[Tensors, Tensors]:
         """Part the parameters into the trained and the frozen ones."""

@@ -51,7 +51,7 @@ class Context:
     gradient: Callable[[Batch], Tensors] | None = None
     features: Callable[[Batch], Tensor] | None = None
     messages: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
-    """Public messages of the round (a broadcast mask, say): attackers see them too."""
+    """Public messages of the round (a broadcast mask, say), the same for all clients: attackers see them too."""
 
 
 class Transform(ABC):
@@ -90,6 +90,22 @@ class Transform(ABC):
 
     def evidence(self, sent: Mapping[str, Tensor]) -> Tensors:
         """Say what a sent update gives away about the intermediates, under the names of `intermediates`."""
+        return {}
+
+    def speakers(self) -> int:
+        """Count the users who say something in public before a round, so that its messages can be made."""
+        return 0
+
+    def proposal(self, update: Tensors, state: Tensors, noise: Mapping[str, Tensor], context: Context) -> Tensors:
+        """Return what a speaker makes public of the update that it is about to send."""
+        return {}
+
+    def announce(self, proposals: Mapping[str, Tensor], previous: Mapping[str, Tensor], number: int) -> Tensors:
+        """Make the messages of round `number` = 0, 1, ... out of what is public: they arrive in `Context.messages`.
+
+        `proposals` are those of `speakers()` users, leading U; `previous` is the mean of all that was sent in the round
+        before, empty in the first. It has to be a pure function: whoever sees these arguments can check the server.
+        """
         return {}
 
     def split(self) -> tuple[Transform | None, Transform | None]:

@@ -1,6 +1,7 @@
 """Defences: transforms of updates, surgeries of models, their composition, and the table of them by name."""
 
 from gradveil.core.arguments import Argument
+from gradveil.defences.aligned import Aligned
 from gradveil.defences.base import NONE, Chain, Defence, ModelSurgery, chain
 from gradveil.defences.clip import Clip
 from gradveil.defences.dgc import Dgc
@@ -19,6 +20,7 @@ from gradveil.defences.standin import StandIn
 __all__ = [
     "DEFENCES",
     "NONE",
+    "Aligned",
     "Argument",
     "Chain",
     "Clip",

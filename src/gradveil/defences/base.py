@@ -81,9 +81,30 @@ class Chain(Transform):
         """Apply the stages in order."""
         after: Tensors = {}
         for name, transform in self:
-            update, inner = transform.apply(update, select(state, name), select(noise, name), context)
+            own = _of_stage(context, name)
+            update, inner = transform.apply(update, select(state, name), select(noise, name), own)
             after |= under(name, inner)
         return update, after
+
+    def speakers(self) -> int:
+        """Count as many as the stage needs that needs most."""
+        return max(transform.speakers() for _, transform in self)
+
+    def proposal(self, update: Tensors, state: Tensors, noise: Mapping[str, Tensor], context: Context) -> Tensors:
+        """Unite what the stages propose, each of what reaches it."""
+        said: Tensors = {}
+        for name, transform in self:
+            given = select(state, name), select(noise, name), _of_stage(context, name)
+            said |= under(name, transform.proposal(update, *given))
+            update, _ = transform.apply(update, *given)
+        return said
+
+    def announce(self, proposals: Mapping[str, Tensor], previous: Mapping[str, Tensor], number: int) -> Tensors:
+        """Unite the messages of the stages."""
+        messages: Tensors = {}
+        for name, transform in self:
+            messages |= under(name, transform.announce(select(proposals, name), previous, number))
+        return messages
 
     def evidence(self, sent: Mapping[str, Tensor]) -> Tensors:
         """Return what the *last* stage gives away: an earlier one's output was not sent."""
@@ -134,6 +155,10 @@ class Defence:
             send=_join(client.send, self.send),
         )
 
+    def speakers(self) -> int:
+        """Count the users who say something in public before a round."""
+        return self.send.speakers() if self.send else 0
+
     def __add__(self, other: Defence) -> Defence:
         """Compose two defences."""
         return Defence(
@@ -147,6 +172,10 @@ class Defence:
 
 NONE = Defence("none")
 """The undefended client: the control of every comparison."""
+
+
+def _of_stage(context: Context, name: str) -> Context:
+    return replace(context, messages=select(context.messages, name)) if context.messages else context
 
 
 def _join(first: Transform | None, second: Chain | None) -> Chain | None:

@@ -72,6 +72,19 @@ class Feedback(Transform):
         sent, inner = self.inner.apply(accumulated, select(state, "inner"), noise, context)
         return sent, {**under("residual", tmap(torch.sub, accumulated, sent)), **under("inner", inner)}
 
+    def speakers(self) -> int:
+        """Count the users whom the inner transform asks."""
+        return self.inner.speakers()
+
+    def proposal(self, update: Tensors, state: Tensors, noise: Mapping[str, Tensor], context: Context) -> Tensors:
+        """Propose what the inner transform does of the update plus the residual."""
+        accumulated = tmap(torch.add, update, select(state, "residual"))
+        return self.inner.proposal(accumulated, select(state, "inner"), noise, context)
+
+    def announce(self, proposals: Mapping[str, Tensor], previous: Mapping[str, Tensor], number: int) -> Tensors:
+        """Return the inner transform's messages."""
+        return self.inner.announce(proposals, previous, number)
+
     def evidence(self, sent: Mapping[str, Tensor]) -> Tensors:
         """Return the inner transform's evidence."""
         return self.inner.evidence(sent)

@@ -8,6 +8,7 @@ from typing import Literal
 from gradveil.core.allowed import BOUND, COUNT, KEPT, SHARE, STRENGTH, Flag
 from gradveil.core.arguments import Argument
 from gradveil.core.types import Transform
+from gradveil.defences.aligned import SELECTION, VOTERS, Aligned
 from gradveil.defences.base import Defence, chain
 from gradveil.defences.clip import Clip
 from gradveil.defences.compressing import COMPRESSING
@@ -54,6 +55,12 @@ def _prune(ratio: float, scope: Literal["layer", "global"], feedback: bool) -> D
 
 def _dgp(top: float, bottom: float, feedback: bool) -> Defence:
     return _pruning(Dual(top, bottom), feedback)
+
+
+def _adgp(
+    keep: float, top: float, selection: Literal["broadcast", "vote", "previous"], voters: int, feedback: bool
+) -> Defence:
+    return _pruning(Aligned(keep, top, selection, int(voters)), feedback)
 
 
 def _optimal_noise(std: float, probes: int, layerwise: bool, clamp: float) -> Defence:
@@ -164,6 +171,23 @@ _ENTRIES = (
         adaptive=PRUNED,
         arguments=(Argument("top", SHARE, 0.05), Argument("bottom", SHARE, 0.75), FEEDBACK),
         identity={"top": 0.0, "bottom": 0.0},
+    ),
+    DefenceEntry(
+        name="adgp",
+        factory=_adgp,
+        description="Aligned dual gradient pruning: within a public mask, send the largest entries but the very top",
+        changes=("send",),
+        guarantee=Aligned.guarantee,
+        citation="Aligned Dual Gradient Pruning (anonymous preprint), after Xue et al. 2024; two selections are ours",
+        adaptive=PRUNED,
+        arguments=(
+            Argument("keep", KEPT, 0.2),
+            Argument("top", SHARE, 0.05),
+            Argument("selection", SELECTION, "broadcast"),
+            Argument("voters", VOTERS, 5),
+            Argument("feedback", Flag(), True),
+        ),
+        identity={"keep": 1.0, "top": 0.0},
     ),
     *COMPRESSING,
     DefenceEntry(

@@ -110,8 +110,8 @@ class Dual(Pruning):
     def __post_init__(self) -> None:
         """Refuse settings that cannot be meant, all at once."""
         problems = collect("dgp", (("top", SHARE, self.top), ("bottom", SHARE, self.bottom)))
-        if not problems and _decimal(self.top) + _decimal(self.bottom) >= 1:
-            what = f"top + bottom is {_decimal(self.top) + _decimal(self.bottom)}, which leaves nothing to send"
+        if not problems and as_written(self.top) + as_written(self.bottom) >= 1:
+            what = f"top + bottom is {as_written(self.top) + as_written(self.bottom)}, which leaves nothing to send"
             problems.append(Problem("dgp", what, "give shares whose sum is below 1"))
         refuse(problems)
 
@@ -139,7 +139,7 @@ def share(ratio: float, entries: int) -> int:
     >>> share(0.29, 100), int(0.29 * 100), share(0.99, 1)
     (29, 28, 0)
     """
-    return int(_decimal(ratio) * entries)
+    return int(as_written(ratio) * entries)
 
 
 def gamma(update: Mapping[str, Tensor], sent: Mapping[str, Tensor]) -> Tensor:
@@ -156,5 +156,6 @@ def _keep_largest(magnitude: Tensor, ratio: float) -> Tensor:
     return ~smallest_mask(flat, share(ratio, flat.numel())).reshape(magnitude.shape)
 
 
-def _decimal(ratio: float) -> Decimal:
+def as_written(ratio: float) -> Decimal:
+    """Return a share as people write it in decimal: 0.29 of 100 entries are 29."""
     return Decimal(repr(float(ratio)))

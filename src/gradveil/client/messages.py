@@ -1,0 +1,51 @@
+"""Public messages of a round: what some clients say before it, and what everybody hears.
+
+A server that runs a round asks `client.send.speakers()` clients for their proposals, announces the messages made of
+them, and lets everybody send with those. It knows no defence: the transforms say what is proposed and announced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+from gradveil.client.client import Client
+from gradveil.core.tree import Tensors, under
+from gradveil.core.types import Context, Stage, Transform
+
+
+def speakers(client: Client) -> int:
+    """Count the clients who have to speak before a round."""
+    return client.send.speakers() if client.send else 0
+
+
+def proposer(client: Client) -> Client:
+    """Return the same client, except that its update is what it proposes before the round."""
+    return replace(client, messages={}, send=_Proposing(client.send)) if client.send else client
+
+
+def announced(client: Client, proposals: Mapping[str, Tensor], previous: Mapping[str, Tensor], number: int) -> Client:
+    """Return the client of round `number` = 0, 1, ...: it has heard the messages.
+
+    `proposals` are the updates of `proposer(client)` of `speakers(client)` clients, leading U; `previous` is the mean
+    of what all clients sent in the round before, empty in the first.
+    """
+    if client.send is None:
+        return client
+    return replace(client, messages=under("send", client.send.announce(proposals, previous, number)))
+
+
+@dataclass(frozen=True)
+class _Proposing(Transform):
+    """What a client says instead of what it sends."""
+
+    inner: Transform
+    stage = Stage.PRUNE
+
+    def apply(
+        self, update: Tensors, state: Tensors, noise: Mapping[str, Tensor], context: Context
+    ) -> tuple[Tensors, Tensors]:
+        """Propose; the state stays, since nothing is sent."""
+        return self.inner.proposal(update, state, noise, context), state

@@ -1,0 +1,129 @@
+"""Aligned dual gradient pruning: everybody sends within one public mask, so that the server's answer is sparse too."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from gradveil.core.allowed import KEPT, SHARE, Choice, Range, collect
+from gradveil.core.errors import Problem, refuse
+from gradveil.core.tree import Tensors, select, tmap, under
+from gradveil.core.types import Context
+from gradveil.defences.prune import Pruning, as_written, share
+from gradveil.defences.selection import ends_mask, smallest_mask
+
+SELECTION = Choice(("broadcast", "vote", "previous"))
+"""Who chooses the mask: one client, several, or what was sent in the round before."""
+VOTERS = Range(2, integer=True)
+
+
+@dataclass(frozen=True)
+class Aligned(Pruning):
+    """Aligned DGP: of g without its own largest entries, send the k largest that lie in the public mask I.
+
+    Per tensor of P entries, with the rate k = `keep`: floor(top P) entries of largest magnitude are dropped, and of the
+    others the ceil(k P) largest in I are sent (fewer if I holds fewer). I has ceil(2 k P) positions. The preprint
+    leaves the rounding open. Without a message I holds every position, and this is DGP.
+
+    `selection` says where I comes from:
+    broadcast  one client publishes the positions of its ceil(2 k P) largest entries. The preprint's way: who controls
+               that client chooses what is learned.
+    vote       `voters` clients do, and the positions with most votes win; equals are taken by turns, round by round.
+               A position that every honest voter names wins over one that only a minority of liars names.
+    previous   the ceil(k P) largest entries of last round's mean update, which is public, and as many others by turns,
+               so that every position comes back after 1 / k rounds. Nobody speaks. Without the others the mask could
+               only shrink: what is outside is not sent, and what is not sent is not in the mean.
+    The last two are ours. Who speaks gives the positions of his largest entries away besides.
+    """
+
+    keep: float = 0.2
+    top: float = 0.05
+    selection: Literal["broadcast", "vote", "previous"] = "broadcast"
+    voters: int = 5
+    guarantee: ClassVar[str] = "no formal guarantee"
+
+    def __post_init__(self) -> None:
+        """Refuse settings that cannot be meant, all at once."""
+        checks = (("keep", KEPT, self.keep), ("top", SHARE, self.top), ("selection", SELECTION, self.selection))
+        problems = collect("adgp", (*checks, ("voters", VOTERS, self.voters)))
+        if not problems and as_written(self.keep) + as_written(self.top) > 1:
+            what = f"top + keep is {as_written(self.keep) + as_written(self.top)}: too little is left to send"
+            problems.append(Problem("adgp", what, "give shares whose sum is at most 1"))
+        refuse(problems)
+
+    def removed(self) -> float:
+        """Return the share of entries set to zero."""
+        return 1 - self.keep
+
+    def masks(self, update: Mapping[str, Tensor]) -> Tensors:
+        """Keep what is kept where every position is public."""
+        return {name: self._within(value, None) for name, value in update.items()}
+
+    def apply(
+        self, update: Tensors, state: Tensors, noise: Mapping[str, Tensor], context: Context
+    ) -> tuple[Tensors, Tensors]:
+        """Multiply by the masks; those that are not pinned are computed from the update and the public mask."""
+        pinned, public = select(noise, self.prefix), select(context.messages, self.prefix)
+        within = {n: self._within(v.detach(), public[n]) for n, v in update.items() if n in public and n not in pinned}
+        return super().apply(update, state, under(self.prefix, {**within, **pinned}), context)
+
+    def _within(self, value: Tensor, public: Tensor | None) -> Tensor:
+        flat = value.abs().flatten()
+        open_to = ~ends_mask(flat, 0, share(self.top, flat.numel()))
+        if public is not None:
+            open_to = open_to & public.flatten().bool()
+        left = torch.where(open_to, flat, 0.0)
+        return (open_to & largest(left, self._count(flat))).reshape(value.shape)
+
+    def speakers(self) -> int:
+        """Count who publishes a mask before a round."""
+        return {"broadcast": 1, "vote": self.voters, "previous": 0}[self.selection]
+
+    def proposal(self, update: Tensors, state: Tensors, noise: Mapping[str, Tensor], context: Context) -> Tensors:
+        """Name the positions of the 2 k P largest entries, the dropped ones among them: `mask.<parameter>`."""
+        if self.selection == "previous":
+            return {}
+        return under(self.prefix, tmap(self._largest, tmap(torch.detach, update)))
+
+    def _largest(self, value: Tensor) -> Tensor:
+        flat = value.abs().flatten()
+        return largest(flat, self._count(flat, 2)).to(value.dtype).reshape(value.shape)
+
+    def announce(self, proposals: Mapping[str, Tensor], previous: Mapping[str, Tensor], number: int) -> Tensors:
+        """Make the public mask I, `mask.<parameter>`; none in the first round of `previous`."""
+        if self.selection == "previous":
+            return under(self.prefix, {name: self._again(value, number) for name, value in previous.items()})
+        return {name: self._elected(votes[: self.speakers()], number) for name, votes in proposals.items()}
+
+    def _elected(self, votes: Tensor, number: int) -> Tensor:
+        """Mark the positions with most votes [U, ...]."""
+        counts = (votes > 0.5).sum(0)
+        ranked = counts.flatten() * counts.numel() - self._turn(counts, number)
+        return largest(ranked - ranked.min(), self._count(counts, 2)).reshape(counts.shape)
+
+    def _again(self, mean: Tensor, number: int) -> Tensor:
+        """Mark the largest entries of the mean update, and those whose turn it is of the others."""
+        half = self._count(mean)
+        return (largest(mean.abs().flatten(), half) | (self._turn(mean, number) < half)).reshape(mean.shape)
+
+    def _turn(self, like: Tensor, number: int) -> Tensor:
+        """Say how far from its turn each position is in this round: every round begins where the last one ended."""
+        begin = number * self._count(like) % like.numel()
+        return (torch.arange(like.numel(), device=like.device) - begin) % like.numel()
+
+    def _count(self, like: Tensor, times: int = 1) -> int:
+        """Count ceil(times k P), at most all."""
+        return like.numel() - int(max(0, 1 - times * as_written(self.keep)) * like.numel())
+
+    def smallest(self) -> Mapping[str, Any]:
+        """Every position is in every mask, and all of it is sent."""
+        return {"keep": 1.0, "top": 0.0}
+
+
+def largest(magnitude: Tensor, count: int) -> Tensor:
+    """Mark the `count` largest entries: of equal ones the last."""
+    return ~smallest_mask(magnitude, magnitude.shape[-1] - count)

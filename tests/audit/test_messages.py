@@ -1,0 +1,86 @@
+"""Public messages in an audit: who speaks, what is announced, and that an attacker hears it."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from gradveil.attacks.presets import make_attack
+from gradveil.audit.cell import grant
+from gradveil.audit.rounds import observe
+from gradveil.audit.scene import open_scene
+from gradveil.client import proposer
+from gradveil.core.errors import GradveilError
+from gradveil.core.noise import Key
+from gradveil.core.types import Batch
+from tests.audit.runs import config
+from tests.audit.test_rounds import opened
+
+
+def test_the_broadcaster_is_a_client_of_its_own():
+    scene, cell, client = opened("adgp", rounds=2)
+    (first, second), truth = observe(scene, cell, client, range(2))
+    other = scene.batch(scene.examples(0, [2]))
+    speaks = Batch(other.inputs[0], other.targets[0])
+    said, _ = proposer(client).update(first.params, speaks, {}, client.init(first.params))
+    names = {f"send.prune.mask.{name}" for name in client.trained()}
+    assert set(first.messages) == set(second.messages) == names
+    for name, mask in first.messages.items():
+        assert torch.equal(mask, said[name.removeprefix("send.")].bool())
+    for name, value in first.update.items():
+        assert value.shape[0] == 2
+        assert not value[:, ~first.messages[f"send.prune.mask.{name}"]].any()
+    assert any(not torch.equal(first.messages[name], second.messages[name]) for name in names)
+    assert truth.raw.inputs.shape[0] == 2
+
+
+@pytest.mark.parametrize("selection", ["broadcast", "vote", "previous"])
+def test_shares_of_the_victims_hear_the_same(selection: str):
+    scene, cell, client = opened(f"adgp(selection={selection})", rounds=3, victims=3)
+    whole, _ = observe(scene, cell, client, range(3))
+    part, _ = observe(scene, cell, client, range(1, 2))
+    for ours, theirs in zip(part, whole, strict=True):
+        assert set(ours.messages) == set(theirs.messages)
+        assert all(torch.equal(ours.messages[name], mask) for name, mask in theirs.messages.items())
+        assert all(torch.equal(ours.update[name], value[1:2]) for name, value in theirs.update.items())
+    assert bool(whole[0].messages) == (selection != "previous")
+    assert whole[2].messages
+
+
+def objective_at_truth(text: str, selection: str, deaf: bool = False):
+    """What an attacker who computes the masks himself has left to explain, at the true images."""
+    scene, cell, client = opened(f"adgp(selection={selection})", rounds=3)
+    attack = make_attack(text)
+    seen, truth = observe(scene, cell, client, range(2))
+    knowledge, _ = grant(scene, attack, client, client.params(), truth)
+    heard = [replace(one, messages={}) for one in seen] if deaf else seen
+    return attack.evaluate(heard, client, knowledge, Key(0), truth.raw.inputs, truth.noise)
+
+
+@pytest.mark.parametrize("selection", ["broadcast", "vote", "previous"])
+def test_an_attacker_hears_the_messages_of_every_round(selection: str):
+    """`dia` does not read masks off the zeros: it computes them, for which it needs the public one."""
+    told = objective_at_truth("dia(rounds=all, belief=full, tv=0)", selection)
+    deaf = objective_at_truth("dia(rounds=all, belief=full, tv=0)", selection, deaf=True)
+    assert bool((told < 1e-9).all()), told
+    assert bool((deaf > 1e-3).all()), deaf
+
+
+def test_an_attacker_who_reads_the_masks_needs_no_message():
+    assert bool((objective_at_truth("cdia(rounds=all, tv=0)", "broadcast", deaf=True) < 1e-9).all())
+
+
+def test_who_learns_simulates_what_was_heard():
+    scene, cell, client = opened("adgp", "learned(epochs=1, width=4, features=64)")
+    (seen,), truth = observe(scene, cell, client, range(2))
+    attack = scene.attacks[cell.attack]
+    knowledge, _ = grant(scene, attack, client, client.params(), truth)
+    found = [attack([one], client, knowledge, Key(0)).objective for one in (seen, replace(seen, messages={}))]
+    assert not torch.equal(*found)
+
+
+def test_a_speaker_without_an_image_is_told_before_the_first_cell():
+    size = 600  # victims' digits
+    with pytest.raises(GradveilError, match=r"5 other clients speak before a round.*selection=previous"):
+        open_scene(config(data={"name": "digits", "size": 16}, defences=["adgp(selection=vote)"], victims=size - 4))
+    open_scene(config(data={"name": "digits", "size": 16}, defences=["adgp(selection=vote)"], victims=size - 5))
