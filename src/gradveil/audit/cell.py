@@ -18,7 +18,7 @@ from gradveil.attacks.inversion import Inversion
 from gradveil.attacks.knowledge import How, Infer, Knowledge, Known, Neutral, Optimise, Sample
 from gradveil.audit.adaptive import attacks_against
 from gradveil.audit.budget import read_budget, within
-from gradveil.audit.config import RunConfig, digest
+from gradveil.audit.config import RunConfig
 from gradveil.audit.plans import settled
 from gradveil.audit.rounds import Truth, observe, plain_name, updates
 from gradveil.audit.scene import Scene
@@ -27,6 +27,7 @@ from gradveil.core.errors import fail
 from gradveil.core.noise import Key
 from gradveil.core.tree import Tensors
 from gradveil.core.types import Batch
+from gradveil.federated.config import digest
 from gradveil.metrics import cosine, dense_bytes, relative_distance, sparse_bytes
 
 _WAYS: dict[type, str] = {Known: "known", Optimise: "optimise", Sample: "sample", Infer: "infer", Neutral: "neutral"}

@@ -2,72 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
-from gradveil.client import Local
-
-Count = Annotated[int, Field(ge=1)]
-Name = Annotated[str, Field(min_length=1)]
-
-
-class Section(BaseModel):
-    """A table of a run file: unknown keys are refused, and a number is not a string."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
-
-
-class DataConfig(Section):
-    """Which images. Where files lie is no part of it: `--data-dir` (or GRADVEIL_DATA) says so."""
-
-    name: Name
-    size: Annotated[int, Field(ge=11)] | None = 32
-    """Side the images are resized to, in pixels (SSIM needs 11); leave it out for 32."""
-    channels: Literal[1, 3] | None = None
-    normalise: Literal["dataset", "none"] = "dataset"
-    public: Count | None = 2000
-    """How many public images are read (bundled data are read whole)."""
-    gallery: Count | None = 1000
-    """How many images of the victims' split are read: the identification metric searches the victim among them."""
-
-
-class ModelConfig(Section):
-    """Which model: a short name or `pkg.module:factory`, and its options."""
-
-    name: Name
-    options: dict[str, Any] = Field(default_factory=dict)
-    prepare: bool = False
-    """Replace what cannot be attacked as it is: BatchNorm in training mode, hidden dropout, in-place operations."""
-    batchnorm: Literal["batch_statistics", "frozen", "group"] = "batch_statistics"
-    """What `prepare` makes of BatchNorm."""
-
-
-class LocalConfig(Section):
-    """Local training: T optimiser steps instead of one gradient."""
-
-    lr: Annotated[float, Field(gt=0)]
-    batch: Count | None = None
-    """Examples in each step; None for all that the client has."""
-    steps: Count | None = None
-    epochs: Count | None = None
-    optimiser: Literal["sgd", "adam"] = "sgd"
-    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    nesterov: bool = False
-    weight_decay: Annotated[float, Field(ge=0)] = 0.0
-
-    @model_validator(mode="after")
-    def _one_length(self) -> LocalConfig:
-        if (self.steps is None) == (self.epochs is None):
-            raise ValueError("needs exactly one of steps and epochs")
-        return self
-
-    def build(self, examples: int) -> Local:
-        """Return the client's local training for this many examples."""
-        settings = self.model_dump()
-        return Local(**{**settings, "batch": self.batch or examples})
+from gradveil.federated.config import Count, DataConfig, LocalConfig, ModelConfig, Name, Section
 
 
 class ClientConfig(Section):
@@ -108,10 +47,10 @@ class RunConfig(Section):
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
     data: DataConfig
     model: ModelConfig
-    client: Annotated[list[ClientConfig], Field(min_length=1)] = [ClientConfig()]
-    defences: Annotated[list[Name], Field(min_length=1)] = ["none"]
+    client: Annotated[list[ClientConfig], Field(min_length=1)] = Field(default=[ClientConfig()])
+    defences: Annotated[list[Name], Field(min_length=1)] = Field(default=["none"])
     attacks: Annotated[list[Name], Field(min_length=1)]
-    seeds: Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)] = [0]
+    seeds: Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)] = Field(default=[0])
     victims: Count = 32
     first_victim: Annotated[int, Field(ge=0)] = 0
     threshold: Annotated[float, Field(gt=-1, lt=1)] = 0.5
@@ -152,8 +91,3 @@ class RunConfig(Section):
     def digest(self) -> str:
         """Hash every setting: two runs with equal digests give the same records."""
         return digest(self.resolved())
-
-
-def digest(value: Any) -> str:
-    """Hash plain values (SHA-256 of their canonical JSON)."""
-    return hashlib.sha256(json.dumps(value, sort_keys=True, separators=(",", ":")).encode()).hexdigest()

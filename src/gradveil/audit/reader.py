@@ -9,7 +9,7 @@ from difflib import get_close_matches
 from importlib.resources import files
 from pathlib import Path
 from types import UnionType
-from typing import Any, Union, get_args, get_origin
+from typing import Any, TypeVar, Union, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
@@ -19,38 +19,52 @@ from gradveil.audit.config import RunConfig
 from gradveil.core.errors import GradveilError, Problem, fail, refuse
 from gradveil.data import DATASETS
 from gradveil.defences import parse
+from gradveil.federated.config import TrainConfig
 from gradveil.nn.models import MODELS
 
-_RUNS = files("gradveil.audit") / "runs"
+_RUNS = {RunConfig: files("gradveil.audit") / "runs", TrainConfig: files("gradveil.federated") / "runs"}
+Config = TypeVar("Config", RunConfig, TrainConfig)
 
 
-def bundled() -> dict[str, str]:
+def bundled(kind: type[RunConfig] | type[TrainConfig] = RunConfig) -> dict[str, str]:
     """Return the bundled run files: name to text."""
-    found = [entry for entry in _RUNS.iterdir() if entry.name.endswith(".toml")]
+    found = [entry for entry in _RUNS[kind].iterdir() if entry.name.endswith(".toml")]
     return {entry.name.removesuffix(".toml"): entry.read_text("utf-8") for entry in sorted(found, key=lambda e: e.name)}
 
 
 def read(run: str, overrides: Mapping[str, Any] | None = None, settings: Sequence[str] = ()) -> RunConfig:
-    """Read a run file by its path or bundled name.
+    """Read the run file of an audit by its path or bundled name.
 
     `overrides` replaces top-level keys, `settings` (`"client.batch=4"`) any key; both win over the file.
     """
-    where, text = _find(run)
+    return assemble(_raw(run, overrides, RunConfig), settings)
+
+
+def read_training(run: str, overrides: Mapping[str, Any] | None = None, settings: Sequence[str] = ()) -> TrainConfig:
+    """Read the run file of a training; as `read` does."""
+    return _assemble(TrainConfig, _raw(run, overrides, TrainConfig), settings)
+
+
+def _raw(run: str, overrides: Mapping[str, Any] | None, kind: type[RunConfig] | type[TrainConfig]) -> dict[str, Any]:
+    where, text = _find(run, kind)
     try:
         raw = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise fail(where, f"is not valid TOML: {error}", "correct that place; strings need quotes") from error
     raw.setdefault("name", Path(where).stem)
-    raw |= {key: value for key, value in (overrides or {}).items() if value is not None}
-    return assemble(raw, settings)
+    return raw | {key: value for key, value in (overrides or {}).items() if value is not None}
 
 
 def assemble(raw: Mapping[str, Any], settings: Sequence[str]) -> RunConfig:
     """Set keys (`"client.batch=4"`) among plain settings, and check the whole."""
+    return _assemble(RunConfig, raw, settings)
+
+
+def _assemble(kind: type[Config], raw: Mapping[str, Any], settings: Sequence[str]) -> Config:
     whole = copy.deepcopy(dict(raw))
     for setting in settings:
         _set(whole, setting)
-    return resolve(whole)
+    return _resolve(kind, whole, names=True)
 
 
 def resolve(raw: Mapping[str, Any], names: bool = True) -> RunConfig:
@@ -64,12 +78,16 @@ def resolve(raw: Mapping[str, Any], names: bool = True) -> RunConfig:
     gradveil.core.errors.GradveilError: attacks: is empty -> give at least 1
     victim: is not a setting -> did you mean 'victims'?
     """
+    return _resolve(RunConfig, raw, names)
+
+
+def _resolve(kind: type[Config], raw: Mapping[str, Any], names: bool) -> Config:
     problems: list[Problem] = []
     config = None
     try:
-        config = RunConfig.model_validate(dict(raw))
+        config = kind.model_validate(dict(raw))
     except ValidationError as error:
-        problems += _translate(error, raw)
+        problems += _translate(error, raw, kind)
     if names:
         problems += _unknown_names(raw)
     refuse(problems)
@@ -96,14 +114,14 @@ def with_defaults(attack: str, iterations: int | None, restarts: int | None) -> 
     return f"{name.strip()}({inner})" if inner else name.strip()
 
 
-def _find(run: str) -> tuple[str, str]:
+def _find(run: str, kind: type[RunConfig] | type[TrainConfig]) -> tuple[str, str]:
     path = Path(run)
     if path.is_file():
         try:
             return run, path.read_text("utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise fail(run, f"cannot be read: {error}", "give a TOML file in UTF-8") from error
-    named = bundled()
+    named = bundled(kind)
     if run in named:
         return run, named[run]
     near = get_close_matches(run, named, n=1)
@@ -130,31 +148,31 @@ def _set(raw: dict[str, Any], setting: str) -> None:
     table[last] = value
 
 
-def _translate(error: ValidationError, raw: Mapping[str, Any]) -> Iterator[Problem]:
+def _translate(error: ValidationError, raw: Mapping[str, Any], kind: type[BaseModel]) -> Iterator[Problem]:
     single = isinstance(raw.get("client"), dict)
     for entry in error.errors(include_url=False):
         location = list(entry["loc"])
         if single and location[:2] == ["client", 0]:
             location = ["client", *location[2:]]
         where = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in location).lstrip(".")
-        kind, context = entry["type"], entry.get("ctx", {})
-        if kind == "missing":
+        fault, context = entry["type"], entry.get("ctx", {})
+        if fault == "missing":
             yield Problem(where, "is missing", _example(where))
-        elif kind == "extra_forbidden":
-            allowed = list(_section(entry["loc"][:-1]).model_fields)
+        elif fault == "extra_forbidden":
+            allowed = list(_section(kind, entry["loc"][:-1]).model_fields)
             near = get_close_matches(str(location[-1]), allowed, n=1)
             hint = f"did you mean '{near[0]}'?" if near else f"allowed here: {', '.join(allowed)}"
             yield Problem(where, "is not a setting", hint)
-        elif kind == "value_error":
+        elif fault == "value_error":
             yield Problem(where, str(context["error"]), "change one of the two")
         else:
-            what = "is empty" if kind in ("too_short", "string_too_short") else f"is {_shown(entry['input'])}"
-            yield Problem(where, what, _wanted(kind, context, entry["msg"]))
+            what = "is empty" if fault in ("too_short", "string_too_short") else f"is {_shown(entry['input'])}"
+            yield Problem(where, what, _wanted(fault, context, entry["msg"]))
 
 
-def _section(location: Sequence[str | int]) -> type[BaseModel]:
+def _section(kind: type[BaseModel], location: Sequence[str | int]) -> type[BaseModel]:
     """Find the table that a location of an error lies in."""
-    found: type[BaseModel] = RunConfig
+    found = kind
     for part in location:
         if isinstance(part, str) and part in found.model_fields:
             found = next(_models(found.model_fields[part].annotation), found)
@@ -176,6 +194,8 @@ _EXAMPLES = {
     "model.name": 'name the model: name = "lenet-zhu"',
     "attacks": 'list the attacks: attacks = ["ig"]',
     "client.local.lr": "give the step size: lr = 0.1",
+    "local.lr": "give the step size: lr = 0.1",
+    "rounds": "say how many: rounds = 20",
 }
 
 

@@ -292,14 +292,33 @@ class Client:
         inner, own = select(noise, "model"), select(noise, "step")
         each, mean = self.step.split() if self.step else (None, None)
         if each is None:
-            g = mean_gradient(self.objective, trained, frozen, batch, inner)
+            g = self._swept(mean_gradient, trained, frozen, batch, inner, whole=True)
         else:
-            rows = example_gradients(self.objective, trained, frozen, batch, inner)
+            rows = self._swept(example_gradients, trained, frozen, batch, inner, whole=False)
             of_each = {name: own.pop(name) for name in each.noise(trained)}
             g = self._each(each, rows, params, batch, inner, of_each)
         if mean is None:
             return g, {}
         return mean.apply(g, state, own, self._context(params, batch, inner))
+
+    def _swept(
+        self,
+        reference: Callable[..., Tensors],
+        trained: Tensors,
+        frozen: Tensors,
+        batch: Batch,
+        inner: Mapping[str, Tensor],
+        *,
+        whole: bool,
+    ) -> Tensors:
+        """Compute `reference`'s gradients, of the whole batch or of each example, in one batched sweep if one serves."""
+        add = 0 if whole else 1
+        apart = Batch(*(value.unsqueeze(add) for value in batch))
+        wide = {name: value.unsqueeze(add) for name, value in inner.items()}
+        if obstacle(self.objective, trained, frozen, apart, wide) is not None:
+            return reference(self.objective, trained, frozen, batch, inner)
+        found = victim_gradients(self.objective, trained, frozen, apart, wide)
+        return {name: value[0] for name, value in found.items()} if whole else found
 
     def _each(
         self,

@@ -77,21 +77,29 @@ def train(local: Local, params: Tensors, steps: int, gradient: Callable[[int, Te
     for t in range(steps):
         g = gradient(t, params)
         if local.weight_decay:
-            g = {name: value + local.weight_decay * params[name] for name, value in g.items()}
+            g = {name: torch.add(value, params[name], alpha=local.weight_decay) for name, value in g.items()}
         if local.optimiser == "adam":
-            b1, b2 = local.betas
-            first = {name: (1 - b1) * v + (b1 * first[name] if first else 0) for name, v in g.items()}
-            second = {name: (1 - b2) * v * v + (b2 * second[name] if second else 0) for name, v in g.items()}
-            m_scale, v_scale = 1 / (1 - b1 ** (t + 1)), 1 / (1 - b2 ** (t + 1))
-            move = {n: first[n] * m_scale / (_root(second[n] * v_scale) + local.eps) for n in g}
+            (b1, b2), zero = local.betas, not first
+            first = {name: v * (1 - b1) if zero else torch.lerp(first[name], v, 1 - b1) for name, v in g.items()}
+            second = {
+                name: v * v * (1 - b2) if zero else torch.addcmul(second[name] * b2, v, v, value=1 - b2)
+                for name, v in g.items()
+            }
+            size, spread = local.lr / (1 - b1 ** (t + 1)), (1 - b2 ** (t + 1)) ** -0.5
+            below = {name: _root(v) * spread + local.eps for name, v in second.items()}
+            moved = {name: torch.addcdiv(params[name], first[name], below[name], value=-size) for name in g}
         else:
-            first = {name: v + local.momentum * first[name] if first else v for name, v in g.items()}
-            move = {n: g[n] + local.momentum * first[n] for n in g} if local.nesterov else first
-        params = {name: p - local.lr * move[name] if name in move else p for name, p in params.items()}
+            if local.momentum:
+                first = {n: torch.add(v, first[n], alpha=local.momentum) if first else v for n, v in g.items()}
+            move = {n: torch.add(v, first[n], alpha=local.momentum) for n, v in g.items()} if local.nesterov else first
+            moved = {n: torch.sub(params[n], v, alpha=local.lr) for n, v in (move or g).items()}
+        params = {**params, **moved}
     return params
 
 
 def _root(square: Tensor) -> Tensor:
     """Square root whose derivative at zero is zero instead of infinite: untouched parameters stay differentiable."""
+    if not torch.is_grad_enabled():
+        return square.sqrt()
     safe = torch.where(square > 0, square, torch.ones_like(square))
     return torch.where(square > 0, safe.sqrt(), torch.zeros_like(square))

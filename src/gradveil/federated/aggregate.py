@@ -1,0 +1,114 @@
+"""What the server makes of the clients' updates: weights, a mean, and an optimiser's step on it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from gradveil.core.errors import Problem, refuse
+from gradveil.core.tree import Tensors, norm, select, tmap, under
+
+Weights = Literal["examples", "uniform", "angles"]
+_STEEP = 5.0
+"""FedAdp's alpha."""
+
+
+@dataclass(frozen=True)
+class Server:
+    """How a server moves the global parameters by the weighted mean D of the updates that it received.
+
+    `sgd`: v <- momentum v + D, p <- p - lr v; with lr = 1 and no momentum this is FedAvg. `adam`, `yogi`, `adagrad`
+    (Reddi et al. 2021, Adaptive Federated Optimization, Algorithm 2): m <- b1 m + (1 - b1) D and p <- p - lr m /
+    (sqrt(v) + tau), where v starts at tau^2 and becomes b2 v + (1 - b2) D^2, or v - (1 - b2) D^2 sign(v - D^2), or
+    v + D^2.
+
+    `weights="angles"` gives clients whose updates point where the mean does more weight (Wu and Wang 2021,
+    Fast-Convergent Federated Learning with Adaptive Weighting).
+    """
+
+    optimiser: Literal["sgd", "adam", "yogi", "adagrad"] = "sgd"
+    lr: float = 1.0
+    momentum: float = 0.0
+    betas: tuple[float, float] = (0.9, 0.99)
+    tau: float = 1e-3
+    weights: Weights = "examples"
+
+    def __post_init__(self) -> None:
+        """Refuse settings that cannot be meant, all at once."""
+        checks = (
+            ("lr", self.lr, "a positive step size", self.lr > 0),
+            ("momentum", self.momentum, "a number in [0, 1)", 0 <= self.momentum < 1),
+            ("betas", self.betas, "two numbers in [0, 1)", all(0 <= beta < 1 for beta in self.betas)),
+            ("tau", self.tau, "a positive number", self.tau > 0),
+        )
+        problems = [
+            Problem(f"server.{name}", f"is {value}", f"give {wanted}") for name, value, wanted, ok in checks if not ok
+        ]
+        if self.momentum and self.optimiser != "sgd":
+            remedy = f"leave it out: the first of betas is the momentum of {self.optimiser}"
+            problems.append(Problem("server.momentum", f"means nothing to '{self.optimiser}'", remedy))
+        refuse(problems)
+
+    def init(self, sent: Mapping[str, Tensor]) -> Tensors:
+        """Return the state before the first round, for parameters of these shapes."""
+        if self.optimiser == "sgd":
+            return under("m", tmap(torch.zeros_like, sent)) if self.momentum else {}
+        start = 0.0 if self.optimiser == "adagrad" else self.tau**2
+        return under("m", tmap(torch.zeros_like, sent)) | under("v", tmap(lambda p: torch.full_like(p, start), sent))
+
+    def mean(
+        self, updates: Mapping[int, Tensors], examples: Mapping[int, int], state: Tensors
+    ) -> tuple[Tensors, Tensors]:
+        """Average the updates of these clients; return the mean with the next state."""
+        counts = {client: float(examples[client]) if self.weights != "uniform" else 1.0 for client in updates}
+        mean = _weighted(updates, counts)
+        if self.weights != "angles":
+            return mean, state
+        after, gains = dict(state), dict[int, float]()
+        for client, update in updates.items():
+            angle, seen = _angle(update, mean), float(state.get(f"seen.{client}", torch.zeros(()))) + 1
+            smooth = angle if seen == 1 else ((seen - 1) * float(state[f"angle.{client}"]) + angle) / seen
+            after[f"angle.{client}"] = torch.tensor(smooth, dtype=torch.float64)
+            after[f"seen.{client}"] = torch.tensor(seen, dtype=torch.float64)
+            gains[client] = math.exp(_STEEP * (1 - math.exp(-math.exp(-_STEEP * (smooth - 1)))))
+        return _weighted(updates, {client: counts[client] * gains[client] for client in updates}), after
+
+    def step(self, params: Tensors, mean: Tensors, state: Tensors) -> tuple[Tensors, Tensors]:
+        """Move the parameters by one step; return them with the next state."""
+        first, second = select(state, "m"), select(state, "v")
+        if self.optimiser == "sgd":
+            first = tmap(lambda v, d: self.momentum * v + d, first, mean) if self.momentum else {}
+            move = first or mean
+        else:
+            b1, b2 = self.betas
+            first = tmap(lambda m, d: b1 * m + (1 - b1) * d, first, mean)
+            if self.optimiser == "adam":
+                second = tmap(lambda v, d: b2 * v + (1 - b2) * d * d, second, mean)
+            elif self.optimiser == "yogi":
+                second = tmap(lambda v, d: v - (1 - b2) * d * d * torch.sign(v - d * d), second, mean)
+            else:
+                second = tmap(lambda v, d: v + d * d, second, mean)
+            move = tmap(lambda m, v: m / (v.sqrt() + self.tau), first, second)
+        moved = {name: value - self.lr * move[name] if name in move else value for name, value in params.items()}
+        return moved, state | under("m", first) | under("v", second)
+
+
+def _weighted(updates: Mapping[int, Tensors], weights: Mapping[int, float]) -> Tensors:
+    total = sum(weights.values())
+    out: Tensors = {}
+    for client, update in updates.items():
+        share = weights[client] / total
+        out = {name: value * share + out[name] if out else value * share for name, value in update.items()}
+    return out
+
+
+def _angle(update: Tensors, mean: Tensors) -> float:
+    """Angle between an update and the mean; a right angle where one of them is zero."""
+    lengths = float(norm(update) * norm(mean))
+    product = float(sum((value * mean[name]).sum() for name, value in update.items()))
+    return math.acos(max(-1.0, min(1.0, product / lengths))) if lengths else math.pi / 2

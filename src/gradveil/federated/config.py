@@ -1,0 +1,163 @@
+"""What a run file says of data, model and training: the settings with their meaning, limits and defaults."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from gradveil.client import Local
+from gradveil.federated.aggregate import Server
+
+Count = Annotated[int, Field(ge=1)]
+Name = Annotated[str, Field(min_length=1)]
+
+
+class Section(BaseModel):
+    """A table of a run file: unknown keys are refused, and a number is not a string."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
+
+
+class DataConfig(Section):
+    """Which images. Where files lie is no part of it: `--data-dir` (or GRADVEIL_DATA) says so."""
+
+    name: Name
+    size: Annotated[int, Field(ge=11)] | None = 32
+    """Side the images are resized to, in pixels (SSIM needs 11); leave it out for 32."""
+    channels: Literal[1, 3] | None = None
+    normalise: Literal["dataset", "none"] = "dataset"
+    public: Count | None = 2000
+    """How many public images are read (bundled data are read whole)."""
+    gallery: Count | None = 1000
+    """How many images of the victims' split are read: the identification metric searches the victim among them."""
+
+
+class ModelConfig(Section):
+    """Which model: a short name or `pkg.module:factory`, and its options."""
+
+    name: Name
+    options: dict[str, Any] = Field(default_factory=dict)
+    prepare: bool = False
+    """Replace what cannot be attacked as it is: BatchNorm in training mode, hidden dropout, in-place operations."""
+    batchnorm: Literal["batch_statistics", "frozen", "group"] = "batch_statistics"
+    """What `prepare` makes of BatchNorm."""
+
+
+class LocalConfig(Section):
+    """Local training: T optimiser steps instead of one gradient."""
+
+    lr: Annotated[float, Field(gt=0)]
+    batch: Count | None = None
+    """Examples in each step; None for all that the client has."""
+    steps: Count | None = None
+    epochs: Count | None = None
+    optimiser: Literal["sgd", "adam"] = "sgd"
+    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    nesterov: bool = False
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+
+    @model_validator(mode="after")
+    def _one_length(self) -> LocalConfig:
+        if (self.steps is None) == (self.epochs is None):
+            raise ValueError("needs exactly one of steps and epochs")
+        return self
+
+    def build(self, examples: int) -> Local:
+        """Return the client's local training for this many examples."""
+        settings = self.model_dump()
+        return Local(**{**settings, "batch": self.batch or examples})
+
+
+class TrainDataConfig(DataConfig):
+    """Which images to train on and to test with: all of them, unless a number is given."""
+
+    public: Count | None = None
+    """How many training images are read."""
+    gallery: Count | None = None
+    """How many test images are read."""
+
+
+class PartitionConfig(Section):
+    """How the training images are shared among the clients."""
+
+    kind: Literal["iid", "dirichlet", "pathological"] = "iid"
+    """`iid` deals them at random; `dirichlet` gives each class random shares; `pathological` a few classes a client."""
+    concentration: Annotated[float, Field(gt=0)] = 0.5
+    """Of `dirichlet`: the smaller, the fewer classes a client sees."""
+    classes: Count = 2
+    """Of `pathological`: the classes (shards of one class each) that a client gets."""
+
+
+class ServerConfig(Section):
+    """What the server does with the updates that arrive."""
+
+    optimiser: Literal["sgd", "adam", "yogi", "adagrad"] = "sgd"
+    lr: Annotated[float, Field(gt=0)] | None = None
+    """Its step size; None for 1 (local training, FedAvg) or 0.1 (gradients, FedSGD)."""
+    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    beta2: Annotated[float, Field(ge=0, lt=1)] = 0.99
+    tau: Annotated[float, Field(gt=0)] = 1e-3
+    weights: Literal["examples", "uniform", "angles"] = "examples"
+
+    def build(self, local: bool) -> Server:
+        """Return the server for clients that train locally, or send gradients."""
+        lr = (1.0 if local else 0.1) if self.lr is None else self.lr
+        return Server(self.optimiser, lr, self.momentum, (self.beta1, self.beta2), self.tau, self.weights)
+
+
+class TrainConfig(Section):
+    """A training: every defence with every seed, and the same data in one place for comparison."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
+    data: TrainDataConfig
+    model: ModelConfig
+    clients: Count = 10
+    rounds: Count
+    partition: PartitionConfig = PartitionConfig()
+    validation: Annotated[float, Field(ge=0, lt=1)] = 0.1
+    """Share of each client's examples that it keeps apart, to say how well training goes."""
+    local: LocalConfig | None = None
+    """Local training; None for one gradient a round."""
+    batch: Count | None = None
+    """Examples of a round's gradient where there is no local training; None for all that the client has."""
+    server: ServerConfig = ServerConfig()
+    participation: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Share of the clients that take part in a round."""
+    absent: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Probability that a chosen client does not answer."""
+    patience: Count | None = None
+    """Stop after so many rounds without a lower mean validation loss."""
+    defences: Annotated[list[Name], Field(min_length=1)] = ["none"]
+    seeds: Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)] = [0]
+    central: bool = False
+    """Train once more, undefended, with all data in one client's hands: what federation costs."""
+    precision: Literal["float32", "float64"] = "float32"
+    device: Annotated[str, Field(pattern=r"^(cpu|cuda(:\d+)?|mps)$")] = "cpu"
+
+    @model_validator(mode="after")
+    def _something_to_wait_for(self) -> TrainConfig:
+        if self.patience is not None and self.validation == 0:
+            raise ValueError("patience waits for the validation loss, and validation is 0")
+        return self
+
+    def resolved(self) -> dict[str, Any]:
+        """Return every setting, defaults included, as plain values."""
+        return self.model_dump(mode="json")
+
+    def digest(self) -> str:
+        """Hash every setting but the number of rounds: a longer training goes on where a shorter one ended."""
+        return digest({key: value for key, value in self.resolved().items() if key != "rounds"})
+
+
+def digest(self) -> str:
+    """Hash every setting: two runs with equal digests give the same records."""
+    return digest(self.resolved())
+
+
+def digest(value: Any) -> str:
+    """Hash plain values (SHA-256 of their canonical JSON)."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True, separators=(",", ":")).encode()).hexdigest()

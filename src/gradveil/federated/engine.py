@@ -1,0 +1,254 @@
+"""Rounds of federated learning in one process: the same clients that an audit attacks, a server, and nothing hidden.
+
+Everything random in a round is addressed by the seed, the client and the round, so a training that is stopped and
+taken up again ends with the same bits as one that was left alone.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from gradveil.client import Client
+from gradveil.core.errors import Problem, refuse
+from gradveil.core.noise import Key
+from gradveil.core.tree import Tensors
+from gradveil.core.types import Batch
+from gradveil.federated.aggregate import Server
+from gradveil.metrics.cost import sparse_bytes
+
+Status = Literal["running", "finished", "stopped early", "diverged"]
+_EVALUATED = 500
+"""Examples that are evaluated at once."""
+
+
+@dataclass(frozen=True)
+class Share:
+    """One client's examples: what it trains on, and what it keeps apart to say how well that went."""
+
+    train: Batch
+    validation: Batch | None = None
+
+
+@dataclass(frozen=True)
+class Round:
+    """What happened in one round; its number counts from 1."""
+
+    number: int
+    clients: tuple[int, ...]
+    """Whose updates arrived."""
+    absent: tuple[int, ...]
+    """Who was chosen and did not answer."""
+    accuracy: float
+    """Share of the test examples that the new global parameters name rightly; what is random in the model is off."""
+    loss: float
+    validation_loss: float | None
+    """Mean over all clients of the loss on what each keeps apart."""
+    validation_accuracy: float | None
+    bytes_up: int
+    """Sent by all clients together."""
+    bytes_down: int
+    """Sent by the server to all chosen clients together."""
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Standing:
+    """Where a training stands: all that the next round depends on, and what has been recorded."""
+
+    params: Tensors
+    server: Tensors
+    clients: dict[int, Tensors] = field(default_factory=dict[int, Tensors])
+    """The state of every client that has ever taken part (residuals, moments)."""
+    best: Tensors = field(default_factory=dict[str, Tensor])
+    """The parameters after the round with the lowest validation loss; empty while that is the last round."""
+    best_round: int = 0
+    moved: int = 0
+    """Bytes of what the server sends so that a client has the new parameters."""
+    records: tuple[Round, ...] = ()
+    status: Status = "running"
+
+    @property
+    def final(self) -> Tensors:
+        """The parameters that the training ends with: the best ones."""
+        return self.best or self.params
+
+
+@dataclass(frozen=True)
+class Federation:
+    """A client, the examples that each of its copies has, and a server."""
+
+    client: Client
+    shares: Sequence[Share]
+    test: Batch
+    server: Server = Server()
+    key: Key = Key(0)
+    batch: int | None = None
+    """Examples that a client without local training draws for its gradient each round; None for all it has."""
+    participation: float = 1.0
+    """Share of the clients that the server chooses each round, at random; at least one."""
+    absent: float = 0.0
+    """Probability that a chosen client does not answer."""
+    patience: int | None = None
+    """Stop after so many rounds without a lower validation loss; None for never."""
+
+    def __post_init__(self) -> None:
+        """Refuse settings that cannot be meant, all at once."""
+        checks = (
+            ("shares", f"are {len(self.shares)}", "give at least one client's examples", len(self.shares) > 0),
+            ("participation", f"is {self.participation}", "a share in (0, 1]", 0 < self.participation <= 1),
+            ("absent", f"is {self.absent}", "give a probability in [0, 1)", 0 <= self.absent < 1),
+            ("patience", f"is {self.patience}", "give at least 1", self.patience is None or self.patience >= 1),
+            ("batch", f"is {self.batch}", "give at least 1", self.batch is None or self.batch >= 1),
+        )
+        problems = [Problem(name, what, remedy) for name, what, remedy, ok in checks if not ok]
+        if self.patience is not None and all(share.validation is None for share in self.shares):
+            remedy = "let clients keep validation examples, or leave patience out"
+            problems.append(Problem("patience", "has no validation loss to wait for", remedy))
+        refuse(problems)
+
+    def start(self) -> Standing:
+        """Return the standing before the first round."""
+        params = self.client.params()
+        sent = {name: params[name] for name in self.client.trained()}
+        whole = sum(value.numel() * value.element_size() for value in params.values())
+        return Standing(params, self.server.init(sent), moved=whole)
+
+    def chosen(self, number: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Say who takes part in a round: who answers, and who was chosen and does not."""
+        key, count = self.key.child("round", number), len(self.shares)
+        some = max(1, round(self.participation * count))
+        order = torch.randperm(count, generator=key.child("chosen").generator())[:some].sort().values.tolist()
+        gone = torch.rand(some, generator=key.child("absent").generator()) < self.absent
+        answers = tuple(client for client, away in zip(order, gone.tolist(), strict=True) if not away)
+        return answers, tuple(client for client in order if client not in answers)
+
+    def local_update(self, standing: Standing, client: int, number: int) -> tuple[Tensors, Tensors]:
+        """Compute what one client sends in a round, and its next state."""
+        key = self.key.child("client", client, "round", number)
+        batch, params = self._examples(client, key), standing.params
+        state = standing.clients.get(client)
+        state = self.client.init(params) if state is None else state
+        device = batch.inputs.device
+        each = self.client.step_spec(params, batch)
+
+        def drawn(spec: Any, own: Key) -> Tensors:
+            return {name: value.to(device) for name, value in spec.sample(own).items()}
+
+        once = drawn(self.client.round_spec(params, batch), key)
+        if self.client.local is None:
+            once |= drawn(each, key)
+        return self.client.trained_update(params, batch, once, lambda t: drawn(each, key.child("step", t)), state)
+
+    def round(self, standing: Standing) -> Standing:
+        """Run one round."""
+        began, number = time.perf_counter(), len(standing.records) + 1
+        answers, absent = self.chosen(number)
+        updates: dict[int, Tensors] = {}
+        clients = dict(standing.clients)
+        with torch.no_grad():
+            for client in answers:
+                updates[client], clients[client] = self.local_update(standing, client, number)
+            params, server, moved = standing.params, standing.server, 0
+            if updates:
+                examples = {client: len(self.shares[client].train.targets) for client in answers}
+                mean, server = self.server.mean(updates, examples, server)
+                params, server = self.server.step(params, mean, server)
+                moved = _encoded({name: params[name] - standing.params[name] for name in mean})
+        record = self._record(
+            number, answers, absent, params, sum(map(_encoded, updates.values())), standing.moved, began
+        )
+        after = replace(standing, params=params, server=server, clients=clients, moved=moved)
+        return self._judged(after, record, standing)
+
+    def _examples(self, client: int, key: Key) -> Batch:
+        train = self.shares[client].train
+        if self.client.local is not None or self.batch is None:
+            return train
+        some = torch.randperm(len(train.targets), generator=key.child("examples").generator())[: self.batch]
+        return Batch(train.inputs[some], train.targets[some])
+
+    def _record(
+        self,
+        number: int,
+        answers: tuple[int, ...],
+        absent: tuple[int, ...],
+        params: Tensors,
+        up: int,
+        down: int,
+        began: float,
+    ) -> Round:
+        loss, accuracy = self.evaluate(params, self.test)
+        kept = [share.validation for share in self.shares if share.validation is not None]
+        told = [self.evaluate(params, batch) for batch in kept]
+        losses, shares = ([row[i] for row in told] for i in (0, 1))
+        return Round(
+            number,
+            answers,
+            absent,
+            accuracy,
+            loss,
+            sum(losses) / len(losses) if losses else None,
+            sum(shares) / len(shares) if shares else None,
+            up,
+            down * (len(answers) + len(absent)),
+            time.perf_counter() - began,
+        )
+
+    def _judged(self, after: Standing, record: Round, before: Standing) -> Standing:
+        """Keep the best parameters, and say whether to go on."""
+        records = (*before.records, record)
+        if not all(bool(torch.isfinite(value).all()) for value in after.params.values()):
+            return replace(after, records=records, status="diverged")
+        lowest = before.records[before.best_round - 1].validation_loss if before.best_round else None
+        now = record.validation_loss
+        if now is None or lowest is None or now < lowest:
+            return replace(after, records=records, best={}, best_round=record.number)
+        waited = record.number - before.best_round
+        status: Status = "stopped early" if self.patience is not None and waited >= self.patience else "running"
+        return replace(after, records=records, best=before.final, status=status)
+
+    def evaluate(self, params: Tensors, batch: Batch) -> tuple[float, float]:
+        """Return the mean loss and the share of right answers; what is random in the model is switched off."""
+        loss = right = 0.0
+        objective = self.client.objective
+        training = objective.model.training
+        objective.model.eval()
+        try:
+            with torch.no_grad():
+                for start in range(0, len(batch.targets), _EVALUATED):
+                    inputs, targets = (value[start : start + _EVALUATED] for value in batch)
+                    outputs = objective.outputs(params, inputs, {}, checked=True)
+                    value = objective.loss(outputs, targets)
+                    loss += float(value.sum() if value.ndim else value * len(targets))
+                    right += float((outputs.argmax(-1) == targets).sum())
+        finally:
+            objective.model.train(training)
+        return loss / len(batch.targets), right / len(batch.targets)
+
+
+def train(
+    federation: Federation,
+    rounds: int,
+    standing: Standing | None = None,
+    keep: Callable[[Standing], None] | None = None,
+) -> Standing:
+    """Run rounds until there have been so many, or the training stops by itself. `keep` is called after every round."""
+    standing = standing or federation.start()
+    while standing.status == "running" and len(standing.records) < rounds:
+        standing = federation.round(standing)
+        if standing.status == "running" and len(standing.records) == rounds:
+            standing = replace(standing, status="finished")
+        if keep is not None:
+            keep(standing)
+    return standing
+
+
+def _encoded(update: Tensors) -> int:
+    """Count the bytes of an update."""
+    return int(sparse_bytes({name: value.unsqueeze(0) for name, value in update.items()}).sum())
