@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from gradveil.federated.config import Count, DataConfig, LocalConfig, ModelConfig, Name, Section
+from gradveil.federated.config import Count, DataConfig, LocalConfig, ModelConfig, Name, Section, digest
 
 
 class ClientConfig(Section):

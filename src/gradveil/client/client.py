@@ -311,7 +311,7 @@ class Client:
         *,
         whole: bool,
     ) -> Tensors:
-        """Compute `reference`'s gradients, of the whole batch or of each example, in one batched sweep if one serves."""
+        """Compute `reference`'s gradients, of the whole batch or of each example, in one sweep where that serves."""
         add = 0 if whole else 1
         apart = Batch(*(value.unsqueeze(add) for value in batch))
         wide = {name: value.unsqueeze(add) for name, value in inner.items()}

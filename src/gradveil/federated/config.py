@@ -153,11 +153,6 @@ class TrainConfig(Section):
         return digest({key: value for key, value in self.resolved().items() if key != "rounds"})
 
 
-def digest(self) -> str:
-    """Hash every setting: two runs with equal digests give the same records."""
-    return digest(self.resolved())
-
-
 def digest(value: Any) -> str:
     """Hash plain values (SHA-256 of their canonical JSON)."""
     return hashlib.sha256(json.dumps(value, sort_keys=True, separators=(",", ":")).encode()).hexdigest()

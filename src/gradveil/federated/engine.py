@@ -69,7 +69,7 @@ class Standing:
     """The parameters after the round with the lowest validation loss; empty while that is the last round."""
     best_round: int = 0
     moved: int = 0
-    """Bytes of what the server sends so that a client has the new parameters."""
+    """Bytes of what the last round changed: what a client who took part in it is sent."""
     records: tuple[Round, ...] = ()
     status: Status = "running"
 
@@ -86,8 +86,8 @@ class Federation:
     client: Client
     shares: Sequence[Share]
     test: Batch
-    server: Server = Server()
-    key: Key = Key(0)
+    server: Server = field(default_factory=Server)
+    key: Key = field(default_factory=lambda: Key(0))
     batch: int | None = None
     """Examples that a client without local training draws for its gradient each round; None for all it has."""
     participation: float = 1.0
@@ -116,8 +116,7 @@ class Federation:
         """Return the standing before the first round."""
         params = self.client.params()
         sent = {name: params[name] for name in self.client.trained()}
-        whole = sum(value.numel() * value.element_size() for value in params.values())
-        return Standing(params, self.server.init(sent), moved=whole)
+        return Standing(params, self.server.init(sent))
 
     def chosen(self, number: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Say who takes part in a round: who answers, and who was chosen and does not."""
@@ -160,9 +159,7 @@ class Federation:
                 mean, server = self.server.mean(updates, examples, server)
                 params, server = self.server.step(params, mean, server)
                 moved = _encoded({name: params[name] - standing.params[name] for name in mean})
-        record = self._record(
-            number, answers, absent, params, sum(map(_encoded, updates.values())), standing.moved, began
-        )
+        record = self._record(number, answers, absent, params, sum(map(_encoded, updates.values())), standing, began)
         after = replace(standing, params=params, server=server, clients=clients, moved=moved)
         return self._judged(after, record, standing)
 
@@ -180,7 +177,7 @@ class Federation:
         absent: tuple[int, ...],
         params: Tensors,
         up: int,
-        down: int,
+        before: Standing,
         began: float,
     ) -> Round:
         loss, accuracy = self.evaluate(params, self.test)
@@ -196,9 +193,16 @@ class Federation:
             sum(losses) / len(losses) if losses else None,
             sum(shares) / len(shares) if shares else None,
             up,
-            down * (len(answers) + len(absent)),
+            self._sent_down({*answers, *absent}, before),
             time.perf_counter() - began,
         )
+
+    def _sent_down(self, clients: set[int], before: Standing) -> int:
+        """Count what the server sends: what the last round changed to those who were there, all to the others."""
+        last = before.records[-1] if before.records else None
+        there = clients & {*last.clients, *last.absent} if last else set[int]()
+        whole = sum(value.numel() * value.element_size() for value in before.params.values())
+        return len(there) * before.moved + len(clients - there) * whole
 
     def _judged(self, after: Standing, record: Round, before: Standing) -> Standing:
         """Keep the best parameters, and say whether to go on."""
