@@ -1,8 +1,9 @@
-"""The client: one gradient, per-example gradients, local steps, public messages."""
+"""The client: one gradient, per-example gradients, local steps, public messages, state on disk."""
 
 from gradveil.client.client import Client
 from gradveil.client.gradient import cross_entropy
 from gradveil.client.local import Local
 from gradveil.client.messages import announced, proposer, speakers
+from gradveil.client.state import load_state, save_state
 
-__all__ = ["Client", "Local", "announced", "cross_entropy", "proposer", "speakers"]
+__all__ = ["Client", "Local", "announced", "cross_entropy", "load_state", "proposer", "save_state", "speakers"]

@@ -1,0 +1,115 @@
+"""A client's state on disk: what it carries from round to round (residuals, moments, momentum), and whose it is.
+
+One safetensors file a client. Its metadata describe the model and the transforms that the state belongs to, and hold a
+digest of the tensors: the residual of one defence put into another would be garbage that no shape betrays.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+from torch import Tensor
+
+from gradveil.client.client import Client
+from gradveil.core.errors import Problem, fail, refuse
+from gradveil.core.files import unreadable, write_private
+from gradveil.core.tree import Tensors
+
+KIND, VERSION = "gradveil client state", "1"
+_ANEW = "give the file that this client wrote, or let it start anew: client.init(params)"
+
+
+def save_state(file: Path | str, client: Client, state: Mapping[str, Tensor]) -> None:
+    """Write the state of a client; the file is whole or not there, and only its owner may read it.
+
+    State that is not this client's (other names, shapes or types than those of `init`) is refused.
+    """
+    refuse(
+        [Problem("state", what, "give the state that this client's update returned") for what in _misfit(client, state)]
+    )
+    held = {name: value.detach().cpu().contiguous().clone() for name, value in state.items()}
+    said = {"kind": KIND, "version": VERSION, "digest": _digest(held), "client": json.dumps(_described(client))}
+    write_private(Path(file), save(held, metadata=said))
+
+
+def load_state(file: Path | str, client: Client) -> Tensors:
+    """Read the state of a client; a file that is damaged, foreign or another client's is refused with every reason."""
+    said, held = _read(Path(file))
+    if said.get("kind") != KIND:
+        raise fail(str(file), f"is no {KIND}", _ANEW)
+    if said.get("version") != VERSION:
+        what = f"has version {said.get('version')} of the format, and version {VERSION} can be read"
+        raise fail(str(file), what, "read it with the Gradveil that wrote it, or let the client start anew")
+    if said.get("digest") != _digest(held):
+        raise fail(str(file), "is damaged: its tensors are not those that were written", _ANEW)
+    other = list(_differences(_parsed(Path(file), said), _described(client))) or _misfit(client, held)
+    refuse([Problem(str(file), what, _ANEW) for what in other])
+    device = next(iter(client.params().values())).device
+    return {name: value.to(device) for name, value in held.items()}
+
+
+def _read(file: Path) -> tuple[dict[str, str], Tensors]:
+    try:
+        opened: Any = safe_open(file, framework="pt")
+        with opened as held:
+            return held.metadata() or {}, {name: held.get_tensor(name) for name in held.keys()}  # noqa: SIM118
+    except FileNotFoundError as error:
+        raise fail(str(file), "is missing", _ANEW) from error
+    except OSError as error:
+        raise unreadable(file, error) from error
+    except SafetensorError as error:
+        raise fail(str(file), f"is cut off, or no safetensors file: {error}", _ANEW) from error
+
+
+def _described(client: Client) -> dict[str, Any]:
+    """Describe what a state belongs to: the parameters, the transforms that keep state, and the members of a sum."""
+    params = {name: f"{str(p.dtype).removeprefix('torch.')} {list(p.shape)}" for name, p in client.params().items()}
+    return {"params": params, "step": repr(client.step), "send": repr(client.send), "members": client.members}
+
+
+def _parsed(file: Path, said: Mapping[str, str]) -> dict[str, Any]:
+    try:
+        found = json.loads(said.get("client", ""))
+        return {"params": dict(found["params"]), **{name: found[name] for name in ("step", "send", "members")}}
+    except (ValueError, KeyError, TypeError) as error:
+        raise fail(str(file), "is damaged: it does not say whose state it is", _ANEW) from error
+
+
+def _differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> Iterator[str]:
+    """Say how the client who wrote a state differs from the one who reads it."""
+    theirs, ours = there["params"], here["params"]
+    names = [name for name in {**theirs, **ours} if theirs.get(name) != ours.get(name)]
+    if names:
+        first = names[0]
+        many = f"{len(names)} parameters differ, the first '{first}'" if len(names) > 1 else f"'{first}' differs"
+        yield (
+            f"belongs to another model: of {len(theirs)} parameters there and {len(ours)} here {many}: "
+            f"{theirs.get(first, 'none')} there, {ours.get(first, 'none')} here"
+        )
+    for name in ("step", "send", "members"):
+        if there[name] != here[name]:
+            yield f"belongs to another defence: {name} is {there[name]} there, {here[name]} here"
+
+
+def _misfit(client: Client, state: Mapping[str, Tensor]) -> list[str]:
+    """Say which tensors are not those of the client's state."""
+    wanted = {name: (value.dtype, value.shape) for name, value in client.init(client.params()).items()}
+    given = {name: (value.dtype, value.shape) for name, value in state.items()}
+    names = [name for name in {**wanted, **given} if wanted.get(name) != given.get(name)]
+    return [
+        f"has '{name}' as {_shown(given.get(name))}, where {_shown(wanted.get(name))} is expected" for name in names
+    ]
+
+
+def _shown(kind: Any) -> str:
+    return f"{str(kind[0]).removeprefix('torch.')} {list(kind[1])}" if kind else "nothing"
+
+
+def _digest(held: Tensors) -> str:
+    return hashlib.sha256(save(held)).hexdigest()
