@@ -100,6 +100,8 @@ LAWS = {
         identity=False,
     ),
     "dgc": Law(("dgc(keep=0.1, warmup=3)", "dgc(keep=0.3, momentum=0.5, warmup=0)")),
+    "soteria": Law(("soteria(percentile=60)", "soteria(percentile=40, variant=published_code)")),
+    "outpost": Law(("outpost(beta=0.01)", "outpost(scale=0.5, prune=30, phi=70)"), surrogate=True),
     "dropout": Law(("dropout(p=0.4)", 'dropout(p=0.4, where="body.0 block")')),
     "precode": Law(("precode(k=5, beta=0.1)", 'precode(k=5, position="head")')),
     "cvb": Law(("cvb(beta=0.1)", 'cvb(kernel=1, position="body.1", kl=published_code)')),

@@ -11,12 +11,12 @@ from torch import Tensor, nn
 from torch.func import vmap
 
 from gradveil.client.batched import obstacle, victim_gradients
-from gradveil.client.gradient import Objective, cross_entropy, example_gradients, mean_gradient
+from gradveil.client.gradient import Objective, cross_entropy, example_gradients, last_inputs, mean_gradient
 from gradveil.client.local import Local, train
 from gradveil.core.errors import Problem, fail, refuse
 from gradveil.core.noise import NoiseSpec
 from gradveil.core.tree import Tensors, select, under
-from gradveil.core.types import Batch, BatchTransform, Context, Loss, Transform
+from gradveil.core.types import Batch, BatchTransform, Context, Features, Loss, Transform
 from gradveil.nn.statistics import batch_statistics, running_statistics
 from gradveil.nn.stochastic import model_noise
 
@@ -128,6 +128,7 @@ class Client:
         """Say what a sent update gives away about the intermediates."""
         if self.members > 1:
             return {}
+        sent = {name: sent[name] for name in self._trained if name in sent}  # as transforms expect: in order
         found = under("send", self.send.evidence(sent)) if self.send else {}
         if self.local is None and self.send is None and self.step:
             found |= under("step", self.step.evidence(sent))
@@ -365,7 +366,10 @@ class Client:
         def gradient(examples: Batch) -> Tensors:
             return mean_gradient(self.objective, trained, frozen, examples, inner)
 
-        return Context(params=params, batch=batch, model_noise=inner, gradient=gradient, messages=messages or {})
+        def features(examples: Batch) -> Features:
+            return last_inputs(self.objective, params, examples, inner)
+
+        return Context(params, batch, inner, gradient=gradient, features=features, messages=messages or {})
 
     def _parted(self, params: Mapping[str, Tensor]) -> tuple[Tensors, Tensors]:
         """Part the parameters into the trained and the frozen ones."""

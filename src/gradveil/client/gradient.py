@@ -13,7 +13,8 @@ from torch.func import functional_call, grad, vmap
 
 from gradveil.core.errors import fail
 from gradveil.core.tree import Tensors
-from gradveil.core.types import Batch, Loss
+from gradveil.core.types import Batch, Features, Loss
+from gradveil.nn.paths import caught_inputs, last_layer
 from gradveil.nn.stochastic import buffer_places, collect_penalties
 
 
@@ -98,6 +99,14 @@ class Objective:
         for penalty in penalties:
             value = value + penalty
         return value
+
+
+def last_inputs(objective: Objective, params: Tensors, batch: Batch, noise: Mapping[str, Tensor]) -> Features:
+    """Return what the model's last linear layer takes for a batch, and which layer that is."""
+    layer = last_layer(objective.model)
+    with caught_inputs(objective.model, layer) as caught:
+        objective.outputs(params, batch.inputs, noise)
+    return Features(layer, caught[-1])
 
 
 def mean_gradient(

@@ -38,18 +38,26 @@ class Stage(IntEnum):
     QUANTISE = 4
 
 
+class Features(NamedTuple):
+    """What the last linear layer takes: the layer's path, and its input [B, F] for a batch."""
+
+    layer: str
+    values: Tensor
+
+
 @dataclass(frozen=True)
 class Context:
     """What a transform may need beyond the update. Nothing here is global, nothing is hidden.
 
-    `gradient(batch)` is the client's own differentiable mean gradient, `features(batch)` the input of its last layer.
+    `gradient(batch)` is the client's own differentiable mean gradient, `features(batch)` the input of its last layer:
+    both are computed only where a transform asks.
     """
 
     params: Mapping[str, Tensor]
     batch: Batch
     model_noise: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
     gradient: Callable[[Batch], Tensors] | None = None
-    features: Callable[[Batch], Tensor] | None = None
+    features: Callable[[Batch], Features] | None = None
     messages: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
     """Public messages of the round (a broadcast mask, say), the same for all clients: attackers see them too."""
 

@@ -11,10 +11,12 @@ from gradveil.defences.grammar import entries, parse
 from gradveil.defences.model import CvbSurgery, DropoutSurgery, PrecodeSurgery
 from gradveil.defences.noise import Gaussian, Laplacian
 from gradveil.defences.optimal import OptimalNoise, OptimalPruning
+from gradveil.defences.outpost import Outpost
 from gradveil.defences.presets import DEFENCES
 from gradveil.defences.prune import Dual, Magnitude, Pruning, gamma
 from gradveil.defences.quantise import Quantise, Sign
 from gradveil.defences.sampling import MinMax
+from gradveil.defences.soteria import Soteria
 from gradveil.defences.standin import StandIn
 
 __all__ = [
@@ -38,10 +40,12 @@ __all__ = [
     "ModelSurgery",
     "OptimalNoise",
     "OptimalPruning",
+    "Outpost",
     "PrecodeSurgery",
     "Pruning",
     "Quantise",
     "Sign",
+    "Soteria",
     "StandIn",
     "chain",
     "entries",

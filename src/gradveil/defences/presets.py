@@ -14,6 +14,7 @@ from gradveil.defences.clip import Clip
 from gradveil.defences.compressing import COMPRESSING
 from gradveil.defences.entry import FEEDBACK, KNOWING, PRUNED, DefenceEntry
 from gradveil.defences.feedback import Feedback
+from gradveil.defences.hiding import HIDING
 from gradveil.defences.model import KERNEL, KL, PATH, PATHS, WEIGHT, CvbSurgery, DropoutSurgery, PrecodeSurgery
 from gradveil.defences.noise import Gaussian, Laplacian
 from gradveil.defences.optimal import OptimalNoise, OptimalPruning
@@ -222,6 +223,7 @@ _ENTRIES = (
         ),
         identity={"ratio": 0.0},
     ),
+    *HIDING,
     DefenceEntry(
         name="dropout",
         factory=_dropout,

@@ -6,6 +6,7 @@ from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from decimal import Decimal
+from math import ceil
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -140,6 +141,15 @@ def share(ratio: float, entries: int) -> int:
     (29, 28, 0)
     """
     return int(as_written(ratio) * entries)
+
+
+def below(percentile: float, entries: int) -> int:
+    """Count the entries below a percentile, ceil(p (n - 1) / 100): NumPy's, where no two entries are equal.
+
+    >>> below(80, 6), below(50, 5), below(0, 9), below(99.9, 1)
+    (4, 2, 0, 0)
+    """
+    return ceil(as_written(percentile) * (entries - 1) / 100)
 
 
 def gamma(update: Mapping[str, Tensor], sent: Mapping[str, Tensor]) -> Tensor:

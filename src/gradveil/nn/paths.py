@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -48,14 +49,20 @@ def first_layer(model: nn.Module, inputs: Tensor) -> str:
 
 def features(model: nn.Module, inputs: Tensor, path: str | None = None) -> Tensor:
     """Return the input of the last layer (or of the layer at the path) for a batch; it can be differentiated."""
-    caught: list[Tensor] = []
-    layer = at(model, path or last_layer(model))
-    hook = layer.register_forward_pre_hook(lambda _module, arguments: caught.append(arguments[0]))
-    try:
+    with caught_inputs(model, path or last_layer(model)) as caught:
         model(inputs)
+    return caught[-1]
+
+
+@contextmanager
+def caught_inputs(model: nn.Module, path: str) -> Iterator[list[Tensor]]:
+    """Collect what the module at a path takes in the forward passes inside."""
+    caught: list[Tensor] = []
+    hook = at(model, path).register_forward_pre_hook(lambda _module, arguments: caught.append(arguments[0]))
+    try:
+        yield caught
     finally:
         hook.remove()
-    return caught[-1]
 
 
 def downstream(model: nn.Module, inputs: Tensor) -> set[str]:
