@@ -20,6 +20,7 @@ from gradveil.audit.adaptive import attacks_against
 from gradveil.audit.budget import read_budget, within
 from gradveil.audit.config import RunConfig
 from gradveil.audit.plans import settled
+from gradveil.audit.privacy import privacy_facts
 from gradveil.audit.rounds import Truth, observe, plain_name, updates
 from gradveil.audit.scene import Scene
 from gradveil.client import Client
@@ -117,7 +118,7 @@ def recover(
     tensors |= {f"trace.{count}": value for count, value in found.trace.items()}
     if client.batch:
         tensors["transformed"] = truth.transformed.inputs
-    facts = _facts(scene, client, attack, found, sent, grants) | {
+    facts = _facts(scene, client, attack, found, sent, grants, _first(truth)) | {
         "row_iterations": done or int(found.iterations.sum()) * found.objectives.shape[1]
     }
     # Clones: an attack may return views of one tensor, which cannot be written side by side.
@@ -126,12 +127,18 @@ def recover(
 
 
 def _facts(
-    scene: Scene, client: Client, attack: Attack, found: Reconstruction, sent: Tensors, grants: list[str]
+    scene: Scene,
+    client: Client,
+    attack: Attack,
+    found: Reconstruction,
+    sent: Tensors,
+    grants: list[str],
+    first: Batch,
 ) -> dict[str, Any]:
-    """Say plainly what was attacked, by whom, and what he was told."""
+    """Say plainly what was attacked, by whom, what he was told, and what is proven of the client."""
     return {
         "params": sum(value[0].numel() for value in sent.values()),
-        "guarantee": _guarantee(client),
+        **privacy_facts(scene, client, first),
         "belief": attack.belief,
         "grants": [*scene.facts, *grants],
         "knowledge": told(attack),
@@ -246,11 +253,6 @@ def _at_truth(
         return torch.full_like(found.objective, torch.nan)
     inputs = truth.raw.inputs if attack.belief == "full" else truth.transformed.inputs
     return attack.evaluate(seen, belief, knowledge, key, inputs, truth.noise, found.plan)
-
-
-def _guarantee(client: Client) -> str:
-    said = [part.guarantee for part in (client.step, client.send) if part is not None]
-    return "; ".join(said) or "no formal guarantee"
 
 
 def _name(config: RunConfig, seed: int, index: int, defence: str, attack: str) -> str:

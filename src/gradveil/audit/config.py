@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from gradveil.federated.config import Count, DataConfig, LocalConfig, ModelConfig, Name, Section, digest
+from gradveil.theory.accounting import Training
 
 
 class ClientConfig(Section):
@@ -41,6 +42,23 @@ class ClientConfig(Section):
         return self
 
 
+class PrivacyConfig(Section):
+    """The training that is planned, for epsilons: how often an example (for `user-dp`, a client) is in a noisy sum."""
+
+    steps: Count
+    """Noisy sums in the whole training: steps of DP-SGD, or rounds of `user-dp`."""
+    rate: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Share of the examples (of the clients) that is in each sum."""
+    delta: Annotated[float, Field(gt=0, lt=1)] = 1e-5
+    sampling: Literal["poisson", "shuffled"] = "poisson"
+    """`poisson`: each is in a sum with probability `rate`; `shuffled`: batches of fixed size, not amplified."""
+    accountant: Literal["pld", "rdp"] = "pld"
+
+    def build(self) -> Training:
+        """Return what the accountant is asked about."""
+        return Training(**self.model_dump())
+
+
 class RunConfig(Section):
     """A run: every client, defended by every defence, attacked by every attack, with every seed."""
 
@@ -67,6 +85,8 @@ class RunConfig(Section):
     restarts: Count | None = None
     budget: Annotated[str, Field(pattern=r"^\s*\d+(\.\d+)?\s*[smh]?\s*$")] | None = None
     """What all attacks on one defence may spend together: victim-iterations (64000) or working time (90s, 10m, 2h)."""
+    privacy: PrivacyConfig | None = None
+    """The planned training, for the epsilons of `dp`, `fed-cdp` and `user-dp` in the report; None tells none."""
     images: bool = True
     """Keep truths and reconstructions, which are private images; False keeps scores only."""
     precision: Literal["float32", "float64"] = "float32"

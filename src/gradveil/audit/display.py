@@ -226,8 +226,18 @@ def legend(cells: Sequence[Cell], config: Mapping[str, Any] | None = None) -> st
     states = {examine(row, rows).state for row in rows}
     healths = [f"{label}: {meaning}" for state, (label, meaning) in STATES.items() if state in states]
     told += [f"Health of the attack, {health}." for health in healths]
+    told += [f"Proven of {listing(names)}: {promise}." for promise, names in _promises(rows).items()]
     diverged = sum(summarise(cell)["statuses"].get("diverged", 0) for cell in cells)
     told += [f"{diverged} victims' attacks diverged and count as failed."] if diverged else []
     changed = list(dict.fromkeys(change for cell in cells for change in cell.info.get("prepared", ())))
     told += [f"Changed in the model: {'; '.join(changed)}."] if changed else []
     return "\n".join(told)
+
+
+def _promises(rows: Sequence[Row]) -> dict[str, list[str]]:
+    """Group the defences by what is proven of them."""
+    found: dict[str, list[str]] = {}
+    for row in rows:
+        if not row.undefended and row.info.get("guarantee") and row.defence not in found.get(row.info["guarantee"], []):
+            found.setdefault(str(row.info["guarantee"]), []).append(row.defence)
+    return found

@@ -114,6 +114,7 @@ def summarise(cell: Cell) -> dict[str, Any]:
         "psnr_mean": _mean(images, "psnr"),
         "mse_mean": _mean(images, "mse"),
         "label_accuracy": _mean(records, "label_accuracy"),
+        "guarantee": info.get("guarantee"),
         "distance": info.get("distance"),
         "bytes_sent": info.get("bytes_sent"),
         "seconds": info.get("seconds"),

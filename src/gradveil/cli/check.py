@@ -13,6 +13,7 @@ from rich.text import Text
 from torch import nn
 
 from gradveil.audit.config import RunConfig
+from gradveil.audit.privacy import privacy_problems
 from gradveil.audit.reader import assemble, read
 from gradveil.audit.scene import model_problems, open_scene, scene_problems
 from gradveil.core.errors import Problem, refuse
@@ -47,7 +48,8 @@ def check(
 ) -> int:
     """Say whether a model can be audited with some data, or all that a run file asks for, without attacking anything.
 
-    Every problem is told with its place and its remedy. Exit codes: 0 nothing in the way (warnings may be shown); 1
+    Every problem is told with its place and its remedy; differential privacy that is void, or whose epsilon means
+    nothing, is warned of. Exit codes: 0 nothing in the way (warnings may be shown); 1
     problems were found; 2 wrong use: a bad run file or option, data or a model that is not there.
     """
     flags = {
@@ -65,6 +67,7 @@ def check(
     net = scene.model(config.seeds[0])  # A model that cannot be built is wrong use: it raises.
     problems = list(scene_problems(scene))
     problems += [] if _stopped(problems) else model_problems(scene)
+    problems += [] if _stopped(problems) else privacy_problems(scene)
     if as_json:
         keys = ("where", "what", "remedy", "severity")
         typer.echo(json.dumps([{key: getattr(p, key) for key in keys} for p in problems], indent=1))

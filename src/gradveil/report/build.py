@@ -13,6 +13,7 @@ from markupsafe import Markup
 
 from gradveil.audit.attacker import ATTACKERS, POSITIONS
 from gradveil.audit.health import STATES, descent, examine, guesses
+from gradveil.audit.privacy import proven
 from gradveil.audit.rows import Row
 from gradveil.audit.store import Cell, Run, load_run
 from gradveil.audit.threat import threat_model
@@ -115,6 +116,8 @@ def context(run: Run) -> dict[str, Any]:
         "knowledge": method.knowledge(rows),
         "descriptions": method.descriptions(rows),
         "guarantees": method.guarantees(rows),
+        "suspicions": method.suspicions(rows),
+        "proven": proven,
         "citations": method.citations(rows),
         "statuses": method.statuses(rows, len(failed)),
         "missing": method.missing([c.info for c in run.cells], [r for c in done for r in c.records]),

@@ -46,13 +46,18 @@ def knowledge(rows: Sequence[Row]) -> list[dict[str, Any]]:
 
 
 def guarantees(rows: Sequence[Row]) -> list[tuple[str, str]]:
-    """List what the defences promise on paper: who makes a promise, and which."""
+    """List what is proven of the defences: of whom, and what."""
     found: dict[str, list[str]] = {}
     for row in rows:
         if not row.undefended and row.info.get("guarantee"):
             promise = str(row.info["guarantee"])
             found.setdefault("no formal guarantee" if promise == "none" else promise, []).append(row.defence_name)
     return [(listing(distinct(names)), promise) for promise, names in found.items()]
+
+
+def suspicions(rows: Sequence[Row]) -> list[str]:
+    """List the warnings about differential privacy, each with its defence."""
+    return distinct([f"{row.defence_name}: {told}" for row in rows for told in row.info.get("suspicions", ())])
 
 
 def citations(rows: Sequence[Row]) -> list[str]:

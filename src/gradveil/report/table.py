@@ -10,6 +10,7 @@ from typing import Any
 
 from gradveil.audit.attacker import ATTACKERS
 from gradveil.audit.health import examine
+from gradveil.audit.privacy import proven
 from gradveil.audit.rows import Row
 from gradveil.core.words import duration, number, percent, size
 from gradveil.report.price import price
@@ -99,6 +100,7 @@ COLUMNS: tuple[Column, ...] = (
         number,
     ),
     Column("cosine", "Cosine", "cosine of the sent and the raw update", _info("cosine"), number),
+    _text("proven", "Proven", "epsilon, where the run tells of its training", lambda row: proven(row.info)),
     Column(
         "objective_initial",
         "Obj. start",

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cache
 from typing import Literal
 
 from gradveil.core.allowed import COUNT, KEPT, STRENGTH, Choice, Range, collect
@@ -101,6 +102,7 @@ def assumptions(training: Training, unit: Unit = "example") -> str:
     return f"each {unit} is in {sums} {share}; neighbours differ by one {unit} added or removed"
 
 
+@cache
 def _epsilon(noise: float, training: Training, accountant: Accountant) -> float:
     # It takes a second to load, which only those wait for who ask for an epsilon.
     import dp_accounting  # pyright: ignore[reportMissingImports]

@@ -1,0 +1,202 @@
+"""What a defended client promises: which differential privacy its clips and noise amount to, and what voids it.
+
+Nothing here goes by a defence's name: the stages of the client are walked through, so a composition promises what its
+parts do, and a heuristic promises nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from gradveil.client import Client
+from gradveil.core.noise import Key
+from gradveil.core.tree import Tensors, tmap
+from gradveil.core.types import Batch, Context, Stage, Transform
+from gradveil.defences.base import Chain
+from gradveil.defences.clip import Clip
+from gradveil.defences.noise import Gaussian, Laplacian
+from gradveil.theory.accounting import Training, Unit, assumptions, epsilon
+
+NOTHING = "no formal guarantee"
+
+
+@dataclass(frozen=True)
+class Mechanism:
+    """Normal noise on a mean of vectors, of which each unit's share is bounded."""
+
+    unit: Unit
+    """Whose presence it hides: an example's, or a whole client's."""
+    multiplier: float
+    """The noise's standard deviation over what one unit can change; of a sum over clients, the noise of all."""
+    sums: int
+    """How many such means one update is made from: local steps."""
+    bound: float
+    """What one unit can change the mean by: the clip norm, over the number of examples."""
+    scaled_to: float | None = None
+    """What the noise was scaled for, in the units of `bound`; None where nobody said."""
+
+
+@dataclass(frozen=True)
+class Privacy:
+    """The mechanisms of a client, and the reason why they promise nothing, if there is one."""
+
+    mechanisms: tuple[Mechanism, ...]
+    void: str | None = None
+
+    def promise(self, training: Training | None = None) -> str:
+        """Say in words what is proven: an epsilon where the training is known, never one for a heuristic."""
+        if self.void or not self.mechanisms:
+            return f"{NOTHING}: {self.void}" if self.void else NOTHING
+        return "; ".join(_promise(mechanism, training) for mechanism in self.mechanisms)
+
+
+def examine(client: Client, batch: Batch) -> Privacy:
+    """Find the mechanisms of a defended client with batches of this shape, and whether something voids them.
+
+    The batch holds the examples of all members.
+    """
+    examples = batch.inputs.shape[0] // client.members
+    each_step = client.local.batch if client.local else examples
+    found: list[Mechanism] = []
+    if client.local:
+        steps = client.local.count(examples)
+        # Nobody sees sums of single steps, so there the noise of other members does not count.
+        found += _mechanisms(stages(client.step), each_step, client, steps, members=1)
+        found += _mechanisms(stages(client.send), examples, client, 1, client.members)
+    else:
+        both = (*stages(client.step), *stages(client.send))
+        found += _mechanisms(both, each_step, client, 1, client.members)
+    return Privacy(tuple(found), _voided(client, batch) if found else None)
+
+
+def stages(transform: Transform | None) -> tuple[tuple[str, Transform], ...]:
+    """List a transform's stages by name."""
+    if transform is None:
+        return ()
+    return tuple(transform) if isinstance(transform, Chain) else (("transform", transform),)
+
+
+def data_dependent(stage: Transform, client: Client, batch: Batch) -> bool:
+    """Find out whether a stage looks at the examples again, beyond the update it is handed.
+
+    It is run on one random update and two batches, and may neither differ nor ask for gradients or features.
+    """
+    if stage.directions(batch):
+        return True
+    asked = False
+
+    def ask(examples: Batch) -> Tensors:
+        nonlocal asked
+        asked = True
+        return tmap(torch.zeros_like, sent)
+
+    def features(examples: Batch) -> Tensor:
+        ask(examples)
+        return torch.zeros_like(examples.inputs.flatten(1))
+
+    sent = _sent(client)
+    noise = stage.noise(sent).sample(Key(0, ("stage",)))
+    update = {name: _normal(value, name) for name, value in sent.items()}
+    results: list[Tensors] = []
+    for own in (batch, Batch(batch.inputs.flip(-1) + 1, torch.zeros_like(batch.targets))):
+        context = Context(sent, own, gradient=ask, features=features)
+        results.append(stage.apply(update, stage.init(sent), noise, context)[0])
+    return asked or any(not torch.equal(value, results[1][name]) for name, value in results[0].items())
+
+
+def noise_is_shared(stage: Transform, client: Client, batch: Batch) -> bool:
+    """Find out whether two clients, whose noise is drawn with different keys, add the same noise all the same.
+
+    Then it cancels in the difference of their updates, and who knows the seed subtracts it.
+    """
+    if stage.stage != Stage.NOISE or stage.directions(batch):
+        return False
+    sent = _sent(client)
+    context, nothing = Context(sent, batch), tmap(torch.zeros_like, sent)
+    added = [
+        stage.apply(nothing, stage.init(sent), stage.noise(sent).sample(Key(0, ("client", number))), context)[0]
+        for number in range(2)
+    ]
+    same = all(torch.equal(value, added[1][name]) for name, value in added[0].items())
+    return same and any(bool(value.any()) for value in added[0].values())
+
+
+@dataclass
+class _Walk:
+    """What is known of one unit on the way through the stages."""
+
+    unit: Unit
+    bound: float = math.inf
+    variance: float = 0.0
+    scaled_to: float | None = None
+    closed: bool = field(default=False)
+    """The noise is on, and another stage came after it: further noise does not add to it."""
+
+    def take(self, stage: Transform, examples: int, layers: int) -> None:
+        """Pass one stage."""
+        if isinstance(stage, Gaussian):
+            if not self.closed and self.bound < math.inf:
+                self.variance += stage.on_mean(stage.std, examples) ** 2
+                told = stage.scaled_to
+                self.scaled_to = None if told is None else stage.on_mean(told, examples)
+        elif self.variance:
+            self.closed = True
+        elif isinstance(stage, Clip):
+            if stage.per_example == (self.unit == "example"):
+                of_one = stage.bound(layers) / (examples if stage.per_example else 1)
+                self.bound = min(self.bound, of_one)
+        elif not isinstance(stage, Laplacian):
+            # Whatever it does to a vector may bring two neighbouring ones further apart.
+            self.bound = math.inf
+
+
+def _mechanisms(
+    chain: tuple[tuple[str, Transform], ...], examples: int, client: Client, sums: int, members: int
+) -> Iterator[Mechanism]:
+    """Walk through the stages on the mean over so many examples, once for each unit.
+
+    Clipping a mean moves no two means apart, so it keeps an example's bound. Summed members add up their noise.
+    """
+    layers = len(client.trained())
+    units: tuple[Unit, Unit] = "example", "client"
+    for unit in units:
+        walk = _Walk(unit)
+        for _, stage in chain:
+            walk.take(stage, examples, layers)
+        if walk.variance:
+            noise = math.sqrt(walk.variance * members) / walk.bound
+            yield Mechanism(unit, noise, sums, walk.bound, walk.scaled_to)
+
+
+def _voided(client: Client, batch: Batch) -> str | None:
+    if client.batch:
+        return "the batch is changed before the clip, so that one example may reach the gradients of others"
+    for name, stage in (*stages(client.step), *stages(client.send)):
+        if data_dependent(stage, client, batch):
+            return f"'{name}' looks at the data again, which no noise before it covers"
+        if noise_is_shared(stage, client, batch):
+            return f"'{name}' adds the same noise to every client"
+    return None
+
+
+def _promise(mechanism: Mechanism, training: Training | None) -> str:
+    noise = f"noise multiplier {mechanism.multiplier:.4g}"
+    if training is None:
+        many = f", {mechanism.sums} noisy sums an update" if mechanism.sums > 1 else ""
+        return f"differential privacy of each {mechanism.unit} ({noise}{many}); epsilon follows from the training"
+    found = f"epsilon {epsilon(mechanism.multiplier, training):.4g} at delta {training.delta:g}"
+    return f"{found} of each {mechanism.unit} ({noise}; {assumptions(training, mechanism.unit)})"
+
+
+def _sent(client: Client) -> Mapping[str, Tensor]:
+    params = client.params()
+    return {name: params[name] for name in client.trained()}
+
+
+def _normal(value: Tensor, name: str) -> Tensor:
+    return torch.randn(value.shape, dtype=value.dtype, generator=Key(0, (name,)).generator()).to(value.device)

@@ -1,0 +1,277 @@
+"""What clips and noise amount to, whatever the defence is called; what voids it; and the warnings about both."""
+
+import math
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import pytest
+import torch
+
+from gradveil.client import Client, Local
+from gradveil.core.noise import Key, Noise, NoiseSpec, Normal
+from gradveil.core.tree import norm, tmap
+from gradveil.core.types import Batch, BatchTransform, Context, Stage, Transform
+from gradveil.defences import DEFENCES, Clip, Defence, Gaussian, chain, parse
+from gradveil.defences.lint import suspicions
+from gradveil.defences.privacy import NOTHING, data_dependent, examine
+from gradveil.theory.accounting import Training, epsilon
+from tests.laws.cases import LAWS, B, Tiny, draw_batch
+
+PLAIN = Client(Tiny())
+TRAINED = Client(Tiny(), local=Local(2, 0.3, steps=3))
+BATCH = draw_batch(Key(0))
+LAYERS = len(PLAIN.trained())
+
+
+def found(defence: str | Defence, client: Client = PLAIN):
+    built = parse(defence) if isinstance(defence, str) else defence
+    return examine(built(client), BATCH)
+
+
+def multipliers(defence: str | Defence, client: Client = PLAIN):
+    return {m.unit: m.multiplier for m in found(defence, client).mechanisms}
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        ("dp(clip=2, sigma=0.7)", {"example": 0.7}),
+        ("dp(clip=2, sigma=0.7, on=mean)", {"example": 0.7 * B}),
+        ("fed-cdp(clip=2, sigma=0.7)", {"example": 0.7 / math.sqrt(LAYERS)}),
+        ("user-dp(clip=2, sigma=0.7)", {"client": 0.7}),
+        ("clip-example(2) + gaussian(0.5)", {"example": 0.5 * B / 2}),
+        ("clip(2) + gaussian(3)", {"client": 1.5}),
+        ("dp(clip=2, sigma=0.7) + user-dp(clip=1, sigma=3)", {"example": 0.7, "client": 3.0}),
+        ("dp(clip=2, sigma=0.7) + clip-example(1)", {"example": 1.4}),
+        ("dp(clip=2, sigma=3) + gaussian(2)", {"example": math.hypot(3, 2 * B / 2)}),
+        ("dp(clip=2, sigma=0.7) + laplace(1) + quantise + prune(0.5) + dropout + cvb", {"example": 0.7}),
+        ("dp(clip=2, sigma=0)", {}),
+        ("gaussian(1)", {}),
+        ("clip(1)", {}),
+        ("clip-example(1) + laplace(1)", {}),
+    ],
+)
+def test_mechanisms_of_one_gradient(text, wanted):
+    assert multipliers(text) == pytest.approx(wanted)
+
+
+def test_local_training_releases_every_step():
+    (mechanism,) = found("dp(clip=2, sigma=0.7)", TRAINED).mechanisms
+    assert (mechanism.sums, mechanism.multiplier) == (3, pytest.approx(0.7))
+    assert multipliers("user-dp(clip=2, sigma=0.7)", TRAINED) == pytest.approx({"client": 0.7})
+    # What three steps of clipped gradients add up to is not bounded by the clip of each.
+    assert multipliers("clip-example(2) + gaussian(0.5)", TRAINED) == {}
+
+
+def test_members_of_a_sum_add_up_their_noise():
+    four = replace(PLAIN, members=4)
+    assert multipliers("user-dp(clip=2, sigma=0.5)", four) == pytest.approx({"client": 1.0})
+    assert multipliers("dp(clip=2, sigma=0.5)", four) == pytest.approx({"example": 1.0})
+    trained = replace(TRAINED, members=4)
+    assert multipliers("user-dp(clip=2, sigma=0.5)", trained) == pytest.approx({"client": 1.0})
+    assert multipliers("dp(clip=2, sigma=0.5)", trained) == pytest.approx({"example": 0.5})
+
+
+@pytest.mark.parametrize(
+    "text", ["dp(clip=0.3, sigma=1)", "fed-cdp(clip=0.3, sigma=1)", "dp(clip=0.3, sigma=1, on=mean)"]
+)
+def test_bounds_are_what_one_example_can_change(text):
+    """The greatest change by leaving one out, its gradient taken from B times the mean, reaches the bound."""
+    client = parse(text)(PLAIN)
+    (mechanism,) = examine(client, BATCH).mechanisms
+    params = client.params()
+    silent = client.noise_spec(params, BATCH).neutral()
+    whole = client.update(params, BATCH, silent, {})[0]
+    changes = []
+    for i in range(B):
+        keep = [j for j in range(B) if j != i]
+        rest = Batch(BATCH.inputs[keep], BATCH.targets[keep])
+        without = client.update(params, rest, client.noise_spec(params, rest).neutral(), {})[0]
+        changes.append(float(norm({n: whole[n] - without[n] * (B - 1) / B for n in whole})))
+    assert max(changes) <= mechanism.bound * (1 + 1e-9)
+    assert max(changes) > 0.8 * mechanism.bound
+
+
+@pytest.mark.parametrize("name", DEFENCES)
+def test_only_clipped_normal_noise_of_the_table_promises_anything(name):
+    said = found(LAWS[name].texts[0]).promise()
+    assert said.startswith("differential privacy of each") == (name in {"dp", "fed-cdp", "user-dp"})
+    assert "epsilon" not in said.replace("epsilon follows from the training", "")
+    if name not in {"dp", "fed-cdp", "user-dp"}:
+        assert said == NOTHING
+
+
+@pytest.mark.parametrize("text", ["optimal-noise(0.1, clamp=0.5)", "optimal-prune(0.5)"])
+def test_optimal_defences_void_what_comes_before(text):
+    """Their noise, or their mask, is fitted to the private gradient's own derivative."""
+    privacy = found(f"dp(clip=1, sigma=2) + {text}")
+    assert privacy.mechanisms
+    assert privacy.promise(Training(10)).startswith(f"{NOTHING}: ")
+    assert "looks at the data again" in privacy.promise()
+    assert found(text).promise(Training(10)) == NOTHING
+
+
+class Peeking(Transform):
+    """Scales by the mean of the private inputs."""
+
+    stage = Stage.QUANTISE
+
+    def apply(self, update, state, noise, context: Context):
+        return tmap(lambda value: value * context.batch.inputs.mean(), update), state
+
+
+class Differentiating(Transform):
+    """Sends the gradient once more, beside the noise."""
+
+    stage = Stage.QUANTISE
+
+    def apply(self, update, state, noise, context: Context):
+        assert context.gradient is not None
+        return tmap(torch.add, update, context.gradient(context.batch)), state
+
+
+@dataclass(frozen=True)
+class Seeded(Transform):
+    """Draws its noise from a seed in the program: the same for all who run it."""
+
+    stage: ClassVar[Stage] = Stage.NOISE
+
+    def apply(self, update, state, noise, context):
+        return {
+            n: v + torch.randn(v.shape, generator=Key(3).generator(), dtype=v.dtype) for n, v in update.items()
+        }, state
+
+
+@dataclass(frozen=True)
+class Deaf(Normal):
+    """A law that does not listen to its generator."""
+
+    def sample(self, shape, dtype, generator):
+        return super().sample(shape, dtype, Key(3).generator())
+
+
+@dataclass(frozen=True)
+class Repeating(Gaussian):
+    """Declares its noise, and draws the same for every key."""
+
+    def noise(self, params):
+        return NoiseSpec({n: Noise(tuple(p.shape), Deaf(), dtype=p.dtype) for n, p in params.items()})
+
+
+class Mixing(BatchTransform):
+    """Adds a neighbour to every example."""
+
+    def noise(self, batch):
+        return NoiseSpec()
+
+    def apply(self, batch, noise):
+        return Batch(batch.inputs + batch.inputs.roll(1, 0), batch.targets)
+
+
+def after_dp(transform: Transform) -> Defence:
+    return parse("dp(clip=1, sigma=2)") + Defence("mine", send=chain(mine=transform))
+
+
+@pytest.mark.parametrize("transform", [Peeking(), Differentiating()])
+def test_a_stage_of_somebody_else_that_looks_at_the_data_is_found(transform):
+    assert "'mine' looks at the data again" in (found(after_dp(transform)).void or "")
+
+
+def test_stages_of_the_table_do_not_look_at_the_data():
+    for name, law in LAWS.items():
+        client = parse(law.texts[0])(PLAIN)
+        for slot in (client.step, client.send):
+            for _, stage in slot or ():
+                assert data_dependent(stage, client, BATCH) == name.startswith("optimal"), name
+
+
+def test_a_batch_that_is_mixed_before_the_clip_voids_it():
+    assert found(parse("dp(sigma=2)") + Defence("mix", batch=(Mixing(),))).void
+
+
+def test_noise_from_a_shared_seed_promises_nothing():
+    repeating = found(Defence("shared", send=chain(clip=Clip(1.0), noise=Repeating(2.0))))
+    assert repeating.mechanisms
+    assert "the same noise" in repeating.promise()
+    assert found(Defence("shared", send=chain(clip=Clip(1.0), noise=Seeded()))).promise() == NOTHING
+
+
+def test_an_update_with_a_stage_of_unknown_effect_before_the_noise_is_not_bounded():
+    class Stretch(Transform):
+        stage = Stage.CLIP
+
+        def apply(self, update, state, noise, context):
+            return tmap(lambda value: 5 * value, update), state
+
+    assert multipliers(Defence("mine", send=chain(clip=Clip(1.0), stretch=Stretch(), noise=Gaussian(1.0)))) == {}
+
+
+def warned(defence: str | Defence, training: Training | None = None, client: Client = PLAIN) -> list[str]:
+    problems = [*suspicions((parse(defence) if isinstance(defence, str) else defence)(client), BATCH, training)]
+    assert all(problem.severity == "warning" for problem in problems)
+    return [f"{problem.where}: {problem.what}" for problem in problems]
+
+
+def test_heuristics_are_not_warned_of():
+    for text in ("none", "gaussian(0.1)", "prune(0.5)", "optimal-noise(0.1)", "clip(1)", "dropout + cvb"):
+        assert warned(text) == []
+
+
+class TestWithAnAccountant:
+    @pytest.fixture(autouse=True)
+    def _accountant(self):
+        pytest.importorskip("dp_accounting", reason="the environment is older than pyproject.toml: make")
+
+    def test_sound_mechanisms_are_not_warned_of(self):
+        for text in (
+            "dp(clip=1, sigma=2)",
+            "user-dp(clip=1, sigma=2)",
+            "dp(clip=1, sigma=2) + prune(0.5, feedback=true)",
+        ):
+            assert warned(text) == []
+        assert warned("dp(clip=1, sigma=1)", Training(1000, 0.01)) == []
+
+    def test_sensitivity_and_clip_that_disagree(self):
+        (told,) = warned("fed-cdp(clip=4, sigma=6)")
+        assert told.startswith(
+            "noise: the noise is scaled to a sensitivity of 1, and one example can change the mean by 2.4"
+        )
+        assert "noise multiplier is 2.449, 0.4082 times sigma" in told
+        (told,) = warned("dp(clip=5, sigma=2) + clip-example(1)")
+        assert "5 times sigma" in told
+        (told,) = warned("dp(clip=5, sigma=2, on=mean)")
+        assert "noise multiplier is 8" in told
+
+    def test_an_epsilon_that_means_nothing(self):
+        (told,) = warned("dp(clip=20, sigma=1e-3)")
+        assert "epsilon of one update alone is " in told
+        assert "no guarantee to rely on" in told
+        (told,) = warned("dp(clip=1, sigma=1)", Training(1000))
+        assert "epsilon of a training of 1,000 sums" in told
+        (told,) = warned("dp(clip=1, sigma=1)", client=replace(TRAINED, local=Local(2, 0.3, steps=30)))
+        assert "of one update alone" in told
+
+    def test_noise_from_a_shared_seed(self):
+        told = warned(Defence("seeded", send=chain(clip=Clip(1.0), noise=Seeded())))
+        assert len(told) == 1
+        assert told[0].startswith("send.noise: adds the same noise to every client")
+        assert any(
+            "same noise" in line for line in warned(Defence("rep", send=chain(clip=Clip(1.0), noise=Repeating(2.0))))
+        )
+
+    def test_a_step_that_looks_at_the_data(self):
+        (told,) = warned("dp(clip=1, sigma=2) + optimal-prune(0.5)")
+        assert told.startswith("send.prune: looks at the data again")
+        (told,) = warned(after_dp(Peeking()))
+        assert told.startswith("send.mine: looks at the data again")
+        (told,) = warned(parse("dp(clip=1, sigma=2)") + Defence("mix", batch=(Mixing(),)))
+        assert told.startswith("batch: changes the batch before the clip")
+
+    def test_promises_with_a_training_name_their_epsilon_and_what_they_assume(self):
+        training = Training(1000, 0.01)
+        said = found("dp(clip=1, sigma=1)").promise(training)
+        assert said.startswith(f"epsilon {epsilon(1.0, training):.4g} at delta 1e-05 of each example")
+        assert "(Poisson)" in said
+        both = found("dp(clip=1, sigma=1) + user-dp(clip=1, sigma=2)").promise(training)
+        assert "of each example" in both
+        assert "neighbours differ by one client" in both
