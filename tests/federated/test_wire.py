@@ -1,0 +1,213 @@
+"""The encoding of updates: what arrives is what was sent, in few bytes; anything else is refused, each kind by name."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from gradveil.core.errors import GradveilError
+from gradveil.federated import header
+from gradveil.federated.wire import Layout, WireError, decode, encode, inspect
+from gradveil.nn.models import build
+
+DTYPES = list(header.DTYPES)
+
+
+def sparse(shape: tuple[int, ...], density: float, generator: torch.Generator) -> Tensor:
+    return torch.randn(shape, generator=generator) * (torch.rand(shape, generator=generator) < density)
+
+
+def same(first: dict[str, Tensor], second: dict[str, Tensor]) -> None:
+    assert list(first) == list(second)
+    for name, value in first.items():
+        torch.testing.assert_close(value, second[name], rtol=0, atol=0, equal_nan=True)
+
+
+@given(st.data())
+def test_what_arrives_is_what_was_sent(data: st.DataObject) -> None:
+    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 1000)))
+    shapes = data.draw(st.lists(st.lists(st.integers(0, 7), max_size=4).map(tuple), max_size=4))
+    density = data.draw(st.sampled_from([0.0, 0.003, 0.03, 0.2, 0.6, 1.0]))
+    update = {
+        f"t{i}": sparse(shape, density, generator).to(data.draw(st.sampled_from(DTYPES)))
+        for i, shape in enumerate(shapes)
+    }
+    update["long"] = sparse((1 << data.draw(st.integers(0, 14)),), density, generator)
+    mask = None
+    if data.draw(st.booleans()):
+        mask = {
+            name: (value != 0) | (torch.rand(value.shape, generator=generator) < 0.2) for name, value in update.items()
+        }
+    encoded = encode(update, mask=mask, deflate=data.draw(st.booleans()))
+    same(decode(encoded, Layout.of(update), mask=mask), update)
+
+
+@pytest.mark.parametrize("bits", [16, 32])
+@pytest.mark.parametrize("density", [0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.38, 0.5])
+def test_size_is_within_one_percent_of_the_bound(density: float, bits: int, generator: torch.Generator) -> None:
+    n = 400_000
+    update = {"w": sparse((n,), density, generator)}
+    k = int(update["w"].count_nonzero())
+    d = k / n
+    bound = (-n * (d * math.log2(d) + (1 - d) * math.log2(1 - d)) + bits * k) / 8
+    encoded = encode(update, values=torch.float16 if bits == 16 else None)
+    assert bound <= len(encoded) <= 1.01 * bound
+
+
+@pytest.mark.parametrize(("dtype", "least_zeros"), [(torch.float32, 32), (torch.float16, 16), (torch.bfloat16, 16)])
+def test_a_tensor_is_dense_where_that_is_smaller(dtype: torch.dtype, least_zeros: int) -> None:
+    value = torch.ones(1024, dtype=dtype)
+    value[:-1:32][: 1024 // least_zeros] = 0
+    value[1:-1:32][: 1024 // least_zeros - 32] = 0
+    assert int((value == 0).sum()) == 1024 // least_zeros
+    assert inspect(encode({"w": value})).entries[0].low is None
+    value[3] = 0
+    assert inspect(encode({"w": value})).entries[0].low == 0
+
+
+def test_what_is_zero_on_the_wire_is_not_sent() -> None:
+    value = torch.zeros(64)
+    value[:3] = torch.tensor([-0.0, 1e-9, 2.0])
+    assert inspect(encode({"w": value})).entries[0].kept == 2
+    encoded = encode({"w": value}, values=torch.float16)
+    assert inspect(encoded).entries[0].kept == 1
+    assert decode(encoded, Layout.of({"w": value}))["w"].tolist() == [0, 0, 2.0] + [0] * 61
+
+
+@pytest.mark.parametrize("zeros", [1, 100])
+def test_zeros_have_no_sign(zeros: int) -> None:
+    value = torch.cat([torch.ones(200), -torch.zeros(zeros)])
+    arrived = decode(encode({"w": value}), Layout.of({"w": value}))["w"]
+    assert not arrived.signbit().any()
+
+
+def test_narrow_values_arrive_in_the_models_dtype(generator: torch.Generator) -> None:
+    update = {"w": sparse((50,), 0.5, generator), "h": torch.ones(3, dtype=torch.bfloat16)}
+    update["d"] = torch.tensor([1e300], dtype=torch.float64) * 0 + 1.25
+    encoded = encode(update, values=torch.float16)
+    assert [entry.values for entry in inspect(encoded).entries] == [torch.float16, torch.bfloat16, torch.float16]
+    same(decode(encoded, Layout.of(update)), {n: v if n == "h" else v.half().to(v.dtype) for n, v in update.items()})
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("zeros", [0, 30])
+def test_values_that_are_not_finite_are_refused_on_both_sides(bad: float, dtype: torch.dtype, zeros: int) -> None:
+    update = {"w": torch.tensor([1.0, bad, -2.0] + [0.0] * zeros, dtype=dtype)}
+    with pytest.raises(GradveilError, match="1 values are not finite"):
+        encode(update)
+    encoded = encode(update, nonfinite="keep")
+    with pytest.raises(WireError, match="not finite"):
+        decode(encoded, Layout.of(update))
+    same(decode(encoded, Layout.of(update), nonfinite="keep"), update)
+    largest = {"w": torch.tensor([torch.finfo(dtype).max, torch.finfo(dtype).min], dtype=dtype)}
+    same(decode(encode(largest), Layout.of(largest)), largest)
+
+
+def test_a_value_too_large_for_the_wire_is_refused() -> None:
+    with pytest.raises(GradveilError, match=r"not finite in float16.*wider"):
+        encode({"w": torch.tensor([1.0, 7e4])}, values=torch.float16)
+
+
+def test_a_shared_mask_takes_the_positions_away(generator: torch.Generator) -> None:
+    mask = {"w": torch.rand(10_000, generator=generator) < 0.4}
+    aggregate = {"w": torch.randn(10_000, generator=generator) * mask["w"]}
+    upload = {"w": aggregate["w"] * (torch.rand(10_000, generator=generator) < 0.5)}
+    down, up = encode(aggregate, mask=mask), encode(upload, mask=mask)
+    inside, kept = int(mask["w"].sum()), int(upload["w"].count_nonzero())
+    assert inspect(down).entries[0].position_bytes == 0
+    assert len(down) - inspect(down).start - 4 == 4 * inside
+    # Half of the mask: one bit for each of its entries, where the code without the mask needs one for each of all.
+    assert inspect(up).entries[0].position_bytes == pytest.approx(inside / 8, rel=0.01)
+    assert len(up) - inspect(up).start - 4 == pytest.approx(4 * kept + inside / 8, rel=0.001)
+    same(decode(down, Layout.of(aggregate), mask=mask), aggregate)
+    same(decode(up, Layout.of(aggregate), mask=mask), upload)
+
+
+def test_a_mask_is_the_one_that_was_shared(generator: torch.Generator) -> None:
+    mask = {"w": torch.rand(100, generator=generator) < 0.4}
+    update = {"w": torch.randn(100, generator=generator) * mask["w"]}
+    encoded, layout = encode(update, mask=mask), Layout.of(update)
+    other = {"w": mask["w"].roll(1)}
+    for wrong, data in ((other, encoded), (None, encoded), (mask, encode(update))):
+        with pytest.raises(WireError, match="not the one that the update was encoded with"):
+            decode(data, layout, mask=wrong)
+    outside = {"w": torch.ones(100)}
+    with pytest.raises(GradveilError, match=f"{100 - int(mask['w'].sum())} entries outside the shared mask"):
+        encode(outside, mask=mask)
+    with pytest.raises(GradveilError, match=r"mask\.v: .*\nmask\.w: "):
+        decode(encoded, layout, mask={"v": mask["w"]})
+
+
+def test_an_update_of_another_model_is_refused_with_both_descriptions() -> None:
+    update = {"w": torch.zeros(2, 3), "b": torch.zeros(2), "old": torch.zeros(1)}
+    expected = {"w": torch.zeros(2, 4), "b": torch.zeros(2, dtype=torch.float16), "new": torch.zeros(1)}
+    with pytest.raises(WireError) as caught:
+        decode(encode(update), Layout.of(expected))
+    told = [f"{problem.where} {problem.what}" for problem in caught.value.problems]
+    assert told == [
+        "update.w is float32 [2, 3], expected float32 [2, 4]",
+        "update.b is float32 [2], expected float16 [2]",
+        "update.new is missing, expected float32 [1]",
+        "update.old is float32 [1], and the model has no such tensor",
+    ]
+    many = {f"t{i}": torch.zeros(1) for i in range(100)}
+    with pytest.raises(WireError, match="differs in 92 more tensors"):
+        decode(encode(many), Layout.of({}))
+
+
+def test_the_order_is_the_models() -> None:
+    update = {"a": torch.ones(1), "b": torch.zeros(2)}
+    assert list(decode(encode(update), Layout.of({"b": update["b"], "a": update["a"]}))) == ["b", "a"]
+
+
+def test_the_header_says_what_every_byte_is_for(generator: torch.Generator) -> None:
+    model = build("scheliga-cnn", channels=1, size=32, classes=10, generator=generator)
+    update = {name: sparse(tuple(p.shape), 0.1, generator) for name, p in model.named_parameters()}
+    encoded = encode(update)
+    found = inspect(encoded)
+    assert found.layout == Layout.of(update)
+    assert [entry.kept for entry in found.entries] == [int(value.count_nonzero()) for value in update.values()]
+    parts = sum(entry.position_bytes + entry.value_bytes for entry in found.entries)
+    assert len(encoded) == found.start + parts + 4
+    assert found.start <= sum(len(name) + 16 for name in update) + 8
+
+
+def test_deflating_leaves_one_magnitude_little_more_than_its_sign(generator: torch.Generator) -> None:
+    noise = {"w": torch.randn(20_000, generator=generator)}
+    signs = {"w": noise["w"].sign() * 0.0123}
+    assert len(encode(noise, deflate=True)) < 0.86 * len(encode(noise))
+    assert 20_000 / 8 < len(encode(signs, deflate=True)) < 1.6 * 20_000 / 8
+    same(decode(encode(signs, deflate=True), Layout.of(signs)), signs)
+
+
+def test_everything_that_no_receiver_takes_is_refused_at_once() -> None:
+    update = {"i": torch.zeros(2, dtype=torch.int64), "n" * 1025: torch.zeros(1), "d": torch.zeros((1,) * 17)}
+    with pytest.raises(GradveilError) as caught:
+        encode(update, values=torch.int8)
+    assert [problem.where for problem in caught.value.problems] == [
+        "update.i",
+        "values",
+        f"update.{'n' * 77}...",
+        "update.d",
+    ]
+    with pytest.raises(GradveilError, match="at most 8192"):
+        encode({str(i): torch.zeros(0) for i in range(8193)})
+
+
+def test_what_travels_has_not_changed() -> None:
+    """Whoever changes these bytes changes the version."""
+    update = {"w": torch.tensor([[0.0, 1.5, 0.0], [0.0, 0.0, -2.0]]), "b": torch.ones(2, dtype=torch.float16)}
+    expected = "4756555001000201770002020301020601621101020044 0000c03f000000c0 003c003c"
+    assert encode(update)[:-4].hex() == expected.replace(" ", "")
+
+
+def test_requires_grad_and_strides_do_not_matter(generator: torch.Generator) -> None:
+    value = torch.randn(6, 5, generator=generator, requires_grad=True).T
+    arrived: dict[str, Any] = decode(encode({"w": value}), Layout.of({"w": value}))
+    assert torch.equal(arrived["w"], value)
+    assert not arrived["w"].requires_grad
