@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -88,25 +89,21 @@ def data_dependent(stage: Transform, client: Client, batch: Batch) -> bool:
     """
     if stage.directions(batch):
         return True
-    asked = False
 
-    def ask(examples: Batch) -> Tensors:
-        nonlocal asked
-        asked = True
-        return tmap(torch.zeros_like, sent)
-
-    def features(examples: Batch) -> Tensor:
-        ask(examples)
-        return torch.zeros_like(examples.inputs.flatten(1))
+    def ask(examples: Batch) -> NoReturn:
+        raise _AskedError
 
     sent = _sent(client)
     noise = stage.noise(sent).sample(Key(0, ("stage",)))
     update = {name: _normal(value, name) for name, value in sent.items()}
     results: list[Tensors] = []
     for own in (batch, Batch(batch.inputs.flip(-1) + 1, torch.zeros_like(batch.targets))):
-        context = Context(sent, own, gradient=ask, features=features)
-        results.append(stage.apply(update, stage.init(sent), noise, context)[0])
-    return asked or any(not torch.equal(value, results[1][name]) for name, value in results[0].items())
+        context = Context(sent, own, gradient=ask, features=ask)
+        try:
+            results.append(stage.apply(update, stage.init(sent), noise, context)[0])
+        except _AskedError:
+            return True
+    return any(not torch.equal(value, results[1][name]) for name, value in results[0].items())
 
 
 def noise_is_shared(stage: Transform, client: Client, batch: Batch) -> bool:
@@ -124,6 +121,10 @@ def noise_is_shared(stage: Transform, client: Client, batch: Batch) -> bool:
     ]
     same = all(torch.equal(value, added[1][name]) for name, value in added[0].items())
     return same and any(bool(value.any()) for value in added[0].values())
+
+
+class _AskedError(Exception):
+    """A stage asks for gradients or features of the examples."""
 
 
 @dataclass
