@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from gradveil.attacks.optimise import STATUSES, Descent, Plateau, Steps, descend
-from gradveil.attacks.steps import Adam
+from gradveil.attacks.steps import LBFGS, Adam
 from gradveil.core.errors import GradveilError
 
 
@@ -126,6 +126,41 @@ def test_progress_is_reported_at_reporting_points_only():
         bowl, {"x": torch.zeros(1, 1)}, {"centre": torch.ones(1, 1)}, descent, keep, report=lambda i, v: seen.append(i)
     )
     assert seen == [10, 20, 25]
+
+
+def within_one(name, value):
+    return value.clamp(-1, 1)
+
+
+@pytest.mark.parametrize("stepper", [Adam(lr=0.1), LBFGS()])
+@pytest.mark.parametrize("keeping", ["best", "last"])
+def test_a_start_outside_its_box_is_no_answer(stepper, keeping):
+    """The objective is least at the start, 5, which the box forbids; the descent leaves from there all the same."""
+    seen = []
+
+    def loss(variables, constants, rows, iteration):
+        seen.append(variables["x"].detach().clone())
+        return bowl(variables, constants, rows, iteration)
+
+    start = {"x": torch.tensor([[5.0], [0.5]])}
+    constants = {"centre": torch.tensor([[5.0], [0.5]])}
+    descent = Descent(stepper, iterations=4, tolerance=1e-6, keep=keeping)
+    solution = descend(loss, start, constants, descent, within_one)
+    assert torch.equal(seen[0], start["x"])
+    assert solution.initial.tolist() == [0, 0]
+    assert words(solution) == ["budget", "converged"]
+    assert solution.variables["x"].tolist() == [[1.0], [0.5]]
+    assert solution.objective.tolist() == [16.0, 0.0]
+
+
+def test_a_row_that_fails_after_a_start_outside_its_box_answers_inside():
+    def loss(variables, constants, rows, iteration):
+        return bowl(variables, constants, rows, iteration) / (iteration < 1)
+
+    constants = {"centre": torch.tensor([[5.0]])}
+    solution = descend(loss, {"x": torch.tensor([[3.0]])}, constants, Descent(iterations=4), within_one)
+    assert words(solution) == ["diverged"]
+    assert solution.variables["x"].tolist() == [[1.0]]
 
 
 def test_impossible_settings_are_refused_all_at_once():

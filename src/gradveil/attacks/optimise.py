@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from gradveil.attacks.base import Status
-from gradveil.attacks.steps import Adam, Stepper
+from gradveil.attacks.steps import Adam, Project, Stepper
 from gradveil.core.errors import Problem, refuse
 from gradveil.core.tree import Tensors, take
 
@@ -121,7 +121,7 @@ def descend(
     variables: Tensors,
     constants: Tensors,
     descent: Descent,
-    project: Callable[[str, Tensor], Tensor],
+    project: Project,
     unsigned: frozenset[str] = frozenset(),
     report: Callable[[int, Tensor], None] | None = None,
     groups: Tensor | None = None,
@@ -133,11 +133,14 @@ def descend(
     Rows of one group are restarts of one victim: once one of them has converged, the others have nothing left to win.
     `jitter(variables, row numbers, step sizes)` disturbs every row after its step. After each of the iterations in
     `points` the best iterates are noted in the trace.
+
+    The first step leaves from the start as it was drawn, N(0, 1) say, like the published programs. But a start that
+    `project` would move is no answer: it is never the best iterate.
     """
     rungs = _rungs(groups, descent) if groups is not None and descent.halving else frozenset[int]()
     solution = Solution.empty(variables)
     rows = torch.arange(len(solution.objective), device=solution.objective.device)
-    state = _start(variables, descent.stepper, len(rows))
+    state = _start(variables, descent.stepper, len(rows), project)
     for iteration in range(descent.iterations):
         live = {name: value.detach().requires_grad_() for name, value in variables.items()}
         value = loss(live, constants, rows, iteration)
@@ -145,7 +148,7 @@ def descend(
         grads = dict(zip(live, torch.autograd.grad(total, list(live.values())), strict=True))
         variables = {name: v.detach() for name, v in live.items()}
         value = value.detach()
-        state = _judge(state, variables, value, descent, iteration)
+        state = _judge(state, variables, value, descent, iteration, project)
         if iteration + 1 in points:
             solution.note(iteration + 1, rows, state)
         done = state["control.status"] != BUDGET
@@ -175,11 +178,11 @@ def descend(
     return solution
 
 
-def _start(variables: Tensors, stepper: Stepper, rows: int) -> Tensors:
+def _start(variables: Tensors, stepper: Stepper, rows: int, project: Project) -> Tensors:
     """Everything that is kept a row, with leading n, so that rows can leave."""
     first = next(iter(variables.values()))
     state = {f"step.{name}": v for name, v in stepper.init(variables).items()}
-    state |= {f"best.{name}": v.clone() for name, v in variables.items()}
+    state |= {f"best.{name}": project(name, v).clone() for name, v in variables.items()}
     for name, fill in (("objective", torch.inf), ("initial", torch.inf), ("anchor", torch.inf), ("scale", 1.0)):
         state[f"control.{name}"] = first.new_full((rows,), fill)
     for name, fill in (("since", 0), ("since_scale", 0), ("iterations", 0), ("status", BUDGET)):
@@ -187,13 +190,19 @@ def _start(variables: Tensors, stepper: Stepper, rows: int) -> Tensors:
     return state
 
 
-def _judge(state: Tensors, variables: Tensors, value: Tensor, descent: Descent, iteration: int) -> Tensors:
+def _judge(
+    state: Tensors, variables: Tensors, value: Tensor, descent: Descent, iteration: int, project: Project
+) -> Tensors:
     """Keep the best iterate of each row, count its patience, and set its status. Finished rows stay as they are."""
     new = dict(state)
     running = state["control.status"] == BUDGET
     finite = torch.isfinite(value)
     best = state["control.objective"]
     better = running & (value < best if descent.keep == "best" else finite)  # NaN is below nothing
+    solved = value <= descent.tolerance
+    if iteration == 0:  # the stepper projects every later iterate
+        inside = _inside(variables, project)
+        better, solved = better & inside, solved & inside
     new["control.objective"] = torch.where(better, value, best)
     for name, current in variables.items():
         wide = better.view(-1, *[1] * (current.ndim - 1))
@@ -205,12 +214,18 @@ def _judge(state: Tensors, variables: Tensors, value: Tensor, descent: Descent, 
     new["control.iterations"] = state["control.iterations"] + running
     status = torch.where(finite, BUDGET, DIVERGED)
     if not isinstance(descent.stepper, Adam):  # a line search may try a non-finite point and step back from it
-        status = torch.where(torch.isinf(new["control.objective"]), DIVERGED, BUDGET)
+        status = torch.where(torch.isfinite(new["control.initial"]), BUDGET, DIVERGED)
     if descent.patience is not None:
         status = torch.where((status == BUDGET) & (new["control.since"] >= descent.patience), STALLED, status)
-    status = torch.where(value <= descent.tolerance, CONVERGED, status)
+    status = torch.where(solved, CONVERGED, status)
     new["control.status"] = torch.where(running, status, state["control.status"])
     return new
+
+
+def _inside(variables: Tensors, project: Project) -> Tensor:
+    """Mark the rows that projecting leaves as they are."""
+    same = [(project(name, value) == value).flatten(1).all(1) for name, value in variables.items()]
+    return torch.stack(same).all(0)
 
 
 def _patience(state: Tensors, value: Tensor, finite: Tensor, descent: Descent) -> Tensors:
