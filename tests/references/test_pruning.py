@@ -7,9 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gradveil.core.noise import Key
-from gradveil.core.tree import squared_norm
 from gradveil.core.types import Batch, Context
-from gradveil.defences import Dual, Magnitude, gamma
+from gradveil.defences import Dual, Magnitude
 from gradveil.defences.selection import LARGE, ends_mask, ends_mask_by_order
 
 CONTEXT = Context({}, Batch(torch.zeros(1), torch.zeros(1)))
@@ -99,14 +98,3 @@ def test_diverged_rows_do_not_stop_the_others():
     rows[0, 3] = float("nan")
     marked = ends_mask(rows, 9000)
     assert torch.equal(marked[1], ends_mask_by_order(rows[1], 9000))
-
-
-def test_gamma_is_the_share_of_energy_not_sent():
-    g = update()
-    sent, _ = Dual(0.05, 0.75).apply(g, {}, {}, CONTEXT)
-    left = sum(float(((g[name] - sent[name]) ** 2).sum()) for name in g)
-    assert float(gamma(g, sent)) == pytest.approx(left / float(squared_norm(g)))
-    assert float(gamma(g, g)) == 0
-    nothing = {name: torch.zeros_like(value) for name, value in g.items()}
-    assert float(gamma(nothing, nothing)) == 0
-    assert float(gamma(g, nothing)) == 1

@@ -13,7 +13,7 @@ from gradveil.defences.noise import Gaussian, Laplacian
 from gradveil.defences.optimal import OptimalNoise, OptimalPruning
 from gradveil.defences.outpost import Outpost
 from gradveil.defences.presets import DEFENCES
-from gradveil.defences.prune import Dual, Magnitude, Pruning, gamma
+from gradveil.defences.prune import Dual, Magnitude, Pruning
 from gradveil.defences.quantise import Quantise, Sign
 from gradveil.defences.sampling import MinMax
 from gradveil.defences.soteria import Soteria
@@ -49,6 +49,5 @@ __all__ = [
     "StandIn",
     "chain",
     "entries",
-    "gamma",
     "parse",
 ]

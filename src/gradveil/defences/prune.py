@@ -15,7 +15,7 @@ from torch import Tensor
 from gradveil.core.allowed import SHARE, Choice, collect
 from gradveil.core.errors import Problem, refuse
 from gradveil.core.noise import Bernoulli, Noise, NoiseSpec
-from gradveil.core.tree import Tensors, select, squared_norm, tmap
+from gradveil.core.tree import Tensors, select, tmap
 from gradveil.core.types import Context, Stage, Transform
 from gradveil.defences.selection import ends_mask, smallest_mask
 
@@ -150,15 +150,6 @@ def below(percentile: float, entries: int) -> int:
     (4, 2, 0, 0)
     """
     return ceil(as_written(percentile) * (entries - 1) / 100)
-
-
-def gamma(update: Mapping[str, Tensor], sent: Mapping[str, Tensor]) -> Tensor:
-    """Measure gamma_1 = ||g - sent||^2 / ||g||^2 of one update; zero for a zero update (Xue et al. 2024).
-
-    A passive attack's distance grows by sqrt(gamma_1) ||g||.
-    """
-    whole = squared_norm(update)
-    return squared_norm(tmap(torch.sub, update, sent)) / torch.where(whole > 0, whole, torch.ones_like(whole))
 
 
 def _keep_largest(magnitude: Tensor, ratio: float) -> Tensor:

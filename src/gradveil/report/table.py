@@ -95,7 +95,8 @@ COLUMNS: tuple[Column, ...] = (
     Column(
         "distance",
         "Distance",
-        "relative l2 distance of the sent update to the same model's without noise, clipping and pruning",
+        "relative l2 distance of the sent update to the same model's without noise, clipping and pruning; of pruning, "
+        "its square is the share of energy left out, gamma_1",
         _info("distance"),
         number,
     ),
