@@ -21,6 +21,7 @@ from gradveil.client import Client
 from gradveil.core.errors import GradveilError
 from gradveil.core.noise import Key
 from gradveil.core.types import Batch
+from gradveil.federated.wire import Layout, decode, encode
 from tests.audit.runs import config
 
 
@@ -179,6 +180,26 @@ def test_distance_is_that_of_the_noise() -> None:
     norm = sum(float(value.square().sum()) for value in raw.values()) ** 0.5
     entries = sum(value.numel() for value in raw.values())
     assert float(found.tensors["distance"][0]) == pytest.approx(0.5 * entries**0.5 / norm, rel=0.05)
+
+
+@pytest.mark.parametrize("defence", ["none", "prune(0.9)", "sign"])
+def test_bytes_are_what_the_wire_makes_of_each_victims_update(defence: str) -> None:
+    attack = Recorder()
+    found = attacked(attack, defence)
+    sent = attack.calls[0]["seen"][0].update
+    rows = [{name: value[row] for name, value in sent.items()} for row in range(2)]
+    encoded = [encode(row, deflate=True) for row in rows]
+    assert found.tensors["bytes_sent"].tolist() == [len(data) for data in encoded]
+    for row, data in zip(rows, encoded, strict=True):
+        assert all(torch.equal(value, row[name]) for name, value in decode(data, Layout.of(row)).items())
+    dense = 4 * sum(value.numel() for value in rows[0].values())
+    assert found.tensors["bytes_dense"].tolist() == [dense] * 2
+    low, high = {"none": (0.8, 1.0), "prune(0.9)": (0.09, 0.13), "sign": (1 / 32, 2 / 32)}[defence]
+    assert all(low < len(data) / dense < high for data in encoded)
+
+
+def test_updates_that_are_not_finite_have_their_bytes_too() -> None:
+    assert float(attacked(Recorder(), "gaussian(1e39)").tensors["bytes_sent"].min()) > 1000
 
 
 def test_seeds_change_weights_and_noise_but_not_victims() -> None:

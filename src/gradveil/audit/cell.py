@@ -29,7 +29,8 @@ from gradveil.core.noise import Key
 from gradveil.core.tree import Tensors
 from gradveil.core.types import Batch
 from gradveil.federated.config import digest
-from gradveil.metrics import cosine, dense_bytes, relative_distance, sparse_bytes
+from gradveil.federated.wire import encoded_size
+from gradveil.metrics import cosine, dense_bytes, relative_distance
 
 _WAYS: dict[type, str] = {Known: "known", Optimise: "optimise", Sample: "sample", Infer: "infer", Neutral: "neutral"}
 _LABELS = {"given": "known", "joint": "optimise", "idlg": "infer", "unique": "infer", "restore": "infer"}
@@ -113,7 +114,7 @@ def recover(
         "distance": relative_distance(sent, raw),
         "cosine": cosine(sent, raw),
         "bytes_dense": dense_bytes(sent),
-        "bytes_sent": sparse_bytes(sent),
+        "bytes_sent": torch.tensor([encoded_size({n: w[row] for n, w in sent.items()}) for row in range(len(numbers))]),
     }
     tensors |= {f"trace.{count}": value for count, value in found.trace.items()}
     if client.batch:

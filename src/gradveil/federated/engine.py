@@ -20,7 +20,7 @@ from gradveil.core.noise import Key
 from gradveil.core.tree import Tensors
 from gradveil.core.types import Batch
 from gradveil.federated.aggregate import Server
-from gradveil.metrics.cost import sparse_bytes
+from gradveil.federated.wire import encoded_size
 
 Status = Literal["running", "finished", "stopped early", "diverged"]
 _EVALUATED = 500
@@ -158,8 +158,10 @@ class Federation:
                 examples = {client: len(self.shares[client].train.targets) for client in answers}
                 mean, server = self.server.mean(updates, examples, server)
                 params, server = self.server.step(params, mean, server)
-                moved = _encoded({name: params[name] - standing.params[name] for name in mean})
-        record = self._record(number, answers, absent, params, sum(map(_encoded, updates.values())), standing, began)
+                moved = encoded_size({name: params[name] - standing.params[name] for name in mean})
+        record = self._record(
+            number, answers, absent, params, sum(map(encoded_size, updates.values())), standing, began
+        )
         after = replace(standing, params=params, server=server, clients=clients, moved=moved)
         return self._judged(after, record, standing)
 
@@ -251,8 +253,3 @@ def train(
         if keep is not None:
             keep(standing)
     return standing
-
-
-def _encoded(update: Tensors) -> int:
-    """Count the bytes of an update."""
-    return int(sparse_bytes({name: value.unsqueeze(0) for name, value in update.items()}).sum())

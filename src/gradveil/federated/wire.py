@@ -46,7 +46,7 @@ from gradveil.federated.header import (
     place_of,
 )
 
-__all__ = ["Header", "Layout", "WireError", "decode", "encode", "inspect"]
+__all__ = ["Header", "Layout", "WireError", "decode", "encode", "encoded_size", "inspect"]
 
 CHECKSUM = 4
 WORKING_BYTES = 40
@@ -141,6 +141,15 @@ def decode(
                 raise damaged(f"has {entry.among} entries in a mask of {len(within)}", place_of(entry.name))
         sent[entry.name] = _unpack(entry, coded, bits, within, nonfinite)
     return {name: sent[name] for name in layout}
+
+
+def encoded_size(update: Mapping[str, Tensor]) -> int:
+    """Count the bytes that an update takes in float32, deflated: what `encode` makes of it, header and all.
+
+    >>> encoded_size({"w": torch.eye(32)}) < encoded_size({"w": torch.ones(32, 32).cumsum(1)}) < 4 * 32 * 32
+    True
+    """
+    return len(encode(update, values=torch.float32, nonfinite="keep", deflate=True))
 
 
 def digest(mask: Mapping[str, Tensor]) -> bytes:

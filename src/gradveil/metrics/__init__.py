@@ -5,7 +5,7 @@ from typing import Any, Literal, NamedTuple
 
 from gradveil.metrics import cost, image, labels
 from gradveil.metrics.assign import match_batch, pairwise_mse, permute
-from gradveil.metrics.cost import cosine, dense_bytes, relative_distance, sparse_bytes
+from gradveil.metrics.cost import cosine, dense_bytes, relative_distance
 from gradveil.metrics.identification import identification, rank
 from gradveil.metrics.image import (
     mse,
@@ -80,7 +80,6 @@ __all__ = [
     "psnr_adadefense",
     "rank",
     "relative_distance",
-    "sparse_bytes",
     "ssim",
     "ssim_rescaled",
     "ssim_torchmetrics",

@@ -13,7 +13,6 @@ from torch import Tensor
 from gradveil.core.errors import Problem, refuse
 
 VALUE_BYTES = 4
-INDEX_BYTES = 4
 
 
 def dense_bytes(update: Mapping[str, Tensor]) -> Tensor:
@@ -24,24 +23,6 @@ def dense_bytes(update: Mapping[str, Tensor]) -> Tensor:
     """
     victims, device = _victims(update)
     return torch.full((victims,), sum(VALUE_BYTES * _entries(value) for value in update.values()), device=device)
-
-
-def sparse_bytes(update: Mapping[str, Tensor]) -> Tensor:
-    """Count the bytes of the values that are not zero, and of saying where they are: int64 [V].
-
-    A tensor of P entries, k of them not zero, takes min(4 P, 4 k + min(ceil(P / 8), 4 k)): dense, or the values with
-    the smaller of a bitmap and a list of 4-byte positions. Headers and entropy coding are not counted.
-
-    >>> sparse_bytes({"w": torch.eye(8)[None]})
-    tensor([40])
-    """
-    victims, device = _victims(update)
-    total = torch.zeros(victims, dtype=torch.int64, device=device)
-    for value in update.values():
-        entries, kept = _entries(value), (value.reshape(victims, -1) != 0).sum(1)
-        positions = (INDEX_BYTES * kept).clamp(max=-(-entries // 8))
-        total += (VALUE_BYTES * kept + positions).clamp(max=VALUE_BYTES * entries)
-    return total
 
 
 def relative_distance(sent: Mapping[str, Tensor], raw: Mapping[str, Tensor]) -> Tensor:

@@ -90,7 +90,9 @@ COLUMNS: tuple[Column, ...] = (
         lambda row: row.mean("identified"),
         percent,
     ),
-    Column("bytes_sent", "Bytes sent", "bytes of one encoded update", _info("bytes_sent"), size),
+    Column(
+        "bytes_sent", "Bytes sent", "bytes of one update on the wire, packed and deflated", _info("bytes_sent"), size
+    ),
     Column("bytes_dense", "Bytes dense", "bytes of every entry of the update, zeros too", _info("bytes_dense"), size),
     Column(
         "distance",
