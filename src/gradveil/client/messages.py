@@ -12,8 +12,9 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from gradveil.client.client import Client
+from gradveil.core.noise import NoiseSpec
 from gradveil.core.tree import Tensors, under
-from gradveil.core.types import Context, Stage, Transform
+from gradveil.core.types import Batch, Context, Stage, Transform
 
 
 def speakers(client: Client) -> int:
@@ -43,6 +44,18 @@ class _Proposing(Transform):
 
     inner: Transform
     stage = Stage.PRUNE
+
+    def init(self, params: Mapping[str, Tensor]) -> Tensors:
+        """Return the state of the client who sends."""
+        return self.inner.init(params)
+
+    def noise(self, params: Mapping[str, Tensor]) -> NoiseSpec:
+        """Declare what the client who sends draws."""
+        return self.inner.noise(params)
+
+    def directions(self, batch: Batch) -> NoiseSpec:
+        """Declare what the client who sends draws."""
+        return self.inner.directions(batch)
 
     def apply(
         self, update: Tensors, state: Tensors, noise: Mapping[str, Tensor], context: Context

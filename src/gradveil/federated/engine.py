@@ -7,17 +7,17 @@ taken up again ends with the same bits as one that was left alone.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from gradveil.client import Client
+from gradveil.client import Client, announced, proposer, speakers
 from gradveil.core.errors import Problem, refuse
 from gradveil.core.noise import Key
-from gradveil.core.tree import Tensors
+from gradveil.core.tree import Tensors, stack
 from gradveil.core.types import Batch
 from gradveil.federated.aggregate import Server
 from gradveil.federated.wire import encoded_size
@@ -68,6 +68,8 @@ class Standing:
     best: Tensors = field(default_factory=dict[str, Tensor])
     """The parameters after the round with the lowest validation loss; empty while that is the last round."""
     best_round: int = 0
+    mean: Tensors = field(default_factory=dict[str, Tensor])
+    """The mean update of the last round, which is public; empty before the first."""
     moved: int = 0
     """Bytes of what the last round changed: what a client who took part in it is sent."""
     records: tuple[Round, ...] = ()
@@ -127,22 +129,25 @@ class Federation:
         answers = tuple(client for client, away in zip(order, gone.tolist(), strict=True) if not away)
         return answers, tuple(client for client in order if client not in answers)
 
-    def local_update(self, standing: Standing, client: int, number: int) -> tuple[Tensors, Tensors]:
-        """Compute what one client sends in a round, and its next state."""
+    def local_update(
+        self, standing: Standing, client: int, number: int, copy: Client | None = None
+    ) -> tuple[Tensors, Tensors]:
+        """Compute what one client sends in a round, and its next state; `copy` has heard the round's messages."""
+        here = copy or self.client
         key = self.key.child("client", client, "round", number)
         batch, params = self._examples(client, key), standing.params
         state = standing.clients.get(client)
-        state = self.client.init(params) if state is None else state
+        state = here.init(params) if state is None else state
         device = batch.inputs.device
-        each = self.client.step_spec(params, batch)
+        each = here.step_spec(params, batch)
 
         def drawn(spec: Any, own: Key) -> Tensors:
             return {name: value.to(device) for name, value in spec.sample(own).items()}
 
-        once = drawn(self.client.round_spec(params, batch), key)
-        if self.client.local is None:
+        once = drawn(here.round_spec(params, batch), key)
+        if here.local is None:
             once |= drawn(each, key)
-        return self.client.trained_update(params, batch, once, lambda t: drawn(each, key.child("step", t)), state)
+        return here.trained_update(params, batch, once, lambda t: drawn(each, key.child("step", t)), state)
 
     def round(self, standing: Standing) -> Standing:
         """Run one round."""
@@ -151,19 +156,31 @@ class Federation:
         updates: dict[int, Tensors] = {}
         clients = dict(standing.clients)
         with torch.no_grad():
+            heard, spoken = self.heard(standing, answers, number)
             for client in answers:
-                updates[client], clients[client] = self.local_update(standing, client, number)
-            params, server, moved = standing.params, standing.server, 0
+                updates[client], clients[client] = self.local_update(standing, client, number, heard)
+            params, server, mean, moved = standing.params, standing.server, standing.mean, 0
             if updates:
                 examples = {client: len(self.shares[client].train.targets) for client in answers}
                 mean, server = self.server.mean(updates, examples, server)
                 params, server = self.server.step(params, mean, server)
                 moved = encoded_size({name: params[name] - standing.params[name] for name in mean})
-        record = self._record(
-            number, answers, absent, params, sum(map(encoded_size, updates.values())), standing, began
-        )
-        after = replace(standing, params=params, server=server, clients=clients, moved=moved)
+        asked = {*answers, *absent}
+        up = spoken + sum(map(encoded_size, updates.values()))
+        down = len(asked) * _bits(heard.messages) + self._sent_down(asked, standing)
+        record = self._record(number, answers, absent, params, (up, down), began)
+        after = replace(standing, params=params, server=server, clients=clients, mean=mean, moved=moved)
         return self._judged(after, record, standing)
+
+    def heard(self, standing: Standing, answers: Sequence[int], number: int) -> tuple[Client, int]:
+        """Return the client of a round, which has heard its messages, and the bytes that were spoken to make them.
+
+        Who speaks changes from round to round, among those who answer.
+        """
+        count = min(speakers(self.client), len(answers))
+        who = [answers[(number - 1 + i) % len(answers)] for i in range(count)]
+        said = [self.local_update(standing, client, number, proposer(self.client))[0] for client in who]
+        return announced(self.client, stack(said), standing.mean, number - 1), sum(map(_bits, said))
 
     def _examples(self, client: int, key: Key) -> Batch:
         train = self.shares[client].train
@@ -178,8 +195,7 @@ class Federation:
         answers: tuple[int, ...],
         absent: tuple[int, ...],
         params: Tensors,
-        up: int,
-        before: Standing,
+        exchanged: tuple[int, int],
         began: float,
     ) -> Round:
         loss, accuracy = self.evaluate(params, self.test)
@@ -194,8 +210,7 @@ class Federation:
             loss,
             sum(losses) / len(losses) if losses else None,
             sum(shares) / len(shares) if shares else None,
-            up,
-            self._sent_down({*answers, *absent}, before),
+            *exchanged,
             time.perf_counter() - began,
         )
 
@@ -253,3 +268,8 @@ def train(
         if keep is not None:
             keep(standing)
     return standing
+
+
+def _bits(masks: Mapping[str, Tensor]) -> int:
+    """Count the bytes of public messages: a bit an entry."""
+    return sum(-(-value.numel() // 8) for value in masks.values())

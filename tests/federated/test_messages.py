@@ -1,0 +1,82 @@
+"""Rounds in which somebody speaks first: the engine knows no defence, and everybody sends within the mask."""
+
+import pytest
+import torch
+from torch import nn
+
+from gradveil.client import Client, proposer
+from gradveil.core.noise import Key
+from gradveil.core.types import Batch
+from gradveil.defences import parse
+from gradveil.federated.engine import Federation, Share, train
+from gradveil.federated.wire import encoded_size
+from gradveil.nn.init import initialise
+
+CLIENTS = 4
+
+
+def federation(defence: str, **settings):
+    generator = Key(0, ("data",)).generator()
+    inputs = torch.randn(CLIENTS, 6, 12, generator=generator)
+    targets = torch.randint(3, (CLIENTS, 6), generator=generator)
+    model = initialise(nn.Sequential(nn.Linear(12, 20), nn.Tanh(), nn.Linear(20, 3)), Key(0).generator())
+    shares = [Share(Batch(*pair)) for pair in zip(inputs, targets, strict=True)]
+    return Federation(parse(defence)(Client(model)), shares, shares[0].train, **settings)
+
+
+def masks(of: Federation, standing, number: int):
+    answers, _ = of.chosen(number)
+    heard, spoken = of.heard(standing, answers, number)
+    return {name.removeprefix("send.prune.mask."): mask for name, mask in heard.messages.items()}, spoken
+
+
+def test_the_broadcaster_changes_and_is_followed():
+    of = federation("adgp")
+    standing = of.start()
+    for number in (1, 2, 3):
+        chosen, spoken = masks(of, standing, number)
+        said, _ = of.local_update(standing, number - 1, number, proposer(of.client))
+        entries = sum(value.numel() for value in standing.params.values())
+        assert spoken == pytest.approx(entries / 8, abs=len(chosen))
+        for name, mask in chosen.items():
+            assert torch.equal(mask, said[f"prune.mask.{name}"].bool())
+        after = of.round(standing)
+        assert set(after.mean) == set(chosen)
+        assert all(not after.mean[name][~mask].any() for name, mask in chosen.items())
+        standing = after
+
+
+def test_previous_listens_to_the_mean_of_the_last_round():
+    of = federation("adgp(selection=previous)")
+    first = of.round(of.start())
+    assert masks(of, of.start(), 1) == ({}, 0)
+    chosen, spoken = masks(of, first, 2)
+    assert spoken == 0
+    for name, mask in chosen.items():
+        largest = first.mean[name].abs().flatten().argsort()[-1]
+        assert bool(mask.flatten()[largest])
+    second = of.round(first)
+    assert all(not second.mean[name][~mask].any() for name, mask in chosen.items())
+
+
+def test_messages_are_paid_for():
+    """Against the same training with a mask of everything: a bit an entry, to and from."""
+    spoken, silent = (train(federation(text), 1).records[0] for text in ("adgp", "adgp(selection=previous)"))
+    of = federation("adgp")
+    bits = sum(-(-value.numel() // 8) for value in of.start().params.values())
+    assert spoken.bytes_down - silent.bytes_down == CLIENTS * bits
+    heard, _ = of.heard(of.start(), range(CLIENTS), 1)
+    sent = [of.local_update(of.start(), client, 1, heard)[0] for client in range(CLIENTS)]
+    assert spoken.bytes_up == bits + sum(map(encoded_size, sent))
+
+
+def test_a_speaker_draws_the_noise_that_it_sends():
+    """The mask that a noisy client proposes shows its noisy update, and nothing of the clean one."""
+    of = federation("gaussian(10) + adgp(feedback=false)")
+    said, _ = of.local_update(of.start(), 0, 1, proposer(of.client))
+    noise = of.client.noise_spec(of.start().params, of.shares[0].train).sample(of.key.child("client", 0, "round", 1))
+    for name, value in noise.items():
+        size = value.abs().flatten()
+        mask = said[name.replace("send.noise", "prune.mask")].flatten().bool()
+        if 0 < int(mask.sum()) < len(mask):
+            assert float(size[mask].min()) > float(size[~mask].max()) - 1
