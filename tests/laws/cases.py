@@ -114,6 +114,7 @@ COMBINED = (
     "dgp + gaussian(std=0.1) + clip(norm=0.3)",
     "prune(ratio=0.5) + dgp(top=0.1, bottom=0.1)",
     "clip(norm=0.3) + gaussian(std=0.1) + quantise(bits=4)",
+    "prune(ratio=0.5) + quantise(bits=4, scale=max)",
 )
 TEXTS = (*(text for law in LAWS.values() for text in law.texts), *COMBINED)
 

@@ -48,6 +48,26 @@ def test_masks_read_off_what_was_sent_replay_it(text: str, kind: str):
     assert all(not (wrong[name][sent[name] == 0]).any() for name in hidden), "the pinned mask was not used"
 
 
+def test_quantising_hides_no_mask():
+    """Scaled by the norm, an entry that was rounded to zero is missed in the norm, and nowhere else."""
+    client = parse("prune(ratio=0.5) + quantise(bits=8)")(CLIENTS["gradient"])
+    params, batch, noise, state = draw(client)
+    sent, _ = client.update(params, batch, noise, state)
+    masks = client.evidence(sent)
+    assert set(masks) == {f"send.prune.mask.{name}" for name in sent}
+    pruned = parse("prune(ratio=0.5)")(CLIENTS["gradient"]).update(params, batch, {}, {})[0]
+    assert all(not masks[f"send.prune.mask.{name}"][value == 0].any() for name, value in pruned.items())
+    again = client.update(params, batch, {**noise, **masks}, state)[0]
+    assert distance(again, sent) < 1e-4 * float(squared_norm(sent))
+
+
+@pytest.mark.parametrize("last", ["sign", "standin", "sign(feedback=true)"])
+def test_what_fills_or_blurs_zeros_hides_the_mask_of_an_earlier_stage(last: str):
+    client = parse(f"prune(ratio=0.5) + {last}")(CLIENTS["gradient"])
+    params, batch, noise, state = draw(client)
+    assert client.evidence(client.update(params, batch, noise, state)[0]) == {}
+
+
 def test_pinned_clip_factor_is_used():
     client = parse("clip(norm=0.3)")(CLIENTS["gradient"])
     params, batch, noise, state = draw(client)

@@ -73,6 +73,8 @@ class Transform(ABC):
     per_example: bool = False
     """Applied to each example's gradient before they are averaged."""
     guarantee: ClassVar[str] = "no formal guarantee"
+    shows_zeros: ClassVar[bool] = False
+    """What was zero before is zero after it, and few other entries are: zeros of an earlier stage remain evidence."""
 
     def init(self, params: Mapping[str, Tensor]) -> Tensors:
         """Return the state of a client that has sent nothing yet."""

@@ -107,9 +107,13 @@ class Chain(Transform):
         return messages
 
     def evidence(self, sent: Mapping[str, Tensor]) -> Tensors:
-        """Return what the *last* stage gives away: an earlier one's output was not sent."""
-        name, transform = self.stages[-1]
-        return under(name, transform.evidence(sent))
+        """Return what the *last* stage gives away, and those before it whose zeros the later ones show."""
+        found: Tensors = {}
+        for name, transform in reversed(self.stages):
+            found |= under(name, transform.evidence(sent))
+            if not transform.shows_zeros:
+                break
+        return found
 
     def split(self) -> tuple[Transform | None, Transform | None]:
         """Split at the last per-example stage."""

@@ -27,7 +27,8 @@ class Sign(Transform):
 
     The exact derivative is zero. An attacker's is that of g / (|g| + mean |g|), times the scale: an entry that is
     small in its layer may still turn, so it counts more than a large one. With the identity as the surrogate instead,
-    an attacker who simulates the signs does worse than one who ignores them.
+    an attacker who simulates the signs does worse than one who ignores them. He does better, too, with the masks of
+    his own update than with an earlier pruning's zeros pinned: that pruned entries are small is much of what he sees.
     """
 
     scale: Literal["mean", "unit"] = "mean"
@@ -63,12 +64,15 @@ class Quantise(Transform):
 
     The neutral u = 1 is never drawn: it stands for no rounding, so that what is sent is its mean. An attacker's
     derivative is that of g + (1/2 - u) s/L, rounding's linear part: one in g, and there for whoever optimises u.
+
+    Zeros of an earlier pruning show. Reading an entry that was rounded to zero as pruned is wrong only in the norm.
     """
 
     levels: int
     scale: Literal["l2", "max"] = "l2"
     clip: float = float("inf")
     stage: ClassVar[Stage] = Stage.QUANTISE
+    shows_zeros: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         """Refuse settings that cannot be meant, all at once."""
