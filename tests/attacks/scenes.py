@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +11,7 @@ from gradveil.attacks.base import Observation
 from gradveil.attacks.knowledge import Knowledge
 from gradveil.client import Client
 from gradveil.core.noise import Key
-from gradveil.core.types import Batch
+from gradveil.core.types import Batch, Domain
 from gradveil.data import load
 from gradveil.nn.models import build
 
@@ -53,6 +53,7 @@ def pictures(model: str, data: str, victims: int, examples: int = 1) -> Scene:
 
 def observed(client: Client, batch: Batch, lower: Tensor, upper: Tensor, classes: int) -> Scene:
     """Let the client send, and the server see it."""
+    client = replace(client, domain=Domain(lower, upper, classes))
     params = client.params()
     sent, _ = client.updates(params, batch, {}, {})
     victims, examples = batch.targets.shape

@@ -122,6 +122,21 @@ def test_transformed_truth_is_kept() -> None:
     torch.testing.assert_close(kept["truth_transformed"], kept["truth"].flip(-1))
 
 
+def test_both_views_are_scored() -> None:
+    """Success is what is recovered of the images, not of what a batch defence made of them."""
+    scene = open_scene(config(defences=["none"], victims=1, client={"batch": 2}))
+    truth = scene.batch(scene.examples(0, range(1)))
+    turned = truth.inputs.flip(-1)
+    found = recovered(turned.flip(1), truth.targets, transformed=turned)
+    record = score(scene, cells(scene.config)[0], found, NAMED).records[0]
+    assert record["ssim_transformed"] == pytest.approx(1)
+    assert record["ssim"] < 0.9
+    assert record["success"] == 0
+    assert all(image["psnr_transformed"] > 60 > image["psnr"] for image in record["per_image"])
+    plain = recovered(truth.inputs, truth.targets)
+    assert "ssim_transformed" not in score(scene, cells(scene.config)[0], plain, NAMED).records[0]
+
+
 def test_a_failure_is_a_status() -> None:
     scene = open_scene(config(defences=["none"]))
     cell = failure(scene, cells(scene.config)[0], NAMED, "out of memory")

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from gradveil.client import Client, Local
 from gradveil.core.noise import Key
 from gradveil.core.tree import Tensors, under
-from gradveil.core.types import Batch
+from gradveil.core.types import Batch, Domain
 from gradveil.defences import entries
 
 V, B, T = 3, 4, 2
@@ -102,6 +102,9 @@ LAWS = {
     "dgc": Law(("dgc(keep=0.1, warmup=3)", "dgc(keep=0.3, momentum=0.5, warmup=0)")),
     "soteria": Law(("soteria(percentile=60)", "soteria(percentile=40, variant=published_code)")),
     "outpost": Law(("outpost(beta=0.01)", "outpost(scale=0.5, prune=30, phi=70)"), surrogate=True),
+    "label-smoothing": Law(("label-smoothing(alpha=0.3)",)),
+    "mixup": Law(("mixup(alpha=1)", "mixup(alpha=0.3)")),
+    "instahide": Law(("instahide(k=3)", "instahide(k=2, cap=1)"), identity=False),
     "dropout": Law(("dropout(p=0.4)", 'dropout(p=0.4, where="body.0 block")')),
     "precode": Law(("precode(k=5, beta=0.1)", 'precode(k=5, position="head")')),
     "cvb": Law(("cvb(beta=0.1)", 'cvb(kernel=1, position="body.1", kl=published_code)')),
@@ -136,10 +139,13 @@ def draw_messages() -> Tensors:
     return under("send.prune.mask", drawn)
 
 
+DOMAIN = Domain(torch.full((1, 1, 1), -4.0), torch.full((1, 1, 1), 5.0), 3)
 CLIENTS = {
-    "gradient": Client(Tiny(), messages=draw_messages()),
-    "sgd": Client(Tiny(), local=Local(batch=2, lr=0.3, steps=T, momentum=0.9), messages=draw_messages()),
-    "adam": Client(Tiny(), local=Local(batch=2, lr=0.05, steps=T, optimiser="adam"), messages=draw_messages()),
+    "gradient": Client(Tiny(), domain=DOMAIN, messages=draw_messages()),
+    "sgd": Client(Tiny(), local=Local(batch=2, lr=0.3, steps=T, momentum=0.9), domain=DOMAIN, messages=draw_messages()),
+    "adam": Client(
+        Tiny(), local=Local(batch=2, lr=0.05, steps=T, optimiser="adam"), domain=DOMAIN, messages=draw_messages()
+    ),
 }
 
 

@@ -18,6 +18,8 @@ from gradveil.attacks.steps import Adam
 OWN_DRAWS: dict[str, How] = {"model.*": Sample()}
 MASKS: dict[str, How] = {"send.*mask.*": Infer(), "step.*mask.*": Infer()}
 """Masks of pruned entries, read off the zeros of what was sent."""
+BATCHES: dict[str, How] = {"batch.*.partner": Sample(every_iteration=False), "batch.*": Optimise()}
+"""What was done to the batch: its numbers are optimised, who is mixed with whom is guessed once in each restart."""
 _DROPPED: dict[str, How] = {"model.*.mask": Optimise(weight=1e-4)}
 
 
@@ -71,9 +73,10 @@ def cdia() -> Inversion:
     """CDIA, the combined targeted attack: what the defence hides is read off the update, else optimised.
 
     Masks of pruned entries come from the zeros; dropout masks (kept near their rate) and bottleneck noise are optimised
-    with the inputs; additive noise is taken as zero, its mean. Against an undefended client this is `ig-scheliga`.
+    with the inputs, and so are the numbers by which images are mixed or transformed; additive noise is taken as zero,
+    its mean. Against an undefended client this is `ig-scheliga`.
     """
-    return _targeted("cdia", {**_DROPPED, "model.*": Optimise(), **MASKS})
+    return _targeted("cdia", {**_DROPPED, "model.*": Optimise(), **BATCHES, **MASKS})
 
 
 def _targeted(name: str, knowledge: Mapping[str, How]) -> Inversion:

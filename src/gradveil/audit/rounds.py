@@ -17,7 +17,7 @@ from torch import Tensor
 from gradveil.attacks.base import Observation
 from gradveil.client import Client, announced, proposer, speakers
 from gradveil.core.noise import Key
-from gradveil.core.tree import Tensors, select, stack, take, tmap
+from gradveil.core.tree import Tensors, stack, take, tmap
 from gradveil.core.types import Batch
 
 if TYPE_CHECKING:
@@ -126,12 +126,8 @@ def _in_parts(
 
 def _transformed(client: Client, raw: Batch, noise: Tensors) -> Batch:
     """Apply the batch defences to every victim's examples."""
-    if not client.batch:
-        return raw
-    each: list[Batch] = []
-    for i in range(raw.inputs.shape[0]):
-        batch = Batch(raw.inputs[i], raw.targets[i])
-        for j, transform in enumerate(client.batch):
-            batch = transform.apply(batch, {k: v[i] for k, v in select(noise, f"batch.{j}").items()})
-        each.append(batch)
-    return Batch(torch.stack([b.inputs for b in each]), torch.stack([b.targets for b in each]))
+    each = [
+        client.trained_on(Batch(*(value[i] for value in raw)), tmap(lambda value, i=i: value[i], noise))
+        for i in range(raw.inputs.shape[0])
+    ]
+    return Batch(*(torch.stack(values) for values in zip(*each, strict=True))) if client.batch else raw

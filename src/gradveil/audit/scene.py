@@ -17,7 +17,7 @@ from gradveil.audit.reader import with_defaults
 from gradveil.client import Client, cross_entropy, speakers
 from gradveil.core.errors import GradveilError, Problem, refuse
 from gradveil.core.noise import Key
-from gradveil.core.types import Batch, Loss
+from gradveil.core.types import Batch, Domain, Loss
 from gradveil.data import DATASETS, Dataset, load
 from gradveil.defences import Defence, parse
 from gradveil.nn import surgery
@@ -63,9 +63,16 @@ class Scene:
             local=settings.local.build(settings.batch) if settings.local else None,
             trainable=tuple(settings.trainable) if settings.trainable else None,
             members=settings.members,
+            domain=self.domain,
         )
         plain.model.to(self.config.device, self.dtype)
         return plain
+
+    @property
+    def domain(self) -> Domain:
+        """What everybody knows of the examples, and their batch defences ask."""
+        lower, upper = (bound.to(self.config.device, self.dtype) for bound in self.victims.bounds)
+        return Domain(lower, upper, max(len(self.victims.classes), 2))
 
     def examples(self, index: int, numbers: Sequence[int]) -> Tensor:
         """Return the places [V, B] of the victims' examples: victim i owns examples i B to (i + 1) B."""

@@ -39,11 +39,18 @@ class Named:
 
 
 def score(scene: Scene, cell: Address, found: Recovered, named: Named) -> Cell:
-    """Compare in pixels: denormalised, clamped to [0, 1], and each batch matched one to one by least MSE."""
+    """Compare in pixels: denormalised, clamped to [0, 1], and each batch matched one to one by least MSE.
+
+    What a batch defence made of the images is compared apart (`ssim_transformed`): success is against the images.
+    """
     places = scene.examples(cell.client, range(scene.config.victims))
     truth, candidate = scene.pixels(scene.batch(places).inputs), scene.pixels(found.tensors["inputs"])
     order, matched = match_batch(candidate, truth)
     scores = {"mse": mse(matched, truth), "psnr": psnr(matched, truth), "ssim": ssim(matched, truth)}
+    if "transformed" in found.tensors:
+        view = scene.pixels(found.tensors["transformed"])
+        nearest = match_batch(candidate, view)[1]
+        scores |= {"psnr_transformed": psnr(nearest, view), "ssim_transformed": ssim(nearest, view)}
     reasons = _perceptual(scene, matched, truth, scores)
     labels = permute(found.tensors["targets"], order)
     whole = len(scene.victims) > 1

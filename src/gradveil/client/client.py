@@ -16,7 +16,7 @@ from gradveil.client.local import Local, train
 from gradveil.core.errors import Problem, fail, refuse
 from gradveil.core.noise import NoiseSpec
 from gradveil.core.tree import Tensors, select, under
-from gradveil.core.types import Batch, BatchTransform, Context, Features, Loss, Transform
+from gradveil.core.types import Batch, BatchTransform, Context, Domain, Features, Loss, Transform
 from gradveil.nn.statistics import batch_statistics, running_statistics
 from gradveil.nn.stochastic import model_noise
 
@@ -41,6 +41,8 @@ class Client:
     """Buffers that replace the model's own (running statistics of a later round)."""
     messages: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
     """Public messages of the round, the same for all clients; those for `send` are named `send.<...>`."""
+    domain: Domain | None = None
+    """What its examples are: batch defences ask."""
     members: int = 1
     """Clients whose updates are summed before anybody sees them (secure aggregation): one update, their mean.
 
@@ -148,6 +150,16 @@ class Client:
 
         return self.trained_update(params, batch, noise, of_step, state)
 
+    def trained_on(self, batch: Batch, noise: Mapping[str, Tensor]) -> Batch:
+        """Return what the batch defences make of a batch: the examples that the client computes with."""
+        if self.members > 1 and self.batch:
+            own = {name: value for name, value in noise.items() if name.startswith("batch.")}
+            each = vmap(self._member().trained_on)(self._by_member(batch), own)
+            return Batch(*(value.flatten(0, 1) for value in each))
+        for i, transform in enumerate(self.batch):
+            batch = transform.apply(batch, select(noise, f"batch.{i}"), self.domain)
+        return batch
+
     def trained_update(
         self,
         params: Tensors,
@@ -161,8 +173,7 @@ class Client:
         `noise` holds what `round_spec` declares, `of_step(t)` what `step_spec` does; without local training all of it
         is in `noise`.
         """
-        for i, transform in enumerate(self.batch):
-            batch = transform.apply(batch, select(noise, f"batch.{i}"))
+        batch = self.trained_on(batch, noise)
         own = select(state, "step")
         if self.local is None:
             update, step_state = self._one(params, batch, noise, own)
@@ -242,9 +253,8 @@ class Client:
 
     def _prepared(self, batch: Batch, noise: Mapping[str, Tensor]) -> Batch:
         """Apply the batch transforms of every victim."""
-        for i, transform in enumerate(self.batch):
-            batch = vmap(transform.apply)(batch, select(noise, f"batch.{i}"))
-        return batch
+        own = {name: value for name, value in noise.items() if name.startswith("batch.")}
+        return vmap(self.trained_on)(batch, own) if self.batch else batch
 
     def _transformed(
         self, gradients: Tensors, params: Tensors, batch: Batch, noise: Tensors, state: Tensors

@@ -28,6 +28,16 @@ class Batch(NamedTuple):
     targets: Tensor
 
 
+@dataclass(frozen=True, eq=False)
+class Domain:
+    """What a client's examples are: valid inputs between `lower` and `upper` (black and white), of so many classes."""
+
+    lower: Tensor
+    """[C, 1, 1], in the model's (normalised) space."""
+    upper: Tensor
+    classes: int
+
+
 class Stage(IntEnum):
     """The legal order of transforms within a chain: noise after a threshold would undo what the threshold promises."""
 
@@ -135,5 +145,5 @@ class BatchTransform(ABC):
         """Declare the random tensors."""
 
     @abstractmethod
-    def apply(self, batch: Batch, noise: Mapping[str, Tensor]) -> Batch:
-        """Transform the batch."""
+    def apply(self, batch: Batch, noise: Mapping[str, Tensor], domain: Domain | None) -> Batch:
+        """Transform the batch. `domain` is what the client says of its examples; None where it says nothing."""

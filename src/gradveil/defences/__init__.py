@@ -3,6 +3,7 @@
 from gradveil.core.arguments import Argument
 from gradveil.defences.aligned import Aligned
 from gradveil.defences.base import NONE, Chain, Defence, ModelSurgery, chain
+from gradveil.defences.batch import InstaHide, LabelSmoothing, Mixup
 from gradveil.defences.clip import Clip
 from gradveil.defences.dgc import Dgc
 from gradveil.defences.entry import DefenceEntry
@@ -34,9 +35,12 @@ __all__ = [
     "Dual",
     "Feedback",
     "Gaussian",
+    "InstaHide",
+    "LabelSmoothing",
     "Laplacian",
     "Magnitude",
     "MinMax",
+    "Mixup",
     "ModelSurgery",
     "OptimalNoise",
     "OptimalPruning",

@@ -10,6 +10,7 @@ from gradveil.core.arguments import Argument
 from gradveil.core.types import Transform
 from gradveil.defences.aligned import SELECTION, VOTERS, Aligned
 from gradveil.defences.base import Defence, chain
+from gradveil.defences.batching import BATCHING
 from gradveil.defences.clip import Clip
 from gradveil.defences.compressing import COMPRESSING
 from gradveil.defences.entry import FEEDBACK, KNOWING, PRUNED, DefenceEntry
@@ -224,6 +225,7 @@ _ENTRIES = (
         identity={"ratio": 0.0},
     ),
     *HIDING,
+    *BATCHING,
     DefenceEntry(
         name="dropout",
         factory=_dropout,

@@ -79,6 +79,13 @@ COLUMNS: tuple[Column, ...] = (
     _score("ssim", "SSIM", "structural similarity, mean"),
     Column("ssim_max", "SSIM max", "highest of all images", lambda row: max(row.ssims, default=None), number),
     Column("ssim_min", "SSIM min", "lowest of all images", lambda row: min(row.ssims, default=None), number),
+    Column(
+        "ssim_transformed",
+        "SSIM trained on",
+        "structural similarity to what a batch defence made of the images, mean",
+        lambda row: row.mean("ssim_transformed"),
+        number,
+    ),
     _score("psnr", "PSNR", "peak signal-to-noise ratio in dB, mean"),
     _score("mse", "MSE", "mean squared error of pixels in [0, 1], mean"),
     Column("lpips", "LPIPS", "learned perceptual distance, mean", lambda row: row.mean("lpips"), number),

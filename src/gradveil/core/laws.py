@@ -1,0 +1,77 @@
+"""Laws of what batch defences draw: mixing coefficients, signs, and one choice of several."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from scipy.special import betaincinv  # pyright: ignore[reportMissingTypeStubs]
+from torch import Tensor
+
+_TINY = 1e-12
+
+
+@dataclass(frozen=True)
+class Beta:
+    """Beta(alpha, alpha) on (0, 1), by the inverse of its distribution function."""
+
+    alpha: float
+
+    def sample(self, shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> Tensor:
+        """Draw one tensor on the CPU."""
+        u = torch.rand(shape, dtype=torch.float64, generator=generator)
+        return torch.as_tensor(betaincinv(self.alpha, self.alpha, u.numpy())).to(dtype)
+
+    def penalty(self, value: Tensor) -> Tensor:
+        """Return (1 - alpha) sum(ln v + ln(1 - v)), a row: -log density up to a constant."""
+        inside = value.flatten(1).clamp(_TINY, 1 - _TINY)
+        return (1 - self.alpha) * (inside.log() + torch.log1p(-inside)).sum(1)
+
+
+@dataclass(frozen=True)
+class Shares:
+    """Coefficients [..., k] that add up to 1: magnitudes of normal numbers over their sum, none of them above `cap`."""
+
+    cap: float = 1.0
+
+    def sample(self, shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> Tensor:
+        """Draw one tensor on the CPU; whatever exceeds the cap is drawn again."""
+        drawn = self._shares(shape, generator)
+        while bool((above := drawn.amax(-1) > self.cap).any()):
+            drawn = torch.where(above.unsqueeze(-1), self._shares(shape, generator), drawn)
+        return drawn.to(dtype)
+
+    def penalty(self, value: Tensor) -> Tensor:
+        """Return how far the coefficients of each row are from adding up to 1, squared."""
+        return (value.sum(-1) - 1).square().reshape(len(value), -1).sum(1)
+
+    def _shares(self, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+        size = torch.randn(shape, dtype=torch.float64, generator=generator).abs()
+        return size / size.sum(-1, keepdim=True)
+
+
+@dataclass(frozen=True)
+class Signs:
+    """-1 or 1 with equal probability."""
+
+    def sample(self, shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> Tensor:
+        """Draw one tensor on the CPU."""
+        return (2 * torch.randint(2, shape, generator=generator) - 1).to(dtype)
+
+    def penalty(self, value: Tensor) -> Tensor:
+        """Return the sum of 1 - v^2, a row: zero at the signs."""
+        return (1 - value.square()).flatten(1).sum(1)
+
+
+@dataclass(frozen=True)
+class OneOf:
+    """One 1 and otherwise 0 along the last dimension, each place as likely."""
+
+    def sample(self, shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> Tensor:
+        """Draw one tensor on the CPU."""
+        place = torch.randint(shape[-1], shape[:-1], generator=generator)
+        return torch.nn.functional.one_hot(place, shape[-1]).to(dtype)
+
+    def penalty(self, value: Tensor) -> Tensor:
+        """Return how far the weights of each row are from adding up to 1, squared."""
+        return (value.sum(-1) - 1).square().reshape(len(value), -1).sum(1)

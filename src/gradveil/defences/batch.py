@@ -1,0 +1,146 @@
+"""Defences of the batch: soften the labels, mix the images, hide their signs, before anything is computed of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gradveil.core.allowed import SHARE, STRENGTH, Range, collect
+from gradveil.core.errors import Problem, fail, refuse
+from gradveil.core.laws import Beta, Shares, Signs
+from gradveil.core.noise import Noise, NoiseSpec, Schedule
+from gradveil.core.types import Batch, BatchTransform, Domain
+
+MIXED = Range(2, integer=True)
+CAP = Range(0, 1, low_open=True)
+_ROOM = 0.05
+"""A cap closer to 1/k than this would take for ever to draw."""
+
+
+@dataclass(frozen=True)
+class LabelSmoothing(BatchTransform):
+    """Train on (1 - a) y + a / K in place of the labels y of K classes (Szegedy et al. 2016, sec. 7)."""
+
+    alpha: float
+
+    def __post_init__(self) -> None:
+        """Refuse settings that cannot be meant."""
+        refuse(collect("label-smoothing", (("alpha", SHARE, self.alpha),)))
+
+    def noise(self, batch: Batch) -> NoiseSpec:
+        """Draw nothing."""
+        return NoiseSpec()
+
+    def apply(self, batch: Batch, noise: Mapping[str, Tensor], domain: Domain | None) -> Batch:
+        """Smooth the labels."""
+        if not self.alpha:
+            return batch
+        targets = probabilities(batch, domain)
+        return Batch(batch.inputs, (1 - self.alpha) * targets + self.alpha / targets.shape[-1])
+
+
+@dataclass(frozen=True)
+class Mixup(BatchTransform):
+    """Train on c x + (1 - c) x[p], the labels mixed alike (Zhang et al. 2018, eq. 1).
+
+    One coefficient c ~ Beta(alpha, alpha) and one permutation p (`partner`) a batch: all that the client holds in a
+    round, before its local steps. A batch of one example mixes with itself. An attacker may optimise c; p is discrete.
+    """
+
+    alpha: float
+
+    def __post_init__(self) -> None:
+        """Refuse settings that cannot be meant."""
+        refuse(collect("mixup", (("alpha", STRENGTH, self.alpha),)))
+
+    def noise(self, batch: Batch) -> NoiseSpec:
+        """Declare the coefficient and the partners."""
+        if not self.alpha:
+            return NoiseSpec()
+        coefficient = Noise((), Beta(self.alpha), neutral=1.0, dtype=batch.inputs.dtype, lower=0.0, upper=1.0)
+        return NoiseSpec({"coefficient": coefficient, "partner": _partners(1, batch)})
+
+    def apply(self, batch: Batch, noise: Mapping[str, Tensor], domain: Domain | None) -> Batch:
+        """Mix every example with its partner."""
+        if not self.alpha:
+            return batch
+        c, other = noise["coefficient"], noise["partner"][0]
+        inputs, targets = batch.inputs, probabilities(batch, domain)
+        return Batch(c * inputs + (1 - c) * inputs[other], c * targets + (1 - c) * targets[other])
+
+
+@dataclass(frozen=True)
+class InstaHide(BatchTransform):
+    """Mix k of the client's images, and flip the signs of the pixels at random (Huang et al. 2020, Alg. 1).
+
+    Image b becomes s_b * sum_j c_bj x[p_j(b)] in the space where the bounds of the data are -1 and 1; p_0 is the
+    identity, the others (`partner`) are permutations of the batch. The coefficients are magnitudes of normal numbers
+    over their sum, none above `cap`, as in the authors' program; the labels are mixed alike, the signs s are one an
+    entry. This is the variant within one data set: no public images are mixed in, and a batch of one mixes with itself.
+
+    An attacker may optimise coefficients and signs (in [-1, 1]); the permutations are discrete.
+    """
+
+    k: int = 4
+    cap: float = 0.65
+
+    def __post_init__(self) -> None:
+        """Refuse settings that cannot be meant, all at once."""
+        problems = collect("instahide", (("k", MIXED, self.k), ("cap", CAP, self.cap)))
+        if not problems and self.cap < 1 / self.k + _ROOM:
+            what = f"is {self.cap:g}, which {self.k} coefficients that add up to 1 hardly ever keep"
+            problems.append(Problem("instahide.cap", what, f"give at least {1 / self.k + _ROOM:.3g}"))
+        refuse(problems)
+
+    def noise(self, batch: Batch) -> NoiseSpec:
+        """Declare coefficients, partners and signs."""
+        dtype, count = batch.inputs.dtype, batch.inputs.shape[0]
+        alone = torch.eye(self.k)[0]
+        shares = Noise((count, self.k), Shares(self.cap), neutral=alone, dtype=dtype, lower=0.0, upper=1.0)
+        sign = Noise(tuple(batch.inputs.shape), Signs(), neutral=1.0, dtype=dtype, lower=-1.0, upper=1.0)
+        return NoiseSpec({"coefficient": shares, "partner": _partners(self.k - 1, batch), "sign": sign})
+
+    def apply(self, batch: Batch, noise: Mapping[str, Tensor], domain: Domain | None) -> Batch:
+        """Mix, then flip about the middle of the bounds."""
+        lower, upper = bounds(batch, domain, "instahide")
+        mixed = [_mixed(value, noise) for value in (batch.inputs, probabilities(batch, domain))]
+        middle = (lower + upper) / 2
+        return Batch(middle + noise["sign"] * (mixed[0] - middle), mixed[1])
+
+
+def probabilities(batch: Batch, domain: Domain | None) -> Tensor:
+    """Return the targets as class probabilities [B, K]."""
+    targets = batch.targets
+    if targets.dtype.is_floating_point:
+        return targets
+    if domain is None:
+        what = "holds class numbers, and how many classes there are is not known"
+        raise fail("batch.targets", what, "give Client(domain=Domain(lower, upper, classes)), or probabilities")
+    return (targets.unsqueeze(-1) == torch.arange(domain.classes, device=targets.device)).to(batch.inputs.dtype)
+
+
+def bounds(batch: Batch, domain: Domain | None, owner: str) -> tuple[Tensor, Tensor]:
+    """Return the least and the greatest valid input, each [C, 1, 1]."""
+    if domain is None:
+        remedy = "give Client(domain=Domain(lower, upper, classes)): black and white as the model sees them"
+        raise fail(owner, "needs to know which inputs are valid", remedy)
+    return domain.lower.to(batch.inputs), domain.upper.to(batch.inputs)
+
+
+def _mixed(value: Tensor, noise: Mapping[str, Tensor]) -> Tensor:
+    """Compute sum_j c_bj v[p_j(b)] for values v [B, ...]."""
+    own, *shares = (c.view(-1, *[1] * (value.dim() - 1)) for c in noise["coefficient"].unbind(1))
+    total = own * value
+    for share, partner in zip(shares, noise["partner"].unbind(0), strict=True):
+        total = total + share * value[partner]
+    return total
+
+
+def _partners(count: int, batch: Batch) -> Noise:
+    """Describe `count` permutations of the batch; the neutral one leaves every example in its place."""
+    examples = batch.inputs.shape[0]
+    order = torch.arange(examples).expand(count, examples)
+    return Noise((count, examples), Schedule(examples), neutral=order, dtype=torch.int64, discrete=True)

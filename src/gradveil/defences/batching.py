@@ -1,0 +1,63 @@
+"""The table's defences of the batch: softened labels, mixed images."""
+
+from __future__ import annotations
+
+from gradveil.core.allowed import SHARE, STRENGTH
+from gradveil.core.arguments import Argument
+from gradveil.defences.base import Defence
+from gradveil.defences.batch import CAP, MIXED, InstaHide, LabelSmoothing, Mixup
+from gradveil.defences.entry import KNOWING, DefenceEntry
+
+SEARCHING = ("cdia(rounds=all, restarts=4, lr=0.1)", "learned")
+"""Coefficients, signs and choices are optimised with the images; what cannot be is guessed anew by each restart.
+
+All of them lie between -1 and 1, where the step of 1 that suits images would jump from end to end."""
+
+
+def _label_smoothing(alpha: float) -> Defence:
+    return Defence("label-smoothing", batch=(LabelSmoothing(alpha),))
+
+
+def _mixup(alpha: float) -> Defence:
+    return Defence("mixup", batch=(Mixup(alpha),))
+
+
+def _instahide(k: int, cap: float) -> Defence:
+    return Defence("instahide", batch=(InstaHide(int(k), cap),))
+
+
+BATCHING = (
+    DefenceEntry(
+        name="label-smoothing",
+        factory=_label_smoothing,
+        description="Train on labels that give every class a little",
+        changes=("batch",),
+        guarantee="no formal guarantee",
+        citation="Szegedy et al. 2016, Rethinking the Inception Architecture for Computer Vision (CVPR)",
+        adaptive=KNOWING,
+        arguments=(Argument("alpha", SHARE, 0.1),),
+        identity={"alpha": 0.0},
+    ),
+    DefenceEntry(
+        name="mixup",
+        factory=_mixup,
+        description="Train on each image mixed with another of the batch, by one coefficient from Beta(alpha, alpha)",
+        changes=("batch",),
+        guarantee="no formal guarantee",
+        citation="Zhang, Cissé, Dauphin, Lopez-Paz 2018, mixup: Beyond Empirical Risk Minimization (ICLR)",
+        adaptive=SEARCHING,
+        arguments=(Argument("alpha", STRENGTH, 1.0),),
+        identity={"alpha": 0.0},
+    ),
+    DefenceEntry(
+        name="instahide",
+        factory=_instahide,
+        description="Mix k images of the batch, and flip the signs of the pixels at random",
+        changes=("batch",),
+        guarantee="no formal guarantee",
+        citation="Huang, Song, Li, Arora 2020, InstaHide: Instance-hiding Schemes for Private Distributed Learning",
+        adaptive=SEARCHING,
+        arguments=(Argument("k", MIXED, 4), Argument("cap", CAP, 0.65)),
+    ),
+)
+"""Entries of the table `gradveil.defences.DEFENCES`."""

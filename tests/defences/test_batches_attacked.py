@@ -1,0 +1,39 @@
+"""Mixed and transformed batches met by an attacker who knows what was done, but not with which numbers."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from gradveil.attacks.presets import make_attack
+from gradveil.core.noise import Key
+from gradveil.core.tree import stack
+from gradveil.core.types import Batch
+from gradveil.defences import parse
+from tests.attacks.scenes import pictures, psnr
+
+
+def against_raw(text: str, settings: str, examples: int, victims: int = 3):
+    """What the naive and the knowing attacker recover of the images themselves, in decibel, by equal means."""
+    scene = pictures("scheliga-cnn", "digits", victims, examples)
+    known, raw = scene.knowledge, scene.truth
+    client = parse(text)(scene.client, Key(0))
+    params = client.params()
+    spec = client.noise_spec(params, Batch(raw.inputs[0], raw.targets[0]))
+    noise = stack([spec.sample(Key(0).child("client", victim)) for victim in range(victims)])
+    sent, _ = client.updates(params, raw, noise, {})
+    observation = replace(scene.observation, update=sent)
+    found = {}
+    for name in ("ig-scheliga", "cdia"):
+        attack = make_attack(f"{name}({settings})")
+        belief = client if attack.belief == "full" else client.undefended_update()
+        guess = attack([observation], belief, replace(known, tensors=attack.knowledge), Key(0)).inputs
+        assert bool(torch.isfinite(guess).all())
+        found[name] = psnr(guess, raw.inputs, known.lower, known.upper).mean()
+    return found
+
+
+@pytest.mark.parametrize(("defence", "gain"), [("mixup(8)", 0.3), ("instahide(k=2)", 1.0)])
+def test_knowing_how_images_are_mixed_helps(defence: str, gain: float):
+    found = against_raw(defence, "iterations=200, lr=0.1, restarts=4", examples=2)
+    assert found["cdia"] > found["ig-scheliga"] + gain, found
