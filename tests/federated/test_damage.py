@@ -1,5 +1,6 @@
 """Decoding trusts nothing: each kind of damage is refused by name, and mutated inputs never do anything else."""
 
+import tracemalloc
 from typing import Any
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 from benchmarks.wire_fuzz import fuzz, sealed
 
 from gradveil.federated import header
-from gradveil.federated.wire import Layout, WireError, decode, encode, inspect
+from gradveil.federated.wire import WORKING_BYTES, Layout, WireError, decode, digest, encode, inspect
 
 UPDATE = {"w": torch.tensor([0.0] * 40 + [1.5, 0.0, -2.0] + [0.0] * 20), "b": torch.ones(3)}
 LAYOUT = Layout.of(UPDATE)
@@ -108,6 +109,35 @@ def test_a_few_bytes_cannot_claim_memory() -> None:
     assert len(data) < 40
     assert inspect(data).layout["w"] == claimed
     refused(data, "expected")
+
+
+@pytest.mark.parametrize("low", [0, 1, 16])
+def test_working_memory_is_bounded_for_the_most_wasteful_code(low: int) -> None:
+    entries = 1 << 17
+    described = header.Described((entries,), torch.float64)
+    entry = header.Entry("w", described, torch.float64, entries, entries, low, entries)
+    content = bytes(low * entries // 8) + b"\xff" * (entries // 8) + torch.ones(entries).double().numpy().tobytes()
+    for mask in (None, {"w": torch.ones(entries, dtype=torch.bool)}):
+        data = sealed(header.write([entry], digest(mask) if mask else b"", False) + content)
+        tracemalloc.start()
+        before = tracemalloc.get_traced_memory()[0]
+        arrived = decode(data, Layout({"w": described}), mask=mask)
+        peak = tracemalloc.get_traced_memory()[1] - before
+        tracemalloc.stop()
+        assert bool((arrived["w"] == 1).all())
+        assert 8 * entries < peak < (8 + WORKING_BYTES) * entries
+
+
+def test_a_header_of_many_tensors_takes_little_memory() -> None:
+    update = {f"{i:x}": torch.ones(()) for i in range(header.MOST_TENSORS)}
+    data = encode(update)
+    tracemalloc.start()
+    before = tracemalloc.get_traced_memory()[0]
+    with pytest.raises(WireError, match="differs in"):
+        decode(data, LAYOUT)
+    peak = tracemalloc.get_traced_memory()[1] - before
+    tracemalloc.stop()
+    assert peak < 200 * len(data)
 
 
 def test_a_strangers_name_does_no_harm_in_a_log() -> None:

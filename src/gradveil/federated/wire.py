@@ -9,8 +9,8 @@ sign there. NaN and infinities are refused on both sides unless `nonfinite="keep
 
 Decoding trusts nothing. The receiver says what model it expects; every length, shape, dtype and the checksum are
 compared before memory is taken; whatever is wrong ends in `WireError`. Beyond its result decoding takes at most
-`WORKING_BYTES` an entry of the largest tensor. A CRC finds accidents, not forgeries: who sent it is the transport's
-business.
+`WORKING_BYTES` an entry of the largest tensor and 200 bytes a byte of the header, which has at most 8192 tensors.
+A CRC finds accidents, not forgeries: who sent it is the transport's business.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ from gradveil.federated.header import (
 __all__ = ["Header", "Layout", "WireError", "decode", "encode", "encoded_size", "inspect"]
 
 CHECKSUM = 4
-WORKING_BYTES = 40
+WORKING_BYTES = 48
+"""Bytes an entry of the largest tensor that decoding needs beside its result, for the most wasteful code there is."""
 NonFinite = Literal["refuse", "keep"]
 
 
