@@ -18,7 +18,7 @@ from gradveil.core.errors import Problem, fail
 from gradveil.core.files import DamagedError, read_json, unreadable
 
 FORMAT = 1
-RUN, CELL, RECORDS, IMAGES, LOCK = "run.json", "cell.json", "records.json", "images.safetensors", ".lock"
+RUN, CELL, RECORDS, IMAGES = "run.json", "cell.json", "records.json", "images.safetensors"
 PLANS = "plans"
 AGAIN = "give the command of the audit again, which makes this cell anew, or remove its folder"
 """What to do about a damaged cell: resuming replaces it, since equal settings give equal records."""

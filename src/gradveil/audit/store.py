@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
 import shutil
@@ -17,9 +16,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import Tensor
 
-from gradveil.audit.layout import AGAIN, CELL, IMAGES, LOCK, PLANS, RECORDS, RESTORE, RUN, read_parts, read_run
+from gradveil.audit.layout import AGAIN, CELL, IMAGES, PLANS, RECORDS, RESTORE, RUN, read_parts, read_run
 from gradveil.core.errors import GradveilError, Problem, fail, refuse
-from gradveil.core.files import DamagedError, sync, write_json, write_private
+from gradveil.core.files import LOCK, DamagedError, locked, sync, write_json, write_private
 from gradveil.metrics import wilson
 
 
@@ -149,7 +148,7 @@ class Store:
             self.folder.chmod(0o700)
         except OSError as error:
             raise fail(str(self.folder), f"cannot be made: {error.strerror}", "choose another --out") from error
-        with self._locked():
+        with locked(self.folder):
             if existed and fresh:
                 shutil.rmtree(self.folder / "cells", ignore_errors=True)
                 shutil.rmtree(self.folder / PLANS, ignore_errors=True)
@@ -227,19 +226,6 @@ class Store:
         if orphans:
             what = f"is missing, and nothing else says with which settings the {len(orphans)} cells there were made"
             raise fail(str(self.folder / RUN), what, "put a copy of it back, or choose another --out")
-
-    @contextlib.contextmanager
-    def _locked(self) -> Iterator[None]:
-        handle = os.open(self.folder / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
-        try:
-            try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError as error:
-                remedy = "wait for it, or choose another --out"
-                raise fail(str(self.folder), "is in use by another process", remedy) from error
-            yield
-        finally:
-            os.close(handle)
 
     def _clean(self) -> None:
         """Remove what a killed process left, but for the plans of the cells that were in flight."""

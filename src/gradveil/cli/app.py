@@ -18,6 +18,7 @@ from gradveil.cli.audit import audit
 from gradveil.cli.check import check
 from gradveil.cli.results import report, summary
 from gradveil.cli.tables import tables
+from gradveil.cli.train import train
 from gradveil.core.errors import GradveilError
 
 USER_ERROR, INTERRUPTED = 2, 130
@@ -44,6 +45,13 @@ app.command(
         "gradveil audit faces --set client.batch=2 --set iterations=500",
     )
 )(audit)
+app.command(
+    epilog=_examples(
+        "gradveil train digits",
+        'gradveil train digits --rounds 30 --defence none --defence "dgp(feedback=true)" --seed 0 --seed 1',
+        "gradveil train study.toml --set partition.kind=dirichlet --set partition.concentration=0.1",
+    )
+)(train)
 app.command(epilog=_examples("gradveil report runs/faces"))(report)
 app.command(
     epilog=_examples("gradveil summary runs/faces --json", "gradveil summary runs/faces --csv faces.csv"),

@@ -46,6 +46,20 @@ def dirichlet(
     return [torch.tensor(sorted(part), dtype=torch.int64) for part in parts]
 
 
+def pathological(targets: Tensor, clients: int, classes: int, generator: torch.Generator) -> list[Tensor]:
+    """Cut the examples, sorted by label, into `clients` x `classes` shards and deal each client `classes` of them.
+
+    With shards no larger than a class a client sees about `classes` labels (McMahan et al. 2017,
+    Communication-Efficient Learning of Deep Networks from Decentralized Data).
+    """
+    _check(len(targets), clients, at_least=classes)
+    shuffled = torch.randperm(len(targets), generator=generator)
+    order = shuffled[targets[shuffled].argsort(stable=True)]
+    shards = order.tensor_split(clients * classes)
+    dealt = torch.randperm(len(shards), generator=generator).view(clients, classes).tolist()
+    return [torch.cat([shards[shard] for shard in hand]).sort().values for hand in dealt]
+
+
 def _dirichlet(count: int, concentration: float, generator: torch.Generator) -> Tensor:
     # Normalised gamma variates, in logarithms: log G(a) = log G(a + 1) + log(U) / a. Small concentrations underflow
     # without them, and torch's own Dirichlet sampler then returns equal shares, the opposite of what was asked.

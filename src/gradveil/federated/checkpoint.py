@@ -1,0 +1,85 @@
+"""A training on disk: one file that is whole or not there, and from which the next round goes on bit by bit."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+
+from gradveil.core.errors import Problem, fail
+from gradveil.core.files import DamagedError, plain, unreadable, write_private
+from gradveil.core.tree import Tensors, select, under
+from gradveil.federated.engine import Round, Standing, Status
+
+VERSION = 1
+_REMEDY = "remove it: the same command then trains this part anew"
+_records = TypeAdapter(tuple[Round, ...])
+_status: TypeAdapter[Status] = TypeAdapter(Status)
+
+
+def save_standing(file: Path, standing: Standing, training: str) -> None:
+    """Write where a training stands; `training` is the digest of its settings."""
+    tensors: Tensors = under("params", standing.params) | under("server", standing.server)
+    tensors |= under("best", standing.best) | under("mean", standing.mean)
+    for client, state in standing.clients.items():
+        tensors |= under(f"client.{client}", state)
+    facts = {
+        "version": VERSION,
+        "training": training,
+        "clients": sorted(standing.clients),
+        "best_round": standing.best_round,
+        "moved": standing.moved,
+        "status": standing.status,
+        "records": [plain(dataclasses.asdict(record)) for record in standing.records],
+    }
+    content = save({name: value.contiguous().cpu() for name, value in tensors.items()}, {"gradveil": json.dumps(facts)})
+    write_private(file, content)
+
+
+def load_standing(file: Path, training: str, device: str = "cpu") -> Standing | None:
+    """Read where a training stands; None if it has not begun. Another training's file, or a damaged one, is refused."""
+    if not file.is_file():
+        return None
+    try:
+        with safe_open(file, "pt", device=device) as opened:
+            facts = json.loads((opened.metadata() or {})["gradveil"])
+            tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 - it is no mapping
+    except PermissionError as error:
+        raise unreadable(file, error) from error
+    except (SafetensorError, KeyError, ValueError, OSError) as error:
+        raise DamagedError(Problem(str(file), f"is damaged: {error}", _REMEDY)) from error
+    return _checked(file, facts, tensors, training)
+
+
+def _checked(file: Path, facts: Mapping[str, Any], tensors: Tensors, training: str) -> Standing:
+    if facts.get("version") != VERSION:
+        remedy = "go on with the version of Gradveil that wrote it, or remove it"
+        raise fail(str(file), f"has format {facts.get('version')}, this program reads {VERSION}", remedy)
+    if facts.get("training") != training:
+        remedy = "give the settings it was made with, start again with --fresh, or choose another --out"
+        raise fail(str(file), "belongs to a training with other settings", remedy)
+    try:
+        return Standing(
+            params=select(tensors, "params"),
+            server=select(tensors, "server"),
+            clients={int(client): select(tensors, f"client.{client}") for client in facts["clients"]},
+            mean=select(tensors, "mean"),
+            best=select(tensors, "best"),
+            best_round=int(facts["best_round"]),
+            moved=int(facts["moved"]),
+            records=_records.validate_python(_with_nan(facts["records"])),
+            status=_status.validate_python(facts["status"]),
+        )
+    except (KeyError, TypeError, ValueError, ValidationError) as error:
+        raise DamagedError(Problem(str(file), f"is damaged: {error}", _REMEDY)) from error
+
+
+def _with_nan(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Read a loss that JSON could not hold (a diverged training's) as NaN."""
+    return [{**record, "loss": float("nan") if record["loss"] is None else record["loss"]} for record in records]

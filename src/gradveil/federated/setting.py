@@ -1,0 +1,172 @@
+"""What a run file asks to be trained: its cells, and the federation of each."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from gradveil.client import Client
+from gradveil.core.errors import GradveilError, Problem, refuse
+from gradveil.core.noise import Key
+from gradveil.core.types import Batch
+from gradveil.data import Dataset, Splits, dirichlet, iid, load, pathological
+from gradveil.defences import parse
+from gradveil.federated.config import TrainConfig, digest
+from gradveil.federated.engine import Federation, Share
+from gradveil.nn import surgery
+from gradveil.nn.check import check
+from gradveil.nn.models import build
+
+CENTRAL = "central"
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One training of a run: a defence with a seed, federated or with all data in one hand."""
+
+    defence: str
+    seed: int
+    central: bool = False
+
+    @property
+    def title(self) -> str:
+        """The defence, or what is trained instead."""
+        return CENTRAL if self.central else self.defence
+
+    @property
+    def id(self) -> str:
+        """A name for files: readable, and different for different cells."""
+        words = re.sub(r"[^A-Za-z0-9]+", "-", self.title).strip("-")[:40]
+        return f"{words}-{self.seed}-{digest([self.title, self.seed])[:8]}"
+
+
+def cells(config: TrainConfig) -> list[Cell]:
+    """List the trainings of a run, the first seed's first."""
+    central = [("none", True)] if config.central else []
+    kinds = [*central, *((defence, False) for defence in config.defences)]
+    return [Cell(defence, seed, alone) for seed in config.seeds for defence, alone in kinds]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What all trainings of a run share."""
+
+    config: TrainConfig
+    data: Splits
+
+    def federation(self, cell: Cell) -> Federation:
+        """Build one training: the same seed gives every defence the same data, weights and choice of clients."""
+        config, key = self.config, Key(cell.seed)
+        client = parse(cell.defence)(self._plain(cell.seed), key.child("model"))
+        client.model.to(config.device, self.dtype)
+        return Federation(
+            client,
+            self._shares(cell),
+            self._batch(self.data.victims),
+            config.server.build(config.local is not None),
+            key.child("train"),
+            config.batch,
+            1.0 if cell.central else config.participation,
+            0.0 if cell.central else config.absent,
+            config.patience,
+        )
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The precision of model, data and updates."""
+        return torch.float64 if self.config.precision == "float64" else torch.float32
+
+    def _plain(self, seed: int) -> Client:
+        """Build the undefended client."""
+        config, images = self.config, self.data.public
+        net = build(
+            config.model.name,
+            channels=images.channels,
+            size=images.inputs.shape[-1],
+            classes=len(images.classes),
+            generator=Key(seed, ("model",)).generator(),
+            **config.model.options,
+        )
+        if config.model.prepare:
+            net, _ = surgery.prepare(net, batchnorm=config.model.batchnorm)
+        smallest = len(images) // config.clients
+        return Client(net, local=config.local.build(smallest) if config.local else None)
+
+    def _shares(self, cell: Cell) -> list[Share]:
+        config, images = self.config, self.data.public
+        key = Key(cell.seed, ("partition",))
+        kind, generator = config.partition, key.generator()
+        if kind.kind == "iid":
+            parts = iid(len(images), config.clients, generator)
+        elif kind.kind == "dirichlet":
+            parts = dirichlet(images.targets, config.clients, kind.concentration, generator, at_least=self._at_least())
+        else:
+            parts = pathological(images.targets, config.clients, kind.classes, generator)
+        shares = [self._share(part, key.child("validation", i)) for i, part in enumerate(parts)]
+        if not cell.central:
+            return shares
+        kept = [share.validation for share in shares if share.validation is not None]
+        return [Share(_joined([share.train for share in shares]), _joined(kept) if kept else None)]
+
+    def _share(self, places: Tensor, key: Key) -> Share:
+        """Part one client's examples into those it trains on and those it keeps apart."""
+        held = round(self.config.validation * len(places))
+        order = torch.randperm(len(places), generator=key.generator())
+        train_on, keep = places[order[held:].sort().values], places[order[:held].sort().values]
+        images = self.data.public
+        return Share(self._batch(images.subset(train_on)), self._batch(images.subset(keep)) if held else None)
+
+    def _at_least(self) -> int:
+        local = self.config.local
+        wanted = (local.batch or 1) if local else 1
+        return max(2, round(wanted / (1 - self.config.validation)) + 1)
+
+    def _batch(self, images: Dataset) -> Batch:
+        return Batch(images.inputs.to(self.config.device, self.dtype), images.targets.to(self.config.device))
+
+
+def open_setting(config: TrainConfig, data_dir: Path | None = None) -> Setting:
+    """Load the data and try everything a run needs; refuse with every problem at once."""
+    try:
+        data = load(
+            config.data.name,
+            size=config.data.size,
+            channels=config.data.channels,
+            normalise=config.data.normalise,
+            data_dir=data_dir,
+            limit_public=config.data.public,
+            limit_victims=config.data.gallery,
+        )
+    except GradveilError as error:
+        raise GradveilError(Problem(f"data: {p.where}", p.what, p.remedy) for p in error.problems) from error
+    setting = Setting(config, data)
+    refuse(list(_problems(setting)))
+    return setting
+
+
+def _problems(setting: Setting) -> Iterator[Problem]:
+    config, images = setting.config, setting.data.public
+    if not images.task:
+        yield Problem("data.name", f"the labels of '{config.data.name}' mean nothing", "choose data with a task")
+        return
+    for i, cell in enumerate(cells(config.model_copy(update={"seeds": config.seeds[:1]}))):
+        where = CENTRAL if cell.central else f"defences[{i - config.central}] '{cell.defence}'"
+        try:
+            federation = setting.federation(cell)
+            smallest = min(federation.shares, key=lambda share: len(share.train.targets)).train
+            federation.client.noise_spec(federation.client.params(), smallest)
+            if i == 0:
+                few = Batch(smallest.inputs[:2], smallest.targets[:2])
+                model = federation.client.model
+                yield from check(model, few, bounds=images.bounds, classes=len(images.classes))
+        except GradveilError as error:
+            yield from (Problem(f"{where}: {p.where}", p.what, p.remedy) for p in error.problems)
+
+
+def _joined(batches: Sequence[Batch]) -> Batch:
+    return Batch(torch.cat([b.inputs for b in batches]), torch.cat([b.targets for b in batches]))

@@ -1,0 +1,210 @@
+"""Rounds of federated learning: against a loop written by hand, and what must not change them."""
+
+import copy
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from gradveil.client import Local, speakers
+from gradveil.core.errors import GradveilError
+from gradveil.core.noise import Key
+from gradveil.federated.aggregate import Server
+from gradveil.federated.engine import train
+from tests.federated.scenes import blobs, federation, net
+
+
+def same(one, other):
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def by_hand(scene, rounds, optimiser):
+    """Federated averaging as a loop over torch's own optimisers, with the engine's order of examples."""
+    model = copy.deepcopy(scene.client.model)
+    total = sum(len(share.train.targets) for share in scene.shares)
+    for number in range(1, rounds + 1):
+        before = [p.detach().clone() for p in model.parameters()]
+        sums = [torch.zeros_like(p) for p in before]
+        for i, share in enumerate(scene.shares):
+            own = copy.deepcopy(model)
+            step = optimiser(own.parameters())
+            key = scene.key.child("client", i, "round", number)
+            order = scene.client.round_spec(scene.client.params(), share.train).sample(key)["schedule"]
+            for rows in order:
+                step.zero_grad()
+                F.cross_entropy(own(share.train.inputs[rows]), share.train.targets[rows]).backward()
+                step.step()
+            for total_p, p in zip(sums, own.parameters(), strict=True):
+                total_p += p.detach() * (len(share.train.targets) / total)
+        for p, mean in zip(model.parameters(), sums, strict=True):
+            p.data.copy_(mean)
+    return dict(model.named_parameters())
+
+
+@pytest.mark.parametrize(
+    ("local", "optimiser"),
+    [
+        (Local(batch=5, lr=0.1, epochs=2, momentum=0.9), lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9)),
+        (
+            Local(batch=5, lr=0.1, epochs=1, momentum=0.9, nesterov=True, weight_decay=0.01),
+            lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01),
+        ),
+        (Local(batch=5, lr=0.02, epochs=2, optimiser="adam"), lambda p: torch.optim.Adam(p, lr=0.02)),
+    ],
+)
+def test_three_rounds_equal_a_loop_written_by_hand(local, optimiser):
+    scene = federation(local=local)
+    found = train(scene, 3).params
+    expected = by_hand(scene, 3, optimiser)
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value.detach(), rtol=1e-9, atol=1e-9)
+
+
+def test_federated_sgd_moves_by_the_weighted_mean_gradient():
+    scene = federation(local=None, server=Server(lr=0.5))
+    after = train(scene, 1).params
+    whole = [share.train for share in scene.shares]
+    inputs, targets = (torch.cat([batch[i] for batch in whole]) for i in (0, 1))
+    model = copy.deepcopy(scene.client.model)
+    F.cross_entropy(model(inputs), targets).backward()
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(after[name], (p - 0.5 * p.grad).detach())
+    fewer = train(replace(scene, batch=4), 1).params
+    assert not same(after, fewer)
+
+
+def test_learning_is_measured_on_examples_nobody_trained_on():
+    done = train(federation(), 12)
+    accuracies = [record.accuracy for record in done.records]
+    assert accuracies[-1] > 0.85 > accuracies[0]
+    assert done.status == "finished"
+    scene = federation()
+    model = copy.deepcopy(scene.client.model)
+    model.load_state_dict(done.params)
+    outputs = model(scene.test.inputs)
+    assert accuracies[-1] == (outputs.argmax(1) == scene.test.targets).double().mean().item()
+    assert done.records[-1].loss == pytest.approx(F.cross_entropy(outputs, scene.test.targets).item())
+
+
+@pytest.mark.parametrize(
+    "text", ["none", 'dp(clip=1, sigma=0.1) + dropout(0.25, where="2")', "dgp(feedback=true)", "adgp"]
+)
+def test_a_training_that_is_taken_up_again_ends_with_the_same_bits(text):
+    scene = federation(text, participation=0.75, server=Server("yogi", lr=0.05))
+    whole = train(scene, 4)
+    part = train(federation(text, participation=0.75, server=Server("yogi", lr=0.05)), 2)
+    assert part.status == "finished"
+    resumed = train(scene, 4, replace(part, status="running"))
+    assert same(whole.params, resumed.params)
+    assert whole.clients.keys() == resumed.clients.keys()
+    assert all(same(whole.clients[i], resumed.clients[i]) for i in whole.clients)
+    assert not same(whole.params, train(replace(scene, key=Key(8)), 4).params)
+
+
+def test_every_client_and_round_draws_noise_of_its_own():
+    scene = federation("gaussian(0.1)", local=None)
+    start = scene.start()
+    quiet = federation(local=None)
+    noise = {}
+    for client, number in ((0, 1), (1, 1), (0, 2)):
+        sent, _ = scene.local_update(start, client, number)
+        plain, _ = quiet.local_update(start, client, number)
+        noise[client, number] = (sent["1.weight"] - plain["1.weight"]).flatten()
+    assert all(0.05 < value.std() < 0.2 for value in noise.values())
+    for one, other in (((0, 1), (1, 1)), ((0, 1), (0, 2))):
+        assert abs(torch.corrcoef(torch.stack([noise[one], noise[other]]))[0, 1]) < 0.4
+    again, _ = scene.local_update(start, 0, 1)
+    assert torch.equal(again["1.weight"], scene.local_update(start, 0, 1)[0]["1.weight"])
+
+
+def test_error_feedback_keeps_a_residual_for_each_client():
+    done = train(federation("topk(0.1, feedback=true)"), 2)
+    assert sorted(done.clients) == [0, 1, 2, 3]
+    residuals = [torch.cat([v.flatten() for v in state.values()]) for state in done.clients.values()]
+    assert all(bool(residual.abs().sum() > 0) for residual in residuals)
+    assert not torch.equal(residuals[0], residuals[1])
+
+
+def test_a_server_chooses_some_clients_and_some_of_them_do_not_answer():
+    scene = federation(clients=8, participation=0.5, absent=0.3)
+    rounds = [scene.chosen(number) for number in range(1, 60)]
+    assert all(len(answers) + len(absent) == 4 for answers, absent in rounds)
+    assert all(not set(answers) & set(absent) for answers, absent in rounds)
+    assert {client for answers, _ in rounds for client in answers} == set(range(8))
+    share = sum(len(absent) for _, absent in rounds) / (4 * len(rounds))
+    assert 0.2 < share < 0.4
+    done = train(scene, 3)
+    assert set(done.clients) == {client for record in done.records for client in record.clients}
+    assert federation(clients=8, participation=0.01).chosen(1)[0]
+
+
+def test_a_round_in_which_nobody_answers_changes_nothing():
+    scene = federation(clients=2, absent=0.9)
+    empty = next(number for number in range(1, 200) if not scene.chosen(number)[0])
+    standing = scene.start()
+    standing = replace(standing, records=tuple(train(federation(), 1).records) * (empty - 1))
+    after = scene.round(standing)
+    assert after.records[-1].clients == ()
+    assert same(after.params, standing.params)
+    assert after.records[-1].bytes_up == 0
+
+
+def test_training_stops_when_validation_does_not_get_better_and_keeps_the_best():
+    scene = federation(local=Local(batch=5, lr=3.0, epochs=3), patience=2)
+    done = train(scene, 50)
+    assert done.status == "stopped early"
+    losses = [record.validation_loss for record in done.records]
+    assert done.best_round == losses.index(min(losses)) + 1
+    assert len(losses) == done.best_round + 2
+    at_best = train(scene, done.best_round)
+    assert same(done.final, at_best.params)
+    assert not same(done.final, done.params)
+
+
+def test_a_training_that_diverges_says_so():
+    done = train(federation("gaussian(1e300)", server=Server(lr=1e10)), 5)
+    assert done.status == "diverged"
+    assert len(done.records) < 5
+
+
+def test_bytes_are_those_of_what_is_sent():
+    dense, sparse = (train(federation(text), 3) for text in ("none", "topk(0.1)"))
+    entries = sum(value.numel() for value in dense.params.values())
+    assert all(record.bytes_up <= 4 * 4 * entries for record in dense.records)
+    assert all(record.bytes_up < 0.3 * 4 * 4 * entries for record in sparse.records)
+    first, later = sparse.records[0].bytes_down, sparse.records[1].bytes_down
+    assert first == 4 * entries * 8, "the first time a client is sent the whole model, in float64"
+    assert later < first / 3, "then what the round changed"
+
+
+def test_what_speakers_say_before_a_round_is_paid_for():
+    """One client's mask goes up, a bit an entry; everybody is sent it."""
+    quiet, loud = (train(federation(text), 1).records[0] for text in ("dgp(feedback=true)", "adgp"))
+    scene = federation("adgp")
+    bits = sum(-(-value.numel() // 8) for value in scene.client.params().values())
+    assert speakers(scene.client) == 1
+    assert loud.bytes_down - quiet.bytes_down == 4 * bits
+    sent = scene.heard(scene.start(), range(4), 1)
+    assert sent[1] == bits
+    updates = [scene.local_update(scene.start(), i, 1, sent[0])[0] for i in range(4)]
+    kept = sum(int((value != 0).sum()) for update in updates for value in update.values())
+    assert loud.bytes_up > bits + 4 * kept
+
+
+def test_evaluation_switches_randomness_off_and_leaves_the_model_as_it_was():
+    scene = federation('dropout(0.5, where="2")')
+    scene.client.model.train()
+    params = scene.client.params()
+    assert scene.evaluate(params, scene.test) == scene.evaluate(params, scene.test)
+    assert scene.client.model.training
+    outputs = net()(scene.test.inputs)
+    assert scene.evaluate(params, scene.test)[0] == pytest.approx(F.cross_entropy(outputs, blobs(90, 5).targets).item())
+
+
+def test_settings_that_cannot_be_meant_are_refused_at_once():
+    with pytest.raises(GradveilError) as caught:
+        federation(clients=0, participation=0.0, absent=1.0, patience=0, batch=0)
+    assert len(caught.value.problems) == 6
+    with pytest.raises(GradveilError, match="no validation loss"):
+        federation(validation=False, patience=3)

@@ -1,0 +1,133 @@
+"""Trainings as a run file says them."""
+
+import json
+
+import pytest
+import torch
+
+from gradveil.audit.reader import read_training
+from gradveil.core.errors import GradveilError
+from gradveil.federated.run import describe, load_summaries, opened, run, spread
+from gradveil.federated.setting import cells, open_setting
+
+FEW = ["data.public=80", "data.gallery=40", "data.size=16", "clients=3", "model.name=lenet-zhu", "local.batch=8"]
+
+
+def config(*settings, **overrides):
+    return read_training("digits", {"rounds": 2, "defences": ["none"], **overrides}, [*FEW, *settings])
+
+
+def trained(folder, told, info=None, fresh=False):
+    seen = []
+    with opened(folder, info or describe(told.config, "command"), fresh):
+        summaries = run(told, folder, lambda cell, now: seen.append((cell.title, len(now.records))))
+    return summaries, seen
+
+
+@pytest.mark.parametrize("kind", ["iid", "dirichlet", "pathological"])
+def test_every_image_belongs_to_one_client_which_trains_on_it_or_keeps_it_apart(kind):
+    told = open_setting(config(f"partition.kind={kind}", "validation=0.2", "local.batch=1"))
+    shares = told.federation(cells(told.config)[0]).shares
+    images = torch.cat([b.inputs for share in shares for b in (share.train, share.validation) if b is not None])
+    everything = told.data.public.inputs
+    assert len(images) == len(everything)
+    assert torch.equal(images.flatten(1).sum(1).sort().values, everything.flatten(1).sum(1).sort().values)
+    for share in shares:
+        whole = len(share.train.targets) + len(share.validation.targets)
+        assert len(share.validation.targets) == round(0.2 * whole)
+    if kind == "pathological":
+        assert max(len(share.train.targets.unique()) for share in shares) <= 10
+
+
+def test_the_seed_decides_data_weights_and_clients_and_the_defence_does_not():
+    told = open_setting(config(defences=["none", "dgp"], seeds=[0, 1]))
+    plain, pruned, other, _ = (told.federation(cell) for cell in cells(told.config))
+    assert torch.equal(plain.shares[1].train.inputs, pruned.shares[1].train.inputs)
+    assert not torch.equal(plain.shares[1].train.inputs[:5], other.shares[1].train.inputs[:5])
+    weights = [scene.client.params() for scene in (plain, pruned, other)]
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+    assert not any(torch.equal(weights[0][name], weights[2][name]) for name in weights[0] if "weight" in name)
+    assert plain.chosen(3) == pruned.chosen(3)
+
+
+def test_central_training_has_all_examples_in_one_hand():
+    told = open_setting(config("central=true", "participation=0.5", "absent=0.2"))
+    central, federated = (told.federation(cell) for cell in cells(told.config))
+    assert len(central.shares) == 1
+    assert len(central.shares[0].train.targets) == sum(len(share.train.targets) for share in federated.shares)
+    assert len(central.shares[0].validation.targets) == sum(len(s.validation.targets) for s in federated.shares)
+    assert central.chosen(1) == ((0,), ())
+
+
+def test_a_longer_training_goes_on_where_a_shorter_one_ended(tmp_path):
+    short = open_setting(config())
+    _, seen = trained(tmp_path / "a", short)
+    assert seen == [("none", 1), ("none", 2)]
+    longer = open_setting(config(rounds=3))
+    summaries, seen = trained(tmp_path / "a", longer)
+    assert seen == [("none", 3)]
+    whole, _ = trained(tmp_path / "b", longer)
+    assert {**summaries[0], "seconds": 0} == {**whole[0], "seconds": 0}
+    assert (tmp_path / "a").stat().st_mode & 0o777 == 0o700
+
+
+def test_other_settings_are_refused_until_a_fresh_start(tmp_path):
+    trained(tmp_path / "a", open_setting(config(rounds=1)))
+    other = open_setting(config("local.lr=0.5", rounds=1))
+    with pytest.raises(GradveilError, match="other settings"):
+        trained(tmp_path / "a", other)
+    _, seen = trained(tmp_path / "a", other, fresh=True)
+    assert seen == [("none", 1)]
+
+
+def test_a_folder_with_other_things_in_it_is_left_alone(tmp_path):
+    (tmp_path / "thesis.tex").write_text("years of work")
+    with pytest.raises(GradveilError, match="holds other files"), opened(tmp_path, {"config_hash": ""}, fresh=True):
+        pass
+    assert (tmp_path / "thesis.tex").is_file()
+
+
+def test_summaries_tell_the_seeds_apart_and_together(tmp_path):
+    told = open_setting(config(rounds=1, seeds=[0, 1], defences=["none", "topk(0.1)"]))
+    summaries, _ = trained(tmp_path / "a", told)
+    assert [(row["defence"], row["seed"]) for row in summaries] == [
+        ("none", 0),
+        ("topk(0.1)", 0),
+        ("none", 1),
+        ("topk(0.1)", 1),
+    ]
+    together = spread(summaries)
+    assert [row["seeds"] for row in together] == [2, 2]
+    assert together[0]["accuracy"] == pytest.approx((summaries[0]["accuracy"] + summaries[2]["accuracy"]) / 2)
+    assert together[0]["accuracy_std"] is not None
+    assert together[1]["bytes_up"] < 0.3 * together[0]["bytes_up"]
+    read = load_summaries(tmp_path / "a")
+    assert [len(row["curve"]) for row in read] == [1, 1, 1, 1]
+    assert "NaN" not in json.dumps(read)
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        (["rounds=0"], "rounds: is 0"),
+        (["local.lr=0"], "local.lr"),
+        (["patience=3", "validation=0"], "patience waits"),
+        (["partition.kind=chess"], "partition.kind"),
+        (["server.optimiser=lion"], "server.optimiser"),
+        (["client=3"], "did you mean 'clients'"),
+        (["model.name=lenet"], "model.name"),
+        (["clients=200"], "clients"),
+        (["local.batch=70"], "local.batch"),
+        (["data.name=patches"], "mean nothing"),
+        (["participation=0"], "participation"),
+    ],
+)
+def test_bad_settings_are_told_before_the_first_round(settings, told):
+    with pytest.raises(GradveilError, match=told):
+        open_setting(config(*settings))
+
+
+def test_every_defence_that_does_not_fit_is_told_at_once():
+    with pytest.raises(GradveilError) as caught:
+        open_setting(config(defences=["none", 'dropout(0.2, where="nowhere")', 'cvb(position="nowhere")']))
+    assert len(caught.value.problems) >= 2
