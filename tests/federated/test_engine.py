@@ -170,12 +170,13 @@ def test_a_training_that_diverges_says_so():
 
 def test_bytes_are_those_of_what_is_sent():
     dense, sparse = (train(federation(text), 3) for text in ("none", "topk(0.1)"))
-    entries = sum(value.numel() for value in dense.params.values())
-    assert all(record.bytes_up <= 4 * 4 * entries for record in dense.records)
-    assert all(record.bytes_up < 0.3 * 4 * 4 * entries for record in sparse.records)
+    values = 4 * sum(value.numel() for value in dense.params.values())
+    header = 60
+    assert all(4 * values <= record.bytes_up <= 4 * (values + header) for record in dense.records)
+    assert all(record.bytes_up <= 4 * (0.2 * values + header) for record in sparse.records)
     first, later = sparse.records[0].bytes_down, sparse.records[1].bytes_down
-    assert first == 4 * entries * 8, "the first time a client is sent the whole model, in float64"
-    assert later < first / 3, "then what the round changed"
+    assert 4 * values <= first <= 4 * (values + header), "the first time a client is sent the whole model"
+    assert later <= 4 * (0.6 * values + header), "then what the round changed: no more than four times a tenth"
 
 
 def test_what_speakers_say_before_a_round_is_paid_for():

@@ -218,8 +218,7 @@ class Federation:
         """Count what the server sends: what the last round changed to those who were there, all to the others."""
         last = before.records[-1] if before.records else None
         there = clients & {*last.clients, *last.absent} if last else set[int]()
-        whole = sum(value.numel() * value.element_size() for value in before.params.values())
-        return len(there) * before.moved + len(clients - there) * whole
+        return len(there) * before.moved + len(clients - there) * encoded_size(before.params)
 
     def _judged(self, after: Standing, record: Round, before: Standing) -> Standing:
         """Keep the best parameters, and say whether to go on."""
