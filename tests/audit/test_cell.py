@@ -198,6 +198,16 @@ def test_bytes_are_what_the_wire_makes_of_each_victims_update(defence: str) -> N
     assert all(low < len(data) / dense < high for data in encoded)
 
 
+def test_a_public_mask_makes_updates_smaller() -> None:
+    attack = Recorder()
+    found = attacked(attack, "adgp(feedback=false)")
+    seen = attack.calls[0]["seen"][0]
+    masks = {name.removeprefix("send.prune.mask."): mask for name, mask in seen.messages.items()}
+    for row, size in enumerate(found.tensors["bytes_sent"].tolist()):
+        sent = {name: value[row] for name, value in seen.update.items()}
+        assert size == len(encode(sent, mask=masks, deflate=True)) < len(encode(sent, deflate=True))
+
+
 def test_updates_that_are_not_finite_have_their_bytes_too() -> None:
     assert float(attacked(Recorder(), "gaussian(1e39)").tensors["bytes_sent"].min()) > 1000
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gradveil.core.errors import GradveilError
 from gradveil.federated import header
-from gradveil.federated.wire import Layout, WireError, decode, encode, inspect
+from gradveil.federated.wire import Layout, WireError, decode, encode, encoded_size, inspect
 from gradveil.nn.models import build
 
 DTYPES = list(header.DTYPES)
@@ -141,6 +141,17 @@ def test_a_mask_is_the_one_that_was_shared(generator: torch.Generator) -> None:
         encode(outside, mask=mask)
     with pytest.raises(GradveilError, match=r"mask\.v: .*\nmask\.w: "):
         decode(encoded, layout, mask={"v": mask["w"]})
+
+
+def test_public_masks_are_shared_where_they_cover_what_is_sent(generator: torch.Generator) -> None:
+    mask = {"w": torch.rand(5000, generator=generator) < 0.4, "x.w": torch.ones(10, dtype=torch.bool)}
+    update = {"w": torch.randn(5000, generator=generator) * mask["w"], "x.w": torch.ones(10)}
+    messages = {f"send.prune.mask.{name}": value for name, value in mask.items()}
+    alone = len(encode(update, deflate=True))
+    assert encoded_size(update) == alone == encoded_size(update, {"send.prune.mask.w": mask["w"]})
+    assert encoded_size(update, messages) == len(encode(update, mask=mask, deflate=True)) < alone - 500
+    outside = update | {"w": torch.ones(5000)}
+    assert encoded_size(outside, messages) == encoded_size(outside)
 
 
 def test_an_update_of_another_model_is_refused_with_both_descriptions() -> None:

@@ -114,7 +114,7 @@ def recover(
         "distance": relative_distance(sent, raw),
         "cosine": cosine(sent, raw),
         "bytes_dense": dense_bytes(sent),
-        "bytes_sent": torch.tensor([encoded_size({n: w[row] for n, w in sent.items()}) for row in range(len(numbers))]),
+        "bytes_sent": _bytes_sent(seen[-1]),
     }
     tensors |= {f"trace.{count}": value for count, value in found.trace.items()}
     if client.batch:
@@ -125,6 +125,12 @@ def recover(
     # Clones: an attack may return views of one tensor, which cannot be written side by side.
     kept = {name: value.detach().cpu().contiguous().clone() for name, value in tensors.items()}
     return Recovered(kept, facts, tuple(found.status))
+
+
+def _bytes_sent(seen: Observation) -> Tensor:
+    """Count the bytes of each victim's update on the wire [V]."""
+    rows = ({name: value[row] for name, value in seen.update.items()} for row in range(len(seen.victims)))
+    return torch.tensor([encoded_size(row, seen.messages) for row in rows])
 
 
 def _facts(

@@ -164,9 +164,9 @@ class Federation:
                 examples = {client: len(self.shares[client].train.targets) for client in answers}
                 mean, server = self.server.mean(updates, examples, server)
                 params, server = self.server.step(params, mean, server)
-                moved = encoded_size({name: params[name] - standing.params[name] for name in mean})
+                moved = encoded_size({name: params[name] - standing.params[name] for name in mean}, heard.messages)
         asked = {*answers, *absent}
-        up = spoken + sum(map(encoded_size, updates.values()))
+        up = spoken + sum(encoded_size(update, heard.messages) for update in updates.values())
         down = len(asked) * _bits(heard.messages) + self._sent_down(asked, standing)
         record = self._record(number, answers, absent, params, (up, down), began)
         after = replace(standing, params=params, server=server, clients=clients, mean=mean, moved=moved)

@@ -144,13 +144,24 @@ def decode(
     return {name: sent[name] for name in layout}
 
 
-def encoded_size(update: Mapping[str, Tensor]) -> int:
+def encoded_size(update: Mapping[str, Tensor], messages: Mapping[str, Tensor] | None = None) -> int:
     """Count the bytes that an update takes in float32, deflated: what `encode` makes of it, header and all.
+
+    Public messages of the round that are masks of the parameters (`...mask.<parameter>`) are shared masks, if all that
+    is sent lies within them.
 
     >>> encoded_size({"w": torch.eye(32)}) < encoded_size({"w": torch.ones(32, 32).cumsum(1)}) < 4 * 32 * 32
     True
     """
-    return len(encode(update, values=torch.float32, nonfinite="keep", deflate=True))
+    mask = _public_mask(update, messages or {})
+    return len(encode(update, values=torch.float32, mask=mask, nonfinite="keep", deflate=True))
+
+
+def _public_mask(update: Mapping[str, Tensor], messages: Mapping[str, Tensor]) -> Tensors | None:
+    found = {name: mask for name in update for said, mask in messages.items() if f".{said}".endswith(f".mask.{name}")}
+    if not update or found.keys() != update.keys():
+        return None
+    return found if all(not value[~found[name].bool()].any() for name, value in update.items()) else None
 
 
 def digest(mask: Mapping[str, Tensor]) -> bytes:
