@@ -229,6 +229,31 @@ def test_check_finds_problems(small: Path, capsys: pytest.CaptureFixture[str], m
     assert any(problem["severity"] == "error" and "NaN" in problem["what"] for problem in problems)
 
 
+def test_what_a_users_model_prints_is_no_result(
+    small: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (small / "users_talking_net.py").write_text(
+        "from torch import nn\n\n\nclass Net(nn.Sequential):\n    def forward(self, x):\n"
+        "        print('shape', x.shape)\n        return super().forward(x)\n\n\ndef net(channels, size, classes):\n"
+        "    return Net(nn.Flatten(), nn.Linear(channels * size * size, classes))\n"
+    )
+    monkeypatch.syspath_prepend(small)
+    for words in (["audit", "small.toml", "--workers", "1"], ["check", "small.toml"]):
+        assert run([*words, "--set", "model.name=users_talking_net:net", "--json"]) == 0
+        out, err = capsys.readouterr()
+        assert isinstance(json.loads(out), list)
+        assert "shape" in err
+
+
+def test_a_script_that_is_no_module_is_told(
+    small: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (small / "users_script.py").write_text("import argparse\nargparse.ArgumentParser().parse_args(['--lr', '1'])\n")
+    monkeypatch.syspath_prepend(small)
+    assert run(["check", "--model", "users_script:net", "--data", "faces"]) == 2
+    assert "importing 'users_script' raised SystemExit: 2" in capsys.readouterr().err
+
+
 def test_check_says_what_a_path_names(
     small: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

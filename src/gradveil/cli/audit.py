@@ -7,6 +7,7 @@ import os
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -72,7 +73,8 @@ def audit(
     config = read(name, overrides | ({"images": False} if no_images else {}), setting or ())
     folder = out or Path("runs") / config.name
     command = _command(name, overrides, setting or (), no_images)
-    cells = _run(config, folder, fresh, data_dir, workers, command)
+    with redirect_stdout(sys.stderr):  # What a user's model prints must not mix with the results.
+        cells = _run(config, folder, fresh, data_dir, workers, command)
     _show(cells, config, as_json)
     page = write_report(folder)
     Console(stderr=as_json, soft_wrap=True).print(f"Report: {page}")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Sequence
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -63,11 +65,12 @@ def check(
     settings = [f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in flags.items() if value is not None]
     settings += setting or []
     config = _alone(flags, settings) if run is None else read(run, {}, settings)
-    scene = open_scene(config, data_dir, checked=False)
-    net = scene.model(config.seeds[0])  # A model that cannot be built is wrong use: it raises.
-    problems = list(scene_problems(scene))
-    problems += [] if _stopped(problems) else model_problems(scene)
-    problems += [] if _stopped(problems) else privacy_problems(scene)
+    with redirect_stdout(sys.stderr):  # What a user's model prints must not mix with what is found.
+        scene = open_scene(config, data_dir, checked=False)
+        net = scene.model(config.seeds[0])  # A model that cannot be built is wrong use: it raises.
+        problems = list(scene_problems(scene))
+        problems += [] if _stopped(problems) else model_problems(scene)
+        problems += [] if _stopped(problems) else privacy_problems(scene)
     if as_json:
         keys = ("where", "what", "remedy", "severity")
         typer.echo(json.dumps([{key: getattr(p, key) for key in keys} for p in problems], indent=1))

@@ -172,9 +172,9 @@ def _import(path: str) -> Callable[..., Any]:
     except ModuleNotFoundError as error:
         remedy = "install it, or run in the folder it lies in or add that folder to PYTHONPATH"
         raise fail(f"model {path}", f"there is no module '{error.name}'", remedy) from error
-    except FOREIGN as error:
+    except (*FOREIGN, SystemExit) as error:  # a script that reads its command line, or ends with sys.exit()
         what = f"importing '{module_name}' raised {type(error).__name__}: {error}"
-        raise fail(f"model {path}", what, "correct the module") from error
+        raise fail(f"model {path}", what, "correct the module, so that it can be imported from anywhere") from error
     factory = getattr(module, attribute, None)
     if factory is None:
         names = [name for name in vars(module) if not name.startswith("_") and callable(getattr(module, name))]
