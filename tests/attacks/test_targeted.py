@@ -112,3 +112,17 @@ def test_the_attacker_who_is_told_everything_is_granted_what_is_secret_and_reads
     blind = attack.evaluate(seen, client, knowledge, Key(0), torch.zeros_like(truth.raw.inputs), truth.noise)
     assert bool((at_truth < 0.05).all())
     assert bool((blind > at_truth + 0.1).all())
+
+
+def test_additive_noise_is_its_mean_or_fitted_and_masks_stay_what_they_are():
+    """`cdia(additive=optimised)` fits the noise as DPIA does, `dpia(additive=neutral)` does not."""
+    optimised = make_attack("cdia(additive=optimised)").knowledge
+    plain, dpia = make_attack("cdia").knowledge, make_attack("dpia").knowledge
+    assert {name: how for name, how in optimised.items() if name in plain} == plain
+    assert list(optimised)[-2:] == ["step.*", "send.*"]
+    assert {name: optimised[name] for name in ("step.*", "send.*")} == {n: dpia[n] for n in ("step.*", "send.*")}
+    assert (
+        make_attack("dpia(additive=neutral)").knowledge["step.*"]
+        == make_attack("cdia(additive=neutral)").knowledge["step.*"]
+    )
+    assert make_attack("dpia(additive=neutral)").knowledge["step.*"] != dpia["step.*"]

@@ -7,7 +7,7 @@ from typing import Any
 
 from gradveil.attacks.analytic import Analytic
 from gradveil.attacks.inversion import Inversion
-from gradveil.attacks.knowledge import How, Known, Neutral, Sample
+from gradveil.attacks.knowledge import How, Known, Neutral, Optimise, Sample
 from gradveil.attacks.learned import Learned
 from gradveil.attacks.objective import OBJECTIVES
 from gradveil.attacks.optimise import Cosine, Descent, Steps
@@ -35,6 +35,7 @@ SETTINGS = (
     Argument("keep", Choice(("best", "last", None)), None),
     Argument("report", Range(1, integer=True, optional=True), None),
     Argument("order", Choice(("told", "in-order", "drawn", None)), None),
+    Argument("additive", Choice(("neutral", "optimised", None)), None),
     Argument("step_size", Range(0, low_open=True, optional=True), None),
     Argument("rounds", Choice(("first", "last", "all", None)), None),
     Argument("batchnorm", Range(0, optional=True), None),
@@ -47,6 +48,8 @@ SETTINGS = (
 
 _ORDERS: dict[str, How] = {"told": Known(), "in-order": Neutral(), "drawn": Sample(every_iteration=False)}
 """What an attacker makes of the order in which a client went through its examples."""
+_ADDITIVE: dict[str, How] = {"neutral": Neutral(), "optimised": Optimise(weight=1e-6)}
+"""What an attacker makes of noise that was added to what was sent: its mean, or whatever fits best (as DPIA does)."""
 _OF_STEPPER = ("lr", "sign")
 _OF_DESCENT = ("iterations", "tolerance", "patience", "keep", "report", "halving")
 
@@ -79,6 +82,9 @@ class InversionEntry(AttackEntry):
         """Part the settings into those of the attack, its descent and its steps."""
         if order := given.pop("order", None):
             given["knowledge"] = {"schedule": _ORDERS[order], **attack.knowledge}
+        if additive := given.pop("additive", None):
+            how = _ADDITIVE[additive]  # last, so that masks stay what they are
+            given["knowledge"] = {**given.get("knowledge", attack.knowledge), "step.*": how, "send.*": how}
         descent = replace(attack.descent, **{n: given.pop(n) for n in _OF_DESCENT if n in given})
         if "sign" in given and not isinstance(descent.stepper, Adam):
             raise fail(f"{self.name}.sign", "is a setting of Adam, this attack uses L-BFGS", "leave it out")
