@@ -137,3 +137,9 @@ def test_an_attack_says_whom_it_believes_in_and_what_it_is_told(capsys: pytest.C
 def test_the_word_for_the_attackers_of_each_defence_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     assert "`adaptive` stands for the attackers that aim at each defence" in shown(capsys, "attacks")
     assert "`adaptive`" in shown(capsys)
+
+
+def test_a_paper_shows_its_tables(capsys: pytest.CaptureFixture[str]) -> None:
+    text = " ".join(shown(capsys, "dual-gradient-pruning").split())
+    assert "dual-gradient-pruning/main dgp(top=0.05, bottom=0.75, feedback=true)" in text
+    assert "PAPER/TABLE" in shown(capsys, "papers")

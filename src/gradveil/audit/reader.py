@@ -19,6 +19,7 @@ from gradveil.audit.config import RunConfig
 from gradveil.core.errors import GradveilError, Problem, fail, refuse
 from gradveil.data import DATASETS
 from gradveil.defences import parse
+from gradveil.defences.papers import spelled_out
 from gradveil.federated.config import TrainConfig
 from gradveil.nn.models import MODELS
 
@@ -64,6 +65,8 @@ def _assemble(kind: type[Config], raw: Mapping[str, Any], settings: Sequence[str
     whole = copy.deepcopy(dict(raw))
     for setting in settings:
         _set(whole, setting)
+    if isinstance(texts := whole.get("defences"), list) and all(isinstance(text, str) for text in texts):
+        whole["defences"] = spelled_out(texts)
     return _resolve(kind, whole, names=True)
 
 

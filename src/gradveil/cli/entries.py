@@ -14,6 +14,7 @@ from gradveil.core.arguments import Argument, Entry
 from gradveil.core.errors import GradveilError, fail
 from gradveil.data import DATASETS
 from gradveil.defences import DEFENCES
+from gradveil.defences.papers import PAPERS
 from gradveil.nn.models import MODELS
 
 Row = dict[str, Any]
@@ -89,12 +90,25 @@ def _runs() -> list[Row]:
     return [{"name": name, "description": text, "citation": ""} for name, text in texts.items()]
 
 
+def _papers() -> list[Row]:
+    return [
+        {
+            "name": name,
+            "description": paper.title,
+            "citation": paper.citation,
+            "tables": {table: list(texts) for table, texts in paper.tables.items()},
+        }
+        for name, paper in PAPERS.items()
+    ]
+
+
 KINDS: dict[str, tuple[str, Callable[[], list[Row]]]] = {
     "attacks": ("an attack", _attacks),
     "defences": ("a defence", _defences),
     "models": ("a model", _models),
     "data": ("data", _data),
     "runs": ("a bundled run", _runs),
+    "papers": ("a paper", _papers),
 }
 """What can be listed: what one of them is called, and how the rows are made."""
 

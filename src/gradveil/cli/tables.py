@@ -17,7 +17,7 @@ from gradveil.cli.entries import KINDS, TOPICS, Row, called, everything, taking,
 from gradveil.core.arguments import literal
 from gradveil.core.words import listing
 
-_NAME = "attacks, defences, models, data or runs; or one of their names; or an argument, such as feedback."
+_NAME = "attacks, defences, models, data, runs or papers; or one of their names; or an argument, such as feedback."
 _SLOTS = {
     "model": "the model",
     "batch": "the examples",
@@ -30,7 +30,7 @@ def tables(
     name: Annotated[str | None, typer.Argument(metavar="[NAME]", help=_NAME)] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print as JSON.")] = False,
 ) -> int:
-    """List attacks, defences, models, data and bundled runs: what they do, what they take, and whom to cite.
+    """List attacks, defences, models, data, bundled runs and papers: what they do, what they take, and whom to cite.
 
     Everything is listed unless a kind or one name is given.
     """
@@ -71,6 +71,8 @@ def _notes(kind: str, rows: Sequence[Row]) -> Iterator[str]:
     if kind == "attacks":
         yield "Settings stand in parentheses: ig(iterations=500, restarts=4)."
         yield "`adaptive` stands for the attackers that aim at each defence; `gradveil list dp` names those of dp."
+    if kind == "papers":
+        yield "PAPER/TABLE in the place of a defence stands for those of a table: `gradveil list PAPER` shows them."
     if kind == "defences":
         yield "Arguments stand in parentheses, and defences join: dp(clip=20, sigma=0.001) + cvb + dropout(0.25)."
         for topic, meaning in TOPICS.items():
@@ -142,6 +144,8 @@ def _facts(row: Row) -> Iterator[tuple[str, str]]:
         yield "attackers", ", ".join(row["adaptive"])
     if row.get("options"):
         yield "options", ", ".join(f"{key} = {json.dumps(value)}" for key, value in row["options"].items())
+    for table, texts in row.get("tables", {}).items():
+        yield f"{row['name']}/{table}", ", ".join(texts)
     if row["citation"]:
         yield "cite", row["citation"]
 
