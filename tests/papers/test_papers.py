@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from gradveil.attacks.presets import make_attack
-from gradveil.audit.reader import read
+from gradveil.audit.reader import read, read_training
 from gradveil.defences import parse
 
 PAPERS = Path(__file__).parents[2] / "papers"
@@ -22,8 +22,8 @@ def figures():
 
 @pytest.mark.parametrize("run", sorted(PAPERS.glob("*/*.toml")), ids=lambda path: f"{path.parent.name}-{path.stem}")
 def test_run_files_are_sound_and_explained(run):
-    config = read(str(run))
-    assert config.attacks
+    config = read_training(str(run)) if run.stem.startswith("train-") else read(str(run))
+    assert config.defences
     assert f"`{run.name}`" in (run.parent / "README.md").read_text("utf-8")
 
 
