@@ -15,6 +15,7 @@ from gradveil.theory.bound import (
     gaussian_information,
     information,
     information_trace,
+    rate_bound,
     smoothed_information,
     trace_bound,
 )
@@ -64,6 +65,23 @@ def test_attacks_on_the_linear_normal_model_respect_it():
     assert error["least squares"] > 1.1 * bound
     assert error["prior"] > 1.1 * bound
     assert min(error.values()) > trace_bound(torch.trace(fisher), torch.trace(PRIOR), D)
+
+
+def test_mutual_information_bounds_the_linear_normal_model_too():
+    """In the basis where the prior is diagonal; reached where all directions are alike."""
+    variances = torch.linalg.eigvalsh(COVARIANCE)
+    gained = torch.eye(D).double() + information(A, VARIANCES) @ COVARIANCE
+    nats = torch.linalg.slogdet(gained).logabsdet / 2
+    smallest = error_bound(information(A, VARIANCES), PRIOR)
+    found = rate_bound(variances, nats)
+    assert 0.5 * smallest < found <= smallest
+    assert found < rate_bound(variances, nats / 2) < variances.mean()
+    torch.testing.assert_close(rate_bound(variances, torch.zeros(()).double()), variances.mean())
+    assert rate_bound(variances, torch.tensor(torch.inf).double()) == 0
+    power, noise = 2.0, 0.5
+    white = torch.full((4,), power).double()
+    all_of_it = torch.tensor(4 / 2).double() * torch.log1p(torch.tensor(power / noise).double())
+    torch.testing.assert_close(rate_bound(white, all_of_it), torch.tensor(1 / (1 / power + 1 / noise)).double())
 
 
 def test_the_two_forms_meet_where_every_direction_is_alike():

@@ -17,6 +17,7 @@ from gradveil.attacks.base import Attack, Judge, Observation, Planner, Progress,
 from gradveil.attacks.inversion import Inversion
 from gradveil.attacks.knowledge import How, Infer, Knowledge, Known, Neutral, Optimise, Sample
 from gradveil.audit.adaptive import attacks_against
+from gradveil.audit.bound import leaked
 from gradveil.audit.budget import read_budget, within
 from gradveil.audit.config import RunConfig
 from gradveil.audit.plans import settled
@@ -119,8 +120,11 @@ def recover(
     tensors |= {f"trace.{count}": value for count, value in found.trace.items()}
     if client.batch:
         tensors["transformed"] = truth.transformed.inputs
+    leak, unbounded = leaked(scene, cell.seed, client, seen, truth)
+    tensors |= leak
     facts = _facts(scene, client, attack, found, sent, grants, _first(truth)) | {
-        "row_iterations": done or int(found.iterations.sum()) * found.objectives.shape[1]
+        "row_iterations": done or int(found.iterations.sum()) * found.objectives.shape[1],
+        "unbounded": unbounded,
     }
     # Clones: an attack may return views of one tensor, which cannot be written side by side.
     kept = {name: value.detach().cpu().contiguous().clone() for name, value in tensors.items()}

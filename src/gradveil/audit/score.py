@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gradveil.audit.bound import mse_bound
 from gradveil.audit.cell import Address, Recovered
 from gradveil.audit.scene import Scene
 from gradveil.audit.store import Cell
@@ -149,7 +150,7 @@ def _address(scene: Scene, cell: Address, named: Named) -> dict[str, Any]:
 
 
 def _info(scene: Scene, cell: Address, found: Recovered, named: Named) -> dict[str, Any]:
-    facts, tensors = found.facts, found.tensors
+    facts, tensors, settings = found.facts, found.tensors, scene.config.client[cell.client]
     seconds = facts["seconds"]
     return {
         **_address(scene, cell, named),
@@ -159,6 +160,7 @@ def _info(scene: Scene, cell: Address, found: Recovered, named: Named) -> dict[s
         "distance": float(tensors["distance"].mean()),
         "cosine": float(tensors["cosine"].mean()),
         "iterations_per_second": facts["row_iterations"] / seconds if seconds else None,
+        "bound": mse_bound(scene, tensors, settings.examples) if len(tensors.get("nats", ())) else None,
         "health": {
             "objective": _median(tensors["objective"]),
             "objective_initial": float(tensors["initial"].median()),

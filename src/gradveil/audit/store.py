@@ -112,6 +112,7 @@ def summarise(cell: Cell) -> dict[str, Any]:
         "ssim_mean": _mean(images, "ssim"),
         "psnr_mean": _mean(images, "psnr"),
         "mse_mean": _mean(images, "mse"),
+        "mse_bound": (info.get("bound") or {}).get("mse"),
         "label_accuracy": _mean(records, "label_accuracy"),
         "guarantee": info.get("guarantee"),
         "distance": info.get("distance"),

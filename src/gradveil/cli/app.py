@@ -15,6 +15,7 @@ import gradveil
 from gradveil.attacks.plan import keep_freed_memory
 from gradveil.cli.account import account
 from gradveil.cli.audit import audit
+from gradveil.cli.bound import bound
 from gradveil.cli.check import check
 from gradveil.cli.results import report, summary
 from gradveil.cli.tables import tables
@@ -75,6 +76,12 @@ app.command(
         "gradveil account --sigma 1 --rate 0.01 --steps 1000 --sampling shuffled --accountant rdp --json",
     )
 )(account)
+app.command(
+    epilog=_examples(
+        'gradveil bound faces --defence "gaussian(0.01)" --defence "dp(clip=1, sigma=0.1)"',
+        "gradveil bound study.toml --victims 4 --json",
+    )
+)(bound)
 
 
 def _version(wanted: bool) -> None:

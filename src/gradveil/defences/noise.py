@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
@@ -18,8 +19,18 @@ ON = Choice(("mean", "sum"))
 """Where the standard deviation is measured: on the mean over the batch (what is sent), or on the sum before it."""
 
 
+class Additive(Transform):
+    """Base of transforms that add independent noise of one law to every entry."""
+
+    stage: ClassVar[Stage] = Stage.NOISE
+
+    @abstractmethod
+    def variance(self, examples: int) -> float:
+        """Return one over the Fisher information of an entry's place, on the mean over so many examples."""
+
+
 @dataclass(frozen=True)
-class Gaussian(Transform):
+class Gaussian(Additive):
     """Add N(0, std^2) to every entry.
 
     With `on="sum"` the noise has that standard deviation on the *sum* over the batch, so std / B on the mean that is
@@ -30,7 +41,6 @@ class Gaussian(Transform):
     on: Literal["mean", "sum"] = "mean"
     scaled_to: float | None = None
     """The clip norm that the standard deviation was chosen for; checked against what the clips before it bound."""
-    stage: ClassVar[Stage] = Stage.NOISE
     guarantee: ClassVar[str] = "differential privacy only after a clip; an accountant gives epsilon"
 
     def __post_init__(self) -> None:
@@ -41,6 +51,10 @@ class Gaussian(Transform):
     def on_mean(self, value: float, examples: int) -> float:
         """Convert what is measured where the standard deviation is to the mean over so many examples."""
         return value / examples if self.on == "sum" else value
+
+    def variance(self, examples: int) -> float:
+        """Return std^2 on the mean over so many examples."""
+        return self.on_mean(self.std, examples) ** 2
 
     def noise(self, params: Mapping[str, Tensor]) -> NoiseSpec:
         """Declare one standard normal tensor a parameter."""
@@ -59,16 +73,19 @@ class Gaussian(Transform):
 
 
 @dataclass(frozen=True)
-class Laplacian(Transform):
+class Laplacian(Additive):
     """Add Laplace(0, scale) to every entry: standard deviation sqrt(2) * scale (Zhu et al. 2019, sec. 5.1)."""
 
     scale: float
-    stage: ClassVar[Stage] = Stage.NOISE
     guarantee: ClassVar[str] = "differential privacy only after a clip of the l1 norm"
 
     def __post_init__(self) -> None:
         """Refuse settings that cannot be meant, all at once."""
         refuse(collect("laplace", (("scale", STRENGTH, self.scale),)))
+
+    def variance(self, examples: int) -> float:
+        """Return scale^2: half of what is usually called the variance."""
+        return self.scale**2
 
     def noise(self, params: Mapping[str, Tensor]) -> NoiseSpec:
         """Declare one Laplace(0, 1) tensor a parameter."""

@@ -142,7 +142,7 @@ class _Walk:
         """Pass one stage."""
         if isinstance(stage, Gaussian):
             if not self.closed and self.bound < math.inf:
-                self.variance += stage.on_mean(stage.std, examples) ** 2
+                self.variance += stage.variance(examples)
                 told = stage.scaled_to
                 self.scaled_to = None if told is None else stage.on_mean(told, examples)
         elif self.variance:

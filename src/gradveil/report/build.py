@@ -116,6 +116,7 @@ def context(run: Run) -> dict[str, Any]:
         "knowledge": method.knowledge(rows),
         "descriptions": method.descriptions(rows),
         "guarantees": method.guarantees(rows),
+        "bounds": method.bounds(rows),
         "suspicions": method.suspicions(rows),
         "proven": proven,
         "citations": method.citations(rows),

@@ -8,7 +8,7 @@ from typing import Any
 
 from gradveil.audit.attacker import ATTACKERS, POSITIONS, secrets
 from gradveil.audit.rows import Row
-from gradveil.core.words import listing, plural
+from gradveil.core.words import listing, number, plural
 
 
 def distinct(values: Sequence[str]) -> list[str]:
@@ -53,6 +53,19 @@ def guarantees(rows: Sequence[Row]) -> list[tuple[str, str]]:
             promise = str(row.info["guarantee"])
             found.setdefault("no formal guarantee" if promise == "none" else promise, []).append(row.defence_name)
     return [(listing(distinct(names)), promise) for promise, names in found.items()]
+
+
+def bounds(rows: Sequence[Row]) -> list[tuple[str, str]]:
+    """List how large the mean squared error of every attacker must be, or why no bound is known."""
+    found: dict[str, list[str]] = {}
+    for row in rows:
+        bound, why = row.info.get("bound"), row.info.get("unbounded")
+        if bound and not row.undefended:
+            said = f"no attacker can have a lower mean squared error than {number(bound['mse'])} in expectation"
+            found.setdefault(f"{said}; the mean image has {number(bound['prior'])}", []).append(row.defence_name)
+        elif why and not row.undefended:
+            found.setdefault(f"no bound is known: {why}", []).append(row.defence_name)
+    return [(listing(distinct(names)), said) for said, names in found.items()]
 
 
 def suspicions(rows: Sequence[Row]) -> list[str]:

@@ -88,6 +88,7 @@ COLUMNS: tuple[Column, ...] = (
     ),
     _score("psnr", "PSNR", "peak signal-to-noise ratio in dB, mean"),
     _score("mse", "MSE", "mean squared error of pixels in [0, 1], mean"),
+    Column("mse_bound", "MSE bound", "below it nobody's mean error lies, under the prior", _sum("mse_bound"), number),
     Column("lpips", "LPIPS", "learned perceptual distance, mean", lambda row: row.mean("lpips"), number),
     Column("label_accuracy", "Labels", "share of the labels recovered", _sum("label_accuracy"), percent),
     Column(
@@ -150,7 +151,7 @@ COLUMNS: tuple[Column, ...] = (
 )
 """Every column, in the order shown."""
 
-_OPTIONAL = {"lpips", "objective_truth", "identified", "iterations_per_second", "restarts", "params"}
+_OPTIONAL = {"lpips", "mse_bound", "objective_truth", "identified", "iterations_per_second", "restarts", "params"}
 DOUBT = "low, but the attack may be broken"
 
 

@@ -10,6 +10,8 @@ here are divided by d: they are mean squared errors of an entry, in the units of
 
 What to keep in mind:
 
+- It holds where g is absolutely continuous in x. The gradient of a network with ReLU or max-pooling is not: it jumps
+  where a unit switches, and J, which does not see jumps, says too little. There `rate_bound` holds.
 - The bound holds for noise whose variances do not depend on x. Where they do (`optimal-noise` is fitted to the batch)
   the variances themselves tell of x: F lacks a term, and the numbers are no bound.
 - It holds for a prior whose density vanishes at its borders. Of images nobody knows P; both estimates below are models.
@@ -101,6 +103,38 @@ def trace_bound(fisher_trace: Tensor, prior_trace: Tensor, entries: int) -> Tens
     tensor(0.5000)
     """
     return entries / (fisher_trace + prior_trace)
+
+
+def block_bound(fisher: Tensor, prior: Tensor, sizes: Tensor) -> Tensor:
+    """Return sum_g n_g^2 / (tr F_g + tr P_g) / d for traces over groups of n_g directions of any orthonormal basis.
+
+    It lies between `trace_bound`, which has one group, and `error_bound`: a diagonal entry of an inverse is at least
+    the inverse of the entry, and within a group the mean of inverses at least the inverse of the mean. Only traces are
+    needed, so random directions of each group will do.
+
+    >>> block_bound(torch.tensor([6.0, 0.0]), torch.tensor([2.0, 2.0]), torch.tensor([2.0, 2.0]))
+    tensor(0.6250)
+    """
+    return (sizes.square() / (fisher + prior)).sum() / sizes.sum()
+
+
+def rate_bound(variances: Tensor, nats: Tensor) -> Tensor:
+    """Return the least mean squared error of normal x, of which what is sent tells at most so many nats.
+
+    That is sum_k min(t, v_k) / d with the water level t at which sum_k max(0, log(v_k / t)) / 2 is the number of nats:
+    the distortion-rate function (Cover and Thomas 2006, sec. 10.3.3). It asks nothing of the derivative of g. Of
+    g + N(0, s^2) there are at most E ||g - c||^2 / (2 s^2) nats, for any c that does not depend on x.
+
+    >>> rate_bound(torch.ones(4), torch.tensor(2.0))
+    tensor(0.3679)
+    """
+    top = variances.log().max()
+    low, high = top - 2 * nats - 1, top
+    for _ in range(60):
+        level = (low + high) / 2
+        enough = (variances.log() - level).clamp(min=0).sum() / 2 > nats
+        low, high = torch.where(enough, level, low), torch.where(enough, high, level)
+    return torch.minimum(variances, high.exp()).mean()
 
 
 def _weights(squares: Tensor, variances: Tensor) -> Tensor:

@@ -15,13 +15,15 @@ from torch import Tensor
 from torch.func import jacfwd, jvp, vmap
 
 from gradveil.core.noise import Noise, NoiseSpec, Normal
-from gradveil.core.tree import Tensors
+from gradveil.core.tree import Tensors, norm, tmap
 from gradveil.core.types import Batch
 
 Gradient = Callable[[Batch], Tensors]
 """A client's differentiable mean gradient: `Context.gradient`."""
 AT_ONCE = 16
 """Probes in one batch: each holds one more gradient."""
+_STEP, _JUMP = 3e-3, 0.2
+"""A finite step, and how far the difference may be from the derivative where nothing jumps, relatively."""
 
 
 def probe_noise(batch: Batch, probes: int) -> NoiseSpec:
@@ -50,6 +52,30 @@ def squared_row_norms(gradient: Gradient, batch: Batch, probe: Tensor, at_once: 
         sums = {name: rows.square().sum(0) for name, rows in vmap(product)(some).items()}
         total = {name: total[name] + value for name, value in sums.items()} if total else sums
     return {name: value / len(probe) for name, value in total.items()}
+
+
+def squared_products(
+    function: Callable[[Tensor], Tensors], inputs: Tensor, directions: Tensor, at_once: int = 4
+) -> Tensor | None:
+    """Compute ||J v||^2 [N] over all coordinates of a function of tensors, for directions v [N, *inputs.shape].
+
+    None where a small step along the last direction shows that the function jumps, as the gradients of networks with
+    ReLU do: J would say too little of it.
+    """
+    _load_forward_mode()
+
+    def product(direction: Tensor) -> Tensors:
+        return jvp(function, (inputs,), (direction,))[1]
+
+    step = _STEP * directions[-1]
+    taken = tmap(lambda ahead, behind: (ahead - behind) / (2 * _STEP), function(inputs + step), function(inputs - step))
+    if bool(norm(tmap(torch.sub, product(directions[-1]), taken)) > _JUMP * norm(taken)):
+        return None
+    found: list[Tensor] = []
+    for some in directions.split(at_once):
+        rows = vmap(product)(some).values()
+        found.append(torch.stack([value.reshape(len(some), -1).square().sum(1) for value in rows]).sum(0))
+    return torch.cat(found)
 
 
 def exact_squared_row_norms(gradient: Gradient, batch: Batch) -> Tensors:

@@ -1,0 +1,85 @@
+"""The error that no attacker can stay below, for the victims of a run: by Fisher, or by mutual, information.
+
+Images are taken to be normal with the public images' spectrum (`gradveil.theory.spectrum`), labels and the model's
+noise to be known. Bounds are mean squared errors of pixels in [0, 1], as the scores are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import reduce
+from operator import add
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradveil.attacks.base import Observation
+from gradveil.audit.rounds import Truth, in_round
+from gradveil.audit.scene import Scene
+from gradveil.client import Client
+from gradveil.core.noise import Key
+from gradveil.core.tree import Tensors
+from gradveil.core.types import Batch
+from gradveil.defences.information import Told, information, obstacle, sight
+from gradveil.theory.bound import block_bound, rate_bound
+from gradveil.theory.spectrum import from_cosine, spectrum
+
+PROBES = 2
+"""Random directions in each group of cosine coefficients, for each victim."""
+
+
+def leaked(
+    scene: Scene, seed: int, client: Client, seen: Sequence[Observation], truth: Truth
+) -> tuple[Tensors, str | None]:
+    """Estimate what all rounds tell of every victim, or give the reason why no bound is known.
+
+    `information` [V, G] are the traces tr F_g over groups of cosine coefficients: the mean of v^T F v for v with random
+    signs in a group (Hutchinson 1989), not a number where the update jumps. `nats` [V] bound the mutual information.
+    """
+    first = Batch(truth.raw.inputs[0], truth.raw.targets[0])
+    why = obstacle(client, first)
+    if why is None and (scene.public is None or len(scene.public) < 2):
+        why = "there are no public images to learn a prior from"
+    if why is not None or scene.public is None:
+        return {"information": torch.zeros(0, 0), "nats": torch.zeros(0)}, why
+    groups, mean = spectrum(scene.public.pixels).groups(), scene.public.inputs.mean(0).to(first.inputs)
+    cut = sight(client, first.inputs.shape[0])
+    rows: list[Told] = []
+    for v, number in enumerate(seen[0].victims):
+        batch = Batch(truth.raw.inputs[v], truth.raw.targets[v])
+        probes = _probes(scene, groups, batch, Key(seed, ("bound", number)))
+        parts = []
+        for r, watched in enumerate(seen):
+            names = client.noise_spec(watched.params, batch)
+            noise = {name: truth.noise[in_round(r, name)][v] for name in names}
+            parts.append(information(cut, watched.params, batch, noise, probes, mean))
+        rows.append(reduce(add, parts))
+    along = torch.stack([row.along for row in rows]).reshape(len(rows), len(groups), PROBES)
+    return {"information": along.mean(2), "nats": torch.stack([row.nats for row in rows])}, None
+
+
+def mse_bound(scene: Scene, told: Mapping[str, Tensor], examples: int) -> dict[str, Any]:
+    """Bound the mean squared error by what the victims' updates tell; `prior` is the error without any update.
+
+    Expectations are averages over the victims, who stand for draws from the prior. Of both bounds the higher one
+    counts; where the update jumps there is only that of mutual information.
+    """
+    assert scene.public is not None
+    prior = spectrum(scene.public.pixels)
+    sizes = examples * prior.groups().flatten(1).sum(1).double()
+    found = {"mutual information": float(rate_bound(prior.variances, told["nats"].mean() / examples))}
+    fisher = told["information"].mean(0)
+    if not bool(fisher.isnan().any()):
+        found["Cramér-Rao"] = float(block_bound(fisher, examples * prior.information(), sizes))
+    best = max(found, key=lambda name: found[name])
+    return {"mse": found[best], "by": best, "prior": prior.variance}
+
+
+def _probes(scene: Scene, groups: Tensor, batch: Batch, key: Key) -> Tensor:
+    """Draw directions [G K, B, C, H, W] of the model's inputs, which are (pixel - mean) / std."""
+    shape = (len(groups), PROBES, *batch.inputs.shape)
+    signs = 2.0 * torch.randint(2, shape, generator=key.generator(), dtype=torch.float64) - 1
+    pixels = from_cosine(signs * groups[:, None, None].double())
+    lower, upper = scene.victims.bounds
+    return (pixels * (upper - lower).double()).flatten(0, 1).to(batch.inputs)

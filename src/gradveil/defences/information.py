@@ -1,0 +1,165 @@
+"""How much the update of a noisy client tells of its examples: Fisher information, for bounds of every attack.
+
+What is sent is a function of (g(x) + noise), with g the update before its noise; whatever comes after the noise can
+only lose information. Of local training that adds noise in each step, every noisy step is counted as if it were seen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import reduce
+from operator import add
+
+import torch
+from torch import Tensor, nn
+
+from gradveil.client import Client
+from gradveil.client.local import train
+from gradveil.core.tree import Tensors, squared_norm, tmap
+from gradveil.core.types import Batch, Transform
+from gradveil.defences.base import Chain
+from gradveil.defences.clip import Clip
+from gradveil.defences.noise import Additive, Gaussian
+from gradveil.defences.privacy import data_dependent, noise_is_shared, stages
+from gradveil.theory.sensitivity import squared_products
+
+Stages = tuple[tuple[str, Transform], ...]
+KINKED: tuple[type[nn.Module], ...] = (
+    *(nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.PReLU, nn.RReLU, nn.Threshold, nn.Hardtanh, nn.Hardsigmoid, nn.Hardswish),
+    *(nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d, nn.AdaptiveMaxPool1d, nn.AdaptiveMaxPool2d, nn.AdaptiveMaxPool3d),
+)
+"""Layers whose derivative jumps."""
+
+
+@dataclass(frozen=True)
+class Sight:
+    """What an attacker sees at best: the update of `clean`, plus noise of one variance in every entry."""
+
+    clean: Client
+    """The client up to its noise."""
+    variance: float
+    """One over the information of an entry's place; of added noises the sum, which is no more (Stam 1959)."""
+    normal: float
+    """The variance of the normal noise alone, 0 where there is none."""
+    smooth: bool
+    """Whether no layer is known for a derivative that jumps."""
+    every_step: bool
+    """The noise is added to each step of local training, not to what is sent."""
+    noisy: Client
+    """The client that trains locally with its noise."""
+
+
+def obstacle(client: Client, batch: Batch) -> str | None:
+    """Say why no bound is known for this client, None if there is one."""
+    step, send = stages(client.step), stages(client.send)
+    if _first(step) is None and _first(send) is None:
+        return "no noise is added whose law is known and does not depend on the data"
+    inner, before, _, after = _split(client)
+    for name, stage in (*inner, *before):
+        if not isinstance(stage, Clip):
+            return f"'{name}' comes before the noise, and nothing is known of it"
+    for name, stage in after:
+        if data_dependent(stage, client, batch):
+            return f"'{name}' looks at the data again, behind the noise"
+    if any(noise_is_shared(stage, client, batch) for _, stage in (*step, *send)):
+        return "the noise is the same for every client"
+    if client.batch:
+        return "the batch is changed before the gradient is computed"
+    if client.members > 1 and client.local and _first(step) is not None:
+        return "clients that add noise in each step of local training are summed"
+    return None
+
+
+def sight(client: Client, examples: int) -> Sight:
+    """Cut a client off at its noise; `examples` are those of the whole batch. Only where there is no `obstacle`."""
+    each = examples // client.members
+    _, before, noise, _ = _split(client)
+    in_step = _first(stages(client.step)) is not None
+    size = client.local.batch if client.local and in_step else each
+    variance = sum(stage.variance(size) for stage in noise) / client.members
+    normal = sum(stage.variance(size) for stage in noise if isinstance(stage, Gaussian)) / client.members
+    smooth = not any(isinstance(module, KINKED) for module in client.model.modules())
+    kept = Chain(before) if before else None
+    clean = replace(client, step=kept, send=None) if in_step else replace(client, send=kept)
+    every_step = in_step and client.local is not None
+    return Sight(clean, variance, normal, smooth, every_step, replace(client, send=None))
+
+
+@dataclass(frozen=True)
+class Told:
+    """What one update tells of the inputs x, at most."""
+
+    along: Tensor
+    """v^T F v = sum_i (J v)_i^2 / s^2 [N] for N directions v; not a number where the update jumps."""
+    nats: Tensor
+    """||g(x) - g(mean)||^2 / (2 s^2) [], on average at least the mutual information; infinite without normal noise."""
+
+    def __add__(self, other: Told) -> Told:
+        """Add what another noisy vector tells, given the first."""
+        return Told(self.along + other.along, self.nats + other.nats)
+
+
+def information(
+    seen: Sight, params: Tensors, batch: Batch, noise: Mapping[str, Tensor], directions: Tensor, mean: Tensor
+) -> Told:
+    """Compute what the update of a batch tells, along directions [N, B, C, H, W] in the space of the inputs.
+
+    `noise` is what the client drew, `mean` [C, H, W] an input that everybody knows.
+    """
+    if not seen.every_step:
+        own = {name: noise[name] for name in seen.clean.noise_spec(params, batch)}
+        return _told(seen, seen.clean, params, batch, own, directions, mean)
+    parts: list[Told] = []
+    local, schedule = seen.noisy.local, noise["schedule"]
+    assert local is not None
+    clean, noisy = replace(seen.clean, local=None), replace(seen.noisy, local=None)
+    state = noisy.init(params)
+
+    def gradient(t: int, now: Tensors) -> Tensors:
+        nonlocal state
+        rows = schedule[t]
+        chosen = Batch(batch.inputs[rows], batch.targets[rows])
+        own = {n: value[t] for n, value in noise.items() if n.startswith(("model.", "step."))}
+        kept = {name: own[name] for name in clean.noise_spec(now, chosen)}
+        parts.append(_told(seen, clean, now, chosen, kept, directions[:, rows], mean))
+        found, state = noisy.update(now, chosen, own, state)
+        return found
+
+    train(local, params, schedule.shape[0], gradient)
+    return reduce(add, parts)
+
+
+def _told(
+    seen: Sight, client: Client, params: Tensors, batch: Batch, noise: Tensors, directions: Tensor, mean: Tensor
+) -> Told:
+    state = client.init(params)
+
+    def update(inputs: Tensor) -> Tensors:
+        return client.update(params, Batch(inputs, batch.targets), noise, state)[0]
+
+    squares = squared_products(update, batch.inputs, directions) if seen.smooth else None
+    along = torch.full((len(directions),), torch.nan) if squares is None else squares / seen.variance
+    away = tmap(torch.sub, update(batch.inputs), update(mean.expand_as(batch.inputs)))
+    nats = squared_norm(away) / (2 * seen.normal) if seen.normal else torch.tensor(torch.inf)
+    return Told(along.double().cpu(), nats.double().cpu())
+
+
+def _split(client: Client) -> tuple[Stages, Stages, list[Additive], Stages]:
+    """Split the slot that adds the first noise at its noise: what slots before it do, before, noise, and all after."""
+    step, send = stages(client.step), stages(client.send)
+    inner, own, later = ((), step, send) if _first(step) is not None else (step, send, ())
+    first = _first(own)
+    assert first is not None
+    noise: list[Additive] = []
+    for _, stage in own[first:]:
+        if not isinstance(stage, Additive):
+            break
+        noise.append(stage)
+    return inner, own[:first], noise, (*own[first + len(noise) :], *later)
+
+
+def _first(chain: Stages) -> int | None:
+    """Find the first stage that adds noise indeed."""
+    noise = (i for i, (_, stage) in enumerate(chain) if isinstance(stage, Additive) and stage.variance(1) > 0)
+    return next(noise, None)

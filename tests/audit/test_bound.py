@@ -1,0 +1,152 @@
+"""The bound in an audit: known in closed form for a linear model and normal images, and respected by its attackers."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from gradveil.attacks.inversion import Inversion
+from gradveil.attacks.presets import make_attack
+from gradveil.audit.cell import cells, recover
+from gradveil.audit.run import finish
+from gradveil.audit.scene import Scene
+from gradveil.audit.store import summarise
+from gradveil.cli.app import run
+from gradveil.core.noise import Key
+from gradveil.data import Dataset
+from gradveil.defences import parse
+from gradveil.report.build import page
+from tests.audit.runs import config, execute
+from tests.audit.test_cell import Recorder
+
+SIDE, SPREAD, STD, VICTIMS = 11, 0.1, 0.4, 100
+
+
+def images(count: int, key: str) -> Dataset:
+    """White normal images around grey, five deviations inside black and white."""
+    drawn = torch.randn(count, 1, SIDE, SIDE, generator=Key(0, (key,)).generator())
+    pixels = (0.5 + SPREAD * drawn).clamp(0, 1)
+    return Dataset("white", (pixels - 0.5) / 0.25, torch.zeros(count, dtype=torch.long), ("a", "b"), (0.5,), (0.25,))
+
+
+def linear(outputs: Tensor, targets: Tensor) -> Tensor:
+    """A loss whose gradient is the input itself, in the row of its class."""
+    return outputs.gather(-1, targets[..., None]).sum()
+
+
+class Reader(Recorder):
+    """Knows how the gradient was made: reads the images off it, and draws them towards the mean by `weight`."""
+
+    weight: float = 1.0
+
+    def __call__(self, observations, *rest: Any):
+        found = super().__call__(observations, *rest)
+        read = torch.stack([seen.update["1.weight"][:, 0] for seen in observations]).mean(0)
+        inputs = self.weight * read.reshape(len(read), 1, 1, SIDE, SIDE)
+        return dataclasses.replace(found, inputs=inputs)
+
+
+def reader(weight: float) -> Reader:
+    found = Reader()
+    found.weight = weight
+    return found
+
+
+def audited(attack: Any, defence: str = f"gaussian({STD})", **changes: Any) -> dict[str, Any]:
+    chosen = config(defences=[defence], victims=VICTIMS, attacks=["ig"], **changes)
+    net = nn.Sequential(nn.Flatten(), nn.Linear(SIDE * SIDE, 2, bias=False))
+    nn.init.zeros_(net[1].weight)
+    data = images(VICTIMS, "victims"), images(4000, "public")
+    scene = Scene(chosen, *data, lambda seed: copy.deepcopy(net), {defence: parse(defence)}, {"ig": attack}, linear)
+    (cell,) = cells(chosen)
+    shares = [range(VICTIMS // 2), range(VICTIMS // 2, VICTIMS)]
+    found = finish(scene, cell, [recover(scene, cell, numbers, lambda step: None) for numbers in shares])
+    assert found.failed is None, found.failed
+    error = sum(record["mse"] for record in found.records) / VICTIMS
+    return {**(found.info["bound"] or {}), "measured": error, "why": found.info["unbounded"]}
+
+
+def closed_form(rounds: int = 1) -> float:
+    """Posterior variance of a pixel, of which the model sees four times as much."""
+    return 1 / (1 / SPREAD**2 + rounds / (STD / 4) ** 2)
+
+
+def shrinking(rounds: int = 1) -> float:
+    """The weight of the best estimate there is."""
+    return (4 * SPREAD) ** 2 / ((4 * SPREAD) ** 2 + STD**2 / rounds)
+
+
+FREE = "ig(iterations=150, objective=l2, tv=0, sign=plain, start=uniform"
+
+
+@pytest.mark.parametrize(
+    ("attack", "reaches"),
+    [
+        (reader(shrinking()), True),
+        (reader(1.0), False),
+        (reader(0.0), False),
+        (make_attack(f"{FREE})"), False),
+        (make_attack(f"{FREE}, l2=1)"), None),
+        (make_attack("ig(iterations=150)"), False),
+        (make_attack("dlg(iterations=20, restarts=1, labels=given)"), False),
+    ],
+    ids=["posterior mean", "least squares", "mean image", "l2", "l2 with prior", "cosine", "dlg"],
+)
+def test_linear_normal_model_has_its_closed_form_and_attackers_respect_it(attack: Any, reaches: bool | None) -> None:
+    found = audited(attack)
+    assert found["mse"] == pytest.approx(closed_form(), rel=0.02)
+    assert found["by"] == "Cramér-Rao"
+    assert found["prior"] == pytest.approx(SPREAD**2, rel=0.02)
+    assert found["measured"] > 0.97 * found["mse"]
+    if reaches is not None:
+        assert (found["measured"] < 1.03 * found["mse"]) == reaches
+
+
+def test_every_round_that_is_watched_tells_more() -> None:
+    found = audited(reader(shrinking(3)), rounds=3)
+    assert found["mse"] == pytest.approx(closed_form(3), rel=0.02)
+    assert found["measured"] == pytest.approx(closed_form(3), rel=0.03)
+
+
+def test_without_a_bound_the_reason_is_told() -> None:
+    assert audited(reader(1.0), "prune(0.5)")["why"].startswith("no noise is added")
+    assert "mse" not in audited(reader(1.0), "prune(0.5)")
+
+
+def test_the_report_and_the_summary_tell_it(tmp_path: Path) -> None:
+    defences = ["none", "gaussian(0.1)", "dp(clip=1, sigma=1)", "prune(0.9)"]
+    chosen = config(attacks=["ig(iterations=2)"], defences=defences, client={"batch": 2})
+    found, _ = execute(chosen, tmp_path / "run")
+    told = {cell.info["defence"]: summarise(cell)["mse_bound"] for cell in found.cells}
+    assert [name for name, value in told.items() if value] == defences[1:3]
+    assert 0 < told["gaussian(0.1)"] < told["dp(clip=1, sigma=1)"]
+    html = page(found)
+    assert "no attacker can have a lower mean squared error than" in html
+    assert "no bound is known: no noise is added" in html
+    assert html.count("MSE bound") == 1
+
+
+def test_the_command_tells_it_and_attacks_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Inversion, "__call__", lambda *_: pytest.fail("attacked"))
+    monkeypatch.chdir(tmp_path)
+    words = ["bound", "faces", "--set", "model.name=lenet-zhu", "--set", "model.options={}", "--set", "data.size=16"]
+    words += ["--victims", "2", "--defence", "gaussian(0.1)", "--defence", "gaussian(0.3)", "--defence", "none"]
+    assert run([*words, "--json"]) == 0
+    weak, strong, none = json.loads(capsys.readouterr().out)
+    assert 0 < weak["mse_bound"] < strong["mse_bound"] < strong["mse_prior"]
+    assert none["mse_bound"] is None
+    assert none["unbounded"].startswith("no noise is added")
+    assert run(words) == 0
+    out = capsys.readouterr().out
+    assert "MSE bound" in out
+    assert "gaussian(0.3)" in out
+    assert list(tmp_path.iterdir()) == []

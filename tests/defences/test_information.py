@@ -1,0 +1,156 @@
+"""What a noisy update tells of its examples: held to exact Jacobians, with every reason why nothing is known."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from gradveil.client import Client, Local
+from gradveil.core.noise import Key
+from gradveil.core.tree import select, squared_norm, tmap
+from gradveil.core.types import Batch, Context, Stage, Transform
+from gradveil.defences import Clip, Defence, Gaussian, chain, parse
+from gradveil.defences.information import information, obstacle, sight
+from gradveil.theory.sensitivity import jacobian
+from tests.laws.cases import B, Tiny, draw_batch
+
+PLAIN = Client(Tiny())
+TRAINED = Client(Tiny(), local=Local(2, 0.3, steps=3, momentum=0.5))
+BATCH = draw_batch(Key(0))
+MEAN = torch.full((1, 8, 8), 0.5).double()
+PROBES = torch.randn(3, *BATCH.inputs.shape, generator=Key(1).generator(), dtype=torch.float64)
+
+
+def told(client: Client, batch: Batch = BATCH, probes: torch.Tensor = PROBES):
+    params = client.params()
+    noise = client.noise_spec(params, batch).sample(Key(2))
+    return information(sight(client, len(batch.targets)), params, batch, noise, probes, MEAN)
+
+
+def exact(clean: Client, batch: Batch = BATCH, probes: torch.Tensor = PROBES, params=None, **noise: torch.Tensor):
+    """||J v||^2 from the whole Jacobian, and ||g(x) - g(mean)||^2."""
+    params = params or clean.params()
+
+    def gradient(own: Batch):
+        return clean.update(params, own, noise, clean.init(params))[0]
+
+    products = jacobian(gradient, batch) @ probes.flatten(1).mT
+    away = tmap(torch.sub, gradient(batch), gradient(Batch(MEAN.expand_as(batch.inputs), batch.targets)))
+    return products.square().sum(0), squared_norm(away)
+
+
+@pytest.mark.parametrize(
+    ("text", "clean", "variance", "normal"),
+    [
+        ("gaussian(0.1)", "none", 0.01, 0.01),
+        ("laplace(0.1)", "none", 0.01, 0.0),
+        ("gaussian(0.1) + laplace(0.2)", "none", 0.05, 0.01),
+        ("clip(0.3) + gaussian(0.1)", "clip(0.3)", 0.01, 0.01),
+        ("user-dp(clip=0.3, sigma=2)", "clip(0.3)", 0.36, 0.36),
+        ("dp(clip=0.3, sigma=2)", "clip-example(0.3)", (0.6 / B) ** 2, (0.6 / B) ** 2),
+        ("dp(clip=0.3, sigma=2, on=mean)", "clip-example(0.3)", 0.36, 0.36),
+        ("dp(clip=0.3, sigma=2) + prune(0.5) + user-dp", "clip-example(0.3)", (0.6 / B) ** 2, (0.6 / B) ** 2),
+        ("gaussian(0.1) + quantise + prune(0.5, feedback=true)", "none", 0.01, 0.01),
+    ],
+)
+def test_one_gradient(text, clean, variance, normal):
+    found = told(parse(text)(PLAIN))
+    squares, away = exact(parse(clean)(PLAIN))
+    torch.testing.assert_close(found.along, squares / variance)
+    expected = away / (2 * normal) if normal else torch.tensor(torch.inf).double()
+    torch.testing.assert_close(found.nats, expected)
+
+
+def test_the_members_of_a_sum_hide_each_other():
+    two = replace(PLAIN, members=2)
+    found = told(parse("gaussian(0.1)")(two))
+    squares, away = exact(two)
+    torch.testing.assert_close(found.along, squares / (0.01 / 2))
+    torch.testing.assert_close(found.nats, away / (0.01 / 2) / 2)
+
+
+def test_noise_on_what_local_training_sends():
+    client = parse("gaussian(0.1)")(TRAINED)
+    schedule = client.noise_spec(client.params(), BATCH).sample(Key(2))["schedule"]
+    squares, _ = exact(TRAINED, schedule=schedule)
+    torch.testing.assert_close(told(client).along, squares / 0.01)
+
+
+def test_noise_in_every_step_counts_every_step_at_the_parameters_reached():
+    client = parse("dp(clip=0.3, sigma=2)")(TRAINED)
+    params = client.params()
+    noise = client.noise_spec(params, BATCH).sample(Key(2))
+    total = nats = torch.zeros(()).double()
+    clean = parse("clip-example(0.3)")(PLAIN)
+    now, velocity = params, tmap(torch.zeros_like, params)
+    for t, rows in enumerate(noise["schedule"]):
+        chosen = Batch(BATCH.inputs[rows], BATCH.targets[rows])
+        squares, away = exact(clean, chosen, PROBES[:, rows], now)
+        total, nats = total + squares / 0.3**2, nats + away / (2 * 0.3**2)
+        sent = clean.update(now, chosen, {}, {})[0]
+        noisy = {n: value + 0.3 * select(noise, "step.noise")[n][t] for n, value in sent.items()}
+        velocity = {n: noisy[n] + 0.5 * velocity[n] for n in noisy} if t else noisy
+        now = {n: now[n] - 0.3 * velocity[n] for n in now}
+    found = told(client)
+    torch.testing.assert_close(found.along, total)
+    torch.testing.assert_close(found.nats, nats)
+
+
+class Functional(nn.Module):
+    """A network whose ReLU no list of layers shows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Linear(64, 200).double(), nn.Linear(200, 3).double()
+
+    def forward(self, x):
+        return self.outer(F.relu(self.inner(x.flatten(1))))
+
+
+def test_where_the_gradient_jumps_derivatives_say_nothing():
+    listed = nn.Sequential(nn.Flatten(), nn.Linear(64, 3), nn.ReLU(), nn.Linear(3, 3)).double()
+    for model in (listed, Functional()):
+        found = told(parse("gaussian(0.1)")(Client(model)))
+        assert bool(found.along.isnan().all())
+        assert float(found.nats) > 0
+
+
+@pytest.mark.parametrize(
+    "text", ["gaussian(0.1)", "dp(clip=1, sigma=1) + cvb + dropout + prune(0.5)", "laplace(1) + clip(1)"]
+)
+def test_no_obstacle(text):
+    assert obstacle(parse(text)(PLAIN), BATCH) is None
+
+
+class Odd(Transform):
+    """Something before the noise."""
+
+    stage = Stage.CLIP
+
+    def apply(self, update, state, noise, context: Context):
+        return update, state
+
+
+@pytest.mark.parametrize(
+    ("defence", "said"),
+    [
+        ("none", "no noise is added"),
+        ("prune(0.9)", "no noise is added"),
+        ("dp(sigma=0)", "no noise is added"),
+        ("optimal-noise(0.1)", "no noise is added"),
+        ("gaussian(0.1) + optimal-prune(0.5)", "'prune' looks at the data again"),
+        (Defence("odd", send=chain(odd=Odd(), noise=Gaussian(1.0))), "'odd' comes before the noise"),
+        (Defence("odd", step=chain(odd=Odd()), send=chain(clip=Clip(1.0), noise=Gaussian(1.0))), "'odd' comes before"),
+    ],
+)
+def test_obstacles(defence, said):
+    built = parse(defence) if isinstance(defence, str) else defence
+    assert said in (obstacle(built(PLAIN), BATCH) or "")
+
+
+def test_sums_of_local_training_with_noise_in_each_step_have_no_bound():
+    summed = replace(TRAINED, members=2)
+    assert "are summed" in (obstacle(parse("dp(sigma=1)")(summed), BATCH) or "")
+    assert obstacle(parse("user-dp")(summed), BATCH) is None
