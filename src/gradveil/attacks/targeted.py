@@ -18,8 +18,13 @@ from gradveil.attacks.steps import Adam
 OWN_DRAWS: dict[str, How] = {"model.*": Sample()}
 MASKS: dict[str, How] = {"send.*mask.*": Infer(), "step.*mask.*": Infer()}
 """Masks of pruned entries, read off the zeros of what was sent."""
-BATCHES: dict[str, How] = {"batch.*.partner": Sample(every_iteration=False), "batch.*": Optimise()}
-"""What was done to the batch: its numbers are optimised, who is mixed with whom is guessed once in each restart."""
+BATCHES: dict[str, How] = {
+    "batch.*.partner": Sample(every_iteration=False),
+    "batch.*.choice": Sample(every_iteration=False),
+    "batch.*": Optimise(),
+}
+"""What was done to the batch: its numbers are optimised; who is mixed with whom, and by which policy an image was
+transformed, is guessed once in each restart."""
 _DROPPED: dict[str, How] = {"model.*.mask": Optimise(weight=1e-4)}
 
 

@@ -2,6 +2,7 @@
 
 from gradveil.core.arguments import Argument
 from gradveil.defences.aligned import Aligned
+from gradveil.defences.ats import Ats
 from gradveil.defences.base import NONE, Chain, Defence, ModelSurgery, chain
 from gradveil.defences.batch import InstaHide, LabelSmoothing, Mixup
 from gradveil.defences.clip import Clip
@@ -25,6 +26,7 @@ __all__ = [
     "NONE",
     "Aligned",
     "Argument",
+    "Ats",
     "Chain",
     "Clip",
     "CvbSurgery",

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from gradveil.core.allowed import SHARE, STRENGTH
+from gradveil.core.allowed import SHARE, STRENGTH, Text
 from gradveil.core.arguments import Argument
+from gradveil.defences.ats import HYBRID, Ats
 from gradveil.defences.base import Defence
 from gradveil.defences.batch import CAP, MIXED, InstaHide, LabelSmoothing, Mixup
 from gradveil.defences.entry import KNOWING, DefenceEntry
 
+POLICY = Text(f'policies of numbered transforms in quotes, as "3-1-7" or "{HYBRID}"')
 SEARCHING = ("cdia(rounds=all, restarts=4, lr=0.1)", "learned")
 """Coefficients, signs and choices are optimised with the images; what cannot be is guessed anew by each restart.
 
@@ -24,6 +26,10 @@ def _mixup(alpha: float) -> Defence:
 
 def _instahide(k: int, cap: float) -> Defence:
     return Defence("instahide", batch=(InstaHide(int(k), cap),))
+
+
+def _ats(policy: str | None) -> Defence:
+    return Defence("ats", batch=(Ats(policy or HYBRID),))
 
 
 BATCHING = (
@@ -58,6 +64,16 @@ BATCHING = (
         citation="Huang, Song, Li, Arora 2020, InstaHide: Instance-hiding Schemes for Private Distributed Learning",
         adaptive=SEARCHING,
         arguments=(Argument("k", MIXED, 4), Argument("cap", CAP, 0.65)),
+    ),
+    DefenceEntry(
+        name="ats",
+        factory=_ats,
+        description="ATS: train on images transformed by a policy (shifts, colours, levels), or one of several",
+        changes=("batch",),
+        guarantee="no formal guarantee",
+        citation="Gao et al. 2021, Privacy-preserving Collaborative Learning with Automatic Transformation Search",
+        adaptive=SEARCHING,
+        arguments=(Argument("policy", POLICY, HYBRID),),
     ),
 )
 """Entries of the table `gradveil.defences.DEFENCES`."""
