@@ -102,6 +102,7 @@ def test_priors_are_least_at_what_can_be_drawn():
     grid = torch.linspace(0.05, 0.95, 7, dtype=torch.float64).unsqueeze(1)
     found, density = Beta(0.4).penalty(grid), torch.from_numpy(beta(0.4, 0.4).logpdf(grid.squeeze(1).numpy()))
     torch.testing.assert_close(found - found[0], density[0] - density)
+    assert torch.equal(Beta(0.4).penalty(grid.squeeze(1)), found)
 
 
 def test_each_member_of_a_sum_mixes_its_own():

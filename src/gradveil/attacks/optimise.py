@@ -224,7 +224,7 @@ def _judge(
 
 def _inside(variables: Tensors, project: Project) -> Tensor:
     """Mark the rows that projecting leaves as they are."""
-    same = [(project(name, value) == value).flatten(1).all(1) for name, value in variables.items()]
+    same = [(project(name, value) == value).reshape(len(value), -1).all(1) for name, value in variables.items()]
     return torch.stack(same).all(0)
 
 

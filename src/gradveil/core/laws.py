@@ -24,7 +24,7 @@ class Beta:
 
     def penalty(self, value: Tensor) -> Tensor:
         """Return (1 - alpha) sum(ln v + ln(1 - v)), a row: -log density up to a constant."""
-        inside = value.flatten(1).clamp(_TINY, 1 - _TINY)
+        inside = value.reshape(len(value), -1).clamp(_TINY, 1 - _TINY)
         return (1 - self.alpha) * (inside.log() + torch.log1p(-inside)).sum(1)
 
 
