@@ -10,7 +10,7 @@ import torch
 from gradveil.client import Client, Local
 from gradveil.core.noise import Key, Noise, NoiseSpec, Normal
 from gradveil.core.tree import norm, tmap
-from gradveil.core.types import Batch, BatchTransform, Context, Stage, Transform
+from gradveil.core.types import Batch, BatchTransform, Context, Domain, Stage, Transform
 from gradveil.defences import DEFENCES, Clip, Defence, Gaussian, chain, parse
 from gradveil.defences.lint import suspicions
 from gradveil.defences.privacy import NOTHING, data_dependent, examine
@@ -164,7 +164,7 @@ class Mixing(BatchTransform):
     def noise(self, batch):
         return NoiseSpec()
 
-    def apply(self, batch, noise):
+    def apply(self, batch, noise, domain):
         return Batch(batch.inputs + batch.inputs.roll(1, 0), batch.targets)
 
 
@@ -188,8 +188,12 @@ def test_three_defences_of_the_table_look_at_the_data():
                 assert data_dependent(stage, client, BATCH) == (name in LOOKING), name
 
 
-def test_a_batch_that_is_mixed_before_the_clip_voids_it():
-    assert found(parse("dp(sigma=2)") + Defence("mix", batch=(Mixing(),))).void
+def test_examples_that_are_mixed_before_the_clip_void_it():
+    domain = Domain(torch.full((1, 1, 1), -9.0).double(), torch.full((1, 1, 1), 9.0).double(), 3)
+    known = replace(PLAIN, domain=domain)
+    for mixed in (Defence("mix", batch=(Mixing(),)), parse("mixup(1)"), parse("instahide")):
+        assert "examples are mixed" in (found(parse("dp(sigma=2)") + mixed, known).void or "")
+    assert found("dp(sigma=2) + label-smoothing(0.1)", known).void is None
 
 
 def test_noise_from_a_shared_seed_promises_nothing():
@@ -268,7 +272,7 @@ class TestWithAnAccountant:
         (told,) = warned(after_dp(Peeking()))
         assert told.startswith("send.mine: looks at the data again")
         (told,) = warned(parse("dp(clip=1, sigma=2)") + Defence("mix", batch=(Mixing(),)))
-        assert told.startswith("batch: changes the batch before the clip")
+        assert told.startswith("batch: mixes examples before the clip")
 
     def test_promises_with_a_training_name_their_epsilon_and_what_they_assume(self):
         training = Training(1000, 0.01)

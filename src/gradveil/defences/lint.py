@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from gradveil.client import Client
 from gradveil.core.errors import Problem
 from gradveil.core.types import Batch
-from gradveil.defences.privacy import Mechanism, data_dependent, examine, noise_is_shared, stages
+from gradveil.defences.privacy import Mechanism, data_dependent, examine, mixes, noise_is_shared, stages
 from gradveil.theory.accounting import Training, epsilon
 
 MEANINGLESS = 10.0
@@ -29,9 +29,9 @@ def suspicions(client: Client, batch: Batch, training: Training | None = None) -
         if privacy.mechanisms and data_dependent(stage, client, batch):
             what = "looks at the data again, beyond the noisy update: that voids the differential privacy before it"
             yield _warning(where, what, "leave it out, or let it depend on the update alone; it has no epsilon")
-    if privacy.mechanisms and client.batch:
-        what = "changes the batch before the clip: one example may reach the gradients of others, and epsilon is void"
-        yield _warning("batch", what, "leave it out, or change each example by itself before it becomes data")
+    if privacy.mechanisms and any(mixes(transform, client, batch) for transform in client.batch):
+        what = "mixes examples before the clip: one of them reaches the gradients of others, which voids the guarantee"
+        yield _warning("batch", what, "leave it out; it has no epsilon")
     for mechanism in privacy.mechanisms:
         yield from _disagreement(mechanism)
         if not privacy.void:

@@ -17,13 +17,14 @@ from torch import Tensor
 from gradveil.client import Client
 from gradveil.core.noise import Key
 from gradveil.core.tree import Tensors, tmap
-from gradveil.core.types import Batch, Context, Stage, Transform
+from gradveil.core.types import Batch, BatchTransform, Context, Stage, Transform
 from gradveil.defences.base import Chain
 from gradveil.defences.clip import Clip
 from gradveil.defences.noise import Gaussian, Laplacian
 from gradveil.theory.accounting import Training, Unit, assumptions, epsilon
 
 NOTHING = "no formal guarantee"
+_COPIES = 8
 
 
 @dataclass(frozen=True)
@@ -106,6 +107,24 @@ def data_dependent(stage: Transform, client: Client, batch: Batch) -> bool:
     return any(not torch.equal(value, results[1][name]) for name, value in results[0].items())
 
 
+def mixes(transform: BatchTransform, client: Client, batch: Batch) -> bool:
+    """Find out whether an example gets into what a batch transform makes of the others.
+
+    One of many copies of an example is changed, under several draws of the noise.
+    """
+    rows = torch.zeros(_COPIES, dtype=torch.long)
+    copies = Batch(batch.inputs[rows], batch.targets[rows])
+    changed = Batch(copies.inputs.clone(), copies.targets)
+    changed.inputs[0] = copies.inputs[0].flip(-1)
+    spec = transform.noise(copies)
+    for number in range(_COPIES):
+        noise = spec.sample(Key(0, ("copies", number)))
+        before, after = (transform.apply(own, noise, client.domain) for own in (copies, changed))
+        if any(not torch.equal(a[1:], b[1:]) for a, b in zip(before, after, strict=True)):
+            return True
+    return False
+
+
 def noise_is_shared(stage: Transform, client: Client, batch: Batch) -> bool:
     """Find out whether two clients, whose noise is drawn with different keys, add the same noise all the same.
 
@@ -175,8 +194,8 @@ def _mechanisms(
 
 
 def _voided(client: Client, batch: Batch) -> str | None:
-    if client.batch:
-        return "the batch is changed before the clip, so that one example may reach the gradients of others"
+    if any(mixes(transform, client, batch) for transform in client.batch):
+        return "examples are mixed before the clip, so that one reaches the gradients of others"
     for name, stage in (*stages(client.step), *stages(client.send)):
         if data_dependent(stage, client, batch):
             return f"'{name}' looks at the data again, which no noise before it covers"
