@@ -75,6 +75,8 @@ def train(local: Local, params: Tensors, steps: int, gradient: Callable[[int, Te
     first: Tensors = {}
     second: Tensors = {}
     for t in range(steps):
+        # Where nothing will be differentiated, what the first step made may be overwritten by the next ones.
+        mine = t > 0 and not torch.is_grad_enabled()
         g = gradient(t, params)
         if local.weight_decay:
             g = {name: torch.add(value, params[name], alpha=local.weight_decay) for name, value in g.items()}
@@ -89,10 +91,13 @@ def train(local: Local, params: Tensors, steps: int, gradient: Callable[[int, Te
             below = {name: _root(v) * spread + local.eps for name, v in second.items()}
             moved = {name: torch.addcdiv(params[name], first[name], below[name], value=-size) for name in g}
         else:
-            if local.momentum:
-                first = {n: torch.add(v, first[n], alpha=local.momentum) if first else v for n, v in g.items()}
+            if local.momentum and mine:
+                first = {n: first[n].mul_(local.momentum).add_(v) for n, v in g.items()}
+            elif local.momentum:
+                first = {n: torch.add(v, first[n], alpha=local.momentum) if first else v.clone() for n, v in g.items()}
             move = {n: torch.add(v, first[n], alpha=local.momentum) for n, v in g.items()} if local.nesterov else first
-            moved = {n: torch.sub(params[n], v, alpha=local.lr) for n, v in (move or g).items()}
+            subtract = Tensor.sub_ if mine else torch.sub
+            moved = {n: subtract(params[n], v, alpha=local.lr) for n, v in (move or g).items()}
         params = {**params, **moved}
     return params
 
