@@ -70,6 +70,22 @@ def test_an_attacker_who_reads_the_masks_needs_no_message():
     assert bool((objective_at_truth("cdia(rounds=all, tv=0)", "broadcast", deaf=True) < 1e-9).all())
 
 
+def test_a_group_votes_as_its_members_do():
+    """Under secure aggregation nobody sees one member's mask: a position counts where most of the members name it."""
+    scene, cell, client = opened("adgp", client={"members": 3}, victims=1)
+    (seen,), _ = observe(scene, cell, client, range(1))
+    group = scene.batch(scene.examples(0, [1]))
+    alone = replace(client, members=1)
+    votes = [
+        proposer(alone).update(seen.params, Batch(x[None], y[None]), {}, alone.init(seen.params))[0]
+        for x, y in zip(group.inputs[0], group.targets[0], strict=True)
+    ]
+    for name in client.trained():
+        most = sum(said[f"prune.mask.{name}"] for said in votes) >= 2
+        mask = seen.messages[f"send.prune.mask.{name}"]
+        assert int((mask & most).sum()) == min(int(mask.sum()), int(most.sum()))
+
+
 def test_who_learns_simulates_what_was_heard():
     scene, cell, client = opened("adgp", "learned(epochs=1, width=4, features=64)")
     (seen,), truth = observe(scene, cell, client, range(2))

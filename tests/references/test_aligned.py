@@ -9,7 +9,7 @@ import torch
 from gradveil.core.errors import GradveilError
 from gradveil.core.noise import Key
 from gradveil.core.types import Batch, Context
-from gradveil.defences import Aligned, Dual
+from gradveil.defences import Aligned, Dual, Feedback, chain
 
 CONTEXT = Context({}, Batch(torch.zeros(1), torch.zeros(1)))
 SHAPES = {"conv": (4, 3, 3, 3), "head": (10, 20), "bias": (7,), "one": (1,)}
@@ -96,6 +96,22 @@ def test_previous_brings_every_position_back():
     assert defence.announce({}, {}, 0) == {}
     assert defence.proposal(update(), {}, {}, CONTEXT) == {}
     assert [Aligned(selection=way).speakers() for way in ("broadcast", "vote", "previous")] == [1, 5, 0]
+
+
+def test_what_a_client_proposes_is_of_all_that_it_would_send():
+    """With error feedback that is the update plus the residual; behind another stage, what that stage lets through."""
+    g, residual = {"w": torch.arange(10.0)}, {"residual.w": 20.0 - 2 * torch.arange(10.0)}
+    fed = Feedback(Aligned(0.2, 0.0))
+    assert fed.proposal(g, residual, {}, CONTEXT)["mask.w"].nonzero().flatten().tolist() == [0, 1, 2, 3]
+    assert fed.proposal(g, fed.init(g), {}, CONTEXT)["mask.w"].nonzero().flatten().tolist() == [6, 7, 8, 9]
+    both = chain(first=Dual(0.3, 0.0), second=Aligned(0.2, 0.0))
+    said = both.proposal(g, {}, {}, CONTEXT)
+    assert said["second.mask.w"].nonzero().flatten().tolist() == [3, 4, 5, 6]
+    heard = both.announce({name: mask[None] for name, mask in said.items()}, {}, 0)
+    assert torch.equal(heard["second.mask.w"], said["second.mask.w"].bool())
+    sent, _ = both.apply({"w": 10.0 - torch.arange(10.0)}, {}, {}, replace(CONTEXT, messages=heard))
+    assert sent["w"].nonzero().flatten().tolist() == [3, 4]
+    assert chain(first=Aligned(selection="vote", voters=3), second=Aligned()).speakers() == 3
 
 
 def test_everything_wrong_is_told_at_once():
