@@ -1,0 +1,104 @@
+"""Scores of ATS policies against a plain loop and NumPy, and what they rank first."""
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cosine_similarity, cross_entropy
+
+from gradveil.client import Client
+from gradveil.core.errors import GradveilError
+from gradveil.core.noise import Key
+from gradveil.core.types import Batch, Domain
+from gradveil.data import load
+from gradveil.defences import Ats, parse
+from gradveil.defences.search import POINTS, judge, privacy_score, random_policies, utility_score
+from gradveil.nn.models import build
+
+NOTHING = "28-39-28"
+"""Solarise from a level that there is not, and colour by nothing."""
+
+
+def scene(count: int = 8):
+    public = load("digits").public
+    lower, upper = public.bounds
+    net = build("scheliga-cnn", channels=1, size=32, classes=10, generator=Key(0).generator())
+    return Client(net, domain=Domain(lower, upper, 10)), Batch(public.inputs[:count], public.targets[:count])
+
+
+def gradient(model: nn.Module, x: torch.Tensor, y: torch.Tensor):
+    return torch.autograd.grad(cross_entropy(model(x[None]), y[None]), list(model.parameters()))
+
+
+def test_privacy_is_the_area_under_the_similarity():
+    client, batch = scene(2)
+    key, lower, upper = Key(4), client.domain.lower, client.domain.upper
+    found = privacy_score(client, Ats("3-1-7"), batch, key)
+    noise = Ats("3-1-7").noise(batch).sample(key.child("policy"))
+    goals = Ats("3-1-7").apply(batch, noise, client.domain).inputs
+    u = torch.rand(batch.inputs.shape, generator=key.child("start").generator())
+    for start, goal, target, score in zip(lower + (upper - lower) * u, goals, batch.targets, found, strict=True):
+        wanted = gradient(client.model, goal, target)
+        heights = []
+        for t in np.linspace(0, 1, POINTS):
+            seen = gradient(client.model, float(1 - t) * start + float(t) * goal, target)
+            pairs = zip(seen, wanted, strict=True)
+            heights.append(np.mean([float(cosine_similarity(a.flatten(), b.flatten(), 0)) for a, b in pairs]))
+        assert heights[-1] == pytest.approx(1, abs=1e-5)
+        assert float(score) == pytest.approx(np.trapezoid(heights, dx=1 / 20), abs=1e-4)
+
+
+def test_utility_is_that_of_the_correlations():
+    client, batch = scene()
+    rows = []
+    for x in Ats("0").apply(batch, {}, client.domain).inputs:
+        x = x[None].clone().requires_grad_()
+        (slope,) = torch.autograd.grad(client.model(x).sum(), x)
+        rows.append(slope.flatten().double().numpy())
+    values = np.clip(np.linalg.eigvalsh(np.corrcoef(rows)), 0, None) + 1e-5
+    expected = -np.sum(np.log(values) + 1 / values)
+    assert utility_score(client, Ats("0"), batch, Key(0)) == pytest.approx(expected, rel=1e-3)
+
+
+def test_examples_that_cannot_be_told_apart_are_no_use():
+    client, batch = scene()
+    same = Batch(batch.inputs[:1] + 1e-3 * batch.inputs, batch.targets)
+    assert utility_score(client, Ats(NOTHING), same, Key(0)) < utility_score(client, Ats(NOTHING), batch, Key(0)) - 100
+
+
+def test_what_changes_nothing_is_ranked_behind_what_hides():
+    client, batch = scene()
+    found = judge(client, client, [NOTHING, "3-1-7"], batch, Key(0), least=-1e9)
+    assert [each.policy for each in found] == ["3-1-7", NOTHING]
+    assert found[0].privacy < found[1].privacy - 0.03
+
+
+def test_policies_that_cannot_be_learnt_from_are_left_out():
+    client, batch = scene(4)
+    utilities = {policy: utility_score(client, Ats(policy), batch, Key(0)) for policy in (NOTHING, "3-1-7")}
+    worse, better = sorted(utilities, key=lambda policy: utilities[policy])
+    middle = sum(utilities.values()) / 2
+    assert [each.policy for each in judge(client, client, [worse, better], batch, Key(0), least=middle)] == [better]
+
+
+def test_a_model_with_noise_is_judged_with_its_noise_off():
+    client, batch = scene(3)
+    dropped = parse("dropout(0.5) + ats")(client)
+    plain, off = (privacy_score(each, Ats("3"), batch, Key(1)) for each in (client, dropped))
+    torch.testing.assert_close(off, plain, rtol=1e-4, atol=1e-5)
+    assert utility_score(dropped, Ats("3"), batch, Key(1)) == pytest.approx(
+        utility_score(client, Ats("3"), batch, Key(1)), rel=1e-3
+    )
+
+
+def test_random_policies_can_be_read():
+    drawn = list(random_policies(50, Key(3)))
+    assert len(set(drawn)) == 50
+    assert all(len(Ats(policy).policies[0]) == 3 for policy in drawn)
+    assert drawn != list(random_policies(50, Key(4)))
+
+
+def test_without_a_domain_it_says_what_it_needs():
+    client, batch = scene(2)
+    with pytest.raises(GradveilError, match="domain"):
+        privacy_score(Client(client.model), Ats("3"), batch, Key(0))
