@@ -128,6 +128,8 @@ def test_the_report_and_the_summary_tell_it(tmp_path: Path) -> None:
     assert [name for name, value in told.items() if value] == defences[1:3]
     assert 0 < told["gaussian(0.1)"] < told["dp(clip=1, sigma=1)"]
     html = page(found)
+    assert html.count("every attacker's mean squared error is at least") == 2
+    assert html.count("Proven: no formal guarantee") == 2
     assert "no attacker can have a lower mean squared error than" in html
     assert "no bound is known: no noise is added" in html
     assert html.count("MSE bound") == 1

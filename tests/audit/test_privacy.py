@@ -59,6 +59,7 @@ class TestWithATraining:
             assert summarise(next(c for c in found.cells if c.info is info))["guarantee"] == info["guarantee"]
         assert "Proven of prune(0.9), gaussian(0.01) and optimal-noise(0.1, clamp=1): no formal guarantee." in told
         assert "looks at the data again" in told
+        assert told.count("Privacy warning: fed-cdp(clip=1, sigma=2): noise: the noise is scaled") == 1
         assert "fed-cdp(clip=1, sigma=2): noise: the noise is scaled to a sensitivity of 1" in html
 
     def test_check_warns_and_does_not_fail(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
