@@ -1,0 +1,86 @@
+"""`gradveil train`: its table, its JSON, going on, and errors without tracebacks."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from gradveil.cli.app import run
+
+RUN = """
+name = "little"
+clients = 3
+rounds = 1
+defences = ["none", "topk(0.1)"]
+data = { name = "digits", size = 16, public = 80, gallery = 40 }
+model = { name = "lenet-zhu" }
+local = { batch = 8, lr = 0.01, epochs = 1, optimiser = "adam" }
+"""
+
+
+@pytest.fixture
+def little(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a small run file, where the commands run."""
+    (tmp_path / "little.toml").write_text(RUN)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_defences_stand_side_by_side(little: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["train", "little.toml", "--threads", "1"]) == 0
+    out, err = capsys.readouterr()
+    assert "none, seed 0: round 1 of 1, accuracy" in err
+    lines = [line.split() for line in out.splitlines()]
+    assert lines[0][:2] == ["defence", "accuracy"]
+    assert [line[0] for line in lines[1:3]] == ["none", "topk(0.1)"]
+    assert lines[2][2][0] in "+-"
+    assert (little / "runs/little").stat().st_mode & 0o777 == 0o700
+
+
+def test_a_second_call_does_nothing_again_and_more_rounds_go_on(
+    little: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["train", "little.toml", "--threads", "1", "--defence", "none", "--json", "--out", "here"]
+    assert run(words) == 0
+    first = json.loads(capsys.readouterr().out)
+    assert run(words) == 0
+    again, told = capsys.readouterr()
+    assert json.loads(again) == first
+    assert "round" not in told
+    assert run([*words, "--rounds", "2"]) == 0
+    longer, told = capsys.readouterr()
+    assert "round 2 of 2" in told
+    assert "round 1 of 2" not in told
+    assert [point["number"] for point in json.loads(longer)[0]["curve"]] == [1, 2]
+    assert json.loads(longer)[0]["curve"][0] == first[0]["curve"][0]
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["nowhere.toml"], "bundled runs: digits"),
+        (["little.toml", "--defence", "topk(2)"], "keep is 2"),
+        (["little.toml", "--set", "clients=500"], "clients"),
+        (["little.toml", "--set", "client=5"], "did you mean 'clients'?"),
+        (["little.toml", "--set", "local.batch=70"], "local.batch"),
+        (["little.toml", "--set", "attacks=[]"], "attacks: is not a setting"),
+    ],
+)
+def test_wrong_use_is_told_without_a_traceback(
+    little: Path, capsys: pytest.CaptureFixture[str], words: list[str], told: str
+) -> None:
+    assert run(["train", *words]) == 2
+    err = capsys.readouterr().err
+    assert told in err
+    assert "Traceback" not in err
+    assert not (little / "runs").exists()
+
+
+def test_a_training_that_diverges_is_a_status_and_an_exit_code(
+    little: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--defence", "none", "--set", "local.lr=1e38", "--set", "local.optimiser=sgd", "--rounds", "3"]
+    assert run(["train", "little.toml", *words]) == 1
+    assert "diverged" in capsys.readouterr().out
