@@ -44,15 +44,30 @@ def reference() -> dict[str, str]:
 
 
 def definitions(scope: ast.Module | ast.ClassDef) -> list[str]:
-    """Describe the public functions and classes of a module, or the methods of a class."""
+    """Describe the public names of a module, or the methods of a class."""
     text: list[str] = []
     for node in scope.body:
+        if isinstance(scope, ast.Module) and isinstance(node, ast.Assign | ast.AnnAssign):
+            text += constant(scope, node)
         if isinstance(node, Public) and not node.name.startswith("_"):
             name = f"{scope.name}.{node.name}" if isinstance(scope, ast.ClassDef) else node.name
             level = "####" if isinstance(scope, ast.ClassDef) else "###"
             text += [f"{level} {name}", f"```python\n{signature(node)}\n```", prose(node)]
             text += definitions(node) if isinstance(node, ast.ClassDef) else []
     return text
+
+
+def constant(scope: ast.Module, node: ast.Assign | ast.AnnAssign) -> list[str]:
+    """Describe a constant by its docstring and its value, of which a long one is cut."""
+    target = node.targets[0] if isinstance(node, ast.Assign) else node.target
+    names = [part.id for part in ast.walk(target) if isinstance(part, ast.Name)]
+    told = scope.body[scope.body.index(node) + 1 :][:1]
+    match names[0][0], told:
+        case first, [ast.Expr(ast.Constant(str(text)))] if first != "_":
+            value = ast.unparse(node)
+            shown = f"{value[:100]}{'...' if len(value) > 100 else ''}"
+            return [f"### {', '.join(names)}", f"```python\n{shown}\n```", text]
+    return []
 
 
 def signature(node: Public) -> str:

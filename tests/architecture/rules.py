@@ -171,6 +171,23 @@ def public_names_are_documented(source: Source) -> list[str]:
     ]
 
 
+SETTLED = {"core", "nn", "client", "attacks", "metrics", "data"}
+
+
+def public_constants_are_documented(source: Source) -> list[str]:
+    """Every public constant, table and type of the layers that users build on has a docstring below it."""
+    if layer_of(source.module) not in SETTLED:
+        return []
+    wrong = []
+    for node, after in zip(source.tree.body, [*source.tree.body[1:], None], strict=True):
+        if isinstance(node, ast.Assign | ast.AnnAssign):
+            target = node.targets[0] if isinstance(node, ast.Assign) else node.target
+            public = [part.id for part in ast.walk(target) if isinstance(part, ast.Name) and part.id[0] != "_"]
+            told = isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
+            wrong += [f"{node.lineno}: {', '.join(public)} has no docstring"] if public and not told else []
+    return wrong
+
+
 def exempt(decorator: str) -> bool:
     """Whether a decorator says that the docstring stands elsewhere.
 
@@ -223,6 +240,7 @@ SOURCE_RULES: dict[str, Rule] = {
         no_pickle,
         no_broad_except,
         public_names_are_documented,
+        public_constants_are_documented,
     )
 }
 TEST_RULES: dict[str, Rule] = {"tests_can_fail": tests_can_fail}

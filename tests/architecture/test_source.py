@@ -70,6 +70,11 @@ BAD = {
         ("gradveil.core.noise", 'class A:\n    """A."""\n    def f(self): ...'),
         ("gradveil.core.noise", 'class A:\n    """A."""\n    @property\n    def f(self): ...'),
     ],
+    "public_constants_are_documented": [
+        ("gradveil.core.noise", "LAWS = {}"),
+        ("gradveil.attacks.steps", "A, B = 1, 2\nC = 3"),
+        ("gradveil.nn.norms", "KINDS: tuple[str, ...] = ()\nf()"),
+    ],
     "tests_can_fail": [
         ("test_x", "def test_a():\n    f()"),
         ("test_x", "def test_a():\n    assert True"),
@@ -114,6 +119,10 @@ GOOD = {
             "gradveil.core.noise",
             'class A:\n    """A."""\n    def __len__(self): ...\n    @override\n    def f(self): ...',
         ),
+    ],
+    "public_constants_are_documented": [
+        ("gradveil.core.noise", '_LAWS = {}\nKINDS = ()\n"""Kinds."""\nA, B = 1, 2\n"""Both."""\n__all__ = []'),
+        ("gradveil.cli.check", "FOUND = 1"),
     ],
     "tests_can_fail": [
         ("test_x", "def test_a():\n    with pytest.raises(ValueError):\n        f()"),

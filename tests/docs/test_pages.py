@@ -1,7 +1,10 @@
 """The code on the documentation's pages runs, is as short as promised, and does what the page says."""
 
+import importlib.util
 import re
+import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -39,3 +42,21 @@ def test_attacks_of_the_page_recover_and_pruning_changes_that():
     assert cells["none", "first-layer"]["psnr_mean"] > 40
     assert cells["prune(0.9)", "first-layer"]["psnr_mean"] < 30
     assert cells["none", "patient"]["label_accuracy"] == 1.0
+
+
+def test_the_reference_has_functions_classes_and_tables(monkeypatch):
+    """The hook runs without importing the library; of MkDocs it needs types only."""
+    for name in ("config.defaults", "structure.files"):
+        stand_in = ModuleType(f"mkdocs.{name}")
+        vars(stand_in).update(MkDocsConfig=object, File=object, Files=object)
+        monkeypatch.setitem(sys.modules, f"mkdocs.{name}", stand_in)
+    spec = importlib.util.spec_from_file_location("pages_of_docs", DOCS / "pages.py")
+    assert spec is not None
+    assert spec.loader is not None
+    hook = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(hook)
+    page = hook.reference()["attacks"]
+    assert "### make_attack\n\n```python\nmake_attack(text: str) -> Any\n```\n\nBuild an attack" in page
+    assert "### STATUSES\n\n```python\nSTATUSES: tuple[Status, ...] = ('converged', 'stalled'" in page
+    assert "```\n\nEvery attack that a run file" in page
+    assert "### _" not in page

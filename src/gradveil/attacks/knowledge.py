@@ -48,6 +48,7 @@ class Neutral:
 
 
 How = Known | Optimise | Sample | Infer | Neutral
+"""What an attacker may know or do about one named tensor."""
 
 
 @dataclass(frozen=True)

@@ -50,6 +50,7 @@ OBJECTIVES: dict[str, Distance] = {
     "layerwise-cosine": layerwise_cosine,
     "sapag": sapag,
 }
+"""The distances by name, as presets and run files write them."""
 
 
 def _total(parts) -> Tensor:

@@ -23,7 +23,9 @@ Loss = Callable[[Tensors, Tensors, Tensor, int], Tensor]
 """(variables [n, ...], constants [n, ...], row numbers [n], iteration) -> objective [n]."""
 
 CONVERGED, STALLED, BUDGET, DIVERGED = range(4)
+"""Codes of the statuses, as tensors on the device hold them."""
 STATUSES: tuple[Status, ...] = ("converged", "stalled", "budget", "diverged")
+"""The words that results use for these codes."""
 
 
 @dataclass(frozen=True)

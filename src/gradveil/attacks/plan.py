@@ -45,6 +45,7 @@ def written_bytes(function: Callable[[], Tensor]) -> int:
 CACHE_BUDGET = 600 * 2**20
 """Bytes that one iteration of a batch may write on a CPU."""
 MOST_ROWS = 64
+"""Rows of one batch on a CPU: beyond these a batch is no faster."""
 
 
 def rows_at_once(bytes_per_row: int, rows: int, device: torch.device | str) -> int:

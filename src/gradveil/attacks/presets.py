@@ -195,6 +195,7 @@ ATTACKS: dict[str, AttackEntry] = {
         AttackEntry("learned", Learned, "a network trained on public images and simulated updates", _WU, _LEARNED),
     )
 }
+"""Every attack that a run file, the command line or `make_attack` can name."""
 
 
 def make_attack(text: str) -> Any:

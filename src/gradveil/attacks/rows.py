@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from gradveil.attacks.inversion import Inversion
 
 INPUTS, TARGETS = "inputs", "targets"
+"""Names of the variables that are no random tensors of the client: the examples sought, and their labels."""
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,9 @@ from torch import Tensor
 from gradveil.core.tree import Tensors
 
 Sign = Literal["plain", "signed", "soft"]
+"""What becomes of the gradient before Adam sees it."""
 Project = Callable[[str, Tensor], Tensor]
+"""(name of a variable, its values [n, ...]) -> the nearest allowed values."""
 
 
 @dataclass(frozen=True)
@@ -192,6 +194,7 @@ class LBFGS:
 
 
 Stepper = Adam | LBFGS
+"""What can take the steps of a descent."""
 
 
 def _reorder(matrix: Tensor, order: Tensor) -> Tensor:

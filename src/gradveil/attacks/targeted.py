@@ -14,8 +14,8 @@ from gradveil.attacks.knowledge import How, Infer, Known, Optimise, Sample
 from gradveil.attacks.optimise import Descent, Plateau
 from gradveil.attacks.steps import Adam
 
-# Whoever sends the parameters knows the architecture, not its noise: a naive attacker draws it as a client would.
 OWN_DRAWS: dict[str, How] = {"model.*": Sample()}
+"""Who sends the parameters knows the architecture, not its noise: a naive attacker draws it as a client would."""
 MASKS: dict[str, How] = {"send.*mask.*": Infer(), "step.*mask.*": Infer()}
 """Masks of pruned entries, read off the zeros of what was sent."""
 BATCHES: dict[str, How] = {

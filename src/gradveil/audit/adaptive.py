@@ -14,6 +14,7 @@ from gradveil.core.errors import GradveilError
 from gradveil.defences import entries
 
 ADAPTIVE = "adaptive"
+"""The word of a run file for all attackers that aim at each defence."""
 _ANY_DEFENCE = ("cdia(rounds=all)",)
 """Against a defence that is in no table (an object from Python): infer and optimise whatever can be."""
 

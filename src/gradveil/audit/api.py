@@ -38,6 +38,7 @@ from gradveil.defences import Defence, parse
 
 _ARGUMENTS = {"client[0].batch": "client_batch", "seeds[0]": "seed", "model.prepare": "prepare"}
 Bounds = Literal["unit"] | tuple[float, float] | None
+"""The range of inputs: [0, 1], a pair, or what the batch spans."""
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ SOUND = 0.5
 """An attack that recovers fewer undefended images than this is no measure of a defence."""
 
 State = Literal["works", "sound", "misled", "short", "doubtful"]
+"""What is said of an attack's health; `STATES` has the words."""
 
 STATES: dict[State, tuple[str, str]] = {
     "works": ("works", "it recovers at least half of the images"),

@@ -18,11 +18,15 @@ from gradveil.core.errors import Problem, fail
 from gradveil.core.files import DamagedError, read_json, unreadable
 
 FORMAT = 1
+"""Version of the files of a run directory; another is refused."""
 RUN, CELL, RECORDS, IMAGES = "run.json", "cell.json", "records.json", "images.safetensors"
+"""File names: of the run, and of a cell's facts, its victims' records and its images."""
 PLANS = "plans"
+"""Folder of the plans of cells in flight."""
 AGAIN = "give the command of the audit again, which makes this cell anew, or remove its folder"
 """What to do about a damaged cell: resuming replaces it, since equal settings give equal records."""
 RESTORE = "put a copy of the file back, or audit anew with --fresh, which removes the results"
+"""The remedy where the run's own file is damaged."""
 
 
 class _Held(BaseModel):

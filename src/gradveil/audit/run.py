@@ -61,6 +61,7 @@ class Task:
 Recovery = Iterator[tuple[Task, Recovered | str]]
 """Finished tasks in any order; a string says why a task failed."""
 Recover = Callable[[Sequence[Task], Callable[[Task, Progress], None]], AbstractContextManager[Recovery]]
+"""(tasks, what to call with progress) -> the recovery of all tasks, to be used in a `with`."""
 
 
 def run(scene: Scene, store: Store, display: Display, recover_all: Recover, share: int) -> list[Cell]:

@@ -14,6 +14,7 @@ from gradveil.core.errors import GradveilError
 from gradveil.core.words import duration, listing
 
 SERVER = "An honest-but-curious server keeps the global parameters and what it receives"
+"""Who attacks: how every threat model begins."""
 _ROUNDS = {"first": "the first one", "last": "the last one", "all": "all of them"}
 _MANY = 3
 """More secrets than these are counted instead of named."""

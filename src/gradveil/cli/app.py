@@ -23,6 +23,7 @@ from gradveil.cli.train import train
 from gradveil.core.errors import GradveilError
 
 USER_ERROR, INTERRUPTED = 2, 130
+"""Exit codes for wrong use, and for Ctrl-C."""
 
 app = typer.Typer(
     name="gradveil",
@@ -31,6 +32,7 @@ app = typer.Typer(
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+"""The commands; `run` calls it and turns errors into messages and exit codes."""
 
 
 def _examples(*commands: str) -> str:

@@ -29,6 +29,7 @@ from gradveil.core.words import percent
 from gradveil.report import write_report
 
 FAILED_CELL, ABOVE = 1, 3
+"""Exit codes for a run with a failed cell, and for one above `--fail-above`."""
 _HELP = {
     "run": "A run file (TOML), or the name of a bundled run: faces, digits, patches.",
     "iterations": "Iterations of every attack whose own text does not say it.",

@@ -22,6 +22,7 @@ from gradveil.core.errors import Problem, refuse
 from gradveil.nn.paths import called
 
 FOUND = 1
+"""Exit code where problems were found."""
 _EXAMPLES = 4
 _FEW_PUBLIC = 64
 _HELP = {

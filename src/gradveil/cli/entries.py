@@ -18,6 +18,7 @@ from gradveil.defences.papers import PAPERS
 from gradveil.nn.models import MODELS
 
 Row = dict[str, Any]
+"""What `gradveil list` shows of one entry, by column."""
 
 TOPICS = {"feedback": "Error feedback: what a compressor leaves out in this round is added in the next."}
 """Arguments that people look for by what they do."""

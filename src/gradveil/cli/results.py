@@ -21,6 +21,7 @@ from gradveil.report import write_report
 from gradveil.report.table import disarmed
 
 NOTHING = 1
+"""Exit code of a summary without a finished cell."""
 _RUN = typer.Argument(metavar="RUN", help="A run directory, such as runs/faces.")
 
 

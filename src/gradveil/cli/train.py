@@ -22,6 +22,7 @@ from gradveil.federated.run import describe, load_summaries, opened, run, spread
 from gradveil.federated.setting import Cell, open_setting
 
 DIVERGED = 1
+"""Exit code of a training that diverged."""
 _COLUMNS = ("defence", "accuracy", "to none", "rounds", "sent a round", "received a round", "s a round", "status")
 _HELP = {
     "run": "A run file (TOML), or the name of a bundled training: digits.",

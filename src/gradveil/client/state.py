@@ -22,6 +22,7 @@ from gradveil.core.files import unreadable, write_private
 from gradveil.core.tree import Tensors
 
 KIND, VERSION = "gradveil client state", "1"
+"""What a file of a client's state says of itself, and the version of its form."""
 _ANEW = "give the file that this client wrote, or let it start anew: client.init(params)"
 
 

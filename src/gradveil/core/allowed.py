@@ -104,6 +104,7 @@ class Text:
 
 
 Allowed = Range | Choice | Flag | Text
+"""What an argument may be: it checks a value, and says in words what it allows."""
 
 BOUND = Range(0, low_open=True, unlimited=True)
 """A norm to clip to."""

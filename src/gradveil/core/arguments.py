@@ -19,6 +19,7 @@ class _Required:
 
 
 REQUIRED: Any = _Required()
+"""The default of an argument that has none: it has to be given."""
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import fcntl
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, cast
@@ -14,6 +14,7 @@ from typing import Any, cast
 from gradveil.core.errors import GradveilError, Problem, fail
 
 LOCK = ".lock"
+"""File by which one process alone holds a folder."""
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
 
 
@@ -85,7 +86,7 @@ def sync(folder: Path) -> None:
 
 
 @contextmanager
-def locked(folder: Path) -> Iterator[None]:
+def locked(folder: Path) -> Generator[None]:
     """Hold a folder for this process alone; refuse one that another process holds."""
     handle = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
     try:

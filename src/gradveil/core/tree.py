@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 Tensors = dict[str, Tensor]
+"""Tensors by name: parameters, an update, noise, a state. Names with dots belong together (`under`, `select`)."""
 
 
 def tmap(function: Callable[..., Tensor], first: Mapping[str, Tensor], *rest: Mapping[str, Tensor]) -> Tensors:

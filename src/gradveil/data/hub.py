@@ -18,9 +18,13 @@ from gradveil.core.errors import fail
 from gradveil.data.pixels import decode
 
 Images = Iterator[NDArray[Any]]
+"""Decoded images [H, W, C] of bytes, one after the other."""
 IMAGE_COLUMNS = ("image", "img", "pixel_values", "jpg", "png")
+"""Column names that hold images, tried in this order where none is given."""
 LABEL_COLUMNS = ("label", "fine_label", "labels", "target", "class")
+"""Column names that hold labels, tried in this order."""
 VICTIM_SPLITS = ("test", "validation", "valid", "val")
+"""Names of the split whose images are the victims, tried in this order."""
 _SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".pgm", ".ppm"})
 _NEED = "pip install 'gradveil[hub]'"
 

@@ -21,6 +21,7 @@ DATA_DIR = "GRADVEIL_DATA"
 """The environment variable that says where data files lie, where `data_dir` (`--data-dir`) is not given."""
 
 Statistics = tuple[tuple[float, ...], tuple[float, ...]]
+"""Mean and standard deviation of each channel, of pixels in [0, 1]."""
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from gradveil.defences.selection import ends_mask, smallest_mask
 SELECTION = Choice(("broadcast", "vote", "previous"))
 """Who chooses the mask: one client, several, or what was sent in the round before."""
 VOTERS = Range(2, integer=True)
+"""How many clients may vote."""
 
 
 @dataclass(frozen=True)

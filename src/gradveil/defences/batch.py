@@ -15,7 +15,9 @@ from gradveil.core.noise import Noise, NoiseSpec, Schedule
 from gradveil.core.types import Batch, BatchTransform, Domain
 
 MIXED = Range(2, integer=True)
+"""How many examples are mixed into one."""
 CAP = Range(0, 1, low_open=True)
+"""The largest coefficient of an example in a mixture."""
 _ROOM = 0.05
 """A cap closer to 1/k than this would take for ever to draw."""
 

@@ -19,6 +19,7 @@ from gradveil.defences.prune import share
 from gradveil.defences.selection import smallest_mask
 
 WARMUP = Range(0, integer=True)
+"""Rounds of the warm-up."""
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,10 @@ from gradveil.core.arguments import Argument, Entry
 from gradveil.defences.base import Defence
 
 Slot = Literal["model", "batch", "step", "send"]
+"""The places where a client can be defended."""
 
 FEEDBACK = Argument("feedback", Flag(), False)
+"""The argument that wraps a compressor in error feedback."""
 KNOWING = ("cdia(rounds=all)", "learned")
 """What is random is inferred, optimised or, where its mean is zero, averaged out over the rounds; or all is learned."""
 PRUNED = ("cdia(rounds=all)", 'cdia(rounds=all, objective="layerwise-cosine")', "learned")

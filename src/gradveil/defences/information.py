@@ -25,6 +25,7 @@ from gradveil.defences.privacy import data_dependent, noise_is_shared, stages
 from gradveil.theory.sensitivity import squared_products
 
 Stages = tuple[tuple[str, Transform], ...]
+"""Transforms with their names, in the order in which they act."""
 KINKED: tuple[type[nn.Module], ...] = (
     *(nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.PReLU, nn.RReLU, nn.Threshold, nn.Hardtanh, nn.Hardsigmoid, nn.Hardswish),
     *(nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d, nn.AdaptiveMaxPool1d, nn.AdaptiveMaxPool2d, nn.AdaptiveMaxPool3d),

@@ -12,10 +12,15 @@ from gradveil.nn.bottleneck import KL_VARIANTS, with_cvb, with_precode
 from gradveil.nn.dropout import with_dropout
 
 PATH = Text('the path of a module in quotes, as "body.0"')
+"""One module's path."""
 PATHS = Text('the paths of modules in quotes, separated by spaces, as "body.0 body.3"')
+"""Several modules' paths."""
 KL = Choice(KL_VARIANTS)
+"""Which divergence a bottleneck adds to the loss."""
 KERNEL = Range(1, integer=True, odd=True, optional=True)
+"""Size of a convolution that keeps its input's size."""
 WEIGHT = Range(0, optional=True)
+"""Weight of a term of the loss."""
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,9 @@ from gradveil.defences.prune import below
 from gradveil.defences.selection import smallest_mask
 
 PERCENT = Range(0, 100)
+"""A share in percent."""
 PERCENTILE = Range(0, 100, high_open=True)
+"""A percentile below the largest."""
 
 
 @dataclass(frozen=True)

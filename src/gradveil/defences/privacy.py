@@ -24,6 +24,7 @@ from gradveil.defences.noise import Gaussian, Laplacian
 from gradveil.theory.accounting import Training, Unit, assumptions, epsilon
 
 NOTHING = "no formal guarantee"
+"""Said of what proves nothing."""
 _COPIES = 8
 
 

@@ -19,8 +19,11 @@ from gradveil.defences.prune import below
 from gradveil.defences.selection import smallest_mask
 
 PERCENTILE = Range(0, 100, high_open=True)
+"""A percentile below the largest."""
 DELTA = Range(0, low_open=True)
+"""What keeps the quotient by a feature finite."""
 VARIANT = Choice(("paper", "published_code"))
+"""The paper's choice of features, or that of the authors' program."""
 AT_ONCE = 64
 """Features differentiated in one batch: each holds one more backward pass."""
 

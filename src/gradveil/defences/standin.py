@@ -16,9 +16,11 @@ from gradveil.core.tree import Tensors, select, straight_through, tmap, under
 from gradveil.core.types import Context, Stage, Transform
 
 OPTIMISER = Choice(("adam", "adagrad", "yogi"))
+"""Whose step stands in for the gradient."""
 VARIANT = Choice(("paper", "published_code"))
 """Adam's own bias corrections, or the scale of the authors' program."""
 EPSILON = Range(0, low_open=True)
+"""What keeps the quotient finite."""
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from gradveil.core.errors import Problem, refuse
 from gradveil.core.tree import Tensors, norm, select, tmap, under
 
 Weights = Literal["examples", "uniform", "angles"]
+"""What a client's update counts for in the mean."""
 _STEEP = 5.0
 """FedAdp's alpha."""
 

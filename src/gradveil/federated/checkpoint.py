@@ -18,6 +18,7 @@ from gradveil.core.tree import Tensors, select, under
 from gradveil.federated.engine import Round, Standing, Status
 
 VERSION = 1
+"""Version of a checkpoint's files; another is refused."""
 _REMEDY = "remove it: the same command then trains this part anew"
 _records = TypeAdapter(tuple[Round, ...])
 _status: TypeAdapter[Status] = TypeAdapter(Status)

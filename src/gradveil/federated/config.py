@@ -12,7 +12,9 @@ from gradveil.client import Local
 from gradveil.federated.aggregate import Server
 
 Count = Annotated[int, Field(ge=1)]
+"""A whole number of at least one."""
 Name = Annotated[str, Field(min_length=1)]
+"""A text that is not empty."""
 
 
 class Section(BaseModel):

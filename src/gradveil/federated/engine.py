@@ -23,6 +23,7 @@ from gradveil.federated.aggregate import Server
 from gradveil.federated.wire import encoded_size
 
 Status = Literal["running", "finished", "stopped early", "diverged"]
+"""What became of a training."""
 _EVALUATED = 500
 """Examples that are evaluated at once."""
 

@@ -24,12 +24,15 @@ from gradveil.core.errors import GradveilError, Problem
 from gradveil.federated import positions
 
 MAGIC = b"GVUP"
+"""The first bytes of an encoded update."""
 VERSION = 1
+"""Version of the encoding; another is refused."""
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 """What values may be; a dtype's code is its place."""
 MOST_TENSORS, MOST_DIMENSIONS, MOST_NAME, MOST_ENTRIES = 1 << 13, 16, 1 << 10, 1 << 31
 """Limits of what is read, above what is trained: headers stay small, and every sum of positions fits 64 bits."""
 DIGEST = 8
+"""Bytes of the digest of a public mask."""
 SHOWN = 8
 """Differences that one error lists; an update of another model differs everywhere."""
 

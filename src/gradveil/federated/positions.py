@@ -14,7 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 Bytes = NDArray[np.uint8]
+"""Encoded bytes."""
 Positions = NDArray[np.int64]
+"""Places of the entries that are sent, ascending."""
 
 
 class Coded(NamedTuple):

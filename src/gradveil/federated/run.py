@@ -19,7 +19,9 @@ from gradveil.federated.engine import Standing, train
 from gradveil.federated.setting import Cell, Setting, cells
 
 FORMAT = 1
+"""Version of a training's files; another is refused."""
 RUN = "train.json"
+"""The file that describes a training."""
 _RESTORE = "put a copy of the file back, or train anew with --fresh, which removes the results"
 
 

@@ -23,6 +23,7 @@ from gradveil.nn.check import check
 from gradveil.nn.models import build
 
 CENTRAL = "central"
+"""The word for training on all data in one place."""
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 Bytes = NDArray[np.uint8]
+"""Encoded bytes."""
 Integers = NDArray[np.signedinteger]
 """Values seen as integers of their width, since NumPy has no bfloat16; little-endian."""
 _TORCH = {2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -49,9 +49,11 @@ from gradveil.federated.header import (
 __all__ = ["Header", "Layout", "WireError", "decode", "encode", "encoded_size", "inspect"]
 
 CHECKSUM = 4
+"""Bytes of the checksum at the end."""
 WORKING_BYTES = 48
 """Bytes an entry of the largest tensor that decoding needs beside its result, for the most wasteful code there is."""
 NonFinite = Literal["refuse", "keep"]
+"""What is done about values that are not finite."""
 
 
 def encode(

@@ -13,6 +13,7 @@ from torch import Tensor
 from gradveil.core.errors import Problem, refuse
 
 VALUE_BYTES = 4
+"""Bytes of a value in an uncompressed update: float32."""
 
 
 def dense_bytes(update: Mapping[str, Tensor]) -> Tensor:

@@ -13,6 +13,7 @@ from gradveil.core.errors import fail
 from gradveil.metrics.image import finite
 
 NETS = ("alex", "vgg")
+"""Backbones of LPIPS that can be asked for."""
 WORST = 1.0
 """LPIPS has no upper bound; unrelated images lie below 1 in practice."""
 _SMALLEST = {"alex": 31, "vgg": 16}  # one pixel must be left after the last pooling

@@ -17,6 +17,7 @@ from gradveil.nn.paths import at, insert_after, insert_before, last_layer, like,
 from gradveil.nn.stochastic import Stochastic, penalise
 
 KL_VARIANTS = ("exact", "published_code")
+"""The divergence of the normal law, or the published program's, which differs."""
 
 
 class VariationalBottleneck(Stochastic):

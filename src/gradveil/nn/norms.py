@@ -108,6 +108,7 @@ class FrozenNorm(_ChannelNorm):
 
 
 NORMS = ("batch", "group", "none")
+"""Normalisations by the names that `norm` takes."""
 
 
 def norm_layer(kind: str, channels: int, groups: int) -> nn.Module | None:

@@ -27,9 +27,13 @@ __all__ = [
 ]
 
 BatchNorm = nn.modules.batchnorm._BatchNorm
+"""Every BatchNorm of torch, whatever its dimension."""
 InstanceNorms = nn.modules.instancenorm._InstanceNorm
+"""Every InstanceNorm of torch, whatever its dimension."""
 BATCHNORM_WAYS = ("group", "frozen", "batch_statistics")
+"""What a BatchNorm can be replaced by: group normalisation, its own frozen statistics, or those of the batch."""
 DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
+"""The hidden dropout layers of torch that have an explicit counterpart."""
 
 
 def replace_batchnorm(model: nn.Module, way: str = "group", *, groups: int = 2) -> nn.Module:

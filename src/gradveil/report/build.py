@@ -24,7 +24,9 @@ from gradveil.report.pictures import Album, data_uri, pairs
 from gradveil.report.verdict import LEVELS, Verdict, verdicts
 
 TEMPLATES = Path(__file__).parent / "templates"
+"""Where page, styles and scripts lie."""
 NAME = "report.html"
+"""What a report is called within its run directory."""
 
 
 def write_report(run_dir: Path, out: Path | None = None) -> Path:

@@ -16,7 +16,9 @@ from gradveil.core.words import duration, number, percent, size
 from gradveil.report.price import price
 
 Get = Callable[[Row], Any]
+"""A row's value in a column."""
 Show = Callable[[Any], str]
+"""How a value is written."""
 
 
 @dataclass(frozen=True)
@@ -153,6 +155,7 @@ COLUMNS: tuple[Column, ...] = (
 
 _OPTIONAL = {"lpips", "mse_bound", "objective_truth", "identified", "iterations_per_second", "restarts", "params"}
 DOUBT = "low, but the attack may be broken"
+"""Said of low rates of an attack that may be broken."""
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from gradveil.metrics import wilson
 from gradveil.report.price import Price, price
 
 Level = Literal["exposed", "leaks", "held", "unproven", "unclear"]
+"""What a verdict comes to; `LEVELS` has the words."""
 
 LEVELS: dict[Level, tuple[str, str, str]] = {
     "exposed": ("✕", "Exposed", "at least half of the images were recovered"),

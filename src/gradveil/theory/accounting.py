@@ -17,11 +17,16 @@ from gradveil.core.allowed import COUNT, KEPT, STRENGTH, Choice, Range, collect
 from gradveil.core.errors import fail, refuse
 
 Accountant = Literal["pld", "rdp"]
+"""How privacy losses are composed: by their distribution, or by Rényi divergences."""
 Sampling = Literal["poisson", "shuffled"]
+"""How the examples of a step are chosen."""
 Unit = Literal["example", "client"]
+"""Whose presence or absence must not show."""
 
 POSITIVE = Range(0, low_open=True)
+"""Any number above zero."""
 PROBABILITY = Range(0, 1, low_open=True, high_open=True)
+"""A probability that is neither zero nor one."""
 HOPELESS = 20.0
 """Above it `pld` answers with the looser `rdp`: its grid of privacy losses would fill the memory, and e^20 is no
 promise either way."""

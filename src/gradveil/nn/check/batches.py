@@ -10,6 +10,7 @@ from gradveil.core.errors import Problem
 from gradveil.core.types import Batch
 
 Bounds = tuple[float | Tensor, float | Tensor]
+"""Least and greatest allowed inputs: numbers, or tensors that broadcast."""
 _SUM_TOLERANCE = 1e-3
 
 

@@ -11,6 +11,7 @@ from gradveil.core.errors import Problem
 from gradveil.nn.surgery import DROPOUTS, BatchNorm, InstanceNorms
 
 SURGERY = "gradveil.nn.surgery"
+"""Where the remedies of these problems lie."""
 _NEVER_EXPLICIT = (nn.AlphaDropout, nn.FeatureAlphaDropout, nn.RReLU)
 _RECURRENT = (nn.RNNBase, nn.RNNCellBase)
 

@@ -16,6 +16,7 @@ from gradveil.nn.check.trace import Trace, first_random, follow
 from gradveil.nn.surgery import prepare
 
 Loss = Callable[[Tensor, Tensor], Tensor]
+"""(outputs, targets) -> a scalar, or one loss an example."""
 TOLERANCE = 0.02
 """Relative error of a batched derivative that counts as wrong: rounding stays far below, the known faults far above."""
 

@@ -61,6 +61,7 @@ MODELS: dict[str, ModelEntry] = {
     "vgg13": ModelEntry(vgg13, "VGG-13 with BatchNorm, linear layer 512 -> classes", _VGG),
     "vgg16": ModelEntry(vgg16, "VGG-16 with BatchNorm, linear layer 512 -> classes", _VGG),
 }
+"""The networks of the studies by their short names."""
 
 
 def build(name: str, *, channels: int, size: int, classes: int, generator: Generator, **options: Any) -> nn.Module:

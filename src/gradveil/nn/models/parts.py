@@ -21,6 +21,7 @@ ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
     "softplus": nn.Softplus,
     "tanh": nn.Tanh,
 }
+"""Activations by the names that `activation` takes."""
 
 
 def activation_layer(name: str) -> nn.Module:

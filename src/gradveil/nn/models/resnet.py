@@ -13,6 +13,7 @@ from gradveil.nn.models.parts import GlobalMean, Network, activation_layer, conv
 from gradveil.nn.norms import norm_layer
 
 STEMS = ("cifar", "imagenet")
+"""First layers of a ResNet: a 3x3 convolution, or 7x7 with stride 2 and max-pooling."""
 
 
 class PadShortcut(nn.Module):
