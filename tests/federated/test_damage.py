@@ -1,6 +1,7 @@
 """Decoding trusts nothing: each kind of damage is refused by name, and mutated inputs never do anything else."""
 
 import tracemalloc
+import zlib
 from typing import Any
 
 import pytest
@@ -100,6 +101,35 @@ def test_planes_inflate_to_exactly_their_number() -> None:
     for body in (first + b"\0" + rest, b"\xff" * (len(first) + 1) + rest):
         with pytest.raises(WireError, match="do not inflate"):
             decode(sealed(header.write(longer, b"", True) + body), Layout.of(update))
+
+
+def test_a_plane_without_its_end_is_refused() -> None:
+    raw = bytes(5000)
+    stream = zlib.compressobj(1, zlib.DEFLATED, -zlib.MAX_WBITS)
+    open_ended = stream.compress(raw) + stream.flush(zlib.Z_SYNC_FLUSH)
+    described = header.Described((5000,), torch.float16)
+    entry = header.Entry("w", described, torch.float16, 5000, 5000, None, 0, (len(open_ended), 0))
+    for planes, ends in ((open_ended, False), (open_ended + stream.flush(), True)):
+        whole = entry._replace(planes=(len(planes), 0))
+        data = sealed(header.write([whole], b"", True) + planes + raw)
+        if ends:
+            assert not decode(data, Layout({"w": described}))["w"].any()
+        else:
+            with pytest.raises(WireError, match="do not inflate"):
+                decode(data, Layout({"w": described}))
+
+
+def test_a_mask_has_as_many_entries_as_the_header_says() -> None:
+    mask = {"w": torch.arange(8) < 4}
+    described = header.Described((8,), torch.float32)
+    for among in (3, 4, 5):
+        entry = header.Entry("w", described, torch.float32, among, among, None, 0)
+        data = sealed(header.write([entry], digest(mask), False) + bytes(4 * among))
+        if among == 4:
+            assert not decode(data, Layout({"w": described}), mask=mask)["w"].any()
+        else:
+            with pytest.raises(WireError, match=f"has {among} entries in a mask of 4"):
+                decode(data, Layout({"w": described}), mask=mask)
 
 
 def test_a_few_bytes_cannot_claim_memory() -> None:

@@ -70,7 +70,11 @@ def size(kept: int, low: int, unary: int) -> int:
 
 
 def longest(entries: int, kept: int, low: int) -> int:
-    """Bound the unary bitmap: k + (n - k) / 2^l bits, since all gaps together are at most n - k; none for no entry."""
+    """Bound the unary bitmap: k + (n - k) / 2^l bits, since all gaps together are at most n - k; none for no entry.
+
+    >>> longest(entries=100, kept=4, low=2), longest(entries=100, kept=0, low=2)
+    (28, 0)
+    """
     return kept + ((entries - kept) >> low) if kept else 0
 
 
