@@ -347,7 +347,13 @@ BATCHES_WRONG: list[tuple[str, Callable[[], object], dict, str]] = [
         "loss-one-hot",
         batch,
         {"loss": lambda o, t: (o.softmax(1) - F.one_hot(t)).square().sum(1)},
-        r"loss: cannot be batched over victims .*num_classes.*-> use gradveil.client.cross_entropy",
+        r"loss: cannot be batched over victims .*-> use gradveil.client.cross_entropy.*torch.eye",
+    ),
+    (
+        "loss-one-hot-of-known-classes",
+        batch,
+        {"loss": lambda o, t: (o.softmax(1) - F.one_hot(t, 3)).square().sum(1)},
+        r"loss: cannot be batched over victims .*torch.eye\(K\)\[targets\], not F.one_hot",
     ),
     (
         "loss-data-dependent",
@@ -406,6 +412,15 @@ def test_soft_targets_max_pooling_and_tensor_bounds_are_fine() -> None:
     model = nn.Sequential(nn.MaxPool2d(2), nn.Flatten(), nn.Linear(2, 3))
     lower, upper = torch.zeros(2, 1, 1), torch.ones(2, 1, 1)
     assert said(check(model, batch(targets=torch.full((4, 3), 1 / 3)), bounds=(lower, upper), classes=3)) == ""
+
+
+def test_the_remedy_for_one_hot_losses_works(generator: torch.Generator) -> None:
+    def loss(outputs: Tensor, targets: Tensor) -> Tensor:
+        return F.binary_cross_entropy_with_logits(outputs, torch.eye(10)[targets])
+
+    batch = Batch(torch.rand(2, 1, 16, 16, generator=generator), torch.tensor([0, 2]))
+    model = nn.Sequential(nn.Flatten(), nn.Linear(256, 10))
+    assert check(model, batch, loss) == []
 
 
 def test_tied_and_frozen_parameters_only_warn() -> None:

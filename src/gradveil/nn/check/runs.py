@@ -207,12 +207,12 @@ def _batching_problems(model: nn.Module, batch: Batch, loss: Loss, trace: Trace)
 def _loss_batching_problems(model: nn.Module, victims: Tensor, labels: Tensor, loss: Loss) -> list[Problem]:
     """Say whether it is the loss that cannot be batched over victims, each with outputs and targets of its own."""
     outputs = torch.stack([model(x).detach() for x in victims])
-    try:
-        vmap(lambda given, wanted: loss(given, wanted).mean())(outputs, labels)
+    try:  # By its gradient: F.one_hot with num_classes passes vmap alone, and fails below a derivative.
+        vmap(grad(lambda given, wanted: loss(given, wanted).mean()))(outputs, labels)
     except FOREIGN as error:
         what = f"cannot be batched over victims by torch.func.vmap: {_said(error)}"
         remedy = "use gradveil.client.cross_entropy, or a loss without .item(), data-dependent branches and shapes"
-        return [Problem("loss", what, f"{remedy} (F.one_hot needs num_classes)")]
+        return [Problem("loss", what, f"{remedy} (torch.eye(K)[targets], not F.one_hot(targets, K))")]
     return []
 
 
