@@ -42,7 +42,8 @@ def audit(
 ) -> Result:
     """Attack a model on private examples, once for each defence and attack, and return what came back.
 
-    `batch` is (inputs [N, C, H, W], targets [N] class numbers); every `client_batch` examples are one victim. `loss`
+    `batch` is (inputs [N, C, H, W], targets [N] class numbers); every `client_batch` examples are one victim (the
+    last are nobody's where a defence lets other clients speak before a round: `adgp`). `loss`
     takes (outputs, targets), cross-entropy if none is given. Defences and attacks are texts as on the command line
     (`"dp(clip=20, sigma=1e-3)"`, `"ig(iterations=500)"`) or objects. Inputs are (pixel - mean) / std with pixels in
     [0, 1]; without mean and std, `bounds` is the range of the inputs: `"unit"` for [0, 1], a pair, or None to take it

@@ -4,7 +4,9 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import nn
 
+import gradveil
 from gradveil.attacks.presets import make_attack
 from gradveil.audit.cell import grant
 from gradveil.audit.rounds import observe
@@ -100,3 +102,13 @@ def test_a_speaker_without_an_image_is_told_before_the_first_cell():
     with pytest.raises(GradveilError, match=r"5 other clients speak before a round.*selection=previous"):
         open_scene(config(data={"name": "digits", "size": 16}, defences=["adgp(selection=vote)"], victims=size - 4))
     open_scene(config(data={"name": "digits", "size": 16}, defences=["adgp(selection=vote)"], victims=size - 5))
+
+
+def test_python_leaves_images_for_those_who_speak():
+    model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.Sigmoid(), nn.Flatten(), nn.Linear(2 * 12 * 12, 3))
+    batch = torch.rand(3, 1, 14, 14, generator=torch.Generator().manual_seed(1)), torch.tensor([0, 2, 1])
+    result = gradveil.audit(model, batch, defences=["none", "adgp"], attacks=["ig"], iterations=2)
+    assert [len(cell.records) for cell in result.cells] == [2, 2]
+    alone = tuple(part[:1] for part in batch)
+    with pytest.raises(GradveilError, match=r"one other client speaks before a round: .* 2 images, there are 1"):
+        gradveil.audit(model, alone, defences=["adgp"], attacks=["ig"], iterations=2)

@@ -108,7 +108,7 @@ COLUMNS: tuple[Column, ...] = (
         "distance",
         "Distance",
         "relative l2 distance of the sent update to the same model's without noise, clipping and pruning; of pruning, "
-        "its square is the share of energy left out, gamma_1",
+        "sqrt(gamma_1): how far the gradient of a perfect match may be from the raw one",
         _info("distance"),
         number,
     ),
