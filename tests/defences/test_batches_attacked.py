@@ -1,4 +1,4 @@
-"""Mixed and transformed batches met by an attacker who knows what was done, but not with which numbers."""
+"""Mixed and transformed batches, and locks, met by one who knows what was done, but not with which numbers."""
 
 from dataclasses import replace
 
@@ -21,8 +21,9 @@ def against_raw(text: str, settings: str, examples: int, victims: int = 3):
     params = client.params()
     spec = client.noise_spec(params, Batch(raw.inputs[0], raw.targets[0]))
     noise = stack([spec.sample(Key(0).child("client", victim)) for victim in range(victims)])
-    sent, _ = client.updates(params, raw, noise, {})
-    observation = replace(scene.observation, update=sent)
+    state = {name: value.expand(victims, *value.shape) for name, value in client.init(params).items()}
+    sent, _ = client.updates(params, raw, noise, state)
+    observation = replace(scene.observation, params=params, update=sent)
     found = {}
     for name in ("ig-scheliga", "cdia"):
         attack = make_attack(f"{name}({settings})")
@@ -41,3 +42,8 @@ def test_knowing_how_images_are_changed_helps(defence: str, examples: int, gain:
     """With the choice of the hybrid policy optimised instead of guessed the knowing attacker would lose 1 dB."""
     found = against_raw(defence, "iterations=200, lr=0.1, restarts=4", examples)
     assert found["cdia"] > found["ig-scheliga"] + gain, found
+
+
+def test_a_lock_that_is_optimised_hides_little():
+    found = against_raw("keylock", "iterations=200, lr=0.1", 1, victims=2)
+    assert found["cdia"] > found["ig-scheliga"] + 3, found

@@ -106,6 +106,7 @@ LAWS = {
     "mixup": Law(("mixup(alpha=1)", "mixup(alpha=0.3)")),
     "instahide": Law(("instahide(k=3)", "instahide(k=2, cap=1)"), identity=False),
     "ats": Law(("ats", 'ats(policy="3-1-7")', 'ats(policy="43-18-18")'), identity=False),
+    "keylock": Law(("keylock", 'keylock(act=tanh, width=8, position="body.0")'), identity=False),
     "dropout": Law(("dropout(p=0.4)", 'dropout(p=0.4, where="body.0 block")')),
     "precode": Law(("precode(k=5, beta=0.1)", 'precode(k=5, position="head")')),
     "cvb": Law(("cvb(beta=0.1)", 'cvb(kernel=1, position="body.1", kl=published_code)')),

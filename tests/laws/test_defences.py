@@ -82,9 +82,12 @@ def test_same_noise_gives_the_same_bits_and_other_noise_does_not(text: str, kind
     torch.testing.assert_close((first, first_state), (second, second_state), rtol=0, atol=0)
     torch.testing.assert_close({**params, **noise, **state}, before, rtol=0, atol=0)
     if noise:
-        other = client.noise_spec(params, batch).sample(Key(8))
-        changed = client.update(params, batch, other, state)[0]
-        assert any(not torch.equal(first[name], changed[name]) for name in first)
+        other, fresh = (
+            client.noise_spec(params, batch).sample(Key(8)),
+            client.init(params),
+        )  # what is kept is drawn once
+        drawn, changed = (client.update(params, batch, which, fresh)[0] for which in (noise, other))
+        assert any(not torch.equal(drawn[name], changed[name]) for name in drawn)
 
 
 @pytest.mark.parametrize("text", TEXTS)
@@ -96,8 +99,10 @@ def test_batched_equals_looped(text: str, kind: str):
     batch = Batch(torch.stack([row[1].inputs for row in rows]), torch.stack([row[1].targets for row in rows]))
     batched = client.updates(params, batch, stack([row[2] for row in rows]), stack([row[3] for row in rows]))
     looped = [client.update(*row) for row in rows]
+    # A bias before a normalisation has no gradient but rounding, which Adam blows up.
+    allowed = 1e-8 if "keylock" in text and kind == "adam" else 1e-12
     for part in (0, 1):
-        torch.testing.assert_close(batched[part], stack([one[part] for one in looped]), rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(batched[part], stack([one[part] for one in looped]), rtol=1e-12, atol=allowed)
 
 
 @pytest.mark.parametrize("text", [text for text in TEXTS if "feedback=true" in text])

@@ -14,8 +14,10 @@ from gradveil.attacks.knowledge import How, Infer, Known, Optimise, Sample
 from gradveil.attacks.optimise import Descent, Plateau
 from gradveil.attacks.steps import Adam
 
-OWN_DRAWS: dict[str, How] = {"model.*": Sample()}
-"""Who sends the parameters knows the architecture, not its noise: a naive attacker draws it as a client would."""
+OWN_DRAWS: dict[str, How] = {"model.*.lock.*": Sample(every_iteration=False), "model.*": Sample()}
+"""Who sends the parameters knows the architecture, not its noise: a naive attacker draws it as a client would.
+
+A lock is drawn once, since a client keeps it."""
 MASKS: dict[str, How] = {"send.*mask.*": Infer(), "step.*mask.*": Infer()}
 """Masks of pruned entries, read off the zeros of what was sent."""
 BATCHES: dict[str, How] = {

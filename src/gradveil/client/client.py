@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
 
+import torch
 from torch import Tensor, nn
 from torch.func import vmap
 
@@ -18,7 +19,7 @@ from gradveil.core.noise import NoiseSpec
 from gradveil.core.tree import Tensors, select, under
 from gradveil.core.types import Batch, BatchTransform, Context, Domain, Features, Loss, Transform
 from gradveil.nn.statistics import batch_statistics, running_statistics
-from gradveil.nn.stochastic import model_noise
+from gradveil.nn.stochastic import kept_noise, model_noise
 
 
 @dataclass(frozen=True)
@@ -71,14 +72,22 @@ class Client:
         refuse([Problem("client.trainable", f"'{p}' matches no parameter", f"parameters: {known}") for p in unused])
         return [name for name, _ in named if any(fnmatchcase(name, p) for p in self.trainable)]
 
+    @cached_property
+    def _kept(self) -> NoiseSpec:
+        """What the model has of the client's own: drawn once, never sent. It is looked at once."""
+        return kept_noise(self.model).under("model")
+
     def init(self, params: Mapping[str, Tensor]) -> Tensors:
         """Return the state of a client that has sent nothing yet."""
         if self.members > 1:
             return {n: v.expand(self.members, *v.shape) for n, v in self._member().init(params).items()}
         sent = self._sent(params)
+        like = next(iter(params.values()))
+        own = {name: like.new_zeros(noise.shape) for name, noise in self._kept.items()}
         return {
             **under("step", self.step.init(sent) if self.step else {}),
             **under("send", self.send.init(sent) if self.send else {}),
+            **under("kept", {"joined": like.new_zeros(()), **own} if own else {}),
         }
 
     def noise_spec(self, params: Mapping[str, Tensor], batch: Batch) -> NoiseSpec:
@@ -93,7 +102,7 @@ class Client:
     def round_spec(self, params: Mapping[str, Tensor], batch: Batch) -> NoiseSpec:
         """Declare what an update draws once: for the batch, for what is sent, and the order of the examples."""
         sent = self._sent(params)
-        spec = NoiseSpec()
+        spec = self._kept
         for i, transform in enumerate(self.batch):
             spec = spec | transform.noise(batch).under(f"batch.{i}")
         if self.send:
@@ -146,7 +155,8 @@ class Client:
             return {name: value.mean(0) for name, value in sent.items()}, after
 
         def of_step(t: int) -> Tensors:
-            return {name: value[t] for name, value in noise.items() if name.startswith(("model.", "step."))}
+            of_all = (n for n in noise if n.startswith(("model.", "step.")) and n not in self._kept)
+            return {name: noise[name][t] for name in of_all}
 
         return self.trained_update(params, batch, noise, of_step, state)
 
@@ -174,12 +184,26 @@ class Client:
         is in `noise`.
         """
         batch = self.trained_on(batch, noise)
-        own = select(state, "step")
+        own, kept = select(state, "step"), self._own(noise, state)
+        whole = {**noise, **_wide(kept, batch.inputs.shape[0])}
         if self.local is None:
-            update, step_state = self._one(params, batch, noise, own)
+            update, step_state = self._one(params, batch, whole, own)
         else:
-            update, step_state = self._many(self.local, params, batch, noise["schedule"], of_step, own)
-        return self._finish(params, batch, noise, state, update, step_state)
+            shared = _wide(kept, self.local.batch)
+
+            def local(t: int) -> Mapping[str, Tensor]:
+                return {**of_step(t), **shared} if shared else of_step(t)
+
+            update, step_state = self._many(self.local, params, batch, noise["schedule"], local, own)
+        sent, after = self._finish(params, batch, whole, state, update, step_state)
+        return sent, after | (under("kept", {"joined": torch.ones_like(state["kept.joined"]), **kept}) if kept else {})
+
+    def _own(self, noise: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> Tensors:
+        """Return what the client keeps to itself: drawn in its first round, state in all later ones."""
+        if not self._kept:
+            return {}
+        joined = state["kept.joined"] > 0
+        return {name: torch.where(joined, state[f"kept.{name}"], noise[name]) for name in self._kept}
 
     def updates(
         self, params: Tensors, batch: Batch, noise: Mapping[str, Tensor], state: Tensors
@@ -189,7 +213,7 @@ class Client:
         The gradients are computed in one batched sweep where `batched_obstacle` finds none.
         """
         noise = dict(noise)
-        if self.local is None and self.members == 1:
+        if self.local is None and self.members == 1 and not self._kept:
             ready = self._prepared(batch, noise)
             apart, inner = self._apart(ready, select(noise, "model"))
             parts = self._parted(params)
@@ -223,10 +247,11 @@ class Client:
 
         def one(own: Batch, own_noise: Tensors) -> Tensors:
             with batch_statistics(self.model) as found:
-                self.objective.outputs(params, own.inputs, own_noise)
+                kept = _wide({name: own_noise[name] for name in self._kept}, own.inputs.shape[0])
+                self.objective.outputs(params, own.inputs, select({**own_noise, **kept}, "model"))
             return found
 
-        return vmap(one)(self._prepared(batch, noise), select(noise, "model"))
+        return vmap(one)(self._prepared(batch, noise), dict(noise))
 
     def running(self) -> Tensors:
         """Return the running statistics of the model's BatchNorm layers, under the names of `statistics`."""
@@ -238,6 +263,8 @@ class Client:
             return "the client trains several local steps"
         if self.members > 1:
             return "several clients are summed"
+        if self._kept:
+            return "the model has something of every client's own"
         return obstacle(
             self.objective,
             *self._parted(params),
@@ -396,3 +423,8 @@ class Client:
         The model stays: whoever sends the parameters knows the architecture.
         """
         return replace(self, batch=(), step=None, send=None)
+
+
+def _wide(kept: Mapping[str, Tensor], examples: int) -> Tensors:
+    """Give every example what the client keeps: the model's noise has the batch in front."""
+    return {name: value.expand(examples, *value.shape) for name, value in kept.items()}

@@ -10,7 +10,7 @@ from gradveil.defences.dgc import Dgc
 from gradveil.defences.entry import DefenceEntry
 from gradveil.defences.feedback import Feedback
 from gradveil.defences.grammar import entries, parse
-from gradveil.defences.model import CvbSurgery, DropoutSurgery, PrecodeSurgery
+from gradveil.defences.model import CvbSurgery, DropoutSurgery, KeyLockSurgery, PrecodeSurgery
 from gradveil.defences.noise import Gaussian, Laplacian
 from gradveil.defences.optimal import OptimalNoise, OptimalPruning
 from gradveil.defences.outpost import Outpost
@@ -38,6 +38,7 @@ __all__ = [
     "Feedback",
     "Gaussian",
     "InstaHide",
+    "KeyLockSurgery",
     "LabelSmoothing",
     "Laplacian",
     "Magnitude",

@@ -10,6 +10,7 @@ from gradveil.defences.batch import CAP, MIXED, InstaHide, LabelSmoothing, Mixup
 from gradveil.defences.entry import KNOWING, DefenceEntry
 
 POLICY = Text(f'policies of numbered transforms in quotes, as "3-1-7" or "{HYBRID}"')
+"""Which of the 50 transforms, in which order."""
 SEARCHING = ("cdia(rounds=all, restarts=4, lr=0.1)", "learned")
 """Coefficients, signs and choices are optimised with the images; what cannot be is guessed anew by each restart.
 

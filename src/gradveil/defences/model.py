@@ -10,6 +10,7 @@ from gradveil.core.allowed import COUNT, SHARE, STRENGTH, Choice, Range, Text, c
 from gradveil.core.errors import refuse
 from gradveil.nn.bottleneck import KL_VARIANTS, with_cvb, with_precode
 from gradveil.nn.dropout import with_dropout
+from gradveil.nn.keylock import ACTIVATIONS, with_keylock
 
 PATH = Text('the path of a module in quotes, as "body.0"')
 """One module's path."""
@@ -19,6 +20,8 @@ KL = Choice(KL_VARIANTS)
 """Which divergence a bottleneck adds to the loss."""
 KERNEL = Range(1, integer=True, odd=True, optional=True)
 """Size of a convolution that keeps its input's size."""
+ACT = Choice(tuple(ACTIVATIONS))
+"""What a key-lock's layers end with."""
 WEIGHT = Range(0, optional=True)
 """Weight of a term of the loss."""
 
@@ -74,3 +77,21 @@ class CvbSurgery:
     def __call__(self, model: nn.Module, generator: Generator) -> nn.Module:
         """Return the new model; the generator draws the bottleneck's weights."""
         return with_cvb(model, generator, self.kernel, self.beta, self.position, self.kl)
+
+
+@dataclass(frozen=True)
+class KeyLockSurgery:
+    """Put a key-lock of keys of `width` numbers after the first convolution, or after the one at `position`."""
+
+    width: int = 1024
+    act: str = "sigmoid"
+    position: str | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse settings that cannot be meant, all at once."""
+        checks = (("width", COUNT, self.width), ("act", ACT, self.act), ("position", PATH, self.position))
+        refuse(collect("keylock", checks))
+
+    def __call__(self, model: nn.Module, generator: Generator) -> nn.Module:
+        """Return the new model; the lock belongs to each client, so there is nothing to draw."""
+        return with_keylock(model, int(self.width), self.act, self.position)

@@ -18,6 +18,7 @@ from gradveil.core.tree import straight_through
 Operation = Callable[[Tensor, Tensor], Tensor]
 """(pixels [B, C, H, W], strength [B]) -> pixels"""
 LEVELS = 255
+"""The highest of the 256 levels: white."""
 GREY = 128 / LEVELS
 """What a rotation leaves empty; what a shear or a translation does is black."""
 _LUMA = (0.299, 0.587, 0.114)

@@ -16,7 +16,18 @@ from gradveil.defences.compressing import COMPRESSING
 from gradveil.defences.entry import FEEDBACK, KNOWING, PRUNED, DefenceEntry
 from gradveil.defences.feedback import Feedback
 from gradveil.defences.hiding import HIDING
-from gradveil.defences.model import KERNEL, KL, PATH, PATHS, WEIGHT, CvbSurgery, DropoutSurgery, PrecodeSurgery
+from gradveil.defences.model import (
+    ACT,
+    KERNEL,
+    KL,
+    PATH,
+    PATHS,
+    WEIGHT,
+    CvbSurgery,
+    DropoutSurgery,
+    KeyLockSurgery,
+    PrecodeSurgery,
+)
 from gradveil.defences.noise import Gaussian, Laplacian
 from gradveil.defences.optimal import OptimalNoise, OptimalPruning
 from gradveil.defences.private import PRIVATE
@@ -83,6 +94,10 @@ def _precode(k: int, beta: float, position: str | None) -> Defence:
 
 def _cvb(kernel: int | None, beta: float | None, position: str | None, kl: str) -> Defence:
     return Defence("cvb", model=(CvbSurgery(kernel, beta, position, kl),))
+
+
+def _keylock(width: int, act: str, position: str | None) -> Defence:
+    return Defence("keylock", model=(KeyLockSurgery(width, act, position),))
 
 
 _ENTRIES = (
@@ -261,6 +276,16 @@ _ENTRIES = (
             Argument("position", PATH, None),
             Argument("kl", KL, "exact"),
         ),
+    ),
+    DefenceEntry(
+        name="keylock",
+        factory=_keylock,
+        description="FedKL: normalise after the first convolution, with scale and shift that each client keeps secret",
+        changes=("model",),
+        guarantee="no formal guarantee",
+        citation="Ren et al. 2023, Gradient Leakage Defense with Key-Lock Module for Federated Learning",
+        adaptive=("cdia(rounds=all, lr=0.1)", "learned"),
+        arguments=(Argument("width", COUNT, 1024), Argument("act", ACT, "sigmoid"), Argument("position", PATH, None)),
     ),
 )
 

@@ -57,10 +57,26 @@ class Stochastic(nn.Module):
     def noise(self, x: Tensor) -> Mapping[str, Noise]:
         """Describe the noise buffers needed for this input."""
 
+    def kept(self) -> Mapping[str, Noise]:
+        """Describe what a client draws once and keeps, without the batch's dimension: the same for all its examples."""
+        return {}
+
     def supplied(self, name: str) -> Tensor | None:
         """Return the noise, or None while the placeholder is there."""
         value = getattr(self, name)
         return None if value.numel() == 0 else value
+
+
+def kept_noise(model: nn.Module) -> NoiseSpec:
+    """Describe what a client of this model draws once and keeps to itself, over steps and rounds."""
+    return NoiseSpec(
+        {
+            f"{path}.{name}" if path else name: noise
+            for path, module in model.named_modules()
+            if isinstance(module, Stochastic)
+            for name, noise in module.kept().items()
+        }
+    )
 
 
 def noise_names(model: nn.Module) -> set[str]:
