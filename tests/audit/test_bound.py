@@ -14,15 +14,18 @@ from torch import Tensor, nn
 
 from gradveil.attacks.inversion import Inversion
 from gradveil.attacks.presets import make_attack
+from gradveil.audit.bound import mse_bound
 from gradveil.audit.cell import cells, recover
 from gradveil.audit.run import finish
-from gradveil.audit.scene import Scene
+from gradveil.audit.scene import Scene, open_scene
 from gradveil.audit.store import summarise
 from gradveil.cli.app import run
 from gradveil.core.noise import Key
 from gradveil.data import Dataset
 from gradveil.defences import parse
 from gradveil.report.build import page
+from gradveil.theory.bound import rate_bound
+from gradveil.theory.spectrum import spectrum
 from tests.audit.runs import config, execute
 from tests.audit.test_cell import Recorder
 
@@ -38,7 +41,7 @@ def images(count: int, key: str) -> Dataset:
 
 def linear(outputs: Tensor, targets: Tensor) -> Tensor:
     """A loss whose gradient is the input itself, in the row of its class."""
-    return outputs.gather(-1, targets[..., None]).sum()
+    return outputs.gather(-1, targets[..., None]).squeeze(-1)
 
 
 class Reader(Recorder):
@@ -49,7 +52,7 @@ class Reader(Recorder):
     def __call__(self, observations, *rest: Any):
         found = super().__call__(observations, *rest)
         read = torch.stack([seen.update["1.weight"][:, 0] for seen in observations]).mean(0)
-        inputs = self.weight * read.reshape(len(read), 1, 1, SIDE, SIDE)
+        inputs = self.weight * read.reshape(len(read), 1, 1, SIDE, SIDE).expand_as(found.inputs)
         return dataclasses.replace(found, inputs=inputs)
 
 
@@ -63,7 +66,7 @@ def audited(attack: Any, defence: str = f"gaussian({STD})", **changes: Any) -> d
     chosen = config(defences=[defence], victims=VICTIMS, attacks=["ig"], **changes)
     net = nn.Sequential(nn.Flatten(), nn.Linear(SIDE * SIDE, 2, bias=False))
     nn.init.zeros_(net[1].weight)
-    data = images(VICTIMS, "victims"), images(4000, "public")
+    data = images(VICTIMS * chosen.client[0].batch, "victims"), images(4000, "public")
     scene = Scene(chosen, *data, lambda seed: copy.deepcopy(net), {defence: parse(defence)}, {"ig": attack}, linear)
     (cell,) = cells(chosen)
     shares = [range(VICTIMS // 2), range(VICTIMS // 2, VICTIMS)]
@@ -115,9 +118,34 @@ def test_every_round_that_is_watched_tells_more() -> None:
     assert found["measured"] == pytest.approx(closed_form(3), rel=0.03)
 
 
+def test_the_images_of_a_batch_hide_each_other() -> None:
+    """Of two images only the mean is seen: half of the directions tell nothing, and each image has its own prior."""
+    found = audited(reader(0.0), client={"batch": 2})
+    assert found["mse"] == pytest.approx(1 / (1 / SPREAD**2 + (4 / STD) ** 2 / 4), rel=0.02)
+    assert found["mse"] < (SPREAD**2 + 1 / (1 / SPREAD**2 + (4 / STD) ** 2 / 2)) / 2
+
+
+def test_nats_of_a_batch_are_shared_by_its_images() -> None:
+    scene = open_scene(config())
+    assert scene.public is not None
+    told = {"information": torch.full((2, 3), torch.nan), "nats": torch.tensor([10.0, 30.0]).double()}
+    found = mse_bound(scene, told, 2)
+    wanted = rate_bound(spectrum(scene.public.pixels).variances, torch.tensor(10.0).double())
+    assert found["mse"] == pytest.approx(float(wanted))
+    assert found["by"] == "mutual information"
+
+
 def test_without_a_bound_the_reason_is_told() -> None:
     assert audited(reader(1.0), "prune(0.5)")["why"].startswith("no noise is added")
     assert "mse" not in audited(reader(1.0), "prune(0.5)")
+
+
+def test_where_gradients_jump_mutual_information_bounds_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    """The run's own network has ReLU."""
+    assert run(["bound", "faces", "--victims", "1", "--defence", "dp(clip=1, sigma=0.3)", "--json"]) == 0
+    (found,) = json.loads(capsys.readouterr().out)
+    assert found["by"] == "mutual information"
+    assert 0 < found["mse_bound"] < found["mse_prior"]
 
 
 def test_the_report_and_the_summary_tell_it(tmp_path: Path) -> None:

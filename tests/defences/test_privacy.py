@@ -43,6 +43,7 @@ def multipliers(defence: str | Defence, client: Client = PLAIN):
         ("clip(2) + gaussian(3)", {"client": 1.5}),
         ("dp(clip=2, sigma=0.7) + user-dp(clip=1, sigma=3)", {"example": 0.7, "client": 3.0}),
         ("dp(clip=2, sigma=0.7) + clip-example(1)", {"example": 1.4}),
+        ("clip-example(1) + dp(clip=2, sigma=0.7)", {"example": 1.4}),
         ("dp(clip=2, sigma=3) + gaussian(2)", {"example": math.hypot(3, 2 * B / 2)}),
         ("dp(clip=2, sigma=0.7) + laplace(1) + quantise + prune(0.5) + dropout + cvb", {"example": 0.7}),
         ("dp(clip=2, sigma=0)", {}),
@@ -67,6 +68,8 @@ def test_members_of_a_sum_add_up_their_noise():
     four = replace(PLAIN, members=4)
     assert multipliers("user-dp(clip=2, sigma=0.5)", four) == pytest.approx({"client": 1.0})
     assert multipliers("dp(clip=2, sigma=0.5)", four) == pytest.approx({"example": 1.0})
+    # Each of the four has one example, so the mean of its batch is the sum.
+    assert multipliers("dp(clip=2, sigma=0.5, on=mean)", four) == pytest.approx({"example": 1.0})
     trained = replace(TRAINED, members=4)
     assert multipliers("user-dp(clip=2, sigma=0.5)", trained) == pytest.approx({"client": 1.0})
     assert multipliers("dp(clip=2, sigma=0.5)", trained) == pytest.approx({"example": 0.5})
