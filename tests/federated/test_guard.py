@@ -1,0 +1,184 @@
+"""The guard: five families of manipulated models are caught, and twenty honest ones raise no alarm."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from gradveil.client import Client, Local
+from gradveil.core.errors import GradveilError
+from gradveil.core.noise import Key
+from gradveil.core.types import Batch
+from gradveil.data import load
+from gradveil.federated.aggregate import Server
+from gradveil.federated.engine import Federation, Share
+from gradveil.federated.guard import guarded, inspect
+from gradveil.nn.models import build
+from gradveil.nn.surgery import prepare
+
+GENERATOR = Key(0).generator()
+SIZES = {"scheliga-cnn": 32}
+
+
+def model(name: str = "lenet-zhu") -> nn.Module:
+    return build(name, channels=1, size=SIZES.get(name, 16), classes=10, generator=Key(0).generator())
+
+
+class Perceptron(nn.Module):
+    """Two hidden layers: the kind of first layer that imprints and traps need."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.head = nn.Linear(256, 64), nn.Linear(64, 32), nn.Linear(32, 10)
+        for parameter in self.parameters():
+            nn.init.normal_(parameter.data, std=parameter.shape[-1] ** -0.5, generator=GENERATOR)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.relu(self.second(torch.relu(self.first(x.flatten(1)))))
+        return self.head(hidden)
+
+
+def params(net: nn.Module) -> dict[str, Tensor]:
+    return {name: value.detach().clone() for name, value in net.named_parameters()}
+
+
+def imprint(p: dict[str, Tensor]) -> None:
+    """Robbing the fed: one measurement in every row, biases at the quantiles of its distribution."""
+    measure, gain = torch.randn(256, generator=GENERATOR) / 16, 3.0
+    p["first.weight"] = gain * measure.expand(64, 256).clone()
+    p["first.bias"] = -gain * torch.erfinv(2 * torch.arange(1, 65) / 65 - 1) * 2**0.5
+
+
+def imprint_in_noise(p: dict[str, Tensor]) -> None:
+    """The same in three quarters of the rows, the others left as they were."""
+    keep = p["first.weight"][48:].clone()
+    imprint(p)
+    p["first.weight"][48:] = keep
+
+
+def trap(p: dict[str, Tensor]) -> None:
+    """Curious: a random half of each row negative, the other half the same magnitudes times 0.95."""
+    rows = torch.empty(64, 256)
+    for row in rows:
+        size = torch.randn(128, generator=GENERATOR).abs() * 0.5
+        order = torch.randperm(256, generator=GENERATOR)
+        row[order[:128]], row[order[128:]] = -size, 0.95 * size
+    p["first.weight"], p["first.bias"] = rows, torch.zeros(64)
+
+
+def dead(p: dict[str, Tensor]) -> None:
+    p["second.weight"] = p["second.weight"].clone()
+    p["second.weight"][2:] = 0
+
+
+def huge(p: dict[str, Tensor]) -> None:
+    p["first.weight"] = 1e4 * p["first.weight"]
+
+
+def tiny(p: dict[str, Tensor]) -> None:
+    p["second.weight"] = 1e-5 * p["second.weight"]
+
+
+def class_fishing(p: dict[str, Tensor]) -> None:
+    """Wen et al.: the last layer is zero but for the wanted class; the other biases are large."""
+    p["head.weight"], p["head.bias"] = torch.zeros(10, 32), torch.full((10,), 1000.0)
+    p["head.weight"][3], p["head.bias"][3] = 0.5, 0.0
+
+
+def feature_fishing(p: dict[str, Tensor]) -> None:
+    """One feature is thresholded until one example is left above."""
+    p["head.weight"], p["head.bias"] = torch.zeros(10, 32), torch.zeros(10)
+    p["head.weight"][:, 7] = torch.linspace(-1, 1, 10)
+
+
+def jump(p: dict[str, Tensor]) -> None:
+    p["second.weight"] = p["second.weight"].flip(0)
+
+
+def broken(p: dict[str, Tensor]) -> None:
+    p["second.bias"] = p["second.bias"].clone()
+    p["second.bias"][0] = float("nan")
+
+
+@pytest.mark.parametrize(
+    ("change", "family", "where"),
+    [
+        (imprint, "imprint", "first.weight"),
+        (imprint_in_noise, "imprint", "first.weight"),
+        (trap, "trap", "first.weight"),
+        (dead, "extreme", "second.weight"),
+        (huge, "extreme", "first.weight"),
+        (tiny, "extreme", "second.weight"),
+        (class_fishing, "fishing", "head.weight"),
+        (feature_fishing, "fishing", "head.weight"),
+        (jump, "jump", "second.weight"),
+        (broken, "not finite", "second.bias"),
+    ],
+)
+def test_every_family_of_manipulation_is_caught(
+    change: Callable[[dict[str, Tensor]], None], family: str, where: str
+) -> None:
+    net = Perceptron()
+    before = params(net)
+    small = {name: 1e-3 * value for name, value in before.items()}
+    assert inspect(net, before, before, small) == []
+    received = dict(before)
+    change(received)
+    found = inspect(net, received, before, small)
+    assert (family, where) in {(finding.family, finding.where) for finding in found}
+    without = inspect(net, received)
+    assert ((family, where) in {(f.family, f.where) for f in without}) is (family != "jump")
+
+
+def federation(net: nn.Module, server: Server, size: int) -> Federation:
+    images = load("digits", size=size, limit_public=240, limit_victims=40)
+    inputs, targets = images.public.inputs, images.public.targets
+    shares = [Share(Batch(inputs[i::4], targets[i::4])) for i in range(4)]
+    local = Local(batch=12, lr=0.01, epochs=1, optimiser="adam")
+    test = Batch(images.victims.inputs, images.victims.targets)
+    return Federation(Client(net, local=local), shares, test, server, Key(1))
+
+
+@pytest.mark.parametrize("name", ["lenet-zhu", "scheliga-cnn", "resnet20", "perceptron"])
+def test_honest_models_at_five_stages_of_training_raise_no_alarm(name: str) -> None:
+    net = Perceptron() if name == "perceptron" else prepare(model(name), batchnorm="group")[0]
+    scene = federation(net, Server("adam", lr=0.05) if name == "scheliga-cnn" else Server(), SIZES.get(name, 16))
+    standing = scene.start()
+    assert inspect(net, standing.params) == []
+    for number in range(1, 5):
+        with torch.no_grad():
+            own, _ = scene.local_update(standing, 0, number)
+        after = scene.round(standing)
+        assert inspect(net, after.params, standing.params, own) == []
+        assert inspect(net, after.params, standing.params) == []
+        standing = after
+
+
+def test_a_few_parallel_rows_and_paired_rows_are_no_alarm() -> None:
+    """Dead or doubled units happen: a trace counts where most of a layer shows it."""
+    net = Perceptron()
+    received = params(net)
+    received["first.weight"][:7] = received["first.weight"][0]
+    received["second.weight"][:10] = 0
+    assert inspect(net, received) == []
+
+
+def test_the_policy_decides() -> None:
+    net = Perceptron()
+    received = params(net)
+    trap(received)
+    class_fishing(received)
+    told: list[str] = []
+    guarded(net, received, "warn", lambda finding: told.append(finding.family))
+    assert told[0] == "trap"
+    assert "fishing" in told
+    with pytest.raises(GradveilError, match=r"first\.weight: trap: .*do not train on it") as caught:
+        guarded(net, received, "refuse", lambda finding: None)
+    assert len(caught.value.problems) == len(told)
+    guarded(net, received, "ignore", lambda finding: told.clear())
+    assert told
+    guarded(net, params(net), "refuse", lambda finding: told.clear())
+    assert told
