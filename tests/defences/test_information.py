@@ -98,6 +98,16 @@ def test_noise_in_every_step_counts_every_step_at_the_parameters_reached():
     torch.testing.assert_close(found.nats, nats)
 
 
+@pytest.mark.parametrize(
+    "text", ["dp(clip=0.3, sigma=2) + keylock", "dp(clip=0.3, sigma=2) + cvb + dropout", "user-dp + keylock"]
+)
+def test_what_is_random_in_the_model_is_that_of_each_step(text):
+    """A key is drawn once, masks and samples anew in every step."""
+    found = told(parse(text)(TRAINED))
+    assert bool((found.along > 0).all())
+    assert float(found.nats) > 0
+
+
 class Functional(nn.Module):
     """A network whose ReLU no list of layers shows."""
 

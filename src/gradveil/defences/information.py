@@ -115,13 +115,14 @@ def information(
     local, schedule = seen.noisy.local, noise["schedule"]
     assert local is not None
     clean, noisy = replace(seen.clean, local=None), replace(seen.noisy, local=None)
-    state = noisy.init(params)
+    state, each = noisy.init(params), seen.noisy.step_spec(params, batch)
+    once = {name: noise[name] for name in seen.noisy.round_spec(params, batch) if name.startswith("model.")}
 
     def gradient(t: int, now: Tensors) -> Tensors:
         nonlocal state
         rows = schedule[t]
         chosen = Batch(batch.inputs[rows], batch.targets[rows])
-        own = {n: value[t] for n, value in noise.items() if n.startswith(("model.", "step."))}
+        own = {name: noise[name][t] for name in each} | once
         kept = {name: own[name] for name in clean.noise_spec(now, chosen)}
         parts.append(_told(seen, clean, now, chosen, kept, directions[:, rows], mean))
         found, state = noisy.update(now, chosen, own, state)
