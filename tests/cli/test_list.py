@@ -127,10 +127,12 @@ def test_an_unknown_name_gives_the_nearest(name: str, near: str, capsys: pytest.
 def test_an_attack_says_whom_it_believes_in_and_what_it_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     (dia,) = plain(capsys, "dia")["attacks"]
     assert dia["belief"] == "full"
-    assert dia["knowledge"] == {"targets": "known", "model.*.mask": "optimise", "model.*": "sample"}
+    drawn = {"model.*.lock.*": "sample", "model.*": "sample"}
+    assert dia["knowledge"] == {"targets": "known", "model.*.mask": "optimise", **drawn}
     text = " ".join(shown(capsys, "dia").split())
     assert "believes in the client with its defence" in text
-    assert "model.*.mask: found together with the images; model.*: drawn afresh from its public law" in text
+    law = "drawn afresh from its public law"
+    assert f"model.*.mask: found together with the images; model.*.lock.*: {law}; model.*: {law}" in text
     assert "believes in a client without defence" in " ".join(shown(capsys, "ig").split())
 
 
