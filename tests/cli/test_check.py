@@ -7,9 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from gradveil.attacks import inversion
 from gradveil.cli.app import run
+from gradveil.core.noise import Key
+from gradveil.nn.models import build
 
 RUN = """
 name = "study"
@@ -130,3 +134,30 @@ def test_wrong_use_exits_with_2(words: list[str], said: str, capsys: pytest.Capt
     out, err = capsys.readouterr()
     assert said in " ".join(err.split())
     assert "Traceback" not in out + err
+
+
+def test_a_received_model_is_looked_at_for_traces_of_manipulation(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    net = build("lenet-zhu", channels=1, size=16, classes=2, generator=Key(5).generator())
+    honest = {name: value.detach().clone() for name, value in net.named_parameters()}
+    fished = {name: value.clone() for name, value in honest.items()}
+    head = next(name for name in reversed(fished) if name.endswith("weight"))
+    fished[head][0] = 0
+    save_file(honest, tmp_path / "honest.safetensors")
+    save_file(fished, tmp_path / "fished.safetensors")
+    save_file({head: torch.zeros(3)}, tmp_path / "other.safetensors")
+    assert run([*ALONE, "--received", str(tmp_path / "honest.safetensors")]) == 0
+    assert "No problems" in capsys.readouterr().out
+    assert run([*ALONE, "--received", str(tmp_path / "fished.safetensors")]) == 1
+    assert "fishing: 1 of 2 classes have no weights" in " ".join(capsys.readouterr().out.split())
+    files = ["--received", str(tmp_path / "honest.safetensors"), "--previous", str(tmp_path / "fished.safetensors")]
+    assert run([*ALONE, *files]) == 0
+    for wrong, told in (
+        (["--received", str(tmp_path / "other.safetensors")], "is missing, the model has"),
+        (["--received", str(tmp_path / "nothing.safetensors")], "cannot be read"),
+        (["--previous", str(tmp_path / "honest.safetensors")], "add --received"),
+    ):
+        capsys.readouterr()
+        assert run([*ALONE, *wrong]) == 2
+        assert told in " ".join(capsys.readouterr().err.split())

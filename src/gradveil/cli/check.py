@@ -19,6 +19,7 @@ from gradveil.audit.privacy import privacy_problems
 from gradveil.audit.reader import assemble, read
 from gradveil.audit.scene import model_problems, open_scene, scene_problems
 from gradveil.core.errors import Problem, refuse
+from gradveil.federated.guard import inspect, read_parameters
 from gradveil.nn.paths import called
 
 FOUND = 1
@@ -34,6 +35,8 @@ _HELP = {
     "batch": f"Examples of one client; {_EXAMPLES} if nothing says it.",
     "set": "Any setting of a run file: --set model.options.width=32 --set client.local.lr=0.1. Repeatable.",
     "data_dir": "Folder where data files lie (or set GRADVEIL_DATA).",
+    "received": "Parameters that a server sent (safetensors): look for traces of manipulation.",
+    "previous": "The parameters of the round before: a jump from them is told too.",
 }
 
 
@@ -47,6 +50,8 @@ def check(
     defence: Annotated[list[str] | None, typer.Option(help="Defence to try it with. Repeatable.")] = None,
     setting: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help=_HELP["set"])] = None,
     data_dir: Annotated[Path | None, typer.Option(help=_HELP["data_dir"])] = None,
+    received: Annotated[Path | None, typer.Option(metavar="FILE", help=_HELP["received"])] = None,
+    previous: Annotated[Path | None, typer.Option(metavar="FILE", help=_HELP["previous"])] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the problems as JSON.")] = False,
 ) -> int:
     """Say whether a model can be audited with some data, or all that a run file asks for, without attacking anything.
@@ -72,12 +77,23 @@ def check(
         problems = list(scene_problems(scene))
         problems += [] if _stopped(problems) else model_problems(scene)
         problems += [] if _stopped(problems) else privacy_problems(scene)
+        problems += _manipulated(net, received, previous)
     if as_json:
         keys = ("where", "what", "remedy", "severity")
         typer.echo(json.dumps([{key: getattr(p, key) for key in keys} for p in problems], indent=1))
     else:
         _show(problems, net, config, run is not None)
     return FOUND if _stopped(problems) else 0
+
+
+def _manipulated(net: nn.Module, received: Path | None, previous: Path | None) -> list[Problem]:
+    """Look for traces of manipulation in the parameters that a server sent."""
+    if received is None:
+        refuse([Problem("--previous", "has nothing to be compared with", "add --received")] if previous else [])
+        return []
+    now, before = (None if file is None else read_parameters(file, net) for file in (received, previous))
+    assert now is not None
+    return [finding.problem("error") for finding in inspect(net, now, before)]
 
 
 def _alone(flags: dict[str, Any], settings: Sequence[str]) -> RunConfig:
