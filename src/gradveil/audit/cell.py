@@ -247,7 +247,8 @@ def _raw_update(scene: Scene, cell: Address, client: Client, params: Tensors, tr
         off = described.off().to(truth.raw.inputs.device)
         stays = name in own and own[name].shape == described.shape
         noise[name] = truth.last[name] if stays else off.expand(victims, *off.shape)
-    return updates(plain, params, truth.raw, noise, plain.init(params))[0]
+    state = {name: value.expand(victims, *value.shape) for name, value in plain.init(params).items()}
+    return updates(plain, params, truth.raw, noise, state)[0]
 
 
 def _at_truth(
