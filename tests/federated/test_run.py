@@ -4,11 +4,13 @@ import json
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from gradveil.audit.reader import read_training
 from gradveil.core.errors import GradveilError
 from gradveil.federated.run import describe, load_summaries, opened, run, spread
 from gradveil.federated.setting import cells, open_setting
+from gradveil.nn.weights import read_weights
 
 FEW = ["data.public=80", "data.gallery=40", "data.size=16", "clients=3", "model.name=lenet-zhu", "local.batch=8"]
 
@@ -131,3 +133,26 @@ def test_every_defence_that_does_not_fit_is_told_at_once():
     with pytest.raises(GradveilError) as caught:
         open_setting(config(defences=["none", 'dropout(0.2, where="nowhere")', 'cvb(position="nowhere")']))
     assert len(caught.value.problems) >= 2
+
+
+def test_training_can_start_from_weights_in_a_file_such_as_an_earlier_training(tmp_path):
+    plain = open_setting(config())
+    trained(tmp_path / "first", plain)
+    (file,) = (tmp_path / "first" / "cells").glob("*.safetensors")
+    told = open_setting(config(f"model.weights={file}"))
+    start = told.federation(cells(told.config)[0]).client.params()
+    ended = read_weights(file)
+    assert all(torch.equal(value, ended[name]) for name, value in start.items())
+    hashes = {describe(told.config, "", weights)["config_hash"] for weights in ({}, told.weights, plain.weights)}
+    assert len(hashes) == 2
+    save_file({"w": torch.zeros(1)}, tmp_path / "other.safetensors")
+    with pytest.raises(GradveilError, match="is missing, the model has"):
+        open_setting(config(f"model.weights={tmp_path / 'other.safetensors'}"))
+
+
+@pytest.mark.parametrize("text", ["mixup", "label-smoothing", "ats"])
+def test_batch_defences_know_the_domain(text):
+    told = open_setting(config(defences=[text], rounds=1))
+    federation = told.federation(cells(told.config)[0])
+    after = federation.round(federation.start())
+    assert after.status == "running"

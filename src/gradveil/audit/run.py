@@ -11,9 +11,11 @@ from datetime import UTC, datetime
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
 from gradveil.attacks.base import Progress
 from gradveil.attacks.presets import ATTACKS
@@ -25,6 +27,8 @@ from gradveil.audit.score import Named, failure, score
 from gradveil.audit.store import Cell, Store
 from gradveil.core.errors import FOREIGN, GradveilError, Problem
 from gradveil.defences import entries
+from gradveil.federated.config import digest
+from gradveil.nn.weights import fingerprint
 
 _PACKAGES = ("torch", "numpy", "scipy", "safetensors", "scikit-image", "scikit-learn", "torchmetrics", "pydantic")
 
@@ -149,14 +153,17 @@ def _reads(text: str) -> bool:
         return False
 
 
-def describe(config: RunConfig, share: int, command: str) -> dict[str, Any]:
-    """Say everything that `run.json` holds."""
+def describe(
+    config: RunConfig, share: int, command: str, weights: Mapping[str, Tensor] = MappingProxyType({})
+) -> dict[str, Any]:
+    """Say everything that `run.json` holds; other weights in a file of the same name are another run."""
+    settings = config.digest()
     return {
         "format": FORMAT,
         "name": config.name,
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
         "config": config.resolved(),
-        "config_hash": config.digest(),
+        "config_hash": digest([settings, fingerprint(weights)]) if weights else settings,
         "cells": [cell.id for cell in cells(config)],
         "share": share,
         "gradveil": version("gradveil"),

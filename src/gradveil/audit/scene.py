@@ -17,13 +17,15 @@ from gradveil.audit.reader import with_defaults
 from gradveil.client import Client, cross_entropy, speakers
 from gradveil.core.errors import GradveilError, Problem, refuse
 from gradveil.core.noise import Key
+from gradveil.core.tree import Tensors
 from gradveil.core.types import Batch, Domain, Loss
-from gradveil.data import DATASETS, Dataset, load
+from gradveil.data import DATASETS, Dataset, load, located
 from gradveil.defences import Defence, parse
 from gradveil.nn import surgery
 from gradveil.nn.check import check
 from gradveil.nn.models import build
 from gradveil.nn.paths import called
+from gradveil.nn.weights import misfits, put_weights, read_weights
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,8 @@ class Scene:
     """What every attack is told beyond the protocol, each named in the records."""
     prepared: tuple[str, ...] = ()
     """What was changed in the model so that it can be audited."""
+    weights: Tensors = field(default_factory=dict[str, Tensor])
+    """Trained parameters: of the undefended model, or of a defended one that has more; empty for initial ones."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -51,6 +55,7 @@ class Scene:
     def client(self, index: int, defence: str, seed: int) -> Client:
         """Build a defended client, on the run's device and in its precision."""
         defended = self.defences[defence](self.undefended(index, seed), Key(seed, ("model",)))
+        put_weights(defended.model, self.weights)
         defended.model.to(self.config.device, self.dtype)
         return defended
 
@@ -65,6 +70,7 @@ class Scene:
             members=settings.members,
             domain=self.domain,
         )
+        put_weights(plain.model, self.weights)
         plain.model.to(self.config.device, self.dtype)
         return plain
 
@@ -135,6 +141,7 @@ def open_scene(config: RunConfig, data_dir: Path | None = None, checked: bool = 
         model,
         defences,
         _attacks(config),
+        weights=read_weights(located(config.model.weights, data_dir)) if config.model.weights else {},
     )
     if checked:
         refuse(list(scene_problems(scene)))
@@ -193,6 +200,7 @@ def scene_problems(scene: Scene) -> Iterator[Problem]:
         for i, text in enumerate(scene.defences):
             try:
                 client = scene.client(index, text, config.seeds[0])
+                yield from _weight_problems(scene, client, index)
                 client.trained()
                 client.noise_spec(client.params(), Batch(batch.inputs[0], batch.targets[0]))
                 yield from _speaker_problems(scene, index, client, f"defences[{i}] '{text}', {where}")
@@ -202,6 +210,13 @@ def scene_problems(scene: Scene) -> Iterator[Problem]:
                     Problem(f"defences[{i}] '{text}', {where}", f"{p.where}: {p.what}", p.remedy)
                     for p in error.problems
                 )
+
+
+def _weight_problems(scene: Scene, client: Client, index: int) -> Iterator[Problem]:
+    """Say why trained weights fit neither this model nor the one without the defence."""
+    plain = scene.undefended(index, scene.config.seeds[0]).model
+    if scene.weights and misfits(plain, scene.weights, ""):
+        yield from misfits(client.model, scene.weights, f"model.weights '{scene.config.model.weights}'")
 
 
 def _speaker_problems(scene: Scene, index: int, client: Client, where: str) -> Iterator[Problem]:

@@ -102,7 +102,7 @@ def _run(
         torch.set_num_threads(1)
     share = config.victims if len(cells(config)) >= count else -(-config.victims // count)
     try:
-        with Store(folder).open(describe(config, share, command), fresh) as store:
+        with Store(folder).open(describe(config, share, command, scene.weights), fresh) as store:
             share = store.info()["share"]
             recover = in_processes(config, data_dir, store, count) if count > 1 else in_process(scene)
             with Screen(Console(stderr=True)) as screen:

@@ -19,8 +19,9 @@ from gradveil.audit.privacy import privacy_problems
 from gradveil.audit.reader import assemble, read
 from gradveil.audit.scene import model_problems, open_scene, scene_problems
 from gradveil.core.errors import Problem, refuse
-from gradveil.federated.guard import inspect, read_parameters
+from gradveil.federated.guard import inspect
 from gradveil.nn.paths import called
+from gradveil.nn.weights import read_parameters
 
 FOUND = 1
 """Exit code where problems were found."""

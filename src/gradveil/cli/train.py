@@ -60,7 +60,8 @@ def train(
     console = Console(stderr=True, soft_wrap=True)
     told = open_setting(config, data_dir)
     try:
-        with opened(folder, describe(config, shlex.join(["gradveil", *sys.argv[1:]])), fresh):
+        info = describe(config, shlex.join(["gradveil", *sys.argv[1:]]), told.weights)
+        with opened(folder, info, fresh):
             run(told, folder, lambda cell, now: _tell(console, cell, now, config.rounds))
     except KeyboardInterrupt:
         again = shlex.join(["gradveil", *(argument for argument in sys.argv[1:] if argument != "--fresh")])

@@ -85,6 +85,15 @@ _SAME = {"hf:ylecun/mnist": "mnist", "hf:uoft-cs/cifar10": "cifar10", "hf:uoft-c
 _FORMS = ("hf:owner/name", "parquet:PATH", "folder:PATH")
 
 
+def located(name: str, data_dir: Path | str | None = None) -> Path:
+    """Find a file where the command runs, or in the data folder."""
+    folders = (Path(), data_dir, os.environ.get(DATA_DIR))
+    found = [Path(folder) / name for folder in folders if folder is not None and (Path(folder) / name).is_file()]
+    if not found:
+        raise fail(name, "is no file here or in the data folder", "correct the name, or say --data-dir")
+    return found[0]
+
+
 def load(
     name: str,
     *,

@@ -46,6 +46,9 @@ class ModelConfig(Section):
     """Replace what cannot be attacked as it is: BatchNorm in training mode, hidden dropout, in-place operations."""
     batchnorm: Literal["batch_statistics", "frozen", "group"] = "batch_statistics"
     """What `prepare` makes of BatchNorm."""
+    weights: Name | None = None
+    """A safetensors file of its parameters, or one that `gradveil train` wrote; None for weights drawn by the seed.
+    Looked for where the command runs, then in the data folder."""
 
 
 class LocalConfig(Section):

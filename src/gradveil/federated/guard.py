@@ -10,16 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from gradveil.core.errors import GradveilError, Problem, fail, refuse
-from gradveil.core.tree import Tensors
+from gradveil.core.errors import GradveilError, Problem
 from gradveil.nn.paths import last_layer
 
 Family = Literal["imprint", "trap", "extreme", "fishing", "jump", "not finite"]
@@ -100,25 +96,6 @@ def guarded(
         raise GradveilError(finding.problem("error") for finding in found)
     for finding in found:
         tell(finding)
-
-
-def read_parameters(file: Path, model: nn.Module) -> Tensors:
-    """Read a model's parameters from a safetensors file; refuse another model's, with every difference."""
-    try:
-        found = load_file(file)
-    except (SafetensorError, OSError) as error:
-        raise fail(str(file), f"cannot be read: {error}", "give a safetensors file of the parameters") from error
-    expected = {name: tuple(value.shape) for name, value in model.named_parameters()}
-    shapes = {name: tuple(value.shape) for name, value in found.items() if name in expected}
-    remedy = "give the parameters of this model, or name the model that they belong to"
-    refuse(
-        [
-            Problem(f"{file}, {name}", f"is {shapes.get(name, 'missing')}, the model has {shape}", remedy)
-            for name, shape in expected.items()
-            if shapes.get(name) != shape
-        ]
-    )
-    return {name: found[name] for name in expected}
 
 
 def _last(model: nn.Module) -> str | None:

@@ -9,7 +9,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import fmean, stdev
+from types import MappingProxyType
 from typing import Any
+
+from torch import Tensor
 
 from gradveil.core.errors import Problem, refuse
 from gradveil.core.files import locked, plain, read_json, write_json
@@ -17,6 +20,7 @@ from gradveil.federated.checkpoint import load_standing, save_standing
 from gradveil.federated.config import TrainConfig, digest
 from gradveil.federated.engine import Standing, train
 from gradveil.federated.setting import Cell, Setting, cells
+from gradveil.nn.weights import fingerprint
 
 FORMAT = 1
 """Version of a training's files; another is refused."""
@@ -122,13 +126,14 @@ def spread(summaries: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return out
 
 
-def describe(config: TrainConfig, command: str) -> dict[str, Any]:
-    """Say what `train.json` holds."""
+def describe(config: TrainConfig, command: str, weights: Mapping[str, Tensor] = MappingProxyType({})) -> dict[str, Any]:
+    """Say what `train.json` holds; a start from other weights is another training."""
+    settings = config.digest()
     return {
         "format": FORMAT,
         "name": config.name,
         "config": config.resolved(),
-        "config_hash": config.digest(),
+        "config_hash": digest([settings, fingerprint(weights)]) if weights else settings,
         "command": command,
         "cells": [cell.id for cell in cells(config)],
     }

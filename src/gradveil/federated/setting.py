@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -13,14 +13,16 @@ from torch import Tensor
 from gradveil.client import Client
 from gradveil.core.errors import GradveilError, Problem, refuse
 from gradveil.core.noise import Key
-from gradveil.core.types import Batch
-from gradveil.data import Dataset, Splits, dirichlet, iid, load, pathological
+from gradveil.core.tree import Tensors
+from gradveil.core.types import Batch, Domain
+from gradveil.data import Dataset, Splits, dirichlet, iid, load, located, pathological
 from gradveil.defences import parse
 from gradveil.federated.config import TrainConfig, digest
 from gradveil.federated.engine import Federation, Share
 from gradveil.nn import surgery
 from gradveil.nn.check import check
 from gradveil.nn.models import build
+from gradveil.nn.weights import misfits, put_weights, read_weights
 
 CENTRAL = "central"
 """The word for training on all data in one place."""
@@ -59,6 +61,8 @@ class Setting:
 
     config: TrainConfig
     data: Splits
+    weights: Tensors = field(default_factory=dict[str, Tensor])
+    """What training starts from, where the run names a file; empty for weights drawn by the seed."""
 
     def federation(self, cell: Cell) -> Federation:
         """Build one training: the same seed gives every defence the same data, weights and choice of clients."""
@@ -95,8 +99,13 @@ class Setting:
         )
         if config.model.prepare:
             net, _ = surgery.prepare(net, batchnorm=config.model.batchnorm)
+        if self.weights:
+            refuse(misfits(net, self.weights, f"model.weights '{config.model.weights}'"))
+            put_weights(net, self.weights)
         smallest = len(images) // config.clients
-        return Client(net, local=config.local.build(smallest) if config.local else None)
+        lower, upper = (bound.to(config.device, self.dtype) for bound in images.bounds)
+        domain = Domain(lower, upper, max(len(images.classes), 2))
+        return Client(net, local=config.local.build(smallest) if config.local else None, domain=domain)
 
     def _shares(self, cell: Cell) -> list[Share]:
         config, images = self.config, self.data.public
@@ -145,7 +154,8 @@ def open_setting(config: TrainConfig, data_dir: Path | None = None) -> Setting:
         )
     except GradveilError as error:
         raise GradveilError(Problem(f"data: {p.where}", p.what, p.remedy) for p in error.problems) from error
-    setting = Setting(config, data)
+    weights = read_weights(located(config.model.weights, data_dir)) if config.model.weights else {}
+    setting = Setting(config, data, weights)
     refuse(list(_problems(setting)))
     return setting
 

@@ -1,0 +1,64 @@
+"""Parameters on disk: those a server sent, those of a trained model."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from gradveil.core.errors import Problem, fail, refuse
+from gradveil.core.tree import Tensors, select
+
+_REMEDY = "give the parameters of this model, or name the model that they belong to"
+
+
+def read_weights(file: Path) -> Tensors:
+    """Read the tensors of a safetensors file; of a training that Gradveil wrote, the parameters it ends with."""
+    try:
+        found = load_file(file)
+    except (SafetensorError, OSError) as error:
+        raise fail(str(file), f"cannot be read: {error}", "give a safetensors file of a model's parameters") from error
+    return select(found, "best") or select(found, "params") or found
+
+
+def misfits(model: nn.Module, weights: Mapping[str, Tensor], where: str) -> list[Problem]:
+    """Say which parameters of a model have no value of their shape among these."""
+    expected = {name: tuple(value.shape) for name, value in model.named_parameters()}
+    there = {name: tuple(value.shape) for name, value in weights.items()}
+    return [
+        Problem(f"{where}, {name}", f"is {there.get(name, 'missing')}, the model has {shape}", _REMEDY)
+        for name, shape in expected.items()
+        if there.get(name) != shape
+    ]
+
+
+def read_parameters(file: Path, model: nn.Module) -> Tensors:
+    """Read a model's parameters; refuse another model's, with every difference."""
+    found = read_weights(file)
+    refuse(misfits(model, found, str(file)))
+    return {name: found[name] for name, _ in model.named_parameters()}
+
+
+def put_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> bool:
+    """Give a model these parameters and buffers, in place, if there is one for each parameter; say whether."""
+    if misfits(model, weights, ""):
+        return False
+    with torch.no_grad():
+        for name, value in (*model.named_parameters(), *model.named_buffers()):
+            if name in weights and weights[name].shape == value.shape:
+                value.copy_(weights[name])
+    return True
+
+
+def fingerprint(weights: Mapping[str, Tensor]) -> str:
+    """Hash names and values (SHA-256): the same weights from another file are the same weights."""
+    whole = hashlib.sha256()
+    for name in sorted(weights):
+        whole.update(f"{name} {weights[name].dtype} {tuple(weights[name].shape)}".encode())
+        whole.update(weights[name].contiguous().view(torch.uint8).numpy().tobytes() if weights[name].numel() else b"")
+    return whole.hexdigest()

@@ -1,0 +1,59 @@
+"""Parameters from a file."""
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from gradveil.core.errors import GradveilError
+from gradveil.nn.weights import fingerprint, misfits, put_weights, read_parameters, read_weights
+
+
+def net():
+    return nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Linear(3, 2))
+
+
+def test_a_state_dict_comes_back_with_its_buffers(tmp_path):
+    one, other = net(), net()
+    one[1].running_mean += 7
+    save_file(one.state_dict(), tmp_path / "a")
+    assert put_weights(other, read_weights(tmp_path / "a"))
+    assert all(torch.equal(value, other.state_dict()[name]) for name, value in one.state_dict().items())
+    assert set(read_parameters(tmp_path / "a", other)) == {name for name, _ in other.named_parameters()}
+
+
+def test_of_a_training_the_best_parameters_are_read(tmp_path):
+    last, best = {"params.w": torch.zeros(2)}, {"best.w": torch.ones(2)}
+    save_file(last | best | {"server.m.w": torch.ones(2)}, tmp_path / "a")
+    assert read_weights(tmp_path / "a")["w"].tolist() == [1, 1]
+    save_file(last, tmp_path / "b")
+    assert read_weights(tmp_path / "b")["w"].tolist() == [0, 0]
+
+
+def test_another_models_weights_are_told_and_nothing_is_changed(tmp_path):
+    model = net()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    weights = {**model.state_dict(), "0.weight": torch.zeros(5, 2)}
+    del weights["2.bias"]
+    told = [str(problem) for problem in misfits(model, weights, "a.safetensors")]
+    assert told[0].startswith("a.safetensors, 0.weight: is (5, 2), the model has (3, 2)")
+    assert told[1].startswith("a.safetensors, 2.bias: is missing, the model has (2,)")
+    assert not put_weights(model, weights)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    save_file({name: value.contiguous() for name, value in weights.items()}, tmp_path / "a")
+    with pytest.raises(GradveilError) as caught:
+        read_parameters(tmp_path / "a", model)
+    assert len(caught.value.problems) == 2
+
+
+def test_what_cannot_be_read_is_told(tmp_path):
+    (tmp_path / "a").write_bytes(b"no tensors")
+    for file in ("a", "b"):
+        with pytest.raises(GradveilError, match="cannot be read"):
+            read_weights(tmp_path / file)
+
+
+def test_a_fingerprint_is_of_names_and_values():
+    a, b = {"w": torch.zeros(2)}, {"w": torch.tensor([0.0, 1e-30])}
+    assert fingerprint(a) == fingerprint({"w": torch.zeros(2)})
+    assert len({fingerprint(a), fingerprint(b), fingerprint({"v": a["w"]}), fingerprint({"w": torch.zeros(2, 1)})}) == 4
