@@ -44,7 +44,7 @@ def test_canonical_text_reads_as_the_same_defence(text: str):
 
 def test_parts_are_what_the_text_says():
     assert parse("none") == NONE
-    assert dict(parse("dp(clip=2, sigma=0.5)").step.stages) == {"clip": Clip(2, True), "noise": Gaussian(1.0, "sum")}
+    assert dict(parse("dp(clip=2, sigma=0.5)").step.stages) == {"clip": Clip(2, True), "noise": Gaussian(1.0, "sum", 2)}
     assert dict(parse("topk(keep=0.9)").send.stages) == {"prune": Magnitude(0.1)}
     assert dict(parse("dgp(feedback=true)").send.stages) == {"prune": Feedback(Dual(0.05, 0.75))}
 
