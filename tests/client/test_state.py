@@ -31,6 +31,7 @@ def test_a_client_goes_on_where_it_stopped(text: str, tmp_path):
     params, batch, noise, state = draw(client)
     save_state(tmp_path / "state.safetensors", client, state)
     again = load_state(tmp_path / "state.safetensors", parse(parse(text).name)(CLIENTS["gradient"]))
+    assert list(again) == list(state), "sums over tensors round by their order"
     for part, expected in zip(
         client.update(params, batch, noise, again), client.update(params, batch, noise, state), strict=True
     ):

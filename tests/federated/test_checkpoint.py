@@ -36,6 +36,15 @@ def test_what_is_read_is_what_was_written(tmp_path, standing):
     assert [child.name for child in tmp_path.iterdir()] == [file.name]
 
 
+def test_tensors_keep_their_order(tmp_path, standing):
+    """Clip norms and encoded sizes depend on it in their last bits and bytes; safetensors sorts by name."""
+    turned = dict(reversed(standing.params.items()))
+    save_standing(tmp_path / "a", replace(standing, params=turned), "digest")
+    found = load_standing(tmp_path / "a", "digest")
+    assert list(found.params) == list(turned) != sorted(turned)
+    assert list(found.clients[0]) == list(standing.clients[0])
+
+
 def test_the_next_round_from_disk_is_the_next_round(tmp_path, standing):
     file = tmp_path / "a.safetensors"
     save_standing(file, standing, "digest")

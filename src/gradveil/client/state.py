@@ -51,8 +51,10 @@ def load_state(file: Path | str, client: Client) -> Tensors:
         raise fail(str(file), "is damaged: its tensors are not those that were written", _ANEW)
     other = list(_differences(_parsed(Path(file), said), _described(client))) or _misfit(client, held)
     refuse([Problem(str(file), what, _ANEW) for what in other])
-    device = next(iter(client.params().values())).device
-    return {name: value.to(device) for name, value in held.items()}
+    params = client.params()
+    device = next(iter(params.values())).device
+    # In the client's own order: sums over tensors have to round as they did before.
+    return {name: held[name].to(device) for name in client.init(params)}
 
 
 def _read(file: Path) -> tuple[dict[str, str], Tensors]:

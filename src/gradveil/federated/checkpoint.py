@@ -33,6 +33,7 @@ def save_standing(file: Path, standing: Standing, training: str) -> None:
     facts = {
         "version": VERSION,
         "training": training,
+        "names": list(tensors),
         "clients": sorted(standing.clients),
         "best_round": standing.best_round,
         "moved": standing.moved,
@@ -50,7 +51,8 @@ def load_standing(file: Path, training: str, device: str = "cpu") -> Standing | 
     try:
         with safe_open(file, "pt", device=device) as opened:
             facts = json.loads((opened.metadata() or {})["gradveil"])
-            tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 - it is no mapping
+            # In the order they were in, not the file's: sums over tensors have to round as they did.
+            tensors = {name: opened.get_tensor(name) for name in facts["names"]}
     except PermissionError as error:
         raise unreadable(file, error) from error
     except (SafetensorError, KeyError, ValueError, OSError) as error:
