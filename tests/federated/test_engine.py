@@ -1,6 +1,7 @@
 """Rounds of federated learning: against a loop written by hand, and what must not change them."""
 
 import copy
+import math
 from dataclasses import replace
 
 import pytest
@@ -10,6 +11,7 @@ from torch.nn import functional as F
 from gradveil.client import Local, speakers
 from gradveil.core.errors import GradveilError
 from gradveil.core.noise import Key
+from gradveil.core.types import Batch
 from gradveil.federated.aggregate import Server
 from gradveil.federated.engine import train
 from tests.federated.scenes import blobs, federation, net
@@ -209,3 +211,26 @@ def test_settings_that_cannot_be_meant_are_refused_at_once():
     assert len(caught.value.problems) == 6
     with pytest.raises(GradveilError, match="no validation loss"):
         federation(validation=False, patience=3)
+
+
+def test_a_training_that_diverges_ends_with_its_best_parameters():
+    scene = federation()
+    first = scene.round(scene.start())
+    torn = tuple(
+        replace(share, train=Batch(share.train.inputs * math.nan, share.train.targets)) for share in scene.shares
+    )
+    done = replace(scene, shares=torn).round(first)
+    assert (done.status, done.best_round) == ("diverged", 1)
+    assert same(done.final, first.params)
+
+
+def test_a_validation_loss_that_is_no_number_is_worse_than_any():
+    scene = federation(patience=3)
+    first = scene.round(scene.start())
+    for odd in (math.nan, math.inf):
+        standing = replace(first, records=(replace(first.records[0], validation_loss=odd),))
+        assert scene.round(standing).best_round == 2
+    torn = [
+        replace(share, validation=Batch(share.train.inputs * math.nan, share.train.targets)) for share in scene.shares
+    ]
+    assert replace(scene, shares=torn).round(first).best_round == 1

@@ -56,4 +56,5 @@ def test_what_cannot_be_read_is_told(tmp_path):
 def test_a_fingerprint_is_of_names_and_values():
     a, b = {"w": torch.zeros(2)}, {"w": torch.tensor([0.0, 1e-30])}
     assert fingerprint(a) == fingerprint({"w": torch.zeros(2)})
+    assert fingerprint({"batches": torch.tensor(3)}) != fingerprint({"batches": torch.tensor(4)})
     assert len({fingerprint(a), fingerprint(b), fingerprint({"v": a["w"]}), fingerprint({"w": torch.zeros(2, 1)})}) == 4

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from pydantic import TypeAdapter, ValidationError
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
@@ -40,8 +42,9 @@ def save_standing(file: Path, standing: Standing, training: str) -> None:
         "status": standing.status,
         "records": [plain(dataclasses.asdict(record)) for record in standing.records],
     }
-    content = save({name: value.contiguous().cpu() for name, value in tensors.items()}, {"gradveil": json.dumps(facts)})
-    write_private(file, content)
+    # A copy of each: where nobody answered the best parameters are the last ones, and shared memory is not written.
+    own = {name: value.cpu().clone(memory_format=torch.contiguous_format) for name, value in tensors.items()}
+    write_private(file, save(own, {"gradveil": json.dumps(facts)}))
 
 
 def load_standing(file: Path, training: str, device: str = "cpu") -> Standing | None:
@@ -51,11 +54,12 @@ def load_standing(file: Path, training: str, device: str = "cpu") -> Standing | 
     try:
         with safe_open(file, "pt", device=device) as opened:
             facts = json.loads((opened.metadata() or {})["gradveil"])
-            # In the order they were in, not the file's: sums over tensors have to round as they did.
-            tensors = {name: opened.get_tensor(name) for name in facts["names"]}
+            # In the order they were in, not the file's: sums over tensors have to round as they did. Copied to where
+            # torch puts its own: sums within a tensor depend on where it lies.
+            tensors = {name: opened.get_tensor(name).clone() for name in facts["names"]}
     except PermissionError as error:
         raise unreadable(file, error) from error
-    except (SafetensorError, KeyError, ValueError, OSError) as error:
+    except (SafetensorError, KeyError, TypeError, AttributeError, ValueError, OSError) as error:
         raise DamagedError(Problem(str(file), f"is damaged: {error}", _REMEDY)) from error
     return _checked(file, facts, tensors, training)
 
@@ -85,4 +89,8 @@ def _checked(file: Path, facts: Mapping[str, Any], tensors: Tensors, training: s
 
 def _with_nan(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Read a loss that JSON could not hold (a diverged training's) as NaN."""
-    return [{**record, "loss": float("nan") if record["loss"] is None else record["loss"]} for record in records]
+    told = {"loss": "accuracy", "validation_loss": "validation_accuracy"}
+    return [
+        record | {loss: math.nan for loss, share in told.items() if record[loss] is None and record[share] is not None}
+        for record in records
+    ]

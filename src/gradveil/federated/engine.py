@@ -6,6 +6,7 @@ taken up again ends with the same bits as one that was left alone.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -225,10 +226,12 @@ class Federation:
         """Keep the best parameters, and say whether to go on."""
         records = (*before.records, record)
         if not all(bool(torch.isfinite(value).all()) for value in after.params.values()):
-            return replace(after, records=records, status="diverged")
+            best = before.final if before.best_round else {}
+            return replace(after, records=records, best=best, status="diverged")
         lowest = before.records[before.best_round - 1].validation_loss if before.best_round else None
         now = record.validation_loss
-        if now is None or lowest is None or now < lowest:
+        # A loss that is no number is worse than any: not even later ones could be lower.
+        if now is None or lowest is None or (math.isfinite(now) and not lowest <= now):
             return replace(after, records=records, best={}, best_round=record.number)
         waited = record.number - before.best_round
         status: Status = "stopped early" if self.patience is not None and waited >= self.patience else "running"

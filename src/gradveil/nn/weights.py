@@ -60,5 +60,5 @@ def fingerprint(weights: Mapping[str, Tensor]) -> str:
     whole = hashlib.sha256()
     for name in sorted(weights):
         whole.update(f"{name} {weights[name].dtype} {tuple(weights[name].shape)}".encode())
-        whole.update(weights[name].contiguous().view(torch.uint8).numpy().tobytes() if weights[name].numel() else b"")
+        whole.update(weights[name].flatten().view(torch.uint8).numpy().tobytes() if weights[name].numel() else b"")
     return whole.hexdigest()
