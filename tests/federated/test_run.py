@@ -8,6 +8,7 @@ from safetensors.torch import save_file
 
 from gradveil.audit.reader import read_training
 from gradveil.core.errors import GradveilError
+from gradveil.federated.config import LocalConfig
 from gradveil.federated.run import describe, load_summaries, opened, run, spread
 from gradveil.federated.setting import cells, open_setting
 from gradveil.nn.weights import read_weights
@@ -59,6 +60,14 @@ def test_central_training_has_all_examples_in_one_hand():
     assert len(central.shares[0].train.targets) == sum(len(share.train.targets) for share in federated.shares)
     assert len(central.shares[0].validation.targets) == sum(len(s.validation.targets) for s in federated.shares)
     assert central.chosen(1) == ((0,), ())
+
+
+@pytest.mark.parametrize("kind", ["iid", "dirichlet", "pathological"])
+def test_local_steps_without_a_batch_take_what_the_smallest_client_has(kind):
+    plain = config(f"partition.kind={kind}")
+    told = open_setting(plain.model_copy(update={"local": LocalConfig(lr=0.01, epochs=1)}))
+    scene = told.federation(cells(told.config)[0])
+    assert scene.client.local.batch == min(len(share.train.targets) for share in scene.shares)
 
 
 def test_a_longer_training_goes_on_where_a_shorter_one_ended(tmp_path):

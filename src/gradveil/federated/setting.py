@@ -67,11 +67,12 @@ class Setting:
     def federation(self, cell: Cell) -> Federation:
         """Build one training: the same seed gives every defence the same data, weights and choice of clients."""
         config, key = self.config, Key(cell.seed)
-        client = parse(cell.defence)(self._plain(cell.seed), key.child("model"))
+        shares = self._shares(cell)
+        client = parse(cell.defence)(self._plain(cell.seed, shares), key.child("model"))
         client.model.to(config.device, self.dtype)
         return Federation(
             client,
-            self._shares(cell),
+            shares,
             self._batch(self.data.victims),
             config.server.build(config.local is not None),
             key.child("train"),
@@ -86,7 +87,7 @@ class Setting:
         """The precision of model, data and updates."""
         return torch.float64 if self.config.precision == "float64" else torch.float32
 
-    def _plain(self, seed: int) -> Client:
+    def _plain(self, seed: int, shares: Sequence[Share]) -> Client:
         """Build the undefended client."""
         config, images = self.config, self.data.public
         net = build(
@@ -102,7 +103,7 @@ class Setting:
         if self.weights:
             refuse(misfits(net, self.weights, f"model.weights '{config.model.weights}'"))
             put_weights(net, self.weights)
-        smallest = len(images) // config.clients
+        smallest = min(len(share.train.targets) for share in shares)
         lower, upper = (bound.to(config.device, self.dtype) for bound in images.bounds)
         domain = Domain(lower, upper, max(len(images.classes), 2))
         return Client(net, local=config.local.build(smallest) if config.local else None, domain=domain)
