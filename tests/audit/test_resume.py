@@ -91,7 +91,11 @@ def cells_in(folder: Path) -> list[str]:
 
 
 def test_interrupt_says_how_to_go_on(tmp_path: Path) -> None:
-    process = subprocess.Popen(command(tmp_path, "out"), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    # Long enough that cells are left when the first one is there, also where this test is kept waiting.
+    long = ("--attack", "ig(iterations=1000, report=10)")
+    process = subprocess.Popen(
+        command(tmp_path, "out", *long), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
     wait_for(tmp_path / "out", "cells/*/cell.json", process)  # pyright: ignore[reportArgumentType]
     process.send_signal(signal.SIGINT)
     _, said = process.communicate(timeout=120)
@@ -100,7 +104,7 @@ def test_interrupt_says_how_to_go_on(tmp_path: Path) -> None:
     assert said.count(str(tmp_path / "small.toml")) == 1
     assert "Traceback" not in said
     assert load_run(tmp_path / "out").cells
-    assert run(tmp_path, "out").returncode == 0
+    assert run(tmp_path, "out", *long).returncode == 0
     assert len(load_run(tmp_path / "out").cells) == 4
 
 
