@@ -94,7 +94,12 @@ def test_interrupt_says_how_to_go_on(tmp_path: Path) -> None:
     # Long enough that cells are left when the first one is there, also where this test is kept waiting.
     long = ("--attack", "ig(iterations=1000, report=10)")
     process = subprocess.Popen(
-        command(tmp_path, "out", *long), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        command(tmp_path, "out", *long),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        # What a shell starts in the background ignores interrupts, and its children with it.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     wait_for(tmp_path / "out", "cells/*/cell.json", process)  # pyright: ignore[reportArgumentType]
     process.send_signal(signal.SIGINT)
