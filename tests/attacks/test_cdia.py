@@ -14,8 +14,8 @@ from gradveil.defences import parse
 from tests.attacks.scenes import pictures, psnr
 
 
-def defended(text, iterations):
-    """Two digits, defended; what the naive and the knowing attacker recover of them, in decibel."""
+def defended(text, iterations, attacks=("ig-scheliga", "cdia")):
+    """Two digits, defended; what the attackers, a naive and a knowing one, recover of them."""
     scene = pictures("scheliga-cnn", "digits", 2)
     client: Client = parse(text)(scene.client, Key(0))
     params = client.params()
@@ -25,8 +25,9 @@ def defended(text, iterations):
     sent, _ = client.updates(params, scene.truth, noise, state)
     observation = replace(scene.observation, params=params, update=sent)
     found = {}
-    for name in ("ig-scheliga", "cdia"):
-        attack = make_attack(f"{name}(iterations={iterations})")
+    for name in attacks:
+        attack = make_attack(name)
+        attack = replace(attack, descent=replace(attack.descent, iterations=iterations))
         belief = client if attack.belief == "full" else client.undefended_update()
         knowledge = replace(scene.knowledge, tensors=attack.knowledge)
         found[name] = attack([observation], belief, knowledge, Key(0))

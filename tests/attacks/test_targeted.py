@@ -126,3 +126,16 @@ def test_additive_noise_is_its_mean_or_fitted_and_masks_stay_what_they_are():
         == make_attack("cdia(additive=neutral)").knowledge["step.*"]
     )
     assert make_attack("dpia(additive=neutral)").knowledge["step.*"] != dpia["step.*"]
+
+
+def test_the_order_of_magnitudes_is_read_where_it_is_asked_for():
+    """`pruned=ordered` pins the borders beside the masks; nobody else does, told everything or not."""
+    scene = audit("dgp", ["cdia", "cdia(pruned=ordered)", "wiig"])
+    params = scene.client(0, "dgp", 0).params()
+    for cell in cells(scene.config):
+        attack, client = scene.attacks[cell.attack], scene.client(0, cell.defence, 0)
+        seen, truth = observe(scene, cell, client, range(2))
+        knowledge, _ = grant(scene, attack, client, params, truth)
+        (one,) = Rows(attack, seen, client, knowledge, Key(0)).rounds
+        kinds = {name.split(".")[2] for name in one.pinned}
+        assert kinds == ({"mask", "border"} if "ordered" in cell.attack else {"mask"})

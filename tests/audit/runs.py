@@ -10,7 +10,7 @@ from gradveil.attacks.base import Progress
 from gradveil.audit.cell import Address
 from gradveil.audit.config import RunConfig
 from gradveil.audit.reader import resolve
-from gradveil.audit.run import describe, in_process, run
+from gradveil.audit.run import describe, run
 from gradveil.audit.scene import open_scene
 from gradveil.audit.store import Cell, Run, Store, load_run
 from gradveil.core.errors import Problem
@@ -60,7 +60,7 @@ def execute(chosen: RunConfig, folder: Path, share: int = 10**6, fresh: bool = F
     display = Silent()
     scene = open_scene(chosen)
     with Store(folder).open(describe(chosen, share, "gradveil audit small"), fresh) as store:
-        run(scene, store, display, in_process(scene), share)
+        run(scene, store, display, share)
     return load_run(folder), display
 
 

@@ -163,6 +163,13 @@ def test_the_report_and_the_summary_tell_it(tmp_path: Path) -> None:
     assert html.count("MSE bound") == 1
 
 
+def test_noise_that_proves_nothing_is_not_given_a_number(tmp_path: Path) -> None:
+    found, _ = execute(config(attacks=["ig(iterations=2)"], defences=["none", "gaussian(1e-6)"]), tmp_path / "run")
+    html = page(found)
+    assert "noise this small proves nothing" in html
+    assert "mean squared error is at least" not in html
+
+
 def test_the_command_tells_it_and_attacks_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
@@ -10,6 +11,7 @@ from gradveil.attacks.inversion import Inversion
 from gradveil.attacks.optimise import Descent
 from gradveil.audit.budget import Budget, read_budget, restarts_worth, within
 from gradveil.audit.cell import cells, recover
+from gradveil.audit.plans import Plans, read_plans, write_plan
 from gradveil.audit.scene import open_scene
 from gradveil.core.errors import GradveilError
 from tests.audit.runs import config, execute
@@ -42,17 +44,21 @@ def test_halving_pays_for_few_restarts():
 
 
 def test_seconds_become_iterations_that_are_written_down(tmp_path):
-    note = tmp_path / "plans" / "cell" / "0-1-iterations.json"
-    note.parent.parent.mkdir()
+    (tmp_path / "plans").mkdir()
+    folder, numbers = tmp_path / "plans" / "cell", range(2)
+
+    def plans():
+        return Plans(read_plans(folder, numbers), partial(write_plan, folder, numbers))
+
     attack = Inversion("slow", descent=Descent(iterations=10**12))
     tried = []
-    first = within(Budget(60, "seconds"), attack, 1, 2, 2, tried.append, note)
+    first = within(Budget(60, "seconds"), attack, 1, 2, 2, tried.append, plans())
     assert [run.descent.iterations for run in tried] == [10, 10]
     assert first.descent.iterations > 1000
-    again = within(Budget(60, "seconds"), attack, 1, 2, 2, tried.append, note)
+    again = within(Budget(60, "seconds"), attack, 1, 2, 2, tried.append, plans())
     assert (again, len(tried)) == (first, 2)
-    assert json.loads(note.read_text()) == [first.descent.iterations]
-    half = within(Budget(60, "seconds"), attack, 2, 1, 2, lambda _: None, None)
+    assert json.loads((folder / "0-1-iterations.json").read_text()) == [first.descent.iterations]
+    half = within(Budget(60, "seconds"), attack, 2, 1, 2, lambda _: None, Plans())
     assert half.descent.iterations > 1
 
 
@@ -63,7 +69,7 @@ def test_time_is_about_kept():
 
 
 def test_attacks_without_iterations_stay_as_they_are():
-    assert within(Budget(1, "seconds"), Analytic(), 1, 1, 1, lambda _: None, None) == Analytic()
+    assert within(Budget(1, "seconds"), Analytic(), 1, 1, 1, lambda _: None, Plans()) == Analytic()
 
 
 @pytest.mark.parametrize("text", ["", "fast", "-3", "0", "10 d", "0s"])

@@ -11,7 +11,7 @@ import pytest
 from gradveil.attacks import inversion
 from gradveil.attacks.base import Planner, Progress
 from gradveil.audit.cell import Address
-from gradveil.audit.run import describe, in_process, run
+from gradveil.audit.run import describe, run
 from gradveil.audit.scene import open_scene
 from gradveil.audit.store import Store, load_run
 from tests.audit.runs import Silent, config, execute
@@ -31,7 +31,7 @@ def interrupted(folder: Path, **changes: Any) -> Path:
     chosen = config(**changes)
     scene = open_scene(chosen)
     with pytest.raises(KeyboardInterrupt), Store(folder).open(describe(chosen, 10**6, "")) as store:
-        run(scene, store, Stops(), in_process(scene), 10**6)
+        run(scene, store, Stops(), 10**6)
     assert load_run(folder).cells == []
     (file,) = folder.glob("plans/*/*.json")
     return file

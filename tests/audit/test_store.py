@@ -71,13 +71,13 @@ def test_an_interrupted_run_ends_with_the_same_records(tmp_path: Path) -> None:
         def done(self, cell: object, result: Cell) -> None:
             raise KeyboardInterrupt
 
-    from gradveil.audit.run import in_process, run
+    from gradveil.audit.run import run
     from gradveil.audit.scene import open_scene
 
     chosen, folder = config(), tmp_path / "stopped"
     scene = open_scene(chosen)
     with pytest.raises(KeyboardInterrupt), Store(folder).open(describe(chosen, 2, "")) as store:
-        run(scene, store, Stops(), in_process(scene), 2)
+        run(scene, store, Stops(), 2)
     assert len(load_run(folder).cells) == 1
     resumed, display = execute(chosen, folder)
     whole, _ = execute(chosen, tmp_path / "whole")

@@ -7,7 +7,7 @@ from importlib import import_module
 
 import pytest
 
-from gradveil.audit import worker
+from gradveil.audit import work
 
 
 class KeptError(Exception):
@@ -31,7 +31,6 @@ def test_the_command_line_keeps_freed_memory(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_worker_keeps_freed_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker, "keep_freed_memory", kept)
-    monkeypatch.setattr(worker, "_listen", lambda _, lines: lines.put("no settings"))
+    monkeypatch.setattr(work, "keep_freed_memory", kept)
     with pytest.raises(KeptError):
-        worker.main()
+        work.open_work({})

@@ -6,8 +6,11 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from gradveil.cli.app import run
+from gradveil.federated.config import LocalConfig
+from gradveil.federated.recorded import read_recorded
 
 RUN = """
 name = "little"
@@ -84,3 +87,48 @@ def test_a_training_that_diverges_is_a_status_and_an_exit_code(
     words = ["--defence", "none", "--set", "local.lr=1e38", "--set", "local.optimiser=sgd", "--rounds", "3"]
     assert run(["train", "little.toml", *words]) == 1
     assert "diverged" in capsys.readouterr().out
+
+
+def test_what_leaves_clients_is_recorded_as_they_are_configured(
+    little: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["train", "little.toml", "--threads", "1", "--record", "seen", "--record-client", "1"]
+    assert run(words) == 0
+    assert "2 recorded updates in seen" in capsys.readouterr().err
+    seen = {one.facts.defence: one for one in read_recorded(little / "seen")}
+    assert seen.keys() == {"none", "topk(0.1)"}
+    for one in seen.values():
+        assert (one.facts.client, one.facts.round, one.facts.sends) == ("1", 1, "difference")
+        assert one.facts.local == LocalConfig(batch=8, lr=0.01, epochs=1, optimiser="adam")
+        assert one.truth is None
+    values = torch.cat([value.flatten() for value in seen["topk(0.1)"].update.values()])
+    assert 0.85 < float((values == 0).double().mean()) < 0.95
+
+
+def test_a_training_that_is_done_says_that_it_recorded_nothing(
+    little: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["train", "little.toml", "--threads", "1", "--defence", "none"]
+    assert run(words) == 0
+    assert run([*words, "--record", "seen"]) == 0
+    assert "Nothing was recorded in seen" in capsys.readouterr().err
+    assert run([*words, "--record-round", "1", "--record-truth"]) == 2
+    told = capsys.readouterr().err
+    assert "--record-round: has nowhere to record to" in told
+    assert "--record-truth: has nowhere to record to" in told
+
+
+@pytest.mark.processes
+def test_worker_processes_give_what_one_process_gives(little: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = []
+    for count in ("1", "2"):
+        words = ["--workers", count, "--threads", "1", "--out", count, "--record", f"sent-{count}", "--record-truth"]
+        assert run(["train", "little.toml", *words, "--json"]) == 0
+        out, err = capsys.readouterr()
+        assert "6 recorded updates" in err
+        rows = json.loads(out)
+        for row in rows:
+            for timed in (row, *row["curve"]):
+                del timed["seconds"]
+        found.append((rows, {file.name: file.read_bytes() for file in Path(f"sent-{count}").glob("round-*")}))
+    assert found[0] == found[1]

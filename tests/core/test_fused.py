@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import Generator, Tensor
 
-from gradveil.core.fused import cosine_distance, squared_distance, total_variation
+from gradveil.core.fused import cosine_distance, in_blocks, squared_distance, total_variation
+from gradveil.core.noise import Key
 
 SHAPES = [(4, 3, 2, 5), (4, 7), (4,), (4, 1)]
 
@@ -75,3 +76,23 @@ def test_total_variation_agrees_with_its_formula(shape: tuple[int, ...], generat
     found = torch.autograd.grad((value * weights).sum(), x)[0]
     wanted = torch.autograd.grad((expected.sum(0) * weights).sum(), x)[0] if expected.requires_grad else found * 0
     torch.testing.assert_close(found, wanted)
+
+
+def test_blocks_of_entries_agree_with_the_whole_to_the_bit():
+    x, y = torch.randn(2, 3, 70_001, generator=Key(9).generator())
+
+    def function(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return a / (b.abs().sqrt() + 1e-8), a > b
+
+    sizes: list[int] = []
+
+    def watched(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        sizes.append(a.numel())
+        return function(a, b)
+
+    for found, expected in zip(in_blocks(watched, x, y), function(x, y), strict=True):
+        assert found.dtype == expected.dtype
+        assert torch.equal(found, expected)
+    assert max(sizes) < x.numel() == sum(sizes)
+    in_blocks(watched, x.requires_grad_(), y)
+    assert sizes[-1] == x.numel()

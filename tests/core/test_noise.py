@@ -85,3 +85,13 @@ def test_model_noise_sees_shapes_and_changes_nothing():
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert all(module.training for module in model.modules())
     assert "2.mask" not in model.state_dict(), "noise is never saved with a model"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(), (0,), (15,), (17,), (2**16 + 3,), (2**17 - 1,), (3, 70_001)])
+def test_normal_numbers_are_those_of_torch_to_the_bit(shape: tuple[int, ...], dtype: torch.dtype):
+    """They are drawn in blocks; records of earlier versions hold."""
+    ours, theirs = Key(3).generator(), Key(3).generator()
+    assert torch.equal(Normal().sample(shape, dtype, ours), torch.randn(shape, dtype=dtype, generator=theirs))
+    assert torch.equal(Normal(0.3).sample(shape, dtype, ours), torch.randn(shape, dtype=dtype, generator=theirs) * 0.3)
+    assert torch.equal(torch.rand(3, generator=ours), torch.rand(3, generator=theirs)), "both drew as many"

@@ -37,6 +37,14 @@ def test_without_the_draws_the_mean_is_what_an_attacker_compares(defence: str):
     torch.testing.assert_close(found["cdia"].inputs, found["ig-scheliga"].inputs, rtol=1e-3, atol=1e-3)
 
 
+def test_intervals_help_against_coarse_levels():
+    """With few levels what lies outside of the intervals says more than the distance from the mean."""
+    scene, found = defended("quantise(bits=3)", 150, ("cdia", "cdia(rounding=interval)"))
+    lower, upper = scene.knowledge.lower, scene.knowledge.upper
+    mean, law = (psnr(f.inputs, scene.truth.inputs, lower, upper).mean() for f in found.values())
+    assert law > mean + 1, (mean, law)
+
+
 @pytest.mark.parametrize(("defence", "rounds"), [("standin", 5), ("dgc(keep=0.01, warmup=2)", 3)])
 def test_who_follows_the_rounds_tracks_moments_and_what_was_held_back(defence: str, rounds: int):
     """Who sees only the last round knows neither the moments nor what was left out before."""

@@ -127,8 +127,9 @@ def test_feedback_of_a_chain_of_compressors():
     g = {"w": torch.arange(1.0, 11.0)}
     sent, state = feedback.apply(g, feedback.init(g), {}, CONTEXT)
     torch.testing.assert_close(sent["w"] + state["residual.w"], g["w"])
-    assert set(feedback.intermediates(g)) == {"prune.mask.w", "again.mask.w"}
-    assert set(feedback.evidence(sent)) == {"again.mask.w"}
+    assert set(feedback.intermediates(g)) == {"prune.mask.w", "prune.border.w", "again.mask.w", "again.border.w"}
+    assert set(feedback.evidence(sent)) == {"again.mask.w", "again.border.w"}
+    assert set(feedback.evidence(sent, exact=False)) == {"again.mask.w"}
     torch.testing.assert_close(chain(inner=feedback).init(g)["inner.residual.w"], torch.zeros(10))
 
 

@@ -116,11 +116,14 @@ def test_what_is_random_in_the_model_is_known(model):
 
 
 class Functional(nn.Module):
-    """A network whose ReLU no list of layers shows."""
+    """A network whose ReLU no list of layers shows; so wide that every small step makes some unit jump."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.inner, self.outer = nn.Linear(64, 200).double(), nn.Linear(200, 3).double()
+        self.inner, self.outer = nn.Linear(64, 5000).double(), nn.Linear(5000, 3).double()
+        generator = Key(0).generator()
+        for parameter in self.parameters():
+            nn.init.uniform_(parameter, -0.1, 0.1, generator=generator)
 
     def forward(self, x):
         return self.outer(F.relu(self.inner(x.flatten(1))))

@@ -184,6 +184,56 @@ def test_pruned_update_tells_less_than_by_magnitude_for_its_utility():
         assert price(f"optimal-prune({ratio}, probes=300)") < 0.95 * price(f"prune({ratio}, scope=global)")
 
 
+@pytest.mark.parametrize("scope", ["global", "layer"])
+def test_a_coin_decides_on_the_coordinate_at_the_border(scope):
+    """With probability ratio P - floor(ratio P) one more goes: the least worth of those that were kept."""
+    defence = OptimalPruning(0.7, scope, mixed=True)
+    g, probe, context, rows = setting(defence)
+    sizes = [value.numel() for value in g.values()] if scope == "layer" else [flat(g).numel()]
+    chances = torch.tensor([0.7 * size - int(0.7 * size + 1e-9) for size in sizes])
+    assert bool((chances > 0.05).any())
+    assert bool((chances < 0.95).all())
+    neutral = defence.noise(g).neutral()
+    assert len(neutral) == len(sizes)
+    before = flat(replace(defence, mixed=False).apply(g, {}, {"probe": probe}, context)[0])
+    torch.testing.assert_close(
+        flat(defence.apply(g, {}, {"probe": probe, **neutral}, context)[0]), before, rtol=0, atol=0
+    )
+    for side, gone in ((-0.01, chances > 0.01), (0.01, torch.zeros(len(sizes), dtype=torch.bool))):
+        coins = {name: (chance + side).clamp(min=0) for name, chance in zip(neutral, chances, strict=True)}
+        sent = flat(defence.apply(g, {}, {"probe": probe, **coins}, context)[0])
+        parts = [torch.split(value, sizes) for value in (before != 0, sent != 0, flat(g).abs() / rows)]
+        for kept, left, worth, lost in zip(*parts, gone, strict=True):
+            assert int(kept.sum()) - int(left.sum()) == int(lost)
+            assert torch.equal(worth[kept & ~left], worth[kept].min()[None][: int(lost)])
+
+
+def test_what_is_sent_has_the_share_on_average():
+    defence = OptimalPruning(0.7, mixed=True)
+    g, probe, context, _ = setting(defence)
+    counts = []
+    for number in range(400):
+        coins = defence.noise(g).sample(Key(number))
+        counts.append(int((flat(defence.apply(g, {}, {"probe": probe, **coins}, context)[0]) == 0).sum()))
+    exact = 0.7 * flat(g).numel()
+    assert set(counts) == {int(exact), int(exact) + 1}
+    chance = exact - int(exact)
+    assert abs(sum(counts) / 400 - exact) < 3.3 * (chance * (1 - chance) / 400) ** 0.5
+
+
+def test_noisy_pruning_adds_noise_to_what_is_kept_and_chooses_without_it():
+    defence = OptimalPruning(0.7, std=5.0)
+    g, probe, context, _ = setting(defence)
+    noise = {"probe": probe, **defence.noise(g).sample(Key(4))}
+    sent = flat(defence.apply(g, {}, noise, context)[0])
+    kept = flat(replace(defence, std=0.0).apply(g, {}, noise, context)[0]) != 0
+    assert torch.equal(sent != 0, kept)
+    torch.testing.assert_close(sent[kept], (flat(g) + 5.0 * flat(select(noise, "normal")))[kept])
+    noisy = parse("gaussian(5) + optimal-prune(0.7)").send
+    other = {f"noise.{n}": value for n, value in select(noise, "normal").items()} | {"prune.probe": probe}
+    assert not torch.equal(flat(noisy.apply(g, {}, other, context)[0]) != 0, kept)
+
+
 def test_rows_of_zero_are_first_or_last():
     g, probe, context, rows = setting(OptimalPruning(0.5), relu_net())
     worth = OptimalPruning(0.5).worth(g, probe, context)
@@ -242,9 +292,11 @@ def test_wrong_settings_and_places_are_refused():
     places = [problem.where for problem in caught.value.problems]
     assert places == [f"optimal-noise.{name}" for name in ("std", "probes", "layerwise", "clamp")]
     with pytest.raises(GradveilError) as caught:
-        OptimalPruning(1.0, "row", probes=1.5)
+        OptimalPruning(1.0, "row", probes=1.5, mixed=2, std=-1.0)
     places = [problem.where for problem in caught.value.problems]
-    assert places == [f"optimal-prune.{name}" for name in ("ratio", "scope", "probes")]
+    assert places == [f"optimal-prune.{name}" for name in ("ratio", "scope", "probes", "mixed", "std")]
+    with pytest.raises(GradveilError, match="draws noise"):
+        parse("optimal-prune(0.5, std=0.1, feedback=true)")
     g, probe, context, _ = setting(OptimalPruning(0.5))
     with pytest.raises(GradveilError, match="needs the client's gradient"):
         OptimalPruning(0.5).apply(g, {}, {"probe": probe}, replace(context, gradient=None))

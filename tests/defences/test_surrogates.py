@@ -56,6 +56,26 @@ def test_what_is_clipped_has_no_derivative():
     torch.testing.assert_close(found, TOWARDS * inside)
 
 
+def test_only_what_lies_outside_of_its_interval_is_charged():
+    """Levels of a quarter: the interval of 1/2 reaches from 1/4 to 3/4, that of 0 from -1/4 to 1/4."""
+    sent = torch.tensor([0.5, 0.5, 0.5, -0.5, -0.25, 0.0, 0.0, 1.0], dtype=torch.float64)
+    tried = torch.tensor([0.3, 0.1, 0.9, 0.2, -0.1, 0.2, -0.5, 1.1], dtype=torch.float64)
+    outside = {"l2": [0, -0.15, 0.15, 0.45, 0, 0, -0.25, 0], "max": [0, -0.15, 0.15, 0.45, 0, 0, -0.25, 0.1]}
+    for scale, expected in outside.items():
+        found = Quantise(4, scale).apply({"w": tried}, {}, {"sent.w": sent}, CONTEXT)[0]["w"] - sent
+        torch.testing.assert_close(found, torch.tensor(expected, dtype=torch.float64), atol=2e-5, rtol=0)
+    cut = Quantise(4, "max", clip=2.0).apply({"w": tried}, {}, {"sent.w": sent}, CONTEXT)[0]["w"]
+    assert float(cut[-1]) == 1.0, "the clip may have cut what is at the top"
+
+
+def test_signs_are_charged_at_the_magnitude_that_was_sent():
+    sent, tried = torch.tensor([0.2, -0.2, 0.2, -0.2]), torch.tensor([3.0, -2.0, -1.0, 2.0])
+    found = Sign().apply({"w": tried}, {}, {"sent.w": sent}, CONTEXT)[0]["w"] - sent
+    torch.testing.assert_close(found, torch.tensor([0.0, 0.0, -0.1, 0.2]))
+    (small,) = slope(lambda g: Sign().apply({"w": g}, {}, {"sent.w": G.sign()}, CONTEXT)[0]["w"], -1e-3 * G)
+    assert bool(small.any()), "an update near zero explains no sign"
+
+
 @pytest.mark.parametrize("text", ["sign", "ternary", "quantise(bits=3)"])
 def test_no_layer_is_multiplied_out_of_nothing(text: str):
     transform = parse(text).send

@@ -9,12 +9,16 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from gradveil.core.errors import GradveilError
-from gradveil.core.files import DamagedError
+from gradveil.core.files import DamagedError, write_private
 from gradveil.federated.aggregate import Server
-from gradveil.federated.checkpoint import load_standing, save_standing
+from gradveil.federated.checkpoint import load_standing, pack_standing
 from gradveil.federated.engine import train
 from tests.federated.scenes import federation
 from tests.federated.test_engine import same
+
+
+def save_standing(file, standing, training):
+    write_private(file, pack_standing(standing, training))
 
 
 @pytest.fixture

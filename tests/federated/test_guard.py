@@ -16,7 +16,7 @@ from gradveil.data import load
 from gradveil.federated.aggregate import Server
 from gradveil.federated.engine import Federation, Share
 from gradveil.federated.guard import guarded, inspect
-from gradveil.nn.models import build
+from gradveil.nn.models import MODELS, build
 from gradveil.nn.surgery import prepare
 
 GENERATOR = Key(0).generator()
@@ -155,6 +155,13 @@ def test_honest_models_at_five_stages_of_training_raise_no_alarm(name: str) -> N
         assert inspect(net, after.params, standing.params, own) == []
         assert inspect(net, after.params, standing.params) == []
         standing = after
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("name", MODELS)
+def test_initial_weights_raise_no_alarm(name: str, seed: int) -> None:
+    net = build(name, channels=3, size=32, classes=10, generator=Key(seed).generator())
+    assert inspect(net, params(net)) == []
 
 
 def test_a_few_parallel_rows_and_paired_rows_are_no_alarm() -> None:

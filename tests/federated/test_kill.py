@@ -16,8 +16,8 @@ from gradveil.audit.reader import read_training
 from gradveil.core.tree import Tensors
 from gradveil.federated.checkpoint import load_standing
 from gradveil.federated.engine import Standing
-from gradveil.federated.run import identity
-from gradveil.federated.setting import cells
+from gradveil.federated.setting import cells, open_setting
+from gradveil.federated.work import identity
 
 pytestmark = pytest.mark.processes
 
@@ -43,10 +43,10 @@ def start(folder: Path, out: str) -> subprocess.Popen[bytes]:
 
 
 def standings(folder: Path) -> list[Standing]:
-    config = read_training(str(folder.parent / "killed.toml"))
+    setting = open_setting(read_training(str(folder.parent / "killed.toml")))
     found = []
-    for cell in cells(config):
-        standing = load_standing(folder / "cells" / f"{cell.id}.safetensors", identity(config, cell))
+    for cell in cells(setting.config):
+        standing = load_standing(folder / "cells" / f"{cell.id}.safetensors", identity(setting, cell))
         assert standing is not None
         found.append(standing)
     return found

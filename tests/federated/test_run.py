@@ -1,6 +1,7 @@
 """Trainings as a run file says them."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,9 +9,12 @@ from safetensors.torch import save_file
 
 from gradveil.audit.reader import read_training
 from gradveil.core.errors import GradveilError
+from gradveil.federated.checkpoint import load_standing
 from gradveil.federated.config import LocalConfig
+from gradveil.federated.engine import Federation
 from gradveil.federated.run import describe, load_summaries, opened, run, spread
 from gradveil.federated.setting import cells, open_setting
+from gradveil.federated.work import identity
 from gradveil.nn.weights import read_weights
 
 FEW = ["data.public=80", "data.gallery=40", "data.size=16", "clients=3", "model.name=lenet-zhu", "local.batch=8"]
@@ -23,8 +27,13 @@ def config(*settings, **overrides):
 def trained(folder, told, info=None, fresh=False):
     seen = []
     with opened(folder, info or describe(told.config, "command"), fresh):
-        summaries = run(told, folder, lambda cell, now: seen.append((cell.title, len(now.records))))
+        summaries = run(told, folder, lambda cell, record, status: seen.append((cell.title, record.number)))
     return summaries, seen
+
+
+def timeless(summary):
+    """A summary without what the clock decides."""
+    return {**summary, "seconds": 0, "curve": [{**point, "seconds": 0} for point in summary["curve"]]}
 
 
 @pytest.mark.parametrize("kind", ["iid", "dirichlet", "pathological"])
@@ -78,8 +87,68 @@ def test_a_longer_training_goes_on_where_a_shorter_one_ended(tmp_path):
     summaries, seen = trained(tmp_path / "a", longer)
     assert seen == [("none", 3)]
     whole, _ = trained(tmp_path / "b", longer)
-    assert {**summaries[0], "seconds": 0} == {**whole[0], "seconds": 0}
+    assert timeless(summaries[0]) == timeless(whole[0])
     assert (tmp_path / "a").stat().st_mode & 0o777 == 0o700
+
+
+def test_a_training_that_fails_is_a_status_and_the_others_are_done(tmp_path, monkeypatch):
+    told = open_setting(config(defences=["none", "topk(0.1)"], rounds=2))
+    rounds = Federation.round
+
+    def fails(scene, standing):
+        if len(standing.records) == 1 and scene.client.send is not None:
+            raise MemoryError("no room")
+        return rounds(scene, standing)
+
+    monkeypatch.setattr(Federation, "round", fails)
+    summaries, _ = trained(tmp_path / "a", told)
+    assert [(row["status"], row.get("failed")) for row in summaries] == [
+        ("finished", None),
+        ("failed", "MemoryError: no room"),
+    ]
+    both = [*summaries, {**summaries[0], "defence": "topk(0.1)", "seed": 1}]
+    assert [(row["seeds"], row["statuses"]) for row in spread(both)] == [(1, ["finished"]), (1, ["failed", "finished"])]
+    assert spread(summaries)[1]["accuracy"] is None
+    monkeypatch.undo()
+    again, more = trained(tmp_path / "a", told)
+    assert more == [("topk(0.1)", 2)]
+    assert timeless(again[1]) == timeless(trained(tmp_path / "b", told)[0][1])
+
+
+def test_every_damaged_file_is_told_before_the_first_round(tmp_path):
+    told = open_setting(config(defences=["none", "topk(0.1)"], rounds=1))
+    trained(tmp_path / "a", told)
+    for file in (tmp_path / "a" / "cells").glob("*.safetensors"):
+        file.write_bytes(b"x")
+    with pytest.raises(GradveilError) as caught:
+        trained(tmp_path / "a", told)
+    assert len(caught.value.problems) == 2
+
+
+def test_a_training_that_was_stopped_late_is_finished_when_fewer_rounds_are_asked_for(tmp_path):
+    told = open_setting(config(rounds=3))
+    info, cell = describe(told.config, "command"), cells(told.config)[0]
+
+    def stop(_, record, status):
+        if record.number == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt), opened(tmp_path / "a", info):
+        run(told, tmp_path / "a", stop)
+    file = tmp_path / "a" / "cells" / f"{cell.id}.safetensors"
+    assert load_standing(file, identity(told, cell)).status == "running"
+    summaries, seen = trained(tmp_path / "a", open_setting(config(rounds=1)))
+    assert [(row["status"], row["rounds"]) for row in summaries] == [("finished", 2)]
+    assert seen == []
+    summaries, seen = trained(tmp_path / "a", told)
+    assert (summaries[0]["status"], seen) == ("finished", [("none", 3)])
+
+
+def test_weights_that_a_training_starts_from_are_part_of_what_its_files_belong_to(tmp_path):
+    told = open_setting(config())
+    cell = cells(told.config)[0]
+    with_weights = [replace(told, weights={"w": torch.full((2,), value)}) for value in (0.0, 1.0)]
+    assert len({identity(setting, cell) for setting in (told, *with_weights)}) == 3
 
 
 def test_other_settings_are_refused_until_a_fresh_start(tmp_path):
@@ -131,6 +200,8 @@ def test_summaries_tell_the_seeds_apart_and_together(tmp_path):
         (["local.batch=70"], "local.batch"),
         (["data.name=patches"], "mean nothing"),
         (["participation=0"], "participation"),
+        (["validation=0.99"], "validation: is 0.99"),
+        (["device=cuda:77"], "device: 'cuda:77' is not there"),
     ],
 )
 def test_bad_settings_are_told_before_the_first_round(settings, told):

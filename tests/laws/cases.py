@@ -70,6 +70,8 @@ LAWS = {
             "optimal-prune(ratio=0.7)",
             "optimal-prune(ratio=0.7, scope=layer, probes=3)",
             "optimal-prune(ratio=0.7, feedback=true)",
+            "optimal-prune(ratio=0.7, scope=layer, mixed=true)",
+            "optimal-prune(ratio=0.7, mixed=true, std=0.05)",
         )
     ),
     "dp": Law(("dp(clip=0.3, sigma=0.5)", "dp(clip=0.3, sigma=0.5, on=mean)")),

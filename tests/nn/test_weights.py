@@ -24,10 +24,13 @@ def test_a_state_dict_comes_back_with_its_buffers(tmp_path):
 
 def test_of_a_training_the_best_parameters_are_read(tmp_path):
     last, best = {"params.w": torch.zeros(2)}, {"best.w": torch.ones(2)}
-    save_file(last | best | {"server.m.w": torch.ones(2)}, tmp_path / "a")
+    ours = {"gradveil": "{}"}
+    save_file(last | best | {"server.m.w": torch.ones(2)}, tmp_path / "a", ours)
     assert read_weights(tmp_path / "a")["w"].tolist() == [1, 1]
-    save_file(last, tmp_path / "b")
+    save_file(last, tmp_path / "b", ours)
     assert read_weights(tmp_path / "b")["w"].tolist() == [0, 0]
+    save_file(last | best, tmp_path / "theirs")
+    assert set(read_weights(tmp_path / "theirs")) == {"params.w", "best.w"}
 
 
 def test_another_models_weights_are_told_and_nothing_is_changed(tmp_path):

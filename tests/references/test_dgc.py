@@ -96,3 +96,22 @@ def test_victims_in_different_rounds_send_different_shares():
     assert [int((row != 0).sum()) for row in sent["head"]] == [32, 4]
     for row, own in enumerate(states):
         torch.testing.assert_close(sent["conv"][row], dgc.apply(g, own, {}, CONTEXT)[0]["conv"])
+
+
+def test_a_client_sends_what_an_attacker_simulates():
+    """Two rounds of a layer that is large enough for blocks, plainly, differentiated, and as one victim of several."""
+    layer = torch.randn(3, 300, 300, generator=Key(5).generator())
+    dgc = Dgc(0.2, 0.9, 2)
+    state = dgc.init({"layer": layer[0]})
+    _, state = dgc.apply({"layer": layer[0]}, state, {}, CONTEXT)
+
+    def second(g: torch.Tensor) -> dict[str, torch.Tensor]:
+        sent, after = dgc.apply({"layer": g}, state, {}, CONTEXT)
+        return {"sent": sent["layer"], **after}
+
+    plain = second(layer[1])
+    simulated = second(layer[1].clone().requires_grad_())
+    batched = torch.vmap(second)(layer[1:])
+    for name, value in plain.items():
+        assert torch.equal(value, simulated[name]), name
+        assert torch.equal(value, batched[name][0]), name

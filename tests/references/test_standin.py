@@ -128,3 +128,25 @@ def test_an_attacker_descends_along_the_ratio_in_the_first_round(optimiser: str)
     there = size > 0
     torch.testing.assert_close(slope[there], expected[there])
     torch.testing.assert_close(slope[~there], (towards / width)[~there])
+
+
+@pytest.mark.parametrize("optimiser", ["adam", "adagrad", "yogi"])
+@pytest.mark.parametrize("variant", ["paper", "published_code"])
+def test_a_client_sends_what_an_attacker_simulates(optimiser: str, variant: str):
+    """The second round of a layer that is large enough for blocks, plainly, differentiated, and as one of victims."""
+    layer = torch.randn(3, 300, 301, generator=Key(5).generator())
+    layer[:, 0] = 0.0
+    standin = StandIn(optimiser=optimiser, variant=variant)  # pyright: ignore[reportArgumentType]
+    _, state = standin.apply({"layer": layer[0]}, standin.init({"layer": layer[0]}), {}, CONTEXT)
+
+    def second(g: torch.Tensor) -> dict[str, torch.Tensor]:
+        sent, after = standin.apply({"layer": g}, state, {}, CONTEXT)
+        return {"sent": sent["layer"], **after}
+
+    plain = second(layer[1])
+    simulated = second(layer[1].clone().requires_grad_())
+    batched = torch.vmap(second)(layer[1:])
+    assert list(plain) == list(simulated)
+    for name, value in plain.items():
+        assert torch.equal(value, simulated[name]), name
+        assert torch.equal(value, batched[name][0]), name

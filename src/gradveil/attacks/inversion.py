@@ -54,6 +54,8 @@ class Inversion:
     """Shift the restarts onto each other before their mean is taken."""
     langevin: float = 0.0
     """Standard deviation of the noise added to the inputs after each step, in units of the step size."""
+    whiten: bool = False
+    """Compare in units of the additive noise that the believed client would have added to each entry."""
     step_size: float | None = None
     """The local step size that the attacker believes in; None for the client's own, which servers usually set."""
 

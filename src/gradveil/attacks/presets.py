@@ -12,7 +12,20 @@ from gradveil.attacks.learned import Learned
 from gradveil.attacks.objective import OBJECTIVES
 from gradveil.attacks.optimise import Cosine, Descent, Steps
 from gradveil.attacks.steps import LBFGS, Adam
-from gradveil.attacks.targeted import OWN_DRAWS, cdia, dia, dpia, gpia, ig_scheliga, pig, vbia, wiig
+from gradveil.attacks.targeted import (
+    BORDERS,
+    INTERVALS,
+    OWN_DRAWS,
+    WHITENED,
+    cdia,
+    dia,
+    dpia,
+    gpia,
+    ig_scheliga,
+    pig,
+    vbia,
+    wiig,
+)
 from gradveil.core.allowed import Choice, Flag, Range
 from gradveil.core.arguments import Argument, Entry
 from gradveil.core.errors import fail
@@ -36,6 +49,9 @@ SETTINGS = (
     Argument("report", Range(1, integer=True, optional=True), None),
     Argument("order", Choice(("told", "in-order", "drawn", None)), None),
     Argument("additive", Choice(("neutral", "optimised", None)), None),
+    Argument("rounding", Choice(("simulated", "interval", None)), None),
+    Argument("whiten", Flag(optional=True), None),
+    Argument("pruned", Choice(("free", "ordered", None)), None),
     Argument("step_size", Range(0, low_open=True, optional=True), None),
     Argument("rounds", Choice(("first", "last", "all", None)), None),
     Argument("batchnorm", Range(0, optional=True), None),
@@ -47,9 +63,11 @@ SETTINGS = (
 """What a run file may change about any of these attacks; none means the preset's own."""
 
 _ORDERS: dict[str, How] = {"told": Known(), "in-order": Neutral(), "drawn": Sample(every_iteration=False)}
-"""What an attacker makes of the order in which a client went through its examples."""
+"""What an attacker makes of which examples were in which local step; `in-order` takes Poisson sampling's mean."""
 _ADDITIVE: dict[str, How] = {"neutral": Neutral(), "optimised": Optimise(weight=1e-6)}
 """What an attacker makes of noise that was added to what was sent: its mean, or whatever fits best (as DPIA does)."""
+_PRUNED: dict[str, dict[str, How]] = {"free": dict.fromkeys(BORDERS, Neutral()), "ordered": BORDERS}
+"""What an attacker makes of a pruned entry: anything, or what the order of magnitudes allows."""
 _OF_STEPPER = ("lr", "sign")
 _OF_DESCENT = ("iterations", "tolerance", "patience", "keep", "report", "halving")
 
@@ -81,10 +99,16 @@ class InversionEntry(AttackEntry):
     def built(self, attack: Inversion, name: str, given: dict[str, Any]) -> Inversion:
         """Part the settings into those of the attack, its descent and its steps."""
         if order := given.pop("order", None):
-            given["knowledge"] = {"schedule": _ORDERS[order], **attack.knowledge}
+            given["knowledge"] = {"schedule": _ORDERS[order], "inclusion": _ORDERS[order], **attack.knowledge}
         if additive := given.pop("additive", None):
             how = _ADDITIVE[additive]  # last, so that masks stay what they are
             given["knowledge"] = {**given.get("knowledge", attack.knowledge), "step.*": how, "send.*": how}
+        if given.pop("rounding", None) == "interval":
+            given["knowledge"] = {**INTERVALS, **given.get("knowledge", attack.knowledge)}
+        if given.get("whiten"):
+            given["knowledge"] = {**WHITENED, **given.get("knowledge", attack.knowledge)}
+        if pruned := given.pop("pruned", None):
+            given["knowledge"] = {**_PRUNED[pruned], **given.get("knowledge", attack.knowledge)}
         descent = replace(attack.descent, **{n: given.pop(n) for n in _OF_DESCENT if n in given})
         if "sign" in given and not isinstance(descent.stepper, Adam):
             raise fail(f"{self.name}.sign", "is a setting of Adam, this attack uses L-BFGS", "leave it out")

@@ -18,6 +18,7 @@ from gradveil.attacks.infer import find_labels
 from gradveil.attacks.knowledge import How, Infer, Knowledge, Known, Optimise, Sample
 from gradveil.attacks.objective import OBJECTIVES
 from gradveil.attacks.prior import Consensus, energy, statistics_distance
+from gradveil.attacks.whiten import Whitening
 from gradveil.client import Client
 from gradveil.core.errors import fail
 from gradveil.core.fused import total_variation
@@ -70,7 +71,9 @@ class Rows:
         )
         self.spec = belief.noise_spec(first.params, blank)
         self.state = belief.init(first.params)
-        self.inputs_of_a_round = (*self.spec, *belief.intermediates(first.params))
+        pinnable = belief.intermediates(first.params)
+        self.inputs_of_a_round = (*self.spec, *pinnable)
+        self.scales = {n: noise for n, noise in pinnable.items() if attack.whiten and ".scale." in n}
         self.ignored = self._ignored(blank.inputs)
         self.rounds = [self._round(observation) for observation in seen]
         self.noise: dict[str, Noise] = {r.of(name): noise for r in self.rounds for name, noise in self.spec.items()}
@@ -83,6 +86,7 @@ class Rows:
             name: self.noise[name] for name, how in self.how.items() if isinstance(how, Sample) and how.every_iteration
         }
         self.consensus = Consensus(attack.restarts, attack.register) if attack.group else None
+        self.whitening = Whitening() if attack.whiten else None
 
     def _refuse_discrete(self) -> None:
         problems = [n for n, how in self.how.items() if isinstance(how, Optimise) and self.noise[n].discrete]
@@ -216,7 +220,7 @@ class Rows:
         batch = Batch(inputs, targets)
         noise = select(constants, "noise")
         noise |= {n: v for n, v in variables.items() if n in self.noise} | self.fresh(rows, streams)
-        value = self._distance(batch, noise, constants)
+        value = self._distance(batch, noise, constants, rows, iteration)
         attack = self.attack
         if attack.tv:
             value = value + attack.tv * total_variation(inputs)
@@ -233,15 +237,21 @@ class Rows:
                 value = value + how.weight * self.noise[name].law.penalty(variables[name])
         return value
 
-    def _distance(self, batch: Batch, noise: Tensors, constants: Tensors) -> Tensor:
+    def _distance(self, batch: Batch, noise: Tensors, constants: Tensors, rows: Tensor, iteration: int) -> Tensor:
         """Compare the client's simulated updates with what was observed: the mean over the rounds."""
         state = select(constants, "state")
         observed = select(constants, "observed")
         total: Tensor | None = None
         for r in self.rounds:
             own = {n: noise[r.of(n)] for n in self.inputs_of_a_round if r.of(n) in noise}
-            sent, state = r.belief.updates(r.params, batch, own, state)
-            value = OBJECTIVES[self.attack.objective](sent, {n: observed[r.of(n)] for n in r.observed})
+            seen = {n: observed[r.of(n)] for n in r.observed}
+            # What the noise is scaled by is of no account while the noise is off, and costly to compute.
+            quiet = {n: v.off().expand(len(rows), *v.shape).to(self.example) for n, v in self.scales.items()}
+            sent, after = r.belief.updates(r.params, batch, {**own, **quiet}, state)
+            if self.whitening is not None:
+                found = self.whitening(r.number, r.belief, r.params, batch, own, state, rows, iteration)
+                sent, seen = ({n: part[n] * found[n] for n in seen} for part in (sent, seen))
+            value, state = OBJECTIVES[self.attack.objective](sent, seen), after
             total = value if total is None else total + value
         assert total is not None, "at least one round is observed"
         return total / len(self.rounds) if len(self.rounds) > 1 else total

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from gradveil.attacks.inversion import Inversion
-from gradveil.attacks.knowledge import How, Infer, Known, Optimise, Sample
+from gradveil.attacks.knowledge import How, Infer, Known, Neutral, Optimise, Sample
 from gradveil.attacks.optimise import Descent, Plateau
 from gradveil.attacks.steps import Adam
 
@@ -20,6 +20,8 @@ OWN_DRAWS: dict[str, How] = {"model.*.lock.*": Sample(every_iteration=False), "m
 A lock is drawn once, since a client keeps it."""
 MASKS: dict[str, How] = {"send.*mask.*": Infer(), "step.*mask.*": Infer()}
 """Masks of pruned entries, read off the zeros of what was sent."""
+BORDERS: dict[str, How] = {"send.*border.*": Infer(), "step.*border.*": Infer()}
+"""The order of magnitudes: a pruned entry lies beyond the smallest (or largest) that was sent. Charged where broken."""
 BATCHES: dict[str, How] = {
     "batch.*.partner": Sample(every_iteration=False),
     "batch.*.choice": Sample(every_iteration=False),
@@ -27,6 +29,10 @@ BATCHES: dict[str, How] = {
 }
 """What was done to the batch: its numbers are optimised; who is mixed with whom, and by which policy an image was
 transformed, is guessed once in each restart."""
+WHITENED: dict[str, How] = {"*.probe": Sample(every_iteration=False), "*.normal.*": Neutral()}
+"""Who whitens finds out with directions of his own how much noise an entry was given, and takes the noise as zero."""
+INTERVALS: dict[str, How] = {"*.sent.*": Infer()}
+"""What was rounded is known to an interval, and only what lies outside of it counts."""
 _DROPPED: dict[str, How] = {"model.*.mask": Optimise(weight=1e-4)}
 
 
@@ -45,7 +51,7 @@ def ig_scheliga() -> Inversion:
 
 def wiig() -> Inversion:
     """WIIG: an attacker who is told every random tensor. Granted knowledge: an upper bound, not a threat."""
-    return _targeted("wiig", {**MASKS, "*": Known()})
+    return _targeted("wiig", {**MASKS, "*border.*": Neutral(), "*.sent.*": Neutral(), "*": Known()})
 
 
 def gpia() -> Inversion:

@@ -28,7 +28,7 @@ from gradveil.audit.display import Screen, legend, result_table
 from gradveil.audit.given import class_names, model_problems, named, prepared, wrong_arguments
 from gradveil.audit.health import summaries
 from gradveil.audit.reader import resolve, with_defaults
-from gradveil.audit.run import describe, in_process, run
+from gradveil.audit.run import describe, run
 from gradveil.audit.scene import Scene, others, scene_problems
 from gradveil.audit.store import Cell, Store, load_run
 from gradveil.core.errors import GradveilError, Problem, refuse
@@ -170,7 +170,7 @@ def _run(
             Screen(Console(stderr=True, quiet=not shown)) as screen,
             Store(folder).open(info) as store,
         ):
-            run(scene, store, screen, in_process(scene), scene.config.victims)
+            run(scene, store, screen, scene.config.victims)
         done = load_run(folder)
         result = Result(done.cells, folder, write_report, done.info["config"])
         undo.pop_all()

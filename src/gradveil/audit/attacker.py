@@ -83,7 +83,8 @@ def attacker(info: Mapping[str, Any]) -> Attacker:
     if secrets(info):
         return "informed"
     if undefended(info["defence"]):
-        return "undefended"
+        # Of a recorded update the defence of a cell is what is believed.
+        return "undefended" if undefended(info.get("recorded_defence") or "none") else "naive"
     if info["belief"] == "naive":
         return "aware" if _sidesteps(str(info.get("attack", "")), info["defence"]) else "naive"
     return "adaptive"

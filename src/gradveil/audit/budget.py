@@ -10,12 +10,11 @@ import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Literal
 
 from gradveil.attacks.base import Attack
 from gradveil.attacks.inversion import Inversion
-from gradveil.audit.plans import settled
+from gradveil.audit.plans import Plans
 from gradveil.core.errors import fail
 
 _MEASURED = 10
@@ -68,12 +67,12 @@ def within(
     victims: int,
     whole: int,
     run: Callable[[Attack], object],
-    note: Path | None,
+    plans: Plans,
 ) -> Attack:
     """Return the attack with as many iterations as its share of the budget allows, at most its own.
 
     `attackers` share the budget of a defence; `victims` of the run's `whole` are attacked here. `run` attacks once, for
-    a measurement; `note` is the file in which its result is kept. An attack without iterations stays as it is.
+    a measurement; `plans` keeps its result. An attack without iterations stays as it is.
     """
     if not isinstance(attack, Inversion):
         return attack
@@ -92,6 +91,6 @@ def within(
             each = (time.perf_counter() - began) / (_MEASURED * attack.restarts)
             return (max(1, int(seconds / (each * worth))),)
 
-        (allowed,) = measure() if note is None else settled(note, measure)
+        (allowed,) = plans.settled("iterations", measure)
     limit = max(1, min(allowed, attack.descent.iterations))
     return replace(attack, descent=replace(attack.descent, iterations=limit))

@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,7 +19,7 @@ from gradveil.audit.adaptive import attacks_against
 from gradveil.audit.bound import leaked
 from gradveil.audit.budget import read_budget, within
 from gradveil.audit.config import RunConfig
-from gradveil.audit.plans import settled
+from gradveil.audit.plans import UNPLANNED, Plans
 from gradveil.audit.privacy import privacy_facts
 from gradveil.audit.rounds import Truth, observe, plain_name, updates
 from gradveil.audit.scene import Scene
@@ -30,6 +29,7 @@ from gradveil.core.noise import Key
 from gradveil.core.tree import Tensors
 from gradveil.core.types import Batch
 from gradveil.federated.config import digest
+from gradveil.federated.engine import Standing
 from gradveil.federated.wire import encoded_size
 from gradveil.metrics import cosine, dense_bytes, relative_distance
 
@@ -46,6 +46,8 @@ class Address:
     defence: str
     attack: str
     seed: int
+    trained: int | None = None
+    """The round of the training after which the client is attacked; None where nothing is trained."""
 
 
 @dataclass(frozen=True)
@@ -58,10 +60,11 @@ class Recovered:
 
 
 def cells(config: RunConfig) -> list[Address]:
-    """List the cells of a run: seeds, clients, attacks, defences (the last runs fastest)."""
+    """List the cells of a run: seeds, rounds of the training, clients, attacks, defences (the last runs fastest)."""
     return [
-        Address(_name(config, seed, index, defence, attack), index, defence, attack, seed)
+        Address(_name(config, seed, index, defence, attack, stage), index, defence, attack, seed, stage)
         for seed in config.seeds
+        for stage in config.stages
         for index in range(len(config.client))
         for attack, defence in pairs(config)
     ]
@@ -75,22 +78,64 @@ def pairs(config: RunConfig) -> list[tuple[str, str]]:
 
 
 def recover(
-    scene: Scene, cell: Address, numbers: range, progress: Callable[[Progress], None], plan_file: Path | None = None
+    scene: Scene,
+    cell: Address,
+    numbers: range,
+    progress: Callable[[Progress], None],
+    plans: Plans = UNPLANNED,
+    standing: Standing | None = None,
 ) -> Recovered:
-    """Make the updates of these victims and attack them.
+    """Make the updates of these victims, from where their training stands, and attack them.
 
-    `plan_file` keeps the attack's plan, which is chosen for this machine as it is now: written before the attack
-    starts, read again after an interruption. The same plan gives bit-identical results.
+    `plans` keeps the attack's plan, which is chosen for this machine as it is now: told before the attack starts,
+    known again after an interruption. The same plan gives bit-identical results.
     """
-    attack = scene.attacks[cell.attack]
-    client = scene.client(cell.client, cell.defence, cell.seed)
-    params = client.params()
-    seen, truth = observe(scene, cell, client, numbers)
+    client = scene.client(cell.client, cell.defence, cell.seed, standing)
+    seen, truth = observe(scene, cell, client, numbers, standing)
     sent = seen[-1].update
+    made = attacked(scene, cell, client, seen, truth, numbers, progress, plans)
+    raw = _raw_update(scene, cell, client, seen[-1].params, truth)
+    tensors = {
+        **tensors_of(made.found, seen[-1]),
+        "at_truth": at_truth(made, seen, truth),
+        "distance": relative_distance(sent, raw),
+        "cosine": cosine(sent, raw),
+    }
+    if client.batch:
+        tensors["transformed"] = truth.transformed.inputs
+    leak, unbounded = leaked(scene, cell.seed, client, seen, truth)
+    return recovered(scene, client, made, sent, truth, tensors | leak, {"unbounded": unbounded})
+
+
+@dataclass(frozen=True)
+class Made:
+    """An attack that was made: by whom, with what knowledge, and what he found."""
+
+    attack: Attack
+    belief: Client
+    knowledge: Knowledge
+    grants: list[str]
+    key: Key
+    found: Reconstruction
+    row_iterations: int
+
+
+def attacked(
+    scene: Scene,
+    cell: Address,
+    client: Client,
+    seen: Sequence[Observation],
+    truth: Truth,
+    numbers: range,
+    progress: Callable[[Progress], None],
+    plans: Plans,
+) -> Made:
+    """Attack what was seen of these victims; of the truth an attack gets what is granted to it by name."""
+    attack = scene.attacks[cell.attack]
     belief = client if attack.belief == "full" else client.undefended_update()
-    knowledge, grants = grant(scene, attack, belief, params, truth)
+    knowledge, grants = grant(scene, attack, belief, client.params(), truth)
     key = Key(cell.seed, ("attack",))
-    attack = _afforded(scene, cell, attack, numbers, lambda tried: tried(seen, belief, knowledge, key), plan_file)
+    attack = _afforded(scene, cell, attack, numbers, lambda tried: tried(seen, belief, knowledge, key), plans)
     done = 0
 
     def count(step: Progress) -> None:
@@ -99,10 +144,15 @@ def recover(
         progress(step)
 
     plan: tuple[int, ...] = ()
-    if plan_file is not None and isinstance(attack, Planner):
-        plan = settled(plan_file, partial(attack.plan, seen, belief, knowledge, key))
+    if isinstance(attack, Planner):
+        plan = plans.settled("rows", partial(attack.plan, seen, belief, knowledge, key))
     found = attack(seen, belief, knowledge, key, count, plan)
-    raw = _raw_update(scene, cell, client, seen[-1].params, truth)
+    done = done or int(found.iterations.sum()) * found.objectives.shape[1]
+    return Made(attack, belief, knowledge, grants, key, found, done)
+
+
+def tensors_of(found: Reconstruction, seen: Observation) -> Tensors:
+    """Name what an attack gave back, and the sizes of what it was given."""
     tensors = {
         "inputs": found.inputs,
         "targets": found.targets,
@@ -111,24 +161,20 @@ def recover(
         "initial": found.initial,
         "iterations": found.iterations,
         "restart": found.restart,
-        "at_truth": _at_truth(attack, seen, belief, knowledge, key, found, truth),
-        "distance": relative_distance(sent, raw),
-        "cosine": cosine(sent, raw),
-        "bytes_dense": dense_bytes(sent),
-        "bytes_sent": _bytes_sent(seen[-1]),
+        "bytes_dense": dense_bytes(seen.update),
+        "bytes_sent": _bytes_sent(seen),
     }
-    tensors |= {f"trace.{count}": value for count, value in found.trace.items()}
-    if client.batch:
-        tensors["transformed"] = truth.transformed.inputs
-    leak, unbounded = leaked(scene, cell.seed, client, seen, truth)
-    tensors |= leak
-    facts = _facts(scene, client, attack, found, sent, grants, _first(truth)) | {
-        "row_iterations": done or int(found.iterations.sum()) * found.objectives.shape[1],
-        "unbounded": unbounded,
-    }
+    return tensors | {f"trace.{count}": value for count, value in found.trace.items()}
+
+
+def recovered(
+    scene: Scene, client: Client, made: Made, sent: Tensors, truth: Truth, tensors: Tensors, facts: Mapping[str, Any]
+) -> Recovered:
+    """Put tensors and facts together, fit to be written."""
+    whole = _facts(scene, client, made, sent, _first(truth)) | {"row_iterations": made.row_iterations, **facts}
     # Clones: an attack may return views of one tensor, which cannot be written side by side.
     kept = {name: value.detach().cpu().contiguous().clone() for name, value in tensors.items()}
-    return Recovered(kept, facts, tuple(found.status))
+    return Recovered(kept, whole, tuple(made.found.status))
 
 
 def _bytes_sent(seen: Observation) -> Tensor:
@@ -137,26 +183,18 @@ def _bytes_sent(seen: Observation) -> Tensor:
     return torch.tensor([encoded_size(row, seen.messages) for row in rows])
 
 
-def _facts(
-    scene: Scene,
-    client: Client,
-    attack: Attack,
-    found: Reconstruction,
-    sent: Tensors,
-    grants: list[str],
-    first: Batch,
-) -> dict[str, Any]:
+def _facts(scene: Scene, client: Client, made: Made, sent: Tensors, first: Batch) -> dict[str, Any]:
     """Say plainly what was attacked, by whom, what he was told, and what is proven of the client."""
     return {
         "params": sum(value[0].numel() for value in sent.values()),
         **privacy_facts(scene, client, first),
-        "belief": attack.belief,
-        "grants": [*scene.facts, *grants],
-        "knowledge": told(attack),
+        "belief": made.attack.belief,
+        "grants": [*scene.facts, *made.grants],
+        "knowledge": told(made.attack),
         # Of the attack alone; of a cell in several shares their sum: working time, not what a clock on the wall shows.
-        "seconds": found.seconds,
-        "plan": list(found.plan),
-        "restarts": found.objectives.shape[1],
+        "seconds": made.found.seconds,
+        "plan": list(made.found.plan),
+        "restarts": made.found.objectives.shape[1],
     }
 
 
@@ -166,7 +204,7 @@ def _afforded(
     attack: Attack,
     numbers: range,
     run: Callable[[Attack], object],
-    plan_file: Path | None,
+    plans: Plans,
 ) -> Attack:
     """Cut the attack down to its share of the run's budget, if there is one."""
     config = scene.config
@@ -174,8 +212,7 @@ def _afforded(
         return attack
     on_it = [text for text, defence in pairs(config) if defence == cell.defence]
     attackers = sum(isinstance(scene.attacks[text], Inversion) for text in on_it)
-    note = plan_file.with_name(f"{plan_file.stem}-iterations.json") if plan_file else None
-    return within(read_budget(config.budget), attack, attackers, len(numbers), config.victims, run, note)
+    return within(read_budget(config.budget), attack, attackers, len(numbers), config.victims, run, plans)
 
 
 def grant(scene: Scene, attack: Attack, belief: Client, params: Tensors, truth: Truth) -> tuple[Knowledge, list[str]]:
@@ -251,27 +288,22 @@ def _raw_update(scene: Scene, cell: Address, client: Client, params: Tensors, tr
     return updates(plain, params, truth.raw, noise, state)[0]
 
 
-def _at_truth(
-    attack: Attack,
-    seen: Sequence[Observation],
-    belief: Client,
-    knowledge: Knowledge,
-    key: Key,
-    found: Reconstruction,
-    truth: Truth,
-) -> Tensor:
+def at_truth(made: Made, seen: Sequence[Observation], truth: Truth) -> Tensor:
     """Return the attacker's own objective [V] at the true examples, NaN if he cannot say: never used to choose."""
+    attack, found = made.attack, made.found
     if not isinstance(attack, Judge):
         return torch.full_like(found.objective, torch.nan)
     inputs = truth.raw.inputs if attack.belief == "full" else truth.transformed.inputs
-    return attack.evaluate(seen, belief, knowledge, key, inputs, truth.noise, found.plan)
+    return attack.evaluate(seen, made.belief, made.knowledge, made.key, inputs, truth.noise, found.plan)
 
 
-def _name(config: RunConfig, seed: int, index: int, defence: str, attack: str) -> str:
+def _name(config: RunConfig, seed: int, index: int, defence: str, attack: str, stage: int | None) -> str:
     whole = config.resolved()
-    shared = ("data", "model", "client", "precision", "rounds", "server_lr", "budget")
-    secret = digest([{k: whole[k] for k in shared}, seed, index, defence, attack])
+    shared = ("data", "model", "client", "precision", "rounds", "server_lr", "budget", "observed")
+    after = [] if stage is None else [stage, {k: v for k, v in whole["train"].items() if k != "audit_at"}]
+    secret = digest([{k: whole[k] for k in shared}, seed, index, defence, attack, *after])
     where = f"{config.model.name}-{config.data.name}-s{seed}-r{config.rounds - 1}"
+    where += "" if stage is None else f"-t{stage}"
     where += f"-c{index}" if len(config.client) > 1 else ""
     return "--".join([*(_slug(part) for part in (where, defence, attack)), secret[:7]])
 

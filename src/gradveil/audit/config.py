@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from gradveil.federated.config import Count, DataConfig, LocalConfig, ModelConfig, Name, Section, digest
+from gradveil.federated.config import Count, DataConfig, LocalConfig, ModelConfig, Name, Rounds, Section, digest
 from gradveil.theory.accounting import Training
 
 
@@ -28,7 +28,8 @@ class ClientConfig(Section):
         if self.local is None:
             return f"gradient{summed}"
         length = f"T={self.local.steps}" if self.local.steps else f"epochs={self.local.epochs}"
-        return f"local {length} {self.local.optimiser} lr={self.local.lr:g}{summed}"
+        drawn = ", Poisson" if self.local.sampling == "poisson" else ""
+        return f"local {length} {self.local.optimiser} lr={self.local.lr:g}{drawn}{summed}"
 
     @property
     def examples(self) -> int:
@@ -59,6 +60,41 @@ class PrivacyConfig(Section):
         return Training(**self.model_dump())
 
 
+class ObservedConfig(Section):
+    """Recorded updates to attack instead of simulated ones, and which of them."""
+
+    folder: Name
+    """Where they were recorded: what `gradveil train --record`, a `Recorder` or the Flower mod wrote."""
+    runs: Annotated[list[str], Field(min_length=1)] | None = None
+    rounds: Annotated[list[int], Field(min_length=1)] | None = None
+    clients: Annotated[list[str], Field(min_length=1)] | None = None
+
+
+class TrainPlan(Rounds):
+    """The training that is audited on its way (`gradveil audit --train`): at which rounds, and as `gradveil train`."""
+
+    rounds: Count = 20
+    images: Count | None = None
+    """How many training images are read and dealt to the clients; None for all."""
+    audit_at: Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)] | None = None
+    """Rounds after which clients are attacked, 0: the untrained model; None for that, a quarter, and the end."""
+
+    @property
+    def stages(self) -> list[int]:
+        """The rounds after which clients are attacked, in order.
+
+        >>> TrainPlan(rounds=20).stages, TrainPlan(rounds=2).stages, TrainPlan(audit_at=[3, 0]).stages
+        ([0, 5, 20], [0, 1, 2], [0, 3])
+        """
+        return sorted(set(self.audit_at or (0, max(1, self.rounds // 4), self.rounds)))
+
+    @model_validator(mode="after")
+    def _within_the_training(self) -> TrainPlan:
+        if max(self.stages) > self.rounds:
+            raise ValueError(f"audits after round {max(self.stages)}, and there are {self.rounds}")
+        return self
+
+
 class RunConfig(Section):
     """A run: every client, defended by every defence, attacked by every attack, with every seed."""
 
@@ -87,10 +123,19 @@ class RunConfig(Section):
     """What all attacks on one defence may spend together: victim-iterations (64000) or working time (90s, 10m, 2h)."""
     privacy: PrivacyConfig | None = None
     """The planned training, for the epsilons of `dp`, `fed-cdp` and `user-dp` in the report; None tells none."""
+    observed: ObservedConfig | None = None
+    """Attack these recorded updates; model, client and defences are then what the attackers believe."""
+    train: TrainPlan | None = None
+    """Train with every defence first, and attack the clients of that training; None attacks initial weights."""
     images: bool = True
     """Keep truths and reconstructions, which are private images; False keeps scores only."""
     precision: Literal["float32", "float64"] = "float32"
     device: Annotated[str, Field(pattern=r"^(cpu|cuda(:\d+)?|mps)$")] = "cpu"
+
+    @property
+    def stages(self) -> list[int | None]:
+        """The rounds of the training after which clients are attacked; None stands for no training."""
+        return [*self.train.stages] if self.train else [None]
 
     @model_validator(mode="before")
     @classmethod
@@ -110,4 +155,6 @@ class RunConfig(Section):
 
     def digest(self) -> str:
         """Hash every setting: two runs with equal digests give the same records."""
-        return digest(self.resolved())
+        whole = self.resolved()
+        # What an audit without a training wrote before there was this setting stays the same run.
+        return digest(whole if self.train else {key: value for key, value in whole.items() if key != "train"})

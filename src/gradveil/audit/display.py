@@ -17,12 +17,12 @@ from rich.text import Text
 from gradveil.attacks.base import Progress
 from gradveil.audit.attacker import ATTACKERS
 from gradveil.audit.cell import Address
-from gradveil.audit.health import STATES, examine
+from gradveil.audit.health import STATES, descent, examine
 from gradveil.audit.rows import Row
 from gradveil.audit.store import Cell, summarise
 from gradveil.audit.threat import threat_model, unknown_to_all
 from gradveil.core.errors import Problem
-from gradveil.core.words import DASH, duration, interval, listing, number, percent
+from gradveil.core.words import DASH, duration, interval, listing, number, percent, plural
 
 _LINE_SECONDS = 10.0
 """Plain output: at most one line of progress in this time."""
@@ -101,6 +101,8 @@ class Screen:
         if result.failed is not None:
             return text.append(f": failed: {result.failed}", style="red")
         summary = summarise(result)
+        if result.unscored is not None:
+            return text.append(f": no score, {descent(Row(0, result))}, {duration(summary['seconds'])}")
         told = (
             f": ASR {percent(summary['asr'])}, SSIM {_fixed(summary['ssim_mean'], 2)}, {duration(summary['seconds'])}"
         )
@@ -142,9 +144,9 @@ class Screen:
 
 
 def _called(cell: Address) -> str:
-    return f"{cell.attack} against {cell.defence}, seed {cell.seed}" + (
-        f", client {cell.client}" if cell.client else ""
-    )
+    client = f", client {cell.client}" if cell.client else ""
+    when = "" if cell.trained is None else f", after {plural(cell.trained, 'round')}"
+    return f"{cell.attack} against {cell.defence}, seed {cell.seed}{client}{when}"
 
 
 def _fixed(value: float | None, digits: int) -> str:
@@ -161,38 +163,50 @@ def result_table(cells: Sequence[Cell]) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
     table.caption, table.caption_justify = warnings_of([*rows.values()]), "left"
     several = len({(cell.info["seed"], cell.info["client"]) for cell in cells}) > 1
-    for header in ("defence", "attack", *(("seed", "client") if several else ())):
+    trained = any(cell.info.get("trained") is not None for cell in cells)
+    for header in ("defence", "attack", *(("seed", "client") if several else ()), *(("round",) if trained else ())):
         table.add_column(header, overflow="fold")
     table.add_column("attacker", no_wrap=True)
-    for header in ("ASR", "95% CI", "floor", "SSIM", "PSNR", "distance"):
+    for header in (*(("accuracy",) if trained else ()), "ASR", "95% CI", "floor", "SSIM", "PSNR", "distance"):
         table.add_column(header, justify="right", no_wrap=True)
     table.add_column("health", no_wrap=True)
     order = list(dict.fromkeys(cell.info["defence"] for cell in cells))
 
-    def place(pair: tuple[Cell, dict[str, Any]]) -> tuple[int, bool, float]:
+    def place(pair: tuple[Cell, dict[str, Any]]) -> tuple[int, int, bool, float]:
         row = rows.get(id(pair[0]))
         bound = row is not None and row.attacker == "informed"
-        return order.index(pair[1]["defence"]), bound, -(pair[1]["asr"] or 0)
+        return order.index(pair[1]["defence"]), pair[1]["trained"] or 0, bound, -(pair[1]["asr"] or 0)
 
     for cell, row in sorted(((cell, summarise(cell)) for cell in cells), key=place):
         where = [row["defence"], row["attack"], *([str(row["seed"]), row["client"]] if several else [])]
+        where += [str(row["trained"])] if trained else []
         if cell.failed is not None:
             table.add_row(*where, DASH, Text("failed", style="red"))
             continue
         kind = rows[id(cell)].attacker
         where.append(DASH if kind == "undefended" else kind)
+        if cell.unscored is not None:
+            table.add_row(*where, *[DASH] * 6, Text(descent(rows[id(cell)])))
+            continue
         floor = max((c["asr"] for key, c in cell.info["controls"].items() if key != "wrong_victim"), default=None)
         numbers = (
+            *((percent(row["accuracy"]),) if trained else ()),
             percent(row["asr"]),
             interval(row["asr_low"], row["asr_high"]),
             percent(floor),
             _fixed(row["ssim_mean"], 2),
             _fixed(row["psnr_mean"], 1),
-            "inf" if row["distance"] is None else f"{row['distance']:.2g}",
+            _distance(cell, row["distance"]),
         )
         health = examine(rows[id(cell)], [*rows.values()])
         table.add_row(*where, *numbers, Text(health.label, style="yellow" if health.doubts else ""))
     return table
+
+
+def _distance(cell: Cell, distance: float | None) -> str:
+    if distance is None:  # of a recorded update it may be unknown, of a simulated one it is no number
+        return DASH if "observed" in cell.info else "inf"
+    return f"{distance:.2g}"
 
 
 def warnings_of(rows: Sequence[Row]) -> Text | None:
@@ -219,14 +233,20 @@ def legend(cells: Sequence[Cell], config: Mapping[str, Any] | None = None) -> st
     told = [f"Threat model: {threat_model(rows, config or {})}"] if rows else []
     told += [f"Attacker: {'; '.join(f'{kind} {ATTACKERS[kind][0]}' for kind in kinds)}."] if kinds else []
     told += ["Rates of informed attackers are upper bounds, no part of a verdict."] if "informed" in kinds else []
+    scored = [row for row in rows if row.cell.unscored is None]
     told += [
         f"ASR: share of images recovered (SSIM above {threshold:g}). Floor: the same for a guess that sees no update.",
         "Distance: of the sent update to the same model's without noise, clipping and pruning, relative.",
-    ]
+    ] * (len(scored) > 0 or not rows)
+    if any(row.setting.trained is not None for row in rows):
+        told += ["Round: of the training, after which clients were attacked. Accuracy: the model's then."]
     states = {examine(row, rows).state for row in rows}
     healths = [f"{label}: {meaning}" for state, (label, meaning) in STATES.items() if state in states]
     told += [f"Health of the attack, {health}." for health in healths]
     told += [f"Proven of {listing(names)}: {promise}." for promise, names in _promises(rows).items()]
+    unscored = dict.fromkeys(row.cell.unscored for row in rows if row.cell.unscored)
+    told += [f"{reason[0].upper()}{reason[1:]}." for reason in unscored]
+    told += [f"Believed {row.defence}: {note}." for row, note in _notes(rows)]
     doubts = dict.fromkeys(f"{row.defence}: {doubt}" for row in rows for doubt in row.info.get("suspicions", ()))
     told += [f"Privacy warning: {doubt}." for doubt in doubts]
     diverged = sum(summarise(cell)["statuses"].get("diverged", 0) for cell in cells)
@@ -234,6 +254,12 @@ def legend(cells: Sequence[Cell], config: Mapping[str, Any] | None = None) -> st
     changed = list(dict.fromkeys(change for cell in cells for change in cell.info.get("prepared", ())))
     told += [f"Changed in the model: {'; '.join(changed)}."] if changed else []
     return "\n".join(told)
+
+
+def _notes(rows: Sequence[Row]) -> list[tuple[Row, str]]:
+    """List what contradicts the belief in a defence, or had to be assumed of it, once each."""
+    said = {(row.defence, note): row for row in rows for note in row.info.get("notes", ())}
+    return [(row, note) for (_, note), row in said.items()]
 
 
 def _promises(rows: Sequence[Row]) -> dict[str, list[str]]:

@@ -46,6 +46,8 @@ def wrong_arguments(given: Mapping[str, Any]) -> Iterator[Problem]:
         yield Problem("prepare", f"is {given['prepare']!r}", "give True or False")
     if not (progress is None or isinstance(progress, bool)):
         yield Problem("progress", f"is {progress!r}", "give True, False, or None")
+    if "train" in given["settings"]:
+        yield Problem("train", "needs data to deal to clients", "leave it out, or use gradveil audit --train")
     for name in {"data", "model"} & set(given["settings"]):
         yield Problem(name, "is no setting here: it is what you give as an object", "leave it out")
 

@@ -16,7 +16,7 @@ FELL = 0.9
 SOUND = 0.5
 """An attack that recovers fewer undefended images than this is no measure of a defence."""
 
-State = Literal["works", "sound", "misled", "short", "doubtful"]
+State = Literal["works", "sound", "misled", "short", "doubtful", "unscored"]
 """What is said of an attack's health; `STATES` has the words."""
 
 STATES: dict[State, tuple[str, str]] = {
@@ -24,6 +24,7 @@ STATES: dict[State, tuple[str, str]] = {
     "sound": ("sound", "it recovers few images here, and nothing points to a fault of the attack"),
     "misled": ("misled", "other images satisfy its objective as well as the true ones: more iterations are no help"),
     "short": ("fell short", "it ended above the objective of the true images, so a low rate does not show protection"),
+    "unscored": ("not scored", "the truth was not recorded: see how far the objective fell, and look at the images"),
     "doubtful": ("doubtful", "it shows signs of being broken, so a low rate does not show protection"),
 }
 """Label and meaning of every state of an attack's health."""
@@ -53,6 +54,8 @@ def examine(row: Row, rows: Sequence[Row]) -> Health:
     A rate that is high was not reached by a broken attack. A low one may be low because the attack is broken, because
     it stopped early, or because its objective prefers other images: then the update does not say enough.
     """
+    if row.cell.unscored is not None:
+        return Health("unscored", (row.cell.unscored,))
     if row.asr >= SOUND:
         return Health("works")
     found = complaints(row, rows)

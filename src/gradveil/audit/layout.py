@@ -23,6 +23,8 @@ RUN, CELL, RECORDS, IMAGES = "run.json", "cell.json", "records.json", "images.sa
 """File names: of the run, and of a cell's facts, its victims' records and its images."""
 PLANS = "plans"
 """Folder of the plans of cells in flight."""
+TRAINING = "training"
+"""Folder of the trainings that an audit follows."""
 AGAIN = "give the command of the audit again, which makes this cell anew, or remove its folder"
 """What to do about a damaged cell: resuming replaces it, since equal settings give equal records."""
 RESTORE = "put a copy of the file back, or audit anew with --fresh, which removes the results"
@@ -53,6 +55,7 @@ class _Address(_Held):
     data: str
     seed: int
     round: int
+    trained: int | None = None
     client: str
     batch: int
     defence: str
@@ -68,6 +71,14 @@ class _Control(_Held):
     asr: float
 
 
+class _Training(_Held):
+    round: int
+    accuracy: float
+    bytes_up: float
+    bytes_down: float
+    seconds: float
+
+
 class _Finished(_Address):
     belief: str
     threshold: float
@@ -80,6 +91,7 @@ class _Finished(_Address):
     distance: float | None = None
     bytes_sent: float | None = None
     bytes_dense: float | None = None
+    training: _Training | None = None
 
 
 class _Image(_Held):
@@ -96,8 +108,15 @@ class _Record(_Held):
     per_image: Annotated[list[_Image], Field(min_length=1)]
 
 
+class _Guess(_Held):
+    victim: int
+    status: str
+    predicted: Annotated[list[int], Field(min_length=1)]
+
+
 _RUN, _FAILED, _FINISHED = TypeAdapter(_Run), TypeAdapter(_Failed), TypeAdapter(_Finished)
 _RECORDS = TypeAdapter(Annotated[list[_Record], Field(min_length=1)])
+_GUESSES = TypeAdapter(Annotated[list[_Guess], Field(min_length=1)])
 _NO_RECORDS = TypeAdapter(Annotated[list[Any], Field(max_length=0)])
 
 
@@ -126,10 +145,10 @@ def read_parts(folder: Path, images: bool) -> tuple[dict[str, Any], list[dict[st
         _check(_FAILED if _failed(info) else _FINISHED, folder / CELL, info)
     with _noting(problems):
         records = read_json(folder / RECORDS, AGAIN)
-        _check(_NO_RECORDS if _failed(info) else _RECORDS, folder / RECORDS, records)
+        _check(_NO_RECORDS if _failed(info) else _GUESSES if _unscored(info) else _RECORDS, folder / RECORDS, records)
     with _noting(problems):
         if not _failed(info) and (images or (folder / IMAGES).exists()):
-            _check_images(folder / IMAGES, None if problems else records)
+            _check_images(folder / IMAGES, None if problems else records, _unscored(info))
     if problems:
         raise DamagedError(problems)
     return info, records
@@ -137,6 +156,10 @@ def read_parts(folder: Path, images: bool) -> tuple[dict[str, Any], list[dict[st
 
 def _failed(info: Any) -> bool:
     return isinstance(info, dict) and "failed" in info
+
+
+def _unscored(info: Any) -> bool:
+    return isinstance(info, dict) and "unscored" in info
 
 
 @contextmanager
@@ -172,7 +195,7 @@ def _said(kind: str, location: Sequence[str | int], value: Any, message: str) ->
     return f"{where} is {shown}, {wanted}".strip()
 
 
-def _check_images(file: Path, records: Sequence[Mapping[str, Any]] | None) -> None:
+def _check_images(file: Path, records: Sequence[Mapping[str, Any]] | None, unscored: bool) -> None:
     """Compare names and shapes with the records; the header also tells a file that was cut off."""
     try:
         with safe_open(file, framework="pt") as tensors:
@@ -183,10 +206,11 @@ def _check_images(file: Path, records: Sequence[Mapping[str, Any]] | None) -> No
         raise DamagedError(Problem(str(file), f"is damaged: {error}", AGAIN)) from error
     except OSError as error:
         raise unreadable(file, error) from error
-    for name in ("truth", "reconstruction"):
+    examples = "predicted" if unscored else "per_image"
+    for name in ("reconstruction",) if unscored else ("truth", "reconstruction"):
         if len(shapes.get(name, ())) != 5:
             raise DamagedError(Problem(str(file), f"holds no images '{name}'", AGAIN))
-        wanted = (len(records), len(records[0]["per_image"])) if records else shapes[name][:2]
+        wanted = (len(records), len(records[0][examples])) if records else shapes[name][:2]
         if shapes[name][:2] != wanted:
             what = f"holds {shapes[name][:2]} images '{name}', the records tell of {wanted}"
             raise DamagedError(Problem(str(file), what, AGAIN))

@@ -20,7 +20,7 @@ from gradveil.core.errors import GradveilError, Problem, fail, refuse
 from gradveil.data import DATASETS
 from gradveil.defences import parse
 from gradveil.defences.papers import spelled_out
-from gradveil.federated.config import TrainConfig
+from gradveil.federated.config import UNSEEN, TrainConfig
 from gradveil.nn.models import MODELS
 
 _RUNS = {RunConfig: files("gradveil.audit") / "runs", TrainConfig: files("gradveil.federated") / "runs"}
@@ -33,12 +33,21 @@ def bundled(kind: type[RunConfig] | type[TrainConfig] = RunConfig) -> dict[str, 
     return {entry.name.removesuffix(".toml"): entry.read_text("utf-8") for entry in sorted(found, key=lambda e: e.name)}
 
 
-def read(run: str, overrides: Mapping[str, Any] | None = None, settings: Sequence[str] = ()) -> RunConfig:
+def read(
+    run: str, overrides: Mapping[str, Any] | None = None, settings: Sequence[str] = (), train: bool = False
+) -> RunConfig:
     """Read the run file of an audit by its path or bundled name.
 
-    `overrides` replaces top-level keys, `settings` (`"client.batch=4"`) any key; both win over the file.
+    `overrides` replaces top-level keys, `settings` (`"client.batch=4"`) any key; both win over the file. Its table
+    `train` counts only where `train` asks for it, and may be missing then.
     """
-    return assemble(_raw(run, overrides, RunConfig), settings)
+    raw = _raw(run, overrides, RunConfig)
+    if train:
+        raw.setdefault("train", {})
+    elif unused := [setting for setting in settings if setting.strip().startswith("train")]:
+        raise fail(f"--set {unused[0]}", "is of a training, and none is asked for", "add --train, or leave it out")
+    config = assemble(raw, settings)
+    return config if train else config.model_copy(update={"train": None})
 
 
 def read_training(run: str, overrides: Mapping[str, Any] | None = None, settings: Sequence[str] = ()) -> TrainConfig:
@@ -197,6 +206,7 @@ _EXAMPLES = {
     "model.name": 'name the model: name = "lenet-zhu"',
     "attacks": 'list the attacks: attacks = ["ig"]',
     "client.local.lr": "give the step size: lr = 0.1",
+    "train.local.lr": "give the step size: lr = 0.1",
     "local.lr": "give the step size: lr = 0.1",
     "rounds": "say how many: rounds = 20",
 }
@@ -255,7 +265,7 @@ def _unknown_names(raw: Mapping[str, Any]) -> Iterator[Problem]:
             seen.setdefault(name, i)
     yield from _unknown_model(_text(raw, "model"))
     yield from _decided_elsewhere(raw)
-    yield from _unknown_data(_text(raw, "data"))
+    yield from _unknown_data(_text(raw, "data"), "observed" in raw)
     seeds = raw.get("seeds")
     if isinstance(seeds, list) and len({str(seed) for seed in seeds}) < len(seeds):
         yield Problem("seeds", f"{seeds} holds a seed twice", "give each once: more seeds are more independent runs")
@@ -302,9 +312,13 @@ def _decided_elsewhere(raw: Mapping[str, Any]) -> Iterator[Problem]:
             yield Problem(f"model.options.{key}", f"is no option: {_DECIDED[key]}", "leave it out of the options")
 
 
-def _unknown_data(name: str | None) -> Iterator[Problem]:
+def _unknown_data(name: str | None, observed: bool) -> Iterator[Problem]:
+    if name == UNSEEN and not observed:
+        yield Problem(
+            "data.name", f"'{UNSEEN}' are no data: recorded updates only are attacked without any", "name some"
+        )
     forms = ("hf", "parquet", "folder")
-    if name and name not in DATASETS and not (name.partition(":")[0] in forms and name.partition(":")[2]):
+    if name and name not in (*DATASETS, UNSEEN) and not (name.partition(":")[0] in forms and name.partition(":")[2]):
         near = get_close_matches(name, DATASETS, n=1)
         hint = f"did you mean '{near[0]}'? " if near else ""
         remedy = f"{hint}known: {', '.join(DATASETS)}, hf:owner/name, parquet:PATH, folder:PATH"

@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
 from gradveil.attacks.base import Observation
 from gradveil.client import Client, announced, proposer, speakers
 from gradveil.core.noise import Key
 from gradveil.core.tree import Tensors, stack, take, tmap
 from gradveil.core.types import Batch
+from gradveil.federated.engine import Standing
 
 if TYPE_CHECKING:
     from gradveil.audit.cell import Address
@@ -59,30 +59,35 @@ def plain_name(name: str) -> str:
     return re.sub(r"^round\d+\.", "", name)
 
 
-def observe(scene: Scene, cell: Address, client: Client, numbers: range) -> tuple[list[Observation], Truth]:
+def observe(
+    scene: Scene, cell: Address, client: Client, numbers: range, standing: Standing | None = None
+) -> tuple[list[Observation], Truth]:
     """Run the rounds, and return what the server sees of these victims and the truth about them.
 
     In more than one round every victim of the run takes part, also those whose turn another share of the cell is. Who
     speaks before a round is no victim: a client of its own, with the images that follow the victims', who sends too.
+    Where the run follows a training, the rounds begin where it stands.
     """
     rounds, first, count = scene.config.rounds, scene.config.first_victim, scene.config.victims
     victims = range(count) if rounds > 1 else numbers
     mine = slice(numbers.start - victims.start, numbers.stop - victims.start)
     others = slice(len(victims), None)
     everybody = [*victims, *range(count, count + speakers(client))]
-    params, raw = client.params(), scene.batch(scene.examples(cell.client, everybody))
-    state = {name: value.expand(len(everybody), *value.shape) for name, value in client.init(params).items()}
+    params, raw = client.params(), scene.batch(scene.examples(cell.client, everybody, cell.seed))
+    state, mean, past = _start(scene, client, everybody, standing)
     rate = scene.config.server_lr
     rate = (_LOCAL_LR if client.local else _GRADIENT_LR) if rate is None else rate
     seen: list[Observation] = []
     noise: Tensors = {}
     now: Tensors = {}
-    before, mean = state, dict[str, Tensor]()
+    before = state
     for number in range(rounds):
         before = state
         now = draw(scene, cell, client, raw, everybody, number)
+        if "kept.joined" in state:  # whoever has taken part in a round has drawn for good what it keeps to itself
+            now |= torch.func.vmap(client.own)(now, state)
         said = _said(client, params, Batch(*(value[others] for value in raw)), take(now, others), take(state, others))
-        told = announced(client, said, mean, number)
+        told = announced(client, said, mean, past + number)
         sent, state = updates(told, params, raw, now, state)
         own = take(now, mine)
         noise |= {in_round(number, name): value for name, value in own.items()}
@@ -92,6 +97,17 @@ def observe(scene: Scene, cell: Address, client: Client, numbers: range) -> tupl
         params = {name: value - rate * mean[name] if name in mean else value for name, value in params.items()}
     mine_raw, last = Batch(*(value[mine] for value in raw)), take(now, mine)
     return seen, Truth(mine_raw, _transformed(client, mine_raw, last), noise, last, take(before, mine))
+
+
+def _start(
+    scene: Scene, client: Client, everybody: Sequence[int], standing: Standing | None
+) -> tuple[Tensors, Tensors, int]:
+    """Return what each client has kept [V], the mean update of the round before, and how many rounds there were."""
+    fresh = client.init(client.params())
+    if standing is None or scene.training is None:
+        return {name: value.expand(len(everybody), *value.shape) for name, value in fresh.items()}, {}, 0
+    owners = (scene.training.owner(scene.config.first_victim + number) for number in everybody)
+    return stack([standing.clients.get(owner, fresh) for owner in owners]), standing.mean, len(standing.records)
 
 
 def _said(client: Client, params: Tensors, batch: Batch, noise: Tensors, state: Tensors) -> Tensors:

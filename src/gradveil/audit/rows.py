@@ -45,11 +45,18 @@ class Setting(NamedTuple):
     batch: int
     round: int
     """The last round that was watched, counted from 0."""
+    trained: int | None = None
+    """The rounds of training that came before; None where nothing is trained."""
 
     def title(self) -> str:
         """Say it in words."""
         when = f", {self.round + 1} rounds watched" if self.round else ""
-        return f"{self.model} on {self.data}, {client_words(self.client, self.batch)}{when}"
+        return f"{self.model} on {self.data}, {client_words(self.client, self.batch)}{when}{self._past()}"
+
+    def _past(self) -> str:
+        if self.trained is None:
+            return ""
+        return f", after {plural(self.trained, 'round')} of training" if self.trained else ", untrained"
 
 
 class Spent(NamedTuple):
@@ -82,7 +89,9 @@ class Row:
     def setting(self) -> Setting:
         """What was attacked."""
         info = self.info
-        return Setting(info["model"], info["data"], info["client"], int(info["batch"]), int(info["round"]))
+        return Setting(
+            info["model"], info["data"], info["client"], int(info["batch"]), int(info["round"]), info.get("trained")
+        )
 
     @cached_property
     def attacker(self) -> Attacker:
@@ -102,7 +111,7 @@ class Row:
     @cached_property
     def undefended(self) -> bool:
         """Whether the client has no defence, whoever attacks it."""
-        return undefended(self.defence)
+        return undefended(self.defence) and undefended(self.info.get("recorded_defence") or "none")
 
     @property
     def defence_name(self) -> str:
@@ -203,5 +212,5 @@ class Row:
     def _images(self) -> Iterator[tuple[int, int, Mapping[str, Any]]]:
         """Every image's victim, its place in the victim's batch, and its scores."""
         for record in self.cell.records:
-            for place, scores in enumerate(record["per_image"]):
+            for place, scores in enumerate(record.get("per_image", ())):
                 yield int(record["victim"]), place, scores

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
-from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import MappingProxyType
@@ -19,16 +16,20 @@ from torch import Tensor
 
 from gradveil.attacks.base import Progress
 from gradveil.attacks.presets import ATTACKS
-from gradveil.audit.cell import Address, Recovered, cells, merge, recover
+from gradveil.audit.cell import Address, Recovered, cells, merge
 from gradveil.audit.config import RunConfig
 from gradveil.audit.layout import FORMAT
+from gradveil.audit.plans import read_plans, write_plan
 from gradveil.audit.scene import Scene
 from gradveil.audit.score import Named, failure, score
+from gradveil.audit.sighted import score_observed
 from gradveil.audit.store import Cell, Store
-from gradveil.core.errors import FOREIGN, GradveilError, Problem
+from gradveil.audit.work import Task, recovered, working
+from gradveil.core.errors import GradveilError, Problem
 from gradveil.defences import entries
 from gradveil.federated.config import digest
 from gradveil.nn.weights import fingerprint
+from gradveil.schedule.work import Job, Parcel, Schedule, in_process
 
 _PACKAGES = ("torch", "numpy", "scipy", "safetensors", "scikit-image", "scikit-learn", "torchmetrics", "pydantic")
 
@@ -51,41 +52,35 @@ class Display(Protocol):
         ...
 
 
-@dataclass(frozen=True)
-class Task:
-    """A share of a cell's victims: one piece of work for one process."""
-
-    cell: Address
-    share: int
-    numbers: range
-    plan_file: Path
-    """Where the attack's plan is written down before it starts."""
-
-
-Recovery = Iterator[tuple[Task, Recovered | str]]
-"""Finished tasks in any order; a string says why a task failed."""
-Recover = Callable[[Sequence[Task], Callable[[Task, Progress], None]], AbstractContextManager[Recovery]]
-"""(tasks, what to call with progress) -> the recovery of all tasks, to be used in a `with`."""
-
-
-def run(scene: Scene, store: Store, display: Display, recover_all: Recover, share: int) -> list[Cell]:
+def run(scene: Scene, store: Store, display: Display, share: int, schedule: Schedule = in_process) -> list[Cell]:
     """Attack every cell that is not there whole; write each as soon as it is. Returns the results of this call."""
     planned = cells(scene.config)
     finished, damaged = store.survey(cell.id for cell in planned)
     display.start(planned, finished, scene.config.victims, damaged)
     division = shares(scene.config.victims, share)
+    if scene.observed is not None:
+        division = [
+            some for numbers in division for some in scene.observed.together(numbers, scene.config.first_victim)
+        ]
     tasks = [
-        Task(cell, i, numbers, store.plan_file(cell.id, numbers))
-        for cell in planned
-        if cell.id not in finished
-        for i, numbers in enumerate(division)
+        Task(cell, i, numbers) for cell in planned if cell.id not in finished for i, numbers in enumerate(division)
     ]
+
+    def order(task: Task) -> Parcel:
+        return task.order(read_plans(store.plans(task.cell.id), task.numbers), scene.training)
+
+    def heard(task: Task, news: Parcel) -> None:
+        if "step" in news.facts:
+            display.progress(task.cell, task.share, Progress(**news.facts["step"]))
+        else:
+            write_plan(store.plans(task.cell.id), task.numbers, news.facts["plan"], news.facts["settled"])
+
     open_parts: dict[str, dict[int, Recovered | str]] = {}
     results = []
-    with recover_all(tasks, lambda task, step: display.progress(task.cell, task.share, step)) as recovery:
-        for task, part in recovery:
+    with schedule(Job(working(scene), order, heard), tasks) as done:
+        for task, part in done:
             parts = open_parts.setdefault(task.cell.id, {})
-            parts[task.share] = part
+            parts[task.share] = part if isinstance(part, str) else recovered(part)
             if len(parts) < len(division):
                 continue
             result = finish(scene, task.cell, [parts[i] for i in sorted(open_parts.pop(task.cell.id))])
@@ -110,27 +105,8 @@ def finish(scene: Scene, cell: Address, parts: Sequence[Recovered | str]) -> Cel
     failures = list(dict.fromkeys(part for part in parts if isinstance(part, str)))
     if failures:
         return failure(scene, cell, named, "; ".join(failures))
-    return score(scene, cell, merge([part for part in parts if isinstance(part, Recovered)]), named)
-
-
-def attempt(scene: Scene, task: Task, progress: Callable[[Progress], None]) -> Recovered | str:
-    """Attack one share; what goes wrong in it (running out of memory, too) becomes its message and fails its cell."""
-    try:
-        return recover(scene, task.cell, task.numbers, progress, task.plan_file)
-    except GradveilError as error:
-        return str(error)
-    except FOREIGN as error:
-        return f"{type(error).__name__}: {error}"
-
-
-def in_process(scene: Scene) -> Recover:
-    """Recover one task after the other in this process."""
-
-    def each(tasks: Sequence[Task], progress: Callable[[Task, Progress], None]) -> Recovery:
-        for task in tasks:
-            yield task, attempt(scene, task, partial(progress, task))
-
-    return lambda tasks, progress: nullcontext(each(tasks, progress))
+    scored = score if scene.observed is None else score_observed
+    return scored(scene, cell, merge([part for part in parts if isinstance(part, Recovered)]), named)
 
 
 def name(scene: Scene, cell: Address) -> Named:

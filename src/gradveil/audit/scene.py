@@ -14,16 +14,20 @@ from gradveil.attacks.presets import make_attack
 from gradveil.audit.adaptive import attacks_against
 from gradveil.audit.config import RunConfig
 from gradveil.audit.reader import with_defaults
+from gradveil.audit.records import Observed, observed_images, open_observed, record_problems, withheld
+from gradveil.audit.training import Training, client_problems, training_config, training_of
 from gradveil.client import Client, cross_entropy, speakers
 from gradveil.core.errors import GradveilError, Problem, refuse
 from gradveil.core.noise import Key
 from gradveil.core.tree import Tensors
 from gradveil.core.types import Batch, Domain, Loss
-from gradveil.data import DATASETS, Dataset, load, located
+from gradveil.data import DATASETS, Dataset, located
 from gradveil.defences import Defence, parse
+from gradveil.federated.engine import Standing
+from gradveil.federated.opening import device_problems, initial_model, open_images
+from gradveil.federated.setting import open_setting
 from gradveil.nn import surgery
 from gradveil.nn.check import check
-from gradveil.nn.models import build
 from gradveil.nn.paths import called
 from gradveil.nn.weights import misfits, put_weights, read_weights
 
@@ -44,18 +48,27 @@ class Scene:
     """What every attack is told beyond the protocol, each named in the records."""
     prepared: tuple[str, ...] = ()
     """What was changed in the model so that it can be audited."""
+    observed: Observed | None = None
+    """Recorded updates to attack; None where the clients are simulated."""
     weights: Tensors = field(default_factory=dict[str, Tensor])
     """Trained parameters: of the undefended model, or of a defended one that has more; empty for initial ones."""
+    training: Training | None = None
+    """The training whose clients are the victims; None for clients who start from the same weights."""
 
     @property
     def dtype(self) -> torch.dtype:
         """The precision of model, data and attack."""
         return torch.float64 if self.config.precision == "float64" else torch.float32
 
-    def client(self, index: int, defence: str, seed: int) -> Client:
-        """Build a defended client, on the run's device and in its precision."""
+    @property
+    def held(self) -> Tensors:
+        """What results depend on beside the settings: trained weights, what was recorded."""
+        return {**self.weights, **(self.observed.held() if self.observed else {})}
+
+    def client(self, index: int, defence: str, seed: int, standing: Standing | None = None) -> Client:
+        """Build a defended client, on the run's device and in its precision; `standing` says what it has learned."""
         defended = self.defences[defence](self.undefended(index, seed), Key(seed, ("model",)))
-        put_weights(defended.model, self.weights)
+        put_weights(defended.model, standing.params if standing else self.weights)
         defended.model.to(self.config.device, self.dtype)
         return defended
 
@@ -80,9 +93,15 @@ class Scene:
         lower, upper = (bound.to(self.config.device, self.dtype) for bound in self.victims.bounds)
         return Domain(lower, upper, max(len(self.victims.classes), 2))
 
-    def examples(self, index: int, numbers: Sequence[int]) -> Tensor:
-        """Return the places [V, B] of the victims' examples: victim i owns examples i B to (i + 1) B."""
+    def examples(self, index: int, numbers: Sequence[int], seed: int | None = None) -> Tensor:
+        """Return the places [V, B] of the victims' examples: victim i owns examples i B to (i + 1) B.
+
+        In a training a victim owns what its client was dealt, by the seed; None stands for the run's first.
+        """
         size = self.config.client[index].examples
+        if self.training is not None:
+            dealt = self.config.seeds[0] if seed is None else seed
+            return torch.stack([self.training.examples(self.config.first_victim + n, size, dealt) for n in numbers])
         first = torch.tensor([self.config.first_victim + number for number in numbers])
         return first[:, None] * size + torch.arange(size)
 
@@ -100,52 +119,49 @@ SMALLEST = 11
 """Pixels a side: SSIM's window."""
 
 
-def open_scene(config: RunConfig, data_dir: Path | None = None, checked: bool = True) -> Scene:
+def open_scene(
+    config: RunConfig, data_dir: Path | None = None, checked: bool = True, trained: Path | None = None
+) -> Scene:
     """Load the data and build what a run needs; refuse with every problem at once.
 
-    A worker leaves the checks out (`checked=False`): they were made before it was started.
+    A worker leaves the checks out (`checked=False`): they were made before it was started. `trained` is the folder of
+    the trainings that the run follows, if it does.
     """
-    problems = list(_device_problems(config.device, config.precision))
+    problems = list(device_problems(config.device, config.precision))
     problems += _bundled_problems(config)
     refuse(problems)
     defences = {text: parse(text) for text in config.defences}
-    images = config.images_needed + others(defences.values()) * max(client.examples for client in config.client)
-    gallery = None if config.data.gallery is None else max(config.data.gallery, images)
-    try:
-        splits = load(
-            config.data.name,
-            size=config.data.size,
-            channels=config.data.channels,
-            normalise=config.data.normalise,
-            data_dir=data_dir,
-            limit_public=config.data.public,
-            limit_victims=gallery,
-        )
-    except GradveilError as error:
-        raise GradveilError(Problem(f"data: {p.where}", p.what, p.remedy) for p in error.problems) from error
-    victims = splits.victims
-    shape = {"channels": victims.channels, "size": victims.inputs.shape[-1], "classes": len(victims.classes)}
+    weights = read_weights(located(config.model.weights, data_dir)) if config.model.weights else {}
+    speaking, training = others(defences.values()), None
+    observed = open_observed(config, data_dir) if config.observed else None
+    if observed is not None:
+        public, victims = observed_images(config, data_dir, observed)
+    elif config.train is None:
+        images = config.images_needed + speaking * max(client.examples for client in config.client)
+        gallery = None if config.data.gallery is None else max(config.data.gallery, images)
+        public, victims = open_images(config.data, data_dir, gallery)
+    else:
+        setting = open_setting(training_config(config), data_dir, checked)
+        training = training_of(setting, config, speaking, trained)
+        public, victims = training.public.subset(range(len(training.public))[: config.data.public]), training.victims
 
     def model(seed: int) -> nn.Module:
-        return prepared(seed)[0]
-
-    def prepared(seed: int) -> tuple[nn.Module, list[str]]:
-        generator = Key(seed, ("model",)).generator()
-        net = build(config.model.name, **shape, generator=generator, **config.model.options)
-        return surgery.prepare(net, batchnorm=config.model.batchnorm) if config.model.prepare else (net, [])
+        return initial_model(config.model, victims, seed)[0]
 
     scene = Scene(
         config,
         victims,
-        splits.public,
+        public,
         model,
         defences,
         _attacks(config),
-        weights=read_weights(located(config.model.weights, data_dir)) if config.model.weights else {},
+        observed=observed,
+        weights=weights,
+        training=training,
     )
     if checked:
         refuse(list(scene_problems(scene)))
-        net, done = prepared(config.seeds[0])
+        net, done = initial_model(config.model, victims, config.seeds[0])
         refuse([replace(p, where=f"model: {called(net, p.where)}") for p in model_problems(scene)])
         scene = replace(scene, prepared=tuple(done))
     return scene
@@ -201,9 +217,14 @@ def scene_problems(scene: Scene) -> Iterator[Problem]:
             try:
                 client = scene.client(index, text, config.seeds[0])
                 yield from _weight_problems(scene, client, index)
+                if scene.training is not None:
+                    yield from client_problems(config, index, client, where)
                 client.trained()
                 client.noise_spec(client.params(), Batch(batch.inputs[0], batch.targets[0]))
-                yield from _speaker_problems(scene, index, client, f"defences[{i}] '{text}', {where}")
+                if scene.observed is None:
+                    yield from _speaker_problems(scene, index, client, f"defences[{i}] '{text}', {where}")
+                else:
+                    yield from record_problems(scene.observed, client)
                 yield from _attack_problems(scene, index, text, client, where)
             except GradveilError as error:
                 yield from (
@@ -236,23 +257,14 @@ def _attack_problems(scene: Scene, index: int, defence: str, client: Client, whe
     facts = shape, config.client[index].examples, max(len(data.classes), 2), scene.public is not None
     for text in attacks_against(config.attacks, defence):
         attack = scene.attacks[text]
-        if isinstance(attack, Careful):
-            belief = client if attack.belief == "full" else client.undefended_update()
-            for p in attack.problems(Prospect(belief, *facts)):
-                yield Problem(f"attack '{text}' on '{defence}', {where}: {p.where}", p.what, p.remedy)
-
-
-def _device_problems(device: str, precision: str) -> Iterator[Problem]:
-    kind, _, number = device.partition(":")
-    if kind == "cuda" and int(number or 0) >= torch.cuda.device_count():
-        found = torch.cuda.device_count()
-        yield Problem(
-            "device", f"'{device}' is not there: {found} CUDA devices are seen", "choose cpu, or another number"
-        )
-    if kind == "mps" and not torch.backends.mps.is_available():
-        yield Problem("device", "'mps' is not available on this machine", "choose cpu")
-    if kind == "mps" and precision == "float64":
-        yield Problem("precision", "float64 does not exist on mps", "choose float32, or the device cpu")
+        belief = client if attack.belief == "full" else client.undefended_update()
+        found = list(attack.problems(Prospect(belief, *facts))) if isinstance(attack, Careful) else []
+        if scene.observed is not None:
+            first = scene.batch(scene.examples(index, range(1)))
+            spec = belief.noise_spec(belief.params(), Batch(first.inputs[0], first.targets[0]))
+            found += withheld(attack, spec, scene.observed)
+        for p in found:
+            yield Problem(f"attack '{text}' on '{defence}', {where}: {p.where}", p.what, p.remedy)
 
 
 def _bundled_problems(config: RunConfig) -> Iterator[Problem]:

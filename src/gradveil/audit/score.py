@@ -44,7 +44,7 @@ def score(scene: Scene, cell: Address, found: Recovered, named: Named) -> Cell:
 
     What a batch defence made of the images is compared apart (`ssim_transformed`): success is against the images.
     """
-    places = scene.examples(cell.client, range(scene.config.victims))
+    places = scene.examples(cell.client, range(scene.config.victims), cell.seed)
     truth, candidate = scene.pixels(scene.batch(places).inputs), scene.pixels(found.tensors["inputs"])
     order, matched = match_batch(candidate, truth)
     scores = {"mse": mse(matched, truth), "psnr": psnr(matched, truth), "ssim": ssim(matched, truth)}
@@ -60,7 +60,7 @@ def score(scene: Scene, cell: Address, found: Recovered, named: Named) -> Cell:
     for v in range(len(places)):
         records.append(_record(scene, found, places, labels, order, scores, identified, v))
     controls = _controls(scene, cell, candidate, truth, places)
-    info = {**_info(scene, cell, found, named), "missing": reasons, "controls": controls}
+    info = {**info_of(scene, cell, found, named), "missing": reasons, "controls": controls}
     info["trace"] = _trace(scene, found, truth)
     kept: dict[str, Tensor] = {}
     if scene.config.images:
@@ -138,6 +138,7 @@ def _address(scene: Scene, cell: Address, named: Named) -> dict[str, Any]:
         "data": scene.config.data.name,
         "seed": cell.seed,
         "round": scene.config.rounds - 1,
+        "trained": cell.trained,
         "client": settings.title,
         "batch": settings.examples,
         "defence": cell.defence,
@@ -149,12 +150,17 @@ def _address(scene: Scene, cell: Address, named: Named) -> dict[str, Any]:
     }
 
 
-def _info(scene: Scene, cell: Address, found: Recovered, named: Named) -> dict[str, Any]:
+def info_of(scene: Scene, cell: Address, found: Recovered, named: Named) -> dict[str, Any]:
+    """Say what was attacked, by whom, and how the attack did as an attack."""
     facts, tensors, settings = found.facts, found.tensors, scene.config.client[cell.client]
     seconds = facts["seconds"]
+    trained = None
+    if scene.training is not None and cell.trained is not None:
+        trained = scene.training.facts(cell.defence, cell.seed, cell.trained)
     return {
         **_address(scene, cell, named),
         **facts,
+        "training": trained,
         "bytes_dense": float(tensors["bytes_dense"].double().mean()),
         "bytes_sent": float(tensors["bytes_sent"].double().mean()),
         "distance": float(tensors["distance"].mean()),

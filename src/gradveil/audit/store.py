@@ -16,7 +16,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import Tensor
 
-from gradveil.audit.layout import AGAIN, CELL, IMAGES, PLANS, RECORDS, RESTORE, RUN, read_parts, read_run
+from gradveil.audit.layout import AGAIN, CELL, IMAGES, PLANS, RECORDS, RESTORE, RUN, TRAINING, read_parts, read_run
 from gradveil.core.errors import GradveilError, Problem, fail, refuse
 from gradveil.core.files import LOCK, DamagedError, locked, sync, write_json, write_private
 from gradveil.metrics import wilson
@@ -36,6 +36,11 @@ class Cell:
     def failed(self) -> str | None:
         """Why it failed; None if it did not."""
         return self.info.get("failed")
+
+    @property
+    def unscored(self) -> str | None:
+        """Why it has no scores although it did not fail; None if it has."""
+        return self.info.get("unscored")
 
     def images(self) -> dict[str, Tensor] | None:
         """Load truths and reconstructions, [V, B, C, H, W] in [0, 1]; None where only scores were kept."""
@@ -92,11 +97,12 @@ def summarise(cell: Cell) -> dict[str, Any]:
     """Sum one cell up in one flat object.
 
     Rates count images; means are over images; `seconds` is the attack's working time, summed over processes; an
-    unfinished cell has None.
+    unfinished cell has None. `accuracy` is the model's after `trained` rounds of training, `round_*` is a round's cost.
     """
     info, records = cell.info, cell.records
-    keys = ("cell", "model", "data", "seed", "round", "client", "defence", "attack")
-    images = [image for record in records for image in record["per_image"]]
+    keys = ("cell", "model", "data", "seed", "round", "trained", "client", "defence", "attack")
+    training = info.get("training") or {}
+    images = [image for record in records for image in record.get("per_image", ())]
     successes = sum(image["success"] for image in images)
     low, high = wilson(successes, len(images)) if images else (None, None)
     statuses: dict[str, int] = {}
@@ -118,14 +124,18 @@ def summarise(cell: Cell) -> dict[str, Any]:
         "distance": info.get("distance"),
         "bytes_sent": info.get("bytes_sent"),
         "seconds": info.get("seconds"),
+        "accuracy": training.get("accuracy"),
+        **{f"round_{key}": training.get(key) for key in ("bytes_up", "bytes_down", "seconds")},
         "statuses": statuses or {"failed": 1},
         "prepared": "; ".join(info.get("prepared", ())),
         "failed": cell.failed,
+        "unscored": cell.unscored,
+        "notes": "; ".join(info.get("notes", ())),
     }
 
 
 def _mean(rows: list[dict[str, Any]], key: str) -> float | None:
-    values = [row[key] for row in rows if row[key] is not None]
+    values = [row[key] for row in rows if row.get(key) is not None]
     return fmean(values) if values else None
 
 
@@ -153,6 +163,7 @@ class Store:
             if existed and fresh:
                 shutil.rmtree(self.folder / "cells", ignore_errors=True)
                 shutil.rmtree(self.folder / PLANS, ignore_errors=True)
+                shutil.rmtree(self.folder / TRAINING, ignore_errors=True)
                 (self.folder / RUN).unlink()
                 (self.folder / "report.html").unlink(missing_ok=True)
                 existed = False
@@ -190,21 +201,14 @@ class Store:
         refuse(unread)
         return done, damaged
 
-    def plan_file(self, cell: str, numbers: range) -> Path:
-        """Say where the plan of these victims' attack is kept while it is under way; a finished cell tells its own."""
-        return self.folder / PLANS / cell / f"{numbers.start}-{numbers.stop - 1}.json"
-
-    def scratch(self, cell: str) -> Path:
-        """Return a directory for unfinished parts of a cell; it vanishes when the cell is written."""
-        folder = self.folder / "cells" / f"{cell}.tmp-{os.getpid()}"
-        folder.mkdir(mode=0o700, exist_ok=True)
-        return folder
+    def plans(self, cell: str) -> Path:
+        """Say where the plans of a cell's attack are kept while it is under way; a finished cell tells its own."""
+        return self.folder / PLANS / cell
 
     def write(self, cell: str, result: Cell) -> None:
         """Write a cell: it appears whole or not at all."""
-        folder = self.scratch(cell)
-        for part in folder.iterdir():
-            part.unlink()
+        folder = self.folder / "cells" / f"{cell}.tmp-{os.getpid()}"
+        folder.mkdir(mode=0o700)
         write_json(folder / RECORDS, result.records)
         if result.kept:
             write_private(folder / IMAGES, save(dict(result.kept)))
@@ -216,13 +220,13 @@ class Store:
             _remove(old)
         os.replace(folder, final)
         sync(final.parent)
-        shutil.rmtree(self.folder / PLANS / cell, ignore_errors=True)
+        shutil.rmtree(self.plans(cell), ignore_errors=True)
 
     def _only_ours(self) -> None:
         """Refuse a folder without run.json that holds more than a start which was killed early leaves."""
         names = {child.name for child in _children(self.folder) if ".tmp-" not in child.name}
         orphans = [child for child in _children(self.folder / "cells") if ".tmp-" not in child.name]
-        if names - {LOCK, "cells", PLANS} and not orphans:
+        if names - {LOCK, "cells", PLANS, TRAINING} and not orphans:
             raise fail(str(self.folder), "holds other files and is not a run directory", "choose another --out")
         if orphans:
             what = f"is missing, and nothing else says with which settings the {len(orphans)} cells there were made"

@@ -11,7 +11,7 @@ from gradveil.audit.attacker import secrets
 from gradveil.audit.budget import read_budget
 from gradveil.audit.rows import Row, client_words
 from gradveil.core.errors import GradveilError
-from gradveil.core.words import duration, listing
+from gradveil.core.words import duration, listing, plural
 
 SERVER = "An honest-but-curious server keeps the global parameters and what it receives"
 """Who attacks: how every threat model begins."""
@@ -28,7 +28,13 @@ def threat_model(rows: Sequence[Row], config: Mapping[str, Any]) -> str:
     if not rows:
         return f"{SERVER}. No attack run has finished."
     clients = _distinct(client_words(row.setting.client, row.setting.batch) for row in rows)
-    told = [f"{SERVER}: {listing(clients)}.", _watched(rows), *_spent(config.get("budget")), *_given(rows)]
+    told = [
+        f"{SERVER}: {listing(clients)}.",
+        *_trained(rows),
+        _watched(rows),
+        *_spent(config.get("budget")),
+        *_given(rows),
+    ]
     return " ".join(told)
 
 
@@ -39,6 +45,14 @@ def unknown_to_all(rows: Sequence[Row]) -> str:
         return ""
     what = "all of this defence" if "aware" in kinds else "this defence"
     return f"No attacker who knows {what} was run: add --attack adaptive."
+
+
+def _trained(rows: Sequence[Row]) -> Iterator[str]:
+    """Say whose clients are attacked where there was a training, and when."""
+    stages = sorted({row.setting.trained for row in rows if row.setting.trained is not None})
+    if stages:
+        when = listing(f"after {plural(stage, 'round')}" if stage else "before it" for stage in stages)
+        yield f"They are clients of a training, attacked {when}, with all that they keep and images they train on."
 
 
 def _watched(rows: Sequence[Row]) -> str:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import redirect_stdout
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,32 +19,47 @@ from gradveil.audit.cell import cells
 from gradveil.audit.config import RunConfig
 from gradveil.audit.display import Screen, legend, result_table
 from gradveil.audit.health import summaries
-from gradveil.audit.pool import in_processes
-from gradveil.audit.reader import read
-from gradveil.audit.run import describe, in_process, run
-from gradveil.audit.scene import open_scene
+from gradveil.audit.layout import TRAINING
+from gradveil.audit.reader import assemble, read
+from gradveil.audit.records import open_observed, settled
+from gradveil.audit.run import describe, run
+from gradveil.audit.scene import Scene, open_scene
+from gradveil.audit.sighted import NO_SCORE
 from gradveil.audit.store import Cell, Store, load_run, summarise
+from gradveil.audit.work import site
+from gradveil.cli.train import table, tell
 from gradveil.core.errors import fail
 from gradveil.core.words import percent
+from gradveil.federated.config import UNSEEN
+from gradveil.federated.run import RUN as TRAIN_RUN
+from gradveil.federated.run import describe as describe_training
+from gradveil.federated.run import load_summaries, opened
+from gradveil.federated.run import run as train
+from gradveil.federated.work import site as train_site
 from gradveil.report import write_report
+from gradveil.schedule.processes import Processes, cores
+from gradveil.schedule.work import in_process
 
 FAILED_CELL, ABOVE = 1, 3
 """Exit codes for a run with a failed cell, and for one above `--fail-above`."""
 _HELP = {
-    "run": "A run file (TOML), or the name of a bundled run: faces, digits, patches.",
+    "run": "A run file (TOML), or the name of a bundled run: faces, digits, patches. Needed without --observed.",
+    "observed": "Attack recorded updates (of gradveil train --record, a Recorder, the Flower mod) instead of simulated "
+    "ones: model, client and defences are what attackers believe; what is not said is taken from the records.",
     "iterations": "Iterations of every attack whose own text does not say it.",
     "restarts": "Restarts of every attack whose own text does not say it.",
     "budget": "What all attacks on one defence may spend together: victim-iterations (64000) or time (90s, 10m, 2h).",
     "out": "The run directory; by default runs/NAME.",
     "set": "Any setting of the run file: --set client.batch=4 --set 'data.size=64'. Repeatable.",
     "fail": "Exit with code 3 if any cell's attack success rate is above this (0 to 1): a gate for CI.",
+    "train": "Train with every defence first, as the table [train] says, and attack its clients at chosen rounds.",
     "data": "Folder where data files lie (or set GRADVEIL_DATA).",
     "workers": "Processes of one thread each; by default one a core on a CPU, one on a GPU.",
 }
 
 
 def audit(
-    name: Annotated[str, typer.Argument(metavar="RUN", help=_HELP["run"])],
+    name: Annotated[str | None, typer.Argument(metavar="[RUN]", help=_HELP["run"], show_default=False)] = None,
     victims: Annotated[int | None, typer.Option(help="How many victims.")] = None,
     attack: Annotated[list[str] | None, typer.Option(help="Attack, instead of the file's. Repeatable.")] = None,
     defence: Annotated[list[str] | None, typer.Option(help="Defence, instead of the file's. Repeatable.")] = None,
@@ -53,6 +68,7 @@ def audit(
     budget: Annotated[str | None, typer.Option(metavar="AMOUNT", help=_HELP["budget"])] = None,
     seed: Annotated[list[int] | None, typer.Option(help="Seed, instead of the file's. Repeatable.")] = None,
     setting: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help=_HELP["set"])] = None,
+    observed: Annotated[Path | None, typer.Option(metavar="DIR", help=_HELP["observed"])] = None,
     out: Annotated[Path | None, typer.Option(help=_HELP["out"])] = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="Remove earlier results and start again.")] = False,
     no_images: Annotated[bool, typer.Option("--no-images", help="Keep scores only, no private images.")] = False,
@@ -60,28 +76,37 @@ def audit(
     fail_above: Annotated[float | None, typer.Option(metavar="ASR", min=0, max=1, help=_HELP["fail"])] = None,
     data_dir: Annotated[Path | None, typer.Option(help=_HELP["data"])] = None,
     workers: Annotated[int | None, typer.Option(min=1, help=_HELP["workers"])] = None,
+    trained: Annotated[bool, typer.Option("--train", help=_HELP["train"])] = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print the summary as JSON; progress goes to stderr.")
     ] = False,
 ) -> int:
     """Attack a client's updates, with every defence, and say what comes back.
 
+    The updates are simulated with the run's data, or were recorded when they left real clients (--observed).
+
     Options win over the run file. The same command again goes on where it stopped; finished cells are not run twice.
     """
     lists = {"attacks": attack or None, "defences": defence or None, "seeds": seed or None}
     overrides: dict[str, Any] = {"victims": victims, "device": device, **lists}
     overrides |= {"iterations": iterations, "restarts": restarts, "budget": budget}
-    config = read(name, overrides | ({"images": False} if no_images else {}), setting or ())
+    settings = [*([f"observed.folder={json.dumps(str(observed))}"] if observed else []), *(setting or [])]
+    config = _read(name, observed, overrides | ({"images": False} if no_images else {}), settings, trained)
+    if config.observed is not None:
+        config = settled(config, data_dir)
+        if fail_above is not None and not open_observed(config, data_dir).scored:
+            raise fail("--fail-above", f"has nothing to compare: {NO_SCORE}", "record the truth, or leave it out")
     folder = out or Path("runs") / config.name
-    command = _command(name, overrides, setting or (), no_images)
+    flags = [flag for flag, on in (("--train", trained), ("--no-images", no_images)) if on]
+    command = _command(name, overrides, settings, flags)
     with redirect_stdout(sys.stderr):  # What a user's model prints must not mix with the results.
         cells = _run(config, folder, fresh, data_dir, workers, command)
-    _show(cells, config, as_json)
+    _show(cells, config, as_json, folder)
     page = write_report(folder)
     Console(stderr=as_json, soft_wrap=True).print(f"Report: {page}")
     if any(cell.failed is not None for cell in cells):
         return FAILED_CELL
-    rates = [summarise(cell)["asr"] for cell in cells]
+    rates = [summarise(cell)["asr"] for cell in cells if cell.unscored is None]
     if fail_above is not None and max(rates) > fail_above:
         Console(stderr=True).print(
             f"Attack success rate {percent(max(rates))} is above {percent(fail_above)}.", style="bold red"
@@ -90,23 +115,44 @@ def audit(
     return 0
 
 
+def _read(
+    name: str | None, observed: Path | None, overrides: dict[str, Any], settings: Sequence[str], trained: bool
+) -> RunConfig:
+    """Read the run file; recorded updates need none: what is not an option is as the records say."""
+    if observed is not None and trained:
+        raise fail("--train", "does not go with --observed: those updates were made elsewhere", "leave out one of them")
+    if name is not None:
+        config = read(name, overrides, settings, trained)
+        if config.observed is not None and config.train is not None:
+            raise fail(
+                "observed", "does not go with a training: those updates were made elsewhere", "leave out --train"
+            )
+        return config
+    if observed is None:
+        remedy = "name a run file or a bundled run: gradveil audit faces; or say --observed DIR"
+        raise fail("RUN", "is missing", remedy)
+    raw = {"name": "observed", "data": {"name": UNSEEN}, "model": {}, "attacks": ["ig(labels=restore)"]}
+    return assemble(raw | {key: value for key, value in overrides.items() if value is not None}, settings)
+
+
 def _run(
     config: RunConfig, folder: Path, fresh: bool, data_dir: Path | None, workers: int | None, command: str
 ) -> list[Cell]:
     """Run what is not there yet; return every cell of the run."""
-    scene = open_scene(config, data_dir)
+    scene = open_scene(config, data_dir, trained=folder / TRAINING)
     on_cpu = config.device == "cpu"
-    count = workers or (_cores() if on_cpu else 1)
+    count = workers or (cores() if on_cpu else 1)
     if on_cpu:
         # One thread here as in a worker: the same sums in the same order.
         torch.set_num_threads(1)
     share = config.victims if len(cells(config)) >= count else -(-config.victims // count)
     try:
-        with Store(folder).open(describe(config, share, command, scene.weights), fresh) as store:
+        with Store(folder).open(describe(config, share, command, scene.held), fresh) as store:
             share = store.info()["share"]
-            recover = in_processes(config, data_dir, store, count) if count > 1 else in_process(scene)
+            _train(scene, folder / TRAINING, data_dir, count, command)
+            schedule = Processes(site(config, data_dir), count) if count > 1 else in_process
             with Screen(Console(stderr=True)) as screen:
-                run(scene, store, screen, recover, share)
+                run(scene, store, screen, share, schedule)
     except KeyboardInterrupt:
         finished = f"Finished cells are kept in {folder}." if (folder / "run.json").is_file() else "Nothing was lost."
         # Not by the console: what it was printing when it was interrupted, it would print once more.
@@ -115,8 +161,15 @@ def _run(
     return load_run(folder).cells
 
 
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+def _train(scene: Scene, folder: Path, data_dir: Path | None, count: int, command: str) -> None:
+    """Train what is not trained yet of what the audit looks at, and keep where it stood."""
+    plan, console = scene.config.train, Console(stderr=True, soft_wrap=True)
+    if plan is None or scene.training is None:
+        return
+    setting = scene.training.setting
+    schedule = Processes(train_site(setting.config, data_dir), count) if count > 1 else in_process
+    with opened(folder, describe_training(setting.config, command, setting.weights)):
+        train(setting, folder, partial(tell, console, plan.rounds), schedule, at=plan.stages)
 
 
 def _again() -> Sequence[str]:
@@ -124,29 +177,32 @@ def _again() -> Sequence[str]:
     return ["gradveil", *(argument for argument in sys.argv[1:] if argument != "--fresh")]
 
 
-def _command(name: str, overrides: dict[str, Any], settings: Sequence[str], no_images: bool) -> str:
+def _command(name: str | None, overrides: dict[str, Any], settings: Sequence[str], flags: Sequence[str]) -> str:
     """Write the command that makes this run, without the folders of this machine."""
-    words = ["gradveil", "audit", Path(name).name if Path(name).is_file() else name]
-    flags = {"attacks": "--attack", "defences": "--defence", "seeds": "--seed"}
+    words = ["gradveil", "audit", *([] if name is None else [Path(name).name if Path(name).is_file() else name])]
+    names = {"attacks": "--attack", "defences": "--defence", "seeds": "--seed"}
     for key, value in overrides.items():
         for one in value if isinstance(value, list) else [value] if value is not None else []:
-            words += [flags.get(key, f"--{key}"), str(one)]
+            words += [names.get(key, f"--{key}"), str(one)]
     for setting in settings:
         words += ["--set", setting]
-    return shlex.join([*words, *(["--no-images"] if no_images else [])])
+    return shlex.join([*words, *flags])
 
 
-def _show(cells: Sequence[Cell], config: RunConfig, as_json: bool) -> None:
+def _show(cells: Sequence[Cell], config: RunConfig, as_json: bool, folder: Path) -> None:
     if not cells:
         raise fail("audit", "has no results", "run it again")
     if as_json:
         typer.echo(json.dumps(summaries(cells), indent=1))
     else:
-        show_table(cells, config.resolved())
+        show_table(cells, config.resolved(), folder)
 
 
-def show_table(cells: Sequence[Cell], config: Mapping[str, Any]) -> None:
+def show_table(cells: Sequence[Cell], config: Mapping[str, Any], folder: Path | None) -> None:
     """Print the results of a run with this resolved configuration; where there is no terminal, 120 columns wide."""
     console = Console(width=None if sys.stdout.isatty() else 120)
     console.print(result_table(cells))
+    if config.get("train") and folder is not None and (folder / TRAINING / TRAIN_RUN).is_file():
+        console.print("Training", style="bold")
+        console.print(table(load_summaries(folder / TRAINING)))
     console.print(legend(cells, config), style="dim")

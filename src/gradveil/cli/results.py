@@ -55,7 +55,7 @@ def summary(
         else:
             _write(table, text)
     if not as_json and table is None and found.cells:
-        show_table(found.cells, found.info["config"])
+        show_table(found.cells, found.info["config"], found.path)
     if left := unfinished(found):
         typer.echo(left, err=True)
     return 0 if any(cell.failed is None for cell in found.cells) else NOTHING

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,15 +14,21 @@ import torch
 import typer
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from gradveil.audit.reader import read_training
-from gradveil.core.words import percent
-from gradveil.federated.engine import Standing
+from gradveil.core.errors import Problem, refuse
+from gradveil.core.words import DASH, percent, plural
+from gradveil.federated.engine import Round, Status
+from gradveil.federated.recorded import Recorder
 from gradveil.federated.run import describe, load_summaries, opened, run, spread
-from gradveil.federated.setting import Cell, open_setting
+from gradveil.federated.setting import Cell, cells, open_setting
+from gradveil.federated.work import FAILED, site
+from gradveil.schedule.processes import Processes, cores
+from gradveil.schedule.work import in_process
 
 DIVERGED = 1
-"""Exit code of a training that diverged."""
+"""Exit code of a training that diverged or failed."""
 _COLUMNS = ("defence", "accuracy", "to none", "rounds", "sent a round", "received a round", "s a round", "status")
 _HELP = {
     "run": "A run file (TOML), or the name of a bundled training: digits.",
@@ -30,7 +36,14 @@ _HELP = {
     "out": "Where results go; by default runs/NAME.",
     "set": "Any setting of the run file: --set clients=20 --set partition.kind=dirichlet. Repeatable.",
     "data": "Folder where data files lie (or set GRADVEIL_DATA).",
-    "threads": "Threads of the computation; by default one for two cores. The same number gives the same bits.",
+    "record": "Keep what leaves the clients in this folder: the update as encoded, the round, the global model.",
+    "record_round": "Round to record; the first if left out. Repeatable.",
+    "record_client": "Number of a client to record; all if left out. Repeatable.",
+    "record_truth": "Record the private images too, so that the audit can score what it recovers.",
+    "threads": "Threads of each process; by default one for two cores where one process works, one where several do. "
+    "The same number gives the same bits.",
+    "workers": "Processes, each with a training at a time; by default one a core on a CPU (at most one a training), "
+    "one on a GPU or where --threads is given.",
 }
 
 
@@ -45,6 +58,11 @@ def train(
     device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, mps.")] = None,
     data_dir: Annotated[Path | None, typer.Option(help=_HELP["data"])] = None,
     threads: Annotated[int | None, typer.Option(min=1, help=_HELP["threads"])] = None,
+    record: Annotated[Path | None, typer.Option(metavar="DIR", help=_HELP["record"])] = None,
+    record_round: Annotated[list[int] | None, typer.Option(min=1, help=_HELP["record_round"])] = None,
+    record_client: Annotated[list[int] | None, typer.Option(min=0, help=_HELP["record_client"])] = None,
+    record_truth: Annotated[bool, typer.Option("--record-truth", help=_HELP["record_truth"])] = False,
+    workers: Annotated[int | None, typer.Option(min=1, help=_HELP["workers"])] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print the results as JSON; progress goes to stderr.")
     ] = False,
@@ -55,37 +73,67 @@ def train(
     """
     overrides: dict[str, Any] = {"rounds": rounds, "device": device, "defences": defence or None, "seeds": seed or None}
     config = read_training(name, overrides, setting or ())
-    torch.set_num_threads(threads or _threads())
+    count = workers or (min(cores(), len(cells(config))) if config.device == "cpu" and threads is None else 1)
+    # Threads that have to share a core wait for each other.
+    threads = threads or (max(1, cores() // 2) if count == 1 else 1)
+    torch.set_num_threads(threads)
     folder = out or Path("runs") / config.name
     console = Console(stderr=True, soft_wrap=True)
+    recorder = _recorder(record, record_round, record_client, record_truth)
     told = open_setting(config, data_dir)
     try:
         info = describe(config, shlex.join(["gradveil", *sys.argv[1:]]), told.weights)
         with opened(folder, info, fresh):
-            run(told, folder, lambda cell, now: _tell(console, cell, now, config.rounds))
+            schedule = Processes(site(config, data_dir, recorder), count, threads) if count > 1 else in_process
+            run(told, folder, partial(tell, console, config.rounds), schedule, recorder)
     except KeyboardInterrupt:
         again = shlex.join(["gradveil", *(argument for argument in sys.argv[1:] if argument != "--fresh")])
         typer.echo(f"\nStopped. Every finished round is kept in {folder}. To go on:\n  {again}", err=True)
         raise
+    if recorder is not None:
+        console.print(_recorded(recorder.folder), highlight=False)
     summaries = load_summaries(folder)
     if as_json:
         typer.echo(json.dumps(summaries, indent=1))
     else:
         Console(width=None if sys.stdout.isatty() else 120).print(table(summaries))
-    return DIVERGED if any(row["status"] == "diverged" for row in summaries) else 0
+    for row in summaries:
+        if row["status"] == FAILED:
+            told = f"{row['defence']}, seed {row['seed']}: failed: {row['failed']}"
+            console.print(Text(told, style="red"))
+    return DIVERGED if any(row["status"] in ("diverged", FAILED) for row in summaries) else 0
 
 
-def _threads() -> int:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, cores // 2)  # threads that have to share a core wait for each other
+def _recorder(
+    folder: Path | None, rounds: Sequence[int] | None, clients: Sequence[int] | None, truth: bool
+) -> Recorder | None:
+    """Make the recorder that the options ask for, once its folder has been looked at."""
+    if folder is None:
+        options = {"--record-round": rounds, "--record-client": clients, "--record-truth": truth}
+        refuse(
+            [Problem(name, "has nowhere to record to", "add --record DIR") for name, given in options.items() if given]
+        )
+        return None
+    who = None if not clients else tuple(str(client) for client in clients)
+    recorder = Recorder(folder, truth=truth, rounds=tuple(rounds or (1,)), clients=who)
+    recorder.ready()
+    return recorder
 
 
-def _tell(console: Console, cell: Cell, now: Standing, rounds: int) -> None:
-    last = now.records[-1]
+def _recorded(folder: Path) -> str:
+    """Say what lies in a record: a training that was finished before sends nothing again."""
+    count = sum(1 for _ in folder.glob("round-*.safetensors"))
+    if not count:
+        return f"Nothing was recorded in {folder}: these rounds were trained before. Train again with --fresh."
+    return f"{plural(count, 'recorded update')} in {folder}. To attack: gradveil audit RUN --observed {folder}"
+
+
+def tell(console: Console, rounds: int, cell: Cell, last: Round, status: Status) -> None:
+    """Say in a line how a training got on."""
     parts = [f"{cell.title}, seed {cell.seed}: round {last.number} of {rounds}", f"accuracy {percent(last.accuracy)}"]
     if last.validation_loss is not None:
         parts.append(f"validation loss {last.validation_loss:.4f}")
-    ended = "" if now.status == "running" else f" ({now.status})"
+    ended = "" if status == "running" else f" ({status})"
     console.print(f"{', '.join(parts)}, {last.seconds:.1f} s{ended}", highlight=False)
 
 
@@ -106,6 +154,9 @@ def table(summaries: Sequence[Mapping[str, Any]]) -> Table:
     rows = spread(summaries)
     base = next((row["accuracy"] for row in rows if row["defence"] == "none"), None)
     for row in rows:
+        if row["accuracy"] is None:
+            out.add_row(row["defence"], *[DASH] * 6, ", ".join(row["statuses"]))
+            continue
         wide = "" if row["accuracy_std"] is None else f" ± {100 * row['accuracy_std']:.2f}"
         own = row["defence"] == "none" or base is None
         out.add_row(

@@ -1,9 +1,20 @@
 """The client: one gradient, per-example gradients, local steps, public messages, state on disk."""
 
 from gradveil.client.client import Client
+from gradveil.client.drawn import drawn_update
 from gradveil.client.gradient import cross_entropy
 from gradveil.client.local import Local
 from gradveil.client.messages import announced, proposer, speakers
 from gradveil.client.state import load_state, save_state
 
-__all__ = ["Client", "Local", "announced", "cross_entropy", "load_state", "proposer", "save_state", "speakers"]
+__all__ = [
+    "Client",
+    "Local",
+    "announced",
+    "cross_entropy",
+    "drawn_update",
+    "load_state",
+    "proposer",
+    "save_state",
+    "speakers",
+]

@@ -6,7 +6,7 @@ each shape is computed both ways: `obstacle` says why the batched sweep may not 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -17,7 +17,7 @@ from torch.func import vmap
 from gradveil.client.gradient import Objective, mean_gradient
 from gradveil.client.layers import RULES
 from gradveil.client.recording import Recorder, Unsupported
-from gradveil.core.tree import Tensors
+from gradveil.core.tree import Tensors, plain
 from gradveil.core.types import Batch
 from gradveil.nn.stochastic import collect_penalties
 
@@ -49,6 +49,28 @@ def victim_gradients(
         # The mean over V x B examples, times V: the sum of the victims' own means.
         total = objective.total(outputs, flat.targets, penalties) * victims
         return recorder.gradients(total, create_graph=create_graph)
+
+
+def weighted_sum(
+    objective: Objective,
+    trained: Tensors,
+    frozen: Tensors,
+    batch: Batch,
+    noise: Mapping[str, Tensor],
+    weigh: Callable[[Tensors], Tensors | None],
+) -> Tensors | None:
+    """Return sum_b f_b g_b of the examples' own gradients g_b in one sweep, which makes none of them (Bu et al. 2022).
+
+    `weigh` makes factors [B] out of squared norms [B], both by parameter; None where it does. `obstacle` is asked
+    first, with the examples as victims.
+    """
+    weights = {name: value.detach() for name, value in trained.items()}
+    examples = len(batch.inputs)
+    with torch.enable_grad():
+        with collect_penalties() as penalties, Recorder(RULES, weights, examples, 1) as recorder:
+            outputs = objective.outputs({**weights, **frozen}, batch.inputs, noise, checked=True)
+        total = objective.total(outputs, batch.targets, penalties) * examples
+        return recorder.weighted_sum(total, weigh)
 
 
 def _single(
@@ -88,7 +110,7 @@ def obstacle(
     Refuses (by raising, as `vmap` does) a model that draws random numbers by itself or lacks a noise tensor.
     """
     values = (*trained.values(), *frozen.values())
-    if _under_transform():
+    if not plain():
         return "the update is itself computed under torch.func"
     if torch.is_grad_enabled() and any(value.requires_grad for value in values):
         return "the parameters are to be differentiated"
@@ -98,11 +120,6 @@ def obstacle(
         detached = Batch(*(value.detach() for value in batch))
         known[key] = _difference(objective, trained, frozen, detached, {k: v.detach() for k, v in noise.items()})
     return known[key]
-
-
-def _under_transform() -> bool:
-    functorch: Any = getattr(torch._C, "_functorch")  # noqa: B009 # pyright: ignore[reportPrivateUsage]
-    return functorch.peek_interpreter_stack() is not None
 
 
 _OBSTACLES: WeakKeyDictionary[nn.Module, dict[Any, str | None]] = WeakKeyDictionary()
@@ -148,7 +165,9 @@ def _loss_obstacle(
         return None
     with torch.no_grad():
         outputs = objective.outputs({**trained, **frozen}, batch.inputs[0], {k: v[0] for k, v in noise.items()})
-    victims = torch.arange(len(batch.targets), device=examples.device)
+    # As many rows as show every class, where the batch has fewer.
+    count = max(len(batch.targets), -(-outputs.shape[-1] // max(1, examples.numel())))
+    victims = torch.arange(count, device=examples.device)
     labels = (victims * len(examples)).view(-1, *[1] * examples.dim()) + torch.arange(
         examples.numel(), device=examples.device
     ).view(examples.shape)

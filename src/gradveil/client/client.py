@@ -11,15 +11,18 @@ import torch
 from torch import Tensor, nn
 from torch.func import vmap
 
-from gradveil.client.batched import obstacle, victim_gradients
+from gradveil.client.batched import obstacle, victim_gradients, weighted_sum
 from gradveil.client.gradient import Objective, cross_entropy, example_gradients, last_inputs, mean_gradient
 from gradveil.client.local import Local, train
 from gradveil.core.errors import Problem, fail, refuse
 from gradveil.core.noise import NoiseSpec
-from gradveil.core.tree import Tensors, select, under
+from gradveil.core.tree import Tensors, plain, select, under
 from gradveil.core.types import Batch, BatchTransform, Context, Domain, Features, Loss, Transform
 from gradveil.nn.statistics import batch_statistics, running_statistics
 from gradveil.nn.stochastic import kept_noise, model_noise
+
+_SHOWN = 4
+"""Examples whose gradients are computed both ways before a client trusts the sweep that makes none of them."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +30,8 @@ class Client:
     """One participant of federated training, with its defences inside it.
 
     Without `local` it sends the mean gradient of its batch. With `local` it trains T steps on the batch (all its N
-    examples; the named tensor `schedule` [T, B] says who is in which step) and sends parameters in minus out.
+    examples; the named tensor `schedule` [T, B], or `inclusion` [T, N], says who is in which step) and sends parameters
+    in minus out.
     """
 
     model: nn.Module
@@ -108,12 +112,13 @@ class Client:
         if self.send:
             spec = spec | (self.send.noise(sent) | self.send.directions(batch)).under("send")
         if self.local:
-            spec = spec | NoiseSpec({"schedule": self.local.schedule(batch.inputs.shape[0])})
+            spec = spec | self.local.drawn(batch.inputs.shape[0])
         return spec.to(batch.inputs.dtype)
 
     def step_spec(self, params: Mapping[str, Tensor], batch: Batch) -> NoiseSpec:
         """Declare what each gradient draws: `noise_spec` has T of these, one for every local step."""
-        size = self.local.batch if self.local else batch.inputs.shape[0]
+        examples = batch.inputs.shape[0]
+        size = self.local.at_once(examples) if self.local else examples
         shown, sent = Batch(batch.inputs[:size], batch.targets[:size]), self._sent(params)
         spec = model_noise(self.model, shown.inputs).under("model")
         each, mean = self.step.split() if self.step else (None, None)
@@ -184,21 +189,21 @@ class Client:
         is in `noise`.
         """
         batch = self.trained_on(batch, noise)
-        own, kept = select(state, "step"), self._own(noise, state)
+        own, kept = select(state, "step"), self.own(noise, state)
         whole = {**noise, **_wide(kept, batch.inputs.shape[0])}
         if self.local is None:
             update, step_state = self._one(params, batch, whole, own)
         else:
-            shared = _wide(kept, self.local.batch)
+            shared = _wide(kept, self.local.at_once(batch.inputs.shape[0]))
 
             def local(t: int) -> Mapping[str, Tensor]:
                 return {**of_step(t), **shared} if shared else of_step(t)
 
-            update, step_state = self._many(self.local, params, batch, noise["schedule"], local, own)
+            update, step_state = self._many(self.local, params, batch, noise, local, own)
         sent, after = self._finish(params, batch, whole, state, update, step_state)
         return sent, after | (under("kept", {"joined": torch.ones_like(state["kept.joined"]), **kept}) if kept else {})
 
-    def _own(self, noise: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> Tensors:
+    def own(self, noise: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> Tensors:
         """Return what the client keeps to itself: drawn in its first round, state in all later ones."""
         if not self._kept:
             return {}
@@ -297,7 +302,8 @@ class Client:
             inner, of_step = select(own_noise, "model"), select(own_noise, "step")
             if each is not None:
                 of_each = {name: of_step.pop(name) for name in each.noise(self._sent(params))}
-                g = self._each(each, g, params, own, inner, of_each)
+                rows = self._each(each, g, params, own, inner, of_each)
+                g = {name: value.mean(0) for name, value in rows.items()}
             step_state: Tensors = {}
             if mean is not None:
                 context = self._context(params, own, inner)
@@ -323,21 +329,61 @@ class Client:
         return update, {**under("step", step_state), **under("send", send_state)}
 
     def _one(
-        self, params: Tensors, batch: Batch, noise: Mapping[str, Tensor], state: Tensors
+        self,
+        params: Tensors,
+        batch: Batch,
+        noise: Mapping[str, Tensor],
+        state: Tensors,
+        included: Tensor | None = None,
     ) -> tuple[Tensors, Tensors]:
-        """One (defended) gradient at these parameters."""
+        """One (defended) gradient at these parameters: the mean over the batch, or over what Poisson sampling took."""
         trained, frozen = self._parted(params)
         inner, own = select(noise, "model"), select(noise, "step")
         each, mean = self.step.split() if self.step else (None, None)
-        if each is None:
+        if each is None and included is None:
             g = self._swept(mean_gradient, trained, frozen, batch, inner, whole=True)
         else:
-            rows = self._swept(example_gradients, trained, frozen, batch, inner, whole=False)
-            of_each = {name: own.pop(name) for name in each.noise(trained)}
-            g = self._each(each, rows, params, batch, inner, of_each)
+            g = None
+            if each is not None and included is None:
+                g = self._weighed(each, trained, frozen, batch, inner)
+            if g is None:
+                rows = self._swept(example_gradients, trained, frozen, batch, inner, whole=False)
+                if each is not None:
+                    of_each = {name: own.pop(name) for name in each.noise(trained)}
+                    rows = self._each(each, rows, params, batch, inner, of_each)
+                g = {name: self._mean(value, included) for name, value in rows.items()}
         if mean is None:
             return g, {}
-        return mean.apply(g, state, own, self._context(params, batch, inner))
+        context = self._context(params, batch, inner)
+        if included is not None and self.local is not None:
+            context = replace(context, expected=self.local.batch)
+        return mean.apply(g, state, own, context)
+
+    def _mean(self, rows: Tensor, included: Tensor | None) -> Tensor:
+        """Average over examples; where some were drawn, sum over those and divide by the expected number."""
+        if included is None or self.local is None:
+            return rows.mean(0)
+        total = included.to(rows.dtype) @ rows.reshape(len(rows), -1)
+        return total.reshape(rows.shape[1:]) / self.local.batch
+
+    def _weighed(
+        self, each: Transform, trained: Tensors, frozen: Tensors, batch: Batch, inner: Mapping[str, Tensor]
+    ) -> Tensors | None:
+        """Average the examples' gradients times what `each` multiplies them by, making none of them, or None.
+
+        Somebody who differentiates needs them, and so does a transform that does more than multiply.
+        """
+        examples = len(batch.inputs)
+        by_norm = each.factors({name: value.new_ones(()) for name, value in trained.items()}) is not None
+        if examples < 2 or not by_norm or not plain(*trained.values(), *batch, *inner.values()):
+            return None
+        # A few examples show whether the sweep serves: all of their gradients at once would fill memory.
+        apart = Batch(*(value[:_SHOWN].unsqueeze(1) for value in batch))
+        wide = {name: value[:_SHOWN].unsqueeze(1) for name, value in inner.items()}
+        if obstacle(self.objective, trained, frozen, apart, wide) is not None:
+            return None
+        total = weighted_sum(self.objective, trained, frozen, batch, inner, each.factors)
+        return None if total is None else {name: value / examples for name, value in total.items()}
 
     def _swept(
         self,
@@ -367,32 +413,33 @@ class Client:
         inner: Mapping[str, Tensor],
         noise: Tensors,
     ) -> Tensors:
-        """Apply the per-example transform to every example's gradient and average."""
+        """Apply the per-example transform to every example's gradient."""
 
         def apply(row: Tensors, noise_1: Tensors) -> Tensors:
             return each.apply(row, {}, noise_1, Context(params, batch, inner))[0]
 
-        return {name: value.mean(0) for name, value in vmap(apply)(rows, noise).items()}
+        return vmap(apply)(rows, noise)
 
     def _many(
         self,
         local: Local,
         params: Tensors,
         batch: Batch,
-        schedule: Tensor,
+        noise: Mapping[str, Tensor],
         of_step: Callable[[int], Mapping[str, Tensor]],
         state: Tensors,
     ) -> tuple[Tensors, Tensors]:
         """T local steps; the update is parameters in minus parameters out."""
-        current = state
+        current, poisson = state, local.sampling == "poisson"
+        drawn = noise["inclusion" if poisson else "schedule"]
 
         def gradient(t: int, now: Tensors) -> Tensors:
             nonlocal current
-            chosen = Batch(batch.inputs[schedule[t]], batch.targets[schedule[t]])
-            g, current = self._one(now, chosen, of_step(t), current)
+            own = batch if poisson else Batch(batch.inputs[drawn[t]], batch.targets[drawn[t]])
+            g, current = self._one(now, own, of_step(t), current, drawn[t] if poisson else None)
             return g
 
-        out = train(local, params, schedule.shape[0], gradient)
+        out = train(local, params, drawn.shape[0], gradient)
         return {name: params[name] - out[name] for name in self.trained()}, current
 
     def _context(

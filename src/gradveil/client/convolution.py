@@ -27,6 +27,8 @@ _OWN_POSITIONS = 128
 # images, 12 -> 3 channels at stride 2) or is so small that the call costs most (27 against 59 us).
 _FEW_CHANNELS = 4
 _FEW_COLUMN_ENTRIES = 40_000
+_AT_ONCE = 1 << 20
+"""Entries of unfolded inputs or of examples' gradients that are held at once to find their norms."""
 
 
 class Geometry(NamedTuple):
@@ -54,6 +56,28 @@ def weight_gradient(delta: Tensor, x: Tensor, victims: int, geometry: Geometry) 
     if delta.device.type == "cpu" and flop >= _OWN_FLOP and examples * positions >= _OWN_POSITIONS:
         return _apply(_OwnWeightGradients, delta, x, victims, geometry)
     return _apply(_WeightGradients, delta, x, victims, geometry).view(shape)
+
+
+def squared_weight_gradients(delta: Tensor, x: Tensor, geometry: Geometry) -> Tensor:
+    """Return ||delta_n x unfold(x_n)||^2 for every example n: [N], from delta [N, O, H', W']."""
+    entries = delta[0, 0].numel() * x.shape[1] * prod(geometry.kernel)
+    some = max(1, _AT_ONCE // entries)
+    pairs = zip(delta.flatten(2).split(some), x.split(some), strict=True)
+    return torch.cat([squared_outer_sums(d, _unfold(x_n, len(x_n), geometry)) for d, x_n in pairs])
+
+
+def squared_outer_sums(left: Tensor, right: Tensor) -> Tensor:
+    """Return ||sum_m l_m r_m^T||^2 = sum_mm' <l_m, l_m'> <r_m, r_m'>: [N], from [N, O, M] and [N, K, M].
+
+    The right-hand side is taken where its arithmetic is less: M (O + K) < O K.
+    """
+    outputs, inputs, positions = left.shape[1], right.shape[1], left.shape[2]
+    if positions * (outputs + inputs) < outputs * inputs:
+        products = torch.bmm(left.transpose(1, 2), left), torch.bmm(right.transpose(1, 2), right)
+        return (products[0] * products[1]).sum((1, 2)).clamp(min=0)
+    some = max(1, _AT_ONCE // (outputs * inputs))
+    pairs = zip(left.split(some), right.split(some), strict=True)
+    return torch.cat([torch.bmm(a, b.transpose(1, 2)).square().sum((1, 2)) for a, b in pairs])
 
 
 def outer_sum(left: Tensor, right: Tensor) -> Tensor:

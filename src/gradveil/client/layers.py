@@ -13,7 +13,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from gradveil.client.convolution import Geometry, convolve, outer, outer_sum, weight_gradient
+from gradveil.client.convolution import (
+    Geometry,
+    convolve,
+    outer,
+    outer_sum,
+    squared_outer_sums,
+    squared_weight_gradients,
+    weight_gradient,
+)
 from gradveil.client.recording import Recorder, Rule, Unsupported
 
 
@@ -42,7 +50,12 @@ def _conv2d(
         flat = recorder.view(weight, weight.flatten(1))
         return _linear(recorder, func, input.flatten(1), flat, bias)[..., None, None]
     out = convolve(input, weight, bias, geometry)
-    recorder.use(weight, out, lambda delta: weight_gradient(delta, input, recorder.victims, geometry))
+    recorder.use(
+        weight,
+        out,
+        lambda delta: weight_gradient(delta, input, recorder.victims, geometry),
+        lambda delta: squared_weight_gradients(delta, input, geometry),
+    )
     if bias is not None:
         recorder.use(bias, out, lambda delta: recorder.summed(delta, (bias.numel(), 1, 1)))
     return out
@@ -60,7 +73,7 @@ def _linear(recorder: Recorder, func: Any, input: Tensor, weight: Tensor, bias: 
             return outer(delta, input)
         return outer_sum(columns(delta), columns(input))
 
-    recorder.use(weight, out, gradient)
+    recorder.use(weight, out, gradient, lambda delta: squared_outer_sums(columns(delta), columns(input)))
     if bias is not None:
         recorder.use(bias, out, lambda delta: recorder.summed(delta, bias.shape))
     return out

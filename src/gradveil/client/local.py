@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gradveil.core.errors import Problem, fail, refuse
-from gradveil.core.noise import Noise, Schedule
+from gradveil.core.noise import Bernoulli, Noise, NoiseSpec, Schedule
 from gradveil.core.tree import Tensors
 
 
@@ -31,6 +31,9 @@ class Local:
     weight_decay: float = 0.0
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
+    sampling: Literal["batches", "poisson"] = "batches"
+    """`batches`: of fixed size, each epoch in a fresh order. `poisson`: each of N examples is in each step with
+    probability batch / N, and sums are divided by `batch`, the expected number (Abadi et al. 2016)."""
 
     def __post_init__(self) -> None:
         """Refuse settings that cannot be meant, all at once."""
@@ -43,6 +46,7 @@ class Local:
                 ("epochs", self.epochs, "at least 1, or steps", self.epochs is None or self.epochs >= 1),
                 ("momentum", self.momentum, "a number in [0, 1)", 0 <= self.momentum < 1),
                 ("optimiser", self.optimiser, "one of: adam, sgd", self.optimiser in ("sgd", "adam")),
+                ("sampling", self.sampling, "one of: batches, poisson", self.sampling in ("batches", "poisson")),
             )
             if not good
         ]
@@ -57,10 +61,24 @@ class Local:
         assert self.epochs is not None
         return self.epochs * (examples // self.batch)
 
-    def schedule(self, examples: int) -> Noise:
-        """Describe the named tensor `schedule` [T, B]; its neutral value takes the examples in order."""
+    def at_once(self, examples: int) -> int:
+        """Count the examples that a step computes with: under Poisson sampling all, most of them for nothing."""
+        return examples if self.sampling == "poisson" else self.batch
+
+    def drawn(self, examples: int) -> NoiseSpec:
+        """Declare who is in which step: `schedule` [T, B], or `inclusion` [T, N] of Poisson sampling.
+
+        The neutral schedule takes the examples in order; the neutral inclusion is its mean, batch / N of every example.
+        """
         if examples < self.batch:
             raise fail("local.batch", f"is {self.batch}, the client has {examples} examples", "lower it")
+        if self.sampling == "batches":
+            return NoiseSpec({"schedule": self._schedule(examples)})
+        rate = self.batch / examples
+        shape = (self.count(examples), examples)
+        return NoiseSpec({"inclusion": Noise(shape, Bernoulli(rate), neutral=rate, lower=0, upper=1, discrete=True)})
+
+    def _schedule(self, examples: int) -> Noise:
         shape = (self.count(examples), self.batch)
         per_epoch = examples // self.batch * self.batch
         order = (torch.arange(shape[0] * shape[1]) % per_epoch).reshape(shape)

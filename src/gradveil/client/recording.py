@@ -27,6 +27,8 @@ class Use:
     parameter: str
     at: Tensor
     gradient: Callable[[Tensor], Tensor]
+    squares: Callable[[Tensor], Tensor] | None = None
+    """Squared norms [V] of these gradients, of victims with one example, where there is a shorter way to them."""
 
 
 Rule = Callable[..., Tensor]
@@ -110,12 +112,18 @@ class Recorder(TorchFunctionMode):
         self._views.append(value)
         return value
 
-    def use(self, value: Tensor, at: Tensor, gradient: Callable[[Tensor], Tensor]) -> None:
+    def use(
+        self,
+        value: Tensor,
+        at: Tensor,
+        gradient: Callable[[Tensor], Tensor],
+        squares: Callable[[Tensor], Tensor] | None = None,
+    ) -> None:
         """Note a use of a parameter, if it is trained."""
         if self.trains(value):
             if not at.requires_grad:
                 at.requires_grad_()
-            self.uses.append(Use(self._names[id(value)], at, gradient))
+            self.uses.append(Use(self._names[id(value)], at, gradient, squares))
             self.hold(at)
 
     def hold(self, value: Tensor) -> None:
@@ -141,6 +149,64 @@ class Recorder(TorchFunctionMode):
 
     def gradients(self, value: Tensor, *, create_graph: bool) -> Tensors:
         """Return the gradient of `value` for each parameter and victim; zeros for what was not used."""
+        total: Tensors = {}
+        found = self._deltas(value, create_graph=create_graph)
+        with torch.set_grad_enabled(create_graph):
+            for use, delta in found:
+                self._add(total, use, delta)
+        return {
+            name: total[name] if name in total else value.new_zeros(self.victims, *shape)
+            for name, shape in self.shapes.items()
+        }
+
+    def weighted_sum(self, value: Tensor, weigh: Callable[[Tensors], Tensors | None]) -> Tensors | None:
+        """Return sum_v f_v g_v of victims with one example each, without making each victim's gradient g_v.
+
+        `weigh` makes the factors f [V] of each parameter out of the squared norms [V] of its gradients; None where it
+        does. g_v is linear in the gradient at a layer's output, so that one is multiplied, and all rows then count as
+        one victim's.
+        """
+        found = self._deltas(value, create_graph=False)
+        with torch.no_grad():
+            factors = weigh(self._squares(found, value))
+            if factors is None:
+                return None
+            total: Tensors = {}
+            victims, self.victims = self.victims, 1
+            for use, delta in found:
+                factor = factors[use.parameter].view(-1, *[1] * (delta.dim() - 1))
+                self._add(total, use, delta * factor)
+            self.victims = victims
+        return {
+            name: total[name].squeeze(0) if name in total else value.new_zeros(shape)
+            for name, shape in self.shapes.items()
+        }
+
+    def _squares(self, found: Sequence[tuple[Use, Tensor]], value: Tensor) -> Tensors:
+        """Return the squared norm [V] of each victim's gradient for each parameter."""
+        uses: dict[str, list[tuple[Use, Tensor]]] = {name: [] for name in self.shapes}
+        for use, delta in found:
+            uses[use.parameter].append((use, delta))
+        squares: Tensors = {}
+        for name, own in uses.items():
+            if len(own) == 1 and own[0][0].squares is not None:
+                squares[name] = own[0][0].squares(own[0][1])
+                continue
+            total: Tensors = {}
+            for use, delta in own:  # gradients of a parameter that is used twice are added before they are squared
+                self._add(total, use, delta)
+            squares[name] = (
+                total[name].reshape(self.victims, -1).square().sum(1) if own else value.new_zeros(self.victims)
+            )
+        return squares
+
+    def _add(self, total: Tensors, use: Use, delta: Tensor) -> None:
+        name = use.parameter
+        part = _shaped(use.gradient(delta), (self.victims, *self.shapes[name]))
+        total[name] = total[name] + part if name in total else part
+
+    def _deltas(self, value: Tensor, *, create_graph: bool) -> list[tuple[Use, Tensor]]:
+        """Return the uses that `value` depends on, and its gradients there."""
         if any(tensor._version != version for tensor, version in self._held.values()):
             raise Unsupported("an in-place operation overwrites what a layer takes or returns")
         at = [use.at for use in self.uses]
@@ -148,17 +214,7 @@ class Recorder(TorchFunctionMode):
         if at:
             found = torch.autograd.grad(value, at, create_graph=create_graph, allow_unused=True)
             deltas = cast(Sequence[Tensor | None], found)
-        total: Tensors = {}
-        with torch.set_grad_enabled(create_graph):
-            for use, delta in zip(self.uses, deltas, strict=True):
-                if delta is not None:
-                    name = use.parameter
-                    part = _shaped(use.gradient(delta), (self.victims, *self.shapes[name]))
-                    total[name] = total[name] + part if name in total else part
-        return {
-            name: total[name] if name in total else value.new_zeros(self.victims, *shape)
-            for name, shape in self.shapes.items()
-        }
+        return [(use, delta) for use, delta in zip(self.uses, deltas, strict=True) if delta is not None]
 
 
 def _among(values: Iterable[Any], known: Mapping[int, Any]) -> list[Tensor]:

@@ -86,14 +86,14 @@ def sync(folder: Path) -> None:
 
 
 @contextmanager
-def locked(folder: Path) -> Generator[None]:
+def locked(folder: Path, remedy: str = "wait for it, or choose another --out") -> Generator[None]:
     """Hold a folder for this process alone; refuse one that another process holds."""
     handle = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
     try:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            raise fail(str(folder), "is in use by another process", "wait for it, or choose another --out") from error
+            raise fail(str(folder), "is in use by another process", remedy) from error
         yield
     finally:
         os.close(handle)

@@ -1,6 +1,6 @@
-"""Objectives of many rows with analytic gradients: few passes over memory, no graph of small operations.
+"""Few passes over memory: objectives of many rows with analytic gradients, and elementwise functions in blocks.
 
-Rows come first: [N, ...]. Each function is differentiable once with respect to its first argument.
+Of the objectives rows come first: [N, ...]. Each is differentiable once with respect to its first argument.
 """
 
 # pyright: basic
@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
+
+from gradveil.core.tree import plain
 
 
 def cosine_distance(vectors: Sequence[Tensor], targets: Sequence[Tensor]) -> Tensor:
@@ -35,6 +37,28 @@ def squared_distance(vectors: Sequence[Tensor], targets: Sequence[Tensor]) -> Te
 def total_variation(images: Tensor) -> Tensor:
     """Anisotropic total variation, mean |dx| + mean |dy| over all differences of a row: [N] from [N, ..., H, W]."""
     return _apply(_Variation, images)
+
+
+def in_blocks(function: Callable[..., tuple[Tensor, ...]], *tensors: Tensor) -> tuple[Tensor, ...]:
+    """Apply a function that treats every entry of equally shaped tensors by itself: `function(*tensors)`, to the bit.
+
+    What it computes in between stays in the cache, where the tensors are large, on a CPU, and nobody differentiates
+    or batches them.
+
+    >>> in_blocks(lambda x, y: (x + y, x * y), torch.tensor([1.0, 2.0]), torch.tensor([3.0, 4.0]))
+    (tensor([4., 6.]), tensor([3., 8.]))
+    """
+    first = tensors[0]
+    if first.numel() <= _BLOCK or first.device.type != "cpu" or not plain(*tensors):
+        return function(*tensors)
+    parts = zip(*(value.reshape(-1).split(_BLOCK) for value in tensors), strict=True)
+    out: list[Tensor] = []
+    for i, part in enumerate(parts):
+        found = function(*part)
+        out = out or [torch.empty(first.shape, dtype=value.dtype) for value in found]
+        for whole, value in zip(out, found, strict=True):
+            whole.view(-1)[i * _BLOCK : i * _BLOCK + len(value)] = value
+    return tuple(out)
 
 
 def _apply(function: type[Function], *arguments: Any) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,7 +28,11 @@ def squared_norm(tensors: Mapping[str, Tensor]) -> Tensor:
 
 def norm(tensors: Mapping[str, Tensor]) -> Tensor:
     """Euclidean norm of the concatenated vector; its derivative at zero is zero."""
-    square = squared_norm(tensors)
+    return root(squared_norm(tensors))
+
+
+def root(square: Tensor) -> Tensor:
+    """Square root of what is not negative; its derivative at zero is zero, not infinite."""
     safe = torch.where(square > 0, square, torch.ones_like(square))
     return torch.where(square > 0, safe.sqrt(), torch.zeros_like(square))
 
@@ -71,3 +76,16 @@ def straight_through(exact: Tensor, surrogate: Tensor) -> Tensor:
     (1.0, 1.0)
     """
     return exact.detach() + (surrogate - surrogate.detach())
+
+
+def plain(*tensors: Tensor) -> bool:
+    """Say whether nobody differentiates or batches these tensors: a client's own update, not an attacker's simulation.
+
+    Their values may then be looked at, and what would be one more tensor may be left out.
+
+    >>> plain(torch.ones(1)), torch.vmap(lambda x: x * plain(x))(torch.ones(1)).item()
+    (True, 0.0)
+    """
+    functorch: Any = getattr(torch._C, "_functorch")  # noqa: B009 # pyright: ignore[reportPrivateUsage]
+    differentiated = torch.is_grad_enabled() and any(value.requires_grad for value in tensors)
+    return not differentiated and functorch.peek_interpreter_stack() is None

@@ -70,6 +70,13 @@ class Context:
     features: Callable[[Batch], Features] | None = None
     messages: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
     """Public messages of the round (a broadcast mask, say), the same for all clients: attackers see them too."""
+    expected: int | None = None
+    """What sums over the batch are divided by under Poisson sampling; None for the number of its examples."""
+
+    @property
+    def divisor(self) -> int:
+        """What sums over the batch are divided by."""
+        return self.batch.inputs.shape[0] if self.expected is None else self.expected
 
 
 class Transform(ABC):
@@ -108,8 +115,18 @@ class Transform(ABC):
     ) -> tuple[Tensors, Tensors]:
         """Transform one update; return it with the next state."""
 
-    def evidence(self, sent: Mapping[str, Tensor]) -> Tensors:
-        """Say what a sent update gives away about the intermediates, under the names of `intermediates`."""
+    def factors(self, squares: Mapping[str, Tensor]) -> Tensors | None:
+        """Say what each tensor is multiplied by, if that follows from their squared norms and nothing else is done.
+
+        The squares may be [B], of B examples: a client adds up what it sends without making each example's gradient.
+        """
+        return None
+
+    def evidence(self, sent: Mapping[str, Tensor], exact: bool = True) -> Tensors:
+        """Say what a sent update gives away about the intermediates, under the names of `intermediates`.
+
+        It is `exact` as this transform made it, or shows but its zeros, since a later transform changed the values.
+        """
         return {}
 
     def speakers(self) -> int:

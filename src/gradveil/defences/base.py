@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from gradveil.client import Client
 from gradveil.core.errors import Problem, fail, refuse
 from gradveil.core.noise import Key, NoiseSpec
-from gradveil.core.tree import Tensors, select, under
+from gradveil.core.tree import Tensors, select, tmap, under
 from gradveil.core.types import Batch, BatchTransform, Context, Transform
 
 ModelSurgery = Callable[[nn.Module, torch.Generator], nn.Module]
@@ -86,6 +86,16 @@ class Chain(Transform):
             after |= under(name, inner)
         return update, after
 
+    def factors(self, squares: Mapping[str, Tensor]) -> Tensors | None:
+        """Multiply the factors of the stages, each of what the one before it leaves."""
+        product = {name: torch.ones_like(square) for name, square in squares.items()}
+        for _, transform in self:
+            own = transform.factors({name: square * product[name].square() for name, square in squares.items()})
+            if own is None:
+                return None
+            product = tmap(torch.mul, product, own)
+        return product
+
     def speakers(self) -> int:
         """Count as many as the stage needs that needs most."""
         return max(transform.speakers() for _, transform in self)
@@ -106,11 +116,12 @@ class Chain(Transform):
             messages |= under(name, transform.announce(select(proposals, name), previous, number))
         return messages
 
-    def evidence(self, sent: Mapping[str, Tensor]) -> Tensors:
+    def evidence(self, sent: Mapping[str, Tensor], exact: bool = True) -> Tensors:
         """Return what the *last* stage gives away, and those before it whose zeros the later ones show."""
         found: Tensors = {}
         for name, transform in reversed(self.stages):
-            found |= under(name, transform.evidence(sent))
+            found |= under(name, transform.evidence(sent, exact))
+            exact = False
             if not transform.shows_zeros:
                 break
         return found

@@ -7,12 +7,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
+import torch
 from torch import Tensor
 
 from gradveil.core.allowed import BOUND, Choice, Flag, collect
 from gradveil.core.errors import refuse
 from gradveil.core.noise import Noise, NoiseSpec, Uniform
-from gradveil.core.tree import Tensors, norm
+from gradveil.core.tree import Tensors, root, tmap
 from gradveil.core.types import Context, Stage, Transform
 
 SCOPE = Choice(("all", "layer"))
@@ -58,15 +59,23 @@ class Clip(Transform):
         self, update: Tensors, state: Tensors, noise: Mapping[str, Tensor], context: Context
     ) -> tuple[Tensors, Tensors]:
         """Scale the whole update by one factor, or each layer by its own."""
-        if self.scope == "layer":
+        if "factor" in noise:
+            pinned = dict.fromkeys(update, noise["factor"])
+        else:
             pinned = {name: noise[f"factor.{name}"] for name in update if f"factor.{name}" in noise}
-            factors = {**{n: self._factor({n: value}) for n, value in update.items() if n not in pinned}, **pinned}
-            return {name: value * factors[name] for name, value in update.items()}, state
-        factor = noise["factor"] if "factor" in noise else self._factor(update)
-        return {name: value * factor for name, value in update.items()}, state
+        missing = update.keys() - pinned.keys()
+        squares = {name: value.square().sum() for name, value in update.items()} if missing else {}
+        factors = {**self.factors(squares), **pinned} if missing else pinned
+        return {name: value * factors[name] for name, value in update.items()}, state
 
-    def _factor(self, update: Mapping[str, Tensor]) -> Tensor:
-        return 1 / (norm(update) / self.norm).clamp(min=1)
+    def factors(self, squares: Mapping[str, Tensor]) -> Tensors:
+        """Return 1 / max(1, ||g|| / norm) for all tensors together, or for each."""
+        if self.scope == "layer":
+            return tmap(self._factor, squares)
+        return dict.fromkeys(squares, self._factor(torch.stack(list(squares.values())).sum(0)))
+
+    def _factor(self, square: Tensor) -> Tensor:
+        return 1 / (root(square) / self.norm).clamp(min=1)
 
     def smallest(self) -> Mapping[str, Any]:
         """Without a bound nothing is clipped."""

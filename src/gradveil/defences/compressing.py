@@ -76,7 +76,7 @@ COMPRESSING = (
         changes=("send",),
         guarantee=Quantise.guarantee,
         citation="Alistarh et al. 2017, QSGD: Communication-Efficient SGD via Gradient Quantization and Encoding",
-        adaptive=KNOWING,
+        adaptive=(*KNOWING, "cdia(rounds=all, rounding=interval)"),
         arguments=(Argument("bits", BITS, 8), Argument("scale", SCALE, "l2")),
     ),
     DefenceEntry(

@@ -19,6 +19,8 @@ KNOWING = ("cdia(rounds=all)", "learned")
 """What is random is inferred, optimised or, where its mean is zero, averaged out over the rounds; or all is learned."""
 PRUNED = ("cdia(rounds=all)", 'cdia(rounds=all, objective="layerwise-cosine")', "learned")
 """The zeros show the masks; the residual of error feedback follows from the rounds. Two ways to compare the rest."""
+ORDERED = (*PRUNED, "cdia(rounds=all, pruned=ordered)")
+"""Besides, the smallest and the largest that was sent bound what was not."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -85,9 +85,9 @@ class Feedback(Transform):
         """Return the inner transform's messages."""
         return self.inner.announce(proposals, previous, number)
 
-    def evidence(self, sent: Mapping[str, Tensor]) -> Tensors:
+    def evidence(self, sent: Mapping[str, Tensor], exact: bool = True) -> Tensors:
         """Return the inner transform's evidence."""
-        return self.inner.evidence(sent)
+        return self.inner.evidence(sent, exact)
 
     def smallest(self) -> Mapping[str, Any] | None:
         """Around the identity the residual stays zero."""

@@ -67,6 +67,8 @@ def obstacle(client: Client, batch: Batch) -> str | None:
         return "the noise is the same for every client"
     if client.batch:
         return "the batch is changed before the gradient is computed"
+    if client.local and client.local.sampling == "poisson" and _first(step) is not None:
+        return "who is in a noisy step of local training is drawn at random"
     if client.members > 1 and client.local and _first(step) is not None:
         return "clients that add noise in each step of local training are summed"
     return None

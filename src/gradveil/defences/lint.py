@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from gradveil.client import Client
 from gradveil.core.errors import Problem
 from gradveil.core.types import Batch
+from gradveil.defences.noise import Gaussian
 from gradveil.defences.privacy import Mechanism, data_dependent, examine, mixes, noise_is_shared, stages
 from gradveil.theory.accounting import Training, epsilon
 
@@ -32,10 +33,26 @@ def suspicions(client: Client, batch: Batch, training: Training | None = None) -
     if privacy.mechanisms and any(mixes(transform, client, batch) for transform in client.batch):
         what = "mixes examples before the clip: one of them reaches the gradients of others, which voids the guarantee"
         yield _warning("batch", what, "leave it out; it has no epsilon")
+    if privacy.mechanisms and training:
+        yield from _other_sampling(client, batch, training)
     for mechanism in privacy.mechanisms:
         yield from _disagreement(mechanism)
         if not privacy.void:
             yield from _meaningless(mechanism, training)
+
+
+def _other_sampling(client: Client, batch: Batch, training: Training) -> Iterator[Problem]:
+    """Compare how a step's examples are drawn with what the accounting of noisy steps takes for granted."""
+    local, noisy = client.local, any(isinstance(stage, Gaussian) for _, stage in stages(client.step))
+    if local is None or not noisy or training.sampling != "poisson" or training.rate == 1:
+        return
+    rate = local.batch / (batch.inputs.shape[0] // client.members)
+    if local.sampling != "poisson":
+        what = "accounts for Poisson sampling, and local training takes batches of fixed size, which amplify less"
+        yield _warning("privacy.sampling", what, "set local.sampling = poisson, or privacy.sampling = shuffled")
+    elif training.rate < rate * (1 - 1e-9):
+        what = f"is {training.rate:g}, and each example is in a step of local training with probability {rate:g}"
+        yield _warning("privacy.rate", what, f"give {rate:g}, times the share of the clients in a round if it is drawn")
 
 
 def _disagreement(mechanism: Mechanism) -> Iterator[Problem]:

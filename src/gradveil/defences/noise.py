@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
+import torch
 from torch import Tensor
 
 from gradveil.core.allowed import BOUND, STRENGTH, Choice, collect
@@ -64,8 +65,10 @@ class Gaussian(Additive):
         self, update: Tensors, state: Tensors, noise: Mapping[str, Tensor], context: Context
     ) -> tuple[Tensors, Tensors]:
         """Add the scaled noise."""
-        std = self.on_mean(self.std, context.batch.inputs.shape[0])
-        return {name: value + std * noise[name] for name, value in update.items()}, state
+        std = self.on_mean(self.std, context.divisor)
+        if std > torch.finfo(next(iter(update.values())).dtype).max:  # no scalar of this dtype, and the sum is infinite
+            return {name: value + std * noise[name] for name, value in update.items()}, state
+        return {name: torch.add(value, noise[name], alpha=std) for name, value in update.items()}, state
 
     def smallest(self) -> Mapping[str, Any]:
         """Without spread there is no noise."""
@@ -95,7 +98,7 @@ class Laplacian(Additive):
         self, update: Tensors, state: Tensors, noise: Mapping[str, Tensor], context: Context
     ) -> tuple[Tensors, Tensors]:
         """Add the scaled noise."""
-        return {name: value + self.scale * noise[name] for name, value in update.items()}, state
+        return {name: torch.add(value, noise[name], alpha=self.scale) for name, value in update.items()}, state
 
     def smallest(self) -> Mapping[str, Any]:
         """Without scale there is no noise."""

@@ -23,7 +23,7 @@ from gradveil.core.errors import fail, refuse
 from gradveil.core.noise import Noise, NoiseSpec, Normal, Uniform
 from gradveil.core.tree import Tensors, norm, select, under
 from gradveil.core.types import Batch, Context, Stage, Transform
-from gradveil.defences.prune import SCOPE, Magnitude
+from gradveil.defences.prune import SCOPE, Magnitude, rest
 from gradveil.theory.sensitivity import norms, probe_noise, squared_row_norms
 
 FLOOR = {"entry": 1e-8, "clamped": 1e-6, "layer": 1e-6}
@@ -61,8 +61,7 @@ class OptimalNoise(Transform):
 
     def noise(self, params: Mapping[str, Tensor]) -> NoiseSpec:
         """Declare one standard normal tensor a parameter: `normal.<parameter>`."""
-        draws = {name: Noise(tuple(p.shape), Normal(), neutral=0.0, dtype=p.dtype) for name, p in params.items()}
-        return NoiseSpec(draws).under("normal")
+        return _normal(params)
 
     def directions(self, batch: Batch) -> NoiseSpec:
         """Declare `probe`, the directions in which the gradient is differentiated."""
@@ -116,17 +115,36 @@ class OptimalPruning(Magnitude):
     """Zero the share `ratio` of coordinates with the smallest |g_i| / ||dg_i/dx||: worth least for what they tell.
 
     Counts and ties are those of `Magnitude`. A coordinate that is not zero but does not depend on the inputs is kept
-    before all others, one that is zero goes first. The paper's mixed defence (a coin at the border) is left out: the
-    count is exact. Noise on what is kept, its noisy pruning, is `optimal-prune + gaussian`.
+    before all others, one that is zero goes first. With `mixed`, the paper's mixed defence, a coin decides on the one
+    coordinate at the border: it goes with probability ratio P - floor(ratio P), so that ratio P go on average. With
+    `scope=layer` each layer tosses its own coin, and a small one may lose all it has.
+
+    `std` is the paper's noisy pruning: N(0, std^2) on what is kept. The masks are still those of the update without
+    noise, which is what sets it apart from `gaussian + optimal-prune`.
     """
 
     scope: Literal["layer", "global"] = "global"
     probes: int = 10
+    mixed: bool = False
+    std: float = 0.0
+    ordered: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         """Refuse settings that cannot be meant, all at once."""
-        settings = (("ratio", SHARE), ("scope", SCOPE), ("probes", COUNT))
+        settings = (("ratio", SHARE), ("scope", SCOPE), ("probes", COUNT), ("mixed", Flag()), ("std", STRENGTH))
         refuse(collect("optimal-prune", ((name, allowed, getattr(self, name)) for name, allowed in settings)))
+
+    def noise(self, params: Mapping[str, Tensor]) -> NoiseSpec:
+        """Declare the coins (`coin`, or `coin.<parameter>`), and one standard normal tensor a parameter.
+
+        The neutral coin is 1, which is never drawn and keeps the coordinate at the border.
+        """
+        spec = NoiseSpec()
+        if self.mixed:
+            coin = Noise((), Uniform(), neutral=1.0, dtype=next(iter(params.values())).dtype, lower=0, upper=1)
+            of_layers = NoiseSpec(dict.fromkeys(params, coin)).under("coin")
+            spec = spec | (of_layers if self.scope == "layer" else NoiseSpec({"coin": coin}))
+        return spec | _normal(params) if self.std else spec
 
     def directions(self, batch: Batch) -> NoiseSpec:
         """Declare `probe`, the directions in which the gradient is differentiated."""
@@ -138,14 +156,38 @@ class OptimalPruning(Magnitude):
         """Multiply by the masks; those that are not pinned are computed from the update and its row norms."""
         pinned = select(noise, "mask")
         if self.ratio and update.keys() - pinned.keys():
-            pinned = {**self.masks(self.worth(update, noise["probe"], context)), **pinned}
+            pinned = {**self._drawn(self.worth(update, noise["probe"], context), noise), **pinned}
+        if self.std:
+            update = {name: value + self.std * noise[f"normal.{name}"] for name, value in update.items()}
         return super().apply(update, state, under("mask", pinned), context)
+
+    def _drawn(self, worth: Tensors, noise: Mapping[str, Tensor]) -> Tensors:
+        """Choose by worth what is kept; where that is mixed, the coin decides on the coordinate at the border."""
+        kept = self.masks(worth)
+        if not self.mixed:
+            return kept
+        entries = {name: value.numel() for name, value in worth.items()}
+        if self.scope == "layer":
+            tossed = {name: noise[f"coin.{name}"] < rest(self.ratio, count) for name, count in entries.items()}
+        else:
+            tossed = dict.fromkeys(worth, noise["coin"] < rest(self.ratio, sum(entries.values())))
+        fewer = self.masks(worth, 1)
+        return {name: torch.where(tossed[name], fewer[name], kept[name]) for name in worth}
+
+    def smallest(self) -> Mapping[str, Any]:
+        """Nothing is removed, nothing added."""
+        return {"ratio": 0.0, "std": 0.0}
 
     def worth(self, update: Mapping[str, Tensor], probe: Tensor, context: Context) -> Tensors:
         """Compute |g_i| / ||dg_i/dx|| of every coordinate, as a constant for the derivative."""
         still = context.batch._replace(inputs=context.batch.inputs.detach())
         found = norms(_squares(self, probe, context, still))
         return {name: _worth(value.detach(), found[name].detach()) for name, value in update.items()}
+
+
+def _normal(params: Mapping[str, Tensor]) -> NoiseSpec:
+    draws = {name: Noise(tuple(p.shape), Normal(), neutral=0.0, dtype=p.dtype) for name, p in params.items()}
+    return NoiseSpec(draws).under("normal")
 
 
 def _worth(value: Tensor, row: Tensor) -> Tensor:

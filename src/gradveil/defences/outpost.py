@@ -103,7 +103,7 @@ class Outpost(Transform):
         parts = torch.split(marked, [value.numel() for value in fisher.values()])
         return {name: part.reshape(fisher[name].shape) for name, part in zip(fisher, parts, strict=True)}
 
-    def evidence(self, sent: Mapping[str, Tensor]) -> Tensors:
+    def evidence(self, sent: Mapping[str, Tensor], exact: bool = True) -> Tensors:
         """Read off the support: within it, only columns that hold a zero tell more."""
         return under("mask", {name: (value != 0).to(value.dtype) for name, value in sent.items()})
 

@@ -13,7 +13,7 @@ from gradveil.defences.base import Defence, chain
 from gradveil.defences.batching import BATCHING
 from gradveil.defences.clip import Clip
 from gradveil.defences.compressing import COMPRESSING
-from gradveil.defences.entry import FEEDBACK, KNOWING, PRUNED, DefenceEntry
+from gradveil.defences.entry import FEEDBACK, KNOWING, ORDERED, PRUNED, DefenceEntry
 from gradveil.defences.feedback import Feedback
 from gradveil.defences.hiding import HIDING
 from gradveil.defences.model import (
@@ -80,8 +80,10 @@ def _optimal_noise(std: float, probes: int, layerwise: bool, clamp: float) -> De
     return Defence("optimal-noise", send=chain(noise=OptimalNoise(std, probes, layerwise, clamp)))
 
 
-def _optimal_prune(ratio: float, scope: Literal["layer", "global"], probes: int, feedback: bool) -> Defence:
-    return _pruning(OptimalPruning(ratio, scope, probes), feedback)
+def _optimal_prune(
+    ratio: float, scope: Literal["layer", "global"], probes: int, mixed: bool, std: float, feedback: bool
+) -> Defence:
+    return _pruning(OptimalPruning(ratio, scope, probes, mixed, std), feedback)
 
 
 def _dropout(p: float, where: str | None) -> Defence:
@@ -163,7 +165,7 @@ _ENTRIES = (
         changes=("send",),
         guarantee=Magnitude.guarantee,
         citation="Zhu et al. 2019, Deep Leakage from Gradients",
-        adaptive=PRUNED,
+        adaptive=ORDERED,
         arguments=(Argument("ratio", SHARE), Argument("scope", SCOPE, "layer"), FEEDBACK),
         identity={"ratio": 0.0},
     ),
@@ -174,7 +176,7 @@ _ENTRIES = (
         changes=("send",),
         guarantee=Magnitude.guarantee,
         citation="Aji and Heafield 2017, Sparse Communication for Distributed Gradient Descent",
-        adaptive=PRUNED,
+        adaptive=ORDERED,
         arguments=(Argument("keep", KEPT), FEEDBACK),
         identity={"keep": 1.0},
     ),
@@ -185,7 +187,7 @@ _ENTRIES = (
         changes=("send",),
         guarantee=Dual.guarantee,
         citation="Xue et al. 2024, Dual Gradient Pruning (AAAI)",
-        adaptive=PRUNED,
+        adaptive=ORDERED,
         arguments=(Argument("top", SHARE, 0.05), Argument("bottom", SHARE, 0.75), FEEDBACK),
         identity={"top": 0.0, "bottom": 0.0},
     ),
@@ -214,7 +216,7 @@ _ENTRIES = (
         changes=("send",),
         guarantee=OptimalNoise.guarantee,
         citation="Chen, Gürsoy, Lei 2024, Optimal Defenses Against Gradient Reconstruction Attacks",
-        adaptive=KNOWING,
+        adaptive=(*KNOWING, "cdia(rounds=all, whiten=true)"),
         arguments=(
             Argument("std", STRENGTH),
             Argument("probes", COUNT, 10),
@@ -235,6 +237,8 @@ _ENTRIES = (
             Argument("ratio", SHARE),
             Argument("scope", SCOPE, "global"),
             Argument("probes", COUNT, 10),
+            Argument("mixed", Flag(), False),
+            Argument("std", STRENGTH, 0.0),
             FEEDBACK,
         ),
         identity={"ratio": 0.0},

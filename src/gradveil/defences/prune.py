@@ -14,11 +14,13 @@ from torch import Tensor
 
 from gradveil.core.allowed import SHARE, Choice, collect
 from gradveil.core.errors import Problem, refuse
-from gradveil.core.noise import Bernoulli, Noise, NoiseSpec
-from gradveil.core.tree import Tensors, select, tmap
+from gradveil.core.noise import Bernoulli, Noise, NoiseSpec, Normal
+from gradveil.core.tree import Tensors, plain, select, tmap, under
 from gradveil.core.types import Context, Stage, Transform
-from gradveil.defences.selection import ends_mask, smallest_mask
+from gradveil.defences.selection import ends_mask, smallest_mask, without_ends
 
+BORDER = "border"
+"""What the borders of the sent magnitudes are called."""
 SCOPE = Choice(("layer", "global"))
 """Whether entries compete within their own parameter tensor or with all others."""
 
@@ -28,12 +30,18 @@ class Pruning(Transform):
 
     The masks are intermediates named `mask.<parameter>`: pinned ones are used, others computed. Either way they count
     as constants for the derivative, which is exact wherever no entry is at a threshold.
+
+    Where magnitudes decide, the smallest and the largest that was sent, `border.<parameter>` [2], say how large a
+    pruned entry can be. Pinned beside the masks they make a pruned entry show by how much it breaks that order, which
+    is zero for the true update, instead of zero.
     """
 
     stage: ClassVar[Stage] = Stage.PRUNE
     guarantee: ClassVar[str] = "no formal guarantee"
     prefix: ClassVar[str] = "mask"
     """What the masks are called: attackers who infer masks infer `mask.*`."""
+    ordered: ClassVar[bool] = False
+    """Whether the magnitudes that were sent bound those that were not."""
 
     @abstractmethod
     def removed(self) -> float:
@@ -50,20 +58,47 @@ class Pruning(Transform):
             name: Noise(tuple(p.shape), law, neutral=1.0, dtype=p.dtype, lower=0.0, upper=1.0, discrete=True)
             for name, p in params.items()
         }
-        return NoiseSpec(masks).under(self.prefix)
+        spec = NoiseSpec(masks).under(self.prefix)
+        if not self.ordered:
+            return spec
+        borders = {n: Noise((2,), Normal(1.0), dtype=p.dtype, lower=0.0, discrete=True) for n, p in params.items()}
+        return spec | NoiseSpec(borders).under(BORDER)
+
+    def beyond(self, magnitude: Tensor, smallest: Tensor, largest: Tensor) -> Tensor:
+        """Say by how much a pruned magnitude breaks the order, given the smallest and largest that were sent.
+
+        With this base's pruning of the smallest it is what exceeds the smallest sent.
+        """
+        return (magnitude - smallest).clamp_min(0)
 
     def apply(
         self, update: Tensors, state: Tensors, noise: Mapping[str, Tensor], context: Context
     ) -> tuple[Tensors, Tensors]:
         """Multiply by the masks; those that are not pinned are computed from the update itself."""
         pinned = select(noise, self.prefix)
+        if not pinned and plain(*update.values()):
+            return self.pruned(update), state
         missing = update.keys() - pinned.keys()
         masks = {**self.masks(tmap(torch.detach, update)), **pinned} if missing else pinned
-        return {name: value * masks[name].to(value.dtype) for name, value in update.items()}, state
+        sent = {name: value * masks[name].to(value.dtype) for name, value in update.items()}
+        for name, border in select(noise, BORDER).items():
+            value, hidden = update[name], 1 - masks[name].to(update[name].dtype)
+            sent[name] = sent[name] + hidden * value.sign() * self.beyond(value.abs(), border[0], border[1])
+        return sent, state
 
-    def evidence(self, sent: Mapping[str, Tensor]) -> Tensors:
+    def pruned(self, update: Tensors) -> Tensors:
+        """Multiply by the masks, or do what comes to the same values faster."""
+        masks = self.masks(update)
+        return {name: value * masks[name].to(value.dtype) for name, value in update.items()}
+
+    def evidence(self, sent: Mapping[str, Tensor], exact: bool = True) -> Tensors:
         """Read the masks off the support: an entry that was kept but is zero makes no difference."""
-        return {f"{self.prefix}.{name}": (value != 0).to(value.dtype) for name, value in sent.items()}
+        masks = {f"{self.prefix}.{name}": (value != 0).to(value.dtype) for name, value in sent.items()}
+        return {**masks, **under(BORDER, self.borders(sent))} if exact and self.ordered else masks
+
+    def borders(self, sent: Mapping[str, Tensor]) -> Tensors:
+        """Return the smallest and the largest magnitude sent of each parameter; of none sent, no bound."""
+        return tmap(_ends, sent)
 
 
 @dataclass(frozen=True)
@@ -75,6 +110,7 @@ class Magnitude(Pruning):
 
     ratio: float
     scope: Literal["layer", "global"] = "layer"
+    ordered: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         """Refuse settings that cannot be meant, all at once."""
@@ -84,13 +120,26 @@ class Magnitude(Pruning):
         """Return the share of entries set to zero."""
         return self.ratio
 
-    def masks(self, update: Mapping[str, Tensor]) -> Tensors:
-        """Keep the largest entries of each parameter, or of all parameters together."""
+    def masks(self, update: Mapping[str, Tensor], more: int = 0) -> Tensors:
+        """Keep the largest entries of each parameter, or of all parameters together; `more` entries fewer than so."""
         if self.scope == "layer":
-            return {name: _keep_largest(value.abs(), self.ratio) for name, value in update.items()}
+            return {name: _keep_largest(value.abs(), self.ratio, more) for name, value in update.items()}
         flat = torch.cat([value.abs().flatten() for value in update.values()])
-        parts = torch.split(_keep_largest(flat, self.ratio), [value.numel() for value in update.values()])
+        parts = torch.split(_keep_largest(flat, self.ratio, more), [value.numel() for value in update.values()])
         return {name: part.reshape(update[name].shape) for name, part in zip(update, parts, strict=True)}
+
+    def pruned(self, update: Tensors) -> Tensors:
+        """Cut each parameter at its threshold."""
+        if self.scope == "global":
+            return super().pruned(update)
+        return {name: without_ends(value, share(self.ratio, value.numel())) for name, value in update.items()}
+
+    def borders(self, sent: Mapping[str, Tensor]) -> Tensors:
+        """Return the smallest and largest magnitude of each parameter, or of all together."""
+        if self.scope == "layer":
+            return super().borders(sent)
+        whole = _ends(torch.cat([value.flatten() for value in sent.values()]))
+        return dict.fromkeys(sent, whole)
 
     def smallest(self) -> Mapping[str, Any]:
         """Nothing is removed."""
@@ -107,6 +156,7 @@ class Dual(Pruning):
 
     top: float = 0.05
     bottom: float = 0.75
+    ordered: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         """Refuse settings that cannot be meant, all at once."""
@@ -120,6 +170,10 @@ class Dual(Pruning):
         """Return the share of entries set to zero."""
         return self.top + self.bottom
 
+    def beyond(self, magnitude: Tensor, smallest: Tensor, largest: Tensor) -> Tensor:
+        """Return the way to the nearer of the two ends, between which all entries are sent."""
+        return torch.minimum(magnitude - smallest, largest - magnitude).clamp_min(0)
+
     def masks(self, update: Mapping[str, Tensor]) -> Tensors:
         """Keep the entries between the two thresholds."""
         return tmap(self._keep_middle, update)
@@ -128,6 +182,11 @@ class Dual(Pruning):
         flat = value.abs().flatten()
         removed = ends_mask(flat, share(self.bottom, flat.numel()), share(self.top, flat.numel()))
         return ~removed.reshape(value.shape)
+
+    def pruned(self, update: Tensors) -> Tensors:
+        """Cut each parameter at its two thresholds."""
+        counts = {name: [share(ratio, g.numel()) for ratio in (self.bottom, self.top)] for name, g in update.items()}
+        return {name: without_ends(value, *counts[name]) for name, value in update.items()}
 
     def smallest(self) -> Mapping[str, Any]:
         """Nothing is removed."""
@@ -143,6 +202,15 @@ def share(ratio: float, entries: int) -> int:
     return int(as_written(ratio) * entries)
 
 
+def rest(ratio: float, entries: int) -> float:
+    """Return by how much ratio * entries exceeds `share`: what whole entries cannot make up.
+
+    >>> rest(0.29, 100), rest(0.5, 7)
+    (0.0, 0.5)
+    """
+    return float(as_written(ratio) * entries % 1)
+
+
 def below(percentile: float, entries: int) -> int:
     """Count the entries below a percentile, ceil(p (n - 1) / 100): NumPy's, where no two entries are equal.
 
@@ -152,9 +220,17 @@ def below(percentile: float, entries: int) -> int:
     return ceil(as_written(percentile) * (entries - 1) / 100)
 
 
-def _keep_largest(magnitude: Tensor, ratio: float) -> Tensor:
+def _ends(sent: Tensor) -> Tensor:
+    """Return the smallest and largest magnitude of what is not zero; where all is, infinity: nothing is known."""
+    magnitude = sent.detach().abs()
+    unknown = torch.full_like(magnitude, torch.inf)
+    smallest = torch.where(magnitude > 0, magnitude, unknown).amin()
+    return torch.stack([smallest, torch.where(smallest < torch.inf, magnitude.amax(), smallest)])
+
+
+def _keep_largest(magnitude: Tensor, ratio: float, more: int) -> Tensor:
     flat = magnitude.flatten()
-    return ~smallest_mask(flat, share(ratio, flat.numel())).reshape(magnitude.shape)
+    return ~smallest_mask(flat, share(ratio, flat.numel()) + more).reshape(magnitude.shape)
 
 
 def as_written(ratio: float) -> Decimal:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal
@@ -11,18 +12,49 @@ from torch import Tensor
 
 from gradveil.core.allowed import BOUND, COUNT, Choice, collect
 from gradveil.core.errors import refuse
-from gradveil.core.noise import Noise, NoiseSpec, Uniform
-from gradveil.core.tree import Tensors, straight_through, tmap
+from gradveil.core.noise import Noise, NoiseSpec, Normal, Uniform
+from gradveil.core.tree import Tensors, select, straight_through, under
 from gradveil.core.types import Context, Stage, Transform
 
 SIZE = Choice(("mean", "unit"))
 """What a sign is multiplied by: the mean magnitude of its layer, or one."""
+_ROUNDING = 1e-5
+"""Intervals are wider by this share of a level, more than arithmetic in float32 is wrong by."""
 SCALE = Choice(("l2", "max"))
 """What a layer's largest level stands for: the layer's norm, or its largest magnitude."""
 
 
+class Rounding(Transform):
+    """Base of transforms that round: what was sent says in which interval an entry was before.
+
+    What was sent is an intermediate `sent.<parameter>`. Where it is pinned, an entry within the interval that may be
+    rounded to it comes out as what was sent, any other as that plus what lies outside: so an attacker who compares is
+    charged for nothing that the rounding may have done.
+    """
+
+    stage: ClassVar[Stage] = Stage.QUANTISE
+
+    def intermediates(self, params: Mapping[str, Tensor]) -> NoiseSpec:
+        """Declare what was sent, which may be pinned."""
+        own = {name: Noise(tuple(p.shape), Normal(), dtype=p.dtype) for name, p in params.items()}
+        return NoiseSpec(own).under("sent")
+
+    def evidence(self, sent: Mapping[str, Tensor], exact: bool = True) -> Tensors:
+        """Return what was sent, as it is; nothing where a later transform changed it."""
+        return under("sent", sent) if exact else {}
+
+    @abstractmethod
+    def interval(self, sent: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the smallest and the largest entries that may be rounded to what was sent."""
+
+    def charged(self, value: Tensor, sent: Tensor) -> Tensor:
+        """Add to what was sent by how much an entry lies outside of its interval."""
+        low, high = self.interval(sent)
+        return sent + (value - torch.minimum(torch.maximum(value.detach(), low), high))
+
+
 @dataclass(frozen=True)
-class Sign(Transform):
+class Sign(Rounding):
     """Send sign(g) times the mean of |g| in each layer (Bernstein et al. 2018; with the scale Karimireddy et al. 2019).
 
     The exact derivative is zero. An attacker's is that of g / (|g| + mean |g|), times the scale: an entry that is
@@ -32,7 +64,6 @@ class Sign(Transform):
     """
 
     scale: Literal["mean", "unit"] = "mean"
-    stage: ClassVar[Stage] = Stage.QUANTISE
 
     def __post_init__(self) -> None:
         """Refuse settings that cannot be meant."""
@@ -42,7 +73,18 @@ class Sign(Transform):
         self, update: Tensors, state: Tensors, noise: Mapping[str, Tensor], context: Context
     ) -> tuple[Tensors, Tensors]:
         """Replace every entry by its sign, zero by zero."""
-        return tmap(self._signs, update), state
+        seen = select(noise, "sent")
+        return {n: self._compared(v, seen[n]) if n in seen else self._signs(v) for n, v in update.items()}, state
+
+    def interval(self, sent: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the half line of each sign; zero was zero."""
+        none = torch.zeros_like(sent)
+        return torch.where(sent < 0, -torch.inf, none), torch.where(sent > 0, torch.inf, none)
+
+    def _compared(self, value: Tensor, sent: Tensor) -> Tensor:
+        """Bring a layer to the mean magnitude that was sent: an update near zero explains no sign."""
+        mean = value.abs().mean()
+        return self.charged(value * (sent.abs().amax() / torch.where(mean > 0, mean, 1.0)), sent)
 
     def _signs(self, value: Tensor) -> Tensor:
         fixed = value.detach()
@@ -53,7 +95,7 @@ class Sign(Transform):
 
 
 @dataclass(frozen=True)
-class Quantise(Transform):
+class Quantise(Rounding):
     """Round |g| at random to one of 0, s/L, 2s/L, ..., s, so that the mean is g (Alistarh et al. 2017, QSGD).
 
     s is the layer's Euclidean norm or its largest magnitude, L = `levels`. An entry between two levels is rounded up
@@ -71,7 +113,6 @@ class Quantise(Transform):
     levels: int
     scale: Literal["l2", "max"] = "l2"
     clip: float = float("inf")
-    stage: ClassVar[Stage] = Stage.QUANTISE
     shows_zeros: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
@@ -87,7 +128,25 @@ class Quantise(Transform):
         self, update: Tensors, state: Tensors, noise: Mapping[str, Tensor], context: Context
     ) -> tuple[Tensors, Tensors]:
         """Round every entry to a level."""
-        return {name: self._rounded(value, noise[name]) for name, value in update.items()}, state
+        seen = select(noise, "sent")
+        return {
+            name: self.charged(value, seen[name]) if name in seen else self._rounded(value, noise[name])
+            for name, value in update.items()
+        }, state
+
+    def interval(self, sent: Tensor) -> tuple[Tensor, Tensor]:
+        """Return one level less and one level more, of the same sign; what the clip may have cut has no upper end.
+
+        A level is the smallest magnitude of the layer: where that is several levels, the interval is only wider.
+        """
+        size = sent.abs()
+        level, top = torch.where(size > 0, size, torch.inf).amin() * (1 + _ROUNDING), size.amax()
+        low, high = size - level, size + level
+        if self.scale == "max":
+            high = torch.minimum(high, torch.where(top > 0, top * (1 + _ROUNDING), torch.inf))
+        if self.clip < float("inf"):
+            high = torch.where(size >= (top if self.scale == "max" else top - level), torch.inf, high)
+        return torch.where(sent < 0, -high, low), torch.where(sent < 0, -low, high)
 
     def _rounded(self, value: Tensor, u: Tensor) -> Tensor:
         if self.clip < float("inf"):

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
-LARGE = 8192
-"""From this many entries on, a histogram is faster than `kthvalue` on a CPU (4x at two million)."""
-_SHIFT = 16
-_BINS = 1 << 15
+from gradveil.core.tree import plain
+from gradveil.defences.thresholds import above, borders, tied
+
+LARGE = 4096
+"""From this many entries on, thresholds by sampling are faster than ordering all on a CPU."""
 
 
 def ends_mask(magnitude: Tensor, bottom: int, top: int = 0) -> Tensor:
@@ -35,6 +39,54 @@ def smallest_mask(magnitude: Tensor, count: int) -> Tensor:
     return ends_mask(magnitude, count)
 
 
+def without_ends(value: Tensor, bottom: int, top: int = 0) -> Tensor:
+    """Return a tensor with the `bottom` smallest and `top` largest of all its magnitudes set to zero.
+
+    Equal to `value` times the mask of what `ends_mask` does not mark, and computed like that where somebody
+    differentiates or batches. A plain tensor on the CPU needs no mask: its thresholds say it all.
+
+    >>> without_ends(torch.tensor([1.0, -4.0, 3.0, 2.0]), 1, 1)
+    tensor([0., 0., 3., 2.])
+    """
+    if not (bottom or top):
+        return value
+    if plain(value) and value.device.type == "cpu" and value.dtype == torch.float32:
+        found = _by_thresholds(value, bottom, top) if value.numel() >= LARGE else _by_places(value, bottom, top)
+        if found is not None:
+            return found
+    removed = ends_mask(value.detach().abs().flatten(), bottom, top).reshape(value.shape)
+    return value * (~removed).to(value.dtype)
+
+
+def _by_places(value: Tensor, bottom: int, top: int) -> Tensor | None:
+    """Order a small tensor; None if an entry is not finite."""
+    flat = value.flatten()
+    order = flat.abs().argsort(stable=True)
+    out = flat.clone()
+    out[order[:bottom]] = 0.0
+    out[order[len(order) - top :]] = 0.0
+    return out.view(value.shape) if math.isfinite(flat.sum().item()) else None
+
+
+def _by_thresholds(value: Tensor, bottom: int, top: int) -> Tensor | None:
+    """Subtract what is above the upper threshold from what is above the lower one; None if an entry is not finite."""
+    size = value.numel()
+    if bottom == size or top == size:
+        return torch.zeros_like(value)
+    flat = value.flatten()
+    found = borders(flat.numpy(), tuple(rank for rank in (bottom, size - top) if 0 < rank < size))
+    if found is None:
+        return None
+    parts = [F.hardshrink(flat, float(border.last)) for border in found]
+    for part, border in zip(parts, found, strict=True):
+        if border.ties and border.last:  # which zeros are sent makes no difference
+            places = torch.as_tensor(tied(flat.numpy(), border))
+            part[places] = flat[places]
+    if not bottom:
+        return (flat - parts[0]).view(value.shape)
+    return (parts[0].sub_(parts[1]) if top else parts[0]).view(value.shape)
+
+
 def ends_mask_by_order(magnitude: Tensor, bottom: int, top: int = 0) -> Tensor:
     """`ends_mask` by `kthvalue` and running counts of the ties: any device and dtype, no host reads."""
     removed = torch.zeros_like(magnitude, dtype=torch.bool)
@@ -48,35 +100,18 @@ def ends_mask_by_order(magnitude: Tensor, bottom: int, top: int = 0) -> Tensor:
     return removed
 
 
-def _row_by_histogram(row: Tensor, bottom: int, top: int) -> Tensor:
-    """`ends_mask` of one float32 row on the CPU.
-
-    The bits of non-negative floats are ordered as integers, so a histogram of the upper 16 finds the bin of a
-    threshold, and only that bin's few entries are ordered.
-    """
-    upper = row.view(torch.int32) >> _SHIFT
-    below = torch.bincount(upper, minlength=_BINS).cumsum(0)
-    removed = torch.zeros_like(row, dtype=torch.bool)
-    if bottom:
-        threshold = _order_statistic(row, upper, below, bottom)
-        removed = row < threshold
-        spare = bottom - int(removed.sum())
-        removed[(row == threshold).nonzero().squeeze(-1)[:spare]] = True
-    if top:
-        threshold = _order_statistic(row, upper, below, row.numel() - top + 1)
-        above = row > threshold
-        spare = top - int(above.sum())
-        ties = (row == threshold).nonzero().squeeze(-1)
-        above[ties[len(ties) - spare :]] = True
-        removed |= above
-    return removed
-
-
-def _order_statistic(row: Tensor, upper: Tensor, below: Tensor, count: int) -> Tensor:
-    """Return the `count`-th smallest entry."""
-    place = int(torch.searchsorted(below, count))
-    before = int(below[place - 1]) if place else 0
-    return row[upper == place].kthvalue(count - before).values
+def _row(row: Tensor, bottom: int, top: int) -> Tensor:
+    """`ends_mask` of one float32 row on the CPU."""
+    size, values = len(row), row.numpy()
+    ranks = [rank for rank in (bottom, size - top) if 0 < rank < size]
+    found = borders(values, tuple(ranks))
+    if found is None:
+        return ends_mask_by_order(row, bottom, top)
+    upper = {rank: above(values, border) for rank, border in zip(ranks, found, strict=True)}
+    removed = ~upper[bottom] if bottom in upper else np.full(size, bool(bottom) or top == size)
+    if size - top in upper:
+        removed |= upper[size - top]
+    return torch.as_tensor(removed)
 
 
 class _Ends(torch.autograd.Function):
@@ -86,10 +121,10 @@ class _Ends(torch.autograd.Function):
     def forward(magnitude: Tensor, bottom: int, top: int) -> Tensor:
         """Choose the faster exact way."""
         fast = magnitude.device.type == "cpu" and magnitude.dtype == torch.float32 and magnitude.shape[-1] >= LARGE
-        if not fast or not (bottom or top) or bool(magnitude.isnan().any()):
+        if not fast or not (bottom or top):
             return ends_mask_by_order(magnitude, bottom, top)
-        rows = magnitude.reshape(-1, magnitude.shape[-1]).unbind(0)
-        return torch.stack([_row_by_histogram(row, bottom, top) for row in rows]).reshape(magnitude.shape)
+        rows = magnitude.reshape(-1, magnitude.shape[-1])
+        return torch.stack([_row(row, bottom, top) for row in rows.unbind(0)]).reshape(magnitude.shape)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

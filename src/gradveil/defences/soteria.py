@@ -74,7 +74,7 @@ class Soteria(Transform):
         mask = self._mask(name, context) if pinned is None else pinned
         return {**update, name: update[name] * mask.to(update[name].dtype)}, state
 
-    def evidence(self, sent: Mapping[str, Tensor]) -> Tensors:
+    def evidence(self, sent: Mapping[str, Tensor], exact: bool = True) -> Tensors:
         """Read the mask off the zero columns."""
         name = classifier(sent)
         return {f"mask.{name}": (sent[name] != 0).any(0).to(sent[name].dtype)}

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from gradveil.core.allowed import SHARE, Choice, Range, collect
 from gradveil.core.errors import refuse
-from gradveil.core.tree import Tensors, select, straight_through, tmap, under
+from gradveil.core.fused import in_blocks
+from gradveil.core.tree import Tensors, plain, straight_through, tmap, under
 from gradveil.core.types import Context, Stage, Transform
 
 OPTIMISER = Choice(("adam", "adagrad", "yogi"))
@@ -71,21 +72,32 @@ class StandIn(Transform):
     ) -> tuple[Tensors, Tensors]:
         """Move the moments and send their quotient."""
         rounds = state["rounds"] + 1
-        v = {n: self._second(state[f"v.{n}"], g) for n, g in update.items()}
-        if self.optimiser == "adagrad":
-            m, moments = update, under("v", v)
-        else:
-            old = select(state, "m")
-            m = {n: self.beta1 * old[n] + (1 - self.beta1) * g for n, g in update.items()}
-            moments = under("m", m) | under("v", v)
-        scale, of_m, of_v = self._scales(rounds)
-        sent = {n: scale * self._quotient(m[n] / of_m, v[n] / of_v) for n in update}
-        return sent, {"rounds": rounds, **moments}
+        scales = self._scales(rounds)
+
+        def moved(*tensors: Tensor) -> tuple[Tensor, ...]:
+            return self._moved(scales, *tensors)
+
+        kinds = ("v",) if self.optimiser == "adagrad" else ("v", "m")
+        sent: Tensors = {}
+        moments: Tensors = {}
+        for name, g in update.items():
+            names = [f"{kind}.{name}" for kind in kinds]
+            sent[name], *after = in_blocks(moved, g, *(state[n] for n in names))
+            moments |= zip(names, after, strict=True)
+        return sent, {"rounds": rounds, **{n: moments[n] for n in state if n != "rounds"}}
+
+    def _moved(self, scales: tuple[Tensor, Tensor, Tensor], g: Tensor, v: Tensor, *m: Tensor) -> tuple[Tensor, ...]:
+        """Return what is sent for entries of the gradient, and their moments, v and m (Adagrad has v alone)."""
+        scale, of_m, of_v = scales
+        v = self._second(v, g)
+        after = [torch.add(self.beta1 * old, g, alpha=1 - self.beta1) for old in m]
+        first = after[0] if after else g
+        return scale * self._quotient(first / of_m, v / of_v), v, *after
 
     def _second(self, v: Tensor, g: Tensor) -> Tensor:
-        square = g.square()
         if self.optimiser == "adam":
-            return self.beta2 * v + (1 - self.beta2) * square
+            return torch.addcmul(self.beta2 * v, g, g, value=1 - self.beta2)
+        square = g.square()
         if self.optimiser == "yogi":
             return v - (1 - self.beta2) * torch.sign(v - square) * square
         return v + square
@@ -102,6 +114,8 @@ class StandIn(Transform):
 
     def _quotient(self, m: Tensor, v: Tensor) -> Tensor:
         """Divide m by sqrt(v) + eps, with the derivative of a larger eps; sqrt has none at zero, so it gets zero."""
+        if plain(m, v):
+            return m / (v.sqrt() + self.eps)
         there = v > 0
         root = torch.where(there, torch.where(there, v, torch.ones_like(v)).sqrt(), torch.zeros_like(v))
         width = root.detach().mean() + self.eps

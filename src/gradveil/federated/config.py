@@ -17,6 +17,10 @@ Name = Annotated[str, Field(min_length=1)]
 """A text that is not empty."""
 
 
+UNSEEN = "unseen"
+"""The name of data that are not here: of recorded updates only what the images look like is known."""
+
+
 class Section(BaseModel):
     """A table of a run file: unknown keys are refused, and a number is not a string."""
 
@@ -31,10 +35,23 @@ class DataConfig(Section):
     """Side the images are resized to, in pixels (SSIM needs 11); leave it out for 32."""
     channels: Literal[1, 3] | None = None
     normalise: Literal["dataset", "none"] = "dataset"
+    mean: Annotated[list[float], Field(min_length=1)] | None = None
+    """With `std`: what the model's inputs are normalised by, one number or one a channel, instead of `normalise`."""
+    std: Annotated[list[Annotated[float, Field(gt=0)]], Field(min_length=1)] | None = None
+    classes: Count | None = None
+    """How many classes there are, for data that are not here (`unseen`)."""
     public: Count | None = 2000
     """How many public images are read (bundled data are read whole)."""
     gallery: Count | None = 1000
     """How many images of the victims' split are read: the identification metric searches the victim among them."""
+
+    @model_validator(mode="after")
+    def _what_is_said_of_it(self) -> DataConfig:
+        if (self.mean is None) != (self.std is None):
+            raise ValueError("mean and std go together")
+        if self.classes is not None and self.name != UNSEEN:
+            raise ValueError(f"classes are said by the data '{self.name}' themselves; leave them out")
+        return self
 
 
 class ModelConfig(Section):
@@ -63,6 +80,9 @@ class LocalConfig(Section):
     momentum: Annotated[float, Field(ge=0, lt=1)] = 0.0
     nesterov: bool = False
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    sampling: Literal["batches", "poisson"] = "batches"
+    """`poisson`: each example is in each step by itself, `batch` of them on average; what DP-SGD's accounting takes for
+    granted. A step then computes with all examples."""
 
     @model_validator(mode="after")
     def _one_length(self) -> LocalConfig:
@@ -114,17 +134,12 @@ class ServerConfig(Section):
         return Server(self.optimiser, lr, self.momentum, (self.beta1, self.beta2), self.tau, self.weights)
 
 
-class TrainConfig(Section):
-    """A training: every defence with every seed, and the same data in one place for comparison."""
+class Rounds(Section):
+    """How clients train together: who takes part, what each does, and what the server makes of it."""
 
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
-    data: TrainDataConfig
-    model: ModelConfig
     clients: Count = 10
     rounds: Count
     partition: PartitionConfig = PartitionConfig()
-    validation: Annotated[float, Field(ge=0, lt=1)] = 0.1
-    """Share of each client's examples that it keeps apart, to say how well training goes."""
     local: LocalConfig | None = None
     """Local training; None for one gradient a round."""
     batch: Count | None = None
@@ -134,6 +149,16 @@ class TrainConfig(Section):
     """Share of the clients that take part in a round."""
     absent: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Probability that a chosen client does not answer."""
+
+
+class TrainConfig(Rounds):
+    """A training: every defence with every seed, and the same data in one place for comparison."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
+    data: TrainDataConfig
+    model: ModelConfig
+    validation: Annotated[float, Field(ge=0, lt=1)] = 0.1
+    """Share of each client's examples that it keeps apart, to say how well training goes."""
     patience: Count | None = None
     """Stop after so many rounds without a lower mean validation loss."""
     defences: Annotated[list[Name], Field(min_length=1)] = ["none"]

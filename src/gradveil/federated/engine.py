@@ -10,17 +10,18 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from gradveil.client import Client, announced, proposer, speakers
+from gradveil.client import Client, announced, drawn_update, proposer, speakers
 from gradveil.core.errors import Problem, refuse
 from gradveil.core.noise import Key
 from gradveil.core.tree import Tensors, stack
 from gradveil.core.types import Batch
 from gradveil.federated.aggregate import Server
+from gradveil.federated.recorded import Recorder
 from gradveil.federated.wire import encoded_size
 
 Status = Literal["running", "finished", "stopped early", "diverged"]
@@ -76,6 +77,8 @@ class Standing:
     """Bytes of what the last round changed: what a client who took part in it is sent."""
     records: tuple[Round, ...] = ()
     status: Status = "running"
+    start: tuple[float | None, float] | None = None
+    """Loss and accuracy on the test examples before the first round."""
 
     @property
     def final(self) -> Tensors:
@@ -100,6 +103,8 @@ class Federation:
     """Probability that a chosen client does not answer."""
     patience: int | None = None
     """Stop after so many rounds without a lower validation loss; None for never."""
+    recorder: Recorder | None = None
+    """Keeps what leaves the clients, for an audit; it changes nothing of the training."""
 
     def __post_init__(self) -> None:
         """Refuse settings that cannot be meant, all at once."""
@@ -120,7 +125,7 @@ class Federation:
         """Return the standing before the first round."""
         params = self.client.params()
         sent = {name: params[name] for name in self.client.trained()}
-        return Standing(params, self.server.init(sent))
+        return Standing(params, self.server.init(sent), start=self.evaluate(params, self.test))
 
     def chosen(self, number: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Say who takes part in a round: who answers, and who was chosen and does not."""
@@ -140,16 +145,7 @@ class Federation:
         batch, params = self._examples(client, key), standing.params
         state = standing.clients.get(client)
         state = here.init(params) if state is None else state
-        device = batch.inputs.device
-        each = here.step_spec(params, batch)
-
-        def drawn(spec: Any, own: Key) -> Tensors:
-            return {name: value.to(device) for name, value in spec.sample(own).items()}
-
-        once = drawn(here.round_spec(params, batch), key)
-        if here.local is None:
-            once |= drawn(each, key)
-        return here.trained_update(params, batch, once, lambda t: drawn(each, key.child("step", t)), state)
+        return drawn_update(here, params, batch, key, state)
 
     def round(self, standing: Standing) -> Standing:
         """Run one round."""
@@ -161,6 +157,7 @@ class Federation:
             heard, spoken = self.heard(standing, answers, number)
             for client in answers:
                 updates[client], clients[client] = self.local_update(standing, client, number, heard)
+                self._record_update(standing, client, number, updates[client], heard)
             params, server, mean, moved = standing.params, standing.server, standing.mean, 0
             if updates:
                 examples = {client: len(self.shares[client].train.targets) for client in answers}
@@ -183,6 +180,12 @@ class Federation:
         who = [answers[(number - 1 + i) % len(answers)] for i in range(count)]
         said = [self.local_update(standing, client, number, proposer(self.client))[0] for client in who]
         return announced(self.client, stack(said), standing.mean, number - 1), sum(map(_bits, said))
+
+    def _record_update(self, standing: Standing, client: int, number: int, update: Tensors, heard: Client) -> None:
+        if self.recorder is not None and self.recorder.wants(number, str(client)):
+            made_from = self._examples(client, self.key.child("client", client, "round", number))
+            count = len(made_from.targets)
+            self.recorder.write(number, str(client), standing.params, update, count, heard.messages, made_from)
 
     def _examples(self, client: int, key: Key) -> Batch:
         train = self.shares[client].train
@@ -263,14 +266,18 @@ def train(
     keep: Callable[[Standing], None] | None = None,
 ) -> Standing:
     """Run rounds until there have been so many, or the training stops by itself. `keep` is called after every round."""
-    standing = standing or federation.start()
-    while standing.status == "running" and len(standing.records) < rounds:
-        standing = federation.round(standing)
-        if standing.status == "running" and len(standing.records) == rounds:
-            standing = replace(standing, status="finished")
+    standing = _ended(standing or federation.start(), rounds)
+    while standing.status == "running":
+        standing = _ended(federation.round(standing), rounds)
         if keep is not None:
             keep(standing)
     return standing
+
+
+def _ended(standing: Standing, rounds: int) -> Standing:
+    """Say of a training that has had its rounds that it is finished: one that was stopped may have had more."""
+    over = standing.status == "running" and len(standing.records) >= rounds
+    return replace(standing, status="finished") if over else standing
 
 
 def _bits(masks: Mapping[str, Tensor]) -> int:

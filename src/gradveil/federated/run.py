@@ -5,27 +5,31 @@ from __future__ import annotations
 import contextlib
 import json
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean, stdev
 from types import MappingProxyType
 from typing import Any
 
+from pydantic import TypeAdapter
 from torch import Tensor
 
-from gradveil.core.errors import Problem, refuse
-from gradveil.core.files import locked, plain, read_json, write_json
-from gradveil.federated.checkpoint import load_standing, save_standing
+from gradveil.core.errors import GradveilError, Problem, refuse
+from gradveil.core.files import locked, read_json, write_json, write_private
+from gradveil.federated.checkpoint import load_standing, pack_standing
 from gradveil.federated.config import TrainConfig, digest
-from gradveil.federated.engine import Standing, train
+from gradveil.federated.engine import Round, Status
+from gradveil.federated.recorded import Recorder
 from gradveil.federated.setting import Cell, Setting, cells
+from gradveil.federated.work import FAILED, failure, going_on, identity, summarise, working
 from gradveil.nn.weights import fingerprint
+from gradveil.schedule.work import Job, Parcel, Schedule, in_process
 
 FORMAT = 1
 """Version of a training's files; another is refused."""
 RUN = "train.json"
 """The file that describes a training."""
+_round = TypeAdapter(Round)
 _RESTORE = "put a copy of the file back, or train anew with --fresh, which removes the results"
 
 
@@ -56,71 +60,98 @@ def opened(folder: Path, info: Mapping[str, Any], fresh: bool = False) -> Iterat
 
 
 def run(
-    setting: Setting, folder: Path, tell: Callable[[Cell, Standing], None], only: Sequence[Cell] | None = None
+    setting: Setting,
+    folder: Path,
+    tell: Callable[[Cell, Round, Status], None],
+    schedule: Schedule = in_process,
+    recorder: Recorder | None = None,
+    at: Collection[int] = (),
 ) -> list[dict[str, Any]]:
-    """Train every cell as far as the run asks for; write each after every round. Returns a summary of each."""
-    out: list[dict[str, Any]] = []
-    for cell in cells(setting.config) if only is None else only:
-        file = folder / "cells" / f"{cell.id}.safetensors"
-        own = identity(setting.config, cell)
-        standing = load_standing(file, own, setting.config.device)
-        if standing is not None and standing.status == "finished" and len(standing.records) < setting.config.rounds:
-            standing = replace(standing, status="running")
-        federation = setting.federation(cell)
+    """Train every cell as far as the run asks for; write each after every round. Returns a summary of each.
 
-        def keep(now: Standing, cell: Cell = cell, file: Path = file, own: str = own) -> None:
-            save_standing(file, now, own)
-            tell(cell, now)
+    `recorder` keeps what leaves the clients of every cell, as the cell's own run. Where a cell stood after the rounds
+    `at` (0: before the first) is kept beside where it stands: see `cell_file`.
+    """
+    config = setting.config
 
-        standing = train(federation, setting.config.rounds, standing, keep)
-        summary = summarise(cell, standing)
-        write_json(folder / "cells" / f"{cell.id}.json", summary | {"curve": [asdict(r) for r in standing.records]})
-        out.append(summary)
-    return out
+    def file(cell: Cell) -> Path:
+        return cell_file(folder, cell)
+
+    def order(cell: Cell) -> Parcel:
+        return Parcel({"cell": cell.id}, file(cell).read_bytes() if file(cell).is_file() else b"")
+
+    def heard(cell: Cell, news: Parcel) -> None:
+        record = _round.validate_python(news.facts["record"])
+        # What is to be kept comes first: a kill in between is then made up for.
+        if record.number in at:
+            write_private(cell_file(folder, cell, record.number), news.data)
+        write_private(file(cell), news.data)
+        tell(cell, record, news.facts["status"])
+
+    def write(cell: Cell, summary: Mapping[str, Any]) -> None:
+        write_json(folder / "cells" / f"{cell.id}.json", summary)
+
+    waiting: list[Cell] = []
+    problems: list[Problem] = []
+    for cell in cells(config):
+        try:
+            _rewind(setting, folder, cell, at)
+            standing = going_on(load_standing(file(cell), identity(setting, cell)), config.rounds)
+        except GradveilError as error:
+            problems += error.problems
+            continue
+        if standing is None or standing.status == "running":
+            waiting.append(cell)
+        else:
+            write(cell, summarise(cell, standing))
+    refuse(problems)
+    with schedule(Job(working(setting, recorder), order, heard), waiting) as done:
+        for cell, found in done:
+            write(cell, failure(cell, found) if isinstance(found, str) else found.facts)
+    return load_summaries(folder)
 
 
-def identity(config: TrainConfig, cell: Cell) -> str:
-    """Hash what a training's standing depends on."""
-    return digest([config.digest(), cell.title, cell.seed])
+def cell_file(folder: Path, cell: Cell, number: int | None = None) -> Path:
+    """Say where it is written where a training stands, or where it stood after a chosen round."""
+    return folder / "cells" / (cell.id + ("" if number is None else f".round-{number}") + ".safetensors")
 
 
-def summarise(cell: Cell, standing: Standing) -> dict[str, Any]:
-    """Sum one training up in one flat object: the accuracy is that of the parameters it ends with."""
-    records = standing.records
-    last = records[standing.best_round - 1] if standing.best_round else records[-1]
-    rounds = len(records)
-    return plain(
-        {
-            "cell": cell.id,
-            "defence": cell.title,
-            "seed": cell.seed,
-            "status": standing.status,
-            "rounds": rounds,
-            "best_round": standing.best_round,
-            "accuracy": last.accuracy,
-            "loss": last.loss,
-            "validation_loss": last.validation_loss,
-            "bytes_up": sum(record.bytes_up for record in records) / rounds,
-            "bytes_down": sum(record.bytes_down for record in records) / rounds,
-            "seconds": sum(record.seconds for record in records) / rounds,
-        }
-    )
+def _rewind(setting: Setting, folder: Path, cell: Cell, at: Collection[int]) -> None:
+    """Go back to before the first standing that should be kept and is gone; keep the one before the first round."""
+    files = {number: cell_file(folder, cell, number) for number in sorted(at)}
+    gone = [number for number, kept in files.items() if not kept.is_file()]
+    own, file = identity(setting, cell), cell_file(folder, cell)
+    if 0 in gone:
+        write_private(files[0], pack_standing(setting.federation(cell).start(), own))
+    standing = load_standing(file, own) if gone else None
+    late = [number for number in gone if 0 < number <= (len(standing.records) if standing else 0)]
+    if late:
+        before = max((number for number in files if number < late[0]), default=None)
+        if before is None:
+            file.unlink()
+        else:
+            write_private(file, files[before].read_bytes())
 
 
 def spread(summaries: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Put the seeds of each defence together: mean and standard deviation of the accuracy, means of the rest."""
+    """Put the seeds of each defence together: mean and standard deviation of the accuracy, means of the rest.
+
+    A training that failed has no numbers: it is told among the statuses.
+    """
     out: list[dict[str, Any]] = []
     for defence in dict.fromkeys(row["defence"] for row in summaries):
-        rows = [row for row in summaries if row["defence"] == defence]
+        all_rows = [row for row in summaries if row["defence"] == defence]
+        rows = [row for row in all_rows if row["status"] != FAILED]
         shares = [row["accuracy"] for row in rows]
+        numbers = ("rounds", "bytes_up", "bytes_down", "seconds")
         out.append(
             {
                 "defence": defence,
                 "seeds": len(rows),
-                "accuracy": fmean(shares),
+                "accuracy": fmean(shares) if rows else None,
                 "accuracy_std": stdev(shares) if len(shares) > 1 else None,
-                **{key: fmean(row[key] for row in rows) for key in ("rounds", "bytes_up", "bytes_down", "seconds")},
-                "statuses": sorted({row["status"] for row in rows}),
+                **{key: fmean(row[key] for row in rows) if rows else None for key in numbers},
+                "statuses": sorted({row["status"] for row in all_rows}),
             }
         )
     return out

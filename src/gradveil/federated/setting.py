@@ -11,17 +11,16 @@ import torch
 from torch import Tensor
 
 from gradveil.client import Client
-from gradveil.core.errors import GradveilError, Problem, refuse
+from gradveil.core.errors import GradveilError, Problem, fail, refuse
 from gradveil.core.noise import Key
 from gradveil.core.tree import Tensors
 from gradveil.core.types import Batch, Domain
-from gradveil.data import Dataset, Splits, dirichlet, iid, load, located, pathological
+from gradveil.data import Dataset, Splits, dirichlet, iid, located, pathological
 from gradveil.defences import parse
 from gradveil.federated.config import TrainConfig, digest
 from gradveil.federated.engine import Federation, Share
-from gradveil.nn import surgery
+from gradveil.federated.opening import device_problems, initial_model, open_images
 from gradveil.nn.check import check
-from gradveil.nn.models import build
 from gradveil.nn.weights import misfits, put_weights, read_weights
 
 CENTRAL = "central"
@@ -90,16 +89,7 @@ class Setting:
     def _plain(self, seed: int, shares: Sequence[Share]) -> Client:
         """Build the undefended client."""
         config, images = self.config, self.data.public
-        net = build(
-            config.model.name,
-            channels=images.channels,
-            size=images.inputs.shape[-1],
-            classes=len(images.classes),
-            generator=Key(seed, ("model",)).generator(),
-            **config.model.options,
-        )
-        if config.model.prepare:
-            net, _ = surgery.prepare(net, batchnorm=config.model.batchnorm)
+        net, _ = initial_model(config.model, images, seed)
         if self.weights:
             refuse(misfits(net, self.weights, f"model.weights '{config.model.weights}'"))
             put_weights(net, self.weights)
@@ -108,9 +98,10 @@ class Setting:
         domain = Domain(lower, upper, max(len(images.classes), 2))
         return Client(net, local=config.local.build(smallest) if config.local else None, domain=domain)
 
-    def _shares(self, cell: Cell) -> list[Share]:
+    def hands(self, seed: int) -> list[tuple[Tensor, Tensor]]:
+        """Deal the training images: the places of those that each client trains on, and of those it keeps apart."""
         config, images = self.config, self.data.public
-        key = Key(cell.seed, ("partition",))
+        key = Key(seed, ("partition",))
         kind, generator = config.partition, key.generator()
         if kind.kind == "iid":
             parts = iid(len(images), config.clients, generator)
@@ -118,19 +109,26 @@ class Setting:
             parts = dirichlet(images.targets, config.clients, kind.concentration, generator, at_least=self._at_least())
         else:
             parts = pathological(images.targets, config.clients, kind.classes, generator)
-        shares = [self._share(part, key.child("validation", i)) for i, part in enumerate(parts)]
+        return [self._parted(part, key.child("validation", i)) for i, part in enumerate(parts)]
+
+    def _shares(self, cell: Cell) -> list[Share]:
+        shares = [self._share(*hand) for hand in self.hands(cell.seed)]
         if not cell.central:
             return shares
         kept = [share.validation for share in shares if share.validation is not None]
         return [Share(_joined([share.train for share in shares]), _joined(kept) if kept else None)]
 
-    def _share(self, places: Tensor, key: Key) -> Share:
-        """Part one client's examples into those it trains on and those it keeps apart."""
+    def _parted(self, places: Tensor, key: Key) -> tuple[Tensor, Tensor]:
         held = round(self.config.validation * len(places))
+        if held == len(places):
+            what = f"leaves a client with {len(places)} examples none to train on"
+            raise fail("validation", f"is {self.config.validation:g} and {what}", "lower it, or take fewer clients")
         order = torch.randperm(len(places), generator=key.generator())
-        train_on, keep = places[order[held:].sort().values], places[order[:held].sort().values]
+        return places[order[held:].sort().values], places[order[:held].sort().values]
+
+    def _share(self, train_on: Tensor, keep: Tensor) -> Share:
         images = self.data.public
-        return Share(self._batch(images.subset(train_on)), self._batch(images.subset(keep)) if held else None)
+        return Share(self._batch(images.subset(train_on)), self._batch(images.subset(keep)) if len(keep) else None)
 
     def _at_least(self) -> int:
         local = self.config.local
@@ -141,23 +139,16 @@ class Setting:
         return Batch(images.inputs.to(self.config.device, self.dtype), images.targets.to(self.config.device))
 
 
-def open_setting(config: TrainConfig, data_dir: Path | None = None) -> Setting:
-    """Load the data and try everything a run needs; refuse with every problem at once."""
-    try:
-        data = load(
-            config.data.name,
-            size=config.data.size,
-            channels=config.data.channels,
-            normalise=config.data.normalise,
-            data_dir=data_dir,
-            limit_public=config.data.public,
-            limit_victims=config.data.gallery,
-        )
-    except GradveilError as error:
-        raise GradveilError(Problem(f"data: {p.where}", p.what, p.remedy) for p in error.problems) from error
+def open_setting(config: TrainConfig, data_dir: Path | None = None, checked: bool = True) -> Setting:
+    """Load the data and try everything a run needs; refuse with every problem at once.
+
+    A worker leaves the trying out (`checked=False`): it was done before it was started.
+    """
+    refuse(list(device_problems(config.device, config.precision)))
+    data = open_images(config.data, data_dir, config.data.gallery)
     weights = read_weights(located(config.model.weights, data_dir)) if config.model.weights else {}
     setting = Setting(config, data, weights)
-    refuse(list(_problems(setting)))
+    refuse(list(_problems(setting)) if checked else [])
     return setting
 
 

@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from gradveil.core.errors import Problem, fail, refuse
@@ -20,9 +19,13 @@ _REMEDY = "give the parameters of this model, or name the model that they belong
 def read_weights(file: Path) -> Tensors:
     """Read the tensors of a safetensors file; of a training that Gradveil wrote, the parameters it ends with."""
     try:
-        found = load_file(file)
+        with safe_open(file, "pt") as opened:
+            ours = "gradveil" in (opened.metadata() or {})
+            found: Tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
     except (SafetensorError, OSError) as error:
         raise fail(str(file), f"cannot be read: {error}", "give a safetensors file of a model's parameters") from error
+    if not ours:  # somebody's module may be called "best"
+        return found
     return select(found, "best") or select(found, "params") or found
 
 

@@ -19,7 +19,7 @@ from gradveil.audit.store import Cell, Run, load_run
 from gradveil.audit.threat import threat_model
 from gradveil.core.errors import fail
 from gradveil.core.words import interval, number, percent, plural, size
-from gradveil.report import budget, method, plots, table
+from gradveil.report import budget, method, observed, plots, table
 from gradveil.report.pictures import Album, data_uri, pairs
 from gradveil.report.verdict import LEVELS, Verdict, verdicts
 
@@ -75,7 +75,8 @@ def context(run: Run) -> dict[str, Any]:
     """Work out everything the template shows."""
     failed = [cell for cell in run.cells if cell.failed]
     done = [cell for cell in run.cells if not cell.failed]
-    rows = [Row(number, cell) for number, cell in enumerate(done)]
+    every = [Row(number, cell) for number, cell in enumerate(done)]
+    rows = [row for row in every if row.cell.unscored is None]
     judged = verdicts(rows)
     album = Album()
     shots = pairs(rows, album)
@@ -88,13 +89,14 @@ def context(run: Run) -> dict[str, Any]:
         "date": str(run.info.get("created", "")).replace("T", " ")[:16],
         "machine": _machine(run.info),
         "settings": list(dict.fromkeys(verdict.setting for verdict in judged)),
-        "threat": threat_model(rows, config),
+        "threat": threat_model(every, config),
+        **observed.section(every),
         "limited": config.get("budget") is not None,
         "thresholds": sorted({float(cell.info.get("threshold", 0.5)) for cell in done}),
-        "cards": cards(judged, failed),
+        "cards": cards(judged, failed, len(every) - len(rows)),
         "verdicts": judged,
         "levels": LEVELS,
-        "attackers": {key: told for key, told in ATTACKERS.items() if any(row.attacker == key for row in rows)},
+        "attackers": {key: told for key, told in ATTACKERS.items() if any(row.attacker == key for row in every)},
         "positions": POSITIONS,
         "rows": rows,
         "interval": interval,
@@ -115,16 +117,16 @@ def context(run: Run) -> dict[str, Any]:
         "has_images": bool(shots),
         "failed": failed,
         "unfinished": max(0, len(run.info.get("cells") or ()) - len(run.cells)),
-        "knowledge": method.knowledge(rows),
-        "descriptions": method.descriptions(rows),
-        "guarantees": method.guarantees(rows),
+        "knowledge": method.knowledge(every),
+        "descriptions": method.descriptions(every),
+        "guarantees": method.guarantees(every),
         "bounds": method.bounds(rows),
-        "suspicions": method.suspicions(rows),
+        "suspicions": method.suspicions(every),
         "proven": proven,
-        "citations": method.citations(rows),
-        "statuses": method.statuses(rows, len(failed)),
-        "missing": method.missing([c.info for c in run.cells], [r for c in done for r in c.records]),
-        "facts": method.facts(run.info, rows),
+        "citations": method.citations(every),
+        "statuses": method.statuses(every, len(failed)),
+        "missing": method.missing([c.info for c in run.cells], [r for row in rows for r in row.cell.records]),
+        "facts": method.facts(run.info, every),
         "command": run.info.get("command", ""),
         "config": json.dumps(config, indent=2, ensure_ascii=False),
     }
@@ -157,14 +159,14 @@ def _script_data(rows: Sequence[Row], shots: list[dict[str, Any]], album: Album)
     }
 
 
-def cards(judged: Sequence[Verdict], failed: Sequence[Cell]) -> list[dict[str, str]]:
+def cards(judged: Sequence[Verdict], failed: Sequence[Cell], unscored: int = 0) -> list[dict[str, str]]:
     """Choose the key numbers: the leak without a defence, the best defence, its price, and how much was run.
 
     Rates of different settings do not compare, so all come from the setting that leaks most (without a defence, where
     that was run). Of defences with the same rate the cheapest is the best: fewest bytes, then the smallest distance.
     """
     found = []
-    runs = sum(len(v.rows) for v in judged)
+    runs = sum(len(v.rows) for v in judged) + unscored
     bare = max((v for v in judged if v.undefended), key=lambda v: v.best.asr, default=None)
     worst = bare or max(judged, key=lambda v: v.best.asr, default=None)
     judged = [v for v in judged if worst is not None and v.setting == worst.setting]

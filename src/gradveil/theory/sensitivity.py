@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.func import jacfwd, jvp, vmap
 
 from gradveil.core.noise import Noise, NoiseSpec, Normal
-from gradveil.core.tree import Tensors, norm, tmap
+from gradveil.core.tree import Tensors, norm, root, tmap
 from gradveil.core.types import Batch
 
 Gradient = Callable[[Batch], Tensors]
@@ -92,18 +92,13 @@ def jacobian(gradient: Gradient, batch: Batch) -> Tensor:
 
 def norms(squares: Mapping[str, Tensor]) -> Tensors:
     """Take roots of squared row norms; the derivative at a row of zeros is zero, not infinite."""
-    return {name: _root(value) for name, value in squares.items()}
+    return {name: root(value) for name, value in squares.items()}
 
 
 def _jacobians(gradient: Gradient, batch: Batch) -> Tensors:
     _load_forward_mode()
     found: Tensors = jacfwd(lambda x: gradient(Batch(x, batch.targets)))(batch.inputs)  # pyright: ignore
     return found
-
-
-def _root(value: Tensor) -> Tensor:
-    positive = value > 0
-    return torch.where(positive, torch.where(positive, value, 1.0).sqrt(), 0.0)
 
 
 @cache

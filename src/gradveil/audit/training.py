@@ -1,0 +1,150 @@
+"""The training that an audit follows: whose images its clients hold, and where each stood when it was looked at.
+
+The clients of the training are the victims. They hold the training images, and what a defence keeps from round to round
+(residuals, moments) is what those very images left there. Public are the test images alone: an attacker who knew
+training images would know somebody's secrets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradveil.audit.config import RunConfig
+from gradveil.client import Client
+from gradveil.core.errors import Problem, fail, refuse
+from gradveil.core.files import read_json, unreadable
+from gradveil.data import Dataset
+from gradveil.federated.checkpoint import unpack_standing
+from gradveil.federated.config import Rounds, TrainConfig, TrainDataConfig
+from gradveil.federated.engine import Standing
+from gradveil.federated.run import cell_file
+from gradveil.federated.setting import Cell, Setting
+from gradveil.federated.work import identity
+
+_AGAIN = "give the command of the audit again: it trains what is missing"
+
+
+@dataclass(frozen=True)
+class Training:
+    """Every defence's training with every seed, and the images of its clients that are attacked."""
+
+    setting: Setting
+    victims: Dataset
+    """The images of the clients who are attacked, and others of theirs among which a victim is searched for."""
+    hands: dict[int, list[Tensor]]
+    """Of each seed and client: the places of its images among these."""
+    folder: Path | None = None
+    """Where the trainings lie; None while nothing is looked up there."""
+
+    @property
+    def public(self) -> Dataset:
+        """What an attacker may know of such images: test images, which no client holds."""
+        return self.setting.data.victims
+
+    def owner(self, number: int) -> int:
+        """Say which client a victim is: where there are more victims than clients they hold several batches each."""
+        return number % self.setting.config.clients
+
+    def examples(self, number: int, size: int, seed: int) -> Tensor:
+        """Return the places [B] of a victim's images: a batch of those that its client trains on."""
+        first = number // self.setting.config.clients * size
+        return self.hands[seed][self.owner(number)][first : first + size]
+
+    def kept(self, defence: str, seed: int, number: int) -> bytes:
+        """Read where a training stood after so many rounds, for whoever attacks its clients."""
+        folder, cell = self._folder(), Cell(defence, seed)
+        file = cell_file(folder, cell, number)
+        try:
+            return file.read_bytes()
+        except FileNotFoundError as error:
+            # It is trained before it is audited: what is missing was never reached, or was removed since.
+            told = read_json(folder / "cells" / f"{cell.id}.json", _AGAIN)
+            what = f"is missing: the training is {told['status']} after {told['rounds']} rounds"
+            raise fail(str(file), what, _AGAIN) from error
+        except OSError as error:
+            raise unreadable(file, error) from error
+
+    def standing(self, content: bytes, defence: str, seed: int) -> Standing:
+        """Take up where a training stood; one that diverged has nothing to attack."""
+        own = identity(self.setting, Cell(defence, seed))
+        found = unpack_standing(content, own, f"the training of '{defence}'", self.setting.config.device)
+        if found.status == "diverged":
+            what = f"diverged in round {len(found.records)}"
+            raise fail(f"the training of '{defence}', seed {seed}", what, "lower the learning rates")
+        return found
+
+    def facts(self, defence: str, seed: int, number: int) -> dict[str, Any]:
+        """Say how good the model was after so many rounds, and what a round costs on the average of all."""
+        told = read_json(self._folder() / "cells" / f"{Cell(defence, seed).id}.json", _AGAIN)
+        then = told["curve"][number - 1] if number else told["start"]
+        costs = {key: told[key] for key in ("bytes_up", "bytes_down", "seconds")}
+        return {"round": number, "accuracy": then["accuracy"], "loss": then["loss"], **costs}
+
+    def _folder(self) -> Path:
+        assert self.folder is not None
+        return self.folder
+
+
+def training_config(config: RunConfig) -> TrainConfig:
+    """Write the training of an audit as a run file of `gradveil train` says it: all images train, none is kept apart.
+
+    Where the plan names no local training, clients train as the first of the run's clients does.
+    """
+    plan = config.train
+    assert plan is not None
+    shared = {name: getattr(plan, name) for name in Rounds.model_fields}
+    shared["local"] = plan.local or config.client[0].local
+    data = config.data.model_dump() | {"public": plan.images, "gallery": None}
+    same = {name: getattr(config, name) for name in ("name", "model", "defences", "seeds", "precision", "device")}
+    return TrainConfig(**shared, **same, data=TrainDataConfig(**data), validation=0.0)
+
+
+def training_of(setting: Setting, config: RunConfig, speakers: int, folder: Path | None) -> Training:
+    """Deal the images as the training does, and keep those of the victims and of who speaks before a round."""
+    hands = {seed: [hand for hand, _ in setting.hands(seed)] for seed in config.seeds}
+    people = config.first_victim + config.victims + speakers
+    turns, size = -(-people // len(hands[config.seeds[0]])), max(client.examples for client in config.client)
+    refuse(list(_too_few(hands, config, people, turns * size)))
+    wanted = {seed: [hand[: turns * size] for hand in dealt] for seed, dealt in hands.items()}
+    needed = torch.cat([hand for dealt in wanted.values() for hand in dealt]).unique()
+    images = setting.data.public
+    rest = torch.ones(len(images), dtype=torch.bool)
+    rest[needed] = False
+    more = len(images) if config.data.gallery is None else max(0, config.data.gallery - len(needed))
+    chosen = torch.cat([needed, rest.nonzero().flatten()[:more]])
+    place = torch.empty(len(images), dtype=torch.long)
+    place[chosen] = torch.arange(len(chosen))
+    dealt = {seed: [place[hand] for hand in mine] for seed, mine in wanted.items()}
+    return Training(setting, images.subset(chosen), dealt, folder)
+
+
+def client_problems(config: RunConfig, index: int, client: Client, where: str) -> Iterator[Problem]:
+    """Say why an audited client cannot take over from one of the training: it has to keep what that one keeps."""
+    settings = config.client[index]
+    for name, odd in (("members", settings.members > 1), ("trainable", settings.trainable is not None)):
+        if odd:
+            yield Problem(
+                f"{where}.{name}", "does not fit a training, whose clients send all of their own", "leave it out"
+            )
+    trained, own = training_config(config).local, settings.local
+    said = [local and local.model_dump(exclude={"batch", "steps", "epochs"}) for local in (trained, own)]
+    kept = [name for name in client.init(client.params()) if not name.startswith("kept.")]
+    if kept and said[0] != said[1]:
+        what = "keeps something from round to round, and the audited client trains in another way than those of train"
+        yield Problem(f"{where}.local", f"the defence {what}", f"let {where}.local and train.local say the same")
+
+
+def _too_few(hands: dict[int, list[Tensor]], config: RunConfig, people: int, needed: int) -> Iterator[Problem]:
+    """Find the client with too few images for its turns as a victim."""
+    smallest = min(len(hand) for dealt in hands.values() for hand in dealt)
+    if smallest < needed:
+        clients = len(hands[config.seeds[0]])
+        what = f"{people} victims, and who speaks before a round, are {clients} clients with {needed} images each;"
+        remedy = "lower victims, first_victim or client.batch, or raise train.images"
+        yield Problem("victims", f"{what} the smallest has {smallest}", remedy)

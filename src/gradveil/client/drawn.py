@@ -1,0 +1,27 @@
+"""One round of one client with its noise drawn: the same addresses in the engine and in other people's frameworks."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from gradveil.client.client import Client
+from gradveil.core.noise import Key, NoiseSpec
+from gradveil.core.tree import Tensors
+from gradveil.core.types import Batch
+
+
+def drawn_update(client: Client, params: Tensors, batch: Batch, key: Key, state: Tensors) -> tuple[Tensors, Tensors]:
+    """Compute what a client sends in the round that `key` addresses, and its next state.
+
+    The noise of a local step is drawn when the step comes: thousands of steps' at once would fill memory.
+    """
+    device = batch.inputs.device
+    each = client.step_spec(params, batch)
+
+    def drawn(spec: NoiseSpec, own: Key) -> dict[str, Tensor]:
+        return {name: value.to(device) for name, value in spec.sample(own).items()}
+
+    once = drawn(client.round_spec(params, batch), key)
+    if client.local is None:
+        once |= drawn(each, key)
+    return client.trained_update(params, batch, once, lambda t: drawn(each, key.child("step", t)), state)

@@ -1,0 +1,59 @@
+"""What audits and trainings open alike: the images, the device, and the model with its initial weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from gradveil.core.errors import GradveilError, Problem
+from gradveil.core.noise import Key
+from gradveil.data import Dataset, Splits, load
+from gradveil.federated.config import DataConfig, ModelConfig
+from gradveil.nn import surgery
+from gradveil.nn.models import build
+
+
+def open_images(config: DataConfig, data_dir: Path | None, gallery: int | None) -> Splits:
+    """Load the data of a run, `gallery` images of the victims' split (None for all); errors say that it is the data."""
+    try:
+        return load(
+            config.name,
+            size=config.size,
+            channels=config.channels,
+            normalise=(tuple(config.mean), tuple(config.std)) if config.mean and config.std else config.normalise,
+            data_dir=data_dir,
+            limit_public=config.public,
+            limit_victims=gallery,
+        )
+    except GradveilError as error:
+        raise GradveilError(Problem(f"data: {p.where}", p.what, p.remedy) for p in error.problems) from error
+
+
+def initial_model(config: ModelConfig, images: Dataset, seed: int) -> tuple[nn.Module, list[str]]:
+    """Build a model for these images with the initial weights of a seed; return it with what was changed in it."""
+    net = build(
+        config.name,
+        channels=images.channels,
+        size=images.inputs.shape[-1],
+        classes=len(images.classes),
+        generator=Key(seed, ("model",)).generator(),
+        **config.options,
+    )
+    return surgery.prepare(net, batchnorm=config.batchnorm) if config.prepare else (net, [])
+
+
+def device_problems(device: str, precision: str) -> Iterator[Problem]:
+    """Say why a run cannot compute on this device."""
+    kind, _, number = device.partition(":")
+    if kind == "cuda" and int(number or 0) >= torch.cuda.device_count():
+        found = torch.cuda.device_count()
+        yield Problem(
+            "device", f"'{device}' is not there: {found} CUDA devices are seen", "choose cpu, or another number"
+        )
+    if kind == "mps" and not torch.backends.mps.is_available():
+        yield Problem("device", "'mps' is not available on this machine", "choose cpu")
+    if kind == "mps" and precision == "float64":
+        yield Problem("precision", "float64 does not exist on mps", "choose float32, or the device cpu")

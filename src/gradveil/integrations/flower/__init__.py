@@ -1,0 +1,8 @@
+"""Gradveil inside Flower: `answer` in `train()`, `protect` and `record` around it, `Protected` around the strategy."""
+
+from gradveil.integrations.flower.client import answer
+from gradveil.integrations.flower.mod import protect
+from gradveil.integrations.flower.recording import record
+from gradveil.integrations.flower.strategy import Protected, Refusal
+
+__all__ = ["Protected", "Refusal", "answer", "protect", "record"]

@@ -1,0 +1,119 @@
+"""A Gradveil client inside a Flower app's `train()`: every defence, the state on disk, the reply packed."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from flwr.app import Context, Message, MetricRecord
+from torch import Tensor, nn
+
+from gradveil.client import Client, drawn_update
+from gradveil.core.errors import Problem, refuse
+from gradveil.core.noise import Key
+from gradveil.core.tree import Tensors
+from gradveil.core.types import Batch, Transform
+from gradveil.federated.guard import Finding, Policy, guarded
+from gradveil.federated.wire import Layout
+from gradveil.integrations.flower.memory import Memory, opened
+from gradveil.integrations.flower.records import Question, decoded, encoded
+
+LOG = logging.getLogger("flwr.gradveil")
+"""Flower's console shows what is written here."""
+
+
+def answer(
+    message: Message,
+    context: Context,
+    client: Client,
+    batch: Batch,
+    *,
+    metrics: Mapping[str, int | float] | None = None,
+    guard: Policy = "warn",
+    folder: Path | str | None = None,
+    key: Key | None = None,
+) -> Message:
+    """Train a defended client on a batch from the received model, and reply with what it sends.
+
+    Its state (residuals, moments) comes from the node's disk and goes back there before the reply is made. A round that
+    is asked again with the same model gets the same reply, and nothing is computed; an older round, or another model,
+    is refused. `metrics` go with the reply beside `num-examples`, as they are: no defence covers them.
+
+    `guard` says what happens if the model looks manipulated (`gradveil.federated.guard`). `folder` is where the client
+    keeps its files, `~/.gradveil/flower` if neither it nor `--node-config gradveil-folder=...` says otherwise. `key`
+    replaces the client's secret seed where a simulation has to be repeatable.
+    """
+    refuse(unsupported(client))
+    question = Question.of(message)
+    params, buffers = _fitted(client, question)
+    with opened(context, folder) as memory:
+        if (before := memory.repeated(question)) is not None:
+            return question.reply(before.sent, before.told)
+        look(client.model, question.number, params, {name: params[name] for name in client.trained()}, memory, guard)
+        here = replace(client, buffers={**client.buffers, **buffers})
+        with torch.no_grad():
+            state = memory.state(client, params)
+            update, state = drawn_update(here, params, batch, memory.key(question.number, key), state)
+        sent = encoded(update)
+        told = {"metrics": MetricRecord({"num-examples": len(batch.targets), **(metrics or {})})}
+        memory.keep(question, sent, told, client, state)
+        return question.reply(sent, told)
+
+
+def look(
+    model: nn.Module, number: int, params: Tensors, trained: Mapping[str, Tensor], memory: Memory, guard: Policy
+) -> None:
+    """Look for manipulation in what the server sent in round `number`, by the round before too if it was answered."""
+
+    def tell(finding: Finding) -> None:
+        LOG.warning("%s", finding.problem("warning"))
+
+    previous: Tensors | None = None
+    sent: Tensors | None = None
+    if guard != "ignore" and memory.last == number - 1 > 0:
+        before = memory.answer()
+        previous = {name: value for name, value in before.received.items() if name in trained}
+        sent = decoded(before.sent, trained, before.received)
+    cpu = {name: value.cpu() for name, value in params.items()}
+    guarded(model, cpu, guard, tell, previous, sent)
+
+
+def unsupported(client: Client) -> list[Problem]:
+    """List what a Flower round cannot do for a client."""
+    problems: list[Problem] = []
+    if client.members > 1:
+        remedy = "let every node answer for itself"
+        problems.append(Problem("client.members", f"is {client.members}, and a node is one client", remedy))
+    params = client.params()
+    if needs_messages(client.send, {name: params[name] for name in client.trained()}):
+        problems.append(Problem("client.send", *NO_MESSAGES))
+    return problems
+
+
+NO_MESSAGES = (
+    "needs public messages before each round, which Flower's rounds have no place for",
+    "choose a defence without them, such as topk or dgp; gradveil train runs this one",
+)
+"""What is wrong with such a transform, and what to do."""
+
+
+def needs_messages(send: Transform | None, sent: Mapping[str, Tensor]) -> bool:
+    """Whether a transform waits for messages of the round: somebody has to speak, or the last mean makes them."""
+    return send is not None and (send.speakers() > 0 or bool(send.announce({}, sent, 1)))
+
+
+def _fitted(client: Client, question: Question) -> tuple[Tensors, Tensors]:
+    """Part what was received into the client's parameters and its model's buffers; refuse what does not fit."""
+    own, received = client.params(), question.received
+    buffers = dict(client.model.named_buffers())
+    extra = {name: value for name, value in received.items() if name in buffers and name not in own}
+    wanted = Layout.of({**own, **{name: buffers[name] for name in extra}})
+    refuse(wanted.differences(Layout.of(received)))
+    device = next(iter(own.values())).device
+    return (
+        {name: received[name].to(device) for name in own},
+        {name: value.to(device) for name, value in extra.items()},
+    )

@@ -1,0 +1,175 @@
+"""What a client keeps on its own disk: who it is, its secret seed, its state, and what it answered last.
+
+    <folder>/<identity>/seed                            the secret that its noise is drawn from
+    <folder>/<identity>/run-<id>/answer-<round>         what it received and sent
+    <folder>/<identity>/run-<id>/state-<round>          its state after that (`gradveil.client.state`)
+
+Flower's own `Context.state` does not survive the end of a SuperNode. The state's file is written last: a round counts
+as answered once it is there, whole. Everything is readable by its owner only.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from flwr.app import ConfigRecord, Context, MetricRecord
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+from torch import Tensor
+
+from gradveil.client import Client, load_state, save_state
+from gradveil.core.errors import fail
+from gradveil.core.files import locked, sync, unreadable, write_private
+from gradveil.core.noise import Key
+from gradveil.core.tree import Tensors, select, under
+from gradveil.integrations.flower.records import Question, Told
+
+IDENTITY, FOLDER = "gradveil-identity", "gradveil-folder"
+"""Keys of a SuperNode's `--node-config`: its name, which has to stay the same, and where it keeps its files."""
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+_TRUST = "ask who runs the server: the same noise on two models would give it away"
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What was received and sent in one round."""
+
+    received: Tensors
+    sent: bytes
+    told: Told
+
+
+class Memory:
+    """One client's files of one run. Use `opened`, which holds them for this process alone."""
+
+    def __init__(self, folder: Path, seed: int) -> None:
+        """Look at what there is."""
+        self.folder = folder
+        self._seed = seed
+        rounds = [int(file.name.removeprefix("state-")) for file in folder.glob("state-*") if "." not in file.name]
+        self.last = max(rounds, default=0)
+        """The last round that was answered; 0 before the first."""
+
+    def key(self, number: int, own: Key | None) -> Key:
+        """Address the noise of a round: below `own`, or below the client's secret seed and the run."""
+        return (own or Key(self._seed, (self.folder.name,))).child("round", number)
+
+    def repeated(self, question: Question) -> Answer | None:
+        """Return what was sent, where the last round is asked again; an older one, or another model, is refused."""
+        if question.number > self.last:
+            return None
+        if question.number < self.last:
+            raise fail("message", f"asks for round {question.number}, and {self.last} has been answered", _TRUST)
+        before = self.answer()
+        same = before.received.keys() == question.received.keys() and all(
+            value.dtype == (now := question.received[name]).dtype and torch.equal(value, now)
+            for name, value in before.received.items()
+        )
+        if not same:
+            raise fail("message", f"asks for round {self.last} again, with another model than before", _TRUST)
+        return before
+
+    def answer(self) -> Answer:
+        """Read what was received and sent in the last round that was answered."""
+        file = self.folder / f"answer-{self.last}"
+        try:
+            opened: Any = safe_open(file, framework="pt")
+            with opened as held:
+                told = _read_told(held.metadata()["told"])
+                found = {name: held.get_tensor(name) for name in held.keys()}  # noqa: SIM118
+            sent = bytes(found.pop("sent").numpy())
+        except PermissionError as error:
+            raise unreadable(file, error) from error
+        except (SafetensorError, OSError, KeyError, TypeError, ValueError) as error:
+            raise fail(str(file), f"is damaged: {error}", f"wait for round {self.last + 1}") from error
+        return Answer(select(found, "received"), sent, told)
+
+    def state(self, client: Client, params: Tensors) -> Tensors:
+        """Return the client's state: after its last round, or of a client that has sent nothing yet."""
+        return load_state(self.folder / f"state-{self.last}", client) if self.last else client.init(params)
+
+    def keep(
+        self,
+        question: Question,
+        sent: bytes,
+        told: Told,
+        client: Client,
+        state: Mapping[str, Tensor],
+    ) -> None:
+        """Write what this round leaves behind, and remove what the last one did."""
+        own = {name: value.contiguous() for name, value in under("received", question.received).items()}
+        own["sent"] = torch.frombuffer(bytearray(sent), dtype=torch.uint8)
+        write_private(self.folder / f"answer-{question.number}", save(own, {"told": _write_told(told)}))
+        save_state(self.folder / f"state-{question.number}", client, state)
+        sync(self.folder)
+        for kind in ("answer", "state"):
+            (self.folder / f"{kind}-{self.last}").unlink(missing_ok=True)
+        self.last = question.number
+
+
+@contextmanager
+def opened(context: Context, folder: Path | str | None) -> Generator[Memory]:
+    """Open the files of the client that this node is, for this process alone."""
+    home = _home(context, folder) / identity(context)
+    own = home / f"run-{int(context.run_id)}"
+    try:
+        own.mkdir(parents=True, exist_ok=True, mode=0o700)
+    except OSError as error:
+        remedy = f"let the node write there, or name another folder: --node-config '{FOLDER}=\"...\"'"
+        raise fail(str(own), f"cannot be made: {error.strerror}", remedy) from error
+    with locked(home, f"give every SuperNode a {IDENTITY} of its own"):
+        yield Memory(own, _seed(home / "seed"))
+
+
+def identity(context: Context) -> str:
+    """Say who this client is, by what its owner told the SuperNode: its name, else its number among partitions.
+
+    A node's id does not serve: a SuperNode without authentication keys has another one each time it starts.
+    """
+    config = context.node_config
+    if IDENTITY in config:
+        name = str(config[IDENTITY])
+        if not _NAME.fullmatch(name):
+            remedy = "use up to 100 letters, digits, '.', '_' and '-', a letter or digit first"
+            raise fail(f"node-config.{IDENTITY}", f"is '{name}', which is no name for a folder", remedy)
+        return name
+    if "partition-id" in config:
+        return f"partition-{int(config['partition-id'])}"
+    remedy = f"start the SuperNode with --node-config '{IDENTITY}=\"hospital-a\"'"
+    raise fail("node-config", "does not say who this client is, so that its state could not be found again", remedy)
+
+
+def _write_told(told: Told) -> str:
+    """Write records as JSON, which has no bytes: theirs are written in hexadecimal, and marked."""
+    kinds = {name: [isinstance(values, MetricRecord), dict(values)] for name, values in told.items()}
+    return json.dumps(kinds, default=lambda value: {"hex": bytes(value).hex()})
+
+
+def _read_told(text: str) -> Told:
+    kinds = json.loads(text, object_hook=lambda found: bytes.fromhex(found["hex"]) if set(found) == {"hex"} else found)
+    return {name: (MetricRecord if numbers else ConfigRecord)(values) for name, (numbers, values) in kinds.items()}
+
+
+def _home(context: Context, folder: Path | str | None) -> Path:
+    if folder is not None:
+        return Path(folder).expanduser()
+    return Path(str(context.node_config.get(FOLDER, "~/.gradveil/flower"))).expanduser()
+
+
+def _seed(file: Path) -> int:
+    if not file.exists():
+        write_private(file, str(secrets.randbits(128)).encode())
+    try:
+        return int(file.read_text())
+    except OSError as error:
+        raise unreadable(file, error) from error
+    except ValueError as error:
+        raise fail(str(file), "is damaged", "remove it: another secret is drawn") from error

@@ -1,0 +1,187 @@
+"""A client mod: what an app that trains by itself sends is defended on its way out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+from flwr.app import Context, Message, MessageType
+from flwr.clientapp.typing import ClientAppCallable, Mod
+from torch import nn
+
+from gradveil.client import Client
+from gradveil.core.errors import Problem, fail, refuse
+from gradveil.core.noise import Key
+from gradveil.core.tree import Tensors, select, under
+from gradveil.core.types import Batch, Transform
+from gradveil.core.types import Context as Seen
+from gradveil.defences import Defence, parse
+from gradveil.defences.privacy import data_dependent, stages
+from gradveil.federated.guard import Policy
+from gradveil.federated.wire import Layout
+from gradveil.integrations.flower.client import NO_MESSAGES, look, needs_messages
+from gradveil.integrations.flower.memory import Memory, opened
+from gradveil.integrations.flower.records import (
+    Question,
+    Told,
+    encoded,
+    is_statistic,
+    number_of_examples,
+    only_arrays,
+    tensors,
+    trained,
+)
+
+Statistics = Literal["refuse", "keep", "send"]
+"""What is done with running statistics that training changed."""
+_HELPER = "call gradveil.integrations.flower.answer(...) in train(): it runs every defence"
+
+
+def protect(
+    defence: str | Defence,
+    model: nn.Module | None = None,
+    *,
+    trainable: Sequence[str] | None = None,
+    statistics: Statistics = "refuse",
+    guard: Policy = "warn",
+    folder: Path | str | None = None,
+    key: Key | None = None,
+) -> Mod:
+    """Return a mod that defends what `train()` sends: `@app.train(mods=[protect("topk(0.1, feedback=true)")])`.
+
+    The update is the parameters received minus those returned. Defences of the model, the batch or single gradients
+    cannot be applied to it and are refused; `answer` has a place for them. Mods that stand before this one see the
+    encoded update, those after it what the app returned.
+
+    Running statistics of BatchNorm layers are means over private examples. If `train()` changed them, `"refuse"` sends
+    nothing, `"keep"` leaves them out (the server's stay as they are), and `"send"` sends them, **undefended**.
+
+    With `model` the guard looks at each layer for manipulation; without it only for values that are not finite, and for
+    jumps. `trainable`, `guard`, `folder` and `key` are as in `answer` and `Client`.
+    """
+    found = parse(defence) if isinstance(defence, str) else defence
+    refuse(list(_out_of_place(found)))
+    return _Protect(found.send, model or nn.Module(), trainable, statistics, guard, folder, key)
+
+
+@dataclass(frozen=True)
+class _Protect:
+    send: Transform | None
+    model: nn.Module
+    trainable: Sequence[str] | None
+    statistics: Statistics
+    guard: Policy
+    folder: Path | str | None
+    key: Key | None
+
+    def __call__(self, message: Message, context: Context, call_next: ClientAppCallable) -> Message:
+        """Let the app train, and send its update defended; other messages pass."""
+        if message.metadata.message_type.split(".")[0] != MessageType.TRAIN:
+            return call_next(message, context)
+        question = Question.of(message)
+        params = trained(question.received, self.trainable)
+        with opened(context, self.folder) as memory:
+            if (before := memory.repeated(question)) is not None:
+                return question.reply(before.sent, before.told)
+            look(self.model, question.number, question.received, params, memory, self.guard)
+            reply = call_next(message, context)
+            if reply.has_error():
+                return reply
+            returned = _returned(reply, question.received)
+            return self._defended(question, params, returned, _told(reply), memory)
+
+    def _defended(
+        self,
+        question: Question,
+        params: Tensors,
+        returned: Tensors,
+        told: Told,
+        memory: Memory,
+    ) -> Message:
+        """Apply the transform to the update, keep its state, and reply."""
+        rest = self._rest(question.received, returned, params)
+        update = {name: value - returned[name] for name, value in params.items()}
+        client = Client(_holder(params), send=self.send)
+        with torch.no_grad():
+            state = memory.state(client, params)
+            if self.send is not None:
+                spec = self.send.noise(params).under("send").to(next(iter(params.values())).dtype)
+                noise = select(spec.sample(memory.key(question.number, self.key)), "send")
+                update, after = self.send.apply(update, select(state, "send"), noise, Seen(params, _count(told)))
+                state = under("send", after)
+        sent = encoded(update | rest)
+        memory.keep(question, sent, told, client, state)
+        return question.reply(sent, told)
+
+    def _rest(self, received: Tensors, returned: Tensors, params: Tensors) -> Tensors:
+        """Return the statistics to be sent; refuse what changed and may not be sent."""
+        changed = [name for name in received if name not in params and not torch.equal(received[name], returned[name])]
+        problems = [
+            Problem(f"arrays.{name}", "was changed, and is not among what is trained", "name it in `trainable`")
+            for name in changed
+            if not is_statistic(name)
+        ]
+        if self.statistics == "refuse":
+            what = "was changed: it is a mean over private examples, which no defence of the update covers"
+            remedy = "say statistics='keep' (the server's stay) or 'send' (undefended), or normalise without them"
+            problems += [Problem(f"arrays.{name}", what, remedy) for name in changed if is_statistic(name)]
+        refuse(problems)
+        if self.statistics == "keep":
+            return {}
+        return {name: received[name] - returned[name] for name in changed if received[name].is_floating_point()}
+
+
+def _out_of_place(defence: Defence) -> Iterator[Problem]:
+    """Say what a defence does that cannot be done to an update."""
+    where = f"protect '{defence.name}'"
+    slots = (("model", defence.model), ("batch", defence.batch), ("single gradients", defence.step))
+    for what, slot in slots:
+        if slot:
+            yield Problem(where, f"acts on the {what}, and a mod sees the finished update only", _HELPER)
+    layer = nn.Linear(2, 2)
+    params = {name: value.detach() for name, value in layer.named_parameters()}
+    if needs_messages(defence.send, params):
+        yield Problem(where, *NO_MESSAGES)
+    few = Batch(torch.zeros(2, 2), torch.zeros(2, dtype=torch.long))
+    for name, stage in stages(defence.send):
+        if data_dependent(stage, Client(layer), few):
+            yield Problem(where, f"looks at the examples in its stage '{name}', and a mod has none", _HELPER)
+
+
+def _returned(reply: Message, received: Tensors) -> Tensors:
+    """Read what the app returned, in the dtypes of what it received; another model is refused."""
+    found = tensors(only_arrays(reply.content, "reply")[1])
+    found = {name: value.to(received[name].dtype) if name in received else value for name, value in found.items()}
+    refuse(Layout.of(received).differences(Layout.of(found)))
+    return found
+
+
+def _told(reply: Message) -> Told:
+    """Return what the app replied beside the model."""
+    content = reply.content
+    return {**content.metric_records, **content.config_records}
+
+
+def _count(told: Told) -> Batch:
+    """Stand in for the batch that a mod does not see: it has the right number of examples, and nothing in them."""
+    count = number_of_examples(told)
+    if count is None:
+        raise fail("reply.metrics", "does not say how many examples were used", "put 'num-examples' into the metrics")
+    return Batch(torch.zeros(count, 0), torch.zeros(count, 0))
+
+
+def _holder(params: Tensors) -> nn.Module:
+    """Build a module that has these parameters and computes nothing: a state says which parameters it belongs to."""
+    root = nn.Module()
+    for name, value in params.items():
+        place = root
+        *path, last = name.split(".")
+        for part in path:
+            if part not in dict(place.named_children()):
+                place.add_module(part, nn.Module())
+            place = place.get_submodule(part)
+        place.register_parameter(last, nn.Parameter(value))
+    return root

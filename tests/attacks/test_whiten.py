@@ -1,0 +1,130 @@
+"""Whitened coordinates: the noise an attacker infers, and what weighing by it gains where that can be computed."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from gradveil.attacks.presets import make_attack
+from gradveil.attacks.whiten import LEAST, REFRESH, Whitening, deviations, weights
+from gradveil.client import Client
+from gradveil.core.noise import Key
+from gradveil.core.tree import stack, tmap
+from gradveil.core.types import Batch
+from gradveil.defences import parse
+from tests.attacks.scenes import Scene, observed
+
+VICTIMS, SIDE, FEATURES = 12, 5, 80
+SETTINGS = 'iterations=150, objective="l2", tv=0, lr=0.1, sign=plain, patience=300'
+
+
+class Minus(nn.Module):
+    """Minus the output of the true class: a loss whose gradient is linear in the inputs."""
+
+    def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return -outputs.gather(1, targets.unsqueeze(1)).squeeze(1)
+
+
+def linear(text: str) -> Scene:
+    """Clients whose gradient is A x in one row of the last layer and zero in the others, defended."""
+    generator = Key(0, ("linear",)).generator()
+    model = nn.Sequential(nn.Flatten(), nn.Linear(SIDE**2, FEATURES, bias=False), nn.Linear(FEATURES, 3)).double()
+    for parameter in model.parameters():
+        nn.init.normal_(parameter.data, std=SIDE**-1.0, generator=generator)
+    inputs = torch.randn(VICTIMS, 1, 1, SIDE, SIDE, generator=generator, dtype=torch.float64)
+    targets = torch.randint(0, 3, (VICTIMS, 1), generator=generator)
+    client = Client(model, loss=Minus(), trainable=("2.weight",))
+    wide = torch.full((1, 1, 1), 9.0)
+    scene = observed(client, Batch(inputs, targets), -wide, wide, 3)
+    client = parse(text)(scene.client)
+    sent, _ = client.updates(client.params(), scene.truth, drawn(client, scene.truth), {})
+    return replace(scene, client=client, observation=replace(scene.observation, update=sent))
+
+
+def drawn(client: Client, truth: Batch):
+    spec = client.noise_spec(client.params(), Batch(truth.inputs[0], truth.targets[0]))
+    return stack([spec.sample(Key(1).child("client", victim)) for victim in range(VICTIMS)])
+
+
+def errors(scene: Scene, text: str) -> Tensor:
+    """Mean squared error of each victim's reconstruction."""
+    attack = make_attack(text)
+    found = attack([scene.observation], scene.client, replace(scene.knowledge, tensors=attack.knowledge), Key(0))
+    return (found.inputs - scene.truth.inputs).square().flatten(1).mean(1)
+
+
+def test_weighing_by_the_inferred_noise_recovers_more_of_a_linear_model():
+    """Least squares with the true variances says what there is to gain."""
+    scene = linear("optimal-noise(0.05)")
+    plain = errors(scene, f"cdia({SETTINGS})")
+    whitened = errors(scene, f"cdia({SETTINGS}, whiten=true)")
+    assert whitened.mean() < 0.7 * plain.mean(), (whitened.mean(), plain.mean())
+    assert int((whitened < plain).sum()) >= VICTIMS - 1
+    params, own = scene.client.params(), drawn(scene.client, scene.truth)
+    spread = deviations(scene.client, params, scene.truth, own, {})["2.weight"]
+    exact = []
+    for victim in range(VICTIMS):
+        row = int(scene.truth.targets[victim])
+        scale = spread[victim, row].reciprocal()
+        design, seen = -params["1.weight"] * scale[:, None], scene.observation.update["2.weight"][victim, row] * scale
+        best = torch.linalg.lstsq(design, seen[:, None]).solution.view(SIDE, SIDE)
+        exact.append((best - scene.truth.inputs[victim, 0, 0]).square().mean())
+    assert torch.stack(exact).mean() < 1.1 * whitened.mean()
+
+
+def test_noise_that_is_the_same_everywhere_weighs_nothing():
+    scene = linear("gaussian(0.2)")
+    torch.testing.assert_close(errors(scene, f"cdia({SETTINGS}, whiten=true)"), errors(scene, f"cdia({SETTINGS})"))
+
+
+@pytest.mark.parametrize(
+    ("text", "factor"),
+    [("gaussian(0.3)", 0.3), ("laplace(0.3)", 0.3 * 2**0.5), ("gaussian(0.3) + optimal-prune(0.5, std=0.4)", 0.5)],
+)
+def test_deviations_are_those_of_all_that_is_added(text: str, factor: float):
+    scene = linear(text)
+    params, own = scene.client.params(), drawn(scene.client, scene.truth)
+    found = deviations(scene.client, params, scene.truth, own, {})["2.weight"]
+    sent = scene.client.updates(params, scene.truth, tmap(torch.zeros_like, own) | own, {})[0]["2.weight"]
+    if "prune" in text:
+        own |= {f"send.prune.mask.{n}": v for n, v in {"2.weight": (sent != 0).double()}.items()}
+        found = deviations(scene.client, params, scene.truth, own, {})["2.weight"]
+        assert not found[sent == 0].any()
+        found = found[sent != 0]
+    torch.testing.assert_close(found, torch.full_like(found, factor))
+
+
+def test_scales_that_follow_the_data_are_those_of_the_defence():
+    scene = linear("optimal-noise(0.2)")
+    params, own = scene.client.params(), drawn(scene.client, scene.truth)
+    found = deviations(scene.client, params, scene.truth, own, {})["2.weight"]
+    plain = scene.client.updates(params, scene.truth, tmap(torch.zeros_like, own), {})[0]["2.weight"]
+    added = (scene.observation.update["2.weight"] - plain) / own["send.noise.normal.2.weight"]
+    torch.testing.assert_close(found, added.abs())
+
+
+def test_weights_are_bounded_and_fall_with_the_noise():
+    spread = {"w": torch.tensor([[0.0, 1.0, 3.0], [0.0, 0.0, 0.0]])}
+    m = 10 / 3
+    expected = [((1 + LEAST) * m / (s * s + LEAST * m)) ** 0.5 for s in (0.0, 1.0, 3.0)]
+    torch.testing.assert_close(weights(spread)["w"], torch.tensor([expected, [1.0, 1.0, 1.0]]))
+
+
+def test_it_looks_now_and_then():
+    scene = linear("optimal-noise(0.2)")
+    whitening, rows = Whitening(), torch.arange(VICTIMS)
+    params, own = scene.client.params(), drawn(scene.client, scene.truth)
+    moved = Batch(scene.truth.inputs + 1, scene.truth.targets)
+
+    def look(batch: Batch, iteration: int) -> Tensor:
+        return whitening(0, scene.client, params, batch, own, {}, rows, iteration)["2.weight"]
+
+    first = look(scene.truth, 0)
+    assert torch.equal(look(moved, REFRESH - 1), first)
+    later = look(moved, REFRESH)
+    assert not torch.equal(later, first)
+    rows = rows[1:]
+    few = {name: value[1:] for name, value in own.items()}
+    kept = whitening(0, scene.client, params, Batch(moved.inputs[1:], moved.targets[1:]), few, {}, rows, REFRESH + 1)
+    assert torch.equal(kept["2.weight"], later[1:])

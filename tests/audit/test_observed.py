@@ -1,0 +1,289 @@
+"""Recorded updates: attacked as simulated ones are, scored where that is possible, and what does not fit is told."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from torch import Tensor, nn
+
+from gradveil.audit.cell import cells, recover
+from gradveil.audit.config import RunConfig
+from gradveil.audit.display import legend, result_table
+from gradveil.audit.health import summaries
+from gradveil.audit.observed import recover_observed
+from gradveil.audit.records import fitted, settled
+from gradveil.audit.rounds import observe
+from gradveil.audit.run import describe
+from gradveil.audit.scene import Scene, open_scene
+from gradveil.audit.store import load_run
+from gradveil.client import Client
+from gradveil.core.errors import GradveilError
+from gradveil.core.types import Batch
+from gradveil.federated.config import LocalConfig
+from gradveil.federated.recorded import Recorder, read_recorded
+from gradveil.federated.wire import encode
+from gradveil.metrics import ssim
+from tests.audit.runs import config, execute
+
+UNSEEN: dict[str, Any] = {"name": "unseen", "size": 16, "channels": 1, "classes": 2}
+FOUND = "ig(labels=restore, iterations=6, report=2)"
+
+
+def simulated(**changes: Any) -> Scene:
+    return open_scene(config(**{"defences": ["none"], "attacks": [FOUND], **changes}))
+
+
+def record(scene: Scene, folder: Path, sent: Any = None, number: int = 1, **settings: Any) -> Scene:
+    """Record what the clients of a simulated audit send, in its first cell; `sent` changes each update."""
+    cell = cells(scene.config)[0]
+    client = scene.client(cell.client, cell.defence, cell.seed)
+    seen, truth = observe(scene, cell, client, range(scene.config.victims))
+    local = scene.config.client[0].local
+    said = {"defence": cell.defence, "local": local, "sends": "difference" if local else "gradient", **settings}
+    recorder = Recorder(folder, rounds=None, **said)
+    for v in seen[0].victims:
+        update = {name: value[v] for name, value in seen[0].update.items()}
+        own = Batch(truth.raw.inputs[v], truth.raw.targets[v])
+        recorder.write(number, str(v), seen[0].params, sent(update) if sent else update, len(own.targets), truth=own)
+    return scene
+
+
+def watching(folder: Path, **changes: Any) -> RunConfig:
+    """The small run, with recorded updates in the place of simulated ones."""
+    plain = config(**{"attacks": [FOUND], "observed": {"folder": str(folder)}, **changes}).resolved()
+    left = {"client", "defences", "victims"} - changes.keys()
+    return settled(RunConfig.model_validate({key: value for key, value in plain.items() if key not in left}))
+
+
+def refused(pattern: str, folder: Path, **changes: Any) -> None:
+    with pytest.raises(GradveilError, match=pattern):
+        open_scene(watching(folder, **changes))
+
+
+def notes(folder: Path, tmp_path: Path, **changes: Any) -> str:
+    run, _ = execute(watching(folder, **changes), tmp_path / "run")
+    return "\n".join(run.cells[0].info["notes"])
+
+
+@pytest.mark.parametrize("defence", ["none", "prune(0.9)"])
+@pytest.mark.parametrize("local", [None, {"lr": 0.1, "steps": 1}])
+def test_a_record_of_a_simulated_client_is_attacked_as_the_client_is(tmp_path: Path, defence: str, local: Any) -> None:
+    scene = simulated(defences=[defence], client={"batch": 2, "local": local})
+    record(scene, tmp_path, truth=True)
+    watched = open_scene(watching(tmp_path))
+    one, other = (
+        (recover(scene, cells(scene.config)[0], range(2), print)),
+        (recover_observed(watched, cells(watched.config)[0], range(2), print)),
+    )
+    assert watched.config.defences == [defence]
+    for name in ("inputs", "targets", "objective", "initial", "bytes_sent"):
+        assert torch.equal(one.tensors[name], other.tensors[name]), name
+    for name in ("at_truth", "distance", "cosine"):  # sums over a batch in another order
+        torch.testing.assert_close(one.tensors[name], other.tensors[name].to(one.tensors[name]), atol=1e-6, rtol=1e-5)
+
+
+def test_what_was_drawn_in_secret_is_left_out_of_the_comparison(tmp_path: Path) -> None:
+    record(simulated(defences=["gaussian(0.1)"]), tmp_path / "noise", truth=True)
+    watched = open_scene(watching(tmp_path / "noise", attacks=["ig(belief=full, labels=restore, iterations=2)"]))
+    found = recover_observed(watched, cells(watched.config)[0], range(2), print).tensors
+    assert bool(found["at_truth"].isnan().all())
+    assert bool((found["distance"] > 0.1).all())  # the update without a defence is determined by the examples
+    record(simulated(client={"batch": 3, "local": {"lr": 0.1, "steps": 2, "batch": 1}}), tmp_path / "order", truth=True)
+    watched = open_scene(watching(tmp_path / "order"))
+    found = recover_observed(watched, cells(watched.config)[0], range(2), print).tensors
+    assert bool(found["distance"].isnan().all())
+
+
+def test_an_image_comes_back_from_a_record_that_does_not_hold_it(tmp_path: Path) -> None:
+    scene = record(simulated(victims=1), tmp_path / "seen")
+    quick = "ig(labels=restore, iterations=300)"
+    mean, std = [list(values) for values in (scene.victims.mean, scene.victims.std)]
+    told = watching(tmp_path / "seen", data={**UNSEEN, "mean": mean, "std": std}, attacks=[quick])
+    run, _ = execute(told, tmp_path / "run")
+    images = run.cells[0].images()
+    assert images is not None
+    assert images.keys() == {"reconstruction"}
+    places = scene.examples(0, range(1))
+    assert float(ssim(images["reconstruction"].double(), scene.victims.pixels[places].double())) > 0.9
+    assert run.cells[0].records[0]["predicted"] == scene.victims.targets[places[0]].tolist()
+
+
+def test_without_the_truth_there_is_no_score_and_it_is_said(tmp_path: Path) -> None:
+    record(simulated(), tmp_path / "seen")
+    run, display = execute(watching(tmp_path / "seen", data=UNSEEN), tmp_path / "run")
+    cell = run.cells[0]
+    assert cell.unscored is not None
+    assert cell.failed is None
+    assert display.finished[0].info["controls"] == {}
+    assert not {"success", "ssim", "label", "per_image"} & cell.records[0].keys()
+    assert cell.records[0]["objective"] < cell.records[0]["initial"]
+    summary = summaries(run.cells)[0]
+    assert summary["asr"] is None
+    assert summary["ssim_mean"] is None
+    assert summary["health"] == "not scored"
+    console = Console(width=160, color_system=None)
+    with console.capture() as shown:
+        console.print(result_table(run.cells), legend(run.cells, run.info["config"]))
+    assert "No score: the truth was not recorded" in shown.get()
+    assert "ASR: share" not in shown.get()
+    assert load_run(tmp_path / "run").cells[0].records == cell.records
+
+
+def test_with_the_truth_everything_is_scored(tmp_path: Path) -> None:
+    record(simulated(), tmp_path / "seen", truth=True)
+    run, _ = execute(watching(tmp_path / "seen"), tmp_path / "run")
+    assert run.cells[0].unscored is None
+    assert {"mean_image", "class_image", "wrong_victim"} <= run.cells[0].info["controls"].keys()
+    assert summaries(run.cells)[0]["ssim_mean"] is not None
+    assert [told["client"] for told in run.cells[0].info["observed"]] == ["0", "1"]
+
+
+def test_updates_of_several_models_are_attacked_each_from_its_own(tmp_path: Path) -> None:
+    for number, seed in ((1, 0), (2, 5)):
+        record(simulated(seeds=[seed]), tmp_path / "seen", number=number, truth=True)
+    watched = open_scene(watching(tmp_path / "seen", attacks=["ig(labels=restore, tv=0, iterations=2)"]))
+    assert watched.observed is not None
+    assert list(watched.observed.together(range(4), 0)) == [range(2), range(2, 4)]
+    assert list(watched.observed.together(range(1, 3), 0)) == [range(1, 2), range(2, 3)]
+    assert list(watched.observed.together(range(3), 1)) == [range(1), range(1, 3)]
+    for some in (range(2), range(2, 4)):  # nothing but its own model explains an update
+        found = recover_observed(watched, cells(watched.config)[0], some, print)
+        assert bool((found.tensors["at_truth"] < 1e-6).all())
+    run, _ = execute(watched.config, tmp_path / "run")
+    assert len(run.cells[0].records) == 4
+    assert [told["round"] for told in run.cells[0].info["observed"]] == [1, 1, 2, 2]
+
+
+def test_the_run_is_filled_in_from_the_records_and_what_it_says_itself_wins(tmp_path: Path) -> None:
+    local = LocalConfig(lr=0.1, steps=1, batch=3)
+    record(simulated(client={"batch": 3, "local": {"lr": 0.1, "steps": 1, "batch": 3}}, victims=3), tmp_path)
+    told = watching(tmp_path)
+    assert (told.client[0].batch, told.client[0].local, told.defences, told.victims) == (3, local, ["none"], 3)
+    other = {"batch": 2, "local": {"lr": 0.5, "epochs": 1}}
+    told = watching(tmp_path, client=other, defences=["prune(0.5)", "dp"], victims=2, first_victim=2)
+    assert (told.client[0].batch, told.client[0].local) == (2, LocalConfig(lr=0.5, epochs=1))
+    assert (told.defences, told.victims) == (["prune(0.5)", "dp"], 1)
+    refused("first_victim: is 3", tmp_path, first_victim=3)
+
+
+def test_records_that_do_not_go_together_are_refused_with_every_reason(tmp_path: Path) -> None:
+    one, two = tmp_path / "one", tmp_path / "two"
+    record(simulated(), one)
+    record(simulated(client={"batch": 3}, victims=1), one, number=2, run="other", defence="prune(0.5)")
+    refused(r"(?s)updates of 2 trainings: '' \(none\) and 'other' \(prune\(0.5\)\).*1 and 3 examples", one)
+    assert len(open_scene(watching(one, observed={"folder": str(one), "runs": ["other"]})).victims) == 3
+    Recorder(two, sends="difference", defence="prume").write(1, "a", {"w": torch.ones(2)}, {"w": torch.ones(2)})
+    refused("(?s)client.batch: is in no record.*client.local: is not known.*recorded defence 'prume'", two)
+    refused("client.local: is given", one, client={"local": {"lr": 1.0, "steps": 1}}, observed={"folder": str(one)})
+    refused("rounds: is more than 1", one, rounds=2)
+
+
+def test_another_architecture_is_told_tensor_by_tensor(tmp_path: Path) -> None:
+    record(simulated(), tmp_path)
+    refused(r"recorded model, .*weight: is missing, the model has", tmp_path, model={"name": "cnn6"})
+    refused(r"recorded model, .*: is \(2, \d+\), the model has \(7, \d+\)", tmp_path, data={**UNSEEN, "classes": 7})
+    refused(r"data.channels: is not said", tmp_path, data={"name": "unseen", "classes": 7})
+    frozen = {"trainable": ["*bias"]}
+    refused("is sent, and not trained here", tmp_path, client=frozen)
+
+
+def test_data_that_are_not_here_need_records(tmp_path: Path) -> None:
+    with pytest.raises(GradveilError, match="classes are said by the data 'faces'"):
+        config(data={"name": "faces", "classes": 3})
+    with pytest.raises(GradveilError, match=r"data\.name: 'unseen' are no data"):
+        config(data=UNSEEN)
+    with pytest.raises(GradveilError, match="mean and std go together"):
+        config(data={"name": "faces", "mean": [0.5]})
+
+
+def test_a_truth_outside_of_the_range_asks_for_mean_and_std(tmp_path: Path) -> None:
+    record(simulated(), tmp_path, truth=True)
+    refused(r"recorded truth: .*say data\.mean and data\.std", tmp_path, data=UNSEEN)
+    refused(r"recorded truth of client '1', round 1: are \(1, 16, 16\), the run's images \(3, 16, 16\)", tmp_path,
+            data={**UNSEEN, "channels": 3}, model={"name": "lenet-zhu"})  # fmt: skip
+
+
+@pytest.mark.parametrize("attack", ["ig", "ig(order=told, labels=restore)", "cdia(labels=given)"])
+def test_an_attack_that_wants_to_be_told_secrets_is_refused(tmp_path: Path, attack: str) -> None:
+    record(simulated(client={"batch": 2, "local": {"lr": 0.1, "steps": 2, "batch": 1}}), tmp_path)
+    refused("recorded", tmp_path, attacks=[attack])
+
+
+def halved(update: dict[str, Tensor]) -> bytes:
+    return encode(update, values=torch.float16)
+
+
+def test_what_contradicts_the_belief_is_noted(tmp_path: Path) -> None:
+    record(simulated(defences=["prune(0.9)"]), tmp_path / "pruned")
+    told = notes(tmp_path / "pruned", tmp_path / "a", defences=["none"])
+    assert "recorded as sent with the defence 'prune(0.9)', attacked as if with 'none'" in told
+    assert "90% of what was sent is zero" in told
+    assert "believe a pruning or compressing defence" in told
+    record(simulated(), tmp_path / "plain", halved)
+    told = notes(tmp_path / "plain", tmp_path / "b", defences=["prune(0.9)"], data=UNSEEN)
+    assert "nothing pruned it" in told
+    assert "values travelled as float16" in told
+    assert "data.mean and data.std were not said" in told
+    assert notes(tmp_path / "plain", tmp_path / "c").count("\n") == 0
+
+
+def test_a_grid_and_a_scale_that_do_not_fit_are_noted(tmp_path: Path) -> None:
+    record(simulated(defences=["sign"]), tmp_path / "signs")
+    told = notes(tmp_path / "signs", tmp_path / "a", defences=["none"])
+    assert "few different values" in told
+    record(simulated(), tmp_path / "loud", lambda update: {name: 1e4 * value for name, value in update.items()})
+    assert "look at the step size" in notes(tmp_path / "loud", tmp_path / "c")
+    assert "nothing quantised it" in notes(record_plain(tmp_path / "plain"), tmp_path / "b", defences=["sign"])
+
+
+def record_plain(folder: Path) -> Path:
+    record(simulated(), folder, defence=None)
+    return folder
+
+
+def test_a_defence_or_number_of_examples_that_nobody_recorded_is_noted(tmp_path: Path) -> None:
+    told = notes(record_plain(tmp_path / "seen"), tmp_path, client={"batch": 2})
+    assert "which defence the client has was not recorded: 'none' is believed" in told
+    assert "recorded as made from 1 example, attacked as if from 2" in told
+
+
+def test_positions_are_read_as_the_models_names_and_buffers_are_left_out(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.Flatten(), nn.Linear(8, 3))
+    held = {name: value.clone() for name, value in model.state_dict().items()}
+    held["1.running_mean"] += 1
+    floats = {name: torch.ones_like(value) for name, value in held.items() if value.is_floating_point()}
+    Recorder(tmp_path / "named").write(1, "a", held, floats, 1)
+    order = {name: str(place) for place, name in enumerate(held)}
+    numbered = ({order[name]: value for name, value in part.items()} for part in (held, floats))
+    Recorder(tmp_path / "numbered").write(1, "a", *numbered, 1)
+    client = Client(model)
+    named, counted = (fitted(read_recorded(tmp_path / kind)[0], client) for kind in ("named", "numbered"))
+    assert named.left_out == counted.left_out == ("1.running_mean", "1.running_var")
+    assert list(named.update) == list(counted.update) == [name for name, _ in model.named_parameters()]
+    assert torch.equal(counted.received["1.running_mean"], held["1.running_mean"])
+    shorter = Client(nn.Sequential(*list(model)[:-1]))
+    with pytest.raises(GradveilError, match=r"3\.weight: is no parameter of the believed model"):
+        fitted(read_recorded(tmp_path / "named")[0], shorter)
+
+
+def test_other_records_are_another_run(tmp_path: Path) -> None:
+    hashes = set()
+    for by in (1.0, 2.0):
+        record(simulated(), tmp_path, lambda update, by=by: {name: by * value for name, value in update.items()})
+        told = open_scene(watching(tmp_path))
+        hashes.add(describe(told.config, 1, "", told.held)["config_hash"])
+    assert len(hashes) == 2
+
+
+def test_the_truth_decides_scores_only(tmp_path: Path) -> None:
+    """An attack finds the same whether or not the truth was recorded: it is never told."""
+    found = []
+    for truth in (False, True):
+        record(simulated(), tmp_path / str(truth), truth=truth)
+        watched = open_scene(watching(tmp_path / str(truth)))
+        found.append(recover_observed(watched, cells(watched.config)[0], range(2), print).tensors["inputs"])
+    assert torch.equal(*found)

@@ -1,0 +1,266 @@
+"""Audits of the clients of a training: their own images, what they have kept, and the parameters of the round."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from gradveil.audit.cell import Address, cells
+from gradveil.audit.config import RunConfig, TrainPlan
+from gradveil.audit.layout import TRAINING
+from gradveil.audit.reader import read, resolve
+from gradveil.audit.rounds import Truth, observe
+from gradveil.audit.scene import Scene, open_scene
+from gradveil.audit.training import Training, training_config
+from gradveil.cli.app import run
+from gradveil.core.errors import GradveilError
+from gradveil.core.types import Batch
+from gradveil.federated.engine import Standing
+from gradveil.federated.run import describe, opened
+from gradveil.federated.run import run as run_training
+from gradveil.federated.setting import Cell
+from tests.audit.runs import without_times
+
+TOPK = "topk(0.1, feedback=true)"
+PLAN = {"clients": 3, "rounds": 2, "images": 60, "batch": 4, "server": {"lr": 0.3}}
+"""Three clients of twenty images, who send two updates each."""
+
+
+def config(defence: str = TOPK, plan: dict[str, Any] | None = None, **changes: Any) -> RunConfig:
+    return resolve(
+        {
+            "name": "trained",
+            "data": {"name": "digits", "size": 16},
+            "model": {"name": "lenet-zhu"},
+            "attacks": ["ig(iterations=4)"],
+            "defences": [defence],
+            "victims": 4,
+            "precision": "float64",
+            "train": {**PLAN, **(plan or {})},
+            **changes,
+        }
+    )
+
+
+def trained(folder: Path, **changes: Any) -> tuple[Scene, Training, list[tuple[str, int]]]:
+    """Train what is missing, and say which rounds that were."""
+    scene, told = open_scene(config(**changes), trained=folder), list[tuple[str, int]]()
+    assert scene.training is not None
+    assert scene.config.train is not None
+
+    setting = scene.training.setting
+    with opened(folder, describe(setting.config, "command")):
+        run_training(
+            setting,
+            folder,
+            lambda cell, record, status: told.append((cell.title, record.number)),
+            at=scene.config.train.stages,
+        )
+    return scene, scene.training, told
+
+
+def stood(training: Training, defence: str, number: int) -> Standing:
+    return training.standing(training.kept(defence, 0, number), defence, 0)
+
+
+def seen(scene: Scene, cell: Address) -> tuple[Any, Truth, Any]:
+    assert scene.training is not None
+    standing = stood(scene.training, cell.defence, cell.trained or 0)
+    client = scene.client(cell.client, cell.defence, cell.seed, standing)
+    (watched,), truth = observe(scene, cell, client, range(4), standing)
+    return watched, truth, client
+
+
+def pixels(images: Tensor) -> set[bytes]:
+    return {image.numpy().tobytes() for image in images.float()}
+
+
+def test_clients_are_looked_at_untrained_early_and_late():
+    assert [cell.trained for cell in cells(config())] == [0, 1, 2]
+    assert [cell.trained for cell in cells(config(plan={"audit_at": [2, 0]}))] == [0, 2]
+    assert [cell.trained for cell in cells(config(train=None))] == [None]
+    assert len({cell.id for cell in cells(config())}) == 3
+
+
+@pytest.mark.parametrize("defence", ["none", TOPK, "standin(adam)"])
+def test_a_client_sends_what_it_would_in_the_next_round_of_the_training(tmp_path: Path, defence: str):
+    scene, training, _ = trained(tmp_path, defence=defence)
+    federation = training.setting.federation(Cell(defence, 0))
+    for cell in cells(scene.config)[1:]:
+        watched, truth, client = seen(scene, cell)
+        standing = stood(training, defence, cell.trained or 0)
+        assert len(standing.records) == cell.trained
+        assert all(torch.equal(standing.params[name], value) for name, value in client.params().items())
+        for victim, owner in enumerate([0, 1, 2, 0]):
+            example = Batch(truth.raw.inputs[victim], truth.raw.targets[victim])
+            assert pixels(example.inputs) <= pixels(federation.shares[owner].train.inputs)
+            sent, _ = federation.client.update(standing.params, example, {}, standing.clients[owner])
+            for name, value in sent.items():
+                torch.testing.assert_close(watched.update[name][victim], value)
+        assert len(pixels(truth.raw.inputs.flatten(0, 1))) == 4
+
+
+def test_before_the_first_round_the_model_is_that_of_an_audit_without_training(tmp_path: Path):
+    scene, _, _ = trained(tmp_path)
+    watched, _, _ = seen(scene, cells(scene.config)[0])
+    plain = open_scene(config(train=None)).client(0, TOPK, 0).params()
+    assert all(torch.equal(value, plain[name]) for name, value in watched.params.items())
+
+
+def test_attackers_are_given_no_image_that_a_client_trains_on(tmp_path: Path):
+    scene, training, _ = trained(tmp_path)
+    assert scene.public is not None
+    shares = training.setting.federation(Cell(TOPK, 0)).shares
+    held = set[bytes]().union(*(pixels(share.train.inputs) for share in shares))
+    assert len(held) == 60
+    assert pixels(scene.victims.inputs) <= held
+    assert not pixels(scene.public.inputs) & held
+
+
+def test_what_is_announced_before_a_round_follows_from_the_training(tmp_path: Path):
+    text = "adgp(0.2, selection=previous)"
+    scene, training, _ = trained(tmp_path, defence=text)
+    first, late = cells(scene.config)[0], cells(scene.config)[2]
+    assert seen(scene, first)[0].messages == {}
+    heard, _ = training.setting.federation(Cell(text, 0)).heard(stood(training, text, 2), (0, 1, 2), 3)
+    watched = seen(scene, late)[0]
+    assert watched.messages.keys() == heard.messages.keys() != set()
+    assert all(torch.equal(watched.messages[name], value) for name, value in heard.messages.items())
+
+
+def test_what_a_client_drew_in_its_first_round_is_the_truth_in_later_ones(tmp_path: Path):
+    scene, _, _ = trained(tmp_path, defence="keylock(width=4)", attacks=["ig(iterations=2)"])
+    _, truth, _ = seen(scene, cells(scene.config)[2])
+    kept = {name.removeprefix("kept."): value for name, value in truth.state.items() if name.startswith("kept.model")}
+    assert kept
+    assert bool((truth.state["kept.joined"] == 1).all())
+    for name, value in kept.items():
+        assert torch.equal(truth.noise[name], value)
+        assert not torch.equal(value[0], value[1])
+        assert torch.equal(value[0], value[3])  # victims 0 and 3 are the same client
+
+
+def test_nothing_is_trained_twice_and_a_round_that_is_gone_is_made_again(tmp_path: Path):
+    _, training, told = trained(tmp_path)
+    assert told == [(TOPK, 1), (TOPK, 2)]
+    assert trained(tmp_path)[2] == []
+    kept = list((tmp_path / "cells").glob("*.round-*.safetensors"))
+    assert len(kept) == 3
+    for number, again in ((2, [2]), (1, [1, 2]), (0, [])):
+        before = stood(training, TOPK, number)
+        next(file for file in kept if f"round-{number}." in file.name).unlink()
+        with pytest.raises(GradveilError, match="is missing"):
+            stood(training, TOPK, number)
+        assert trained(tmp_path)[2] == [(TOPK, n) for n in again]
+        after = stood(training, TOPK, number)
+        assert all(torch.equal(after.params[name], value) for name, value in before.params.items())
+
+
+def test_a_training_that_diverged_is_told_and_not_attacked(tmp_path: Path):
+    _, training, _ = trained(tmp_path, defence="none", precision="float32", plan={"server": {"lr": 1e300}})
+    assert len(stood(training, "none", 0).records) == 0
+    with pytest.raises(GradveilError, match="diverged"):
+        stood(training, "none", 2)
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"plan": {"audit_at": [3]}}, "audits after round 3, and there are 2"),
+        ({"victims": 100}, "the smallest has 20"),
+        ({"client": {"batch": 2, "members": 2}}, "client.members"),
+        ({"client": {"batch": 2, "trainable": ["*weight"]}}, "client.trainable"),
+        ({"plan": {"local": {"lr": 0.1, "epochs": 1, "batch": 4}}}, "let client.local and train.local say the same"),
+        ({"plan": {"cleints": 3}}, "train.cleints: is not a setting -> did you mean 'clients'"),
+        ({"plan": {"images": 2}}, "clients"),
+    ],
+)
+def test_what_does_not_fit_is_told_before_anything_is_trained(changes: dict[str, Any], told: str):
+    with pytest.raises(GradveilError) as caught:
+        open_scene(config(**changes))
+    assert told in str(caught.value)
+
+
+def test_a_defence_that_keeps_nothing_may_be_trained_in_another_way():
+    other = {"local": {"lr": 0.1, "epochs": 1, "batch": 4}}
+    assert open_scene(config("topk(0.1)", plan=other)).training is not None
+
+
+def test_clients_train_as_the_audited_one_does_unless_the_plan_says_otherwise():
+    own = {"batch": 4, "local": {"lr": 0.25, "steps": 2, "batch": 2}}
+    local = training_config(config(client=own)).local
+    assert local is not None
+    assert (local.lr, local.steps) == (0.25, 2)
+    other = training_config(config(client=own, plan={"local": {"lr": 0.5, "epochs": 1}})).local
+    assert other is not None
+    assert other.lr == 0.5
+
+
+RUN = """
+name = "little"
+victims = 2
+attacks = ["ig(iterations=4)"]
+defences = ["none", "topk(0.1, feedback=true)"]
+data = { name = "digits", size = 16 }
+model = { name = "lenet-zhu" }
+train = { clients = 3, rounds = 2, images = 60, batch = 4 }
+"""
+
+
+def test_a_plan_trains_only_where_that_is_asked_for(tmp_path: Path):
+    file = tmp_path / "a.toml"
+    file.write_text(RUN)
+    assert read(str(file)).train is None
+    assert read(str(file), train=True).train == TrainPlan(clients=3, rounds=2, images=60, batch=4)
+    assert read("digits", train=True).train == TrainPlan()
+    with pytest.raises(GradveilError, match="add --train"):
+        read(str(file), {}, ["train.rounds=3"])
+
+
+def test_the_command_trains_attacks_and_tells_accuracy_and_costs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    (tmp_path / "little.toml").write_text(RUN)
+    monkeypatch.chdir(tmp_path)
+    words = ["audit", "little.toml", "--train", "--json"]
+    assert run([*words, "--workers", "2"]) == 0
+    out, told = capsys.readouterr()
+    assert "topk(0.1, feedback=true), seed 0: round 2 of 2, accuracy" in told
+    assert "against none, seed 0, after 2 rounds" in told
+    rows = json.loads(out)
+    wanted = [(defence, number) for defence in ("none", TOPK) for number in (0, 1, 2)]
+    assert sorted((row["defence"], row["trained"]) for row in rows) == wanted
+    bare = [row for row in rows if row["defence"] == "none"]
+    (summary,) = (Path("runs/little") / TRAINING / "cells").glob("none-*.json")
+    curve = json.loads(summary.read_text())
+    assert [row["accuracy"] for row in bare] == [point["accuracy"] for point in (curve["start"], *curve["curve"])]
+    assert {row["round_bytes_up"] for row in bare} == {curve["bytes_up"]}
+    assert next(row["round_bytes_up"] for row in rows if row["defence"] == TOPK) < 0.3 * curve["bytes_up"]
+    assert run(["summary", "runs/little"]) == 0
+    shown = capsys.readouterr().out
+    assert "clients of a training, attacked before it, after 1 round and after 2 rounds" in " ".join(shown.split())
+    assert "received a round" in shown
+    assert run([*words, "--set", "train.rounds=3"]) == 2
+    assert "train.rounds (2 there, 3 now)" in capsys.readouterr().err
+    fewer = ["--set", "train.rounds=1", "--defence", "none", "--workers", "1"]
+    assert run([*words, "--fresh", *fewer]) == 0
+    assert [row["trained"] for row in json.loads(capsys.readouterr().out)] == [0, 1]
+
+
+def test_processes_and_shares_attack_the_same_clients(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    (tmp_path / "little.toml").write_text(RUN)
+    monkeypatch.chdir(tmp_path)
+    found = []
+    for workers in ("1", "2"):
+        words = ["--defence", "none", "--set", "train.audit_at=[2]", "--workers", workers, "--out", workers]
+        assert run(["audit", "little.toml", "--train", "--json", *words]) == 0
+        found.append(without_times(json.loads(capsys.readouterr().out)))
+    drop = [{key: value for key, value in row.items() if "round_" not in key} for (row,) in found]
+    assert drop[0] == drop[1]

@@ -1,0 +1,77 @@
+"""`gradveil audit --observed`: from a training's record to an answer, and errors without tracebacks."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from gradveil.cli.app import run
+
+TRAINING = """
+name = "little"
+clients = 30
+rounds = 1
+batch = 1
+data = { name = "digits", size = 16, public = 60, gallery = 20 }
+model = { name = "lenet-zhu" }
+"""
+AUDIT = """
+name = "mine"
+attacks = ["ig(labels=restore, iterations=4)"]
+data = { name = "digits", size = 16 }
+model = { name = "lenet-zhu" }
+"""
+SAID = ["--set", "model.name=lenet-zhu", "--set", "data.classes=10", "--set", "data.channels=1"]
+UNNAMED = ["audit", "--observed", "seen", *SAID, "--set", "data.size=16", "--iterations", "4"]
+
+
+@pytest.fixture
+def seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder where two clients of a training were recorded without the truth, and one with it."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "little.toml").write_text(TRAINING)
+    (tmp_path / "mine.toml").write_text(AUDIT)
+    words = ["train", "little.toml", "--threads", "1", "--fresh"]
+    assert run([*words, "--record", "seen", "--record-client", "1", "--record-client", "2"]) == 0
+    assert run([*words, "--record", "told", "--record-client", "1", "--record-truth"]) == 0
+    return tmp_path
+
+
+def test_a_record_alone_is_enough(seen: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run([*UNNAMED, "--workers", "2"]) == 0  # a process for each victim reads the record by itself
+    out = capsys.readouterr().out
+    assert "No score: the truth was not recorded" in out
+    assert "data.mean and data.std were not said" in out
+    assert (seen / "runs/observed/report.html").is_file()
+    whole = json.loads((seen / "runs/observed/run.json").read_text())
+    assert whole["config"]["client"][0]["batch"] == 1
+    assert whole["config"]["victims"] == 2
+    assert "--set 'observed.folder=\"seen\"'" in whole["command"]
+    assert run([*UNNAMED, "--json", "--workers", "1"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told[0]["asr"] is None
+    assert told[0]["unscored"].startswith("no score")
+
+
+def test_a_run_file_and_the_truth_give_scores(seen: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["audit", "mine.toml", "--observed", "told", "--json", "--workers", "1", "--fail-above", "0.99"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told[0]["unscored"] is None
+    assert told[0]["images"] == 1
+    assert told[0]["ssim_mean"] is not None
+
+
+def test_wrong_use_is_told_without_a_traceback(seen: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    wrong = {
+        "RUN: is missing": ["audit"],
+        "nowhere: is no record of updates": ["audit", "mine.toml", "--observed", "nowhere"],
+        "model.name: is missing": ["audit", "--observed", "seen"],
+        "--fail-above: has nothing to compare": [*UNNAMED, "--fail-above", "0.5"],
+        "'unseen' are no data": ["audit", "mine.toml", "--set", "data.name=unseen"],
+        "holds none of the updates that were asked for": [*UNNAMED, "--set", "observed.rounds=[7]"],
+    }
+    for message, words in wrong.items():
+        assert run(words) == 2
+        assert message in capsys.readouterr().err

@@ -1,0 +1,49 @@
+"""Trainings by worker processes end with the bits of one process, whoever is killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from gradveil.federated.checkpoint import load_standing
+from gradveil.federated.engine import Round, Status
+from gradveil.federated.run import describe, opened, run
+from gradveil.federated.setting import Cell, cells, open_setting
+from gradveil.federated.work import identity, site
+from gradveil.schedule.processes import Processes
+from tests.federated.test_engine import same
+from tests.federated.test_run import config, timeless, trained
+from tests.schedule.test_processes import workers
+
+pytestmark = pytest.mark.processes
+
+
+def test_a_killed_worker_changes_nothing_and_no_round_is_done_twice(tmp_path: Path) -> None:
+    told = open_setting(config("validation=0.2", rounds=6, defences=["none", "topk(0.2, feedback=true)"]))
+    whole, _ = trained(tmp_path / "whole", told)
+    seen: dict[str, list[int]] = {cell.id: [] for cell in cells(told.config)}
+    killed: list[int] = []
+
+    def tell(cell: Cell, record: Round, status: Status) -> None:
+        seen[cell.id].append(record.number)
+        if record.number == 2 and len(killed) < 2:
+            killed.append(workers()[0])
+            os.kill(killed[-1], signal.SIGKILL)
+
+    with opened(tmp_path / "killed", describe(told.config, "command")):
+        found = run(told, tmp_path / "killed", tell, Processes(site(told.config, None), 2))
+    assert len(killed) == 2
+    assert set(map(tuple, seen.values())) == {(1, 2, 3, 4, 5, 6)}
+    assert [timeless(row) for row in found] == [timeless(row) for row in whole]
+    for cell in cells(told.config):
+        one, other = (
+            load_standing(tmp_path / out / "cells" / f"{cell.id}.safetensors", identity(told, cell))
+            for out in ("whole", "killed")
+        )
+        assert one is not None
+        assert other is not None
+        assert same(one.params, other.params)
+        assert all(same(one.clients[i], other.clients[i]) for i in one.clients)

@@ -1,0 +1,275 @@
+"""What a client keeps: who it is, that nothing is sent twice with the same noise, and what a crash leaves."""
+
+import logging
+import re
+import stat
+
+import pytest
+import torch
+from flwr.app import ArrayRecord, Context, Message, RecordDict
+from torch import nn
+
+from gradveil.client import Client
+from gradveil.core.errors import GradveilError
+from gradveil.core.files import locked
+from gradveil.core.noise import Key
+from gradveil.core.types import Batch
+from gradveil.defences import parse
+from gradveil.federated.wire import Layout, decode
+from gradveil.integrations.flower import answer, memory, protect
+from gradveil.integrations.flower.memory import identity, opened
+from gradveil.integrations.flower.records import MARK, Question, mark, record, unpacked
+from tests.integrations.scenes import context, copied
+
+BATCH = Batch(torch.linspace(-1, 1, 12).reshape(3, 4), torch.tensor([0, 1, 1]))
+
+
+def client(text="user-dp(clip=1, sigma=0.1) + topk(0.3, feedback=true)", model=None, **settings) -> Client:
+    net = model or nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2))
+    for i, parameter in enumerate(net.parameters()):
+        nn.init.normal_(parameter.data, generator=Key(i).generator())
+    return parse(text)(Client(net, **settings))
+
+
+def asked(number, of, shift=0.0) -> Message:
+    arrays = record({name: value + shift for name, value in of.params().items()})
+    return Message(RecordDict({"arrays": arrays, MARK: mark(number)}), dst_node_id=1, message_type="train")
+
+
+def bits(reply) -> bytes:
+    return unpacked(copied(reply.content))
+
+
+def files(folder):
+    return {str(file.relative_to(folder)): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
+
+
+@pytest.mark.parametrize(
+    ("config", "name"),
+    [
+        ({"gradveil-identity": "hospital-a", "partition-id": 3}, "hospital-a"),
+        ({"partition-id": 3}, "partition-3"),
+        ({"gradveil-identity": 7}, "7"),
+    ],
+)
+def test_a_client_is_who_its_owner_says(config, name):
+    assert identity(Context(1, 99, config, RecordDict(), {})) == name
+
+
+@pytest.mark.parametrize("name", ["../a", "a/b", "", ".hidden", "a" * 101, "-x", "a b"])
+def test_a_name_cannot_lead_elsewhere(name):
+    with pytest.raises(GradveilError, match="no name for a folder"):
+        identity(Context(1, 99, {"gradveil-identity": name}, RecordDict(), {}))
+
+
+def test_a_node_without_a_name_is_told_what_to_do():
+    with pytest.raises(GradveilError, match="--node-config"):
+        identity(Context(1, 99, {}, RecordDict(), {}))
+
+
+def test_the_folder_may_be_the_nodes(tmp_path):
+    own = client()
+    answer(asked(1, own), context(**{"gradveil-folder": str(tmp_path / "own")}), own, BATCH)
+    assert (tmp_path / "own" / "partition-0" / "seed").exists()
+
+
+def test_a_round_that_is_asked_again_gets_the_same_bits_and_changes_nothing(tmp_path):
+    own = client()
+    first = answer(asked(1, own), context(), own, BATCH, folder=tmp_path, metrics={"loss": 0.25})
+    before = files(tmp_path)
+    other = Batch(BATCH.inputs + 1, BATCH.targets)
+    again = answer(asked(1, own), context(), own, other, folder=tmp_path)
+    assert bits(again) == bits(first)
+    assert dict(again.content["metrics"]) == {"num-examples": 3, "loss": 0.25}
+    assert files(tmp_path) == before
+    second = answer(asked(2, own), context(), own, BATCH, folder=tmp_path)
+    fresh = client()
+    alone = [
+        answer(asked(n, fresh), context(), fresh, BATCH, folder=tmp_path / "x", key=key_of(tmp_path)) for n in (1, 2)
+    ]
+    assert [bits(first), bits(second)] == [bits(reply) for reply in alone]
+
+
+def key_of(folder) -> Key:
+    """The address of a client's noise, by the seed on its disk."""
+    return Key(int((folder / "partition-0" / "seed").read_text()), ("run-77",))
+
+
+def test_the_mod_asks_the_app_only_once(tmp_path):
+    calls = []
+    own = client("none")
+
+    def app(message, _context):
+        calls.append(message)
+        told = {"arrays": message.content["arrays"], "metrics": answered.content["metrics"]}
+        return Message(RecordDict(told), reply_to=message)
+
+    answered = answer(asked(1, own), context(), own, BATCH, folder=tmp_path / "other")
+    mod = protect("topk(0.5)", folder=tmp_path)
+    one, two = (mod(asked(1, own), context(), app) for _ in range(2))
+    assert len(calls) == 1
+    assert bits(one) == bits(two)
+    assert dict(two.content["metrics"]) == {"num-examples": 3}
+
+
+@pytest.mark.parametrize(("number", "shift", "what"), [(2, 0.0, "and 3 has been answered"), (3, 0.1, "another model")])
+def test_the_same_noise_is_never_put_on_another_model(number, shift, what, tmp_path):
+    own = client()
+    answer(asked(3, own), context(), own, BATCH, folder=tmp_path)
+    before = files(tmp_path)
+    with pytest.raises(GradveilError, match=what):
+        answer(asked(number, own, shift), context(), own, BATCH, folder=tmp_path)
+    assert files(tmp_path) == before
+
+
+def test_another_run_starts_anew_with_other_noise(tmp_path):
+    own = client("gaussian(0.1)")
+    replies = [answer(asked(1, own), context(run=run), own, BATCH, folder=tmp_path) for run in (1, 2)]
+    assert bits(replies[0]) != bits(replies[1])
+    assert {file.name for file in (tmp_path / "partition-0").iterdir()} == {".lock", "seed", "run-1", "run-2"}
+
+
+def test_a_crash_before_the_state_is_written_leaves_the_round_unanswered(tmp_path, monkeypatch):
+    """Killed between the two files: the next attempt computes the round from the old state, to the same bits."""
+    own = client()
+    answer(asked(1, own), context(), own, BATCH, folder=tmp_path)
+
+    def killed(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(memory, "save_state", killed)
+        with pytest.raises(KeyboardInterrupt):
+            answer(asked(2, own), context(), own, BATCH, folder=tmp_path)
+    assert "partition-0/run-77/answer-2" in files(tmp_path)
+    second = answer(asked(2, own), context(), own, BATCH, folder=tmp_path)
+    fresh = client()
+    alone = [
+        answer(asked(n, fresh), context(), fresh, BATCH, folder=tmp_path / "x", key=key_of(tmp_path)) for n in (1, 2)
+    ]
+    assert bits(second) == bits(alone[1])
+
+
+def test_only_the_last_round_is_kept_and_only_the_owner_reads_it(tmp_path):
+    own = client()
+    for number in (1, 2, 5):
+        answer(asked(number, own), context(), own, BATCH, folder=tmp_path)
+    assert set(files(tmp_path / "partition-0")) == {".lock", "seed", "run-77/answer-5", "run-77/state-5"}
+    for file in (tmp_path / "partition-0").rglob("*"):
+        assert stat.S_IMODE(file.stat().st_mode) & 0o077 == 0
+
+
+def test_two_nodes_of_one_name_do_not_share_a_state(tmp_path):
+    own = client()
+    answer(asked(1, own), context(), own, BATCH, folder=tmp_path)
+    with locked(tmp_path / "partition-0"), pytest.raises(GradveilError, match="give every SuperNode"):
+        answer(asked(2, own), context(), own, BATCH, folder=tmp_path)
+
+
+def test_a_damaged_state_or_another_defences_is_refused(tmp_path):
+    own = client()
+    answer(asked(1, own), context(), own, BATCH, folder=tmp_path)
+    other = client("topk(0.3, feedback=true)")
+    with pytest.raises(GradveilError, match="belongs to another defence"):
+        answer(asked(2, other), context(), other, BATCH, folder=tmp_path)
+    file = tmp_path / "partition-0" / "run-77" / "state-1"
+    file.write_bytes(file.read_bytes()[:-3])
+    with pytest.raises(GradveilError, match=r"cut off|damaged"):
+        answer(asked(2, own), context(), own, BATCH, folder=tmp_path)
+    (tmp_path / "partition-0" / "seed").write_text("x")
+    with pytest.raises(GradveilError, match="seed: is damaged"):
+        answer(asked(2, own), context(), own, BATCH, folder=tmp_path)
+
+
+def test_a_damaged_answer_is_refused_and_says_how_to_go_on(tmp_path):
+    own = client()
+    answer(asked(1, own), context(), own, BATCH, folder=tmp_path)
+    (tmp_path / "partition-0" / "run-77" / "answer-1").write_bytes(b"x")
+    with pytest.raises(GradveilError, match="wait for round 2"):
+        answer(asked(1, own), context(), own, BATCH, folder=tmp_path)
+
+
+def test_another_model_is_refused_with_its_description(tmp_path):
+    own, other = client(), client(model=nn.Linear(4, 2))
+    with pytest.raises(GradveilError, match=r"0\.weight: is missing, expected float32 \[3, 4\]"):
+        answer(asked(1, other), context(), own, BATCH, folder=tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_received_buffers_are_used_and_not_sent(tmp_path):
+    class Shifted(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Linear(4, 2)
+            self.register_buffer("shift", torch.zeros(4))
+
+        def forward(self, x):
+            return self.inner(x + self.shift)
+
+    own = client("none", Shifted())
+    plain, moved = asked(1, own), asked(1, own)
+    for message, shift in ((plain, 0.0), (moved, 1.0)):
+        buffers = record({"shift": torch.full((4,), shift)})
+        message.content["arrays"] = ArrayRecord({**message.content["arrays"], **buffers})
+    layout = Layout.of(own.params())
+    first = decode(bits(answer(plain, context(), own, BATCH, folder=tmp_path / "a")), layout)
+    second = decode(bits(answer(moved, context(), own, BATCH, folder=tmp_path / "b")), layout)
+    by_hand = own.update(own.params(), Batch(BATCH.inputs + 1, BATCH.targets), {}, {})[0]
+    torch.testing.assert_close(second, by_hand)
+    assert not torch.equal(first["inner.weight"], second["inner.weight"])
+
+
+@pytest.mark.parametrize(
+    ("text", "settings", "what"),
+    [
+        ("adgp", {}, "needs public messages"),
+        ("adgp(selection=previous)", {}, "needs public messages"),
+        ("none", {"members": 3}, "a node is one client"),
+    ],
+)
+def test_what_flower_has_no_place_for_is_refused(text, settings, what, tmp_path):
+    own = client(text, **settings)
+    with pytest.raises(GradveilError, match=what):
+        answer(asked(1, own), context(), own, BATCH, folder=tmp_path)
+
+
+def test_the_guard_warns_refuses_or_stays_silent(tmp_path, caplog):
+    own = client("none", nn.Linear(4, 2))
+    bad = asked(1, own)
+    bad.content["arrays"] = record({**own.params(), "weight": torch.tensor([[1e3] * 4, [0.0] * 4])})
+    with pytest.raises(GradveilError, match="fishing"):
+        answer(bad, context(), own, BATCH, folder=tmp_path, guard="refuse")
+    assert not list((tmp_path / "partition-0" / "run-77").iterdir())
+    with caplog.at_level(logging.WARNING, "flwr"):
+        answer(bad, context(), own, BATCH, folder=tmp_path / "a", guard="ignore")
+        assert not caplog.messages
+        answer(bad, context(), own, BATCH, folder=tmp_path / "b")
+    assert re.search("fishing", caplog.text)
+
+
+@pytest.mark.parametrize(("shift", "number", "told"), [(0.0, 2, False), (10.0, 2, True), (10.0, 3, False)])
+def test_a_jump_is_seen_from_one_round_to_the_next(shift, number, told, tmp_path):
+    """After rounds without this client its own update says nothing about how far the model may have moved."""
+    own = client("none")
+
+    def run():
+        answer(asked(1, own), context(), own, BATCH, folder=tmp_path, guard="refuse")
+        answer(asked(number, own, shift), context(), own, BATCH, folder=tmp_path, guard="refuse")
+
+    if told:
+        with pytest.raises(GradveilError, match="jump: moved"):
+            run()
+    else:
+        run()
+        with opened(context(), tmp_path) as kept:
+            assert kept.last == number
+
+
+def test_an_unmarked_message_is_refused():
+    message = asked(1, client())
+    message.content[MARK] = mark(0)
+    with pytest.raises(GradveilError, match="does not say which round"):
+        Question.of(message)
+    del message.content[MARK]
+    with pytest.raises(GradveilError, match="is not marked"):
+        Question.of(message)

@@ -1,0 +1,240 @@
+"""The mod: an app that trains by itself, defended on its way out."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from flwr.app import Array, ArrayRecord, ConfigRecord, Error, Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
+from flwr.serverapp.strategy import FedAvg
+from torch import nn
+
+from gradveil.core.errors import GradveilError
+from gradveil.core.noise import Key
+from gradveil.federated.engine import train as run
+from gradveil.federated.wire import Layout, decode
+from gradveil.integrations.flower import Protected, protect
+from gradveil.integrations.flower.records import MARK, mark, record, tensors, unpacked
+from tests.federated.scenes import federation, net
+from tests.integrations.scenes import Loopback, context, copied, examples
+
+START = {"w": torch.arange(1.0, 9.0), "b": torch.zeros(2)}
+
+
+def asked(number=1, arrays=START, kind="train") -> Message:
+    return Message(RecordDict({"arrays": record(arrays), MARK: mark(number)}), dst_node_id=1, message_type=kind)
+
+
+def app(after, count=5):
+    """The rest of the app: it returns these parameters."""
+
+    def train(message, _context):
+        told = MetricRecord({"num-examples": count, "loss": 0.5})
+        return Message(RecordDict({"arrays": record(after), "numbers": told}), reply_to=message)
+
+    return train
+
+
+def sent(reply, arrays=START):
+    return decode(unpacked(copied(reply.content)), Layout.of(arrays))
+
+
+MOVED = {"w": START["w"] - torch.tensor([8.0, 0, 0, 1, 0, 0, 0, 2]), "b": torch.tensor([0.0, -3.0])}
+
+
+def test_the_update_is_what_was_received_minus_what_was_returned(tmp_path):
+    reply = protect("none", folder=tmp_path)(asked(), context(), app(MOVED))
+    update = sent(reply)
+    assert torch.equal(update["w"], START["w"] - MOVED["w"])
+    assert torch.equal(update["b"], -MOVED["b"])
+    assert dict(reply.content["numbers"]) == {"num-examples": 5, "loss": 0.5}
+    assert reply.content[MARK]["round"] == 1
+
+
+def test_a_residual_waits_for_the_next_round(tmp_path):
+    """Of ten entries the two largest are sent; the next round sends what was left, though nothing new came."""
+    mod = protect("prune(0.8, scope='global', feedback=true)", folder=tmp_path)
+    first = sent(mod(asked(1), context(), app(MOVED)))
+    assert (first["w"][0], first["b"][1]) == (8.0, 3.0)
+    assert sum(int(value.count_nonzero()) for value in first.values()) == 2
+    second = sent(mod(asked(2), context(), app(START)))
+    assert (second["w"][7], second["w"][3]) == (2.0, 1.0)
+    assert sum(int(value.count_nonzero()) for value in second.values()) == 2
+
+
+def own_training(engine, folder):
+    """A user's own training: what the engine's undefended client does, written as an app that knows no Gradveil."""
+    flower = ClientApp()
+    protected = protect("user-dp(clip=0.5, sigma=0.01) + topk(0.2, feedback=true)", folder=folder)
+
+    def with_the_engines_key(message, ctx, call_next):
+        own = engine.key.child("client", ctx.node_config["partition-id"])
+        return replace(protected, key=own)(message, ctx, call_next)
+
+    @flower.train(mods=[with_the_engines_key])
+    def train(message, ctx):
+        params = {name: value.clone() for name, value in tensors(message.content["arrays"]).items()}
+        model, batch = net(), examples(ctx)
+        model.load_state_dict(params)
+        key = engine.key.child("client", ctx.node_config["partition-id"], "round", message.content[MARK]["round"])
+        order = engine.client.round_spec(params, batch)["schedule"].sample(key.child("schedule"))
+        for some in order:
+            model.zero_grad()
+            nn.functional.cross_entropy(model(batch.inputs[some]), batch.targets[some]).backward()
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter -= 0.1 * parameter.grad
+        told = MetricRecord({"num-examples": len(batch.targets)})
+        return Message(RecordDict({"arrays": record(model.state_dict()), "metrics": told}), reply_to=message)
+
+    return flower
+
+
+def test_an_app_with_the_mod_ends_with_the_engines_parameters(tmp_path):
+    engine = federation("user-dp(clip=0.5, sigma=0.01) + topk(0.2, feedback=true)", validation=False)
+    expected = run(engine, 5).params
+    grid = Loopback(own_training(engine, tmp_path), 4)
+    strategy = FedAvg(fraction_evaluate=0.0, min_train_nodes=4, min_available_nodes=4)
+    result = Protected(strategy).start(grid, record(engine.client.params()), num_rounds=5)
+    assert not grid.errors
+    for name, value in tensors(result.arrays).items():
+        torch.testing.assert_close(value, expected[name], rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("text", "what"),
+    [
+        ("dp", "acts on the single gradients"),
+        ("dropout + topk(0.1)", "acts on the model"),
+        ("mixup", "acts on the batch"),
+        ("optimal-noise(0.1)", "looks at the examples in its stage 'noise'"),
+        ("optimal-prune(0.5)", "looks at the examples in its stage 'prune'"),
+        ("optimal-prune(0.5, feedback=true)", "looks at the examples in its stage 'prune'"),
+        ("adgp", "needs public messages"),
+        ("adgp(selection=previous)", "needs public messages"),
+    ],
+)
+def test_what_cannot_be_done_to_an_update_is_refused_when_the_mod_is_made(text, what):
+    with pytest.raises(GradveilError, match=what) as refused:
+        protect(text)
+    assert "answer(" in str(refused.value) or "gradveil train" in str(refused.value)
+
+
+def test_every_reason_is_named_at_once():
+    with pytest.raises(GradveilError) as refused:
+        protect("dp + mixup + dropout")
+    assert len(refused.value.problems) == 3
+
+
+def test_evaluation_passes(tmp_path):
+    mod = protect("topk(0.1)", folder=tmp_path)
+    for kind in ("evaluate", "query"):
+        reply = mod(asked(kind=kind), context(), app(MOVED))
+        assert torch.equal(tensors(reply.content["arrays"])["w"], MOVED["w"])
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_server_that_could_not_decode_gets_nothing(tmp_path):
+    message = asked()
+    del message.content[MARK]
+    with pytest.raises(GradveilError, match="Protected"):
+        protect("topk(0.1)", folder=tmp_path)(message, context(), app(MOVED))
+
+
+WITH_STATISTICS = {**START, "n.running_mean": torch.zeros(2), "n.num_batches_tracked": torch.tensor(0)}
+TRAINED = {**MOVED, "n.running_mean": torch.tensor([0.25, 0.5]), "n.num_batches_tracked": torch.tensor(9)}
+
+
+def test_changed_statistics_are_refused_unless_somebody_decides(tmp_path):
+    with pytest.raises(GradveilError, match="running_mean: was changed: it is a mean over private examples"):
+        protect("none", folder=tmp_path)(asked(arrays=WITH_STATISTICS), context(), app(TRAINED))
+    kept = protect("none", folder=tmp_path, statistics="keep")
+    assert sent(kept(asked(1, WITH_STATISTICS), context(), app(TRAINED))).keys() == START.keys()
+    told = protect("topk(0.1)", folder=tmp_path / "other", statistics="send")
+    with_mean = {**START, "n.running_mean": torch.zeros(2)}
+    update = sent(told(asked(2, WITH_STATISTICS), context(), app(TRAINED)), with_mean)
+    assert torch.equal(update["n.running_mean"], torch.tensor([-0.25, -0.5]))
+    assert int(update["w"].count_nonzero()) == 1
+
+
+def test_frozen_parameters_may_not_change(tmp_path):
+    mod = protect("none", folder=tmp_path, trainable=["w"])
+    with pytest.raises(GradveilError, match=r"arrays\.b: was changed, and is not among what is trained"):
+        mod(asked(), context(), app(MOVED))
+    assert list(sent(mod(asked(), context(), app({**MOVED, "b": START["b"]})), {"w": START["w"]})) == ["w"]
+
+
+def test_another_model_than_the_received_one_is_refused(tmp_path):
+    with pytest.raises(GradveilError, match="expected float32"):
+        protect("none", folder=tmp_path)(asked(), context(), app({**MOVED, "w": torch.ones(3)}))
+
+
+def test_values_that_are_not_finite_are_not_sent(tmp_path):
+    with pytest.raises(GradveilError, match="not finite"):
+        protect("none", folder=tmp_path)(asked(), context(), app({**MOVED, "b": torch.tensor([0.0, torch.nan])}))
+    assert not list((tmp_path / "partition-0" / "run-77").iterdir())
+
+
+def test_the_noise_is_that_of_the_clients_key(tmp_path):
+    key = Key(5)
+    mod = protect("gaussian(0.5)", folder=tmp_path, key=key)
+    noise = sent(mod(asked(), context(), app(START)))["w"]
+    drawn = torch.randn(8, generator=key.child("round", 1, "send.noise.w").generator())
+    torch.testing.assert_close(noise, 0.5 * drawn)
+
+
+def test_what_else_the_app_says_goes_along_the_second_time_too(tmp_path):
+    more = {"tag": "x", "rounds": [1, 2], "blob": b"\x00\xff", "parts": [b"a", b"b"], "yes": True}
+
+    def train(message, ctx):
+        reply = app(MOVED)(message, ctx)
+        reply.content["more"] = ConfigRecord(more)
+        return reply
+
+    mod = protect("topk(0.5)", folder=tmp_path)
+    for _ in range(2):
+        content = mod(asked(), context(), train).content
+        assert dict(content["more"]) == more
+        assert dict(content["numbers"]) == {"num-examples": 5, "loss": 0.5}
+        assert len(content) == 4
+
+
+def test_an_app_that_fails_sends_its_error_and_the_round_stays_open(tmp_path):
+    def broken(message, _context):
+        return Message(Error(3, "no data"), reply_to=message)
+
+    mod = protect("topk(0.5)", folder=tmp_path)
+    assert mod(asked(), context(), broken).error.reason == "no data"
+    assert mod(asked(), context(), app(MOVED)).has_content()
+
+
+def test_a_reply_has_to_say_how_many_examples_it_is_made_of(tmp_path):
+    def silent(message, _context):
+        return Message(RecordDict({"arrays": record(MOVED), "metrics": MetricRecord({"n": 3})}), reply_to=message)
+
+    with pytest.raises(GradveilError, match="put 'num-examples' into the metrics"):
+        protect("topk(0.5)", folder=tmp_path)(asked(), context(), silent)
+
+
+def test_the_guard_looks_before_the_app_trains(tmp_path):
+    """With the model at its layers, without it at jumps; where it refuses, the app is not called."""
+
+    def never(*_):
+        pytest.fail("the app was called")
+
+    model = nn.Linear(4, 2)
+    traces = {"weight": torch.tensor([[1e3] * 4, [0.0] * 4]), "bias": torch.zeros(2)}
+    with pytest.raises(GradveilError, match="fishing"):
+        protect("none", model, folder=tmp_path / "a", guard="refuse")(asked(arrays=traces), context(), never)
+    blind = protect("none", folder=tmp_path / "b", guard="refuse")
+    blind(asked(1), context(), app({**START, "w": START["w"] - 0.01}))
+    far = {**START, "w": START["w"] + 100}
+    with pytest.raises(GradveilError, match="jump: moved"):
+        blind(asked(2, far), context(), never)
+
+
+def test_arrays_that_nobody_can_read_are_refused(tmp_path):
+    message = asked()
+    message.content["arrays"] = ArrayRecord({"w": Array("float32", (1,), "unknown", b"x")})
+    with pytest.raises(GradveilError, match=r"arrays\.w: cannot be read"):
+        protect("none", folder=tmp_path)(message, context(), app(MOVED))

@@ -1,0 +1,95 @@
+"""The page on Flower keeps its word: ten lines, and they run."""
+
+import re
+
+import torch
+from flwr.app import Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
+from flwr.serverapp.strategy import FedAvg
+from torch import nn
+
+from gradveil.client import Client
+from gradveil.core.arguments import REQUIRED
+from gradveil.core.errors import GradveilError
+from gradveil.core.noise import Key
+from gradveil.core.types import Domain
+from gradveil.defences import DEFENCES, parse
+from gradveil.federated.recorded import read_recorded
+from gradveil.integrations.flower import protect
+from gradveil.integrations.flower.client import unsupported
+from gradveil.integrations.flower.records import record, tensors
+from gradveil.nn.models import build
+from tests.docs.test_pages import DOCS, blocks
+from tests.federated.scenes import blobs
+from tests.integrations.scenes import Loopback
+
+
+def own_training(net):
+    """A user's `train()`, which gives every parameter a push."""
+
+    def train(message, _context):
+        after = {
+            name: value + torch.linspace(0, 1, value.numel()).reshape(value.shape)
+            for name, value in tensors(message.content["arrays"]).items()
+        }
+        told = MetricRecord({"num-examples": 3})
+        return Message(RecordDict({"arrays": record(after), "metrics": told}), reply_to=message)
+
+    return train
+
+
+def test_ten_lines_protect_an_app(tmp_path):
+    client, server, mod, _ = blocks("flower.md")
+    lines = [line for block in (client, server) for line in block.splitlines() if line.strip()]
+    assert len(lines) == 10
+
+    net = nn.Sequential(nn.Flatten(), nn.Linear(8, 12), nn.Tanh(), nn.Linear(12, 3))
+    images, labels = blobs(40, 3)
+    space: dict = {"net": net, "images": images.float(), "labels": labels, "FedAvg": FedAvg}
+    for source in (client, mod):
+        space |= {"app": ClientApp(), "your_own_training": own_training(net)}
+        exec(compile(source, "flower.md", "exec"), space)
+        exec(compile(server, "flower.md", "exec"), space)
+        grid = Loopback(space["app"], 2, **{"gradveil-folder": str(tmp_path / str(len(source)))})
+        before = {name: value.clone() for name, value in space["client"].params().items()}
+        result = space["strategy"].start(grid, record(before), num_rounds=2)
+        assert not grid.errors
+        assert not space["strategy"].refusals
+        moved = {name: value - before[name] for name, value in tensors(result.arrays).items()}
+        assert all(bool(value.any()) for value in moved.values())
+
+
+def test_an_app_is_recorded_as_the_page_says(tmp_path, monkeypatch):
+    *_, recorder = blocks("flower.md")
+    monkeypatch.chdir(tmp_path)
+    net = nn.Linear(3, 2)
+    space: dict = {"app": ClientApp(), "your_own_training": own_training(net)}
+    exec(compile(recorder, "flower.md", "exec"), space)
+    grid = Loopback(space["app"], 2)
+    FedAvg(fraction_evaluate=0.0).start(grid, record(dict(net.named_parameters())), num_rounds=2)
+    assert not grid.errors
+    assert {(one.facts.client, one.facts.round) for one in read_recorded(tmp_path / "seen")} == {("0", 1), ("1", 1)}
+
+
+def test_the_table_says_which_defences_go_where():
+    rows = re.findall(r"^\| (?:[^|]*: )?([^|:]+) \| (yes|no) \| (yes|no) \|$", (DOCS / "flower.md").read_text(), re.M)
+    said = {name: (mod, helper) for names, mod, helper in rows for name in names.split(", ")}
+    assert said.keys() == DEFENCES.keys() - {"none"}
+    model = build("lenet-zhu", channels=1, size=16, classes=3, generator=Key(0).generator())
+    images = Domain(torch.zeros(1, 1, 1), torch.ones(1, 1, 1), 3)
+    for name, entry in DEFENCES.items():
+        needs = any(argument.default is REQUIRED for argument in entry.arguments)
+        text = f"{name}(0.5)" if needs else name
+        own = parse(text)(Client(model, domain=images))
+        works = (not _refused(lambda text=text: protect(text)), not unsupported(own))
+        assert works == (said.get(name, ("yes", "yes")) == ("yes", "yes"), said.get(name, ("", "yes"))[1] == "yes"), (
+            name
+        )
+
+
+def _refused(make) -> bool:
+    try:
+        make()
+    except GradveilError:
+        return True
+    return False

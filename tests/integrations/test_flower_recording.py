@@ -1,0 +1,93 @@
+"""The recording mod: what leaves any Flower app lies on disk as it left, and nothing of the app changes."""
+
+import json
+
+import pytest
+import torch
+from flwr.app import ConfigRecord, Message, MetricRecord, RecordDict
+from torch.nn import functional as F
+
+from gradveil.cli.app import run
+from gradveil.core.noise import Key
+from gradveil.data import load
+from gradveil.federated.config import LocalConfig
+from gradveil.federated.recorded import read_recorded
+from gradveil.integrations.flower import protect
+from gradveil.integrations.flower import record as recording
+from gradveil.integrations.flower.records import MARK, mark, record, tensors, unpacked
+from gradveil.nn.models import build
+from tests.integrations.scenes import context
+
+START = {"w": torch.arange(1.0, 9.0), "b": torch.zeros(2), "steps": torch.tensor([3])}
+MOVED = {**START, "w": START["w"] - 0.5}
+
+
+def asked(number=1, kind="train", marked=False):
+    said = {MARK: mark(number)} if marked else {"config": ConfigRecord({"server-round": number})}
+    return Message(RecordDict({"arrays": record(START), **said}), dst_node_id=1, message_type=kind)
+
+
+def app(message, _context):
+    told = MetricRecord({"num-examples": 5})
+    return Message(RecordDict({"arrays": record(MOVED), "metrics": told}), reply_to=message)
+
+
+def test_plain_arrays_are_recorded_as_received_minus_returned_and_pass_as_they_are(tmp_path):
+    reply = recording(tmp_path / "seen", rounds=None)(asked(4), context(2), app)
+    assert torch.equal(torch.from_numpy(reply.content["arrays"]["w"].numpy()), MOVED["w"])
+    one = read_recorded(tmp_path / "seen")[0]
+    assert (one.facts.round, one.facts.client, one.facts.examples, one.facts.sends) == (4, "2", 5, "difference")
+    assert torch.equal(one.received["steps"], START["steps"])
+    assert {name: value.tolist() for name, value in one.update.items()} == {"w": [0.5] * 8, "b": [0.0] * 2}
+    assert one.truth is None
+
+
+def test_an_encoded_update_is_recorded_byte_for_byte(tmp_path):
+    protected = protect("prune(0.5)", folder=tmp_path / "state")
+    reply = recording(tmp_path / "seen", defence="prune(0.5)")(
+        asked(marked=True), context(), lambda message, here: protected(message, here, app)
+    )
+    one = read_recorded(tmp_path / "seen")[0]
+    assert one.sent == unpacked(reply.content)
+    assert one.facts.defence == "prune(0.5)"
+
+
+def test_a_round_that_was_not_chosen_and_other_messages_leave_nothing(tmp_path):
+    mod = recording(tmp_path / "seen")
+    mod(asked(2), context(), app)
+    mod(asked(1, kind="evaluate"), context(), app)
+    assert not (tmp_path / "seen").exists()
+
+
+def test_where_nothing_can_be_recorded_the_reply_passes(tmp_path, caplog):
+    (tmp_path / "seen").write_text("a file")
+    reply = recording(tmp_path / "seen")(asked(), context(), app)
+    assert reply.content["metrics"]["num-examples"] == 5
+    assert "not recorded" in caplog.text
+
+
+def test_what_a_plain_app_sent_gives_its_image_back(tmp_path, monkeypatch: pytest.MonkeyPatch, capsys):
+    """A Flower app trains one step on one digit by itself; whoever believes that, recovers the digit."""
+    monkeypatch.chdir(tmp_path)
+    digits = load("digits", size=16).victims
+    net = build("lenet-zhu", channels=1, size=16, classes=10, generator=Key(3).generator())
+    start = {name: value.detach().clone() for name, value in net.named_parameters()}
+
+    def trains(message, _context):
+        net.load_state_dict(tensors(message.content["arrays"]))
+        optimiser = torch.optim.SGD(net.parameters(), lr=0.1)
+        F.cross_entropy(net(digits.inputs[:1]), digits.targets[:1]).backward()
+        optimiser.step()
+        told = MetricRecord({"num-examples": 1})
+        return Message(RecordDict({"arrays": record(net.state_dict()), "metrics": told}), reply_to=message)
+
+    mod = recording(
+        "seen", local=LocalConfig(lr=0.1, steps=1), truth=lambda *_: (digits.inputs[:1], digits.targets[:1])
+    )
+    said = {"config": ConfigRecord({"server-round": 1})}
+    mod(Message(RecordDict({"arrays": record(start), **said}), dst_node_id=1, message_type="train"), context(), trains)
+    images = ["data.name=digits", "data.size=16", "model.name=lenet-zhu"]
+    words = ["audit", "--observed", "seen", "--json", "--workers", "1", "--attack", "ig-scheliga(tv=0)"]
+    assert run([*words, "--iterations", "500", *(word for image in images for word in ("--set", image))]) == 0
+    (told,) = json.loads(capsys.readouterr().out)
+    assert told["ssim_mean"] > 0.8

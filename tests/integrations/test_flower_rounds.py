@@ -1,0 +1,99 @@
+"""Whole trainings through Flower's strategies, held against the engine."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from flwr.app import ArrayRecord, ConfigRecord
+from flwr.serverapp.strategy import FedAdam, FedAvg, FedAvgM, FedMedian
+
+from gradveil.federated.engine import train
+from gradveil.integrations.flower import Protected
+from gradveil.integrations.flower.records import record, tensors
+from tests.federated.scenes import federation
+from tests.integrations.scenes import Loopback, helping
+
+ALL = {"fraction_evaluate": 0.0, "min_train_nodes": 4, "min_available_nodes": 4}
+
+
+def through_flower(engine, folder, strategy=FedAvg, rounds=5, **settings):
+    grid = Loopback(helping(engine.client, folder, key=engine.key, **settings), len(engine.shares))
+    protected = Protected(strategy(**ALL))
+    result = protected.start(grid, record(engine.client.params()), num_rounds=rounds)
+    assert not grid.errors
+    assert not protected.refusals
+    return tensors(result.arrays), grid
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "none",
+        "topk(0.1, feedback=true)",
+        "dp(clip=1, sigma=1e-3) + topk(0.1, feedback=true)",
+        "user-dp(clip=1, sigma=0.01)",
+        "dropout(0.3, where='2') + sign(feedback=true)",
+        "standin",
+        "precode(k=4)",
+    ],
+)
+def test_five_rounds_end_with_the_engines_parameters(text, tmp_path):
+    engine = federation(text, validation=False)
+    expected = train(engine, 5).params
+    found, _ = through_flower(engine, tmp_path)
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-9, atol=1e-12)
+
+
+def test_two_clients_of_one_seed_differ_and_a_secret_seed_differs_from_theirs(tmp_path):
+    """The noise is the client's own: without a key it is not the engine's, and not the same in another folder."""
+    engine = federation("user-dp(clip=1, sigma=0.1)", validation=False)
+    ends = []
+    for folder in ("one", "two"):
+        grid = Loopback(helping(engine.client, tmp_path / folder), 4)
+        result = Protected(FedAvg(**ALL)).start(grid, record(engine.client.params()), num_rounds=1)
+        ends.append(torch.cat([value.flatten() for value in tensors(result.arrays).values()]))
+    known = torch.cat([value.flatten() for value in train(engine, 1).params.values()])
+    assert min((ends[0] - ends[1]).norm(), (ends[0] - known).norm(), (ends[1] - known).norm()) > 0.05
+    seeds = {(tmp_path / folder / f"partition-{i}" / "seed").read_text() for folder in ("one", "two") for i in range(4)}
+    assert len(seeds) == 8
+
+
+def test_global_generators_are_left_alone(tmp_path):
+    engine = federation("dp(clip=1, sigma=1e-3) + minmax(0.5)", validation=False)
+    grid = Loopback(helping(engine.client, tmp_path), 4)
+    arrays, config = record(engine.client.params()), ConfigRecord()
+    message = next(iter(Protected(FedAvg(**ALL)).configure_train(1, arrays, config, grid)))
+    before = drawn_globally()
+    assert not grid.ask(message).has_error()
+    assert drawn_globally() == before
+
+
+def drawn_globally():
+    """The states of the generators that everybody shares."""
+    numpy = np.random.get_state()[1].tolist()  # noqa: NPY002
+    return torch.random.get_rng_state().tolist(), numpy, random.getstate()
+
+
+@pytest.mark.parametrize("strategy", [FedAdam, FedAvgM, FedMedian])
+def test_any_strategy_aggregates_and_dtypes_stay(strategy, tmp_path):
+    engine = federation("topk(0.5, feedback=true)", validation=False)
+    before = {name: value.float() for name, value in engine.client.params().items()}
+    engine.client.model.float()
+    grid = Loopback(helping(engine.client, tmp_path, dtype=torch.float32), 4)
+    protected = Protected(strategy(**ALL))
+    result = protected.start(grid, ArrayRecord(before), num_rounds=3)
+    after = tensors(result.arrays)
+    assert not grid.errors
+    assert not protected.refusals
+    assert all(value.dtype == torch.float32 for value in after.values())
+    assert all(not torch.equal(value, before[name]) for name, value in after.items())
+
+
+def test_a_sparse_update_travels_in_one_array_of_its_size(tmp_path):
+    engine = federation("topk(0.1, feedback=true)", validation=False)
+    _, sparse = through_flower(engine, tmp_path / "sparse", rounds=2)
+    _, dense = through_flower(federation("none", validation=False), tmp_path / "dense", rounds=2)
+    assert sparse.bytes_up < 0.4 * dense.bytes_up

@@ -1,0 +1,174 @@
+"""What the server's door lets in, and what it refuses."""
+
+import logging
+import re
+
+import pytest
+import torch
+from flwr.app import Array, ArrayRecord, ConfigRecord, Error, Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
+from flwr.serverapp.strategy import DifferentialPrivacyServerSideFixedClipping, FedAvg
+
+from gradveil.integrations.flower import Protected
+from gradveil.integrations.flower.records import MARK, PACKED, encoded, mark, packed, record, tensors
+from tests.integrations.scenes import Loopback
+
+START = {"w": torch.arange(6.0).reshape(2, 3), "b": torch.zeros(2)}
+UPDATE = {"w": torch.full((2, 3), 0.5), "b": torch.tensor([0.0, -1.0])}
+
+
+def good(update=UPDATE, number=1, weight=4, **metrics) -> RecordDict:
+    told = MetricRecord({"num-examples": weight, **metrics})
+    return RecordDict({"arrays": packed(encoded(update)), "metrics": told, MARK: mark(number)})
+
+
+def changed(name, value) -> RecordDict:
+    content = good()
+    content[name] = value
+    return content
+
+
+def without(name) -> RecordDict:
+    content = good()
+    del content[name]
+    return content
+
+
+def damaged() -> RecordDict:
+    sent = bytearray(encoded(UPDATE))
+    sent[-1] ^= 1
+    return changed("arrays", packed(bytes(sent)))
+
+
+def server(nodes=3, strategy=None, start=START, **settings) -> tuple[Protected, list[Message]]:
+    """A strategy that waits for the replies of its first round, and the messages that it sent."""
+    everybody = FedAvg(fraction_evaluate=0.0, min_train_nodes=nodes, min_available_nodes=nodes)
+    protected = Protected(strategy or everybody, **settings)
+    asked = protected.configure_train(1, record(start), ConfigRecord(), Loopback(ClientApp(), nodes))
+    return protected, sorted(asked, key=lambda message: message.metadata.dst_node_id)
+
+
+def test_what_an_undefended_app_would_have_sent_is_aggregated():
+    protected, asked = server()
+    contents = [good(), good({"w": UPDATE["w"] * 3, "b": UPDATE["b"]}, weight=12), good(weight=8)]
+    replies = [Message(content, reply_to=message) for content, message in zip(contents, asked, strict=True)]
+    arrays, metrics = protected.aggregate_train(1, replies)
+    mean = (4 * 0.5 + 12 * 1.5 + 8 * 0.5) / 24
+    torch.testing.assert_close(tensors(arrays)["w"], START["w"] - mean)
+    torch.testing.assert_close(tensors(arrays)["b"], torch.tensor([0.0, 1.0]))
+    assert metrics is not None
+    assert not protected.refusals
+
+
+BAD = {
+    "unmarked": (without(MARK), "is not marked"),
+    "an undefended app": (
+        RecordDict({"arrays": record(START), "metrics": MetricRecord({"num-examples": 3})}),
+        "is not marked",
+    ),
+    "marked and plain": (changed("arrays", record(START)), "as one array of kind"),
+    "another encoding": (
+        changed("arrays", ArrayRecord({PACKED: Array("uint8", (3,), "numpy.ndarray", b"abc")})),
+        "as one array of kind",
+    ),
+    "one array too many": (
+        changed("arrays", ArrayRecord({**packed(encoded(UPDATE)), "w": Array(START["w"].numpy())})),
+        "as one array of kind",
+    ),
+    "two records": (changed("more", record(START)), "has 2 ArrayRecords"),
+    "of an older round": (good(number=3), "answers round 3, not 1"),
+    "no number": (changed(MARK, ConfigRecord({"round": "1"})), "does not say which round"),
+    "another shape": (good({"w": torch.ones(3, 2), "b": torch.ones(2)}), "float32 \\[3, 2\\], expected float32 \\[2"),
+    "another type": (good({name: value.double() for name, value in UPDATE.items()}), "float64"),
+    "something missing": (good({"w": UPDATE["w"]}), "update.b: is missing"),
+    "something more": (good({**UPDATE, "x": torch.ones(1)}), "the model has no such tensor"),
+    "damaged": (damaged(), "checksum"),
+    "cut off": (changed("arrays", packed(encoded(UPDATE)[:-5])), "bytes"),
+    "no bytes": (changed("arrays", packed(b"GV")), "begin|ends"),
+    "not finite": (good(loss=float("nan")), "not finite"),
+    "no weight": (good(weight=0), "counts for 0 in the mean"),
+    "a negative weight": (good(weight=-5), "counts for -5 in the mean"),
+    "many weights": (changed("metrics", MetricRecord({"num-examples": [1, 2]})), "counts for \\[1, 2\\] in the mean"),
+    "other metrics": (good(loss=1.0), "other metrics than most"),
+    "no metrics": (without("metrics"), "other metrics than most"),
+}
+
+
+@pytest.mark.parametrize("kind", BAD)
+def test_a_reply_that_is_not_in_order_is_refused_and_the_others_count(kind, caplog):
+    content, reason = BAD[kind]
+    protected, asked = server()
+    replies = [Message(c, reply_to=message) for c, message in zip([good(), content, good()], asked, strict=True)]
+    with caplog.at_level(logging.WARNING, "flwr"):
+        arrays, _ = protected.aggregate_train(1, replies)
+    torch.testing.assert_close(tensors(arrays)["w"], START["w"] - 0.5)
+    [refusal] = protected.refusals
+    assert (refusal.number, refusal.node) == (1, 2)
+    assert re.search(reason, refusal.reason)
+    assert "1 of 3 replies were refused" in caplog.text
+    assert refusal.reason in caplog.text
+
+
+def test_nothing_is_aggregated_where_no_reply_is_left():
+    class Untouched(FedAvg):
+        def aggregate_train(self, server_round, replies):
+            raise AssertionError
+
+    protected, asked = server(strategy=Untouched(fraction_evaluate=0.0, min_train_nodes=3, min_available_nodes=3))
+    replies = [Message(without(MARK), reply_to=message) for message in asked]
+    assert protected.aggregate_train(1, replies) == (None, None)
+    assert len(protected.refusals) == 3
+
+
+def test_a_client_that_was_not_asked_or_answers_twice_is_refused():
+    protected, asked = server()
+    twice = [Message(good(), reply_to=asked[0]), Message(good(), reply_to=asked[0])]
+    stranger = Message(good(), reply_to=Message(RecordDict(), dst_node_id=99, message_type="train"))
+    arrays, _ = protected.aggregate_train(1, [*twice, stranger])
+    assert arrays is not None
+    assert [(refusal.node, refusal.reason[:24]) for refusal in protected.refusals] == [
+        (1, "reply: was not asked for"),
+        (99, "reply: was not asked for"),
+    ]
+
+
+def test_failed_clients_are_the_inner_strategys_business():
+    protected, asked = server()
+    replies = [Message(good(), reply_to=asked[0]), Message(Error(0, "broken"), reply_to=asked[1])]
+    arrays, _ = protected.aggregate_train(1, replies)
+    assert arrays is not None
+    assert not protected.refusals
+    assert protected.aggregate_train(1, [Message(Error(0, "broken"), reply_to=asked[1])]) == (None, None)
+
+
+def test_what_is_not_trained_stays_and_may_be_left_out():
+    start = {**START, "bn.running_mean": torch.ones(2), "bn.num_batches_tracked": torch.tensor(7)}
+    protected, asked = server(start=start)
+    contents = [good(), good({**UPDATE, "bn.running_mean": torch.full((2,), 0.5)}), good()]
+    replies = [Message(content, reply_to=message) for content, message in zip(contents, asked, strict=True)]
+    arrays, _ = protected.aggregate_train(1, replies)
+    after = tensors(arrays)
+    assert not protected.refusals
+    assert after["bn.num_batches_tracked"].dtype == torch.int64
+    assert int(after["bn.num_batches_tracked"]) == 7
+    torch.testing.assert_close(after["bn.running_mean"], torch.full((2,), 1 - 0.5 / 3))
+
+
+def test_patterns_say_what_is_trained():
+    protected, asked = server(trainable=["b"])
+    replies = [Message(good({"b": UPDATE["b"]}), reply_to=asked[0]), Message(good(), reply_to=asked[1])]
+    arrays, _ = protected.aggregate_train(1, replies)
+    assert torch.equal(tensors(arrays)["w"], START["w"])
+    assert torch.equal(tensors(arrays)["b"], torch.tensor([0.0, 1.0]))
+    [refusal] = protected.refusals
+    assert refusal.node == 2
+    assert "update.w" in refusal.reason
+
+
+def test_flowers_own_wrappers_stand_inside():
+    inner = FedAvg(fraction_evaluate=0.0, min_train_nodes=3, min_available_nodes=3)
+    clipping = DifferentialPrivacyServerSideFixedClipping(inner, 0.0, 0.1, 3)
+    protected, asked = server(strategy=clipping)
+    arrays, _ = protected.aggregate_train(1, [Message(good(), reply_to=message) for message in asked])
+    moved = torch.cat([(START[name] - value).flatten() for name, value in tensors(arrays).items()])
+    torch.testing.assert_close(moved.norm(), torch.tensor(0.1), rtol=1e-3, atol=0)

@@ -1,0 +1,54 @@
+"""Real worker processes: killed ones are replaced, refused ones end the run, none stays behind."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gradveil.core.errors import GradveilError
+from gradveil.schedule.processes import Processes
+from gradveil.schedule.work import Job, Parcel, Site, in_process
+from tests.schedule.sites import deadly
+
+pytestmark = pytest.mark.processes
+
+
+def workers() -> list[int]:
+    """The worker processes that this process has."""
+    own = Path(f"/proc/{os.getpid()}/task")
+    children = [int(pid) for task in own.iterdir() for pid in (task / "children").read_text().split()]
+    return [pid for pid in children if b"gradveil.schedule.worker" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+
+
+def job(setting: dict[str, Any], heard: list[Parcel]) -> Job[int]:
+    return Job(deadly(setting), lambda n: Parcel({"number": n}, b"\n" * 100_000), lambda n, news: heard.append(news))
+
+
+def test_killed_workers_are_replaced_and_one_that_always_dies_fails_its_task(tmp_path: Path) -> None:
+    setting = {"marks": str(tmp_path), "kills": {"2": 1, "3": 9}}
+    heard: list[Parcel] = []
+    processes = Processes(Site("tests.schedule.sites:deadly", setting), 2)
+    with processes(job(setting, heard), [1, 2, 3]) as done:
+        found = dict(done)
+    assert found == {
+        1: Parcel({"did": 1}, b"\n" * 100_000),
+        2: Parcel({"did": 2}, b"\n" * 200_000),
+        3: "the worker process ended with code -9: a line that must not reach the messages (3 times)",
+    }
+    assert heard == [Parcel({"threads": 1}, b"\n" * 100_000)] * 6
+    assert not workers()
+    with in_process(job(setting, heard), [1, 2]) as done:
+        assert {n: found[n] for n in (1, 2)} == dict(done)
+
+
+def test_a_worker_that_cannot_begin_says_why(tmp_path: Path) -> None:
+    processes = Processes(Site("tests.schedule.sites:refusing", {}), 1)
+    with (
+        pytest.raises(GradveilError, match="workers: OSError: the disk has gone"),
+        processes(job({}, []), [1]) as done,
+    ):
+        next(done)
+    assert not workers()
