@@ -5,7 +5,7 @@ import torch
 from scipy.stats import beta, kstest
 
 from gradveil.core.errors import GradveilError
-from gradveil.data import dirichlet, iid
+from gradveil.data import dirichlet, grouped, iid
 from gradveil.data.partition import _dirichlet
 
 TARGETS = torch.arange(1000) % 10
@@ -70,3 +70,25 @@ def test_a_minimum_is_kept(generator: torch.Generator) -> None:
 def test_impossible_partitions_are_refused(call, message: str, generator: torch.Generator) -> None:
     with pytest.raises(GradveilError, match=message):
         call(generator)
+
+
+def test_the_examples_of_one_writer_stay_together(generator: torch.Generator) -> None:
+    writers = [f"w{i % 13}" for i in range(400)]
+    parts = grouped(writers, 5, generator)
+    assert torch.cat(parts).sort().values.tolist() == list(range(400))
+    owners = {writer: {i for i, part in enumerate(parts) for place in part.tolist() if writers[place] == writer}
+              for writer in set(writers)}  # fmt: skip
+    assert all(len(clients) == 1 for clients in owners.values())
+    assert max(map(len, parts)) - min(map(len, parts)) <= 31  # the examples of one writer
+
+
+def test_as_many_clients_as_writers_get_one_each(generator: torch.Generator) -> None:
+    parts = grouped([3, 1, 3, 2], 3, generator)
+    assert [part.tolist() for part in parts] == [[1], [3], [0, 2]]
+
+
+def test_what_cannot_be_grouped_is_refused(generator: torch.Generator) -> None:
+    with pytest.raises(GradveilError, match="2 different values cannot make 3 clients"):
+        grouped([1, 2, 1], 3, generator)
+    with pytest.raises(GradveilError, match="row 1 holds a list"):
+        grouped([1, [2]], 1, generator)

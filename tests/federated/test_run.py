@@ -36,9 +36,18 @@ def timeless(summary):
     return {**summary, "seconds": 0, "curve": [{**point, "seconds": 0} for point in summary["curve"]]}
 
 
-@pytest.mark.parametrize("kind", ["iid", "dirichlet", "pathological"])
+PARTITIONS = {
+    "iid": [],
+    "dirichlet": [],
+    "pathological": [],
+    "column": ["partition.column=label"],
+    "flwr": ["partition.partitioner=LinearPartitioner"],
+}
+
+
+@pytest.mark.parametrize("kind", PARTITIONS)
 def test_every_image_belongs_to_one_client_which_trains_on_it_or_keeps_it_apart(kind):
-    told = open_setting(config(f"partition.kind={kind}", "validation=0.2", "local.batch=1"))
+    told = open_setting(config(f"partition.kind={kind}", "validation=0.2", "local.batch=1", *PARTITIONS[kind]))
     shares = told.federation(cells(told.config)[0]).shares
     images = torch.cat([b.inputs for share in shares for b in (share.train, share.validation) if b is not None])
     everything = told.data.public.inputs
@@ -47,6 +56,9 @@ def test_every_image_belongs_to_one_client_which_trains_on_it_or_keeps_it_apart(
     for share in shares:
         whole = len(share.train.targets) + len(share.validation.targets)
         assert len(share.validation.targets) == round(0.2 * whole)
+    if kind == "column":
+        owners = [set(share.train.targets.tolist()) for share in shares]
+        assert sum(map(len, owners)) == len(set.union(*owners)) == 10
     if kind == "pathological":
         assert max(len(share.train.targets.unique()) for share in shares) <= 10
 
@@ -197,6 +209,11 @@ def test_summaries_tell_the_seeds_apart_and_together(tmp_path):
         (["client=3"], "did you mean 'clients'"),
         (["model.name=lenet"], "model.name"),
         (["clients=200"], "clients"),
+        (["partition.kind=column"], "needs column"),
+        (["partition.kind=column", "partition.column=writer"], "column 'writer'"),
+        (["partition.kind=column", "partition.column=label", "clients=11"], "10 different values"),
+        (["partition.kind=flwr"], "needs partitioner"),
+        (["partition.kind=flwr", "partition.partitioner=Iid"], "choose among"),
         (["local.batch=70"], "local.batch"),
         (["data.name=patches"], "mean nothing"),
         (["participation=0"], "participation"),

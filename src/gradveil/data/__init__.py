@@ -1,7 +1,8 @@
 """Images to audit with: bundled, from a hub, or from a folder; and how clients share them."""
 
 from gradveil.data.dataset import Dataset, Splits
-from gradveil.data.partition import dirichlet, iid, pathological
+from gradveil.data.partition import dirichlet, grouped, iid, pathological
+from gradveil.data.partitioner import by_flower
 from gradveil.data.registry import DATA_DIR, DATASETS, DatasetEntry, load, located
 
 __all__ = [
@@ -10,7 +11,9 @@ __all__ = [
     "Dataset",
     "DatasetEntry",
     "Splits",
+    "by_flower",
     "dirichlet",
+    "grouped",
     "iid",
     "load",
     "located",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,6 +37,8 @@ class Dataset:
     """Where the images come from, with licence or citation, in a sentence."""
     task: bool = True
     """False where the labels mean nothing: good for attacks, no use for training."""
+    column: tuple[Any, ...] = ()
+    """The values of one more column, one an image, where it was asked for: who wrote a digit, where a scan was made."""
 
     def __post_init__(self) -> None:
         """Refuse data that would fail later, or be attacked wrongly in silence; every problem at once."""
@@ -75,7 +77,8 @@ class Dataset:
     def subset(self, indices: Tensor | Sequence[int]) -> Dataset:
         """Keep the images at these positions, in this order."""
         chosen = torch.as_tensor(indices, dtype=torch.int64)
-        return replace(self, inputs=self.inputs[chosen], targets=self.targets[chosen])
+        column = tuple(self.column[place] for place in chosen.tolist()) if self.column else ()
+        return replace(self, inputs=self.inputs[chosen], targets=self.targets[chosen], column=column)
 
     def _statistics(self, like: Tensor) -> tuple[Tensor, Tensor]:
         shape = (self.channels, 1, 1)
@@ -93,6 +96,9 @@ class Dataset:
         if targets.dtype != torch.int64 or tuple(targets.shape) != (len(inputs),):
             what = f"targets are {targets.dtype} {tuple(targets.shape)} for {len(inputs)} images"
             problems.append(Problem(where, what, "give one int64 class number an image"))
+        elif len(self.column) not in (0, len(inputs)):
+            what = f"the column has {len(self.column)} values for {len(inputs)} images"
+            problems.append(Problem(where, what, "give one value an image"))
         elif (outside := (targets < 0) | (targets >= len(self.classes))).any():
             row = int(outside.nonzero()[0])
             what = f"label {int(targets[row])} of image {row} is outside 0 to {len(self.classes) - 1}"

@@ -29,6 +29,12 @@ _SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif",
 _NEED = "pip install 'gradveil[hub]'"
 
 
+def no_columns(name: str) -> list[Any]:
+    """Refuse to read a column where the source has none."""
+    what = "is not there: only Parquet files and Hugging Face data have columns beside the label"
+    raise fail(f"column '{name}'", what, "choose 'label', or such data")
+
+
 class Rows(NamedTuple):
     """One split of a source, not yet decoded."""
 
@@ -38,6 +44,8 @@ class Rows(NamedTuple):
     decode: Callable[[Sequence[int]], Images]
     """Decode the images at these positions (given in ascending order)."""
     where: str
+    column: Callable[[str], list[Any]] = no_columns
+    """The values of another column, one an example."""
 
 
 def parquet(folder: Path, image: str | None = None, label: str | None = None) -> dict[str, Rows]:
@@ -61,13 +69,20 @@ def _parquet_rows(files: list[Path], image: str | None, label: str | None) -> Ro
     except ImportError as error:
         raise fail(str(files[0]), "Parquet needs the package pyarrow", _NEED) from error
     where = str(files[0])
+
+    def values(tables: Sequence[Any], name: str) -> list[Any]:
+        return [value for table in tables for value in table.read([name])[name].to_pylist()]
+
     try:
         tables = [pq.ParquetFile(path) for path in files]
         schema = tables[0].schema_arrow
         image, label = _columns(schema.names, image, label, where)
-        labels = [value for table in tables for value in table.read([label])[label].to_pylist()]
+        labels = values(tables, label)
     except (pa.ArrowException, OSError) as error:
         raise fail(where, f"cannot be read as Parquet ({error})", "check that the file is complete") from error
+
+    def column(name: str) -> list[Any]:
+        return values(tables, _present(name, schema.names, where))
 
     def read(indices: Sequence[int]) -> Images:
         wanted, start = iter(indices), 0
@@ -84,7 +99,7 @@ def _parquet_rows(files: list[Path], image: str | None, label: str | None) -> Ro
                 if following is None:
                     return
 
-    return Rows(labels, _parquet_names(schema.metadata or {}, label), read, where)
+    return Rows(labels, _parquet_names(schema.metadata or {}, label), read, where, column)
 
 
 def _parquet_names(metadata: dict[bytes, bytes], label: str) -> tuple[str, ...] | None:
@@ -107,6 +122,12 @@ def _columns(present: Sequence[str], image: str | None, label: str | None, where
             raise fail(where, f"has no {what} column {' or '.join(candidates)}", remedy)
         chosen.append(name)
     return chosen[0], chosen[1]
+
+
+def _present(name: str, columns: Sequence[str], where: str) -> str:
+    if name not in columns:
+        raise fail(f"column '{name}'", f"is not in {where}", f"choose among: {', '.join(columns)}")
+    return name
 
 
 def _cell(value: Any, where: str) -> NDArray[Any]:
@@ -177,7 +198,10 @@ def _hub_rows(table: Any, where: str, image: str | None, label: str | None) -> R
         for index in indices:
             yield _cell(table[int(index)][image], f"{where}, row {index}")
 
-    return Rows(list(table[label]), names, read, where)
+    def column(name: str) -> list[Any]:
+        return list(table[_present(name, table.column_names, where)])
+
+    return Rows(list(table[label]), names, read, where, column)
 
 
 def two_splits(opened: dict[str, Rows]) -> tuple[Rows, Rows]:
@@ -204,9 +228,14 @@ def two_splits(opened: dict[str, Rows]) -> tuple[Rows, Rows]:
 def _pick(rows: Rows, positions: NDArray[Any]) -> Rows:
     chosen = positions.tolist()
     return rows._replace(
-        labels=[rows.labels[index] for index in chosen],
+        labels=_at(rows.labels, chosen),
         decode=lambda indices: rows.decode([chosen[index] for index in indices]),
+        column=lambda name: _at(rows.column(name), chosen),
     )
+
+
+def _at(values: Sequence[Any], places: Sequence[int]) -> list[Any]:
+    return [values[place] for place in places]
 
 
 def number(public: Rows, victims: Rows) -> tuple[tuple[str, ...], list[int], list[int]]:

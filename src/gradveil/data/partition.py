@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Sequence
+from typing import Any
+
 import numpy as np
 import torch
 from torch import Tensor
 
-from gradveil.core.errors import Problem, refuse
+from gradveil.core.errors import Problem, fail, refuse
 
 
 def iid(examples: int, clients: int, generator: torch.Generator) -> list[Tensor]:
@@ -58,6 +61,32 @@ def pathological(targets: Tensor, clients: int, classes: int, generator: torch.G
     shards = order.tensor_split(clients * classes)
     dealt = torch.randperm(len(shards), generator=generator).view(clients, classes).tolist()
     return [torch.cat([shards[shard] for shard in hand]).sort().values for hand in dealt]
+
+
+def grouped(values: Sequence[Any], clients: int, generator: torch.Generator) -> list[Tensor]:
+    """Keep the examples of one value together: as many clients as values and each has one, or whole values are dealt.
+
+    Values are dealt in random order, the next to the client that has the fewest examples.
+
+    >>> [part.tolist() for part in grouped(["ann", "bob", "ann", "bob", "bob"], 2, torch.Generator().manual_seed(0))]
+    [[0, 2], [1, 3, 4]]
+    """
+    places: dict[Any, list[int]] = {}
+    for place, value in enumerate(values):
+        if not isinstance(value, Hashable):
+            raise fail("column", f"row {place} holds a {type(value).__name__}", "choose a column of names or numbers")
+        places.setdefault(value, []).append(place)
+    if len(places) < clients:
+        what = f"{len(places)} different values cannot make {clients} clients"
+        raise fail("clients", what, f"set clients = {len(places)} or fewer, or choose another column")
+    groups = [places[value] for value in sorted(places, key=lambda value: (str(type(value)), value))]
+    if len(groups) > clients:
+        order = torch.randperm(len(groups), generator=generator).tolist()
+        hands: list[list[int]] = [[] for _ in range(clients)]
+        for group in order:
+            min(hands, key=len).extend(groups[group])
+        groups = [sorted(hand) for hand in hands]
+    return [torch.tensor(group, dtype=torch.int64) for group in groups]
 
 
 def _dirichlet(count: int, concentration: float, generator: torch.Generator) -> Tensor:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import difflib
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,6 +19,9 @@ from gradveil.data.pixels import recolour, resize, stack
 
 DATA_DIR = "GRADVEIL_DATA"
 """The environment variable that says where data files lie, where `data_dir` (`--data-dir`) is not given."""
+
+LABEL = "label"
+"""The column that every data set has, whatever its source calls it."""
 
 Statistics = tuple[tuple[float, ...], tuple[float, ...]]
 """Mean and standard deviation of each channel, of pixels in [0, 1]."""
@@ -105,13 +108,14 @@ def load(
     limit_victims: int | None = None,
     image_column: str | None = None,
     label_column: str | None = None,
+    column: str | None = None,
 ) -> Splits:
     """Load a data set by its short name, its Hugging Face name, or its path, as public images and victims.
 
     `size` is the side the images are resized to, None for their own. `channels` 1 makes them grey, 3 coloured. The
     limits keep the first images of each split and decode no others. `normalise`: `"dataset"` takes the published mean
     and std, or else those of the public images (of those decoded, where they come from files); `"none"` leaves pixels
-    in [0, 1]; a pair (means, stds) is taken as given.
+    in [0, 1]; a pair (means, stds) is taken as given. `column` names one more column of the public images to read.
 
     >>> splits = load("digits", normalise="none", limit_victims=8)
     >>> tuple(splits.victims.inputs.shape), splits.victims.targets.tolist()
@@ -120,11 +124,11 @@ def load(
     _check(name, size, channels, normalise, limit_public, limit_victims)
     limits = (limit_public, limit_victims)
     if name in DATASETS and DATASETS[name].bundled:
-        entry, loaded = DATASETS[name], _from_wheels(name, size)
+        entry, loaded = DATASETS[name], _from_wheels(name, size, column)
     else:
         entry = DATASETS.get(_SAME.get(name, name), DatasetEntry(name, f"{name}, as given by the user.", bundled=False))
         opened = _open(name, _data_dir(data_dir), image_column, label_column)
-        loaded = _from_rows(*hub.two_splits(opened), size, limits)
+        loaded = _from_rows(*hub.two_splits(opened), size, limits, column)
     pixels = [recolour(part, channels, f"data {name!r}") for part in loaded.pixels]
     if pixels[0].shape[1:] != pixels[1].shape[1:]:
         what = f"public images are {tuple(pixels[0].shape[1:])}, victims {tuple(pixels[1].shape[1:])}"
@@ -144,7 +148,8 @@ def load(
         )
         for split, part, targets, limit in zip(("public", "victims"), pixels, loaded.targets, limits, strict=True)
     )
-    return Splits(public, victims)
+    extra = loaded.targets[0].tolist() if column == LABEL else loaded.column
+    return Splits(replace(public, column=tuple(extra[:limit_public])), victims)
 
 
 class _Loaded(NamedTuple):
@@ -153,15 +158,19 @@ class _Loaded(NamedTuple):
     classes: tuple[str, ...]
     pixels: tuple[Tensor, Tensor]
     targets: tuple[Tensor, Tensor]
+    column: Sequence[Any] = ()
 
 
-def _from_wheels(name: str, size: int | None) -> _Loaded:
+def _from_wheels(name: str, size: int | None, column: str | None) -> _Loaded:
     raw: bundled.Raw = getattr(bundled, name)()
     pixels = (resize(raw.public, size), resize(raw.victims, size))
-    return _Loaded(DATASETS[name].classes or (), pixels, (raw.public_labels, raw.victim_labels))
+    values = hub.no_columns(column) if column not in (None, LABEL) else ()
+    return _Loaded(DATASETS[name].classes or (), pixels, (raw.public_labels, raw.victim_labels), values)
 
 
-def _from_rows(public: hub.Rows, victims: hub.Rows, size: int | None, limits: tuple[int | None, int | None]) -> _Loaded:
+def _from_rows(
+    public: hub.Rows, victims: hub.Rows, size: int | None, limits: tuple[int | None, int | None], column: str | None
+) -> _Loaded:
     classes, public_labels, victim_labels = hub.number(public, victims)
     first = torch.tensor(public_labels[: limits[0]], dtype=torch.int64)
     second = torch.tensor(victim_labels[: limits[1]], dtype=torch.int64)
@@ -169,7 +178,7 @@ def _from_rows(public: hub.Rows, victims: hub.Rows, size: int | None, limits: tu
         stack(public.decode(range(len(first))), size, public.where),
         stack(victims.decode(range(len(second))), size, victims.where),
     )
-    return _Loaded(classes, pixels, (first, second))
+    return _Loaded(classes, pixels, (first, second), public.column(column) if column not in (None, LABEL) else ())
 
 
 def _statistics(

@@ -108,12 +108,29 @@ class TrainDataConfig(DataConfig):
 class PartitionConfig(Section):
     """How the training images are shared among the clients."""
 
-    kind: Literal["iid", "dirichlet", "pathological"] = "iid"
-    """`iid` deals them at random; `dirichlet` gives each class random shares; `pathological` a few classes a client."""
+    kind: Literal["iid", "dirichlet", "pathological", "column", "flwr"] = "iid"
+    """`iid` deals them at random; `dirichlet` gives each class random shares; `pathological` a few classes a client;
+    `column` keeps the examples of one value of a column together; `flwr` asks a partitioner of flwr-datasets."""
     concentration: Annotated[float, Field(gt=0)] = 0.5
     """Of `dirichlet`: the smaller, the fewer classes a client sees."""
     classes: Count = 2
     """Of `pathological`: the classes (shards of one class each) that a client gets."""
+    column: Name | None = None
+    """Of `column`: the column of the data; `label` is always there. Of `flwr`: one that its options may name."""
+    partitioner: Name | None = None
+    """Of `flwr`: the name of the partitioner, say DistributionPartitioner."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Of `flwr`: what the partitioner is given; `num_partitions` is `clients` unless it is said here."""
+    shuffle: Annotated[int, Field(ge=0)] | Literal[False] = 42
+    """Of `flwr`: the seed with which its FederatedDataset shuffles first (42 is its default), or false."""
+
+    @model_validator(mode="after")
+    def _whole(self) -> PartitionConfig:
+        if self.kind == "column" and self.column is None:
+            raise ValueError("kind 'column' needs column: the name of a column, or 'label'")
+        if self.kind == "flwr" and self.partitioner is None:
+            raise ValueError("kind 'flwr' needs partitioner: a name such as IidPartitioner or ShardPartitioner")
+        return self
 
 
 class ServerConfig(Section):

@@ -16,7 +16,7 @@ from gradveil.nn import surgery
 from gradveil.nn.models import build
 
 
-def open_images(config: DataConfig, data_dir: Path | None, gallery: int | None) -> Splits:
+def open_images(config: DataConfig, data_dir: Path | None, gallery: int | None, column: str | None = None) -> Splits:
     """Load the data of a run, `gallery` images of the victims' split (None for all); errors say that it is the data."""
     try:
         return load(
@@ -27,6 +27,7 @@ def open_images(config: DataConfig, data_dir: Path | None, gallery: int | None) 
             data_dir=data_dir,
             limit_public=config.public,
             limit_victims=gallery,
+            column=column,
         )
     except GradveilError as error:
         raise GradveilError(Problem(f"data: {p.where}", p.what, p.remedy) for p in error.problems) from error

@@ -15,7 +15,7 @@ from gradveil.core.errors import GradveilError, Problem, fail, refuse
 from gradveil.core.noise import Key
 from gradveil.core.tree import Tensors
 from gradveil.core.types import Batch, Domain
-from gradveil.data import Dataset, Splits, dirichlet, iid, located, pathological
+from gradveil.data import Dataset, Splits, by_flower, dirichlet, grouped, iid, located, pathological
 from gradveil.defences import parse
 from gradveil.federated.config import TrainConfig, digest
 from gradveil.federated.engine import Federation, Share
@@ -107,6 +107,11 @@ class Setting:
             parts = iid(len(images), config.clients, generator)
         elif kind.kind == "dirichlet":
             parts = dirichlet(images.targets, config.clients, kind.concentration, generator, at_least=self._at_least())
+        elif kind.kind == "column":
+            parts = grouped(images.column, config.clients, generator)
+        elif kind.kind == "flwr":
+            name = kind.partitioner or ""
+            parts = by_flower(images, config.clients, name, kind.options, kind.column, kind.shuffle)
         else:
             parts = pathological(images.targets, config.clients, kind.classes, generator)
         return [self._parted(part, key.child("validation", i)) for i, part in enumerate(parts)]
@@ -145,7 +150,7 @@ def open_setting(config: TrainConfig, data_dir: Path | None = None, checked: boo
     A worker leaves the trying out (`checked=False`): it was done before it was started.
     """
     refuse(list(device_problems(config.device, config.precision)))
-    data = open_images(config.data, data_dir, config.data.gallery)
+    data = open_images(config.data, data_dir, config.data.gallery, config.partition.column)
     weights = read_weights(located(config.model.weights, data_dir)) if config.model.weights else {}
     setting = Setting(config, data, weights)
     refuse(list(_problems(setting)) if checked else [])
@@ -156,6 +161,11 @@ def _problems(setting: Setting) -> Iterator[Problem]:
     config, images = setting.config, setting.data.public
     if not images.task:
         yield Problem("data.name", f"the labels of '{config.data.name}' mean nothing", "choose data with a task")
+        return
+    try:
+        setting.hands(config.seeds[0])
+    except GradveilError as error:
+        yield from error.problems
         return
     for i, cell in enumerate(cells(config.model_copy(update={"seeds": config.seeds[:1]}))):
         where = CENTRAL if cell.central else f"defences[{i - config.central}] '{cell.defence}'"
