@@ -241,6 +241,8 @@ def test_the_command_trains_attacks_and_tells_accuracy_and_costs(
     assert [row["accuracy"] for row in bare] == [point["accuracy"] for point in (curve["start"], *curve["curve"])]
     assert {row["round_bytes_up"] for row in bare} == {curve["bytes_up"]}
     assert next(row["round_bytes_up"] for row in rows if row["defence"] == TOPK) < 0.3 * curve["bytes_up"]
+    assert run([*words, "--fail-above", "0"]) == 0
+    assert "passed. The highest of 3 attack success rates: 0%" in capsys.readouterr().err
     assert run(["summary", "runs/little"]) == 0
     shown = capsys.readouterr().out
     assert "clients of a training, attacked before it, after 1 round and after 2 rounds" in " ".join(shown.split())

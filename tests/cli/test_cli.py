@@ -11,11 +11,15 @@ import sys
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 import gradveil
+from gradveil.audit import work
 from gradveil.cli.app import run
+from gradveil.cli.gate import above_table
 from gradveil.cli.results import as_csv
 from gradveil.core.errors import GradveilError
+from tests.report.cells import row
 
 RUN = """
 name = "small"
@@ -94,8 +98,41 @@ def test_an_interrupt_says_once_how_to_go_on(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_fail_above_is_a_gate(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert audit("--set", "threshold=-0.99", "--fail-above", "0.5") == 3
-    assert "is above 50%" in capsys.readouterr().err
-    assert audit("--out", "other", "--fail-above", "1") == 0
+    err = capsys.readouterr().err
+    assert "--fail-above 50%: 1 attack success rate of 1 is above it." in err
+    (line,) = [line for line in err.splitlines() if line.startswith("prune(0.9)")]
+    assert line.split()[-5:] == ["100%", "34.2–100%", "2", "of", "2"]
+    assert "runs/small/report.html" in err
+    assert audit("--out", "other", "--fail-above", "0.9") == 0
+    err = capsys.readouterr().err
+    assert "--fail-above 90%: passed. The highest of 1 attack success rate: 0%" in err
+    assert "A low rate shows little of prune(0.9) (unclear): see other/report.html." in err
+    assert audit("--out", "bare", "--defence", "none", "--set", "threshold=-0.99", "--fail-above", "0.5") == 3
+
+
+def test_cells_above_the_gate_say_where_they_stand() -> None:
+    console = Console(width=120, record=True, file=io.StringIO())
+    console.print(above_table([row(8, trained=20, seed=1), row(1, trained=0, belief="naive")]))
+    assert [" ".join(line.split()) for line in console.export_text().splitlines()] == [
+        "defence attack seed client round attacker ASR 95% CI images",
+        "dgp ig 1 gradient 20 knows the defence 25% 13.3–42.1% 8 of 32",
+        "dgp ig 0 gradient 0 ignores the defence 3.1% 0.6–15.7% 1 of 32",
+    ]
+
+
+@pytest.mark.usefixtures("small")
+def test_what_failed_does_not_pass_the_gate(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def broken(*_: object) -> None:
+        raise MemoryError("too large")
+
+    monkeypatch.setattr(work, "recover", broken)
+    assert audit("--fail-above", "1") == 1
+    err = capsys.readouterr().err
+    assert "nobody can say that all rates stay within it" in err
+    assert err.count("failed: MemoryError: too large") == 4
+    monkeypatch.undo()
 
 
 def test_summary(small: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -94,8 +94,8 @@ def _version(wanted: bool) -> None:
 
 
 @app.callback(
-    epilog="Exit codes: 0 done; 1 check found problems, a cell failed, or summary found no finished cell; 2 wrong use; "
-    "3 --fail-above was exceeded; 130 interrupted."
+    epilog="Exit codes: 0 done; 1 check found problems, a cell failed, --fail-above could not be judged, or summary "
+    "found no finished cell; 2 wrong use; 3 --fail-above was exceeded; 130 interrupted."
 )
 def options(
     debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
