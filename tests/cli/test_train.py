@@ -60,6 +60,20 @@ def test_a_second_call_does_nothing_again_and_more_rounds_go_on(
     assert json.loads(longer)[0]["curve"][0] == first[0]["curve"][0]
 
 
+def test_what_is_proven_stands_beside_the_price(little: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["train", "little.toml", "--threads", "1", "--defence", "none", "--defence", "dp(clip=1, sigma=4)"]
+    assert run([*words, "--set", "delta=1e-6"]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "finished no formal guarantee" in out
+    assert "Proven of dp(clip=1, sigma=4): epsilon" in out
+    assert "at delta 1e-06 of each example" in out
+    assert run([*words, "--json"]) == 0
+    bare, private = json.loads(capsys.readouterr().out)
+    assert (bare["epsilon"], bare["guarantee"]) == ({}, "no formal guarantee")
+    assert private["delta"] == 1e-5
+    assert 1 < private["epsilon"]["example"] < 10
+
+
 @pytest.mark.parametrize(
     ("words", "told"),
     [

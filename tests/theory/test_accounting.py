@@ -7,7 +7,7 @@ from statistics import NormalDist
 import pytest
 
 from gradveil.core.errors import GradveilError
-from gradveil.theory.accounting import HOPELESS, Training, assumptions, epsilon, multiplier
+from gradveil.theory.accounting import HOPELESS, Training, assumptions, epsilon, multiplier, worst
 
 pytest.importorskip("dp_accounting", reason="the environment is older than pyproject.toml: make")
 
@@ -46,6 +46,25 @@ def test_shuffled_batches_are_accounted_once_an_epoch_for_a_replaced_unit():
     assert Training(steps=31, rate=0.1, sampling="shuffled").epochs == 4
     # A third of ten examples: three whole batches an epoch, so ten steps are a little more than three epochs.
     assert Training(steps=10, rate=0.3, sampling="shuffled").epochs == 4
+
+
+def test_a_unit_may_be_in_more_sums_than_whole_epochs_of_steps_say():
+    """Ten rounds of five steps with four batches an epoch: two epochs are begun in each round."""
+    told = Training(steps=50, rate=0.25, sampling="shuffled", at_most=20)
+    assert epsilon(4.0, told) == pytest.approx(epsilon(2.0, Training(steps=20)))
+    assert assumptions(told).startswith("each example is in at most 20 of 50 sums")
+
+
+def test_the_worst_of_many_is_the_largest_of_all():
+    several = [(sigma, Training(steps, rate)) for sigma in (1.0, 1.4) for steps in (90, 100) for rate in (0.02, 0.05)]
+    largest, noise, training = worst(several)
+    assert largest == pytest.approx(max(epsilon(*one) for one in several))
+    assert (noise, training) == (1.0, Training(100, 0.05))
+
+
+def test_the_package_tells_nobody_of_the_orders_it_leaves_out(caplog: pytest.LogCaptureFixture):
+    assert epsilon(1.0, Training(steps=90, rate=0.17, accountant="rdp")) > 1
+    assert caplog.records == []
 
 
 @pytest.mark.parametrize("accountant", ["rdp", "pld"])

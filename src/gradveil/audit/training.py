@@ -102,6 +102,8 @@ def training_config(config: RunConfig) -> TrainConfig:
     shared["local"] = plan.local or config.client[0].local
     data = config.data.model_dump() | {"public": plan.images, "gallery": None}
     same = {name: getattr(config, name) for name in ("name", "model", "defences", "seeds", "precision", "device")}
+    if config.privacy is not None:
+        shared["delta"] = config.privacy.delta
     return TrainConfig(**shared, **same, data=TrainDataConfig(**data), validation=0.0)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -16,9 +16,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from gradveil.audit.privacy import proven
 from gradveil.audit.reader import read_training
 from gradveil.core.errors import Problem, refuse
-from gradveil.core.words import DASH, percent, plural
+from gradveil.core.words import DASH, percent, plural, size
+from gradveil.defences.lint import MEANINGLESS
 from gradveil.federated.engine import Round, Status
 from gradveil.federated.recorded import Recorder
 from gradveil.federated.run import describe, load_summaries, opened, run, spread
@@ -29,7 +31,8 @@ from gradveil.schedule.work import in_process
 
 DIVERGED = 1
 """Exit code of a training that diverged or failed."""
-_COLUMNS = ("defence", "accuracy", "to none", "rounds", "sent a round", "received a round", "s a round", "status")
+_COLUMNS = ("defence", "accuracy", "to none", "rounds", "sent a round", "received a round", "s a round")
+_WORDS = ("status", "proven")
 _HELP = {
     "run": "A run file (TOML), or the name of a bundled training: digits.",
     "rounds": "How many rounds. A finished training goes on where it ended if this is raised.",
@@ -140,22 +143,14 @@ def tell(console: Console, rounds: int, cell: Cell, last: Round, status: Status)
 def table(summaries: Sequence[Mapping[str, Any]]) -> Table:
     """Lay the defences side by side; the accuracy is that after the round with the lowest validation loss."""
     out = Table(box=None, pad_edge=False)
-    for title in (
-        "defence",
-        "accuracy",
-        "to none",
-        "rounds",
-        "sent a round",
-        "received a round",
-        "s a round",
-        "status",
-    ):
-        out.add_column(title, justify="left" if title in ("defence", "status") else "right")
+    for title in (*_COLUMNS, *_WORDS):
+        out.add_column(title, justify="left" if title in ("defence", *_WORDS) else "right")
     rows = spread(summaries)
+    out.caption, out.caption_justify = Text("\n".join(_proofs(rows)), style="dim not italic"), "left"
     base = next((row["accuracy"] for row in rows if row["defence"] == "none"), None)
     for row in rows:
         if row["accuracy"] is None:
-            out.add_row(row["defence"], *[DASH] * 6, ", ".join(row["statuses"]))
+            out.add_row(row["defence"], *[DASH] * 6, ", ".join(row["statuses"]), DASH)
             continue
         wide = "" if row["accuracy_std"] is None else f" ± {100 * row['accuracy_std']:.2f}"
         own = row["defence"] == "none" or base is None
@@ -164,21 +159,19 @@ def table(summaries: Sequence[Mapping[str, Any]]) -> Table:
             f"{100 * row['accuracy']:.2f}%{wide}",
             "" if own else f"{100 * (row['accuracy'] - base):+.2f}",
             f"{row['rounds']:.0f}",
-            _volume(row["bytes_up"]),
-            _volume(row["bytes_down"]),
+            size(row["bytes_up"]),
+            size(row["bytes_down"]),
             f"{row['seconds']:.1f}",
             ", ".join(row["statuses"]),
+            DASH if row["guarantee"] is None else proven(row),
         )
     return out
 
 
-def _volume(count: float) -> str:
-    """Write bytes for people.
-
-    >>> _volume(900), _volume(1_234_567)
-    ('900 B', '1.23 MB')
-    """
-    for size, unit in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
-        if count >= size:
-            return f"{count / size:.3g} {unit}"
-    return f"{count:.0f} B"
+def _proofs(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Write out what is proven, and of what, where something is."""
+    for row in rows:
+        if row["epsilon"]:
+            worst = max(row["epsilon"].values())
+            doubt = f". Above {MEANINGLESS:g}: no guarantee to rely on" if worst > MEANINGLESS else ""
+            yield f"Proven of {row['defence']}: {row['guarantee']}{doubt}."

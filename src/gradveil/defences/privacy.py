@@ -55,7 +55,7 @@ class Privacy:
         """Say in words what is proven: an epsilon where the training is known, never one for a heuristic."""
         if self.void or not self.mechanisms:
             return f"{NOTHING}: {self.void}" if self.void else NOTHING
-        return "; ".join(_promise(mechanism, training) for mechanism in self.mechanisms)
+        return "; ".join(promise(mechanism, training) for mechanism in self.mechanisms)
 
 
 def examine(client: Client, batch: Batch) -> Privacy:
@@ -205,7 +205,8 @@ def _voided(client: Client, batch: Batch) -> str | None:
     return None
 
 
-def _promise(mechanism: Mechanism, training: Training | None) -> str:
+def promise(mechanism: Mechanism, training: Training | None) -> str:
+    """Say in words what a mechanism proves: an epsilon where the training is known."""
     noise = f"noise multiplier {mechanism.multiplier:.4g}"
     if training is None:
         many = f", {mechanism.sums} noisy sums an update" if mechanism.sums > 1 else ""

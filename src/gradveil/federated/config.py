@@ -182,6 +182,8 @@ class TrainConfig(Rounds):
     seeds: Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)] = [0]
     central: bool = False
     """Train once more, undefended, with all data in one client's hands: what federation costs."""
+    delta: Annotated[float, Field(gt=0, lt=1)] = 1e-5
+    """Of the epsilons that are told of private defences; well below one over the number of examples."""
     precision: Literal["float32", "float64"] = "float32"
     device: Annotated[str, Field(pattern=r"^(cpu|cuda(:\d+)?|mps)$")] = "cpu"
 
@@ -196,8 +198,8 @@ class TrainConfig(Rounds):
         return self.model_dump(mode="json")
 
     def digest(self) -> str:
-        """Hash every setting but the number of rounds: a longer training goes on where a shorter one ended."""
-        return digest({key: value for key, value in self.resolved().items() if key != "rounds"})
+        """Hash what the rounds depend on: a longer training goes on where a shorter one ended, for any delta."""
+        return digest({key: value for key, value in self.resolved().items() if key not in ("rounds", "delta")})
 
 
 def digest(value: Any) -> str:

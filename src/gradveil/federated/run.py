@@ -19,6 +19,7 @@ from gradveil.core.files import locked, read_json, write_json, write_private
 from gradveil.federated.checkpoint import load_standing, pack_standing
 from gradveil.federated.config import TrainConfig, digest
 from gradveil.federated.engine import Round, Status
+from gradveil.federated.privacy import guarantee
 from gradveil.federated.recorded import Recorder
 from gradveil.federated.setting import Cell, Setting, cells
 from gradveil.federated.work import FAILED, failure, going_on, identity, summarise, working
@@ -103,7 +104,7 @@ def run(
         if standing is None or standing.status == "running":
             waiting.append(cell)
         else:
-            write(cell, summarise(cell, standing))
+            write(cell, summarise(cell, standing, guarantee(setting.federation(cell), config.rounds, config.delta)))
     refuse(problems)
     with schedule(Job(working(setting, recorder), order, heard), waiting) as done:
         for cell, found in done:
@@ -136,7 +137,8 @@ def _rewind(setting: Setting, folder: Path, cell: Cell, at: Collection[int]) -> 
 def spread(summaries: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Put the seeds of each defence together: mean and standard deviation of the accuracy, means of the rest.
 
-    A training that failed has no numbers: it is told among the statuses.
+    What is proven is that of the seed of which least is proven (another seed may choose other clients). A training that
+    failed has no numbers: it is told among the statuses.
     """
     out: list[dict[str, Any]] = []
     for defence in dict.fromkeys(row["defence"] for row in summaries):
@@ -151,10 +153,17 @@ def spread(summaries: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
                 "accuracy": fmean(shares) if rows else None,
                 "accuracy_std": stdev(shares) if len(shares) > 1 else None,
                 **{key: fmean(row[key] for row in rows) if rows else None for key in numbers},
+                **_proven(rows),
                 "statuses": sorted({row["status"] for row in all_rows}),
             }
         )
     return out
+
+
+def _proven(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Choose what is proven of a defence: the largest epsilons. What an earlier version wrote says nothing."""
+    worst = max(rows, key=lambda row: max((row.get("epsilon") or {"": 0.0}).values()), default={})
+    return {key: worst.get(key) for key in ("guarantee", "epsilon", "delta")}
 
 
 def describe(config: TrainConfig, command: str, weights: Mapping[str, Tensor] = MappingProxyType({})) -> dict[str, Any]:

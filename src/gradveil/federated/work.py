@@ -11,6 +11,7 @@ from gradveil.core.files import plain
 from gradveil.federated.checkpoint import pack_standing, unpack_standing
 from gradveil.federated.config import TrainConfig, digest
 from gradveil.federated.engine import Federation, Standing, train
+from gradveil.federated.privacy import guarantee
 from gradveil.federated.recorded import Recorder
 from gradveil.federated.setting import Cell, Setting, cells, open_setting
 from gradveil.nn.weights import fingerprint
@@ -56,7 +57,7 @@ def working(setting: Setting, recorder: Recorder | None = None) -> Work:
         if recorder is not None:
             federation = replace(federation, recorder=_configured(recorder, cell, config, federation))
         standing = train(federation, config.rounds, going_on(standing, config.rounds), keep)
-        return Parcel(summarise(cell, standing))
+        return Parcel(summarise(cell, standing, guarantee(federation, config.rounds, config.delta)))
 
     return work
 
@@ -83,8 +84,11 @@ def identity(setting: Setting, cell: Cell) -> str:
     return digest([setting.config.digest(), cell.title, cell.seed, *start])
 
 
-def summarise(cell: Cell, standing: Standing) -> dict[str, Any]:
-    """Sum one training up, with every round's record: the accuracy is that of the parameters it ends with."""
+def summarise(cell: Cell, standing: Standing, promised: Mapping[str, Any]) -> dict[str, Any]:
+    """Sum one training up, with every round's record: the accuracy is that of the parameters it ends with.
+
+    `promised` is what is proven of it, see `guarantee`.
+    """
     records = standing.records
     last = records[standing.best_round - 1] if standing.best_round else records[-1]
     rounds = len(records)
@@ -102,6 +106,7 @@ def summarise(cell: Cell, standing: Standing) -> dict[str, Any]:
             "bytes_up": sum(record.bytes_up for record in records) / rounds,
             "bytes_down": sum(record.bytes_down for record in records) / rounds,
             "seconds": sum(record.seconds for record in records) / rounds,
+            **promised,
             "start": None if standing.start is None else dict(zip(("loss", "accuracy"), standing.start, strict=True)),
             "curve": [asdict(record) for record in records],
         }
@@ -112,4 +117,5 @@ def failure(cell: Cell, why: str) -> dict[str, Any]:
     """Sum up a training that failed: it has no numbers."""
     numbers = ("best_round", "accuracy", "loss", "validation_loss", "bytes_up", "bytes_down", "seconds")
     named = {"cell": cell.id, "defence": cell.title, "seed": cell.seed, "status": FAILED, "failed": why}
-    return {**named, "rounds": 0, **dict.fromkeys(numbers), "start": None, "curve": []}
+    nothing = {"guarantee": None, "epsilon": {}, "delta": None}
+    return {**named, "rounds": 0, **dict.fromkeys(numbers), **nothing, "start": None, "curve": []}

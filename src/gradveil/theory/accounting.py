@@ -8,8 +8,11 @@ epsilon, under the assumptions that `assumptions` writes out.
 
 from __future__ import annotations
 
+import logging
 import math
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Literal
 
@@ -50,12 +53,15 @@ class Training:
     delta: float = 1e-5
     sampling: Sampling = "poisson"
     accountant: Accountant = "pld"
+    at_most: int | None = None
+    """How many sums of `shuffled` batches a unit is in at most, where that does not follow from steps and rate."""
 
     def __post_init__(self) -> None:
         """Refuse settings that cannot be meant, all at once."""
         samplings, accountants = Choice(("poisson", "shuffled")), Choice(("pld", "rdp"))
         settings = (("steps", COUNT), ("rate", KEPT), ("delta", PROBABILITY))
         settings += (("sampling", samplings), ("accountant", accountants))
+        settings += () if self.at_most is None else (("at_most", COUNT),)
         refuse(collect("privacy", ((name, allowed, getattr(self, name)) for name, allowed in settings)))
 
     @property
@@ -65,7 +71,7 @@ class Training:
         >>> Training(steps=250, rate=0.01, sampling="shuffled").epochs
         3
         """
-        return math.ceil(self.steps / math.floor(1 / self.rate + 1e-9))
+        return self.at_most or math.ceil(self.steps / math.floor(1 / self.rate + 1e-9))
 
 
 def epsilon(multiplier: float, training: Training) -> float:
@@ -79,6 +85,22 @@ def epsilon(multiplier: float, training: Training) -> float:
         return math.inf
     loose = _epsilon(multiplier, training, "rdp")
     return loose if training.accountant == "rdp" or loose > HOPELESS else _epsilon(multiplier, training, "pld")
+
+
+def worst(noises: Iterable[tuple[float, Training]]) -> tuple[float, float, Training]:
+    """Find the largest epsilon of several noise multipliers and trainings: epsilon, and whose it is.
+
+    What `rdp` bounds below the largest so far is not accounted exactly: hundreds of clients take a second or two.
+    """
+    loose = ((epsilon(noise, replace(training, accountant="rdp")), noise, training) for noise, training in set(noises))
+    found: tuple[float, float, Training] | None = None
+    for bound, noise, training in sorted(loose, key=lambda entry: -entry[0]):
+        if found is not None and bound <= found[0]:
+            break
+        exact = min(bound, epsilon(noise, training))
+        found = (exact, noise, training) if found is None or exact > found[0] else found
+    assert found is not None
+    return found
 
 
 def multiplier(target: float, training: Training) -> float:
@@ -119,5 +141,18 @@ def _epsilon(noise: float, training: Training, accountant: Accountant) -> float:
         count, event = training.steps, dp_accounting.GaussianDpEvent(noise)
         if training.rate < 1:
             event = dp_accounting.PoissonSampledDpEvent(training.rate, event)
-    composed = (rdp.RdpAccountant if accountant == "rdp" else pld.PLDAccountant)().compose(event, count)
-    return float(composed.get_epsilon(training.delta))
+    with _quiet():
+        composed = (rdp.RdpAccountant if accountant == "rdp" else pld.PLDAccountant)().compose(event, count)
+        return float(composed.get_epsilon(training.delta))
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep back what the package says of Rényi orders that it leaves out: without them the bound still holds."""
+    log = logging.getLogger("absl")
+    level = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        log.setLevel(level)

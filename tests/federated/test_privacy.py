@@ -1,0 +1,100 @@
+"""What is proven of a training: epsilons that follow from what its clients do, and none for heuristics."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from gradveil.audit.reader import read_training
+from gradveil.client import Local
+from gradveil.defences.privacy import NOTHING
+from gradveil.federated.privacy import guarantee
+from gradveil.federated.run import spread
+from gradveil.theory.accounting import Training, epsilon
+from tests.federated.scenes import federation
+
+pytest.importorskip("dp_accounting", reason="the environment is older than pyproject.toml: make")
+
+DP = "dp(clip=1, sigma=2)"
+DELTA = 1e-5
+
+
+def proven(text: str = DP, rounds: int = 6, **settings: Any) -> dict[str, Any]:
+    return guarantee(federation(text, **settings), rounds, DELTA)
+
+
+def replaced(multiplier: float, times: int) -> float:
+    """The epsilon of so many Gaussian mechanisms whose neighbours differ by two clip norms."""
+    return epsilon(multiplier / 2, Training(times))
+
+
+def test_an_example_is_in_one_sum_of_each_epoch():
+    assert proven()["epsilon"] == {"example": pytest.approx(replaced(2, 6))}
+    twice = proven(local=Local(batch=5, lr=0.1, epochs=2))
+    assert twice["epsilon"]["example"] == pytest.approx(replaced(2, 12))
+    assert twice["delta"] == DELTA
+    assert "at delta 1e-05 of each example" in twice["guarantee"]
+
+
+def test_steps_that_begin_another_epoch_count_as_one():
+    """Twenty examples in batches of five are four steps; the fifth begins another epoch in every round."""
+    told = proven(local=Local(batch=5, lr=0.1, steps=5), clients=1)
+    assert told["epsilon"]["example"] == pytest.approx(replaced(2, 12))
+    assert "at most 12 of 30 sums" in told["guarantee"]
+
+
+def test_poisson_sampling_amplifies_and_the_client_with_the_fewest_examples_is_told():
+    told = proven(local=Local(batch=5, lr=0.1, steps=4, sampling="poisson"))
+    assert told["epsilon"]["example"] == pytest.approx(epsilon(2.0, Training(24, rate=5 / 20)))
+    assert told["epsilon"]["example"] < proven(local=Local(batch=5, lr=0.1, steps=4))["epsilon"]["example"]
+
+
+def test_one_gradient_a_round_is_one_sum():
+    for batch in (None, 7):
+        assert proven(local=None, batch=batch)["epsilon"]["example"] == pytest.approx(replaced(2, 6))
+
+
+def test_the_client_who_answers_most_often_is_told():
+    scene = federation(DP, participation=0.5, absent=0.3)
+    often = max(sum(client in scene.chosen(number)[0] for number in range(1, 13)) for client in range(4))
+    assert 0 < often < 12
+    assert guarantee(scene, 12, DELTA)["epsilon"]["example"] == pytest.approx(replaced(2, often))
+
+
+def test_a_client_is_promised_the_noise_of_its_own_update():
+    assert proven("user-dp(clip=1, sigma=3)")["epsilon"] == {"client": pytest.approx(replaced(3, 6))}
+    both = proven("dp(clip=1, sigma=2) + user-dp(clip=1, sigma=3)")["epsilon"]
+    assert both == {"example": pytest.approx(replaced(2, 6)), "client": pytest.approx(replaced(3, 6))}
+
+
+@pytest.mark.parametrize("text", ["none", "prune(0.5)", "gaussian(0.1)", "clip(1)", "topk(0.1, feedback=true)"])
+def test_a_heuristic_has_no_epsilon(text: str):
+    assert proven(text) == {"guarantee": NOTHING, "epsilon": {}, "delta": None}
+
+
+def test_what_voids_the_guarantee_is_told_and_leaves_no_epsilon():
+    told = proven("dp(clip=1, sigma=2) + optimal-noise(0.1)", local=None)
+    assert told["guarantee"].startswith(f"{NOTHING}: 'noise' looks at the data again")
+    assert told["epsilon"] == {}
+
+
+def test_delta_is_told_and_leaves_the_training_as_it_is():
+    plain, other = (read_training("digits", {}, extra) for extra in ((), ("delta=1e-7",)))
+    assert (plain.delta, other.delta) == (1e-5, 1e-7)
+    assert plain.digest() == other.digest()
+
+
+def test_of_several_seeds_the_largest_epsilon_is_told():
+    row = {"defence": "dp", "status": "finished", "accuracy": 0.5, "rounds": 1, "bytes_up": 1, "bytes_down": 1}
+    rows = [
+        {**row, "seconds": 1, "guarantee": f"epsilon {e}", "epsilon": {"example": e}, "delta": DELTA}
+        for e in (1.0, 3.0, 2.0)
+    ]
+    assert {key: spread(rows)[0][key] for key in ("guarantee", "epsilon")} == {
+        "guarantee": "epsilon 3.0",
+        "epsilon": {"example": 3.0},
+    }
+    failed = {"defence": "dp", "status": "failed", "guarantee": None, "epsilon": {}}
+    assert json.loads(json.dumps(spread([failed])))[0]["guarantee"] is None
