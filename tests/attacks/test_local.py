@@ -3,7 +3,8 @@
 import pytest
 
 from gradveil.attacks.presets import make_attack
-from gradveil.audit.cell import cells, grant, recover
+from gradveil.audit.cell import cells, recover
+from gradveil.audit.granted import grant
 from gradveil.audit.rounds import observe
 from gradveil.audit.scene import open_scene
 from gradveil.core.errors import GradveilError

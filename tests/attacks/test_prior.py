@@ -12,7 +12,8 @@ from gradveil.attacks.optimise import Cosine, Descent
 from gradveil.attacks.presets import make_attack
 from gradveil.attacks.prior import Consensus, shifted_onto, statistics_distance
 from gradveil.attacks.steps import Adam
-from gradveil.audit.cell import cells, grant, recover
+from gradveil.audit.cell import cells, recover
+from gradveil.audit.granted import grant
 from gradveil.audit.rounds import observe
 from gradveil.audit.scene import open_scene
 from gradveil.client import Client

@@ -8,7 +8,8 @@ from torch import nn
 
 from gradveil.attacks.presets import make_attack
 from gradveil.attacks.rows import Rows
-from gradveil.audit.cell import cells, grant, recover
+from gradveil.audit.cell import cells, recover
+from gradveil.audit.granted import grant
 from gradveil.audit.rounds import observe
 from gradveil.audit.scene import open_scene
 from gradveil.client import Client

@@ -14,7 +14,8 @@ from torch import Tensor
 from gradveil.attacks.base import Observation, Progress, Reconstruction
 from gradveil.attacks.knowledge import How, Knowledge, Known, Neutral, Sample
 from gradveil.audit import rounds
-from gradveil.audit.cell import Recovered, cells, merge, recover, told
+from gradveil.audit.cell import Recovered, cells, merge, recover
+from gradveil.audit.granted import told
 from gradveil.audit.rounds import Truth, observe, updates
 from gradveil.audit.scene import Scene, open_scene
 from gradveil.client import Client

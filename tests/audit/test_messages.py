@@ -8,7 +8,7 @@ from torch import nn
 
 import gradveil
 from gradveil.attacks.presets import make_attack
-from gradveil.audit.cell import grant
+from gradveil.audit.granted import grant
 from gradveil.audit.rounds import observe
 from gradveil.audit.scene import open_scene
 from gradveil.client import proposer

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from gradveil.audit.cell import cells, grant, recover
+from gradveil.audit.cell import cells, recover
+from gradveil.audit.granted import grant
 from gradveil.audit.rounds import observe, plain_name
 from gradveil.audit.scene import open_scene
 from gradveil.client import Client

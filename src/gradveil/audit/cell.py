@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
 
@@ -14,17 +13,17 @@ from torch import Tensor
 
 from gradveil.attacks.base import Attack, Judge, Observation, Planner, Progress, Reconstruction
 from gradveil.attacks.inversion import Inversion
-from gradveil.attacks.knowledge import How, Infer, Knowledge, Known, Neutral, Optimise, Sample
+from gradveil.attacks.knowledge import Knowledge
 from gradveil.audit.adaptive import attacks_against
 from gradveil.audit.bound import leaked
 from gradveil.audit.budget import read_budget, within
 from gradveil.audit.config import RunConfig
+from gradveil.audit.granted import first, grant, told
 from gradveil.audit.plans import UNPLANNED, Plans
 from gradveil.audit.privacy import privacy_facts
-from gradveil.audit.rounds import Truth, observe, plain_name, updates
+from gradveil.audit.rounds import Truth, observe, updates
 from gradveil.audit.scene import Scene
 from gradveil.client import Client
-from gradveil.core.errors import fail
 from gradveil.core.noise import Key
 from gradveil.core.tree import Tensors
 from gradveil.core.types import Batch
@@ -32,9 +31,6 @@ from gradveil.federated.config import digest
 from gradveil.federated.engine import Standing
 from gradveil.federated.wire import encoded_size
 from gradveil.metrics import cosine, dense_bytes, relative_distance
-
-_WAYS: dict[type, str] = {Known: "known", Optimise: "optimise", Sample: "sample", Infer: "infer", Neutral: "neutral"}
-_LABELS = {"given": "known", "joint": "optimise", "idlg": "infer", "unique": "infer", "restore": "infer"}
 
 
 @dataclass(frozen=True)
@@ -171,7 +167,7 @@ def recovered(
     scene: Scene, client: Client, made: Made, sent: Tensors, truth: Truth, tensors: Tensors, facts: Mapping[str, Any]
 ) -> Recovered:
     """Put tensors and facts together, fit to be written."""
-    whole = _facts(scene, client, made, sent, _first(truth)) | {"row_iterations": made.row_iterations, **facts}
+    whole = _facts(scene, client, made, sent, first(truth)) | {"row_iterations": made.row_iterations, **facts}
     # Clones: an attack may return views of one tensor, which cannot be written side by side.
     kept = {name: value.detach().cpu().contiguous().clone() for name, value in tensors.items()}
     return Recovered(kept, whole, tuple(made.found.status))
@@ -215,69 +211,13 @@ def _afforded(
     return within(read_budget(config.budget), attack, attackers, len(numbers), config.victims, run, plans)
 
 
-def grant(scene: Scene, attack: Attack, belief: Client, params: Tensors, truth: Truth) -> tuple[Knowledge, list[str]]:
-    """Tell the attack what its protocol says it knows, and name everything that is true knowledge of the secret."""
-    own = belief.noise_spec(params, _first(truth))
-    secret = {name: value for name, value in truth.noise.items() if plain_name(name) in own}
-    secret |= _statistics(attack, belief, params, truth)
-    pinned = belief.intermediates(params)
-    grants: list[str] = []
-    tensors: dict[str, How] = {}
-    targets: Tensor | None = None
-    if told(attack)["targets"] == "known":
-        targets = truth.raw.targets
-        grants.append("targets: the true labels")
-    for pattern, way in attack.knowledge.items():
-        if pattern in ("targets", "public"):
-            continue
-        if isinstance(way, Known) and way.value is None:
-            matching = [name for name in secret if fnmatchcase(plain_name(name), pattern)]
-            read_off = [name for name in pinned if any(fnmatchcase(name, earlier) for earlier in tensors)]
-            if not matching and any(fnmatchcase(name, pattern) for name in pinned if name not in read_off):
-                remedy = "let the attack infer it from what was sent, or recompute it"
-                raise fail(f"attack {attack.name}, {pattern}", "is an intermediate, which nobody can be told", remedy)
-            for name in matching:
-                tensors.setdefault(name, Known(secret[name]))
-                grants.append(f"{name}: its true value")
-        else:
-            tensors[pattern] = way
-    data = scene.victims
-    lower, upper = (bound.to(scene.config.device, scene.dtype) for bound in data.bounds)
-    shape = (data.channels, int(data.inputs.shape[-2]), int(data.inputs.shape[-1]))
-    public: Batch | None = None
-    if "public" in attack.knowledge and scene.public is not None:
-        public = Batch(scene.public.inputs.to(scene.config.device, scene.dtype), scene.public.targets)
-        grants.append(f"public: {len(scene.public)} images of the same kind, none of a victim")
-    return Knowledge(shape, lower, upper, max(len(data.classes), 2), tensors, targets, public), grants
-
-
-def _statistics(attack: Attack, belief: Client, params: Tensors, truth: Truth) -> Tensors:
-    """Compute what an attack may be told of the batch that passed through the normalisation layers."""
-    if not any(pattern.startswith("statistics.") for pattern in attack.knowledge):
-        return {}
-    noise = {name: value for name, value in truth.noise.items() if name in belief.noise_spec(params, _first(truth))}
-    with torch.no_grad():
-        return {f"statistics.{n}": v for n, v in belief.statistics(params, truth.raw, noise).items()}
-
-
-def _first(truth: Truth) -> Batch:
-    return Batch(truth.raw.inputs[0], truth.raw.targets[0])
-
-
-def told(attack: Attack) -> dict[str, str]:
-    """Say in one word how an attack knows each named tensor, the labels first."""
-    ways = {pattern: _WAYS[type(way)] for pattern, way in attack.knowledge.items()}
-    labels = getattr(attack, "labels", None)
-    return {"targets": _LABELS.get(str(labels), "neutral"), **ways}
-
-
 def _raw_update(scene: Scene, cell: Address, client: Client, params: Tensors, truth: Truth) -> Tensors:
     """Return what the same model would have sent without any defence: raw examples, the defence's noise switched off.
 
     Noise that the undefended model has by itself is no defence: it stays.
     """
     plain, base = client.undefended_update(), scene.undefended(cell.client, cell.seed)
-    spec, own = plain.noise_spec(params, _first(truth)), base.noise_spec(base.params(), _first(truth))
+    spec, own = plain.noise_spec(params, first(truth)), base.noise_spec(base.params(), first(truth))
     victims = truth.raw.inputs.shape[0]
     noise: Tensors = {}
     for name, described in spec.items():

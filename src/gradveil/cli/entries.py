@@ -8,7 +8,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from gradveil.attacks.presets import ATTACKS, AttackEntry
-from gradveil.audit.cell import told
+from gradveil.audit.granted import told
 from gradveil.audit.reader import bundled
 from gradveil.core.arguments import Argument, Entry
 from gradveil.core.errors import GradveilError, fail

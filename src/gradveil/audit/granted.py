@@ -1,0 +1,77 @@
+"""What an attacker is told: what its protocol says it knows, and every secret among that, by name."""
+
+from __future__ import annotations
+
+from fnmatch import fnmatchcase
+
+import torch
+from torch import Tensor
+
+from gradveil.attacks.base import Attack
+from gradveil.attacks.knowledge import How, Infer, Knowledge, Known, Neutral, Optimise, Sample
+from gradveil.audit.rounds import Truth, plain_name
+from gradveil.audit.scene import Scene
+from gradveil.client import Client
+from gradveil.core.errors import fail
+from gradveil.core.tree import Tensors
+from gradveil.core.types import Batch
+
+_WAYS: dict[type, str] = {Known: "known", Optimise: "optimise", Sample: "sample", Infer: "infer", Neutral: "neutral"}
+_LABELS = {"given": "known", "joint": "optimise", "idlg": "infer", "unique": "infer", "restore": "infer"}
+
+
+def grant(scene: Scene, attack: Attack, belief: Client, params: Tensors, truth: Truth) -> tuple[Knowledge, list[str]]:
+    """Tell the attack what its protocol says it knows, and name everything that is true knowledge of the secret."""
+    own = belief.noise_spec(params, first(truth))
+    secret = {name: value for name, value in truth.noise.items() if plain_name(name) in own}
+    secret |= _statistics(attack, belief, params, truth)
+    pinned = belief.intermediates(params)
+    grants: list[str] = []
+    tensors: dict[str, How] = {}
+    targets: Tensor | None = None
+    if told(attack)["targets"] == "known":
+        targets = truth.raw.targets
+        grants.append("targets: the true labels")
+    for pattern, way in attack.knowledge.items():
+        if pattern in ("targets", "public"):
+            continue
+        if isinstance(way, Known) and way.value is None:
+            matching = [name for name in secret if fnmatchcase(plain_name(name), pattern)]
+            read_off = [name for name in pinned if any(fnmatchcase(name, earlier) for earlier in tensors)]
+            if not matching and any(fnmatchcase(name, pattern) for name in pinned if name not in read_off):
+                remedy = "let the attack infer it from what was sent, or recompute it"
+                raise fail(f"attack {attack.name}, {pattern}", "is an intermediate, which nobody can be told", remedy)
+            for name in matching:
+                tensors.setdefault(name, Known(secret[name]))
+                grants.append(f"{name}: its true value")
+        else:
+            tensors[pattern] = way
+    data = scene.victims
+    lower, upper = (bound.to(scene.config.device, scene.dtype) for bound in data.bounds)
+    shape = (data.channels, int(data.inputs.shape[-2]), int(data.inputs.shape[-1]))
+    public: Batch | None = None
+    if "public" in attack.knowledge and scene.public is not None:
+        public = Batch(scene.public.inputs.to(scene.config.device, scene.dtype), scene.public.targets)
+        grants.append(f"public: {len(scene.public)} images of the same kind, none of a victim")
+    return Knowledge(shape, lower, upper, max(len(data.classes), 2), tensors, targets, public), grants
+
+
+def _statistics(attack: Attack, belief: Client, params: Tensors, truth: Truth) -> Tensors:
+    """Compute what an attack may be told of the batch that passed through the normalisation layers."""
+    if not any(pattern.startswith("statistics.") for pattern in attack.knowledge):
+        return {}
+    noise = {name: value for name, value in truth.noise.items() if name in belief.noise_spec(params, first(truth))}
+    with torch.no_grad():
+        return {f"statistics.{n}": v for n, v in belief.statistics(params, truth.raw, noise).items()}
+
+
+def first(truth: Truth) -> Batch:
+    """Return the first victim's batch: one that has the shapes of all."""
+    return Batch(truth.raw.inputs[0], truth.raw.targets[0])
+
+
+def told(attack: Attack) -> dict[str, str]:
+    """Say in one word how an attack knows each named tensor, the labels first."""
+    ways = {pattern: _WAYS[type(way)] for pattern, way in attack.knowledge.items()}
+    labels = getattr(attack, "labels", None)
+    return {"targets": _LABELS.get(str(labels), "neutral"), **ways}
