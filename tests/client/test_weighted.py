@@ -79,10 +79,10 @@ def test_a_client_who_clips_examples_holds_none_of_their_gradients(text: str, mo
     batch = Batch(images, torch.randint(0, 4, (12,), generator=draw))
     noise = client.noise_spec(params, batch).sample(Key(3))
     with monkeypatch.context() as patched:
-        patched.setattr("gradveil.client.client.weighted_sum", lambda *_: None)
+        patched.setattr("gradveil.client.at.weighted_sum", lambda *_: None)
         expected, _ = client.update(params, batch, noise, client.init(params))
     for rows in ("example_gradients", "victim_gradients"):
-        monkeypatch.setattr(f"gradveil.client.client.{rows}", None)
+        monkeypatch.setattr(f"gradveil.client.at.{rows}", None)
     found, _ = client.update(params, batch, noise, client.init(params))
     for name, value in expected.items():
         torch.testing.assert_close(found[name], value, rtol=1e-9, atol=1e-14)

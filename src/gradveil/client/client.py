@@ -11,18 +11,16 @@ import torch
 from torch import Tensor, nn
 from torch.func import vmap
 
-from gradveil.client.batched import obstacle, victim_gradients, weighted_sum
-from gradveil.client.gradient import Objective, cross_entropy, example_gradients, last_inputs, mean_gradient
+from gradveil.client.at import At
+from gradveil.client.batched import obstacle, victim_gradients
+from gradveil.client.gradient import Objective, cross_entropy, last_inputs, mean_gradient
 from gradveil.client.local import Local, train
 from gradveil.core.errors import Problem, fail, refuse
 from gradveil.core.noise import NoiseSpec
-from gradveil.core.tree import Tensors, plain, select, under
+from gradveil.core.tree import Tensors, select, under
 from gradveil.core.types import Batch, BatchTransform, Context, Domain, Features, Loss, Transform
 from gradveil.nn.statistics import batch_statistics, running_statistics
 from gradveil.nn.stochastic import kept_noise, model_noise
-
-_SHOWN = 4
-"""Examples whose gradients are computed both ways before a client trusts the sweep that makes none of them."""
 
 
 @dataclass(frozen=True)
@@ -340,14 +338,13 @@ class Client:
         trained, frozen = self._parted(params)
         inner, own = select(noise, "model"), select(noise, "step")
         each, mean = self.step.split() if self.step else (None, None)
+        at = At(self.objective, trained, frozen, batch, inner)
         if each is None and included is None:
-            g = self._swept(mean_gradient, trained, frozen, batch, inner, whole=True)
+            g = at.mean()
         else:
-            g = None
-            if each is not None and included is None:
-                g = self._weighed(each, trained, frozen, batch, inner)
+            g = at.weighed(each) if each is not None and included is None else None
             if g is None:
-                rows = self._swept(example_gradients, trained, frozen, batch, inner, whole=False)
+                rows = at.each()
                 if each is not None:
                     of_each = {name: own.pop(name) for name in each.noise(trained)}
                     rows = self._each(each, rows, params, batch, inner, of_each)
@@ -365,44 +362,6 @@ class Client:
             return rows.mean(0)
         total = included.to(rows.dtype) @ rows.reshape(len(rows), -1)
         return total.reshape(rows.shape[1:]) / self.local.batch
-
-    def _weighed(
-        self, each: Transform, trained: Tensors, frozen: Tensors, batch: Batch, inner: Mapping[str, Tensor]
-    ) -> Tensors | None:
-        """Average the examples' gradients times what `each` multiplies them by, making none of them, or None.
-
-        Somebody who differentiates needs them, and so does a transform that does more than multiply.
-        """
-        examples = len(batch.inputs)
-        by_norm = each.factors({name: value.new_ones(()) for name, value in trained.items()}) is not None
-        if examples < 2 or not by_norm or not plain(*trained.values(), *batch, *inner.values()):
-            return None
-        # A few examples show whether the sweep serves: all of their gradients at once would fill memory.
-        apart = Batch(*(value[:_SHOWN].unsqueeze(1) for value in batch))
-        wide = {name: value[:_SHOWN].unsqueeze(1) for name, value in inner.items()}
-        if obstacle(self.objective, trained, frozen, apart, wide) is not None:
-            return None
-        total = weighted_sum(self.objective, trained, frozen, batch, inner, each.factors)
-        return None if total is None else {name: value / examples for name, value in total.items()}
-
-    def _swept(
-        self,
-        reference: Callable[..., Tensors],
-        trained: Tensors,
-        frozen: Tensors,
-        batch: Batch,
-        inner: Mapping[str, Tensor],
-        *,
-        whole: bool,
-    ) -> Tensors:
-        """Compute `reference`'s gradients, of the whole batch or of each example, in one sweep where that serves."""
-        add = 0 if whole else 1
-        apart = Batch(*(value.unsqueeze(add) for value in batch))
-        wide = {name: value.unsqueeze(add) for name, value in inner.items()}
-        if obstacle(self.objective, trained, frozen, apart, wide) is not None:
-            return reference(self.objective, trained, frozen, batch, inner)
-        found = victim_gradients(self.objective, trained, frozen, apart, wide)
-        return {name: value[0] for name, value in found.items()} if whole else found
 
     def _each(
         self,
