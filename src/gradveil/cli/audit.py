@@ -31,7 +31,7 @@ from gradveil.cli.gate import show_gate
 from gradveil.cli.train import table, tell
 from gradveil.core.errors import fail
 from gradveil.federated.config import UNSEEN
-from gradveil.federated.run import RUN as TRAIN_RUN
+from gradveil.federated.reading import is_training
 from gradveil.federated.run import describe as describe_training
 from gradveil.federated.run import load_summaries, opened
 from gradveil.federated.run import run as train
@@ -200,7 +200,7 @@ def show_table(cells: Sequence[Cell], config: Mapping[str, Any], folder: Path | 
     """Print the results of a run with this resolved configuration; where there is no terminal, 120 columns wide."""
     console = Console(width=None if sys.stdout.isatty() else 120)
     console.print(result_table(cells))
-    if config.get("train") and folder is not None and (folder / TRAINING / TRAIN_RUN).is_file():
+    if config.get("train") and folder is not None and is_training(folder / TRAINING):
         console.print("Training", style="bold")
         console.print(table(load_summaries(folder / TRAINING)))
     console.print(legend(cells, config), style="dim")

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from datetime import UTC, datetime
+from importlib.metadata import version
 from pathlib import Path
 from statistics import fmean, stdev
 from types import MappingProxyType
@@ -20,6 +21,7 @@ from gradveil.federated.checkpoint import load_standing, pack_standing
 from gradveil.federated.config import TrainConfig, digest
 from gradveil.federated.engine import Round, Status
 from gradveil.federated.privacy import guarantee
+from gradveil.federated.reading import RESTORE, RUN, load_training
 from gradveil.federated.recorded import Recorder
 from gradveil.federated.setting import Cell, Setting, cells
 from gradveil.federated.work import FAILED, failure, going_on, identity, summarise, working
@@ -28,10 +30,8 @@ from gradveil.schedule.work import Job, Parcel, Schedule, in_process
 
 FORMAT = 1
 """Version of a training's files; another is refused."""
-RUN = "train.json"
-"""The file that describes a training."""
 _round = TypeAdapter(Round)
-_RESTORE = "put a copy of the file back, or train anew with --fresh, which removes the results"
+_REPORT = "report.html"
 
 
 @contextlib.contextmanager
@@ -39,7 +39,8 @@ def opened(folder: Path, info: Mapping[str, Any], fresh: bool = False) -> Iterat
     """Make or take up the directory of a training, for this process alone."""
     if folder.exists() and not folder.is_dir():
         refuse([Problem(str(folder), "is a file", "choose another --out")])
-    others = {child.name for child in folder.iterdir()} - {RUN, "cells", ".lock"} if folder.is_dir() else set[str]()
+    ours = {RUN, "cells", ".lock", _REPORT}
+    others = {child.name for child in folder.iterdir()} - ours if folder.is_dir() else set[str]()
     if others and not (folder / RUN).is_file():
         refuse([Problem(str(folder), "holds other files and is no training", "choose another --out")])
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -48,11 +49,13 @@ def opened(folder: Path, info: Mapping[str, Any], fresh: bool = False) -> Iterat
         if fresh:
             shutil.rmtree(folder / "cells", ignore_errors=True)
             (folder / RUN).unlink(missing_ok=True)
+            (folder / _REPORT).unlink(missing_ok=True)
         if (folder / RUN).is_file():
-            there = read_json(folder / RUN, _RESTORE)
+            there = read_json(folder / RUN, RESTORE)
             if there.get("config_hash") != info["config_hash"]:
                 remedy = "go on with the old settings, start again with --fresh, or choose another --out"
                 refuse([Problem(str(folder), "holds a training with other settings", remedy)])
+            info = {**info, "created": there.get("created", info.get("created"))}
         (folder / "cells").mkdir(mode=0o700, exist_ok=True)
         for left in (*folder.glob("*.tmp-*"), *(folder / "cells").glob("*.tmp-*")):  # by a process that was killed
             left.unlink()
@@ -172,6 +175,8 @@ def describe(config: TrainConfig, command: str, weights: Mapping[str, Tensor] = 
     return {
         "format": FORMAT,
         "name": config.name,
+        "created": datetime.now(UTC).isoformat(timespec="seconds"),
+        "gradveil": version("gradveil"),
         "config": config.resolved(),
         "config_hash": digest([settings, fingerprint(weights)]) if weights else settings,
         "command": command,
@@ -181,8 +186,4 @@ def describe(config: TrainConfig, command: str, weights: Mapping[str, Tensor] = 
 
 def load_summaries(folder: Path) -> list[dict[str, Any]]:
     """Read what the finished trainings of a run came to, with their curves."""
-    if not (folder / RUN).is_file():
-        refuse([Problem(str(folder), "is no training (it has no train.json)", "give what `gradveil train` wrote")])
-    names = json.loads((folder / RUN).read_bytes())["cells"]
-    files = [folder / "cells" / f"{name}.json" for name in names]
-    return [read_json(file, _RESTORE) for file in files if file.is_file()]
+    return [dict(told) for _, told in load_training(folder).cells if told is not None]

@@ -8,34 +8,34 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import jinja2
-from markupsafe import Markup
-
 from gradveil.audit.attacker import ATTACKERS, POSITIONS
 from gradveil.audit.health import STATES, descent, examine, guesses
+from gradveil.audit.layout import RUN
 from gradveil.audit.privacy import proven
 from gradveil.audit.rows import Row
 from gradveil.audit.store import Cell, Run, load_run
 from gradveil.audit.threat import threat_model
 from gradveil.core.errors import fail
-from gradveil.core.words import interval, number, percent, plural, size
+from gradveil.core.words import interval, percent, plural, size
+from gradveil.federated.reading import is_training
 from gradveil.report import budget, method, observed, plots, table
 from gradveil.report.pictures import Album, data_uri, pairs
+from gradveil.report.render import render
+from gradveil.report.training import training_page
 from gradveil.report.verdict import LEVELS, Verdict, verdicts
 
-TEMPLATES = Path(__file__).parent / "templates"
-"""Where page, styles and scripts lie."""
 NAME = "report.html"
 """What a report is called within its run directory."""
 
 
 def write_report(run_dir: Path, out: Path | None = None) -> Path:
-    """Write the report of a run directory, by default as `report.html` inside it, and return its path.
+    """Write the report of an audit's or a training's folder, by default as `report.html` in it, and return its path.
 
-    The page shows private images, so only its owner may read it. It appears whole or not at all.
+    An audit's page shows private images, so only its owner may read it. It appears whole or not at all.
     """
     out = Path(run_dir) / NAME if out is None else Path(out)
-    text = page(load_run(Path(run_dir)))
+    is_audit = (Path(run_dir) / RUN).is_file() or not is_training(Path(run_dir))
+    text = page(load_run(Path(run_dir))) if is_audit else training_page(Path(run_dir))
     if out.is_dir():
         raise fail(str(out), "is a folder", f"name a file in it, such as {out / NAME}")
     try:
@@ -52,23 +52,8 @@ def write_report(run_dir: Path, out: Path | None = None) -> Path:
 
 def page(run: Run) -> str:
     """Render a run as HTML. Every text of the run is escaped."""
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(TEMPLATES),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    environment.filters |= {"percent": percent, "number": number, "size": size}
-    return environment.get_template("report.html.j2").render(
-        **context(run),
-        style=_asset("style.css"),
-        scripts=[_asset(name) for name in ("page.js", "axes.js", "charts.js", "budget.js", "gallery.js")],
-    )
-
-
-def _asset(name: str) -> Markup:
-    return Markup((TEMPLATES / name).read_text(encoding="utf-8"))
+    scripts = ("page.js", "axes.js", "charts.js", "budget.js", "gallery.js")
+    return render("report.html.j2", scripts, context(run))
 
 
 def context(run: Run) -> dict[str, Any]:
@@ -84,7 +69,7 @@ def context(run: Run) -> dict[str, Any]:
     spent = budget.charts(judged)
     config = run.info.get("config") or {}
     return {
-        "run": run.info,
+        "version": run.info.get("gradveil"),
         "name": run.info.get("name") or "audit",
         "date": str(run.info.get("created", "")).replace("T", " ")[:16],
         "machine": _machine(run.info),

@@ -31,33 +31,52 @@ const CHARTS = (() => {
     return powers.filter((_, i) => i % Math.ceil(powers.length / 6) === 0);
   }
 
-  // The grid with its labels, for a share of images or a mean SSIM over any x: {at, ticks, name(tick), title}.
-  function frame({ label, width, measure, lowest, x, floor }) {
+  function linearTicks(low, high, count = 5) {
+    const raw = (high - low) / count || 1, power = 10 ** Math.floor(Math.log10(raw));
+    const step = [1, 2, 5, 10].map((s) => s * power).find((s) => s >= raw * 0.999);
+    const first = Math.ceil(low / step - 1e-9), last = Math.floor(high / step + 1e-9);
+    return Array.from({ length: last - first + 1 }, (_, i) => Number(((first + i) * step).toPrecision(12)));
+  }
+
+  function bytes(value) {
+    const [unit, size] = [["GB", 1e9], ["MB", 1e6], ["kB", 1e3]].find(([, s]) => value >= s * 0.9995) ?? ["B", 1];
+    return `${Number((value / size).toPrecision(3))} ${unit}`;
+  }
+
+  // The vertical axis of a share of images, or of a mean SSIM.
+  const shares = (measure, lowest) => (bottom, top) => ({
+    at: (value) => bottom - ((value - lowest) / (1 - lowest)) * (bottom - top),
+    ticks: [0, 0.25, 0.5, 0.75, 1],
+    name: (tick) => (measure === "asr" ? `${tick * 100}%` : String(tick)),
+    title: measure === "asr" ? "images recovered" : "mean SSIM",
+  });
+
+  // The grid with its labels. An axis is told its two ends in pixels and answers {at, ticks, name(tick), title}.
+  function frame({ label, width, x, y, floor = null }) {
     const height = 320, [left, right, top, bottom] = [62, width - 10, 14, height - 48];
-    const y = (value) => bottom - ((value - lowest) / (1 - lowest)) * (bottom - top);
+    const across = x(left, right), up = y(bottom, top), { at } = across;
     const picture = svg("svg", { viewBox: `0 0 ${width} ${height}`, role: "group", "aria-label": label });
-    for (const tick of [0, 0.25, 0.5, 0.75, 1]) {
-      picture.append(svg("line", { class: "grid", x1: left, x2: right, y1: y(tick), y2: y(tick) }));
-      const share = measure === "asr" ? `${tick * 100}%` : String(tick);
-      picture.append(svg("text", { x: left - 8, y: y(tick) + 4, "text-anchor": "end" }, share));
+    for (const tick of up.ticks) {
+      const place = up.at(tick);
+      picture.append(svg("line", { class: "grid", x1: left, x2: right, y1: place, y2: place }));
+      picture.append(svg("text", { x: left - 8, y: place + 4, "text-anchor": "end" }, up.name(tick)));
     }
-    const { at, ticks, name, title } = x(left, right);
     let last = -Infinity;
-    for (const tick of ticks) {
+    for (const tick of across.ticks) {
       const place = at(tick);
       if (place - last < 44 || place > right) continue;
       last = place;
       picture.append(svg("line", { class: "grid", x1: place, x2: place, y1: top, y2: bottom }));
-      picture.append(svg("text", { x: place, y: bottom + 22, "text-anchor": "middle" }, name(tick)));
+      picture.append(svg("text", { x: place, y: bottom + 22, "text-anchor": "middle" }, across.name(tick)));
     }
-    picture.append(svg("text", { x: (left + right) / 2, y: height - 6, "text-anchor": "middle" }, title));
+    picture.append(svg("text", { x: (left + right) / 2, y: height - 6, "text-anchor": "middle" }, across.title));
     const upright = { transform: `translate(14 ${(top + bottom) / 2}) rotate(-90)`, "text-anchor": "middle" };
-    picture.append(svg("text", upright, measure === "asr" ? "images recovered" : "mean SSIM"));
+    picture.append(svg("text", upright, up.title));
     if (floor !== null && floor >= 0) {
-      picture.append(svg("line", { class: "floor", x1: left, x2: right, y1: y(floor), y2: y(floor) }));
-      picture.append(svg("text", { x: left + 4, y: y(floor) - 5 }, "guessing"));
+      picture.append(svg("line", { class: "floor", x1: left, x2: right, y1: up.at(floor), y2: up.at(floor) }));
+      picture.append(svg("text", { x: left + 4, y: up.at(floor) - 5 }, "guessing"));
     }
-    return { picture, left, right, y, at };
+    return { picture, left, right, top, bottom, y: up.at, at };
   }
 
   // A point with its tooltip, drawn with these attributes.
@@ -126,5 +145,5 @@ const CHARTS = (() => {
     return redraw;
   }
 
-  return { svg, colour, shape, hidden, logTicks, frame, mark, choice, legend, keep };
+  return { svg, colour, shape, hidden, logTicks, linearTicks, bytes, shares, frame, mark, choice, legend, keep };
 })();

@@ -12,8 +12,8 @@
     const counts = lines.flatMap((line) => line.points.map((p) => p.iterations));
     const low = Math.min(...counts), high = Math.max(...counts);
     const { picture, y, at } = CHARTS.frame({
-      label: "Quality against iterations", width: Math.max(box.clientWidth, 240), measure, floor: floor[measure],
-      lowest: measure === "asr" ? 0 : Math.min(0, ...lines.flatMap((line) => line.points.map((p) => p.ssim ?? 0))),
+      label: "Quality against iterations", width: Math.max(box.clientWidth, 240), floor: floor[measure],
+      y: CHARTS.shares(measure, measure === "asr" ? 0 : Math.min(0, ...lines.flatMap((line) => line.points.map((p) => p.ssim ?? 0)))),
       x: (left, right) => ({
         at: (v) => left + 10 + (Math.log(v / low) / (Math.log(high / low) || 1)) * (right - left - 20),
         ticks: [...new Set([...logTicks(low, high), high])], name: (tick) => tick.toLocaleString("en"), title: "iterations",

@@ -3,20 +3,9 @@
 (() => {
   const points = REPORT.points;
   if (!document.getElementById("legend")) return;
-  const { svg, colour, hidden, logTicks } = CHARTS;
+  const { svg, colour, hidden, logTicks, linearTicks, bytes } = CHARTS;
   const names = [...new Map(points.map((p) => [p.series, p.name]))].sort((a, b) => a[0] - b[0]);
   let measure = "asr", which = "best";
-
-  function bytes(value) {
-    const [unit, size] = [["GB", 1e9], ["MB", 1e6], ["kB", 1e3]].find(([, s]) => value >= s) ?? ["B", 1];
-    return `${Number((value / size).toPrecision(3))} ${unit}`;
-  }
-
-  function linearTicks(high) {
-    const raw = high / 5, power = 10 ** Math.floor(Math.log10(raw));
-    const step = [1, 2, 5, 10].map((s) => s * power).find((s) => s >= raw);
-    return Array.from({ length: Math.floor(high / step + 1e-9) + 1 }, (_, i) => i * step);
-  }
 
   function scale(axis, left, right) {
     const values = points.map((p) => p[axis]).filter((v) => v !== null && v !== undefined);
@@ -30,7 +19,7 @@
       return { at, ticks: [...(zeros ? [0] : []), ...logTicks(10 ** a, 10 ** b)] };
     }
     const top = high * 1.08 || 1;
-    return { at: (v) => left + 8 + (Math.max(v, 0) / top) * (right - left - 8), ticks: linearTicks(top) };
+    return { at: (v) => left + 8 + (Math.max(v, 0) / top) * (right - left - 8), ticks: linearTicks(0, top) };
   }
 
   // Coinciding points are drawn side by side, none of them beyond the axis.
@@ -51,8 +40,8 @@
     const axis = box.dataset.axis;
     const shown = points.filter((p) => (p.best || which === "all") && !hidden.has(p.series) && p[axis] != null && p[measure] != null);
     const { picture, left, right, y, at } = CHARTS.frame({
-      label: `Attack runs against ${axis}`, width: Math.max(box.clientWidth, 240), measure,
-      lowest: measure === "asr" ? 0 : Math.min(0, ...points.map((p) => p.ssim ?? 0)),
+      label: `Attack runs against ${axis}`, width: Math.max(box.clientWidth, 240),
+      y: CHARTS.shares(measure, measure === "asr" ? 0 : Math.min(0, ...points.map((p) => p.ssim ?? 0))),
       floor: measure === "asr" ? Math.max(...points.map((p) => p.floor ?? -1)) : null,
       x: (from, to) => ({
         ...scale(axis, from, to),

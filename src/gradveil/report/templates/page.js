@@ -26,6 +26,7 @@ function element(name, properties = {}, ...children) {
 
 (() => {
   const table = document.getElementById("cells");
+  if (!table) return;
   const heads = [...table.tHead.rows[0].cells];
   const collator = new Intl.Collator(undefined, { numeric: true });
   heads.forEach((head, index) => head.querySelector("button").addEventListener("click", () => {

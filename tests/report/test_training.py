@@ -1,0 +1,225 @@
+"""The page of a training: costs and curves of real small trainings, with what failed, diverged or is missing."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import re
+import stat
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gradveil.audit.reader import read_training
+from gradveil.cli.app import run as command
+from gradveil.core.errors import GradveilError
+from gradveil.federated.reading import load_training
+from gradveil.federated.run import describe, opened, run
+from gradveil.federated.setting import cells, open_setting
+from gradveil.federated.work import failure
+from gradveil.report import write_report
+from gradveil.report.training import context, kinds, training_page
+from tests.report.test_page import EVIL, read
+
+pytest.importorskip("dp_accounting", reason="the environment is older than pyproject.toml: make")
+
+FEW = ["data.public=80", "data.gallery=40", "data.size=16", "clients=3", "model.name=lenet-zhu", "local.batch=8"]
+DP, TOPK, LOST = "dp(clip=1, sigma=2)", "topk(0.1)", "gaussian(1e38)"
+
+
+def trained(folder: Path, *settings: str, **overrides: Any) -> Path:
+    told = open_setting(read_training("digits", {"rounds": 2, **overrides}, [*FEW, *settings]))
+    with opened(folder, describe(told.config, "gradveil train digits")):
+        run(told, folder, lambda cell, record, status: None)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three defences that train and one that diverges, with two seeds."""
+    return trained(tmp_path_factory.mktemp("whole") / "run", defences=["none", DP, TOPK, LOST], seeds=[0, 1])
+
+
+def copied(whole: Path, folder: Path) -> Path:
+    (folder / "cells").mkdir(parents=True)
+    for file in whole.rglob("*.json"):
+        (folder / file.relative_to(whole)).write_bytes(file.read_bytes())
+    return folder
+
+
+def summaries(folder: Path) -> list[dict[str, Any]]:
+    return [dict(told) for _, told in load_training(folder).cells if told is not None]
+
+
+def test_costs_are_means_over_the_seeds_and_differences_within_them(whole: Path) -> None:
+    bare, private, sparse, lost = kinds(load_training(whole))
+    rows = summaries(whole)
+    own = {row["seed"]: row["accuracy"] for row in rows if row["defence"] == DP}
+    base = {row["seed"]: row["accuracy"] for row in rows if row["defence"] == "none"}
+    assert private.differences == [own[seed] - base[seed] for seed in (0, 1)]
+    assert private.mean("accuracy") == pytest.approx(sum(own.values()) / 2)
+    assert bare.differences == []
+    points = [point for row in rows if row["defence"] == TOPK for point in row["curve"]]
+    assert sparse.total("bytes_up") == pytest.approx(sum(point["bytes_up"] for point in points) / 2)
+    assert (sparse.mean("bytes_up") or 0) < 0.3 * (bare.mean("bytes_up") or 0)
+    assert [how for _, _, how in lost.statuses] == ["diverged"]
+    assert bare.statuses == [("held", "2", "finished")]
+
+
+def test_what_a_reader_must_find(whole: Path) -> None:
+    html = training_page(whole)
+    text = read(html).text
+    for said in (
+        "Federated training train-digits lenet-zhu on digits: 3 clients, 1 local epoch of adam, 8 images a step",
+        "mean and standard deviation over 2 seeds",
+        "✓ 2 finished",
+        "✕ 2 diverged",
+        f"none, {TOPK} and {LOST} no formal guarantee",
+        "at delta 1e-05 of each example",
+        "gradveil train digits",
+        "those with the lowest validation loss",
+    ):
+        assert said in text, said
+    assert re.search(r"epsilon [\d.]+ of each example", text)
+    assert "images kept apart for validation" not in text
+
+
+def test_only_a_mechanism_has_an_epsilon(whole: Path) -> None:
+    proofs = context(load_training(whole))["proofs"]
+    assert [("epsilon" in text, names) for names, text, _ in proofs] == [
+        (True, DP),
+        (False, f"none, {TOPK} and {LOST}"),
+    ]
+    for row in csv_of(whole, 0):
+        assert bool(row["epsilon_example"]) == (row["defence"] == DP)
+
+
+def csv_of(folder: Path, place: int) -> list[dict[str, str]]:
+    addresses = [a for a in read(training_page(folder)).addresses if a.startswith("data:text/csv")]
+    with urllib.request.urlopen(addresses[place]) as answer:
+        return list(csv.DictReader(io.StringIO(answer.read().decode("utf-8"))))
+
+
+def test_curves_are_those_of_the_records(whole: Path) -> None:
+    lines = context(load_training(whole))["drawn"]
+    assert [line["name"] for line in lines] == ["none", DP, TOPK, LOST]
+    for line in lines[:3]:
+        curves = [row["curve"] for row in summaries(whole) if row["defence"] == line["name"]]
+        assert [point["round"] for point in line["points"]] == [0, 1, 2]
+        for place, point in enumerate(line["points"][1:]):
+            shares = [curve[place]["accuracy"] for curve in curves]
+            losses = [curve[place]["validation_loss"] for curve in curves]
+            assert point["accuracy"] == pytest.approx(sum(shares) / 2)
+            assert (point["accuracy_low"], point["accuracy_high"]) == (min(shares), max(shares))
+            assert (point["loss_low"], point["loss_high"]) == (min(losses), max(losses))
+            sent = [sum(earlier["bytes_up"] for earlier in curve[: place + 1]) for curve in curves]
+            assert point["sent"] == pytest.approx(sum(sent) / 2)
+        assert [mark["loss"] for mark in line["best"]] == [min(p["validation_loss"] for p in curve) for curve in curves]
+    assert [point["loss"] for point in lines[3]["points"]] == [None] * 2
+
+
+def test_both_csvs_hold_what_the_files_say(whole: Path) -> None:
+    rows, rounds = csv_of(whole, 0), csv_of(whole, 1)
+    assert [(row["defence"], row["seed"]) for row in rows] == [
+        (defence, seed) for seed in ("0", "1") for defence in ("none", DP, TOPK, LOST)
+    ]
+    for row, told in zip(rows, summaries(whole), strict=True):
+        assert float(row["accuracy"]) == told["accuracy"]
+        assert int(row["total_bytes_up"]) == sum(point["bytes_up"] for point in told["curve"])
+        mine = [one for one in rounds if (one["defence"], one["seed"]) == (row["defence"], row["seed"])]
+        assert [float(one["accuracy"]) for one in mine] == [point["accuracy"] for point in told["curve"]]
+        assert {one["answered"] for one in mine} == {"3"}
+
+
+def test_failed_and_missing_trainings_are_statuses_and_no_gaps(whole: Path, tmp_path: Path) -> None:
+    folder = copied(whole, tmp_path / "run")
+    told = {(cell.title, cell.seed): cell for cell in cells(load_training(folder).config)}
+    broken, gone, other = told[DP, 0], told[TOPK, 0], told[TOPK, 1]
+    (folder / "cells" / f"{broken.id}.json").write_text(json.dumps(failure(broken, "RuntimeError: out of memory")))
+    for cell in (gone, other):
+        (folder / "cells" / f"{cell.id}.json").unlink()
+    text = read(training_page(folder)).text
+    assert "1 of 8 trainings failed" in text
+    assert f"{DP} , seed 0: RuntimeError: out of memory" in text
+    assert "2 of 8 trainings are not done yet" in text
+    assert "✕ 1 failed ✓ 1 finished" in text
+    assert "~ 2 not finished" in text
+    statuses = [(row["defence"], row["status"]) for row in csv_of(folder, 0)]
+    assert len(statuses) == 8
+    assert statuses[1:3] == [(DP, "failed"), (TOPK, "not finished")]
+    assert kinds(load_training(folder))[1].differences == kinds(load_training(whole))[1].differences[1:]
+
+
+def test_a_training_in_which_nothing_is_done_still_gives_a_page(whole: Path, tmp_path: Path) -> None:
+    folder = copied(whole, tmp_path / "run")
+    for file in (folder / "cells").iterdir():
+        file.unlink()
+    html = training_page(folder)
+    assert "8 of 8 trainings are not done yet" in read(html).text
+    assert 'id="curves"' not in html
+
+
+def test_without_validation_images_no_loss_is_drawn(tmp_path: Path) -> None:
+    html = training_page(trained(tmp_path / "run", "validation=0", defences=["none"], rounds=1))
+    assert 'data-curve="accuracy"' in html
+    assert 'data-curve="loss"' not in html
+    assert "no images were kept apart for validation" in read(html).text
+
+
+def test_one_file_that_loads_nothing_for_its_owner_only(whole: Path, tmp_path: Path) -> None:
+    out = write_report(copied(whole, tmp_path / "run"))
+    assert out == tmp_path / "run" / "report.html"
+    assert stat.S_IMODE(out.stat().st_mode) == 0o600
+    html = out.read_text("utf-8")
+    assert [a for a in read(html).addresses if not a.startswith(("data:", "#"))] == []
+    assert "default-src 'none'" in html
+    assert "http" + "s://" not in html
+
+
+def test_the_command_writes_it_and_training_goes_on_beside_it(tmp_path: Path, capsys: Any) -> None:
+    folder = trained(tmp_path / "run", defences=["none"], rounds=1)
+    assert command(["report", str(folder)]) == 0
+    assert "report.html" in capsys.readouterr().out
+    created = json.loads((folder / "train.json").read_text())["created"]
+    trained(folder, defences=["none"], rounds=2)
+    assert load_training(folder).info["created"] == created
+    assert [told["rounds"] for told in summaries(folder)] == [2]
+
+
+def test_every_foreign_text_is_escaped(whole: Path, tmp_path: Path) -> None:
+    folder = copied(whole, tmp_path / "run")
+    info = json.loads((folder / "train.json").read_text())
+    (folder / "train.json").write_text(json.dumps(info | {"command": EVIL, "gradveil": EVIL, "created": EVIL}))
+    file = next((folder / "cells").glob("none-*.json"))
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"status": EVIL, "guarantee": EVIL}))
+    html = training_page(folder)
+    assert "<script>alert" not in html
+    assert "alert(1)" in read(html).text
+
+
+@pytest.mark.parametrize(
+    ("file", "change", "said"),
+    [
+        ("train.json", {"config": {}}, "config.rounds"),
+        ("cells/none-*.json", {"curve": [{}]}, "curve.0.number"),
+        ("cells/none-*.json", {"accuracy": "high"}, "accuracy"),
+    ],
+)
+def test_damaged_files_are_named(whole: Path, tmp_path: Path, file: str, change: dict[str, Any], said: str) -> None:
+    folder = copied(whole, tmp_path / "run")
+    damaged = next(folder.glob(file))
+    damaged.write_text(json.dumps(json.loads(damaged.read_text()) | change))
+    with pytest.raises(GradveilError, match=re.escape(said)) as caught:
+        write_report(folder)
+    assert damaged.name in str(caught.value)
+
+
+def test_what_an_earlier_version_wrote_has_no_proof(whole: Path, tmp_path: Path) -> None:
+    folder = copied(whole, tmp_path / "run")
+    for file in (folder / "cells").iterdir():
+        told = json.loads(file.read_text())
+        file.write_text(json.dumps({k: v for k, v in told.items() if k not in ("guarantee", "epsilon", "delta")}))
+    assert "an earlier version wrote it" in read(training_page(folder)).text
