@@ -4,6 +4,7 @@ What is started is stopped by its id; the home directory is the test's own.
 """
 
 import os
+import random
 import re
 import signal
 import socket
@@ -185,18 +186,25 @@ def node(log: Path) -> str | None:
     return found[-1] if found else None
 
 
-def test_a_residual_survives_kill_9_in_a_deployment_over_tls(tmp_path, surroundings):
-    """Three rounds; before the third one client is killed, comes back as another node, and goes on where it was."""
-    logs = {name: tmp_path / f"{name}.log" for name in ("server", "a", "b", "run")}
+@contextmanager
+def deployed(tmp_path, surroundings):
+    """A SuperLink over TLS, as the README starts one; what it yields starts another process in its surroundings."""
     for command in (*commands("openssl"), *commands("mkdir"), *commands("printf")):
         run(command, surroundings, tmp_path)
-    nodes = commands("flower-supernode")
     with ExitStack() as stack:
 
         def start(command: str, log: Path, cwd: Path = tmp_path):
             return stack.enter_context(started(command, surroundings, log, cwd))
 
-        start(commands("flower-superlink")[0], logs["server"])
+        start(commands("flower-superlink")[0], tmp_path / "server.log")
+        yield start
+
+
+def test_a_residual_survives_kill_9_in_a_deployment_over_tls(tmp_path, surroundings):
+    """Three rounds; before the third one client is killed, comes back as another node, and goes on where it was."""
+    logs = {name: tmp_path / f"{name}.log" for name in ("server", "a", "b", "run")}
+    nodes = commands("flower-supernode")
+    with deployed(tmp_path, surroundings) as start:
         first, second = start(nodes[0], logs["a"]), start(nodes[1], logs["b"])
         before = [
             wait(lambda log=log: node(log), process, "a SuperNode", log)
@@ -220,6 +228,7 @@ def test_a_residual_survives_kill_9_in_a_deployment_over_tls(tmp_path, surroundi
         assert sorted(file.name for file in kept.iterdir()) == ["answer-3", "state-3"]
 
     found = load_file(final)
+    assert found.pop("rounds") == 3
     engine = federation("dp(clip=1, sigma=1e-3) + topk(0.1, feedback=true)", clients=2, validation=False)
     standing = train(engine, 2)
     expected = engine.round(standing).params
@@ -228,3 +237,36 @@ def test_a_residual_survives_kill_9_in_a_deployment_over_tls(tmp_path, surroundi
     for name, value in expected.items():
         torch.testing.assert_close(found[name], value, rtol=1e-9, atol=1e-12)
     assert any(not torch.allclose(found[name], value, rtol=1e-3) for name, value in without.items())
+
+
+def test_clients_killed_at_any_moment_lose_nothing(tmp_path, surroundings):
+    """One client or the other is killed again and again, wherever it is; the rounds end with the engine's parameters.
+
+    Set GRADVEIL_KILLS for more of them than fit into everyday tests.
+    """
+    surroundings["GRADVEIL_TEST_SERVER"] = "insists"
+    kills, draw = int(os.environ.get("GRADVEIL_KILLS", "3")), random.Random(0)
+    logs = [tmp_path / "a.log", tmp_path / "b.log"]
+    nodes, final, rounds = commands("flower-supernode"), tmp_path / "final.safetensors", tmp_path / "rounds"
+    with deployed(tmp_path, surroundings) as start:
+        living = [start(command, log) for command, log in zip(nodes, logs, strict=True)]
+        for process, log in zip(living, logs, strict=True):
+            wait(lambda log=log: node(log), process, "a SuperNode", log)
+        running = start(commands("flwr run . loopback")[0], tmp_path / "run.log", WAITING)
+        told = (tmp_path / "run.log", tmp_path / "server.log", *logs)
+        wait(rounds.exists, running, "the first round", *told)
+        for _ in range(kills):
+            time.sleep(draw.uniform(0, 6))
+            victim = draw.randrange(2)
+            kill(living[victim])
+            logs[victim].write_text("")
+            living[victim] = start(nodes[victim], logs[victim])
+            wait(lambda log=logs[victim]: node(log), living[victim], "the SuperNode again", logs[victim])
+        (tmp_path / "enough").touch()
+        wait(final.exists, running, "the end", *told)
+
+    found = load_file(final)
+    engine = federation("dp(clip=1, sigma=1e-3) + topk(0.1, feedback=true)", clients=2, validation=False)
+    standing = train(engine, int(found.pop("rounds")))
+    for name, value in standing.params.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-9, atol=1e-12)

@@ -1,11 +1,15 @@
-"""The clients of a federation that the engine can train as well, and a server that waits before the third round."""
+"""The clients of a federation that the engine can train as well, and two servers: one that waits, one that insists.
+
+The first waits before the third round until the test says who takes part. The second asks whoever appears until both
+clients have answered, and goes on until the test says that it is enough.
+"""
 
 import os
 import time
 from pathlib import Path
 
 import torch
-from flwr.app import MessageType, RecordDict
+from flwr.app import ConfigRecord, MessageType, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.serverapp import ServerApp
 from flwr.serverapp.strategy import FedAvg
@@ -31,7 +35,7 @@ def folder() -> Path:
 def train(message, context):
     number = int(context.node_config["partition-id"])
     batch, key = ENGINE.shares[number].train, ENGINE.key.child("client", number)
-    return answer(message, context, ENGINE.client, batch, key=key)
+    return answer(message, context, ENGINE.client, batch, key=key, metrics={"partition": number})
 
 
 class Waiting(FedAvg):
@@ -49,10 +53,46 @@ class Waiting(FedAvg):
         return self._construct_messages(RecordDict({"arrays": arrays, "config": config}), nodes, MessageType.TRAIN)
 
 
+def insist(grid, strategy, number, arrays):
+    """One reply of each client: nodes that appear are asked too, and those that failed are asked again."""
+    asked, waiting, found = set(), set(), {}
+    while len(found) < 2:
+        messages = list(strategy.configure_train(number, arrays, ConfigRecord(), grid))
+        present = {message.metadata.dst_node_id for message in messages}
+        found = {client: reply for client, reply in found.items() if reply.metadata.src_node_id in present}
+        new = [message for message in messages if message.metadata.dst_node_id not in asked]
+        waiting |= set(grid.push_messages(new))
+        asked |= {message.metadata.dst_node_id for message in new}
+        for reply in grid.pull_messages(waiting):
+            waiting.discard(reply.metadata.reply_to_message_id)
+            if reply.has_error():
+                asked.discard(reply.metadata.src_node_id)
+            else:
+                found[reply.content["metrics"]["partition"]] = reply
+        time.sleep(0.2)
+    return list(found.values())
+
+
+def until_enough(grid, strategy, arrays):
+    """Train until the test says that it is enough; return the parameters and the number of rounds."""
+    number = 0
+    while number < 2 or not (folder() / "enough").exists():
+        number += 1
+        replies = insist(grid, strategy, number, arrays)
+        arrays, _ = strategy.aggregate_train(number, replies)
+        (folder() / "rounds").write_text(str(number))
+    return arrays, number
+
+
 @server.main()
 def main(grid, _context):
-    strategy = Protected(Waiting(fraction_evaluate=0.0))
-    result = strategy.start(grid, record(ENGINE.client.params()), num_rounds=3)
+    start = record(ENGINE.client.params())
+    if os.environ.get("GRADVEIL_TEST_SERVER") == "insists":
+        strategy = Protected(FedAvg(fraction_evaluate=0.0))
+        arrays, number = until_enough(grid, strategy, start)
+    else:
+        strategy, number = Protected(Waiting(fraction_evaluate=0.0)), 3
+        arrays = strategy.start(grid, start, num_rounds=number).arrays
     assert not strategy.refusals
-    save_file(tensors(result.arrays), folder() / "final.part")
+    save_file({**tensors(arrays), "rounds": torch.tensor(number)}, folder() / "final.part")
     (folder() / "final.part").rename(folder() / "final.safetensors")
