@@ -63,6 +63,9 @@ LAWS = {
             "optimal-noise(std=0.1)",
             "optimal-noise(std=0.1, probes=3, layerwise=true)",
             "optimal-noise(std=0.1, clamp=0.05)",
+            "optimal-noise(std=0.1, probes=6, of=example)",
+            "optimal-noise(std=0.1, probes=3, every=2)",
+            "optimal-noise(std=0.1, probes=5, of=example, every=2, memory=0.5, layerwise=true)",
         )
     ),
     "optimal-prune": Law(

@@ -13,8 +13,9 @@ from torch.func import vmap
 
 from gradveil.client.at import At
 from gradveil.client.batched import obstacle, victim_gradients
-from gradveil.client.gradient import Objective, cross_entropy, last_inputs, mean_gradient
+from gradveil.client.gradient import Objective, caught_outputs, cross_entropy, last_inputs, mean_gradient
 from gradveil.client.local import Local, train
+from gradveil.client.probing import example_squared_row_norms
 from gradveil.core.errors import Problem, fail, refuse
 from gradveil.core.noise import NoiseSpec
 from gradveil.core.tree import Tensors, select, under
@@ -190,15 +191,17 @@ class Client:
         own, kept = select(state, "step"), self.own(noise, state)
         whole = {**noise, **_wide(kept, batch.inputs.shape[0])}
         if self.local is None:
-            update, step_state = self._one(params, batch, whole, own)
+            with caught_outputs() as outputs:
+                update, step_state = self._one(params, batch, whole, own)
         else:
+            outputs = []
             shared = _wide(kept, self.local.at_once(batch.inputs.shape[0]))
 
             def local(t: int) -> Mapping[str, Tensor]:
                 return {**of_step(t), **shared} if shared else of_step(t)
 
             update, step_state = self._many(self.local, params, batch, noise, local, own)
-        sent, after = self._finish(params, batch, whole, state, update, step_state)
+        sent, after = self._finish(params, batch, whole, state, update, step_state, *outputs[-1:])
         return sent, after | (under("kept", {"joined": torch.ones_like(state["kept.joined"]), **kept}) if kept else {})
 
     def own(self, noise: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> Tensors:
@@ -318,11 +321,12 @@ class Client:
         state: Tensors,
         update: Tensors,
         step_state: Tensors,
+        outputs: Tensor | None = None,
     ) -> tuple[Tensors, Tensors]:
         """Apply the send transform and put the states together."""
         send_state: Tensors = {}
         if self.send:
-            context = self._context(params, batch, select(noise, "model"), select(self.messages, "send"))
+            context = self._context(params, batch, select(noise, "model"), select(self.messages, "send"), outputs)
             update, send_state = self.send.apply(update, select(state, "send"), select(noise, "send"), context)
         return update, {**under("step", step_state), **under("send", send_state)}
 
@@ -402,9 +406,15 @@ class Client:
         return {name: params[name] - out[name] for name in self.trained()}, current
 
     def _context(
-        self, params: Tensors, batch: Batch, inner: Mapping[str, Tensor], messages: Tensors | None = None
+        self,
+        params: Tensors,
+        batch: Batch,
+        inner: Mapping[str, Tensor],
+        messages: Tensors | None = None,
+        outputs: Tensor | None = None,
     ) -> Context:
         trained, frozen = self._parted(params)
+        own = self.objective, trained, frozen, batch, inner
 
         def gradient(examples: Batch) -> Tensors:
             return mean_gradient(self.objective, trained, frozen, examples, inner)
@@ -412,7 +422,10 @@ class Client:
         def features(examples: Batch) -> Features:
             return last_inputs(self.objective, params, examples, inner)
 
-        return Context(params, batch, inner, gradient=gradient, features=features, messages=messages or {})
+        def sensitivity(directions: Tensor, offset: Tensor) -> Tensors:
+            return example_squared_row_norms(*own, directions, offset, outputs)
+
+        return Context(params, batch, inner, gradient, features, sensitivity, messages or {})
 
     def _parted(self, params: Mapping[str, Tensor]) -> tuple[Tensors, Tensors]:
         """Part the parameters into the trained and the frozen ones."""

@@ -63,7 +63,7 @@ def squared_weight_gradients(delta: Tensor, x: Tensor, geometry: Geometry) -> Te
     entries = delta[0, 0].numel() * x.shape[1] * prod(geometry.kernel)
     some = max(1, _AT_ONCE // entries)
     pairs = zip(delta.flatten(2).split(some), x.split(some), strict=True)
-    return torch.cat([squared_outer_sums(d, _unfold(x_n, len(x_n), geometry)) for d, x_n in pairs])
+    return torch.cat([squared_outer_sums(d, unfold(x_n, len(x_n), geometry)) for d, x_n in pairs])
 
 
 def squared_outer_sums(left: Tensor, right: Tensor) -> Tensor:
@@ -94,7 +94,7 @@ def _apply(function: type[Function], *arguments: Any) -> Tensor:
     return cast(Tensor, function.apply(*arguments))
 
 
-def _unfold(x: Tensor, victims: int, geometry: Geometry) -> Tensor:
+def unfold(x: Tensor, victims: int, geometry: Geometry) -> Tensor:
     """[N, C, H, W] -> [V, K, M] by one strided copy, on a CPU two to ten times as fast as `F.unfold`."""
     (kh, kw), (sh, sw), (ph, pw), (dh, dw) = geometry
     padded = (F.pad(x, (pw, pw, ph, ph)) if ph or pw else x).contiguous()
@@ -134,8 +134,13 @@ class _Convolution(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, geometry: Geometry) -> Tensor:
         ctx.save_for_backward(weight)
+        ctx.save_for_forward(weight)
         ctx.shape, ctx.geometry = x.shape, geometry
         return torch.conv2d(x, weight, bias, *geometry[1:])
+
+    @staticmethod
+    def jvp(ctx: Any, *moved: Tensor) -> Tensor:
+        return torch.conv2d(moved[0], ctx.saved_tensors[0], None, *ctx.geometry[1:])
 
     @staticmethod
     def backward(ctx: Any, *uppers: Tensor) -> tuple[Tensor | None, ...]:
@@ -149,8 +154,13 @@ class _InputGradient(Function):
     @staticmethod
     def forward(ctx: Any, delta: Tensor, weight: Tensor, shape: tuple[int, ...], geometry: Geometry) -> Tensor:
         ctx.save_for_backward(weight)
-        ctx.geometry = geometry
+        ctx.save_for_forward(weight)
+        ctx.shape, ctx.geometry = shape, geometry
         return _input_gradient(shape, weight, delta, geometry)
+
+    @staticmethod
+    def jvp(ctx: Any, *moved: Tensor) -> Tensor:
+        return _input_gradient(ctx.shape, ctx.saved_tensors[0], moved[0], ctx.geometry)
 
     @staticmethod
     def backward(ctx: Any, *uppers: Tensor) -> tuple[Tensor | None, ...]:
@@ -165,7 +175,7 @@ class _WeightGradients(Function):
 
     @staticmethod
     def forward(ctx: Any, delta: Tensor, x: Tensor, victims: int, geometry: Geometry) -> Tensor:
-        left, patches = _side_by_side(delta.flatten(2), victims), _unfold(x, victims, geometry)
+        left, patches = _side_by_side(delta.flatten(2), victims), unfold(x, victims, geometry)
         ctx.save_for_backward(left, patches)
         ctx.shapes, ctx.geometry, ctx.examples = (delta.shape, x.shape), geometry, x.shape[0] // victims
         return torch.bmm(left, patches.transpose(1, 2))

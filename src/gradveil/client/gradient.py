@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Generator, Iterable, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import cast
@@ -12,10 +14,23 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 
 from gradveil.core.errors import fail
-from gradveil.core.tree import Tensors
+from gradveil.core.tree import Tensors, plain
 from gradveil.core.types import Batch, Features, Loss
 from gradveil.nn.paths import caught_inputs, last_layer
 from gradveil.nn.stochastic import buffer_places, collect_penalties
+
+_caught: ContextVar[list[Tensor] | None] = ContextVar("caught", default=None)
+
+
+@contextmanager
+def caught_outputs() -> Generator[list[Tensor]]:
+    """Collect the outputs of the model when plain gradients are computed: who needs them saves a forward pass."""
+    caught: list[Tensor] = []
+    token = _caught.set(caught)
+    try:
+        yield caught
+    finally:
+        _caught.reset(token)
 
 
 @dataclass(frozen=True)
@@ -87,6 +102,9 @@ class Objective:
         """Mean loss over the batch plus what the modules add (KL terms)."""
         with collect_penalties() as penalties:
             outputs = self.outputs(params, batch.inputs, noise, checked=checked)
+        caught = _caught.get()
+        if caught is not None and plain(batch.inputs, *noise.values()):
+            caught.append(outputs.detach())
         return self.total(outputs, batch.targets, penalties)
 
     def total(self, outputs: Tensor, targets: Tensor, penalties: list[Tensor]) -> Tensor:

@@ -22,7 +22,8 @@ from gradveil.client.convolution import (
     squared_weight_gradients,
     weight_gradient,
 )
-from gradveil.client.recording import Recorder, Rule, Unsupported
+from gradveil.client.moves import connect, squared_moves, squared_weight_moves
+from gradveil.client.recording import Recorder, Rule, Unsupported, unpacked
 
 
 def _pair(value: int | Sequence[int]) -> tuple[int, int]:
@@ -55,6 +56,7 @@ def _conv2d(
         out,
         lambda delta: weight_gradient(delta, input, recorder.victims, geometry),
         lambda delta: squared_weight_gradients(delta, input, geometry),
+        lambda delta, factor: squared_weight_moves(delta, unpacked(input), factor, geometry),
     )
     if bias is not None:
         recorder.use(bias, out, lambda delta: recorder.summed(delta, (bias.numel(), 1, 1)))
@@ -63,7 +65,7 @@ def _conv2d(
 
 def _linear(recorder: Recorder, func: Any, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     recorder.batched(input, "a linear layer")
-    out = F.linear(input, weight, bias)
+    out = (connect if recorder.forward_mode else F.linear)(input, weight, bias)
 
     def columns(value: Tensor) -> Tensor:
         return value.reshape(recorder.victims, -1, value.shape[-1]).transpose(1, 2)
@@ -73,7 +75,17 @@ def _linear(recorder: Recorder, func: Any, input: Tensor, weight: Tensor, bias: 
             return outer(delta, input)
         return outer_sum(columns(delta), columns(input))
 
-    recorder.use(weight, out, gradient, lambda delta: squared_outer_sums(columns(delta), columns(input)))
+    def moves(delta: tuple[Tensor, Tensor], factor: Tensor) -> Tensor:
+        (d, moved_d), (x, moved_x) = delta, unpacked(input)
+        return squared_moves((columns(d), columns(moved_d)), (columns(x).mT, columns(moved_x).mT), factor)
+
+    recorder.use(
+        weight,
+        out,
+        gradient,
+        lambda delta: squared_outer_sums(columns(delta), columns(input)),
+        moves,
+    )
     if bias is not None:
         recorder.use(bias, out, lambda delta: recorder.summed(delta, bias.shape))
     return out

@@ -11,6 +11,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode
 
 from gradveil.core.tree import Tensors
@@ -29,6 +30,9 @@ class Use:
     gradient: Callable[[Tensor], Tensor]
     squares: Callable[[Tensor], Tensor] | None = None
     """Squared norms [V] of these gradients, of victims with one example, where there is a shorter way to them."""
+    moves: Callable[[tuple[Tensor, Tensor], Tensor], Tensor] | None = None
+    """From the gradient there with its tangent, and factors [V]: the weighted sum over victims of the squared tangents
+    of these gradients, where there is a shorter way to it."""
 
 
 Rule = Callable[..., Tensor]
@@ -50,10 +54,18 @@ class Recorder(TorchFunctionMode):
     gradients add up.
     """
 
-    def __init__(self, rules: Mapping[Any, Rule], trained: Mapping[str, Tensor], victims: int, examples: int) -> None:
-        """Watch these parameters in a pass over victims x examples rows."""
+    def __init__(
+        self,
+        rules: Mapping[Any, Rule],
+        trained: Mapping[str, Tensor],
+        victims: int,
+        examples: int,
+        forward_mode: bool = False,
+    ) -> None:
+        """Watch these parameters in a pass over victims x examples rows, with tangents in forward mode."""
         super().__init__()
         self.rules = rules
+        self.forward_mode = forward_mode
         self.victims = victims
         self.rows = victims * examples
         self.uses: list[Use] = []
@@ -118,12 +130,13 @@ class Recorder(TorchFunctionMode):
         at: Tensor,
         gradient: Callable[[Tensor], Tensor],
         squares: Callable[[Tensor], Tensor] | None = None,
+        moves: Callable[[tuple[Tensor, Tensor], Tensor], Tensor] | None = None,
     ) -> None:
         """Note a use of a parameter, if it is trained."""
         if self.trains(value):
             if not at.requires_grad:
                 at.requires_grad_()
-            self.uses.append(Use(self._names[id(value)], at, gradient, squares))
+            self.uses.append(Use(self._names[id(value)], at, gradient, squares, moves))
             self.hold(at)
 
     def hold(self, value: Tensor) -> None:
@@ -182,6 +195,25 @@ class Recorder(TorchFunctionMode):
             for name, shape in self.shapes.items()
         }
 
+    def squared_moves(self, value: Tensor, factor: Tensor, upper: Tensor | None = None) -> Tensors:
+        """Return sum_v f_v (dg_v)^2, entry by entry, of victims with one example each in a pass in forward mode.
+
+        dg_v is the tangent of victim v's gradient of `value`, or of <value, upper>; f [V] are factors.
+        """
+        found = self._deltas(value, create_graph=True, upper=upper)
+        if len({use.parameter for use, _ in found}) < len(found):
+            raise Unsupported("a parameter is used twice: its derivatives would be added before they are squared")
+        total: Tensors = {}
+        with torch.no_grad():
+            for use, delta in found:
+                shape = self.shapes[use.parameter]
+                if use.moves is not None:
+                    total[use.parameter] = use.moves(unpacked(delta), factor).reshape(shape)
+                else:
+                    moved = unpacked(use.gradient(delta))[1].reshape(self.victims, -1)
+                    total[use.parameter] = (factor @ moved.square()).view(shape)
+        return {name: total[name] if name in total else value.new_zeros(s) for name, s in self.shapes.items()}
+
     def _squares(self, found: Sequence[tuple[Use, Tensor]], value: Tensor) -> Tensors:
         """Return the squared norm [V] of each victim's gradient for each parameter."""
         uses: dict[str, list[tuple[Use, Tensor]]] = {name: [] for name in self.shapes}
@@ -205,16 +237,30 @@ class Recorder(TorchFunctionMode):
         part = _shaped(use.gradient(delta), (self.victims, *self.shapes[name]))
         total[name] = total[name] + part if name in total else part
 
-    def _deltas(self, value: Tensor, *, create_graph: bool) -> list[tuple[Use, Tensor]]:
+    def _deltas(self, value: Tensor, *, create_graph: bool, upper: Tensor | None = None) -> list[tuple[Use, Tensor]]:
         """Return the uses that `value` depends on, and its gradients there."""
         if any(tensor._version != version for tensor, version in self._held.values()):
             raise Unsupported("an in-place operation overwrites what a layer takes or returns")
         at = [use.at for use in self.uses]
         deltas: Sequence[Tensor | None] = ()
         if at:
-            found = torch.autograd.grad(value, at, create_graph=create_graph, allow_unused=True)
+            found = torch.autograd.grad(value, at, upper, create_graph=create_graph, allow_unused=True)
             deltas = cast(Sequence[Tensor | None], found)
         return [(use, delta) for use, delta in zip(self.uses, deltas, strict=True) if delta is not None]
+
+
+_mode = cast(Any, forward_ad)
+
+
+def dual(value: Tensor, tangent: Tensor) -> Tensor:
+    """Give a tensor a tangent, within `forward_ad.dual_level`."""
+    return _mode.make_dual(value, tangent)
+
+
+def unpacked(value: Tensor) -> tuple[Tensor, Tensor]:
+    """Return a tensor and its tangent, which is zero where there is none."""
+    primal, tangent = _mode.unpack_dual(value)
+    return primal, torch.zeros_like(primal) if tangent is None else tangent
 
 
 def _among(values: Iterable[Any], known: Mapping[int, Any]) -> list[Tensor]:

@@ -60,7 +60,7 @@ class Context:
     """What a transform may need beyond the update. Nothing here is global, nothing is hidden.
 
     `gradient(batch)` is the client's own differentiable mean gradient, `features(batch)` the input of its last layer:
-    both are computed only where a transform asks.
+    like `sensitivity` they are computed only where a transform asks.
     """
 
     params: Mapping[str, Tensor]
@@ -68,6 +68,9 @@ class Context:
     model_noise: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
     gradient: Callable[[Batch], Tensors] | None = None
     features: Callable[[Batch], Features] | None = None
+    sensitivity: Callable[[Tensor, Tensor], Tensors] | None = None
+    """(directions [N, C, H, W], an offset in [0, 1)) -> estimates of ||dg_i/dx||^2 of the client's own mean gradient g
+    and its batch x, from derivatives of single examples' gradients."""
     messages: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
     """Public messages of the round (a broadcast mask, say), the same for all clients: attackers see them too."""
     expected: int | None = None

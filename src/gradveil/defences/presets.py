@@ -16,6 +16,7 @@ from gradveil.defences.compressing import COMPRESSING
 from gradveil.defences.entry import FEEDBACK, KNOWING, ORDERED, PRUNED, DefenceEntry
 from gradveil.defences.feedback import Feedback
 from gradveil.defences.hiding import HIDING
+from gradveil.defences.informed import INFORMED
 from gradveil.defences.model import (
     ACT,
     KERNEL,
@@ -29,7 +30,6 @@ from gradveil.defences.model import (
     PrecodeSurgery,
 )
 from gradveil.defences.noise import Gaussian, Laplacian
-from gradveil.defences.optimal import OptimalNoise, OptimalPruning
 from gradveil.defences.private import PRIVATE
 from gradveil.defences.prune import SCOPE, Dual, Magnitude
 
@@ -74,16 +74,6 @@ def _adgp(
     keep: float, top: float, selection: Literal["broadcast", "vote", "previous"], voters: int, feedback: bool
 ) -> Defence:
     return _pruning(Aligned(keep, top, selection, int(voters)), feedback)
-
-
-def _optimal_noise(std: float, probes: int, layerwise: bool, clamp: float) -> Defence:
-    return Defence("optimal-noise", send=chain(noise=OptimalNoise(std, probes, layerwise, clamp)))
-
-
-def _optimal_prune(
-    ratio: float, scope: Literal["layer", "global"], probes: int, mixed: bool, std: float, feedback: bool
-) -> Defence:
-    return _pruning(OptimalPruning(ratio, scope, probes, mixed, std), feedback)
 
 
 def _dropout(p: float, where: str | None) -> Defence:
@@ -209,40 +199,7 @@ _ENTRIES = (
         identity={"keep": 1.0, "top": 0.0},
     ),
     *COMPRESSING,
-    DefenceEntry(
-        name="optimal-noise",
-        factory=_optimal_noise,
-        description="Add normal noise of mean variance std^2, most where it hides most for what it costs",
-        changes=("send",),
-        guarantee=OptimalNoise.guarantee,
-        citation="Chen, Gürsoy, Lei 2024, Optimal Defenses Against Gradient Reconstruction Attacks",
-        adaptive=(*KNOWING, "cdia(rounds=all, whiten=true)"),
-        arguments=(
-            Argument("std", STRENGTH),
-            Argument("probes", COUNT, 10),
-            Argument("layerwise", Flag(), False),
-            Argument("clamp", BOUND, float("inf")),
-        ),
-        identity={"std": 0.0},
-    ),
-    DefenceEntry(
-        name="optimal-prune",
-        factory=_optimal_prune,
-        description="Send zeros in place of the entries that are smallest for what they tell of the inputs",
-        changes=("send",),
-        guarantee=OptimalPruning.guarantee,
-        citation="Chen, Gürsoy, Lei 2024, Optimal Defenses Against Gradient Reconstruction Attacks",
-        adaptive=PRUNED,
-        arguments=(
-            Argument("ratio", SHARE),
-            Argument("scope", SCOPE, "global"),
-            Argument("probes", COUNT, 10),
-            Argument("mixed", Flag(), False),
-            Argument("std", STRENGTH, 0.0),
-            FEEDBACK,
-        ),
-        identity={"ratio": 0.0},
-    ),
+    *INFORMED,
     *HIDING,
     *BATCHING,
     DefenceEntry(

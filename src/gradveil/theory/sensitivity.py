@@ -6,14 +6,13 @@ Reconstruction Attacks"), and bounds of what can be reconstructed add them up.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping
-from functools import cache
 
 import torch
 from torch import Tensor
 from torch.func import jacfwd, jvp, vmap
 
+from gradveil.client.probing import load_forward_mode
 from gradveil.core.noise import Noise, NoiseSpec, Normal
 from gradveil.core.tree import Tensors, norm, root, tmap
 from gradveil.core.types import Batch
@@ -41,7 +40,7 @@ def squared_row_norms(gradient: Gradient, batch: Batch, probe: Tensor, at_once: 
     x is the whole batch. The estimate is unbiased with relative variance 2 / K, and exactly zero where a row is. It
     takes K forward-mode products, `at_once` in one batch; can be differentiated, and runs under `vmap`.
     """
-    _load_forward_mode()
+    load_forward_mode()
     inputs = batch.inputs
 
     def product(direction: Tensor) -> Tensors:
@@ -62,7 +61,7 @@ def squared_products(
     None where a small step along the last direction shows that the function jumps, as the gradients of networks with
     ReLU do: J would say too little of it.
     """
-    _load_forward_mode()
+    load_forward_mode()
 
     def product(direction: Tensor) -> Tensors:
         return jvp(function, (inputs,), (direction,))[1]
@@ -96,14 +95,6 @@ def norms(squares: Mapping[str, Tensor]) -> Tensors:
 
 
 def _jacobians(gradient: Gradient, batch: Batch) -> Tensors:
-    _load_forward_mode()
+    load_forward_mode()
     found: Tensors = jacfwd(lambda x: gradient(Batch(x, batch.targets)))(batch.inputs)  # pyright: ignore
     return found
-
-
-@cache
-def _load_forward_mode() -> None:
-    """Let torch load its forward-mode rules, without the warning that torch gives itself for its use of TorchScript."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
-        jvp(torch.sin, (torch.zeros(()),), (torch.ones(()),))
