@@ -77,6 +77,8 @@ class _Training(_Held):
     bytes_up: float
     bytes_down: float
     seconds: float
+    final_accuracy: float | None = None
+    epsilon: dict[str, float] = {}
 
 
 class _Finished(_Address):

@@ -97,7 +97,8 @@ def summarise(cell: Cell) -> dict[str, Any]:
     """Sum one cell up in one flat object.
 
     Rates count images; means are over images; `seconds` is the attack's working time, summed over processes; an
-    unfinished cell has None. `accuracy` is the model's after `trained` rounds of training, `round_*` is a round's cost.
+    unfinished cell has None. `accuracy` is the model's after `trained` rounds of training, `final_accuracy` that at
+    the end, `round_*` what a round costs.
     """
     info, records = cell.info, cell.records
     keys = ("cell", "model", "data", "seed", "round", "trained", "client", "defence", "attack")
@@ -125,6 +126,7 @@ def summarise(cell: Cell) -> dict[str, Any]:
         "bytes_sent": info.get("bytes_sent"),
         "seconds": info.get("seconds"),
         "accuracy": training.get("accuracy"),
+        "final_accuracy": training.get("final_accuracy"),
         **{f"round_{key}": training.get(key) for key in ("bytes_up", "bytes_down", "seconds")},
         "statuses": statuses or {"failed": 1},
         "prepared": "; ".join(info.get("prepared", ())),

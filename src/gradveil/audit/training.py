@@ -80,11 +80,12 @@ class Training:
         return found
 
     def facts(self, defence: str, seed: int, number: int) -> dict[str, Any]:
-        """Say how good the model was after so many rounds, and what a round costs on the average of all."""
+        """Say how good the model was then and at the end, what a round costs on the average, and what is proven."""
         told = read_json(self._folder() / "cells" / f"{Cell(defence, seed).id}.json", _AGAIN)
         then = told["curve"][number - 1] if number else told["start"]
-        costs = {key: told[key] for key in ("bytes_up", "bytes_down", "seconds")}
-        return {"round": number, "accuracy": then["accuracy"], "loss": then["loss"], **costs}
+        whole = {key: told[key] for key in ("bytes_up", "bytes_down", "seconds", "guarantee", "epsilon", "delta")}
+        good = {"accuracy": then["accuracy"], "loss": then["loss"], "final_accuracy": told["accuracy"]}
+        return {"round": number, **good, **whole}
 
     def _folder(self) -> Path:
         assert self.folder is not None

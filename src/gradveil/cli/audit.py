@@ -18,7 +18,6 @@ from rich.console import Console
 from gradveil.audit.cell import cells
 from gradveil.audit.config import RunConfig
 from gradveil.audit.display import Screen, legend, result_table
-from gradveil.audit.health import summaries
 from gradveil.audit.layout import TRAINING
 from gradveil.audit.reader import assemble, read
 from gradveil.audit.records import open_observed, settled
@@ -38,6 +37,7 @@ from gradveil.federated.run import run as train
 from gradveil.federated.work import site as train_site
 from gradveil.report import write_report
 from gradveil.report.gate import gate
+from gradveil.report.pareto import summaries_with_fronts
 from gradveil.schedule.processes import Processes, cores
 from gradveil.schedule.work import in_process
 
@@ -191,7 +191,7 @@ def _show(cells: Sequence[Cell], config: RunConfig, as_json: bool, folder: Path)
     if not cells:
         raise fail("audit", "has no results", "run it again")
     if as_json:
-        typer.echo(json.dumps(summaries(cells), indent=1))
+        typer.echo(json.dumps(summaries_with_fronts(cells), indent=1))
     else:
         show_table(cells, config.resolved(), folder)
 

@@ -13,11 +13,11 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from gradveil.audit.health import summaries
 from gradveil.audit.store import Cell, Run, load_run
 from gradveil.cli.audit import show_table
 from gradveil.core.errors import fail
 from gradveil.report import write_report
+from gradveil.report.pareto import summaries_with_fronts
 from gradveil.report.table import disarmed
 
 NOTHING = 1
@@ -45,7 +45,7 @@ def summary(
     use, or a damaged run.
     """
     found = load_run(run)
-    rows = summaries(found.cells)
+    rows = summaries_with_fronts(found.cells)
     if as_json:
         typer.echo(json.dumps(rows, indent=1))
     if table is not None:
@@ -89,7 +89,11 @@ def as_csv(rows: Sequence[dict[str, Any]]) -> str:
         for row in rows
     ]
     buffer = io.StringIO()
-    names = list(flat[0]) if flat else [key for key in summaries([Cell({"failed": ""}, [])])[0] if key != "statuses"]
+    names = (
+        list(flat[0])
+        if flat
+        else [key for key in summaries_with_fronts([Cell({"failed": ""}, [])])[0] if key != "statuses"]
+    )
     writer = csv.DictWriter(buffer, names, lineterminator="\n")
     writer.writeheader()
     writer.writerows(flat)

@@ -18,7 +18,7 @@ from gradveil.audit.threat import threat_model
 from gradveil.core.errors import fail
 from gradveil.core.words import interval, percent, plural, size
 from gradveil.federated.reading import is_training
-from gradveil.report import budget, method, observed, plots, table
+from gradveil.report import budget, method, observed, pareto, plots, table
 from gradveil.report.pictures import Album, data_uri, pairs
 from gradveil.report.render import render
 from gradveil.report.training import training_page
@@ -26,6 +26,9 @@ from gradveil.report.verdict import LEVELS, Verdict, verdicts
 
 NAME = "report.html"
 """What a report is called within its run directory."""
+
+_WORDS = {"levels": LEVELS, "positions": POSITIONS, "states": STATES}
+_WORDS |= {"interval": interval, "descent": descent, "examine": examine, "proven": proven}
 
 
 def write_report(run_dir: Path, out: Path | None = None) -> Path:
@@ -52,7 +55,7 @@ def write_report(run_dir: Path, out: Path | None = None) -> Path:
 
 def page(run: Run) -> str:
     """Render a run as HTML. Every text of the run is escaped."""
-    scripts = ("page.js", "axes.js", "charts.js", "budget.js", "gallery.js")
+    scripts = ("page.js", "axes.js", "charts.js", "pareto.js", "budget.js", "gallery.js")
     return render("report.html.j2", scripts, context(run))
 
 
@@ -68,6 +71,7 @@ def context(run: Run) -> dict[str, Any]:
     shown = table.columns(rows)
     spent = budget.charts(judged)
     config = run.info.get("config") or {}
+    fronts = pareto.charts(judged, failed, config)
     return {
         "version": run.info.get("gradveil"),
         "name": run.info.get("name") or "audit",
@@ -80,23 +84,20 @@ def context(run: Run) -> dict[str, Any]:
         "thresholds": sorted({float(cell.info.get("threshold", 0.5)) for cell in done}),
         "cards": cards(judged, failed, len(every) - len(rows)),
         "verdicts": judged,
-        "levels": LEVELS,
+        **_WORDS,
         "attackers": {key: told for key, told in ATTACKERS.items() if any(row.attacker == key for row in every)},
-        "positions": POSITIONS,
         "rows": rows,
-        "interval": interval,
-        "descent": descent,
-        "examine": examine,
-        "states": STATES,
         "columns": shown,
         "body": table.body(rows, shown),
         "csv": data_uri(table.as_csv(rows, shown).encode(), "text/csv;charset=utf-8"),
         "sheets": album.sheets,
         "budget": spent,
+        **pareto.section(fronts, rows),
         "data": {
             **_script_data(rows, shots, album),
             "points": plots.points(rows),
             "curves": budget.curves(spent, rows),
+            "fronts": plots.fronts(fronts, rows),
             "side_by_side": side_by_side(judged, shots),
         },
         "has_images": bool(shots),
@@ -107,7 +108,6 @@ def context(run: Run) -> dict[str, Any]:
         "guarantees": method.guarantees(every),
         "bounds": method.bounds(rows),
         "suspicions": method.suspicions(every),
-        "proven": proven,
         "citations": method.citations(every),
         "statuses": method.statuses(every, len(failed)),
         "missing": method.missing([c.info for c in run.cells], [r for row in rows for r in row.cell.records]),

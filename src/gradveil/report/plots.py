@@ -1,14 +1,15 @@
-"""What the interactive plots are drawn from: one point a cell."""
+"""What the interactive plots are drawn from: one point a cell, or one a defence beside the price of its training."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from gradveil.audit.attacker import ATTACKERS
 from gradveil.audit.rows import Row
 from gradveil.core.words import interval, number, percent, size
-from gradveil.report.verdict import strength
+from gradveil.report.pareto import AXES, Chart, Spot, View, price, when
+from gradveil.report.verdict import LEVELS, strength
 
 
 def series(rows: Sequence[Row]) -> dict[str, int]:
@@ -65,3 +66,50 @@ def _strongest(rows: Sequence[Row]) -> set[int]:
         if row.images and (kind not in best or strength(row) > strength(best[kind])):
             best[kind] = row
     return {row.number for row in best.values()}
+
+
+def fronts(found: Sequence[Chart], rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """Describe the charts for the page's script; a defence has the colour that it has in the other plots."""
+    places = series(rows)
+    return [
+        {
+            "views": [
+                {
+                    "said": {axis.key: view.sentence(axis) for axis in AXES},
+                    "spots": [_drawn(spot, view, chart, places) for spot in view.spots],
+                }
+                for view in chart.views
+            ]
+        }
+        for chart in found
+    ]
+
+
+def _drawn(spot: Spot, view: View, chart: Chart, places: Mapping[str, int]) -> dict[str, Any]:
+    best = spot.verdict.best
+    steps = [*chart.stages[spot.name].items()]
+    return {
+        "series": places[best.defence],
+        "name": spot.name,
+        "bare": best.undefended,
+        "bound": spot.is_bound,
+        "vague": spot.verdict.level in ("unproven", "unclear"),
+        "rate": spot.rate,
+        "bounds": spot.bounds,
+        "prices": spot.prices,
+        "front": {key: spot.name in names for key, names in view.members.items()},
+        "trail": [[place / max(1, len(steps) - 1), each.rate] for place, (_, each) in enumerate(steps)]
+        if view is chart.worst
+        else [],
+        "lines": list(_lines(spot, view, chart)),
+    }
+
+
+def _lines(spot: Spot, view: View, chart: Chart) -> Iterator[str]:
+    low, high = spot.bounds
+    seeds = f", the mean of {len(spot.rates)} seeds" if len(spot.rates) > 1 else ""
+    yield f"{percent(spot.rate)} recovered {when(spot.stage)}{seeds} ({interval(low, high)})"
+    yield f"{LEVELS[spot.verdict.level][1]} · {spot.verdict.best.attack}"
+    if view is chart.worst:
+        yield ", ".join(chart.trail(spot))
+    yield " · ".join(f"{axis.title.lower()} {price(spot, axis)}" for axis in AXES)

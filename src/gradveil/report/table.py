@@ -13,6 +13,7 @@ from gradveil.audit.health import examine
 from gradveil.audit.privacy import proven
 from gradveil.audit.rows import Row
 from gradveil.core.words import duration, number, percent, size
+from gradveil.report.pareto import mark, marks
 from gradveil.report.price import price
 
 Get = Callable[[Row], Any]
@@ -146,6 +147,12 @@ COLUMNS: tuple[Column, ...] = (
     _text("model", "Model", "the model that is trained", _info("model")),
     _text("data", "Data", "where the victims come from", _info("data")),
     Column("round", "Round", "federated round", lambda row: row.setting.round),
+    Column("trained", "Trained", "rounds of training before the attack", lambda row: row.setting.trained),
+    Column("accuracy", "Accuracy", "share of test images named rightly then", _sum("accuracy"), percent),
+    Column("final_accuracy", "At the end", "the same at the end of the training", _sum("final_accuracy"), percent),
+    Column("round_bytes_up", "Sent a round", "bytes that all clients send in a round", _sum("round_bytes_up"), size),
+    Column("round_bytes_down", "Received a round", "bytes the server sends", _sum("round_bytes_down"), size),
+    Column("round_seconds", "A round takes", "seconds of work", _sum("round_seconds"), duration),
     _text("client", "Client", "what the update is", _info("client")),
     Column("batch", "Batch", "images a client", lambda row: row.setting.batch),
     Column("params", "Parameters", "parameters of the model", _info("params"), number),
@@ -154,6 +161,7 @@ COLUMNS: tuple[Column, ...] = (
 """Every column, in the order shown."""
 
 _OPTIONAL = {"lpips", "mse_bound", "objective_truth", "identified", "iterations_per_second", "restarts", "params"}
+_OPTIONAL |= {"trained", "accuracy", "final_accuracy", "round_bytes_up", "round_bytes_down", "round_seconds"}
 DOUBT = "low, but the attack may be broken"
 """Said of low rates of an attack that may be broken."""
 
@@ -177,7 +185,9 @@ def columns(rows: Sequence[Row]) -> list[Column]:
         percent,
     )
     health = _text("health", "Health", "whether the attack itself worked", lambda row: examine(row, rows).label)
-    after = {"bytes_sent": compared, "asr_high": health}
+    fronts = marks(rows)
+    front = _text("pareto", "Front", "the Pareto fronts that the defence is on", lambda row: mark(row, fronts))
+    after = {"bytes_sent": compared, "asr_high": health} | ({"round_seconds": front} if fronts else {})
     found: list[Column] = []
     for column in COLUMNS:
         if column.key not in _OPTIONAL or any(column.get(row) is not None for row in rows):

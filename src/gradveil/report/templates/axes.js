@@ -79,6 +79,20 @@ const CHARTS = (() => {
     return { picture, left, right, top, bottom, y: up.at, at };
   }
 
+  // Coinciding points are drawn side by side, none of them beyond the axis.
+  function spread(shown, x, y, left, right, near = 9, step = 10) {
+    const placed = [];
+    return shown.map((p) => {
+      let [px, py, turn] = [x(p), y(p), 0];
+      const start = px;
+      const free = (cx) => cx >= left && cx <= right && placed.every(([qx, qy]) => Math.hypot(cx - qx, py - qy) > near);
+      while (!free(px) && turn < 60) { turn++; px = start + (turn % 2 ? 1 : -1) * Math.ceil(turn / 2) * step; }
+      if (turn === 60) px = start;
+      placed.push([px, py]);
+      return [p, px, py];
+    });
+  }
+
   // A point with its tooltip, drawn with these attributes.
   function mark(name, lines, series, px, py, look) {
     const path = svg("path", { d: shape(series), fill: colour(series), stroke: colour(series), "stroke-width": 2, ...look });
@@ -145,5 +159,5 @@ const CHARTS = (() => {
     return redraw;
   }
 
-  return { svg, colour, shape, hidden, logTicks, linearTicks, bytes, shares, frame, mark, choice, legend, keep };
+  return { svg, colour, shape, hidden, logTicks, linearTicks, bytes, shares, frame, spread, mark, choice, legend, keep };
 })();

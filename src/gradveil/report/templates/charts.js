@@ -22,20 +22,6 @@
     return { at: (v) => left + 8 + (Math.max(v, 0) / top) * (right - left - 8), ticks: linearTicks(0, top) };
   }
 
-  // Coinciding points are drawn side by side, none of them beyond the axis.
-  function spread(shown, x, y, left, right) {
-    const placed = [];
-    return shown.map((p) => {
-      let [px, py, turn] = [x(p), y(p), 0];
-      const start = px;
-      const free = (cx) => cx >= left && cx <= right && placed.every(([qx, qy]) => Math.hypot(cx - qx, py - qy) > 9);
-      while (!free(px) && turn < 60) { turn++; px = start + (turn % 2 ? 1 : -1) * Math.ceil(turn / 2) * 10; }
-      if (turn === 60) px = start;
-      placed.push([px, py]);
-      return [p, px, py];
-    });
-  }
-
   function draw(box) {
     const axis = box.dataset.axis;
     const shown = points.filter((p) => (p.best || which === "all") && !hidden.has(p.series) && p[axis] != null && p[measure] != null);
@@ -49,7 +35,7 @@
         title: axis === "bytes" ? "bytes of one update" : "relative distance of the update",
       }),
     });
-    const placed = spread(shown, (p) => at(p[axis]), (p) => y(p[measure]), left + 7, right - 7);
+    const placed = CHARTS.spread(shown, (p) => at(p[axis]), (p) => y(p[measure]), left + 7, right - 7);
     const groups = Map.groupBy ? Map.groupBy(placed, ([p]) => p.group + (which === "all" ? `|${p.seed}` : "")) : new Map();
     for (const members of groups.values()) {
       members.sort((a, b) => a[2] - b[2]);

@@ -1,0 +1,259 @@
+"""Which defences are worth their price in a training: what they leak against accuracy, bytes and time.
+
+A defence leaks what the strongest attacker without secrets recovers, as its verdict says; of several seeds the mean.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import fmean
+from typing import Any
+
+from gradveil.audit.health import summaries
+from gradveil.audit.rows import Row, Setting
+from gradveil.audit.store import Cell
+from gradveil.core.words import listing, number, percent, plural, size
+from gradveil.report.front import beaten_by, front
+from gradveil.report.verdict import Verdict, verdicts
+
+
+@dataclass(frozen=True)
+class Axis:
+    """A price: its key among a cell's facts about its training, its words, and whether more of it is better."""
+
+    key: str
+    title: str
+    unit: str
+    show: Any
+    more_is_better: bool = False
+
+
+def _seconds(value: float) -> str:
+    return f"{number(value, 2)} s"
+
+
+AXES = (
+    Axis("accuracy", "Accuracy", "of the model at the end of the training", percent, more_is_better=True),
+    Axis("bytes", "Bytes a round", "sent by all clients, as encoded", size),
+    Axis("seconds", "Seconds a round", "work of all clients and the server, and measuring the accuracy", _seconds),
+)
+"""What a defence costs."""
+Span = tuple[float, float, float]
+"""The mean over the seeds, the lowest and the highest."""
+
+
+@dataclass(frozen=True)
+class Spot:
+    """Where a defence stands at one stage of its training: what it leaks, and what it costs."""
+
+    verdict: Verdict
+    prices: Mapping[str, Span]
+
+    @property
+    def name(self) -> str:
+        """What the defence is called."""
+        return self.verdict.best.defence_name
+
+    @property
+    def stage(self) -> int:
+        """The rounds of training before the attack."""
+        return self.verdict.setting.trained or 0
+
+    @property
+    def rates(self) -> list[float]:
+        """What the strongest attacker recovers with each seed."""
+        return [row.asr for _, row in self.verdict.seeds]
+
+    @property
+    def rate(self) -> float:
+        """Their mean."""
+        return fmean(self.rates)
+
+    @property
+    def bounds(self) -> tuple[float, float]:
+        """From the lowest to the highest end of the seeds' Wilson intervals: seeds share victims and do not add up."""
+        ends = [row.bounds for _, row in self.verdict.seeds]
+        return min(low for low, _ in ends), max(high for _, high in ends)
+
+    @property
+    def is_bound(self) -> bool:
+        """Whether all attackers were told secrets: an upper bound, which is neither on a front nor off it."""
+        return self.verdict.best.attacker == "informed"
+
+    def point(self, axes: Sequence[Axis]) -> tuple[float, ...] | None:
+        """Return what is to be kept small, the leak first; None where a price is not known."""
+        if self.is_bound or any(axis.key not in self.prices for axis in axes):
+            return None
+        costs = ((-1 if axis.more_is_better else 1) * self.prices[axis.key][0] for axis in axes)
+        return self.rate, *costs
+
+
+@dataclass(frozen=True)
+class View:
+    """All defences at one stage, or each at the stage where it leaks most."""
+
+    title: str
+    spots: tuple[Spot, ...]
+    members: Mapping[str, frozenset[str]] = field(default_factory=dict[str, frozenset[str]])
+    """The names on the front of each axis."""
+    beaten: Mapping[str, Mapping[str, list[str]]] = field(default_factory=dict[str, Mapping[str, list[str]]])
+    """Of each axis: who is dominated, and by whom."""
+
+    def sentence(self, axis: Axis) -> str:
+        """Name the front of an axis, and who is dominated by whom."""
+        members = [spot.name for spot in self.spots if spot.name in self.members[axis.key]]
+        if not members:
+            return "No defence has both a rate and a price."
+        lost = self.beaten[axis.key]
+        bounds = [spot.name for spot in self.spots if spot.is_bound]
+        dominated = f"Dominated: {_grouped(lost)}." if lost else "Nothing is dominated."
+        told = [f"On the front: {listing(members)}.", dominated]
+        told += [f"Upper bounds, not compared: {listing(bounds)}."] if bounds else []
+        return " ".join(told)
+
+
+@dataclass(frozen=True)
+class Chart:
+    """One setting with its views: the worst stage of each defence first, then every stage."""
+
+    setting: Setting
+    views: tuple[View, ...]
+    missing: tuple[tuple[str, str], ...]
+    """Defences without any rate, and why."""
+    stages: Mapping[str, Mapping[int, Spot]]
+    """Of each defence the stages that have a rate."""
+
+    @property
+    def worst(self) -> View:
+        """Each defence where it leaks most."""
+        return self.views[0]
+
+    @property
+    def overall(self) -> str:
+        """Say who is beaten in every respect at once."""
+        lost = _compare(self.worst.spots, AXES)[1]
+        if not lost:
+            return "No defence is beaten in leak, accuracy, bytes and time at once."
+        return f"Beaten in leak, accuracy, bytes and time at once: {_grouped(lost)}."
+
+    def trail(self, spot: Spot) -> list[str]:
+        """List what a defence leaks at every stage; where its attacks failed or are not done, no rate."""
+        own = self.stages[spot.name]
+        every = sorted({stage for of_each in self.stages.values() for stage in of_each})
+        return [f"{percent(own[stage].rate) if stage in own else 'no rate'} {when(stage)}" for stage in every]
+
+
+def charts(judged: Sequence[Verdict], failed: Sequence[Cell], config: Mapping[str, Any]) -> list[Chart]:
+    """Build the charts of an audit that follows a training, one a setting whatever the round; none of another audit."""
+    trained = [verdict for verdict in judged if verdict.setting.trained is not None]
+    found = []
+    for setting in dict.fromkeys(verdict.setting._replace(trained=None) for verdict in trained):
+        here = [verdict for verdict in trained if verdict.setting._replace(trained=None) == setting]
+        prices = _prices([row for verdict in here for row in verdict.rows])
+        spots = [Spot(verdict, prices[verdict.best.defence]) for verdict in here]
+        names = dict.fromkeys(s.name for s in sorted(spots, key=lambda s: s.verdict.best.number))
+        stages = {name: {s.stage: s for s in sorted(spots, key=lambda s: s.stage) if s.name == name} for name in names}
+        worst = [max(of_each.values(), key=lambda s: (s.rate, s.verdict.best.asr)) for of_each in stages.values()]
+        views = [_view("Worst round", worst)]
+        for stage in sorted({spot.stage for spot in spots}):
+            views.append(_view(when(stage).capitalize(), [of[stage] for of in stages.values() if stage in of]))
+        left = tuple(_missing({row.defence for verdict in here for row in verdict.rows}, failed, config))
+        found.append(Chart(setting, tuple(views), left, stages))
+    return found
+
+
+def _grouped(lost: Mapping[str, Sequence[str]]) -> str:
+    """Say who is dominated by whom, those with the same masters together.
+
+    >>> _grouped({"a": ["x"], "b": ["x"], "c": ["x", "y"]})
+    'a and b, by x; c, by x and y'
+    """
+    groups: dict[tuple[str, ...], list[str]] = {}
+    for name, by in lost.items():
+        groups.setdefault(tuple(by), []).append(name)
+    return "; ".join(f"{listing(names)}, by {listing(by)}" for by, names in groups.items())
+
+
+def when(stage: int) -> str:
+    """Say after how many rounds clients were attacked."""
+    return f"after {plural(stage, 'round')}" if stage else "untrained"
+
+
+def _view(title: str, spots: Sequence[Spot]) -> View:
+    compared = {axis.key: _compare(spots, (axis,)) for axis in AXES}
+    members = {key: found[0] for key, found in compared.items()}
+    return View(title, tuple(spots), members, {key: found[1] for key, found in compared.items()})
+
+
+def _compare(spots: Sequence[Spot], axes: Sequence[Axis]) -> tuple[frozenset[str], dict[str, list[str]]]:
+    """Find the names on the front, and who is dominated by whom."""
+    known = [(spot.name, point) for spot in spots if (point := spot.point(axes)) is not None]
+    names, points = [name for name, _ in known], [point for _, point in known]
+    lost = {names[place]: [names[other] for other in by] for place, by in beaten_by(points).items()}
+    return frozenset(names[place] for place in front(points)), lost
+
+
+def _prices(rows: Sequence[Row]) -> dict[str, dict[str, Span]]:
+    """Collect what the training of each defence costs, over its seeds."""
+    found: dict[str, dict[str, Span]] = {}
+    for defence in dict.fromkeys(row.defence for row in rows):
+        # Of each seed the latest look at it: an earlier version told the accuracy of that round alone.
+        latest: dict[int, Mapping[str, Any]] = {}
+        for row in sorted(rows, key=lambda row: row.setting.trained or 0):
+            if row.defence == defence and row.info.get("training"):
+                latest[row.seed] = row.info["training"]
+        told = {
+            "accuracy": [facts.get("final_accuracy", facts["accuracy"]) for facts in latest.values()],
+            "bytes": [facts["bytes_up"] for facts in latest.values()],
+            "seconds": [facts["seconds"] for facts in latest.values()],
+        }
+        found[defence] = {key: (fmean(values), min(values), max(values)) for key, values in told.items() if values}
+    return found
+
+
+def _missing(there: set[str], failed: Sequence[Cell], config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    for defence in config.get("defences") or ():
+        if defence not in there:
+            why = dict.fromkeys(str(cell.failed) for cell in failed if cell.info["defence"] == defence)
+            yield defence, f"failed: {'; '.join(why)}" if why else "not done yet"
+
+
+def section(found: Sequence[Chart], rows: Sequence[Row]) -> dict[str, Any]:
+    """Say what the page's template shows of these charts."""
+    return {"fronts": found, "axes": AXES, "price": price, "many_seeds": len({row.seed for row in rows}) > 1}
+
+
+def price(spot: Spot, axis: Axis) -> str:
+    """Write a price with its spread over the seeds."""
+    if axis.key not in spot.prices:
+        return "–"
+    mean, low, high = spot.prices[axis.key]
+    spread = f" ({axis.show(low)} to {axis.show(high)})" if axis.show(low) != axis.show(high) else ""
+    return f"{axis.show(mean)}{spread}"
+
+
+def marks(rows: Sequence[Row]) -> dict[tuple[Setting, str], str]:
+    """Name the fronts that each defence is on, where it leaks most, by its setting whatever the round."""
+    found: dict[tuple[Setting, str], str] = {}
+    for chart in charts(verdicts(rows), (), {}):
+        for spot in chart.worst.spots:
+            on = [axis.key for axis in AXES if spot.name in chart.worst.members[axis.key]]
+            off = "upper bound" if spot.is_bound else "dominated"
+            found[chart.setting, spot.verdict.best.defence] = ", ".join(on) or off
+    return found
+
+
+def mark(row: Row, found: Mapping[tuple[Setting, str], str]) -> str | None:
+    """Look up the fronts of a row's defence; None where nothing was trained, or nothing is known."""
+    return found.get((row.setting._replace(trained=None), row.defence)) if row.setting.trained is not None else None
+
+
+def summaries_with_fronts(cells: Sequence[Cell]) -> list[dict[str, Any]]:
+    """Sum every cell up, with `pareto`: the fronts that its defence is on, `dominated`, or `upper bound`."""
+    rows = {place: Row(place, cell) for place, cell in enumerate(cells) if cell.failed is None}
+    found = marks([row for row in rows.values() if row.cell.unscored is None])
+    return [
+        {**told, "pareto": mark(rows[place], found) if place in rows else None}
+        for place, told in enumerate(summaries(cells))
+    ]

@@ -1,0 +1,207 @@
+"""Leak against price in the report of an audit that follows a training."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import re
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gradveil.audit.rows import Row
+from gradveil.audit.store import Cell, load_run
+from gradveil.cli.app import run as command
+from gradveil.metrics import wilson
+from gradveil.report import page
+from gradveil.report.build import context
+from gradveil.report.pareto import AXES, Chart, Spot, charts, mark, marks
+from gradveil.report.plots import fronts
+from gradveil.report.verdict import verdicts
+from tests.audit.test_training import RUN
+from tests.report.cells import row
+from tests.report.test_page import read
+
+ACCURACY, BYTES, SECONDS = AXES
+SECRET = {"knowledge": {"send.*": "known"}, "grants": ["send.noise: its true value"]}
+
+
+def cell(won: int, accuracy: float, sent: float, seconds: float = 1.0, stage: int = 4, **change: Any) -> Row:
+    """A defence that leaks so many of 32 images after so many rounds, and what its training costs."""
+    facts = {"round": stage, "accuracy": accuracy / (2 if stage == 0 else 1), "final_accuracy": accuracy}
+    costs = {"bytes_up": sent, "bytes_down": 2 * sent, "seconds": seconds}
+    return row(won, trained=stage, training=facts | costs, **{"defence": "dgp", **change})
+
+
+def bare(won: int = 32, **change: Any) -> Row:
+    return cell(won, 0.9, 100.0, defence="none", belief="naive", **change)
+
+
+def chart(*rows: Row) -> Chart:
+    numbered = [Row(number, one.cell) for number, one in enumerate(rows)]
+    (found,) = charts(verdicts(numbered), (), {})
+    return found
+
+
+def spot(found: Chart, name: str) -> Spot:
+    return next(one for one in found.worst.spots if one.name == name)
+
+
+def test_a_defence_stands_where_it_leaks_most_and_every_round_has_its_view() -> None:
+    found = chart(bare(stage=0), bare(20, stage=4), cell(3, 0.8, 50, stage=0), cell(9, 0.8, 50, stage=4))
+    assert [view.title for view in found.views] == ["Worst round", "Untrained", "After 4 rounds"]
+    assert [(one.name, one.stage, one.rate) for one in found.worst.spots] == [
+        ("No defence", 0, 1.0),
+        ("dgp", 4, 9 / 32),
+    ]
+    assert [one.rate for one in found.views[1].spots] == [1.0, 3 / 32]
+    assert found.trail(spot(found, "dgp")) == ["9.4% untrained", "28.1% after 4 rounds"]
+
+
+def test_the_price_is_that_of_the_whole_training_at_every_stage() -> None:
+    found = chart(bare(stage=0), bare(stage=4))
+    assert [one.prices["accuracy"][0] for view in found.views for one in view.spots] == [0.9] * 3
+    older = [cell(1, 0.8, 50, stage=stage) for stage in (0, 4)]
+    for one in older:
+        del one.cell.info["training"]["final_accuracy"]
+    assert spot(chart(*older), "dgp").prices["accuracy"] == (0.8, 0.8, 0.8)
+
+
+def test_who_is_on_the_front_and_who_dominates_whom_is_said() -> None:
+    found = chart(
+        bare(),
+        cell(8, 0.8, 50, defence="dgp"),
+        cell(8, 0.7, 40, defence="prune"),
+        cell(0, 0.5, 120, defence="dp"),
+        cell(12, 0.6, 60, 3.0, defence="clip"),
+    )
+    members = {axis.key: found.worst.members[axis.key] for axis in AXES}
+    assert members["accuracy"] == {"No defence", "dgp", "dp"}
+    assert members["bytes"] == {"prune", "dp"}
+    assert found.worst.sentence(ACCURACY) == (
+        "On the front: No defence, dgp and dp. Dominated: prune and clip, by dgp."
+    )
+    assert "No defence, dgp and clip, by prune" in found.worst.sentence(BYTES)
+    assert found.overall == "Beaten in leak, accuracy, bytes and time at once: clip, by dgp and prune."
+    assert "once" in chart(bare()).overall
+
+
+def test_equal_defences_share_the_front() -> None:
+    found = chart(cell(8, 0.8, 50, defence="dgp"), cell(8, 0.8, 50, defence="prune"))
+    assert all(found.worst.members[axis.key] == {"dgp", "prune"} for axis in AXES)
+    assert found.worst.sentence(BYTES) == "On the front: dgp and prune. Nothing is dominated."
+
+
+def test_attackers_who_were_told_secrets_do_not_count() -> None:
+    told = cell(32, 0.8, 50, attack="dia", **SECRET)
+    found = chart(bare(), cell(4, 0.8, 50), told)
+    assert spot(found, "dgp").rate == 4 / 32
+    alone = chart(bare(), told)
+    assert spot(alone, "dgp").is_bound
+    assert alone.worst.members["bytes"] == {"No defence"}
+    assert alone.worst.beaten["bytes"] == {}
+    assert "Upper bounds, not compared: dgp." in alone.worst.sentence(BYTES)
+    rows = [Row(0, bare().cell), Row(1, told.cell)]
+    assert [mark(one, marks(rows)) for one in rows] == ["accuracy, bytes, seconds", "upper bound"]
+
+
+def test_seeds_are_averaged_and_their_intervals_reach_over_all() -> None:
+    found = chart(
+        cell(4, 0.8, 50, 1.0, seed=0), cell(12, 0.6, 70, 2.0, seed=1), cell(8, 0.8, 50, 1.0, seed=0, attack="x")
+    )
+    (one,) = found.worst.spots
+    assert one.rates == [8 / 32, 12 / 32]
+    assert one.rate == 10 / 32
+    assert one.bounds == (wilson(8, 32)[0], wilson(12, 32)[1])
+    assert one.prices == {"accuracy": (0.7, 0.6, 0.8), "bytes": (60, 50, 70), "seconds": (1.5, 1.0, 2.0)}
+
+
+def test_the_script_draws_what_the_sentences_say() -> None:
+    rows = [bare(stage=0), bare(stage=4), cell(3, 0.8, 50, stage=0), cell(9, 0.8, 50, stage=4)]
+    numbered = [Row(number, one.cell) for number, one in enumerate(rows)]
+    found = charts(verdicts(numbered), (), {})
+    (told,) = fronts(found, numbered)
+    worst = {one["name"]: one for one in told["views"][0]["spots"]}
+    assert worst["dgp"]["front"] == {"accuracy": True, "bytes": True, "seconds": True}
+    assert worst["No defence"]["front"] == {"accuracy": True, "bytes": False, "seconds": False}
+    assert worst["dgp"]["trail"] == [[0.0, 3 / 32], [1.0, 9 / 32]]
+    assert told["views"][1]["spots"][0]["trail"] == []
+    assert told["views"][0]["said"]["bytes"] == found[0].worst.sentence(BYTES)
+    assert (worst["No defence"]["bare"], worst["dgp"]["bare"]) == (True, False)
+
+
+def test_settings_are_compared_within_themselves() -> None:
+    rows = [bare(), cell(4, 0.8, 50), bare(batch=2), cell(2, 0.8, 50, batch=2)]
+    numbered = [Row(number, one.cell) for number, one in enumerate(rows)]
+    assert [found.setting.batch for found in charts(verdicts(numbered), (), {})] == [1, 2]
+
+
+def test_an_audit_without_a_training_has_no_such_charts() -> None:
+    assert charts(verdicts([row(3)]), (), {}) == []
+    assert mark(row(3), marks([row(3)])) is None
+
+
+def test_what_has_no_rate_is_a_status() -> None:
+    info = {key: value for key, value in cell(0, 0.5, 1).cell.info.items() if key != "training"}
+    failed = Cell(info | {"defence": "clip", "failed": "diverged in round 2"}, [])
+    done = [Row(0, bare().cell)]
+    (found,) = charts(verdicts(done), [failed], {"defences": ["none", "clip", "dp"]})
+    assert found.missing == (("clip", "failed: diverged in round 2"), ("dp", "not done yet"))
+
+
+@pytest.fixture(scope="module")
+def audited(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A real audit that follows a training, with a defence whose training diverges."""
+    folder = tmp_path_factory.mktemp("audited")
+    (folder / "little.toml").write_text(RUN)
+    words = ["--defence", "none", "--defence", "topk(0.1, feedback=true)", "--defence", "gaussian(1e38)"]
+    out = folder / "run"
+    assert command(["audit", str(folder / "little.toml"), "--train", "--workers", "1", *words, "--out", str(out)]) == 1
+    return out
+
+
+def test_the_page_of_a_real_audit_has_the_charts_the_table_and_the_csv(audited: Path) -> None:
+    run = load_run(audited)
+    html = page(run)
+    text = read(html).text
+    assert [found.group(1) for found in re.finditer(r'data-price="(\w+)"', html)] == ["accuracy", "bytes", "seconds"]
+    assert all(title in text for title in ("Leak against price", "Worst round", "Untrained", "After 2 rounds"))
+    assert "On the front: " in text
+    (found,) = context(run)["fronts"]
+    told = json.loads((audited / "training" / "cells").glob("topk*.json").__next__().read_text())
+    sparse = spot(found, "topk(0.1, feedback=true)")
+    assert sparse.prices["accuracy"][0] == told["accuracy"]
+    assert sparse.prices["bytes"][0] == told["bytes_up"]
+    assert sparse.prices["seconds"][0] == told["seconds"]
+    assert sparse.name in found.worst.members["bytes"]
+    assert "no formal guarantee" in text
+    (address,) = [a for a in read(html).addresses if a.startswith("data:text/csv")]
+    with urllib.request.urlopen(address) as answer:
+        rows = list(csv.DictReader(io.StringIO(answer.read().decode("utf-8"))))
+    assert {row["pareto"] for row in rows if row["defence"] == sparse.name} == {
+        mark(sparse.verdict.best, marks(context(run)["rows"]))
+    }
+    assert {row["final_accuracy"] for row in rows if row["defence"] == sparse.name} == {str(told["accuracy"])}
+
+
+def test_a_training_that_diverges_is_told_and_leaves_no_gap(audited: Path) -> None:
+    (found,) = context(load_run(audited))["fronts"]
+    lost = {one.stage for one in found.stages.get("gaussian(1e38)", {}).values()}
+    assert lost == {0}
+    assert found.trail(spot(found, "gaussian(1e38)"))[1:] == ["no rate after 1 round", "no rate after 2 rounds"]
+    text = read(page(load_run(audited))).text
+    assert "no rate after 2 rounds" in text
+    assert "diverged in round 1" in text
+
+
+def test_summaries_name_the_fronts(audited: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command(["summary", str(audited), "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    found = marks(context(load_run(audited))["rows"])
+    assert {row["pareto"] for row in rows if row["failed"] is None} == set(found.values())
+    assert {row["pareto"] for row in rows if row["failed"] is not None} == {None}
+    assert command(["summary", str(audited), "--csv", "-"]) == 0
+    assert "pareto" in capsys.readouterr().out.splitlines()[0].split(",")
