@@ -34,15 +34,12 @@ State = dict[Path, tuple[int, int]]
 
 def state(folder: Path, *patterns: str) -> State:
     """The files of these patterns that lie there whole."""
-    files = [file for pattern in patterns for file in folder.glob(pattern) if ".tmp-" not in str(file)]
-    return {file: (about.st_ino, about.st_mtime_ns) for file in files if (about := _stat(file)) is not None}
-
-
-def _stat(file: Path) -> os.stat_result | None:
-    try:
-        return file.stat()
-    except OSError:
-        return None
+    while True:
+        try:
+            files = [file for pattern in patterns for file in folder.glob(pattern) if ".tmp-" not in str(file)]
+            return {file: (file.stat().st_ino, file.stat().st_mtime_ns) for file in files}
+        except FileNotFoundError:  # put in place or removed while it was looked at
+            continue
 
 
 def finished(folder: Path) -> State:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stdout
 from functools import partial
 from pathlib import Path
@@ -26,6 +26,7 @@ from gradveil.audit.scene import Scene, open_scene
 from gradveil.audit.sighted import NO_SCORE
 from gradveil.audit.store import Cell, Store, load_run
 from gradveil.audit.work import site
+from gradveil.cli.engine import AddressOption, Engine, EngineOption, Place
 from gradveil.cli.gate import show_gate
 from gradveil.cli.train import table, tell
 from gradveil.core.errors import fail
@@ -38,8 +39,8 @@ from gradveil.federated.work import site as train_site
 from gradveil.report import write_report
 from gradveil.report.gate import gate
 from gradveil.report.pareto import summaries_with_fronts
-from gradveil.schedule.processes import Processes, cores
-from gradveil.schedule.work import in_process
+from gradveil.schedule.processes import cores
+from gradveil.schedule.work import Schedule, Site
 
 FAILED_CELL, ABOVE = 1, 3
 """Exit codes for a run with a failed cell (or a gate that nobody can judge), and for one above `--fail-above`."""
@@ -56,7 +57,7 @@ _HELP = {
     "be said. Counts attackers who were told no secrets, on defences; on none where there is no other.",
     "train": "Train with every defence first, as the table [train] says, and attack its clients at chosen rounds.",
     "data": "Folder where data files lie (or set GRADVEIL_DATA).",
-    "workers": "Processes of one thread each; by default one a core on a CPU, one on a GPU.",
+    "workers": "Workers of one thread each; by default one a core on a CPU, one on a GPU.",
 }
 
 
@@ -78,6 +79,8 @@ def audit(
     fail_above: Annotated[float | None, typer.Option(metavar="ASR", min=0, max=1, help=_HELP["fail"])] = None,
     data_dir: Annotated[Path | None, typer.Option(help=_HELP["data"])] = None,
     workers: Annotated[int | None, typer.Option(min=1, help=_HELP["workers"])] = None,
+    engine: EngineOption = Engine.processes,
+    address: AddressOption = None,
     trained: Annotated[bool, typer.Option("--train", help=_HELP["train"])] = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print the summary as JSON; progress goes to stderr.")
@@ -102,8 +105,13 @@ def audit(
     flags = [flag for flag, on in (("--train", trained), ("--no-images", no_images)) if on]
     command = _command(name, overrides, settings, flags)
     with redirect_stdout(sys.stderr):  # What a user's model prints must not mix with the results.
-        cells = _run(config, folder, fresh, data_dir, workers, command)
+        cells = _run(config, folder, fresh, data_dir, workers, Place(engine, address, config.device), command)
     _show(cells, config, as_json, folder)
+    return _judge(cells, folder, as_json, fail_above)
+
+
+def _judge(cells: Sequence[Cell], folder: Path, as_json: bool, fail_above: float | None) -> int:
+    """Write the report; say what the gate comes to, and return the exit code."""
     page = write_report(folder)
     Console(stderr=as_json, soft_wrap=True).print(f"Report: {page}")
     if fail_above is not None:
@@ -134,9 +142,10 @@ def _read(
 
 
 def _run(
-    config: RunConfig, folder: Path, fresh: bool, data_dir: Path | None, workers: int | None, command: str
+    config: RunConfig, folder: Path, fresh: bool, data_dir: Path | None, workers: int | None, place: Place, command: str
 ) -> list[Cell]:
     """Run what is not there yet; return every cell of the run."""
+    place.check(workers)
     scene = open_scene(config, data_dir, trained=folder / TRAINING)
     on_cpu = config.device == "cpu"
     count = workers or (cores() if on_cpu else 1)
@@ -147,10 +156,10 @@ def _run(
     try:
         with Store(folder).open(describe(config, share, command, scene.held), fresh) as store:
             share = store.info()["share"]
-            _train(scene, folder / TRAINING, data_dir, count, command)
-            schedule = Processes(site(config, data_dir), count) if count > 1 else in_process
+            at = place.schedule(count)
+            _train(scene, folder / TRAINING, data_dir, at, command)
             with Screen(Console(stderr=True)) as screen:
-                run(scene, store, screen, share, schedule)
+                run(scene, store, screen, share, at(site(config, data_dir)))
     except KeyboardInterrupt:
         finished = f"Finished cells are kept in {folder}." if (folder / "run.json").is_file() else "Nothing was lost."
         # Not by the console: what it was printing when it was interrupted, it would print once more.
@@ -159,13 +168,13 @@ def _run(
     return load_run(folder).cells
 
 
-def _train(scene: Scene, folder: Path, data_dir: Path | None, count: int, command: str) -> None:
+def _train(scene: Scene, folder: Path, data_dir: Path | None, at: Callable[[Site], Schedule], command: str) -> None:
     """Train what is not trained yet of what the audit looks at, and keep where it stood."""
     plan, console = scene.config.train, Console(stderr=True, soft_wrap=True)
     if plan is None or scene.training is None:
         return
     setting = scene.training.setting
-    schedule = Processes(train_site(setting.config, data_dir), count) if count > 1 else in_process
+    schedule = at(train_site(setting.config, data_dir))
     with opened(folder, describe_training(setting.config, command, setting.weights)):
         train(setting, folder, partial(tell, console, plan.rounds), schedule, at=plan.stages)
 

@@ -18,6 +18,7 @@ from rich.text import Text
 
 from gradveil.audit.privacy import proven
 from gradveil.audit.reader import read_training
+from gradveil.cli.engine import AddressOption, Engine, EngineOption, Place
 from gradveil.core.errors import Problem, refuse
 from gradveil.core.words import DASH, percent, plural, size
 from gradveil.defences.lint import MEANINGLESS
@@ -26,8 +27,7 @@ from gradveil.federated.recorded import Recorder
 from gradveil.federated.run import describe, load_summaries, opened, run, spread
 from gradveil.federated.setting import Cell, cells, open_setting
 from gradveil.federated.work import FAILED, site
-from gradveil.schedule.processes import Processes, cores
-from gradveil.schedule.work import in_process
+from gradveil.schedule.processes import cores
 
 DIVERGED = 1
 """Exit code of a training that diverged or failed."""
@@ -45,7 +45,7 @@ _HELP = {
     "record_truth": "Record the private images too, so that the audit can score what it recovers.",
     "threads": "Threads of each process; by default one for two cores where one process works, one where several do. "
     "The same number gives the same bits.",
-    "workers": "Processes, each with a training at a time; by default one a core on a CPU (at most one a training), "
+    "workers": "Workers, each with a training at a time; by default one a core on a CPU (at most one a training), "
     "one on a GPU or where --threads is given.",
 }
 
@@ -66,6 +66,8 @@ def train(
     record_client: Annotated[list[int] | None, typer.Option(min=0, help=_HELP["record_client"])] = None,
     record_truth: Annotated[bool, typer.Option("--record-truth", help=_HELP["record_truth"])] = False,
     workers: Annotated[int | None, typer.Option(min=1, help=_HELP["workers"])] = None,
+    engine: EngineOption = Engine.processes,
+    address: AddressOption = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print the results as JSON; progress goes to stderr.")
     ] = False,
@@ -76,9 +78,11 @@ def train(
     """
     overrides: dict[str, Any] = {"rounds": rounds, "device": device, "defences": defence or None, "seeds": seed or None}
     config = read_training(name, overrides, setting or ())
+    place = Place(engine, address, config.device)
+    place.check(workers, record is not None)
     count = workers or (min(cores(), len(cells(config))) if config.device == "cpu" and threads is None else 1)
     # Threads that have to share a core wait for each other.
-    threads = threads or (max(1, cores() // 2) if count == 1 else 1)
+    threads = threads or (max(1, cores() // 2) if count == 1 and engine is Engine.processes else 1)
     torch.set_num_threads(threads)
     folder = out or Path("runs") / config.name
     console = Console(stderr=True, soft_wrap=True)
@@ -87,7 +91,7 @@ def train(
     try:
         info = describe(config, shlex.join(["gradveil", *sys.argv[1:]]), told.weights)
         with opened(folder, info, fresh):
-            schedule = Processes(site(config, data_dir, recorder), count, threads) if count > 1 else in_process
+            schedule = place.schedule(count, threads)(site(config, data_dir, recorder))
             run(told, folder, partial(tell, console, config.rounds), schedule, recorder)
     except KeyboardInterrupt:
         again = shlex.join(["gradveil", *(argument for argument in sys.argv[1:] if argument != "--fresh")])
@@ -95,7 +99,11 @@ def train(
         raise
     if recorder is not None:
         console.print(_recorded(recorder.folder), highlight=False)
-    summaries = load_summaries(folder)
+    return _show(load_summaries(folder), as_json, console)
+
+
+def _show(summaries: Sequence[Mapping[str, Any]], as_json: bool, console: Console) -> int:
+    """Print the results, say which trainings failed, and return the exit code."""
     if as_json:
         typer.echo(json.dumps(summaries, indent=1))
     else:

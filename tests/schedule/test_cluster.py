@@ -1,0 +1,175 @@
+"""A real Ray: the same results as here, whoever is killed, and nothing stays behind but what was there before."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gradveil.audit.cell import Address
+from gradveil.audit.run import describe, run
+from gradveil.audit.scene import open_scene
+from gradveil.audit.store import Store
+from gradveil.audit.work import site
+from gradveil.core.errors import GradveilError
+from gradveil.federated import run as training
+from gradveil.federated.engine import Round, Status
+from gradveil.federated.setting import Cell, open_setting
+from gradveil.federated.work import site as train_site
+from gradveil.schedule.cluster import Cluster
+from gradveil.schedule.work import Job, Parcel, Schedule, Site, in_process
+from tests.audit.runs import Silent, config
+from tests.audit.test_kill import results
+from tests.federated.test_run import config as train_config
+from tests.federated.test_run import timeless, trained
+from tests.schedule.rays import bridges, gone, kill_desk, members, standing_cluster
+from tests.schedule.sites import deadly
+
+pytestmark = pytest.mark.processes
+
+RAYS = 2
+
+
+@pytest.fixture(scope="module")
+def standing() -> Iterator[tuple[str, int]]:
+    """The address and the session of a cluster of two places that is there before anybody asks, and stays."""
+    with standing_cluster(RAYS) as (address, session, settings), pytest.MonkeyPatch.context() as patch:
+        for name, value in settings.items():
+            patch.setenv(name, value)
+        yield address, session
+
+
+class Killing(Silent):
+    """A display that does something at the first progress."""
+
+    def __init__(self, deed: Any) -> None:
+        super().__init__()
+        self.deed = deed
+
+    def progress(self, cell: Address, share: int, step: Any) -> None:
+        if not self.steps:
+            assert self.deed()
+        super().progress(cell, share, step)
+
+
+def audited(folder: Path, schedule: Schedule, display: Silent) -> dict[str, Any]:
+    with Store(folder).open(describe(SMALL, 2, "command")) as store:
+        run(open_scene(SMALL), store, display, 2, schedule)
+    return results(folder)
+
+
+SMALL = config(defences=["none", "gaussian(0.01)", "topk(0.1)"])
+LOST = "the cluster is lost"
+
+
+def test_killed_actors_are_replaced_and_one_that_always_dies_fails_its_task(tmp_path: Path) -> None:
+    setting = {"marks": str(tmp_path), "kills": {"2": 1, "3": 9}}
+    heard: list[Parcel] = []
+    job = Job(deadly(setting), lambda n: Parcel({"number": n}, b"\n" * 9_000_000), lambda n, news: heard.append(news))
+    with Cluster(Site("tests.schedule.sites:deadly", setting), RAYS)(job, [1, 2, 3]) as done:
+        (session,) = bridges(os.getpid())
+        found = dict(done)
+        assert len([called for called in members(session).values() if called.startswith(b"ray::Desk")]) <= RAYS
+    assert found[1] == Parcel({"did": 1}, b"\n" * 9_000_000)
+    assert found[2] == Parcel({"did": 2}, b"\n" * 18_000_000)
+    assert str(found[3]).startswith("the worker on the cluster is gone: ")
+    assert str(found[3]).endswith(" (3 times)")
+    assert Parcel({"threads": 1}, b"\n" * 9_000_000) in heard
+    assert gone(session)
+
+
+def test_a_cluster_audits_as_one_process_does_and_a_killed_actors_cell_is_run_again(
+    tmp_path: Path, standing: tuple[str, int]
+) -> None:
+    address, session = standing
+    display = Killing(lambda: kill_desk(session))
+    found = audited(tmp_path / "ray", Cluster(site(SMALL, None), RAYS, address=address), display)
+    assert found == audited(tmp_path / "here", in_process, Silent())
+    assert len(display.finished) == 3
+    assert b"raylet" in b" ".join(members(session).values()), "it is not ours"
+    assert not bridges(os.getpid())
+
+
+def test_a_cluster_trains_as_one_process_does_and_a_killed_actors_training_goes_on(
+    tmp_path: Path, standing: tuple[str, int]
+) -> None:
+    address, session = standing
+    told = open_setting(train_config(rounds=3, defences=["none", "topk(0.2, feedback=true)"]))
+    whole, _ = trained(tmp_path / "here", told)
+    killed: list[bool] = []
+
+    def tell(cell: Cell, record: Round, status: Status) -> None:
+        if not killed:
+            killed.append(kill_desk(session))
+
+    with training.opened(tmp_path / "ray", training.describe(told.config, "command")):
+        schedule = Cluster(train_site(told.config, None), RAYS, address=address)
+        found = training.run(told, tmp_path / "ray", tell, schedule)
+    assert killed == [True]
+    assert [timeless(row) for row in found] == [timeless(row) for row in whole]
+
+
+def test_what_cannot_begin_says_why(standing: tuple[str, int]) -> None:
+    address, _ = standing
+    job: Job[int] = Job(deadly({}), lambda n: Parcel({}), lambda n, news: None)
+    for cluster, said in (
+        (Cluster(Site("tests.schedule.sites:refusing", {}), 1, address=address), "OSError: the disk has gone"),
+        (Cluster(Site("x:y", {}), 3, address=address), "3 workers need 3 CPUs, and the cluster has 2 CPUs"),
+        (Cluster(Site("x:y", {}), 1, address="127.0.0.1:1"), "ConnectionRefusedError: .*refused"),
+    ):
+        with pytest.raises(GradveilError, match=said), cluster(job, [1]) as done:
+            next(done)
+    assert not bridges(os.getpid())
+
+
+def test_another_engine_finishes_what_a_lost_cluster_began(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_gcs_rpc_server_reconnect_timeout_s", "5")
+
+    def lose() -> bool:
+        (session,) = bridges(os.getpid())
+        ray = [pid for pid in members(session) if pid != session]
+        for pid in ray:
+            os.kill(pid, signal.SIGKILL)
+        return bool(ray)
+
+    with pytest.raises(GradveilError, match=LOST) as error:
+        audited(tmp_path / "lost", Cluster(site(SMALL, None), RAYS), Killing(lose))
+    assert "give the same command again" in str(error.value)
+    assert not bridges(os.getpid())
+    display = Silent()
+    assert audited(tmp_path / "lost", in_process, display) == audited(tmp_path / "here", in_process, Silent())
+
+
+def test_an_interrupt_leaves_no_ray_behind_and_says_how_to_go_on(tmp_path: Path) -> None:
+    (tmp_path / "small.toml").write_text(
+        'name = "small"\nvictims = 2\nattacks = ["ig(iterations=4)", "ig(iterations=20000)"]\n'
+        'data = { name = "faces", size = 16 }\nmodel = { name = "lenet-zhu" }\n'
+    )
+    words = ["audit", "small.toml", "--engine", "ray", "--workers", "1"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "gradveil", *words], cwd=tmp_path, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL
+    )
+    session = 0
+    try:
+        end = time.monotonic() + 200
+        while not list(tmp_path.glob("runs/small/cells/*/cell.json")) and time.monotonic() < end:
+            assert process.poll() is None
+            time.sleep(0.1)
+        (session,) = bridges(process.pid)
+        process.send_signal(signal.SIGINT)
+        _, said = process.communicate(timeout=100)
+        assert process.returncode == 130
+        assert "To go on, run the same command again:\n  gradveil audit small.toml --engine ray" in said.decode()
+        assert gone(session)
+    finally:
+        process.kill()
+        process.wait()
+        for pid in members(session) if session else ():
+            os.kill(pid, signal.SIGKILL)
