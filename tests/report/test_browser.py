@@ -13,7 +13,8 @@ from selenium.webdriver.remote.webelement import WebElement
 from selenium.webdriver.support.ui import Select, WebDriverWait
 
 from gradveil.report import write_report
-from tests.report.runs import failed_cell, played, write_run
+from tests.report.runs import failed_cell, played, trained, write_run
+from tests.report.test_training import trained as real_training
 
 pytestmark = pytest.mark.processes
 
@@ -36,6 +37,20 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A report with every kind of content."""
     run = write_run(tmp_path_factory.mktemp("runs") / "run", [*played(seeds=(0, 1)), failed_cell("boom")])
     return write_report(run).as_uri()
+
+
+@pytest.fixture(scope="module")
+def front(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The report of an audit that follows a training."""
+    return write_report(write_run(tmp_path_factory.mktemp("fronts") / "run", trained(played(seeds=(0, 1))))).as_uri()
+
+
+@pytest.fixture(scope="module")
+def training(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The report of a training, one of whose defences diverges."""
+    folder = tmp_path_factory.mktemp("training") / "run"
+    kinds = ["none", "topk(0.1)", "gaussian(1e38)"]
+    return write_report(real_training(folder, "central=true", defences=kinds, seeds=[0, 1], rounds=3)).as_uri()
 
 
 @pytest.fixture(scope="module")
@@ -322,3 +337,74 @@ def test_scripted_text_stays_text(browser: Browser, tmp_path: Path) -> None:
     assert browser.execute_script("return window.hacked") is None
     assert "onerror" in one(browser, "#gallery figcaption").text
     assert browser.get_log("browser") == []
+
+
+@pytest.mark.parametrize(("width", "scheme"), [(1280, "light"), (375, "dark"), (320, "light")])
+@pytest.mark.parametrize("page", ["front", "training"])
+def test_pages_of_trainings_open_quietly_at_every_width(
+    browser: Browser, page: str, width: int, scheme: str, request: pytest.FixtureRequest
+) -> None:
+    visit(browser, request.getfixturevalue(page), width, scheme)
+    for section in all_of(browser, "main > section"):
+        browser.execute_script("arguments[0].scrollIntoView({behavior: 'instant'})", section)
+    assert browser.get_log("browser") == []
+    assert browser.execute_script("return document.documentElement.scrollWidth") == width
+    outside = """
+        return [...document.querySelectorAll('.plot svg text, .plot svg path, .costs td, .costs th')].filter((node) => {
+            const box = node.getBoundingClientRect(), figure = node.closest('figure, .scroll').getBoundingClientRect();
+            return box.width && (box.left < figure.left || (node.closest('figure') && box.right > figure.right + 0.5));
+        }).map((node) => node.outerHTML.slice(0, 80));
+    """
+    assert browser.execute_script(outside) == []
+
+
+OVERLAPS = """
+    const names = [...document.querySelectorAll(arguments[0])].map((node) => node.getBoundingClientRect());
+    return names.filter((a, i) => names.slice(i + 1).some((b) =>
+        a.left < b.right && b.left < a.right && a.top < b.bottom && b.top < a.bottom)).length;
+"""
+
+
+def test_fronts_are_drawn_named_and_follow_the_chosen_round(browser: Browser, front: str) -> None:
+    visit(browser, front)
+    show(browser, "#front")
+    assert len(all_of(browser, ".plot[data-price]")) == 3
+    assert all(
+        len(all_of(browser, f".plot[data-price='{key}'] .point")) == 7 for key in ("accuracy", "bytes", "seconds")
+    )
+    lines = [line.get_attribute("d") for line in all_of(browser, ".plot .front")]
+    assert all(str(line).count("V") >= 1 for line in lines)
+    for key in ("accuracy", "bytes", "seconds"):
+        names = [text.text for text in all_of(browser, f".plot[data-price='{key}'] .name")]
+        assert "No defence" in names
+        assert browser.execute_script(OVERLAPS, f".plot[data-price='{key}'] .name") == 0
+        said = one(browser, f".plot[data-price='{key}'] + .advice").text
+        members = said.partition("Dominated")[0]
+        assert all(name.rstrip("…") in members for name in names if name != "No defence")
+    before = [node.text for node in all_of(browser, "#front .advice")]
+    one(browser, "[data-view='2']").click()
+    assert [line.get_attribute("d") for line in all_of(browser, ".plot .front")] != lines
+    assert [node.text for node in all_of(browser, "#front .advice")] != before
+    browser.execute_script("arguments[0].focus()", one(browser, ".plot[data-price='bytes'] .point"))
+    assert "recovered after 4 rounds, the mean of 2 seeds" in one(browser, "#tip").text
+    one(browser, "#front-legend button:last-child").click()
+    assert len(all_of(browser, ".plot[data-price='bytes'] .point")) == 6
+
+
+def test_curves_of_a_training_have_bands_marks_and_a_legend(browser: Browser, training: str) -> None:
+    visit(browser, training)
+    show(browser, "#curves")
+    assert [len(all_of(browser, f".plot[data-across='{by}'] .curve")) for by in ("round", "sent")] == [4 + 3, 4]
+    accuracy = ".plot[data-curve='accuracy'][data-across='round']"
+    assert len(all_of(browser, f"{accuracy} .band")) == 4
+    assert len(all_of(browser, f"{accuracy} .best")) == 3 * 2
+    browser.execute_script("arguments[0].focus()", all_of(browser, f"{accuracy} .best")[0])
+    assert "best round" in one(browser, "#tip").text
+    lines = [line.get_attribute("d") for line in all_of(browser, f"{accuracy} .curve")]
+    one(browser, "[data-span='late']").click()
+    assert [line.get_attribute("d") for line in all_of(browser, f"{accuracy} .curve")] != lines
+    one(browser, "#curves-legend button").click()
+    assert len(all_of(browser, ".plot[data-curve='loss'] .curve")) == 2
+    one(browser, "#cells th[data-key='bytes_up'] button").click()
+    sent = [float(value) for value in column(browser, "bytes_up") if value]
+    assert sent == sorted(sent, reverse=True)

@@ -89,6 +89,13 @@ def test_who_is_on_the_front_and_who_dominates_whom_is_said() -> None:
     assert "once" in chart(bare()).overall
 
 
+def test_a_member_whose_rate_shows_little_is_named() -> None:
+    """An attacker who ignores the defence shows no protection by failing."""
+    found = chart(bare(), cell(2, 0.8, 50, belief="naive", knowledge={}))
+    assert "More may come out of dgp, see the verdicts: this front may flatter." in found.worst.sentence(BYTES)
+    assert "flatter" not in chart(bare(), cell(2, 0.8, 50)).worst.sentence(BYTES)
+
+
 def test_equal_defences_share_the_front() -> None:
     found = chart(cell(8, 0.8, 50, defence="dgp"), cell(8, 0.8, 50, defence="prune"))
     assert all(found.worst.members[axis.key] == {"dgp", "prune"} for axis in AXES)

@@ -13,7 +13,7 @@ from typing import Any
 from gradveil.audit.health import summaries
 from gradveil.audit.rows import Row, Setting
 from gradveil.audit.store import Cell
-from gradveil.core.words import listing, number, percent, plural, size
+from gradveil.core.words import DASH, listing, number, percent, plural, size
 from gradveil.report.front import beaten_by, front
 from gradveil.report.verdict import Verdict, verdicts
 
@@ -34,9 +34,14 @@ def _seconds(value: float) -> str:
 
 
 AXES = (
-    Axis("accuracy", "Accuracy", "of the model at the end of the training", percent, more_is_better=True),
-    Axis("bytes", "Bytes a round", "sent by all clients, as encoded", size),
-    Axis("seconds", "Seconds a round", "work of all clients and the server, and measuring the accuracy", _seconds),
+    Axis("accuracy", "Accuracy", "at the end of the training: better to the right", percent, more_is_better=True),
+    Axis("bytes", "Bytes a round", "sent by all clients, as encoded: better to the left", size),
+    Axis(
+        "seconds",
+        "Seconds a round",
+        "all clients, the server, and measuring accuracy: better to the left",
+        _seconds,
+    ),
 )
 """What a defence costs."""
 Span = tuple[float, float, float]
@@ -81,6 +86,11 @@ class Spot:
         """Whether all attackers were told secrets: an upper bound, which is neither on a front nor off it."""
         return self.verdict.best.attacker == "informed"
 
+    @property
+    def is_vague(self) -> bool:
+        """Whether more may be recovered: nobody attacked who knows the defence, or the attack is in doubt."""
+        return self.verdict.level in ("unproven", "unclear") or bool(self.verdict.warning)
+
     def point(self, axes: Sequence[Axis]) -> tuple[float, ...] | None:
         """Return what is to be kept small, the leak first; None where a price is not known."""
         if self.is_bound or any(axis.key not in self.prices for axis in axes):
@@ -110,6 +120,8 @@ class View:
         dominated = f"Dominated: {_grouped(lost)}." if lost else "Nothing is dominated."
         told = [f"On the front: {listing(members)}.", dominated]
         told += [f"Upper bounds, not compared: {listing(bounds)}."] if bounds else []
+        vague = [s.name for s in self.spots if s.is_vague and s.name in self.members[axis.key]]
+        told += [f"More may come out of {listing(vague)}, see the verdicts: this front may flatter."] if vague else []
         return " ".join(told)
 
 
@@ -152,7 +164,8 @@ def charts(judged: Sequence[Verdict], failed: Sequence[Cell], config: Mapping[st
         here = [verdict for verdict in trained if verdict.setting._replace(trained=None) == setting]
         prices = _prices([row for verdict in here for row in verdict.rows])
         spots = [Spot(verdict, prices[verdict.best.defence]) for verdict in here]
-        names = dict.fromkeys(s.name for s in sorted(spots, key=lambda s: s.verdict.best.number))
+        first = {s.name: min(row.number for row in s.verdict.rows) for s in sorted(spots, key=lambda s: -s.stage)}
+        names = sorted(first, key=lambda name: first[name])
         stages = {name: {s.stage: s for s in sorted(spots, key=lambda s: s.stage) if s.name == name} for name in names}
         worst = [max(of_each.values(), key=lambda s: (s.rate, s.verdict.best.asr)) for of_each in stages.values()]
         views = [_view("Worst round", worst)]
@@ -224,13 +237,12 @@ def section(found: Sequence[Chart], rows: Sequence[Row]) -> dict[str, Any]:
     return {"fronts": found, "axes": AXES, "price": price, "many_seeds": len({row.seed for row in rows}) > 1}
 
 
-def price(spot: Spot, axis: Axis) -> str:
-    """Write a price with its spread over the seeds."""
+def price(spot: Spot, axis: Axis) -> tuple[str, str]:
+    """Write a price, and its spread over the seeds where there is one."""
     if axis.key not in spot.prices:
-        return "–"
-    mean, low, high = spot.prices[axis.key]
-    spread = f" ({axis.show(low)} to {axis.show(high)})" if axis.show(low) != axis.show(high) else ""
-    return f"{axis.show(mean)}{spread}"
+        return DASH, ""
+    mean, low, high = (axis.show(value) for value in spot.prices[axis.key])
+    return mean, f"{low} to {high}" if low != high else ""
 
 
 def marks(rows: Sequence[Row]) -> dict[tuple[Setting, str], str]:

@@ -93,7 +93,7 @@ def _drawn(spot: Spot, view: View, chart: Chart, places: Mapping[str, int]) -> d
         "name": spot.name,
         "bare": best.undefended,
         "bound": spot.is_bound,
-        "vague": spot.verdict.level in ("unproven", "unclear"),
+        "vague": spot.is_vague,
         "rate": spot.rate,
         "bounds": spot.bounds,
         "prices": spot.prices,
@@ -112,4 +112,4 @@ def _lines(spot: Spot, view: View, chart: Chart) -> Iterator[str]:
     yield f"{LEVELS[spot.verdict.level][1]} · {spot.verdict.best.attack}"
     if view is chart.worst:
         yield ", ".join(chart.trail(spot))
-    yield " · ".join(f"{axis.title.lower()} {price(spot, axis)}" for axis in AXES)
+    yield " · ".join(f"{axis.title.lower()} {price(spot, axis)[0]}" for axis in AXES)

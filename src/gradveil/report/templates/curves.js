@@ -16,7 +16,7 @@
     if (key === "loss" && low > 0 && high / low > 30) {
       const [a, b] = [Math.log(low / 1.2), Math.log(high * 1.2)];
       const at = (bottom, top) => (v) => bottom - ((Math.log(v) - a) / (b - a)) * (bottom - top);
-      return (bottom, top) => ({ at: at(bottom, top), ticks: logTicks(low, high), name: (t) => String(Number(t.toPrecision(3))), title: "validation loss (logarithmic)" });
+      return (bottom, top) => ({ at: at(bottom, top), ticks: logTicks(low, high), name: (t) => String(Number(t.toPrecision(3))), title: "validation loss (log scale)" });
     }
     const share = key === "accuracy";
     const from = share && !late ? 0 : Math.max(0, low - margin), to = share ? Math.min(1, high + margin) : high + margin;
@@ -36,7 +36,7 @@
     const [a, b] = [Math.log(low / 1.2), Math.log(high * 1.2)];
     return (left, right) => ({
       at: (v) => left + ((Math.log(v) - a) / (b - a)) * (right - left), ticks: logTicks(low / 1.2, high * 1.2), name: bytes,
-      title: "bytes that all clients have sent so far (logarithmic)",
+      title: "bytes sent so far (log scale)",
     });
   }
 

@@ -4,7 +4,7 @@
   const boxes = [...document.querySelectorAll(".plot[data-front]")];
   if (!boxes.length) return;
   const { svg, colour, hidden, logTicks, linearTicks, bytes } = CHARTS;
-  const TITLES = { accuracy: "accuracy at the end of the training", bytes: "bytes that all clients send in a round", seconds: "seconds a round" };
+  const TITLES = { accuracy: "accuracy at the end", bytes: "bytes sent a round", seconds: "seconds a round" };
   const LONGEST = 26;
   let view = 0;
 
@@ -15,7 +15,7 @@
       const [a, b] = [Math.log(low / 1.5), Math.log(high * 1.5)];
       return (left, right) => ({
         at: (v) => left + ((Math.log(v) - a) / (b - a)) * (right - left), ticks: logTicks(low / 1.5, high * 1.5),
-        name: key === "bytes" ? bytes : (t) => String(Number(t.toPrecision(3))), title: `${TITLES[key]} (logarithmic)`,
+        name: key === "bytes" ? bytes : (t) => String(Number(t.toPrecision(3))), title: `${TITLES[key]} (log scale)`,
       });
     }
     const margin = (high - low) * 0.12 || Math.abs(high) * 0.1 || 0.1;
@@ -48,8 +48,6 @@
     });
     const bare = now.spots.find((s) => s.bare && s.prices[key]);
     if (bare) picture.append(svg("line", { class: "floor", x1: at(bare.prices[key][0]), x2: at(bare.prices[key][0]), y1: top, y2: bottom }));
-    const best = { x: key === "accuracy" ? right - 4 : left + 6, y: bottom - 8, "text-anchor": key === "accuracy" ? "end" : "start", class: "best-corner" };
-    picture.append(svg("text", best, key === "accuracy" ? "better ↘" : "↙ better"));
     picture.append(svg("path", { class: "front", d: stairs(now.spots.filter((s) => s.front[key]), at, y, key, { left, right, top }), fill: "none" }));
     const placed = CHARTS.spread(shown, (s) => at(s.prices[key][0]), (s) => y(s.rate), left + 7, right - 7, 4, 5);
     const nodes = placed.map(([s, px, py]) => {
