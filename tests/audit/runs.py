@@ -67,6 +67,6 @@ def execute(chosen: RunConfig, folder: Path, share: int = 10**6, fresh: bool = F
 def without_times(value: Any) -> Any:
     """Drop what the clock decides."""
     if isinstance(value, dict):
-        clock = {"seconds", "iterations_per_second", "created"}
+        clock = {"seconds", "client_seconds", "iterations_per_second", "created"}
         return {key: without_times(item) for key, item in value.items() if key not in clock}
     return [without_times(item) for item in value] if isinstance(value, list) else value

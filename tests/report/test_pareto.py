@@ -32,7 +32,7 @@ SECRET = {"knowledge": {"send.*": "known"}, "grants": ["send.noise: its true val
 def cell(won: int, accuracy: float, sent: float, seconds: float = 1.0, stage: int = 4, **change: Any) -> Row:
     """A defence that leaks so many of 32 images after so many rounds, and what its training costs."""
     facts = {"round": stage, "accuracy": accuracy / (2 if stage == 0 else 1), "final_accuracy": accuracy}
-    costs = {"bytes_up": sent, "bytes_down": 2 * sent, "seconds": seconds}
+    costs = {"bytes_up": sent, "bytes_down": 2 * sent, "seconds": 9.0, "client_seconds": seconds}
     return row(won, trained=stage, training=facts | costs, **{"defence": "dgp", **change})
 
 
@@ -182,7 +182,7 @@ def test_the_page_of_a_real_audit_has_the_charts_the_table_and_the_csv(audited: 
     sparse = spot(found, "topk(0.1, feedback=true)")
     assert sparse.prices["accuracy"][0] == told["accuracy"]
     assert sparse.prices["bytes"][0] == told["bytes_up"]
-    assert sparse.prices["seconds"][0] == told["seconds"]
+    assert sparse.prices["seconds"][0] == told["client_seconds"]
     assert sparse.name in found.worst.members["bytes"]
     assert "no formal guarantee" in text
     (address,) = [a for a in read(html).addresses if a.startswith("data:text/csv")]

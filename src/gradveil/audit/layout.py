@@ -77,6 +77,7 @@ class _Training(_Held):
     bytes_up: float
     bytes_down: float
     seconds: float
+    client_seconds: float | None = None
     final_accuracy: float | None = None
     epsilon: dict[str, float] = {}
 

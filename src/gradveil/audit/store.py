@@ -98,7 +98,7 @@ def summarise(cell: Cell) -> dict[str, Any]:
 
     Rates count images; means are over images; `seconds` is the attack's working time, summed over processes; an
     unfinished cell has None. `accuracy` is the model's after `trained` rounds of training, `final_accuracy` that at
-    the end, `round_*` what a round costs.
+    the end, `client_seconds` what one update takes, `round_*` what a round costs.
     """
     info, records = cell.info, cell.records
     keys = ("cell", "model", "data", "seed", "round", "trained", "client", "defence", "attack")
@@ -127,6 +127,7 @@ def summarise(cell: Cell) -> dict[str, Any]:
         "seconds": info.get("seconds"),
         "accuracy": training.get("accuracy"),
         "final_accuracy": training.get("final_accuracy"),
+        "client_seconds": training.get("client_seconds"),
         **{f"round_{key}": training.get(key) for key in ("bytes_up", "bytes_down", "seconds")},
         "statuses": statuses or {"failed": 1},
         "prepared": "; ".join(info.get("prepared", ())),

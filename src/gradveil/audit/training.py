@@ -83,7 +83,8 @@ class Training:
         """Say how good the model was then and at the end, what a round costs on the average, and what is proven."""
         told = read_json(self._folder() / "cells" / f"{Cell(defence, seed).id}.json", _AGAIN)
         then = told["curve"][number - 1] if number else told["start"]
-        whole = {key: told[key] for key in ("bytes_up", "bytes_down", "seconds", "guarantee", "epsilon", "delta")}
+        costs = ("bytes_up", "bytes_down", "seconds", "client_seconds")
+        whole = {key: told[key] for key in (*costs, "guarantee", "epsilon", "delta")}
         good = {"accuracy": then["accuracy"], "loss": then["loss"], "final_accuracy": told["accuracy"]}
         return {"round": number, **good, **whole}
 

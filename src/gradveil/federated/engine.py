@@ -58,6 +58,9 @@ class Round:
     bytes_down: int
     """Sent by the server to all chosen clients together."""
     seconds: float
+    """Of the whole round: all clients one after the other, the server, measuring the accuracy."""
+    client_seconds: float | None = None
+    """Of one client's update, on the average; None where nobody answered, or where an earlier version did not ask."""
 
 
 @dataclass(frozen=True)
@@ -153,10 +156,13 @@ class Federation:
         answers, absent = self.chosen(number)
         updates: dict[int, Tensors] = {}
         clients = dict(standing.clients)
+        worked: list[float] = []
         with torch.no_grad():
             heard, spoken = self.heard(standing, answers, number)
             for client in answers:
+                started = time.perf_counter()
                 updates[client], clients[client] = self.local_update(standing, client, number, heard)
+                worked.append(_since(started, updates[client]))
                 self._record_update(standing, client, number, updates[client], heard)
             params, server, mean, moved = standing.params, standing.server, standing.mean, 0
             if updates:
@@ -168,6 +174,7 @@ class Federation:
         up = spoken + sum(encoded_size(update, heard.messages) for update in updates.values())
         down = len(asked) * _bits(heard.messages) + self._sent_down(asked, standing)
         record = self._record(number, answers, absent, params, (up, down), began)
+        record = replace(record, client_seconds=sum(worked) / len(worked) if worked else None)
         after = replace(standing, params=params, server=server, clients=clients, mean=mean, moved=moved)
         return self._judged(after, record, standing)
 
@@ -278,6 +285,13 @@ def _ended(standing: Standing, rounds: int) -> Standing:
     """Say of a training that has had its rounds that it is finished: one that was stopped may have had more."""
     over = standing.status == "running" and len(standing.records) >= rounds
     return replace(standing, status="finished") if over else standing
+
+
+def _since(started: float, made: Tensors) -> float:
+    """Say how long it took to make this; a GPU is waited for."""
+    if any(value.is_cuda for value in made.values()):
+        torch.cuda.synchronize()
+    return time.perf_counter() - started
 
 
 def _bits(masks: Mapping[str, Tensor]) -> int:

@@ -60,6 +60,7 @@ class _Summary(_Held):
     bytes_up: float | None
     bytes_down: float | None
     seconds: float | None
+    client_seconds: float | None = None
     guarantee: str | None = None
     epsilon: dict[str, float] = {}
     start: _Start | None
@@ -67,8 +68,8 @@ class _Summary(_Held):
 
 
 _RUN, _SUMMARY = TypeAdapter(_Run), TypeAdapter(_Summary)
-_UNTOLD = {"guarantee": None, "epsilon": {}, "delta": None}
-"""What is proven of a training that an earlier version summed up: nobody asked."""
+_UNTOLD = {"guarantee": None, "epsilon": {}, "delta": None, "client_seconds": None}
+"""What an earlier version did not tell of a training: nobody asked."""
 
 
 @dataclass(frozen=True)

@@ -92,6 +92,7 @@ def summarise(cell: Cell, standing: Standing, promised: Mapping[str, Any]) -> di
     records = standing.records
     last = records[standing.best_round - 1] if standing.best_round else records[-1]
     rounds = len(records)
+    worked = [record.client_seconds for record in records if record.client_seconds is not None]
     return plain(
         {
             "cell": cell.id,
@@ -106,6 +107,7 @@ def summarise(cell: Cell, standing: Standing, promised: Mapping[str, Any]) -> di
             "bytes_up": sum(record.bytes_up for record in records) / rounds,
             "bytes_down": sum(record.bytes_down for record in records) / rounds,
             "seconds": sum(record.seconds for record in records) / rounds,
+            "client_seconds": sum(worked) / len(worked) if worked else None,
             **promised,
             "start": None if standing.start is None else dict(zip(("loss", "accuracy"), standing.start, strict=True)),
             "curve": [asdict(record) for record in records],
@@ -115,7 +117,16 @@ def summarise(cell: Cell, standing: Standing, promised: Mapping[str, Any]) -> di
 
 def failure(cell: Cell, why: str) -> dict[str, Any]:
     """Sum up a training that failed: it has no numbers."""
-    numbers = ("best_round", "accuracy", "loss", "validation_loss", "bytes_up", "bytes_down", "seconds")
+    numbers = (
+        "best_round",
+        "accuracy",
+        "loss",
+        "validation_loss",
+        "bytes_up",
+        "bytes_down",
+        "seconds",
+        "client_seconds",
+    )
     named = {"cell": cell.id, "defence": cell.title, "seed": cell.seed, "status": FAILED, "failed": why}
     nothing = {"guarantee": None, "epsilon": {}, "delta": None}
     return {**named, "rounds": 0, **dict.fromkeys(numbers), **nothing, "start": None, "curve": []}

@@ -36,12 +36,7 @@ def _seconds(value: float) -> str:
 AXES = (
     Axis("accuracy", "Accuracy", "at the end of the training: better to the right", percent, more_is_better=True),
     Axis("bytes", "Bytes a round", "sent by all clients, as encoded: better to the left", size),
-    Axis(
-        "seconds",
-        "Seconds a round",
-        "all clients, the server, and measuring accuracy: better to the left",
-        _seconds,
-    ),
+    Axis("seconds", "Seconds a client", "to compute an update, on the average: better to the left", _seconds),
 )
 """What a defence costs."""
 Span = tuple[float, float, float]
@@ -219,7 +214,9 @@ def _prices(rows: Sequence[Row]) -> dict[str, dict[str, Span]]:
         told = {
             "accuracy": [facts.get("final_accuracy", facts["accuracy"]) for facts in latest.values()],
             "bytes": [facts["bytes_up"] for facts in latest.values()],
-            "seconds": [facts["seconds"] for facts in latest.values()],
+            "seconds": [
+                facts["client_seconds"] for facts in latest.values() if facts.get("client_seconds") is not None
+            ],
         }
         found[defence] = {key: (fmean(values), min(values), max(values)) for key, values in told.items() if values}
     return found

@@ -153,6 +153,7 @@ COLUMNS: tuple[Column, ...] = (
     Column("round_bytes_up", "Sent a round", "bytes that all clients send in a round", _sum("round_bytes_up"), size),
     Column("round_bytes_down", "Received a round", "bytes the server sends", _sum("round_bytes_down"), size),
     Column("round_seconds", "A round takes", "seconds of work", _sum("round_seconds"), duration),
+    Column("client_seconds", "An update takes", "seconds of one client's work", _sum("client_seconds"), number),
     _text("client", "Client", "what the update is", _info("client")),
     Column("batch", "Batch", "images a client", lambda row: row.setting.batch),
     Column("params", "Parameters", "parameters of the model", _info("params"), number),
@@ -161,7 +162,15 @@ COLUMNS: tuple[Column, ...] = (
 """Every column, in the order shown."""
 
 _OPTIONAL = {"lpips", "mse_bound", "objective_truth", "identified", "iterations_per_second", "restarts", "params"}
-_OPTIONAL |= {"trained", "accuracy", "final_accuracy", "round_bytes_up", "round_bytes_down", "round_seconds"}
+_OPTIONAL |= {
+    "trained",
+    "accuracy",
+    "final_accuracy",
+    "round_bytes_up",
+    "round_bytes_down",
+    "round_seconds",
+    "client_seconds",
+}
 DOUBT = "low, but the attack may be broken"
 """Said of low rates of an attack that may be broken."""
 
@@ -187,7 +196,7 @@ def columns(rows: Sequence[Row]) -> list[Column]:
     health = _text("health", "Health", "whether the attack itself worked", lambda row: examine(row, rows).label)
     fronts = marks(rows)
     front = _text("pareto", "Front", "the Pareto fronts that the defence is on", lambda row: mark(row, fronts))
-    after = {"bytes_sent": compared, "asr_high": health} | ({"round_seconds": front} if fronts else {})
+    after = {"bytes_sent": compared, "asr_high": health} | ({"client_seconds": front} if fronts else {})
     found: list[Column] = []
     for column in COLUMNS:
         if column.key not in _OPTIONAL or any(column.get(row) is not None for row in rows):

@@ -225,7 +225,8 @@ def _rows(training: Training) -> Iterator[dict[str, Any]]:
         known: Told = told or {}
         keys = ("rounds", "best_round", "accuracy", "loss", "validation_loss", "bytes_up", "bytes_down", "seconds")
         curve = known.get("curve") or ()
-        totals = {f"total_{key}": sum(p[key] for p in curve) if curve else None for key in keys[-3:]}
+        keys, summed = (*keys, "client_seconds"), keys[-3:]
+        totals = {f"total_{key}": sum(p[key] for p in curve) if curve else None for key in summed}
         epsilons = {f"epsilon_{unit}": (known.get("epsilon") or {}).get(unit) for unit in ("example", "client")}
         proof = {"delta": known.get("delta"), "guarantee": known.get("guarantee"), "failed": known.get("failed")}
         yield named | {key: known.get(key) for key in keys} | totals | epsilons | proof
@@ -234,6 +235,7 @@ def _rows(training: Training) -> Iterator[dict[str, Any]]:
 def _rounds(training: Training) -> Iterator[dict[str, Any]]:
     """List every round of every training."""
     keys = ("accuracy", "loss", "validation_accuracy", "validation_loss", "bytes_up", "bytes_down", "seconds")
+    keys += ("client_seconds",)
     for cell, told in training.cells:
         for point in told["curve"] if told else ():
             who = {"answered": len(point.get("clients", ())), "absent": len(point.get("absent", ()))}

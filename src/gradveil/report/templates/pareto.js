@@ -4,7 +4,7 @@
   const boxes = [...document.querySelectorAll(".plot[data-front]")];
   if (!boxes.length) return;
   const { svg, colour, hidden, logTicks, linearTicks, bytes } = CHARTS;
-  const TITLES = { accuracy: "accuracy at the end", bytes: "bytes sent a round", seconds: "seconds a round" };
+  const TITLES = { accuracy: "accuracy at the end", bytes: "bytes sent a round", seconds: "seconds of a client's update" };
   const LONGEST = 26;
   let view = 0;
 
