@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from gradveil.attacks.base import Progress
@@ -44,7 +45,12 @@ class Silent:
         self.finished: list[Cell] = []
 
     def start(
-        self, planned: Sequence[Address], finished: set[str], victims: int, damaged: Sequence[Problem] = ()
+        self,
+        planned: Sequence[Address],
+        finished: set[str],
+        victims: int,
+        damaged: Sequence[Problem] = (),
+        work: Mapping[str, float] = MappingProxyType({}),
     ) -> None:
         self.started, self.skipped, self.damaged = [address.id for address in planned], finished, list(damaged)
 

@@ -11,6 +11,8 @@ from rich.console import Console
 from gradveil.attacks.base import Progress
 from gradveil.audit.cell import cells
 from gradveil.audit.display import Screen, legend, result_table
+from gradveil.audit.expected import expected_work
+from gradveil.audit.scene import open_scene
 from gradveil.audit.store import Cell
 from gradveil.core.errors import Problem
 from gradveil.core.words import interval, percent
@@ -70,6 +72,31 @@ def test_a_terminal_shows_what_is_under_way() -> None:
     play(Screen(out), [Progress(1, 1, 5, 10, 0.25), Progress(2, 0, 10, 10, float("nan"))])
     assert "1 of 2 cells done" in text(out)
     assert "nan" not in text(out)
+
+
+def test_the_time_left_goes_by_the_work_of_each_cell(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = config(attacks=["ig(iterations=10)", "ig(iterations=90)"], defences=["none"])
+    short, long = cells(plan)
+    clock = iter((0.0, 0.0, 30.0, 30.0, 60.0, 60.0))
+    monkeypatch.setattr("time.monotonic", lambda: next(clock))
+    screen = Screen(console(terminal=False))
+    screen.start([short, long], set(), 2, (), expected_work(open_scene(plan)))
+    screen.done(short, result("none", "ig", 1))
+    assert "30 s so far, about 4 min 30 s left" in screen._rest()
+    screen.progress(long, 0, Progress(0, 2, 30, 180, 0.5))
+    assert text(screen.console).splitlines()[-1].endswith("1 min 0 s so far, about 3 min 0 s left")
+
+
+def test_the_work_of_a_cell_is_what_its_attack_may_take() -> None:
+    def work(**changes: Any) -> list[float]:
+        return [*expected_work(open_scene(config(defences=["none"], **changes), checked=False)).values()]
+
+    attacks = ["ig(iterations=10, restarts=3)", "ig(iterations=40)"]
+    assert work(attacks=attacks) == [30, 40]
+    assert work(attacks=attacks, client={"batch": 2, "local": {"lr": 0.1, "epochs": 3}}) == [180, 240]
+    assert work(attacks=attacks, budget="64") == [16, 16]
+    assert work(attacks=attacks, budget="2m") == [1, 1]
+    assert work(attacks=["analytic", *attacks]) == [0, 30, 40]
 
 
 @pytest.mark.parametrize("terminal", [True, False])

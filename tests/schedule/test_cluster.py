@@ -170,6 +170,6 @@ def test_an_interrupt_leaves_no_ray_behind_and_says_how_to_go_on(tmp_path: Path)
         assert gone(session)
     finally:
         process.kill()
-        process.wait()
+        process.communicate()
         for pid in members(session) if session else ():
             os.kill(pid, signal.SIGKILL)

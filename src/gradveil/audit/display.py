@@ -6,7 +6,7 @@ import math
 import time
 import warnings
 from collections.abc import Mapping, Sequence
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Any
 
 from rich.console import Console
@@ -31,8 +31,8 @@ _LINE_SECONDS = 10.0
 class Screen:
     """Progress of a run: victims done, iterations a second, remaining time.
 
-    The remaining time takes every unfinished cell to be as long as the cells so far were, and to use its whole budget:
-    attacks that converge early are faster.
+    The remaining time takes the rest of the work to go as fast as the work so far did, and every attack to use all of
+    its iterations: those that converge early are faster.
     """
 
     def __init__(self, console: Console) -> None:
@@ -44,6 +44,8 @@ class Screen:
         self.victims = 0
         self.skipped = 0
         self.finished = 0
+        self.work: Mapping[str, float] = {}
+        self.left = self.worked = 0.0
         self.steps: dict[str, dict[int, Progress]] = {}
         self.iterations = 0
         self.told = self.began
@@ -62,10 +64,17 @@ class Screen:
             self.live.stop()
 
     def start(
-        self, planned: Sequence[Address], finished: set[str], victims: int, damaged: Sequence[Problem] = ()
+        self,
+        planned: Sequence[Address],
+        finished: set[str],
+        victims: int,
+        damaged: Sequence[Problem] = (),
+        work: Mapping[str, float] = MappingProxyType({}),
     ) -> None:
         """Say how much there is to do, and what is done again because its files are damaged."""
         self.planned, self.victims, self.skipped = planned, victims, len(finished)
+        self.work = {cell.id: work.get(cell.id, 1.0) for cell in planned}
+        self.left, self.worked = sum(self.work[cell.id] for cell in planned if cell.id not in finished), 0.0
         self.began = self.told = time.monotonic()
         done = f", {len(finished)} of them already done" if finished else ""
         for problem in damaged:
@@ -88,6 +97,7 @@ class Screen:
     def done(self, cell: Address, result: Cell) -> None:
         """Show a cell's result in one line."""
         self.finished += 1
+        self.worked += self.work[cell.id]
         self.iterations += result.info.get("row_iterations", 0)
         self.steps.pop(cell.id, None)
         self.told = time.monotonic()
@@ -129,13 +139,13 @@ class Screen:
         iterations = self.iterations + sum(step.row_iterations for step in under_way)
         seconds = max(time.monotonic() - self.began, 1e-9)
         shares = (
-            sum(step.row_iterations for step in steps.values())
+            self.work[cell]
+            * sum(step.row_iterations for step in steps.values())
             / max(1, sum(step.row_budget for step in steps.values()))
-            for steps in self.steps.values()
+            for cell, steps in self.steps.items()
         )
-        worked = self.finished + sum(shares)
-        left = len(self.planned) - self.skipped - worked
-        rest = f", about {duration(seconds / worked * left)} left" if worked > 0.02 else ""
+        worked = self.worked + sum(shares)
+        rest = f", about {duration(seconds / worked * (self.left - worked))} left" if worked > 0.01 * self.left else ""
         done = f"{self.skipped + self.finished} of {len(self.planned)} cells done"
         return f"{done}, {iterations / seconds:,.0f} iterations/s, {duration(seconds)} so far{rest}"
 

@@ -18,6 +18,7 @@ from gradveil.attacks.base import Progress
 from gradveil.attacks.presets import ATTACKS
 from gradveil.audit.cell import Address, Recovered, cells, merge
 from gradveil.audit.config import RunConfig
+from gradveil.audit.expected import expected_work
 from gradveil.audit.layout import FORMAT
 from gradveil.audit.plans import read_plans, write_plan
 from gradveil.audit.scene import Scene
@@ -38,9 +39,14 @@ class Display(Protocol):
     """What a run tells while it works. Every method is called from one thread."""
 
     def start(
-        self, planned: Sequence[Address], finished: set[str], victims: int, damaged: Sequence[Problem] = ()
+        self,
+        planned: Sequence[Address],
+        finished: set[str],
+        victims: int,
+        damaged: Sequence[Problem] = (),
+        work: Mapping[str, float] = MappingProxyType({}),
     ) -> None:
-        """Hear of the cells of the run, which are there already, and which files' cells are made again."""
+        """Hear of the cells: those that are there, files whose cells are made again, how much work each will be."""
         ...
 
     def progress(self, cell: Address, share: int, step: Progress) -> None:
@@ -56,7 +62,7 @@ def run(scene: Scene, store: Store, display: Display, share: int, schedule: Sche
     """Attack every cell that is not there whole; write each as soon as it is. Returns the results of this call."""
     planned = cells(scene.config)
     finished, damaged = store.survey(cell.id for cell in planned)
-    display.start(planned, finished, scene.config.victims, damaged)
+    display.start(planned, finished, scene.config.victims, damaged, expected_work(scene))
     division = shares(scene.config.victims, share)
     if scene.observed is not None:
         division = [
