@@ -49,6 +49,7 @@ DEFENCES = (
     "soteria",
     "optimal-noise(std=0.01, layerwise=true)",
     "optimal-noise(std=0.01)",
+    "optimal-noise(std=0.01, probes=32, of=example, memory=0.5)",
 )
 
 

@@ -38,7 +38,8 @@ def linear(text: str) -> Scene:
     wide = torch.full((1, 1, 1), 9.0)
     scene = observed(client, Batch(inputs, targets), -wide, wide, 3)
     client = parse(text)(scene.client)
-    sent, _ = client.updates(client.params(), scene.truth, drawn(client, scene.truth), {})
+    state = stack([client.init(client.params())] * VICTIMS)
+    sent, _ = client.updates(client.params(), scene.truth, drawn(client, scene.truth), state)
     return replace(scene, client=client, observation=replace(scene.observation, update=sent))
 
 
@@ -62,7 +63,7 @@ def test_weighing_by_the_inferred_noise_recovers_more_of_a_linear_model():
     assert whitened.mean() < 0.7 * plain.mean(), (whitened.mean(), plain.mean())
     assert int((whitened < plain).sum()) >= VICTIMS - 1
     params, own = scene.client.params(), drawn(scene.client, scene.truth)
-    spread = deviations(scene.client, params, scene.truth, own, {})["2.weight"]
+    spread = deviations(scene.client, params, scene.truth, own, {})[0]["2.weight"]
     exact = []
     for victim in range(VICTIMS):
         row = int(scene.truth.targets[victim])
@@ -85,11 +86,11 @@ def test_noise_that_is_the_same_everywhere_weighs_nothing():
 def test_deviations_are_those_of_all_that_is_added(text: str, factor: float):
     scene = linear(text)
     params, own = scene.client.params(), drawn(scene.client, scene.truth)
-    found = deviations(scene.client, params, scene.truth, own, {})["2.weight"]
+    found = deviations(scene.client, params, scene.truth, own, {})[0]["2.weight"]
     sent = scene.client.updates(params, scene.truth, tmap(torch.zeros_like, own) | own, {})[0]["2.weight"]
     if "prune" in text:
         own |= {f"send.prune.mask.{n}": v for n, v in {"2.weight": (sent != 0).double()}.items()}
-        found = deviations(scene.client, params, scene.truth, own, {})["2.weight"]
+        found = deviations(scene.client, params, scene.truth, own, {})[0]["2.weight"]
         assert not found[sent == 0].any()
         found = found[sent != 0]
     torch.testing.assert_close(found, torch.full_like(found, factor))
@@ -98,7 +99,7 @@ def test_deviations_are_those_of_all_that_is_added(text: str, factor: float):
 def test_scales_that_follow_the_data_are_those_of_the_defence():
     scene = linear("optimal-noise(0.2)")
     params, own = scene.client.params(), drawn(scene.client, scene.truth)
-    found = deviations(scene.client, params, scene.truth, own, {})["2.weight"]
+    found = deviations(scene.client, params, scene.truth, own, {})[0]["2.weight"]
     plain = scene.client.updates(params, scene.truth, tmap(torch.zeros_like, own), {})[0]["2.weight"]
     added = (scene.observation.update["2.weight"] - plain) / own["send.noise.normal.2.weight"]
     torch.testing.assert_close(found, added.abs())
@@ -118,7 +119,7 @@ def test_it_looks_now_and_then():
     moved = Batch(scene.truth.inputs + 1, scene.truth.targets)
 
     def look(batch: Batch, iteration: int) -> Tensor:
-        return whitening(0, scene.client, params, batch, own, {}, rows, iteration)["2.weight"]
+        return whitening(0, scene.client, params, batch, own, {}, rows, iteration)[0]["2.weight"]
 
     first = look(scene.truth, 0)
     assert torch.equal(look(moved, REFRESH - 1), first)
@@ -126,5 +127,40 @@ def test_it_looks_now_and_then():
     assert not torch.equal(later, first)
     rows = rows[1:]
     few = {name: value[1:] for name, value in own.items()}
-    kept = whitening(0, scene.client, params, Batch(moved.inputs[1:], moved.targets[1:]), few, {}, rows, REFRESH + 1)
+    kept, _ = whitening(0, scene.client, params, Batch(moved.inputs[1:], moved.targets[1:]), few, {}, rows, REFRESH + 1)
     assert torch.equal(kept["2.weight"], later[1:])
+
+
+def in_rounds(text: str, count: int) -> list[Scene]:
+    """The scene in each round that the server sees; the parameters stay, the client's state runs on."""
+    scene = linear(text)
+    params, scenes = scene.client.params(), []
+    state = stack([scene.client.init(params)] * VICTIMS)
+    for number in range(count):
+        spec = scene.client.noise_spec(params, Batch(scene.truth.inputs[0], scene.truth.targets[0]))
+        own = stack([spec.sample(Key(1).child("round", number, victim)) for victim in range(VICTIMS)])
+        sent, after = scene.client.updates(params, scene.truth, own, state)
+        scenes.append(replace(scene, observation=replace(scene.observation, update=sent, round=number)))
+        spread = deviations(scene.client, params, scene.truth, own, state)[0]["2.weight"]
+        plain = scene.client.updates(params, scene.truth, tmap(torch.zeros_like, own), state)[0]["2.weight"]
+        added = (sent["2.weight"] - plain) / own["send.noise.normal.2.weight"]
+        torch.testing.assert_close(spread, added.abs(), msg=f"deviations in round {number}")
+        state = after
+    return scenes
+
+
+@pytest.mark.parametrize("cheap", ["every=3", "of=example, memory=0.5", "of=example, every=2, memory=0.5"])
+def test_who_saw_the_rounds_infers_noise_that_is_scaled_by_earlier_ones(cheap: str):
+    """The state that the scale comes from is simulated from the first round on, at the attacker's candidate."""
+    scenes = in_rounds(f"optimal-noise(0.08, {cheap})", 3)
+    first, seen = scenes[0], [scene.observation for scene in scenes]
+
+    def error(text: str) -> Tensor:
+        attack = make_attack(text)
+        found = attack(seen, first.client, replace(first.knowledge, tensors=attack.knowledge), Key(0))
+        return (found.inputs - first.truth.inputs).square().flatten(1).mean(1)
+
+    plain = error(f"cdia({SETTINGS}, rounds=all)")
+    whitened = error(f"cdia({SETTINGS}, rounds=all, whiten=true)")
+    assert whitened.mean() < 0.75 * plain.mean(), (whitened.mean(), plain.mean())
+    assert int((whitened < plain).sum()) >= VICTIMS - 2

@@ -10,6 +10,7 @@ from gradveil.theory.utility import (
     global_ratio,
     noise_utility,
     optimal_variances,
+    privacy_loss,
     second_order_utility,
 )
 
@@ -69,3 +70,17 @@ def test_silent_coordinates_and_the_cap():
     variances = optimal_variances(ratio, mean=1.0, cap=6.0)
     assert variances["w"].tolist() == [0, 0, 3, 1]
     assert optimal_variances({"w": torch.zeros(2)}, mean=1.0)["w"].tolist() == [0, 0]
+
+
+def test_the_loss_is_what_more_is_told_at_the_same_utility():
+    squares, g = {"w": normal(40, key="n").square()}, {"w": normal(40, key="g")}
+    best = {"w": squares["w"].sqrt() / g["w"].abs()}
+    torch.testing.assert_close(privacy_loss(squares, g, best), torch.zeros(()).double(), rtol=0, atol=1e-12)
+    other = {"w": best["w"] * normal(40, key="s").exp()}
+    same = other["w"] * (noise_utility(g, best) / noise_utility(g, other))
+    expected = information_trace(squares, {"w": same}) / information_trace(squares, best) - 1
+    torch.testing.assert_close(privacy_loss(squares, g, other), expected)
+    torch.testing.assert_close(privacy_loss(squares, g, {"w": 7 * other["w"]}), expected)
+    assert expected > 0.1
+    open_entry = {"w": torch.where(torch.arange(40) == 3, 0.0, best["w"])}
+    assert bool(privacy_loss(squares, g, open_entry).isinf())

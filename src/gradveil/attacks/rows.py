@@ -239,7 +239,7 @@ class Rows:
 
     def _distance(self, batch: Batch, noise: Tensors, constants: Tensors, rows: Tensor, iteration: int) -> Tensor:
         """Compare the client's simulated updates with what was observed: the mean over the rounds."""
-        state = select(constants, "state")
+        state = watched = select(constants, "state")
         observed = select(constants, "observed")
         total: Tensor | None = None
         for r in self.rounds:
@@ -249,7 +249,8 @@ class Rows:
             quiet = {n: v.off().expand(len(rows), *v.shape).to(self.example) for n, v in self.scales.items()}
             sent, after = r.belief.updates(r.params, batch, {**own, **quiet}, state)
             if self.whitening is not None:
-                found = self.whitening(r.number, r.belief, r.params, batch, own, state, rows, iteration)
+                given = r.number, r.belief, r.params, batch, own, watched, rows, iteration
+                found, watched = self.whitening(*given)
                 sent, seen = ({n: part[n] * found[n] for n in seen} for part in (sent, seen))
             value, state = OBJECTIVES[self.attack.objective](sent, seen), after
             total = value if total is None else total + value

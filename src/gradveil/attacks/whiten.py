@@ -25,8 +25,10 @@ LEAST = 1.0
 more than twice as much as all did before. With a hundredth of it an attack on a CNN lost 5 dB."""
 
 
-def deviations(belief: Client, params: Tensors, batch: Batch, noise: Mapping[str, Tensor], state: Tensors) -> Tensors:
-    """Compute the standard deviation of every entry sent by clients with batches [N, B, ...], as they add noise.
+def deviations(
+    belief: Client, params: Tensors, batch: Batch, noise: Mapping[str, Tensor], state: Tensors
+) -> tuple[Tensors, Tensors]:
+    """Compute the standard deviation of every entry sent by clients with batches [N, B, ...], and their next state.
 
     The additive noise is what is normal or Laplacian and named and shaped like a parameter. It enters linearly, so one
     standard deviation of it moves an entry by that entry's; noise of several stages adds up in squares.
@@ -39,12 +41,12 @@ def deviations(belief: Client, params: Tensors, batch: Batch, noise: Mapping[str
                 ones = torch.full_like(noise[name], _size(described))
                 stages.setdefault(name.removesuffix(parameter), {})[name] = ones
     off = {**noise, **{name: torch.zeros_like(v) for own in stages.values() for name, v in own.items()}}
-    plain, _ = belief.updates(params, batch, off, state)
+    plain, after = belief.updates(params, batch, off, state)
     total = tmap(torch.zeros_like, plain)
     for own in stages.values():
         moved, _ = belief.updates(params, batch, {**off, **own}, state)
         total = {name: value + (moved[name] - plain[name]).square() for name, value in total.items()}
-    return tmap(torch.sqrt, total)
+    return tmap(torch.sqrt, total), after
 
 
 def weights(spread: Mapping[str, Tensor]) -> Tensors:
@@ -70,7 +72,11 @@ def _size(described: Noise) -> float:
 
 
 class Whitening:
-    """The weights of every row and round, looked at afresh now and then."""
+    """The weights of every row and round, looked at afresh now and then.
+
+    A scale may come from earlier rounds, through the client's state. Since an attack's own simulation switches scales
+    off, the state is followed here whenever the rounds are looked at, one after the other.
+    """
 
     def __init__(self) -> None:
         """Start without having looked."""
@@ -86,12 +92,14 @@ class Whitening:
         state: Tensors,
         rows: Tensor,
         iteration: int,
-    ) -> Tensors:
-        """Return the weights [N, ...] of these rows at their candidates."""
+    ) -> tuple[Tensors, Tensors]:
+        """Return the weights [N, ...] of these rows at their candidates, and the state for a look at the next round."""
         keys = [(round_number, row) for row in rows.tolist()]
         if iteration % REFRESH == 0:
             with torch.no_grad():
                 still = Batch(*(value.detach() for value in batch))
-                found = weights(deviations(belief, params, still, tmap(torch.detach, noise), tmap(torch.detach, state)))
+                own, state = tmap(torch.detach, noise), tmap(torch.detach, state)
+                spread, state = deviations(belief, params, still, own, state)
+                found = weights(spread)
             self._found |= {key: {n: v[place] for n, v in found.items()} for place, key in enumerate(keys)}
-        return stack([self._found[key] for key in keys])
+        return stack([self._found[key] for key in keys]), state

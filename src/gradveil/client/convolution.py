@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
+from torch.autograd import Function, forward_ad
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
@@ -145,7 +145,7 @@ class _Convolution(Function):
     @staticmethod
     def backward(ctx: Any, *uppers: Tensor) -> tuple[Tensor | None, ...]:
         (weight,) = ctx.saved_tensors
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() or forward_ad.unpack_dual(uppers[0]).tangent is not None:
             return _apply(_InputGradient, *uppers, weight, ctx.shape, ctx.geometry), None, None, None
         return _input_gradient(ctx.shape, weight, uppers[0], ctx.geometry), None, None, None
 

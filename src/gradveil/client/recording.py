@@ -200,7 +200,7 @@ class Recorder(TorchFunctionMode):
 
         dg_v is the tangent of victim v's gradient of `value`, or of <value, upper>; f [V] are factors.
         """
-        found = self._deltas(value, create_graph=True, upper=upper)
+        found = self._deltas(value, create_graph=False, upper=upper)
         if len({use.parameter for use, _ in found}) < len(found):
             raise Unsupported("a parameter is used twice: its derivatives would be added before they are squared")
         total: Tensors = {}

@@ -33,6 +33,8 @@ def norm(tensors: Mapping[str, Tensor]) -> Tensor:
 
 def root(square: Tensor) -> Tensor:
     """Square root of what is not negative; its derivative at zero is zero, not infinite."""
+    if plain(square):
+        return square.sqrt()
     safe = torch.where(square > 0, square, torch.ones_like(square))
     return torch.where(square > 0, safe.sqrt(), torch.zeros_like(square))
 

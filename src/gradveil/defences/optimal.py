@@ -123,14 +123,15 @@ class OptimalNoise(Transform):
         if not self._remembers:
             return self._probed(noise, context)
         old, rounds = select(state, "squares"), state["rounds"]
-        if plain(rounds, context.batch.inputs) and int(rounds) % self.every:
+        known = plain(rounds, context.batch.inputs)
+        if known and int(rounds) % self.every:
             return old
         found = self._probed(noise, context)
         if self.memory:
             kept = torch.where(rounds > 0, self.memory, 0.0).to(rounds.dtype)
-            found = {name: kept * old[name] + (1 - kept) * value for name, value in found.items()}
+            found = {name: torch.lerp(value, old[name], kept) for name, value in found.items()}
         due = rounds % self.every == 0
-        return {name: torch.where(due, value, old[name]) for name, value in found.items()}
+        return found if known else {name: torch.where(due, value, old[name]) for name, value in found.items()}
 
     def scales(self, update: Mapping[str, Tensor], squares: Mapping[str, Tensor]) -> Tensors:
         """Compute the standard deviation of every coordinate; the mean of their squares is std^2.

@@ -46,6 +46,29 @@ def second_order_utility(gradient: Mapping[str, Tensor], sent: Mapping[str, Tens
     return -first_order_utility(gradient, sent).square()
 
 
+def privacy_loss(
+    squares: Mapping[str, Tensor], gradient: Mapping[str, Tensor], variances: Mapping[str, Tensor]
+) -> Tensor:
+    """Return by how much noise tells more than the optimal noise of the same second-order utility, relatively.
+
+    (sum_i n_i^2 / s_i^2) (sum_i g_i^2 s_i^2) / (sum_i n_i |g_i|)^2 - 1, with n_i^2 the squared row norms ||dg_i/dx||^2
+    and s_i^2 the variances: the privacy term times the utility's cost, over the least that the product can be (Cauchy
+    and Schwarz), which variances in proportion to n_i / |g_i| reach. No scale of the noise enters. Infinite where a
+    coordinate that depends on x gets no noise; the sums are in double precision.
+
+    >>> squares, g = {"w": torch.tensor([1.0, 16.0])}, {"w": torch.tensor([1.0, 1.0])}
+    >>> round(float(privacy_loss(squares, g, {"w": torch.tensor([1.0, 4.0])})), 6)
+    0.0
+    >>> round(float(privacy_loss(squares, g, {"w": torch.tensor([1.0, 1.0])})), 6)
+    0.36
+    """
+    n = torch.cat([value.flatten() for value in squares.values()]).double()
+    g = torch.cat([gradient[name].flatten() for name in squares]).double()
+    s = torch.cat([variances[name].flatten() for name in squares]).double()
+    told = torch.where(n > 0, n / s, 0.0).sum()
+    return told * (g.square() * s).sum() / (n.sqrt() * g.abs()).sum().square() - 1
+
+
 def global_ratio(squares: Sequence[Mapping[str, Tensor]], gradients: Sequence[Mapping[str, Tensor]]) -> Tensors:
     """Compute sqrt(E ||dg_i/dx||^2 / E g_i^2) from the squared row norms and gradients of public batches.
 
