@@ -140,6 +140,30 @@ def test_the_script_draws_what_the_sentences_say() -> None:
     assert (worst["No defence"]["bare"], worst["dgp"]["bare"]) == (True, False)
 
 
+def test_who_has_no_rate_at_some_round_is_not_compared() -> None:
+    found = chart(bare(stage=0), bare(stage=4), cell(0, 0.8, 10, stage=0))
+    assert not spot(found, "dgp").whole
+    assert found.worst.members["bytes"] == {"No defence"}
+    assert "Without a rate at some round, not compared: dgp." in found.worst.sentence(BYTES)
+    assert found.views[1].members["bytes"] == {"dgp"}
+
+
+def test_a_failed_attack_leaves_the_rate_in_doubt() -> None:
+    info = cell(0, 0.8, 50, attack="dia").cell.info
+    done = [Row(0, bare().cell), Row(1, cell(2, 0.8, 50).cell)]
+    doubtful = [charts(verdicts(done), failed, {})[0] for failed in ((), (Cell(info | {"failed": "boom"}, []),))]
+    assert [spot(one, "dgp").is_vague for one in doubtful] == [False, True]
+
+
+def test_a_price_that_nobody_knows_is_left_out() -> None:
+    rows = [bare(), cell(8, 0.9, 50)]
+    for one in rows:
+        del one.cell.info["training"]["client_seconds"]
+    found = chart(*rows)
+    assert found.overall == "Beaten in leak, accuracy and bytes at once: No defence, by dgp."
+    assert found.worst.sentence(SECONDS) == "No defence has both a rate and a price."
+
+
 def test_settings_are_compared_within_themselves() -> None:
     rows = [bare(), cell(4, 0.8, 50), bare(batch=2), cell(2, 0.8, 50, batch=2)]
     numbered = [Row(number, one.cell) for number, one in enumerate(rows)]
@@ -198,6 +222,7 @@ def test_a_training_that_diverges_is_told_and_leaves_no_gap(audited: Path) -> No
     (found,) = context(load_run(audited))["fronts"]
     lost = {one.stage for one in found.stages.get("gaussian(1e38)", {}).values()}
     assert lost == {0}
+    assert not spot(found, "gaussian(1e38)").whole
     assert found.trail(spot(found, "gaussian(1e38)"))[1:] == ["no rate after 1 round", "no rate after 2 rounds"]
     text = read(page(load_run(audited))).text
     assert "no rate after 2 rounds" in text

@@ -6,7 +6,7 @@ A defence leaks what the strongest attacker without secrets recovers, as its ver
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import fmean
 from typing import Any
 
@@ -26,6 +26,7 @@ class Axis:
     title: str
     unit: str
     show: Any
+    respect: str
     more_is_better: bool = False
 
 
@@ -34,9 +35,16 @@ def _seconds(value: float) -> str:
 
 
 AXES = (
-    Axis("accuracy", "Accuracy", "at the end of the training: better to the right", percent, more_is_better=True),
-    Axis("bytes", "Bytes a round", "sent by all clients, as encoded: better to the left", size),
-    Axis("seconds", "Seconds a client", "to compute an update, on the average: better to the left", _seconds),
+    Axis(
+        "accuracy",
+        "Accuracy",
+        "at the end of the training: better to the right",
+        percent,
+        "accuracy",
+        more_is_better=True,
+    ),
+    Axis("bytes", "Bytes a round", "sent by all clients, as encoded: better to the left", size, "bytes"),
+    Axis("seconds", "Seconds a client", "to compute an update, on the average: better to the left", _seconds, "time"),
 )
 """What a defence costs."""
 Span = tuple[float, float, float]
@@ -49,6 +57,10 @@ class Spot:
 
     verdict: Verdict
     prices: Mapping[str, Span]
+    failed: bool = False
+    """Whether an attack on it failed: another may have recovered more."""
+    whole: bool = True
+    """Whether every stage has a rate: without one nobody knows where the defence leaks most."""
 
     @property
     def name(self) -> str:
@@ -83,12 +95,12 @@ class Spot:
 
     @property
     def is_vague(self) -> bool:
-        """Whether more may be recovered: nobody attacked who knows the defence, or the attack is in doubt."""
-        return self.verdict.level in ("unproven", "unclear") or bool(self.verdict.warning)
+        """Whether more may be recovered: nobody attacked who knows the defence, or an attack is in doubt or failed."""
+        return self.verdict.level in ("unproven", "unclear") or bool(self.verdict.warning) or self.failed
 
     def point(self, axes: Sequence[Axis]) -> tuple[float, ...] | None:
         """Return what is to be kept small, the leak first; None where a price is not known."""
-        if self.is_bound or any(axis.key not in self.prices for axis in axes):
+        if self.is_bound or not self.whole or any(axis.key not in self.prices for axis in axes):
             return None
         costs = ((-1 if axis.more_is_better else 1) * self.prices[axis.key][0] for axis in axes)
         return self.rate, *costs
@@ -115,6 +127,8 @@ class View:
         dominated = f"Dominated: {_grouped(lost)}." if lost else "Nothing is dominated."
         told = [f"On the front: {listing(members)}.", dominated]
         told += [f"Upper bounds, not compared: {listing(bounds)}."] if bounds else []
+        partly = [spot.name for spot in self.spots if not spot.whole]
+        told += [f"Without a rate at some round, not compared: {listing(partly)}."] if partly else []
         vague = [s.name for s in self.spots if s.is_vague and s.name in self.members[axis.key]]
         told += [f"More may come out of {listing(vague)}, see the verdicts: this front may flatter."] if vague else []
         return " ".join(told)
@@ -139,10 +153,12 @@ class Chart:
     @property
     def overall(self) -> str:
         """Say who is beaten in every respect at once."""
-        lost = _compare(self.worst.spots, AXES)[1]
+        axes = [axis for axis in AXES if any(axis.key in spot.prices for spot in self.worst.spots)]
+        lost = _compare(self.worst.spots, axes)[1]
+        respects = listing(["leak", *(axis.respect for axis in axes)])
         if not lost:
-            return "No defence is beaten in leak, accuracy, bytes and time at once."
-        return f"Beaten in leak, accuracy, bytes and time at once: {_grouped(lost)}."
+            return f"No defence is beaten in {respects} at once."
+        return f"Beaten in {respects} at once: {_grouped(lost)}."
 
     def trail(self, spot: Spot) -> list[str]:
         """List what a defence leaks at every stage; where its attacks failed or are not done, no rate."""
@@ -154,17 +170,22 @@ class Chart:
 def charts(judged: Sequence[Verdict], failed: Sequence[Cell], config: Mapping[str, Any]) -> list[Chart]:
     """Build the charts of an audit that follows a training, one a setting whatever the round; none of another audit."""
     trained = [verdict for verdict in judged if verdict.setting.trained is not None]
+    broken = {(row.setting, row.defence) for row in (Row(place, cell) for place, cell in enumerate(failed))}
     found = []
     for setting in dict.fromkeys(verdict.setting._replace(trained=None) for verdict in trained):
         here = [verdict for verdict in trained if verdict.setting._replace(trained=None) == setting]
         prices = _prices([row for verdict in here for row in verdict.rows])
-        spots = [Spot(verdict, prices[verdict.best.defence]) for verdict in here]
+        spots = [
+            Spot(verdict, prices[verdict.best.defence], (verdict.setting, verdict.best.defence) in broken)
+            for verdict in here
+        ]
         first = {s.name: min(row.number for row in s.verdict.rows) for s in sorted(spots, key=lambda s: -s.stage)}
         names = sorted(first, key=lambda name: first[name])
         stages = {name: {s.stage: s for s in sorted(spots, key=lambda s: s.stage) if s.name == name} for name in names}
+        every = {spot.stage for spot in spots}
         worst = [max(of_each.values(), key=lambda s: (s.rate, s.verdict.best.asr)) for of_each in stages.values()]
-        views = [_view("Worst round", worst)]
-        for stage in sorted({spot.stage for spot in spots}):
+        views = [_view("Worst round", [replace(s, whole=stages[s.name].keys() == every) for s in worst])]
+        for stage in sorted(every):
             views.append(_view(when(stage).capitalize(), [of[stage] for of in stages.values() if stage in of]))
         left = tuple(_missing({row.defence for verdict in here for row in verdict.rows}, failed, config))
         found.append(Chart(setting, tuple(views), left, stages))
@@ -248,7 +269,7 @@ def marks(rows: Sequence[Row]) -> dict[tuple[Setting, str], str]:
     for chart in charts(verdicts(rows), (), {}):
         for spot in chart.worst.spots:
             on = [axis.key for axis in AXES if spot.name in chart.worst.members[axis.key]]
-            off = "upper bound" if spot.is_bound else "dominated"
+            off = "upper bound" if spot.is_bound else "dominated" if spot.whole else "a round without a rate"
             found[chart.setting, spot.verdict.best.defence] = ", ".join(on) or off
     return found
 
@@ -259,7 +280,7 @@ def mark(row: Row, found: Mapping[tuple[Setting, str], str]) -> str | None:
 
 
 def summaries_with_fronts(cells: Sequence[Cell]) -> list[dict[str, Any]]:
-    """Sum every cell up, with `pareto`: the fronts that its defence is on, `dominated`, or `upper bound`."""
+    """Sum every cell up, with `pareto`: the fronts that its defence is on, or why it is on none."""
     rows = {place: Row(place, cell) for place, cell in enumerate(cells) if cell.failed is None}
     found = marks([row for row in rows.values() if row.cell.unscored is None])
     return [

@@ -92,7 +92,7 @@ def _drawn(spot: Spot, view: View, chart: Chart, places: Mapping[str, int]) -> d
         "series": places[best.defence],
         "name": spot.name,
         "bare": best.undefended,
-        "bound": spot.is_bound,
+        "bound": spot.is_bound or not spot.whole,
         "vague": spot.is_vague,
         "rate": spot.rate,
         "bounds": spot.bounds,
