@@ -35,6 +35,7 @@ def test_defences_stand_side_by_side(little: Path, capsys: pytest.CaptureFixture
     assert run(["train", "little.toml", "--threads", "1"]) == 0
     out, err = capsys.readouterr()
     assert "none, seed 0: round 1 of 1, accuracy" in err
+    assert "gradveil report runs/little" in err
     lines = [line.split() for line in out.splitlines()]
     assert lines[0][:2] == ["defence", "accuracy"]
     assert [line[0] for line in lines[1:3]] == ["none", "topk(0.1)"]

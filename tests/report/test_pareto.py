@@ -12,12 +12,14 @@ from typing import Any
 
 import pytest
 
+from gradveil.audit.privacy import proven
 from gradveil.audit.rows import Row
 from gradveil.audit.store import Cell, load_run
 from gradveil.cli.app import run as command
 from gradveil.metrics import wilson
 from gradveil.report import page
 from gradveil.report.build import context
+from gradveil.report.method import guarantees
 from gradveil.report.pareto import AXES, Chart, Spot, charts, mark, marks
 from gradveil.report.plots import fronts
 from gradveil.report.verdict import verdicts
@@ -162,6 +164,16 @@ def test_a_price_that_nobody_knows_is_left_out() -> None:
     found = chart(*rows)
     assert found.overall == "Beaten in leak, accuracy and bytes at once: No defence, by dgp."
     assert found.worst.sentence(SECONDS) == "No defence has both a rate and a price."
+
+
+def test_what_is_proven_is_that_of_the_training_unless_another_is_planned() -> None:
+    one = cell(3, 0.8, 50, defence="dp", guarantee="differential privacy of each example")
+    one.cell.info["training"] |= {"epsilon": {"example": 2.5}, "guarantee": "epsilon 2.5 of each example (...)"}
+    assert proven(one.info) == "epsilon 2.5 of each example"
+    assert guarantees([one]) == [("dp", "epsilon 2.5 of each example (...)")]
+    one.cell.info["epsilon"] = {"example": 1.25}
+    assert proven(one.info) == "epsilon 1.25 of each example"
+    assert guarantees([one]) == [("dp", "differential privacy of each example")]
 
 
 def test_settings_are_compared_within_themselves() -> None:

@@ -30,12 +30,13 @@ def privacy_facts(scene: Scene, client: Client, batch: Batch) -> dict[str, Any]:
 
 
 def proven(info: Mapping[str, Any]) -> str:
-    """Say in a few words what is proven of a cell's defence.
+    """Say in a few words what is proven of a cell's defence: of the planned training, or else of the one audited.
 
     >>> proven({"epsilon": {"example": 1.8282}}), proven({"guarantee": "no formal guarantee: 'a' looks ..."})
     ('epsilon 1.83 of each example', 'no formal guarantee')
     """
-    found = [f"epsilon {number(value)} of each {unit}" for unit, value in (info.get("epsilon") or {}).items()]
+    epsilons = info.get("epsilon") or (info.get("training") or {}).get("epsilon") or {}
+    found = [f"epsilon {number(value)} of each {unit}" for unit, value in epsilons.items()]
     if found:
         return ", ".join(found)
     told = str(info.get("guarantee") or "none")

@@ -99,7 +99,9 @@ def train(
         raise
     if recorder is not None:
         console.print(_recorded(recorder.folder), highlight=False)
-    return _show(load_summaries(folder), as_json, console)
+    code = _show(load_summaries(folder), as_json, console)
+    console.print(f"Curves and costs as a page: gradveil report {shlex.quote(str(folder))}", highlight=False)
+    return code
 
 
 def _show(summaries: Sequence[Mapping[str, Any]], as_json: bool, console: Console) -> int:

@@ -50,7 +50,9 @@ def guarantees(rows: Sequence[Row]) -> list[tuple[str, str]]:
     found: dict[str, list[str]] = {}
     for row in rows:
         if not row.undefended and row.info.get("guarantee"):
-            promise = str(row.info["guarantee"])
+            trained = row.info.get("training") or {}
+            planned = bool(row.info.get("epsilon")) or not trained.get("epsilon")
+            promise = str(row.info["guarantee"] if planned else trained["guarantee"])
             found.setdefault("no formal guarantee" if promise == "none" else promise, []).append(row.defence_name)
     return [(listing(distinct(names)), promise) for promise, names in found.items()]
 
