@@ -17,6 +17,14 @@ from pathlib import Path
 DESK, BRIDGE = b"ray::Desk", b"gradveil.schedule.bridge"
 SETTINGS = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_register_timeout_seconds": "600", "RAY_AUTH_MODE": "token"}
 
+_KEEPER = """
+import os, signal, subprocess, sys
+subprocess.Popen([sys.executable, "-m", "ray.scripts.scripts", *sys.argv[1:]], stdin=subprocess.DEVNULL)
+sys.stdin.read()
+os.killpg(0, signal.SIGKILL)
+"""
+"""Starts Ray, and ends it where whoever started this is gone, be it killed."""
+
 
 def members(session: int) -> dict[int, bytes]:
     """The living processes of a session, and what they are called."""
@@ -65,10 +73,10 @@ def standing_cluster(places: int) -> Iterator[tuple[str, int, dict[str, str]]]:
         log = Path(folder) / "log"
         with log.open("wb") as out:
             process = subprocess.Popen(
-                [sys.executable, "-m", "ray.scripts.scripts", *words],
+                [sys.executable, "-c", _KEEPER, *words],
                 stdout=out,
                 stderr=out,
-                stdin=subprocess.DEVNULL,
+                stdin=subprocess.PIPE,
                 env={**os.environ, **settings},
                 start_new_session=True,
             )
@@ -82,4 +90,4 @@ def standing_cluster(places: int) -> Iterator[tuple[str, int, dict[str, str]]]:
             yield address, process.pid, settings
         finally:
             os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+            process.communicate()

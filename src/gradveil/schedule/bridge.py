@@ -9,10 +9,12 @@ from __future__ import annotations
 import logging
 import os
 import queue
+import shutil
 import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from typing import IO, Any
@@ -26,6 +28,7 @@ _STORE = 256 * 2**20
 _AHEAD = 8
 """Pieces that an actor may be ahead of who listens."""
 _KNOCK_SECONDS = 30.0
+_ROOM_SECONDS = 60.0
 _PLACE = ("opener", "setting", "threads")
 
 
@@ -65,13 +68,25 @@ def _connect(facts: Mapping[str, Any]) -> str:
         ray.init(
             facts["address"] or "local", log_to_driver=False, logging_level=logging.ERROR, **(start if own else {})
         )
-        there = ray.cluster_resources()
+        return _room({"CPU": places, "GPU": facts["workers"] * facts["gpus"]})
     except (OSError, RuntimeError, ValueError, RayError) as error:
         return f"{type(error).__name__}: {error}"
-    wanted = {"CPU": places, "GPU": facts["workers"] * facts["gpus"]}
-    short = [f"{count} {kind}s" for kind, count in wanted.items() if count > there.get(kind, 0)]
-    has = ", ".join(f"{there.get(kind, 0):g} {kind}s" for kind in wanted)
-    return f"{facts['workers']} workers need {' and '.join(short)}, and the cluster has {has}" if short else ""
+
+
+def _room(wanted: Mapping[str, int]) -> str:
+    """Say what the cluster lacks: a worker that waits for a place would keep its task from the others."""
+    import ray
+
+    end = time.monotonic() + _ROOM_SECONDS  # what another run has just left takes a while to be free
+    while True:
+        there, free = ray.cluster_resources(), ray.available_resources()
+        if all(free.get(kind, 0) >= count for kind, count in wanted.items()):
+            return ""
+        if time.monotonic() > end or any(there.get(kind, 0) < count for kind, count in wanted.items()):
+            needs = " and ".join(f"{count} {kind}s" for kind, count in wanted.items() if count)
+            has = " and ".join(f"{free.get(kind, 0):g} of {there.get(kind, 0):g} {kind}s" for kind in wanted)
+            return f"the workers need {needs}, and of the cluster {has} are free"
+        time.sleep(0.2)
 
 
 def _knock(address: str | None) -> None:
@@ -85,6 +100,7 @@ def _knock(address: str | None) -> None:
 def _leave(bridge: _Bridge, facts: Mapping[str, Any]) -> None:
     """End the actors and go; with a Ray that was started here, at once."""
     if facts["address"] is None:
+        shutil.rmtree(facts["folder"], ignore_errors=True)  # who started this may have been killed
         os.killpg(0, signal.SIGKILL)
     import ray
 

@@ -143,11 +143,17 @@ class _Bridge:
 
     def lost(self) -> GradveilError:
         """Say what became of the cluster: what was said last of it."""
-        code = self.process.wait()
+        self._end()
         self.complaints.seek(0)
         lines = self.complaints.read().decode("utf-8", "replace").strip().splitlines()
-        last = f": {lines[-1]}" if lines else ""
-        return fail(WHERE, f"the cluster is lost, and the process that drove it ended with code {code}{last}", _AGAIN)
+        return fail(WHERE, "the cluster is lost" + (f": {lines[-1]}" if lines else ""), _AGAIN)
+
+    def _end(self) -> None:
+        """End the process with all of its session: Ray leaves processes behind for a while, however it ends."""
+        if self.process.returncode is None:
+            with suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
 
     def close(self) -> None:
         """Leave the cluster; one that was started here ends with everything that belongs to it."""
@@ -157,10 +163,7 @@ class _Bridge:
         if self.cluster.address is not None:
             with suppress(subprocess.TimeoutExpired):
                 self.process.wait(_LEAVE_SECONDS)
-        # All of its session, before anybody waits for it: Ray leaves processes behind for a while, however it ends.
-        with suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
+        self._end()
         if self.thread.is_alive():
             self.thread.join()
         assert self.process.stdout is not None
