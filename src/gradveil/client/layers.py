@@ -116,8 +116,17 @@ def _group_norm(
     eps: float = 1e-5,
 ) -> Tensor:
     recorder.batched(input, "a group norm")
-    y = F.group_norm(input, num_groups, eps=eps)
+    if recorder.forward_mode:
+        y = _normalised(input.reshape(len(input), num_groups, -1), (2,), eps).reshape(input.shape)
+    else:
+        y = F.group_norm(input, num_groups, eps=eps)
     return _scaled(recorder, y, weight, bias, (input.shape[1], *[1] * (input.dim() - 2)))
+
+
+def _normalised(x: Tensor, dims: tuple[int, ...], eps: float) -> Tensor:
+    """Normalise by elementary operations: torch has no forward mode for the derivatives of its own."""
+    centred = x - x.mean(dims, keepdim=True)
+    return centred * (centred.square().mean(dims, keepdim=True) + eps).rsqrt()
 
 
 def _instance_norm(
