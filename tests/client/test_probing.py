@@ -62,6 +62,7 @@ def test_the_sum_is_that_of_each_examples_own_jacobian(loss):
     [
         ("scheliga-cnn", "none"),
         ("lenet-zhu", "none"),
+        ("resnet18", "none"),
         ("scheliga-cnn", "precode(k=8)"),
         ("scheliga-cnn", "dropout(0.3)"),
     ],
