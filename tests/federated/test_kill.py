@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import random
-import signal
-import subprocess
-import sys
 import time
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import pytest
@@ -18,6 +16,7 @@ from gradveil.federated.checkpoint import load_standing
 from gradveil.federated.engine import Standing
 from gradveil.federated.setting import cells, open_setting
 from gradveil.federated.work import identity
+from tests.audit.forks import begin
 
 pytestmark = pytest.mark.processes
 
@@ -35,11 +34,9 @@ local = { batch = 16, lr = 0.01, epochs = 2, optimiser = "adam" }
 KILLS = 20
 
 
-def start(folder: Path, out: str) -> subprocess.Popen[bytes]:
-    file = folder / "killed.toml"
-    file.write_text(RUN)
-    command = [sys.executable, "-m", "gradveil", "train", str(file), "--threads", "1", "--out", str(folder / out)]
-    return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+def start(folder: Path, out: str) -> BaseProcess:
+    (folder / "killed.toml").write_text(RUN)
+    return begin(folder, ["train", "killed.toml", "--threads", "1", "--workers", "1", "--out", out])
 
 
 def standings(folder: Path) -> list[Standing]:
@@ -64,20 +61,21 @@ def test_twenty_kills_change_nothing(tmp_path: Path):
         cells_there = tmp_path / "killed" / "cells"
         before = {file: file.stat().st_mtime_ns for file in cells_there.glob("*.safetensors")} if kills else {}
         end = time.monotonic() + 60
-        while time.monotonic() < end and process.poll() is None:  # it has to get on, or nothing would ever end
+        while time.monotonic() < end and process.is_alive():  # it has to get on, or nothing would ever end
             now = {file: file.stat().st_mtime_ns for file in cells_there.glob("*.safetensors")}
             if now != before:
                 break
             time.sleep(0.005)
         time.sleep(chance.uniform(0, 0.12))
-        if process.poll() is not None:
+        if not process.is_alive():
             break
-        process.send_signal(signal.SIGKILL)
-        process.wait()
+        process.kill()
+        process.join()
         kills += 1
         process = start(tmp_path, "killed")
-    assert process.wait(timeout=300) == 0
-    assert whole.wait(timeout=300) == 0
+    for each in (process, whole):
+        each.join(300)
+        assert each.exitcode == 0
     assert kills == KILLS, "the training was over before it was killed so often: make it longer"
     for one, other in zip(standings(tmp_path / "whole"), standings(tmp_path / "killed"), strict=True):
         assert [r.number for r in other.records] == list(range(1, 46))

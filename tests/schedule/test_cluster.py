@@ -154,7 +154,12 @@ def test_an_interrupt_leaves_no_ray_behind_and_says_how_to_go_on(tmp_path: Path)
     )
     words = ["audit", "small.toml", "--engine", "ray", "--workers", "1"]
     process = subprocess.Popen(
-        [sys.executable, "-m", "gradveil", *words], cwd=tmp_path, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL
+        [sys.executable, "-m", "gradveil", *words],
+        cwd=tmp_path,
+        stderr=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        # What a shell starts in the background ignores interrupts, and its children with it.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     session = 0
     try:
