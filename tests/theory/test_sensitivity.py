@@ -17,6 +17,7 @@ from gradveil.theory.sensitivity import (
     probe_noise,
     squared_row_norms,
 )
+from tests.defences.informed import relu_net
 from tests.laws.cases import Tiny, draw_batch
 
 
@@ -32,17 +33,6 @@ def probes(batch: Batch, count: int, seed: int = 0) -> Tensor:
 
 def flat(tensors) -> Tensor:
     return torch.cat([value.flatten() for value in tensors.values()])
-
-
-def relu_net() -> nn.Module:
-    """Some of its units are off for every input of the tests: their rows are exactly zero."""
-    net = nn.Sequential(nn.Flatten(), nn.Linear(64, 6), nn.ReLU(), nn.Linear(6, 3)).double()
-    generator = Key(3).generator()
-    with torch.no_grad():
-        for parameter in net.parameters():
-            parameter.copy_(0.2 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64))
-        net[1].bias[:2] = -50.0
-    return net
 
 
 def test_a_thousand_probes_are_within_five_per_cent():
