@@ -55,7 +55,7 @@ _HELP = {
     "set": "Any setting of the run file: --set client.batch=4 --set 'data.size=64'. Repeatable.",
     "fail": "A gate for CI: exit with code 3 if an attack success rate is above this (0 to 1), with 1 if that cannot "
     "be said. Counts attackers who were told no secrets, on defences; on none where there is no other.",
-    "train": "Train with every defence first, as the table [train] says, and attack its clients at chosen rounds.",
+    "train": "Train with every defence first, as the table \\[train] says, and attack its clients at chosen rounds.",
     "data": "Folder where data files lie (or set GRADVEIL_DATA).",
     "workers": "Workers of one thread each; by default one a core on a CPU, one on a GPU.",
 }
@@ -113,7 +113,7 @@ def audit(
 def _judge(cells: Sequence[Cell], folder: Path, as_json: bool, fail_above: float | None) -> int:
     """Write the report; say what the gate comes to, and return the exit code."""
     page = write_report(folder)
-    Console(stderr=as_json, soft_wrap=True).print(f"Report: {page}")
+    Console(stderr=as_json, soft_wrap=True, markup=False).print(f"Report: {page}")
     if fail_above is not None:
         found = gate(load_run(folder), fail_above)
         show_gate(found, page)

@@ -24,7 +24,7 @@ class Engine(StrEnum):
 
 EngineOption = Annotated[
     Engine,
-    typer.Option(help="What works on the cells: processes of this machine, or Ray (pip install 'gradveil[ray]')."),
+    typer.Option(help="What works on the cells: processes of this machine, or Ray (pip install 'gradveil\\[ray]')."),
 ]
 """`--engine`."""
 AddressOption = Annotated[

@@ -30,7 +30,7 @@ def report(
     out: Annotated[Path | None, typer.Option(help="Where the page goes; by default RUN/report.html.")] = None,
 ) -> int:
     """Write the report of an audit or a training as one HTML file that needs no network."""
-    Console(soft_wrap=True).print(f"Report: {write_report(run, out) if out else write_report(run)}")
+    Console(soft_wrap=True, markup=False).print(f"Report: {write_report(run, out) if out else write_report(run)}")
     return 0
 
 
