@@ -1,8 +1,11 @@
 """Several rounds, and sums over clients: what the server sees, and what an attacker makes of it."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
+from gradveil.attacks.knowledge import Sample
 from gradveil.audit.cell import cells, recover
 from gradveil.audit.granted import grant
 from gradveil.audit.rounds import observe, plain_name
@@ -161,3 +164,21 @@ def test_what_a_client_keeps_is_the_same_in_every_round(attack):
     assert len(seen) == 2
     found = recover(scene, cell, range(2), lambda step: None)
     assert bool(torch.isfinite(found.tensors["distance"]).all())
+
+
+@pytest.mark.parametrize("which", ["first", "last", "all"])
+def test_a_lock_that_local_training_moved_is_told_as_it_was_before_each_round(which):
+    """Who is told of it explains each round exactly; who has a lock of his own does not."""
+    local = {"batch": 2, "local": {"lr": 0.05, "steps": 3, "batch": 1}}
+    scene, cell, client = opened("keylock(width=16)", f"wiig(rounds={which}, tv=0)", rounds=2, victims=2, client=local)
+    attack = scene.attacks[cell.attack]
+    seen, truth = observe(scene, cell, client, range(2))
+    (secret,) = (name for name in truth.noise if ".lock." in name and not name.startswith("round"))
+    assert float((truth.noise[secret] - truth.noise[f"round1.{secret}"]).abs().max()) > 1e-3
+    assert torch.equal(truth.noise[f"round1.{secret}"], truth.state[f"kept.{secret}"])
+    knowledge, _ = grant(scene, attack, client, client.params(), truth)
+    told = attack.evaluate(seen, client, knowledge, Key(0), truth.raw.inputs, truth.noise)
+    assert bool((told < 1e-12).all())
+    drawn = replace(knowledge, tensors={"model.*": Sample(every_iteration=False), **knowledge.tensors})
+    own = attack.evaluate(seen, client, drawn, Key(0), truth.raw.inputs, truth.noise)
+    assert bool((own > 1e-6).all())

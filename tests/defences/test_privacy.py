@@ -199,6 +199,16 @@ def test_examples_that_are_mixed_before_the_clip_void_it():
     assert found("dp(sigma=2) + label-smoothing(0.1)", known).void is None
 
 
+def test_a_lock_that_is_trained_without_noise_voids_the_privacy_of_examples():
+    trained = found("dp(sigma=2) + keylock(width=4)", TRAINED)
+    assert "trained without noise" in (trained.void or "")
+    (warning,) = (p for p in suspicions(parse("dp(sigma=2) + keylock(width=4)")(TRAINED), BATCH) if p.where == "model")
+    assert "later steps depend on it" in warning.what
+    for text, client in (("dp(sigma=2) + keylock(width=4)", PLAIN), ("user-dp(sigma=2) + keylock(width=4)", TRAINED)):
+        assert found(text, client).void is None
+        assert not any(problem.where == "model" for problem in suspicions(parse(text)(client), BATCH))
+
+
 def test_noise_from_a_shared_seed_promises_nothing():
     repeating = found(Defence("shared", send=chain(clip=Clip(1.0), noise=Repeating(2.0))))
     assert repeating.mechanisms

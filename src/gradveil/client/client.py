@@ -15,13 +15,14 @@ from gradveil.client.at import At
 from gradveil.client.batched import obstacle, victim_gradients
 from gradveil.client.gradient import Objective, caught_outputs, cross_entropy, last_inputs, mean_gradient
 from gradveil.client.local import Local, train
+from gradveil.client.own import Own, spread
 from gradveil.client.probing import example_squared_row_norms
 from gradveil.core.errors import Problem, fail, refuse
 from gradveil.core.noise import NoiseSpec
 from gradveil.core.tree import Tensors, select, under
 from gradveil.core.types import Batch, BatchTransform, Context, Domain, Features, Loss, Transform
 from gradveil.nn.statistics import batch_statistics, running_statistics
-from gradveil.nn.stochastic import kept_noise, model_noise
+from gradveil.nn.stochastic import model_noise
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,15 @@ class Client:
     @cached_property
     def _kept(self) -> NoiseSpec:
         """What the model has of the client's own: drawn once, never sent. It is looked at once."""
-        return kept_noise(self.model).under("model")
+        return self._own.spec()
+
+    @cached_property
+    def _own(self) -> Own:
+        return Own(self.objective, self.local is not None and self.local.optimiser == "adam")
+
+    def trains_its_own(self) -> bool:
+        """Say whether local training changes something that the client keeps to itself and never sends."""
+        return self.local is not None and bool(self._own.free(self._kept.neutral()))
 
     def init(self, params: Mapping[str, Tensor]) -> Tensors:
         """Return the state of a client that has sent nothing yet."""
@@ -189,23 +198,18 @@ class Client:
         """
         batch = self.trained_on(batch, noise)
         own, kept = select(state, "step"), self.own(noise, state)
-        whole = {**noise, **_wide(kept, batch.inputs.shape[0])}
+        whole = {**noise, **spread(kept, batch.inputs.shape[0])}
         if self.local is None:
             with caught_outputs() as outputs:
                 update, step_state = self._one(params, batch, whole, own)
         else:
             outputs = []
-            shared = _wide(kept, self.local.at_once(batch.inputs.shape[0]))
-
-            def local(t: int) -> Mapping[str, Tensor]:
-                return {**of_step(t), **shared} if shared else of_step(t)
-
-            update, step_state = self._many(self.local, params, batch, noise, local, own)
+            update, step_state, kept = self._many(self.local, params, batch, noise, of_step, own, kept)
         sent, after = self._finish(params, batch, whole, state, update, step_state, *outputs[-1:])
         return sent, after | (under("kept", {"joined": torch.ones_like(state["kept.joined"]), **kept}) if kept else {})
 
     def own(self, noise: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> Tensors:
-        """Return what the client keeps to itself: drawn in its first round, state in all later ones."""
+        """Return what the client keeps to itself before a round: drawn in its first one, state in all later ones."""
         if not self._kept:
             return {}
         joined = state["kept.joined"] > 0
@@ -253,7 +257,7 @@ class Client:
 
         def one(own: Batch, own_noise: Tensors) -> Tensors:
             with batch_statistics(self.model) as found:
-                kept = _wide({name: own_noise[name] for name in self._kept}, own.inputs.shape[0])
+                kept = spread({name: own_noise[name] for name in self._kept}, own.inputs.shape[0])
                 self.objective.outputs(params, own.inputs, select({**own_noise, **kept}, "model"))
             return found
 
@@ -391,19 +395,31 @@ class Client:
         noise: Mapping[str, Tensor],
         of_step: Callable[[int], Mapping[str, Tensor]],
         state: Tensors,
-    ) -> tuple[Tensors, Tensors]:
-        """T local steps; the update is parameters in minus parameters out."""
+        kept: Tensors,
+    ) -> tuple[Tensors, Tensors, Tensors]:
+        """T local steps; the update is parameters in minus parameters out. What is kept is trained with them."""
         current, poisson = state, local.sampling == "poisson"
         drawn = noise["inclusion" if poisson else "schedule"]
+        free = self._own.free(kept) if kept else {}
 
         def gradient(t: int, now: Tensors) -> Tensors:
             nonlocal current
             own = batch if poisson else Batch(batch.inputs[drawn[t]], batch.targets[drawn[t]])
-            g, current = self._one(now, own, of_step(t), current, drawn[t] if poisson else None)
-            return g
+            included, inner = drawn[t] if poisson else None, of_step(t)
+            if not kept:
+                g, current = self._one(now, own, inner, current, included)
+                return g
+            at, held = {name: now[name] for name in params}, spread(self._own.moved(kept, now), len(own.inputs))
+            g, current = self._one(at, own, {**inner, **held}, current, included)
+            weights = None if included is None else included / local.batch
+            if weights is None and self.step and self.step.split()[0]:
+                weights = own.inputs.new_full((len(own.inputs),), 1 / len(own.inputs))
+            mine = {name: now[name] for name in free}
+            return g | self._own.gradient(at, own, select(inner, "model"), kept, mine, weights)
 
-        out = train(local, params, drawn.shape[0], gradient)
-        return {name: params[name] - out[name] for name in self.trained()}, current
+        out = train(local, {**params, **free}, drawn.shape[0], gradient)
+        after = self._own.moved(kept, out) if kept else {}
+        return {name: params[name] - out[name] for name in self.trained()}, current, after
 
     def _context(
         self,
@@ -442,8 +458,3 @@ class Client:
         The model stays: whoever sends the parameters knows the architecture.
         """
         return replace(self, batch=(), step=None, send=None)
-
-
-def _wide(kept: Mapping[str, Tensor], examples: int) -> Tensors:
-    """Give every example what the client keeps: the model's noise has the batch in front."""
-    return {name: value.expand(examples, *value.shape) for name, value in kept.items()}

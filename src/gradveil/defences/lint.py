@@ -9,7 +9,7 @@ from gradveil.client import Client
 from gradveil.core.errors import Problem
 from gradveil.core.types import Batch
 from gradveil.defences.noise import Gaussian
-from gradveil.defences.privacy import Mechanism, data_dependent, examine, mixes, noise_is_shared, stages
+from gradveil.defences.privacy import Mechanism, data_dependent, examine, mixes, noise_is_shared, stages, trains_beside
 from gradveil.theory.accounting import Training, epsilon
 
 MEANINGLESS = 10.0
@@ -30,6 +30,9 @@ def suspicions(client: Client, batch: Batch, training: Training | None = None) -
         if privacy.mechanisms and data_dependent(stage, client, batch):
             what = "looks at the data again, beyond the noisy update: that voids the differential privacy before it"
             yield _warning(where, what, "leave it out, or let it depend on the update alone; it has no epsilon")
+    if trains_beside(client, privacy.mechanisms):
+        what = "trains what it keeps to itself (a lock) without noise, and later steps depend on it: that voids the "
+        yield _warning("model", what + "differential privacy of each example", "leave keylock out; it has no epsilon")
     if privacy.mechanisms and any(mixes(transform, client, batch) for transform in client.batch):
         what = "mixes examples before the clip: one of them reaches the gradients of others, which voids the guarantee"
         yield _warning("batch", what, "leave it out; it has no epsilon")

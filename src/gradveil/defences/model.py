@@ -81,7 +81,10 @@ class CvbSurgery:
 
 @dataclass(frozen=True)
 class KeyLockSurgery:
-    """Put a key-lock of keys of `width` numbers after the first convolution, or after the one at `position`."""
+    """Put a key-lock of keys of `width` numbers after the first convolution, or after the one at `position`.
+
+    The client's local steps train it; where one gradient is sent, it stays as it was drawn.
+    """
 
     width: int = 1024
     act: str = "sigmoid"

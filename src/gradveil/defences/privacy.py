@@ -74,7 +74,7 @@ def examine(client: Client, batch: Batch) -> Privacy:
     else:
         both = (*stages(client.step), *stages(client.send))
         found += _mechanisms(both, each_step, client, 1, client.members)
-    return Privacy(tuple(found), _voided(client, batch) if found else None)
+    return Privacy(tuple(found), _voided(client, batch, tuple(found)) if found else None)
 
 
 def stages(transform: Transform | None) -> tuple[tuple[str, Transform], ...]:
@@ -124,6 +124,14 @@ def mixes(transform: BatchTransform, client: Client, batch: Batch) -> bool:
         if any(not torch.equal(a[1:], b[1:]) for a, b in zip(before, after, strict=True)):
             return True
     return False
+
+
+def trains_beside(client: Client, mechanisms: tuple[Mechanism, ...]) -> bool:
+    """Find out whether steps that hide an example train something else with it, without noise, and go on from there.
+
+    A lock is such a thing. Of a whole client everything that it sends is covered, whatever it keeps.
+    """
+    return client.trains_its_own() and any(mechanism.unit == "example" for mechanism in mechanisms)
 
 
 def noise_is_shared(stage: Transform, client: Client, batch: Batch) -> bool:
@@ -194,7 +202,9 @@ def _mechanisms(
             yield Mechanism(unit, noise, sums, walk.bound, walk.scaled_to)
 
 
-def _voided(client: Client, batch: Batch) -> str | None:
+def _voided(client: Client, batch: Batch, mechanisms: tuple[Mechanism, ...]) -> str | None:
+    if trains_beside(client, mechanisms):
+        return "what the client keeps to itself is trained without noise, and later steps depend on it"
     if any(mixes(transform, client, batch) for transform in client.batch):
         return "examples are mixed before the clip, so that one reaches the gradients of others"
     for name, stage in (*stages(client.step), *stages(client.send)):

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from gradveil.core.noise import Noise, NoiseSpec
+from gradveil.core.tree import Tensors
 
 _penalties: ContextVar[list[Tensor] | None] = ContextVar("penalties", default=None)
 
@@ -61,6 +62,17 @@ class Stochastic(nn.Module):
         """Describe what a client draws once and keeps, without the batch's dimension: the same for all its examples."""
         return {}
 
+    def free(self, kept: Mapping[str, Tensor], adaptive: bool) -> Tensors:
+        """Return what local training optimises of what is kept, in coordinates that suit its optimiser.
+
+        `adaptive` ones (Adam) make steps whose length does not depend on the gradient's.
+        """
+        return {}
+
+    def moved(self, kept: Mapping[str, Tensor], free: Mapping[str, Tensor], adaptive: bool) -> Tensors:
+        """Return what is kept with other values of what `free` gave."""
+        return dict(kept)
+
     def supplied(self, name: str) -> Tensor | None:
         """Return the noise, or None while the placeholder is there."""
         value = getattr(self, name)
@@ -77,6 +89,40 @@ def kept_noise(model: nn.Module) -> NoiseSpec:
             for name, noise in module.kept().items()
         }
     )
+
+
+def free_of(model: nn.Module, kept: Mapping[str, Tensor], adaptive: bool) -> Tensors:
+    """Gather what local training optimises of what is kept, under the names of `kept_noise`."""
+    return {
+        name: value
+        for path, module in _keeping(model)
+        for name, value in _named(path, module.free(_of(path, module, kept), adaptive)).items()
+    }
+
+
+def moved_to(model: nn.Module, kept: Mapping[str, Tensor], free: Mapping[str, Tensor], adaptive: bool) -> Tensors:
+    """Return what is kept with other values of what `free_of` gave."""
+    return {
+        name: value
+        for path, module in _keeping(model)
+        for own in [module.moved(_of(path, module, kept), _of(path, module, free), adaptive)]
+        for name, value in _named(path, own).items()
+    }
+
+
+def _keeping(model: nn.Module) -> Iterator[tuple[str, Stochastic]]:
+    for path, module in model.named_modules():
+        if isinstance(module, Stochastic) and module.kept():
+            yield path, module
+
+
+def _named(path: str, own: Mapping[str, Tensor]) -> Tensors:
+    return {f"{path}.{name}" if path else name: value for name, value in own.items()}
+
+
+def _of(path: str, module: Stochastic, tensors: Mapping[str, Tensor]) -> Tensors:
+    names = {name: f"{path}.{name}" if path else name for name in module.kept()}
+    return {name: tensors[whole] for name, whole in names.items() if whole in tensors}
 
 
 def noise_names(model: nn.Module) -> set[str]:
