@@ -81,7 +81,73 @@ def test_other_models_are_refused_with_the_reason():
         attack(scene)
     frozen = dense(nn.Linear(36, 4))
     frozen.client = Client(frozen.client.model, trainable=("1.weight",))
-    with pytest.raises(GradveilError, match=r"1\.bias are not sent"):
+    with pytest.raises(GradveilError, match="nothing that is sent is added to each output"):
+        attack(frozen)
+
+
+class Embedded(nn.Module):
+    """Patches of 2x2 pixels, embedded by a convolution or a linear layer; positions, with a class token or not."""
+
+    def __init__(self, *, convolution: bool, token: bool) -> None:
+        super().__init__()
+        self.token = nn.Parameter(torch.zeros(1, 1, 12)) if token else None
+        self.position = nn.Parameter(torch.zeros(9 + token, 12))
+        self.embed = nn.Conv2d(1, 12, 2, stride=2) if convolution else nn.Linear(4, 12)
+        self.mix, self.head = nn.Linear(12, 12), nn.Linear(12, 4)
+
+    def forward(self, x):
+        if isinstance(self.embed, nn.Conv2d):
+            tokens = self.embed(x).flatten(2).transpose(1, 2)
+        else:
+            cut = x.unfold(2, 2, 2).unfold(3, 2, 2)
+            tokens = self.embed(cut.reshape(len(x), 9, 4))
+        if self.token is not None:
+            tokens = torch.cat([self.token.expand(len(x), -1, -1), tokens], 1)
+        tokens = tokens + self.position
+        mixed = torch.softmax(tokens @ tokens.transpose(1, 2), -1) @ torch.tanh(self.mix(tokens))
+        return self.head(mixed[:, 0] + torch.sin(mixed).sum(1))
+
+
+def patches(*, victims=3, examples=1, **options):
+    """A net that begins with an embedding of patches, and what its clients sent."""
+    generator = Key(4).generator()
+    model = Embedded(**options).double()
+    for parameter in model.parameters():
+        nn.init.normal_(parameter.data, std=0.4, generator=generator)
+    targets = torch.randint(0, 4, (victims, examples), generator=generator)
+    inputs = torch.rand(victims, examples, 1, 6, 6, dtype=torch.float64, generator=generator)
+    return observed(Client(model), Batch(inputs, targets), torch.zeros(1, 1, 1), torch.ones(1, 1, 1), 4)
+
+
+@pytest.mark.parametrize("convolution", [True, False])
+@pytest.mark.parametrize("token", [True, False])
+def test_the_gradient_of_the_positions_shows_every_patch(convolution, token):
+    scene = patches(convolution=convolution, token=token)
+    found = attack(scene)
+    torch.testing.assert_close(found.inputs, scene.truth.inputs, rtol=1e-6, atol=1e-6)
+    assert bool((found.objective < 1e-10).all())
+
+
+def test_noise_on_what_was_sent_is_weighed_against_the_equations():
+    """Plain least squares, the ridge's opponent, multiplies the noise where the patches' errors look alike."""
+    scene = patches(convolution=False, token=True)
+    for name in ("embed.weight", "position"):
+        value = scene.observation.update[name]
+        value += 0.02 * value.std() * torch.randn(value.shape, dtype=value.dtype, generator=Key(9).generator())
+    found = attack(scene).inputs
+    errors = scene.observation.update["position"][:, 1:].transpose(1, 2)
+    plain = torch.linalg.lstsq(errors, scene.observation.update["embed.weight"]).solution.clamp(0, 1)
+    cut = scene.truth.inputs[:, 0, 0].unfold(1, 2, 2).unfold(2, 2, 2).reshape(3, 9, 4)
+    ours = found[:, 0, 0].unfold(1, 2, 2).unfold(2, 2, 2).reshape(3, 9, 4)
+    assert (ours - cut).square().mean() < (plain - cut).square().mean()
+
+
+def test_patches_of_a_batch_are_refused_and_positions_that_are_not_sent():
+    with pytest.raises(GradveilError, match="the patches of 2 images are mixed"):
+        attack(patches(convolution=False, token=True, examples=2))
+    frozen = patches(convolution=False, token=True)
+    frozen.client = Client(frozen.client.model, trainable=("embed.*", "mix.*", "head.*"))
+    with pytest.raises(GradveilError, match="nothing that is sent is added to each output"):
         attack(frozen)
 
 

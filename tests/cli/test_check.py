@@ -103,6 +103,25 @@ def test_a_model_alone_takes_options_client_and_defence(capsys: pytest.CaptureFi
     assert (code, "matches no parameter" in problems[0]["what"]) == (1, True)
 
 
+@pytest.mark.usefixtures("folder")
+@pytest.mark.parametrize(
+    ("words", "shows"),
+    [
+        (("--model", "net_to_check:net", "--batch", "1"), "'1.bias' says what went into '1'"),
+        (("--model", "net_to_check:net", "--batch", "2"), None),
+        (("--model", "vit", "--batch", "1"), "'body.tokens.position' says what went into 'body.tokens.embed'"),
+        (("--model", "lenet-zhu", "--batch", "1"), None),
+    ],
+)
+def test_models_that_show_an_image_are_warned_of(
+    words: tuple[str, ...], shows: str | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, problems = found(capsys, "check", *words, "--data", "faces", "--size", "16")
+    told = [p["what"] for p in problems if p["severity"] == "warning" and "closed form" in p["what"]]
+    assert code == 0
+    assert [shows in what for what in told] == ([True] if shows else [])
+
+
 def test_warnings_are_shown_and_stop_nothing(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     frozen = NET.replace("    return model\n", "    model[1].bias.requires_grad_(False)\n    return model\n")
     (folder / "frozen_to_check.py").write_text(frozen)

@@ -1,9 +1,12 @@
-"""The closed form: a fully connected first layer shows its input (Phong et al. 2017).
+"""The closed form: what a first layer shows of its input, without any search.
 
 With z = W x + b, every row of the gradient is dL/dW_i = dL/db_i x: the weight's gradient divided by the bias's is the
-image. A batch's gradient mixes its images. They are taken apart by label: the error p_c - y_c of an output is large and
-negative only for examples of its own class, so rows combined such that one output's error remains show mostly that
-class's images.
+image (Phong et al. 2017). A vision transformer adds a position embedding to the patches' outputs, and its gradient says
+the same of every patch: dW = sum_t z_t x_t^T is solved for all patches at once (Lu et al. 2022, "APRIL").
+
+A batch's gradient mixes its images. Behind a fully connected layer they are taken apart by label: the error p_c - y_c
+of an output is large and negative only for examples of its own class, so rows combined such that one output's error
+remains show mostly that class's images.
 """
 
 from __future__ import annotations
@@ -11,7 +14,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from math import prod
 from typing import Literal
 
 import torch
@@ -25,12 +27,12 @@ from gradveil.client import Client
 from gradveil.core.errors import Problem, refuse
 from gradveil.core.noise import Key
 from gradveil.core.tree import Tensors
-from gradveil.nn.paths import at, first_layer
+from gradveil.nn.shown import Shown, shown
 
 
 @dataclass(frozen=True)
 class Analytic:
-    """Divide the first layer's gradients: no iteration, no restart."""
+    """Solve the first layer's equations: no iteration, no restart."""
 
     name: str = "analytic"
     labels: Labels = "given"
@@ -39,8 +41,11 @@ class Analytic:
     knowledge: Mapping[str, How] = field(default_factory=dict)
 
     def problems(self, prospect: Prospect) -> Iterator[Problem]:
-        """Refuse a model that does not begin with a linear layer, and labels that cannot be read off."""
-        yield from _linear_start(prospect.belief, prospect.belief.params(), prospect.shape)[1]
+        """Refuse a model whose first layer does not show its input, and labels that cannot be read off."""
+        belief = prospect.belief
+        layer, problems = shown(belief.model, belief.params(), prospect.shape, belief.trained())
+        yield from problems
+        yield from _batch_problems(layer, prospect.examples)
         yield from label_problems(self.labels, prospect.belief, prospect.examples, prospect.classes)
 
     def __call__(
@@ -56,18 +61,19 @@ class Analytic:
         began = time.perf_counter()
         seen = observations[-1]
         victims, examples = len(seen.victims), seen.examples
-        path, problems = _linear_start(belief, seen.params, knowledge.shape)
-        refuse(problems)
-        weight, bias = seen.update[f"{path}.weight"], seen.update[f"{path}.bias"]
-        sound = torch.isfinite(weight).flatten(1).all(1) & torch.isfinite(bias).all(1)
-        weight, bias = (torch.where(sound.view(-1, *[1] * (v.ndim - 1)), v, 0.0) for v in (weight, bias))
+        layer, problems = shown(belief.model, seen.params, knowledge.shape, belief.trained())
+        refuse(problems or list(_batch_problems(layer, examples)))
+        assert layer is not None
+        weight, errors = seen.update[layer.weight].flatten(2), seen.update[layer.errors]
+        sound = torch.isfinite(weight).flatten(1).all(1) & torch.isfinite(errors).flatten(1).all(1)
+        weight, errors = (torch.where(sound.view(-1, *[1] * (v.ndim - 1)), v, 0.0) for v in (weight, errors))
         targets = find_labels(self.labels, seen, belief, knowledge, key.child("labels"))
         assert targets is not None, "labels are given or read off the update"
         if examples == 1:
-            flat = _ratio(weight, bias).unsqueeze(1)
-            misfit = _size(weight - bias.unsqueeze(-1) * flat) / _size(weight)
+            flat, misfit = _solved(layer.read(errors), weight)
+            flat = torch.zeros_like(flat.flatten(1)).index_copy_(1, layer.pixels.flatten(), flat.flatten(1))
         else:
-            flat, misfit = _unmixed(weight, targets, path, seen.params, belief, knowledge)
+            flat, misfit = _unmixed(weight, targets, layer.path, seen.params, belief, knowledge)
         inputs = flat.view(victims, examples, *knowledge.shape)
         lower, upper = knowledge.lower.to(inputs), knowledge.upper.to(inputs)
         misfit = torch.where(sound, misfit, torch.inf)
@@ -87,23 +93,42 @@ class Analytic:
         )
 
 
-def _linear_start(belief: Client, params: Tensors, shape: tuple[int, int, int]) -> tuple[str, list[Problem]]:
-    """Return the path of the first layer, and why it does not show its input."""
-    example = next(iter(params.values()))
-    path = first_layer(belief.model, example.new_zeros((1, *shape)))
-    layer = at(belief.model, path)
-    remedy = "choose another attack, such as ig; this one is for models that begin with a linear layer"
-    if not isinstance(layer, nn.Linear) or layer.in_features != prod(shape):
-        what = f"begins with a {type(layer).__name__} '{path}', not with a linear layer of the {prod(shape)} pixels"
-        return path, [Problem("model", what, remedy)]
-    missing = [name for name in (f"{path}.weight", f"{path}.bias") if name not in belief.trained()]
-    return path, [Problem("update", f"{' and '.join(missing)} are not sent", remedy)] if missing else []
+def _batch_problems(layer: Shown | None, examples: int) -> Iterator[Problem]:
+    """Refuse batches whose patches are mixed: nothing tells which patch is whose."""
+    if layer is not None and examples > 1 and len(layer.pixels) > 1:
+        what = f"the patches of {examples} images are mixed in one update"
+        yield Problem("client.batch", what, "give batch 1, or choose another attack, such as ig")
 
 
-def _ratio(weight: Tensor, bias: Tensor) -> Tensor:
-    """Fit dW = db x^T in the least squares: rows count by the square of their bias gradient. Returns [V, pixels]."""
-    size = bias.square().sum(1, keepdim=True)
-    return (weight * bias.unsqueeze(-1)).sum(1) / torch.where(size > 0, size, torch.ones_like(size))
+_DAMPINGS = torch.cat([torch.zeros(1), torch.logspace(-14, 2, 65)]).double()
+"""Ridges that are tried, in units of the largest singular value squared."""
+
+
+def _solved(errors: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Solve dW = sum_t z_t x_t^T for the x_t: [V, T, D] and [V, D, P] -> [V, T, P], and the misfit [V].
+
+    By least squares with the ridge that generalised cross-validation chooses (Golub, Heath, Wahba 1979), which needs no
+    knowledge of the noise: none where the update is exact, more the more the equations contradict each other.
+    """
+    left, sizes, right = torch.linalg.svd(errors.transpose(1, 2).double(), full_matrices=False)
+    seen = left.transpose(1, 2) @ weight.double()
+    outside = (weight.double() - left @ seen).square().sum((1, 2))
+    largest = sizes[:, :1].clamp_min(torch.finfo(sizes.dtype).tiny)
+    ridge = _DAMPINGS.to(sizes.device) * largest.square()
+    kept = sizes.square().unsqueeze(2) / (sizes.square().unsqueeze(2) + ridge.unsqueeze(1)).clamp_min(_TINY)
+    rest = ((1 - kept).square() * seen.square().sum(2).unsqueeze(2)).sum(1) + outside.unsqueeze(1)
+    free = weight.shape[1] - kept.sum(1)
+    scores = torch.where(free > _FREE, rest / free.square(), torch.inf)
+    best = scores.argmin(1)
+    at_best = ridge.gather(1, best.unsqueeze(1))
+    slopes = sizes / (sizes.square() + at_best).clamp_min(_TINY)
+    found = right.transpose(1, 2) @ (slopes.unsqueeze(2) * seen)
+    left_over = rest.gather(1, best.unsqueeze(1)).squeeze(1).sqrt()
+    return found.to(weight), (left_over / _size(weight)).to(weight)
+
+
+_TINY, _FREE = 1e-300, 1e-6
+"""Keeps what is zero from being divided by; equations beyond the unknowns that a score needs."""
 
 
 _ROUNDS, _DAMPING = 30, 0.5

@@ -187,7 +187,10 @@ _COMBINING = "Scheliga, Mäder, Seeland 2024, Combining Stochastic Defenses to R
 _GRADINVERSION = "Yin et al. 2021, See through Gradients: Image Batch Recovery via GradInversion (CVPR)"
 _DROPOUT = "Scheliga, Mäder, Seeland 2023, Dropout is NOT All You Need to Prevent Gradient Leakage (AAAI)"
 
-_PHONG = "Phong, Aono, Hayashi, Wang, Moriai 2017, Privacy-Preserving Deep Learning: Revisited and Enhanced"
+_ANALYTIC = (
+    "Phong, Aono, Hayashi, Wang, Moriai 2017, Privacy-Preserving Deep Learning: Revisited and Enhanced; "
+    "Lu, Zhang, Zhao, Tang, Tan 2022, APRIL: Finding the Achilles' Heel on Privacy for Vision Transformers (CVPR)"
+)
 _WU = "Wu, Chen, Guo, Weinberger 2023, Learning to Invert: Simple Adaptive Attacks for Gradient Inversion"
 _FOUND_LABELS = Argument("labels", Choice(("given", "idlg", "unique", "restore")), "given")
 _LEARNED = (
@@ -215,7 +218,7 @@ ATTACKS: dict[str, AttackEntry] = {
         InversionEntry("sapag", sapag, "Gaussian kernel distance a layer", "Wang et al., 2020"),
         InversionEntry("gi", gi, "l2 distance, BatchNorm prior, restarts that agree", _GRADINVERSION),
         InversionEntry("gi-strong", gi_strong, "GI that is told the batch's true BatchNorm statistics", _GRADINVERSION),
-        AttackEntry("analytic", Analytic, "a linear first layer's gradients, divided", _PHONG, (_FOUND_LABELS,)),
+        AttackEntry("analytic", Analytic, "the first layer's equations, solved", _ANALYTIC, (_FOUND_LABELS,)),
         AttackEntry("learned", Learned, "a network trained on public images and simulated updates", _WU, _LEARNED),
     )
 }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Annotated, Any
@@ -17,10 +17,11 @@ from torch import nn
 from gradveil.audit.config import RunConfig
 from gradveil.audit.privacy import privacy_problems
 from gradveil.audit.reader import assemble, read
-from gradveil.audit.scene import model_problems, open_scene, scene_problems
+from gradveil.audit.scene import Scene, model_problems, open_scene, scene_problems
 from gradveil.core.errors import Problem, refuse
 from gradveil.federated.guard import inspect
 from gradveil.nn.paths import called
+from gradveil.nn.shown import shown
 from gradveil.nn.weights import read_parameters
 
 FOUND = 1
@@ -57,9 +58,10 @@ def check(
 ) -> int:
     """Say whether a model can be audited with some data, or all that a run file asks for, without attacking anything.
 
-    Every problem is told with its place and its remedy; differential privacy that is void, or whose epsilon means
-    nothing, is warned of. Exit codes: 0 nothing in the way (warnings may be shown); 1
-    problems were found; 2 wrong use: a bad run file or option, data or a model that is not there.
+    Every problem is told with its place and its remedy. You are warned of differential privacy that is void, or whose
+    epsilon means nothing, and of a model from whose gradient an image can be computed without any search. Exit codes: 0
+    nothing in the way (warnings may be shown); 1 problems were found; 2 wrong use: a bad run file or option, data or a
+    model that is not there.
     """
     flags = {
         "model.name": model,
@@ -77,7 +79,7 @@ def check(
         net = scene.model(config.seeds[0])  # A model that cannot be built is wrong use: it raises.
         problems = list(scene_problems(scene))
         problems += [] if _stopped(problems) else model_problems(scene)
-        problems += [] if _stopped(problems) else privacy_problems(scene)
+        problems += [] if _stopped(problems) else [*privacy_problems(scene), *_in_closed_form(scene)]
         problems += _manipulated(net, received, previous)
     if as_json:
         keys = ("where", "what", "remedy", "severity")
@@ -85,6 +87,19 @@ def check(
     else:
         _show(problems, net, config, run is not None)
     return FOUND if _stopped(problems) else 0
+
+
+def _in_closed_form(scene: Scene) -> Iterator[Problem]:
+    """Warn of a model that shows one image's pixels to whoever solves linear equations."""
+    for index, settings in enumerate(scene.config.client):
+        client = scene.undefended(index, scene.config.seeds[0])
+        shape = scene.batch(scene.examples(index, range(1))).inputs.shape[-3:]
+        layer, _ = shown(client.model, client.params(), (shape[0], shape[1], shape[2]), client.trained())
+        if layer is not None and settings.examples == 1:
+            what = "one image comes back in closed form: "
+            what += f"the gradient of '{layer.errors}' says what went into '{layer.path}'"
+            remedy = f"attack it so: --attack analytic; more examples an update or not sending '{layer.errors}' ends it"
+            yield Problem("client.batch", what, remedy, severity="warning")
 
 
 def _manipulated(net: nn.Module, received: Path | None, previous: Path | None) -> list[Problem]:

@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from gradveil.core.errors import fail
 from gradveil.nn.stochastic import Stochastic
 
+_LINEAR = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+
 
 def last_layer(model: nn.Module, inputs: Tensor | None = None) -> str:
     """Return the path of the last linear layer: the classifier.
@@ -40,11 +42,14 @@ def last_layer(model: nn.Module, inputs: Tensor | None = None) -> str:
 
 
 def first_layer(model: nn.Module, inputs: Tensor) -> str:
-    """Return the path of the first module with parameters that a forward pass runs."""
+    """Return the path of the first linear layer or convolution that a forward pass runs.
+
+    If it runs none: of the first module with parameters.
+    """
     ran = _order(model, inputs)
     if not ran:
         raise fail("model", "runs no module with parameters", "give it layers that are trained")
-    return ran[0]
+    return next((path for path in ran if isinstance(at(model, path), _LINEAR)), ran[0])
 
 
 def features(model: nn.Module, inputs: Tensor, path: str | None = None) -> Tensor:
@@ -168,15 +173,23 @@ def _order(model: nn.Module, inputs: Tensor) -> list[str]:
     return ran
 
 
-def _run(model: nn.Module, inputs: Tensor, hooks: list) -> None:
-    """Run a forward pass that leaves the model as it was: evaluation mode, so that no running statistics move."""
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[nn.Module]:
+    """Put a model into evaluation mode inside, so that no running statistics move, and leave it as it was."""
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:
-        with torch.no_grad():
-            model(inputs)
+        yield model
     finally:
         for module in training:
             module.training = True
+
+
+def _run(model: nn.Module, inputs: Tensor, hooks: list) -> None:
+    """Run a forward pass that leaves the model as it was."""
+    try:
+        with evaluating(model), torch.no_grad():
+            model(inputs)
+    finally:
         for hook in hooks:
             hook.remove()
