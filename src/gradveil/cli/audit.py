@@ -14,6 +14,7 @@ from typing import Annotated, Any
 import torch
 import typer
 from rich.console import Console
+from rich.text import Text
 
 from gradveil.audit.cell import cells
 from gradveil.audit.config import RunConfig
@@ -23,6 +24,7 @@ from gradveil.audit.reader import assemble, read
 from gradveil.audit.records import open_observed, settled
 from gradveil.audit.run import describe, run
 from gradveil.audit.scene import Scene, open_scene
+from gradveil.audit.showing import closed_forms
 from gradveil.audit.sighted import NO_SCORE
 from gradveil.audit.store import Cell, Store, load_run
 from gradveil.audit.work import site
@@ -147,6 +149,8 @@ def _run(
     """Run what is not there yet; return every cell of the run."""
     place.check(workers)
     scene = open_scene(config, data_dir, trained=folder / TRAINING)
+    for problem in closed_forms(scene):
+        Console(stderr=True, soft_wrap=True).print(Text(f"{problem.severity}: {problem}", style="yellow"))
     on_cpu = config.device == "cpu"
     count = workers or (cores() if on_cpu else 1)
     if on_cpu:

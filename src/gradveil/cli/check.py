@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Annotated, Any
@@ -17,11 +17,11 @@ from torch import nn
 from gradveil.audit.config import RunConfig
 from gradveil.audit.privacy import privacy_problems
 from gradveil.audit.reader import assemble, read
-from gradveil.audit.scene import Scene, model_problems, open_scene, scene_problems
+from gradveil.audit.scene import model_problems, open_scene, scene_problems
+from gradveil.audit.showing import closed_forms
 from gradveil.core.errors import Problem, refuse
 from gradveil.federated.guard import inspect
 from gradveil.nn.paths import called
-from gradveil.nn.shown import shown
 from gradveil.nn.weights import read_parameters
 
 FOUND = 1
@@ -79,7 +79,7 @@ def check(
         net = scene.model(config.seeds[0])  # A model that cannot be built is wrong use: it raises.
         problems = list(scene_problems(scene))
         problems += [] if _stopped(problems) else model_problems(scene)
-        problems += [] if _stopped(problems) else [*privacy_problems(scene), *_in_closed_form(scene)]
+        problems += [] if _stopped(problems) else [*privacy_problems(scene), *closed_forms(scene)]
         problems += _manipulated(net, received, previous)
     if as_json:
         keys = ("where", "what", "remedy", "severity")
@@ -87,19 +87,6 @@ def check(
     else:
         _show(problems, net, config, run is not None)
     return FOUND if _stopped(problems) else 0
-
-
-def _in_closed_form(scene: Scene) -> Iterator[Problem]:
-    """Warn of a model that shows one image's pixels to whoever solves linear equations."""
-    for index, settings in enumerate(scene.config.client):
-        client = scene.undefended(index, scene.config.seeds[0])
-        shape = scene.batch(scene.examples(index, range(1))).inputs.shape[-3:]
-        layer, _ = shown(client.model, client.params(), (shape[0], shape[1], shape[2]), client.trained())
-        if layer is not None and settings.examples == 1:
-            what = "one image comes back in closed form: "
-            what += f"the gradient of '{layer.errors}' says what went into '{layer.path}'"
-            remedy = f"attack it so: --attack analytic; more examples an update or not sending '{layer.errors}' ends it"
-            yield Problem("client.batch", what, remedy, severity="warning")
 
 
 def _manipulated(net: nn.Module, received: Path | None, previous: Path | None) -> list[Problem]:
