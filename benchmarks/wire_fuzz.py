@@ -1,11 +1,13 @@
 """Mutated updates for the decoder: each is refused in the one documented way, or decodes to an update of the model.
 
-    python benchmarks/wire_fuzz.py [--inputs 1000000] [--seed 0] [--output FILE]
+    python benchmarks/wire_fuzz.py [--inputs 1000000] [--seed 0] [--form compact] [--processes 2] [--output FILE]
 
 Valid encodings of all kinds (dense, sparse, masked, deflated, every dtype) are damaged: bits and bytes, ranges cut,
 doubled, inserted and swapped between encodings, numbers of the header replaced with the content cut or filled to fit
-them. Most get a right checksum, so that it is not the checksum that refuses them. The receiver expects the true model,
-or whatever model the mutated header describes as long as that is small. Memory is what `tracemalloc` sees.
+them. Most get a right checksum, and the compact form its right digest, so that it is not these that refuse them. The
+receiver expects the true model; sometimes whatever small model the mutated header describes, or, in the compact form,
+another one whose digest the input has. Memory is what `tracemalloc` sees. Each `CHUNK` of inputs has a seed of its own,
+and the file is written after each, so that one stopped early tells how far it came.
 """
 
 from __future__ import annotations
@@ -20,19 +22,26 @@ import tracemalloc
 import zlib
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from datetime import date
+from multiprocessing import get_context
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from gradveil.federated import header
+from gradveil.federated.layout import DIGEST, DTYPES, Described
 from gradveil.federated.wire import WORKING_BYTES, Layout, WireError, decode, encode, inspect
 
 SMALL = 1 << 14
 """Entries that a mutated header's own model may have for it to be decoded as that."""
+CHUNK = 25_000
+"""Inputs of one seed."""
+FORMS = {"compact": (False,), "described": (True,), "both": (False, True)}
+"""Forms of the encoding by name: whether it describes its layout."""
 OVERHEAD = 1 << 16
 """Bytes of Python's objects beside the arrays: those of the header and of an error's traceback."""
 
@@ -46,23 +55,31 @@ class Seed(NamedTuple):
     mask: dict[str, Tensor] | None
 
 
-def seeds(generator: torch.Generator) -> list[Seed]:
+def seeds(generator: torch.Generator, form: str = "both") -> list[Seed]:
     """Encode updates of all kinds."""
     made = []
-    for dtype in header.DTYPES:
+    for dtype in DTYPES:
         for density in (0.0, 0.004, 0.05, 0.3, 0.7, 1.0):
             shapes = {"w": (2, 3, 5, 5), "b": (), "fc": (30, 20)} if density else {"b": (0, 2), "fc": (4000,)}
-            update = {name: torch.randn(shape, generator=generator).to(dtype) for name, shape in shapes.items()}
-            kept = {name: torch.rand(value.shape, generator=generator) < density for name, value in update.items()}
-            update = {name: value * kept[name] for name, value in update.items()}
-            for masked, deflate in ((False, False), (True, False), (False, True)):
-                mask = kept if masked else None
-                values = torch.float16 if density == 0.3 else None
-                data = encode(update, mask=mask, deflate=deflate, values=values)
-                made.append(Seed(data, inspect(data), Layout.of(update), mask))
+            # Of one density all are coded together in the compact form, with another one in between they are not.
+            for other in (density, 1.0 - density):
+                update = {name: torch.randn(shape, generator=generator).to(dtype) for name, shape in shapes.items()}
+                shares = {name: other if name == "fc" else density for name in shapes}
+                kept = {n: torch.rand(value.shape, generator=generator) < shares[n] for n, value in update.items()}
+                update = {name: value * kept[name] for name, value in update.items()}
+                for masked, deflate in ((False, False), (True, False), (False, True)):
+                    mask = kept if masked else None
+                    values = torch.float16 if density == 0.3 else None
+                    for described in FORMS[form]:
+                        data = encode(update, mask=mask, deflate=deflate, values=values, described=described)
+                        made.append(_seed(data, update, mask))
     broken = {"fc": torch.tensor([0.0, torch.nan, torch.inf, -torch.inf, 1.0])}
-    data = encode(broken, nonfinite="keep")
-    return [*made, Seed(data, inspect(data), Layout.of(broken), None)]
+    return [*made, *(_seed(encode(broken, nonfinite="keep", described=d), broken, None) for d in FORMS[form])]
+
+
+def _seed(data: bytes, update: dict[str, Tensor], mask: dict[str, Tensor] | None) -> Seed:
+    layout = Layout.of(update)
+    return Seed(data, inspect(data, layout), layout, mask)
 
 
 def sealed(body: bytes) -> bytes:
@@ -77,16 +94,26 @@ def mutate(seed: Seed, other: Seed, draw: np.random.Generator) -> bytes:
     data = bytearray(seed.data[:-4])
     for _ in range(int(draw.integers(1, 5))):
         _MUTATIONS[int(draw.integers(len(_MUTATIONS)))](data, other.data, draw)
+    if not seed.found.described and draw.random() < 0.8:
+        end = _digest(seed).stop
+        data[:end] = seed.data[:end]
     return sealed(bytes(data)) if draw.random() < 0.9 else bytes(data) + seed.data[-4:]
 
 
+def _digest(seed: Seed) -> slice:
+    """Say where the digest of the layout stands in the compact form."""
+    start = 6 + len(seed.found.mask)
+    return slice(start, start + DIGEST)
+
+
 _FIELDS = ("kept", "low", "unary", "among", "planes", "shape", "values")
+"""What is replaced; in the compact form, which has no shapes, the number of tensors that are coded together."""
 
 
 def _restructured(seed: Seed, draw: np.random.Generator) -> bytes:
     """Replace numbers of the header, and cut or fill the content to the length that they ask for."""
     found = seed.found
-    entries = list(found.entries)
+    entries, shapes = list(found.entries), dict(found.layout)
     for _ in range(int(draw.integers(1, 3))):
         index = int(draw.integers(len(entries)))
         entry = entries[index]
@@ -99,11 +126,13 @@ def _restructured(seed: Seed, draw: np.random.Generator) -> bytes:
             entry = entry._replace(low=int(draw.integers(0, 33)))
         elif field == "planes" and entry.planes:
             entry = entry._replace(planes=tuple(max(0, p + int(draw.integers(-2, 3))) for p in entry.planes))
-        elif field == "shape":
+        elif field == "shape" and found.described:
             shape = tuple(int(size) for size in draw.integers(0, 9, int(draw.integers(0, 5))))
-            entry = entry._replace(described=header.Described(shape, entry.described.dtype))
+            shapes[entry.names[0]] = Described(shape, shapes[entry.names[0]].dtype)
+        elif field == "shape":
+            entry = entry._replace(names=entry.names[:1] * int(draw.integers(0, 5)))
         elif field == "values":
-            entry = entry._replace(values=header.DTYPES[int(draw.integers(len(header.DTYPES)))])
+            entry = entry._replace(values=DTYPES[int(draw.integers(len(DTYPES)))])
         entries[index] = entry
     content = seed.data[found.start : -4]
     needed = sum(entry.position_bytes + entry.value_bytes for entry in entries)
@@ -112,7 +141,7 @@ def _restructured(seed: Seed, draw: np.random.Generator) -> bytes:
         turned = bytearray(filled)
         _bits(turned, b"", draw)
         filled = bytes(turned)
-    return sealed(header.write(entries, found.mask, found.deflated) + filled)
+    return sealed(header.write(Layout(shapes), entries, found.mask, found.deflated, found.described) + filled)
 
 
 def _place(data: bytearray, draw: np.random.Generator) -> int:
@@ -176,7 +205,8 @@ def judge(data: bytes, seed: Seed, layout: Layout, nonfinite: str) -> str:
     assert list(Layout.of(found).items()) == list(layout.items()), "decoded to another model"
     finite = all(bool(value.isfinite().all()) for value in found.values())
     assert nonfinite == "keep" or finite, "a value that is not finite came through"
-    again = decode(encode(found, mask=seed.mask, nonfinite="keep"), layout, mask=seed.mask, nonfinite="keep")
+    data = encode(found, mask=seed.mask, nonfinite="keep", described=seed.found.described)
+    again = decode(data, layout, mask=seed.mask, nonfinite="keep")
     same = all(torch.equal(again[n].nan_to_num(1.5), found[n].nan_to_num(1.5)) for n in found)
     assert same, "does not survive another journey"
     return "decoded"
@@ -188,16 +218,17 @@ def _words(text: str) -> list[str]:
 
 
 def allowed(layout: Layout, data: bytes) -> int:
-    """Bound the memory of decoding: the result, the work on its largest tensor, and objects for the header."""
+    """Bound the memory of decoding: the result, the work on what is coded together, and objects for the header."""
     entries = [torch.Size(described.shape).numel() for described in layout.values()]
     result = sum(n * described.dtype.itemsize for n, described in zip(entries, layout.values(), strict=True))
-    return 2 * result + WORKING_BYTES * max(entries, default=0) + 200 * len(data) + OVERHEAD
+    largest = max([*entries, min(sum(entries), header.MOST_TOGETHER)])
+    return 2 * result + WORKING_BYTES * largest + 200 * len(data) + 1000 * len(layout) + OVERHEAD
 
 
-def fuzz(inputs: int, seed: int, report: Callable[[int], None] | None = None) -> tuple[Counter[str], float]:
+def fuzz(inputs: int, seed: int, form: str = "both") -> tuple[Counter[str], float]:
     """Decode so many mutated inputs; return how they ended and the largest share of the allowed memory."""
     draw = np.random.default_rng(seed)
-    known = seeds(torch.Generator().manual_seed(seed))
+    known = seeds(torch.Generator().manual_seed(seed), form)
     ended: Counter[str] = Counter()
     worst = 0.0
     tracemalloc.start()
@@ -206,7 +237,7 @@ def fuzz(inputs: int, seed: int, report: Callable[[int], None] | None = None) ->
         data = mutate(chosen, other, draw)
         layout = chosen.layout
         if chosen.mask is None and draw.random() < 0.2:
-            layout = _described(data, layout)
+            data, layout = _expected(data, chosen, other)
         nonfinite = "keep" if draw.random() < 0.5 else "refuse"
         before = tracemalloc.get_traced_memory()[0]
         tracemalloc.reset_peak()
@@ -219,20 +250,22 @@ def fuzz(inputs: int, seed: int, report: Callable[[int], None] | None = None) ->
         if share > worst:
             worst = share
             assert share <= 1, f"input {number} took {share:.2f} of the allowed memory: {data.hex()}"
-        if report and number % 50_000 == 0:
-            report(number)
     tracemalloc.stop()
     return ended, worst
 
 
-def _described(data: bytes, otherwise: Layout) -> Layout:
-    """Expect what the header describes, if that is small."""
+def _expected(data: bytes, seed: Seed, other: Seed) -> tuple[bytes, Layout]:
+    """Expect what the header describes, if that is small; or another model, whose digest the input gets."""
+    if not seed.found.described:
+        body = bytearray(data[:-4])
+        body[_digest(seed)] = other.layout.digest()
+        return sealed(bytes(body)), other.layout
     try:
         layout = inspect(data).layout
     except WireError:
-        return otherwise
+        return data, seed.layout
     entries = sum(torch.Size(described.shape).numel() for described in layout.values())
-    return layout if entries <= SMALL else otherwise
+    return data, layout if entries <= SMALL else seed.layout
 
 
 def main() -> None:
@@ -240,26 +273,34 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--inputs", type=int, default=1_000_000)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--form", choices=tuple(FORMS), default="both")
+    parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--output", type=Path)
     given = parser.parse_args()
-    torch.set_num_threads(1)
     began = time.perf_counter()
-    ended, worst = fuzz(given.inputs, given.seed, lambda number: print(f"{number} inputs", file=sys.stderr, flush=True))
-    facts = {
+    chunks = [min(CHUNK, given.inputs - start) for start in range(0, given.inputs, CHUNK)]
+    facts: dict[str, Any] = {
         "date": str(date.today()),
         "machine": f"{platform.machine()}, {os.cpu_count()} cores",
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "inputs": given.inputs,
+        "form": given.form,
+        "inputs": 0,
         "seed": given.seed,
-        "seconds": round(time.perf_counter() - began),
-        "worst_share_of_allowed_memory": round(worst, 3),
-        "ended": dict(ended.most_common()),
+        "worst_share_of_allowed_memory": 0.0,
     }
-    text = json.dumps(facts, indent=1)
-    print(text)
-    if given.output:
-        given.output.write_text(text + "\n", encoding="utf-8")
+    every: Counter[str] = Counter()
+    with ProcessPoolExecutor(given.processes, get_context("spawn"), torch.set_num_threads, (1,)) as pool:
+        turns = {pool.submit(fuzz, count, given.seed + i, given.form): count for i, count in enumerate(chunks)}
+        for turn in as_completed(turns):
+            ended, worst = turn.result()
+            every += ended
+            facts["inputs"] += turns[turn]
+            facts["worst_share_of_allowed_memory"] = max(facts["worst_share_of_allowed_memory"], round(worst, 3))
+            told = {**facts, "seconds": round(time.perf_counter() - began), "ended": dict(every.most_common())}
+            print(json.dumps(told), flush=True)
+            if given.output:
+                given.output.write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -40,6 +40,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "float16": {"values": torch.float16},
     "bfloat16": {"values": torch.bfloat16},
     "float32 deflated": {"deflate": True},
+    "float32 described": {"described": True},
 }
 USERS, IMAGES, LR = 10, 8, 0.1
 MIB = 2**20
@@ -74,7 +75,7 @@ def measured(update: Mapping[str, Tensor], rounds: int, options: Mapping[str, An
     dense = entries * width
     return {
         "bytes": len(data),
-        "header": inspect(data).start + 4,
+        "header": inspect(data, layout).start + 4,
         "of_bound": round(len(data) / bound, 4),
         "of_dense": round(len(data) / dense, 4),
         "encode_ms": round(1e3 * median(encoding), 1),
@@ -143,7 +144,7 @@ def traffic(raw: list[Tensors]) -> dict[str, Any]:
         for kind, options in (("float32", {}), ("deflated", {"deflate": True})):
             up = mean(len(encode(update, mask=shared, **options)) for update in updates) / MIB
             down = len(encode(average, mask=shared, **options)) / MIB
-            places = inspect(encode(tmap(Tensor.half, mask))).entries if shared else ()
+            places = inspect(encode(tmap(Tensor.half, mask), described=True)).entries if shared else ()
             broadcast = sum(entry.position_bytes for entry in places) / MIB
             parts = {"up": up, "down": down, "mask": broadcast, "together": up + down + broadcast}
             row |= {f"{kind} {part}": float(f"{value:.4g}") for part, value in parts.items()}

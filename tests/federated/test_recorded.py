@@ -97,6 +97,30 @@ def test_an_update_is_kept_as_the_bytes_that_left(tmp_path):
     assert all(file.is_relative_to(tmp_path) for file in files(tmp_path))
 
 
+def test_an_update_that_does_not_describe_itself_is_kept_with_the_names_of_its_tensors(tmp_path):
+    received = {"frozen": torch.zeros(4), **PARAMS, "b": torch.zeros(2, dtype=torch.float64)}
+    update = {**UPDATE, "b": UPDATE["b"].double()}
+    block = encode(update, deflate=True)
+    Recorder(tmp_path).write(1, "0", received, block, 2, tensors=list(update))
+    one = read_recorded(tmp_path)[0]
+    assert one.sent == block
+    assert set(one.facts.tensors) == set(update)
+    assert all(torch.equal(one.update[name], value) for name, value in update.items())
+    with pytest.raises(GradveilError, match=r"is of the layout with the digest .* expected"):
+        Recorder(tmp_path).write(1, "0", received, block, 2)
+    refused_names(tmp_path, None, "does not describe its layout")
+    refused_names(tmp_path, ["w"], "is of the layout with the digest")
+
+
+def refused_names(folder: Path, names: list[str] | None, pattern: str) -> None:
+    file = next(folder.glob("round-*"))
+    with safe_open(file, "pt") as opened:
+        said = json.loads(opened.metadata()["gradveil"]) | {"tensors": names}
+        held = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+    save_file(held, file, {"gradveil": json.dumps(said)})
+    refused(folder, pattern)
+
+
 def test_only_the_owner_may_read_and_a_model_is_kept_once(tmp_path):
     recorded(tmp_path / "r", "0", "1", "10", "9")
     assert (tmp_path / "r").stat().st_mode & 0o777 == 0o700
@@ -155,7 +179,7 @@ def rewritten(file: Path, tensors=None, **facts) -> None:
 
 
 def test_an_update_of_another_model_is_refused(tmp_path):
-    lying = encode({"w": torch.zeros(64, 64)})
+    lying = encode({"w": torch.zeros(64, 64)}, described=True)
     Recorder(tmp_path).write(1, "0", PARAMS, lying, 1)
     refused(tmp_path, "update w: is float32 [64, 64], which is no tensor of its model")
 

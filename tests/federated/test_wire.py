@@ -11,14 +11,17 @@ from torch import Tensor
 
 from gradveil.core.errors import GradveilError
 from gradveil.federated import header
-from gradveil.federated.wire import Layout, WireError, decode, encode, encoded_size, inspect
+from gradveil.federated.layout import DTYPES
+from gradveil.federated.wire import Layout, WireError, decode, encode, encoded_size, fits, inspect
 from gradveil.nn.models import build
-
-DTYPES = list(header.DTYPES)
 
 
 def sparse(shape: tuple[int, ...], density: float, generator: torch.Generator) -> Tensor:
     return torch.randn(shape, generator=generator) * (torch.rand(shape, generator=generator) < density)
+
+
+def looked(update: dict[str, Tensor], **options: Any) -> header.Header:
+    return inspect(encode(update, **options), Layout.of(update))
 
 
 def same(first: dict[str, Tensor], second: dict[str, Tensor]) -> None:
@@ -42,7 +45,7 @@ def test_what_arrives_is_what_was_sent(data: st.DataObject) -> None:
         mask = {
             name: (value != 0) | (torch.rand(value.shape, generator=generator) < 0.2) for name, value in update.items()
         }
-    encoded = encode(update, mask=mask, deflate=data.draw(st.booleans()))
+    encoded = encode(update, mask=mask, deflate=data.draw(st.booleans()), described=data.draw(st.booleans()))
     same(decode(encoded, Layout.of(update), mask=mask), update)
 
 
@@ -58,23 +61,89 @@ def test_size_is_within_one_percent_of_the_bound(density: float, bits: int, gene
     assert bound <= len(encoded) <= 1.01 * bound
 
 
+@pytest.mark.parametrize("model", ["lenet-zhu", "mnist-conv", "cnn6", "resnet20"])
+@pytest.mark.parametrize("values", [torch.float32, torch.float16])
+@pytest.mark.parametrize("density", [0.01, 0.02, 0.05, 0.1, 0.2, 0.38, 0.5])
+def test_small_networks_are_within_ten_percent_of_the_bound(
+    model: str, density: float, values: torch.dtype, generator: torch.Generator
+) -> None:
+    net = build(model, channels=3, size=32, classes=10, generator=generator)
+    update = {name: sparse(tuple(p.shape), density, generator) for name, p in net.named_parameters()}
+    n, k = (sum(count) for count in zip(*((v.numel(), int(v.count_nonzero())) for v in update.values()), strict=True))
+    d = k / n
+    bound = (-n * (d * math.log2(d) + (1 - d) * math.log2(1 - d)) + 8 * values.itemsize * k) / 8
+    assert len(encode(update, values=values)) <= 1.07 * bound
+
+
+def test_tensors_stand_alone_where_that_is_smaller(generator: torch.Generator) -> None:
+    """Biases that are sent whole are dense, the weights beside them sparse; of one density, all are one."""
+    shapes = {f"{i}.{kind}": shape for i in range(3) for kind, shape in (("bias", (12,)), ("weight", (12, 12, 5, 5)))}
+    mixed = {name: sparse(shape, 0.01 if len(shape) > 1 else 1.0, generator) for name, shape in shapes.items()}
+    assert [entry.names for entry in looked(mixed).entries] == [(name,) for name in shapes]
+    assert [entry.low is None for entry in looked(mixed).entries] == [True, False] * 3
+    even = {name: sparse(shape, 0.05, generator) for name, shape in shapes.items()}
+    assert [entry.names for entry in looked(even).entries] == [tuple(shapes)]
+    assert len(encode(even)) < len(encode(even, described=True)) - 80
+    same(decode(encode(even), Layout.of(even)), even)
+    large = {str(i): sparse((1 << 15,), 0.05, generator) for i in range(5)}
+    assert [len(entry.names) for entry in looked(large).entries] == [2, 2, 1]
+
+
+def test_tensors_that_were_coded_together_share_no_memory() -> None:
+    update = {"a": torch.ones(3), "b": torch.ones(4), "c": torch.ones(5)}
+    arrived = decode(encode(update), Layout.of(update))
+    assert len(looked(update).entries) == 1
+    assert len({value.untyped_storage().data_ptr() for value in arrived.values()}) == 3
+
+
+def test_without_its_layout_an_update_is_refused_with_its_digest() -> None:
+    update = {"w": torch.ones(2, 3), "b": torch.ones(2)}
+    encoded, own = encode(update), Layout.of(update)
+    with pytest.raises(WireError, match=f"digest {own.digest().hex()}.*give the layout.*described=True"):
+        inspect(encoded)
+    for other in ({**update, "w": torch.ones(3, 2)}, {**update, "w": update["w"].half()}, {"w": update["w"]}):
+        layout = Layout.of(other)
+        for look in (decode, inspect):
+            told = f"{own.digest().hex()}, expected {layout.digest().hex()} .*hold one model"
+            with pytest.raises(WireError, match=told):
+                look(encoded, layout)
+    assert fits(encoded, own)
+    assert not fits(encoded, Layout.of({"w": update["w"]}))
+    assert fits(encode(update, described=True), own)
+    assert not fits(encode(update, described=True), Layout.of({"w": update["w"]}))
+
+
+def test_a_digest_knows_names_shapes_and_dtypes_and_no_order() -> None:
+    layout = Layout.of({"w": torch.zeros(2, 3), "b": torch.zeros(2)})
+    assert layout.digest() == Layout.of({"b": torch.zeros(2), "w": torch.zeros(2, 3)}).digest()
+    others = (
+        {"w": torch.zeros(3, 2), "b": torch.zeros(2)},
+        {"w": torch.zeros(2, 3), "c": torch.zeros(2)},
+        {"w": torch.zeros(2, 3).half(), "b": torch.zeros(2)},
+        {"w": torch.zeros(2, 3), "b": torch.zeros(2, 1)},
+        {"w": torch.zeros(2, 3)},
+        {},
+    )
+    assert len({layout.digest(), *(Layout.of(other).digest() for other in others)}) == 1 + len(others)
+
+
 @pytest.mark.parametrize(("dtype", "least_zeros"), [(torch.float32, 32), (torch.float16, 16), (torch.bfloat16, 16)])
 def test_a_tensor_is_dense_where_that_is_smaller(dtype: torch.dtype, least_zeros: int) -> None:
     value = torch.ones(1024, dtype=dtype)
     value[:-1:32][: 1024 // least_zeros] = 0
     value[1:-1:32][: 1024 // least_zeros - 32] = 0
     assert int((value == 0).sum()) == 1024 // least_zeros
-    assert inspect(encode({"w": value})).entries[0].low is None
+    assert looked({"w": value}).entries[0].low is None
     value[3] = 0
-    assert inspect(encode({"w": value})).entries[0].low == 0
+    assert looked({"w": value}).entries[0].low == 0
 
 
 def test_what_is_zero_on_the_wire_is_not_sent() -> None:
     value = torch.zeros(64)
     value[:3] = torch.tensor([-0.0, 1e-9, 2.0])
-    assert inspect(encode({"w": value})).entries[0].kept == 2
+    assert looked({"w": value}).entries[0].kept == 2
     encoded = encode({"w": value}, values=torch.float16)
-    assert inspect(encoded).entries[0].kept == 1
+    assert inspect(encoded, Layout.of({"w": value})).entries[0].kept == 1
     assert decode(encoded, Layout.of({"w": value}))["w"].tolist() == [0, 0, 2.0] + [0] * 61
 
 
@@ -85,11 +154,14 @@ def test_zeros_have_no_sign(zeros: int) -> None:
     assert not arrived.signbit().any()
 
 
-def test_narrow_values_arrive_in_the_models_dtype(generator: torch.Generator) -> None:
+@pytest.mark.parametrize("described", [False, True])
+def test_narrow_values_arrive_in_the_models_dtype(described: bool, generator: torch.Generator) -> None:
     update = {"w": sparse((50,), 0.5, generator), "h": torch.ones(3, dtype=torch.bfloat16)}
     update["d"] = torch.tensor([1e300], dtype=torch.float64) * 0 + 1.25
-    encoded = encode(update, values=torch.float16)
-    assert [entry.values for entry in inspect(encoded).entries] == [torch.float16, torch.bfloat16, torch.float16]
+    encoded = encode(update, values=torch.float16, described=described)
+    entries = inspect(encoded, Layout.of(update)).entries
+    travelled = {name: entry.values for entry in entries for name in entry.names}
+    assert travelled == {"w": torch.float16, "h": torch.bfloat16, "d": torch.float16}
     same(decode(encoded, Layout.of(update)), {n: v if n == "h" else v.half().to(v.dtype) for n, v in update.items()})
 
 
@@ -118,14 +190,16 @@ def test_a_shared_mask_takes_the_positions_away(generator: torch.Generator) -> N
     aggregate = {"w": torch.randn(10_000, generator=generator) * mask["w"]}
     upload = {"w": aggregate["w"] * (torch.rand(10_000, generator=generator) < 0.5)}
     down, up = encode(aggregate, mask=mask), encode(upload, mask=mask)
+    layout = Layout.of(aggregate)
+    first, second = inspect(down, layout), inspect(up, layout)
     inside, kept = int(mask["w"].sum()), int(upload["w"].count_nonzero())
-    assert inspect(down).entries[0].position_bytes == 0
-    assert len(down) - inspect(down).start - 4 == 4 * inside
+    assert first.entries[0].position_bytes == 0
+    assert len(down) - first.start - 4 == 4 * inside
     # Half of the mask: one bit for each of its entries, where the code without the mask needs one for each of all.
-    assert inspect(up).entries[0].position_bytes == pytest.approx(inside / 8, rel=0.01)
-    assert len(up) - inspect(up).start - 4 == pytest.approx(4 * kept + inside / 8, rel=0.001)
-    same(decode(down, Layout.of(aggregate), mask=mask), aggregate)
-    same(decode(up, Layout.of(aggregate), mask=mask), upload)
+    assert second.entries[0].position_bytes == pytest.approx(inside / 8, rel=0.01)
+    assert len(up) - second.start - 4 == pytest.approx(4 * kept + inside / 8, rel=0.001)
+    same(decode(down, layout, mask=mask), aggregate)
+    same(decode(up, layout, mask=mask), upload)
 
 
 def test_a_mask_is_the_one_that_was_shared(generator: torch.Generator) -> None:
@@ -158,7 +232,7 @@ def test_an_update_of_another_model_is_refused_with_both_descriptions() -> None:
     update = {"w": torch.zeros(2, 3), "b": torch.zeros(2), "old": torch.zeros(1)}
     expected = {"w": torch.zeros(2, 4), "b": torch.zeros(2, dtype=torch.float16), "new": torch.zeros(1)}
     with pytest.raises(WireError) as caught:
-        decode(encode(update), Layout.of(expected))
+        decode(encode(update, described=True), Layout.of(expected))
     told = [f"{problem.where} {problem.what}" for problem in caught.value.problems]
     assert told == [
         "update.w is float32 [2, 3], expected float32 [2, 4]",
@@ -168,24 +242,30 @@ def test_an_update_of_another_model_is_refused_with_both_descriptions() -> None:
     ]
     many = {f"t{i}": torch.zeros(1) for i in range(100)}
     with pytest.raises(WireError, match="differs in 92 more tensors"):
-        decode(encode(many), Layout.of({}))
+        decode(encode(many, described=True), Layout.of({}))
 
 
-def test_the_order_is_the_models() -> None:
+@pytest.mark.parametrize("described", [False, True])
+def test_the_order_is_the_models(described: bool) -> None:
     update = {"a": torch.ones(1), "b": torch.zeros(2)}
-    assert list(decode(encode(update), Layout.of({"b": update["b"], "a": update["a"]}))) == ["b", "a"]
+    layout = Layout.of({"b": update["b"], "a": update["a"]})
+    assert list(decode(encode(update, described=described), layout)) == ["b", "a"]
 
 
 def test_the_header_says_what_every_byte_is_for(generator: torch.Generator) -> None:
     model = build("scheliga-cnn", channels=1, size=32, classes=10, generator=generator)
     update = {name: sparse(tuple(p.shape), 0.1, generator) for name, p in model.named_parameters()}
-    encoded = encode(update)
+    encoded = encode(update, described=True)
     found = inspect(encoded)
     assert found.layout == Layout.of(update)
     assert [entry.kept for entry in found.entries] == [int(value.count_nonzero()) for value in update.values()]
     parts = sum(entry.position_bytes + entry.value_bytes for entry in found.entries)
     assert len(encoded) == found.start + parts + 4
     assert found.start <= sum(len(name) + 16 for name in update) + 8
+    short = looked(update)
+    assert [name for entry in short.entries for name in entry.names] == sorted(update)
+    assert sum(entry.kept for entry in short.entries) == sum(entry.kept for entry in found.entries)
+    assert short.start <= 4 + 2 + 8 + 7 * len(short.entries) < found.start / 3
 
 
 def test_deflating_leaves_one_magnitude_little_more_than_its_sign(generator: torch.Generator) -> None:
@@ -214,6 +294,8 @@ def test_what_travels_has_not_changed() -> None:
     """Whoever changes these bytes changes the version."""
     update = {"w": torch.tensor([[0.0, 1.5, 0.0], [0.0, 0.0, -2.0]]), "b": torch.ones(2, dtype=torch.float16)}
     expected = "4756555001000201770002020301020601621101020044 0000c03f000000c0 003c003c"
+    assert encode(update, described=True)[:-4].hex() == expected.replace(" ", "")
+    expected = "475655500200 acf7e1a5e3d0f8ea 0140 01010206 003c003c44 0000c03f000000c0"
     assert encode(update)[:-4].hex() == expected.replace(" ", "")
 
 

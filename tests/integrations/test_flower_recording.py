@@ -52,6 +52,43 @@ def test_an_encoded_update_is_recorded_byte_for_byte(tmp_path):
     assert one.facts.defence == "prune(0.5)"
 
 
+def test_an_update_of_some_parameters_is_recorded_where_the_recorder_knows_which(tmp_path, caplog):
+    protected = protect("prune(0.5)", folder=tmp_path / "state", trainable=["w"])
+
+    def defended(message, here):
+        return protected(message, here, app)
+
+    recording(tmp_path / "unknown")(asked(marked=True), context(), defended)
+    assert "is of other tensors than those that are trained -> tell record(...)" in caplog.text
+    assert not (tmp_path / "unknown").exists()
+    reply = recording(tmp_path / "seen", trainable=["w"])(asked(marked=True), context(), defended)
+    one = read_recorded(tmp_path / "seen")[0]
+    assert one.sent == unpacked(reply.content)
+    assert list(one.update) == ["w"]
+    assert {name: value.tolist() for name, value in one.received.items()}.keys() == START.keys()
+
+
+def test_statistics_that_go_along_are_recorded(tmp_path):
+    start = {**START, "n.running_mean": torch.zeros(2), "n.running_var": torch.ones(2)}
+    after = {**start, "w": MOVED["w"], "n.running_mean": torch.ones(2)}
+    protected = protect("none", folder=tmp_path / "state", statistics="send")
+    message = asked(marked=True)
+    message.content["arrays"] = record(start)
+
+    def trains(got, _context):
+        told = MetricRecord({"num-examples": 5})
+        return Message(RecordDict({"arrays": record(after), "metrics": told}), reply_to=got)
+
+    recording(tmp_path / "seen")(message, context(), lambda got, here: protected(got, here, trains))
+    one = read_recorded(tmp_path / "seen")[0]
+    assert {name: value.tolist() for name, value in one.update.items()} == {
+        "w": [0.5] * 8,
+        "b": [0.0] * 2,
+        "n.running_mean": [-1.0] * 2,
+        "n.running_var": [0.0] * 2,
+    }
+
+
 def test_a_round_that_was_not_chosen_and_other_messages_leave_nothing(tmp_path):
     mod = recording(tmp_path / "seen")
     mod(asked(2), context(), app)

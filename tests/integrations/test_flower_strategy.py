@@ -9,6 +9,7 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Error, Message, MetricRec
 from flwr.clientapp import ClientApp
 from flwr.serverapp.strategy import DifferentialPrivacyServerSideFixedClipping, FedAvg
 
+from gradveil.federated.wire import encode
 from gradveil.integrations.flower import Protected
 from gradveil.integrations.flower.records import MARK, PACKED, encoded, mark, packed, record, tensors
 from tests.integrations.scenes import Loopback
@@ -60,7 +61,9 @@ def test_what_an_undefended_app_would_have_sent_is_aggregated():
     assert not protected.refusals
 
 
+ANOTHER = "is of the layout with the digest .*train the same parameters"
 BAD = {
+    "described": (changed("arrays", packed(encode({"w": UPDATE["w"]}, described=True))), "update.b: is missing"),
     "unmarked": (without(MARK), "is not marked"),
     "an undefended app": (
         RecordDict({"arrays": record(START), "metrics": MetricRecord({"num-examples": 3})}),
@@ -78,10 +81,10 @@ BAD = {
     "two records": (changed("more", record(START)), "has 2 ArrayRecords"),
     "of an older round": (good(number=3), "answers round 3, not 1"),
     "no number": (changed(MARK, ConfigRecord({"round": "1"})), "does not say which round"),
-    "another shape": (good({"w": torch.ones(3, 2), "b": torch.ones(2)}), "float32 \\[3, 2\\], expected float32 \\[2"),
-    "another type": (good({name: value.double() for name, value in UPDATE.items()}), "float64"),
-    "something missing": (good({"w": UPDATE["w"]}), "update.b: is missing"),
-    "something more": (good({**UPDATE, "x": torch.ones(1)}), "the model has no such tensor"),
+    "another shape": (good({"w": torch.ones(3, 2), "b": torch.ones(2)}), ANOTHER),
+    "another type": (good({name: value.double() for name, value in UPDATE.items()}), ANOTHER),
+    "something missing": (good({"w": UPDATE["w"]}), ANOTHER),
+    "something more": (good({**UPDATE, "x": torch.ones(1)}), ANOTHER),
     "damaged": (damaged(), "checksum"),
     "cut off": (changed("arrays", packed(encoded(UPDATE)[:-5])), "bytes"),
     "no bytes": (changed("arrays", packed(b"GV")), "begin|ends"),
@@ -162,7 +165,7 @@ def test_patterns_say_what_is_trained():
     assert torch.equal(tensors(arrays)["b"], torch.tensor([0.0, 1.0]))
     [refusal] = protected.refusals
     assert refusal.node == 2
-    assert "update.w" in refusal.reason
+    assert re.search(ANOTHER, refusal.reason)
 
 
 def test_flowers_own_wrappers_stand_inside():

@@ -23,7 +23,7 @@ from gradveil.core.tree import Tensors, norm, stack, take
 from gradveil.core.types import Batch
 from gradveil.core.words import listing, number, percent, plural
 from gradveil.federated.config import UNSEEN
-from gradveil.federated.wire import inspect
+from gradveil.federated.wire import Layout, inspect
 
 NO_SCORE = "no score: the truth was not recorded, so nobody here can tell how near the reconstructions are"
 """What is said where a rate would stand."""
@@ -76,7 +76,9 @@ def doubts(scene: Scene, observed: Observed, cell: Address, inputs: Tensor) -> I
     left = fitted(records[0], scene.client(cell.client, cell.defence, cell.seed)).left_out
     if left:
         yield f"{plural(len(left), 'buffer')} were sent too ({listing(left[:3])}): no attack reads them"
-    narrow = {str(e.values).removeprefix("torch.") for r in records for e in inspect(r.sent).entries}
+    narrow = {
+        str(e.values).removeprefix("torch.") for r in records for e in inspect(r.sent, Layout.of(r.update)).entries
+    }
     narrow -= {str(v.dtype).removeprefix("torch.") for r in records for v in r.update.values()}
     if narrow:
         yield f"values travelled as {listing(sorted(narrow))}: what rounding took away is lost to attackers too"

@@ -1,132 +1,67 @@
-"""What an encoded update says of itself, and the description of the model that it is held against.
+"""What an encoded update says of itself: which model it is of, and how its tensors are coded.
 
 Integers are unsigned and little-endian, in groups of 7 bits with the high bit set on all but the last (LEB128, in the
-shortest form):
+shortest form). An update for a receiver who knows the layout, version 2:
 
-    "GVUP"  version  flags (bit 0: shared mask, bit 1: deflated)  [8 bytes: digest of the mask]  number of tensors
-    for each tensor:  length of the name  name (UTF-8)  dtype | values << 4  number of dimensions  dimensions
+    "GVUP"  2  flags (bit 0: shared mask, bit 1: deflated)  [8 bytes: digest of the mask]  8 bytes: digest of the layout
+    until all tensors are told, sorted by name:
+                      how many of them are coded together  1 + lower bits, 0 if dense | values << 6
                       [entries in the mask, if there is one]
-                      0 if dense, else: 1 + lower bits  entries sent  length of the unary bitmap
+                      [if sparse: entries sent  length of the unary bitmap]
                       [if deflated: length of each plane of bytes, 0 where it is left as it is]
+
+An update that describes itself, version 1:
+
+    "GVUP"  1  flags  [8 bytes: digest of the mask]  number of tensors
+    for each tensor:  length of the name  name (UTF-8)  dtype | values << 4  number of dimensions  dimensions
+                      [entries in the mask]
+                      0 if dense, else: 1 + lower bits  entries sent  length of the unary bitmap
+                      [length of each plane]
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
-from gradveil.core.errors import GradveilError, Problem
+from gradveil.core.errors import Problem
 from gradveil.federated import positions
+from gradveil.federated.layout import DIGEST, DTYPES, Described, Layout, WireError, damaged, on_wire, place_of
 
 MAGIC = b"GVUP"
 """The first bytes of an encoded update."""
-VERSION = 1
-"""Version of the encoding; another is refused."""
-DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
-"""What values may be; a dtype's code is its place."""
+DESCRIBED, DIGESTED = 1, 2
+"""Versions of the encoding: with a description of the layout, and with its digest; others are refused."""
 MOST_TENSORS, MOST_DIMENSIONS, MOST_NAME, MOST_ENTRIES = 1 << 13, 16, 1 << 10, 1 << 31
 """Limits of what is read, above what is trained: headers stay small, and every sum of positions fits 64 bits."""
-DIGEST = 8
-"""Bytes of the digest of a public mask."""
-SHOWN = 8
-"""Differences that one error lists; an update of another model differs everywhere."""
-
-
-class WireError(GradveilError):
-    """An encoded update is damaged, of another version, or not an update of the expected model."""
-
-
-def damaged(what: str, where: str = "update") -> WireError:
-    """Build the error for bytes that no sender writes."""
-    return WireError(Problem(where, what, "have it sent again; if it comes again, do not trust the sender"))
-
-
-class Described(NamedTuple):
-    """Shape and dtype of one tensor."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    def __str__(self) -> str:
-        """Write as `float32 [6, 3, 5, 5]`."""
-        return f"{str(self.dtype).removeprefix('torch.')} {list(self.shape)}"
-
-
-@dataclass(frozen=True)
-class Layout(Mapping[str, Described]):
-    """The names, shapes and dtypes of a model's updates, which the receiver knows and compares.
-
-    >>> print(Layout.of({"w": torch.zeros(2, 3), "b": torch.zeros(2)}))
-    w: float32 [2, 3]; b: float32 [2]
-    """
-
-    tensors: Mapping[str, Described] = field(default_factory=dict[str, Described])
-
-    @staticmethod
-    def of(tensors: Mapping[str, Tensor]) -> Layout:
-        """Describe parameters, or an update of them."""
-        return Layout({name: Described(tuple(value.shape), value.dtype) for name, value in tensors.items()})
-
-    def __getitem__(self, name: str) -> Described:
-        """Return the description of one tensor."""
-        return self.tensors[name]
-
-    def __iter__(self) -> Iterator[str]:
-        """Iterate over the names."""
-        return iter(self.tensors)
-
-    def __len__(self) -> int:
-        """Count the tensors."""
-        return len(self.tensors)
-
-    def __str__(self) -> str:
-        """Write all on one line."""
-        return "; ".join(f"{name}: {described}" for name, described in self.items())
-
-    def differences(self, sent: Layout) -> list[Problem]:
-        """Say where what was sent is not of this model, with both descriptions."""
-        remedy = "send updates of the model that the receiver holds, or give the receiver this model's layout"
-        problems = [
-            Problem(place_of(name), f"is {sent.get(name, 'missing')}, expected {self[name]}", remedy)
-            for name in self
-            if sent.get(name) != self[name]
-        ]
-        problems += [
-            Problem(place_of(name), f"is {sent[name]}, and the model has no such tensor", remedy)
-            for name in sent
-            if name not in self
-        ]
-        if (more := len(problems) - SHOWN) > 0:
-            problems[SHOWN:] = [Problem("update", f"differs in {more} more tensors", remedy)]
-        return problems
-
-
-def on_wire(dtype: torch.dtype, values: torch.dtype | None) -> torch.dtype:
-    """Choose the dtype of a tensor's values: the one asked for where it is narrower, else the tensor's own."""
-    return dtype if values is None or values.itemsize >= dtype.itemsize else values
+MOST_TOGETHER = 1 << 16
+"""Entries that tensors coded together may have, so that decoding needs little memory for them."""
 
 
 class Entry(NamedTuple):
-    """How one tensor is stored: its description, the dtype of the values on the wire, and how positions are coded."""
+    """How one tensor, or several after each other, are stored."""
 
-    name: str
-    described: Described
+    names: tuple[str, ...]
     values: torch.dtype
+    """Of the values on the wire."""
     among: int
     """Entries that could be sent: all, or those in the shared mask."""
     kept: int
     """Entries sent: the values that are not zero, or all of a dense tensor."""
     low: int | None
-    """Lower bits of the gaps that are stored in planes; None for a dense tensor."""
+    """Lower bits of the gaps that are stored in planes; None if dense."""
     unary: int
     """Bits of the unary bitmap."""
     planes: tuple[int, ...] = ()
     """Lengths of the deflated planes of bytes, 0 for one that is left as it is; empty for plain values."""
+
+    @property
+    def place(self) -> str:
+        """Name the tensors in an error."""
+        return _place(self.names)
 
     @property
     def position_bytes(self) -> int:
@@ -142,17 +77,16 @@ class Entry(NamedTuple):
 class Header(NamedTuple):
     """What an encoded update says of itself."""
 
+    layout: Layout
+    """The names, shapes and dtypes: told by the update, or known to the receiver and confirmed by their digest."""
     entries: tuple[Entry, ...]
     mask: bytes
     """Digest of the mask that sender and receiver share; empty if there is none."""
     deflated: bool
+    described: bool
+    """Whether the update tells its layout."""
     start: int
     """Where the first tensor's content begins."""
-
-    @property
-    def layout(self) -> Layout:
-        """The names, shapes and dtypes."""
-        return Layout({entry.name: entry.described for entry in self.entries})
 
     @property
     def end(self) -> int:
@@ -160,41 +94,87 @@ class Header(NamedTuple):
         return self.start + sum(entry.position_bytes + entry.value_bytes for entry in self.entries)
 
 
-def write(entries: list[Entry], mask: bytes, deflated: bool) -> bytes:
-    """Write a header."""
-    out = bytearray(MAGIC) + bytes((VERSION, bool(mask) | deflated << 1)) + mask
-    _write_number(out, len(entries))
+def write(layout: Layout, entries: Sequence[Entry], mask: bytes, deflated: bool, described: bool) -> bytes:
+    """Write a header; entries are in the layout's order in one that describes it, else sorted by name."""
+    out = bytearray(MAGIC) + bytes((DESCRIBED if described else DIGESTED, bool(mask) | deflated << 1)) + mask
+    if described:
+        _write_number(out, len(entries))
+    else:
+        out += layout.digest()
     for entry in entries:
-        name = entry.name.encode()
-        _write_number(out, len(name))
-        out += name
-        out.append(DTYPES.index(entry.described.dtype) | DTYPES.index(entry.values) << 4)
-        coding = (0,) if entry.low is None else (1 + entry.low, entry.kept, entry.unary)
         among = (entry.among,) if mask else ()
-        for number in (len(entry.described.shape), *entry.described.shape, *among, *coding, *entry.planes):
+        low = 0 if entry.low is None else 1 + entry.low
+        coding = (entry.kept, entry.unary) if low else ()
+        if described:
+            _describe(out, entry.names[0], layout[entry.names[0]], entry.values)
+            numbers = (*among, low, *coding, *entry.planes)
+        else:
+            _write_number(out, len(entry.names))
+            out.append(low | DTYPES.index(entry.values) << 6)
+            numbers = (*among, *coding, *entry.planes)
+        for number in numbers:
             _write_number(out, number)
     return bytes(out)
 
 
-def read(data: memoryview) -> Header:
-    """Read a header, trusting nothing in it: no number is used before it is compared with its limit."""
-    if bytes(data[:4]) != MAGIC:
+def _describe(out: bytearray, name: str, described: Described, values: torch.dtype) -> None:
+    said = name.encode()
+    _write_number(out, len(said))
+    out += said
+    out.append(DTYPES.index(described.dtype) | DTYPES.index(values) << 4)
+    for number in (len(described.shape), *described.shape):
+        _write_number(out, number)
+
+
+def stated(data: memoryview) -> bytes | None:
+    """Read which layout an update says it is of, by digest; None of one that describes it."""
+    cursor = _Cursor(data, 0)
+    version, masked, _ = _opening(cursor)
+    if version == DESCRIBED:
+        return None
+    cursor.take(DIGEST if masked else 0)
+    return bytes(cursor.take(DIGEST))
+
+
+def read(data: memoryview, layout: Layout | None) -> Header:
+    """Read a header, trusting nothing in it: no number is used before it is compared with its limit.
+
+    `layout` is the one whose digest the update states, and is not looked at if it describes its own.
+    """
+    cursor = _Cursor(data, 0)
+    version, masked, deflated = _opening(cursor)
+    mask = bytes(cursor.take(DIGEST)) if masked else b""
+    if version == DESCRIBED:
+        told: dict[str, Described] = {}
+        entries = tuple(_described(cursor, told, masked, deflated) for _ in range(cursor.number(MOST_TENSORS)))
+        if len(told) < len(entries):
+            raise damaged("names a tensor twice")
+        return Header(Layout(told), entries, mask, deflated, True, cursor.place)
+    cursor.take(DIGEST)
+    known, found = layout or Layout(), list[Entry]()
+    left = sorted(known)
+    while left:
+        found.append(_digested(cursor, known, left, masked, deflated))
+        del left[: len(found[-1].names)]
+    return Header(known, tuple(found), mask, deflated, False, cursor.place)
+
+
+def _opening(cursor: _Cursor) -> tuple[int, bool, bool]:
+    """Read the version, whether there is a shared mask, and whether values are deflated."""
+    if bytes(cursor.data[: len(MAGIC)]) != MAGIC:
         raise damaged("does not begin like an encoded update")
-    cursor = _Cursor(data, 4)
-    if (version := cursor.byte()) != VERSION:
+    cursor.take(len(MAGIC))
+    if (version := cursor.byte()) not in (DESCRIBED, DIGESTED):
         remedy = "install the same version of Gradveil on both sides"
-        raise WireError(Problem("update", f"is in version {version} of the encoding, not {VERSION}", remedy))
-    flags = cursor.byte()
-    if flags > 3:
+        what = f"is in version {version} of the encoding, not {DESCRIBED} or {DIGESTED}"
+        raise WireError(Problem("update", what, remedy))
+    if (flags := cursor.byte()) > 3:
         raise damaged(f"has unknown flags {flags:#x}")
-    mask, deflated = bytes(cursor.take(DIGEST)) if flags & 1 else b"", bool(flags & 2)
-    entries = tuple(_read_entry(cursor, bool(mask), deflated) for _ in range(cursor.number(MOST_TENSORS)))
-    if len({entry.name for entry in entries}) < len(entries):
-        raise damaged("names a tensor twice")
-    return Header(entries, mask, deflated, cursor.place)
+    return version, bool(flags & 1), bool(flags & 2)
 
 
-def _read_entry(cursor: _Cursor, masked: bool, deflated: bool) -> Entry:
+def _described(cursor: _Cursor, told: dict[str, Described], masked: bool, deflated: bool) -> Entry:
+    """Read one tensor of an update that describes itself, and tell its shape and dtype."""
     try:
         name = str(cursor.take(cursor.number(MOST_NAME)), "utf-8")
     except UnicodeDecodeError as error:
@@ -208,14 +188,41 @@ def _read_entry(cursor: _Cursor, masked: bool, deflated: bool) -> Entry:
     shape = tuple(cursor.number(MOST_ENTRIES) for _ in range(cursor.number(MOST_DIMENSIONS)))
     if (entries := math.prod(shape)) > MOST_ENTRIES:
         raise damaged(f"has more than {MOST_ENTRIES} entries", place_of(name))
+    told[name] = Described(shape, dtype)
     among = cursor.number(entries) if masked else entries
-    low, kept, unary = cursor.number(among.bit_length()) - 1, among, 0
-    if low >= 0:
+    return _coding(cursor, (name,), values, among, cursor.number(among.bit_length()), deflated)
+
+
+def _digested(cursor: _Cursor, layout: Layout, left: list[str], masked: bool, deflated: bool) -> Entry:
+    """Read how the next tensors of a known layout are coded together."""
+    names = tuple(left[: cursor.number(len(left))])
+    if not names:
+        raise damaged("codes no tensor where some are left")
+    entries = sum(math.prod(layout[name].shape) for name in names)
+    if len(names) > 1 and entries > MOST_TOGETHER:
+        raise damaged(f"codes {entries} entries together, at most {MOST_TOGETHER} may be", _place(names))
+    kind = cursor.byte()
+    low, values = kind & 63, DTYPES[kind >> 6]
+    for name in names:
+        if layout[name].dtype not in DTYPES or values != on_wire(layout[name].dtype, values):
+            raise damaged("has values that are wider than the tensor", place_of(name))
+    among = cursor.number(entries) if masked else entries
+    if low > among.bit_length():
+        raise damaged(f"has the number {low} where at most {among.bit_length()} is possible", _place(names))
+    return _coding(cursor, names, values, among, low, deflated)
+
+
+def _coding(
+    cursor: _Cursor, names: tuple[str, ...], values: torch.dtype, among: int, low: int, deflated: bool
+) -> Entry:
+    """Read what follows the way of coding: 0 if dense, else 1 + lower bits."""
+    kept, unary = among, 0
+    if low:
         kept = cursor.number(among)
-        unary = cursor.number(positions.longest(among, kept, low))
+        unary = cursor.number(positions.longest(among, kept, low - 1))
     # A deflated plane is shorter than a plain one, or it would not be deflated.
     planes = tuple(cursor.number(max(kept - 1, 0)) for _ in range(values.itemsize * deflated))
-    return Entry(name, Described(shape, dtype), values, among, kept, low if low >= 0 else None, unary, planes)
+    return Entry(names, values, among, kept, low - 1 if low else None, unary, planes)
 
 
 class _Cursor:
@@ -258,7 +265,5 @@ def _write_number(out: bytearray, value: int) -> None:
     out.append(value)
 
 
-def place_of(name: str) -> str:
-    """Name a tensor in an error; a stranger's name can do no harm in a terminal or a log."""
-    text = repr(name)[1:-1]
-    return f"update.{text if len(text) <= 80 else text[:77] + '...'}"
+def _place(names: tuple[str, ...]) -> str:
+    return place_of(names[0]) + (f" and {len(names) - 1} more" if len(names) > 1 else "")

@@ -60,6 +60,8 @@ class Facts(Section):
     """What the client was configured to do, in the grammar of defences; None where nobody said."""
     local: LocalConfig | None = None
     """How the client trained; None for one gradient, or where nobody said."""
+    tensors: tuple[str, ...] | None = None
+    """Names of what of the model the update is of, where its encoding has only a digest of them."""
     model: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
     """Hash of what the server sent."""
     digest: str
@@ -76,7 +78,7 @@ class Recorded:
     update: Tensors
     """The update, decoded."""
     sent: bytes
-    """The update as it left: one block of `federated.wire`."""
+    """The update as it left: one block of `federated.wire`, which may have only a digest of the layout of `update`."""
     messages: Tensors = field(default_factory=dict[str, Tensor])
     """Public messages of the round."""
     truth: Batch | None = None
@@ -130,23 +132,27 @@ class Recorder:
         examples: int | None = None,
         messages: Mapping[str, Tensor] | None = None,
         truth: Batch | None = None,
+        tensors: Collection[str] | None = None,
     ) -> Path | None:
         """Keep one update, given as it left or as tensors, which are then encoded without loss; None if not wanted.
 
+        `tensors` names what of the received model the update is of, if not all: bytes may hold only a digest of that.
         The same run, round and client again replaces what was there: a round that is repeated after a kill.
         """
         if not self.wants(number, client):
             return None
+        block = update if isinstance(update, bytes) else encode(update, nonfinite="keep", described=True)
+        known = Layout.of({name: received[name] for name in tensors or received if name in received})
+        said = inspect(block, known)
         self.ready()
         model = fingerprint(_owned(received))
         file = self.folder / _MODELS / f"{model}.safetensors"
         if not file.is_file():
             write_private(file, save(_owned(received), {"gradveil": json.dumps({"kind": KIND, "version": VERSION})}))
-        block = update if isinstance(update, bytes) else encode(update, nonfinite="keep")
-        tensors = {_SENT: torch.frombuffer(bytearray(block), dtype=torch.uint8), **under("messages", messages or {})}
+        held = {_SENT: torch.frombuffer(bytearray(block), dtype=torch.uint8), **under("messages", messages or {})}
         if self.truth and truth is not None:
-            tensors |= {"truth.inputs": truth.inputs, "truth.targets": truth.targets}
-        tensors = _owned(tensors)
+            held |= {"truth.inputs": truth.inputs, "truth.targets": truth.targets}
+        held = _owned(held)
         facts = Facts(
             run=self.run,
             round=number,
@@ -155,11 +161,12 @@ class Recorder:
             sends=self.sends,
             defence=self.defence,
             local=self.local,
+            tensors=None if said.described else tuple(known),
             model=model,
-            digest=fingerprint(tensors),
+            digest=fingerprint(held),
         )
         place = self.folder / _name(facts)
-        write_private(place, save(tensors, {"gradveil": facts.model_dump_json()}))
+        write_private(place, save(held, {"gradveil": facts.model_dump_json()}))
         return place
 
 
@@ -265,7 +272,10 @@ def _checked(file: Path, facts: Facts, tensors: Tensors, received: Tensors) -> R
         raise DamagedError([*problems, Problem(str(file), "holds no encoded update", _ANEW)])
     sent, update = held.numpy().tobytes(), dict[str, Tensor]()
     try:
-        layout = inspect(sent).layout
+        known = None
+        if facts.tensors is not None:
+            known = Layout.of({name: received[name] for name in facts.tensors if name in received})
+        layout = inspect(sent, known).layout
         # An update of names or shapes that the model lacks may claim any size: it is not decoded.
         strange = [name for name in layout if name not in received or received[name].shape != layout[name].shape]
         problems += [

@@ -1,23 +1,27 @@
-"""What travels: one packed, self-describing, checked encoding of an update.
+"""What travels: one packed, checked encoding of an update.
 
 An encoded update is a header (`federated.header`), then for each tensor its coded positions (`federated.positions`) and
 its values, then the CRC-32 of all that. A tensor is stored dense or sparse, whichever is smaller: sparse from
-1 - 1/32 of zeros on in 32 bits, 1 - 1/16 in 16 bits.
+1 - 1/32 of zeros on in 32 bits, 1 - 1/16 in 16 bits. Small ones are coded together where that is smaller.
+
+Whoever decodes knows the model, so the header has a digest of its layout, and nothing else about names, dtypes and
+shapes. `described=True` writes them out, for those who will read the update without the model: everything that is told
+here of lengths, shapes and dtypes is checked in both.
 
 What counts as sent is what is not zero *on the wire*: a value that float16 rounds to zero is not sent. Zeros have no
 sign there. NaN and infinities are refused on both sides unless `nonfinite="keep"`.
 
 Decoding trusts nothing. The receiver says what model it expects; every length, shape, dtype and the checksum are
 compared before memory is taken; whatever is wrong ends in `WireError`. Beyond its result decoding takes at most
-`WORKING_BYTES` an entry of the largest tensor and 200 bytes a byte of the header, which has at most 8192 tensors.
+`WORKING_BYTES` an entry of the largest tensor (of 65,536 entries, if all are smaller), and for the header 200 bytes a
+byte, or 1000 a tensor of the receiver's layout. A header that describes the layout has at most 8192 tensors.
 A CRC finds accidents, not forgeries: who sent it is the transport's business.
 """
 
 from __future__ import annotations
 
-import math
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from hashlib import blake2b
 from typing import Literal
 
@@ -27,26 +31,13 @@ from torch import Tensor
 
 from gradveil.core.errors import Problem, refuse
 from gradveil.core.tree import Tensors
-from gradveil.federated import header, positions
+from gradveil.federated import header, packing
 from gradveil.federated import values as numbers
-from gradveil.federated.header import (
-    DIGEST,
-    DTYPES,
-    MOST_DIMENSIONS,
-    MOST_ENTRIES,
-    MOST_NAME,
-    MOST_TENSORS,
-    Described,
-    Entry,
-    Header,
-    Layout,
-    WireError,
-    damaged,
-    on_wire,
-    place_of,
-)
+from gradveil.federated.header import MOST_DIMENSIONS, MOST_ENTRIES, MOST_NAME, MOST_TENSORS, Entry, Header
+from gradveil.federated.layout import DIGEST, DTYPES, Layout, WireError, damaged, on_wire, place_of
+from gradveil.federated.packing import Piece
 
-__all__ = ["Header", "Layout", "WireError", "decode", "encode", "encoded_size", "inspect"]
+__all__ = ["Header", "Layout", "WireError", "decode", "encode", "encoded_size", "fits", "inspect"]
 
 CHECKSUM = 4
 """Bytes of the checksum at the end."""
@@ -63,12 +54,14 @@ def encode(
     mask: Mapping[str, Tensor] | None = None,
     nonfinite: NonFinite = "refuse",
     deflate: bool = False,
+    described: bool = False,
 ) -> bytes:
     """Encode one update {name: tensor}.
 
     `values` is what wider values are rounded to. `mask` is one that the receiver has too: positions are coded within
     it, and take nothing where all of it is sent; an entry outside it that is not zero is refused. `deflate` makes
-    values a sixth smaller (bfloat16 a third, signs of one magnitude twenty times) and doubles the time.
+    values a sixth smaller (bfloat16 a third, signs of one magnitude twenty times) and doubles the time. `described`
+    tells names, dtypes and shapes to those who do not know the model: a record that is read later, another program.
 
     >>> update = {"w": torch.tensor([0.0, 1.5, 0.0, -2.0])}
     >>> decode(encode(update), Layout.of(update))
@@ -78,43 +71,90 @@ def encode(
     entries: list[Entry] = []
     content: list[memoryview] = []
     problems: list[Problem] = []
-    for name, value in update.items():
-        flat = value.detach().reshape(-1)
-        if mask is not None:
-            inside = mask[name].detach().reshape(-1).bool()
-            if outside := int(flat[~inside].count_nonzero()):
-                remedy = "apply the mask before encoding"
-                problems.append(Problem(place_of(name), f"has {outside} entries outside the shared mask", remedy))
-            flat = flat[inside]
-        flat = flat.to("cpu", on_wire(value.dtype, values))
-        entry, parts = _pack(name, Described(tuple(value.shape), value.dtype), flat, deflate)
-        if nonfinite == "refuse" and not numbers.all_finite(numbers.as_integers(flat), flat.dtype):
-            what = f"{int((~flat.isfinite()).sum())} values are not finite in {str(flat.dtype).removeprefix('torch.')}"
-            remedy = "find out why, send wider values, or say nonfinite='keep' on both sides"
-            problems.append(Problem(place_of(name), what, remedy))
+    pieces = _pieces(update, values, mask, nonfinite, described, problems)
+    for run in ([piece] for piece in pieces) if described else packing.together(pieces):
+        entry, parts = packing.pack(run, deflate)
         entries.append(entry)
         content += [part.data for part in parts]
     refuse(problems)
-    parts = [memoryview(header.write(entries, digest(mask) if mask is not None else b"", deflate)), *content]
+    said = header.write(Layout.of(update), entries, digest(mask) if mask is not None else b"", deflate, described)
+    parts = [memoryview(said), *content]
     checksum = 0
     for part in parts:
         checksum = zlib.crc32(part, checksum)
     return b"".join([*parts, checksum.to_bytes(CHECKSUM, "little")])
 
 
-def inspect(data: bytes | bytearray | memoryview) -> Header:
+def _pieces(
+    update: Mapping[str, Tensor],
+    values: torch.dtype | None,
+    mask: Mapping[str, Tensor] | None,
+    nonfinite: NonFinite,
+    described: bool,
+    problems: list[Problem],
+) -> Iterator[Piece]:
+    """Prepare one tensor after the other for the wire; say what is wrong with its values."""
+    for name in update if described else sorted(update):
+        flat = update[name].detach().reshape(-1)
+        if mask is not None:
+            inside = mask[name].detach().reshape(-1).bool()
+            if outside := int(flat[~inside].count_nonzero()):
+                remedy = "apply the mask before encoding"
+                problems.append(Problem(place_of(name), f"has {outside} entries outside the shared mask", remedy))
+            flat = flat[inside]
+        flat = flat.to("cpu", on_wire(update[name].dtype, values))
+        if nonfinite == "refuse" and not numbers.all_finite(numbers.as_integers(flat), flat.dtype):
+            what = f"{int((~flat.isfinite()).sum())} values are not finite in {str(flat.dtype).removeprefix('torch.')}"
+            remedy = "find out why, send wider values, or say nonfinite='keep' on both sides"
+            problems.append(Problem(place_of(name), what, remedy))
+        yield Piece.of(name, flat)
+
+
+def inspect(data: bytes | bytearray | memoryview, layout: Layout | None = None) -> Header:
     """Read what an encoded update says of itself, once its length and checksum are right.
 
-    >>> inspect(encode({"w": torch.eye(16)})).entries[0].kept
+    Of an update that does not describe itself, `layout` is what it is of.
+
+    >>> inspect(encode({"w": torch.eye(16)}, described=True)).entries[0].kept
     16
     """
     view = memoryview(data).cast("B")
-    found = header.read(view[:-CHECKSUM])
-    if found.end != len(view) - CHECKSUM:
+    body = view[:-CHECKSUM]
+    said = header.stated(body)
+    if said is not None and (layout is None or said != layout.digest()):
+        _refuse_damage(view)
+        raise WireError(_another_layout(said, layout))
+    found = header.read(body, layout)
+    if found.end != len(body):
         raise damaged(f"has {len(view)} bytes, {found.end + CHECKSUM} according to its header")
+    _refuse_damage(view)
+    return found
+
+
+def fits(data: bytes | bytearray | memoryview, layout: Layout) -> bool:
+    """Say whether an encoded update is of this layout, as far as it tells.
+
+    >>> update = {"w": torch.eye(16)}
+    >>> fits(encode(update), Layout.of(update)), fits(encode(update), Layout.of({"b": update["w"]}))
+    (True, False)
+    """
+    said = header.stated(memoryview(data).cast("B")[:-CHECKSUM])
+    return layout.digest() == (inspect(data).layout.digest() if said is None else said)
+
+
+def _refuse_damage(view: memoryview) -> None:
     if zlib.crc32(view[:-CHECKSUM]) != int.from_bytes(view[-CHECKSUM:], "little"):
         raise damaged("has another checksum than when it was sent")
-    return found
+
+
+def _another_layout(said: bytes, layout: Layout | None) -> Problem:
+    """Say what to do about an update whose layout is not described, and not the one that is known."""
+    if layout is None:
+        remedy = "give the layout of the model that it is of, or have it encoded with described=True"
+        return Problem("update", f"does not describe its layout, it has the digest {said.hex()} of it alone", remedy)
+    what = f"is of the layout with the digest {said.hex()}, expected {layout.digest().hex()}"
+    remedy = "hold one model on both sides and train the same parameters of it; described=True tells what differs"
+    return Problem("update", what, remedy)
 
 
 def decode(
@@ -126,7 +166,7 @@ def decode(
 ) -> Tensors:
     """Decode an update of this model, in its order and its dtypes; anything else ends in a `WireError`."""
     refuse(_not_its_mask(layout, mask))
-    found = inspect(data)
+    found = inspect(data, layout)
     if problems := layout.differences(found.layout):
         raise WireError(problems)
     if found.mask != (digest(mask) if mask is not None else b""):
@@ -139,10 +179,12 @@ def decode(
         bits = view[place : (place := place + entry.value_bytes)]
         within = None
         if mask is not None:
-            within = np.flatnonzero(mask[entry.name].detach().reshape(-1).bool().cpu().numpy())
+            within = np.flatnonzero(
+                torch.cat([mask[name].detach().reshape(-1).bool().cpu() for name in entry.names]).numpy()
+            )
             if len(within) != entry.among:
-                raise damaged(f"has {entry.among} entries in a mask of {len(within)}", place_of(entry.name))
-        sent[entry.name] = _unpack(entry, coded, bits, within, nonfinite)
+                raise damaged(f"has {entry.among} entries in a mask of {len(within)}", entry.place)
+        sent |= packing.unpack(entry, layout, coded, bits, within, nonfinite == "refuse")
     return {name: sent[name] for name in layout}
 
 
@@ -207,50 +249,3 @@ def _not_its_mask(layout: Layout, mask: Mapping[str, Tensor] | None) -> list[Pro
         for name in sorted(layout.keys() | mask.keys())
         if name not in mask or name not in layout or tuple(mask[name].shape) != layout[name].shape
     ]
-
-
-def _pack(
-    name: str, described: Described, flat: Tensor, deflate: bool
-) -> tuple[Entry, list[numbers.Bytes | numbers.Integers]]:
-    """Store one tensor's entries in the smaller way."""
-    among, width = flat.numel(), flat.dtype.itemsize
-    support = (flat != 0).numpy()
-    places = np.flatnonzero(support)
-    low, unary, coded = None, 0, []
-    if len(places) < among:
-        code = positions.code(support, places)
-        if positions.size(len(places), code.low, code.unary) < (among - len(places)) * width:
-            low, unary, coded = code
-    # A dense zero has no sign either.
-    bits = numbers.as_integers(flat + 0.0) if low is None else numbers.as_integers(flat)[places]
-    planes, parts = numbers.deflate(bits) if deflate else ((), [bits])
-    return Entry(name, described, flat.dtype, among, len(bits), low, unary, planes), [*coded, *parts]
-
-
-def _unpack(
-    entry: Entry, coded: memoryview, content: memoryview, within: positions.Positions | None, nonfinite: NonFinite
-) -> Tensor:
-    """Rebuild one tensor from bytes whose number has been checked."""
-    width, where = entry.values.itemsize, place_of(entry.name)
-    if entry.planes:
-        bits = numbers.inflate(content, entry.kept, width, entry.planes)
-    else:
-        bits = np.frombuffer(content, f"<i{width}")
-    if bits is None:
-        raise damaged("has values that do not inflate to their number", where)
-    if nonfinite == "refuse" and not numbers.all_finite(bits, entry.values):
-        raise WireError(Problem(where, "has values that are not finite", "leave this update out"))
-    places = within
-    if entry.low is not None:
-        places = positions.read(np.frombuffer(coded, np.uint8), entry.among, entry.kept, entry.low, entry.unary)
-        if places is None:
-            raise damaged("has positions that are out of order or out of bounds", where)
-        if bool(((bits << 1) == 0).any()):
-            raise damaged("lists zeros as entries that were sent", where)
-        places = within[places] if within is not None else places
-    if places is None:
-        stored = bits.copy()
-    else:
-        stored = np.zeros(math.prod(entry.described.shape), bits.dtype)
-        stored[places] = bits
-    return numbers.as_values(stored, entry.values).reshape(entry.described.shape).to(entry.described.dtype)

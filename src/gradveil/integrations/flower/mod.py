@@ -28,6 +28,7 @@ from gradveil.integrations.flower.records import (
     Question,
     Told,
     encoded,
+    is_mean,
     is_statistic,
     number_of_examples,
     only_arrays,
@@ -131,7 +132,9 @@ class _Protect:
         refuse(problems)
         if self.statistics == "keep":
             return {}
-        return {name: received[name] - returned[name] for name in changed if received[name].is_floating_point()}
+        # All or none: the server tells from the encoding alone which of the two it is.
+        means = [name for name, value in received.items() if name not in params and is_mean(name, value)]
+        return {name: received[name] - returned[name] for name in means}
 
 
 def _out_of_place(defence: Defence) -> Iterator[Problem]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import cast
@@ -15,11 +15,11 @@ from gradveil.core.errors import GradveilError, fail
 from gradveil.core.tree import Tensors
 from gradveil.core.types import Batch
 from gradveil.federated.config import LocalConfig
-from gradveil.federated.header import Layout
 from gradveil.federated.recorded import Recorder, Sends
+from gradveil.federated.wire import Layout, fits
 from gradveil.integrations.flower.client import LOG
 from gradveil.integrations.flower.memory import IDENTITY
-from gradveil.integrations.flower.records import MARK, PACKED, STYPE, only_arrays, tensors
+from gradveil.integrations.flower.records import MARK, PACKED, STYPE, layout_of, only_arrays, tensors, trained
 
 Truth = Callable[[Message, Context], tuple[Tensor, Tensor]]
 """(message, context) -> the inputs [B, C, H, W], as the model takes them, and the targets [B] of a reply."""
@@ -35,6 +35,7 @@ def record(
     rounds: Collection[int] | None = (1,),
     clients: Collection[str] | None = None,
     truth: Truth | None = None,
+    trainable: Sequence[str] | None = None,
 ) -> Mod:
     """Return a mod that records what leaves: `ClientApp(mods=[record("/data/seen"), protect("topk(0.1)")])`.
 
@@ -45,6 +46,7 @@ def record(
     `defence` and `local` say what the app is configured as, for the attackers who will be told; `sends="gradient"`
     where `answer` sends the gradient of a client without local training. `rounds` and `clients` (their names, else
     partition or node numbers) choose what is kept, None for all. Private images are recorded only if `truth` is given.
+    `trainable` has the patterns of `Client.trainable` and `protect`, where not all parameters are trained.
     """
     kept = Recorder(
         Path(folder).expanduser(),
@@ -55,13 +57,14 @@ def record(
         rounds=rounds,
         clients=clients,
     )
-    return _Record(kept, truth)
+    return _Record(kept, truth, trainable)
 
 
 @dataclass(frozen=True)
 class _Record:
     recorder: Recorder
     truth: Truth | None
+    trainable: Sequence[str] | None
 
     def __call__(self, message: Message, context: Context, call_next: ClientAppCallable) -> Message:
         """Pass everything on, and keep what answers a message for training."""
@@ -88,8 +91,17 @@ class _Record:
         here = replace(self.recorder, run=str(context.run_id))
         batch = None if self.truth is None else Batch(*self.truth(message, context))
         sent = _sent(only_arrays(reply.content, "reply")[1], received)
-        place = here.write(number, client, received, sent, _examples(reply.content), truth=batch)
+        names = self._names(sent, received) if isinstance(sent, bytes) else None
+        place = here.write(number, client, received, sent, _examples(reply.content), truth=batch, tensors=names)
         LOG.info("recorded what left client %s in round %d: %s", client, number, place)
+
+    def _names(self, sent: bytes, received: Tensors) -> list[str]:
+        """Say what of the model an encoded update is of; its encoding has a digest of that."""
+        layout = layout_of(sent, trained(received, self.trainable), received)
+        if not fits(sent, layout):
+            remedy = "tell record(...) which parameters are trained: trainable=[...], as for the client"
+            raise fail("reply", "is of other tensors than those that are trained", remedy)
+        return list(layout)
 
 
 def _sent(arrays: ArrayRecord, received: Mapping[str, Tensor]) -> Tensors | bytes:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from gradveil.core.errors import GradveilError, Problem, fail
 from gradveil.core.tree import Tensors
-from gradveil.federated.wire import Layout, decode, encode, inspect
+from gradveil.federated.wire import Layout, decode, encode, fits
 
 MARK = "gradveil"
 """Name of the `ConfigRecord` that marks a message as one of Gradveil's."""
@@ -109,8 +109,14 @@ def encoded(update: Mapping[str, Tensor]) -> bytes:
 
 def decoded(sent: bytes, params: Mapping[str, Tensor], statistics: Mapping[str, Tensor]) -> Tensors:
     """Decode an update of these parameters; statistics of BatchNorm layers may come with it."""
-    named = inspect(sent).layout
-    return decode(sent, Layout.of({**params, **{name: v for name, v in statistics.items() if name in named}}))
+    return decode(sent, layout_of(sent, params, statistics))
+
+
+def layout_of(sent: bytes, params: Mapping[str, Tensor], statistics: Mapping[str, Tensor]) -> Layout:
+    """Find out which layout an update of these parameters has: with the statistics of BatchNorm layers, or without."""
+    more = {name: value for name, value in statistics.items() if name not in params and is_mean(name, value)}
+    both = Layout.of({**params, **more})
+    return both if more and fits(sent, both) else Layout.of(params)
 
 
 def tensors(record: ArrayRecord) -> Tensors:
@@ -132,6 +138,11 @@ def record(values: Mapping[str, Tensor]) -> ArrayRecord:
 def is_statistic(name: str) -> bool:
     """Whether an array is what a BatchNorm layer keeps, and no parameter."""
     return any(fnmatchcase(name, pattern) for pattern in STATISTICS)
+
+
+def is_mean(name: str, value: Tensor) -> bool:
+    """Whether an array is a statistic that can be averaged: a running mean or variance, no count."""
+    return is_statistic(name) and value.is_floating_point()
 
 
 def trained(received: Mapping[str, Tensor], trainable: Iterable[str] | None) -> Tensors:

@@ -17,7 +17,6 @@ from gradveil.core.errors import GradveilError, fail
 from gradveil.integrations.flower.records import (
     MARK,
     decoded,
-    is_statistic,
     mark,
     marked,
     only_arrays,
@@ -111,8 +110,7 @@ class Protected(Strategy):
         name, _ = only_arrays(content, "reply")
         received = tensors(sent)
         params = trained(received, self.trainable)
-        others = {n: v for n, v in received.items() if is_statistic(n) and v.is_floating_point() and n not in params}
-        update = decoded(unpacked(content), params, others)
+        update = decoded(unpacked(content), params, received)
         after = {n: value - update[n] if n in update else value for n, value in received.items()}
         rest = {n: found for n, found in content.items() if n not in (name, MARK)}
         return RecordDict({name: record(after), **rest})
