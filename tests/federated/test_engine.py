@@ -173,11 +173,12 @@ def test_a_training_that_diverges_says_so():
 def test_bytes_are_those_of_what_is_sent():
     dense, sparse = (train(federation(text), 3) for text in ("none", "topk(0.1)"))
     values = 4 * sum(value.numel() for value in dense.params.values())
-    header = 60
-    assert all(4 * values <= record.bytes_up <= 4 * (values + header) for record in dense.records)
+    # Deflating takes at most a sixth away; names and shapes do not travel.
+    header, least = 25, 5 / 6 * values
+    assert all(4 * least <= record.bytes_up <= 4 * (values + header) for record in dense.records)
     assert all(record.bytes_up <= 4 * (0.2 * values + header) for record in sparse.records)
     first, later = sparse.records[0].bytes_down, sparse.records[1].bytes_down
-    assert 4 * values <= first <= 4 * (values + header), "the first time a client is sent the whole model"
+    assert 4 * least <= first <= 4 * (values + header), "the first time a client is sent the whole model"
     assert later <= 4 * (0.6 * values + header), "then what the round changed: no more than four times a tenth"
 
 
