@@ -200,8 +200,8 @@ def test_noise_that_is_made_step_by_step_gives_the_same_update():
         asked.append(t)
         return steps[t]
 
-    found, _ = client.trained_update(params, batch, once, of_step, {})
+    found, _ = client.trained_update(params, batch, once, of_step, lambda e: {}, {})
     assert asked == [0, 1, 2]
     assert all(torch.equal(found[name], whole[name]) for name in whole)
-    other, _ = client.trained_update(params, batch, once, lambda t: steps[0], {})
+    other, _ = client.trained_update(params, batch, once, lambda t: steps[0], lambda e: {}, {})
     assert not torch.equal(other["1.weight"], whole["1.weight"])

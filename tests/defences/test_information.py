@@ -174,3 +174,9 @@ def test_sums_of_local_training_with_noise_in_each_step_have_no_bound():
     summed = replace(TRAINED, members=2)
     assert "are summed" in (obstacle(parse("dp(sigma=1)")(summed), BATCH) or "")
     assert obstacle(parse("user-dp")(summed), BATCH) is None
+
+
+def test_a_lock_that_is_trained_between_noisy_steps_is_an_obstacle():
+    assert "trained between noisy steps" in (obstacle(parse("dp(sigma=1) + keylock(width=4)")(TRAINED), BATCH) or "")
+    for text, client in (("dp(sigma=1) + keylock(width=4)", PLAIN), ("user-dp + keylock(width=4)", TRAINED)):
+        assert obstacle(parse(text)(client), BATCH) is None

@@ -13,6 +13,7 @@ from torch.func import vmap
 
 from gradveil.client.at import At
 from gradveil.client.batched import obstacle, victim_gradients
+from gradveil.client.batching import Batching, Drawn, of_batch
 from gradveil.client.gradient import Objective, caught_outputs, cross_entropy, last_inputs, mean_gradient
 from gradveil.client.local import Local, train
 from gradveil.client.own import Own, spread
@@ -108,20 +109,27 @@ class Client:
             own = Batch(*(value[0] for value in self._by_member(batch)))
             return self._member().noise_spec(params, own).times(self.members)
         examples = batch.inputs.shape[0]
-        steps = (self.local.count(examples),) if self.local else ()
-        return self.round_spec(params, batch) | self.step_spec(params, batch).times(*steps)
+        once, step = self.round_spec(params, batch), self.step_spec(params, batch)
+        if self.local is None:
+            return once | step
+        epochs = self.epoch_spec(batch).times(self._batching.epochs(examples))
+        return once | epochs | step.times(self.local.count(examples))
 
     def round_spec(self, params: Mapping[str, Tensor], batch: Batch) -> NoiseSpec:
-        """Declare what an update draws once: for the batch, for what is sent, and the order of the examples."""
+        """Declare what an update draws once: for the batch of one gradient, for what is sent, the order of examples."""
         sent = self._sent(params)
         spec = self._kept
-        for i, transform in enumerate(self.batch):
-            spec = spec | transform.noise(batch).under(f"batch.{i}")
+        if self.local is None:
+            spec = spec | self._batching.spec(batch)
         if self.send:
             spec = spec | (self.send.noise(sent) | self.send.directions(batch)).under("send")
         if self.local:
             spec = spec | self.local.drawn(batch.inputs.shape[0])
         return spec.to(batch.inputs.dtype)
+
+    def epoch_spec(self, batch: Batch) -> NoiseSpec:
+        """Declare what local training draws in every epoch: `noise_spec` has one of these for each that is begun."""
+        return self._batching.spec(batch, "epoch").to(batch.inputs.dtype) if self.local else NoiseSpec()
 
     def step_spec(self, params: Mapping[str, Tensor], batch: Batch) -> NoiseSpec:
         """Declare what each gradient draws: `noise_spec` has T of these, one for every local step."""
@@ -129,6 +137,8 @@ class Client:
         size = self.local.at_once(examples) if self.local else examples
         shown, sent = Batch(batch.inputs[:size], batch.targets[:size]), self._sent(params)
         spec = model_noise(self.model, shown.inputs).under("model")
+        if self.local is not None:
+            spec = spec | self._batching.spec(shown, "step")
         each, mean = self.step.split() if self.step else (None, None)
         if each is not None:
             spec = spec | each.noise(sent).times(size).under("step")
@@ -167,36 +177,41 @@ class Client:
             sent, after = each(params, self._by_member(batch), dict(noise), dict(state))
             return {name: value.mean(0) for name, value in sent.items()}, after
 
-        def of_step(t: int) -> Tensors:
-            of_all = (n for n in noise if n.startswith(("model.", "step.")) and n not in self._kept)
-            return {name: noise[name][t] for name in of_all}
-
-        return self.trained_update(params, batch, noise, of_step, state)
+        return self.trained_update(params, batch, noise, *self._batching.by_number(noise, self._kept), state)
 
     def trained_on(self, batch: Batch, noise: Mapping[str, Tensor]) -> Batch:
-        """Return what the batch defences make of a batch: the examples that the client computes with."""
-        if self.members > 1 and self.batch:
-            own = {name: value for name, value in noise.items() if name.startswith("batch.")}
-            each = vmap(self._member().trained_on)(self._by_member(batch), own)
+        """Return what the batch defences make of a batch: the examples that the client computes with.
+
+        In local training an example is changed anew again and again: here it is as it was the first time.
+        """
+        if not self.batch:
+            return batch
+        if self.members > 1:
+            each = vmap(self._member().trained_on)(self._by_member(batch), of_batch(noise))
             return Batch(*(value.flatten(0, 1) for value in each))
-        for i, transform in enumerate(self.batch):
-            batch = transform.apply(batch, select(noise, f"batch.{i}"), self.domain)
-        return batch
+        if self.local is None:
+            return self._batching.changed(batch, noise)
+        return self._batching.first_seen(batch, noise)
+
+    @cached_property
+    def _batching(self) -> Batching:
+        return Batching(self.batch, self.domain, self.local)
 
     def trained_update(
         self,
         params: Tensors,
         batch: Batch,
         noise: Mapping[str, Tensor],
-        of_step: Callable[[int], Mapping[str, Tensor]],
+        of_step: Drawn,
+        of_epoch: Drawn,
         state: Tensors,
     ) -> tuple[Tensors, Tensors]:
         """Compute `update`, asking for the noise of a local step when it comes: thousands of steps' would fill memory.
 
-        `noise` holds what `round_spec` declares, `of_step(t)` what `step_spec` does; without local training all of it
-        is in `noise`.
+        `noise` holds what `round_spec` declares, `of_step(t)` what `step_spec` does, `of_epoch(e)` what `epoch_spec`
+        does; without local training all of it is in `noise`.
         """
-        batch = self.trained_on(batch, noise)
+        batch = batch if self.local else self._batching.changed(batch, noise)
         own, kept = select(state, "step"), self.own(noise, state)
         whole = {**noise, **spread(kept, batch.inputs.shape[0])}
         if self.local is None:
@@ -204,7 +219,8 @@ class Client:
                 update, step_state = self._one(params, batch, whole, own)
         else:
             outputs = []
-            update, step_state, kept = self._many(self.local, params, batch, noise, of_step, own, kept)
+            examples = self._batching.steps(batch, noise[self.local.order], of_epoch)
+            update, step_state, kept = self._many(self.local, params, noise, examples, of_step, own, kept)
         sent, after = self._finish(params, batch, whole, state, update, step_state, *outputs[-1:])
         return sent, after | (under("kept", {"joined": torch.ones_like(state["kept.joined"]), **kept}) if kept else {})
 
@@ -290,8 +306,7 @@ class Client:
 
     def _prepared(self, batch: Batch, noise: Mapping[str, Tensor]) -> Batch:
         """Apply the batch transforms of every victim."""
-        own = {name: value for name, value in noise.items() if name.startswith("batch.")}
-        return vmap(self.trained_on)(batch, own) if self.batch else batch
+        return vmap(self.trained_on)(batch, of_batch(noise)) if self.batch else batch
 
     def _transformed(
         self, gradients: Tensors, params: Tensors, batch: Batch, noise: Tensors, state: Tensors
@@ -391,21 +406,21 @@ class Client:
         self,
         local: Local,
         params: Tensors,
-        batch: Batch,
         noise: Mapping[str, Tensor],
-        of_step: Callable[[int], Mapping[str, Tensor]],
+        examples: Callable[[int, Mapping[str, Tensor]], Batch],
+        of_step: Drawn,
         state: Tensors,
         kept: Tensors,
     ) -> tuple[Tensors, Tensors, Tensors]:
         """T local steps; the update is parameters in minus parameters out. What is kept is trained with them."""
         current, poisson = state, local.sampling == "poisson"
-        drawn = noise["inclusion" if poisson else "schedule"]
+        drawn = noise[local.order]
         free = self._own.free(kept) if kept else {}
 
         def gradient(t: int, now: Tensors) -> Tensors:
             nonlocal current
-            own = batch if poisson else Batch(batch.inputs[drawn[t]], batch.targets[drawn[t]])
             included, inner = drawn[t] if poisson else None, of_step(t)
+            own = examples(t, inner)
             if not kept:
                 g, current = self._one(now, own, inner, current, included)
                 return g

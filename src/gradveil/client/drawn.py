@@ -24,4 +24,12 @@ def drawn_update(client: Client, params: Tensors, batch: Batch, key: Key, state:
     once = drawn(client.round_spec(params, batch), key)
     if client.local is None:
         once |= drawn(each, key)
-    return client.trained_update(params, batch, once, lambda t: drawn(each, key.child("step", t)), state)
+    epoch = client.epoch_spec(batch)
+
+    def of_step(t: int) -> dict[str, Tensor]:
+        return drawn(each, key.child("step", t))
+
+    def of_epoch(e: int) -> dict[str, Tensor]:
+        return drawn(epoch, key.child("epoch", e))
+
+    return client.trained_update(params, batch, once, of_step, of_epoch, state)

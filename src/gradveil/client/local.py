@@ -54,6 +54,11 @@ class Local:
             problems.append(Problem("local", "needs exactly one of steps and epochs", "remove or add one"))
         refuse(problems)
 
+    @property
+    def order(self) -> str:
+        """Name the tensor that says who is in which step."""
+        return "inclusion" if self.sampling == "poisson" else "schedule"
+
     def count(self, examples: int) -> int:
         """Return T, the number of optimiser steps for this many examples; the last incomplete batch is left out."""
         if self.steps is not None:

@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 from torch import Tensor
 
@@ -157,8 +157,15 @@ class Transform(ABC):
         return None
 
 
+Anew = Literal["epoch", "step"]
+"""When something is drawn anew in local training."""
+
+
 class BatchTransform(ABC):
     """A pure map of a batch to the batch that is trained on (augmentation, mixing)."""
+
+    anew: ClassVar[Anew] = "epoch"
+    """In local training it acts on all of the client's examples in every epoch, or on the batch of every step."""
 
     @abstractmethod
     def noise(self, batch: Batch) -> NoiseSpec:

@@ -88,7 +88,8 @@ class Ats(BatchTransform):
     `policy="3-1-7"` names one; `"3-1-7+43-18-18"` is the hybrid, which draws one of them for each image (`choice`, one
     of so many). The direction of shears, translations and blends is drawn for each image (`sign`). Probabilities of
     AutoAugment are ignored, as the authors do: everything is applied. Geometry interpolates linearly, whereas theirs
-    takes the nearest pixel (translations, rotations) or a cubic; crops and flips before it are left to the data.
+    takes the nearest pixel (translations, rotations) or a cubic; crops and flips before it are left to the data. In
+    local training every image is transformed anew in every epoch.
 
     An attacker may optimise the signs (in [-1, 1]: every strength between); choices are discrete.
     """

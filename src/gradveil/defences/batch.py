@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -12,7 +13,7 @@ from gradveil.core.allowed import SHARE, STRENGTH, Range, collect
 from gradveil.core.errors import Problem, fail, refuse
 from gradveil.core.laws import Beta, Shares, Signs
 from gradveil.core.noise import Noise, NoiseSpec, Schedule
-from gradveil.core.types import Batch, BatchTransform, Domain
+from gradveil.core.types import Anew, Batch, BatchTransform, Domain
 
 MIXED = Range(2, integer=True)
 """How many examples are mixed into one."""
@@ -48,11 +49,13 @@ class LabelSmoothing(BatchTransform):
 class Mixup(BatchTransform):
     """Train on c x + (1 - c) x[p], the labels mixed alike (Zhang et al. 2018, eq. 1).
 
-    One coefficient c ~ Beta(alpha, alpha) and one permutation p (`partner`) a batch: all that the client holds in a
-    round, before its local steps. A batch of one example mixes with itself. An attacker may optimise c; p is discrete.
+    One coefficient c ~ Beta(alpha, alpha) and one permutation p (`partner`) a batch: of one gradient, or anew of every
+    local step (under Poisson sampling, all of the client's examples). A batch of one example mixes with itself. An
+    attacker may optimise c; p is discrete.
     """
 
     alpha: float
+    anew: ClassVar[Anew] = "step"
 
     def __post_init__(self) -> None:
         """Refuse settings that cannot be meant."""
@@ -82,6 +85,7 @@ class InstaHide(BatchTransform):
     identity, the others (`partner`) are permutations of the batch. The coefficients are magnitudes of normal numbers
     over their sum, none above `cap`, as in the authors' program; the labels are mixed alike, the signs s are one an
     entry. This is the variant within one data set: no public images are mixed in, and a batch of one mixes with itself.
+    In local training all of the client's examples are mixed with each other, anew in every epoch, as the authors do.
 
     An attacker may optimise coefficients and signs (in [-1, 1]); the permutations are discrete.
     """

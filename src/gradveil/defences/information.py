@@ -69,6 +69,8 @@ def obstacle(client: Client, batch: Batch) -> str | None:
         return "the batch is changed before the gradient is computed"
     if client.local and client.local.sampling == "poisson" and _first(step) is not None:
         return "who is in a noisy step of local training is drawn at random"
+    if client.trains_its_own() and _first(step) is not None:
+        return "what a client keeps to itself is trained between noisy steps"
     if client.members > 1 and client.local and _first(step) is not None:
         return "clients that add noise in each step of local training are summed"
     return None
