@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -18,11 +17,8 @@ from gradveil.core.tree import Tensors
 from gradveil.core.types import Batch, Transform
 from gradveil.federated.guard import Finding, Policy, guarded
 from gradveil.federated.wire import Layout
-from gradveil.integrations.flower.memory import Memory, opened
+from gradveil.integrations.flower.memory import LOG, Memory, opened
 from gradveil.integrations.flower.records import Question, decoded, encoded
-
-LOG = logging.getLogger("flwr.gradveil")
-"""Flower's console shows what is written here."""
 
 
 def answer(
@@ -35,6 +31,7 @@ def answer(
     guard: Policy = "warn",
     folder: Path | str | None = None,
     key: Key | None = None,
+    training: str | None = None,
 ) -> Message:
     """Train a defended client on a batch from the received model, and reply with what it sends.
 
@@ -44,12 +41,13 @@ def answer(
 
     `guard` says what happens if the model looks manipulated (`gradveil.federated.guard`). `folder` is where the client
     keeps its files, `~/.gradveil/flower` if neither it nor `--node-config gradveil-folder=...` says otherwise. `key`
-    replaces the client's secret seed where a simulation has to be repeatable.
+    replaces the client's secret seed where a simulation has to be repeatable. `training` is a name that lets the state
+    follow when a run is started again and has another id; without it each run starts with an empty state.
     """
     refuse(unsupported(client))
     question = Question.of(message)
     params, buffers = _fitted(client, question)
-    with opened(context, folder) as memory:
+    with opened(context, folder, training) as memory:
         if (before := memory.repeated(question)) is not None:
             return question.reply(before.sent, before.told)
         look(client.model, question.number, params, {name: params[name] for name in client.trained()}, memory, guard)

@@ -3,6 +3,7 @@
     <folder>/<identity>/seed                            the secret that its noise is drawn from
     <folder>/<identity>/run-<id>/answer-<round>         what it received and sent
     <folder>/<identity>/run-<id>/state-<round>          its state after that (`gradveil.client.state`)
+    <folder>/<identity>/training-<name>                 which runs are one training, where the app says so
 
 Flower's own `Context.state` does not survive the end of a SuperNode. The state's file is written last: a round counts
 as answered once it is there, whole. Everything is readable by its owner only.
@@ -11,6 +12,7 @@ as answered once it is there, whole. Everything is readable by its owner only.
 from __future__ import annotations
 
 import json
+import logging
 import re
 import secrets
 from collections.abc import Generator, Mapping
@@ -31,6 +33,10 @@ from gradveil.core.files import locked, sync, unreadable, write_private
 from gradveil.core.noise import Key
 from gradveil.core.tree import Tensors, select, under
 from gradveil.integrations.flower.records import Question, Told
+from gradveil.integrations.flower.training import continued, named, states
+
+LOG = logging.getLogger("flwr.gradveil")
+"""Flower's console shows what is written here."""
 
 IDENTITY, FOLDER = "gradveil-identity", "gradveil-folder"
 """Keys of a SuperNode's `--node-config`: its name, which has to stay the same, and where it keeps its files."""
@@ -50,16 +56,19 @@ class Answer:
 class Memory:
     """One client's files of one run. Use `opened`, which holds them for this process alone."""
 
-    def __init__(self, folder: Path, seed: int) -> None:
-        """Look at what there is."""
+    def __init__(self, folder: Path, seed: int, before: Path | None = None) -> None:
+        """Look at what there is; `before` is the state that an earlier run of the training has left."""
         self.folder = folder
         self._seed = seed
-        rounds = [int(file.name.removeprefix("state-")) for file in folder.glob("state-*") if "." not in file.name]
-        self.last = max(rounds, default=0)
+        self._before = before
+        self.last = max(states(folder), default=0)
         """The last round that was answered; 0 before the first."""
 
     def key(self, number: int, own: Key | None) -> Key:
         """Address the noise of a round: below `own`, or below the client's secret seed and the run."""
+        if own is not None and self._before is not None:
+            remedy = "leave the key or the training's name out: a client's own seed gives each run other noise"
+            raise fail("key", "gives this run the noise of an earlier one of the training", remedy)
         return (own or Key(self._seed, (self.folder.name,))).child("round", number)
 
     def repeated(self, question: Question) -> Answer | None:
@@ -93,8 +102,11 @@ class Memory:
         return Answer(select(found, "received"), sent, told)
 
     def state(self, client: Client, params: Tensors) -> Tensors:
-        """Return the client's state: after its last round, or of a client that has sent nothing yet."""
-        return load_state(self.folder / f"state-{self.last}", client) if self.last else client.init(params)
+        """Return the client's state: after its last round, here or in the run before, or before its first."""
+        file = self.folder / f"state-{self.last}" if self.last else self._before
+        if file is not None and not self.last:
+            LOG.info("goes on with the state of an earlier run: %s", file)
+        return client.init(params) if file is None else load_state(file, client)
 
     def keep(
         self,
@@ -116,8 +128,13 @@ class Memory:
 
 
 @contextmanager
-def opened(context: Context, folder: Path | str | None) -> Generator[Memory]:
-    """Open the files of the client that this node is, for this process alone."""
+def opened(context: Context, folder: Path | str | None, training: str | None = None) -> Generator[Memory]:
+    """Open the files of the client that this node is, for this process alone.
+
+    `training` names what several runs belong to; without it each run is for itself.
+    """
+    if training is not None:
+        named(training)
     home = _home(context, folder) / identity(context)
     own = home / f"run-{int(context.run_id)}"
     try:
@@ -126,7 +143,8 @@ def opened(context: Context, folder: Path | str | None) -> Generator[Memory]:
         remedy = f"let the node write there, or name another folder: --node-config '{FOLDER}=\"...\"'"
         raise fail(str(own), f"cannot be made: {error.strerror}", remedy) from error
     with locked(home, f"give every SuperNode a {IDENTITY} of its own"):
-        yield Memory(own, _seed(home / "seed"))
+        before = None if training is None else continued(home, training, own.name)
+        yield Memory(own, _seed(home / "seed"), before)
 
 
 def identity(context: Context) -> str:

@@ -50,6 +50,7 @@ def protect(
     guard: Policy = "warn",
     folder: Path | str | None = None,
     key: Key | None = None,
+    training: str | None = None,
 ) -> Mod:
     """Return a mod that defends what `train()` sends: `@app.train(mods=[protect("topk(0.1, feedback=true)")])`.
 
@@ -61,11 +62,11 @@ def protect(
     nothing, `"keep"` leaves them out (the server's stay as they are), and `"send"` sends them, **undefended**.
 
     With `model` the guard looks at each layer for manipulation; without it only for values that are not finite, and for
-    jumps. `trainable`, `guard`, `folder` and `key` are as in `answer` and `Client`.
+    jumps. `trainable`, `guard`, `folder`, `key` and `training` are as in `answer` and `Client`.
     """
     found = parse(defence) if isinstance(defence, str) else defence
     refuse(list(_out_of_place(found)))
-    return _Protect(found.send, model or nn.Module(), trainable, statistics, guard, folder, key)
+    return _Protect(found.send, model or nn.Module(), trainable, statistics, guard, folder, key, training)
 
 
 @dataclass(frozen=True)
@@ -77,6 +78,7 @@ class _Protect:
     guard: Policy
     folder: Path | str | None
     key: Key | None
+    training: str | None
 
     def __call__(self, message: Message, context: Context, call_next: ClientAppCallable) -> Message:
         """Let the app train, and send its update defended; other messages pass."""
@@ -84,7 +86,7 @@ class _Protect:
             return call_next(message, context)
         question = Question.of(message)
         params = trained(question.received, self.trainable)
-        with opened(context, self.folder) as memory:
+        with opened(context, self.folder, self.training) as memory:
             if (before := memory.repeated(question)) is not None:
                 return question.reply(before.sent, before.told)
             look(self.model, question.number, question.received, params, memory, self.guard)

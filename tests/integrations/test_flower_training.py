@@ -1,0 +1,150 @@
+"""A run that is started again has another id: the state on disk follows if the training has a name, else not."""
+
+import json
+import logging
+import re
+
+import pytest
+import torch
+from flwr.app import Message, MetricRecord, RecordDict
+from torch import nn
+
+from gradveil.client import load_state
+from gradveil.core.errors import GradveilError
+from gradveil.core.noise import Key
+from gradveil.federated.wire import Layout, decode
+from gradveil.integrations.flower import answer, protect
+from gradveil.integrations.flower.records import record
+from tests.integrations.scenes import context
+from tests.integrations.test_flower_memory import BATCH, asked, bits, client
+
+SPARSE = "topk(0.3, feedback=true)"
+
+
+def told(folder, number, run, own=None, training="lungs", **settings):
+    own = own or client(SPARSE)
+    message = asked(number, own)
+    return answer(message, context(run=run), own, BATCH, folder=folder, training=training, **settings)
+
+
+def trains(message, _context):
+    """What an app does by itself: it moves every entry, differently."""
+    arrays = {name: torch.from_numpy(array.numpy()) for name, array in message.content["arrays"].items()}
+    moved = {n: value - torch.linspace(0.1, 1, value.numel()).reshape(value.shape) for n, value in arrays.items()}
+    metrics = MetricRecord({"num-examples": 3})
+    return Message(RecordDict({"arrays": record(moved), "metrics": metrics}), reply_to=message)
+
+
+def idles(message, _context):
+    metrics = MetricRecord({"num-examples": 3})
+    return Message(RecordDict({"arrays": message.content["arrays"], "metrics": metrics}), reply_to=message)
+
+
+def test_the_residual_follows_into_the_next_run_of_a_named_training(tmp_path, caplog):
+    one = [told(tmp_path / "one", number, run=1) for number in (1, 2, 3)]
+    with caplog.at_level(logging.INFO, "flwr"):
+        two = [told(tmp_path / "two", *turn) for turn in ((1, 1), (2, 1), (1, 2))]
+    assert [bits(reply) for reply in one] == [bits(reply) for reply in two]
+    assert "goes on with the state of an earlier run: " in caplog.text
+    after = [load_state(tmp_path / f, client(SPARSE)) for f in last(("one", 1, 3), ("two", 2, 1))]
+    assert any(value.any() for value in after[0].values())
+    assert all(torch.equal(value, after[1][name]) for name, value in after[0].items())
+
+
+def last(*of):
+    return [f"{folder}/partition-0/run-{run}/state-{number}" for folder, run, number in of]
+
+
+@pytest.mark.parametrize("names", [(None, None), ("lungs", "brains"), ("lungs", None), (None, "lungs")])
+def test_without_the_same_name_a_run_starts_with_an_empty_state(names, tmp_path):
+    first, second = (told(tmp_path, 1, run, training=name) for run, name in zip((1, 2), names, strict=True))
+    assert bits(first) == bits(second)
+
+
+def test_the_mods_state_follows_too(tmp_path):
+    own = client("none")
+    settings = {"folder": tmp_path, "guard": "ignore"}
+    unnamed, named = protect(SPARSE, **settings), protect(SPARSE, training="lungs", **settings)
+    named(asked(1, own), context(run=1), trains)
+    layout = Layout.of(own.params())
+    nothing = decode(bits(unnamed(asked(1, own), context(run=2), idles)), layout)
+    assert not any(value.any() for value in nothing.values())
+    held_back = decode(bits(named(asked(1, own), context(run=3), idles)), layout)
+    assert all(value.any() for value in held_back.values())
+
+
+def test_each_run_has_its_own_noise_and_answers_its_rounds_once(tmp_path):
+    own = client("gaussian(0.1)")
+    first, second = (told(tmp_path, 1, run, own) for run in (1, 2))
+    assert bits(first) != bits(second)
+    assert bits(told(tmp_path, 1, 2, own)) == bits(second)
+    told(tmp_path, 1, 3, own, training=None, key=Key(1))
+    with pytest.raises(GradveilError, match="key: gives this run the noise of an earlier one"):
+        told(tmp_path, 1, 4, own, key=Key(1))
+
+
+def test_a_run_that_another_one_has_followed_is_over(tmp_path):
+    for run in (1, 2):
+        told(tmp_path, 1, run)
+    with pytest.raises(GradveilError, match="run-1: is over: training 'lungs' has gone on in run-2"):
+        told(tmp_path, 2, 1)
+    told(tmp_path, 2, 2)
+
+
+def test_the_state_comes_from_the_last_run_that_left_one(tmp_path, monkeypatch):
+    told(tmp_path, 1, run=1)
+    with monkeypatch.context() as patched:
+        patched.setattr("gradveil.integrations.flower.client.drawn_update", killed)
+        with pytest.raises(KeyboardInterrupt):
+            told(tmp_path, 1, run=2)
+    assert bits(told(tmp_path, 1, run=3)) == bits(second(tmp_path / "other"))
+
+
+def killed(*_):
+    raise KeyboardInterrupt
+
+
+def second(folder):
+    told(folder, 1, run=1)
+    return told(folder, 2, run=1)
+
+
+def test_the_state_of_another_model_or_defence_is_refused(tmp_path):
+    told(tmp_path, 1, run=1)
+    with pytest.raises(GradveilError, match="run-1/state-1: belongs to another defence"):
+        told(tmp_path, 1, 2, client("topk(0.4, feedback=true)"))
+    with pytest.raises(GradveilError, match="run-1/state-1: belongs to another model"):
+        told(tmp_path, 1, 3, client(SPARSE, nn.Linear(4, 2)))
+    assert bits(told(tmp_path, 1, run=4)) == bits(second(tmp_path / "other"))
+
+
+def test_a_state_that_was_removed_or_a_list_that_was_damaged_is_not_taken_for_a_beginning(tmp_path):
+    told(tmp_path, 1, run=1)
+    home, file = tmp_path / "partition-0", tmp_path / "partition-0" / "training-lungs"
+    (home / "run-1").rename(home / "away")
+    with pytest.raises(GradveilError, match=r"run-1: is missing, where training 'lungs' has its state -> put it back"):
+        told(tmp_path, 1, run=2)
+    (home / "away").rename(home / "run-1")
+    said = json.loads(file.read_text())
+    for bad in ("{", "[]", {**said, "version": 2}, {**said, "runs": ["../run-1"]}, {**said, "runs": ["run-1"] * 2}):
+        file.write_text(bad if isinstance(bad, str) else json.dumps(bad))
+        with pytest.raises(GradveilError, match=re.escape(str(file))):
+            told(tmp_path, 1, run=2)
+    file.unlink()
+    assert bits(told(tmp_path, 1, run=2)) == bits(told(tmp_path / "other", 1, run=1))
+
+
+def test_a_run_that_left_its_own_state_needs_no_earlier_one(tmp_path):
+    told(tmp_path, 1, run=1)
+    told(tmp_path, 1, run=2)
+    (tmp_path / "partition-0" / "run-1").rename(tmp_path / "away")
+    replies = [bits(told(tmp_path, 2, run=2)), bits(told(tmp_path, 1, run=3))]
+    other = [bits(told(tmp_path / "other", number, run=1)) for number in (1, 2, 3, 4)]
+    assert replies == other[2:]
+
+
+@pytest.mark.parametrize("name", ["", "../a", "a b", ".a", "a" * 101])
+def test_a_trainings_name_cannot_lead_elsewhere(name, tmp_path):
+    with pytest.raises(GradveilError, match=r"training: is .* no name for a file"):
+        told(tmp_path, 1, 1, training=name)
+    assert not list(tmp_path.iterdir())
