@@ -5,11 +5,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from gradveil.attacks.knowledge import Sample
+from gradveil.attacks.knowledge import Known, Sample
 from gradveil.audit.cell import cells, recover
 from gradveil.audit.granted import grant
 from gradveil.audit.rounds import observe, plain_name
-from gradveil.audit.scene import open_scene
+from gradveil.audit.scene import open_scene, scene_problems
 from gradveil.client import Client
 from gradveil.core.errors import GradveilError
 from gradveil.core.noise import Key
@@ -182,3 +182,29 @@ def test_a_lock_that_local_training_moved_is_told_as_it_was_before_each_round(wh
     drawn = replace(knowledge, tensors={"model.*": Sample(every_iteration=False), **knowledge.tensors})
     own = attack.evaluate(seen, client, drawn, Key(0), truth.raw.inputs, truth.noise)
     assert bool((own > 1e-6).all())
+
+
+@pytest.mark.parametrize("client", [{"batch": 2}, {"batch": 2, "local": {"lr": 0.05, "steps": 3, "batch": 1}}])
+def test_public_images_that_a_defence_mixes_with_are_named_and_not_which_it_drew(client):
+    scene, cell, defended = opened("instahide(mix=public)", "cdia(iterations=2)", client=client)
+    assert scene.public is not None
+    assert torch.equal(defended.domain.public, scene.public.inputs.double())
+    attack = scene.attacks[cell.attack]
+    seen, truth = observe(scene, cell, defended, range(2))
+    assert truth.transformed.inputs.shape == truth.raw.inputs.shape
+    assert not torch.equal(truth.transformed.inputs, truth.raw.inputs)
+    knowledge, grants = grant(scene, attack, defended, defended.params(), truth)
+    told = f"public: the {len(scene.public)} images that the defence mixes with, not which it drew"
+    assert [grant for grant in grants if grant.startswith(("public", "batch"))] == [told]
+    guessed = attack.evaluate(seen, defended, knowledge, Key(0), truth.raw.inputs, truth.noise)
+    assert bool((guessed > 0.01).all())
+    names = {name: Known(value) for name, value in truth.noise.items()}
+    exact = replace(knowledge, tensors=names)
+    assert bool((attack.evaluate(seen, defended, exact, Key(0), truth.raw.inputs, truth.noise) < guessed).all())
+
+
+def test_without_public_images_such_a_defence_is_refused():
+    scene, _, _ = opened("instahide(mix=public)", "cdia(iterations=2)")
+    (problem,) = scene_problems(replace(scene, public=None))
+    assert problem.where == "defences[0] 'instahide(mix=public)', client"
+    assert "mixes with public images, and there are none" in problem.what

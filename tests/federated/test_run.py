@@ -248,6 +248,11 @@ def test_training_can_start_from_weights_in_a_file_such_as_an_earlier_training(t
         open_setting(config(f"model.weights={tmp_path / 'other.safetensors'}"))
 
 
+def test_a_training_has_no_public_images_to_mix_with():
+    with pytest.raises(GradveilError, match="mixes with public images, and there are none"):
+        open_setting(config(defences=["instahide(mix=public)"], rounds=1))
+
+
 @pytest.mark.parametrize("text", ["mixup", "label-smoothing", "ats"])
 def test_batch_defences_know_the_domain(text):
     told = open_setting(config(defences=[text], rounds=1))

@@ -109,7 +109,7 @@ LAWS = {
     "outpost": Law(("outpost(beta=0.01)", "outpost(scale=0.5, prune=30, phi=70)"), surrogate=True),
     "label-smoothing": Law(("label-smoothing(alpha=0.3)",)),
     "mixup": Law(("mixup(alpha=1)", "mixup(alpha=0.3)")),
-    "instahide": Law(("instahide(k=3)", "instahide(k=2, cap=1)"), identity=False),
+    "instahide": Law(("instahide(k=3)", "instahide(k=2, cap=1)", "instahide(mix=public)"), identity=False),
     "ats": Law(("ats", 'ats(policy="3-1-7")', 'ats(policy="43-18-18")'), identity=False),
     "keylock": Law(("keylock", 'keylock(act=tanh, width=8, position="body.0")'), identity=False),
     "dropout": Law(("dropout(p=0.4)", 'dropout(p=0.4, where="body.0 block")')),
@@ -146,7 +146,8 @@ def draw_messages() -> Tensors:
     return under("send.prune.mask", drawn)
 
 
-DOMAIN = Domain(torch.full((1, 1, 1), -4.0), torch.full((1, 1, 1), 5.0), 3)
+PUBLIC = torch.rand(7, 1, 8, 8, generator=Key(0, ("public",)).generator(), dtype=torch.float64)
+DOMAIN = Domain(torch.full((1, 1, 1), -4.0), torch.full((1, 1, 1), 5.0), 3, 9 * PUBLIC - 4)
 CLIENTS = {
     "gradient": Client(Tiny(), domain=DOMAIN, messages=draw_messages()),
     "sgd": Client(Tiny(), local=Local(batch=2, lr=0.3, steps=T, momentum=0.9), domain=DOMAIN, messages=draw_messages()),

@@ -1,5 +1,7 @@
 """Defences of the batch against their formulas, example by example."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from scipy.stats import beta, kstest
@@ -9,7 +11,7 @@ from torch.nn.functional import cross_entropy
 from gradveil.client import Client
 from gradveil.core.errors import GradveilError
 from gradveil.core.laws import Beta, OneOf, Shares, Signs
-from gradveil.core.noise import Key
+from gradveil.core.noise import Key, Uniform
 from gradveil.core.tree import select
 from gradveil.core.types import Batch, Domain
 from gradveil.defences import InstaHide, LabelSmoothing, Mixup, parse
@@ -69,6 +71,46 @@ def test_instahide_mixes_and_flips_entry_by_entry():
         torch.testing.assert_close(hidden.targets[b], label)
     assert bool((hidden.inputs >= LOWER).all() and (hidden.inputs <= UPPER).all())
     assert not torch.equal(noise["partner"][0], noise["partner"][1])
+
+
+PUBLIC = LOWER + (UPPER - LOWER) * torch.rand(4, 2, 4, 4, generator=Key(8).generator(), dtype=torch.float64)
+
+
+def test_instahide_mixes_two_images_of_the_clients_with_public_ones():
+    hide, examples = InstaHide(k=4, mix="public"), batch()
+    noise = hide.noise(examples).sample(Key(1))
+    assert {name: tuple(value.shape) for name, value in noise.items() if name != "sign"} == {
+        "coefficient": (5, 4),
+        "partner": (1, 5),
+        "public": (2, 5),
+    }
+    hidden = hide.apply(examples, noise, replace(DOMAIN, public=PUBLIC))
+    places = (4 * noise["public"]).floor().long()
+    assert len(places.unique()) > 2
+    for b in range(5):
+        other, c = int(noise["partner"][0, b]), noise["coefficient"][b]
+        images = (examples.inputs[b], examples.inputs[other], PUBLIC[places[0, b]], PUBLIC[places[1, b]])
+        scaled = sum(c[j] * (2 * (image - LOWER) / (UPPER - LOWER) - 1) for j, image in enumerate(images))
+        label = torch.zeros(3, dtype=torch.float64)
+        label[examples.targets[b]] += c[0]
+        label[examples.targets[other]] += c[1]
+        torch.testing.assert_close(hidden.inputs[b], LOWER + (UPPER - LOWER) * (noise["sign"][b] * scaled + 1) / 2)
+        torch.testing.assert_close(hidden.targets[b], label)
+    drawn = hide.noise(batch(1)).times(2000)["coefficient"].sample(Key(2))[:, 0]
+    assert 0.3 <= float(drawn[:, :2].sum(1).min()) < 0.31
+    assert float(drawn.max()) <= 0.65
+    torch.testing.assert_close(drawn.sum(1), torch.ones(2000, dtype=torch.float64))
+
+
+def test_every_public_image_is_as_likely():
+    hide, blank = InstaHide(k=3, mix="public", cap=1.0), Batch(torch.zeros(1, 1, 1, 1), torch.zeros(1).long())
+    domain = Domain(torch.full((1, 1, 1), -1.0), torch.ones(1, 1, 1), 2, torch.arange(4.0).view(4, 1, 1, 1))
+    alone = {**hide.noise(blank).neutral(), "coefficient": torch.tensor([[0.0, 0.0, 1.0]])}
+    places = Uniform().sample((4000,), torch.float32, Key(3).generator())
+    found = torch.stack([hide.apply(blank, {**alone, "public": u.view(1, 1)}, domain).inputs.view(()) for u in places])
+    assert [abs(float((found == i).double().mean()) - 0.25) < 0.03 for i in range(4)] == [True] * 4
+    last = hide.apply(blank, {**alone, "public": torch.ones(1, 1)}, domain).inputs
+    assert float(last) == 3
 
 
 def test_neutral_noise_mixes_nothing():
@@ -131,6 +173,18 @@ def test_who_does_not_know_his_domain_is_told():
         InstaHide().apply(examples, InstaHide().noise(examples).neutral(), None)
     with pytest.raises(GradveilError, match=r"at least 0\.3"):
         InstaHide(4, 0.25)
+
+
+def test_public_images_that_are_not_there_are_told_before_anything_is_computed():
+    examples = batch()
+    defended = client("instahide(mix=public)")
+    with pytest.raises(GradveilError, match="mixes with public images, and there are none"):
+        defended.noise_spec(defended.params(), examples)
+    knowing = replace(defended, domain=replace(DOMAIN, public=PUBLIC))
+    noise = knowing.noise_spec(knowing.params(), examples).sample(Key(0))
+    assert set(knowing.update(knowing.params(), examples, noise, {})[0]) == set(knowing.params())
+    with pytest.raises(GradveilError, match="give at least 3, or leave mix out"):
+        InstaHide(2, mix="public")
 
 
 def test_a_naive_client_trains_on_the_raw_batch():

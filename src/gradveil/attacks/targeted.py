@@ -25,10 +25,11 @@ BORDERS: dict[str, How] = {"send.*border.*": Infer(), "step.*border.*": Infer()}
 BATCHES: dict[str, How] = {
     "batch.*.partner": Sample(every_iteration=False),
     "batch.*.choice": Sample(every_iteration=False),
+    "batch.*.public": Sample(every_iteration=False),
     "batch.*": Optimise(),
 }
-"""What was done to the batch: its numbers are optimised; who is mixed with whom, and by which policy an image was
-transformed, is guessed once in each restart."""
+"""What was done to the batch: its numbers are optimised; who is mixed with whom and with which public images, and by
+which policy an image was transformed, is guessed once in each restart."""
 WHITENED: dict[str, How] = {"*.probe": Sample(every_iteration=False), "*.normal.*": Neutral()}
 """Who whitens finds out with directions of his own how much noise an entry was given, and takes the noise as zero."""
 INTERVALS: dict[str, How] = {"*.sent.*": Infer()}

@@ -53,6 +53,8 @@ def grant(scene: Scene, attack: Attack, belief: Client, params: Tensors, truth: 
     if "public" in attack.knowledge and scene.public is not None:
         public = Batch(scene.public.inputs.to(scene.config.device, scene.dtype), scene.public.targets)
         grants.append(f"public: {len(scene.public)} images of the same kind, none of a victim")
+    if belief.domain is not None and belief.domain.public is not None and belief.batch:
+        grants.append(f"public: the {len(belief.domain.public)} images that the defence mixes with, not which it drew")
     return Knowledge(shape, lower, upper, max(len(data.classes), 2), tensors, targets, public), grants
 
 

@@ -70,6 +70,9 @@ class Scene:
         defended = self.defences[defence](self.undefended(index, seed), Key(seed, ("model",)))
         put_weights(defended.model, standing.params if standing else self.weights)
         defended.model.to(self.config.device, self.dtype)
+        if self.public is not None and any(transform.needs_public for transform in defended.batch):
+            public = self.public.inputs.to(self.config.device, self.dtype)
+            return replace(defended, domain=replace(self.domain, public=public))
         return defended
 
     def undefended(self, index: int, seed: int) -> Client:

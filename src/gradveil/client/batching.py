@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from gradveil.client.local import Local
+from gradveil.core.errors import refuse
 from gradveil.core.noise import NoiseSpec
 from gradveil.core.tree import Tensors, select
 from gradveil.core.types import Anew, Batch, BatchTransform, Domain
@@ -31,6 +32,7 @@ class Batching:
 
     def spec(self, batch: Batch, anew: Anew | None = None) -> NoiseSpec:
         """Declare what all transforms draw for a batch, or those that draw anew in every epoch (or step)."""
+        refuse([problem for each in self.transforms for problem in each.problems(self.domain)])
         spec = NoiseSpec()
         for i, transform in self._those(anew):
             spec = spec | transform.noise(batch).under(f"batch.{i}")

@@ -30,15 +30,19 @@ class Beta:
 
 @dataclass(frozen=True)
 class Shares:
-    """Coefficients [..., k] that add up to 1: magnitudes of normal numbers over their sum, none of them above `cap`."""
+    """Coefficients [..., k] that add up to 1: magnitudes of normal numbers over their sum, none of them above `cap`.
+
+    The first two of them add up to `least` or more.
+    """
 
     cap: float = 1.0
+    least: float = 0.0
 
     def sample(self, shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> Tensor:
-        """Draw one tensor on the CPU; whatever exceeds the cap is drawn again."""
+        """Draw one tensor on the CPU; what exceeds the cap, or has too little of the first two, is drawn again."""
         drawn = self._shares(shape, generator)
-        while bool((above := drawn.amax(-1) > self.cap).any()):
-            drawn = torch.where(above.unsqueeze(-1), self._shares(shape, generator), drawn)
+        while bool((bad := (drawn.amax(-1) > self.cap) | (drawn[..., :2].sum(-1) < self.least)).any()):
+            drawn = torch.where(bad.unsqueeze(-1), self._shares(shape, generator), drawn)
         return drawn.to(dtype)
 
     def penalty(self, value: Tensor) -> Tensor:

@@ -7,13 +7,14 @@ B batch, C H W channels and image size, K classes, P entries of a parameter.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any, ClassVar, Literal, NamedTuple
 
 from torch import Tensor
 
+from gradveil.core.errors import Problem
 from gradveil.core.noise import NoiseSpec
 from gradveil.core.tree import Tensors
 
@@ -36,6 +37,8 @@ class Domain:
     """[C, 1, 1], in the model's (normalised) space."""
     upper: Tensor
     classes: int
+    public: Tensor | None = None
+    """[M, C, H, W] examples like them that everybody has: some batch defences mix with those."""
 
 
 class Stage(IntEnum):
@@ -166,6 +169,17 @@ class BatchTransform(ABC):
 
     anew: ClassVar[Anew] = "epoch"
     """In local training it acts on all of the client's examples in every epoch, or on the batch of every step."""
+
+    @property
+    def needs_public(self) -> bool:
+        """Whether it takes `Domain.public`."""
+        return False
+
+    def problems(self, domain: Domain | None) -> Iterator[Problem]:
+        """Say what is missing in what the client says of its examples."""
+        if self.needs_public and (domain is None or domain.public is None or not len(domain.public)):
+            remedy = "audit data with a public split, give Client(domain=Domain(..., public=images)), or leave it out"
+            yield Problem(type(self).__name__.lower(), "mixes with public images, and there are none", remedy)
 
     @abstractmethod
     def noise(self, batch: Batch) -> NoiseSpec:

@@ -4,21 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
-from gradveil.core.allowed import SHARE, STRENGTH, Range, collect
+from gradveil.core.allowed import SHARE, STRENGTH, Choice, Range, collect
 from gradveil.core.errors import Problem, fail, refuse
 from gradveil.core.laws import Beta, Shares, Signs
-from gradveil.core.noise import Noise, NoiseSpec, Schedule
+from gradveil.core.noise import Noise, NoiseSpec, Schedule, Uniform
 from gradveil.core.types import Anew, Batch, BatchTransform, Domain
 
 MIXED = Range(2, integer=True)
 """How many examples are mixed into one."""
 CAP = Range(0, 1, low_open=True)
 """The largest coefficient of an example in a mixture."""
+MIX = Choice(("own", "public"))
+"""With what images are mixed: the client's others, or mostly public ones."""
+LEAST = Range(0, 0.9)
+"""What the coefficients of the client's own two images add up to at least, among public ones."""
 _ROOM = 0.05
 """A cap closer to 1/k than this would take for ever to draw."""
 
@@ -84,18 +88,30 @@ class InstaHide(BatchTransform):
     Image b becomes s_b * sum_j c_bj x[p_j(b)] in the space where the bounds of the data are -1 and 1; p_0 is the
     identity, the others (`partner`) are permutations of the batch. The coefficients are magnitudes of normal numbers
     over their sum, none above `cap`, as in the authors' program; the labels are mixed alike, the signs s are one an
-    entry. This is the variant within one data set: no public images are mixed in, and a batch of one mixes with itself.
-    In local training all of the client's examples are mixed with each other, anew in every epoch, as the authors do.
+    entry. A batch of one mixes with itself. In local training all of the client's examples are mixed with each other,
+    anew in every epoch, as the authors do.
 
-    An attacker may optimise coefficients and signs (in [-1, 1]); the permutations are discrete.
+    With `mix="public"` only two images are the client's own, and k - 2 are public ones (`Domain.public`), any of which
+    is drawn for each: x[p_0], x[p_1] and the public images of the places floor(M u), u (`public`) uniform. The client's
+    coefficients then add up to `least` or more, and labels are mixed of its two images alone: as in the authors'
+    program, the coefficients of a label add up to less than 1.
+
+    An attacker may optimise coefficients and signs (in [-1, 1]); permutations and public images are discrete. He knows
+    which images are public, not which of them were drawn.
     """
 
     k: int = 4
     cap: float = 0.65
+    mix: Literal["own", "public"] = "own"
+    least: float = 0.3
 
     def __post_init__(self) -> None:
         """Refuse settings that cannot be meant, all at once."""
-        problems = collect("instahide", (("k", MIXED, self.k), ("cap", CAP, self.cap)))
+        checks = (("k", MIXED, self.k), ("cap", CAP, self.cap), ("mix", MIX, self.mix), ("least", LEAST, self.least))
+        problems = collect("instahide", checks)
+        if not problems and self.mix == "public" and self.k < 3:
+            what = f"is {self.k}: two images of the client's own, and no public one"
+            problems.append(Problem("instahide.k", what, "give at least 3, or leave mix out"))
         if not problems and self.cap < 1 / self.k + _ROOM:
             what = f"is {self.cap:g}, which {self.k} coefficients that add up to 1 hardly ever keep"
             problems.append(Problem("instahide.cap", what, f"give at least {1 / self.k + _ROOM:.3g}"))
@@ -104,17 +120,44 @@ class InstaHide(BatchTransform):
     def noise(self, batch: Batch) -> NoiseSpec:
         """Declare coefficients, partners and signs."""
         dtype, count = batch.inputs.dtype, batch.inputs.shape[0]
-        alone = torch.eye(self.k)[0]
-        shares = Noise((count, self.k), Shares(self.cap), neutral=alone, dtype=dtype, lower=0.0, upper=1.0)
+        alone, law = torch.eye(self.k)[0], Shares(self.cap, self.least if self.needs_public else 0.0)
+        shares = Noise((count, self.k), law, neutral=alone, dtype=dtype, lower=0.0, upper=1.0)
         sign = Noise(tuple(batch.inputs.shape), Signs(), neutral=1.0, dtype=dtype, lower=-1.0, upper=1.0)
-        return NoiseSpec({"coefficient": shares, "partner": _partners(self.k - 1, batch), "sign": sign})
+        own = {"coefficient": shares, "partner": _partners(self._own - 1, batch), "sign": sign}
+        if not self.needs_public:
+            return NoiseSpec(own)
+        place = Noise((self.k - self._own, count), Uniform(), dtype=dtype, lower=0.0, upper=1.0, discrete=True)
+        return NoiseSpec({**own, "public": place})
+
+    @property
+    def needs_public(self) -> bool:
+        """Whether public images are mixed in."""
+        return self.mix == "public"
+
+    @property
+    def _own(self) -> int:
+        """Count the client's own images in a mixture."""
+        return 2 if self.needs_public else self.k
 
     def apply(self, batch: Batch, noise: Mapping[str, Tensor], domain: Domain | None) -> Batch:
         """Mix, then flip about the middle of the bounds."""
         lower, upper = bounds(batch, domain, "instahide")
-        mixed = [_mixed(value, noise) for value in (batch.inputs, probabilities(batch, domain))]
+        inputs, targets = (_mixed(value, noise) for value in (batch.inputs, probabilities(batch, domain)))
+        if self.needs_public:
+            inputs = inputs + self._strangers(noise, batch, domain)
         middle = (lower + upper) / 2
-        return Batch(middle + noise["sign"] * (mixed[0] - middle), mixed[1])
+        return Batch(middle + noise["sign"] * (inputs - middle), targets)
+
+    def _strangers(self, noise: Mapping[str, Tensor], batch: Batch, domain: Domain | None) -> Tensor:
+        """Sum the public images that were drawn, by their coefficients."""
+        refuse(list(self.problems(domain)))
+        assert domain is not None
+        assert domain.public is not None
+        images = domain.public.to(batch.inputs)
+        places = (noise["public"] * len(images)).long().clamp(max=len(images) - 1)
+        shares = noise["coefficient"][:, self._own :].unbind(1)
+        drawn = [share.view(-1, 1, 1, 1) * images[place] for share, place in zip(shares, places.unbind(0), strict=True)]
+        return torch.stack(drawn).sum(0)
 
 
 def probabilities(batch: Batch, domain: Domain | None) -> Tensor:
@@ -137,10 +180,10 @@ def bounds(batch: Batch, domain: Domain | None, owner: str) -> tuple[Tensor, Ten
 
 
 def _mixed(value: Tensor, noise: Mapping[str, Tensor]) -> Tensor:
-    """Compute sum_j c_bj v[p_j(b)] for values v [B, ...]."""
+    """Compute sum_j c_bj v[p_j(b)] for values v [B, ...], over the client's own images."""
     own, *shares = (c.view(-1, *[1] * (value.dim() - 1)) for c in noise["coefficient"].unbind(1))
     total = own * value
-    for share, partner in zip(shares, noise["partner"].unbind(0), strict=True):
+    for share, partner in zip(shares, noise["partner"].unbind(0), strict=False):
         total = total + share * value[partner]
     return total
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from gradveil.core.allowed import SHARE, STRENGTH, Text
 from gradveil.core.arguments import Argument
 from gradveil.defences.ats import HYBRID, Ats
 from gradveil.defences.base import Defence
-from gradveil.defences.batch import CAP, MIXED, InstaHide, LabelSmoothing, Mixup
+from gradveil.defences.batch import CAP, LEAST, MIX, MIXED, InstaHide, LabelSmoothing, Mixup
 from gradveil.defences.entry import KNOWING, DefenceEntry
 
 POLICY = Text(f'policies of numbered transforms in quotes, as "3-1-7" or "{HYBRID}"')
@@ -25,8 +27,8 @@ def _mixup(alpha: float) -> Defence:
     return Defence("mixup", batch=(Mixup(alpha),))
 
 
-def _instahide(k: int, cap: float) -> Defence:
-    return Defence("instahide", batch=(InstaHide(int(k), cap),))
+def _instahide(k: int, cap: float, mix: Literal["own", "public"], least: float) -> Defence:
+    return Defence("instahide", batch=(InstaHide(int(k), cap, mix, least),))
 
 
 def _ats(policy: str | None) -> Defence:
@@ -59,12 +61,17 @@ BATCHING = (
     DefenceEntry(
         name="instahide",
         factory=_instahide,
-        description="Mix k images of the batch, and flip the signs of the pixels at random",
+        description="Mix k images, of the batch or two of it and public ones, and flip the pixels' signs at random",
         changes=("batch",),
         guarantee="no formal guarantee",
         citation="Huang, Song, Li, Arora 2020, InstaHide: Instance-hiding Schemes for Private Distributed Learning",
         adaptive=SEARCHING,
-        arguments=(Argument("k", MIXED, 4), Argument("cap", CAP, 0.65)),
+        arguments=(
+            Argument("k", MIXED, 4),
+            Argument("cap", CAP, 0.65),
+            Argument("mix", MIX, "own"),
+            Argument("least", LEAST, 0.3),
+        ),
     ),
     DefenceEntry(
         name="ats",
