@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from gradveil.client import Client, load_state, save_state
+from gradveil.client import Client, Local, load_state, save_state
 from gradveil.core.errors import GradveilError
 from gradveil.defences import parse
 from tests.laws.cases import CLIENTS, TEXTS, draw
@@ -55,8 +55,92 @@ def test_state_of_another_model_is_refused_with_both(written):
         load_state(written[2], parse("none")(Client(model)))
     said = str(told.value)
     assert "another model: of 6 parameters there and 2 here 8 parameters differ" in said
+    assert "another model: of 9 modules there and 2 here 10 modules differ" in said
     assert "'block.0.weight': float64 [3, 1, 3, 3] there, none here" in said
     assert "another defence: send is Chain" in said
+
+
+@pytest.mark.parametrize(
+    ("text", "other", "said"),
+    [
+        (
+            "dropout(0.5) + dgp(feedback=true)",
+            "dgp(feedback=true)",
+            r"'block.dropout': Dropout\(p=0.5\) there, none here",
+        ),
+        ("precode(k=5) + standin", "precode(k=5, beta=0.9) + standin", r"beta=0\.001\) there, .*beta=0\.9\) here"),
+        ("keylock + standin", "keylock(act=tanh) + standin", r"act='sigmoid'\) there, .*act='tanh'\) here"),
+        ("mixup + dgp(feedback=true)", "dgp(feedback=true)", r"batch is \(Mixup\(alpha=1\),\) there, \(\) here"),
+        ("mixup(0.3) + standin", "mixup(0.4) + standin", r"batch is .*0\.3.* there, .*0\.4.* here"),
+        ("dp(1, 1) + standin", "dp(1, 2) + standin", r"step is .*std=1,.* there, .*std=2,.* here"),
+    ],
+)
+def test_every_slot_of_the_client_counts(text: str, other: str, said: str, tmp_path):
+    client = parse(text)(CLIENTS["gradient"])
+    save_state(tmp_path / "state", client, draw(client)[-1])
+    with pytest.raises(GradveilError, match=said):
+        load_state(tmp_path / "state", parse(other)(CLIENTS["gradient"]))
+    load_state(tmp_path / "state", parse(text)(CLIENTS["gradient"]))
+
+
+def test_how_a_number_is_written_does_not_count(tmp_path):
+    client, again = (parse(text)(CLIENTS["gradient"]) for text in ("dp(1, 1) + standin", "dp(1.0, 1.00) + standin"))
+    *_, state = draw(client)
+    save_state(tmp_path / "state", client, state)
+    assert load_state(tmp_path / "state", again).keys() == state.keys()
+
+
+def test_a_gradients_moments_are_not_those_of_local_steps(tmp_path):
+    kinds = {name: parse("standin")(client) for name, client in CLIENTS.items()}
+    said = {"gradient": "one gradient", "sgd": "local steps of sgd", "adam": "local steps of adam"}
+    for name, client in kinds.items():
+        save_state(tmp_path / name, client, draw(client)[-1])
+        for other in kinds.keys() - {name}:
+            with pytest.raises(GradveilError, match=f"it is {said[name]} there, {said[other]} here"):
+                load_state(tmp_path / name, kinds[other])
+
+
+def test_what_changes_in_the_course_of_a_training_may_change(tmp_path):
+    client = parse("standin")(CLIENTS["sgd"])
+    *_, state = draw(client)
+    save_state(tmp_path / "state", client, state)
+    later = replace(client, local=Local(batch=1, lr=0.01, epochs=1, momentum=0.5), domain=None, messages={})
+    with torch.no_grad():
+        moved = {name: value + 1 for name, value in client.params().items()}
+    later.model.load_state_dict(moved)
+    try:
+        torch.testing.assert_close(load_state(tmp_path / "state", later), state, rtol=0, atol=0)
+    finally:
+        later.model.load_state_dict({name: value - 1 for name, value in moved.items()})
+
+
+class Shown(torch.nn.Linear):
+    """A layer whose description says where it lies in memory."""
+
+    def extra_repr(self) -> str:
+        return repr(object())
+
+
+def test_where_a_module_lies_in_memory_does_not_count(tmp_path):
+    client, again = (parse("standin")(Client(torch.nn.Sequential(Shown(2, 2)))) for _ in range(2))
+    state = client.init(client.params())
+    save_state(tmp_path / "state", client, state)
+    assert load_state(tmp_path / "state", again).keys() == state.keys()
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_state_that_is_not_finite_is_neither_written_nor_read(written, tmp_path, value: float, monkeypatch):
+    client, state, file = written
+    name = "send.prune.residual.head.weight"
+    bad = {**state, name: state[name].clone().index_fill_(0, torch.tensor(1), value)}
+    with pytest.raises(GradveilError, match=f"'{name}' with 16 values that are not finite"):
+        save_state(tmp_path / "other", client, bad)
+    assert not (tmp_path / "other").exists()
+    with monkeypatch.context() as patched:  # as an earlier version, or another program, may have written it
+        patched.setattr("gradveil.client.state._not_finite", lambda _: [])
+        save_state(file, client, bad)
+    with pytest.raises(GradveilError, match=f"'{name}' with 16 values that are not finite"):
+        load_state(file, client)
 
 
 def test_a_sum_of_clients_has_a_state_of_its_own(written):
@@ -96,7 +180,7 @@ def test_a_changed_bit_is_refused(written):
     ("metadata", "said"),
     [
         (None, "is no gradveil client state"),
-        ({"kind": "gradveil client state", "version": "2"}, "has version 2 of the format, and version 1 can be read"),
+        ({"kind": "gradveil client state", "version": "1"}, "has version 1 of the format, and version 2 can be read"),
     ],
 )
 def test_foreign_files_are_refused(written, metadata, said):

@@ -1,39 +1,45 @@
 """A client's state on disk: what it carries from round to round (residuals, moments, momentum), and whose it is.
 
-One safetensors file a client. Its metadata describe the model and the transforms that the state belongs to, and hold a
-digest of the tensors: the residual of one defence put into another would be garbage that no shape betrays.
+One safetensors file a client. Its metadata describe the client that the state belongs to, all that its update is made
+of, and hold a digest of the tensors: the residual of one defence put into another, or a step's moments into those of a
+gradient, would be garbage that no shape betrays.
+
+What may change in the course of a training may change here: weights, buffers, examples, the loss, and what local
+training is like (step size, length, batches), but not whether there is any, nor its optimiser.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
-from torch import Tensor
+from torch import Tensor, nn
 
 from gradveil.client.client import Client
 from gradveil.core.errors import Problem, fail, refuse
 from gradveil.core.files import unreadable, write_private
 from gradveil.core.tree import Tensors
 
-KIND, VERSION = "gradveil client state", "1"
+KIND, VERSION = "gradveil client state", "2"
 """What a file of a client's state says of itself, and the version of its form."""
+_ACCIDENTAL = re.compile(r" at 0x[0-9a-fA-F]+|(?<=\d)\.0(?![\d\w])")
+"""What differs between equal settings: where something lies in memory, and how a whole number is written."""
 _ANEW = "give the file that this client wrote, or let it start anew: client.init(params)"
 
 
 def save_state(file: Path | str, client: Client, state: Mapping[str, Tensor]) -> None:
     """Write the state of a client; the file is whole or not there, and only its owner may read it.
 
-    State that is not this client's (other names, shapes or types than those of `init`) is refused.
+    State that is not this client's (other names, shapes or types than those of `init`), or not finite, is refused.
     """
-    refuse(
-        [Problem("state", what, "give the state that this client's update returned") for what in _misfit(client, state)]
-    )
+    remedy = "give the state that this client's update returned"
+    refuse([Problem("state", what, remedy) for what in (*_misfit(client, state), *_not_finite(state))])
     held = {name: value.detach().cpu().contiguous().clone() for name, value in state.items()}
     said = {"kind": KIND, "version": VERSION, "digest": _digest(held), "client": json.dumps(_described(client))}
     write_private(Path(file), save(held, metadata=said))
@@ -50,6 +56,7 @@ def load_state(file: Path | str, client: Client) -> Tensors:
     if said.get("digest") != _digest(held):
         raise fail(str(file), "is damaged: its tensors are not those that were written", _ANEW)
     other = list(_differences(_parsed(Path(file), said), _described(client))) or _misfit(client, held)
+    other = other or _not_finite(held)
     refuse([Problem(str(file), what, _ANEW) for what in other])
     params = client.params()
     device = next(iter(params.values())).device
@@ -71,33 +78,51 @@ def _read(file: Path) -> tuple[dict[str, str], Tensors]:
 
 
 def _described(client: Client) -> dict[str, Any]:
-    """Describe what a state belongs to: the parameters, the transforms that keep state, and the members of a sum."""
+    """Describe what a state belongs to: the parameters and modules of the model, every slot, the members of a sum."""
     params = {name: f"{str(p.dtype).removeprefix('torch.')} {list(p.shape)}" for name, p in client.params().items()}
-    return {"params": params, "step": repr(client.step), "send": repr(client.send), "members": client.members}
+    modules = {
+        path or "the model": _ACCIDENTAL.sub("", f"{type(module).__name__}({module.extra_repr()})")
+        for path, module in cast("Iterable[tuple[str, nn.Module]]", client.model.named_modules())
+    }
+    local = f"local steps of {client.local.optimiser}" if client.local else "one gradient"
+    slots = {name: _ACCIDENTAL.sub("", repr(getattr(client, name))) for name in ("batch", "step", "send")}
+    return {"params": params, "modules": modules, "local": local, **slots, "members": client.members}
 
 
 def _parsed(file: Path, said: Mapping[str, str]) -> dict[str, Any]:
     try:
         found = json.loads(said.get("client", ""))
-        return {"params": dict(found["params"]), **{name: found[name] for name in ("step", "send", "members")}}
+        parts = {name: dict(found[name]) for name in ("params", "modules")}
+        return {**parts, **{name: found[name] for name in _PLAIN}}
     except (ValueError, KeyError, TypeError) as error:
         raise fail(str(file), "is damaged: it does not say whose state it is", _ANEW) from error
 
 
+_PLAIN = {
+    "batch": "another defence: batch",
+    "step": "another defence: step",
+    "send": "another defence: send",
+    "local": "another kind of update: it",
+    "members": "another sum of clients: members",
+}
+"""How each part of a description is called that is told whole."""
+
+
 def _differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> Iterator[str]:
     """Say how the client who wrote a state differs from the one who reads it."""
-    theirs, ours = there["params"], here["params"]
-    names = [name for name in {**theirs, **ours} if theirs.get(name) != ours.get(name)]
-    if names:
-        first = names[0]
-        many = f"{len(names)} parameters differ, the first '{first}'" if len(names) > 1 else f"'{first}' differs"
-        yield (
-            f"belongs to another model: of {len(theirs)} parameters there and {len(ours)} here {many}: "
-            f"{theirs.get(first, 'none')} there, {ours.get(first, 'none')} here"
-        )
-    for name in ("step", "send", "members"):
+    for kind in ("params", "modules"):
+        theirs, ours = there[kind], here[kind]
+        names = [name for name in {**theirs, **ours} if theirs.get(name) != ours.get(name)]
+        if names:
+            first, called = names[0], {"params": "parameters"}.get(kind, kind)
+            many = f"{len(names)} {called} differ, the first '{first}'" if len(names) > 1 else f"'{first}' differs"
+            yield (
+                f"belongs to another model: of {len(theirs)} {called} there and {len(ours)} here {many}: "
+                f"{theirs.get(first, 'none')} there, {ours.get(first, 'none')} here"
+            )
+    for name, called in _PLAIN.items():
         if there[name] != here[name]:
-            yield f"belongs to another defence: {name} is {there[name]} there, {here[name]} here"
+            yield f"belongs to {called} is {there[name]} there, {here[name]} here"
 
 
 def _misfit(client: Client, state: Mapping[str, Tensor]) -> list[str]:
@@ -108,6 +133,12 @@ def _misfit(client: Client, state: Mapping[str, Tensor]) -> list[str]:
     return [
         f"has '{name}' as {_shown(given.get(name))}, where {_shown(wanted.get(name))} is expected" for name in names
     ]
+
+
+def _not_finite(state: Mapping[str, Tensor]) -> list[str]:
+    """Say which tensors would make every later update NaN."""
+    bad = {name: int((~value.isfinite()).sum()) for name, value in state.items()}
+    return [f"has '{name}' with {count} values that are not finite" for name, count in bad.items() if count]
 
 
 def _shown(kind: Any) -> str:
