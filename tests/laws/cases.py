@@ -24,11 +24,11 @@ class Tiny(nn.Module):
     cvb_position = "block"
     cvb_kernel = 3
 
-    def __init__(self) -> None:
+    def __init__(self, width: int = 1) -> None:
         super().__init__()
-        self.block = nn.Sequential(nn.Conv2d(1, 3, 3, stride=2, padding=1), nn.Tanh())
-        self.body = nn.Sequential(nn.Conv2d(3, 4, 3, stride=2, padding=1), nn.Tanh(), nn.Flatten())
-        self.head = nn.Linear(16, 3)
+        self.block = nn.Sequential(nn.Conv2d(1, 3 * width, 3, stride=2, padding=1), nn.Tanh())
+        self.body = nn.Sequential(nn.Conv2d(3 * width, 4 * width, 3, stride=2, padding=1), nn.Tanh(), nn.Flatten())
+        self.head = nn.Linear(16 * width, 3)
         self.double()
         generator = Key(0, ("tiny",)).generator()
         with torch.no_grad():
@@ -137,11 +137,12 @@ SMOOTH = tuple(text for text in TEXTS if not any(law.surrogate for law in _parts
 IDENTITY = tuple(text for text in TEXTS if all(law.identity for law in _parts(text)))
 
 
-def draw_messages() -> Tensors:
+def draw_messages(model: nn.Module | None = None) -> Tensors:
     """What a server may have announced: for each parameter half of its positions."""
     key = Key(3, ("messages",))
     drawn = {
-        name: torch.rand(p.shape, generator=key.child(name).generator()) < 0.5 for name, p in Tiny().named_parameters()
+        name: torch.rand(p.shape, generator=key.child(name).generator()) < 0.5
+        for name, p in (model or Tiny()).named_parameters()
     }
     return under("send.prune.mask", drawn)
 
