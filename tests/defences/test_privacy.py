@@ -15,7 +15,7 @@ from gradveil.defences import DEFENCES, Clip, Defence, Gaussian, chain, parse
 from gradveil.defences.lint import suspicions
 from gradveil.defences.privacy import NOTHING, data_dependent, examine
 from gradveil.theory.accounting import Training, epsilon
-from tests.laws.cases import LAWS, B, Tiny, draw_batch
+from tests.laws.cases import DOMAIN, LAWS, B, Tiny, draw_batch
 
 PLAIN = Client(Tiny())
 TRAINED = Client(Tiny(), local=Local(2, 0.3, steps=3))
@@ -177,7 +177,7 @@ def after_dp(transform: Transform) -> Defence:
 
 @pytest.mark.parametrize("transform", [Peeking(), Differentiating()])
 def test_a_stage_of_somebody_else_that_looks_at_the_data_is_found(transform):
-    assert "'mine' looks at the data again" in (found(after_dp(transform)).void or "")
+    assert "'mine' looks at the data again" in (found(after_dp(transform)).void("example") or "")
 
 
 LOOKING = {"optimal-noise", "optimal-prune", "soteria"}
@@ -195,18 +195,66 @@ def test_examples_that_are_mixed_before_the_clip_void_it():
     domain = Domain(torch.full((1, 1, 1), -9.0).double(), torch.full((1, 1, 1), 9.0).double(), 3)
     known = replace(PLAIN, domain=domain)
     for mixed in (Defence("mix", batch=(Mixing(),)), parse("mixup(1)"), parse("instahide")):
-        assert "examples are mixed" in (found(parse("dp(sigma=2)") + mixed, known).void or "")
-    assert found("dp(sigma=2) + label-smoothing(0.1)", known).void is None
+        assert "examples are mixed" in (found(parse("dp(sigma=2)") + mixed, known).void("example") or "")
+    assert found("dp(sigma=2) + label-smoothing(0.1)", known).sound
 
 
 def test_a_lock_that_is_trained_without_noise_voids_the_privacy_of_examples():
     trained = found("dp(sigma=2) + keylock(width=4)", TRAINED)
-    assert "trained without noise" in (trained.void or "")
+    assert "trained without noise" in (trained.void("example") or "")
     (warning,) = (p for p in suspicions(parse("dp(sigma=2) + keylock(width=4)")(TRAINED), BATCH) if p.where == "model")
     assert "later steps depend on it" in warning.what
     for text, client in (("dp(sigma=2) + keylock(width=4)", PLAIN), ("user-dp(sigma=2) + keylock(width=4)", TRAINED)):
-        assert found(text, client).void is None
+        assert found(text, client).sound == found(text, client).mechanisms != ()
         assert not any(problem.where == "model" for problem in suspicions(parse(text)(client), BATCH))
+
+
+def answers_for(text: str | Defence, client: Client = PLAIN) -> tuple[set[str], set[str]]:
+    """Of which units something is promised, and of which it is warned that it is void."""
+    pytest.importorskip("dp_accounting", reason="the environment is older than pyproject.toml: make")
+    privacy = found(text, client)
+    warnings = [line for line in warned(text, client=client) if "voids the differential privacy" in line]
+    void = {unit for unit in ("example", "client") if any(f"each {unit}" in line for line in warnings)}
+    said = privacy.promise()
+    for unit in ("example", "client"):
+        assert (f"differential privacy of each {unit}" in said) == (unit in {m.unit for m in privacy.sound})
+        assert (privacy.void(unit) is not None) == (unit in void), "promise and warnings agree"
+    return {mechanism.unit for mechanism in privacy.sound}, void
+
+
+@pytest.mark.parametrize("client", [PLAIN, TRAINED], ids=["gradient", "local"])
+@pytest.mark.parametrize("first", ["mixup(1)", "soteria", "keylock(width=4)", "ats", "mixup + soteria"])
+def test_the_clip_of_a_whole_update_covers_what_was_done_before(first: str, client: Client):
+    known = replace(client, domain=DOMAIN)
+    assert answers_for(f"{first} + user-dp(sigma=20)", known) == ({"client"}, set())
+
+
+def test_each_unit_has_its_own_answer():
+    known, trained = replace(PLAIN, domain=DOMAIN), replace(TRAINED, domain=DOMAIN)
+    for client in (known, trained):
+        both = "dp(clip=1, sigma=20) + user-dp(sigma=20)"
+        assert answers_for(both, client) == ({"example", "client"}, set())
+        assert answers_for(f"{both} + mixup", client) == ({"client"}, {"example"})
+        assert answers_for(f"{both} + optimal-prune(0.5)", client) == (set(), {"example", "client"})
+    assert answers_for("dp(clip=1, sigma=20) + user-dp(sigma=20) + keylock", trained) == ({"client"}, {"example"})
+    said = found("dp(clip=1, sigma=20) + user-dp(sigma=20) + mixup", known).promise()
+    assert said.startswith("differential privacy of each client")
+    assert said.endswith(
+        "no formal guarantee of each example: examples are mixed before the clip, so that one reaches the "
+        "gradients of others"
+    )
+
+
+@pytest.mark.parametrize(("stage", "covered"), [(Stage.CLIP, True), (Stage.QUANTISE, False)])
+def test_a_stage_that_looks_at_the_data_is_covered_before_the_clip_only(stage: Stage, covered: bool):
+    peeking = Peeking()
+    peeking.stage = stage  # pyright: ignore
+    clipped = chain(clip=Clip(1.0), noise=Gaussian(20.0))
+    order = dict(mine=peeking, **dict(clipped)) if covered else dict(**dict(clipped), mine=peeking)
+    wanted = ({"client"}, set()) if covered else (set(), {"client"})
+    assert answers_for(Defence("mine", send=chain(**order))) == wanted
+    # In a local step it is before the clip of the whole update, wherever it stands.
+    assert answers_for(Defence("mine", step=chain(mine=peeking), send=clipped), TRAINED) == ({"client"}, set())
 
 
 def test_noise_from_a_shared_seed_promises_nothing():

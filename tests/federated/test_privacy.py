@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from gradveil.federated.privacy import guarantee
 from gradveil.federated.run import spread
 from gradveil.theory.accounting import Training, epsilon
 from tests.federated.scenes import federation
+from tests.laws.cases import DOMAIN
 
 pytest.importorskip("dp_accounting", reason="the environment is older than pyproject.toml: make")
 
@@ -61,6 +63,14 @@ def test_the_client_who_answers_most_often_is_told():
     often = max(sum(client in scene.chosen(number)[0] for number in range(1, 13)) for client in range(4))
     assert 0 < often < 12
     assert guarantee(scene, 12, DELTA)["epsilon"]["example"] == pytest.approx(replaced(2, often))
+
+
+def test_what_voids_the_examples_privacy_leaves_the_clients():
+    scene = federation("dp(clip=1, sigma=2) + user-dp(clip=1, sigma=3) + mixup")
+    told = guarantee(replace(scene, client=replace(scene.client, domain=DOMAIN)), 6, DELTA)
+    assert told["epsilon"] == {"client": pytest.approx(replaced(3, 6))}
+    assert told["guarantee"].startswith("epsilon")
+    assert f"; {NOTHING} of each example: examples are mixed" in told["guarantee"]
 
 
 def test_a_client_is_promised_the_noise_of_its_own_update():

@@ -21,7 +21,7 @@ def privacy_facts(scene: Scene, client: Client, batch: Batch) -> dict[str, Any]:
     settings = scene.config.privacy
     training = settings.build() if settings else None
     privacy = examine(client, batch)
-    sound = () if privacy.void or training is None else privacy.mechanisms
+    sound = () if training is None else privacy.sound
     return {
         "guarantee": privacy.promise(training),
         "epsilon": {each.unit: epsilon(each.multiplier, training) for each in sound if training},

@@ -3,17 +3,32 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from gradveil.client import Client
 from gradveil.core.errors import Problem
 from gradveil.core.types import Batch
 from gradveil.defences.noise import Gaussian
-from gradveil.defences.privacy import Mechanism, data_dependent, examine, mixes, noise_is_shared, stages, trains_beside
+from gradveil.defences.privacy import Fault, Mechanism, Privacy, examine, noise_is_shared, stages
 from gradveil.theory.accounting import Training, epsilon
 
 MEANINGLESS = 10.0
 """Larger epsilons are no guarantee that anybody should rely on (Ponomareva et al. 2023, sec. 5.2.1)."""
+_VOIDING: Mapping[Fault, tuple[str, str]] = {
+    "trained beside": (
+        "trains what it keeps to itself (a lock) without noise, and later steps depend on it",
+        "leave keylock out; it has no epsilon",
+    ),
+    "mixed": (
+        "mixes examples before the clip, and one of them reaches the gradients of others",
+        "leave it out; it has no epsilon",
+    ),
+    "looks again": (
+        "looks at the data again, beyond the noisy update",
+        "leave it out, or let it depend on the update alone; it has no epsilon",
+    ),
+}
+"""What is said of a flaw that voids a differential privacy, and what to do; shared noise is always warned of."""
 
 
 def suspicions(client: Client, batch: Batch, training: Training | None = None) -> Iterator[Problem]:
@@ -22,26 +37,29 @@ def suspicions(client: Client, batch: Batch, training: Training | None = None) -
     Without a training, one update alone is accounted: its epsilon is the least that any training has.
     """
     privacy = examine(client, batch)
-    slots = [(f"{slot}.{name}", stage) for slot in ("step", "send") for name, stage in stages(getattr(client, slot))]
-    for where, stage in slots:
-        if noise_is_shared(stage, client, batch):
-            what = "adds the same noise to every client: noise from a shared seed is known to whoever knows the seed"
-            yield _warning(where, what, "declare the noise in noise(params), so that each client draws its own")
-        if privacy.mechanisms and data_dependent(stage, client, batch):
-            what = "looks at the data again, beyond the noisy update: that voids the differential privacy before it"
-            yield _warning(where, what, "leave it out, or let it depend on the update alone; it has no epsilon")
-    if trains_beside(client, privacy.mechanisms):
-        what = "trains what it keeps to itself (a lock) without noise, and later steps depend on it: that voids the "
-        yield _warning("model", what + "differential privacy of each example", "leave keylock out; it has no epsilon")
-    if privacy.mechanisms and any(mixes(transform, client, batch) for transform in client.batch):
-        what = "mixes examples before the clip: one of them reaches the gradients of others, which voids the guarantee"
-        yield _warning("batch", what, "leave it out; it has no epsilon")
+    for slot in ("step", "send"):
+        for name, stage in stages(getattr(client, slot)):
+            if noise_is_shared(stage, client, batch):
+                what = "adds the same noise to every client: noise from a shared seed is known to whoever knows it"
+                yield _warning(f"{slot}.{name}", what, "declare the noise in noise(params), so that each draws its own")
+    yield from _voided(privacy)
     if privacy.mechanisms and training:
         yield from _other_sampling(client, batch, training)
     for mechanism in privacy.mechanisms:
         yield from _disagreement(mechanism)
-        if not privacy.void:
+        if not mechanism.flaws:
             yield from _meaningless(mechanism, training)
+
+
+def _voided(privacy: Privacy) -> Iterator[Problem]:
+    """Say of each flaw whose differential privacy it voids."""
+    flaws = dict.fromkeys(flaw for mechanism in privacy.mechanisms for flaw in mechanism.flaws)
+    for flaw in flaws:
+        if flaw.fault in _VOIDING:
+            what, remedy = _VOIDING[flaw.fault]
+            units = dict.fromkeys(each.unit for each in privacy.mechanisms if flaw in each.flaws)
+            void = f"that voids the differential privacy of each {' and each '.join(units)}"
+            yield _warning(flaw.where, f"{what}: {void}", remedy)
 
 
 def _other_sampling(client: Client, batch: Batch, training: Training) -> Iterator[Problem]:

@@ -1,15 +1,16 @@
 """What a defended client promises: which differential privacy its clips and noise amount to, and what voids it.
 
 Nothing here goes by a defence's name: the stages of the client are walked through, so a composition promises what its
-parts do, and a heuristic promises nothing.
+parts do, and a heuristic promises nothing. What voids the privacy of examples may leave that of clients alone: whatever
+is done before the clip of a whole update is covered by it.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import NoReturn
+from dataclasses import dataclass, field, replace
+from typing import Literal, NoReturn
 
 import torch
 from torch import Tensor
@@ -28,6 +29,29 @@ NOTHING = "no formal guarantee"
 _COPIES = 8
 
 
+Fault = Literal["trained beside", "mixed", "looks again", "shared"]
+"""What a mechanism's noise does not cover, or is wrong with it."""
+_WHY: Mapping[Fault, str] = {
+    "trained beside": "what the client keeps to itself is trained without noise, and later steps depend on it",
+    "mixed": "examples are mixed before the clip, so that one reaches the gradients of others",
+    "looks again": "'{name}' looks at the data again, which no noise before it covers",
+    "shared": "'{name}' adds the same noise to every client",
+}
+
+
+@dataclass(frozen=True)
+class Flaw:
+    """Why a mechanism promises nothing."""
+
+    fault: Fault
+    where: str
+    """`model`, `batch`, or slot and stage: `send.prune`."""
+
+    def __str__(self) -> str:
+        """Say it in words."""
+        return _WHY[self.fault].format(name=self.where.partition(".")[2])
+
+
 @dataclass(frozen=True)
 class Mechanism:
     """Normal noise on a mean of vectors, of which each unit's share is bounded."""
@@ -42,20 +66,40 @@ class Mechanism:
     """What one unit can change the mean by: the clip norm, over the number of examples."""
     scaled_to: float | None = None
     """What the noise was scaled for, in the units of `bound`; None where nobody said."""
+    since: int = 0
+    """Which of all stages, those of `step` first, is the clip that bounds what a unit can change."""
+    flaws: tuple[Flaw, ...] = ()
+    """Why it promises nothing; empty for one that is sound."""
 
 
 @dataclass(frozen=True)
 class Privacy:
-    """The mechanisms of a client, and the reason why they promise nothing, if there is one."""
+    """The mechanisms of a client, the void ones among them."""
 
     mechanisms: tuple[Mechanism, ...]
-    void: str | None = None
+
+    @property
+    def sound(self) -> tuple[Mechanism, ...]:
+        """The mechanisms that nothing voids."""
+        return tuple(mechanism for mechanism in self.mechanisms if not mechanism.flaws)
+
+    def void(self, unit: Unit) -> str | None:
+        """Say why nothing is promised of a unit that is clipped and gets noise; None if something is."""
+        own = [mechanism for mechanism in self.mechanisms if mechanism.unit == unit]
+        return str(own[0].flaws[0]) if own and all(mechanism.flaws for mechanism in own) else None
+
+    def denied(self) -> list[str]:
+        """Say of which units nothing is promised, and why, where something is of others."""
+        units: list[Unit] = [*dict.fromkeys(mechanism.unit for mechanism in self.mechanisms)]
+        return [f"{NOTHING} of each {unit}: {why}" for unit in units if (why := self.void(unit))]
 
     def promise(self, training: Training | None = None) -> str:
         """Say in words what is proven: an epsilon where the training is known, never one for a heuristic."""
-        if self.void or not self.mechanisms:
-            return f"{NOTHING}: {self.void}" if self.void else NOTHING
-        return "; ".join(promise(mechanism, training) for mechanism in self.mechanisms)
+        if not self.mechanisms:
+            return NOTHING
+        if not self.sound:
+            return f"{NOTHING}: {self.mechanisms[0].flaws[0]}"
+        return "; ".join([*(promise(mechanism, training) for mechanism in self.sound), *self.denied()])
 
 
 def examine(client: Client, batch: Batch) -> Privacy:
@@ -66,15 +110,18 @@ def examine(client: Client, batch: Batch) -> Privacy:
     examples = batch.inputs.shape[0] // client.members
     each_step = client.local.batch if client.local else examples
     found: list[Mechanism] = []
+    step, send = stages(client.step), stages(client.send)
     if client.local:
         steps = client.local.count(examples)
         # Nobody sees sums of single steps, so there the noise of other members does not count.
-        found += _mechanisms(stages(client.step), each_step, client, steps, members=1)
-        found += _mechanisms(stages(client.send), examples, client, 1, client.members)
+        found += _mechanisms(step, each_step, client, steps, members=1)
+        found += (
+            replace(mechanism, since=mechanism.since + len(step))
+            for mechanism in _mechanisms(send, examples, client, 1, client.members)
+        )
     else:
-        both = (*stages(client.step), *stages(client.send))
-        found += _mechanisms(both, each_step, client, 1, client.members)
-    return Privacy(tuple(found), _voided(client, batch, tuple(found)) if found else None)
+        found += _mechanisms((*step, *send), each_step, client, 1, client.members)
+    return Privacy(_judged(client, batch, found) if found else ())
 
 
 def stages(transform: Transform | None) -> tuple[tuple[str, Transform], ...]:
@@ -126,14 +173,6 @@ def mixes(transform: BatchTransform, client: Client, batch: Batch) -> bool:
     return False
 
 
-def trains_beside(client: Client, mechanisms: tuple[Mechanism, ...]) -> bool:
-    """Find out whether steps that hide an example train something else with it, without noise, and go on from there.
-
-    A lock is such a thing. Of a whole client everything that it sends is covered, whatever it keeps.
-    """
-    return client.trains_its_own() and any(mechanism.unit == "example" for mechanism in mechanisms)
-
-
 def noise_is_shared(stage: Transform, client: Client, batch: Batch) -> bool:
     """Find out whether two clients, whose noise is drawn with different keys, add the same noise all the same.
 
@@ -163,10 +202,11 @@ class _Walk:
     bound: float = math.inf
     variance: float = 0.0
     scaled_to: float | None = None
+    since: int = 0
     closed: bool = field(default=False)
     """The noise is on, and another stage came after it: further noise does not add to it."""
 
-    def take(self, stage: Transform, examples: int, layers: int) -> None:
+    def take(self, place: int, stage: Transform, examples: int, layers: int) -> None:
         """Pass one stage."""
         if isinstance(stage, Gaussian):
             if not self.closed and self.bound < math.inf:
@@ -178,6 +218,7 @@ class _Walk:
         elif isinstance(stage, Clip):
             if stage.per_example == (self.unit == "example"):
                 of_one = stage.bound(layers) / (examples if stage.per_example else 1)
+                self.since = place if self.bound == math.inf else self.since
                 self.bound = min(self.bound, of_one)
         elif not isinstance(stage, Laplacian):
             # Whatever it does to a vector may bring two neighbouring ones further apart.
@@ -195,24 +236,38 @@ def _mechanisms(
     units: tuple[Unit, Unit] = "example", "client"
     for unit in units:
         walk = _Walk(unit)
-        for _, stage in chain:
-            walk.take(stage, examples, layers)
+        for place, (_, stage) in enumerate(chain):
+            walk.take(place, stage, examples, layers)
         if walk.variance:
             noise = math.sqrt(walk.variance * members) / walk.bound
-            yield Mechanism(unit, noise, sums, walk.bound, walk.scaled_to)
+            yield Mechanism(unit, noise, sums, walk.bound, walk.scaled_to, walk.since)
 
 
-def _voided(client: Client, batch: Batch, mechanisms: tuple[Mechanism, ...]) -> str | None:
-    if trains_beside(client, mechanisms):
-        return "what the client keeps to itself is trained without noise, and later steps depend on it"
+def _judged(client: Client, batch: Batch, mechanisms: list[Mechanism]) -> tuple[Mechanism, ...]:
+    """Find what voids each mechanism.
+
+    A clip of the whole update covers all that was done before: which examples were mixed or looked at, what was trained
+    beside. The clip of an example's gradient does not cover what gets into the gradients of other examples.
+    """
+    before: list[Flaw] = []
+    if client.trains_its_own():
+        before.append(Flaw("trained beside", "model"))
     if any(mixes(transform, client, batch) for transform in client.batch):
-        return "examples are mixed before the clip, so that one reaches the gradients of others"
-    for name, stage in (*stages(client.step), *stages(client.send)):
+        before.append(Flaw("mixed", "batch"))
+    behind: list[tuple[int, Flaw]] = []
+    slots = [(f"{slot}.{name}", stage) for slot in ("step", "send") for name, stage in stages(getattr(client, slot))]
+    for place, (where, stage) in enumerate(slots):
         if data_dependent(stage, client, batch):
-            return f"'{name}' looks at the data again, which no noise before it covers"
+            behind.append((place, Flaw("looks again", where)))
         if noise_is_shared(stage, client, batch):
-            return f"'{name}' adds the same noise to every client"
-    return None
+            behind.append((place, Flaw("shared", where)))
+
+    def flaws(mechanism: Mechanism) -> tuple[Flaw, ...]:
+        if mechanism.unit == "example":
+            return (*before, *(flaw for _, flaw in behind))
+        return tuple(flaw for place, flaw in behind if place >= mechanism.since)
+
+    return tuple(replace(mechanism, flaws=flaws(mechanism)) for mechanism in mechanisms)
 
 
 def promise(mechanism: Mechanism, training: Training | None) -> str:

@@ -27,17 +27,19 @@ def guarantee(federation: Federation, rounds: int, delta: float) -> dict[str, An
     sizes = [_size(federation, len(share.train.targets)) for share in federation.shares]
     found = {size: examine(federation.client, _first(federation, size)) for size in set(sizes)}
     any_of_them = found[sizes[0]]
-    if any_of_them.void or not any_of_them.mechanisms:
+    if not any_of_them.sound:
         return {"guarantee": any_of_them.promise(), "epsilon": {}, "delta": None}
     answers = Counter(client for number in range(1, rounds + 1) for client in federation.chosen(number)[0])
     said: dict[str, tuple[float, str]] = {}
     for place, mechanism in enumerate(any_of_them.mechanisms):
+        if mechanism.flaws:
+            continue
         of_each = [(found[size].mechanisms[place], size, answers[client]) for client, size in enumerate(sizes)]
         value, text = _account(federation.client, of_each, delta)
         # Where two noises protect the same unit, both promises hold: the better one is told.
         if mechanism.unit not in said or value < said[mechanism.unit][0]:
             said[mechanism.unit] = value, text
-    texts = "; ".join(text for _, text in said.values())
+    texts = "; ".join([*(text for _, text in said.values()), *any_of_them.denied()])
     return {"guarantee": texts, "epsilon": {unit: value for unit, (value, _) in said.items()}, "delta": delta}
 
 
