@@ -54,10 +54,51 @@ def test_defences_are_listed_with_what_they_take(capsys: pytest.CaptureFixture[s
         {"name": "on", "allowed": str(DEFENCES["dp"].arguments[2].allowed), "required": False, "default": "sum"}
         | {"choices": list(DEFENCES["dp"].arguments[2].allowed.names)},
     ]
-    text = shown(capsys, "defences")
-    assert "dp(clip=20, sigma=0.001, on=sum)" in text
+    assert "dp(clip=20, sigma=0.001, on=sum)" in shown(capsys, "defences")
+    text = shown(capsys, "prune")
     assert re.search(r"ratio +a number in \[0, 1\) +required", text)
     assert re.search(r"scope +one of: layer, global +default layer", text)
+
+
+@pytest.mark.parametrize("width", [100, 120, 160])
+def test_defences_stand_side_by_side(
+    width: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    text = shown(capsys, "defences")
+    assert max(map(len, text.splitlines())) <= width
+    assert re.match(r"defences +changes +costs a client +guarantee +adaptive attackers", text)
+    assert re.search(r"^dp +each gradient +2 gradients; all bytes +yes +cdia, learned", text, re.MULTILINE)
+    assert re.search(r"^dgp +the update +a few passes .* no +cdia ×3, learned", text, re.MULTILINE)
+    assert re.search(r"^clip +the update .* no +cdia, learned", text, re.MULTILINE)
+    assert re.search(r"^gaussian .* after a clip +cdia", text, re.MULTILINE)
+    flowing = " ".join(text.split())
+    for name, entry in DEFENCES.items():
+        assert re.search(rf"^{name} .*{re.escape(entry.cost.split()[0])}", text, re.MULTILINE)
+        assert " ".join(entry.citation.split()) in flowing
+    assert all(row["cost"] == DEFENCES[row["name"]].cost for row in plain(capsys, "defences"))
+    assert f"costs {DEFENCES['dgp'].cost}" in " ".join(shown(capsys, "dgp").split())
+
+
+def test_a_name_may_follow_its_kind(capsys: pytest.CaptureFixture[str]) -> None:
+    assert shown(capsys, "defences", "dgp") == shown(capsys, "dgp")
+    assert list(plain(capsys, "runs", "faces")) == ["runs"]
+    assert [row["name"] for row in plain(capsys, "defences", "keep")["defences"]] == ["topk", "adgp", "dgc"]
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (("defences", "dpg"), "is none of the defences"),
+        (("dgp", "defences"), "the wrong way round"),
+        (("dgp", "dp"), "`gradveil list defences dgp`"),
+    ],
+)
+def test_two_words_that_do_not_fit_are_refused(
+    words: tuple[str, ...], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["list", *words]) == 2
+    assert told in capsys.readouterr().err
 
 
 def test_attacks_share_their_settings(capsys: pytest.CaptureFixture[str]) -> None:

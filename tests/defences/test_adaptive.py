@@ -24,7 +24,9 @@ def test_every_defence_has_an_attacker_who_knows_it(name):
 
 def test_a_defence_without_an_attacker_cannot_be_entered():
     with pytest.raises(TypeError, match="adaptive"):
-        DefenceEntry(name="mine", factory=dict, description="", citation="", changes=("send",), guarantee="none")  # type: ignore[call-arg]
+        DefenceEntry(  # type: ignore[call-arg]
+            name="mine", factory=dict, description="", citation="", changes=("send",), guarantee="none", cost=""
+        )
 
 
 def test_a_composition_meets_the_attackers_of_its_parts():

@@ -50,6 +50,7 @@ def _defences() -> list[Row]:
         {
             **_row(name, entry, entry.arguments),
             "changes": list(entry.changes),
+            "cost": entry.cost,
             "guarantee": entry.guarantee,
             "adaptive": list(entry.adaptive),
         }
@@ -130,12 +131,15 @@ def taking(argument: str, listed: Mapping[str, list[Row]]) -> dict[str, list[Row
 
 
 def unknown(name: str, listed: Mapping[str, list[Row]]) -> GradveilError:
-    """Say that nothing has this name, and what comes near."""
+    """Say that nothing has this name, and what comes near; `listed` may be one kind alone."""
+    (kind, *others) = listed
     rows = [row for kind in listed.values() for row in kind]
     arguments = [argument["name"] for row in rows for argument in row.get("arguments", ())]
-    known = list(dict.fromkeys([*KINDS, *(row["name"] for row in rows), *arguments]))
+    known = list(dict.fromkeys([*(KINDS if others else ()), *(row["name"] for row in rows), *arguments]))
     near = [f"'{each}'" for each in get_close_matches(name, known, n=3)]
     hint = f"did you mean {' or '.join(near)}? " if near else ""
+    if not others:
+        return fail(f"list {kind} {name}", f"is none of the {kind}", f"{hint}`gradveil list {kind}` shows them")
     remedy = f"{hint}list {', '.join(KINDS)}, a name of any of these, or an argument; `gradveil list` shows them"
     return fail(f"list {name}", "is the name of nothing here", remedy)
 

@@ -15,19 +15,23 @@ from rich.text import Text
 from gradveil.audit.attacker import POSITIONS
 from gradveil.cli.entries import KINDS, TOPICS, Row, called, everything, taking, unknown
 from gradveil.core.arguments import literal
+from gradveil.core.errors import fail
 from gradveil.core.words import listing
 
 _NAME = "attacks, defences, models, data, runs or papers; or one of their names; or an argument, such as feedback."
+_OF = "After a kind, one of its names: defences dgp."
 _SLOTS = {
     "model": "the model",
     "batch": "the examples",
     "step": "every local gradient",
     "send": "the update that is sent",
 }
+_SLOTS_SHORT = {"model": "the model", "batch": "the images", "step": "each gradient", "send": "the update"}
 
 
 def tables(
     name: Annotated[str | None, typer.Argument(metavar="[NAME]", help=_NAME)] = None,
+    of: Annotated[str | None, typer.Argument(metavar="[NAME]", help=_OF)] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print as JSON.")] = False,
 ) -> int:
     """List attacks, defences, models, data, bundled runs and papers: what they do, what they take, and whom to cite.
@@ -35,7 +39,14 @@ def tables(
     Everything is listed unless a kind or one name is given.
     """
     listed = everything()
-    key = (name or "").partition("(")[0].strip().lower()
+    key, second = (text.partition("(")[0].strip().lower() for text in (name or "", of or ""))
+    if second and key not in KINDS:
+        what = "are two names" if second not in KINDS else "is the wrong way round"
+        raise fail(
+            f"list {key} {second}", what, "give one name, or a kind and a name of it: `gradveil list defences dgp`"
+        )
+    if second:
+        listed, key = {key: listed[key]}, second
     if not key:
         found, shown = listed, _overview(listed)
     elif key in KINDS:
@@ -86,7 +97,13 @@ def _switched(row: Row, flag: str) -> str:
 
 
 def _kind(kind: str, rows: Sequence[Row]) -> Iterator[RenderableType]:
-    """List one kind: arguments below each, those that most of them take once, at the end."""
+    """List one kind: arguments below each, those that most of them take once, at the end.
+
+    What costs something is compared in a table first, and its arguments are left to the page of each.
+    """
+    if any("cost" in row for row in rows):
+        yield from _compared(kind, rows)
+        return
     counts = [argument["name"] for row in rows for argument in row.get("arguments", ())]
     common = [name for name in dict.fromkeys(counts) if 2 * counts.count(name) > len(rows)]
     own = {row["name"]: [each for each in row.get("arguments", ()) if each["name"] not in common] for row in rows}
@@ -115,6 +132,44 @@ def _kind(kind: str, rows: Sequence[Row]) -> Iterator[RenderableType]:
         yield Text(note, style="dim")
 
 
+def _compared(kind: str, rows: Sequence[Row]) -> Iterator[RenderableType]:
+    """Put what each changes, costs and promises and who attacks it side by side; then whom to cite."""
+    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
+    for title in (kind, "changes", "costs a client", "guarantee", "adaptive attackers"):
+        table.add_column(title, ratio=1 if title == "costs a client" else None, style="cyan" if title == kind else "")
+    for row in rows:
+        changes = listing(_SLOTS_SHORT[slot] for slot in row["changes"]) or "nothing"
+        table.add_row(row["name"], changes, row["cost"], _proven(row["guarantee"]), _attackers(row["adaptive"]))
+    yield table
+    yield _dim(
+        "Costs: gradients are plain ones of 64 images (docs/performance.md); bytes are a share of those of an update "
+        "in which nothing is zero, measured with a small CNN."
+    )
+    yield ""
+    for row in rows:
+        yield Text(row["usage"], style="cyan")
+        yield Padding(Group(row["description"], _dim(row["citation"])), (0, 0, 0, 4))
+    yield ""
+    yield _dim("`gradveil list NAME` says what each argument may be, what is proven, and how attackers are set.")
+    for note in _notes(kind, rows):
+        yield _dim(note)
+
+
+def _proven(guarantee: str) -> str:
+    """Say in a word whether anything is proven."""
+    if guarantee == "none" or "no formal" in guarantee:
+        return "no"
+    return "after a clip" if "only" in guarantee else "yes"
+
+
+def _attackers(texts: Sequence[str]) -> str:
+    """Name attacks once, with the number of their settings."""
+    names = [text.partition("(")[0] for text in texts]
+    return ", ".join(
+        name if names.count(name) == 1 else f"{name} ×{names.count(name)}" for name in dict.fromkeys(names)
+    )
+
+
 def _single(found: Mapping[str, Sequence[Row]]) -> Iterator[RenderableType]:
     for kind, rows in found.items():
         for row in rows:
@@ -134,6 +189,8 @@ def _usage(row: Row) -> list[Text]:
 def _facts(row: Row) -> Iterator[tuple[str, str]]:
     if row.get("changes"):
         yield "changes", listing(_SLOTS[slot] for slot in row["changes"])
+    if "cost" in row:
+        yield "costs", row["cost"]
     if "guarantee" in row:
         yield "promises", "no formal guarantee" if row["guarantee"] == "none" else row["guarantee"]
     if row.get("belief"):

@@ -30,6 +30,9 @@ class DefenceEntry(Entry):
     changes: tuple[Slot, ...]
     """The slots it fills: the model, the batch, each local gradient (step), what is sent once a round (send)."""
     guarantee: str
+    cost: str
+    """What a client pays: computation, where measured in plain gradients of 64 images (docs/performance.md); after the
+    semicolon bytes, as a share of those of an update in which nothing is zero, for a small CNN."""
     adaptive: tuple[str, ...]
     """Attacks that aim at it, as texts: whoever adds a defence says how he would break it."""
     identity: Mapping[str, Any] | None = None

@@ -1,0 +1,53 @@
+"""What the table says that a defence costs: every entry says it, and the bytes are those of an update."""
+
+import re
+from functools import cache
+
+import pytest
+import torch
+
+from gradveil.client import Client
+from gradveil.core.noise import Key
+from gradveil.core.types import Batch, Domain
+from gradveil.data import load
+from gradveil.defences import DEFENCES, parse
+from gradveil.defences.entry import DefenceEntry
+from gradveil.federated.wire import encoded_size
+from gradveil.nn.models import build
+
+NEEDED = {"norm": 1.0, "std": 0.001, "scale": 0.001, "ratio": 0.8, "keep": 0.2}
+"""What is set where an argument has no default."""
+
+
+@cache
+def sent_bytes(text: str) -> int:
+    """Encode the first update of 64 digits, by the small CNN of the cost benchmark."""
+    key, data = Key(0), load("digits").victims
+    net = build("scheliga-cnn", channels=1, size=32, classes=10, generator=key.child("model").generator())
+    domain = Domain(torch.full((1, 1, 1), -2.0), torch.full((1, 1, 1), 2.0), 10, data.inputs[64:80])
+    client, batch = parse(text)(Client(net, domain=domain), key), Batch(data.inputs[:64], data.targets[:64])
+    params = client.params()
+    noise = client.noise_spec(params, batch).sample(key.child("noise"))
+    with torch.no_grad():
+        return encoded_size(client.update(params, batch, noise, client.init(params))[0])
+
+
+@pytest.mark.parametrize("name", DEFENCES)
+def test_the_bytes_that_a_defence_is_said_to_cost_are_those_it_sends(name: str):
+    entry = DEFENCES[name]
+    work, _, said = entry.cost.partition("; ")
+    assert work, f"{name} does not say what it costs a client to compute"
+    values = {each.name: NEEDED[each.name] for each in entry.arguments if repr(each.default) == "required"}
+    share = sent_bytes(entry.text(values)) / sent_bytes("gaussian(0.001)")
+    percent, times = re.search(r"(\d+)% of the bytes", said), re.search(r"([\d.]+)x the bytes", said)
+    told = float(percent[1]) / 100 if percent else float(times[1]) if times else 1.0
+    assert percent or times or "all bytes" in said, said
+    # Units behind a ReLU that is off leave zeros in the first matrices of any defence without noise.
+    assert (0.8 if told == 1 else 0.9) * told - 0.005 <= share <= 1.1 * told + 0.005, said
+
+
+def test_a_defence_that_does_not_say_its_cost_cannot_be_entered():
+    with pytest.raises(TypeError, match="cost"):
+        DefenceEntry(  # type: ignore[call-arg]
+            name="mine", factory=dict, description="", citation="", changes=(), guarantee="none", adaptive=("ig",)
+        )
