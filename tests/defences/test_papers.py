@@ -9,6 +9,7 @@ from gradveil.core.errors import GradveilError
 from gradveil.defences import parse
 from gradveil.defences.papers import PAPERS, spelled_out
 from tests.audit.runs import config, settings
+from tests.laws.cases import CLIENTS, draw
 
 TABLES = [(key, table) for key, paper in PAPERS.items() for table in paper.tables]
 
@@ -18,6 +19,50 @@ def test_every_defence_of_a_table_is_one(key: str, table: str):
     names = [parse(text).name for text in PAPERS[key].tables[table]]
     assert len(set(names)) == len(names) >= 1
     assert "none" not in names
+
+
+@pytest.mark.parametrize(("key", "table"), TABLES)
+def test_every_defence_of_a_table_changes_what_a_client_sends(key: str, table: str):
+    plain = CLIENTS["sgd"]
+    params, batch, noise, _ = draw(plain)
+    undefended = plain.update(params, batch, noise, {})[0]
+    for text in PAPERS[key].tables[table]:
+        sent = parse(text)(plain)
+        update = sent.update(*draw(sent))[0]
+        assert all(value.isfinite().all() for value in update.values())
+        assert any(name not in undefended or not update[name].equal(undefended[name]) for name in update)
+
+
+PUBLISHED = {
+    "generic-model-extension/main": {"k": 256, "beta": 1e-3},
+    "key-lock/main": {"width": 1024},
+    "provable-defense/published-code": {"percentile": 1, "delta": 0.1, "variant": "published_code"},
+    "adaptive-defenses/main": {"scale": 0.8, "prune": 80, "phi": 40, "beta": 0.125},
+    "deep-gradient-compression/warm-up": {"keep": 0.001, "momentum": 0.9, "warmup": 5},
+    "deep-gradient-compression/no-warm-up": {"keep": 0.001, "momentum": 0.9, "warmup": 0},
+    "instance-hiding/inside": {"k": 4, "cap": 0.65, "mix": "own"},
+    "instance-hiding/cross": {"k": 6, "cap": 0.65, "mix": "public", "least": 0.3},
+}
+
+
+@pytest.mark.parametrize("table", PUBLISHED)
+def test_settings_are_the_published_ones(table: str):
+    (text,) = spelled_out([table])
+    defence = parse(text)
+    parts = [
+        *defence.model,
+        *defence.batch,
+        *(each for slot in (defence.step, defence.send) if slot for _, each in slot),
+    ]
+    assert len(parts) == 1
+    assert {name: getattr(parts[0], name) for name in PUBLISHED[table]} == PUBLISHED[table]
+
+
+def test_fed_cdp_clips_at_4_and_adds_noise_of_24():
+    (text,) = spelled_out(["gradient-leakage-resilient/main"])
+    stages = dict(parse(text).step)
+    assert (stages["clip"].norm, stages["clip"].scope, stages["clip"].per_example) == (4, "layer", True)
+    assert stages["noise"].std == 6 * 4
 
 
 def test_dual_pruning_removes_what_its_table_says():
