@@ -9,7 +9,7 @@ from torch import Tensor
 
 from gradveil.client.batched import obstacle, victim_gradients, weighted_sum
 from gradveil.client.gradient import Objective, example_gradients, mean_gradient
-from gradveil.core.tree import Tensors, plain
+from gradveil.core.tree import Tensors, all_finite, plain
 from gradveil.core.types import Batch, Transform
 
 _SHOWN = 4
@@ -45,7 +45,13 @@ class At(NamedTuple):
         # A few examples show whether the sweep serves: all of their gradients at once would fill memory.
         if self._apart(1, _SHOWN) is None:
             return None
-        total = weighted_sum(self.objective, self.trained, self.frozen, self.batch, self.noise, transform.factors)
+
+        def factors(squares: Tensors) -> Tensors | None:
+            # A square is a product of two here, which may overflow (or be no number) where the gradient's does not,
+            # and what is not finite has no multiple. The gradients themselves tell.
+            return transform.factors(squares) if bool(all_finite(squares)) else None
+
+        total = weighted_sum(self.objective, self.trained, self.frozen, self.batch, self.noise, factors)
         return None if total is None else {name: value / examples for name, value in total.items()}
 
     def _swept(self, reference: Callable[..., Tensors], *, whole: bool) -> Tensors:

@@ -39,6 +39,17 @@ def root(square: Tensor) -> Tensor:
     return torch.where(square > 0, safe.sqrt(), torch.zeros_like(square))
 
 
+def all_finite(*tensors: Mapping[str, Tensor]) -> Tensor:
+    """Say whether every entry of all tensors is finite [].
+
+    >>> bool(all_finite({"w": torch.ones(2)})), bool(all_finite({"w": torch.tensor([1.0, torch.inf])}))
+    (True, False)
+    """
+    # The largest magnitude needs no tensor of truth values, and unlike a sum it cannot overflow.
+    largest = [torch.linalg.vector_norm(v.detach(), torch.inf) for each in tensors for v in each.values() if v.numel()]
+    return torch.stack(largest).isfinite().all() if largest else torch.tensor(True)
+
+
 def select(tensors: Mapping[str, Tensor], prefix: str) -> Tensors:
     """Take the tensors below a prefix, with the prefix cut off.
 

@@ -26,6 +26,9 @@ class Clip(Transform):
 
     With `per_example` every example's gradient is clipped before they are averaged: the first half of DP-SGD. With
     `scope="layer"` each parameter tensor g_l is scaled by its own 1 / max(1, ||g_l|| / norm) (Wei et al. 2021).
+
+    What is not finite, or so long that the square of its norm is not, becomes zero: the bound has to hold for every
+    example, whatever is in it.
     """
 
     norm: float
@@ -66,16 +69,22 @@ class Clip(Transform):
         missing = update.keys() - pinned.keys()
         squares = {name: value.square().sum() for name, value in update.items()} if missing else {}
         factors = {**self.factors(squares), **pinned} if missing else pinned
+        if self.norm < math.inf:
+            update = {name: torch.nan_to_num(value, 0.0, 0.0, 0.0) for name, value in update.items()}
         return {name: value * factors[name] for name, value in update.items()}, state
 
     def factors(self, squares: Mapping[str, Tensor]) -> Tensors:
-        """Return 1 / max(1, ||g|| / norm) for all tensors together, or for each."""
+        """Return 1 / max(1, ||g|| / norm) for all tensors together, or for each; zero where a square is not finite."""
         if self.scope == "layer":
             return tmap(self._factor, squares)
         return dict.fromkeys(squares, self._factor(torch.stack(list(squares.values())).sum(0)))
 
     def _factor(self, square: Tensor) -> Tensor:
-        return 1 / (root(square) / self.norm).clamp(min=1)
+        if self.norm == math.inf:
+            return torch.ones_like(square)
+        finite = square.isfinite()
+        length = root(torch.where(finite, square, 0.0))
+        return torch.where(finite, 1 / (length / self.norm).clamp(min=1), 0.0)
 
     def smallest(self) -> Mapping[str, Any]:
         """Without a bound nothing is clipped."""

@@ -1,0 +1,102 @@
+"""Nothing that is clipped is longer than the bound, whatever it is made of, and however it is computed."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from gradveil.client import Client, Local
+from gradveil.core.noise import Key
+from gradveil.core.tree import norm, tmap
+from gradveil.core.types import Batch
+from gradveil.defences import parse
+
+BAD = (1e18, 1e30, 3e38, math.inf, math.nan)
+TARGETS = torch.tensor([0, 1, 2, 0])
+
+
+def net(linear: bool = False) -> nn.Module:
+    """Build a small network; the linear one lets large inputs through to the gradient."""
+    layers = [nn.Linear(12, 3)] if linear else [nn.Linear(12, 8), nn.Tanh(), nn.Linear(8, 3)]
+    model = nn.Sequential(nn.Flatten(), *layers)
+    generator = Key(0).generator()
+    for parameter in model.parameters():
+        nn.init.normal_(parameter.data, std=0.5, generator=generator)
+    return model
+
+
+def batch(value: float | None) -> Batch:
+    inputs = torch.randn(4, 3, 2, 2, generator=Key(1).generator())
+    if value is not None:
+        inputs[0] = value
+    return Batch(inputs, TARGETS)
+
+
+def sent(client: Client, own: Batch) -> dict[str, torch.Tensor]:
+    params = client.params()
+    with torch.no_grad():
+        return client.update(params, own, client.noise_spec(params, own).neutral(), client.init(params))[0]
+
+
+def finite(update) -> bool:
+    return all(bool(value.isfinite().all()) for value in update.values())
+
+
+@pytest.mark.parametrize("linear", [False, True])
+@pytest.mark.parametrize("value", BAD)
+@pytest.mark.parametrize("text", ["dp(clip=0.1, sigma=0)", "fed-cdp(clip=0.1, sigma=0)", "clip-example(0.1)"])
+def test_an_example_out_of_all_bounds_changes_no_more_than_any_other(text: str, value: float, linear: bool):
+    client = parse(text)(Client(net(linear)))
+    bound = 0.1 * (math.sqrt(2 if linear else 4) if text.startswith("fed") else 1)
+    own = batch(value)
+    with_it, without = sent(client, own), sent(client, Batch(own.inputs[1:], TARGETS[1:]))
+    assert finite(with_it)
+    change = float(norm(tmap(lambda a, b: 4 * a - 3 * b, with_it, without)))
+    assert change <= bound * (1 + 1e-4)
+
+
+@pytest.mark.parametrize("linear", [False, True])
+@pytest.mark.parametrize("value", [None, *BAD])
+@pytest.mark.parametrize("text", ["dp(clip=0.1, sigma=0)", "fed-cdp(clip=0.1, sigma=0)"])
+def test_whichever_way_it_is_computed(text: str, value: float | None, linear: bool):
+    client = parse(text)(Client(net(linear)))
+    params, own = client.params(), batch(value)
+    noise = client.noise_spec(params, own).neutral()
+    alone = sent(client, own)
+    two = [Batch(*(torch.stack([a, b]) for a, b in zip(batch(None), own, strict=True)))]
+    both = {name: torch.stack([each, each]) for name, each in noise.items()}
+    for way in (client.updates, client.updates_reference):
+        found = way(params, two[0], both, {})[0]
+        torch.testing.assert_close({name: rows[1] for name, rows in found.items()}, alone, rtol=1e-4, atol=1e-7)
+        undisturbed = {name: rows[0] for name, rows in found.items()}
+        torch.testing.assert_close(undisturbed, sent(client, batch(None)), rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.parametrize("sampling", ["batches", "poisson"])
+def test_in_local_steps_too(sampling):
+    client = parse("dp(clip=0.1, sigma=0)")(Client(net(), local=Local(2, 0.5, steps=3, sampling=sampling)))
+    own = batch(math.nan)
+    params = client.params()
+    noise = client.noise_spec(params, own).sample(Key(2))
+    if sampling == "poisson":
+        noise["inclusion"] = torch.tensor([[1, 1, 0, 0], [0, 1, 0, 1], [1, 0, 0, 1.0]])
+    update = client.update(params, own, noise, {})[0]
+    assert finite(update)
+    assert 0 < float(norm(update)) <= 3 * 0.5 * 0.1 * (1 + 1e-4)
+
+
+@pytest.mark.parametrize("value", BAD[1:])
+@pytest.mark.parametrize("text", ["clip(0.1)", "user-dp(clip=0.1, sigma=0)"])
+def test_a_whole_update_too(text: str, value: float):
+    update = sent(parse(text)(Client(net())), batch(value))
+    assert finite(update)
+    assert float(norm(update)) <= 0.1 * (1 + 1e-4)
+
+
+def test_without_a_bound_nothing_is_hidden():
+    client = parse("dp(clip=inf, sigma=0)")(Client(net(linear=True)))
+    assert not finite(sent(client, batch(math.nan)))
+    plain = replace(client, step=None)
+    torch.testing.assert_close(sent(client, batch(1e18)), sent(plain, batch(1e18)), rtol=1e-5, atol=0)
