@@ -3,13 +3,16 @@
 from pathlib import Path
 
 import pytest
+import torch
 
 from gradveil.audit.reader import assemble
 from gradveil.core.errors import GradveilError
+from gradveil.core.noise import Key
+from gradveil.core.types import Batch
 from gradveil.defences import parse
 from gradveil.defences.papers import PAPERS, spelled_out
 from tests.audit.runs import config, settings
-from tests.laws.cases import CLIENTS, draw
+from tests.laws.cases import CLIENTS, Tiny, draw
 
 TABLES = [(key, table) for key, paper in PAPERS.items() for table in paper.tables]
 
@@ -69,6 +72,27 @@ def test_dual_pruning_removes_what_its_table_says():
     shares = [parse(text).send.stages[0][1].inner for text in PAPERS["dual-gradient-pruning"].tables["ablation"]]
     assert [round(each.top + each.bottom, 9) for each in shares] == [0.48] * 3 + [0.8] * 3 + [0.96] * 3
     assert [round(each.bottom / each.top, 6) for each in shares] == [15, 7, 3] * 3
+
+
+def test_noises_are_compared_at_one_scale():
+    """What both add to the mean of 16 images has the same root mean square: normals of 1 show the deviations."""
+    generator = Key(0, ("sixteen",)).generator()
+    inputs = torch.randn(16, *Tiny.input_shape, generator=generator, dtype=torch.float64)
+    batch = Batch(inputs, torch.randint(0, 3, (16,), generator=generator))
+
+    def added(text: str) -> float:
+        client = parse(text)(CLIENTS["gradient"])
+        params = client.params()
+        noise = client.noise_spec(params, batch).sample(Key(1))
+        shown = [
+            client.update(params, batch, {n: v if "probe" in n else v * 0 + one for n, v in noise.items()}, {})[0]
+            for one in (1.0, 0.0)
+        ]
+        return float(torch.cat([(a - shown[1][name]).flatten() for name, a in shown[0].items()]).square().mean().sqrt())
+
+    texts = PAPERS["optimal-defenses"].tables["noise"]
+    scales = [added(text) for text in texts]
+    assert scales == pytest.approx([scale for scale in (2e-3, 5e-3, 2e-2, 5e-2) for _ in range(2)], rel=1e-6)
 
 
 def test_a_run_file_names_a_table():

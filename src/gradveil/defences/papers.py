@@ -82,7 +82,7 @@ PAPERS: dict[str, Paper] = {
             "noise": tuple(
                 text.format(scale)
                 for scale in ("2e-3", "5e-3", "2e-2", "5e-2")
-                for text in ("dp(clip=1, sigma={})", "optimal-noise(std={}, clamp=1)")
+                for text in ("dp(clip=1, sigma={}, on=mean)", "optimal-noise(std={}, clamp=1)")
             ),
             "pruning-mnist": ("prune(ratio=0.9, scope=global)", "optimal-prune(ratio=0.8)"),
             "pruning-cifar": ("prune(ratio=0.9, scope=global)", "optimal-prune(ratio=0.7)"),
