@@ -62,6 +62,24 @@ def test_a_residual_waits_for_the_next_round(tmp_path):
     assert sum(int(value.count_nonzero()) for value in second.values()) == 2
 
 
+def test_a_round_that_comes_to_no_number_is_not_sent_and_leaves_the_state(tmp_path):
+    mods = [protect("dgp(top=0, bottom=0.8, feedback=true)", folder=tmp_path / name) for name in ("spoilt", "spared")]
+    for mod in mods:
+        mod(asked(1), context(), app(MOVED))
+    with pytest.raises(GradveilError, match="not finite"):
+        mods[0](asked(2), context(), app({**MOVED, "b": torch.tensor([0.0, torch.nan])}))
+    after = [sent(mod(asked(3), context(), app(START))) for mod in mods]
+    torch.testing.assert_close(*after, rtol=0, atol=0)
+    assert after[0]["w"].any()
+
+
+def test_a_state_that_would_overflow_behind_a_finite_update_is_not_kept(tmp_path):
+    mod = protect("standin(optimiser=adagrad)", folder=tmp_path)
+    far = {**START, "w": START["w"] - 1e25}
+    assert all(bool(value.isfinite().all()) for value in sent(mod(asked(1), context(), app(far))).values())
+    assert sent(mod(asked(2), context(), app(MOVED)))["w"].any()
+
+
 def own_training(engine, folder):
     """A user's own training: what the engine's undefended client does, written as an app that knows no Gradveil."""
     flower = ClientApp()

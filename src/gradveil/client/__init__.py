@@ -6,6 +6,7 @@ from gradveil.client.gradient import cross_entropy
 from gradveil.client.local import Local
 from gradveil.client.messages import announced, proposer, speakers
 from gradveil.client.state import load_state, save_state
+from gradveil.client.steady import steady
 
 __all__ = [
     "Client",
@@ -17,4 +18,5 @@ __all__ = [
     "proposer",
     "save_state",
     "speakers",
+    "steady",
 ]

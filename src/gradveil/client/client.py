@@ -18,6 +18,7 @@ from gradveil.client.gradient import Objective, caught_outputs, cross_entropy, l
 from gradveil.client.local import Local, train
 from gradveil.client.own import Own, spread
 from gradveil.client.probing import example_squared_row_norms
+from gradveil.client.steady import steady
 from gradveil.core.errors import Problem, fail, refuse
 from gradveil.core.noise import NoiseSpec
 from gradveil.core.tree import Tensors, select, under
@@ -171,7 +172,10 @@ class Client:
     def update(
         self, params: Tensors, batch: Batch, noise: Mapping[str, Tensor], state: Tensors
     ) -> tuple[Tensors, Tensors]:
-        """Compute what the client sends, and its next state. Pure: no global state, no hidden randomness."""
+        """Compute what the client sends, and its next state. Pure: no global state, no hidden randomness.
+
+        A round whose update or state would not be finite leaves the state as it was; the update is sent as it is.
+        """
         if self.members > 1:
             each = vmap(self._member().update, in_dims=(None, 0, 0, 0))
             sent, after = each(params, self._by_member(batch), dict(noise), dict(state))
@@ -221,8 +225,8 @@ class Client:
             outputs = []
             examples = self._batching.steps(batch, noise[self.local.order], of_epoch)
             update, step_state, kept = self._many(self.local, params, noise, examples, of_step, own, kept)
-        sent, after = self._finish(params, batch, whole, state, update, step_state, *outputs[-1:])
-        return sent, after | (under("kept", {"joined": torch.ones_like(state["kept.joined"]), **kept}) if kept else {})
+        after = under("kept", {"joined": torch.ones_like(state["kept.joined"]), **kept} if kept else {})
+        return self._finish(params, batch, whole, state, update, under("step", step_state) | after, *outputs[-1:])
 
     def own(self, noise: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> Tensors:
         """Return what the client keeps to itself before a round: drawn in its first one, state in all later ones."""
@@ -328,7 +332,7 @@ class Client:
             if mean is not None:
                 context = self._context(params, own, inner)
                 g, step_state = mean.apply(g, select(own_state, "step"), of_step, context)
-            return self._finish(params, own, own_noise, own_state, g, step_state)
+            return self._finish(params, own, own_noise, own_state, g, under("step", step_state))
 
         return vmap(transform)(gradients, batch, noise, state)
 
@@ -339,15 +343,17 @@ class Client:
         noise: Mapping[str, Tensor],
         state: Tensors,
         update: Tensors,
-        step_state: Tensors,
+        after: Tensors,
         outputs: Tensor | None = None,
     ) -> tuple[Tensors, Tensors]:
-        """Apply the send transform and put the states together."""
+        """Apply the send transform and put the states together; `after` has those of the slots before it."""
         send_state: Tensors = {}
         if self.send:
             context = self._context(params, batch, select(noise, "model"), select(self.messages, "send"), outputs)
             update, send_state = self.send.apply(update, select(state, "send"), select(noise, "send"), context)
-        return update, {**under("step", step_state), **under("send", send_state)}
+        after = after | under("send", send_state)
+        after = {name: after[name] for name in state if name in after} | after  # in the order of `init`
+        return update, steady(update, after, state)
 
     def _one(
         self,

@@ -45,9 +45,12 @@ def all_finite(*tensors: Mapping[str, Tensor]) -> Tensor:
     >>> bool(all_finite({"w": torch.ones(2)})), bool(all_finite({"w": torch.tensor([1.0, torch.inf])}))
     (True, False)
     """
-    # The largest magnitude needs no tensor of truth values, and unlike a sum it cannot overflow.
-    largest = [torch.linalg.vector_norm(v.detach(), torch.inf) for each in tensors for v in each.values() if v.numel()]
-    return torch.stack(largest).isfinite().all() if largest else torch.tensor(True)
+    values = [v.detach() for each in tensors for v in each.values() if v.numel() and v.is_floating_point()]
+    if not values:
+        return torch.tensor(True)
+    # The extremes need no tensor of truth values, and unlike a sum they cannot overflow; both are NaN where one is.
+    ends = [end for value in values for end in torch.aminmax(value)]
+    return torch.stack(ends).isfinite().all()
 
 
 def select(tensors: Mapping[str, Tensor], prefix: str) -> Tensors:

@@ -12,7 +12,7 @@ from flwr.app import Context, Message, MessageType
 from flwr.clientapp.typing import ClientAppCallable, Mod
 from torch import nn
 
-from gradveil.client import Client
+from gradveil.client import Client, steady
 from gradveil.core.errors import Problem, fail, refuse
 from gradveil.core.noise import Key
 from gradveil.core.tree import Tensors, select, under
@@ -114,7 +114,7 @@ class _Protect:
                 spec = self.send.noise(params).under("send").to(next(iter(params.values())).dtype)
                 noise = select(spec.sample(memory.key(question.number, self.key)), "send")
                 update, after = self.send.apply(update, select(state, "send"), noise, Seen(params, _count(told)))
-                state = under("send", after)
+                state = steady(update, under("send", after), state)
         sent = encoded(update | rest)
         memory.keep(question, sent, told, client, state)
         return question.reply(sent, told)
