@@ -13,7 +13,9 @@ from gradveil.core.noise import Key
 from gradveil.core.tree import stack, tmap
 from gradveil.core.types import Batch
 from gradveil.defences import parse
+from gradveil.metrics.image import ssim
 from tests.attacks.scenes import Scene, observed
+from tests.attacks.test_cdia import defended
 
 VICTIMS, SIDE, FEATURES = 12, 5, 80
 SETTINGS = 'iterations=150, objective="l2", tv=0, lr=0.1, sign=plain, patience=300'
@@ -164,3 +166,25 @@ def test_who_saw_the_rounds_infers_noise_that_is_scaled_by_earlier_ones(cheap: s
     whitened = error(f"cdia({SETTINGS}, rounds=all, whiten=true)")
     assert whitened.mean() < 0.75 * plain.mean(), (whitened.mean(), plain.mean())
     assert int((whitened < plain).sum()) >= VICTIMS - 2
+
+
+def test_weighing_by_what_rounding_spreads_loses(monkeypatch: pytest.MonkeyPatch):
+    """Rounding up or down leaves the mean alone, so an entry's variance is (up - mean) (mean - down)."""
+
+    def rounding(belief: Client, params, batch: Batch, noise, state):
+        own = {n: v for n, v in noise.items() if n.startswith("send.quantise.")}
+        assert own.keys() == {f"send.quantise.{n}" for n in params}
+        mean, up, down = (
+            belief.updates(params, batch, {**noise, **{n: torch.full_like(v, u) for n, v in own.items()}}, state)
+            for u in (1.0, 0.0, 1 - 2**-24)
+        )
+        return {n: ((up[0][n] - v) * (v - down[0][n])).clamp_min(0).sqrt() for n, v in mean[0].items()}, mean[1]
+
+    monkeypatch.setattr("gradveil.attacks.whiten.deviations", rounding)
+    scene, found = defended("quantise(bits=3)", 400, ("cdia", "cdia(whiten=true)"))
+    low, high = scene.knowledge.lower, scene.knowledge.upper
+    alike, weighed = (
+        ssim(*(((x.flatten(0, 1) - low) / (high - low)).clamp(0, 1) for x in (f.inputs, scene.truth.inputs))).mean()
+        for f in found.values()
+    )
+    assert weighed < alike, (weighed, alike)

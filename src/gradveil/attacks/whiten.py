@@ -4,6 +4,10 @@ Noise of the same variance everywhere leaves the distance between two updates a 
 s_i^2 differ, that is sum_i (g_i - sent_i)^2 / s_i^2. They may depend on the data (`optimal-noise`), so nobody is told
 them: the attacker infers them at his candidate, now and then. On linear models that halves the error and more where
 noise is moderate; where it is so strong that the candidate stays far from the truth, so do the variances.
+
+What is rounded at random (`quantise`, `ternary`) has different variances, too: (s/L)^2 f (1 - f) for an entry whose
+place between two levels is f. They are not weighed by: near a level a wrong candidate calls an entry free of noise. On
+a CNN's digits that loses where levels are few, and gains nothing where they are many.
 """
 
 from __future__ import annotations
