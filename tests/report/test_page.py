@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from gradveil.audit.rows import Row
-from gradveil.audit.store import Cell, load_run
+from gradveil.audit.store import Cell, load_run, summarise
 from gradveil.core.errors import GradveilError
 from gradveil.report import page, write_report
 from gradveil.report.plots import points
@@ -314,3 +314,35 @@ def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(GradveilError, match="is not a run directory"):
         write_report(tmp_path)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_bound_stands_beside_the_measured_error(tmp_path: Path, cells: list[dict[str, Any]]) -> None:
+    own = copy.deepcopy(cells)
+    for cell in own:
+        noisy = cell["info"]["defence"].startswith("gaussian")
+        cell["info"]["bound"] = {"mse": 0.0123, "prior": 0.07, "by": "Cramér-Rao"} if noisy else None
+        cell["info"]["unbounded"] = None if noisy else "no noise is added <at all>"
+    html = page(load_run(write_run(tmp_path / "run", own)))
+    seen = 0
+    for article in re.findall(r'<article class="verdict.*?</article>', html, re.S):
+        noisy = "gaussian(std=0.01)</h3>" in article
+        for line in re.findall(r"<tr><td>.*?</tr>", article, re.S):
+            values = re.findall(r"<td[^>]*>(.*?)</td>", line, re.S)
+            assert 0 <= float(values[6]) < 1
+            assert values[7] == ("0.0123" if noisy else '<span title="no noise is added &lt;at all&gt;">–</span>')
+            seen += 1
+        assert ("<small>bound 0.0123</small>" in article) == noisy
+    assert seen == len(own)
+    (table,) = re.findall(r'<section id="table".*?</section>', html, re.S)
+    keys = re.findall(r'data-key="([^"]*)"', table)
+    assert keys.index("mse_bound") == keys.index("mse") + 1
+    bound = [re.findall(r"<td[^>]*>(.*?)</td>", line)[keys.index("mse_bound")] for line in table.split("<tr>")[2:]]
+    noisy = [cell["info"]["defence"].startswith("gaussian") for cell in own]
+    assert sorted(each == "0.0123" for each in bound) == sorted(noisy)
+    assert "No MSE bound: <b>No defence, clip(norm=1.0), prune(ratio=0.9)" in table
+    assert "and precode(k=64)</b>, no noise is added &lt;at all&gt;." in table
+    rows = [summarise(cell) for cell in load_run(tmp_path / "run").cells]
+    assert {(row["mse_bound"], row["unbounded"]) for row in rows} == {
+        (0.0123, None),
+        (None, "no noise is added <at all>"),
+    }

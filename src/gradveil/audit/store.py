@@ -120,6 +120,7 @@ def summarise(cell: Cell) -> dict[str, Any]:
         "psnr_mean": _mean(images, "psnr"),
         "mse_mean": _mean(images, "mse"),
         "mse_bound": (info.get("bound") or {}).get("mse"),
+        "unbounded": info.get("unbounded"),
         "label_accuracy": _mean(records, "label_accuracy"),
         "guarantee": info.get("guarantee"),
         "distance": info.get("distance"),

@@ -89,6 +89,7 @@ def context(run: Run) -> dict[str, Any]:
         "rows": rows,
         "columns": shown,
         "body": table.body(rows, shown),
+        "unbounded": table.unbounded(rows),
         "csv": data_uri(table.as_csv(rows, shown).encode(), "text/csv;charset=utf-8"),
         "sheets": album.sheets,
         "budget": spent,

@@ -12,7 +12,7 @@ from gradveil.audit.attacker import ATTACKERS
 from gradveil.audit.health import examine
 from gradveil.audit.privacy import proven
 from gradveil.audit.rows import Row
-from gradveil.core.words import duration, number, percent, size
+from gradveil.core.words import duration, listing, number, percent, size
 from gradveil.report.pareto import mark, marks
 from gradveil.report.price import price
 
@@ -32,6 +32,8 @@ class Column:
     get: Get
     show: Show = str
     numeric: bool = True
+    lacking: Callable[[Row], str | None] = lambda row: None
+    """Why a row has no value, where that is known."""
 
 
 def _text(key: str, title: str, meaning: str, get: Get) -> Column:
@@ -91,7 +93,14 @@ COLUMNS: tuple[Column, ...] = (
     ),
     _score("psnr", "PSNR", "peak signal-to-noise ratio in dB, mean"),
     _score("mse", "MSE", "mean squared error of pixels in [0, 1], mean"),
-    Column("mse_bound", "MSE bound", "below it nobody's mean error lies, under the prior", _sum("mse_bound"), number),
+    Column(
+        "mse_bound",
+        "MSE bound",
+        "below it nobody's mean error lies, for images drawn from the prior",
+        _sum("mse_bound"),
+        number,
+        lacking=lambda row: row.info.get("unbounded"),
+    ),
     Column("lpips", "LPIPS", "learned perceptual distance, mean", lambda row: row.mean("lpips"), number),
     Column("label_accuracy", "Labels", "share of the labels recovered", _sum("label_accuracy"), percent),
     Column(
@@ -182,6 +191,8 @@ class Entry:
     sort: str
     text: str
     flag: str = ""
+    why: str = ""
+    """Why there is no value."""
 
 
 def columns(rows: Sequence[Row]) -> list[Column]:
@@ -199,7 +210,8 @@ def columns(rows: Sequence[Row]) -> list[Column]:
     after = {"bytes_sent": compared, "asr_high": health} | ({"client_seconds": front} if fronts else {})
     found: list[Column] = []
     for column in COLUMNS:
-        if column.key not in _OPTIONAL or any(column.get(row) is not None for row in rows):
+        told = any(column.get(row) is not None or column.lacking(row) for row in rows)
+        if told or column.key not in _OPTIONAL:
             found += [column, after[column.key]] if column.key in after else [column]
     return found
 
@@ -213,9 +225,18 @@ def body(rows: Sequence[Row], shown: Sequence[Column]) -> list[list[Entry]]:
 def _entry(row: Row, column: Column, rows: Sequence[Row]) -> Entry:
     value = column.get(row)
     if value is None:
-        return Entry("", "–")
+        return Entry("", "–", why=column.lacking(row) or "")
     flag = DOUBT if column.key == "asr" and examine(row, rows).doubts else ""
     return Entry(repr(float(value)) if column.numeric else str(value), column.show(value), flag)
+
+
+def unbounded(rows: Sequence[Row]) -> list[tuple[str, str]]:
+    """Say of which defences no bound of the error is known, and why."""
+    found: dict[str, list[str]] = {}
+    for row in rows:
+        if why := row.info.get("unbounded"):
+            found.setdefault(str(why), []).append(row.defence_name)
+    return [(listing(dict.fromkeys(names)), why) for why, names in found.items()]
 
 
 def as_csv(rows: Sequence[Row], shown: Sequence[Column]) -> str:
