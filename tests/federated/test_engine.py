@@ -13,7 +13,9 @@ from gradveil.core.errors import GradveilError
 from gradveil.core.noise import Key
 from gradveil.core.types import Batch
 from gradveil.federated.aggregate import Server
-from gradveil.federated.engine import train
+from gradveil.federated.checkpoint import pack_standing, unpack_standing
+from gradveil.federated.engine import Federation, Share, train
+from gradveil.federated.wire import encoded_size
 from tests.federated.scenes import blobs, federation, net
 
 
@@ -235,3 +237,42 @@ def test_a_validation_loss_that_is_no_number_is_worse_than_any():
         replace(share, validation=Batch(share.train.inputs * math.nan, share.train.targets)) for share in scene.shares
     ]
     assert replace(scene, shares=torn).round(first).best_round == 1
+
+
+def spoilt(scene: Federation, *clients: int) -> Federation:
+    """The same federation with images that hold NaN in the hands of these clients."""
+
+    def torn(share: Share) -> Share:
+        inputs = share.train.inputs.clone()
+        inputs[:, 0, 0, 0] = math.nan
+        return replace(share, train=Batch(inputs, share.train.targets))
+
+    return replace(scene, shares=[torn(s) if i in clients else s for i, s in enumerate(scene.shares)])
+
+
+def test_an_update_that_is_not_finite_is_left_out_and_said():
+    whole = federation("dgp(feedback=true)")
+    scene = spoilt(whole, 1, 2)
+    done = train(scene, 2)
+    assert done.status == "finished"
+    assert [(record.clients, record.refused) for record in done.records] == [((0, 3), (1, 2))] * 2
+    sent = {client: whole.local_update(whole.start(), client, 1)[0] for client in (0, 3)}
+    counts = {client: len(whole.shares[client].train.targets) for client in sent}
+    mean, _ = whole.server.mean(sent, counts, {})
+    expected, _ = whole.server.step(whole.client.params(), mean, {})
+    assert same(scene.round(scene.start()).params, expected)
+    assert done.records[0].bytes_up == sum(encoded_size(update) for update in sent.values())
+    assert all(bool(value.isfinite().all()) for state in done.clients.values() for value in state.values())
+    assert same(done.clients[1], scene.client.init(scene.client.params())), "what it carries stays as it was"
+
+
+def test_where_nothing_is_finite_the_training_diverges():
+    done = train(spoilt(federation(), 0, 1, 2, 3), 3)
+    assert (done.status, len(done.records)) == ("diverged", 1)
+    assert done.records[0].refused == (0, 1, 2, 3)
+    assert done.records[0].bytes_up == 0
+
+
+def test_who_was_left_out_is_kept_on_disk():
+    done = train(spoilt(federation(), 1), 1)
+    assert unpack_standing(pack_standing(done, "this"), "this").records == done.records

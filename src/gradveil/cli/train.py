@@ -146,6 +146,8 @@ def tell(console: Console, rounds: int, cell: Cell, last: Round, status: Status)
     parts = [f"{cell.title}, seed {cell.seed}: round {last.number} of {rounds}", f"accuracy {percent(last.accuracy)}"]
     if last.validation_loss is not None:
         parts.append(f"validation loss {last.validation_loss:.4f}")
+    if last.refused:
+        parts.append(f"{plural(len(last.refused), 'update')} left out: not finite")
     ended = "" if status == "running" else f" ({status})"
     console.print(f"{', '.join(parts)}, {last.seconds:.1f} s{ended}", highlight=False)
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from gradveil.client import Client, announced, drawn_update, proposer, speakers
 from gradveil.core.errors import Problem, refuse
 from gradveil.core.noise import Key
-from gradveil.core.tree import Tensors, stack
+from gradveil.core.tree import Tensors, all_finite, stack
 from gradveil.core.types import Batch
 from gradveil.federated.aggregate import Server
 from gradveil.federated.recorded import Recorder
@@ -61,6 +61,8 @@ class Round:
     """Of the whole round: all clients one after the other, the server, measuring the accuracy."""
     client_seconds: float | None = None
     """Of one client's update, on the average; None where nobody answered, or where an earlier version did not ask."""
+    refused: tuple[int, ...] = ()
+    """Whose update was not finite: it is left out, as a Flower client does not send it."""
 
 
 @dataclass(frozen=True)
@@ -156,25 +158,31 @@ class Federation:
         answers, absent = self.chosen(number)
         updates: dict[int, Tensors] = {}
         clients = dict(standing.clients)
+        refused: list[int] = []
         worked: list[float] = []
         with torch.no_grad():
             heard, spoken = self.heard(standing, answers, number)
             for client in answers:
                 started = time.perf_counter()
-                updates[client], clients[client] = self.local_update(standing, client, number, heard)
-                worked.append(_since(started, updates[client]))
-                self._record_update(standing, client, number, updates[client], heard)
+                update, clients[client] = self.local_update(standing, client, number, heard)
+                worked.append(_since(started, update))
+                if bool(all_finite(update)):
+                    updates[client] = update
+                    self._record_update(standing, client, number, update, heard)
+                else:
+                    refused.append(client)
             params, server, mean, moved = standing.params, standing.server, standing.mean, 0
             if updates:
-                examples = {client: len(self.shares[client].train.targets) for client in answers}
+                examples = {client: len(self.shares[client].train.targets) for client in updates}
                 mean, server = self.server.mean(updates, examples, server)
                 params, server = self.server.step(params, mean, server)
                 moved = encoded_size({name: params[name] - standing.params[name] for name in mean}, heard.messages)
         asked = {*answers, *absent}
         up = spoken + sum(encoded_size(update, heard.messages) for update in updates.values())
         down = len(asked) * _bits(heard.messages) + self._sent_down(asked, standing)
-        record = self._record(number, answers, absent, params, (up, down), began)
-        record = replace(record, client_seconds=sum(worked) / len(worked) if worked else None)
+        record = self._record(number, tuple(updates), absent, params, (up, down), began)
+        each = sum(worked) / len(worked) if worked else None
+        record = replace(record, client_seconds=each, refused=tuple(refused))
         after = replace(standing, params=params, server=server, clients=clients, mean=mean, moved=moved)
         return self._judged(after, record, standing)
 
@@ -229,13 +237,14 @@ class Federation:
     def _sent_down(self, clients: set[int], before: Standing) -> int:
         """Count what the server sends: what the last round changed to those who were there, all to the others."""
         last = before.records[-1] if before.records else None
-        there = clients & {*last.clients, *last.absent} if last else set[int]()
+        there = clients & {*last.clients, *last.refused, *last.absent} if last else set[int]()
         return len(there) * before.moved + len(clients - there) * encoded_size(before.params)
 
     def _judged(self, after: Standing, record: Round, before: Standing) -> Standing:
         """Keep the best parameters, and say whether to go on."""
         records = (*before.records, record)
-        if not all(bool(torch.isfinite(value).all()) for value in after.params.values()):
+        nothing = bool(record.refused) and not record.clients
+        if nothing or not bool(all_finite(after.params)):
             best = before.final if before.best_round else {}
             return replace(after, records=records, best=best, status="diverged")
         lowest = before.records[before.best_round - 1].validation_loss if before.best_round else None
