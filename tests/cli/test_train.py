@@ -84,6 +84,10 @@ def test_what_is_proven_stands_beside_the_price(little: Path, capsys: pytest.Cap
         (["little.toml", "--set", "client=5"], "did you mean 'clients'?"),
         (["little.toml", "--set", "local.batch=70"], "local.batch"),
         (["little.toml", "--set", "attacks=[]"], "attacks: is not a setting"),
+        (
+            ["little.toml", "--defence", "adgp(selection=vote)"],
+            "participation: gives a round 3 of 3 clients, and 5 have to speak before it",
+        ),
     ],
 )
 def test_wrong_use_is_told_without_a_traceback(
@@ -94,6 +98,20 @@ def test_wrong_use_is_told_without_a_traceback(
     assert told in err
     assert "Traceback" not in err
     assert not (little / "runs").exists()
+
+
+def test_an_electorate_that_shrank_is_told(little: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--defence", "adgp(selection=vote, voters=3)", "--set", "absent=0.4", "--rounds", "4", "--threads", "1"]
+    assert run(["train", "little.toml", *words, "--json"]) == 0
+    out, err = capsys.readouterr()
+    spoke = [record["spoke"] for record in json.loads(out)[0]["curve"]]
+    short = [said for said, _ in filter(None, spoke) if said < 3]
+    assert short
+    assert all(f"only {said} of 3 clients spoke before it" in err for said in short)
+    told = (
+        f"seed 0: in {len(short)} of 4 rounds fewer clients spoke than planned, at least once {min(short)}: too few to "
+    )
+    assert told + "outvote a liar" in err
 
 
 def test_a_training_that_diverges_is_a_status_and_an_exit_code(

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from gradveil.client import Client, proposer
+from gradveil.core.errors import GradveilError
 from gradveil.core.noise import Key
 from gradveil.core.types import Batch
 from gradveil.defences import parse
@@ -81,3 +82,23 @@ def test_a_speaker_draws_the_noise_that_it_sends():
         mask = said[name.replace("send.noise", "prune.mask")].flatten().bool()
         if 0 < int(mask.sum()) < len(mask):
             assert float(size[mask].min()) > float(size[~mask].max()) - 1
+
+
+def test_too_few_clients_for_a_vote_are_refused_at_the_start():
+    with pytest.raises(GradveilError, match="gives a round 4 of 4 clients, and 5 have to speak before it"):
+        federation("adgp(selection=vote)")
+    with pytest.raises(GradveilError, match="gives a round 2 of 4 clients, and 3 have to speak"):
+        federation("adgp(selection=vote, voters=3)", participation=0.5)
+    assert federation("adgp(selection=vote, voters=4)").round
+    with pytest.raises(GradveilError, match="give a whole number of at least 3"):
+        parse("adgp(selection=vote, voters=2)")
+
+
+def test_a_round_says_how_many_of_its_voters_spoke():
+    of = federation("adgp(selection=vote, voters=4)", absent=0.5)
+    answered = [len(of.chosen(number)[0]) for number in range(1, 7)]
+    assert 0 < min(answered) < 4
+    records = train(of, 6).records
+    assert [record.spoke for record in records] == [(count, 4) if count else None for count in answered]
+    assert all(record.spoke is None for record in train(federation("dgp", absent=0.5), 2).records)
+    assert train(federation("adgp", absent=0.5), 1).records[0].spoke == (1, 1)

@@ -21,6 +21,7 @@ from gradveil.audit.reader import read_training
 from gradveil.cli.engine import AddressOption, Engine, EngineOption, Place
 from gradveil.core.errors import Problem, refuse
 from gradveil.core.words import DASH, percent, plural, size
+from gradveil.defences.aligned import OUTVOTING
 from gradveil.defences.lint import MEANINGLESS
 from gradveil.federated.engine import Round, Status
 from gradveil.federated.recorded import Recorder
@@ -114,7 +115,22 @@ def _show(summaries: Sequence[Mapping[str, Any]], as_json: bool, console: Consol
         if row["status"] == FAILED:
             told = f"{row['defence']}, seed {row['seed']}: failed: {row['failed']}"
             console.print(Text(told, style="red"))
+        for doubt in _doubts(row.get("curve") or ()):
+            console.print(Text(f"{row['defence']}, seed {row['seed']}: {doubt}", style="yellow"))
     return DIVERGED if any(row["status"] in ("diverged", FAILED) for row in summaries) else 0
+
+
+def _doubts(curve: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Say in how many rounds something was missing that the result counts on."""
+    among = f"of {plural(len(curve), 'round')}"
+    left = sum(bool(record.get("refused")) for record in curve)
+    if left:
+        yield f"in {left} {among} updates were left out that were not finite"
+    spoken = [record["spoke"] for record in curve if record.get("spoke")]
+    short = [said for said, wanted in spoken if said < wanted]
+    if short:
+        few = f", at least once {min(short)}: too few to outvote a liar" if min(short) < OUTVOTING else ""
+        yield f"in {len(short)} {among} fewer clients spoke than planned{few}"
 
 
 def _recorder(
@@ -148,6 +164,8 @@ def tell(console: Console, rounds: int, cell: Cell, last: Round, status: Status)
         parts.append(f"validation loss {last.validation_loss:.4f}")
     if last.refused:
         parts.append(f"{plural(len(last.refused), 'update')} left out: not finite")
+    if last.spoke is not None and last.spoke[0] < last.spoke[1]:
+        parts.append(f"only {last.spoke[0]} of {last.spoke[1]} clients spoke before it")
     ended = "" if status == "running" else f" ({status})"
     console.print(f"{', '.join(parts)}, {last.seconds:.1f} s{ended}", highlight=False)
 

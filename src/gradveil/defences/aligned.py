@@ -18,7 +18,9 @@ from gradveil.defences.selection import ends_mask, smallest_mask
 
 SELECTION = Choice(("broadcast", "vote", "previous"))
 """Who chooses the mask: one client, several, or what was sent in the round before."""
-VOTERS = Range(2, integer=True)
+OUTVOTING = 3
+"""Fewer voters cannot outvote a single liar."""
+VOTERS = Range(OUTVOTING, integer=True)
 """How many clients may vote."""
 
 

@@ -63,6 +63,8 @@ class Round:
     """Of one client's update, on the average; None where nobody answered, or where an earlier version did not ask."""
     refused: tuple[int, ...] = ()
     """Whose update was not finite: it is left out, as a Flower client does not send it."""
+    spoke: tuple[int, int] | None = None
+    """How many clients spoke before it, and how many should have; None where none has to."""
 
 
 @dataclass(frozen=True)
@@ -124,7 +126,16 @@ class Federation:
         if self.patience is not None and all(share.validation is None for share in self.shares):
             remedy = "let clients keep validation examples, or leave patience out"
             problems.append(Problem("patience", "has no validation loss to wait for", remedy))
+        wanted, asked = speakers(self.client), self._asked() if not problems else 0
+        if not problems and asked < wanted:
+            what = f"gives a round {asked} of {len(self.shares)} clients, and {wanted} have to speak before it"
+            remedy = "take more clients, let more take part, or let fewer speak (adgp: voters)"
+            problems.append(Problem("participation", what, remedy))
         refuse(problems)
+
+    def _asked(self) -> int:
+        """Count the clients that are chosen for a round."""
+        return max(1, round(self.participation * len(self.shares)))
 
     def start(self) -> Standing:
         """Return the standing before the first round."""
@@ -135,7 +146,7 @@ class Federation:
     def chosen(self, number: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Say who takes part in a round: who answers, and who was chosen and does not."""
         key, count = self.key.child("round", number), len(self.shares)
-        some = max(1, round(self.participation * count))
+        some = self._asked()
         order = torch.randperm(count, generator=key.child("chosen").generator())[:some].sort().values.tolist()
         gone = torch.rand(some, generator=key.child("absent").generator()) < self.absent
         answers = tuple(client for client, away in zip(order, gone.tolist(), strict=True) if not away)
@@ -182,7 +193,9 @@ class Federation:
         down = len(asked) * _bits(heard.messages) + self._sent_down(asked, standing)
         record = self._record(number, tuple(updates), absent, params, (up, down), began)
         each = sum(worked) / len(worked) if worked else None
-        record = replace(record, client_seconds=each, refused=tuple(refused))
+        wanted = speakers(self.client) if answers else 0
+        spoke = (min(wanted, len(answers)), wanted) if wanted else None
+        record = replace(record, client_seconds=each, refused=tuple(refused), spoke=spoke)
         after = replace(standing, params=params, server=server, clients=clients, mean=mean, moved=moved)
         return self._judged(after, record, standing)
 
