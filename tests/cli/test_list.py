@@ -11,6 +11,7 @@ import pytest
 from gradveil.attacks.presets import ATTACKS, make_attack
 from gradveil.cli.app import run
 from gradveil.cli.entries import KINDS, TOPICS, everything
+from gradveil.core.arguments import REQUIRED
 from gradveil.defences import DEFENCES, parse
 
 
@@ -186,3 +187,17 @@ def test_a_paper_shows_its_tables(capsys: pytest.CaptureFixture[str]) -> None:
     text = " ".join(shown(capsys, "dual-gradient-pruning").split())
     assert "dual-gradient-pruning/main dgp(top=0.05, bottom=0.75, feedback=true)" in text
     assert "PAPER/TABLE" in shown(capsys, "papers")
+
+
+@pytest.mark.parametrize("name", DEFENCES)
+def test_every_default_that_is_shown_can_be_typed(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    entry = DEFENCES[name]
+    text = shown(capsys, "defences", name)
+    required = {argument.name: "0.5" for argument in entry.arguments if argument.default is REQUIRED}
+    for argument in entry.arguments:
+        if argument.name not in required:
+            found = re.search(rf"^ *{argument.name} .*default (\S+|\"[^\"]*\") *$", text, re.MULTILINE)
+            assert found, f"{argument.name} in {text}"
+            given = {**required, argument.name: found[1]}
+            typed = parse(f"{name}({', '.join(f'{key}={value}' for key, value in given.items())})")
+            assert typed == parse(f"{name}({', '.join(required.values())})")

@@ -231,8 +231,12 @@ def _lines(arguments: Sequence[Mapping[str, Any]]) -> list[Table]:
 
 
 def _about(argument: Mapping[str, Any]) -> tuple[str, str]:
-    default = "required" if argument["required"] else f"default {literal(argument['default'])}"
-    return argument["allowed"], default
+    allowed, default = argument["allowed"], argument["default"]
+    if argument["required"]:
+        return allowed, "required"
+    # JSON has no infinity, so the row has the word for it, which is no text in quotes.
+    endless = default == "inf" and "or inf" in allowed
+    return allowed, f"default {default if endless else literal(default)}"
 
 
 def _names(rows: Sequence[Row]) -> Table:

@@ -112,8 +112,8 @@ STRENGTH = Range(0)
 """A standard deviation, a scale, a weight of the loss."""
 SHARE = Range(0, 1, high_open=True)
 """A share to remove: something is always kept."""
-KEPT = Range(0, 1, low_open=True)
-"""A share to keep: something is always kept."""
+KEPT = Range(1e-15, 1)
+"""A share to keep: something is always kept, since one minus it is still below one in double precision."""
 COUNT = Range(1, integer=True)
 """A number of channels or features."""
 

@@ -77,10 +77,14 @@ class Gaussian(Additive):
 
 @dataclass(frozen=True)
 class Laplacian(Additive):
-    """Add Laplace(0, scale) to every entry: standard deviation sqrt(2) * scale (Zhu et al. 2019, sec. 5.1)."""
+    """Add Laplace(0, scale) to every entry: standard deviation sqrt(2) * scale (Zhu et al. 2019, sec. 5.1).
+
+    It would be differentially private after a clip of the l1 norm. Gradveil's clips bound the l2 norm, by which the l1
+    norm of P entries can be sqrt(P) times as long: nothing is promised.
+    """
 
     scale: float
-    guarantee: ClassVar[str] = "differential privacy only after a clip of the l1 norm"
+    guarantee: ClassVar[str] = "no formal guarantee: that takes a bound of the l1 norm, and clips bound the l2 norm"
 
     def __post_init__(self) -> None:
         """Refuse settings that cannot be meant, all at once."""
