@@ -238,7 +238,8 @@ def _rounds(training: Training) -> Iterator[dict[str, Any]]:
     keys += ("client_seconds",)
     for cell, told in training.cells:
         for point in told["curve"] if told else ():
-            who = {"answered": len(point.get("clients", ())), "absent": len(point.get("absent", ()))}
+            lists = {"answered": "clients", "refused": "refused", "absent": "absent"}
+            who = {name: len(point.get(key, ())) for name, key in lists.items()}
             named = {"defence": cell.title, "seed": cell.seed, "round": point["number"]}
             yield named | {key: point.get(key) for key in keys} | who
 
