@@ -23,6 +23,7 @@ from gradveil.audit.plans import UNPLANNED, Plans
 from gradveil.audit.privacy import privacy_facts
 from gradveil.audit.rounds import Truth, observe, updates
 from gradveil.audit.scene import Scene
+from gradveil.audit.utility import pruned, worth
 from gradveil.client import Client
 from gradveil.core.noise import Key
 from gradveil.core.tree import Tensors
@@ -96,11 +97,14 @@ def recover(
         "at_truth": at_truth(made, seen, truth),
         "distance": relative_distance(sent, raw),
         "cosine": cosine(sent, raw),
+        **worth(sent, raw),
     }
     if client.batch:
         tensors["transformed"] = truth.transformed.inputs
     leak, unbounded = leaked(scene, cell.seed, client, seen, truth)
-    return recovered(scene, client, made, sent, truth, tensors | leak, {"unbounded": unbounded})
+    known = pruned(client, fresh=scene.config.rounds == 1 and not cell.trained)
+    facts = {"unbounded": unbounded, "pruned": known}
+    return recovered(scene, client, made, sent, truth, tensors | leak, facts)
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from gradveil.audit.plans import UNPLANNED, Plans
 from gradveil.audit.records import Observed, fitted
 from gradveil.audit.rounds import Truth, updates
 from gradveil.audit.scene import Scene
+from gradveil.audit.utility import worth
 from gradveil.client import Client
 from gradveil.core.tree import Tensors, stack
 from gradveil.core.types import Batch
@@ -36,7 +37,8 @@ def recover_observed(
     truth = Truth(raw, raw, {}, {}, {})
     made = attacked(scene, cell, client, [seen], truth, numbers, progress, plans)
     unknown = torch.full((len(numbers),), torch.nan, dtype=torch.float64)
-    tensors = {**tensors_of(made.found, seen), "at_truth": unknown, "distance": unknown, "cosine": unknown}
+    compared = ("at_truth", "distance", "cosine", "first_order_utility", "second_order_utility")
+    tensors = {**tensors_of(made.found, seen), **dict.fromkeys(compared, unknown)}
     if observed.scored:
         tensors |= _beside_truth(made, client, seen, raw)
     return recovered(scene, client, made, seen.update, truth, tensors, {"unbounded": "the updates were recorded"})
@@ -67,6 +69,7 @@ def _beside_truth(made: Made, client: Client, seen: Observation, raw: Batch) -> 
         state = {name: value.expand(len(raw.targets), *value.shape) for name, value in plain.init(seen.params).items()}
         bare = updates(plain, seen.params, raw, _off(plain, seen.params, raw), state)[0]
         found |= {"distance": relative_distance(seen.update, bare), "cosine": cosine(seen.update, bare)}
+        found |= worth(seen.update, bare)
     return found
 
 

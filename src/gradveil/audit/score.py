@@ -14,6 +14,7 @@ from gradveil.audit.bound import mse_bound
 from gradveil.audit.cell import Address, Recovered
 from gradveil.audit.scene import Scene
 from gradveil.audit.store import Cell
+from gradveil.audit.utility import left_out
 from gradveil.core.noise import Key
 from gradveil.data import Dataset
 from gradveil.metrics import (
@@ -125,6 +126,8 @@ def _record(
         "identified": None if identified is None else all(image["identified"] for image in images),
         "distance": float(tensors["distance"][v]),
         "cosine": float(tensors["cosine"][v]),
+        "first_order_utility": float(tensors["first_order_utility"][v]),
+        "second_order_utility": float(tensors["second_order_utility"][v]),
         "per_image": images,
     }
 
@@ -165,6 +168,9 @@ def info_of(scene: Scene, cell: Address, found: Recovered, named: Named) -> dict
         "bytes_sent": float(tensors["bytes_sent"].double().mean()),
         "distance": float(tensors["distance"].mean()),
         "cosine": float(tensors["cosine"].mean()),
+        "first_order_utility": float(tensors["first_order_utility"].mean()),
+        "second_order_utility": float(tensors["second_order_utility"].mean()),
+        "pruned": left_out(tensors["distance"], facts.get("pruned")),
         "iterations_per_second": facts["row_iterations"] / seconds if seconds else None,
         "bound": mse_bound(scene, tensors, settings.examples) if len(tensors.get("nats", ())) else None,
         "health": {

@@ -98,11 +98,12 @@ def summarise(cell: Cell) -> dict[str, Any]:
 
     Rates count images; means are over images; `seconds` is the attack's working time, summed over processes; an
     unfinished cell has None. `accuracy` is the model's after `trained` rounds of training, `final_accuracy` that at
-    the end, `client_seconds` what one update takes, `round_*` what a round costs.
+    the end, `client_seconds` what one update takes, `round_*` what a round costs. Of pruning
+    alone, `gamma_1` is the share of the update's energy left out, `cosine_*` how far a perfect match is off.
     """
     info, records = cell.info, cell.records
     keys = ("cell", "model", "data", "seed", "round", "trained", "client", "defence", "attack")
-    training = info.get("training") or {}
+    training, pruned = info.get("training") or {}, info.get("pruned") or {}
     images = [image for record in records for image in record.get("per_image", ())]
     successes = sum(image["success"] for image in images)
     low, high = wilson(successes, len(images)) if images else (None, None)
@@ -124,6 +125,11 @@ def summarise(cell: Cell) -> dict[str, Any]:
         "label_accuracy": _mean(records, "label_accuracy"),
         "guarantee": info.get("guarantee"),
         "distance": info.get("distance"),
+        "first_order_utility": info.get("first_order_utility"),
+        "second_order_utility": info.get("second_order_utility"),
+        "gamma_1": pruned.get("gamma"),
+        "cosine_promised": pruned.get("promised"),
+        "cosine_worst": pruned.get("worst"),
         "bytes_sent": info.get("bytes_sent"),
         "seconds": info.get("seconds"),
         "accuracy": training.get("accuracy"),

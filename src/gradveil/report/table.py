@@ -123,6 +123,35 @@ COLUMNS: tuple[Column, ...] = (
         number,
     ),
     Column("cosine", "Cosine", "cosine of the sent and the raw update", _info("cosine"), number),
+    Column(
+        "first_order_utility",
+        "Utility",
+        "how much a small step along what was sent lowers the loss, as a share of an undefended one's",
+        _info("first_order_utility"),
+        percent,
+    ),
+    Column(
+        "second_order_utility",
+        "2nd utility",
+        "minus the square of that: the lower, the more noise varies the step; -1 undefended",
+        _info("second_order_utility"),
+        number,
+    ),
+    Column("gamma_1", "gamma_1", "share of the update's energy that pruning left out", _sum("gamma_1"), number),
+    Column(
+        "cosine_worst",
+        "Perfect match",
+        "cosine distance from the raw gradient of one that equals what was sent; of pruning alone",
+        _sum("cosine_worst"),
+        number,
+    ),
+    Column(
+        "cosine_promised",
+        "Promised",
+        "the same as the paper's Theorem 1 has it, sqrt(gamma_1)",
+        _sum("cosine_promised"),
+        number,
+    ),
     _text("proven", "Proven", "epsilon, where the run tells of its training", lambda row: proven(row.info)),
     Column(
         "objective_initial",
@@ -171,6 +200,7 @@ COLUMNS: tuple[Column, ...] = (
 """Every column, in the order shown."""
 
 _OPTIONAL = {"lpips", "mse_bound", "objective_truth", "identified", "iterations_per_second", "restarts", "params"}
+_OPTIONAL |= {"first_order_utility", "second_order_utility", "gamma_1", "cosine_worst", "cosine_promised"}
 _OPTIONAL |= {
     "trained",
     "accuracy",

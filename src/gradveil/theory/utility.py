@@ -46,6 +46,20 @@ def second_order_utility(gradient: Mapping[str, Tensor], sent: Mapping[str, Tens
     return -first_order_utility(gradient, sent).square()
 
 
+def utilities(gradients: Mapping[str, Tensor], sent: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """Compute both utilities of every victim's update {name: [V, ...]}, over those of the gradient itself: float64 [V].
+
+    <g, sent> / ||g||^2 is the share of the loss that a small undefended step would take; minus its square is on average
+    over draws of the noise `noise_utility` / ||g||^4 below minus the square of its mean. Not a number for g = 0.
+
+    >>> utilities({"w": torch.tensor([[1.0, 2.0]])}, {"w": torch.tensor([[0.0, 2.0]])})
+    (tensor([0.8000], dtype=torch.float64), tensor([-0.6400], dtype=torch.float64))
+    """
+    g, s = ({name: value.detach().double() for name, value in part.items()} for part in (gradients, sent))
+    whole = torch.vmap(first_order_utility)(g, g)
+    return torch.vmap(first_order_utility)(g, s) / whole, torch.vmap(second_order_utility)(g, s) / whole.square()
+
+
 def privacy_loss(
     squares: Mapping[str, Tensor], gradient: Mapping[str, Tensor], variances: Mapping[str, Tensor]
 ) -> Tensor:

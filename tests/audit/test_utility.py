@@ -1,0 +1,103 @@
+"""What an update is worth and what pruning leaves out: as in plain autograd, and only where it holds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from gradveil.audit.cell import cells, recover
+from gradveil.audit.store import summarise
+from gradveil.audit.utility import left_out, pruned, worth
+from gradveil.cli.results import as_csv
+from gradveil.core.tree import tmap
+from gradveil.defences import parse
+from gradveil.report.build import page
+from gradveil.theory.pruning import gamma, least_gamma
+from tests.audit.runs import config, execute
+from tests.audit.test_cell import Recorder, scene_with
+from tests.laws.cases import CLIENTS
+
+DEFENCES = ["none", "dgp", "dgp(feedback=true)", "prune(0.9)", "gaussian(0.1)", "clip(norm=0.5) + dgp"]
+
+
+@pytest.mark.parametrize("defence", DEFENCES)
+def test_facts_are_those_of_the_raw_gradient(defence: str):
+    attack = Recorder()
+    scene = scene_with(attack, defences=[defence])
+    address = cells(scene.config)[0]
+    found = recover(scene, address, range(2), lambda step: None)
+    seen = attack.calls[0]["seen"][-1]
+    batch, model = scene.batch(scene.examples(0, range(2))), scene.undefended(0, 0).model
+    for v in range(2):
+        loss = torch.nn.functional.cross_entropy(model(batch.inputs[v]), batch.targets[v])
+        g = dict(zip(seen.params, torch.autograd.grad(loss, [*model.parameters()]), strict=True))
+        sent = {name: value[v] for name, value in seen.update.items()}
+        length = sum(float((value**2).sum()) for value in g.values())
+        first = sum(float((g[name] * sent[name]).sum()) for name in g) / length
+        assert float(found.tensors["first_order_utility"][v]) == pytest.approx(first, rel=1e-4)
+        assert float(found.tensors["second_order_utility"][v]) == pytest.approx(-(first**2), rel=1e-4)
+        if defence in ("dgp", "dgp(feedback=true)", "prune(0.9)"):
+            told = left_out(found.tensors["distance"][v], found.facts["pruned"])
+            assert told is not None
+            assert told["gamma"] == pytest.approx(float(gamma(g, sent)), rel=1e-4) == pytest.approx(1 - first, rel=1e-4)
+            cosine = float(found.tensors["cosine"][v])
+            assert told["worst"] == pytest.approx(1 - cosine, rel=1e-4)
+            assert told["worst"] < told["promised"] == pytest.approx(told["gamma"] ** 0.5)
+        else:
+            assert found.facts["pruned"] is None
+
+
+def test_it_is_told_where_a_client_prunes_and_does_nothing_else():
+    client = CLIENTS["gradient"]
+    printed, least = least_gamma(0.05, 0.75)
+    assert pruned(parse("dgp")(client), fresh=False) == {"least": least, "least_printed": printed}
+    for text in ("prune(0.5)", "topk(0.2)", "dropout + prune(0.5)", "adgp(feedback=false)", "optimal-prune(0.5)"):
+        assert pruned(parse(text)(client), fresh=False) == {}, text
+    assert pruned(parse("dgp(feedback=true)")(client), fresh=True) is not None
+    assert pruned(parse("dgp(feedback=true)")(client), fresh=False) is None
+    noisy = ("gaussian(1)", "dgp + gaussian(1)", "dp + dgp", "optimal-prune(0.5, std=0.1)")
+    for text in ("none", "mixup + dgp", "dgc", *noisy):
+        assert pruned(parse(text)(client), fresh=True) is None, text
+
+
+def test_later_rounds_with_feedback_tell_nothing():
+    scene = scene_with(Recorder(), defences=["dgp", "dgp(feedback=true)"], rounds=2)
+    facts = [recover(scene, address, range(2), lambda step: None).facts for address in cells(scene.config)]
+    assert [each["pruned"] is None for each in facts] == [False, True]
+
+
+def test_noise_lowers_the_second_order_utility():
+    scene = scene_with(Recorder(), defences=["gaussian(0.5)"], victims=40)
+    tensors = recover(scene, cells(scene.config)[0], range(40), lambda step: None).tensors
+    first, second = tensors["first_order_utility"], tensors["second_order_utility"]
+    assert float(second.mean()) < -(float(first.mean()) ** 2) - 0.5 * float(first.var())
+
+
+def test_summary_table_and_verdict_tell_it(tmp_path: Path):
+    chosen = config(attacks=["ig(iterations=2)"], defences=["none", "dgp", "gaussian(0.1)", "prune(0.5)"])
+    found, _ = execute(chosen, tmp_path / "run")
+    rows = {row["defence"]: row for row in map(summarise, found.cells)}
+    assert rows["none"]["first_order_utility"] == pytest.approx(1)
+    assert rows["none"]["second_order_utility"] == pytest.approx(-1)
+    assert rows["dgp"]["gamma_1"] == pytest.approx(1 - rows["dgp"]["first_order_utility"], rel=1e-4)
+    assert rows["gaussian(0.1)"]["gamma_1"] is None
+    head = as_csv([*rows.values()]).splitlines()[0].split(",")
+    assert {"first_order_utility", "second_order_utility", "gamma_1", "cosine_worst", "cosine_promised"} <= {*head}
+    records = found.cells[1].records
+    assert [record["first_order_utility"] for record in records] == pytest.approx(
+        [1 - record["distance"] ** 2 for record in records], rel=1e-4
+    )
+    html = page(found)
+    assert html.count("A small step along what is sent lowers the loss by") == 3
+    assert html.count("of the update's energy (gamma_1, at least 20% where the shares come out whole)") == 1
+    assert html.count("of the update's energy (gamma_1)") == 1
+    assert all(f'data-key="{key}"' in html for key in ("first_order_utility", "gamma_1", "cosine_worst"))
+
+
+def test_an_update_of_zeros_is_worth_no_number():
+    raw = {"w": torch.tensor([[0.0, 0.0], [3.0, 4.0]])}
+    found = worth(tmap(lambda value: 2 * value, raw), raw)["first_order_utility"]
+    assert found[0].isnan()
+    assert float(found[1]) == 2
