@@ -226,7 +226,9 @@ class Client:
             examples = self._batching.steps(batch, noise[self.local.order], of_epoch)
             update, step_state, kept = self._many(self.local, params, noise, examples, of_step, own, kept)
         after = under("kept", {"joined": torch.ones_like(state["kept.joined"]), **kept} if kept else {})
-        return self._finish(params, batch, whole, state, update, under("step", step_state) | after, *outputs[-1:])
+        after = under("step", step_state) | after
+        sent, after = self._finish(params, batch, whole, state, update, after, *outputs[-1:])
+        return sent, steady(sent, after, state)
 
     def own(self, noise: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> Tensors:
         """Return what the client keeps to itself before a round: drawn in its first one, state in all later ones."""
@@ -249,7 +251,10 @@ class Client:
             parts = self._parted(params)
             if obstacle(self.objective, *parts, apart, inner) is None:
                 gradients = victim_gradients(self.objective, *parts, apart, inner)
-                return self._transformed(gradients, params, ready, noise, state)
+                sent, after = self._transformed(gradients, params, ready, noise, state)
+                # An attacker who differentiates what he simulates would pay for it in every iteration.
+                simulated = any(value.requires_grad for value in sent.values())
+                return sent, after if simulated or not after else vmap(steady)(sent, after, dict(state))
         return self.updates_reference(params, batch, noise, state)
 
     def updates_reference(
@@ -353,7 +358,7 @@ class Client:
             update, send_state = self.send.apply(update, select(state, "send"), select(noise, "send"), context)
         after = after | under("send", send_state)
         after = {name: after[name] for name in state if name in after} | after  # in the order of `init`
-        return update, steady(update, after, state)
+        return update, after
 
     def _one(
         self,
