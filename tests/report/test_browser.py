@@ -394,7 +394,7 @@ def test_fronts_are_drawn_named_and_follow_the_chosen_round(browser: Browser, fr
 def test_curves_of_a_training_have_bands_marks_and_a_legend(browser: Browser, training: str) -> None:
     visit(browser, training)
     show(browser, "#curves")
-    assert [len(all_of(browser, f".plot[data-across='{by}'] .curve")) for by in ("round", "sent")] == [4 + 3, 4]
+    assert [len(all_of(browser, f".plot[data-across='{by}'] .curve")) for by in ("round", "sent")] == [4 + 4, 3]
     accuracy = ".plot[data-curve='accuracy'][data-across='round']"
     assert len(all_of(browser, f"{accuracy} .band")) == 4
     assert len(all_of(browser, f"{accuracy} .best")) == 3 * 2
