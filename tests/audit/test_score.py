@@ -26,6 +26,7 @@ def recovered(inputs: Tensor, targets: Tensor, **extra: Tensor) -> Recovered:
     victims = inputs.shape[0]
     ones = torch.ones(victims)
     names = ("objective", "initial", "at_truth", "distance", "cosine", "bytes_dense", "bytes_sent")
+    names += ("first_order_utility", "second_order_utility")
     tensors = {"inputs": inputs, "targets": targets, **{name: ones.clone() for name in names}}
     tensors |= {"iterations": ones.long(), "restart": ones.long(), "objectives": ones[:, None]}
     facts = {"seconds": 2.0, "row_iterations": 10, "restarts": 1, "plan": [victims], "grants": []}

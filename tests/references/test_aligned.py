@@ -67,7 +67,7 @@ def test_most_votes_win_and_a_minority_of_liars_loses():
 
 
 def test_equal_votes_take_turns():
-    defence = Aligned(0.1, 0.0, "vote", voters=2)
+    defence = Aligned(0.1, 0.0, "vote", voters=3)
     names = [{0, 1, 2, 3}, {10, 11, 12, 13}]
     chosen = [defence.announce(votes_for(*names), {}, number)["mask.w"] for number in range(10)]
     assert all(int(mask.sum()) == 4 for mask in chosen)
