@@ -128,6 +128,18 @@ def test_the_gradient_of_the_positions_shows_every_patch(convolution, token):
     assert bool((found.objective < 1e-10).all())
 
 
+def test_a_model_may_insist_on_pixels():
+    """What finds the equations tries the model with values that images have."""
+    scene = patches(convolution=False, token=True)
+
+    def insist(_module, inputs):
+        assert inputs[0].min() >= 0
+        assert inputs[0].max() <= 1
+
+    scene.client.model.register_forward_pre_hook(insist)
+    torch.testing.assert_close(attack(scene).inputs, scene.truth.inputs, rtol=1e-6, atol=1e-6)
+
+
 def test_noise_on_what_was_sent_is_weighed_against_the_equations():
     """Plain least squares, the ridge's opponent, multiplies the noise where the patches' errors look alike."""
     scene = patches(convolution=False, token=True)

@@ -78,7 +78,9 @@ def _pixels(
 ) -> Tensor | None:
     """Say which pixel each input of the layer is, [T, P]; None if they are not the pixels, each once."""
     count = prod(shape)
-    numbered = torch.arange(count, dtype=example.dtype, device=example.device).view(1, *shape)
+    # Each pixel's number as a fraction of a power of two: exact, and within [0, 1), as models may insist.
+    scale = 1 << count.bit_length()
+    numbered = torch.arange(count, dtype=example.dtype, device=example.device).view(1, *shape) / scale
     with evaluating(model), torch.no_grad(), caught_inputs(model, path) as caught:
         model(numbered)
     given = caught[0]
@@ -91,7 +93,7 @@ def _pixels(
         return None
     if tokens.numel() != count or not torch.equal(tokens.flatten().sort().values, numbered.flatten()):
         return None
-    return tokens.long()
+    return (tokens * scale).long()
 
 
 def _cuts(layer: nn.Conv2d, shape: tuple[int, int, int]) -> bool:
