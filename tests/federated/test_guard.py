@@ -59,6 +59,13 @@ def imprint_in_noise(p: dict[str, Tensor]) -> None:
     p["first.weight"][48:] = keep
 
 
+def imprint_in_a_few_rows(p: dict[str, Tensor]) -> None:
+    """Eight bins in a layer of 64 rows, the others left as they were."""
+    keep = p["first.weight"][8:].clone()
+    imprint(p)
+    p["first.weight"][8:] = keep
+
+
 def trap(p: dict[str, Tensor]) -> None:
     """Curious: a random half of each row negative, the other half the same magnitudes times 0.95."""
     rows = torch.empty(64, 256)
@@ -72,6 +79,12 @@ def trap(p: dict[str, Tensor]) -> None:
 def dead(p: dict[str, Tensor]) -> None:
     p["second.weight"] = p["second.weight"].clone()
     p["second.weight"][2:] = 0
+
+
+def nearly_dead(p: dict[str, Tensor]) -> None:
+    """No row is zero, and nothing passes."""
+    p["second.weight"] = p["second.weight"].clone()
+    p["second.weight"][2:] *= 1e-9
 
 
 def huge(p: dict[str, Tensor]) -> None:
@@ -94,6 +107,17 @@ def feature_fishing(p: dict[str, Tensor]) -> None:
     p["head.weight"][:, 7] = torch.linspace(-1, 1, 10)
 
 
+def class_fishing_in_noise(p: dict[str, Tensor]) -> None:
+    """The same without large biases, and with weights that are not quite zero."""
+    p["head.weight"] = p["head.weight"].clone()
+    p["head.weight"][torch.arange(10) != 3] *= 1e-6
+
+
+def feature_fishing_in_noise(p: dict[str, Tensor]) -> None:
+    feature_fishing(p)
+    p["head.weight"] += 1e-6 * torch.randn(10, 32, generator=GENERATOR)
+
+
 def jump(p: dict[str, Tensor]) -> None:
     p["second.weight"] = p["second.weight"].flip(0)
 
@@ -108,12 +132,16 @@ def broken(p: dict[str, Tensor]) -> None:
     [
         (imprint, "imprint", "first.weight"),
         (imprint_in_noise, "imprint", "first.weight"),
+        (imprint_in_a_few_rows, "imprint", "first.weight"),
         (trap, "trap", "first.weight"),
+        (nearly_dead, "extreme", "second.weight"),
         (dead, "extreme", "second.weight"),
         (huge, "extreme", "first.weight"),
         (tiny, "extreme", "second.weight"),
         (class_fishing, "fishing", "head.weight"),
         (feature_fishing, "fishing", "head.weight"),
+        (class_fishing_in_noise, "fishing", "head.weight"),
+        (feature_fishing_in_noise, "fishing", "head.weight"),
         (jump, "jump", "second.weight"),
         (broken, "not finite", "second.bias"),
     ],
@@ -129,8 +157,44 @@ def test_every_family_of_manipulation_is_caught(
     change(received)
     found = inspect(net, received, before, small)
     assert (family, where) in {(finding.family, finding.where) for finding in found}
-    without = inspect(net, received)
-    assert ((family, where) in {(f.family, f.where) for f in without}) is (family != "jump")
+    told_last = dict(reversed(received.items()))
+    numbered = {str(number): value for number, value in enumerate(received.values())}
+    for without in (inspect(net, received), inspect(None, received), inspect(None, told_last)):
+        assert ((family, where) in {(f.family, f.where) for f in without}) is (family != "jump")
+    if where.endswith("weight") and family != "jump":  # arrays without names, as a list of NumPy arrays becomes
+        assert family in {found.family for found in inspect(None, numbered)}
+
+
+def test_a_norm_that_is_far_out_of_scale_is_caught() -> None:
+    net = nn.Sequential(nn.Conv2d(1, 8, 5), nn.GroupNorm(2, 8), nn.Flatten(), nn.Linear(8, 10))
+    received = params(net)
+    assert inspect(net, received) == []
+    received["1.weight"] = 1e4 * received["1.weight"]
+    assert [(f.family, f.where) for f in inspect(net, received)] == [("extreme", "1.weight")]
+
+
+def test_a_round_without_this_client_hides_no_jump() -> None:
+    net = Perceptron()
+    before = params(net)
+    small = {name: 1e-3 * value for name, value in before.items()}
+    drifted = {
+        name: value * (1 + 0.08 * torch.randn(value.shape, generator=GENERATOR)) for name, value in before.items()
+    }
+    assert inspect(net, drifted, before, small, rounds=9) == []
+    jump(drifted)
+    assert [(f.family, f.where) for f in inspect(net, drifted, before, small, rounds=9)] == [("jump", "second.weight")]
+
+
+def test_wide_layers_are_compared_in_blocks() -> None:
+    """An imprint in rows 1,000 to 1,499 of 3,000: neither the first block nor the last has it alone."""
+    rows = torch.randn(3000, 20, generator=GENERATOR)
+    rows[1000:1500] = rows[0]
+    received = {
+        "wide.weight": rows,
+        "wide.bias": torch.randn(3000, generator=GENERATOR),
+        "head.weight": torch.eye(3000)[:10],
+    }
+    assert [f.what.split(" rows")[0] for f in inspect(None, received) if f.family == "imprint"] == ["501 of 3000"]
 
 
 def federation(net: nn.Module, server: Server, size: int) -> Federation:
@@ -154,7 +218,31 @@ def test_honest_models_at_five_stages_of_training_raise_no_alarm(name: str) -> N
         after = scene.round(standing)
         assert inspect(net, after.params, standing.params, own) == []
         assert inspect(net, after.params, standing.params) == []
+        assert inspect(None, after.params, standing.params, own) == []
         standing = after
+
+
+@pytest.mark.parametrize(
+    "server", [Server("adam", lr=0.05), Server("yogi", lr=0.05), Server(momentum=0.9)], ids=["adam", "yogi", "momentum"]
+)
+def test_a_server_that_goes_on_where_gradients_vanish_raises_no_alarm(server: Server) -> None:
+    """One client has one class: once it is learned its gradient is nothing, and the model moves on as fast."""
+    net = model()
+    images = load("digits", size=16, limit_public=240, limit_victims=40)
+    inputs, targets = images.public.inputs, images.public.targets
+    shares = [Share(Batch(inputs[part], targets[part])) for part in targets.argsort(stable=True).tensor_split(6)]
+    test = Batch(images.victims.inputs, images.victims.targets)
+    scene = Federation(Client(net), shares, test, server, Key(1))
+    standing, farthest = scene.start(), 0.0
+    for number in range(1, 9):
+        with torch.no_grad():
+            own, _ = scene.local_update(standing, 0, number)
+        after = scene.round(standing)
+        moved = {name: float((value - standing.params[name]).norm()) for name, value in after.params.items()}
+        farthest = max([farthest, *(moved[name] / float(own[name].norm()) for name in moved)])
+        assert inspect(net, after.params, standing.params, own) == []
+        standing = after
+    assert farthest > 10
 
 
 @pytest.mark.parametrize("seed", [0, 1])
@@ -162,6 +250,7 @@ def test_honest_models_at_five_stages_of_training_raise_no_alarm(name: str) -> N
 def test_initial_weights_raise_no_alarm(name: str, seed: int) -> None:
     net = build(name, channels=3, size=32, classes=10, generator=Key(seed).generator())
     assert inspect(net, params(net)) == []
+    assert inspect(None, params(net)) == []
 
 
 def test_a_few_parallel_rows_and_paired_rows_are_no_alarm() -> None:

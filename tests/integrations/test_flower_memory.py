@@ -247,9 +247,11 @@ def test_the_guard_warns_refuses_or_stays_silent(tmp_path, caplog):
     assert re.search("fishing", caplog.text)
 
 
-@pytest.mark.parametrize(("shift", "number", "told"), [(0.0, 2, False), (10.0, 2, True), (10.0, 3, False)])
-def test_a_jump_is_seen_from_one_round_to_the_next(shift, number, told, tmp_path):
-    """After rounds without this client its own update says nothing about how far the model may have moved."""
+@pytest.mark.parametrize(
+    ("shift", "number", "told"), [(0.0, 2, False), (10.0, 2, True), (10.0, 3, True), (0.1, 30, False)]
+)
+def test_a_jump_is_seen_from_one_answer_to_the_next(shift, number, told, tmp_path):
+    """A server that leaves a round out, or says so, hides no jump behind it; the more rounds pass the less is one."""
     own = client("none")
 
     def run():
@@ -263,6 +265,16 @@ def test_a_jump_is_seen_from_one_round_to_the_next(shift, number, told, tmp_path
         run()
         with opened(context(), tmp_path) as kept:
             assert kept.last == number
+
+
+def test_buffers_that_the_server_sends_are_looked_at(tmp_path):
+    """A model is evaluated with the running statistics that came."""
+    own = client("none", nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 2)).eval())
+    bad = asked(1, own)
+    running = {"1.running_mean": torch.zeros(3), "1.running_var": torch.tensor([1.0, float("nan"), 1.0])}
+    bad.content["arrays"] = record({**own.params(), **running})
+    with pytest.raises(GradveilError, match=r"1\.running_var: not finite"):
+        answer(bad, context(), own, BATCH, folder=tmp_path, guard="refuse")
 
 
 def test_an_unmarked_message_is_refused():

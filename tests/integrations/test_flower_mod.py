@@ -234,8 +234,14 @@ def test_a_reply_has_to_say_how_many_examples_it_is_made_of(tmp_path):
         protect("topk(0.5)", folder=tmp_path)(asked(), context(), silent)
 
 
+def test_making_a_mod_draws_from_no_global_generator():
+    before = torch.random.get_rng_state()
+    protect("user-dp(clip=1, sigma=1) + topk(0.1, feedback=true)")
+    assert torch.equal(torch.random.get_rng_state(), before)
+
+
 def test_the_guard_looks_before_the_app_trains(tmp_path):
-    """With the model at its layers, without it at jumps; where it refuses, the app is not called."""
+    """At its layers, with a model or without, and at jumps; where it refuses, the app is not called."""
 
     def never(*_):
         pytest.fail("the app was called")
@@ -244,6 +250,9 @@ def test_the_guard_looks_before_the_app_trains(tmp_path):
     traces = {"weight": torch.tensor([[1e3] * 4, [0.0] * 4]), "bias": torch.zeros(2)}
     with pytest.raises(GradveilError, match="fishing"):
         protect("none", model, folder=tmp_path / "a", guard="refuse")(asked(arrays=traces), context(), never)
+    traps = {"body.weight": torch.ones(16, 20), "body.bias": torch.arange(16.0), "head.weight": torch.eye(16)[:2]}
+    with pytest.raises(GradveilError, match=r"body\.weight: imprint"):
+        protect("none", folder=tmp_path / "c", guard="refuse")(asked(arrays=traps), context(), never)
     blind = protect("none", folder=tmp_path / "b", guard="refuse")
     blind(asked(1), context(), app({**START, "w": START["w"] - 0.01}))
     far = {**START, "w": START["w"] + 100}

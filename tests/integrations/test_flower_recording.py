@@ -1,6 +1,7 @@
 """The recording mod: what leaves any Flower app lies on disk as it left, and nothing of the app changes."""
 
 import json
+import re
 
 import pytest
 import torch
@@ -40,6 +41,14 @@ def test_plain_arrays_are_recorded_as_received_minus_returned_and_pass_as_they_a
     assert torch.equal(one.received["steps"], START["steps"])
     assert {name: value.tolist() for name, value in one.update.items()} == {"w": [0.5] * 8, "b": [0.0] * 2}
     assert one.truth is None
+
+
+@pytest.mark.parametrize("truth", [lambda *_: {}["images"], lambda *_: torch.zeros(3), lambda *_: None])
+def test_a_truth_that_cannot_be_had_stops_no_training(tmp_path, caplog, truth):
+    reply = recording(tmp_path / "seen", truth=truth)(asked(1), context(), app)
+    assert torch.equal(torch.from_numpy(reply.content["arrays"]["w"].numpy()), MOVED["w"])
+    assert re.search("not recorded: truth: raised [A-Za-z]+Error", caplog.text)
+    assert not (tmp_path / "seen").exists()
 
 
 def test_an_encoded_update_is_recorded_byte_for_byte(tmp_path):

@@ -93,7 +93,7 @@ BAD = {
     "a negative weight": (good(weight=-5), "counts for -5 in the mean"),
     "many weights": (changed("metrics", MetricRecord({"num-examples": [1, 2]})), "counts for \\[1, 2\\] in the mean"),
     "other metrics": (good(loss=1.0), "other metrics than most"),
-    "no metrics": (without("metrics"), "other metrics than most"),
+    "no metrics": (without("metrics"), "does not say 'num-examples'"),
 }
 
 
@@ -110,6 +110,26 @@ def test_a_reply_that_is_not_in_order_is_refused_and_the_others_count(kind, capl
     assert re.search(reason, refusal.reason)
     assert "1 of 3 replies were refused" in caplog.text
     assert refusal.reason in caplog.text
+
+
+def test_an_update_that_leads_beyond_all_numbers_is_refused():
+    """Every value is finite, and so is the model; their difference is not, and would be the mean of all."""
+    protected, asked = server(start={**START, "b": torch.full((2,), 3e38)})
+    bad = good({**UPDATE, "b": torch.full((2,), -3e38)})
+    replies = [Message(c, reply_to=message) for c, message in zip([good(), bad, good()], asked, strict=True)]
+    arrays, _ = protected.aggregate_train(1, replies)
+    assert bool(tensors(arrays)["b"].isfinite().all())
+    assert [(refusal.node, refusal.reason[:15]) for refusal in protected.refusals] == [(2, "reply, update.b")]
+
+
+@pytest.mark.parametrize("weight", [-5, 0])
+def test_a_strategy_inside_a_wrapper_is_told_no_negative_weight(weight):
+    inner = FedAvg(fraction_evaluate=0.0, min_train_nodes=3, min_available_nodes=3)
+    protected, asked = server(strategy=DifferentialPrivacyServerSideFixedClipping(inner, 0.0, 100.0, 3))
+    replies = [Message(c, reply_to=m) for c, m in zip([good(), good(weight=weight), good()], asked, strict=True)]
+    arrays, _ = protected.aggregate_train(1, replies)
+    torch.testing.assert_close(tensors(arrays)["w"], START["w"] - 0.5)
+    assert [refusal.node for refusal in protected.refusals] == [2]
 
 
 def test_nothing_is_aggregated_where_no_reply_is_left():

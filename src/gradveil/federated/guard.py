@@ -4,6 +4,9 @@ Each family of manipulation leaves a trace in the parameters that honest trainin
 other with graded biases (imprint), rows whose positive weights are the negative ones scaled (trap), layers that are
 dead or far out of scale, a last layer that lets one class or one feature through (fishing), and a jump that no client's
 update explains. Nothing here proves a server honest: weights can be manipulated in ways that nobody has published.
+
+Layers are found by the names of what was received, so that a server's tensors are looked at whatever the client's model
+calls its own. The model says which of them are embeddings, and which is the last one.
 """
 
 from __future__ import annotations
@@ -24,14 +27,22 @@ Policy = Literal["warn", "refuse", "ignore"]
 _ROWS = 8
 """A layer with fewer rows is too small to tell a pattern from chance."""
 _COLUMNS = 16
-_MOST = 0.5
-"""The share of a layer's rows that have to show a trace."""
+_MOST, _SOME = 0.5, 0.1
+"""The share of a layer's rows that have to show a trace; of rows that are copies down to their size, a tenth does."""
 _PARALLEL = 0.999
+_COPIED = 1e-3
 _PAIRED = 2e-3
 _OUT_OF_SCALE = 50.0
+_NOTHING = 1e-3
+"""A row or column of a last layer this much smaller than the largest lets nothing through."""
 _NATS = 30.0
 """A difference of last biases beyond which a class is as good as excluded."""
-_JUMP = 10.0
+_JUMP, _LEAP, _FAR = 10.0, 0.3, 3.0
+"""How often as far as one's own update, and how far in sizes of the tensor, nothing honest moves in one round. Both are
+asked for: a server's momentum goes on where gradients have vanished, but not across the tensor. The last is the size
+alone, where one's own update is not known."""
+_BLOCK = 1024
+"""Rows that are compared at once, so that wide layers take little memory."""
 _REMEDY = "do not train on it: ask who runs the server, or leave this round out"
 
 
@@ -49,74 +60,112 @@ class Finding:
 
 
 def inspect(
-    model: nn.Module,
+    model: nn.Module | None,
     received: Mapping[str, Tensor],
     previous: Mapping[str, Tensor] | None = None,
     sent: Mapping[str, Tensor] | None = None,
+    rounds: int = 1,
 ) -> list[Finding]:
-    """Look for traces of manipulation in received parameters of this model.
+    """Look for traces of manipulation in received parameters (and buffers), of this model if one is given.
 
-    `previous` are the parameters of the round before, `sent` the update that this client sent in it (parameters in
-    minus parameters out): with them a jump can be told.
+    `previous` are the parameters of so many `rounds` before, `sent` the update that this client sent in answer to them
+    (parameters in minus parameters out): with them a jump can be told. The more rounds have passed, the less is one.
     """
     found: list[Finding] = []
     for name, value in received.items():
         if not bool(torch.isfinite(value).all()):
             found.append(Finding("not finite", name, "holds NaN or infinite values"))
     broken = {finding.where for finding in found}
-    last = _last(model)
-    for path, module in model.named_modules():
-        name = f"{path}.weight" if path else "weight"
-        weight = received.get(name)
-        if weight is None or weight.ndim < 2 or name in broken or isinstance(module, nn.Embedding):
+    layers = _layers(model, received)
+    last = _last(model, layers)
+    for name, weight in layers.items():
+        bias = received.get(_bias(name))
+        if name in broken or _bias(name) in broken:
             continue
         rows = weight.detach().flatten(1).double()
-        bias = received.get(name.removesuffix("weight") + "bias")
-        looks = (_fishing,) if path == last else (_imprint, _trap, _extreme)
+        looks = (_fishing,) if name == last else (_imprint, _trap, _extreme)
         for look in looks:
             found += look(name, rows, None if bias is None else bias.detach().double())
+    for name, value in received.items():
+        if value.ndim == 1 and _kind(name) == "weight" and name not in broken and _most(value) > _OUT_OF_SCALE:
+            found.append(Finding("extreme", name, f"reaches {_most(value):.3g}, where a norm's scale is about 1"))
     if previous is not None:
-        found += _jump(received, previous, sent, broken)
+        found += _jump(received, previous, sent, broken, rounds)
     return found
 
 
 def guarded(
-    model: nn.Module,
+    model: nn.Module | None,
     received: Mapping[str, Tensor],
     policy: Policy,
     tell: Callable[[Finding], None],
     previous: Mapping[str, Tensor] | None = None,
     sent: Mapping[str, Tensor] | None = None,
+    rounds: int = 1,
 ) -> None:
     """Inspect a received model and act as the policy says: refuse by raising, tell every finding, or do nothing."""
     if policy == "ignore":
         return
-    found = inspect(model, received, previous, sent)
+    found = inspect(model, received, previous, sent, rounds)
     if policy == "refuse" and found:
         raise GradveilError(finding.problem("error") for finding in found)
     for finding in found:
         tell(finding)
 
 
-def _last(model: nn.Module) -> str | None:
+def _layers(model: nn.Module | None, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Pick the weights of layers: matrices called `weight`, or every matrix where names say nothing; no embeddings."""
+    modules = dict(model.named_modules()) if model is not None else {}
+
+    def embeds(name: str) -> bool:
+        module = modules.get(name.rpartition(".")[0])
+        return "emb" in name.lower() if module is None else isinstance(module, nn.Embedding)
+
+    matrices = {name: value for name, value in received.items() if value.ndim >= 2 and value.is_floating_point()}
+    called = {name: value for name, value in matrices.items() if "weight" in _kind(name)}
+    return {name: value for name, value in (called or matrices).items() if value.numel() and not embeds(name)}
+
+
+def _last(model: nn.Module | None, layers: Mapping[str, Tensor]) -> str | None:
+    """Name the last layer's weight: where no model tells, the matrix of the fewest rows, in whatever order it came."""
     try:
-        return last_layer(model)
+        path = last_layer(model) if model is not None else ""
     except GradveilError:
-        return None
+        path = ""
+    if (name := f"{path}.weight" if path else "weight") in layers and model is not None:
+        return name
+    matrices = [name for name, value in layers.items() if value.ndim == 2]
+    return min(reversed(matrices), key=lambda name: len(layers[name]), default=None)
+
+
+def _kind(name: str) -> str:
+    return name.rpartition(".")[2]
+
+
+def _bias(name: str) -> str:
+    path, dot, kind = name.rpartition(".")
+    return path + dot + kind.replace("weight", "bias")
+
+
+def _most(value: Tensor) -> float:
+    return float(value.detach().abs().max()) if value.numel() else 0.0
 
 
 def _imprint(name: str, rows: Tensor, bias: Tensor | None) -> Iterator[Finding]:
     """Tell rows that are copies of one measurement, with biases that cut its range into bins."""
     if len(rows) < _ROWS or rows.shape[1] < _COLUMNS:
         return
-    unit = rows / rows.norm(dim=1, keepdim=True).clamp(min=1e-30)
+    sizes = rows.norm(dim=1)
+    unit = (rows / sizes[:, None].clamp(min=1e-30)).float()
     # The direction that most rows share, if they share one, is that of most of them.
-    alike = (unit @ unit.T).abs() > _PARALLEL
-    most = alike[int(alike.sum(1).argmax())]
-    if int(most.sum()) >= max(_ROWS, _MOST * len(rows)) and bool((rows[most].abs().sum(1) > 0).all()):
-        graded = bias is not None and len(bias[most].unique()) > 0.5 * int(most.sum())
+    alike = torch.cat([((block @ unit.T).abs() > _PARALLEL).sum(1) for block in unit.split(_BLOCK)])
+    most = (unit @ unit[int(alike.argmax())]).abs() > _PARALLEL
+    number = int(most.sum())
+    graded = bias is not None and len(bias[most].unique()) > 0.5 * number
+    copies = number - int(((sizes[most] / sizes[most].median() - 1).abs() > _COPIED).sum()) if graded else 0
+    if number >= max(_ROWS, _MOST * len(rows)) or copies >= max(_ROWS, _SOME * len(rows)):
         more = " and their biases differ" if graded else ""
-        yield Finding("imprint", name, f"{int(most.sum())} of {len(rows)} rows point the same way{more}")
+        yield Finding("imprint", name, f"{number} of {len(rows)} rows point the same way{more}")
 
 
 def _trap(name: str, rows: Tensor, _bias: Tensor | None) -> Iterator[Finding]:
@@ -124,25 +173,28 @@ def _trap(name: str, rows: Tensor, _bias: Tensor | None) -> Iterator[Finding]:
     half = rows.shape[1] // 2
     if len(rows) < _ROWS or half < _COLUMNS:
         return
-    ordered = rows.sort(1).values
-    below, above = -ordered[:, :half], ordered.flip(1)[:, :half]
-    split = (below[:, -1] >= 0) & (above[:, -1] >= 0) & (below[:, 0] > 0) & (above[:, 0] > 0)
-    scale = above.sum(1, keepdim=True) / below.sum(1, keepdim=True).clamp(min=1e-30)
-    apart = (above - scale * below).norm(dim=1) / above.norm(dim=1).clamp(min=1e-30)
-    paired = split & (apart < _PAIRED)
-    if int(paired.sum()) >= max(_ROWS, _MOST * len(rows)):
-        what = f"in {int(paired.sum())} of {len(rows)} rows the positive weights are the negative ones times {{:.3f}}"
-        yield Finding("trap", name, what.format(float(scale[paired].median())))
+    scales: list[Tensor] = []
+    for block in rows.split(_BLOCK):
+        ordered = block.sort(1).values
+        below, above = -ordered[:, :half], ordered.flip(1)[:, :half]
+        split = (below[:, -1] >= 0) & (above[:, -1] >= 0) & (below[:, 0] > 0) & (above[:, 0] > 0)
+        scale = above.sum(1) / below.sum(1).clamp(min=1e-30)
+        apart = (above - scale[:, None] * below).norm(dim=1) / above.norm(dim=1).clamp(min=1e-30)
+        scales.append(scale[split & (apart < _PAIRED)])
+    paired = torch.cat(scales)
+    if len(paired) >= max(_ROWS, _MOST * len(rows)):
+        what = f"in {len(paired)} of {len(rows)} rows the positive weights are the negative ones times"
+        yield Finding("trap", name, f"{what} {float(paired.median()):.3f}")
 
 
 def _extreme(name: str, rows: Tensor, bias: Tensor | None) -> Iterator[Finding]:
     """Tell layers that are dead, or so far out of scale that what passes them is no feature any more."""
     fan_in = rows.shape[1]
-    dead = rows.abs().sum(1) == 0
-    if int(dead.sum()) > _MOST * len(rows):
-        yield Finding("extreme", name, f"{int(dead.sum())} of {len(rows)} rows are zero")
-        return
     # A layer that keeps the variance of its input has weights of root mean square 1 / sqrt(fan in).
+    dead = rows.norm(dim=1) < 1 / _OUT_OF_SCALE**2
+    if int(dead.sum()) > _MOST * len(rows):
+        yield Finding("extreme", name, f"{int(dead.sum())} of {len(rows)} rows are zero, or as good as that")
+        return
     gain = float(rows.square().mean().sqrt()) * fan_in**0.5
     if gain > _OUT_OF_SCALE:
         yield Finding("extreme", name, f"its weights are {gain:.0f} times as large as those that keep a signal's size")
@@ -154,11 +206,13 @@ def _extreme(name: str, rows: Tensor, bias: Tensor | None) -> Iterator[Finding]:
 
 def _fishing(name: str, rows: Tensor, bias: Tensor | None) -> Iterator[Finding]:
     """Tell a last layer that lets the examples of one class, or of one feature, be the only ones that count."""
-    empty = rows.abs().sum(1) == 0
+    sizes = rows.norm(dim=1)
+    empty = sizes <= _NOTHING * sizes.max()
     if 0 < int(empty.sum()) < len(rows):
-        yield Finding("fishing", name, f"{int(empty.sum())} of {len(rows)} classes have no weights, the others have")
+        yield Finding("fishing", name, f"{int(empty.sum())} of {len(rows)} classes have no weights to speak of")
     if rows.shape[1] >= _COLUMNS and bool((~empty).any()):
-        used = (rows[~empty] != 0).any(0)
+        columns = rows[~empty].norm(dim=0)
+        used = columns > _NOTHING * columns.max()
         if int(used.sum()) <= max(1, 0.05 * len(used)):
             yield Finding("fishing", name, f"only {int(used.sum())} of {len(used)} features count")
     if bias is not None and float(bias.max() - bias.min()) > _NATS:
@@ -169,7 +223,11 @@ def _fishing(name: str, rows: Tensor, bias: Tensor | None) -> Iterator[Finding]:
 
 
 def _jump(
-    received: Mapping[str, Tensor], previous: Mapping[str, Tensor], sent: Mapping[str, Tensor] | None, broken: set[str]
+    received: Mapping[str, Tensor],
+    previous: Mapping[str, Tensor],
+    sent: Mapping[str, Tensor] | None,
+    broken: set[str],
+    rounds: int,
 ) -> Iterator[Finding]:
     """Tell parameters that moved farther than the mean of updates like one's own moves them."""
     for name, before in previous.items():
@@ -180,9 +238,13 @@ def _jump(
             yield Finding("jump", name, "was there in the round before, with another shape or not at all now")
             continue
         moved = float((now.double() - before.double()).norm())
+        # What starts at zero is measured by what keeps a signal's size: rows of length 1, biases of 1.
+        whole = len(before) ** 0.5 if before.ndim else 1.0
+        size = max(float(before.double().norm()), 0.5 * whole if before.ndim > 1 else whole)
         own = None if sent is None or name not in sent else float(sent[name].double().norm())
-        size = float(before.double().norm())
-        if own is not None and moved > _JUMP * own + 1e-3 * size:
-            yield Finding("jump", name, f"moved {moved / max(own, 1e-30):.3g} times as far as one's own update")
-        elif own is None and moved > _JUMP * size + 1.0:
-            yield Finding("jump", name, f"moved by {moved / max(size, 1e-30):.3g} times its size")
+        if own is None:
+            if moved > _FAR * rounds**0.5 * size:
+                yield Finding("jump", name, f"moved by {moved / size:.3g} times its size")
+        elif moved > _JUMP * rounds * own and moved > _LEAP * rounds**0.5 * size:
+            often = f"{moved / own:.3g} times as far as" if own else "without"
+            yield Finding("jump", name, f"moved by {moved / size:.3g} times its size, {often} one's own update")

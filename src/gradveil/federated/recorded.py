@@ -110,14 +110,10 @@ class Recorder:
             there = {child.name for child in folder.iterdir()} if folder.is_dir() else set[str]()
             if folder.exists() and (not folder.is_dir() or {name for name in there if ".tmp-" not in name}):
                 raise fail(str(folder), "is there and no record of updates", "choose another folder for the record")
-            try:
-                folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-                folder.chmod(0o700)
-            except OSError as error:
-                raise fail(str(folder), f"cannot be made: {error.strerror}", "choose another folder") from error
+            _make(folder)
             write_json(mark, {"kind": KIND, "version": VERSION})
         _marked(folder)
-        (folder / _MODELS).mkdir(mode=0o700, exist_ok=True)
+        _make(folder / _MODELS)
 
     def wants(self, number: int, client: str) -> bool:
         """Say whether what this client sends in this round is kept."""
@@ -168,6 +164,14 @@ class Recorder:
         place = self.folder / _name(facts)
         write_private(place, save(held, {"gradveil": facts.model_dump_json()}))
         return place
+
+
+def _make(folder: Path) -> None:
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        folder.chmod(0o700)
+    except OSError as error:
+        raise fail(str(folder), f"cannot be made: {error.strerror}", "choose another folder") from error
 
 
 def _owned(tensors: Mapping[str, Tensor]) -> Tensors:

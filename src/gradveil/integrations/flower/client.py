@@ -50,7 +50,8 @@ def answer(
     with opened(context, folder, training) as memory:
         if (before := memory.repeated(question)) is not None:
             return question.reply(before.sent, before.told)
-        look(client.model, question.number, params, {name: params[name] for name in client.trained()}, memory, guard)
+        mine = {name: params[name] for name in client.trained()}
+        look(client.model, question.number, params | buffers, mine, memory, guard)
         here = replace(client, buffers={**client.buffers, **buffers})
         with torch.no_grad():
             state = memory.state(client, params)
@@ -62,21 +63,29 @@ def answer(
 
 
 def look(
-    model: nn.Module, number: int, params: Tensors, trained: Mapping[str, Tensor], memory: Memory, guard: Policy
+    model: nn.Module | None,
+    number: int,
+    received: Tensors,
+    trained: Mapping[str, Tensor],
+    memory: Memory,
+    guard: Policy,
 ) -> None:
-    """Look for manipulation in what the server sent in round `number`, by the round before too if it was answered."""
+    """Look for manipulation in what the server sent in round `number`, also by the last round that was answered.
+
+    That may be rounds ago: a server chooses whom it asks, and could leave one out before it jumps.
+    """
 
     def tell(finding: Finding) -> None:
         LOG.warning("%s", finding.problem("warning"))
 
     previous: Tensors | None = None
     sent: Tensors | None = None
-    if guard != "ignore" and memory.last == number - 1 > 0:
+    if guard != "ignore" and 0 < memory.last < number:
         before = memory.answer()
         previous = {name: value for name, value in before.received.items() if name in trained}
         sent = decoded(before.sent, trained, before.received)
-    cpu = {name: value.cpu() for name, value in params.items()}
-    guarded(model, cpu, guard, tell, previous, sent)
+    cpu = {name: value.cpu() for name, value in received.items()}
+    guarded(model, cpu, guard, tell, previous, sent, max(1, number - memory.last))
 
 
 def unsupported(client: Client) -> list[Problem]:

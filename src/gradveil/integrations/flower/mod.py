@@ -35,6 +35,7 @@ from gradveil.integrations.flower.records import (
     tensors,
     trained,
 )
+from gradveil.nn.init import drawing_from
 
 Statistics = Literal["refuse", "keep", "send"]
 """What is done with running statistics that training changed."""
@@ -61,18 +62,19 @@ def protect(
     Running statistics of BatchNorm layers are means over private examples. If `train()` changed them, `"refuse"` sends
     nothing, `"keep"` leaves them out (the server's stay as they are), and `"send"` sends them, **undefended**.
 
-    With `model` the guard looks at each layer for manipulation; without it only for values that are not finite, and for
-    jumps. `trainable`, `guard`, `folder`, `key` and `training` are as in `answer` and `Client`.
+    The guard looks at each layer for manipulation; `model` tells it which one is the last and which are embeddings;
+    without it names and shapes do. `trainable`, `guard`, `folder`, `key` and `training` are as in `answer` and
+    `Client`.
     """
     found = parse(defence) if isinstance(defence, str) else defence
     refuse(list(_out_of_place(found)))
-    return _Protect(found.send, model or nn.Module(), trainable, statistics, guard, folder, key, training)
+    return _Protect(found.send, model, trainable, statistics, guard, folder, key, training)
 
 
 @dataclass(frozen=True)
 class _Protect:
     send: Transform | None
-    model: nn.Module
+    model: nn.Module | None
     trainable: Sequence[str] | None
     statistics: Statistics
     guard: Policy
@@ -146,7 +148,8 @@ def _out_of_place(defence: Defence) -> Iterator[Problem]:
     for what, slot in slots:
         if slot:
             yield Problem(where, f"acts on the {what}, and a mod sees the finished update only", _HELPER)
-    layer = nn.Linear(2, 2)
+    with drawing_from(Key(0).generator()):  # of its own: an app that seeds torch's has to find it as it left it
+        layer = nn.Linear(2, 2)
     params = {name: value.detach() for name, value in layer.named_parameters()}
     if needs_messages(defence.send, params):
         yield Problem(where, *NO_MESSAGES)

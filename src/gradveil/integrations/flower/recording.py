@@ -11,7 +11,7 @@ from flwr.app import ArrayRecord, Context, Message, MessageType, RecordDict
 from flwr.clientapp.typing import ClientAppCallable, Mod
 from torch import Tensor
 
-from gradveil.core.errors import GradveilError, fail
+from gradveil.core.errors import FOREIGN, GradveilError, fail
 from gradveil.core.tree import Tensors
 from gradveil.core.types import Batch
 from gradveil.federated.config import LocalConfig
@@ -89,7 +89,7 @@ class _Record:
         if not self.recorder.wants(number, client):
             return
         here = replace(self.recorder, run=str(context.run_id))
-        batch = None if self.truth is None else Batch(*self.truth(message, context))
+        batch = None if self.truth is None else _told(self.truth, message, context)
         sent = _sent(only_arrays(reply.content, "reply")[1], received)
         names = self._names(sent, received) if isinstance(sent, bytes) else None
         place = here.write(number, client, received, sent, _examples(reply.content), truth=batch, tensors=names)
@@ -102,6 +102,15 @@ class _Record:
             remedy = "tell record(...) which parameters are trained: trainable=[...], as for the client"
             raise fail("reply", "is of other tensors than those that are trained", remedy)
         return list(layout)
+
+
+def _told(truth: Truth, message: Message, context: Context) -> Batch:
+    """Ask the app for its private examples; whatever goes wrong there is no reason to stop a training."""
+    try:
+        return Batch(*truth(message, context))
+    except FOREIGN as error:
+        what = f"raised {type(error).__name__}: {error}"
+        raise fail("truth", what, "let it return the inputs and the targets of this reply") from error
 
 
 def _sent(arrays: ArrayRecord, received: Mapping[str, Tensor]) -> Tensors | bytes:

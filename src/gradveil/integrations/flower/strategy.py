@@ -112,6 +112,9 @@ class Protected(Strategy):
         params = trained(received, self.trainable)
         update = decoded(unpacked(content), params, received)
         after = {n: value - update[n] if n in update else value for n, value in received.items()}
+        # Two finite numbers can differ by more than their type holds, and one infinity spoils the mean of all.
+        if spoiled := [n for n in update if not bool(after[n].isfinite().all())]:
+            raise fail(f"reply, update.{spoiled[0]}", "moves parameters beyond all numbers", "leave this reply out")
         rest = {n: found for n, found in content.items() if n not in (name, MARK)}
         return RecordDict({name: record(after), **rest})
 
@@ -119,7 +122,11 @@ class Protected(Strategy):
         """Refuse metrics that would spoil a mean."""
         found = [(name, value) for metrics in content.metric_records.values() for name, value in metrics.items()]
         numbers = [number for _, value in found for number in (value if isinstance(value, list) else [value])]
-        weights = [value for name, value in found if name == getattr(self.strategy, "weighted_by_key", None)]
+        keys = set(_weights_of(self.strategy))
+        weights = [value for name, value in found if name in keys]
+        if missing := keys - {name for name, _ in found}:
+            remedy = "put it into the metrics of every reply"
+            raise fail("reply", f"does not say '{min(missing)}', by which the strategy weighs replies", remedy)
         if not all(math.isfinite(number) for number in numbers):
             raise fail("reply", "has metrics that are not finite", "leave this reply out")
         for weight in weights:
@@ -155,6 +162,14 @@ class Protected(Strategy):
         """Log the settings."""
         LOG.info("\t├──> Gradveil: only marked updates are aggregated, by %s", type(self.strategy).__name__)
         self.strategy.summary()
+
+
+def _weights_of(strategy: object) -> Iterator[str]:
+    """Name the metrics that a strategy weighs replies by, and those of the strategies that it wraps."""
+    while isinstance(strategy, Strategy):
+        if key := getattr(strategy, "weighted_by_key", None):
+            yield str(key)
+        strategy = getattr(strategy, "strategy", None)
 
 
 def _form(content: RecordDict) -> tuple[object, ...]:
