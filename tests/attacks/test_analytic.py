@@ -1,15 +1,18 @@
 """The closed form is exact for one image; batches come apart by label; models without such a layer are refused."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
 
 from gradveil.attacks.analytic import Analytic
 from gradveil.attacks.presets import make_attack
-from gradveil.client import Client
+from gradveil.client import Client, Local
 from gradveil.core.errors import GradveilError
 from gradveil.core.noise import Key
 from gradveil.core.types import Batch
+from gradveil.defences import parse
 from tests.attacks.scenes import observed, tiny
 
 
@@ -35,6 +38,42 @@ def test_one_image_is_exact(layers):
     torch.testing.assert_close(found.inputs, scene.truth.inputs, rtol=1e-8, atol=1e-8)
     assert bool((found.objective < 1e-10).all())
     assert found.status == ("converged",) * 3
+
+
+def resent(text, scene):
+    """Let the same clients train locally, or clip."""
+    defended = parse(text)(scene.client)
+    params = defended.params()
+    batch = scene.truth
+    spec = defended.noise_spec(params, Batch(batch.inputs[0], batch.targets[0]))
+    noise = {name: value.expand(len(batch.targets), *value.shape) for name, value in spec.neutral().items()}
+    scene.observation = replace(scene.observation, update=defended.updates(params, batch, noise, {})[0])
+    scene.client = defended
+    return scene
+
+
+@pytest.mark.parametrize(
+    ("local", "defence"),
+    [(Local(batch=3, lr=0.05, steps=4), "none"), (Local(batch=3, lr=2.0, steps=1), "none"), (None, "clip(0.01)")],
+)
+def test_the_scale_of_what_a_batch_sent_is_read_off_the_bias(local, defence):
+    """Local steps and clips send the gradient on another scale: who takes it as it is does worse than the mean."""
+    scene = dense(nn.Linear(36, 64), nn.LeakyReLU(0.5), nn.Linear(64, 4), labels=((0, 2, 3), (3, 1, 0)))
+    scene.client = replace(scene.client, local=local)
+    found, truth = attack(resent(defence, scene)).inputs, scene.truth.inputs
+    own = (found - truth).square().flatten(2).mean(-1)
+    mixed = (truth.mean(1, keepdim=True) - truth).square().flatten(2).mean(-1)
+    assert bool((own < 0.5 * mixed).all()), (own, mixed)
+
+
+@pytest.mark.parametrize("labels", [((0,), (1,), (3,)), ((0, 2, 3), (3, 1, 0))])
+def test_the_misfit_at_the_truth_is_nothing_and_at_other_images_it_is(labels):
+    scene = dense(nn.Linear(36, 50), nn.ReLU(), nn.Linear(50, 4), labels=labels)
+    closed = make_attack("analytic")
+    given = [scene.observation], scene.client, scene.knowledge, Key(0)
+    assert bool((closed.evaluate(*given, scene.truth.inputs, {}) < 1e-9).all())
+    assert bool((closed.evaluate(*given, scene.truth.inputs.flip(0), {})[[0, -1]] > 0.05).all())
+    torch.testing.assert_close(closed.evaluate(*given, closed(*given).inputs, {}), closed(*given).objective)
 
 
 def test_noise_shows_in_the_misfit():

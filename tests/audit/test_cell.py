@@ -257,3 +257,19 @@ def test_clients_that_train_locally_keep_their_schedule_in_the_raw_update() -> N
     assert found.facts["grants"] == ["schedule: its true value"]
     granted = attack.calls[0]["knowledge"].tensors["schedule"]
     assert tuple(granted.value.shape) == (2, 6, 1)
+
+
+@pytest.mark.parametrize("labels", ["given", "restore", "joint"])
+def test_the_objective_at_the_truth_is_at_the_true_labels(labels: str) -> None:
+    """Labels that were read off are sorted, and the examples are not; who optimises them starts from random ones."""
+    scene = open_scene(
+        config(
+            data={"name": "digits", "size": 16}, client={"batch": 3}, defences=["none"],
+            attacks=[f"ig(iterations=1, tv=0, labels={labels})"], precision="float64",
+        )
+    )  # fmt: skip
+    truth = scene.batch(scene.examples(0, range(2)))
+    assert not torch.equal(truth.targets, truth.targets.sort(1).values)
+    found = recover(scene, cells(scene.config)[0], range(2), lambda step: None).tensors
+    assert bool((found["at_truth"] < 1e-9).all())
+    assert bool((found["objective"] > 1e-3).all())

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import torch
@@ -26,7 +26,6 @@ from gradveil.attacks.knowledge import How, Knowledge
 from gradveil.client import Client
 from gradveil.core.errors import Problem, refuse
 from gradveil.core.noise import Key
-from gradveil.core.tree import Tensors
 from gradveil.nn.shown import Shown, shown
 
 
@@ -64,16 +63,14 @@ class Analytic:
         layer, problems = shown(belief.model, seen.params, knowledge.shape, belief.trained())
         refuse(problems or list(_batch_problems(layer, examples)))
         assert layer is not None
-        weight, errors = seen.update[layer.weight].flatten(2), seen.update[layer.errors]
-        sound = torch.isfinite(weight).flatten(1).all(1) & torch.isfinite(errors).flatten(1).all(1)
-        weight, errors = (torch.where(sound.view(-1, *[1] * (v.ndim - 1)), v, 0.0) for v in (weight, errors))
+        seen, sound = _sound(seen, layer)
         targets = find_labels(self.labels, seen, belief, knowledge, key.child("labels"))
         assert targets is not None, "labels are given or read off the update"
         if examples == 1:
-            flat, misfit = _solved(layer.read(errors), weight)
+            flat, misfit = _solved(layer.read(seen.update[layer.errors]), seen.update[layer.weight].flatten(2))
             flat = torch.zeros_like(flat.flatten(1)).index_copy_(1, layer.pixels.flatten(), flat.flatten(1))
         else:
-            flat, misfit = _unmixed(weight, targets, layer.path, seen.params, belief, knowledge)
+            flat, misfit = _Mixture(layer, seen, targets, belief, knowledge).unmixed()
         inputs = flat.view(victims, examples, *knowledge.shape)
         lower, upper = knowledge.lower.to(inputs), knowledge.upper.to(inputs)
         misfit = torch.where(sound, misfit, torch.inf)
@@ -91,6 +88,41 @@ class Analytic:
             objectives=misfit.unsqueeze(1),
             initial=torch.ones_like(misfit),
         )
+
+    def evaluate(
+        self,
+        observations: Sequence[Observation],
+        belief: Client,
+        knowledge: Knowledge,
+        key: Key,
+        inputs: Tensor,
+        noise: Mapping[str, Tensor],
+        plan: Sequence[int] = (),
+    ) -> Tensor:
+        """Return the misfit [V] of the equations at inputs [V, B, ...]."""
+        seen = observations[-1]
+        layer, problems = shown(belief.model, seen.params, knowledge.shape, belief.trained())
+        refuse(problems or list(_batch_problems(layer, seen.examples)))
+        assert layer is not None
+        seen, sound = _sound(seen, layer)
+        if seen.examples == 1:
+            weight = seen.update[layer.weight].flatten(2)
+            x = inputs.to(weight).flatten(1)[:, layer.pixels]
+            rest = weight - layer.read(seen.update[layer.errors]).transpose(1, 2) @ x
+            misfit = _size(rest) / _size(weight)
+        else:
+            assert knowledge.targets is not None, "the true labels are told"
+            targets = knowledge.targets.to(inputs.device)
+            misfit = _Mixture(layer, seen, targets, belief, knowledge).explain(inputs)[-1]
+        return torch.where(sound, misfit, torch.inf)
+
+
+def _sound(seen: Observation, layer: Shown) -> tuple[Observation, Tensor]:
+    """Put zeros in the place of equations that hold what is no number; say whose [V] hold none."""
+    parts = {name: seen.update[name] for name in (layer.weight, layer.errors)}
+    sound = torch.stack([torch.isfinite(value).flatten(1).all(1) for value in parts.values()]).all(0)
+    parts = {n: torch.where(sound.view(-1, *[1] * (v.ndim - 1)), v, 0.0) for n, v in parts.items()}
+    return replace(seen, update={**seen.update, **parts}), sound
 
 
 def _batch_problems(layer: Shown | None, examples: int) -> Iterator[Problem]:
@@ -134,46 +166,62 @@ _TINY, _FREE = 1e-300, 1e-6
 _ROUNDS, _DAMPING = 30, 0.5
 
 
-def _unmixed(
-    weight: Tensor, targets: Tensor, path: str, params: Tensors, belief: Client, knowledge: Knowledge
-) -> tuple[Tensor, Tensor]:
-    """Take a batch apart by label. Returns [V, B, pixels] and the misfit [V]; one label's examples all get their mean.
+class _Mixture:
+    """What a fully connected first layer shows of a batch, and how well images explain it.
 
-    J is the derivative of the outputs with respect to the first layer's, the mean over the images. Rows combined by
-    pinv(J) show sum_b r_bc x_b / B with the errors r_bc = p_c - [c is b's label]. Both are computed at grey images,
-    then at the images found, again and again, with p moving half of the way; the images that explain the weight's
-    gradient best, sum_b J_b^T r_b x_b^T / B, are kept.
+    J is the derivative of the outputs with respect to the first layer's: images x_b with the errors
+    r_bc = p_c - [c is b's label] give the weight's gradient s sum_b J_b^T r_b x_b^T / B. The scale s is 1 for one
+    gradient; local steps, or a clip, make it another, which the bias's gradient s sum_b J_b^T r_b / B shows.
     """
-    victims, examples = targets.shape
-    hot = nn.functional.one_hot(targets, knowledge.classes).to(weight)
-    lower, upper = knowledge.lower.to(weight), knowledge.upper.to(weight)
-    fixed = {**params, **belief.objective.buffers()}
 
-    def outputs(offset: Tensor, image: Tensor) -> Tensor:
-        shifted = {**fixed, f"{path}.bias": params[f"{path}.bias"] + offset}
-        return functional_call(belief.model, shifted, (image.unsqueeze(0),))[0]
+    def __init__(self, layer: Shown, seen: Observation, targets: Tensor, belief: Client, knowledge: Knowledge) -> None:
+        """Take what was sent of the layer, and what is known of the batch."""
+        self.weight, self.bias = seen.update[layer.weight].flatten(2), layer.read(seen.update[layer.errors])[:, 0]
+        self.examples, self.shape = targets.shape[1], (*targets.shape, *knowledge.shape)
+        self.hot = nn.functional.one_hot(targets, knowledge.classes).to(self.weight)
+        self.lower, self.upper = knowledge.lower.to(self.weight), knowledge.upper.to(self.weight)
+        name, params = f"{layer.path}.bias", seen.params
+        fixed = {**params, **belief.objective.buffers()}
 
-    zero = torch.zeros_like(params[f"{path}.bias"])
-    slopes = torch.func.vmap(torch.func.jacrev(outputs), in_dims=(None, 0))
-    answers = torch.func.vmap(outputs, in_dims=(None, 0))
-    images = ((lower + upper) / 2).expand(victims, examples, *knowledge.shape)
-    best, kept = torch.full_like(weight[:, 0, 0], torch.inf), images.flatten(2)
-    errors: Tensor | None = None
-    for _ in range(_ROUNDS):
+        def outputs(offset: Tensor, image: Tensor) -> Tensor:
+            return functional_call(belief.model, {**fixed, name: params[name] + offset}, (image.unsqueeze(0),))[0]
+
+        self._zero = torch.zeros_like(params[name])
+        self._slopes = torch.func.vmap(torch.func.jacrev(outputs), in_dims=(None, 0))
+        self._answers = torch.func.vmap(outputs, in_dims=(None, 0))
+
+    def explain(self, images: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return J [V, B, c, D], the errors [V, B, c], the scale [V, 1, 1] and the misfit [V] of images [V, B, ...]."""
         flat = images.flatten(0, 1)
-        slope = slopes(zero, flat).unflatten(0, (victims, examples))
-        fresh = torch.softmax(answers(zero, flat), -1).view_as(hot) - hot
-        passed = torch.einsum("vbcr,vbc->vbr", slope, fresh)
-        rest = torch.einsum("vbr,vbp->vrp", passed, images.flatten(2)) / examples - weight
-        misfit = _size(rest) / _size(weight)
-        better = misfit < best
-        best = torch.where(better, misfit, best)
-        kept = torch.where(better.view(-1, 1, 1), images.flatten(2), kept)
-        errors = fresh if errors is None else torch.lerp(errors, fresh, _DAMPING)
-        mixed = torch.einsum("vrc,vrp->vcp", torch.linalg.pinv(slope.mean(1)), weight)
-        solved = examples * (torch.linalg.pinv(errors.transpose(1, 2), rtol=_TOLERANCE) @ mixed)
-        images = torch.clamp(solved.nan_to_num(0.0).view_as(images), lower, upper)
-    return kept, best
+        slope = self._slopes(self._zero, flat).unflatten(0, images.shape[:2])
+        errors = torch.softmax(self._answers(self._zero, flat), -1).view_as(self.hot) - self.hot
+        passed = torch.einsum("vbcr,vbc->vbr", slope, errors) / self.examples
+        found = passed.sum(1)
+        scale = (found * self.bias).sum(1) / found.square().sum(1).clamp_min(torch.finfo(found.dtype).tiny)
+        scale = torch.where(scale > 0, scale, 1.0).view(-1, 1, 1)
+        rest = scale * torch.einsum("vbr,vbp->vrp", passed, images.flatten(2)) - self.weight
+        return slope, errors, scale, _size(rest) / _size(self.weight)
+
+    def unmixed(self) -> tuple[Tensor, Tensor]:
+        """Take a batch apart by label: [V, B, ...] and the misfit [V]; one label's examples all get their mean.
+
+        Rows combined by pinv of the mean J show s sum_b r_bc x_b / B. J, the errors and s are computed at grey images,
+        then at the images found, again and again, with the errors moving half of the way; the images that explain the
+        weight's gradient best are kept.
+        """
+        images = ((self.lower + self.upper) / 2).expand(self.shape)
+        best, kept = torch.full_like(self.weight[:, 0, 0], torch.inf), images
+        errors: Tensor | None = None
+        for _ in range(_ROUNDS):
+            slope, fresh, scale, misfit = self.explain(images)
+            better = misfit < best
+            best = torch.where(better, misfit, best)
+            kept = torch.where(better.view(-1, *[1] * (images.ndim - 1)), images, kept)
+            errors = fresh if errors is None else torch.lerp(errors, fresh, _DAMPING)
+            mixed = torch.einsum("vrc,vrp->vcp", torch.linalg.pinv(slope.mean(1)), self.weight / scale)
+            solved = self.examples * (torch.linalg.pinv(errors.transpose(1, 2), rtol=_TOLERANCE) @ mixed)
+            images = torch.clamp(solved.nan_to_num(0.0).view(self.shape), self.lower, self.upper)
+        return kept, best
 
 
 _TOLERANCE = 1e-3

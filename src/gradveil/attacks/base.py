@@ -144,7 +144,10 @@ class Judge(Protocol):
         noise: Mapping[str, Tensor],
         plan: Sequence[int] = (),
     ) -> Tensor:
-        """Return the objective [V] at inputs [V, B, ...]; what is optimised besides takes its value in `noise`."""
+        """Return the objective [V] at inputs [V, B, ...]; what is optimised besides takes its value in `noise`.
+
+        The knowledge holds the true labels, whether the attack asks for them or not.
+        """
         ...
 
 

@@ -258,14 +258,21 @@ class Rows:
         return total / len(self.rounds) if len(self.rounds) > 1 else total
 
     def at(self, victims: Sequence[int], inputs: Tensor, noise: Mapping[str, Tensor]) -> Tensor:
-        """Return the objective of some victims at given inputs [V, B, ...]; what is optimised takes its given value."""
+        """Return the objective of some victims at given inputs [V, B, ...]; what is optimised takes its given value.
+
+        Labels that are known count before those that were read off or are optimised.
+        """
         rows = [victim * self.attack.restarts for victim in victims]
         variables, constants = self.start(rows)
         variables |= {n: noise[n][victims].to(self.example) for n in variables if n in noise}
         variables[INPUTS] = inputs[victims].to(self.example)
-        if TARGETS in variables and self.knowledge.targets is not None:
-            hot = torch.nn.functional.one_hot(self.knowledge.targets[victims].to(self.device), self.knowledge.classes)
-            variables[TARGETS] = 40.0 * hot.to(self.dtype)
+        if self.knowledge.targets is not None:
+            labels = self.knowledge.targets[victims].to(self.device)
+            if self.labels is None:
+                hot = torch.nn.functional.one_hot(labels, self.knowledge.classes)
+                variables[TARGETS] = 40.0 * hot.to(self.dtype)
+            else:
+                constants[TARGETS] = labels
         with torch.no_grad():
             return self.loss(variables, constants, torch.tensor(rows, device=self.device), self.streams(rows))
 

@@ -233,12 +233,16 @@ def _raw_update(scene: Scene, cell: Address, client: Client, params: Tensors, tr
 
 
 def at_truth(made: Made, seen: Sequence[Observation], truth: Truth) -> Tensor:
-    """Return the attacker's own objective [V] at the true examples, NaN if he cannot say: never used to choose."""
+    """Return the attacker's own objective [V] at the true examples, NaN if he cannot say: never used to choose.
+
+    At their labels too, whatever he made of them: those that he read off an update are in no order.
+    """
     attack, found = made.attack, made.found
     if not isinstance(attack, Judge):
         return torch.full_like(found.objective, torch.nan)
     inputs = truth.raw.inputs if attack.belief == "full" else truth.transformed.inputs
-    return attack.evaluate(seen, made.belief, made.knowledge, made.key, inputs, truth.noise, found.plan)
+    knowledge = replace(made.knowledge, targets=truth.raw.targets)
+    return attack.evaluate(seen, made.belief, knowledge, made.key, inputs, truth.noise, found.plan)
 
 
 def _name(config: RunConfig, seed: int, index: int, defence: str, attack: str, stage: int | None) -> str:
