@@ -7,6 +7,8 @@ import torch
 
 from gradveil.attacks.presets import make_attack
 from gradveil.audit.cell import cells, recover
+from gradveil.audit.granted import grant
+from gradveil.audit.rounds import observe
 from gradveil.audit.scene import open_scene
 from gradveil.core.errors import GradveilError
 from gradveil.core.noise import Key
@@ -39,6 +41,40 @@ def test_it_learns_to_invert_any_client_it_can_simulate(defence):
     assert own < 0.7 * guess, (own, guess)
     assert own < 0.5 * other, (own, other)
     assert found.facts["grants"][-1].startswith("public: ")
+
+
+@pytest.mark.parametrize("defence", ["prune(0.8, feedback=true)", "standin", "adgp(selection=previous)"])
+def test_who_watched_the_rounds_knows_what_the_client_kept(defence):
+    """Alone, the last round of such a client would be taken for its first."""
+    scene = open_scene(
+        config(
+            data={"name": "digits", "size": 16}, attacks=["learned(epochs=1, width=8, features=16)"],
+            defences=[defence], rounds=3, precision="float64",
+        )
+    )  # fmt: skip
+    cell = cells(scene.config)[0]
+    attack, client = scene.attacks[cell.attack], scene.client(0, cell.defence, 0)
+    seen, truth = observe(scene, cell, client, range(2))
+    knowledge = replace(grant(scene, attack, client, client.params(), truth)[0], targets=truth.raw.targets)
+    at_truth = attack.evaluate(seen, client, knowledge, Key(0), truth.raw.inputs, truth.noise)
+    alone = attack.evaluate(seen[-1:], client, knowledge, Key(0), truth.raw.inputs, truth.noise)
+    assert bool((at_truth < 1e-9).all())
+    assert bool((alone > 1e-4).all())
+
+
+def test_a_round_whose_client_kept_something_is_inverted():
+    own, guess, other, _ = learned("standin", "learned(epochs=4, width=300, features=1024)", rounds=2)
+    assert own < 0.8 * guess, (own, guess)
+    assert own < 0.6 * other, (own, other)
+
+
+def test_how_many_updates_are_simulated_at_once_changes_nothing(monkeypatch):
+    text = "learned(epochs=1, width=50, features=256)"
+    whole = learned("dropout + gaussian(0.01)", text, victims=2)[3].tensors["inputs"]
+    monkeypatch.setattr("gradveil.attacks.learned._VALUES", 10**6)
+    torch.testing.assert_close(
+        learned("dropout + gaussian(0.01)", text, victims=2)[3].tensors["inputs"], whole, rtol=1e-3, atol=1e-3
+    )
 
 
 def test_the_same_key_learns_the_same():

@@ -8,8 +8,9 @@ import pytest
 
 from gradveil.attacks.analytic import Analytic
 from gradveil.attacks.inversion import Inversion
+from gradveil.attacks.learned import Learned
 from gradveil.attacks.optimise import Descent
-from gradveil.audit.budget import Budget, read_budget, restarts_worth, within
+from gradveil.audit.budget import Budget, Share, read_budget, restarts_worth, within
 from gradveil.audit.cell import cells, recover
 from gradveil.audit.plans import Plans, read_plans, write_plan
 from gradveil.audit.scene import open_scene
@@ -52,14 +53,42 @@ def test_seconds_become_iterations_that_are_written_down(tmp_path):
 
     attack = Inversion("slow", descent=Descent(iterations=10**12))
     tried = []
-    first = within(Budget(60, "seconds"), attack, 1, 2, 2, tried.append, plans())
+    first = within(Budget(60, "seconds"), attack, Share(1, 2, 2), tried.append, plans())
     assert [run.descent.iterations for run in tried] == [10, 10]
     assert first.descent.iterations > 1000
-    again = within(Budget(60, "seconds"), attack, 1, 2, 2, tried.append, plans())
+    again = within(Budget(60, "seconds"), attack, Share(1, 2, 2), tried.append, plans())
     assert (again, len(tried)) == (first, 2)
     assert json.loads((folder / "0-1-iterations.json").read_text()) == [first.descent.iterations]
-    half = within(Budget(60, "seconds"), attack, 2, 1, 2, lambda _: None, Plans())
+    half = within(Budget(60, "seconds"), attack, Share(2, 1, 2), lambda _: None, Plans())
     assert half.descent.iterations > 1
+
+
+SMALL = "learned(epochs=9, width=8, features=16)"
+
+
+def test_a_learner_shares_the_budget_too():
+    """An update that it simulates is worth an iteration on a victim; one pass goes ahead of the first epoch."""
+    scene = open_scene(config(defences=["none"], attacks=[SMALL]))
+    assert scene.public is not None
+    images = len(scene.public)
+    assert ran(budget=str(4 * images), attacks=[SMALL]) == {SMALL: [3, 3]}
+    both = ran(budget=str(8 * images), attacks=[SMALL, "ig(report=1, iterations=5)"])
+    assert both == {SMALL: [3, 3], "ig(report=1, iterations=5)": [5, 5]}
+    assert ran(budget=str(4 * images), attacks=[SMALL], client={"batch": 2}) == {SMALL: [7, 7]}
+    assert ran(budget="1", attacks=[SMALL]) == {SMALL: [1, 1]}
+    assert ran(budget=str(99 * images), attacks=[SMALL]) == {SMALL: [9, 9]}
+
+
+def test_the_seconds_of_a_learner_are_measured_once(monkeypatch):
+    clock = iter(range(0, 1000, 4))
+    monkeypatch.setattr("time.perf_counter", lambda: next(clock))
+    tried, kept = [], {}
+    attack = Learned(epochs=30)
+    first = within(Budget(40, "seconds"), attack, Share(2, 1, 1, 100), tried.append, Plans({}, kept.__setitem__))
+    assert [run.epochs for run in tried] == [1]
+    assert first.epochs == 9  # ten passes of two seconds, one of them ahead of the first epoch
+    again = within(Budget(40, "seconds"), attack, Share(2, 1, 1, 100), tried.append, Plans(kept))
+    assert (again, len(tried)) == (first, 1)
 
 
 def test_time_is_about_kept():
@@ -69,7 +98,7 @@ def test_time_is_about_kept():
 
 
 def test_attacks_without_iterations_stay_as_they_are():
-    assert within(Budget(1, "seconds"), Analytic(), 1, 1, 1, lambda _: None, Plans()) == Analytic()
+    assert within(Budget(1, "seconds"), Analytic(), Share(1, 1, 1), lambda _: None, Plans()) == Analytic()
 
 
 @pytest.mark.parametrize("text", ["", "fast", "-3", "0", "10 d", "0s"])

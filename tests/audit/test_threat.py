@@ -74,4 +74,4 @@ def test_a_run_of_sums_over_several_rounds_says_so(tmp_path: Path) -> None:
     said = threat_model(rows, run.info["config"])
     assert "what it receives: the sum over 2 clients of one gradient of 1 image each." in said
     assert "It watches 2 rounds, used as follows: the last one by ig; all of them by cdia." in said
-    assert "All optimisation attacks on one defence share 100 victim-iterations." in said
+    assert "All attacks on one defence that search or learn share 100 victim-iterations." in said

@@ -56,6 +56,9 @@ def test_what_is_said_of_each() -> None:
     (short,) = examine(ended(0.5, 0.1), [BARE]).reasons
     assert short.startswith("it did not reach the objective that the true images have (0.5 reached, 0.1 at the true")
     assert short.endswith("more iterations or restarts may do better, so do not read this as protection")
+    learner = {"targets": "known", "public": "known"}
+    (short,) = examine(ended(0.5, 0.1, knowledge=learner), [BARE]).reasons
+    assert "more epochs or public images may do better" in short
     (misled,) = examine(ended(0.1, 0.1), [BARE]).reasons
     assert "objective is satisfied by other images (0.1 reached, 0.1 at the true images)" in misled
     assert "the update does not say enough" in misled

@@ -168,7 +168,7 @@ def test_a_budget_is_told_and_then_the_server_may_not_compute_for_ever(
 ) -> None:
     limited = write_run(tmp_path / "limited", cells[:3], config={"budget": "2h"})
     text = read(page(load_run(limited))).text
-    assert text.count("All optimisation attacks on one defence share 2 h 0 min of working time.") == 2
+    assert text.count("All attacks on one defence that search or learn share 2 h 0 min of working time.") == 2
     assert "as long as it likes" not in text
     assert "as long as it likes" in read(page(load_run(run))).text
 

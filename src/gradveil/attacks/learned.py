@@ -2,7 +2,8 @@
 
 He has public images like the victims'. He lets the client that he believes in send an update for each, with fresh noise
 every time, and learns to invert that map (Wu et al. 2023, "Learning to Invert: Simple Adaptive Attacks for Gradient
-Inversion in Federated Learning"). Whatever the defence does to an update, it does to the examples he learns from.
+Inversion in Federated Learning"). Whatever the defence does to an update, it does to the examples he learns from: also
+what it does in a later round with what the client has kept.
 """
 
 from __future__ import annotations
@@ -28,6 +29,9 @@ from gradveil.core.types import Batch
 from gradveil.nn.init import initialise
 
 _AT_ONCE = 64
+"""Updates that one step of the network learns from."""
+_VALUES = 2**26
+"""Numbers of updates that are simulated at once."""
 
 
 @dataclass(frozen=True)
@@ -63,17 +67,17 @@ class Learned:
         """Learn, then invert the last round's update."""
         began = time.perf_counter()
         seen = observations[-1]
-        belief = seen.believed(belief)
         public = knowledge.public
         if public is None or len(public.inputs) < seen.examples:
             what = "has no public images to learn from" if public is None else "has too few public images"
             raise fail(f"attack {self.name}", what, "audit a data set with a public split, or choose another attack")
-        targets = find_labels(self.labels, seen, belief, knowledge, key.child("labels"))
+        targets = find_labels(self.labels, seen, seen.believed(belief), knowledge, key.child("labels"))
         assert targets is not None, "labels are given or read off the update"
-        student = _Student(self, seen, belief, knowledge, public, key)
+        client = _Client(belief, observations)
+        student = _Student(self, client, knowledge, public, key)
         student.learn(progress, len(seen.victims))
         inputs = student.invert(seen.update, targets)
-        objective = student.distance(inputs, targets, seen.update)
+        objective = client.distance(inputs, targets, key)
         victims = len(seen.victims)
         zero = torch.zeros(victims, dtype=torch.long, device=inputs.device)
         return Reconstruction(
@@ -85,23 +89,70 @@ class Learned:
             seconds=time.perf_counter() - began,
             restart=zero,
             objectives=objective.unsqueeze(1),
-            initial=student.distance(student.average(targets), targets, seen.update),
+            initial=client.distance(student.average(targets), targets, key),
         )
+
+    def evaluate(
+        self,
+        observations: Sequence[Observation],
+        belief: Client,
+        knowledge: Knowledge,
+        key: Key,
+        inputs: Tensor,
+        noise: Mapping[str, Tensor],
+        plan: Sequence[int] = (),
+    ) -> Tensor:
+        """Return 1 - cosine [V] of what inputs [V, B, ...] would send, with noise of his own, and what was sent."""
+        assert knowledge.targets is not None, "the true labels are told"
+        return _Client(belief, observations).distance(inputs, knowledge.targets.to(inputs.device), key)
+
+
+class _Client:
+    """The believed client of the round that is inverted: who keeps something has been in the rounds before it."""
+
+    def __init__(self, belief: Client, observations: Sequence[Observation]) -> None:
+        self.seen = observations[-1]
+        keeps = bool(belief.init(self.seen.params))
+        rounds = observations if keeps else observations[-1:]
+        self.rounds = [(seen.round, seen.params, seen.believed(belief)) for seen in rounds]
+        self.at_once = max(1, _VALUES // sum(value[0].numel() for value in self.seen.update.values()))
+
+    def send(self, batch: Batch, key: Key) -> Iterator[Tensors]:
+        """Let clients send updates for batches [N, B, ...], with fresh noise: some of the N after the other."""
+        rows = torch.arange(len(batch.inputs)).split(self.at_once)
+        for some in rows:
+            yield self._send(Batch(batch.inputs[some], batch.targets[some]), [key.child(row) for row in some.tolist()])
+
+    def _send(self, batch: Batch, keys: Sequence[Key]) -> Tensors:
+        one = Batch(batch.inputs[0], batch.targets[0])
+        state: Tensors = {}
+        sent: Tensors = {}
+        for place, (number, params, belief) in enumerate(self.rounds):
+            spec = belief.noise_spec(params, one)
+            drawn = stack([spec.sample(key.child("round", number) if number else key) for key in keys])
+            noise = {name: value.to(batch.inputs.device) for name, value in drawn.items()}
+            if not place:
+                state = {n: v.expand(len(keys), *v.shape) for n, v in belief.init(params).items()}
+            elif "kept.joined" in state:  # what a client keeps to itself it has drawn in its first round
+                noise |= torch.func.vmap(belief.own)(noise, state)
+            sent, state = belief.updates(params, batch, noise, state)
+            state = {name: value.detach() for name, value in state.items()}
+        return {name: value.detach() for name, value in sent.items()}
+
+    def distance(self, inputs: Tensor, targets: Tensor, key: Key) -> Tensor:
+        """Return 1 - cosine [V] of what images would send and what was observed; infinite where that is no number."""
+        parts = list(self.send(Batch(inputs, targets), key.child("check")))
+        sent = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+        value = cosine(sent, self.seen.update)
+        return torch.where(torch.isfinite(value), value, torch.inf)
 
 
 class _Student:
     """The network, what it sees of an update, and how it is taught."""
 
-    def __init__(
-        self,
-        attack: Learned,
-        seen: Observation,
-        belief: Client,
-        knowledge: Knowledge,
-        public: Batch,
-        key: Key,
-    ) -> None:
-        self.attack, self.belief, self.params, self.key = attack, belief, seen.params, key
+    def __init__(self, attack: Learned, client: _Client, knowledge: Knowledge, public: Batch, key: Key) -> None:
+        self.attack, self.client, self.key = attack, client, key
+        seen = client.seen
         self.examples, self.classes = seen.examples, knowledge.classes
         example = next(iter(seen.params.values()))
         self.lower, self.upper = knowledge.lower.to(example), knowledge.upper.to(example)
@@ -127,33 +178,26 @@ class _Student:
         self.centre, self.scale = torch.zeros_like(self.sign[:1]), torch.ones_like(self.sign[:1])
         self.centre, self.scale = self._statistics()
 
-    def send(self, batch: Batch, key: Key) -> Tensors:
-        """Let the believed clients send updates for batches [N, B, ...], with fresh noise."""
-        count = batch.inputs.shape[0]
-        spec = self.belief.noise_spec(self.params, Batch(batch.inputs[0], batch.targets[0]))
-        rows = [spec.sample(key.child(row)) for row in range(count)]
-        noise = {name: value.to(batch.inputs.device) for name, value in stack(rows).items()}
-        state = {n: v.expand(count, *v.shape) for n, v in self.belief.init(self.params).items()}
-        sent, _ = self.belief.updates(self.params, batch, noise, state)
-        return {name: value.detach() for name, value in sent.items()}
-
-    def see(self, update: Tensors, targets: Tensor) -> Tensor:
-        """Describe updates [N, ...] and labels [N, B] as the network's input."""
+    def features(self, update: Tensors) -> Tensor:
+        """Describe updates [N, ...] by their entries, or by sums of them."""
         flat = torch.cat([value.flatten(1) for value in update.values()], 1)
-        if not self.whole:
-            shuffled = (flat * self.sign)[:, self.order]
-            flat = nn.functional.pad(shuffled, (0, -shuffled.shape[1] % self.size)).unflatten(1, (-1, self.size)).sum(1)
-        labels = nn.functional.one_hot(targets, self.classes).flatten(1).to(flat)
-        return torch.cat([(flat - self.centre) / self.scale, labels], 1)
+        if self.whole:
+            return flat
+        shuffled = (flat * self.sign)[:, self.order]
+        return nn.functional.pad(shuffled, (0, -shuffled.shape[1] % self.size)).unflatten(1, (-1, self.size)).sum(1)
+
+    def see(self, features: Tensor, targets: Tensor) -> Tensor:
+        """Turn features and labels [N, B] into the network's input."""
+        labels = nn.functional.one_hot(targets, self.classes).flatten(1).to(features)
+        return torch.cat([(features - self.centre) / self.scale, labels], 1)
 
     def _statistics(self) -> tuple[Tensor, Tensor]:
         """Measure mean and spread of what the network will see, on the first public examples."""
-        parts = [self.see(sent, batch.targets)[:, : self.size] for batch, sent in self._lessons(0)]
-        values = torch.cat(parts)
+        values = torch.cat([features for _, features in self._lessons(0)])
         spread = values.std(0)
         return values.mean(0), spread + 1e-3 * spread.mean() + torch.finfo(spread.dtype).tiny
 
-    def _lessons(self, epoch: int):
+    def _lessons(self, epoch: int) -> Iterator[tuple[Batch, Tensor]]:
         """Go through the public examples once, in random order: batches of a victim's kind and what they send."""
         key = self.key.child("epoch", epoch)
         order = torch.randperm(len(self.public.inputs), generator=key.child("order").generator())
@@ -163,12 +207,8 @@ class _Student:
             places = groups[start : start + _AT_ONCE]
             places = places.gather(1, self.public.targets.cpu()[places].argsort(dim=1, stable=True))
             batch = Batch(self.public.inputs[places], self.public.targets[places])
-            yield batch, self.send(batch, key.child("noise", start))
-
-    def distance(self, inputs: Tensor, targets: Tensor, update: Tensors) -> Tensor:
-        """Return 1 - cosine [V] of what images would send and what was observed; infinite where that is no number."""
-        value = cosine(self.send(Batch(inputs, targets), self.key.child("check")), update)
-        return torch.where(torch.isfinite(value), value, torch.inf)
+            sent = self.client.send(batch, key.child("noise", start))
+            yield batch, torch.cat([self.features(update) for update in sent])
 
     def learn(self, progress: Callable[[Progress], None] | None, victims: int) -> None:
         """Minimise the squared error in pixels; progress tells its mean in every epoch."""
@@ -178,8 +218,8 @@ class _Student:
             for group in optimiser.param_groups:
                 group["lr"] = self.attack.lr * (0.1 if epoch >= 0.8 * self.attack.epochs else 1.0)
             total, count = 0.0, 0
-            for batch, sent in self._lessons(epoch):
-                guess = functional_call(self.network, weights, (self.see(sent, batch.targets),))
+            for batch, features in self._lessons(epoch):
+                guess = functional_call(self.network, weights, (self.see(features, batch.targets),))
                 wanted = ((batch.inputs - self.lower) / (self.upper - self.lower)).flatten(1)
                 loss = (guess - wanted).square().mean()
                 optimiser.zero_grad()
@@ -197,7 +237,7 @@ class _Student:
         """Read updates [V, ...]: images [V, B, C, H, W], in the order of their labels."""
         order = targets.argsort(dim=1, stable=True)
         with torch.no_grad():
-            pixels = self.network(self.see(update, targets.gather(1, order)))
+            pixels = self.network(self.see(self.features(update), targets.gather(1, order)))
         images = self.lower + (self.upper - self.lower) * pixels.nan_to_num(0.5).view(-1, *self.shape)
         return torch.stack([image[place.argsort()] for image, place in zip(images, order, strict=True)])
 

@@ -1,7 +1,8 @@
 """What an attacker may spend: victim-iterations or seconds for each defence, shared by all who attack it.
 
-A victim-iteration is one iteration on one victim's restart. Seconds are working time of one process; they are turned
-into iterations by a short measurement before the attack, which is written down, so that a resumed run spends the same.
+A victim-iteration is one iteration on one victim's restart, or one update that a learner simulates to learn from.
+Seconds are working time of one process; they are turned into iterations (epochs of a learner) by a short measurement
+before the attack, which is written down, so that a resumed run spends the same.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Literal
 
 from gradveil.attacks.base import Attack
 from gradveil.attacks.inversion import Inversion
+from gradveil.attacks.learned import Learned
 from gradveil.audit.plans import Plans
 from gradveil.core.errors import fail
 
@@ -60,37 +62,66 @@ def restarts_worth(attack: Inversion) -> float:
     return spent
 
 
-def within(
-    budget: Budget,
-    attack: Attack,
-    attackers: int,
-    victims: int,
-    whole: int,
-    run: Callable[[Attack], object],
-    plans: Plans,
-) -> Attack:
-    """Return the attack with as many iterations as its share of the budget allows, at most its own.
+def spends(attack: Attack) -> bool:
+    """Say whether there is something to cut: iterations of a search, or epochs of a learner."""
+    return isinstance(attack, Inversion | Learned)
 
-    `attackers` share the budget of a defence; `victims` of the run's `whole` are attacked here. `run` attacks once, for
-    a measurement; `plans` keeps its result. An attack without iterations stays as it is.
+
+@dataclass(frozen=True)
+class Share:
+    """Who shares the budget of a defence, and of what the attack has to do with it."""
+
+    attackers: int
+    """How many share it."""
+    victims: int
+    """Those attacked here."""
+    whole: int
+    """All victims of the run."""
+    lessons: int = 0
+    """Updates that a learner simulates in an epoch, whatever the victims."""
+
+
+def within(budget: Budget, attack: Attack, share: Share, run: Callable[[Attack], object], plans: Plans) -> Attack:
+    """Return the attack with as many iterations (epochs) as its share of the budget allows, at most its own.
+
+    `run` attacks once, for a measurement; `plans` keeps its result. An attack with neither stays as it is.
     """
-    if not isinstance(attack, Inversion):
-        return attack
-    share = budget.amount / attackers
-    worth = restarts_worth(attack)
-    if budget.unit == "victim-iterations":
-        allowed = int(share / (whole * worth))
-    else:
-        seconds = share * victims / whole
+    amount = budget.amount / share.attackers
+    timed = budget.unit == "seconds"
+    seconds = amount * share.victims / share.whole
+    if isinstance(attack, Inversion):
+        worth = restarts_worth(attack)
+        allowed = _settled(plans, seconds / worth, _pace(attack, run)) if timed else amount / (share.whole * worth)
+        limit = max(1, min(int(allowed), attack.descent.iterations))
+        return replace(attack, descent=replace(attack.descent, iterations=limit))
+    if isinstance(attack, Learned):
+        # Before the first epoch the public examples are gone through once, to know the scale of what is sent.
+        passes = _settled(plans, 2 * seconds, _one_epoch(attack, run)) if timed else amount / share.lessons
+        return replace(attack, epochs=max(1, min(int(passes) - 1, attack.epochs)))
+    return attack
 
-        def measure() -> tuple[int, ...]:
-            short = replace(attack, descent=replace(attack.descent, iterations=_MEASURED, halving=False))
-            run(short)  # the first run of a shape also compares with the reference
-            began = time.perf_counter()
-            run(short)
-            each = (time.perf_counter() - began) / (_MEASURED * attack.restarts)
-            return (max(1, int(seconds / (each * worth))),)
 
-        (allowed,) = plans.settled("iterations", measure)
-    limit = max(1, min(allowed, attack.descent.iterations))
-    return replace(attack, descent=replace(attack.descent, iterations=limit))
+def _settled(plans: Plans, seconds: float, pace: Callable[[], float]) -> int:
+    """Return how many steps of this many seconds each fit, as it was measured the first time."""
+    (allowed,) = plans.settled("iterations", lambda: (max(1, int(seconds / pace())),))
+    return allowed
+
+
+def _pace(attack: Inversion, run: Callable[[Attack], object]) -> Callable[[], float]:
+    def pace() -> float:
+        short = replace(attack, descent=replace(attack.descent, iterations=_MEASURED, halving=False))
+        run(short)  # the first run of a shape also compares with the reference
+        return _timed(lambda: run(short)) / (_MEASURED * attack.restarts)
+
+    return pace
+
+
+def _one_epoch(attack: Learned, run: Callable[[Attack], object]) -> Callable[[], float]:
+    """Measure two passes over the public examples: an epoch, and the one before it."""
+    return lambda: _timed(lambda: run(replace(attack, epochs=1)))
+
+
+def _timed(work: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    work()
+    return time.perf_counter() - began

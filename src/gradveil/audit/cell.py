@@ -12,11 +12,10 @@ import torch
 from torch import Tensor
 
 from gradveil.attacks.base import Attack, Judge, Observation, Planner, Progress, Reconstruction
-from gradveil.attacks.inversion import Inversion
 from gradveil.attacks.knowledge import Knowledge
 from gradveil.audit.adaptive import attacks_against
 from gradveil.audit.bound import leaked
-from gradveil.audit.budget import read_budget, within
+from gradveil.audit.budget import Share, read_budget, spends, within
 from gradveil.audit.config import RunConfig
 from gradveil.audit.granted import first, grant, told
 from gradveil.audit.plans import UNPLANNED, Plans
@@ -211,8 +210,14 @@ def _afforded(
     if config.budget is None:
         return attack
     on_it = [text for text, defence in pairs(config) if defence == cell.defence]
-    attackers = sum(isinstance(scene.attacks[text], Inversion) for text in on_it)
-    return within(read_budget(config.budget), attack, attackers, len(numbers), config.victims, run, plans)
+    attackers = sum(spends(scene.attacks[text]) for text in on_it)
+    share = Share(attackers, len(numbers), config.victims, lessons(scene, cell.client))
+    return within(read_budget(config.budget), attack, share, run, plans)
+
+
+def lessons(scene: Scene, client: int) -> int:
+    """Count the updates that the public images are good for."""
+    return 0 if scene.public is None else len(scene.public) // scene.config.client[client].examples
 
 
 def _raw_update(scene: Scene, cell: Address, client: Client, params: Tensors, truth: Truth) -> Tensors:

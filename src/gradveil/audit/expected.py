@@ -7,7 +7,7 @@ from statistics import fmean
 from gradveil.attacks.analytic import Analytic
 from gradveil.attacks.base import Attack
 from gradveil.attacks.inversion import Inversion
-from gradveil.audit.budget import read_budget, restarts_worth
+from gradveil.audit.budget import read_budget, restarts_worth, spends
 from gradveil.audit.cell import cells, pairs
 from gradveil.audit.config import ClientConfig, RunConfig
 from gradveil.audit.scene import Scene
@@ -21,7 +21,7 @@ def expected_work(scene: Scene) -> dict[str, float]:
     """
     config = scene.config
     attackers = {
-        defence: sum(isinstance(scene.attacks[text], Inversion) for text, whose in pairs(config) if whose == defence)
+        defence: sum(spends(scene.attacks[text]) for text, whose in pairs(config) if whose == defence)
         for defence in config.defences
     }
     known: dict[str, float | None] = {}

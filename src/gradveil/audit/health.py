@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -93,9 +93,10 @@ def _compared(row: Row) -> str:
 
 
 def _short(row: Row) -> str:
+    more = "more epochs or public images" if "public" in _told(row) else "more iterations or restarts"
     return (
         f"it did not reach the objective that the true images have ({_compared(row)}): "
-        "more iterations or restarts may do better, so do not read this as protection"
+        f"{more} may do better, so do not read this as protection"
     )
 
 
@@ -153,12 +154,16 @@ def guesses(row: Row) -> bool:
     update. An attacker who draws them afresh, or takes them to be off, does not do better than one who ignores the
     defence, whatever he believes.
     """
-    if row.attacker != "adaptive" or "public" in (row.info.get("knowledge") or {}):
+    if row.attacker != "adaptive" or "public" in _told(row):
         return False
     inside = bool({"model", "batch"} & (row.changes or frozenset()))
-    knowledge = row.info.get("knowledge") or {}
-    ways = {how for name, how in knowledge.items() if name.startswith(("model.", "batch.", "*"))}
+    ways = {how for name, how in _told(row).items() if name.startswith(("model.", "batch.", "*"))}
     return inside and not ways & {"optimise", "infer"}
+
+
+def _told(row: Row) -> Mapping[str, str]:
+    """Return how the attack knows each named tensor."""
+    return row.info.get("knowledge") or {}
 
 
 def descent(row: Row) -> str:

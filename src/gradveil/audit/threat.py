@@ -84,7 +84,7 @@ def _spent(budget: str | None) -> Iterator[str]:
         limit = read_budget(budget)
         time = f"{duration(limit.amount)} of working time"
         amount = time if limit.unit == "seconds" else f"{limit.amount:,.0f} victim-iterations"
-        yield f"All optimisation attacks on one defence share {amount}."
+        yield f"All attacks on one defence that search or learn share {amount}."
 
 
 def _given(rows: Sequence[Row]) -> Iterator[str]:
