@@ -6,19 +6,28 @@ import pytest
 import torch
 
 from gradveil.attacks.presets import make_attack
-from gradveil.client import Client
+from gradveil.client import Client, announced, proposer, speakers
 from gradveil.core.noise import Key
 from gradveil.core.tree import stack
 from gradveil.core.types import Batch
+from gradveil.data import load
 from gradveil.defences import parse
 from tests.attacks.scenes import pictures, psnr
 
 
 def defended(text, iterations, attacks=("ig-scheliga", "cdia")):
-    """Two digits, defended; what the attackers, a naive and a knowing one, recover of them."""
+    """Two digits, defended; what the attackers, a naive and a knowing one, recover of them.
+
+    Where somebody has to speak in public first, they are clients with other digits.
+    """
     scene = pictures("scheliga-cnn", "digits", 2)
     client: Client = parse(text)(scene.client, Key(0))
     params = client.params()
+    if speakers(client):
+        others, drawn = load("digits").public, {n: v.expand(1, *v.shape) for n, v in client.init(params).items()}
+        batch = Batch(others.inputs[:1, None], others.targets[:1, None])
+        client = announced(client, proposer(client).updates(params, batch, {}, drawn)[0], {}, 0)
+        assert client.messages
     spec = client.noise_spec(params, Batch(scene.truth.inputs[0], scene.truth.targets[0]))
     noise = stack([spec.sample(Key(0).child("client", victim)) for victim in range(2)])
     state = {name: value.expand(2, *value.shape) for name, value in client.init(params).items()}
@@ -40,7 +49,7 @@ def test_without_a_defence_it_is_the_naive_attack_to_the_last_bit():
     assert torch.equal(found["cdia"].objectives, found["ig-scheliga"].objectives)
 
 
-@pytest.mark.parametrize("defence", ["dgp", "precode", "dropout(0.25)"])
+@pytest.mark.parametrize("defence", ["dgp", "adgp", "optimal-prune(0.9)", "precode", "dropout(0.25)"])
 def test_knowing_the_defence_helps(defence):
     scene, found = defended(defence, 400)
     lower, upper = scene.knowledge.lower, scene.knowledge.upper
