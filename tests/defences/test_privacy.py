@@ -104,6 +104,19 @@ def test_only_clipped_normal_noise_of_the_table_promises_anything(name):
         assert said == NOTHING
 
 
+HALVES = {"clip", "clip-example", "gaussian"}
+"""Nothing by themselves, and together a mechanism."""
+
+
+@pytest.mark.parametrize("name", DEFENCES)
+def test_the_table_says_no_formal_guarantee_of_every_heuristic(name):
+    """`gradveil list` prints these words, and never an epsilon's number."""
+    said = DEFENCES[name].guarantee
+    if name not in {"dp", "fed-cdp", "user-dp"} | HALVES:
+        assert said.startswith(NOTHING)
+    assert not any(character.isdigit() for character in said.replace("l1", "").replace("l2", ""))
+
+
 @pytest.mark.parametrize("text", ["optimal-noise(0.1, clamp=0.5)", "optimal-prune(0.5)"])
 def test_optimal_defences_void_what_comes_before(text):
     """Their noise, or their mask, is fitted to the private gradient's own derivative."""

@@ -157,7 +157,7 @@ def _compared(kind: str, rows: Sequence[Row]) -> Iterator[RenderableType]:
 
 def _proven(guarantee: str) -> str:
     """Say in a word whether anything is proven."""
-    if guarantee == "none" or "no formal" in guarantee:
+    if "no formal" in guarantee:
         return "no"
     return "after a clip" if "only" in guarantee else "yes"
 
@@ -192,7 +192,7 @@ def _facts(row: Row) -> Iterator[tuple[str, str]]:
     if "cost" in row:
         yield "costs", row["cost"]
     if "guarantee" in row:
-        yield "promises", "no formal guarantee" if row["guarantee"] == "none" else row["guarantee"]
+        yield "promises", row["guarantee"]
     if row.get("belief"):
         yield "believes", "in the client with its defence" if row["belief"] == "full" else "in a client without defence"
         # A later pattern decides only what no earlier one matches.
