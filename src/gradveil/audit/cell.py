@@ -90,7 +90,7 @@ def recover(
     seen, truth = observe(scene, cell, client, numbers, standing)
     sent = seen[-1].update
     made = attacked(scene, cell, client, seen, truth, numbers, progress, plans)
-    raw = _raw_update(scene, cell, client, seen[-1].params, truth)
+    raw = raw_update(scene, cell, client, seen[-1].params, truth)
     tensors = {
         **tensors_of(made.found, seen[-1]),
         "at_truth": at_truth(made, seen, truth),
@@ -220,7 +220,7 @@ def lessons(scene: Scene, client: int) -> int:
     return 0 if scene.public is None else len(scene.public) // scene.config.client[client].examples
 
 
-def _raw_update(scene: Scene, cell: Address, client: Client, params: Tensors, truth: Truth) -> Tensors:
+def raw_update(scene: Scene, cell: Address, client: Client, params: Tensors, truth: Truth) -> Tensors:
     """Return what the same model would have sent without any defence: raw examples, the defence's noise switched off.
 
     Noise that the undefended model has by itself is no defence: it stays.
