@@ -1,6 +1,7 @@
 """Rounds of federated learning: against a loop written by hand, and what must not change them."""
 
 import copy
+import itertools
 import math
 from dataclasses import replace
 
@@ -14,7 +15,9 @@ from gradveil.core.noise import Key
 from gradveil.core.types import Batch
 from gradveil.federated.aggregate import Server
 from gradveil.federated.checkpoint import pack_standing, unpack_standing
+from gradveil.federated.config import LocalConfig
 from gradveil.federated.engine import Federation, Share, train
+from gradveil.federated.recorded import Recorder, read_recorded
 from gradveil.federated.wire import encoded_size
 from tests.federated.scenes import blobs, federation, net
 
@@ -63,6 +66,38 @@ def test_three_rounds_equal_a_loop_written_by_hand(local, optimiser):
     expected = by_hand(scene, 3, optimiser)
     for name, value in expected.items():
         torch.testing.assert_close(found[name], value.detach(), rtol=1e-9, atol=1e-9)
+
+
+def test_step_sizes_change_after_so_many_rounds():
+    """Four clients a round, so the fifth of torch's optimisers is the first of the second round."""
+    scene = federation(local=Local(batch=5, lr=0.1, epochs=1, momentum=0.9), pace=((1, 0.1), (2, 0.5)))
+    made = itertools.count()
+
+    def optimiser(parameters):
+        return torch.optim.SGD(parameters, lr=(0.1, 0.01, 0.05)[next(made) // 4], momentum=0.9)
+
+    found, expected = train(scene, 3).params, by_hand(scene, 3, optimiser)
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value.detach(), rtol=1e-9, atol=1e-9)
+    assert same(train(scene, 3, replace(train(scene, 2), status="running")).params, found), "a training that goes on"
+    assert not same(train(replace(scene, pace=()), 3).params, found)
+
+
+def test_without_local_training_it_is_the_server_whose_steps_change():
+    scene = federation(local=None, server=Server(lr=0.5, momentum=0.9), pace=((1, 0.1),))
+    first = replace(train(scene, 1), status="running")
+    slower = replace(scene, server=Server(lr=0.05, momentum=0.9), pace=())
+    assert same(train(scene, 2, first).params, train(slower, 2, first).params)
+    assert not same(train(scene, 2, first).params, train(replace(scene, pace=()), 2, first).params)
+
+
+def test_a_record_has_the_step_size_of_its_round(tmp_path):
+    local = LocalConfig(lr=0.1, batch=5, epochs=1)
+    recorder = Recorder(tmp_path / "record", local=local, sends="difference", rounds=None, clients=("0",))
+    train(federation(local=Local(batch=5, lr=0.1, epochs=1), pace=((1, 0.1),), recorder=recorder), 2)
+    told = [seen.facts.local for seen in read_recorded(tmp_path / "record")]
+    assert [each.lr for each in told] == pytest.approx([0.1, 0.01])
+    assert told[0] == local
 
 
 def test_federated_sgd_moves_by_the_weighted_mean_gradient():
@@ -210,8 +245,8 @@ def test_evaluation_switches_randomness_off_and_leaves_the_model_as_it_was():
 
 def test_settings_that_cannot_be_meant_are_refused_at_once():
     with pytest.raises(GradveilError) as caught:
-        federation(clients=0, participation=0.0, absent=1.0, patience=0, batch=0)
-    assert len(caught.value.problems) == 6
+        federation(clients=0, participation=0.0, absent=1.0, patience=0, batch=0, pace=((3, 0.0),))
+    assert len(caught.value.problems) == 7
     with pytest.raises(GradveilError, match="no validation loss"):
         federation(validation=False, patience=3)
 

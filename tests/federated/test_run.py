@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from gradveil.audit.reader import read_training
 from gradveil.core.errors import GradveilError
 from gradveil.federated.checkpoint import load_standing
-from gradveil.federated.config import LocalConfig
+from gradveil.federated.config import LocalConfig, digest
 from gradveil.federated.engine import Federation
 from gradveil.federated.run import describe, load_summaries, opened, run, spread
 from gradveil.federated.setting import cells, open_setting
@@ -205,6 +205,8 @@ def test_summaries_tell_the_seeds_apart_and_together(tmp_path):
         (["rounds=0"], "rounds: is 0"),
         (["local.lr=0"], "local.lr"),
         (["patience=3", "validation=0"], "patience waits"),
+        (["pace=[{after=3, times=0}]"], "pace"),
+        (["pace=[{after=3, times=0.1}, {after=2, times=0.5}]"], "in order"),
         (["partition.kind=chess"], "partition.kind"),
         (["server.optimiser=lion"], "server.optimiser"),
         (["client=3"], "did you mean 'clients'"),
@@ -225,6 +227,14 @@ def test_summaries_tell_the_seeds_apart_and_together(tmp_path):
 def test_bad_settings_are_told_before_the_first_round(settings, told):
     with pytest.raises(GradveilError, match=told):
         open_setting(config(*settings))
+
+
+def test_pace_makes_another_training_and_its_absence_none():
+    plain, slower = config(), config("pace=[{after=3, times=0.1}]")
+    assert plain.digest() != slower.digest()
+    known = {key: value for key, value in plain.resolved().items() if key not in ("rounds", "delta", "pace")}
+    assert plain.digest() == digest(known), "what an earlier version wrote goes on"
+    assert open_setting(slower).federation(cells(slower)[0]).pace == ((3, 0.1),)
 
 
 def test_every_defence_that_does_not_fit_is_told_at_once():

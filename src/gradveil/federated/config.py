@@ -168,6 +168,15 @@ class Rounds(Section):
     """Probability that a chosen client does not answer."""
 
 
+class PaceConfig(Section):
+    """From when on steps are shorter, or longer, than at first."""
+
+    after: Count
+    """Rounds."""
+    times: Annotated[float, Field(gt=0)]
+    """What the first step size is multiplied by: the clients' `local.lr`, or where they send gradients the server's."""
+
+
 class TrainConfig(Rounds):
     """A training: every defence with every seed, and the same data in one place for comparison."""
 
@@ -178,6 +187,8 @@ class TrainConfig(Rounds):
     """Share of each client's examples that it keeps apart, to say how well training goes."""
     patience: Count | None = None
     """Stop after so many rounds without a lower mean validation loss."""
+    pace: list[PaceConfig] = []
+    """How step sizes change in the course of the training; each entry counts until the next one's rounds are over."""
     defences: Annotated[list[Name], Field(min_length=1)] = ["none"]
     seeds: Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)] = [0]
     central: bool = False
@@ -191,6 +202,9 @@ class TrainConfig(Rounds):
     def _something_to_wait_for(self) -> TrainConfig:
         if self.patience is not None and self.validation == 0:
             raise ValueError("patience waits for the validation loss, and validation is 0")
+        rounds = [entry.after for entry in self.pace]
+        if rounds != sorted(set(rounds)):
+            raise ValueError(f"pace changes after rounds {rounds}: name each once, in order")
         return self
 
     def resolved(self) -> dict[str, Any]:
@@ -199,7 +213,9 @@ class TrainConfig(Rounds):
 
     def digest(self) -> str:
         """Hash what the rounds depend on: a longer training goes on where a shorter one ended, for any delta."""
-        return digest({key: value for key, value in self.resolved().items() if key not in ("rounds", "delta")})
+        whole = {key: value for key, value in self.resolved().items() if key not in ("rounds", "delta")}
+        # What was trained before there was this setting stays the same training.
+        return digest(whole if self.pace else {key: value for key, value in whole.items() if key != "pace"})
 
 
 def digest(value: Any) -> str:

@@ -112,6 +112,9 @@ class Federation:
     """Stop after so many rounds without a lower validation loss; None for never."""
     recorder: Recorder | None = None
     """Keeps what leaves the clients, for an audit; it changes nothing of the training."""
+    pace: tuple[tuple[int, float], ...] = ()
+    """(n, f): after n rounds steps are f times as long as at first; the clients' own, or where they send gradients the
+    server's."""
 
     def __post_init__(self) -> None:
         """Refuse settings that cannot be meant, all at once."""
@@ -121,6 +124,7 @@ class Federation:
             ("absent", f"is {self.absent}", "give a probability in [0, 1)", 0 <= self.absent < 1),
             ("patience", f"is {self.patience}", "give at least 1", self.patience is None or self.patience >= 1),
             ("batch", f"is {self.batch}", "give at least 1", self.batch is None or self.batch >= 1),
+            ("pace", f"is {self.pace}", "give factors above 0", all(factor > 0 for _, factor in self.pace)),
         )
         problems = [Problem(name, what, remedy) for name, what, remedy, ok in checks if not ok]
         if self.patience is not None and all(share.validation is None for share in self.shares):
@@ -164,8 +168,26 @@ class Federation:
         return drawn_update(here, params, batch, key, state)
 
     def round(self, standing: Standing) -> Standing:
-        """Run one round."""
-        began, number = time.perf_counter(), len(standing.records) + 1
+        """Run one round, with the step size of its time."""
+        number = len(standing.records) + 1
+        return self.at(number)._round(standing, number)
+
+    def at(self, number: int) -> Federation:
+        """Return the federation with the step size that it has in a round."""
+        factor = max(((after, f) for after, f in self.pace if after < number), default=(0, 1.0))[1]
+        local = self.client.local
+        if factor == 1.0:
+            return self
+        if local is None:
+            return replace(self, server=replace(self.server, lr=factor * self.server.lr))
+        lr = factor * local.lr
+        recorder = self.recorder
+        if recorder is not None and recorder.local is not None:  # its readers believe in its round's steps
+            recorder = replace(recorder, local=recorder.local.model_copy(update={"lr": lr}))
+        return replace(self, client=replace(self.client, local=replace(local, lr=lr)), recorder=recorder)
+
+    def _round(self, standing: Standing, number: int) -> Standing:
+        began = time.perf_counter()
         answers, absent = self.chosen(number)
         updates: dict[int, Tensors] = {}
         clients = dict(standing.clients)

@@ -79,6 +79,7 @@ class Setting:
             1.0 if cell.central else config.participation,
             0.0 if cell.central else config.absent,
             config.patience,
+            pace=tuple((entry.after, entry.times) for entry in config.pace),
         )
 
     @property
