@@ -7,7 +7,10 @@ import pytest
 
 from gradveil.attacks.presets import make_attack
 from gradveil.audit.reader import read, read_training
+from gradveil.core.noise import Key
 from gradveil.defences import parse
+from gradveil.nn.bottleneck import KL_VARIANTS
+from gradveil.nn.models import build
 
 PAPERS = Path(__file__).parents[2] / "papers"
 METRICS = {"asr", "ssim_mean", "psnr_mean", "mse_mean", "label_accuracy"}
@@ -34,3 +37,54 @@ def test_expected_figures_belong_to_a_cell(folder, row):
     assert make_attack(row["attack"]).name in {make_attack(text).name for text in config.attacks}
     assert row["metric"] in METRICS
     assert 0 <= float(row["tolerance"]) <= 1
+
+
+def test_optimal_defences_have_the_papers_own_settings():
+    folder = PAPERS / "optimal-defenses"
+    for name, batch, iterations, parameters in (("mnist", 16, 2000, 119_530), ("cifar10", 2, 1000, 2_904_970)):
+        config = read(str(folder / f"{name}.toml"))
+        (attack,) = (make_attack(text) for text in config.attacks)
+        stepper = attack.descent.stepper
+        assert (stepper.lr, stepper.sign, attack.tv, attack.labels) == (0.2, "signed", 1e-6, "given")
+        assert (attack.descent.iterations, config.client[0].batch) == (iterations, batch)
+        sizes = {"channels": 1 if name == "mnist" else 3, "size": config.data.size, "classes": 10}
+        model = build(config.model.name, **sizes, generator=Key(0).generator(), **config.model.options)
+        assert sum(parameter.numel() for parameter in model.parameters()) == parameters
+        assert any("LeakyReLU" in type(module).__name__ for module in model.modules())
+    assert read(str(folder / "mnist.toml")).images_needed == 4096
+    training = read_training(str(folder / "train-published.toml"))
+    assert (training.clients, training.batch, training.data.public) == (4, 16, 4096)
+    assert (training.server.optimiser, training.server.lr) == ("adam", 1e-3)
+
+
+def pace(config):
+    return [(entry.after / config.rounds, entry.times) for entry in config.pace]
+
+
+@pytest.mark.parametrize("folder", ["dual-gradient-pruning", "aligned-dual-gradient-pruning"])
+def test_dual_pruning_is_trained_with_the_papers_step_sizes(folder: str):
+    config = read_training(str(PAPERS / folder / "train-cifar10.toml"))
+    assert pace(config) == [(0.5, pytest.approx(0.01 / 0.1)), (0.7, pytest.approx(0.05 / 0.1))]
+    assert (config.clients, config.partition.kind, config.server.lr) == (10, "iid", 0.1)
+    assert config.rounds * config.clients * config.batch == 100 * 50_000, "a hundred epochs of CIFAR-10"
+
+
+def test_the_stand_in_is_trained_as_in_the_paper():
+    config = read_training(str(PAPERS / "gradient-stand-in" / "train-cifar10.toml"))
+    assert (config.clients, config.rounds) == (3, 200)
+    assert pace(config) == [(pytest.approx(1 / 3, abs=0.005), 0.1), (pytest.approx(2 / 3, abs=0.005), 0.01)]
+    expected = {"lr": 0.01, "batch": 64, "epochs": 1, "optimiser": "sgd", "momentum": 0.9}
+    expected |= {"nesterov": True, "weight_decay": 1e-4}
+    assert config.local.model_dump().items() >= expected.items()
+
+
+@pytest.mark.parametrize(
+    ("name", "kernel", "beta", "tv"), [("cnn", 5, 0.1, 0.1), ("resnet18", 5, 5e-5, 0.1), ("vit", 3, 0.1, 1e-4)]
+)
+def test_bottlenecks_are_those_that_the_models_declare(name: str, kernel: int, beta: float, tv: float):
+    config = read(str(PAPERS / "convolutional-variational-bottlenecks" / f"{name}.toml"))
+    model = build(config.model.name, channels=3, size=32, classes=10, generator=Key(0).generator())
+    assert (model.cvb_kernel, model.cvb_beta) == (kernel, beta)
+    own = [parse(text).model[0] for text in config.defences[1:]]
+    assert [(each.kernel, each.beta, each.kl) for each in own] == [(kernel, beta, kl) for kl in KL_VARIANTS]
+    assert all(make_attack(text).tv == tv for text in config.attacks)
