@@ -6,11 +6,12 @@ import pytest
 import torch
 from torch import nn
 
-from gradveil.attacks.inversion import Inversion
+from gradveil.attacks.inversion import Inversion, _descend
 from gradveil.attacks.knowledge import Known
 from gradveil.attacks.optimise import Cosine, Descent
 from gradveil.attacks.presets import make_attack
 from gradveil.attacks.prior import Consensus, shifted_onto, statistics_distance
+from gradveil.attacks.rows import INPUTS, Rows
 from gradveil.attacks.steps import Adam
 from gradveil.audit.cell import cells, recover
 from gradveil.audit.granted import grant
@@ -21,6 +22,7 @@ from gradveil.core.noise import Key
 from gradveil.core.types import Batch
 from gradveil.nn.norms import BatchStatistics, FrozenNorm
 from gradveil.nn.statistics import running_statistics
+from gradveil.nn.surgery import prepare
 from tests.attacks.scenes import observed, psnr, tiny
 from tests.audit.runs import config
 
@@ -107,6 +109,22 @@ def test_running_statistics_pull_where_there_are_some():
     assert distance(replace(plain, batchnorm=1000.0)) < 0.3 * distance(plain)
 
 
+def test_preparing_a_trained_model_leaves_the_server_its_running_statistics():
+    """The layer goes on using the batch's own; of a model that nothing has passed there is nothing to know."""
+    model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(64, 4))
+    assert running_statistics(prepare(model)[0]) == {}
+    model(torch.rand(8, 1, 6, 6, generator=Key(3).generator()))
+    explicit, done = prepare(model)
+    assert done
+    found = Client(explicit).running()
+    assert torch.equal(found["1.mean"], model[1].running_mean)
+    assert torch.equal(found["1.var"], model[1].running_var)
+    x = torch.rand(5, 1, 6, 6, generator=Key(4).generator())
+    kept = {name: value.clone() for name, value in found.items()}
+    torch.testing.assert_close(explicit(x), model(x))
+    assert all(torch.equal(value, kept[name]) for name, value in Client(explicit).running().items())
+
+
 @pytest.mark.parametrize("shift", [(0, 0), (2, 5), (-3, 1)])
 def test_shifted_images_are_brought_back(shift):
     image = torch.rand(1, 2, 3, 8, 10, generator=Key(1).generator())
@@ -126,17 +144,36 @@ def test_restarts_are_pulled_to_their_own_victims_mean():
     torch.testing.assert_close(pull(later, rows, 50), torch.zeros(5))
 
 
+def test_restarts_may_be_shifted_onto_each_other_first():
+    """Two restarts found the same image, a third one shifted it: registered, their mean is that image."""
+    image = torch.rand(1, 1, 8, 8, generator=Key(6).generator())
+    x = torch.stack([image, image, image.roll(2, -1)])
+    rows = torch.arange(3)
+    expected = (x - image).square().flatten(1).mean(1)
+    torch.testing.assert_close(Consensus(3, register=True)(x, rows, 0), expected)
+    assert bool((Consensus(3, register=False)(x, rows, 0)[:2] > 1e-3).all())
+    assert make_attack("gi(register=true)").register
+
+
 def test_agreeing_restarts_stay_in_one_chunk():
     scene = tiny()
     attack = Inversion("group", group=0.1, restarts=4, descent=Descent(iterations=1))
     assert all(size % 4 == 0 for size in attack.plan([scene.observation], scene.client, scene.knowledge, Key(0)))
-    apart = replace(attack, descent=Descent(Adam(0.1), iterations=60))
-    free = replace(apart, group=0.0)
-    spread = [
-        float(a([scene.observation], scene.client, scene.knowledge, Key(0)).objectives.std(1).mean())
-        for a in (apart, free)
-    ]
-    assert all(value == value for value in spread)
+
+
+def test_restarts_end_nearer_to_each_other_the_stronger_the_pull():
+    """Group consistency, in the loop: where little was sent, every restart otherwise keeps what it started with."""
+    scene, spread = tiny(victims=1), []
+    client = replace(scene.client, trainable=("3.bias",))
+    seen = replace(scene.observation, update={"3.bias": scene.observation.update["3.bias"]})
+    for weight in (0.0, 0.1, 10.0):
+        descent = Descent(Adam(0.05), iterations=120, keep="last")
+        attack = Inversion("group", group=weight, restarts=4, descent=descent)
+        opened = Rows(attack, [seen], client, scene.knowledge, Key(0))
+        found = _descend(attack, opened, range(4), None).variables[INPUTS]
+        spread.append(float((found - found.mean(0)).square().mean()))
+    assert spread[2] < 0.1 * spread[0], spread
+    assert spread[1] < 0.9 * spread[0], spread
 
 
 def test_langevin_noise_moves_the_inputs_within_their_box_and_belongs_to_the_row():

@@ -12,7 +12,7 @@ from skimage.metrics import peak_signal_noise_ratio, structural_similarity
 from torch import Tensor
 
 from gradveil.audit import score as scoring
-from gradveil.audit.cell import Recovered, cells
+from gradveil.audit.cell import Recovered, cells, recover
 from gradveil.audit.scene import Scene, open_scene
 from gradveil.audit.score import Named, failure, score
 from gradveil.audit.store import Cell, summarise
@@ -98,6 +98,18 @@ def test_controls_without_a_public_set_or_a_second_victim() -> None:
     alone = score(lonely, cells(scene.config)[0], recovered(truth.inputs, truth.targets), NAMED)
     assert alone.info["controls"] == {}
     assert alone.records[0]["identified"] is None
+
+
+def test_a_batch_of_64_is_attacked_and_matched_one_to_one() -> None:
+    digits = {"data": {"name": "digits"}, "model": {"name": "scheliga-cnn"}, "client": {"batch": 64}, "victims": 1}
+    scene = open_scene(config(defences=["none"], attacks=["ig(iterations=15, labels=restore)"], **digits))
+    cell = cells(scene.config)[0]
+    found = recover(scene, cell, range(1), lambda step: None)
+    assert found.tensors["inputs"].shape[:2] == (1, 64)
+    assert bool((found.tensors["objective"] < 0.7 * found.tensors["initial"]).all())
+    record = score(scene, cell, found, NAMED).records[0]
+    assert sorted(image["matched"] for image in record["per_image"]) == list(range(64))
+    assert record["label_accuracy"] == 1
 
 
 def test_labels_follow_their_images() -> None:

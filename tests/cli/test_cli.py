@@ -15,6 +15,7 @@ from rich.console import Console
 
 import gradveil
 from gradveil.audit import work
+from gradveil.audit.store import load_run
 from gradveil.cli.app import run
 from gradveil.cli.gate import above_table
 from gradveil.cli.results import as_csv
@@ -63,6 +64,14 @@ def test_options_win_over_the_file(small: Path, capsys: pytest.CaptureFixture[st
     assert info["config"]["data"]["size"] == 20
     assert info["command"].startswith("gradveil audit small.toml --victims 1 --defence none --seed 3")
     assert not list((small / "here").rglob("*.safetensors"))
+
+
+def test_attacks_on_a_defence_share_a_budget(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert audit("--defence", "none", "--attack", "ig", "--attack", "gi(restarts=1)", "--budget", "24") == 0
+    cells = load_run(small / "runs/small").cells
+    assert [[record["iterations"] for record in cell.records] for cell in cells] == [[6, 6], [6, 6]]
+    assert "share 24 victim-iterations" in " ".join(capsys.readouterr().out.split())
+    assert audit("--budget", "a lot") == 2
 
 
 def test_the_run_names_no_folder_of_this_machine(small: Path) -> None:

@@ -82,7 +82,20 @@ class InstanceNorm(_ChannelNorm):
 
 
 class BatchStatistics(_ChannelNorm):
-    """Training-mode batch normalisation without running statistics: each channel by the batch's mean and variance."""
+    """Training-mode batch normalisation: each channel by the batch's mean and variance.
+
+    No forward pass computes or uses running statistics. Those of the BatchNorm whose place this took are kept beside,
+    since a server has them: an attacker may expect the batch's to be like them.
+    """
+
+    running_mean: Tensor | None
+    running_var: Tensor | None
+
+    def __init__(self, channels: int, eps: float = 1e-5, *, affine: bool = True) -> None:
+        """Start without running statistics."""
+        super().__init__(channels, eps, affine=affine)
+        for name in ("running_mean", "running_var"):
+            self.register_buffer(name, None, persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise [B, C, ...]."""

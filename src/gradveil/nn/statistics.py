@@ -12,12 +12,15 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from gradveil.core.tree import Tensors
 from gradveil.nn.norms import BatchStatistics, FrozenNorm
 
+KINDS = (FrozenNorm, BatchStatistics, _BatchNorm)
+"""Normalisations over the batch, or by what was once over it."""
+
 
 def running_statistics(model: nn.Module) -> Tensors:
     """Return the running statistics that the model carries, as `<layer>.mean` and `<layer>.var`, in order."""
     found: Tensors = {}
     for path, module in model.named_modules():
-        if isinstance(module, FrozenNorm | _BatchNorm) and module.running_mean is not None:
+        if isinstance(module, KINDS) and module.running_mean is not None:
             assert module.running_var is not None
             found[f"{path}.mean"], found[f"{path}.var"] = module.running_mean, module.running_var
     return found
@@ -38,8 +41,7 @@ def batch_statistics(model: nn.Module) -> Iterator[Tensors]:
 
         return hook
 
-    kinds = (FrozenNorm, BatchStatistics, _BatchNorm)
-    layers = [(path, module) for path, module in model.named_modules() if isinstance(module, kinds)]
+    layers = [(path, module) for path, module in model.named_modules() if isinstance(module, KINDS)]
     hooks = [module.register_forward_pre_hook(record(path)) for path, module in layers]
     try:
         yield found

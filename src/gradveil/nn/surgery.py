@@ -40,7 +40,8 @@ def replace_batchnorm(model: nn.Module, way: str = "group", *, groups: int = 2) 
     """Replace every BatchNorm.
 
     `"group"`: a GroupNorm with that many groups; `"frozen"`: the running statistics as constants, in training mode too;
-    `"batch_statistics"`: the batch's own statistics, no running ones. Weight and bias are taken over.
+    `"batch_statistics"`: the batch's own statistics; running ones of a trained model are kept, for attackers, and not
+    used. Weight and bias are taken over.
     """
     if way not in BATCHNORM_WAYS:
         raise fail("batchnorm", f"unknown way '{way}'", f"choose one of: {', '.join(BATCHNORM_WAYS)}")
@@ -51,7 +52,7 @@ def replace_batchnorm(model: nn.Module, way: str = "group", *, groups: int = 2) 
         if way == "group":
             return _with_weights(group_norm(old.num_features, groups), old)
         if way == "batch_statistics":
-            return _with_weights(BatchStatistics(old.num_features, old.eps, affine=old.affine), old)
+            return _remembering(_with_weights(BatchStatistics(old.num_features, old.eps, affine=old.affine), old), old)
         if old.running_mean is None or old.running_var is None:
             what = "it keeps no running statistics that could be frozen"
             raise fail("batchnorm", what, "choose 'group' or 'batch_statistics'")
@@ -61,6 +62,15 @@ def replace_batchnorm(model: nn.Module, way: str = "group", *, groups: int = 2) 
         return frozen
 
     return _replace(model, new)
+
+
+def _remembering(new: nn.Module, old: nn.Module) -> nn.Module:
+    """Keep the running statistics, unless nothing has passed the layer yet: then they are the initial 0 and 1."""
+    assert isinstance(old, BatchNorm)
+    seen = old.num_batches_tracked is None or bool(old.num_batches_tracked > 0)
+    if seen and old.running_mean is not None and old.running_var is not None:
+        new.running_mean, new.running_var = old.running_mean.clone(), old.running_var.clone()
+    return new
 
 
 def replace_dropout(model: nn.Module, *, active_only: bool = False) -> nn.Module:
