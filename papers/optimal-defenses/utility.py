@@ -24,11 +24,12 @@ from gradveil.client.gradient import mean_gradient
 from gradveil.client.probing import example_squared_row_norms
 from gradveil.core.noise import Key
 from gradveil.core.tree import Tensors, tmap
-from gradveil.core.types import Batch, Context
+from gradveil.core.types import Batch
 from gradveil.data import DATA_DIR, load
 from gradveil.defences import OptimalPruning, parse
 from gradveil.nn.models import build
 from gradveil.theory.bound import information_trace, trace_bound
+from gradveil.theory.sensitivity import squared_row_norms
 from gradveil.theory.utility import noise_utility
 
 RATIOS = (0.5, 0.6, 0.7, 0.8, 0.9, 0.95)
@@ -84,10 +85,9 @@ def worth(client: Client, batch: Batch, gradient: Tensors) -> Tensors:
     """Return by what optimal pruning orders the entries, from its own ten directions."""
     transform = OptimalPruning(0.5)
     probe = transform.directions(batch).sample(Key(0, ("pruned",)))["probe"]
-    context = Context(
-        client.params(), batch, gradient=lambda own: mean_gradient(client.objective, client.params(), {}, own, {})
-    )
-    return transform.worth(gradient, probe, context)
+    params = client.params()
+    squares = squared_row_norms(lambda own: mean_gradient(client.objective, params, {}, own, {}), batch, probe)
+    return transform.worth(gradient, squares)
 
 
 def kept_by(

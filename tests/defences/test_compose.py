@@ -1,6 +1,7 @@
 """Chains, feedback and defences: legal orders, refusals, names."""
 
 from dataclasses import dataclass
+from itertools import combinations, permutations
 from typing import ClassVar
 
 import pytest
@@ -28,7 +29,7 @@ from gradveil.defences import (
 )
 from gradveil.defences.prune import share
 from gradveil.nn.models import build
-from tests.laws.cases import Tiny, draw
+from tests.laws.cases import CLIENTS, Tiny, draw
 
 CONTEXT = Context({}, Batch(torch.zeros(1), torch.zeros(1)))
 
@@ -91,6 +92,37 @@ def test_prune_after_dp_prunes_the_noisy_gradient():
     noisy, _ = parse("dp(clip=0.3, sigma=1)")(Client(Tiny())).update(params, batch, noise, {})
     expected, _ = Magnitude(0.5).apply(noisy, {}, {}, CONTEXT)
     torch.testing.assert_close(client.update(params, batch, noise, state)[0], expected, rtol=0, atol=0)
+
+
+SLOTS = {
+    "batch": "label-smoothing(0.2)",
+    "model": "precode(k=5)",
+    "step": "dp(clip=0.3, sigma=0.5)",
+    "send": "dgp(top=0.1, bottom=0.5, feedback=true)",
+}
+SUBSETS = [some for count in range(1, 5) for some in combinations(SLOTS, count)]
+
+
+@pytest.mark.parametrize("subset", SUBSETS, ids="+".join)
+def test_every_subset_of_the_slots_composes_in_every_order(subset: tuple[str, ...]):
+    """The same is sent whatever the order, and no part of it is lost."""
+    plain = CLIENTS["sgd"]
+    first = parse(" + ".join(SLOTS[slot] for slot in subset))
+    assert {slot for slot in SLOTS if getattr(first, slot)} == set(subset)
+    client = first(plain, Key(1))
+    params, batch, noise, state = draw(client)
+    sent, after = client.update(params, batch, noise, state)
+    for order in permutations(subset):
+        other = parse(" + ".join(SLOTS[slot] for slot in order))(plain, Key(1))
+        found, later = other.update(params, batch, noise, state)
+        torch.testing.assert_close(found, sent, rtol=0, atol=0)
+        torch.testing.assert_close(later, after, rtol=0, atol=0)
+    for slot in subset:
+        without = parse(" + ".join(SLOTS[each] for each in subset if each != slot) or "none")(plain, Key(1))
+        names = {**without.noise_spec(without.params(), batch)}
+        kept = {name: value for name, value in state.items() if name in without.init(without.params())}
+        less = without.update(without.params(), batch, {n: v for n, v in noise.items() if n in names}, kept)[0]
+        assert any(name not in less or not torch.equal(less[name], value) for name, value in sent.items()), slot
 
 
 def test_same_stage_twice_gets_its_own_name_and_noise():

@@ -158,9 +158,11 @@ def test_wrong_settings_and_places_are_refused():
         f"optimal-noise.{name}" for name in ("std", "probes", "layerwise", "clamp", "of", "every", "memory")
     ]
     with pytest.raises(GradveilError) as caught:
-        OptimalPruning(1.0, "row", probes=1.5, mixed=2, std=-1.0)
+        OptimalPruning(1.0, "row", probes=1.5, mixed=2, std=-1.0, of="pixel", every=0, memory=1.0)
     places = [problem.where for problem in caught.value.problems]
-    assert places == [f"optimal-prune.{name}" for name in ("ratio", "scope", "probes", "mixed", "std")]
+    assert places == [
+        f"optimal-prune.{name}" for name in ("ratio", "scope", "probes", "mixed", "std", "of", "every", "memory")
+    ]
     with pytest.raises(GradveilError, match="draws noise"):
         parse("optimal-prune(0.5, std=0.1, feedback=true)")
     g, probe, context, _ = setting(OptimalPruning(0.5))

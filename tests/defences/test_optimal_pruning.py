@@ -8,7 +8,7 @@ import torch
 from gradveil.core.noise import Key
 from gradveil.core.tree import select
 from gradveil.defences import OptimalPruning, parse
-from gradveil.theory.sensitivity import exact_squared_row_norms, norms
+from gradveil.theory.sensitivity import exact_squared_row_norms, norms, squared_row_norms
 from tests.defences.informed import flat, relu_net, setting
 
 
@@ -95,12 +95,13 @@ def test_noisy_pruning_adds_noise_to_what_is_kept_and_chooses_without_it():
 
 def test_rows_of_zero_are_first_or_last():
     g, probe, context, rows = setting(OptimalPruning(0.5), relu_net())
-    worth = OptimalPruning(0.5).worth(g, probe, context)
+    squares = squared_row_norms(context.gradient, context.batch, probe)
+    worth = OptimalPruning(0.5).worth(g, squares)
     silent = rows == 0
     assert bool(silent.any())
     assert not flat(worth)[silent & (flat(g) == 0)].any()
     g["1.weight"] = g["1.weight"] + 1.0
-    worth = OptimalPruning(0.5).worth(g, probe, context)
+    worth = OptimalPruning(0.5).worth(g, squares)
     assert bool(worth["1.weight"][:2].isinf().all())
     sent, _ = OptimalPruning(0.5).apply(g, {}, {"probe": probe}, context)
     assert bool((sent["1.weight"][:2] != 0).all())

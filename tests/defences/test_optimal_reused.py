@@ -5,12 +5,13 @@ import torch
 from torch import Tensor
 
 from gradveil.client import Client, load_state, save_state
+from gradveil.client.probing import example_squared_row_norms
 from gradveil.core.errors import GradveilError
 from gradveil.core.noise import Key
-from gradveil.core.tree import tmap
+from gradveil.core.tree import select, tmap
 from gradveil.core.types import Batch
 from gradveil.defences import parse
-from gradveil.defences.optimal import SHRINK
+from gradveil.defences.probed import SHRINK
 from gradveil.theory.sensitivity import exact_squared_row_norms
 from gradveil.theory.utility import privacy_loss
 from tests.defences.informed import context_of, flat, relu_net
@@ -144,3 +145,77 @@ def test_an_attacker_may_pin_the_scales_of_a_client_that_remembers():
         torch.testing.assert_close(sent[name], value + scales[name] * noise[f"send.noise.normal.{name}"])
     assert float(after["send.noise.rounds"]) == 2
     torch.testing.assert_close(after["send.noise.squares.head.bias"], state["send.noise.squares.head.bias"])
+
+
+def pruned(text: str, batches: list[Batch], net=None):
+    """What a client sends in each round, what of it is not zero, and its last state."""
+    client = parse(text)(Client(net or Tiny()))
+    params, state, kept = client.params(), client.init(client.params()), []
+    for number, batch in enumerate(batches):
+        noise = client.noise_spec(params, batch).sample(Key(number, ("noise",)))
+        sent, state = client.update(params, batch, noise, state)
+        kept.append(flat(sent) != 0)
+    return kept, state
+
+
+def test_pruning_from_few_examples_keeps_what_is_worth_most_for_what_they_show():
+    """Against the reference of `client.probing`, its squares mixed with those of the layer, entry by entry."""
+    client, batch = parse("optimal-prune(0.7, probes=6, of=example)")(Client(Tiny())), draw_batch(Key(1))
+    params = client.params()
+    noise = client.noise_spec(params, batch).sample(Key(0, ("noise",)))
+    g = Client(Tiny()).update(params, batch, {}, {})[0]
+    squares = example_squared_row_norms(
+        client.objective, params, {}, batch, {}, noise["send.prune.probe"], noise["send.prune.offset"]
+    )
+    worth = []
+    for name, value in g.items():
+        layer = squares[name].sum() / value.square().sum()
+        worth.append((value.abs() / ((1 - SHRINK) * squares[name] + SHRINK * layer * value.square()).sqrt()).flatten())
+    order = torch.cat(worth).argsort()
+    expected = torch.ones(len(order), dtype=torch.bool)
+    expected[order[: int(0.7 * len(order) + 1e-9)]] = False
+    sent, _ = client.update(params, batch, noise, {})
+    assert torch.equal(flat(sent) != 0, expected)
+
+
+def test_pruning_from_examples_tells_less_than_by_magnitude_for_its_utility():
+    batch = draw_batch(Key(1))
+    squares, g = (
+        flat(exact(Client(Tiny()), batch)),
+        flat(Client(Tiny()).update(Client(Tiny()).params(), batch, {}, {})[0]),
+    )
+
+    def price(text: str) -> float:
+        (kept,), _ = pruned(text, [batch])
+        return float(squares[kept].sum() / g[kept].square().sum())
+
+    for ratio in (0.5, 0.8):
+        assert price(f"optimal-prune({ratio}, probes=32, of=example)") < 0.95 * price(f"prune({ratio}, scope=global)")
+
+
+def test_pruning_every_other_round_takes_what_was_found_before():
+    one, other = draw_batch(Key(1)), draw_batch(Key(2))
+    kept, state = pruned("optimal-prune(0.7, probes=3, every=2)", [one] * 3)
+    assert torch.equal(kept[0], kept[1])
+    assert not torch.equal(kept[1], kept[2])
+    assert float(state["send.prune.rounds"]) == 3
+    moved, _ = pruned("optimal-prune(0.7, probes=3, every=2)", [one, other])
+    assert not torch.equal(moved[0], moved[1]), "the gradient is this round's"
+    _, kept_apart = pruned("optimal-prune(0.7, probes=3, every=2, memory=0.5, feedback=true)", [one, other, one])
+    assert float(kept_apart["send.prune.inner.rounds"]) == 3
+    assert any(name.startswith("send.prune.inner.squares.") for name in kept_apart)
+
+
+def test_a_unit_that_wakes_up_does_not_pass_for_one_that_tells_nothing():
+    """Nothing was found of it when it was off: by that alone it would be kept before all others."""
+    batch = draw_batch(Key(1))
+    client = parse("optimal-prune(0.5, probes=5, every=2)")(Client(relu_net()))
+    params, state = client.params(), client.init(client.params())
+    noise = client.noise_spec(params, batch).sample(Key(0, ("noise",)))
+    _, state = client.update(params, batch, noise, state)
+    assert not state["send.prune.squares.1.weight"][:2].any()
+    awake = {**params, "1.bias": torch.full_like(params["1.bias"], 0.5)}
+    g = Client(relu_net()).update(awake, batch, {}, {})[0]
+    pruning = dict(client.send)["prune"]
+    assert bool((g["1.weight"][:2] != 0).any())
+    assert bool(pruning.worth(g, select(state, "send.prune.squares"))["1.weight"][:2].isfinite().all())

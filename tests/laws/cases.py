@@ -75,6 +75,8 @@ LAWS = {
             "optimal-prune(ratio=0.7, feedback=true)",
             "optimal-prune(ratio=0.7, scope=layer, mixed=true)",
             "optimal-prune(ratio=0.7, mixed=true, std=0.05)",
+            "optimal-prune(ratio=0.7, probes=6, of=example)",
+            "optimal-prune(ratio=0.7, probes=3, every=2, memory=0.5, feedback=true)",
         )
     ),
     "dp": Law(("dp(clip=0.3, sigma=0.5)", "dp(clip=0.3, sigma=0.5, on=mean)")),
@@ -125,6 +127,7 @@ COMBINED = (
     "prune(ratio=0.5) + dgp(top=0.1, bottom=0.1)",
     "clip(norm=0.3) + gaussian(std=0.1) + quantise(bits=4)",
     "prune(ratio=0.5) + quantise(bits=4, scale=max)",
+    "mixup(alpha=1) + dropout + dp(clip=0.3, sigma=0.5) + dgp(top=0.1, bottom=0.5, feedback=true)",
 )
 TEXTS = (*(text for law in LAWS.values() for text in law.texts), *COMBINED)
 

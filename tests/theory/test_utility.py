@@ -1,5 +1,8 @@
 """Utilities against simulation, and the global ratio against every other noise at the same expected utility."""
 
+import itertools
+
+import pytest
 import torch
 from torch import Tensor
 
@@ -7,6 +10,7 @@ from gradveil.core.noise import Key
 from gradveil.theory.bound import information_trace
 from gradveil.theory.utility import (
     first_order_utility,
+    global_masks,
     global_ratio,
     noise_utility,
     optimal_variances,
@@ -62,6 +66,26 @@ def test_no_noise_that_is_the_same_for_all_batches_tells_less():
         assert told(best * (0.1 * normal(6, key=f"other{number}")).exp()) > smallest
     for i in range(4):
         assert told(optimal_variances(global_ratio(squares[i : i + 1], gradients[i : i + 1]), 0.5)["w"]) > smallest
+
+
+@pytest.mark.parametrize("removed", range(9))
+def test_no_mask_that_is_the_same_for_all_batches_keeps_as_much_and_tells_less(removed: int):
+    """Against every mask there is, of any number of entries."""
+    squares = [{"w": normal(5, key=f"r{i}").square(), "v": normal(3, key=f"q{i}").square()} for i in range(4)]
+    gradients = [{"w": normal(5, key=f"g{i}"), "v": normal(3, key=f"h{i}")} for i in range(4)]
+    told, worth = (
+        torch.stack([torch.cat([one["w"], one["v"]]) for one in part]).mean(0)
+        for part in (squares, [{n: v.square() for n, v in one.items()} for one in gradients])
+    )
+    found = global_masks(squares, gradients, removed)
+    own = torch.cat([found["w"], found["v"]]).double()
+    assert int(own.sum()) == 8 - removed
+    every = torch.tensor(list(itertools.product((0.0, 1.0), repeat=8))).double()
+    better = (every @ worth >= own @ worth - 1e-12) & (every @ told < own @ told - 1e-12)
+    assert not better.any()
+    local = global_masks(squares[:1], gradients[:1], removed)
+    differs = any(not torch.equal(local[name], found[name]) for name in found)
+    assert differs or removed in (0, 8)
 
 
 def test_silent_coordinates_and_the_cap():

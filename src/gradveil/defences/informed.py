@@ -9,7 +9,8 @@ from gradveil.core.arguments import Argument
 from gradveil.defences.base import Defence, chain
 from gradveil.defences.entry import FEEDBACK, KNOWING, PRUNED, DefenceEntry
 from gradveil.defences.feedback import Feedback
-from gradveil.defences.optimal import OF, OptimalNoise, OptimalPruning
+from gradveil.defences.optimal import OptimalNoise, OptimalPruning
+from gradveil.defences.probed import OF
 from gradveil.defences.prune import SCOPE
 
 
@@ -27,11 +28,22 @@ def _optimal_noise(
 
 
 def _optimal_prune(
-    ratio: float, scope: Literal["layer", "global"], probes: int, mixed: bool, std: float, feedback: bool
+    ratio: float,
+    scope: Literal["layer", "global"],
+    probes: int,
+    mixed: bool,
+    std: float,
+    of: Literal["batch", "example"],
+    every: int,
+    memory: float,
+    feedback: bool,
 ) -> Defence:
-    transform = OptimalPruning(ratio, scope, probes, mixed, std)
+    transform = OptimalPruning(ratio, scope, probes, mixed, std, of, every, memory)
     return Defence("prune", send=chain(prune=Feedback(transform) if feedback else transform))
 
+
+CHEAPER = (Argument("of", OF, "batch"), Argument("every", COUNT, 1), Argument("memory", SHARE, 0.0))
+"""Arguments that save directions."""
 
 INFORMED = (
     DefenceEntry(
@@ -48,9 +60,7 @@ INFORMED = (
             Argument("probes", COUNT, 10),
             Argument("layerwise", Flag(), False),
             Argument("clamp", BOUND, float("inf")),
-            Argument("of", OF, "batch"),
-            Argument("every", COUNT, 1),
-            Argument("memory", SHARE, 0.0),
+            *CHEAPER,
         ),
         identity={"std": 0.0},
     ),
@@ -60,7 +70,7 @@ INFORMED = (
         description="Send zeros in place of the entries that are smallest for what they tell of the inputs",
         changes=("send",),
         guarantee=OptimalPruning.guarantee,
-        cost="10 forward-mode passes, as optimal-noise; 22% of the bytes at ratio=0.8",
+        cost="10 forward-mode passes, or the cheaper settings of optimal-noise; 22% of the bytes at ratio=0.8",
         citation="Chen, Gürsoy, Lei 2024, Optimal Defenses Against Gradient Reconstruction Attacks",
         adaptive=PRUNED,
         arguments=(
@@ -69,6 +79,7 @@ INFORMED = (
             Argument("probes", COUNT, 10),
             Argument("mixed", Flag(), False),
             Argument("std", STRENGTH, 0.0),
+            *CHEAPER,
             FEEDBACK,
         ),
         identity={"ratio": 0.0},

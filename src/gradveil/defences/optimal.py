@@ -12,33 +12,29 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
-from gradveil.core.allowed import BOUND, COUNT, SHARE, STRENGTH, Choice, Flag, collect
-from gradveil.core.errors import GradveilError, fail, refuse
+from gradveil.core.allowed import BOUND, COUNT, SHARE, STRENGTH, Flag, collect
+from gradveil.core.errors import refuse
 from gradveil.core.noise import Noise, NoiseSpec, Normal, Uniform
-from gradveil.core.tree import Tensors, norm, plain, root, select, tmap, under
-from gradveil.core.types import Batch, Context, Stage, Transform
+from gradveil.core.tree import Tensors, norm, root, select, tmap, under
+from gradveil.core.types import Context, Stage
+from gradveil.defences.probed import OF, SHRINK, Probing, of_layer
 from gradveil.defences.prune import SCOPE, Magnitude, rest
-from gradveil.theory.sensitivity import norms, probe_noise, squared_row_norms
+from gradveil.theory.sensitivity import norms
 
 FLOOR = {"entry": 1e-8, "clamped": 1e-6, "layer": 1e-6}
 """Smallest |g| that a ratio is divided by: of an entry, of one that may be clamped, of a whole layer."""
 CAP = 1e6
 """Largest ratio. These are the constants of the authors' program; the paper leaves them open."""
-SHRINK = 0.05
-"""The weight of a layer's ratio in estimates from few examples, or from an earlier round; ours. Of 0.01 to 0.2 it lost
-least of the privacy term on the small CNN, untrained and trained."""
-OF = Choice(("batch", "example"))
-"""What a direction is one of."""
 
 
 @dataclass(frozen=True)
-class OptimalNoise(Transform):
+class OptimalNoise(Probing):
     """Add N(0, s_i^2) with s_i^2 proportional to r_i = ||dg_i/dx|| / |g_i|, scaled so that the mean of s_i^2 is std^2.
 
     So it adds as much noise as `Gaussian(std)`, elsewhere. With `layerwise` each parameter has one ratio
@@ -75,24 +71,9 @@ class OptimalNoise(Transform):
         settings = (*settings, ("every", COUNT), ("memory", SHARE))
         refuse(collect("optimal-noise", ((name, allowed, getattr(self, name)) for name, allowed in settings)))
 
-    def init(self, params: Mapping[str, Tensor]) -> Tensors:
-        """Start in the first round, with nothing found."""
-        if not self._remembers:
-            return {}
-        rounds = next(iter(params.values())).new_zeros(())
-        return {"rounds": rounds, **under("squares", tmap(torch.zeros_like, params))}
-
     def noise(self, params: Mapping[str, Tensor]) -> NoiseSpec:
         """Declare one standard normal tensor a parameter: `normal.<parameter>`."""
         return _normal(params)
-
-    def directions(self, batch: Batch) -> NoiseSpec:
-        """Declare `probe`, the directions in which the gradient is differentiated, and where their examples are."""
-        if self.of == "batch":
-            return probe_noise(batch, self.probes)
-        inputs = batch.inputs
-        probe = Noise((self.probes, *inputs.shape[1:]), Normal(), neutral=0.0, dtype=inputs.dtype)
-        return NoiseSpec({"probe": probe, "offset": Noise((), Uniform(), dtype=inputs.dtype, discrete=True)})
 
     def intermediates(self, params: Mapping[str, Tensor]) -> NoiseSpec:
         """Declare the standard deviations, which may be pinned."""
@@ -112,33 +93,17 @@ class OptimalNoise(Transform):
         if update.keys() - scales.keys():
             squares = self.squares(state, noise, context)
             scales = {**self.scales(update, squares), **scales}
-            if self._remembers:
-                state = {"rounds": state["rounds"] + 1, **under("squares", squares)}
-        elif self._remembers:
-            state = {**state, "rounds": state["rounds"] + 1}
+            state = self.later(state, squares)
+        else:
+            state = self.later(state)
         return {name: value + scales[name] * normal[name] for name, value in cut.items()}, state
-
-    def squares(self, state: Tensors, noise: Mapping[str, Tensor], context: Context) -> Tensors:
-        """Estimate the squared row norms, or take those of an earlier round."""
-        if not self._remembers:
-            return self._probed(noise, context)
-        old, rounds = select(state, "squares"), state["rounds"]
-        known = plain(rounds, context.batch.inputs)
-        if known and int(rounds) % self.every:
-            return old
-        found = self._probed(noise, context)
-        if self.memory:
-            kept = torch.where(rounds > 0, self.memory, 0.0).to(rounds.dtype)
-            found = {name: torch.lerp(value, old[name], kept) for name, value in found.items()}
-        due = rounds % self.every == 0
-        return found if known else {name: torch.where(due, value, old[name]) for name, value in found.items()}
 
     def scales(self, update: Mapping[str, Tensor], squares: Mapping[str, Tensor]) -> Tensors:
         """Compute the standard deviation of every coordinate; the mean of their squares is std^2.
 
         Without any ratio above zero (no probe finds a dependence) all are zero.
         """
-        if self._rough and not self.layerwise:
+        if self.rough and not self.layerwise:
             ratios = tmap(self._rough_ratio, update, squares)
         else:
             ratios = tmap(self._ratio, update, norms(squares))
@@ -146,28 +111,11 @@ class OptimalNoise(Transform):
         share = self.std**2 / torch.where(mean > 0, mean, torch.ones_like(mean))
         return norms({name: ratio * share for name, ratio in ratios.items()})
 
-    @property
-    def _remembers(self) -> bool:
-        return self.every > 1 or self.memory > 0
-
-    @property
-    def _rough(self) -> bool:
-        return self._remembers or self.of == "example"
-
-    def _probed(self, noise: Mapping[str, Tensor], context: Context) -> Tensors:
-        if self.of == "batch":
-            return _squares(self, noise["probe"], context)
-        if context.sensitivity is None:
-            raise _no_gradient(self)
-        return context.sensitivity(noise["probe"], noise["offset"])
-
     def _rough_ratio(self, value: Tensor, squares: Tensor) -> Tensor:
         """Divide squares that are mixed with those of the layer's ratio, in few passes."""
         sizes = value.square()
-        total = sizes.sum()
-        layer = torch.where(total > 0, squares.sum() / torch.where(total > 0, total, torch.ones_like(total)), 0.0)
         entry = squares / sizes.clamp(min=self._floor**2)
-        ratio = root(torch.where(sizes > 0, torch.lerp(entry, layer, SHRINK), 0.0)).clamp(max=CAP)
+        ratio = root(torch.where(sizes > 0, torch.lerp(entry, of_layer(sizes, squares), SHRINK), 0.0)).clamp(max=CAP)
         return torch.where(value.abs() > self.clamp, 0.0, ratio) if math.isfinite(self.clamp) else ratio
 
     def _ratio(self, value: Tensor, row: Tensor) -> Tensor:
@@ -187,7 +135,7 @@ class OptimalNoise(Transform):
 
 
 @dataclass(frozen=True)
-class OptimalPruning(Magnitude):
+class OptimalPruning(Probing, Magnitude):
     """Zero the share `ratio` of coordinates with the smallest |g_i| / ||dg_i/dx||: worth least for what they tell.
 
     Counts and ties are those of `Magnitude`. A coordinate that is not zero but does not depend on the inputs is kept
@@ -197,17 +145,24 @@ class OptimalPruning(Magnitude):
 
     `std` is the paper's noisy pruning: N(0, std^2) on what is kept. The masks are still those of the update without
     noise, which is what sets it apart from `gaussian + optimal-prune`.
+
+    `of`, `every` and `memory` make it cheaper and rougher, as they do `OptimalNoise`; squared row norms are then mixed
+    with those of the layer's ratio, so that no coordinate passes for one that does not depend on the inputs.
     """
 
     scope: Literal["layer", "global"] = "global"
     probes: int = 10
     mixed: bool = False
     std: float = 0.0
+    of: Literal["batch", "example"] = "batch"
+    every: int = 1
+    memory: float = 0.0
     ordered: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         """Refuse settings that cannot be meant, all at once."""
         settings = (("ratio", SHARE), ("scope", SCOPE), ("probes", COUNT), ("mixed", Flag()), ("std", STRENGTH))
+        settings = (*settings, ("of", OF), ("every", COUNT), ("memory", SHARE))
         refuse(collect("optimal-prune", ((name, allowed, getattr(self, name)) for name, allowed in settings)))
 
     def noise(self, params: Mapping[str, Tensor]) -> NoiseSpec:
@@ -222,17 +177,18 @@ class OptimalPruning(Magnitude):
             spec = spec | (of_layers if self.scope == "layer" else NoiseSpec({"coin": coin}))
         return spec | _normal(params) if self.std else spec
 
-    def directions(self, batch: Batch) -> NoiseSpec:
-        """Declare `probe`, the directions in which the gradient is differentiated."""
-        return probe_noise(batch, self.probes)
-
     def apply(
         self, update: Tensors, state: Tensors, noise: Mapping[str, Tensor], context: Context
     ) -> tuple[Tensors, Tensors]:
         """Multiply by the masks; those that are not pinned are computed from the update and its row norms."""
         pinned = select(noise, "mask")
         if self.ratio and update.keys() - pinned.keys():
-            pinned = {**self._drawn(self.worth(update, noise["probe"], context), noise), **pinned}
+            still = context.batch._replace(inputs=context.batch.inputs.detach())
+            squares = tmap(torch.detach, self.squares(state, noise, replace(context, batch=still)))
+            pinned = {**self._drawn(self.worth(update, squares), noise), **pinned}
+            state = self.later(state, squares)
+        else:
+            state = self.later(state)
         if self.std:
             update = {name: value + self.std * noise[f"normal.{name}"] for name, value in update.items()}
         return super().apply(update, state, under("mask", pinned), context)
@@ -254,29 +210,19 @@ class OptimalPruning(Magnitude):
         """Nothing is removed, nothing added."""
         return {"ratio": 0.0, "std": 0.0}
 
-    def worth(self, update: Mapping[str, Tensor], probe: Tensor, context: Context) -> Tensors:
-        """Compute |g_i| / ||dg_i/dx|| of every coordinate, as a constant for the derivative."""
-        still = context.batch._replace(inputs=context.batch.inputs.detach())
-        found = norms(_squares(self, probe, context, still))
-        return {name: _worth(value.detach(), found[name].detach()) for name, value in update.items()}
+    def worth(self, update: Mapping[str, Tensor], squares: Mapping[str, Tensor]) -> Tensors:
+        """Compute |g_i| / ||dg_i/dx|| of every coordinate from squared row norms, as a constant for the derivative."""
+        return {name: self._worth(value.detach(), squares[name]) for name, value in update.items()}
+
+    def _worth(self, value: Tensor, square: Tensor) -> Tensor:
+        if self.rough:
+            sizes = value.square()
+            square = torch.lerp(square, of_layer(sizes, square) * sizes, SHRINK)
+        row = root(square)
+        alone = torch.where(value != 0, torch.inf, 0.0).to(value.dtype)
+        return torch.where(row > 0, value.abs() / row, alone)
 
 
 def _normal(params: Mapping[str, Tensor]) -> NoiseSpec:
     draws = {name: Noise(tuple(p.shape), Normal(), neutral=0.0, dtype=p.dtype) for name, p in params.items()}
     return NoiseSpec(draws).under("normal")
-
-
-def _worth(value: Tensor, row: Tensor) -> Tensor:
-    alone = torch.where(value != 0, torch.inf, 0.0).to(value.dtype)
-    return torch.where(row > 0, value.abs() / row, alone)
-
-
-def _squares(defence: Transform, probe: Tensor, context: Context, batch: Batch | None = None) -> Tensors:
-    if context.gradient is None:
-        raise _no_gradient(defence)
-    return squared_row_norms(context.gradient, batch or context.batch, probe)
-
-
-def _no_gradient(defence: Transform) -> GradveilError:
-    what = "needs the client's gradient, and its context has none"
-    return fail(type(defence).__name__, what, "use it where the mean over the batch is defended, by a Client")

@@ -95,6 +95,25 @@ def global_ratio(squares: Sequence[Mapping[str, Tensor]], gradients: Sequence[Ma
     return tmap(lambda row, size: torch.where(row > 0, row / size, 0.0).sqrt(), rows, sizes)
 
 
+def global_masks(
+    squares: Sequence[Mapping[str, Tensor]], gradients: Sequence[Mapping[str, Tensor]], removed: int
+) -> Tensors:
+    """Mark what the global form of optimal pruning keeps: all but the `removed` coordinates of largest `global_ratio`.
+
+    Of all masks that are the same for every batch none keeps as much expected first-order utility, sum_i E g_i^2, and
+    tells less, sum_i E ||dg_i/dx||^2. Of equal coordinates the last ones go first.
+
+    >>> global_masks([{"w": torch.tensor([4.0, 1.0, 9.0])}], [{"w": torch.ones(3)}], 1)
+    {'w': tensor([ True,  True, False])}
+    """
+    ratio = global_ratio(squares, gradients)
+    flat = torch.cat([value.flatten() for value in ratio.values()])
+    kept = torch.ones_like(flat, dtype=torch.bool)
+    kept[flat.argsort(stable=True)[flat.numel() - removed :]] = False
+    parts = kept.split([value.numel() for value in ratio.values()])
+    return {name: part.reshape(ratio[name].shape) for name, part in zip(ratio, parts, strict=True)}
+
+
 def optimal_variances(ratio: Mapping[str, Tensor], mean: float, cap: float = 1e6) -> Tensors:
     """Scale ratios, each at most `cap`, to variances s_i^2 with the given mean over all coordinates."""
     capped = {name: value.clamp(max=cap) for name, value in ratio.items()}
