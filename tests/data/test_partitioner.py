@@ -10,9 +10,10 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from PIL import Image
+from scipy.stats import ks_2samp
 
 from gradveil.core.errors import GradveilError
-from gradveil.data import by_flower, iid, load
+from gradveil.data import by_flower, dirichlet, iid, load
 
 COUNT = 60
 # datasets 4.8 sorts with an argument that pyarrow 25 deprecates.
@@ -77,6 +78,31 @@ def test_the_built_in_iid_partition_is_that_of_the_library_given_the_same_order(
     theirs = by_flower(data.subset(order), 7, "IidPartitioner", {}, None, False)
     ours = iid(COUNT, 7, torch.Generator().manual_seed(5))
     assert [order[part].sort().values.tolist() for part in theirs] == [part.tolist() for part in ours]
+
+
+@pytest.mark.parametrize("alpha", [0.1, 1.0])
+def test_the_built_in_dirichlet_partition_has_the_law_of_the_librarys(alpha: float) -> None:
+    """Shares of a class that a client gets, over ten seeds; four times the concentration is told apart."""
+    import datasets
+    from flwr_datasets.partitioner import DirichletPartitioner
+
+    targets, clients, seeds = torch.arange(2000) % 20, 4, range(10)
+    table = datasets.Dataset.from_dict({"label": targets.tolist()})
+
+    def shares(parts: list[torch.Tensor]) -> list[float]:
+        return (targets[parts[0]].bincount(minlength=20) / 100).tolist()
+
+    def own(concentration: float) -> list[float]:
+        found = (dirichlet(targets, clients, concentration, torch.Generator().manual_seed(seed)) for seed in seeds)
+        return [share for parts in found for share in shares(parts)]
+
+    theirs: list[float] = []
+    for seed in seeds:
+        made = DirichletPartitioner(clients, "label", alpha, 0, self_balancing=False, seed=seed)
+        made.dataset = table
+        theirs += (torch.tensor(made.load_partition(0)["label"]).bincount(minlength=20) / 100).tolist()
+    assert ks_2samp(own(alpha), theirs).pvalue > 0.05
+    assert max(ks_2samp(own(alpha * factor), theirs).pvalue for factor in (0.25, 4.0)) < 0.01
 
 
 @pytest.mark.parametrize(

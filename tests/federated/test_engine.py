@@ -219,6 +219,17 @@ def test_bytes_are_those_of_what_is_sent():
     assert later <= 4 * (0.6 * values + header), "then what the round changed: no more than four times a tenth"
 
 
+def test_the_whole_model_is_encoded_only_for_who_needs_it(monkeypatch):
+    """Everybody was there: the round encodes what each sends and what it changed, and nothing else."""
+    scene = federation(clients=3)
+    standing = scene.round(scene.start())
+    asked = []
+    monkeypatch.setattr("gradveil.federated.engine.encoded_size", lambda update, *_: asked.append(update) or 7)
+    after = scene.round(standing)
+    assert len(asked) == 3 + 1
+    assert after.records[-1].bytes_down == 3 * standing.moved
+
+
 def test_what_speakers_say_before_a_round_is_paid_for():
     """One client's mask goes up, a bit an entry; everybody is sent it."""
     quiet, loud = (train(federation(text), 1).records[0] for text in ("dgp(feedback=true)", "adgp"))

@@ -273,7 +273,8 @@ class Federation:
         """Count what the server sends: what the last round changed to those who were there, all to the others."""
         last = before.records[-1] if before.records else None
         there = clients & {*last.clients, *last.refused, *last.absent} if last else set[int]()
-        return len(there) * before.moved + len(clients - there) * encoded_size(before.params)
+        new = len(clients - there)
+        return len(there) * before.moved + (new * encoded_size(before.params) if new else 0)
 
     def _judged(self, after: Standing, record: Round, before: Standing) -> Standing:
         """Keep the best parameters, and say whether to go on."""
