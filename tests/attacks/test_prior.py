@@ -17,9 +17,10 @@ from gradveil.audit.cell import cells, recover
 from gradveil.audit.granted import grant
 from gradveil.audit.rounds import observe
 from gradveil.audit.scene import open_scene
-from gradveil.client import Client
+from gradveil.client import Client, Local
 from gradveil.core.noise import Key
 from gradveil.core.types import Batch
+from gradveil.nn.dropout import Dropout
 from gradveil.nn.norms import BatchStatistics, FrozenNorm
 from gradveil.nn.statistics import running_statistics
 from gradveil.nn.surgery import prepare
@@ -54,6 +55,23 @@ def test_statistics_are_those_that_enter_the_layers():
             torch.testing.assert_close(found[f"{name}.mean"][victim], x.mean((0, 2, 3)))
             torch.testing.assert_close(found[f"{name}.var"][victim], x.var((0, 2, 3), unbiased=False))
     assert list(running_statistics(model)) == ["1.mean", "1.var"]
+
+
+def test_statistics_of_a_sum_are_those_of_all_members_with_their_own_masks():
+    scene = normed()
+    model = nn.Sequential(Dropout(0.5), *scene.client.model).double()
+    client = Client(model, members=2)
+    one, params = Batch(*(value[0] for value in scene.truth)), client.params()
+    noise = {name: value.unsqueeze(0) for name, value in client.noise_spec(params, one).sample(Key(8)).items()}
+    (mask,) = noise.values()
+    found = client.statistics(params, Batch(*(value[:1] for value in scene.truth)), noise)
+    x = model[1](scene.truth.inputs[0] * mask[0].flatten(0, 1) / 0.5)
+    torch.testing.assert_close(found["2.mean"][0], x.mean((0, 2, 3)))
+    torch.testing.assert_close(found["2.var"][0], x.var((0, 2, 3), unbiased=False))
+    trained = replace(client, members=1, local=Local(batch=2, lr=0.1, steps=3))
+    spec = trained.noise_spec(params, one).sample(Key(8))
+    found = trained.statistics(params, scene.truth, {n: v.expand(2, *v.shape) for n, v in spec.items()})
+    torch.testing.assert_close(found["2.mean"][0], model[1](scene.truth.inputs[0]).mean((0, 2, 3)))
 
 
 def test_the_first_layer_counts_ten_times():

@@ -277,13 +277,24 @@ class Client:
     def statistics(self, params: Tensors, batch: Batch, noise: Mapping[str, Tensor]) -> Tensors:
         """Compute what enters the normalisation layers for batches [V, B, ...]: mean and variance, each [V, channels].
 
-        Names are `<layer>.mean` and `<layer>.var`.
+        Names are `<layer>.mean` and `<layer>.var`. What local steps draw is for parts of the batch: it is switched off.
         """
+        if self.local is not None:
+            once, device = replace(self, local=None), batch.inputs.device
+            spec = once.noise_spec(params, Batch(batch.inputs[0], batch.targets[0]))
+            off = {n: v.to(device).expand(len(batch.inputs), *v.shape) for n, v in spec.neutral().items()}
+            return once.statistics(params, batch, {**off, **{name: noise[name] for name in self._kept}})
 
         def one(own: Batch, own_noise: Tensors) -> Tensors:
+            each, drawn = own.inputs.shape[0] // self.members, select(own_noise, "model")
+            kept = select({name: own_noise[name] for name in self._kept}, "model")
+            if self.members > 1:
+                drawn = {name: value.flatten(0, 1) for name, value in drawn.items() if name not in kept}
+                kept = {name: value.repeat_interleave(each, 0) for name, value in kept.items()}
+            else:
+                kept = spread(kept, each)
             with batch_statistics(self.model) as found:
-                kept = spread({name: own_noise[name] for name in self._kept}, own.inputs.shape[0])
-                self.objective.outputs(params, own.inputs, select({**own_noise, **kept}, "model"))
+                self.objective.outputs(params, own.inputs, {**drawn, **kept})
             return found
 
         return vmap(one)(self._prepared(batch, noise), dict(noise))
