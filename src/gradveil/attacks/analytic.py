@@ -4,6 +4,9 @@ With z = W x + b, every row of the gradient is dL/dW_i = dL/db_i x: the weight's
 image (Phong et al. 2017). A vision transformer adds a position embedding to the patches' outputs, and its gradient says
 the same of every patch: dW = sum_t z_t x_t^T is solved for all patches at once (Lu et al. 2022, "APRIL").
 
+A defence that leaves entries out or adds noise makes these equations false: `prior` weighs them against images that are
+likely (`attacks.likely`).
+
 A batch's gradient mixes its images. Behind a fully connected layer they are taken apart by label: the error p_c - y_c
 of an output is large and negative only for examples of its own class, so rows combined such that one output's error
 remains show mostly that class's images.
@@ -13,7 +16,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -22,7 +25,8 @@ from torch.func import functional_call
 
 from gradveil.attacks.base import Observation, Progress, Prospect, Reconstruction
 from gradveil.attacks.infer import Labels, find_labels, label_problems
-from gradveil.attacks.knowledge import How, Knowledge
+from gradveil.attacks.knowledge import How, Knowledge, Known
+from gradveil.attacks.likely import prior_problems, weighed
 from gradveil.client import Client
 from gradveil.core.errors import Problem, refuse
 from gradveil.core.noise import Key
@@ -36,8 +40,18 @@ class Analytic:
     name: str = "analytic"
     labels: Labels = "given"
     """Where a batch's labels come from; a single image needs none."""
-    belief: Literal["naive", "full"] = "naive"
-    knowledge: Mapping[str, How] = field(default_factory=dict)
+    prior: Literal["none", "public"] = "none"
+    """With `public` it knows the defence, and weighs the equations by how that disturbs public images'."""
+
+    @property
+    def belief(self) -> Literal["naive", "full"]:
+        """Only with a prior is there anything to believe."""
+        return "naive" if self.prior == "none" else "full"
+
+    @property
+    def knowledge(self) -> Mapping[str, How]:
+        """The public images of the prior."""
+        return {} if self.prior == "none" else {"public": Known()}
 
     def problems(self, prospect: Prospect) -> Iterator[Problem]:
         """Refuse a model whose first layer does not show its input, and labels that cannot be read off."""
@@ -46,6 +60,8 @@ class Analytic:
         yield from problems
         yield from _batch_problems(layer, prospect.examples)
         yield from label_problems(self.labels, prospect.belief, prospect.examples, prospect.classes)
+        if self.prior == "public":
+            yield from prior_problems(prospect.shape, prospect.examples, prospect.public)
 
     def __call__(
         self,
@@ -66,8 +82,12 @@ class Analytic:
         seen, sound = _sound(seen, layer)
         targets = find_labels(self.labels, seen, belief, knowledge, key.child("labels"))
         assert targets is not None, "labels are given or read off the update"
-        if examples == 1:
-            flat, misfit = _solved(layer.read(seen.update[layer.errors]), seen.update[layer.weight].flatten(2))
+        weight, errors = seen.update[layer.weight].flatten(2), layer.read(seen.update[layer.errors])
+        if self.prior == "public":
+            refuse(list(prior_problems(knowledge.shape, examples, knowledge.public is not None)))
+            flat, misfit = weighed(layer, errors, weight, seen, belief, knowledge, key)
+        elif examples == 1:
+            flat, misfit = _solved(errors, weight)
             flat = torch.zeros_like(flat.flatten(1)).index_copy_(1, layer.pixels.flatten(), flat.flatten(1))
         else:
             flat, misfit = _Mixture(layer, seen, targets, belief, knowledge).unmixed()

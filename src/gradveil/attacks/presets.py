@@ -193,6 +193,7 @@ _ANALYTIC = (
 )
 _WU = "Wu, Chen, Guo, Weinberger 2023, Learning to Invert: Simple Adaptive Attacks for Gradient Inversion"
 _FOUND_LABELS = Argument("labels", Choice(("given", "idlg", "unique", "restore")), "given")
+_SOLVED = (_FOUND_LABELS, Argument("prior", Choice(("none", "public")), "none"))
 _LEARNED = (
     Argument("epochs", Range(1, integer=True), 30),
     Argument("width", Range(1, integer=True), 1000),
@@ -218,7 +219,7 @@ ATTACKS: dict[str, AttackEntry] = {
         InversionEntry("sapag", sapag, "Gaussian kernel distance a layer", "Wang et al., 2020"),
         InversionEntry("gi", gi, "l2 distance, BatchNorm prior, restarts that agree", _GRADINVERSION),
         InversionEntry("gi-strong", gi_strong, "GI that is told the batch's true BatchNorm statistics", _GRADINVERSION),
-        AttackEntry("analytic", Analytic, "the first layer's equations, solved", _ANALYTIC, (_FOUND_LABELS,)),
+        AttackEntry("analytic", Analytic, "the first layer's equations, solved", _ANALYTIC, _SOLVED),
         AttackEntry("learned", Learned, "a network trained on public images and simulated updates", _WU, _LEARNED),
     )
 }

@@ -1,0 +1,142 @@
+"""The likeliest image behind a first layer's equations that a defence has disturbed.
+
+The equations dW = sum_t z_t x_t^T hold errors on both sides: noise was added to dW and to the z_t, or entries of both
+were not sent. Three things make up for them. The z_t of one output resemble each other over the patches, so that those
+that are sent tell of those that are not (a normal law over the patches, fitted to this update by expectation
+maximisation). An equation whose z_t remain uncertain counts for less. And images are smooth: each cosine
+coefficient has the variance that public images have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import prod
+
+import torch
+from torch import Tensor
+
+from gradveil.attacks.base import Observation
+from gradveil.attacks.knowledge import Knowledge
+from gradveil.attacks.rehearse import Disturbance, disturbances
+from gradveil.client import Client
+from gradveil.core.errors import Problem
+from gradveil.core.noise import Key
+from gradveil.core.types import Batch
+from gradveil.nn.shown import Shown
+from gradveil.theory.spectrum import cosine, spectrum
+
+LARGEST = 4096
+"""Values of an image, at most: the unknowns of one dense system (a gigabyte at 4,096, while it is solved)."""
+_ROUNDS = 15
+
+
+def prior_problems(shape: tuple[int, int, int], examples: int, public: bool) -> Iterator[Problem]:
+    """Refuse what the prior of public images is not for."""
+    remedy = "leave out the prior, or choose another attack, such as cdia"
+    if not public:
+        yield Problem("data", "there are no public images to take a prior from", remedy)
+    if examples > 1:
+        yield Problem("client.batch", f"a prior is for one image, and an update has {examples}", remedy)
+    if prod(shape) > LARGEST:
+        yield Problem("data", f"images of {prod(shape)} values are too large for a prior: {LARGEST} at most", remedy)
+
+
+_PUBLIC, _REHEARSED = 4096, 32
+"""Public images that the prior is made from, and that the defence is tried on, at most."""
+
+
+def weighed(
+    layer: Shown,
+    errors: Tensor,
+    weight: Tensor,
+    seen: Observation,
+    belief: Client,
+    knowledge: Knowledge,
+    key: Key,
+) -> tuple[Tensor, Tensor]:
+    """Find every victim's likeliest image [V, pixels], and the misfits [V]."""
+    public = knowledge.public
+    assert public is not None, "it was looked for"
+    inputs = public.inputs.to(weight)
+    tried = Batch(inputs[:_REHEARSED].unsqueeze(1), public.targets[:_REHEARSED].to(weight.device).unsqueeze(1))
+    parts = (lambda sent: layer.read(sent[layer.errors]), lambda sent: sent[layer.weight])
+    disturbed = disturbances(seen.believed(belief), seen.params, tried, key.child("rehearsal"), parts)
+    images = images_like(inputs[:_PUBLIC])
+    pixels = layer.pixels.to(weight.device)
+    found = [likeliest(z, w, pixels, images, *disturbed) for z, w in zip(errors.double(), weight.double(), strict=True)]
+    flat, misfit = (torch.stack(values).to(weight) for values in zip(*found, strict=True))
+    return flat, misfit
+
+
+@dataclass(frozen=True)
+class Images:
+    """A normal law of images: mean [N], covariance and precision [N, N]."""
+
+    mean: Tensor
+    covariance: Tensor
+    precision: Tensor
+
+
+def images_like(public: Tensor) -> Images:
+    """Fit independent normal cosine coefficients to public images [M, C, H, W]."""
+    channels, height, width = public.shape[1:]
+    known = spectrum(public)
+    units = torch.eye(height * width, dtype=torch.float64, device=public.device)
+    basis = cosine(units.view(-1, height, width)).flatten(1).T
+    variances = [known.variances[channel].flatten().to(basis) for channel in range(channels)]
+    return Images(
+        public.double().mean(0).flatten(),
+        torch.block_diag(*(basis.T @ (v.unsqueeze(1) * basis) for v in variances)),
+        torch.block_diag(*(basis.T @ (basis / v.unsqueeze(1)) for v in variances)),
+    )
+
+
+def likeliest(
+    errors: Tensor, weight: Tensor, pixels: Tensor, images: Images, of_errors: Disturbance, of_weight: Disturbance
+) -> tuple[Tensor, Tensor]:
+    """Return one victim's likeliest image [N], and its misfit: z_t [T, D], dW [D, P], and which pixel x_t is [T, P]."""
+    z, noise = _completed(errors, *_variances(errors, of_errors))
+    on_weight = _variances(weight, of_weight)
+    noise_of_equations = torch.where(weight != 0, on_weight[0], on_weight[1])
+    precision, wanted = images.precision.clone(), images.precision @ images.mean
+    for place, own in enumerate(pixels.T):
+        moments = images.covariance[own][:, own] + torch.outer(images.mean[own], images.mean[own])
+        variance = (noise * moments).sum((1, 2)) + noise_of_equations[:, place]
+        weighed = z / variance
+        precision[own.unsqueeze(1), own] += weighed @ z.T
+        wanted[own] += weighed @ weight[:, place]
+    factor = torch.linalg.cholesky(precision)
+    found = torch.cholesky_solve(wanted.unsqueeze(1), factor).squeeze(1)
+    rest = torch.where(weight != 0, z.T @ found[pixels] - weight, 0.0)
+    return found, rest.norm() / weight.norm().clamp_min(torch.finfo(weight.dtype).tiny)
+
+
+def _variances(value: Tensor, of: Disturbance) -> tuple[Tensor, Tensor]:
+    """Return the variance of an entry that was sent, and of one that was not; never less than rounding's."""
+    sent = value[value != 0]
+    size = sent.square().mean() if len(sent) else value.new_zeros(())
+    least = (torch.finfo(torch.float32).eps ** 2 * size).clamp_min(torch.finfo(value.dtype).tiny ** 0.5)
+    return torch.maximum(of.sent, least), torch.maximum(of.unsent * size, least)
+
+
+def _completed(errors: Tensor, of_sent: Tensor, of_unsent: Tensor) -> tuple[Tensor, Tensor]:
+    """Estimate the true z_t [T, D] of every output, and their covariances [D, T, T], by expectation maximisation.
+
+    Where all were sent they stay as they are: smoothing the noise would take more of the z_t than of it.
+    """
+    tokens, outputs = errors.shape
+    known = torch.where(errors != 0, 1 / of_sent, 1 / of_unsent).T
+    if bool(errors.all()):
+        return errors, torch.diag_embed(1 / known)
+    law = (errors @ errors.T) / outputs + torch.diag((1 / known).mean(0))
+    units = torch.eye(tokens, dtype=errors.dtype, device=errors.device)
+    z, covariances = errors, known.new_zeros(outputs, tokens, tokens)
+    for _ in range(_ROUNDS):
+        # (law^-1 + known)^-1 without inverting the law, which is nearly singular: patches' errors look alike.
+        gain = torch.linalg.solve(law + torch.diag_embed(1 / known), law.expand(outputs, -1, -1)).mT
+        z = (gain @ errors.T.unsqueeze(2)).squeeze(2).T
+        rest = units - gain
+        covariances = rest @ law @ rest.mT + (gain / known.unsqueeze(1)) @ gain.mT
+        law = (z @ z.T + covariances.sum(0)) / outputs
+    return z, covariances
