@@ -60,6 +60,7 @@ def test_a_model_and_a_batch_of_ones_own(tmp_path: Path) -> None:
     assert [row["defence"] for row in result.summary()] == ["none", "prune(0.9)"]
     assert result.summary()[0]["model"] == "LeNetZhu" or result.summary()[0]["model"] == type(network()).__name__
     assert "prune(0.9)" in str(result)
+    assert repr(result) == str(result)
     assert result.path == tmp_path / "run"
     assert result.report(tmp_path / "page.html").read_text() == str(tmp_path / "run")
 

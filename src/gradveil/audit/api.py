@@ -41,9 +41,9 @@ Bounds = Literal["unit"] | tuple[float, float] | None
 """The range of inputs: [0, 1], a pair, or what the batch spans."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Result:
-    """What an audit found. `print(result)` shows a table and what its columns mean."""
+    """What an audit found. `print(result)`, or a notebook, shows a table and what its columns mean."""
 
     cells: list[Cell]
     path: Path
@@ -67,6 +67,10 @@ class Result:
             console.print(result_table(self.cells))
             console.print(legend(self.cells, self.config))
         return capture.get()
+
+    def __repr__(self) -> str:
+        """Show the same where a notebook shows a value."""
+        return str(self)
 
 
 def audit_model(

@@ -12,7 +12,7 @@ from torch import Tensor
 from gradveil.core.errors import Problem, refuse
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Dataset:
     """Images with labels, and what is needed to read them as pixels again.
 
@@ -43,6 +43,15 @@ class Dataset:
     def __post_init__(self) -> None:
         """Refuse data that would fail later, or be attacked wrongly in silence; every problem at once."""
         refuse(list(self._problems()))
+
+    def __repr__(self) -> str:
+        """Say in a line what it is.
+
+        >>> Dataset("dots", torch.zeros(2, 1, 4, 4), torch.tensor([0, 1]), ("off", "on"))
+        Dataset('dots', 2 images of 1x4x4, 2 classes)
+        """
+        shape = "x".join(str(side) for side in self.inputs.shape[1:])
+        return f"Dataset({self.name!r}, {len(self)} images of {shape}, {len(self.classes)} classes)"
 
     def __len__(self) -> int:
         """Count the images."""
