@@ -1,13 +1,18 @@
 """What pruning leaves out, against its definition and over random updates."""
 
+import math
+
 import pytest
 import torch
+from torch.nn.functional import cross_entropy
 
 from gradveil.core.noise import Key
 from gradveil.core.tree import norm, squared_norm, tmap
 from gradveil.core.types import Batch, Context
+from gradveil.data import load
 from gradveil.defences import Dual
 from gradveil.metrics import cosine, relative_distance
+from gradveil.nn.models import build
 from gradveil.theory.pruning import degraded, degraded_cosine, gamma, least_gamma, worst_cosine
 
 CONTEXT = Context({}, Batch(torch.zeros(1), torch.zeros(1)))
@@ -81,3 +86,51 @@ def test_the_angles_bound_the_cosine_and_the_printed_form_does_not():
     assert broken > 0
     assert float(worst_cosine(torch.tensor(2.0), share)) == 2
     assert float(degraded_cosine(torch.tensor(0.5), torch.tensor(0.25))) == 0.75
+
+
+def counted(g, top: float, bottom: float) -> float:
+    """What our bound says of these layers: the shares that come out, weighed by the layers' energies."""
+    whole, least = float(squared_norm(g)), 0.0
+    for value in g.values():
+        first, last = (math.floor(share * value.numel() + 1e-9) / value.numel() for share in (top, bottom))
+        least += float(value.square().sum()) * first / (1 - last)
+    return least / whole
+
+
+def real(number: int):
+    """The gradient of one face: layers of a few entries, and of thousands."""
+    victims = load("faces", size=16).victims
+    net = build("lenet-zhu", channels=1, size=16, classes=2, generator=Key(number).generator()).double()
+    loss = cross_entropy(net(victims.inputs[number : number + 1].double()), victims.targets[number : number + 1])
+    names, params = zip(*net.named_parameters(), strict=True)
+    return dict(zip(names, torch.autograd.grad(loss, params), strict=True))
+
+
+@pytest.mark.parametrize(("top", "bottom"), [*SETTINGS, (0.02, 0.4), (0.24, 0.72), (0.01, 0.95)])
+def test_every_gamma_lies_where_proposition_1_says_and_above_the_sharper_bound(top: float, bottom: float):
+    printed, largest = least_gamma(top, bottom)
+    assert printed < largest
+    drawn = [update(number, power) for number in range(8) for power in (0.0, 0.3, 1.0, 2.0, 8.0)]
+    for g in [*drawn, *(real(number) for number in range(3))]:
+        measured = float(gamma(g, pruned(g, top, bottom)))
+        assert printed < measured < 1
+        assert measured >= counted(g, top, bottom) - 1e-12
+    assert counted(drawn[0], top, bottom) == pytest.approx(largest)  # 400 entries: the shares come out whole
+
+
+def test_the_printed_bound_says_next_to_nothing():
+    shares = [(i / 40, j / 40) for i in range(41) for j in range(41 - i) if j < 40]
+    both = [least_gamma(*each) for each in shares]
+    assert max(printed for printed, _ in both) == pytest.approx((1 - 0.75**0.5) ** 2)
+    assert max(printed for printed, _ in both) < 0.018
+    for (top, bottom), (printed, largest) in zip(shares, both, strict=True):
+        assert printed < largest or top == 0 == printed == largest
+        assert printed > 0 or top == 0 or bottom == 0
+
+
+def test_where_proposition_1_fails():
+    """Of small layers nothing goes; of one entry alone, which is the largest, all."""
+    small = {"w": torch.ones(3, dtype=torch.float64), "b": -torch.ones(1, dtype=torch.float64)}
+    assert float(gamma(small, pruned(small, 0.05, 0.3))) == 0 < least_gamma(0.05, 0.3)[0]
+    lone = {"w": torch.eye(20, dtype=torch.float64)[0]}
+    assert float(gamma(lone, pruned(lone, 0.05, 0.75))) == 1

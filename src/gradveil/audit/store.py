@@ -99,7 +99,8 @@ def summarise(cell: Cell) -> dict[str, Any]:
     Rates count images; means are over images; `seconds` is the attack's working time, summed over processes; an
     unfinished cell has None. `accuracy` is the model's after `trained` rounds of training, `final_accuracy` that at
     the end, `client_seconds` what one update takes, `round_*` what a round costs. Of pruning
-    alone, `gamma_1` is the share of the update's energy left out, `cosine_*` how far a perfect match is off.
+    alone, `gamma_1` is the share of the update's energy left out, `proposition_1` and `gamma_1_least` what dual pruning
+    leaves out at least (the paper's and the sharper bound), `cosine_*` how far a perfect match is off.
     """
     info, records = cell.info, cell.records
     keys = ("cell", "model", "data", "seed", "round", "trained", "client", "defence", "attack")
@@ -128,6 +129,8 @@ def summarise(cell: Cell) -> dict[str, Any]:
         "first_order_utility": info.get("first_order_utility"),
         "second_order_utility": info.get("second_order_utility"),
         "gamma_1": pruned.get("gamma"),
+        "gamma_1_least": pruned.get("least"),
+        "proposition_1": pruned.get("proposition_1"),
         "cosine_promised": pruned.get("promised"),
         "cosine_worst": pruned.get("worst"),
         "bytes_sent": info.get("bytes_sent"),

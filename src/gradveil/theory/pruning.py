@@ -25,11 +25,13 @@ def gamma(update: Mapping[str, Tensor], sent: Mapping[str, Tensor]) -> Tensor:
 
 
 def least_gamma(top: float, bottom: float) -> tuple[float, float]:
-    """Return what dual pruning leaves out at least: the paper's bound, and the largest that holds for every update.
+    """Return what dual pruning leaves out at least: as Proposition 1 has it, and the most that holds for every update.
 
-    The paper has (1 - sqrt(1 - k1 k2))^2 < gamma_1 < 1 for the shares k1 = `top` and k2 = `bottom`. The largest entries
-    are no smaller than the middle ones, so gamma_1 >= k1 / (1 - k2), with equality where the bottom is zero and all
-    else equal. Both speak of shares that come out whole: a layer so small that floor(k1 P) = 0 may lose nothing.
+    Proposition 1: (1 - sqrt(1 - k1 k2))^2 < gamma_1 < 1 for the shares k1 = `top` and k2 = `bottom`. Ours is sharper:
+    the largest entries are no smaller than the middle ones, so gamma_1 >= k1 / (1 - k2), with equality where the bottom
+    is zero and all else equal. Proposition 1 follows from it where k1 > 0, and says next to nothing: k1 k2 is at most
+    1/4, so its bound is never above 1.8 %, and zero where k1 or k2 is. Both speak of shares that come out whole: of a
+    layer so small that floor(k1 P) = floor(k2 P) = 0 nothing goes. And gamma_1 = 1 where all that is kept is zero.
 
     >>> [round(bound, 4) for bound in least_gamma(0.05, 0.75)]
     [0.0004, 0.2]
