@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
@@ -11,18 +11,18 @@ import torch
 from torch import Tensor, nn
 from torch.func import vmap
 
-from gradveil.client.at import At
 from gradveil.client.batched import obstacle, victim_gradients
 from gradveil.client.batching import Batching, Drawn, of_batch
-from gradveil.client.gradient import Objective, caught_outputs, cross_entropy, last_inputs, mean_gradient
-from gradveil.client.local import Local, train
+from gradveil.client.defended import Defended, applied
+from gradveil.client.gradient import Objective, caught_outputs, cross_entropy
+from gradveil.client.local import Local
 from gradveil.client.own import Own, spread
-from gradveil.client.probing import example_squared_row_norms
 from gradveil.client.steady import steady
+from gradveil.client.steps import Steps
 from gradveil.core.errors import Problem, fail, refuse
 from gradveil.core.noise import NoiseSpec
 from gradveil.core.tree import Tensors, select, under
-from gradveil.core.types import Batch, BatchTransform, Context, Domain, Features, Loss, Transform
+from gradveil.core.types import Batch, BatchTransform, Domain, Loss, Transform
 from gradveil.nn.statistics import batch_statistics, running_statistics
 from gradveil.nn.stochastic import model_noise
 
@@ -82,6 +82,10 @@ class Client:
     def _kept(self) -> NoiseSpec:
         """What the model has of the client's own: drawn once, never sent. It is looked at once."""
         return self._own.spec()
+
+    @cached_property
+    def _defended(self) -> Defended:
+        return Defended(self.objective, self._trained, self.step, self.local.batch if self.local else 0)
 
     @cached_property
     def _own(self) -> Own:
@@ -220,11 +224,12 @@ class Client:
         whole = {**noise, **spread(kept, batch.inputs.shape[0])}
         if self.local is None:
             with caught_outputs() as outputs:
-                update, step_state = self._one(params, batch, whole, own)
+                update, step_state = self._defended(params, batch, whole, own)
         else:
             outputs = []
             examples = self._batching.steps(batch, noise[self.local.order], of_epoch)
-            update, step_state, kept = self._many(self.local, params, noise, examples, of_step, own, kept)
+            steps = Steps(self.local, self._defended, self._own)
+            update, step_state, kept = steps(params, noise[self.local.order], examples, of_step, own, kept)
         after = under("kept", {"joined": torch.ones_like(state["kept.joined"]), **kept} if kept else {})
         after = under("step", step_state) | after
         sent, after = self._finish(params, batch, whole, state, update, after, *outputs[-1:])
@@ -248,7 +253,7 @@ class Client:
         if self.local is None and self.members == 1 and not self._kept:
             ready = self._prepared(batch, noise)
             apart, inner = self._apart(ready, select(noise, "model"))
-            parts = self._parted(params)
+            parts = self._defended.parted(params)
             if obstacle(self.objective, *parts, apart, inner) is None:
                 gradients = victim_gradients(self.objective, *parts, apart, inner)
                 sent, after = self._transformed(gradients, params, ready, noise, state)
@@ -313,7 +318,7 @@ class Client:
             return "the model has something of every client's own"
         return obstacle(
             self.objective,
-            *self._parted(params),
+            *self._defended.parted(params),
             *self._apart(self._prepared(batch, noise), select(noise, "model")),
         )
 
@@ -342,11 +347,11 @@ class Client:
             inner, of_step = select(own_noise, "model"), select(own_noise, "step")
             if each is not None:
                 of_each = {name: of_step.pop(name) for name in each.noise(self._sent(params))}
-                rows = self._each(each, g, params, own, inner, of_each)
+                rows = applied(each, g, params, own, inner, of_each)
                 g = {name: value.mean(0) for name, value in rows.items()}
             step_state: Tensors = {}
             if mean is not None:
-                context = self._context(params, own, inner)
+                context = self._defended.context(params, own, inner)
                 g, step_state = mean.apply(g, select(own_state, "step"), of_step, context)
             return self._finish(params, own, own_noise, own_state, g, under("step", step_state))
 
@@ -365,126 +370,12 @@ class Client:
         """Apply the send transform and put the states together; `after` has those of the slots before it."""
         send_state: Tensors = {}
         if self.send:
-            context = self._context(params, batch, select(noise, "model"), select(self.messages, "send"), outputs)
+            inner, messages = select(noise, "model"), select(self.messages, "send")
+            context = self._defended.context(params, batch, inner, messages, outputs)
             update, send_state = self.send.apply(update, select(state, "send"), select(noise, "send"), context)
         after = after | under("send", send_state)
         after = {name: after[name] for name in state if name in after} | after  # in the order of `init`
         return update, after
-
-    def _one(
-        self,
-        params: Tensors,
-        batch: Batch,
-        noise: Mapping[str, Tensor],
-        state: Tensors,
-        included: Tensor | None = None,
-    ) -> tuple[Tensors, Tensors]:
-        """One (defended) gradient at these parameters: the mean over the batch, or over what Poisson sampling took."""
-        trained, frozen = self._parted(params)
-        inner, own = select(noise, "model"), select(noise, "step")
-        each, mean = self.step.split() if self.step else (None, None)
-        at = At(self.objective, trained, frozen, batch, inner)
-        if each is None and included is None:
-            g = at.mean()
-        else:
-            g = at.weighed(each) if each is not None and included is None else None
-            if g is None:
-                rows = at.each()
-                if each is not None:
-                    of_each = {name: own.pop(name) for name in each.noise(trained)}
-                    rows = self._each(each, rows, params, batch, inner, of_each)
-                g = {name: self._mean(value, included) for name, value in rows.items()}
-        if mean is None:
-            return g, {}
-        context = self._context(params, batch, inner)
-        if included is not None and self.local is not None:
-            context = replace(context, expected=self.local.batch)
-        return mean.apply(g, state, own, context)
-
-    def _mean(self, rows: Tensor, included: Tensor | None) -> Tensor:
-        """Average over examples; where some were drawn, sum over those and divide by the expected number."""
-        if included is None or self.local is None:
-            return rows.mean(0)
-        total = included.to(rows.dtype) @ rows.reshape(len(rows), -1)
-        return total.reshape(rows.shape[1:]) / self.local.batch
-
-    def _each(
-        self,
-        each: Transform,
-        rows: Tensors,
-        params: Tensors,
-        batch: Batch,
-        inner: Mapping[str, Tensor],
-        noise: Tensors,
-    ) -> Tensors:
-        """Apply the per-example transform to every example's gradient."""
-
-        def apply(row: Tensors, noise_1: Tensors) -> Tensors:
-            return each.apply(row, {}, noise_1, Context(params, batch, inner))[0]
-
-        return vmap(apply)(rows, noise)
-
-    def _many(
-        self,
-        local: Local,
-        params: Tensors,
-        noise: Mapping[str, Tensor],
-        examples: Callable[[int, Mapping[str, Tensor]], Batch],
-        of_step: Drawn,
-        state: Tensors,
-        kept: Tensors,
-    ) -> tuple[Tensors, Tensors, Tensors]:
-        """T local steps; the update is parameters in minus parameters out. What is kept is trained with them."""
-        current, poisson = state, local.sampling == "poisson"
-        drawn = noise[local.order]
-        free = self._own.free(kept) if kept else {}
-
-        def gradient(t: int, now: Tensors) -> Tensors:
-            nonlocal current
-            included, inner = drawn[t] if poisson else None, of_step(t)
-            own = examples(t, inner)
-            if not kept:
-                g, current = self._one(now, own, inner, current, included)
-                return g
-            at, held = {name: now[name] for name in params}, spread(self._own.moved(kept, now), len(own.inputs))
-            g, current = self._one(at, own, {**inner, **held}, current, included)
-            weights = None if included is None else included / local.batch
-            if weights is None and self.step and self.step.split()[0]:
-                weights = own.inputs.new_full((len(own.inputs),), 1 / len(own.inputs))
-            mine = {name: now[name] for name in free}
-            return g | self._own.gradient(at, own, select(inner, "model"), kept, mine, weights)
-
-        out = train(local, {**params, **free}, drawn.shape[0], gradient)
-        after = self._own.moved(kept, out) if kept else {}
-        return {name: params[name] - out[name] for name in self.trained()}, current, after
-
-    def _context(
-        self,
-        params: Tensors,
-        batch: Batch,
-        inner: Mapping[str, Tensor],
-        messages: Tensors | None = None,
-        outputs: Tensor | None = None,
-    ) -> Context:
-        trained, frozen = self._parted(params)
-        own = self.objective, trained, frozen, batch, inner
-
-        def gradient(examples: Batch) -> Tensors:
-            return mean_gradient(self.objective, trained, frozen, examples, inner)
-
-        def features(examples: Batch) -> Features:
-            return last_inputs(self.objective, params, examples, inner)
-
-        def sensitivity(directions: Tensor, offset: Tensor) -> Tensors:
-            return example_squared_row_norms(*own, directions, offset, outputs)
-
-        return Context(params, batch, inner, gradient, features, sensitivity, messages or {})
-
-    def _parted(self, params: Mapping[str, Tensor]) -> tuple[Tensors, Tensors]:
-        """Part the parameters into the trained and the frozen ones."""
-        names = set(self._trained)
-        trained = {name: value for name, value in params.items() if name in names}
-        return trained, {name: value for name, value in params.items() if name not in names}
 
     def _sent(self, params: Mapping[str, Tensor]) -> Tensors:
         return {name: params[name] for name in self.trained()}

@@ -1,0 +1,107 @@
+"""One gradient with the defences that act on it: on each example's, then on their mean."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+from torch.func import vmap
+
+from gradveil.client.at import At
+from gradveil.client.gradient import Objective, last_inputs, mean_gradient
+from gradveil.client.probing import example_squared_row_norms
+from gradveil.core.tree import Tensors, select
+from gradveil.core.types import Batch, Context, Features, Transform
+
+
+@dataclass(frozen=True)
+class Defended:
+    """How a client comes from a batch to a gradient: its model and loss, what is trained, the transform of a step."""
+
+    objective: Objective
+    trained: Collection[str]
+    step: Transform | None
+    expected: int = 0
+    """Where Poisson sampling draws the examples of a local step: how many it draws on average."""
+
+    def __call__(
+        self,
+        params: Tensors,
+        batch: Batch,
+        noise: Mapping[str, Tensor],
+        state: Tensors,
+        included: Tensor | None = None,
+    ) -> tuple[Tensors, Tensors]:
+        """Return the gradient, the mean over the batch or over what Poisson sampling took, and the state after it."""
+        inner, own = select(noise, "model"), select(noise, "step")
+        each, mean = self.step.split() if self.step else (None, None)
+        at = At(self.objective, *self.parted(params), batch, inner)
+        if each is None and included is None:
+            g = at.mean()
+        else:
+            g = at.weighed(each) if each is not None and included is None else None
+            if g is None:
+                rows = at.each()
+                if each is not None:
+                    of_each = {name: own.pop(name) for name in each.noise(at.trained)}
+                    rows = applied(each, rows, params, batch, inner, of_each)
+                g = {name: self._mean(value, included) for name, value in rows.items()}
+        if mean is None:
+            return g, {}
+        context = self.context(params, batch, inner)
+        if included is not None:
+            context = replace(context, expected=self.expected)
+        return mean.apply(g, state, own, context)
+
+    def context(
+        self,
+        params: Tensors,
+        batch: Batch,
+        inner: Mapping[str, Tensor],
+        messages: Tensors | None = None,
+        outputs: Tensor | None = None,
+    ) -> Context:
+        """Say what a transform may ask for at these parameters."""
+        trained, frozen = self.parted(params)
+        own = self.objective, trained, frozen, batch, inner
+
+        def gradient(examples: Batch) -> Tensors:
+            return mean_gradient(self.objective, trained, frozen, examples, inner)
+
+        def features(examples: Batch) -> Features:
+            return last_inputs(self.objective, params, examples, inner)
+
+        def sensitivity(directions: Tensor, offset: Tensor) -> Tensors:
+            return example_squared_row_norms(*own, directions, offset, outputs)
+
+        return Context(params, batch, inner, gradient, features, sensitivity, messages or {})
+
+    def parted(self, params: Mapping[str, Tensor]) -> tuple[Tensors, Tensors]:
+        """Part the parameters into the trained and the frozen ones."""
+        names = set(self.trained)
+        trained = {name: value for name, value in params.items() if name in names}
+        return trained, {name: value for name, value in params.items() if name not in names}
+
+    def _mean(self, rows: Tensor, included: Tensor | None) -> Tensor:
+        """Average over examples; where some were drawn, sum over those and divide by the expected number."""
+        if included is None:
+            return rows.mean(0)
+        total = included.to(rows.dtype) @ rows.reshape(len(rows), -1)
+        return total.reshape(rows.shape[1:]) / self.expected
+
+
+def applied(
+    each: Transform,
+    rows: Tensors,
+    params: Tensors,
+    batch: Batch,
+    inner: Mapping[str, Tensor],
+    noise: Tensors,
+) -> Tensors:
+    """Apply a per-example transform to every example's gradient."""
+
+    def apply(row: Tensors, noise_1: Tensors) -> Tensors:
+        return each.apply(row, {}, noise_1, Context(params, batch, inner))[0]
+
+    return vmap(apply)(rows, noise)
