@@ -80,7 +80,7 @@ LAWS = {
         )
     ),
     "dp": Law(("dp(clip=0.3, sigma=0.5)", "dp(clip=0.3, sigma=0.5, on=mean)")),
-    "fed-cdp": Law(("fed-cdp(clip=0.8, sigma=0.5)",)),
+    "fed-cdp": Law(("fed-cdp(clip=0.8, sigma=0.5)", "fed-cdp(clip=0.8, sigma=0.5, decay=0.5)")),
     "user-dp": Law(("user-dp(clip=0.3, sigma=0.5)",)),
     "prune": Law(("prune(ratio=0.7)", "prune(ratio=0.7, scope=global)", "prune(ratio=0.7, feedback=true)")),
     "topk": Law(("topk(keep=0.2)", "topk(keep=0.2, feedback=true)")),

@@ -9,7 +9,7 @@ from typing import Literal, Protocol, runtime_checkable
 from torch import Tensor
 
 from gradveil.attacks.knowledge import How, Knowledge
-from gradveil.client import Client
+from gradveil.client import Client, scheduled
 from gradveil.core.errors import Problem
 from gradveil.core.noise import Key
 from gradveil.core.tree import Tensors
@@ -33,9 +33,12 @@ class Observation:
     round: int = 0
     messages: Tensors = field(default_factory=dict[str, Tensor])
     """Public messages of the round (no leading V)."""
+    since: int = 0
+    """How many rounds of the training came before round 0."""
 
     def believed(self, client: Client) -> Client:
-        """Return a believed client as it was in this round: it heard the same messages."""
+        """Return a believed client as it was in this round: at its point of a schedule, with the same messages."""
+        client = scheduled(client, self.since + self.round)
         return replace(client, messages=self.messages) if self.messages else client
 
 

@@ -44,7 +44,7 @@ def leaked(
     if why is not None or scene.public is None:
         return {"information": torch.zeros(0, 0), "nats": torch.zeros(0)}, why
     groups, mean = spectrum(scene.public.pixels).groups(), scene.public.inputs.mean(0).to(first.inputs)
-    cut = sight(client, first.inputs.shape[0])
+    cuts = [sight(watched.believed(client), first.inputs.shape[0]) for watched in seen]
     rows: list[Told] = []
     for v, number in enumerate(seen[0].victims):
         batch = Batch(truth.raw.inputs[v], truth.raw.targets[v])
@@ -53,7 +53,7 @@ def leaked(
         for r, watched in enumerate(seen):
             names = client.noise_spec(watched.params, batch)
             noise = {name: truth.noise[in_round(r, name)][v] for name in names}
-            parts.append(information(cut, watched.params, batch, noise, probes, mean))
+            parts.append(information(cuts[r], watched.params, batch, noise, probes, mean))
         rows.append(reduce(add, parts))
     along = torch.stack([row.along for row in rows]).reshape(len(rows), len(groups), PROBES)
     return {"information": along.mean(2), "nats": torch.stack([row.nats for row in rows])}, None

@@ -54,7 +54,9 @@ def sighting(scene: Scene, observed: Observed, cell: Address, numbers: range) ->
     like = next(iter(params.values()))
     sent = stack([{name: value.to(like) for name, value in fit.update.items()} for fit in fits])
     examples, messages = scene.config.client[cell.client].examples, dict(records[0].messages)
-    seen = Observation(params, sent, examples, tuple(first + n for n in numbers), 0, messages)
+    seen = Observation(
+        params, sent, examples, tuple(first + n for n in numbers), 0, messages, max(0, records[0].facts.round - 1)
+    )
     return seen.believed(client), seen
 
 

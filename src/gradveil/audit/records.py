@@ -43,11 +43,12 @@ class Observed:
         return all(record.truth is not None for record in self.records)
 
     def together(self, numbers: range, first: int) -> Iterator[range]:
-        """Divide victims into those that share a global model and its messages: an attack sees one of each."""
+        """Divide victims into those that share a round, its model and its messages: an attack sees one of each."""
         start = numbers.start
         for number in numbers:
             one, following = (self.records[first + n] for n in (number, min(number + 1, numbers[-1])))
-            same = one.facts.model == following.facts.model and _equal(one.messages, following.messages)
+            same = (one.facts.model, one.facts.round) == (following.facts.model, following.facts.round)
+            same = same and _equal(one.messages, following.messages)
             if number == numbers[-1] or not same:
                 yield range(start, number + 1)
                 start = number + 1

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from gradveil.attacks.base import Observation
-from gradveil.client import Client, announced, proposer, speakers
+from gradveil.client import Client, announced, proposer, scheduled, speakers
 from gradveil.core.noise import Key
 from gradveil.core.tree import Tensors, stack, take, tmap
 from gradveil.core.types import Batch
@@ -86,13 +86,14 @@ def observe(
         now = draw(scene, cell, client, raw, everybody, number)
         if "kept.joined" in state:  # whoever has taken part in a round has drawn for good what it keeps to itself
             now |= torch.func.vmap(client.own)(now, state)
-        said = _said(client, params, Batch(*(value[others] for value in raw)), take(now, others), take(state, others))
+        theirs = Batch(*(value[others] for value in raw))
+        said = _said(scheduled(client, past + number), params, theirs, take(now, others), take(state, others))
         told = announced(client, said, mean, past + number)
         sent, state = updates(told, params, raw, now, state)
         own = take(now, mine)
         noise |= {in_round(number, name): value for name, value in own.items()}
         ids = tuple(first + n for n in numbers)
-        seen.append(Observation(params, take(sent, mine), raw.inputs.shape[1], ids, number, dict(told.messages)))
+        seen.append(Observation(params, take(sent, mine), raw.inputs.shape[1], ids, number, dict(told.messages), past))
         mean = tmap(lambda value: value.mean(0), sent)
         params = {name: value - rate * mean[name] if name in mean else value for name, value in params.items()}
     mine_raw, last = Batch(*(value[mine] for value in raw)), take(now, mine)

@@ -4,7 +4,7 @@ from gradveil.client.client import Client
 from gradveil.client.drawn import drawn_update
 from gradveil.client.gradient import cross_entropy
 from gradveil.client.local import Local
-from gradveil.client.messages import announced, proposer, speakers
+from gradveil.client.messages import announced, proposer, scheduled, speakers
 from gradveil.client.state import load_state, save_state
 from gradveil.client.steady import steady
 
@@ -17,6 +17,7 @@ __all__ = [
     "load_state",
     "proposer",
     "save_state",
+    "scheduled",
     "speakers",
     "steady",
 ]

@@ -2,6 +2,9 @@
 
 A server that runs a round asks `client.send.speakers()` clients for their proposals, announces the messages made of
 them, and lets everybody send with those. It knows no defence: the transforms say what is proposed and announced.
+
+The number of the round is public, too. A transform that follows a schedule is another one in each round (`in_round`):
+it needs no state, and whoever knows the defence knows the schedule.
 """
 
 from __future__ import annotations
@@ -27,12 +30,19 @@ def proposer(client: Client) -> Client:
     return replace(client, messages={}, send=_Proposing(client.send)) if client.send else client
 
 
+def scheduled(client: Client, number: int) -> Client:
+    """Return the client as it is in round `number` = 0, 1, ...: its transforms may follow a schedule."""
+    step, send = (slot.in_round(number) if slot else None for slot in (client.step, client.send))
+    return client if step is client.step and send is client.send else replace(client, step=step, send=send)
+
+
 def announced(client: Client, proposals: Mapping[str, Tensor], previous: Mapping[str, Tensor], number: int) -> Client:
-    """Return the client of round `number` = 0, 1, ...: it has heard the messages.
+    """Return the client of round `number` = 0, 1, ..., as it is then: it has heard the messages.
 
     `proposals` are the updates of `proposer(client)` of `speakers(client)` clients, leading U; `previous` is the mean
     of what all clients sent in the round before, empty in the first.
     """
+    client = scheduled(client, number)
     if client.send is None:
         return client
     return replace(client, messages=under("send", client.send.announce(proposals, previous, number)))

@@ -151,6 +151,10 @@ class Transform(ABC):
         """
         return {}
 
+    def in_round(self, number: int) -> Transform:
+        """Return what it is in round `number` = 0, 1, ...: itself, unless it follows a schedule, which is public."""
+        return self
+
     def split(self) -> tuple[Transform | None, Transform | None]:
         """Split into the part applied to each example and the part applied to their mean."""
         return (self, None) if self.per_example else (None, self)

@@ -126,6 +126,11 @@ class Chain(Transform):
                 break
         return found
 
+    def in_round(self, number: int) -> Chain:
+        """Return the stages as they are in a round."""
+        now = tuple((name, transform.in_round(number)) for name, transform in self)
+        return self if all(a is b for (_, a), (_, b) in zip(now, self.stages, strict=True)) else Chain(now)
+
     def split(self) -> tuple[Transform | None, Transform | None]:
         """Split at the last per-example stage."""
         each = tuple(stage for stage in self.stages if stage[1].per_example)

@@ -21,6 +21,7 @@ from gradveil.core.tree import Tensors, tmap
 from gradveil.core.types import Batch, BatchTransform, Context, Stage, Transform
 from gradveil.defences.base import Chain
 from gradveil.defences.clip import Clip
+from gradveil.defences.fading import FadingClip, FadingNoise
 from gradveil.defences.noise import Gaussian, Laplacian
 from gradveil.theory.accounting import Training, Unit, assumptions, epsilon
 
@@ -200,7 +201,10 @@ class _Walk:
 
     unit: Unit
     bound: float = math.inf
-    variance: float = 0.0
+    fading: dict[float, float] = field(default_factory=dict[float, float])
+    """What clips that shrink bound in the first round, by their decay."""
+    squared: float = 0.0
+    """The square of the noise multiplier."""
     scaled_to: float | None = None
     since: int = 0
     closed: bool = field(default=False)
@@ -209,20 +213,24 @@ class _Walk:
     def take(self, place: int, stage: Transform, examples: int, layers: int) -> None:
         """Pass one stage."""
         if isinstance(stage, Gaussian):
-            if not self.closed and self.bound < math.inf:
-                self.variance += stage.variance(examples)
+            # Noise that shrinks is held against what shrinks with it, other noise against bounds of the first round.
+            reach = self.fading.get(stage.decay, math.inf) if isinstance(stage, FadingNoise) else self.bound
+            if not self.closed and reach < math.inf:
+                self.squared += stage.variance(examples) / reach**2
                 told = stage.scaled_to
                 self.scaled_to = None if told is None else stage.on_mean(told, examples)
-        elif self.variance:
+        elif self.squared:
             self.closed = True
         elif isinstance(stage, Clip):
             if stage.per_example == (self.unit == "example"):
                 of_one = stage.bound(layers) / (examples if stage.per_example else 1)
                 self.since = place if self.bound == math.inf else self.since
                 self.bound = min(self.bound, of_one)
+                if isinstance(stage, FadingClip):
+                    self.fading[stage.decay] = min(self.fading.get(stage.decay, math.inf), of_one)
         elif not isinstance(stage, Laplacian):
             # Whatever it does to a vector may bring two neighbouring ones further apart.
-            self.bound = math.inf
+            self.bound, self.fading = math.inf, {}
 
 
 def _mechanisms(
@@ -238,8 +246,8 @@ def _mechanisms(
         walk = _Walk(unit)
         for place, (_, stage) in enumerate(chain):
             walk.take(place, stage, examples, layers)
-        if walk.variance:
-            noise = math.sqrt(walk.variance * members) / walk.bound
+        if walk.squared:
+            noise = math.sqrt(walk.squared * members)
             yield Mechanism(unit, noise, sums, walk.bound, walk.scaled_to, walk.since)
 
 

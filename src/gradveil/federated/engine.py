@@ -15,7 +15,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from gradveil.client import Client, announced, drawn_update, proposer, speakers
+from gradveil.client import Client, announced, drawn_update, proposer, scheduled, speakers
 from gradveil.core.errors import Problem, refuse
 from gradveil.core.noise import Key
 from gradveil.core.tree import Tensors, all_finite, stack
@@ -160,7 +160,7 @@ class Federation:
         self, standing: Standing, client: int, number: int, copy: Client | None = None
     ) -> tuple[Tensors, Tensors]:
         """Compute what one client sends in a round, and its next state; `copy` has heard the round's messages."""
-        here = copy or self.client
+        here = copy or scheduled(self.client, number - 1)
         key = self.key.child("client", client, "round", number)
         batch, params = self._examples(client, key), standing.params
         state = standing.clients.get(client)
@@ -228,7 +228,8 @@ class Federation:
         """
         count = min(speakers(self.client), len(answers))
         who = [answers[(number - 1 + i) % len(answers)] for i in range(count)]
-        said = [self.local_update(standing, client, number, proposer(self.client))[0] for client in who]
+        speaker = proposer(scheduled(self.client, number - 1))
+        said = [self.local_update(standing, client, number, speaker)[0] for client in who]
         return announced(self.client, stack(said), standing.mean, number - 1), sum(map(_bits, said))
 
     def _record_update(self, standing: Standing, client: int, number: int, update: Tensors, heard: Client) -> None:

@@ -10,7 +10,7 @@ import torch
 from flwr.app import Context, Message, MetricRecord
 from torch import Tensor, nn
 
-from gradveil.client import Client, drawn_update
+from gradveil.client import Client, drawn_update, scheduled
 from gradveil.core.errors import Problem, refuse
 from gradveil.core.noise import Key
 from gradveil.core.tree import Tensors
@@ -52,7 +52,7 @@ def answer(
             return question.reply(before.sent, before.told)
         mine = {name: params[name] for name in client.trained()}
         look(client.model, question.number, params | buffers, mine, memory, guard)
-        here = replace(client, buffers={**client.buffers, **buffers})
+        here = scheduled(replace(client, buffers={**client.buffers, **buffers}), question.number - 1)
         with torch.no_grad():
             state = memory.state(client, params)
             update, state = drawn_update(here, params, batch, memory.key(question.number, key), state)

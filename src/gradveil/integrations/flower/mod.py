@@ -115,7 +115,9 @@ class _Protect:
             if self.send is not None:
                 spec = self.send.noise(params).under("send").to(next(iter(params.values())).dtype)
                 noise = select(spec.sample(memory.key(question.number, self.key)), "send")
-                update, after = self.send.apply(update, select(state, "send"), noise, Seen(params, _count(told)))
+                update, after = self.send.in_round(question.number - 1).apply(
+                    update, select(state, "send"), noise, Seen(params, _count(told))
+                )
                 state = steady(update, under("send", after), state)
         sent = encoded(update | rest)
         memory.keep(question, sent, told, client, state)
