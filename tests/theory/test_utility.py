@@ -1,13 +1,19 @@
 """Utilities against simulation, and the global ratio against every other noise at the same expected utility."""
 
 import itertools
+import math
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from gradveil.client import Client
 from gradveil.core.noise import Key
+from gradveil.core.tree import tmap
+from gradveil.core.types import Batch
+from gradveil.defences import OptimalNoise
 from gradveil.theory.bound import information_trace
+from gradveil.theory.sensitivity import exact_squared_row_norms
 from gradveil.theory.utility import (
     first_order_utility,
     global_masks,
@@ -86,6 +92,76 @@ def test_no_mask_that_is_the_same_for_all_batches_keeps_as_much_and_tells_less(r
     local = global_masks(squares[:1], gradients[:1], removed)
     differs = any(not torch.equal(local[name], found[name]) for name in found)
     assert differs or removed in (0, 8)
+
+
+def cut_batches(clamp: float):
+    """Gradients of a small net on four batches, and the squared rows of what is left of them when they are cut."""
+    model = nn.Sequential(nn.Flatten(), nn.Linear(4, 2), nn.Tanh(), nn.Linear(2, 2)).double()
+    for name, parameter in model.named_parameters():
+        parameter.data = normal(*parameter.shape, key=name)
+    client = Client(model)
+    params = client.params()
+    gradients, whole, cut = [], [], []
+    for number in range(4):
+        batch = Batch(normal(2, 1, 2, 2, key=f"batch{number}"), torch.tensor([0, number % 2]))
+
+        def gradient(own: Batch, limit: float = math.inf):
+            sent = client.update(params, own, {}, {})[0]
+            return {name: value.clamp(-limit, limit) for name, value in sent.items()}
+
+        gradients.append(gradient(batch))
+        whole.append(exact_squared_row_norms(gradient, batch))
+        cut.append(exact_squared_row_norms(lambda own, g=gradient: g(own, clamp), batch))
+    return gradients, whole, cut
+
+
+def flat(parts: list[dict[str, Tensor]]) -> Tensor:
+    return torch.stack([torch.cat([value.flatten() for value in one.values()]) for one in parts])
+
+
+def test_theorem_3_is_the_best_noise_of_cut_updates():
+    """Against the best of a numerical search, from the Jacobian of the cut gradient itself."""
+    clamp = 0.15
+    gradients, whole, cut = cut_batches(clamp)
+    found = flat([optimal_variances(global_ratio(whole, gradients, clamp), mean=0.5)])[0]
+    rows, sizes = flat(cut).mean(0), flat(gradients).square().mean(0)
+    always, sometimes = ((flat(gradients).abs() > clamp).double().mean(0) == 1), (flat(gradients).abs() > clamp).any(0)
+    assert bool(always.any())
+    assert bool((sometimes & ~always).any())
+    assert bool((~sometimes).any())
+    assert torch.equal(found == 0, always)
+    torch.testing.assert_close(found.mean(), torch.tensor(0.5).double())
+
+    def told(variances: Tensor) -> Tensor:
+        """Expected information times the expected cost of utility: no scale of the noise enters."""
+        live = rows > 0
+        return (rows[live] / variances[live]).sum() * (sizes * variances).sum()
+
+    best = told(found)
+    for start in range(3):
+        logs = normal(len(found), key=f"start{start}").requires_grad_()
+        search = torch.optim.LBFGS([logs], max_iter=200, line_search_fn="strong_wolfe")
+
+        def closure(at: Tensor = logs, by: torch.optim.Optimizer = search) -> Tensor:
+            by.zero_grad()
+            value = told(torch.where(always, 0.0, at.exp())).log()
+            value.backward()
+            return value
+
+        search.step(closure)
+        reached = torch.where(always, 0.0, logs.detach().exp())
+        torch.testing.assert_close(told(reached), best, rtol=1e-6, atol=0)
+        torch.testing.assert_close(reached * 0.5 / reached.mean(), found, rtol=1e-2, atol=1e-6)
+    uncut = flat([optimal_variances(global_ratio(whole, gradients), mean=0.5)])[0]
+    assert told(uncut) > 1.001 * best
+
+
+def test_of_one_batch_theorem_3_is_the_local_form():
+    clamp = 0.15
+    gradients, whole, _ = cut_batches(clamp)
+    ratio = global_ratio(whole[:1], gradients[:1], clamp)
+    wanted = OptimalNoise(0.7, clamp=clamp).scales(gradients[0], whole[0])
+    torch.testing.assert_close(tmap(torch.sqrt, optimal_variances(ratio, mean=0.7**2)), wanted)
 
 
 def test_silent_coordinates_and_the_cap():

@@ -11,6 +11,7 @@ expectations inside or outside the root; here they are inside, sqrt(E ||dg_i/dx|
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -83,14 +84,29 @@ def privacy_loss(
     return told * (g.square() * s).sum() / (n.sqrt() * g.abs()).sum().square() - 1
 
 
-def global_ratio(squares: Sequence[Mapping[str, Tensor]], gradients: Sequence[Mapping[str, Tensor]]) -> Tensors:
+def global_ratio(
+    squares: Sequence[Mapping[str, Tensor]], gradients: Sequence[Mapping[str, Tensor]], clamp: float = math.inf
+) -> Tensors:
     """Compute sqrt(E ||dg_i/dx||^2 / E g_i^2) from the squared row norms and gradients of public batches.
 
     The ratio of the global forms: the same for every batch, so that noise with variances in proportion to it does not
     depend on private data, and the bounds of `gradveil.theory.bound` hold for it. Zero where no row depends on the
     inputs; infinite where gradients are zero on all batches and depend on the inputs, which is for the caller to cap.
+
+    With a finite `clamp` C it is Theorem 3's, of updates that are cut to [-C, C]: an entry that was cut, |g_i| > C,
+    tells nothing of its batch, so it is E 1{|g_i| <= C} ||dg_i/dx||^2 that counts. What is cut on every batch gets no
+    noise; of one batch it is the local form. `optimal_variances` scales after that, so what is cut takes no share of
+    the noise. Utility is that of the gradient before the cut.
+
+    >>> rows, gradients = {"w": torch.tensor([4.0, 4.0])}, [{"w": torch.tensor([1.0, 1.0])}, {"w": torch.tensor([1.0, 7.0])}]
+    >>> [round(float(value), 4) for value in global_ratio([rows, rows], gradients, clamp=2.0)["w"]]
+    [2.0, 0.2828]
     """
-    rows = {name: torch.stack([one[name] for one in squares]).mean(0) for name in squares[0]}
+    seen = [
+        {name: torch.where(g[name].abs() > clamp, 0.0, rows[name]) for name in rows}
+        for rows, g in zip(squares, gradients, strict=True)
+    ]
+    rows = {name: torch.stack([one[name] for one in seen]).mean(0) for name in squares[0]}
     sizes = {name: torch.stack([one[name] for one in gradients]).square().mean(0) for name in gradients[0]}
     return tmap(lambda row, size: torch.where(row > 0, row / size, 0.0).sqrt(), rows, sizes)
 
