@@ -154,7 +154,13 @@ def test_only_the_last_round_is_kept_and_only_the_owner_reads_it(tmp_path):
     own = client()
     for number in (1, 2, 5):
         answer(asked(number, own), context(), own, BATCH, folder=tmp_path)
-    assert set(files(tmp_path / "partition-0")) == {".lock", "seed", "run-77/answer-5", "run-77/state-5"}
+    assert set(files(tmp_path / "partition-0")) == {
+        ".lock",
+        "seed",
+        "run-77/privacy",
+        "run-77/answer-5",
+        "run-77/state-5",
+    }
     for file in (tmp_path / "partition-0").rglob("*"):
         assert stat.S_IMODE(file.stat().st_mode) & 0o077 == 0
 

@@ -39,14 +39,14 @@ def own_training(net):
 
 
 def test_ten_lines_protect_an_app(tmp_path):
-    client, server, mod, named, _ = blocks("flower.md")
+    client, server, mod, named, limited, _ = blocks("flower.md")
     lines = [line for block in (client, server) for line in block.splitlines() if line.strip()]
     assert len(lines) == 10
 
     net = nn.Sequential(nn.Flatten(), nn.Linear(8, 12), nn.Tanh(), nn.Linear(12, 3))
     images, labels = blobs(40, 3)
     space: dict = {"net": net, "images": images.float(), "labels": labels, "FedAvg": FedAvg}
-    for source in (client, mod, named):
+    for source in (client, mod, named, limited):
         space |= {"app": ClientApp(), "your_own_training": own_training(net)}
         exec(compile(source, "flower.md", "exec"), space)
         exec(compile(server, "flower.md", "exec"), space)
@@ -57,7 +57,8 @@ def test_ten_lines_protect_an_app(tmp_path):
         assert not space["strategy"].refusals
         moved = {name: value - before[name] for name, value in tensors(result.arrays).items()}
         assert all(bool(value.any()) for value in moved.values())
-    assert len(list(tmp_path.glob("*/partition-*/training-lungs-2026"))) == 2
+    assert len(list(tmp_path.glob("*/partition-*/training-lungs-2026"))) == 4
+    assert len(list(tmp_path.glob("*/partition-*/privacy-lungs-2026"))) == 2
 
 
 def test_an_app_is_recorded_as_the_page_says(tmp_path, monkeypatch):

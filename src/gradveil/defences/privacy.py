@@ -8,7 +8,7 @@ is done before the clip of a whole update is covered by it.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, NoReturn
 
@@ -23,7 +23,7 @@ from gradveil.defences.base import Chain
 from gradveil.defences.clip import Clip
 from gradveil.defences.fading import FadingClip, FadingNoise
 from gradveil.defences.noise import Gaussian, Laplacian
-from gradveil.theory.accounting import Training, Unit, assumptions, epsilon
+from gradveil.theory.accounting import Training, Unit, assumptions, composed
 
 NOTHING = "no formal guarantee"
 """Said of what proves nothing."""
@@ -284,8 +284,14 @@ def promise(mechanism: Mechanism, training: Training | None) -> str:
     if training is None:
         many = f", {mechanism.sums} noisy sums an update" if mechanism.sums > 1 else ""
         return f"differential privacy of each {mechanism.unit} ({noise}{many}); epsilon follows from the training"
-    found = f"epsilon {epsilon(mechanism.multiplier, training):.4g} at delta {training.delta:g}"
-    return f"{found} of each {mechanism.unit} ({noise}; {assumptions(training, mechanism.unit)})"
+    return promised(mechanism.unit, [(mechanism.multiplier, training)])[1]
+
+
+def promised(unit: Unit, parts: Sequence[tuple[float, Training]]) -> tuple[float, str]:
+    """Say what noise multipliers and trainings that follow each other prove of each unit: epsilon, and in words."""
+    value = composed(parts)
+    noises = "; ".join(f"noise multiplier {noise:.4g}; {assumptions(training, unit)}" for noise, training in parts)
+    return value, f"epsilon {value:.4g} at delta {parts[0][1].delta:g} of each {unit} ({noises})"
 
 
 def _sent(client: Client) -> Mapping[str, Tensor]:

@@ -45,15 +45,15 @@ def guarantee(federation: Federation, rounds: int, delta: float) -> dict[str, An
 
 def _account(client: Client, of_each: list[tuple[Mechanism, int, int]], delta: float) -> tuple[float, str]:
     """Find the largest epsilon of clients with these mechanisms, sizes and rounds, and put it into words."""
-    released = {
-        (mechanism.multiplier, _training(client, mechanism, size, max(rounds, 1), delta)): mechanism
+    parts = {
+        (mechanism.multiplier, released(client, mechanism, size, max(rounds, 1), delta)): mechanism
         for mechanism, size, rounds in of_each
     }
-    value, noise, training = worst(released)
-    return value, promise(released[noise, training], training)
+    value, noise, training = worst(parts)
+    return value, promise(parts[noise, training], training)
 
 
-def _training(client: Client, mechanism: Mechanism, examples: int, rounds: int, delta: float) -> Training:
+def released(client: Client, mechanism: Mechanism, examples: int, rounds: int, delta: float) -> Training:
     """Say how often an example (or the client itself) gets into a noisy sum when the client answers so many times.
 
     Only Poisson sampling amplifies. Otherwise neighbours differ in what is *replaced*: batches keep their size, and

@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Literal
 
 from gradveil.core.allowed import COUNT, KEPT, STRENGTH, Choice, Range, collect
-from gradveil.core.errors import fail, refuse
+from gradveil.core.errors import Problem, fail, refuse
 
 Accountant = Literal["pld", "rdp"]
 """How privacy losses are composed: by their distribution, or by Rényi divergences."""
@@ -80,11 +80,24 @@ def epsilon(multiplier: float, training: Training) -> float:
     `rdp` takes the best order of Rényi divergence (Mironov 2017), `pld` composes privacy loss distributions
     numerically, rounded up (Koskela et al. 2020), and is nearly exact.
     """
-    refuse(collect("privacy", [("sigma", STRENGTH, multiplier)]))
-    if not multiplier:
+    return composed([(multiplier, training)])
+
+
+def composed(parts: Sequence[tuple[float, Training]]) -> float:
+    """Bound epsilon of noise multipliers and trainings, at least one, that follow each other on the same units.
+
+    Neighbouring data have to be the same in all of them: Poisson samples and shuffled batches do not compose.
+    """
+    kinds = [(training.delta, training.sampling, training.accountant) for _, training in parts]
+    problems = collect("privacy", (("sigma", STRENGTH, noise) for noise, _ in parts))
+    if len(set(kinds)) > 1:
+        what = "differ in delta, sampling or accountant, so that no epsilon holds for all of them"
+        problems.append(Problem("privacy", what, "account for each by itself"))
+    refuse(problems)
+    if not all(noise for noise, _ in parts):
         return math.inf
-    loose = _epsilon(multiplier, training, "rdp")
-    return loose if training.accountant == "rdp" or loose > HOPELESS else _epsilon(multiplier, training, "pld")
+    loose = _epsilon(tuple(parts), "rdp")
+    return loose if kinds[0][2] == "rdp" or loose > HOPELESS else _epsilon(tuple(parts), "pld")
 
 
 def worst(noises: Iterable[tuple[float, Training]]) -> tuple[float, float, Training]:
@@ -130,20 +143,22 @@ def assumptions(training: Training, unit: Unit = "example") -> str:
 
 
 @cache
-def _epsilon(noise: float, training: Training, accountant: Accountant) -> float:
+def _epsilon(parts: tuple[tuple[float, Training], ...], accountant: Accountant) -> float:
     # It takes a second to load, which only those wait for who ask for an epsilon.
     import dp_accounting  # pyright: ignore[reportMissingImports]
     from dp_accounting import pld, rdp  # pyright: ignore[reportMissingImports]
 
-    if training.sampling == "shuffled":
-        count, event = training.epochs, dp_accounting.GaussianDpEvent(noise / 2)
-    else:
-        count, event = training.steps, dp_accounting.GaussianDpEvent(noise)
-        if training.rate < 1:
-            event = dp_accounting.PoissonSampledDpEvent(training.rate, event)
+    total = (rdp.RdpAccountant if accountant == "rdp" else pld.PLDAccountant)()
     with _quiet():
-        composed = (rdp.RdpAccountant if accountant == "rdp" else pld.PLDAccountant)().compose(event, count)
-        return float(composed.get_epsilon(training.delta))
+        for noise, training in parts:
+            if training.sampling == "shuffled":
+                count, event = training.epochs, dp_accounting.GaussianDpEvent(noise / 2)
+            else:
+                count, event = training.steps, dp_accounting.GaussianDpEvent(noise)
+                if training.rate < 1:
+                    event = dp_accounting.PoissonSampledDpEvent(training.rate, event)
+            total.compose(event, count)
+        return float(total.get_epsilon(parts[0][1].delta))
 
 
 @contextmanager

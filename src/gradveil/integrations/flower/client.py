@@ -17,6 +17,7 @@ from gradveil.core.tree import Tensors
 from gradveil.core.types import Batch, Transform
 from gradveil.federated.guard import Finding, Policy, guarded
 from gradveil.federated.wire import Layout
+from gradveil.integrations.flower.budget import Charge, Limit, charged
 from gradveil.integrations.flower.memory import LOG, Memory, opened
 from gradveil.integrations.flower.records import Question, decoded, encoded
 
@@ -32,6 +33,8 @@ def answer(
     folder: Path | str | None = None,
     key: Key | None = None,
     training: str | None = None,
+    epsilon: float | None = None,
+    delta: float = 1e-5,
 ) -> Message:
     """Train a defended client on a batch from the received model, and reply with what it sends.
 
@@ -43,23 +46,37 @@ def answer(
     keeps its files, `~/.gradveil/flower` if neither it nor `--node-config gradveil-folder=...` says otherwise. `key`
     replaces the client's secret seed where a simulation has to be repeatable. `training` is a name that lets the state
     follow when a run is started again and has another id; without it each run starts with an empty state.
+
+    What differential privacy the client has spent is counted beside its state, and told in the log at this `delta`
+    (`gradveil.integrations.flower.budget`). A round that would bring a named training above `epsilon` is refused.
     """
     refuse(unsupported(client))
+    limit = Limit.of(epsilon, delta, training)
     question = Question.of(message)
     params, buffers = _fitted(client, question)
     with opened(context, folder, training) as memory:
         if (before := memory.repeated(question)) is not None:
             return question.reply(before.sent, before.told)
+        with torch.no_grad():
+            state = memory.state(client, params)
+        charge = charged(memory, client, batch, limit)
         mine = {name: params[name] for name in client.trained()}
         look(client.model, question.number, params | buffers, mine, memory, guard)
         here = scheduled(replace(client, buffers={**client.buffers, **buffers}), question.number - 1)
         with torch.no_grad():
-            state = memory.state(client, params)
             update, state = drawn_update(here, params, batch, memory.key(question.number, key), state)
         sent = encoded(update)
         told = {"metrics": MetricRecord({"num-examples": len(batch.targets), **(metrics or {})})}
+        spend(charge)
         memory.keep(question, sent, told, client, state)
         return question.reply(sent, told)
+
+
+def spend(charge: Charge | None) -> None:
+    """Write down and tell what the reply costs that is about to be made."""
+    if charge is not None:
+        charge.keep()
+        LOG.info("%s", charge)
 
 
 def look(

@@ -4,6 +4,7 @@
     <folder>/<identity>/run-<id>/answer-<round>         what it received and sent
     <folder>/<identity>/run-<id>/state-<round>          its state after that (`gradveil.client.state`)
     <folder>/<identity>/training-<name>                 which runs are one training, where the app says so
+    <folder>/<identity>/privacy-<name>                  what differential privacy it has spent (`budget`)
 
 Flower's own `Context.state` does not survive the end of a SuperNode. The state's file is written last: a round counts
 as answered once it is there, whole. Everything is readable by its owner only.
@@ -56,13 +57,20 @@ class Answer:
 class Memory:
     """One client's files of one run. Use `opened`, which holds them for this process alone."""
 
-    def __init__(self, folder: Path, seed: int, before: Path | None = None) -> None:
+    def __init__(self, folder: Path, seed: int, ledger: Path, before: Path | None = None) -> None:
         """Look at what there is; `before` is the state that an earlier run of the training has left."""
         self.folder = folder
         self._seed = seed
         self._before = before
         self.last = max(states(folder), default=0)
         """The last round that was answered; 0 before the first."""
+        self.ledger = ledger
+        """Where the privacy is counted that was spent."""
+
+    @property
+    def fresh(self) -> bool:
+        """Whether nothing has been answered, neither in this run nor in one that it continues."""
+        return not self.last and self._before is None
 
     def key(self, number: int, own: Key | None) -> Key:
         """Address the noise of a round: below `own`, or below the client's secret seed and the run."""
@@ -144,7 +152,8 @@ def opened(context: Context, folder: Path | str | None, training: str | None = N
         raise fail(str(own), f"cannot be made: {error.strerror}", remedy) from error
     with locked(home, f"give every SuperNode a {IDENTITY} of its own"):
         before = None if training is None else continued(home, training, own.name)
-        yield Memory(own, _seed(home / "seed"), before)
+        ledger = own / "privacy" if training is None else home / f"privacy-{training}"
+        yield Memory(own, _seed(home / "seed"), ledger, before)
 
 
 def identity(context: Context) -> str:

@@ -19,10 +19,11 @@ from gradveil.core.tree import Tensors, select, under
 from gradveil.core.types import Batch, Transform
 from gradveil.core.types import Context as Seen
 from gradveil.defences import Defence, parse
-from gradveil.defences.privacy import data_dependent, stages
+from gradveil.defences.privacy import data_dependent, examine, stages
 from gradveil.federated.guard import Policy
 from gradveil.federated.wire import Layout
-from gradveil.integrations.flower.client import NO_MESSAGES, look, needs_messages
+from gradveil.integrations.flower.budget import Limit, charged
+from gradveil.integrations.flower.client import NO_MESSAGES, look, needs_messages, spend
 from gradveil.integrations.flower.memory import Memory, opened
 from gradveil.integrations.flower.records import (
     Question,
@@ -52,6 +53,8 @@ def protect(
     folder: Path | str | None = None,
     key: Key | None = None,
     training: str | None = None,
+    epsilon: float | None = None,
+    delta: float = 1e-5,
 ) -> Mod:
     """Return a mod that defends what `train()` sends: `@app.train(mods=[protect("topk(0.1, feedback=true)")])`.
 
@@ -63,12 +66,14 @@ def protect(
     nothing, `"keep"` leaves them out (the server's stay as they are), and `"send"` sends them, **undefended**.
 
     The guard looks at each layer for manipulation; `model` tells it which one is the last and which are embeddings;
-    without it names and shapes do. `trainable`, `guard`, `folder`, `key` and `training` are as in `answer` and
-    `Client`.
+    without it names and shapes do. `trainable`, `guard`, `folder`, `key`, `training`, `epsilon` and `delta` are as in
+    `answer` and `Client`.
     """
     found = parse(defence) if isinstance(defence, str) else defence
     refuse(list(_out_of_place(found)))
-    return _Protect(found.send, model, trainable, statistics, guard, folder, key, training)
+    limit = Limit.of(epsilon, delta, training)
+    limit.provable(examine(Client(_small(), send=found.send), _FEW))
+    return _Protect(found.send, model, trainable, statistics, guard, folder, key, training, limit)
 
 
 @dataclass(frozen=True)
@@ -81,6 +86,7 @@ class _Protect:
     folder: Path | str | None
     key: Key | None
     training: str | None
+    limit: Limit
 
     def __call__(self, message: Message, context: Context, call_next: ClientAppCallable) -> Message:
         """Let the app train, and send its update defended; other messages pass."""
@@ -91,12 +97,17 @@ class _Protect:
         with opened(context, self.folder, self.training) as memory:
             if (before := memory.repeated(question)) is not None:
                 return question.reply(before.sent, before.told)
+            client = Client(_holder(params), send=self.send)
+            with torch.no_grad():
+                state = memory.state(client, params)
+            if self.limit.epsilon is not None:  # before a training for nothing; how many examples it uses is told later
+                charged(memory, client, _examples(1), self.limit)
             look(self.model, question.number, question.received, params, memory, self.guard)
             reply = call_next(message, context)
             if reply.has_error():
                 return reply
             returned = _returned(reply, question.received)
-            return self._defended(question, params, returned, _told(reply), memory)
+            return self._defended(question, params, returned, _told(reply), memory, client, state)
 
     def _defended(
         self,
@@ -105,21 +116,26 @@ class _Protect:
         returned: Tensors,
         told: Told,
         memory: Memory,
+        client: Client,
+        state: Tensors,
     ) -> Message:
         """Apply the transform to the update, keep its state, and reply."""
         rest = self._rest(question.received, returned, params)
         update = {name: value - returned[name] for name, value in params.items()}
-        client = Client(_holder(params), send=self.send)
+        charge = None
         with torch.no_grad():
-            state = memory.state(client, params)
             if self.send is not None:
+                used = _count(told)
+                beside = "running statistics are sent beside it, undefended" if rest else None
+                charge = charged(memory, client, used, self.limit, beside)
                 spec = self.send.noise(params).under("send").to(next(iter(params.values())).dtype)
                 noise = select(spec.sample(memory.key(question.number, self.key)), "send")
                 update, after = self.send.in_round(question.number - 1).apply(
-                    update, select(state, "send"), noise, Seen(params, _count(told))
+                    update, select(state, "send"), noise, Seen(params, used)
                 )
                 state = steady(update, under("send", after), state)
         sent = encoded(update | rest)
+        spend(charge)
         memory.keep(question, sent, told, client, state)
         return question.reply(sent, told)
 
@@ -150,15 +166,23 @@ def _out_of_place(defence: Defence) -> Iterator[Problem]:
     for what, slot in slots:
         if slot:
             yield Problem(where, f"acts on the {what}, and a mod sees the finished update only", _HELPER)
-    with drawing_from(Key(0).generator()):  # of its own: an app that seeds torch's has to find it as it left it
-        layer = nn.Linear(2, 2)
+    layer = _small()
     params = {name: value.detach() for name, value in layer.named_parameters()}
     if needs_messages(defence.send, params):
         yield Problem(where, *NO_MESSAGES)
-    few = Batch(torch.zeros(2, 2), torch.zeros(2, dtype=torch.long))
     for name, stage in stages(defence.send):
-        if data_dependent(stage, Client(layer), few):
+        if data_dependent(stage, Client(layer), _FEW):
             yield Problem(where, f"looks at the examples in its stage '{name}', and a mod has none", _HELPER)
+
+
+_FEW = Batch(torch.zeros(2, 2), torch.zeros(2, dtype=torch.long))
+"""What a defence is tried with when an app is loaded."""
+
+
+def _small() -> nn.Module:
+    """Build a model to try a defence with."""
+    with drawing_from(Key(0).generator()):  # of its own: an app that seeds torch's has to find it as it left it
+        return nn.Linear(2, 2)
 
 
 def _returned(reply: Message, received: Tensors) -> Tensors:
@@ -180,6 +204,10 @@ def _count(told: Told) -> Batch:
     count = number_of_examples(told)
     if count is None:
         raise fail("reply.metrics", "does not say how many examples were used", "put 'num-examples' into the metrics")
+    return _examples(count)
+
+
+def _examples(count: int) -> Batch:
     return Batch(torch.zeros(count, 0), torch.zeros(count, 0))
 
 

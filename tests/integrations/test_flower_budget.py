@@ -1,0 +1,250 @@
+"""Privacy spent is counted on the client's disk: as the engine counts, never too little, and up to a limit."""
+
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from flwr.app import Message, MetricRecord, RecordDict
+from flwr.serverapp.strategy import FedAvg
+from torch import nn
+
+from gradveil.client import Client, Local
+from gradveil.core.errors import GradveilError
+from gradveil.defences.privacy import NOTHING
+from gradveil.federated.privacy import guarantee
+from gradveil.integrations.flower import Protected, answer, protect
+from gradveil.integrations.flower.records import record, tensors
+from gradveil.theory.accounting import Training, composed, epsilon
+from tests.federated.scenes import federation
+from tests.integrations.scenes import Loopback, context, helping
+from tests.integrations.test_flower_memory import BATCH, asked, bits, client
+from tests.integrations.test_flower_training import idles
+
+pytest.importorskip("dp_accounting", reason="the environment is older than pyproject.toml: make")
+
+DP = "dp(clip=1, sigma=4)"
+USER = "user-dp(clip=1, sigma=8)"
+ROOT = Path(__file__).parents[2]
+
+
+def counted(folder, name="run-77/privacy", node=0):
+    return json.loads((folder / f"partition-{node}" / name).read_text())
+
+
+def told(caplog):
+    """What the log said last of privacy."""
+    return [message for message in caplog.messages if message.startswith("privacy spent")][-1]
+
+
+@pytest.mark.parametrize(
+    ("text", "local"),
+    [
+        (DP, Local(batch=5, lr=0.1, epochs=2)),
+        (DP, Local(batch=5, lr=0.1, steps=3, sampling="poisson")),
+        (DP, None),
+        (USER, Local(batch=5, lr=0.1, epochs=1)),
+        (f"{DP} + {USER}", Local(batch=5, lr=0.1, steps=5)),
+    ],
+)
+def test_the_client_tells_what_the_engine_tells(text, local, tmp_path, caplog):
+    """One client, so that the worst of all is this one; the sentences have the epsilons and what they assume."""
+    engine = federation(text, clients=1, local=local, validation=False)
+    grid = Loopback(helping(engine.client, tmp_path, key=engine.key), 1)
+    strategy = FedAvg(fraction_evaluate=0.0, min_train_nodes=1, min_available_nodes=1)
+    with caplog.at_level(logging.INFO, "flwr"):
+        Protected(strategy).start(grid, record(engine.client.params()), num_rounds=3)
+    assert not grid.errors
+    assert told(caplog) == f"privacy spent in 3 rounds: {guarantee(engine, 3, 1e-5)['guarantee']}"
+    assert "epsilon" in told(caplog)
+
+
+def test_heuristics_count_nothing(tmp_path, caplog):
+    with caplog.at_level(logging.INFO, "flwr"):
+        for number, text in enumerate(("topk(0.5, feedback=true)", "gaussian(0.1)", "clip(1) + laplace(0.1)")):
+            own = client(text)
+            answer(asked(1, own), context(run=number), own, BATCH, folder=tmp_path)
+            protect(text, folder=tmp_path / "mod")(asked(1, own), context(run=number), idles)
+    assert not list(tmp_path.rglob("privacy*"))
+    assert "privacy spent" not in caplog.text
+
+
+def test_a_repeated_reply_costs_nothing_and_a_lost_one_is_counted(tmp_path):
+    own = client(USER)
+    for number, rounds in ((1, 1), (1, 1), (2, 2), (7, 3)):
+        answer(asked(number, own), context(), own, BATCH, folder=tmp_path)
+        assert counted(tmp_path)["rounds"] == rounds
+    (spent,) = counted(tmp_path)["spent"]
+    assert spent["times"] == spent["sums"] == 3
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from flwr.supercore.task_identity import TaskIdentity
+from gradveil.integrations.flower import answer, memory
+from tests.integrations.scenes import context
+from tests.integrations.test_flower_memory import BATCH, asked, client
+TaskIdentity._run_id, TaskIdentity._node_id, TaskIdentity._task_id = 77, 1, 1
+own, folder = client("user-dp(clip=1, sigma=8)"), Path(sys.argv[1])
+answer(asked(1, own), context(), own, BATCH, folder=folder, training="lungs")
+memory.save_state = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+answer(asked(2, own), context(), own, BATCH, folder=folder, training="lungs")
+"""
+
+
+def test_a_client_that_is_killed_before_its_reply_has_counted_it(tmp_path):
+    """Killed while its second round is written: the attempt counts, and so does the one after it."""
+    surroundings = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)])}
+    done = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], env=surroundings, check=False)
+    assert done.returncode == -signal.SIGKILL
+    assert counted(tmp_path, "privacy-lungs")["rounds"] == 2
+    own = client(USER)
+    answer(asked(2, own), context(), own, BATCH, folder=tmp_path, training="lungs")
+    assert counted(tmp_path, "privacy-lungs")["rounds"] == 3
+
+
+def test_the_count_follows_into_the_next_run_of_a_named_training_only(tmp_path):
+    own = client(USER)
+    for run in (1, 2):
+        answer(asked(1, own), context(run=run), own, BATCH, folder=tmp_path, training="lungs")
+        answer(asked(1, own), context(run=run + 10), own, BATCH, folder=tmp_path)
+    assert counted(tmp_path, "privacy-lungs")["rounds"] == 2
+    assert [counted(tmp_path, f"run-{run}/privacy")["rounds"] for run in (11, 12)] == [1, 1]
+    (tmp_path / "partition-0" / "training-lungs").unlink()  # an empty state is not an empty budget
+    answer(asked(1, own), context(run=3), own, BATCH, folder=tmp_path, training="lungs")
+    assert counted(tmp_path, "privacy-lungs")["rounds"] == 3
+
+
+def spending(folder, number, run=1, bound=None, own=None, **settings):
+    own = own or client(USER)
+    limit = {"folder": folder, "training": "lungs", "epsilon": bound, **settings}
+    return answer(asked(number, own), context(run=run), own, BATCH, **limit)
+
+
+def test_a_round_beyond_the_limit_is_refused_and_leaves_everything_as_it_was(tmp_path):
+    two = epsilon(8.0, Training(2, sampling="shuffled", at_most=2))
+    spending(tmp_path, 1, bound=two)
+    last = spending(tmp_path, 1, run=2, bound=two)
+    before = counted(tmp_path, "privacy-lungs")
+    files = sorted(str(file) for file in tmp_path.rglob("*"))
+    what = rf"would be [0-9.]+ of each client \(2 rounds answered\), above {two:g} -> leave the training"
+    with pytest.raises(GradveilError, match=what):
+        spending(tmp_path, 2, run=2, bound=two)
+    assert bits(spending(tmp_path, 1, run=2, bound=two)) == bits(last)  # what was sent is sent again
+    with pytest.raises(GradveilError, match=what):
+        spending(tmp_path, 1, run=3, bound=two)
+    assert counted(tmp_path, "privacy-lungs") == before
+    assert [file for file in files if not Path(file).exists()] == []
+    spending(tmp_path, 2, run=3, bound=2 * two)
+
+
+def test_the_mod_keeps_the_limit_before_the_app_trains(tmp_path):
+    own, calls = client("none"), []
+
+    def app(message, given):
+        calls.append(message)
+        return idles(message, given)
+
+    one = epsilon(8.0, Training(1, sampling="shuffled", at_most=1))
+    mod = protect(USER, folder=tmp_path, training="lungs", epsilon=one)
+    first = mod(asked(1, own), context(), app)
+    with pytest.raises(GradveilError, match="1 round answered"):
+        mod(asked(2, own), context(), app)
+    assert bits(mod(asked(1, own), context(), app)) == bits(first)
+    assert len(calls) == 1
+    assert counted(tmp_path, "privacy-lungs")["rounds"] == 1
+
+
+@pytest.mark.parametrize(
+    ("settings", "what"),
+    [
+        ({"epsilon": 8}, "anew in every run"),
+        ({"epsilon": 0, "training": "lungs"}, r"privacy\.epsilon"),
+        ({"epsilon": 8, "delta": 1.0, "training": "lungs"}, r"privacy\.delta"),
+        ({"epsilon": 8, "training": "lungs", "text": "topk(0.1)"}, f"has no epsilon \\({NOTHING}\\)"),
+        ({"epsilon": 8, "training": "lungs", "text": "clip(1) + laplace(0.1)"}, "has no epsilon"),
+    ],
+)
+def test_a_limit_that_nothing_can_keep_is_refused(settings, what, tmp_path):
+    text = settings.pop("text", USER)
+    with pytest.raises(GradveilError, match=what):
+        protect(text, folder=tmp_path, **settings)
+    own = client(text)
+    with pytest.raises(GradveilError, match=what):
+        answer(asked(1, own), context(), own, BATCH, folder=tmp_path, **settings)
+    assert not list(tmp_path.rglob("answer-*"))
+
+
+def statistics(message, _context):
+    """An app that trains a model with running statistics."""
+    received = tensors(message.content["arrays"])
+    arrays = record({name: value + 0.1 for name, value in received.items()})
+    return Message(RecordDict({"arrays": arrays, "metrics": MetricRecord({"num-examples": 3})}), reply_to=message)
+
+
+def test_statistics_that_are_sent_beside_end_the_promise_for_good(tmp_path, caplog):
+    own = Client(nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)))
+
+    def ask(number, way, bound=None):
+        message = asked(number, own)
+        values = tensors(message.content["arrays"]) | {"1.running_mean": torch.zeros(3), "1.running_var": torch.ones(3)}
+        message.content["arrays"] = record(values)
+        settings = {"folder": tmp_path, "training": "lungs", "guard": "ignore", "epsilon": bound}
+        return protect(USER, statistics=way, **settings)(message, context(), statistics)
+
+    with caplog.at_level(logging.INFO, "flwr"):
+        ask(1, "keep")
+        assert "epsilon" in told(caplog)
+        with pytest.raises(GradveilError, match=r"has no epsilon .*running statistics are sent beside"):
+            ask(2, "send", 100.0)
+        for number, way in ((2, "send"), (3, "keep")):
+            ask(number, way)
+            assert f"{NOTHING} of each client" in told(caplog)
+            assert "epsilon" not in told(caplog)
+    with pytest.raises(GradveilError, match="would be inf of each client"):
+        ask(4, "keep", 100.0)
+
+
+def test_more_examples_or_other_batches_are_another_rate_and_add_up(tmp_path, caplog):
+    def ask(number, **local):
+        own = client(DP, local=Local(lr=0.1, **local))
+        return answer(asked(number, own), context(), own, BATCH, folder=tmp_path)
+
+    with caplog.at_level(logging.INFO, "flwr"):
+        ask(1, batch=1, steps=2, sampling="poisson")
+        ask(2, batch=2, steps=3, sampling="poisson")
+    value = composed([(4.0, Training(2, rate=1 / 3)), (4.0, Training(3, rate=2 / 3))])
+    assert f"epsilon {value:.4g} at delta 1e-05 of each example" in told(caplog)
+    assert max(epsilon(4.0, Training(2, rate=1 / 3)), epsilon(4.0, Training(3, rate=2 / 3))) < value
+    with pytest.raises(GradveilError, match="counts sums of poisson batches, and this round's are shuffled"):
+        ask(3, batch=1, steps=1)
+    assert counted(tmp_path)["rounds"] == 2
+
+
+def test_a_count_that_is_missing_or_damaged_is_not_taken_for_zero(tmp_path):
+    for number in (1, 2):
+        spending(tmp_path, number)
+    file = tmp_path / "partition-0" / "privacy-lungs"
+    said = json.loads(file.read_text())
+    (spent,) = said["spent"]
+    bad = [{**spent, "multiplier": "8"}, {**spent, "times": 0}, {**spent, "unit": "day"}, {**spent, "mechanism": 1}]
+    forms = [{**said, "version": 2}, {**said, "rounds": 0}, {**said, "spent": []}, [], "{"]
+    forms += [{**said, "spent": [one]} for one in bad]
+    for number, run in ((3, 1), (1, 2)):  # in the run that has a state, and in one that continues it
+        for form in forms:
+            file.write_text(form if isinstance(form, str) else json.dumps(form))
+            with pytest.raises(GradveilError, match=r"privacy-lungs: "):
+                spending(tmp_path, number, run)
+    file.unlink()
+    for number, run in ((1, 2), (1, 3)):
+        with pytest.raises(GradveilError, match=r"privacy-lungs: is missing, where rounds have been answered"):
+            spending(tmp_path, number, run)
+    file.write_text(json.dumps(said))
+    spending(tmp_path, 2, 3)
+    assert counted(tmp_path, "privacy-lungs")["rounds"] == 3
