@@ -30,6 +30,7 @@ from gradveil.audit.health import summaries
 from gradveil.audit.reader import resolve, with_defaults
 from gradveil.audit.run import describe, run
 from gradveil.audit.scene import Scene, others, scene_problems
+from gradveil.audit.showing import with_closed_forms
 from gradveil.audit.store import Cell, Store, load_run
 from gradveil.core.errors import GradveilError, Problem, refuse
 from gradveil.core.types import Loss
@@ -122,6 +123,8 @@ def audit_model(
     config = resolve({**raw, "victims": victims}, names=False)
     scene = Scene(config, data, None, _copies(model), against, tried, loss, facts, tuple(done))
     refuse(list(scene_problems(scene)))
+    if any(isinstance(attack, str) and is_adaptive(attack) for attack in attacks):
+        scene = with_closed_forms(scene)
     return _run(scene, out, write_report, progress)
 
 

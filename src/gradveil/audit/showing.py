@@ -1,13 +1,16 @@
-"""What a model shows without any search: a warning for `check`, and for audits that do not look."""
+"""What a model shows without any search: attacked where all is asked for, else a warning of `check` and of audits."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from gradveil.attacks.analytic import Analytic
+from gradveil.attacks.likely import prior_problems
+from gradveil.attacks.presets import make_attack
 from gradveil.audit.scene import Scene
 from gradveil.core.errors import Problem
-from gradveil.nn.shown import shown
+from gradveil.nn.shown import Shown, shown
 
 
 def closed_forms(scene: Scene) -> Iterator[Problem]:
@@ -15,17 +18,52 @@ def closed_forms(scene: Scene) -> Iterator[Problem]:
 
     Not where the run has the attack that solves those equations.
     """
-    if any(isinstance(attack, Analytic) for attack in scene.attacks.values()):
+    if _solves(scene):
         return
     several = len(scene.config.client) > 1
-    for index, settings in enumerate(scene.config.client):
-        if settings.examples > 1 or settings.local is not None:
-            continue
-        client = scene.undefended(index, scene.config.seeds[0])
-        channels, height, width = (int(side) for side in scene.victims.inputs.shape[1:])
-        layer, _ = shown(client.model, client.params(), (channels, height, width), client.trained())
+    for index in range(len(scene.config.client)):
+        layer = _shown(scene, index)
         if layer is not None:
             what = "one image comes back in closed form: "
             what += f"the gradient of '{layer.errors}' says what went into '{layer.path}'"
             remedy = f"attack it so: --attack analytic; more examples an update or not sending '{layer.errors}' ends it"
             yield Problem(f"client[{index}]" if several else "client", what, remedy, severity="warning")
+
+
+def with_closed_forms(scene: Scene) -> Scene:
+    """Add the attacks in closed form where every client sends what shows one image."""
+    config = scene.config
+    if _solves(scene) or not all(_shown(scene, index) for index in range(len(config.client))):
+        return scene
+    unlabelled = scene.observed is not None and not scene.observed.scored
+    words = ["labels=idlg"] if unlabelled else []
+    added = [_call("analytic", *words)]
+    parts = [(getattr(defence, "step", None), getattr(defence, "send", None)) for defence in scene.defences.values()]
+    changed = any(part is not None for both in parts for part in both)
+    if changed and not list(prior_problems(_shape(scene), 1, public=scene.public is not None)):
+        added.append(_call("analytic", *words, "prior=public"))
+    attacks = {**scene.attacks, **{text: make_attack(text) for text in added}}
+    return replace(scene, config=config.model_copy(update={"attacks": [*config.attacks, *added]}), attacks=attacks)
+
+
+def _call(name: str, *words: str) -> str:
+    return f"{name}({', '.join(words)})" if words else name
+
+
+def _solves(scene: Scene) -> bool:
+    return any(isinstance(attack, Analytic) for attack in scene.attacks.values())
+
+
+def _shape(scene: Scene) -> tuple[int, int, int]:
+    channels, height, width = (int(side) for side in scene.victims.inputs.shape[1:])
+    return channels, height, width
+
+
+def _shown(scene: Scene, index: int) -> Shown | None:
+    """Return the equations that a client's update shows, if it sends the gradient of one image."""
+    settings = scene.config.client[index]
+    if settings.examples > 1 or settings.local is not None:
+        return None
+    client = scene.undefended(index, scene.config.seeds[0])
+    layer, _ = shown(client.model, client.params(), _shape(scene), client.trained())
+    return layer

@@ -16,6 +16,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from gradveil.audit.adaptive import is_adaptive
 from gradveil.audit.cell import cells
 from gradveil.audit.config import RunConfig
 from gradveil.audit.display import Screen, legend, result_table
@@ -24,7 +25,7 @@ from gradveil.audit.reader import assemble, read
 from gradveil.audit.records import open_observed, settled
 from gradveil.audit.run import describe, run
 from gradveil.audit.scene import Scene, open_scene
-from gradveil.audit.showing import closed_forms
+from gradveil.audit.showing import closed_forms, with_closed_forms
 from gradveil.audit.sighted import NO_SCORE
 from gradveil.audit.store import Cell, Store, load_run
 from gradveil.audit.work import site
@@ -107,8 +108,11 @@ def audit(
     flags = [flag for flag, on in (("--train", trained), ("--no-images", no_images)) if on]
     command = _command(name, overrides, settings, flags)
     with redirect_stdout(sys.stderr):  # What a user's model prints must not mix with the results.
-        cells = _run(config, folder, fresh, data_dir, workers, Place(engine, address, config.device), command)
-    _show(cells, config, as_json, folder)
+        place = Place(engine, address, config.device)
+        place.check(workers)
+        scene = _opened(config, folder, data_dir)
+        cells = _run(scene, folder, fresh, data_dir, workers, place, command)
+    _show(cells, scene.config, as_json, folder)
     return _judge(cells, folder, as_json, fail_above)
 
 
@@ -143,14 +147,24 @@ def _read(
     return assemble(raw | {key: value for key, value in overrides.items() if value is not None}, settings)
 
 
+def _opened(config: RunConfig, folder: Path, data_dir: Path | None) -> Scene:
+    """Open what the run needs; say what was added to its attacks, or should have been."""
+    console = Console(stderr=True, soft_wrap=True)
+    scene = open_scene(config, data_dir, trained=folder / TRAINING)
+    if any(is_adaptive(text) for text in config.attacks):
+        scene = with_closed_forms(scene)
+    if added := scene.config.attacks[len(config.attacks) :]:
+        console.print(Text(f"adaptive: {' and '.join(added)} too, since the model shows its input in closed form"))
+    for problem in closed_forms(scene):
+        console.print(Text(f"{problem.severity}: {problem}", style="yellow"))
+    return scene
+
+
 def _run(
-    config: RunConfig, folder: Path, fresh: bool, data_dir: Path | None, workers: int | None, place: Place, command: str
+    scene: Scene, folder: Path, fresh: bool, data_dir: Path | None, workers: int | None, place: Place, command: str
 ) -> list[Cell]:
     """Run what is not there yet; return every cell of the run."""
-    place.check(workers)
-    scene = open_scene(config, data_dir, trained=folder / TRAINING)
-    for problem in closed_forms(scene):
-        Console(stderr=True, soft_wrap=True).print(Text(f"{problem.severity}: {problem}", style="yellow"))
+    config = scene.config
     on_cpu = config.device == "cpu"
     count = workers or (cores() if on_cpu else 1)
     if on_cpu:
