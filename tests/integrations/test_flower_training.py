@@ -91,6 +91,34 @@ def test_a_run_that_another_one_has_followed_is_over(tmp_path):
     told(tmp_path, 2, 2)
 
 
+def jumping(folder, shift, number=1, training="lungs", guard="refuse"):
+    """A run, and the next one, which begins with another model."""
+    own = client(SPARSE)
+    message = asked(1, own)
+    answer(message, context(run=1), own, BATCH, folder=folder, training="lungs", guard=guard)
+    message = asked(number, own, shift)
+    return answer(message, context(run=2), own, BATCH, folder=folder, training=training, guard=guard)
+
+
+def test_a_jump_is_seen_from_one_run_to_the_next(tmp_path):
+    for number in (1, 3):
+        with pytest.raises(GradveilError, match="jump: moved"):
+            jumping(tmp_path / str(number), 10.0, number)
+    jumping(tmp_path / "near", 0.0)
+    jumping(tmp_path / "other", 10.0, training="brains")
+    jumping(tmp_path / "ignored", 10.0, guard="ignore")
+
+
+def test_what_the_run_before_answered_is_read_whole_or_not_at_all(tmp_path):
+    told(tmp_path, 1, run=1)
+    file = tmp_path / "partition-0" / "run-1" / "answer-1"
+    content = file.read_bytes()
+    file.write_bytes(content[:-3])
+    with pytest.raises(GradveilError, match=r"run-1/answer-1: is damaged: .* -> put a copy of it back"):
+        told(tmp_path, 1, run=2)
+    assert bits(told(tmp_path, 1, run=2, guard="ignore")) == bits(second(tmp_path / "other"))
+
+
 def test_the_state_comes_from_the_last_run_that_left_one(tmp_path, monkeypatch):
     told(tmp_path, 1, run=1)
     with monkeypatch.context() as patched:

@@ -89,7 +89,8 @@ def look(
 ) -> None:
     """Look for manipulation in what the server sent in round `number`, also by the last round that was answered.
 
-    That may be rounds ago: a server chooses whom it asks, and could leave one out before it jumps.
+    That may be rounds ago, or in the run that this one continues: a server chooses whom it asks and when a run ends,
+    and could leave a client out before it jumps.
     """
 
     def tell(finding: Finding) -> None:
@@ -97,12 +98,13 @@ def look(
 
     previous: Tensors | None = None
     sent: Tensors | None = None
-    if guard != "ignore" and 0 < memory.last < number:
-        before = memory.answer()
+    rounds = 1
+    if guard != "ignore" and (found := memory.previous(number)) is not None:
+        before, rounds = found
         previous = {name: value for name, value in before.received.items() if name in trained}
         sent = decoded(before.sent, trained, before.received)
     cpu = {name: value.cpu() for name, value in received.items()}
-    guarded(model, cpu, guard, tell, previous, sent, max(1, number - memory.last))
+    guarded(model, cpu, guard, tell, previous, sent, rounds)
 
 
 def unsupported(client: Client) -> list[Problem]:

@@ -96,18 +96,20 @@ class Memory:
 
     def answer(self) -> Answer:
         """Read what was received and sent in the last round that was answered."""
-        file = self.folder / f"answer-{self.last}"
-        try:
-            opened: Any = safe_open(file, framework="pt")
-            with opened as held:
-                told = _read_told(held.metadata()["told"])
-                found = {name: held.get_tensor(name) for name in held.keys()}  # noqa: SIM118
-            sent = bytes(found.pop("sent").numpy())
-        except PermissionError as error:
-            raise unreadable(file, error) from error
-        except (SafetensorError, OSError, KeyError, TypeError, ValueError) as error:
-            raise fail(str(file), f"is damaged: {error}", f"wait for round {self.last + 1}") from error
-        return Answer(select(found, "received"), sent, told)
+        return _read_answer(self.folder / f"answer-{self.last}", f"wait for round {self.last + 1}")
+
+    def previous(self, number: int) -> tuple[Answer, int] | None:
+        """Return what was received and sent before round `number`, and how many rounds ago; None before the first.
+
+        That may have been in the run before. How far that run went on without this client nobody knows here: rounds are
+        those of this run.
+        """
+        if self.last:
+            return (self.answer(), number - self.last) if number > self.last else None
+        if self._before is None:
+            return None
+        file = self._before.with_name(self._before.name.replace("state-", "answer-"))
+        return _read_answer(file, "put a copy of it back, or let the guard ignore"), number
 
     def state(self, client: Client, params: Tensors) -> Tensors:
         """Return the client's state: after its last round, here or in the run before, or before its first."""
@@ -133,6 +135,20 @@ class Memory:
         for kind in ("answer", "state"):
             (self.folder / f"{kind}-{self.last}").unlink(missing_ok=True)
         self.last = question.number
+
+
+def _read_answer(file: Path, remedy: str) -> Answer:
+    try:
+        opened: Any = safe_open(file, framework="pt")
+        with opened as held:
+            told = _read_told(held.metadata()["told"])
+            found = {name: held.get_tensor(name) for name in held.keys()}  # noqa: SIM118
+        sent = bytes(found.pop("sent").numpy())
+    except PermissionError as error:
+        raise unreadable(file, error) from error
+    except (SafetensorError, OSError, KeyError, TypeError, ValueError) as error:
+        raise fail(str(file), f"is damaged: {error}", remedy) from error
+    return Answer(select(found, "received"), sent, told)
 
 
 @contextmanager
