@@ -1,6 +1,7 @@
 """What a client keeps: who it is, that nothing is sent twice with the same noise, and what a crash leaves."""
 
 import logging
+import os
 import re
 import stat
 
@@ -163,6 +164,27 @@ def test_only_the_last_round_is_kept_and_only_the_owner_reads_it(tmp_path):
     }
     for file in (tmp_path / "partition-0").rglob("*"):
         assert stat.S_IMODE(file.stat().st_mode) & 0o077 == 0
+
+
+@pytest.fixture
+def common_umask():
+    before = os.umask(0o022)
+    yield
+    os.umask(before)
+
+
+@pytest.mark.usefixtures("common_umask")
+def test_the_folders_above_are_the_owners_too_and_those_that_were_there_stay(tmp_path):
+    own, shared = client(), tmp_path / "shared"
+    shared.mkdir(mode=0o755)
+    for number in (1, 2):
+        answer(asked(number, own), context(), own, BATCH, folder=shared / "a" / "b")
+    made = ["a", "a/b", "a/b/partition-0", "a/b/partition-0/run-77"]
+    assert [stat.S_IMODE((shared / name).stat().st_mode) for name in made] == [0o700] * 4
+    assert stat.S_IMODE(shared.stat().st_mode) == 0o755
+    (tmp_path / "file").write_text("")
+    with pytest.raises(GradveilError, match="cannot be made: Not a directory -> let the node write there"):
+        answer(asked(1, own), context(), own, BATCH, folder=tmp_path / "file" / "a")
 
 
 def test_two_nodes_of_one_name_do_not_share_a_state(tmp_path):

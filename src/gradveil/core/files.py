@@ -85,6 +85,13 @@ def sync(folder: Path) -> None:
         os.close(handle)
 
 
+def make_private(folder: Path) -> None:
+    """Make a folder, and those above it that are missing, for their owner only; `mkdir` asks the umask about these."""
+    for one in reversed([folder, *(above for above in folder.parents if not above.exists())]):
+        one.mkdir(mode=0o700, exist_ok=True)
+        sync(one.parent)
+
+
 @contextmanager
 def locked(folder: Path, remedy: str = "wait for it, or choose another --out") -> Generator[None]:
     """Hold a folder for this process alone; refuse one that another process holds."""

@@ -7,7 +7,7 @@
     <folder>/<identity>/privacy-<name>                  what differential privacy it has spent (`budget`)
 
 Flower's own `Context.state` does not survive the end of a SuperNode. The state's file is written last: a round counts
-as answered once it is there, whole. Everything is readable by its owner only.
+as answered once it is there, whole. Everything is readable by its owner only, the folders that are made for it too.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from torch import Tensor
 
 from gradveil.client import Client, load_state, save_state
 from gradveil.core.errors import fail
-from gradveil.core.files import locked, sync, unreadable, write_private
+from gradveil.core.files import locked, make_private, sync, unreadable, write_private
 from gradveil.core.noise import Key
 from gradveil.core.tree import Tensors, select, under
 from gradveil.integrations.flower.records import Question, Told
@@ -162,7 +162,7 @@ def opened(context: Context, folder: Path | str | None, training: str | None = N
     home = _home(context, folder) / identity(context)
     own = home / f"run-{int(context.run_id)}"
     try:
-        own.mkdir(parents=True, exist_ok=True, mode=0o700)
+        make_private(own)
     except OSError as error:
         remedy = f"let the node write there, or name another folder: --node-config '{FOLDER}=\"...\"'"
         raise fail(str(own), f"cannot be made: {error.strerror}", remedy) from error
