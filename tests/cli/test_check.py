@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
+from torch import nn
 
 from gradveil.attacks import inversion
 from gradveil.cli.app import run
@@ -180,3 +181,46 @@ def test_a_received_model_is_looked_at_for_traces_of_manipulation(
         capsys.readouterr()
         assert run([*ALONE, *wrong]) == 2
         assert told in " ".join(capsys.readouterr().err.split())
+
+
+class Normed(nn.Module):
+    """A model that is evaluated with the running statistics that came."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.head = nn.Linear(256, 8), nn.BatchNorm1d(8), nn.Linear(8, 2)
+        self.norm.eval()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(torch.relu(self.norm(self.first(x.flatten(1)))))
+
+    def train(self, mode: bool = True) -> Normed:
+        super().train(mode)
+        self.norm.eval()
+        return self
+
+
+@pytest.mark.parametrize("prepared", [False, True])
+def test_running_statistics_that_came_are_looked_at(
+    prepared: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also where the model is prepared to do without them: they are what the server sent."""
+    received = {name: value.clone() for name, value in Normed().state_dict().items()}
+    received["norm.running_mean"] += 1e4  # a mean is what the data are
+    words = ["check", "--model", "tests.cli.test_check:Normed", "--data", "faces", "--size", "16"]
+    words += ["--set", "model.prepare=true", "--set", "model.batchnorm=group"] if prepared else []
+    save_file(received, tmp_path / "honest.safetensors")
+    files = ["--received", str(tmp_path / "honest.safetensors"), "--previous", str(tmp_path / "before.safetensors")]
+    save_file(Normed().state_dict() | {n: v for n, v in received.items() if n.endswith(("weight", "bias"))}, files[-1])
+    assert run([*words, *files]) == 0
+    received["norm.running_var"][3] = float("nan")
+    save_file(received, tmp_path / "broken.safetensors")
+    capsys.readouterr()
+    assert run([*words, "--received", str(tmp_path / "broken.safetensors")]) == 1
+    out = " ".join(capsys.readouterr().out.split())
+    assert "norm.running_var" in out
+    assert "not finite: holds NaN" in out
+    if not prepared:
+        save_file(received | {"norm.running_mean": torch.zeros(3)}, tmp_path / "other.safetensors")
+        assert run([*words, "--received", str(tmp_path / "other.safetensors")]) == 2
+        assert "norm.running_mean: is (3,), the model has (8,)" in " ".join(capsys.readouterr().err.split())

@@ -6,7 +6,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from gradveil.core.errors import GradveilError
-from gradveil.nn.weights import fingerprint, misfits, put_weights, read_parameters, read_weights
+from gradveil.nn.weights import fingerprint, misfits, put_weights, read_received, read_weights
 
 
 def net():
@@ -19,7 +19,7 @@ def test_a_state_dict_comes_back_with_its_buffers(tmp_path):
     save_file(one.state_dict(), tmp_path / "a")
     assert put_weights(other, read_weights(tmp_path / "a"))
     assert all(torch.equal(value, other.state_dict()[name]) for name, value in one.state_dict().items())
-    assert set(read_parameters(tmp_path / "a", other)) == {name for name, _ in other.named_parameters()}
+    assert set(read_received(tmp_path / "a", other)[0]) == {name for name, _ in other.named_parameters()}
 
 
 def test_of_a_training_the_best_parameters_are_read(tmp_path):
@@ -45,7 +45,7 @@ def test_another_models_weights_are_told_and_nothing_is_changed(tmp_path):
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     save_file({name: value.contiguous() for name, value in weights.items()}, tmp_path / "a")
     with pytest.raises(GradveilError) as caught:
-        read_parameters(tmp_path / "a", model)
+        read_received(tmp_path / "a", model)
     assert len(caught.value.problems) == 2
 
 

@@ -22,7 +22,7 @@ from gradveil.audit.showing import closed_forms
 from gradveil.core.errors import Problem, refuse
 from gradveil.federated.guard import inspect
 from gradveil.nn.paths import called
-from gradveil.nn.weights import read_parameters
+from gradveil.nn.weights import read_received
 
 FOUND = 1
 """Exit code where problems were found."""
@@ -37,7 +37,7 @@ _HELP = {
     "batch": f"Examples of one client; {_EXAMPLES} if nothing says it.",
     "set": "Any setting of a run file: --set model.options.width=32 --set client.local.lr=0.1. Repeatable.",
     "data_dir": "Folder where data files lie (or set GRADVEIL_DATA).",
-    "received": "Parameters that a server sent (safetensors): look for traces of manipulation.",
+    "received": "What a server sent (safetensors; buffers too): look for traces of manipulation.",
     "previous": "The parameters of the round before: a jump from them is told too.",
 }
 
@@ -90,13 +90,13 @@ def check(
 
 
 def _manipulated(net: nn.Module, received: Path | None, previous: Path | None) -> list[Problem]:
-    """Look for traces of manipulation in the parameters that a server sent."""
+    """Look for traces of manipulation in what a server sent: parameters, buffers, running statistics."""
     if received is None:
         refuse([Problem("--previous", "has nothing to be compared with", "add --received")] if previous else [])
         return []
-    now, before = (None if file is None else read_parameters(file, net) for file in (received, previous))
-    assert now is not None
-    return [finding.problem("error") for finding in inspect(net, now, before)]
+    now, statistics = read_received(received, net)
+    before = None if previous is None else read_received(previous, net)[0]  # statistics may jump: data do
+    return [finding.problem("error") for finding in inspect(net, now | statistics, before)]
 
 
 def _alone(flags: dict[str, Any], settings: Sequence[str]) -> RunConfig:

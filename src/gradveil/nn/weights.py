@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 import torch
@@ -13,6 +14,8 @@ from torch import Tensor, nn
 from gradveil.core.errors import Problem, fail, refuse
 from gradveil.core.tree import Tensors, select
 
+STATISTICS = ("*running_mean", "*running_var", "*num_batches_tracked")
+"""Names of what BatchNorm layers keep: no parameters, though they travel with them."""
 _REMEDY = "give the parameters of this model, or name the model that they belong to"
 
 
@@ -40,11 +43,29 @@ def misfits(model: nn.Module, weights: Mapping[str, Tensor], where: str) -> list
     ]
 
 
-def read_parameters(file: Path, model: nn.Module) -> Tensors:
-    """Read a model's parameters; refuse another model's, with every difference."""
+def read_received(file: Path, model: nn.Module) -> tuple[Tensors, Tensors]:
+    """Read what a server sent: a model's parameters, and its buffers and running statistics as far as they came.
+
+    Another model's parameters or buffers are refused, with every difference. Statistics count that the model does not
+    have: it may have been prepared to do without.
+    """
     found = read_weights(file)
-    refuse(misfits(model, found, str(file)))
-    return {name: found[name] for name, _ in model.named_parameters()}
+    buffers = {name: value for name, value in model.named_buffers() if name in found}
+    shapes = {name: (tuple(found[name].shape), tuple(value.shape)) for name, value in buffers.items()}
+    what = [
+        Problem(f"{file}, {name}", f"is {there}, the model has {own}", _REMEDY)
+        for name, (there, own) in shapes.items()
+        if there != own
+    ]
+    refuse([*misfits(model, found, str(file)), *what])
+    params = {name: found[name] for name, _ in model.named_parameters()}
+    rest = {n: value for n, value in found.items() if n not in params and (n in buffers or is_statistic(n))}
+    return params, rest
+
+
+def is_statistic(name: str) -> bool:
+    """Whether a tensor is what a BatchNorm layer keeps, by its name, and no parameter."""
+    return any(fnmatchcase(name, pattern) for pattern in STATISTICS)
 
 
 def put_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> bool:

@@ -30,13 +30,13 @@ from gradveil.integrations.flower.records import (
     Told,
     encoded,
     is_mean,
-    is_statistic,
     number_of_examples,
     only_arrays,
     tensors,
     trained,
 )
 from gradveil.nn.init import drawing_from
+from gradveil.nn.weights import is_statistic
 
 Statistics = Literal["refuse", "keep", "send"]
 """What is done with running statistics that training changed."""

@@ -18,6 +18,7 @@ from torch import Tensor
 from gradveil.core.errors import GradveilError, Problem, fail
 from gradveil.core.tree import Tensors
 from gradveil.federated.wire import Layout, decode, encode, fits
+from gradveil.nn.weights import is_statistic
 
 MARK = "gradveil"
 """Name of the `ConfigRecord` that marks a message as one of Gradveil's."""
@@ -27,8 +28,6 @@ PACKED = "update"
 """Name of the only entry of a reply's `ArrayRecord`."""
 Told = Mapping[str, MetricRecord | ConfigRecord]
 """Records of a reply beside the update: its metrics, and whatever else the app says. No defence covers them."""
-STATISTICS = ("*running_mean", "*running_var", "*num_batches_tracked")
-"""Names of what BatchNorm layers keep: no parameters, though they travel with them."""
 
 
 @dataclass(frozen=True)
@@ -133,11 +132,6 @@ def tensors(record: ArrayRecord) -> Tensors:
 def record(values: Mapping[str, Tensor]) -> ArrayRecord:
     """Write tensors as a record that every Flower app reads."""
     return ArrayRecord({name: Array(value.detach().cpu().numpy()) for name, value in values.items()})
-
-
-def is_statistic(name: str) -> bool:
-    """Whether an array is what a BatchNorm layer keeps, and no parameter."""
-    return any(fnmatchcase(name, pattern) for pattern in STATISTICS)
 
 
 def is_mean(name: str, value: Tensor) -> bool:
