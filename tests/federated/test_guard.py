@@ -66,6 +66,14 @@ def imprint_in_a_few_rows(p: dict[str, Tensor]) -> None:
     p["first.weight"][8:] = keep
 
 
+def imprint_with_jitter(p: dict[str, Tensor]) -> None:
+    """A quarter of the rows, each weight of which is off by a twentieth or so."""
+    keep = p["first.weight"][16:].clone()
+    imprint(p)
+    p["first.weight"] *= 1 + 0.05 * torch.randn(64, 256, generator=GENERATOR)
+    p["first.weight"][16:] = keep
+
+
 def trap(p: dict[str, Tensor]) -> None:
     """Curious: a random half of each row negative, the other half the same magnitudes times 0.95."""
     rows = torch.empty(64, 256)
@@ -74,6 +82,14 @@ def trap(p: dict[str, Tensor]) -> None:
         order = torch.randperm(256, generator=GENERATOR)
         row[order[:128]], row[order[128:]] = -size, 0.95 * size
     p["first.weight"], p["first.bias"] = rows, torch.zeros(64)
+
+
+def trap_with_jitter(p: dict[str, Tensor]) -> None:
+    """The same in a quarter of the rows."""
+    keep = p["first.weight"][16:].clone()
+    trap(p)
+    p["first.weight"] *= 1 + 0.05 * torch.randn(64, 256, generator=GENERATOR)
+    p["first.weight"][16:] = keep
 
 
 def dead(p: dict[str, Tensor]) -> None:
@@ -133,7 +149,9 @@ def broken(p: dict[str, Tensor]) -> None:
         (imprint, "imprint", "first.weight"),
         (imprint_in_noise, "imprint", "first.weight"),
         (imprint_in_a_few_rows, "imprint", "first.weight"),
+        (imprint_with_jitter, "imprint", "first.weight"),
         (trap, "trap", "first.weight"),
+        (trap_with_jitter, "trap", "first.weight"),
         (nearly_dead, "extreme", "second.weight"),
         (dead, "extreme", "second.weight"),
         (huge, "extreme", "first.weight"),

@@ -30,8 +30,11 @@ _COLUMNS = 16
 _MOST, _SOME = 0.5, 0.1
 """The share of a layer's rows that have to show a trace; of rows that are copies down to their size, a tenth does."""
 _PARALLEL = 0.999
-_COPIED = 1e-3
+_JITTERED, _COPIED = 0.99, 0.02
+"""How parallel copies are that jitter of a tenth of each weight was added to, and how far their sizes differ."""
 _PAIRED = 2e-3
+_BALANCED = 0.01
+"""How far sums of positive over those of negative weights lie from each other in rows that were scaled alike."""
 _OUT_OF_SCALE = 50.0
 _NOTHING = 1e-3
 """A row or column of a last layer this much smaller than the largest lets nothing through."""
@@ -157,15 +160,23 @@ def _imprint(name: str, rows: Tensor, bias: Tensor | None) -> Iterator[Finding]:
         return
     sizes = rows.norm(dim=1)
     unit = (rows / sizes[:, None].clamp(min=1e-30)).float()
-    # The direction that most rows share, if they share one, is that of most of them.
-    alike = torch.cat([((block @ unit.T).abs() > _PARALLEL).sum(1) for block in unit.split(_BLOCK)])
-    most = (unit @ unit[int(alike.argmax())]).abs() > _PARALLEL
-    number = int(most.sum())
-    graded = bias is not None and len(bias[most].unique()) > 0.5 * number
-    copies = number - int(((sizes[most] / sizes[most].median() - 1).abs() > _COPIED).sum()) if graded else 0
-    if number >= max(_ROWS, _MOST * len(rows)) or copies >= max(_ROWS, _SOME * len(rows)):
+    same = _shared(unit, _PARALLEL)
+    number = int(same.sum())
+    # A tenth of the rows has to agree in size and differ in bias too: units that learn the same thing do not.
+    near = _shared(unit, _JITTERED)
+    graded = bias is not None and len(bias[near].unique()) > 0.5 * int(near.sum())
+    copies = int(((sizes[near] / sizes[near].median() - 1).abs() < _COPIED).sum()) if graded else 0
+    many = number >= max(_ROWS, _MOST * len(rows))
+    if many or copies >= max(_ROWS, _SOME * len(rows)):
+        number = number if many else copies
         more = " and their biases differ" if graded else ""
         yield Finding("imprint", name, f"{number} of {len(rows)} rows point the same way{more}")
+
+
+def _shared(unit: Tensor, least: float) -> Tensor:
+    """Tell which rows have the direction that most rows share, if they share one: that of most of them."""
+    alike = torch.cat([((block @ unit.T).abs() > least).sum(1) for block in unit.split(_BLOCK)])
+    return (unit @ unit[int(alike.argmax())]).abs() > least
 
 
 def _trap(name: str, rows: Tensor, _bias: Tensor | None) -> Iterator[Finding]:
@@ -173,18 +184,33 @@ def _trap(name: str, rows: Tensor, _bias: Tensor | None) -> Iterator[Finding]:
     half = rows.shape[1] // 2
     if len(rows) < _ROWS or half < _COLUMNS:
         return
-    scales: list[Tensor] = []
+    exact: list[Tensor] = []
+    halved: list[Tensor] = []
     for block in rows.split(_BLOCK):
         ordered = block.sort(1).values
         below, above = -ordered[:, :half], ordered.flip(1)[:, :half]
         split = (below[:, -1] >= 0) & (above[:, -1] >= 0) & (below[:, 0] > 0) & (above[:, 0] > 0)
         scale = above.sum(1) / below.sum(1).clamp(min=1e-30)
         apart = (above - scale[:, None] * below).norm(dim=1) / above.norm(dim=1).clamp(min=1e-30)
-        scales.append(scale[split & (apart < _PAIRED)])
-    paired = torch.cat(scales)
+        exact.append(scale[split & (apart < _PAIRED)])
+        halved.append(scale[(below[:, -1] > 0) & (above[:, -1] > 0)])
+    paired, alike = torch.cat(exact), _densest(torch.cat(halved))
     if len(paired) >= max(_ROWS, _MOST * len(rows)):
         what = f"in {len(paired)} of {len(rows)} rows the positive weights are the negative ones times"
         yield Finding("trap", name, f"{what} {float(paired.median()):.3f}")
+    elif len(alike) >= max(_ROWS, _SOME * len(rows)):
+        # Of n random weights just half are positive once in sqrt(pi n / 2) rows, and then the sums differ.
+        what = f"in {len(alike)} of {len(rows)} rows just half of the weights are positive, and their sum is"
+        yield Finding("trap", name, f"{what} {float(alike.median()):.3f} times that of the others")
+
+
+def _densest(scales: Tensor) -> Tensor:
+    """Pick as many numbers as lie within one window, twice the tolerance wide."""
+    ordered = scales.sort().values
+    ends = torch.searchsorted(ordered, ordered * (1 + 2 * _BALANCED), right=True)
+    counts = ends - torch.arange(len(ordered))
+    first = int(counts.argmax()) if len(ordered) else 0
+    return ordered[first : int(ends[first])] if len(ordered) else ordered
 
 
 def _extreme(name: str, rows: Tensor, bias: Tensor | None) -> Iterator[Finding]:
