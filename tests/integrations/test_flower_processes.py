@@ -3,6 +3,7 @@
 What is started is stopped by its id; the home directory is the test's own.
 """
 
+import json
 import os
 import random
 import re
@@ -215,7 +216,7 @@ def test_a_residual_survives_kill_9_in_a_deployment_over_tls(tmp_path, surroundi
         wait((tmp_path / "waiting").exists, running, "the second round", *logs.values())
 
         kept = next((tmp_path / ".gradveil" / "flower" / "hospital-a").glob("run-*"))
-        assert sorted(file.name for file in kept.iterdir()) == ["answer-2", "state-2"]
+        assert sorted(file.name for file in kept.iterdir()) == ["answer-2", "privacy", "state-2"]
         kill(first)
         logs["a"].write_text("")
         again = start(nodes[0], logs["a"])
@@ -225,7 +226,8 @@ def test_a_residual_survives_kill_9_in_a_deployment_over_tls(tmp_path, surroundi
         (tmp_path / "nodes.part").rename(tmp_path / "nodes")
         final = tmp_path / "final.safetensors"
         wait(final.exists, running, "the end", *logs.values())
-        assert sorted(file.name for file in kept.iterdir()) == ["answer-3", "state-3"]
+        assert sorted(file.name for file in kept.iterdir()) == ["answer-3", "privacy", "state-3"]
+        assert json.loads((kept / "privacy").read_text())["rounds"] == 3
 
     found = load_file(final)
     assert found.pop("rounds") == 3
