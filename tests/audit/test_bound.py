@@ -21,7 +21,9 @@ from gradveil.audit.scene import Scene, open_scene
 from gradveil.audit.store import summarise
 from gradveil.cli.app import run
 from gradveil.cli.bound import _rows
+from gradveil.client import Client
 from gradveil.core.noise import Key
+from gradveil.core.types import Batch, Domain
 from gradveil.data import Dataset
 from gradveil.defences import parse
 from gradveil.report.build import page
@@ -135,6 +137,51 @@ def test_every_attack_respects_it_but_one_who_is_told_the_noise(name: str) -> No
         assert found["measured"] < 0.8 * found["mse"]
     else:
         assert found["measured"] > 0.97 * found["mse"]
+
+
+FITTED = f"optimal-noise({STD}, form=global, probes=8, batches=8)"
+
+
+def spreads() -> Tensor:
+    """Deviations of the noise on each pixel's entry: nearly equal, as white images have white gradients."""
+    net = nn.Sequential(nn.Flatten(), nn.Linear(SIDE * SIDE, 2, bias=False))
+    public = images(4000, "public")
+    domain = Domain(*public.bounds, 2, public.inputs, public.targets)
+    client = parse(FITTED)(Client(net, linear, domain=domain))
+    params, first = client.params(), Batch(public.inputs[:1], public.targets[:1])
+    spec = client.noise_spec(params, first)
+    ones = {n: torch.ones(noise.shape) if ".normal." in n else noise.off() for n, noise in spec.items()}
+    noisy, plain = (client.update(params, first, own, {})[0]["1.weight"] for own in (ones, spec.neutral()))
+    return (noisy - plain)[0]
+
+
+class Weighing(Reader):
+    """Knows the law of the images and, as the server does, what noise each entry got."""
+
+    def __call__(self, observations, *rest: Any):
+        found = super().__call__(observations, *rest)
+        weight = (4 * SPREAD) ** 2 / ((4 * SPREAD) ** 2 + spreads().square())
+        return dataclasses.replace(found, inputs=found.inputs * weight.reshape(SIDE, SIDE))
+
+
+@pytest.mark.parametrize(("attack", "reaches"), [(Weighing(), True), (reader(1.0), False)])
+def test_noise_that_is_fitted_to_public_images_has_a_bound(attack: Any, reaches: bool) -> None:
+    found = audited(attack, FITTED)
+    best = float((1 / (1 / SPREAD**2 + 16 / spreads().square())).mean())
+    assert found["why"] is None
+    assert found["by"] == "Cramér-Rao"
+    assert 0.9 * best < found["mse"] < 1.005 * best
+    assert found["measured"] > 0.97 * found["mse"]
+    assert (found["measured"] < 1.12 * found["mse"]) == reaches
+
+
+def test_the_command_knows_the_bound_of_fitted_noise(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["bound", "faces", "--set", "model.name=lenet-zhu", "--set", "model.options={}", "--set", "data.size=16"]
+    words += [w for std in (0.003, 0.03) for w in ("--defence", f"optimal-noise({std}, form=global, batches=3)")]
+    assert run([*words, "--victims", "2", "--defence", "optimal-noise(0.03)", "--json"]) == 0
+    weak, strong, local = json.loads(capsys.readouterr().out)
+    assert 0 < weak["mse_bound"] < strong["mse_bound"] < strong["mse_prior"]
+    assert local["mse_bound"] is None
 
 
 def test_every_round_that_is_watched_tells_more() -> None:

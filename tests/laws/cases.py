@@ -66,6 +66,7 @@ LAWS = {
             "optimal-noise(std=0.1, probes=6, of=example)",
             "optimal-noise(std=0.1, probes=3, every=2)",
             "optimal-noise(std=0.1, probes=5, of=example, every=2, memory=0.5, layerwise=true)",
+            "optimal-noise(std=0.1, probes=3, clamp=0.3, form=global, batches=2)",
         )
     ),
     "optimal-prune": Law(

@@ -21,7 +21,7 @@ from gradveil.client import Client
 from gradveil.core.noise import Key
 from gradveil.core.tree import Tensors
 from gradveil.core.types import Batch
-from gradveil.defences.information import Told, information, obstacle, sight
+from gradveil.defences.information import Told, information, obstacle, settled, sight
 from gradveil.theory.bound import block_bound, rate_bound
 from gradveil.theory.spectrum import from_cosine, spectrum
 
@@ -45,6 +45,7 @@ def leaked(
         return {"information": torch.zeros(0, 0), "nats": torch.zeros(0)}, why
     groups, mean = spectrum(scene.public.pixels).groups(), scene.public.inputs.mean(0).to(first.inputs)
     cuts = [sight(watched.believed(client), first.inputs.shape[0]) for watched in seen]
+    cuts = [settled(cut, watched.params, first) for cut, watched in zip(cuts, seen, strict=True)]
     rows: list[Told] = []
     for v, number in enumerate(seen[0].victims):
         batch = Batch(truth.raw.inputs[v], truth.raw.targets[v])

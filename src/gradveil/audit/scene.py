@@ -17,7 +17,7 @@ from gradveil.audit.reader import with_defaults
 from gradveil.audit.records import Observed, observed_images, open_observed, record_problems, withheld
 from gradveil.audit.training import Training, client_problems, training_config, training_of
 from gradveil.client import Client, cross_entropy, speakers
-from gradveil.core.errors import GradveilError, Problem, refuse
+from gradveil.core.errors import GradveilError, Problem, fail, refuse
 from gradveil.core.noise import Key
 from gradveil.core.tree import Tensors
 from gradveil.core.types import Batch, Domain, Loss
@@ -70,9 +70,13 @@ class Scene:
         defended = self.defences[defence](self.undefended(index, seed), Key(seed, ("model",)))
         put_weights(defended.model, standing.params if standing else self.weights)
         defended.model.to(self.config.device, self.dtype)
-        if self.public is not None and any(transform.needs_public for transform in defended.batch):
-            public = self.public.inputs.to(self.config.device, self.dtype)
-            return replace(defended, domain=replace(self.domain, public=public))
+        after = any(slot is not None and slot.needs_public for slot in (defended.step, defended.send))
+        if self.public is None and after:
+            raise fail("data", "has no public images, to which this defence fits its noise", "choose data that has")
+        if self.public is not None and (after or any(transform.needs_public for transform in defended.batch)):
+            public, labels = self.public.inputs.to(self.config.device, self.dtype), self.public.targets
+            domain = replace(self.domain, public=public, labels=labels.to(self.config.device))
+            return replace(defended, domain=domain)
         return defended
 
     def undefended(self, index: int, seed: int) -> Client:

@@ -85,7 +85,8 @@ class Client:
 
     @cached_property
     def _defended(self) -> Defended:
-        return Defended(self.objective, self._trained, self.step, self.local.batch if self.local else 0)
+        expected = self.local.batch if self.local else 0
+        return Defended(self.objective, self._trained, self.step, expected, self.domain)
 
     @cached_property
     def _own(self) -> Own:

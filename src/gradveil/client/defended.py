@@ -12,7 +12,7 @@ from gradveil.client.at import At
 from gradveil.client.gradient import Objective, last_inputs, mean_gradient
 from gradveil.client.probing import example_squared_row_norms
 from gradveil.core.tree import Tensors, select
-from gradveil.core.types import Batch, Context, Features, Transform
+from gradveil.core.types import Batch, Context, Domain, Features, Public, Transform
 
 
 @dataclass(frozen=True)
@@ -24,6 +24,7 @@ class Defended:
     step: Transform | None
     expected: int = 0
     """Where Poisson sampling draws the examples of a local step: how many it draws on average."""
+    domain: Domain | None = None
 
     def __call__(
         self,
@@ -75,7 +76,8 @@ class Defended:
         def sensitivity(directions: Tensor, offset: Tensor) -> Tensors:
             return example_squared_row_norms(*own, directions, offset, outputs)
 
-        return Context(params, batch, inner, gradient, features, sensitivity, messages or {})
+        public = Public(self.domain, gradient, batch.inputs.shape[0]) if self.domain else None
+        return Context(params, batch, inner, gradient, features, sensitivity, messages or {}, public)
 
     def parted(self, params: Mapping[str, Tensor]) -> tuple[Tensors, Tensors]:
         """Part the parameters into the trained and the frozen ones."""

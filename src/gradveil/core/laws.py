@@ -8,6 +8,8 @@ import torch
 from scipy.special import betaincinv  # pyright: ignore[reportMissingTypeStubs]
 from torch import Tensor
 
+from gradveil.core.noise import Key, Normal
+
 _TINY = 1e-12
 
 
@@ -79,3 +81,22 @@ class OneOf:
     def penalty(self, value: Tensor) -> Tensor:
         """Return how far the weights of each row are from adding up to 1, squared."""
         return (value.sum(-1) - 1).square().reshape(len(value), -1).sum(1)
+
+
+@dataclass(frozen=True)
+class Agreed:
+    """Normal numbers that are the same for everybody: drawn from a key of their own, which is no secret.
+
+    Leading dimensions beyond `shape` (clients that are summed) repeat them.
+    """
+
+    key: Key
+    shape: tuple[int, ...]
+
+    def sample(self, shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> Tensor:
+        """Return them on the CPU, whatever the generator."""
+        return Normal().sample(self.shape, dtype, self.key.generator()).expand(shape).clone()
+
+    def penalty(self, value: Tensor) -> Tensor:
+        """Return zero: nobody has to guess them."""
+        return torch.zeros(len(value), dtype=value.dtype, device=value.device)

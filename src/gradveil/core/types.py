@@ -12,11 +12,13 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any, ClassVar, Literal, NamedTuple
 
+import torch
 from torch import Tensor
 
-from gradveil.core.errors import Problem
+from gradveil.core.errors import Problem, fail
 from gradveil.core.noise import NoiseSpec
 from gradveil.core.tree import Tensors
+from gradveil.core.words import plural
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 """(outputs, targets) -> a scalar, or one loss an example."""
@@ -38,7 +40,28 @@ class Domain:
     upper: Tensor
     classes: int
     public: Tensor | None = None
-    """[M, C, H, W] examples like them that everybody has: some batch defences mix with those."""
+    """[M, C, H, W] examples like them that everybody has: some batch defences mix with those, some noise is fitted to
+    them."""
+    labels: Tensor | None = None
+    """[M] class numbers of the public examples; None where nobody knows them."""
+
+    def batches(self, size: int, count: int) -> list[Batch]:
+        """Return the first `count` batches of so many public examples, or as many as there are; at least one.
+
+        Where there are no labels, the classes take turns: expectations are then over labels that are all as likely,
+        whatever the image.
+        """
+        if self.public is None or len(self.public) < size:
+            there = 0 if self.public is None else len(self.public)
+            what = f"has {plural(there, 'public image')}, and a batch takes {size}"
+            raise fail(
+                "domain.public", what, "audit data with a larger public split, or give Domain(..., public=images)"
+            )
+        used = min(count, len(self.public) // size) * size
+        turns = torch.arange(used, device=self.public.device) % self.classes
+        labels = turns if self.labels is None else self.labels[:used]
+        places = (slice(start, start + size) for start in range(0, used, size))
+        return [Batch(self.public[some], labels[some]) for some in places]
 
 
 class Stage(IntEnum):
@@ -59,6 +82,16 @@ class Features(NamedTuple):
 
 
 @dataclass(frozen=True)
+class Public:
+    """What everybody can compute: the client's model on public examples. Nothing of the client's own is in it."""
+
+    domain: Domain
+    gradient: Callable[[Batch], Tensors]
+    """The client's differentiable mean gradient, for public batches as large as its own."""
+    size: int
+
+
+@dataclass(frozen=True)
 class Context:
     """What a transform may need beyond the update. Nothing here is global, nothing is hidden.
 
@@ -76,6 +109,8 @@ class Context:
     and its batch x, from derivatives of single examples' gradients."""
     messages: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
     """Public messages of the round (a broadcast mask, say), the same for all clients: attackers see them too."""
+    public: Public | None = None
+    """None where the client says nothing of its examples (`Client.domain`)."""
     expected: int | None = None
     """What sums over the batch are divided by under Poisson sampling; None for the number of its examples."""
 
@@ -98,6 +133,11 @@ class Transform(ABC):
     guarantee: ClassVar[str] = "no formal guarantee"
     shows_zeros: ClassVar[bool] = False
     """What was zero before is zero after it, and few other entries are: zeros of an earlier stage remain evidence."""
+
+    @property
+    def needs_public(self) -> bool:
+        """Whether it takes `Context.public`, with images in it."""
+        return False
 
     def init(self, params: Mapping[str, Tensor]) -> Tensors:
         """Return the state of a client that has sent nothing yet."""

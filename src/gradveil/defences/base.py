@@ -50,6 +50,11 @@ class Chain(Transform):
         """Every stage's guarantee."""
         return "; ".join(f"{name}: {transform.guarantee}" for name, transform in self)
 
+    @property
+    def needs_public(self) -> bool:
+        """Whether a stage takes public images."""
+        return any(transform.needs_public for _, transform in self)
+
     def init(self, params: Mapping[str, Tensor]) -> Tensors:
         """Unite the states of the stages."""
         return {k: v for name, transform in self for k, v in under(name, transform.init(params)).items()}

@@ -7,7 +7,7 @@ only lose information. Of local training that adds noise in each step, every noi
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import reduce
 from operator import add
 
@@ -16,11 +16,13 @@ from torch import Tensor, nn
 
 from gradveil.client import Client
 from gradveil.client.local import train
+from gradveil.core.noise import NoiseSpec
 from gradveil.core.tree import Tensors, squared_norm, tmap
-from gradveil.core.types import Batch, Transform
+from gradveil.core.types import Batch, Context, Stage, Transform
 from gradveil.defences.base import Chain
 from gradveil.defences.clip import Clip
 from gradveil.defences.noise import Additive, Gaussian
+from gradveil.defences.optimal import OptimalNoise
 from gradveil.defences.privacy import data_dependent, noise_is_shared, stages
 from gradveil.theory.sensitivity import squared_products
 
@@ -49,6 +51,8 @@ class Sight:
     """The noise is added to each step of local training, not to what is sent."""
     noisy: Client
     """The client that trains locally with its noise."""
+    fitted: OptimalNoise | None = None
+    """Noise whose variances are fitted to public images: then of variance 1, on the update divided by their roots."""
 
 
 def obstacle(client: Client, batch: Batch) -> str | None:
@@ -71,6 +75,8 @@ def obstacle(client: Client, batch: Batch) -> str | None:
         return "who is in a noisy step of local training is drawn at random"
     if client.trains_its_own() and _first(step) is not None:
         return "what a client keeps to itself is trained between noisy steps"
+    if client.members > 1 and _fitted(send) is not None:
+        return "clients that fit their noise to public images are summed"
     if client.members > 1 and client.local and _first(step) is not None:
         return "clients that add noise in each step of local training are summed"
     return None
@@ -80,11 +86,15 @@ def sight(client: Client, examples: int) -> Sight:
     """Cut a client off at its noise; `examples` are those of the whole batch. Only where there is no `obstacle`."""
     each = examples // client.members
     _, before, noise, _ = _split(client)
+    smooth = not any(isinstance(module, KINKED) for module in client.model.modules())
+    fitted = _fitted(stages(client.send))
+    if fitted is not None and not noise:
+        clean = replace(client, send=Chain((*before, ("clamp", _Divided(fitted)))))
+        return Sight(clean, 1.0, 1.0, smooth, False, replace(client, send=None), fitted)
     in_step = _first(stages(client.step)) is not None
     size = client.local.batch if client.local and in_step else each
     variance = sum(stage.variance(size) for stage in noise) / client.members
     normal = sum(stage.variance(size) for stage in noise if isinstance(stage, Gaussian)) / client.members
-    smooth = not any(isinstance(module, KINKED) for module in client.model.modules())
     kept = Chain(before) if before else None
     clean = replace(client, step=kept, send=None) if in_step else replace(client, send=kept)
     every_step = in_step and client.local is not None
@@ -105,6 +115,21 @@ class Told:
         return Told(self.along + other.along, self.nats + other.nats)
 
 
+def settled(seen: Sight, params: Tensors, batch: Batch, noise: Mapping[str, Tensor] | None = None) -> Sight:
+    """Divide by the deviations of fitted noise at these parameters; without `noise` only if the model draws nothing."""
+    if seen.fitted is None:
+        return seen
+    asked = replace(seen.clean, send=Chain((("scales", _Scales(seen.fitted)),)))
+    spec = asked.noise_spec(params, batch)
+    if noise is None and any(name != "send.scales.probe" for name in spec):
+        return seen
+    own = {n: (noise or {}).get(n, each.off().to(batch.inputs.device)) for n, each in spec.items()}
+    scales = tmap(torch.detach, asked.update(params, batch, own, asked.init(params))[0])
+    assert isinstance(seen.clean.send, Chain)
+    divided = Chain((*seen.clean.send.stages[:-1], ("divided", _Divided(seen.fitted, scales))))
+    return replace(seen, clean=replace(seen.clean, send=divided), fitted=None)
+
+
 def information(
     seen: Sight, params: Tensors, batch: Batch, noise: Mapping[str, Tensor], directions: Tensor, mean: Tensor
 ) -> Told:
@@ -112,6 +137,7 @@ def information(
 
     `noise` is what the client drew, `mean` [C, H, W] an input that everybody knows.
     """
+    seen = settled(seen, params, batch, noise)
     if not seen.every_step:
         own = {name: noise[name] for name in seen.clean.noise_spec(params, batch)}
         return _told(seen, seen.clean, params, batch, own, directions, mean)
@@ -134,6 +160,40 @@ def information(
 
     train(local, params, schedule.shape[0], gradient)
     return reduce(add, parts)
+
+
+@dataclass(frozen=True)
+class _Scales(Transform):
+    """Sends the standard deviations of fitted noise in place of the update."""
+
+    fitted: OptimalNoise
+    stage = Stage.NOISE
+
+    def directions(self, batch: Batch) -> NoiseSpec:
+        """Declare the directions on which everybody has agreed."""
+        return self.fitted.directions(batch)
+
+    def apply(
+        self, update: Tensors, state: Tensors, noise: Mapping[str, Tensor], context: Context
+    ) -> tuple[Tensors, Tensors]:
+        """Compute them, in the order of the update."""
+        found = self.fitted.public_scales(context, noise["probe"])
+        return {name: found[name] for name in update}, state
+
+
+@dataclass(frozen=True)
+class _Divided(Transform):
+    """Cuts the update as fitted noise does, and divides it by the noise's standard deviations."""
+
+    fitted: OptimalNoise
+    scales: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
+    stage = Stage.NOISE
+
+    def apply(
+        self, update: Tensors, state: Tensors, noise: Mapping[str, Tensor], context: Context
+    ) -> tuple[Tensors, Tensors]:
+        """Divide."""
+        return {name: value / self.scales[name] for name, value in self.fitted.cut(update).items()}, state
 
 
 def _told(
@@ -162,10 +222,23 @@ def _split(client: Client) -> tuple[Stages, Stages, list[Additive], Stages]:
         if not isinstance(stage, Additive):
             break
         noise.append(stage)
-    return inner, own[:first], noise, (*own[first + len(noise) :], *later)
+    # What is added behind noise that is fitted to public images is left out: it can only hide more.
+    return inner, own[:first], noise, (*own[first + max(1, len(noise)) :], *later)
+
+
+def _fitted(chain: Stages) -> OptimalNoise | None:
+    """Return the noise that is fitted to public images, if it is the first that is added."""
+    first = _first(chain)
+    stage = None if first is None else chain[first][1]
+    return stage if isinstance(stage, OptimalNoise) else None
 
 
 def _first(chain: Stages) -> int | None:
-    """Find the first stage that adds noise indeed."""
-    noise = (i for i, (_, stage) in enumerate(chain) if isinstance(stage, Additive) and stage.variance(1) > 0)
-    return next(noise, None)
+    """Find the first stage that adds noise indeed, which does not depend on the data."""
+
+    def adds(stage: Transform) -> bool:
+        if isinstance(stage, OptimalNoise):
+            return stage.needs_public and stage.std > 0
+        return isinstance(stage, Additive) and stage.variance(1) > 0
+
+    return next((i for i, (_, stage) in enumerate(chain) if adds(stage)), None)

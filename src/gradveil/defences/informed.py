@@ -9,7 +9,7 @@ from gradveil.core.arguments import Argument
 from gradveil.defences.base import Defence, chain
 from gradveil.defences.entry import FEEDBACK, KNOWING, PRUNED, DefenceEntry
 from gradveil.defences.feedback import Feedback
-from gradveil.defences.optimal import OptimalNoise, OptimalPruning
+from gradveil.defences.optimal import FORM, OptimalNoise, OptimalPruning
 from gradveil.defences.probed import OF
 from gradveil.defences.prune import SCOPE
 
@@ -22,8 +22,10 @@ def _optimal_noise(
     of: Literal["batch", "example"],
     every: int,
     memory: float,
+    form: Literal["local", "global"],
+    batches: int,
 ) -> Defence:
-    transform = OptimalNoise(std, probes, layerwise, clamp, of, every, memory)
+    transform = OptimalNoise(std, probes, layerwise, clamp, of, every, memory, form, batches)
     return Defence("optimal-noise", send=chain(noise=transform))
 
 
@@ -61,6 +63,8 @@ INFORMED = (
             Argument("layerwise", Flag(), False),
             Argument("clamp", BOUND, float("inf")),
             *CHEAPER,
+            Argument("form", FORM, "local"),
+            Argument("batches", COUNT, 16),
         ),
         identity={"std": 0.0},
     ),

@@ -18,17 +18,21 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from gradveil.core.allowed import BOUND, COUNT, SHARE, STRENGTH, Flag, collect
-from gradveil.core.errors import refuse
-from gradveil.core.noise import Noise, NoiseSpec, Normal, Uniform
+from gradveil.core.allowed import BOUND, COUNT, SHARE, STRENGTH, Choice, Flag, collect
+from gradveil.core.errors import Problem, fail, refuse
+from gradveil.core.laws import Agreed
+from gradveil.core.noise import Key, Noise, NoiseSpec, Normal, Uniform
 from gradveil.core.tree import Tensors, norm, root, select, tmap, under
-from gradveil.core.types import Context, Stage
+from gradveil.core.types import Batch, Context, Stage
 from gradveil.defences.probed import OF, SHRINK, Probing, of_layer
 from gradveil.defences.prune import SCOPE, Magnitude, rest
-from gradveil.theory.sensitivity import norms
+from gradveil.theory.sensitivity import norms, squared_row_norms
+from gradveil.theory.utility import global_ratio, optimal_variances
 
 FLOOR = {"entry": 1e-8, "clamped": 1e-6, "layer": 1e-6}
 """Smallest |g| that a ratio is divided by: of an entry, of one that may be clamped, of a whole layer."""
+FORM = Choice(("local", "global"))
+"""Whether noise is fitted to the client's own batch, or to public ones."""
 CAP = 1e6
 """Largest ratio. These are the constants of the authors' program; the paper leaves them open."""
 
@@ -44,6 +48,15 @@ class OptimalNoise(Probing):
     Where a row of dg/dx is zero (units behind a ReLU that is off) there is no noise, and none of the variance is spent;
     elsewhere ratios are capped. A few entries with tiny gradients can take most of the variance (one of 15,826 in an
     untrained LeNet took 70 %), so equal mean variance is not equal protection: compare by what attackers recover.
+
+    That is the local form, fitted to the client's own batch. With `form="global"` expectations over public batches take
+    the places of both norms (`gradveil.theory.utility.global_ratio`; Theorem 3's with a `clamp`): over the first
+    `batches` of the client's public images, as large as its own batch, in directions on which everybody has agreed, at
+    the parameters of the round. Then all clients have the same variances, the server knows them, and they tell
+    nothing of the batch: nobody's error can be below a bound (`gradveil bound`). Labels are those of the public images,
+    or all classes in turn where none are known. What tells nothing on any public batch may tell of another: it gets the
+    mean ratio, where the theorem would give it no noise.
+
     The standard deviations are intermediates `scale.<parameter>`: those not pinned are computed from update and batch,
     and an attacker differentiates through them, which takes `probes` forward-mode products an iteration.
 
@@ -62,6 +75,8 @@ class OptimalNoise(Probing):
     of: Literal["batch", "example"] = "batch"
     every: int = 1
     memory: float = 0.0
+    form: Literal["local", "global"] = "local"
+    batches: int = 16
     stage: ClassVar[Stage] = Stage.NOISE
     guarantee: ClassVar[str] = "no formal guarantee: the noise depends on the data, so there is no epsilon"
 
@@ -69,7 +84,27 @@ class OptimalNoise(Probing):
         """Refuse settings that cannot be meant, all at once."""
         settings = (("std", STRENGTH), ("probes", COUNT), ("layerwise", Flag()), ("clamp", BOUND), ("of", OF))
         settings = (*settings, ("every", COUNT), ("memory", SHARE))
-        refuse(collect("optimal-noise", ((name, allowed, getattr(self, name)) for name, allowed in settings)))
+        settings = (*settings, ("form", FORM), ("batches", COUNT))
+        problems = collect("optimal-noise", ((name, allowed, getattr(self, name)) for name, allowed in settings))
+        cheaper = ("layerwise", "of", "every", "memory") if self.form == "global" else ()
+        for name in (name for name in cheaper if getattr(self, name) != getattr(OptimalNoise, name)):
+            what = "is for the client's own batch, of which the global form knows nothing"
+            problems.append(Problem(f"optimal-noise.{name}", what, "leave it out; fewer batches are cheaper"))
+        refuse(problems)
+
+    @property
+    def needs_public(self) -> bool:
+        """Whether the noise is fitted to public images."""
+        return self.form == "global"
+
+    def directions(self, batch: Batch) -> NoiseSpec:
+        """Declare the directions: those of the global form are of public batches, and the same for everybody."""
+        if not self.needs_public:
+            return super().directions(batch)
+        shape, key = (self.probes, *batch.inputs.shape), Key(0, ("public", "probe"))
+        agreed, dtype = Agreed(key, shape), batch.inputs.dtype
+        drawn = agreed.sample(shape, dtype, key.generator())
+        return NoiseSpec({"probe": Noise(shape, agreed, neutral=drawn, dtype=dtype, discrete=True)})
 
     def noise(self, params: Mapping[str, Tensor]) -> NoiseSpec:
         """Declare one standard normal tensor a parameter: `normal.<parameter>`."""
@@ -85,18 +120,42 @@ class OptimalNoise(Probing):
         self, update: Tensors, state: Tensors, noise: Mapping[str, Tensor], context: Context
     ) -> tuple[Tensors, Tensors]:
         """Cut the entries, if that is wanted, and add the scaled noise."""
-        finite = math.isfinite(self.clamp)
-        cut = {n: value.clamp(-self.clamp, self.clamp) for n, value in update.items()} if finite else update
+        cut = self.cut(update)
         if not self.std:
             return cut, state
         scales, normal = select(noise, "scale"), select(noise, "normal")
-        if update.keys() - scales.keys():
+        if update.keys() - scales.keys() and self.needs_public:
+            scales = {**self.public_scales(context, noise["probe"]), **scales}
+        elif update.keys() - scales.keys():
             squares = self.squares(state, noise, context)
             scales = {**self.scales(update, squares), **scales}
             state = self.later(state, squares)
         else:
             state = self.later(state)
         return {name: value + scales[name] * normal[name] for name, value in cut.items()}, state
+
+    def cut(self, update: Tensors) -> Tensors:
+        """Cut the entries to [-clamp, clamp]."""
+        finite = math.isfinite(self.clamp)
+        return {n: value.clamp(-self.clamp, self.clamp) for n, value in update.items()} if finite else update
+
+    def public_scales(self, context: Context, probe: Tensor) -> Tensors:
+        """Compute the standard deviations of the global form: of parameters and public images, and nothing else."""
+        if context.public is None:
+            what = "is fitted to public images, and there are none"
+            raise fail("optimal-noise.form", what, "give Client(domain=Domain(..., public=images))")
+        gradient, domain = context.public.gradient, context.public.domain
+        squares: list[Tensors] = []
+        found: list[Tensors] = []
+        for batch in domain.batches(context.public.size, self.batches):
+            squares.append(tmap(torch.detach, squared_row_norms(gradient, batch, probe)))
+            found.append(tmap(torch.detach, gradient(batch)))
+        ratio = {name: value.clamp(max=CAP) for name, value in global_ratio(squares, found, self.clamp).items()}
+        flat = torch.cat([value.flatten() for value in ratio.values()])
+        mean = flat.sum() / (flat > 0).sum().clamp(min=1)
+        other = torch.where(mean > 0, mean, 1.0)
+        ratio = {name: torch.where(value > 0, value, other) for name, value in ratio.items()}
+        return norms(optimal_variances(ratio, self.std**2))
 
     def scales(self, update: Mapping[str, Tensor], squares: Mapping[str, Tensor]) -> Tensors:
         """Compute the standard deviation of every coordinate; the mean of their squares is std^2.

@@ -18,7 +18,7 @@ from torch import Tensor
 from gradveil.client import Client
 from gradveil.core.noise import Key
 from gradveil.core.tree import Tensors, tmap
-from gradveil.core.types import Batch, BatchTransform, Context, Stage, Transform
+from gradveil.core.types import Batch, BatchTransform, Context, Public, Stage, Transform
 from gradveil.defences.base import Chain
 from gradveil.defences.clip import Clip
 from gradveil.defences.fading import FadingClip, FadingNoise
@@ -135,20 +135,21 @@ def stages(transform: Transform | None) -> tuple[tuple[str, Transform], ...]:
 def data_dependent(stage: Transform, client: Client, batch: Batch) -> bool:
     """Find out whether a stage looks at the examples again, beyond the update it is handed.
 
-    It is run on one random update and two batches, and may neither differ nor ask for gradients or features.
+    It is run on one random update and two batches, and may neither differ nor ask for gradients or features, but for
+    those at public examples.
     """
-    if stage.directions(batch):
+    if stage.directions(batch) and not stage.needs_public:
         return True
 
     def ask(examples: Batch) -> NoReturn:
         raise _AskedError
 
     sent = _sent(client)
-    noise = stage.noise(sent).sample(Key(0, ("stage",)))
+    noise = (stage.noise(sent) | stage.directions(batch)).sample(Key(0, ("stage",)))
     update = {name: _normal(value, name) for name, value in sent.items()}
     results: list[Tensors] = []
     for own in (batch, Batch(batch.inputs.flip(-1) + 1, torch.zeros_like(batch.targets))):
-        context = Context(sent, own, gradient=ask, features=ask)
+        context = Context(sent, own, gradient=ask, features=ask, public=_public(client, batch, update))
         try:
             results.append(stage.apply(update, stage.init(sent), noise, context)[0])
         except _AskedError:
@@ -182,13 +183,22 @@ def noise_is_shared(stage: Transform, client: Client, batch: Batch) -> bool:
     if stage.stage != Stage.NOISE or stage.directions(batch):
         return False
     sent = _sent(client)
-    context, nothing = Context(sent, batch), tmap(torch.zeros_like, sent)
+    context, nothing = Context(sent, batch, public=_public(client, batch, sent)), tmap(torch.zeros_like, sent)
     added = [
         stage.apply(nothing, stage.init(sent), stage.noise(sent).sample(Key(0, ("client", number))), context)[0]
         for number in range(2)
     ]
     same = all(torch.equal(value, added[1][name]) for name, value in added[0].items())
     return same and any(bool(value.any()) for value in added[0].values())
+
+
+def _public(client: Client, batch: Batch, like: Mapping[str, Tensor]) -> Public | None:
+    """Stand in for what everybody can compute: gradients that depend on the examples they are asked for."""
+
+    def gradient(examples: Batch) -> Tensors:
+        return {name: value * examples.inputs.square().sum() for name, value in like.items()}
+
+    return Public(client.domain, gradient, len(batch.inputs)) if client.domain else None
 
 
 class _AskedError(Exception):

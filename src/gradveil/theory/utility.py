@@ -98,7 +98,7 @@ def global_ratio(
     noise; of one batch it is the local form. `optimal_variances` scales after that, so what is cut takes no share of
     the noise. Utility is that of the gradient before the cut.
 
-    >>> rows, gradients = {"w": torch.tensor([4.0, 4.0])}, [{"w": torch.tensor([1.0, 1.0])}, {"w": torch.tensor([1.0, 7.0])}]
+    >>> rows, gradients = {"w": torch.tensor([4.0, 4.0])}, [{"w": torch.tensor([1.0, each])} for each in (1.0, 7.0)]
     >>> [round(float(value), 4) for value in global_ratio([rows, rows], gradients, clamp=2.0)["w"]]
     [2.0, 0.2828]
     """

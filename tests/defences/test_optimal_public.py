@@ -1,0 +1,133 @@
+"""Optimal noise that is fitted to public images: the global form, what it looks at, and what is known of it."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from gradveil.client import Client
+from gradveil.core.errors import GradveilError
+from gradveil.core.noise import Key
+from gradveil.core.tree import tmap
+from gradveil.core.types import Batch
+from gradveil.defences import parse
+from gradveil.defences.information import information, obstacle, sight
+from gradveil.defences.privacy import NOTHING, data_dependent, examine, stages
+from gradveil.theory.sensitivity import exact_squared_row_norms, jacobian
+from gradveil.theory.utility import global_ratio
+from tests.laws.cases import DOMAIN, Tiny, draw, draw_batch
+
+TEXT = "optimal-noise(std=0.1, probes=4000, form=global, batches=3)"
+PUBLIC = torch.rand(14, 1, 8, 8, generator=Key(0, ("more",)).generator(), dtype=torch.float64)
+LABELS = torch.randint(0, 3, (14,), generator=Key(1).generator())
+LABELLED = replace(DOMAIN, public=PUBLIC, labels=LABELS)
+
+
+def deviations(client: Client, number: int = 0):
+    """The noise's standard deviations: what a normal number of 1 everywhere adds."""
+    params, batch, noise, state = draw(client, number)
+    made = (
+        {name: torch.full_like(value, size) if ".normal." in name else value for name, value in noise.items()}
+        for size in (1.0, 0.0)
+    )
+    noisy, plain = (client.update(params, batch, own, state)[0] for own in made)
+    return tmap(torch.sub, noisy, plain)
+
+
+@pytest.mark.parametrize("clamp", ["", ", clamp=0.2"])
+def test_variances_are_those_of_the_theorem_on_public_batches(clamp: str):
+    client = parse(f"{TEXT[:-1]}{clamp})")(Client(Tiny(), domain=LABELLED))
+    plain, params = Client(Tiny()), client.params()
+
+    def gradient(batch: Batch):
+        return plain.update(params, batch, {}, {})[0]
+
+    batches = [Batch(PUBLIC[i : i + 4], LABELS[i : i + 4]) for i in (0, 4, 8)]
+    rows, found = [exact_squared_row_norms(gradient, each) for each in batches], [gradient(each) for each in batches]
+    ratio = global_ratio(rows, found, 0.2 if clamp else float("inf"))
+    flat = torch.cat([value.flatten() for value in ratio.values()])
+    filled = torch.where(flat > 0, flat, flat.sum() / (flat > 0).sum())
+    std = torch.cat([value.flatten() for value in deviations(client).values()])
+    torch.testing.assert_close(std, (0.01 * filled / filled.mean()).sqrt(), rtol=0.05, atol=0)
+    torch.testing.assert_close(std.square().mean(), torch.tensor(0.01).double())
+    assert float(std.max() / std.min()) > 3
+
+
+def test_all_clients_have_the_same_and_labels_count():
+    client = parse("optimal-noise(std=0.1, form=global)")(Client(Tiny(), domain=LABELLED))
+    first, second = deviations(client, 0), deviations(client, 1)
+    for name, value in first.items():
+        torch.testing.assert_close(value, second[name], rtol=1e-9, atol=1e-12)
+    turns = replace(client, domain=replace(LABELLED, labels=torch.arange(14) % 3))
+    unlabelled = replace(client, domain=replace(LABELLED, labels=None))
+    for name, value in deviations(unlabelled).items():
+        torch.testing.assert_close(value, deviations(turns)[name])
+        assert not torch.equal(value, first[name])
+
+
+def test_nothing_is_promised_and_it_looks_at_no_private_data():
+    client = parse("dp(clip=1, sigma=2) + optimal-noise(0.1, form=global)")(Client(Tiny(), domain=LABELLED))
+    batch = draw_batch(Key(0))
+    (_, stage) = stages(client.send)[0]
+    assert not data_dependent(stage, client, batch)
+    assert "differential privacy of each example" in examine(client, batch).promise()
+    alone = parse("optimal-noise(0.1, form=global)")(Client(Tiny(), domain=LABELLED))
+    assert examine(alone, batch).promise() == NOTHING
+    (_, local) = stages(parse("optimal-noise(0.1)")(alone).send)[1]
+    assert data_dependent(local, alone, batch)
+
+
+def test_what_is_told_is_the_jacobian_over_the_deviations():
+    client = parse("clip(2) + optimal-noise(std=0.1, clamp=0.3, form=global) + prune(0.5)")(
+        Client(Tiny(), domain=LABELLED)
+    )
+    params, batch, noise, _ = draw(client)
+    assert obstacle(client, batch) is None
+    probes = torch.randn(3, *batch.inputs.shape, generator=Key(1).generator(), dtype=torch.float64)
+    mean = torch.full((1, 8, 8), 0.5).double()
+    found = information(sight(client, len(batch.targets)), params, batch, noise, probes, mean)
+    std = deviations(parse("clip(2) + optimal-noise(std=0.1, clamp=0.3, form=global)")(Client(Tiny(), domain=LABELLED)))
+    clean = parse("clip(2)")(Client(Tiny()))
+
+    def divided(own: Batch):
+        sent = clean.update(params, own, {}, {})[0]
+        return {name: value.clamp(-0.3, 0.3) / std[name] for name, value in sent.items()}
+
+    products = jacobian(divided, batch) @ probes.flatten(1).mT
+    torch.testing.assert_close(found.along, products.square().sum(0))
+    away = tmap(torch.sub, divided(batch), divided(Batch(mean.expand_as(batch.inputs), batch.targets)))
+    torch.testing.assert_close(found.nats, sum(value.square().sum() for value in away.values()) / 2)
+
+
+def test_sums_of_clients_have_no_bound_and_other_noise_comes_before_it():
+    client = parse("optimal-noise(0.1, form=global)")(Client(Tiny(), domain=LABELLED, members=2))
+    assert "summed" in (obstacle(client, draw_batch(Key(0))) or "")
+    both = parse("gaussian(0.2) + optimal-noise(0.1, form=global)")(Client(Tiny(), domain=LABELLED))
+    assert obstacle(both, draw_batch(Key(0))) is None
+    assert sight(both, 4).variance == pytest.approx(0.04)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("optimal-noise(0.1, form=global, layerwise=true, every=2)", "2 problems"),
+        ("optimal-noise(0.1, form=global, of=example)", "optimal-noise.of"),
+        ("optimal-noise(0.1, form=both)", "form"),
+    ],
+)
+def test_what_saves_private_directions_is_refused(text: str, said: str):
+    with pytest.raises(GradveilError) as caught:
+        parse(text)
+    assert said in f"{len(caught.value.problems)} problems: {caught.value}"
+
+
+def test_without_public_images_it_says_what_it_needs():
+    for domain, said in ((None, "there are none"), (replace(DOMAIN, public=None), "0 public images")):
+        client = parse("optimal-noise(0.1, form=global)")(Client(Tiny(), domain=domain))
+        with pytest.raises(GradveilError, match=said):
+            draw_and_send(client)
+
+
+def draw_and_send(client: Client):
+    params, batch, noise, state = draw(client)
+    return client.update(params, batch, noise, state)
