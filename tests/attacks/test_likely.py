@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from gradveil.attacks.likely import images_like, likeliest, prior_problems
+from gradveil.attacks.likely import images_like, likeliest, prior_problems, uncertain
+from gradveil.attacks.presets import make_attack
 from gradveil.attacks.rehearse import Disturbance
 from gradveil.core.errors import GradveilError
 from gradveil.core.noise import Key
@@ -68,7 +69,7 @@ def test_the_likeliest_image_is_the_posterior_mean_where_everything_is_normal():
     )
     weight = z.T @ truth[pixels] + 0.3 * torch.randn(30, 4, dtype=torch.float64, generator=draw)
     exact, noisy = (Disturbance(torch.tensor(v, dtype=torch.float64), torch.zeros(())) for v in (0.0, 0.09))
-    found, _ = likeliest(z, weight, pixels, images, exact, noisy)
+    found = likeliest(uncertain(z, weight, exact, noisy), pixels, images)
     design = torch.zeros(30, 4, 16, dtype=torch.float64)
     for place in range(4):
         design[:, place, pixels[:, place]] = z.T
@@ -90,3 +91,28 @@ def test_a_prior_says_what_it_is_not_for():
     (problem,) = prior_problems((3, 64, 64), 1, public=True)
     assert "12288 values" in problem.what
     assert not list(prior_problems((3, 32, 32), 1, public=True))
+
+
+def test_the_truth_is_judged_by_the_same_equations_as_what_was_found():
+    """At the images it has found, its objective is what it told of them; at others it is higher."""
+    scene = sent_by("prune(0.3)")
+    attacker = make_attack("analytic(prior=public)")
+    found = attack(scene, "analytic(prior=public)")
+
+    def judged(inputs):
+        return attacker.evaluate([scene.observation], scene.client, scene.knowledge, Key(0), inputs, {})
+
+    inside = (found.inputs > 0).flatten(1).all(1) & (found.inputs < 1).flatten(1).all(1)
+    assert bool(inside.any()), "an answer cut to its box is not what the objective was told of"
+    torch.testing.assert_close(judged(found.inputs)[inside], found.objective[inside])
+    assert bool((judged(1 - scene.truth.inputs) > 2 * found.objective).all())
+
+
+def test_an_update_that_is_not_a_number_is_a_status_with_a_prior_too():
+    scene = sent_by("prune(0.3)")
+    scene.observation.update["embed.weight"][1] = torch.nan
+    found = attack(scene, "analytic(prior=public)")
+    assert found.status[1] == "diverged"
+    assert found.status.count("converged") == 5
+    assert bool(torch.isinf(found.objective[1]))
+    assert bool(torch.isfinite(found.inputs).all())

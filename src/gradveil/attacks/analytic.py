@@ -26,7 +26,7 @@ from torch.func import functional_call
 from gradveil.attacks.base import Observation, Progress, Prospect, Reconstruction
 from gradveil.attacks.infer import Labels, find_labels, label_problems
 from gradveil.attacks.knowledge import How, Knowledge, Known
-from gradveil.attacks.likely import prior_problems, weighed
+from gradveil.attacks.likely import equations, prior_problems, weighed
 from gradveil.client import Client
 from gradveil.core.errors import Problem, refuse
 from gradveil.core.noise import Key
@@ -82,12 +82,11 @@ class Analytic:
         seen, sound = _sound(seen, layer)
         targets = find_labels(self.labels, seen, belief, knowledge, key.child("labels"))
         assert targets is not None, "labels are given or read off the update"
-        weight, errors = seen.update[layer.weight].flatten(2), layer.read(seen.update[layer.errors])
         if self.prior == "public":
             refuse(list(prior_problems(knowledge.shape, examples, knowledge.public is not None)))
-            flat, misfit = weighed(layer, errors, weight, seen, belief, knowledge, key)
+            flat, misfit = weighed(layer, seen, belief, knowledge, key)
         elif examples == 1:
-            flat, misfit = _solved(errors, weight)
+            flat, misfit = _solved(layer.read(seen.update[layer.errors]), seen.update[layer.weight].flatten(2))
             flat = torch.zeros_like(flat.flatten(1)).index_copy_(1, layer.pixels.flatten(), flat.flatten(1))
         else:
             flat, misfit = _Mixture(layer, seen, targets, belief, knowledge).unmixed()
@@ -125,9 +124,12 @@ class Analytic:
         refuse(problems or list(_batch_problems(layer, seen.examples)))
         assert layer is not None
         seen, sound = _sound(seen, layer)
-        if seen.examples == 1:
-            weight = seen.update[layer.weight].flatten(2)
-            x = inputs.to(weight).flatten(1)[:, layer.pixels]
+        weight = seen.update[layer.weight].flatten(2)
+        x = inputs.to(weight).flatten(1)[:, layer.pixels]
+        if self.prior == "public":
+            known = equations(layer, seen, belief, knowledge, key)
+            misfit = torch.stack([one.misfit(own) for one, own in zip(known, x.double(), strict=True)]).to(weight)
+        elif seen.examples == 1:
             rest = weight - layer.read(seen.update[layer.errors]).transpose(1, 2) @ x
             misfit = _size(rest) / _size(weight)
         else:

@@ -46,27 +46,54 @@ _PUBLIC, _REHEARSED = 4096, 32
 """Public images that the prior is made from, and that the defence is tried on, at most."""
 
 
-def weighed(
-    layer: Shown,
-    errors: Tensor,
-    weight: Tensor,
-    seen: Observation,
-    belief: Client,
-    knowledge: Knowledge,
-    key: Key,
-) -> tuple[Tensor, Tensor]:
+@dataclass(frozen=True)
+class Equations:
+    """One victim's dW = sum_t z_t x_t^T, and what is uncertain of it."""
+
+    z: Tensor
+    """[T, D] as they most likely were before the defence."""
+    noise: Tensor
+    """[D, T, T] their covariances, output by output."""
+    weight: Tensor
+    """[D, P] dW as it was sent."""
+    variances: Tensor
+    """[D, P] of what the defence did to it."""
+
+    def misfit(self, x: Tensor) -> Tensor:
+        """Say what share of the entries of dW that were sent x [T, P] does not explain."""
+        rest = torch.where(self.weight != 0, self.z.T @ x - self.weight, 0.0)
+        return rest.norm() / self.weight.norm().clamp_min(torch.finfo(self.weight.dtype).tiny)
+
+
+def equations(layer: Shown, seen: Observation, belief: Client, knowledge: Knowledge, key: Key) -> list[Equations]:
+    """Write down every victim's, with what the believed client does to them, as it shows on public images."""
+    public = knowledge.public
+    assert public is not None, "it was looked for"
+    weight, errors = seen.update[layer.weight].flatten(2), layer.read(seen.update[layer.errors])
+    inputs, targets = (value[:_REHEARSED].unsqueeze(1) for value in public)
+    tried = Batch(inputs.to(weight), targets.to(weight.device))
+    parts = (lambda sent: layer.read(sent[layer.errors]), lambda sent: sent[layer.weight])
+    found = disturbances(seen.believed(belief), seen.params, tried, key.child("rehearsal"), parts)
+    return [uncertain(z, w, *found) for z, w in zip(errors.double(), weight.double(), strict=True)]
+
+
+def uncertain(errors: Tensor, weight: Tensor, of_errors: Disturbance, of_weight: Disturbance) -> Equations:
+    """Say what is known of equations with z_t [T, D] and dW [D, P] that were disturbed so."""
+    sent, unsent = _variances(weight, of_weight)
+    z, noise = _completed(errors, *_variances(errors, of_errors))
+    return Equations(z, noise, weight, torch.where(weight != 0, sent, unsent))
+
+
+def weighed(layer: Shown, seen: Observation, belief: Client, knowledge: Knowledge, key: Key) -> tuple[Tensor, Tensor]:
     """Find every victim's likeliest image [V, pixels], and the misfits [V]."""
     public = knowledge.public
     assert public is not None, "it was looked for"
-    inputs = public.inputs.to(weight)
-    tried = Batch(inputs[:_REHEARSED].unsqueeze(1), public.targets[:_REHEARSED].to(weight.device).unsqueeze(1))
-    parts = (lambda sent: layer.read(sent[layer.errors]), lambda sent: sent[layer.weight])
-    disturbed = disturbances(seen.believed(belief), seen.params, tried, key.child("rehearsal"), parts)
-    images = images_like(inputs[:_PUBLIC])
-    pixels = layer.pixels.to(weight.device)
-    found = [likeliest(z, w, pixels, images, *disturbed) for z, w in zip(errors.double(), weight.double(), strict=True)]
-    flat, misfit = (torch.stack(values).to(weight) for values in zip(*found, strict=True))
-    return flat, misfit
+    like = seen.update[layer.weight]
+    images, pixels = images_like(public.inputs[:_PUBLIC].to(like)), layer.pixels.to(like.device)
+    each = equations(layer, seen, belief, knowledge, key)
+    found = [likeliest(one, pixels, images) for one in each]
+    misfits = [one.misfit(x[pixels]) for one, x in zip(each, found, strict=True)]
+    return torch.stack(found).to(like), torch.stack(misfits).to(like)
 
 
 @dataclass(frozen=True)
@@ -92,24 +119,17 @@ def images_like(public: Tensor) -> Images:
     )
 
 
-def likeliest(
-    errors: Tensor, weight: Tensor, pixels: Tensor, images: Images, of_errors: Disturbance, of_weight: Disturbance
-) -> tuple[Tensor, Tensor]:
-    """Return one victim's likeliest image [N], and its misfit: z_t [T, D], dW [D, P], and which pixel x_t is [T, P]."""
-    z, noise = _completed(errors, *_variances(errors, of_errors))
-    on_weight = _variances(weight, of_weight)
-    noise_of_equations = torch.where(weight != 0, on_weight[0], on_weight[1])
+def likeliest(known: Equations, pixels: Tensor, images: Images) -> Tensor:
+    """Return the likeliest image [N]; `pixels` [T, P] says which pixel each value of x_t is."""
     precision, wanted = images.precision.clone(), images.precision @ images.mean
     for place, own in enumerate(pixels.T):
         moments = images.covariance[own][:, own] + torch.outer(images.mean[own], images.mean[own])
-        variance = (noise * moments).sum((1, 2)) + noise_of_equations[:, place]
-        weighed = z / variance
-        precision[own.unsqueeze(1), own] += weighed @ z.T
-        wanted[own] += weighed @ weight[:, place]
-    factor = torch.linalg.cholesky(precision)
-    found = torch.cholesky_solve(wanted.unsqueeze(1), factor).squeeze(1)
-    rest = torch.where(weight != 0, z.T @ found[pixels] - weight, 0.0)
-    return found, rest.norm() / weight.norm().clamp_min(torch.finfo(weight.dtype).tiny)
+        variance = (known.noise * moments).sum((1, 2)) + known.variances[:, place]
+        shares = known.z / variance
+        precision[own.unsqueeze(1), own] += shares @ known.z.T
+        wanted[own] += shares @ known.weight[:, place]
+    # Not by Cholesky's factors: exact equations outweigh the prior so far that rounding may make it indefinite.
+    return torch.linalg.solve(precision, wanted)
 
 
 def _variances(value: Tensor, of: Disturbance) -> tuple[Tensor, Tensor]:
