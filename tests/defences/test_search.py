@@ -11,7 +11,7 @@ from gradveil.core.errors import GradveilError
 from gradveil.core.noise import Key
 from gradveil.core.types import Batch, Domain
 from gradveil.data import load
-from gradveil.defences import Ats, parse
+from gradveil.defences import Ats, parse, search
 from gradveil.defences.search import POINTS, judge, privacy_score, random_policies, utility_score
 from gradveil.nn.models import build
 
@@ -46,6 +46,14 @@ def test_privacy_is_the_area_under_the_similarity():
             heights.append(np.mean([float(cosine_similarity(a.flatten(), b.flatten(), 0)) for a, b in pairs]))
         assert heights[-1] == pytest.approx(1, abs=1e-5)
         assert float(score) == pytest.approx(np.trapezoid(heights, dx=1 / 20), abs=1e-4)
+
+
+def test_a_large_network_is_scored_a_few_gradients_at_a_time(monkeypatch):
+    client, batch = scene(3)
+    whole = privacy_score(client, Ats("3-1-7"), batch, Key(4))
+    for rows in (50, 5):  # two images at once, and parts of one
+        monkeypatch.setattr(search, "_ROWS", rows)
+        torch.testing.assert_close(privacy_score(client, Ats("3-1-7"), batch, Key(4)), whole, rtol=1e-4, atol=1e-5)
 
 
 def test_utility_is_that_of_the_correlations():
@@ -96,6 +104,14 @@ def test_random_policies_can_be_read():
     assert len(set(drawn)) == 50
     assert all(len(Ats(policy).policies[0]) == 3 for policy in drawn)
     assert drawn != list(random_policies(50, Key(4)))
+    assert list(random_policies(60, Key(3)))[:50] == drawn
+
+
+def test_no_two_random_policies_do_the_same():
+    every = list(random_policies(29, Key(0), length=1))
+    assert len({"8", "23", "31", "36", "41", "44", "49"} & set(every)) == 1  # autocontrast at any level
+    with pytest.raises(GradveilError, match="29 policies of 1 transforms differ"):
+        next(random_policies(30, Key(0), length=1))
 
 
 def test_without_a_domain_it_says_what_it_needs():

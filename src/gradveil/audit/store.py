@@ -263,16 +263,21 @@ class Store:
         remedy = (
             "go on with the old settings, start again with --fresh (removes the old results), or choose another --out"
         )
-        differences = list(_differences(there["config"], info["config"])) or ["config_hash"]
+        found = list(differences(there["config"], info["config"])) or ["config_hash"]
         raise GradveilError(
-            Problem(f"{self.folder}, {what}", "differs from the run that is there", remedy) for what in differences
+            Problem(f"{self.folder}, {what}", "differs from the run that is there", remedy) for what in found
         )
 
 
-def _differences(old: Any, new: Any, where: str = "") -> Iterator[str]:
+def differences(old: Any, new: Any, where: str = "") -> Iterator[str]:
+    """Name the settings that are not the same, each with what it is there and now.
+
+    >>> list(differences({"data": {"size": 32}}, {"data": {"size": 16}}))
+    ['data.size (32 there, 16 now)']
+    """
     if isinstance(old, dict) and isinstance(new, dict):
         for key in dict.fromkeys([*old, *new]):
-            yield from _differences(old.get(key), new.get(key), f"{where}.{key}" if where else key)
+            yield from differences(old.get(key), new.get(key), f"{where}.{key}" if where else key)
     elif old != new:
         yield f"{where} ({json.dumps(old)} there, {json.dumps(new)} now)"
 

@@ -18,6 +18,7 @@ from gradveil.cli.audit import audit
 from gradveil.cli.bound import bound
 from gradveil.cli.check import check
 from gradveil.cli.results import report, summary
+from gradveil.cli.search import ats, search
 from gradveil.cli.tables import tables
 from gradveil.cli.train import train
 from gradveil.core.errors import GradveilError
@@ -85,6 +86,15 @@ app.command(
         "gradveil bound study.toml --victims 4 --json",
     )
 )(bound)
+search.command(
+    name="ats",
+    epilog=_examples(
+        "gradveil search ats digits",
+        "gradveil search ats study.toml --candidates 1600 --device cuda",
+        "gradveil search ats digits --set model.weights=trained.safetensors --json",
+    ),
+)(ats)
+app.add_typer(search, name="search")
 
 
 def _version(wanted: bool) -> None:
@@ -94,8 +104,9 @@ def _version(wanted: bool) -> None:
 
 
 @app.callback(
-    epilog="Exit codes: 0 done; 1 check found problems, a cell failed, --fail-above could not be judged, or summary "
-    "found no finished cell; 2 wrong use; 3 --fail-above was exceeded; 130 interrupted."
+    epilog="Exit codes: 0 done; 1 check found problems, a cell failed, --fail-above could not be judged, summary "
+    "found no finished cell, or search nothing better than no defence; 2 wrong use; 3 --fail-above was exceeded; 130 "
+    "interrupted."
 )
 def options(
     debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,

@@ -33,6 +33,11 @@ class Kind(NamedTuple):
         """Return the strength of a level: levels are evenly spaced."""
         return self.weakest + (self.strongest - self.weakest) * level / 9
 
+    @property
+    def levelled(self) -> bool:
+        """Whether its strength depends on the level."""
+        return self.weakest != self.strongest
+
 
 KINDS = {
     "shearX": Kind(pixels.shear_x, 0, 0.3, signed=True),
@@ -133,6 +138,20 @@ class Ats(BatchTransform):
             weights = noise["choice"].unbind(1)
             made = [sum(w.view(-1, 1, 1, 1) * image for w, image in zip(weights, made, strict=True))]  # pyright: ignore
         return Batch(lower + (upper - lower) * made[0], batch.targets)
+
+
+def spelled(policy: str) -> str:
+    """Name the transforms of a policy, with their levels where these matter.
+
+    >>> spelled("3-1-49"), spelled("3+28")
+    ('translateX 9, contrast 6, autocontrast', 'one for each image: translateX 9; solarize 0')
+    """
+    names = {kind: name for name, kind in KINDS.items()}
+    found = [
+        ", ".join(f"{names[each.kind]} {each.level}" if each.kind.levelled else names[each.kind] for each in one)
+        for one in Ats(policy).policies
+    ]
+    return found[0] if len(found) == 1 else f"one for each image: {'; '.join(found)}"
 
 
 def policy_problems(policy: str) -> list[Problem]:

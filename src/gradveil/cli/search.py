@@ -1,0 +1,220 @@
+"""`gradveil search`: settings of a defence for a model and its data, found without attacking anything."""
+
+from __future__ import annotations
+
+import json
+import math
+import shlex
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, redirect_stdout
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.progress import Progress, TextColumn, TimeRemainingColumn
+
+from gradveil.audit.reader import read
+from gradveil.audit.scene import Scene, open_scene
+from gradveil.cli.policies import defence_text, show
+from gradveil.core.errors import GradveilError, Problem, refuse
+from gradveil.core.files import plain
+from gradveil.core.words import duration
+from gradveil.defences.search import Judged, distinct_policies
+from gradveil.tune.kept import FILE, Kept, opened
+from gradveil.tune.policies import (
+    CONTROLS,
+    FEWEST,
+    NONE,
+    Judge,
+    best,
+    candidates,
+    hybrid,
+    least_utility,
+    look_again,
+    lower,
+    open_judge,
+    score_controls,
+    settings_of,
+)
+from gradveil.tune.policies import search as score
+
+NOTHING_FOUND = 1
+"""Exit code where no policy passes, or the best is no better than images as they are."""
+_LINE_SECONDS = 10.0
+_HELP = {
+    "run": "A run file (TOML), or the name of a bundled run: its data and its model are searched for.",
+    "candidates": "How many random policies of three transforms; the authors judge 1600. More may be asked for later.",
+    "images": "Public images to score with; as many others are taken for a second look at the best.",
+    "least": "The utility a policy must have (the authors' is -85). By default 1.33 times that of images as they are.",
+    "keep": "How many of the best are shown and looked at again.",
+    "seed": "Seed of weights, images and policies, instead of the file's first.",
+    "set": "Any setting of the run file: --set model.name='\"lenet-zhu\"'. Repeatable.",
+    "out": "Where scores are kept; by default runs/ats-NAME.",
+    "data": "Folder where data files lie (or set GRADVEIL_DATA).",
+}
+
+search = typer.Typer(no_args_is_help=True)
+"""The searches, one for each defence that has one."""
+
+
+@search.callback()
+def searches() -> None:
+    """Search for the settings of a defence that suit a model and its data."""
+
+
+def ats(
+    name: Annotated[str, typer.Argument(metavar="RUN", help=_HELP["run"])],
+    count: Annotated[int, typer.Option("--candidates", min=2, help=_HELP["candidates"])] = 400,
+    images: Annotated[int, typer.Option(min=FEWEST, help=_HELP["images"])] = 64,
+    least: Annotated[float | None, typer.Option(help=_HELP["least"])] = None,
+    keep: Annotated[int, typer.Option(min=1, help=_HELP["keep"])] = 10,
+    seed: Annotated[int | None, typer.Option(min=0, help=_HELP["seed"])] = None,
+    setting: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help=_HELP["set"])] = None,
+    out: Annotated[Path | None, typer.Option(help=_HELP["out"])] = None,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Remove earlier scores and start again.")] = False,
+    device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, mps.")] = None,
+    data_dir: Annotated[Path | None, typer.Option(help=_HELP["data"])] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON; progress goes to stderr.")] = False,
+) -> int:
+    """Search for a policy of ATS: three image transforms that hide most and leave images that can be told apart.
+
+    Random policies are scored on public images by the proxies of Gao et al. 2021, beside no transform and the authors'
+    own policies; nothing is attacked and no victim is looked at. Every score is kept: the same command goes on where it
+    stopped, and ends with the same bits. Exit codes: 0 a policy was found; 1 none passes, or the best is no better than
+    no transform; 2 wrong use.
+    """
+    with redirect_stdout(sys.stderr):  # What a user's model prints must not mix with the result.
+        scene, own = _opened(name, seed, count, images, least, device, setting or (), data_dir)
+        judge = open_judge(scene, images, own)
+        folder = out or Path("runs") / f"ats-{scene.config.name}"
+        command = shlex.join(["gradveil", *sys.argv[1:]])
+        try:
+            with opened(folder, settings_of(scene, judge, own), command, fresh) as kept:
+                found = _search(scene, judge, kept, candidates(count, own), least, keep)
+        except KeyboardInterrupt:
+            again = shlex.join(["gradveil", *(argument for argument in sys.argv[1:] if argument != "--fresh")])
+            typer.echo(f"\nStopped. Every score is kept in {folder}. To go on:\n  {again}", err=True)
+            raise
+    if as_json:
+        typer.echo(json.dumps(plain(found), indent=1, ensure_ascii=False))
+    else:
+        show(found, name, scene.config.model.weights, folder / FILE)
+    return 0 if found["better_than_none"] else NOTHING_FOUND
+
+
+def _opened(
+    name: str,
+    seed: int | None,
+    count: int,
+    images: int,
+    least: float | None,
+    device: str | None,
+    settings: Sequence[str],
+    data_dir: Path | None,
+) -> tuple[Scene, int]:
+    """Read the run and open its data and model; what it attacks, and with what defences, plays no part."""
+    problems = list(_wrong_options(count, images, least))
+    overrides = {"device": device, "seeds": None if seed is None else [seed]}
+    try:
+        config = read(name, {**overrides, "defences": [NONE], "attacks": ["ig"], "victims": 1}, settings)
+    except GradveilError as error:
+        raise GradveilError([*problems, *error.problems]) from error
+    refuse(problems)
+    if config.device == "cpu":
+        torch.set_num_threads(1)  # The same sums in the same order, however many cores there are.
+    return open_scene(config, data_dir), config.seeds[0]
+
+
+def _wrong_options(count: int, images: int, least: float | None) -> Iterator[Problem]:
+    possible = distinct_policies(3)
+    if count > possible:
+        what = f"is {count}, and only {possible} policies of three transforms differ"
+        yield Problem("--candidates", what, f"say at most {possible}")
+    if least is not None and (not math.isfinite(least) or least > -images):
+        what = f"is {least:g}, and with {images} images no utility is above {-images}"
+        yield Problem("--least", what, f"say less than {-images}, or leave it out: it then follows from the images")
+
+
+def _search(
+    scene: Scene, judge: Judge, kept: Kept, policies: Sequence[str], least: float | None, keep: int
+) -> dict[str, Any]:
+    """Score controls and candidates, then the best again on other images; return all that is told."""
+    console = Console(stderr=True, soft_wrap=True)
+    there = sum(policy in kept.scores for policy in policies)
+    settings = scene.config
+    told = f"{len(policies)} candidates by {len(judge.images.inputs)} public images of {settings.data.name}, "
+    console.print(f"{told}{settings.model.name}" + (f"; {there} scored already" if there else ""), highlight=False)
+    began, before = time.monotonic(), len(kept.scores)
+    score_controls(judge, kept.scores, kept.tick)
+    if new := len(kept.scores) - before:
+        most = (time.monotonic() - began) / new * (len(policies) - there)
+        console.print(f"At most about {duration(most)}: candidates below the filter take less.", highlight=False)
+    filtered = least_utility(kept.scores[NONE]) if least is None else least
+    with _progress(console, "candidates", len(policies), kept) as step:
+        score(judge, policies, filtered, kept.scores, step)
+    found = best(kept.scores, policies, filtered)
+    mixed = hybrid(found)
+    if mixed is not None:
+        score(judge, [mixed], filtered, kept.scores, kept.tick)
+    shown = [*(one.policy for one in found[:keep]), *([mixed] if mixed else [])]
+    twice = list(dict.fromkeys([*CONTROLS, *shown]))
+    with _progress(console, "second look", len(twice), kept) as step:
+        look_again(judge, twice, kept.again, step)
+    kept.write()
+    return _told(kept, policies, filtered, shown, found)
+
+
+def _told(
+    kept: Kept, policies: Sequence[str], least: float, shown: Sequence[str], found: Sequence[Judged]
+) -> dict[str, Any]:
+    def row(policy: str) -> dict[str, Any]:
+        one, again = kept.scores[policy], kept.again[policy]
+        return {
+            "policy": policy,
+            "defence": defence_text(policy),
+            "privacy": one.privacy,
+            "privacy_again": again.mean,
+            "utility": one.utility,
+            "passes": one.utility >= least,
+            "below_none": lower(again, kept.again[NONE]),
+            "below_the_authors": lower(again, kept.again[CONTROLS[-1]]),
+        }
+
+    controls, rows = [row(policy) for policy in CONTROLS], [row(policy) for policy in shown]
+    return {
+        "settings": kept.head["settings"],
+        "candidates": len(policies),
+        "passed": len(found),
+        "least": least,
+        "controls": controls,
+        "best": rows,
+        "better_than_none": bool(rows) and rows[0]["below_none"],
+    }
+
+
+@contextmanager
+def _progress(console: Console, what: str, total: int, kept: Kept) -> Iterator[Callable[[], None]]:
+    """Show how far a loop is: live on a terminal, else a line now and then; and let the scores be written."""
+    done, began = 0, time.monotonic()
+    last = began
+    words = TextColumn("{task.completed} of {task.total} {task.description}")
+    bar = Progress(words, TimeRemainingColumn(), console=console, transient=True, disable=not console.is_terminal)
+    task = bar.add_task(what, total=total)
+
+    def step() -> None:
+        nonlocal done, last
+        done += 1
+        kept.tick()
+        bar.advance(task)
+        now = time.monotonic()
+        if not console.is_terminal and now - last >= _LINE_SECONDS:
+            last = now
+            left = (now - began) / done * (total - done)
+            console.print(f"{done} of {total} {what}, about {duration(left)} left", highlight=False)
+
+    with bar:
+        yield step

@@ -1,0 +1,1 @@
+"""Searches for the settings of a defence that suit a model and its data."""
