@@ -126,3 +126,24 @@ def test_what_is_compared_is_the_victims_own_update():
     )
     expected = cosine(sent, {name: value[[0, 2]] for name, value in scene.observation.update.items()})
     torch.testing.assert_close(opened.loss(variables, constants, torch.tensor([1, 4]), {}), expected)
+
+
+@pytest.mark.parametrize("ignore", ["nothing", "stochastic"])
+def test_the_objective_of_a_large_network_is_the_angle_of_its_updates(ignore):
+    """However it is computed: there, by the factors of the gradients."""
+    layers = (nn.Flatten(), nn.Linear(36, 2048), nn.Sigmoid(), VariationalBottleneck(2048, 8), nn.Linear(2048, 4))
+    model = nn.Sequential(*layers).double()
+    for parameter in model.parameters():
+        nn.init.normal_(parameter.data, std=0.1, generator=Key(1).generator())
+    opened = rows(Inversion("a", ignore=ignore), client=Client(model))
+    variables, constants = opened.start(range(3))
+    (eps,) = opened.spec
+    noise = {eps: constants[f"noise.{eps}"]}
+    batch = Batch(variables[INPUTS], constants[TARGETS])
+    seen = select(constants, "observed")
+    squares = constants["squares.0"]
+    params = opened.belief.params()
+    assert opened.belief.cosines(params, batch, noise, seen, squares) is not None, "the scene takes the short way"
+    sent, _ = opened.belief.updates(params, batch, noise, {})
+    found = opened.loss(variables, constants, torch.arange(3), {})
+    torch.testing.assert_close(found, cosine(sent, seen), rtol=1e-10, atol=0)

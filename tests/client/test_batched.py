@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from gradveil.client import Client, cross_entropy
+from gradveil.client import Client, batched, cross_entropy
 from gradveil.client.batched import obstacle, reference_gradients, victim_gradients
 from gradveil.client.gradient import Objective
 from gradveil.client.recording import Unsupported
@@ -380,3 +380,28 @@ class _Both(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.inner(x, x)
+
+
+class Single(nn.Module):
+    """A layer that computes in float32, whatever it is given."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, torch.ones(4, 12))
+
+
+def test_rounding_is_no_obstacle_but_mixing_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On which side of a kink a float32 value falls, rounding may decide: float64 has the last word."""
+    monkeypatch.setitem(batched._RELATIVE_ERROR, torch.float32, -1.0)
+    g = torch.Generator().manual_seed(0)
+    batch = Batch(torch.randn(3, 2, 3, 2, 2, generator=g), torch.randint(4, (3, 2), generator=g))
+    head = nn.Sequential(nn.Conv2d(3, 3, 1), nn.ReLU(), nn.Flatten())
+    for layers, fine in (
+        ((nn.Linear(12, 4),), True),
+        ((nn.BatchNorm1d(12, track_running_stats=False), nn.Linear(12, 4)), False),
+        ((Single(),), False),
+    ):
+        model = nn.Sequential(head, *layers)
+        params = {name: value.detach() for name, value in model.named_parameters()}
+        given = Objective(model, cross_entropy), params, {}, batch, {}
+        assert batched._difference(*given) is not None, "float32 alone would object"
+        assert (obstacle(*given) is None) == fine

@@ -21,7 +21,7 @@ from gradveil.attacks.prior import Consensus, energy, statistics_distance
 from gradveil.attacks.whiten import Whitening
 from gradveil.client import Client
 from gradveil.core.errors import fail
-from gradveil.core.fused import total_variation
+from gradveil.core.fused import squared_lengths, total_variation
 from gradveil.core.noise import Key, Noise
 from gradveil.core.tree import Tensors, select, take, under
 from gradveil.core.types import Batch
@@ -87,6 +87,7 @@ class Rows:
         }
         self.consensus = Consensus(attack.restarts, attack.register) if attack.group else None
         self.whitening = Whitening() if attack.whiten else None
+        self.angle = attack.objective == "cosine" and not attack.whiten
 
     def _refuse_discrete(self) -> None:
         problems = [n for n, how in self.how.items() if isinstance(how, Optimise) and self.noise[n].discrete]
@@ -144,6 +145,8 @@ class Rows:
         for r in self.rounds:
             constants |= under("observed", take({r.of(n): v for n, v in r.observed.items()}, victims))
             constants |= under("noise", take({r.of(n): v for n, v in r.pinned.items()}, victims))
+            if self.angle:
+                constants[f"squares.{r.number}"] = squared_lengths(list(r.observed.values()))[victims]
         if self.labels is not None:
             constants[TARGETS] = self.labels[victims]
         for n, how in self.how.items():
@@ -245,6 +248,11 @@ class Rows:
         for r in self.rounds:
             own = {n: noise[r.of(n)] for n in self.inputs_of_a_round if r.of(n) in noise}
             seen = {n: observed[r.of(n)] for n in r.observed}
+            if self.angle:
+                value = r.belief.cosines(r.params, batch, own, seen, constants[f"squares.{r.number}"])
+                if value is not None:
+                    total = value if total is None else total + value
+                    continue
             # What the noise is scaled by is of no account while the noise is off, and costly to compute.
             quiet = {n: v.off().expand(len(rows), *v.shape).to(self.example) for n, v in self.scales.items()}
             sent, after = r.belief.updates(r.params, batch, {**own, **quiet}, state)

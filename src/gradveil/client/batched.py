@@ -7,6 +7,7 @@ each shape is computed both ways: `obstacle` says why the batched sweep may not 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -35,20 +36,68 @@ def victim_gradients(
     constants. Raises `Unsupported` for a model or loss whose gradients do not come apart by victim. The names of the
     noise are not looked at: `obstacle`, which is asked first, has.
     """
+    create_graph = torch.is_grad_enabled() and any(value.requires_grad for value in (*batch, *noise.values()))
+    if len(batch.inputs) == 1:
+        return _single(objective, trained, frozen, batch, noise, create_graph)
+    with torch.enable_grad():
+        total, recorder = _recorded(objective, trained, frozen, batch, noise)
+        return recorder.gradients(total, create_graph=create_graph)
+
+
+def victim_cosines(
+    objective: Objective,
+    trained: Tensors,
+    frozen: Tensors,
+    batch: Batch,
+    noise: Mapping[str, Tensor],
+    targets: Tensors,
+    squares: Tensor,
+) -> Tensor:
+    """Return 1 - cosine between every victim's mean gradient and its targets [V, *shape], whose |.|^2 is given: [V].
+
+    No gradient of a large layer is made, if `shortens` says so. Where a gradient or its targets are all zeros, the
+    distance is 1. It is a difference of two numbers near 1, and has no more digits than that leaves.
+    """
+    create_graph = torch.is_grad_enabled()
+    with torch.enable_grad():
+        total, recorder = _recorded(objective, trained, frozen, batch, noise)
+        found = recorder.products(total, targets, create_graph=create_graph)
+    dot, square = found.unbind(1)
+    none = (square == 0) | (squares == 0)
+    size = torch.where(none, 1.0, square).sqrt() * torch.where(none, 1.0, squares).sqrt()
+    return torch.where(none, 1.0, 1 - dot / size)
+
+
+def shortens(
+    objective: Objective, trained: Tensors, frozen: Tensors, batch: Batch, noise: Mapping[str, Tensor]
+) -> bool:
+    """Say whether `victim_cosines` is a shorter way than to make the gradients. The first call of each shape tries."""
+    known = _SHORTENS.setdefault(objective.model, {})
+    key = _key(objective, trained, batch, noise)
+    if key not in known:
+        detached = Batch(*(value.detach() for value in batch))
+        drawn = {name: value.detach() for name, value in noise.items()}
+        with torch.enable_grad():
+            known[key] = _recorded(objective, trained, frozen, detached, drawn)[1].shortens()
+    return known[key]
+
+
+_SHORTENS: WeakKeyDictionary[nn.Module, dict[Any, bool]] = WeakKeyDictionary()
+
+
+def _recorded(
+    objective: Objective, trained: Tensors, frozen: Tensors, batch: Batch, noise: Mapping[str, Tensor]
+) -> tuple[Tensor, Recorder]:
+    """Run the victims' examples forward, and return the sum of their mean losses with what was recorded."""
     victims, examples = batch.inputs.shape[:2]
     flat = Batch(batch.inputs.flatten(0, 1), batch.targets.flatten(0, 1))
     rows = {name: value.flatten(0, 1) for name, value in noise.items()}
-    create_graph = torch.is_grad_enabled() and any(value.requires_grad for value in (*flat, *rows.values()))
     weights = {name: value.detach() for name, value in trained.items()}
     fixed = {name: value.detach() for name, value in frozen.items()}
-    if victims == 1:
-        return _single(objective, weights, fixed, flat, rows, create_graph)
-    with torch.enable_grad():
-        with collect_penalties() as penalties, Recorder(RULES, weights, victims, examples) as recorder:
-            outputs = objective.outputs({**weights, **fixed}, flat.inputs, rows, checked=True)
-        # The mean over V x B examples, times V: the sum of the victims' own means.
-        total = objective.total(outputs, flat.targets, penalties) * victims
-        return recorder.gradients(total, create_graph=create_graph)
+    with collect_penalties() as penalties, Recorder(RULES, weights, victims, examples) as recorder:
+        outputs = objective.outputs({**weights, **fixed}, flat.inputs, rows, checked=True)
+    # The mean over V x B examples, times V: the sum of the victims' own means.
+    return objective.total(outputs, flat.targets, penalties) * victims, recorder
 
 
 def weighted_sum(
@@ -75,16 +124,18 @@ def weighted_sum(
 
 def _single(
     objective: Objective,
-    weights: Tensors,
-    fixed: Tensors,
+    trained: Tensors,
+    frozen: Tensors,
     batch: Batch,
     noise: Mapping[str, Tensor],
     create_graph: bool,
 ) -> Tensors:
     """Return the gradients [1, *shape] of one victim by plain double backward: there is nothing to take apart."""
-    leaves = {name: value.requires_grad_() for name, value in weights.items()}
+    leaves = {name: value.detach().requires_grad_() for name, value in trained.items()}
+    fixed = {name: value.detach() for name, value in frozen.items()}
+    own = Batch(batch.inputs[0], batch.targets[0])
     with torch.enable_grad():
-        value = objective.value({**leaves, **fixed}, batch, noise, checked=True)
+        value = objective.value({**leaves, **fixed}, own, {n: v[0] for n, v in noise.items()}, checked=True)
         found = torch.autograd.grad(
             value, list(leaves.values()), create_graph=create_graph, allow_unused=True, materialize_grads=True
         )
@@ -118,8 +169,28 @@ def obstacle(
     key = _key(objective, trained, batch, noise)
     if key not in known:
         detached = Batch(*(value.detach() for value in batch))
-        known[key] = _difference(objective, trained, frozen, detached, {k: v.detach() for k, v in noise.items()})
+        given = trained, frozen, detached, {k: v.detach() for k, v in noise.items()}
+        found = _difference(objective, *given)
+        if found is not None and batch.inputs.dtype == torch.float32 and batch.inputs.device.type != "mps":
+            found = _rounding(found, objective, *given)
+        known[key] = found
     return known[key]
+
+
+def _rounding(
+    found: str, objective: Objective, trained: Tensors, frozen: Tensors, batch: Batch, noise: Tensors
+) -> str | None:
+    """Look again in float64, where rounding does not decide on which side of a kink (ReLU, max-pool) a value falls."""
+
+    def wide(values: Mapping[str, Tensor]) -> Tensors:
+        return {name: value.double() if value.is_floating_point() else value for name, value in values.items()}
+
+    targets = batch.targets.double() if batch.targets.is_floating_point() else batch.targets
+    exact = replace(objective, replaced=wide(objective.buffers()))
+    try:
+        return _difference(exact, wide(trained), wide(frozen), Batch(batch.inputs.double(), targets), wide(noise))
+    except (RuntimeError, TypeError):  # a model that computes in float32 only
+        return found
 
 
 _OBSTACLES: WeakKeyDictionary[nn.Module, dict[Any, str | None]] = WeakKeyDictionary()

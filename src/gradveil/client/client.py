@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import vmap
 
-from gradveil.client.batched import obstacle, victim_gradients
+from gradveil.client.batched import obstacle, shortens, victim_cosines, victim_gradients
 from gradveil.client.batching import Batching, Drawn, of_batch
 from gradveil.client.defended import Defended, applied
 from gradveil.client.gradient import Objective, caught_outputs, cross_entropy
@@ -262,6 +262,22 @@ class Client:
                 simulated = any(value.requires_grad for value in sent.values())
                 return sent, after if simulated or not after else vmap(steady)(sent, after, dict(state))
         return self.updates_reference(params, batch, noise, state)
+
+    def cosines(
+        self, params: Tensors, batch: Batch, noise: Mapping[str, Tensor], targets: Tensors, squares: Tensor
+    ) -> Tensor | None:
+        """Compute 1 - cosine between many clients' updates and targets [V, *shape], |targets|^2 given, by a short way.
+
+        None where there is none: the updates must be bare gradients, of a network with large layers.
+        """
+        bare = self.local is None and self.step is None and self.send is None
+        if not bare or self.members > 1 or self._kept:
+            return None
+        ready, parts = self._prepared(batch, noise), self._defended.parted(params)
+        given = self.objective, *parts, ready, select(noise, "model")
+        if obstacle(*given) is not None or not shortens(*given):
+            return None
+        return victim_cosines(*given, targets, squares)
 
     def updates_reference(
         self, params: Tensors, batch: Batch, noise: Mapping[str, Tensor], state: Tensors

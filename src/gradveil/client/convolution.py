@@ -40,6 +40,15 @@ class Geometry(NamedTuple):
     dilation: tuple[int, int]
 
 
+class Window(NamedTuple):
+    """Rows and columns of a kernel, and those of the image that they meet."""
+
+    kernel_rows: slice
+    kernel_columns: slice
+    rows: slice
+    columns: slice
+
+
 def convolve(x: Tensor, weight: Tensor, bias: Tensor | None, geometry: Geometry) -> Tensor:
     """Convolve with constant weights; its derivatives with respect to x are convolutions and nothing else."""
     return _apply(_Convolution, x, weight, bias, geometry)
@@ -94,6 +103,28 @@ def _apply(function: type[Function], *arguments: Any) -> Tensor:
     return cast(Tensor, function.apply(*arguments))
 
 
+def only_position(high: int, wide: int, geometry: Geometry) -> tuple[Geometry, Window] | None:
+    """If a convolution of such images has one position: the part of its kernel that meets the image, and where.
+
+    The rest of the kernel meets the padding only: it has no part in the result, and its gradient is zero.
+    """
+    sides = [_only(size, *side) for size, side in zip((high, wide), zip(*geometry, strict=True), strict=True)]
+    if sides[0] is None or sides[1] is None:
+        return None
+    (rows, image_rows), (columns, image_columns) = sides[0], sides[1]
+    kernel = (rows.stop - rows.start, columns.stop - columns.start)
+    return Geometry(kernel, (1, 1), (0, 0), geometry.dilation), Window(rows, columns, image_rows, image_columns)
+
+
+def _only(size: int, kernel: int, stride: int, padding: int, dilation: int) -> tuple[slice, slice] | None:
+    if (size + 2 * padding - dilation * (kernel - 1) - 1) // stride:
+        return None
+    first = -(-padding // dilation)
+    last = min(kernel, -(-(size + padding) // dilation))
+    at = first * dilation - padding
+    return slice(first, last), slice(at, at + (last - first - 1) * dilation + 1, dilation)
+
+
 def unfold(x: Tensor, victims: int, geometry: Geometry) -> Tensor:
     """[N, C, H, W] -> [V, K, M] by one strided copy, on a CPU two to ten times as fast as `F.unfold`."""
     (kh, kw), (sh, sw), (ph, pw), (dh, dw) = geometry
@@ -108,7 +139,7 @@ def unfold(x: Tensor, victims: int, geometry: Geometry) -> Tensor:
     return windows.reshape(victims, channels * kh * kw, -1)
 
 
-def _fold(columns: Tensor, shape: tuple[int, ...], geometry: Geometry) -> Tensor:
+def fold(columns: Tensor, shape: tuple[int, ...], geometry: Geometry) -> Tensor:
     """Sum [N, K, positions] back to images of this shape: the adjoint of unfolding."""
     kernel, stride, padding, dilation = geometry
     return F.fold(columns, (shape[2], shape[3]), kernel, dilation, padding, stride)
@@ -126,7 +157,7 @@ def _input_gradient(shape: tuple[int, ...], weight: Tensor, delta: Tensor, geome
     positions = delta[0, 0].numel()
     entries = shape[0] * positions * weight[0].numel()
     if delta.device.type == "cpu" and positions > 1 and (shape[1] <= _FEW_CHANNELS or entries <= _FEW_COLUMN_ENTRIES):
-        return _fold(torch.matmul(weight.flatten(1).t(), delta.flatten(2)), shape, geometry)
+        return fold(torch.matmul(weight.flatten(1).t(), delta.flatten(2)), shape, geometry)
     return _backward(delta, delta.new_empty(1).expand(shape), weight, geometry, (True, False, False))[0]
 
 
@@ -175,7 +206,7 @@ class _WeightGradients(Function):
 
     @staticmethod
     def forward(ctx: Any, delta: Tensor, x: Tensor, victims: int, geometry: Geometry) -> Tensor:
-        left, patches = _side_by_side(delta.flatten(2), victims), unfold(x, victims, geometry)
+        left, patches = side_by_side(delta.flatten(2), victims), unfold(x, victims, geometry)
         ctx.save_for_backward(left, patches)
         ctx.shapes, ctx.geometry, ctx.examples = (delta.shape, x.shape), geometry, x.shape[0] // victims
         return torch.bmm(left, patches.transpose(1, 2))
@@ -185,12 +216,12 @@ class _WeightGradients(Function):
     def backward(ctx: Any, *uppers: Tensor) -> tuple[Tensor | None, ...]:
         left, patches = ctx.saved_tensors
         upper = uppers[0]
-        of_delta = _one_by_one(torch.bmm(upper, patches), ctx.examples)
-        of_columns = _one_by_one(torch.bmm(upper.transpose(1, 2), left), ctx.examples)
-        return of_delta.view(ctx.shapes[0]), _fold(of_columns, ctx.shapes[1], ctx.geometry), None, None
+        of_delta = one_by_one(torch.bmm(upper, patches), ctx.examples)
+        of_columns = one_by_one(torch.bmm(upper.transpose(1, 2), left), ctx.examples)
+        return of_delta.view(ctx.shapes[0]), fold(of_columns, ctx.shapes[1], ctx.geometry), None, None
 
 
-def _side_by_side(values: Tensor, victims: int) -> Tensor:
+def side_by_side(values: Tensor, victims: int) -> Tensor:
     """[N, R, positions] -> [V, R, M]: one victim's examples stand side by side."""
     examples = values.shape[0] // victims
     if examples == 1:
@@ -198,7 +229,7 @@ def _side_by_side(values: Tensor, victims: int) -> Tensor:
     return values.view(victims, examples, *values.shape[1:]).transpose(1, 2).flatten(2)
 
 
-def _one_by_one(values: Tensor, examples: int) -> Tensor:
+def one_by_one(values: Tensor, examples: int) -> Tensor:
     """[V, R, M] -> [N, R, positions]."""
     if examples == 1:
         return values

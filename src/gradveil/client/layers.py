@@ -15,13 +15,16 @@ from torch.nn import functional as F
 
 from gradveil.client.convolution import (
     Geometry,
+    Window,
     convolve,
+    only_position,
     outer,
     outer_sum,
     squared_outer_sums,
     squared_weight_gradients,
     weight_gradient,
 )
+from gradveil.client.inner import convolution_products, cut, products, shorter
 from gradveil.client.moves import connect, squared_moves, squared_weight_moves
 from gradveil.client.recording import Recorder, Rule, Unsupported, unpacked
 
@@ -50,17 +53,57 @@ def _conv2d(
         # The kernel covers the image: one position, a linear layer.
         flat = recorder.view(weight, weight.flatten(1))
         return _linear(recorder, func, input.flatten(1), flat, bias)[..., None, None]
+    if not recorder.forward_mode and (only := only_position(input.shape[2], input.shape[3], geometry)) is not None:
+        return _met_once(recorder, input, weight, bias, *only)
     out = convolve(input, weight, bias, geometry)
+    positions = len(input) // recorder.victims * out[0, 0].numel()
     recorder.use(
         weight,
         out,
         lambda delta: weight_gradient(delta, input, recorder.victims, geometry),
         lambda delta: squared_weight_gradients(delta, input, geometry),
         lambda delta, factor: squared_weight_moves(delta, unpacked(input), factor, geometry),
+        (lambda delta, target: convolution_products(delta, input, recorder.victims, geometry, target))
+        if shorter(len(weight), weight[0].numel(), positions)
+        else None,
     )
     if bias is not None:
         recorder.use(bias, out, lambda delta: recorder.summed(delta, (bias.numel(), 1, 1)))
     return out
+
+
+def _met_once(
+    recorder: Recorder, input: Tensor, weight: Tensor, bias: Tensor | None, geometry: Geometry, window: Window
+) -> Tensor:
+    """Convolve at one position: a linear layer of the part of the kernel that meets the image."""
+    seen = input[:, :, window.rows, window.columns].flatten(1)
+    recorder.hold(seen)
+
+    def met(value: Tensor) -> Tensor:
+        return value[..., window.kernel_rows, window.kernel_columns].flatten(-3).contiguous()
+
+    def gradient(delta: Tensor) -> Tensor:
+        found = outer_sum(columns(delta), columns(seen))
+        found = found.view(*found.shape[:2], weight.shape[1], *geometry.kernel)
+        after = weight.shape[3] - window.kernel_columns.stop, weight.shape[2] - window.kernel_rows.stop
+        return F.pad(found, (window.kernel_columns.start, after[0], window.kernel_rows.start, after[1]))
+
+    def columns(value: Tensor) -> Tensor:
+        return _columns(value, recorder.victims)
+
+    out = F.linear(seen, met(weight), bias)
+    recorder.use(
+        weight,
+        out,
+        gradient,
+        lambda delta: squared_outer_sums(columns(delta), columns(seen)),
+        inner=(lambda delta, target: products(columns(delta), columns(seen), cut(target, *window[:2])))
+        if shorter(len(weight), seen.shape[1], len(input) // recorder.victims)
+        else None,
+    )
+    if bias is not None:
+        recorder.use(bias, out, lambda delta: recorder.summed(delta, bias.shape))
+    return out[..., None, None]
 
 
 def _linear(recorder: Recorder, func: Any, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -68,7 +111,7 @@ def _linear(recorder: Recorder, func: Any, input: Tensor, weight: Tensor, bias: 
     out = (connect if recorder.forward_mode else F.linear)(input, weight, bias)
 
     def columns(value: Tensor) -> Tensor:
-        return value.reshape(recorder.victims, -1, value.shape[-1]).transpose(1, 2)
+        return _columns(value, recorder.victims)
 
     def gradient(delta: Tensor) -> Tensor:
         if delta.dim() == 2 and recorder.rows == recorder.victims:
@@ -85,10 +128,18 @@ def _linear(recorder: Recorder, func: Any, input: Tensor, weight: Tensor, bias: 
         gradient,
         lambda delta: squared_outer_sums(columns(delta), columns(input)),
         moves,
+        (lambda delta, target: products(columns(delta), columns(input), target))
+        if shorter(len(weight), weight.shape[1], input[..., 0].numel() // recorder.victims)
+        else None,
     )
     if bias is not None:
         recorder.use(bias, out, lambda delta: recorder.summed(delta, bias.shape))
     return out
+
+
+def _columns(value: Tensor, victims: int) -> Tensor:
+    """[V B, ..., R] -> [V, R, M]: a victim's examples and tokens stand side by side."""
+    return value.reshape(victims, -1, value.shape[-1]).transpose(1, 2)
 
 
 def _scaled(

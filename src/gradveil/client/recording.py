@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode
 
+from gradveil.core.fused import inner_products
 from gradveil.core.tree import Tensors
 
 
@@ -33,6 +34,9 @@ class Use:
     moves: Callable[[tuple[Tensor, Tensor], Tensor], Tensor] | None = None
     """From the gradient there with its tangent, and factors [V]: the weighted sum over victims of the squared tangents
     of these gradients, where there is a shorter way to it."""
+    inner: Callable[[Tensor, Tensor], Tensor] | None = None
+    """From the gradient there and targets [V, *shape]: [V, 2], the products of these gradients with the targets and
+    with themselves, where there is a shorter way to them."""
 
 
 Rule = Callable[..., Tensor]
@@ -131,12 +135,13 @@ class Recorder(TorchFunctionMode):
         gradient: Callable[[Tensor], Tensor],
         squares: Callable[[Tensor], Tensor] | None = None,
         moves: Callable[[tuple[Tensor, Tensor], Tensor], Tensor] | None = None,
+        inner: Callable[[Tensor, Tensor], Tensor] | None = None,
     ) -> None:
         """Note a use of a parameter, if it is trained."""
         if self.trains(value):
             if not at.requires_grad:
                 at.requires_grad_()
-            self.uses.append(Use(self._names[id(value)], at, gradient, squares, moves))
+            self.uses.append(Use(self._names[id(value)], at, gradient, squares, moves, inner))
             self.hold(at)
 
     def hold(self, value: Tensor) -> None:
@@ -171,6 +176,36 @@ class Recorder(TorchFunctionMode):
             name: total[name] if name in total else value.new_zeros(self.victims, *shape)
             for name, shape in self.shapes.items()
         }
+
+    def shortens(self) -> bool:
+        """Say whether some parameter's gradients have a shorter way to their products with targets."""
+        return any(own[0].inner is not None for own in self._by_parameter().values() if len(own) == 1)
+
+    def products(self, value: Tensor, targets: Tensors, *, create_graph: bool) -> Tensor:
+        """Return the products of each victim's gradient of `value` with the targets and with itself: [V, 2].
+
+        Of the parameters that have a target; gradients are made only where there is no shorter way.
+        """
+        alone = {name for name, own in self._by_parameter().items() if len(own) == 1}
+        total = value.new_zeros(self.victims, 2)
+        made: Tensors = {}
+        found = self._deltas(value, create_graph=create_graph)
+        with torch.set_grad_enabled(create_graph):
+            for use, delta in found:
+                name = use.parameter
+                if name in targets and name in alone and use.inner is not None:
+                    total = total + use.inner(delta, targets[name])
+                elif name in targets:
+                    self._add(made, use, delta)
+            if made:
+                total = total + inner_products(list(made.values()), [targets[name] for name in made])
+        return total
+
+    def _by_parameter(self) -> dict[str, list[Use]]:
+        uses: dict[str, list[Use]] = {name: [] for name in self.shapes}
+        for use in self.uses:
+            uses[use.parameter].append(use)
+        return uses
 
     def weighted_sum(self, value: Tensor, weigh: Callable[[Tensors], Tensors | None]) -> Tensors | None:
         """Return sum_v f_v g_v of victims with one example each, without making each victim's gradient g_v.

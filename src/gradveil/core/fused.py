@@ -34,6 +34,16 @@ def squared_distance(vectors: Sequence[Tensor], targets: Sequence[Tensor]) -> Te
     return _apply(_Squared, [target.detach() for target in targets], *vectors)
 
 
+def inner_products(vectors: Sequence[Tensor], targets: Sequence[Tensor]) -> Tensor:
+    """<g, t> and |g|^2 of the rows of concatenated tensors: [N, 2], from two lists of [N, ...] tensors."""
+    return _apply(_Products, [target.detach() for target in targets], *vectors)
+
+
+def squared_lengths(vectors: Sequence[Tensor]) -> Tensor:
+    """|g|^2 of the rows of concatenated tensors: [N]."""
+    return _norm(_packed(vectors)).square()
+
+
 def total_variation(images: Tensor) -> Tensor:
     """Anisotropic total variation, mean |dx| + mean |dy| over all differences of a row: [N] from [N, ..., H, W]."""
     return _apply(_Variation, images)
@@ -168,6 +178,24 @@ class _Squared(Function):
     def backward(ctx: Any, *uppers: Tensor) -> tuple[Any, ...]:
         scale = 2 * uppers[0].unsqueeze(1)
         return None, *_unpacked([difference * scale for difference in ctx.saved_tensors], ctx.shapes)
+
+
+class _Products(Function):
+    @staticmethod
+    def forward(ctx: Any, targets: Sequence[Tensor], *vectors: Tensor) -> Tensor:
+        g, t = _packed(vectors), _packed(targets)
+        ctx.save_for_backward(*g, *t)
+        ctx.shapes = [v.shape for v in vectors]
+        dots = [torch.linalg.vecdot(g_l, t_l, dim=1) for g_l, t_l in zip(g, t, strict=True)]
+        return torch.stack([torch.stack(dots).sum(0), _norm(g).square()], 1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *uppers: Tensor) -> tuple[Any, ...]:
+        saved = ctx.saved_tensors
+        g, t = saved[: len(saved) // 2], saved[len(saved) // 2 :]
+        of_t, of_g = uppers[0][:, :1], 2 * uppers[0][:, 1:]
+        return None, *_unpacked([t_l * of_t + g_l * of_g for g_l, t_l in zip(g, t, strict=True)], ctx.shapes)
 
 
 class _Variation(Function):

@@ -1,0 +1,146 @@
+"""The angle to a target by the factors of a gradient equals the angle of the gradient itself, and so does its slope."""
+
+from itertools import product
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from gradveil.attacks.plan import written_bytes
+from gradveil.client import Client, cross_entropy
+from gradveil.client.batched import obstacle, shortens, victim_cosines, victim_gradients
+from gradveil.client.convolution import Geometry, only_position
+from gradveil.client.gradient import Objective
+from gradveil.client.inner import cut, shorter
+from gradveil.core.fused import cosine_distance, squared_lengths
+from gradveil.core.types import Batch
+from gradveil.defences.clip import Clip
+
+SHAPE = (3, 8, 8)
+
+
+class Large(nn.Module):
+    """Layers of all kinds: a convolution at few positions, one that meets the padding, linear ones, one used twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(3, 64, 3, stride=2, padding=1)
+        self.norm = nn.GroupNorm(2, 64)
+        self.wide = nn.Conv2d(64, 128, 3, stride=2, padding=1)
+        self.pool = nn.AvgPool2d(2)
+        self.once = nn.Conv2d(128, 512, 3, stride=2, padding=1, bias=False)
+        self.linear = nn.Linear(512, 256)
+        self.twice = nn.Linear(256, 256)
+        self.last = nn.Linear(256, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.pool(torch.tanh(self.wide(torch.tanh(self.norm(self.first(x))))))
+        x = torch.tanh(self.linear(torch.tanh(self.once(x)).flatten(1)))
+        return self.last(torch.tanh(self.twice(torch.tanh(self.twice(x)))))
+
+
+def scene(victims=2, examples=2):
+    g = torch.Generator().manual_seed(3)
+    model = Large().double()
+    for parameter in model.parameters():
+        parameter.data = 0.1 * torch.randn(parameter.shape, generator=g, dtype=torch.float64)
+    inputs = torch.rand((victims, examples, *SHAPE), generator=g, dtype=torch.float64).requires_grad_()
+    batch = Batch(inputs, torch.randint(10, (victims, examples), generator=g))
+    params = {name: value.detach() for name, value in model.named_parameters()}
+    given = Objective(model, cross_entropy), params, {}, batch, {}
+    assert obstacle(*given) is None
+    gradients = victim_gradients(*given)
+    noise = {n: torch.randn(v.shape, generator=g, dtype=torch.float64) for n, v in gradients.items()}
+    size = {n: v.detach().square().mean().sqrt() for n, v in gradients.items()}
+    targets = {n: v.detach() + size[n] * noise[n] for n, v in gradients.items()}
+    return given, gradients, targets
+
+
+@pytest.mark.parametrize(("victims", "examples"), [(1, 1), (3, 1), (2, 3)])
+@pytest.mark.parametrize("left_out", [(), ("once.weight", "first.bias")], ids=["whole", "part"])
+def test_factors_give_the_angle_and_its_slope(victims, examples, left_out):
+    given, gradients, targets = scene(victims, examples)
+    targets = {n: v for n, v in targets.items() if n not in left_out}
+    assert shortens(*given)
+    found = victim_cosines(*given, targets, squared_lengths(list(targets.values())))
+    expected = cosine_distance([gradients[n] for n in targets], list(targets.values()))
+    assert float(expected.detach().min()) > 0.05, "the angle is one that could be got wrong"
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)
+    slopes = [torch.autograd.grad(value.sum(), given[3].inputs)[0] for value in (found, expected)]
+    torch.testing.assert_close(*slopes, rtol=0, atol=1e-11 * float(slopes[1].abs().max()))
+
+
+def test_no_gradient_of_a_large_layer_is_written():
+    given, gradients, targets = scene()
+    squares = squared_lengths(list(targets.values()))
+    victim_cosines(*given, targets, squares)  # cuts the target
+    size = sum(value.numel() * value.element_size() for value in gradients.values())
+    twice = 2 * sum(gradients[n].numel() * 8 for n in gradients if n.startswith("twice"))
+    with torch.no_grad():
+        assert written_bytes(lambda: victim_cosines(*given, targets, squares)) < 0.5 * size + twice
+
+
+def test_nothing_observed_is_a_right_angle_without_a_slope():
+    given, _, targets = scene()
+    silent = {n: v * torch.tensor([0.0, 1.0]).view(-1, *[1] * (v.dim() - 1)) for n, v in targets.items()}
+    found = victim_cosines(*given, silent, squared_lengths(list(silent.values())))
+    (slope,) = torch.autograd.grad(found.sum(), given[3].inputs)
+    assert float(found[0].detach()) == 1
+    assert float(slope[0].abs().max()) == 0
+    assert float(slope[1].abs().max()) > 0
+
+
+def test_only_bare_gradients_of_large_networks_go_around():
+    given, _, targets = scene()
+    objective, params, _, batch, _ = given
+    rest = params, batch, {}, targets, squared_lengths(list(targets.values()))
+    assert Client(objective.model).cosines(*rest) is not None
+    assert Client(objective.model, send=Clip(1.0)).cosines(*rest) is None
+    small = nn.Sequential(nn.Flatten(), nn.Linear(192, 10)).double()
+    client = Client(small)
+    target = client.updates(client.params(), batch, {}, {})[0]
+    assert client.cosines(client.params(), batch, {}, target, batch.inputs.new_ones(2)) is None
+
+
+def test_a_short_way_is_for_large_layers_with_few_positions():
+    assert shorter(512, 512, 1)
+    assert not shorter(255, 257, 1), "a small layer stays in the cache"
+    assert not shorter(512, 512, 100), "many positions cost more than the gradient"
+
+
+def test_a_target_that_was_written_to_is_cut_again():
+    target = torch.zeros(1, 2, 3, 3, 3)
+    middle = slice(1, 2), slice(1, 2)
+    assert float(cut(target, *middle).sum()) == 0
+    assert cut(target, *middle) is cut(target, *middle)
+    target += 1
+    assert float(cut(target, *middle).sum()) == 6
+    assert float(cut(target, slice(0, 2), slice(1, 2)).sum()) == 12
+
+
+GEOMETRIES = [
+    (Geometry((k, 3), (s, 1), (p, 1), (d, 1)), high)
+    for k, s, p, d, high in product((1, 2, 3, 5), (1, 2), (0, 1, 2), (1, 2), (1, 2, 3))
+    if high + 2 * p >= d * (k - 1) + 1 and p < k * d
+]
+
+
+def test_the_part_of_a_kernel_that_meets_the_image_is_all_that_counts():
+    g = torch.Generator().manual_seed(0)
+    met = 0
+    for geometry, high in GEOMETRIES:
+        x = torch.randn(2, 3, high, 1, generator=g, dtype=torch.float64)
+        weight = torch.randn(4, 3, *geometry.kernel, generator=g, dtype=torch.float64).requires_grad_()
+        expected = F.conv2d(x, weight, None, *geometry[1:])
+        only = only_position(high, 1, geometry)
+        assert (only is not None) == (expected[0, 0].numel() == 1)
+        if only is None:
+            continue
+        window = only[1]
+        part = weight[..., window.kernel_rows, window.kernel_columns].flatten(1)
+        assert only[0].kernel[0] * only[0].kernel[1] == part.shape[1] // 3
+        seen = x[..., window.rows, window.columns].flatten(1)
+        torch.testing.assert_close(F.linear(seen, part), expected.flatten(1))
+        met += part.shape[1] < weight[0].numel()
+    assert met > 10, "some kernels are cut"
