@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 
 import gradveil
@@ -38,8 +39,8 @@ def kept(folder: Path) -> dict[str, Any]:
     return {key: raw[key] for key in ("settings", "scores", "again")}
 
 
-def judged(images: int = 16) -> Judge:
-    config = read("digits", {"victims": 1, "defences": ["none"], "attacks": ["ig"]})
+def judged(images: int = 16, *settings: str) -> Judge:
+    config = read("digits", {"victims": 1, "defences": ["none"], "attacks": ["ig"]}, settings)
     return open_judge(open_scene(config), images, 0)
 
 
@@ -133,6 +134,16 @@ def test_the_policy_runs_in_an_audit(tmp_path: Path, capsys) -> None:
         cells = gradveil.audit(judge.trained.model, inputs, defences=[text], attacks=attacks).summary()
         assert [cell["failed"] for cell in cells] == [None]
         assert cells[0]["distance"] > 0.01
+
+
+def test_privacy_is_by_the_runs_weights_and_utility_by_initial_ones(tmp_path: Path) -> None:
+    plain = judged(8)
+    weights = {name: 0.5 * value for name, value in plain.trained.params().items()}
+    save_file(weights, tmp_path / "half.safetensors")
+    judge = judged(8, f"model.weights={tmp_path / 'half.safetensors'}", "client.local.lr=0.1", "client.local.steps=2")
+    assert judge.utility("3") == plain.utility("3")
+    assert judge.privacy("3") != pytest.approx(plain.privacy("3"), abs=1e-3)
+    assert judge.trained.local is None  # gradients are compared, whatever the run's clients send
 
 
 def test_a_linear_model_is_refused() -> None:

@@ -211,7 +211,7 @@ def _progress(console: Console, what: str, total: int, kept: Kept) -> Iterator[C
         kept.tick()
         bar.advance(task)
         now = time.monotonic()
-        if not console.is_terminal and now - last >= _LINE_SECONDS:
+        if not console.is_terminal and done < total and now - last >= _LINE_SECONDS:
             last = now
             left = (now - began) / done * (total - done)
             console.print(f"{done} of {total} {what}, about {duration(left)} left", highlight=False)
