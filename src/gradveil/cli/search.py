@@ -39,6 +39,7 @@ from gradveil.tune.policies import (
     open_judge,
     score_controls,
     settings_of,
+    unscored,
 )
 from gradveil.tune.policies import search as score
 
@@ -154,7 +155,8 @@ def _search(
         most = (time.monotonic() - began) / new * (len(policies) - there)
         console.print(f"At most about {duration(most)}: candidates below the filter take less.", highlight=False)
     filtered = least_utility(kept.scores[NONE]) if least is None else least
-    with _progress(console, "candidates", len(policies), kept) as step:
+    left = unscored(kept.scores, policies, filtered)
+    with _progress(console, "candidates", len(left), kept) as step:
         score(judge, policies, filtered, kept.scores, step)
     found = best(kept.scores, policies, filtered)
     mixed = hybrid(found)
@@ -162,7 +164,7 @@ def _search(
         score(judge, [mixed], filtered, kept.scores, kept.tick)
     shown = [*(one.policy for one in found[:keep]), *([mixed] if mixed else [])]
     twice = list(dict.fromkeys([*CONTROLS, *shown]))
-    with _progress(console, "second look", len(twice), kept) as step:
+    with _progress(console, "policies looked at again", len(set(twice) - set(kept.again)), kept) as step:
         look_again(judge, twice, kept.again, step)
     kept.write()
     return _told(kept, policies, filtered, shown, found)

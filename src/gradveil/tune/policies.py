@@ -158,16 +158,29 @@ def least_utility(plain: Judged) -> float:
     return plain.utility * LEAST_UTILITY / -BATCH
 
 
+def unscored(scores: Mapping[str, Judged], policies: Iterable[str], least: float) -> list[str]:
+    """Name the policies that are still to be scored: the privacy of one that does not pass is never asked for.
+
+    >>> nan = math.nan
+    >>> scores = {"1": Judged("1", 0.5, -70.0), "2": Judged("2", nan, -90.0), "3": Judged("3", nan, -80.0)}
+    >>> unscored(scores, ["1", "2", "3", "4"], -85.0)
+    ['3', '4']
+    """
+    left: list[str] = []
+    for policy in policies:
+        there = scores.get(policy)
+        if there is None or (there.utility >= least and math.isnan(there.privacy)):
+            left.append(policy)
+    return left
+
+
 def search(
     judge: Judge, policies: Iterable[str], least: float, scores: dict[str, Judged], told: Callable[[], None]
 ) -> None:
     """Score what is not there yet: the utility of every policy, and the privacy of those that have enough of it."""
-    for policy in policies:
-        there = scores.get(policy)
-        utility = judge.utility(policy) if there is None else there.utility
-        wanted = utility >= least and (there is None or math.isnan(there.privacy))
-        if there is None or wanted:
-            scores[policy] = Judged(policy, judge.privacy(policy) if wanted else math.nan, utility)
+    for policy in unscored(scores, policies, least):
+        utility = scores[policy].utility if policy in scores else judge.utility(policy)
+        scores[policy] = Judged(policy, judge.privacy(policy) if utility >= least else math.nan, utility)
         told()
 
 
