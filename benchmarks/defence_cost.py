@@ -27,11 +27,13 @@ import torch
 from gradveil.attacks.plan import keep_freed_memory
 from gradveil.client import Client
 from gradveil.core.noise import Key
-from gradveil.core.types import Batch
+from gradveil.core.types import Batch, Domain
 from gradveil.defences import parse
 from gradveil.nn.models import build
 
 EXAMPLES = 64
+PUBLIC = 1000
+"""Public images, of which a defence that asks takes batches as large as the client's own."""
 NETS: dict[str, tuple[str, int, dict[str, str]]] = {
     "scheliga-cnn": ("scheliga-cnn", 1, {}),
     "resnet18": ("resnet18", 3, {}),
@@ -50,6 +52,9 @@ DEFENCES = (
     "optimal-noise(std=0.01, layerwise=true)",
     "optimal-noise(std=0.01)",
     "optimal-noise(std=0.01, probes=32, of=example, memory=0.5)",
+    "optimal-noise(std=0.01, form=global)",
+    "optimal-prune(0.8)",
+    "optimal-prune(0.8, probes=32, of=example, memory=0.5)",
 )
 
 
@@ -58,9 +63,11 @@ def step(model: str, defence: str) -> Callable[[], object]:
     key = Key(0)
     name, channels, options = NETS[model]
     net = build(name, channels=channels, size=32, classes=10, generator=key.child("model").generator(), **options)
-    client = parse(defence)(Client(net), key)
     generator = key.child("data").generator()
     images = torch.randn(EXAMPLES, channels, 32, 32, generator=generator)
+    public = torch.randn(PUBLIC, channels, 32, 32, generator=generator)
+    bound = torch.full((1, 1, 1), 3.0)
+    client = parse(defence)(Client(net, domain=Domain(-bound, bound, 10, public)), key)
     batch = Batch(images, torch.randint(10, (EXAMPLES,), generator=generator))
     params = client.params()
     state = client.init(params)

@@ -30,13 +30,16 @@ class Large(nn.Module):
         self.wide = nn.Conv2d(64, 128, 3, stride=2, padding=1)
         self.pool = nn.AvgPool2d(2)
         self.once = nn.Conv2d(128, 512, 3, stride=2, padding=1, bias=False)
-        self.linear = nn.Linear(512, 256)
+        self.covered = nn.Conv2d(64, 64, 4)
+        self.linear = nn.Linear(512 + 64, 256)
         self.twice = nn.Linear(256, 256)
         self.last = nn.Linear(256, 10)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.pool(torch.tanh(self.wide(torch.tanh(self.norm(self.first(x))))))
-        x = torch.tanh(self.linear(torch.tanh(self.once(x)).flatten(1)))
+        x = torch.tanh(self.norm(self.first(x)))
+        y = self.covered(x)
+        x = self.once(self.pool(torch.tanh(self.wide(x))))
+        x = torch.tanh(self.linear(torch.tanh(torch.cat([x, y], 1)).flatten(1)))
         return self.last(torch.tanh(self.twice(torch.tanh(self.twice(x)))))
 
 
