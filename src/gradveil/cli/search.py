@@ -47,7 +47,7 @@ NOTHING_FOUND = 1
 """Exit code where no policy passes, or the best is no better than images as they are."""
 _LINE_SECONDS = 10.0
 _HELP = {
-    "run": "A run file (TOML), or the name of a bundled run: its data and its model are searched for.",
+    "run": "A run file (TOML), or the name of a bundled run: the policy is for its model and data.",
     "candidates": "How many random policies of three transforms; the authors judge 1600. More may be asked for later.",
     "images": "Public images to score with; as many others are taken for a second look at the best.",
     "least": "The utility a policy must have (the authors' is -85). By default 1.33 times that of images as they are.",
