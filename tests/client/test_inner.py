@@ -122,6 +122,97 @@ def test_a_target_that_was_written_to_is_cut_again():
     assert float(cut(target, slice(0, 2), slice(1, 2)).sum()) == 12
 
 
+class Viewed(nn.Module):
+    """Kernels that are kept as matrices: one meets the padding, one covers few positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.once, self.few = nn.Parameter(torch.empty(256, 9 * 64)), nn.Parameter(torch.empty(256, 9 * 64))
+        self.head = nn.Linear(256, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        once = F.conv2d(x[..., :2, :2], self.once.view(256, 64, 3, 3), stride=2, padding=1)
+        few = F.conv2d(x, self.few.view(256, 64, 3, 3))
+        return self.head(torch.tanh(once + few).mean((2, 3)))
+
+
+def judged(model, shape, victims=2, dtype=torch.float64, far=1.0, classes=4):
+    """Return what `cosines` says of updates that are this far off, and the angle of the updates themselves."""
+    g = torch.Generator().manual_seed(5)
+    model = model.to(dtype)
+    for parameter in model.parameters():
+        parameter.data = 0.1 * torch.randn(parameter.shape, generator=g, dtype=torch.float64).to(dtype)
+    client = Client(model)
+    inputs = torch.rand((victims, 2, *shape), generator=g, dtype=torch.float64).to(dtype).requires_grad_()
+    batch = Batch(inputs, torch.randint(classes, (victims, 2), generator=g))
+    sent, _ = client.updates(client.params(), batch, {}, {})
+    noise = {n: torch.randn(v.shape, generator=g, dtype=torch.float64).to(dtype) for n, v in sent.items()}
+    targets = {n: (v + far * v.std() * noise[n]).detach() for n, v in sent.items()}
+    expected = cosine_distance(list(sent.values()), list(targets.values()))
+    return client.cosines(client.params(), batch, {}, targets, squared_lengths(list(targets.values()))), expected
+
+
+def test_a_kernel_may_be_a_view_of_its_parameter():
+    found, expected = judged(Viewed(), (64, 3, 3))
+    assert found is not None
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)
+
+
+def test_half_precision_has_no_digits_to_go_around_with():
+    layers = nn.Linear(300, 300), nn.Tanh(), nn.Linear(300, 4)
+    assert judged(nn.Sequential(*layers), (300,), dtype=torch.float32)[0] is not None
+    assert judged(nn.Sequential(*layers), (300,), dtype=torch.bfloat16)[0] is None
+
+
+def test_rounding_does_not_say_that_the_truth_is_found():
+    found, _ = judged(nn.Sequential(nn.Linear(300, 300), nn.Linear(300, 4)), (300,), 16, torch.float32, far=0.0)
+    assert found is not None
+    assert 0 < float(found.detach().min()) <= float(found.detach().max()) < 1e-6
+
+
+class Hidden(torch.autograd.Function):
+    """A product with a weight that is out of sight of autograd."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x, weight):
+        return F.linear(x, weight)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx, *uppers):
+        x, weight = ctx.saved_tensors
+        return uppers[0] @ weight, uppers[0].mT @ x
+
+
+class Opaque(nn.Linear):
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return torch.as_tensor(Hidden.apply(input, self.weight)) + self.bias
+
+
+@pytest.mark.parametrize(
+    ("first", "shape"),
+    [
+        (nn.Identity(), (300,)),
+        (nn.BatchNorm1d(300, track_running_stats=False), (300,)),
+        (nn.Sequential(nn.Conv2d(4, 12, 3, groups=2), nn.Flatten()), (4, 7, 7)),
+    ],
+    ids=["plain", "batch statistics", "groups"],
+)
+def test_one_victim_goes_around_only_where_many_could(first, shape):
+    """His gradients come by plain double backward, for models that the sweep for many refuses, too."""
+    found, _ = judged(nn.Sequential(first, nn.Linear(300, 300), nn.Tanh(), nn.Linear(300, 4)), shape, victims=1)
+    assert (found is not None) == isinstance(first, nn.Identity)
+
+
+def test_one_victim_does_not_go_around_what_the_sweep_gets_wrong():
+    assert judged(nn.Sequential(Opaque(300, 300), nn.Tanh(), nn.Linear(300, 4)), (300,), victims=1)[0] is None
+
+
 GEOMETRIES = [
     (Geometry((k, 3), (s, 1), (p, 1), (d, 1)), high)
     for k, s, p, d, high in product((1, 2, 3, 5), (1, 2), (0, 1, 2), (1, 2), (1, 2, 3))
@@ -147,3 +238,4 @@ def test_the_part_of_a_kernel_that_meets_the_image_is_all_that_counts():
         torch.testing.assert_close(F.linear(seen, part), expected.flatten(1))
         met += part.shape[1] < weight[0].numel()
     assert met > 10, "some kernels are cut"
+    assert only_position(2, 1, Geometry((1, 3), (9, 1), (2, 1), (1, 1))) is None, "this one ends before the image"

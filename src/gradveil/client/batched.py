@@ -18,7 +18,7 @@ from torch.func import vmap
 from gradveil.client.gradient import Objective, mean_gradient
 from gradveil.client.layers import RULES
 from gradveil.client.recording import Recorder, Unsupported
-from gradveil.core.tree import Tensors, plain
+from gradveil.core.tree import Tensors, plain, straight_through
 from gradveil.core.types import Batch
 from gradveil.nn.stochastic import collect_penalties
 
@@ -56,7 +56,7 @@ def victim_cosines(
     """Return 1 - cosine between every victim's mean gradient and its targets [V, *shape], whose |.|^2 is given: [V].
 
     No gradient of a large layer is made, if `shortens` says so. Where a gradient or its targets are all zeros, the
-    distance is 1. It is a difference of two numbers near 1, and has no more digits than that leaves.
+    distance is 1. It is a difference of two numbers near 1, and has no more digits than that leaves; it is never 0.
     """
     create_graph = torch.is_grad_enabled()
     with torch.enable_grad():
@@ -65,20 +65,33 @@ def victim_cosines(
     dot, square = found.unbind(1)
     none = (square == 0) | (squares == 0)
     size = torch.where(none, 1.0, square).sqrt() * torch.where(none, 1.0, squares).sqrt()
-    return torch.where(none, 1.0, 1 - dot / size)
+    distance = 1 - dot / size
+    # A row at 0 has converged, whatever the tolerance: rounding must not say so.
+    distance = straight_through(distance.clamp_min(torch.finfo(distance.dtype).eps), distance)
+    return torch.where(none, 1.0, distance)
 
 
 def shortens(
     objective: Objective, trained: Tensors, frozen: Tensors, batch: Batch, noise: Mapping[str, Tensor]
 ) -> bool:
-    """Say whether `victim_cosines` is a shorter way than to make the gradients. The first call of each shape tries."""
+    """Say whether `victim_cosines` serves, and is a shorter way than to make the gradients; `obstacle` is asked first.
+
+    The first call of each shape tries. In half precision too few digits would be left.
+    """
+    if batch.inputs.dtype not in _RELATIVE_ERROR:
+        return False
     known = _SHORTENS.setdefault(objective.model, {})
     key = _key(objective, trained, batch, noise)
     if key not in known:
         detached = Batch(*(value.detach() for value in batch))
-        drawn = {name: value.detach() for name, value in noise.items()}
-        with torch.enable_grad():
-            known[key] = _recorded(objective, trained, frozen, detached, drawn)[1].shortens()
+        given = trained, frozen, detached, {name: value.detach() for name, value in noise.items()}
+        try:
+            with torch.enable_grad():
+                short = _recorded(objective, *given)[1].shortens()
+            # One victim's gradients are not taken apart, so `obstacle` has not tried how.
+            known[key] = short and (len(batch.inputs) > 1 or _found(_recorded_difference, objective, *given) is None)
+        except (Unsupported, RuntimeError):
+            known[key] = False
     return known[key]
 
 
@@ -170,17 +183,22 @@ def obstacle(
     if key not in known:
         detached = Batch(*(value.detach() for value in batch))
         given = trained, frozen, detached, {k: v.detach() for k, v in noise.items()}
-        found = _difference(objective, *given)
-        if found is not None and batch.inputs.dtype == torch.float32 and batch.inputs.device.type != "mps":
-            found = _rounding(found, objective, *given)
-        known[key] = found
+        known[key] = _found(_difference, objective, *given)
     return known[key]
 
 
-def _rounding(
-    found: str, objective: Objective, trained: Tensors, frozen: Tensors, batch: Batch, noise: Tensors
+def _found(
+    difference: Callable[..., str | None],
+    objective: Objective,
+    trained: Tensors,
+    frozen: Tensors,
+    batch: Batch,
+    noise: Tensors,
 ) -> str | None:
-    """Look again in float64, where rounding does not decide on which side of a kink (ReLU, max-pool) a value falls."""
+    """Look for a difference; again in float64, where rounding does not say on which side of a kink a value is."""
+    found = difference(objective, trained, frozen, batch, noise)
+    if found is None or batch.inputs.dtype != torch.float32 or batch.inputs.device.type == "mps":
+        return found
 
     def wide(values: Mapping[str, Tensor]) -> Tensors:
         return {name: value.double() if value.is_floating_point() else value for name, value in values.items()}
@@ -188,7 +206,7 @@ def _rounding(
     targets = batch.targets.double() if batch.targets.is_floating_point() else batch.targets
     exact = replace(objective, replaced=wide(objective.buffers()))
     try:
-        return _difference(exact, wide(trained), wide(frozen), Batch(batch.inputs.double(), targets), wide(noise))
+        return difference(exact, wide(trained), wide(frozen), Batch(batch.inputs.double(), targets), wide(noise))
     except (RuntimeError, TypeError):  # a model that computes in float32 only
         return found
 
@@ -214,6 +232,20 @@ def _difference(
         return str(reason)
     except RuntimeError as error:  # the reference ran, so what the sweep's own forward pass refuses is no mistake
         return f"the batched sweep fails: {error}"
+    return _disagreement(found, reference) or _loss_obstacle(objective, trained, frozen, batch, noise)
+
+
+def _recorded_difference(
+    objective: Objective, trained: Tensors, frozen: Tensors, batch: Batch, noise: Mapping[str, Tensor]
+) -> str | None:
+    """Compute one victim's step by the sweep for many, and compare."""
+    with torch.enable_grad():
+        total, recorder = _recorded(objective, trained, frozen, batch, noise)
+        found = recorder.gradients(total, create_graph=False)
+    return _disagreement(found, victim_gradients(objective, trained, frozen, batch, noise))
+
+
+def _disagreement(found: Tensors, reference: Tensors) -> str | None:
     whole = torch.stack([_sizes(value) for value in reference.values()]).square().sum(0).sqrt()
     for name, value in reference.items():
         allowed = torch.maximum(_sizes(value), _SMALL_SHARE * whole) * _RELATIVE_ERROR.get(value.dtype, 0.03)
@@ -221,7 +253,7 @@ def _difference(
         wrong = ~(_sizes(found[name] - value) <= allowed) & torch.isfinite(_sizes(value))
         if bool(torch.any(wrong)):
             return f"the batched gradient of '{name}' differs from the reference: the model mixes examples, or worse"
-    return _loss_obstacle(objective, trained, frozen, batch, noise)
+    return None
 
 
 def _loss_obstacle(

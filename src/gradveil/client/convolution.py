@@ -121,6 +121,8 @@ def _only(size: int, kernel: int, stride: int, padding: int, dilation: int) -> t
         return None
     first = -(-padding // dilation)
     last = min(kernel, -(-(size + padding) // dilation))
+    if last < first:  # it ends before the image
+        return None
     at = first * dilation - padding
     return slice(first, last), slice(at, at + (last - first - 1) * dilation + 1, dilation)
 

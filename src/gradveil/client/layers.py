@@ -128,7 +128,7 @@ def _linear(recorder: Recorder, func: Any, input: Tensor, weight: Tensor, bias: 
         gradient,
         lambda delta: squared_outer_sums(columns(delta), columns(input)),
         moves,
-        (lambda delta, target: products(columns(delta), columns(input), target.reshape(-1, *weight.shape)))
+        (lambda delta, target: products(columns(delta), columns(input), target))
         if shorter(len(weight), weight.shape[1], input[..., 0].numel() // recorder.victims)
         else None,
     )

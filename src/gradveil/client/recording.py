@@ -27,6 +27,8 @@ class Use:
     """One use of a parameter: where it enters the graph, and its gradient [V, ...] from the gradient there."""
 
     parameter: str
+    shape: torch.Size
+    """Its own, or that of the view of it that is used."""
     at: Tensor
     gradient: Callable[[Tensor], Tensor]
     squares: Callable[[Tensor], Tensor] | None = None
@@ -35,8 +37,8 @@ class Use:
     """From the gradient there with its tangent, and factors [V]: the weighted sum over victims of the squared tangents
     of these gradients, where there is a shorter way to it."""
     inner: Callable[[Tensor, Tensor], Tensor] | None = None
-    """From the gradient there and targets [V, *shape]: [V, 2], the products of these gradients with the targets and
-    with themselves, where there is a shorter way to them."""
+    """From the gradient there and targets [V, *shape], in the shape of this use: [V, 2], the products of these
+    gradients with the targets and with themselves, where there is a shorter way to them."""
 
 
 Rule = Callable[..., Tensor]
@@ -141,7 +143,7 @@ class Recorder(TorchFunctionMode):
         if self.trains(value):
             if not at.requires_grad:
                 at.requires_grad_()
-            self.uses.append(Use(self._names[id(value)], at, gradient, squares, moves, inner))
+            self.uses.append(Use(self._names[id(value)], value.shape, at, gradient, squares, moves, inner))
             self.hold(at)
 
     def hold(self, value: Tensor) -> None:
@@ -194,7 +196,7 @@ class Recorder(TorchFunctionMode):
             for use, delta in found:
                 name = use.parameter
                 if name in targets and name in alone and use.inner is not None:
-                    total = total + use.inner(delta, targets[name])
+                    total = total + use.inner(delta, _shaped(targets[name], (self.victims, *use.shape)))
                 elif name in targets:
                     self._add(made, use, delta)
             if made:
