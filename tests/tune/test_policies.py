@@ -179,3 +179,7 @@ def test_words_for_a_search_that_found_nothing(tmp_path: Path, capsys, monkeypat
     monkeypatch.undo()
     code = run(["search", "ats", *SMALL, *out, "--least", "-1e9"])
     assert ("As a defence: ats(policy=" in capsys.readouterr().out) is (code == 0)
+    monkeypatch.setattr(command, "lower", lambda one, other: True)
+    assert run(["search", "ats", *SMALL, *out, "--least", "-1e9"]) == 0
+    told = " ".join(capsys.readouterr().out.split())
+    assert "gradveil audit digits --set model.name=lenet-zhu --attack ig" in told  # of the model that was judged

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +25,8 @@ _MEANING = (
 )
 
 
-def show(found: Mapping[str, Any], run: str, weights: str | None, file: Path) -> None:
-    """Print the best policies beside the controls, and say plainly what they are worth."""
+def show(found: Mapping[str, Any], run: Sequence[str], weights: str | None, file: Path) -> None:
+    """Print the best policies beside the controls, and say plainly what they are worth. `run` are a command's words."""
     console = Console(width=None if sys.stdout.isatty() else 120, highlight=False, soft_wrap=True)
     table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
     for header in ("defence", "privacy", "again", "utility"):
@@ -77,12 +77,12 @@ def _lines(found: Mapping[str, Any], weights: str | None) -> Iterator[str]:
         yield f"It is no better than the authors' hybrid (again {number(hybrid['privacy_again'])})."
 
 
-def _next_steps(found: Mapping[str, Any], run: str) -> Iterator[str]:
+def _next_steps(found: Mapping[str, Any], run: Sequence[str]) -> Iterator[str]:
     """Write the best as a defence, and the command that measures it."""
     best = found["best"][0]["defence"]
     yield f"As a defence: {best}"
     texts = (best, found["controls"][-1]["defence"])
-    words = ["gradveil", "audit", run, "--attack", "ig", "--attack", "adaptive", "--defence", NONE]
+    words = ["gradveil", "audit", *run, "--attack", "ig", "--attack", "adaptive", "--defence", NONE]
     for text in texts:
         words += ["--defence", text]
     yield f"To measure it: {shlex.join(words)}"

@@ -103,8 +103,18 @@ def ats(
     if as_json:
         typer.echo(json.dumps(plain(found), indent=1, ensure_ascii=False))
     else:
-        show(found, name, scene.config.model.weights, folder / FILE)
+        run = [name, *_words(seed, device, setting or (), data_dir)]
+        show(found, run, scene.config.model.weights, folder / FILE)
     return 0 if found["better_than_none"] else NOTHING_FOUND
+
+
+def _words(seed: int | None, device: str | None, settings: Sequence[str], data_dir: Path | None) -> Iterator[str]:
+    """Say again what the model and its data are, to the command that measures what was found."""
+    for option, value in (("--seed", seed), ("--device", device), ("--data-dir", data_dir)):
+        if value is not None:
+            yield from (option, str(value))
+    for setting in settings:
+        yield from ("--set", setting)
 
 
 def _opened(
