@@ -16,6 +16,7 @@ from gradveil.client.inner import cut, shorter
 from gradveil.core.fused import cosine_distance, squared_lengths
 from gradveil.core.types import Batch
 from gradveil.defences.clip import Clip
+from gradveil.defences.search import Unchanged
 
 SHAPE = (3, 8, 8)
 
@@ -94,6 +95,13 @@ def test_nothing_observed_is_a_right_angle_without_a_slope():
     assert float(slope[1].abs().max()) > 0
 
 
+class Never(Unchanged):
+    """A transform of images that nobody is to ask for."""
+
+    def apply(self, batch, noise, domain):
+        raise AssertionError
+
+
 def test_only_bare_gradients_of_large_networks_go_around():
     given, _, targets = scene()
     objective, params, _, batch, _ = given
@@ -102,6 +110,7 @@ def test_only_bare_gradients_of_large_networks_go_around():
     assert Client(objective.model, send=Clip(1.0)).cosines(*rest) is None
     small = nn.Sequential(nn.Flatten(), nn.Linear(192, 10)).double()
     client = Client(small)
+    assert Client(small, batch=(Never(),)).cosines(client.params(), *rest[1:]) is None, "without a look at images"
     target = client.updates(client.params(), batch, {}, {})[0]
     assert client.cosines(client.params(), batch, {}, target, batch.inputs.new_ones(2)) is None
 

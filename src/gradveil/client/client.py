@@ -15,6 +15,7 @@ from gradveil.client.batched import obstacle, shortens, victim_cosines, victim_g
 from gradveil.client.batching import Batching, Drawn, of_batch
 from gradveil.client.defended import Defended, applied
 from gradveil.client.gradient import Objective, caught_outputs, cross_entropy
+from gradveil.client.inner import LARGE
 from gradveil.client.local import Local
 from gradveil.client.own import Own, spread
 from gradveil.client.steady import steady
@@ -272,6 +273,8 @@ class Client:
         """
         bare = self.local is None and self.step is None and self.send is None
         if not bare or self.members > 1 or self._kept:
+            return None
+        if not any(params[name].numel() >= LARGE for name in self._trained):  # before the images are transformed
             return None
         ready, parts = self._prepared(batch, noise), self._defended.parted(params)
         given = self.objective, *parts, ready, select(noise, "model")

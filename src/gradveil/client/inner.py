@@ -20,7 +20,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from gradveil.client.convolution import Geometry, fold, one_by_one, side_by_side, unfold
 
-_LARGE = 1 << 16
+LARGE = 1 << 16
 """Fewer entries stay in the cache, and are sooner computed than gone around."""
 _PASSES = 16
 """What the passes over a gradient of one entry cost that are saved, in products of the Gram matrices."""
@@ -33,7 +33,7 @@ def shorter(outputs: int, inputs: int, positions: int) -> bool:
     (True, True, False, False)
     """
     entries = outputs * inputs
-    return entries >= _LARGE and positions**2 * (outputs + inputs) <= _PASSES * entries
+    return entries >= LARGE and positions**2 * (outputs + inputs) <= _PASSES * entries
 
 
 def products(left: Tensor, right: Tensor, target: Tensor) -> Tensor:
