@@ -55,7 +55,7 @@ def rows_at_once(bytes_per_row: int, rows: int, device: torch.device | str) -> i
     caches and freed blocks hold. Victim-iterations a second on one EPYC core (32 MiB of last-level cache; the large
     networks with `keep_freed_memory`):
 
-    | rows | LeNetZhu, 1.2 MiB a row | Scheliga CNN, 1.3 MiB | ViT, 50 MiB | ResNet-18, 136 MiB |
+    | rows | LeNetZhu, 1.2 MiB a row | Scheliga CNN, 1.3 MiB | ViT, 50 MiB | ResNet-18, its gradients made, 136 MiB |
     |---|---|---|---|---|
     | 1 | 316 | 213 | 22.7 | 7.8 |
     | 4 | 870 | 656 | 23.5 | 12.1 |

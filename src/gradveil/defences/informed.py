@@ -54,7 +54,8 @@ INFORMED = (
         description="Add normal noise of mean variance std^2, most where it hides most for what it costs",
         changes=("send",),
         guarantee=OptimalNoise.guarantee,
-        cost="10 forward-mode passes: 16 to 31 gradients, with cheaper settings 2 to 4; all bytes",
+        cost="10 forward-mode passes: 16 to 31 gradients, with cheaper settings 2 to 4, of public images 15 a batch; "
+        "all bytes",
         citation="Chen, Gürsoy, Lei 2024, Optimal Defenses Against Gradient Reconstruction Attacks",
         adaptive=(*KNOWING, "cdia(rounds=all, whiten=true)"),
         arguments=(
@@ -74,7 +75,8 @@ INFORMED = (
         description="Send zeros in place of the entries that are smallest for what they tell of the inputs",
         changes=("send",),
         guarantee=OptimalPruning.guarantee,
-        cost="10 forward-mode passes, or the cheaper settings of optimal-noise; 22% of the bytes at ratio=0.8",
+        cost="10 forward-mode passes, 16 gradients, with the cheaper settings of optimal-noise 2 to 4; 22% of the "
+        "bytes at ratio=0.8",
         citation="Chen, Gürsoy, Lei 2024, Optimal Defenses Against Gradient Reconstruction Attacks",
         adaptive=PRUNED,
         arguments=(
