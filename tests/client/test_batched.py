@@ -7,16 +7,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from gradveil.client import Client, batched, cross_entropy
+from gradveil.client import Client, cross_entropy
 from gradveil.client.batched import obstacle, reference_gradients, victim_gradients
 from gradveil.client.gradient import Objective
-from gradveil.client.recording import Unsupported
 from gradveil.core.noise import Key, Noise, Normal
 from gradveil.core.tree import Tensors
 from gradveil.core.types import Batch
 from gradveil.nn.dropout import Dropout, with_dropout
 from gradveil.nn.models import MODELS, build
-from gradveil.nn.norms import BatchStatistics, FrozenNorm, InstanceNorm, LayerNorm
+from gradveil.nn.norms import FrozenNorm, InstanceNorm, LayerNorm
 from gradveil.nn.stochastic import Stochastic, model_noise, penalise
 
 SMALL = {"width": 8, "blocks": 1, "heads": 2, "mlp": 8}
@@ -232,176 +231,3 @@ def test_augmented_assignments_agree_with_the_loop_and_need_no_graph(generator: 
     expected, _ = client.updates_reference(client.params(), batch, {}, {})
     assert client.batched_obstacle(client.params(), batch, {}) is None
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
-
-
-class Clamped(nn.Module):
-    """Overwrites what a layer returned (or took), by a function that changes nothing for small values."""
-
-    def __init__(self, where: str) -> None:
-        super().__init__()
-        self.where = where
-        self.first, self.second, self.head = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.first(x)
-        if self.where == "the output":
-            y.clamp_(-2, 2)
-        if self.where == "a view of it":
-            y.view(-1).clamp_(-2, 2)
-        if self.where == "by an argument":
-            F.hardtanh(y, -2, 2, inplace=True)
-        if self.where == "by an argument, between layers":
-            y = y * 1
-            F.hardtanh(y, -2, 2, inplace=True)
-        if self.where == "read again":
-            old = y
-            y += 1
-            y = y + 0 * old
-        return self.head(self.second(torch.tanh(y)))
-
-
-@pytest.mark.filterwarnings("ignore:There is a performance drop")
-@pytest.mark.parametrize(
-    "where", ["the output", "a view of it", "by an argument", "by an argument, between layers", "read again"]
-)
-def test_overwriting_a_recorded_tensor_is_never_silently_wrong(where: str, generator: torch.Generator) -> None:
-    model = Clamped(where).double()
-    client = Client(model)
-    inputs = torch.randn((3, 2, 6), generator=generator, dtype=torch.float64)
-    targets = torch.randint(4, (3, 2), generator=generator)
-    for size in (0.01, 100.0):  # the first call is the one that is compared
-        batch = Batch((size * inputs).requires_grad_(), targets)
-        found, _ = client.updates(client.params(), batch, {}, {})
-        expected, _ = client.updates_reference(client.params(), batch, {}, {})
-        torch.testing.assert_close(found, expected, rtol=0, atol=1e-12 * size)
-    assert client.batched_obstacle(client.params(), batch, {}) is not None
-
-
-@pytest.mark.parametrize(
-    "loss",
-    [nn.CrossEntropyLoss(weight=torch.arange(1.0, 5.0).double()), nn.CrossEntropyLoss(ignore_index=0)],
-    ids=["weighted", "ignored class"],
-)
-def test_a_loss_that_divides_by_the_labels_of_all_victims_is_seen_though_the_first_labels_are_alike(
-    loss: nn.Module, generator: torch.Generator
-) -> None:
-    client = Client(nn.Linear(6, 4).double(), loss)
-    inputs = torch.randn((4, 2, 6), generator=generator, dtype=torch.float64)
-    for targets in (torch.ones(4, 2, dtype=torch.long), torch.tensor([[1, 1], [0, 2], [3, 3], [1, 2]])):
-        found, _ = client.updates(client.params(), Batch(inputs, targets), {}, {})
-        expected, _ = client.updates_reference(client.params(), Batch(inputs, targets), {}, {})
-        torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
-    assert "mixes" in (client.batched_obstacle(client.params(), Batch(inputs, targets), {}) or "")
-
-
-class Mixed(nn.Module):
-    """Looks at the other examples of the batch: no victim's gradient comes apart."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(6, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x - x.mean(0))
-
-
-def _sum_of_squares(outputs: Tensor, targets: Tensor) -> Tensor:
-    return outputs.square().sum()
-
-
-REFUSED: dict[str, tuple[nn.Module, Callable[[Tensor, Tensor], Tensor], str]] = {
-    "examples mix": (Mixed(), cross_entropy, "mixes examples"),
-    "batch statistics": (nn.Sequential(nn.Linear(6, 4), BatchStatistics(4)), cross_entropy, "mixes examples"),
-    "summed loss": (nn.Linear(6, 4), _sum_of_squares, "mixes examples"),
-    "weights in a matrix product": (
-        nn.Sequential(nn.Unflatten(1, (1, 6)), nn.Conv1d(1, 4, 6), nn.Flatten()),
-        cross_entropy,
-        "goes into conv1d, which has no rule",
-    ),
-}
-
-
-@pytest.mark.parametrize("case", REFUSED)
-def test_obstacles_are_named_and_the_client_falls_back(case: str, generator: torch.Generator) -> None:
-    model, loss, reason = REFUSED[case]
-    model = model.double()
-    client = Client(model, loss)
-    params = client.params()
-    batch = Batch(
-        torch.randn((3, 2, 6), generator=generator, dtype=torch.float64), torch.randint(4, (3, 2), generator=generator)
-    )
-    assert reason in (client.batched_obstacle(params, batch, {}) or "")
-    found, _ = client.updates(params, batch, {}, {})
-    expected, _ = client.updates_reference(params, batch, {}, {})
-    torch.testing.assert_close(found, expected, rtol=0, atol=0)
-
-
-def test_parameters_that_are_to_be_differentiated_are_an_obstacle(generator: torch.Generator) -> None:
-    client = Client(nn.Linear(6, 4))
-    params = {name: value.requires_grad_() for name, value in client.params().items()}
-    batch = Batch(torch.randn((3, 2, 6), generator=generator), torch.randint(4, (3, 2), generator=generator))
-    sent, _ = client.updates(params, batch, {}, {})
-    assert "differentiated" in (client.batched_obstacle(params, batch, {}) or "")
-    assert sent["weight"].requires_grad
-
-
-def test_hidden_randomness_and_missing_noise_are_refused(generator: torch.Generator) -> None:
-    batch = Batch(torch.randn((3, 2, 6), generator=generator), torch.randint(4, (3, 2), generator=generator))
-    hidden = Client(nn.Sequential(nn.Linear(6, 4), nn.Dropout(0.5)))
-    with pytest.raises(RuntimeError, match="randomness"):
-        hidden.updates(hidden.params(), batch, {}, {})
-    # In evaluation mode nothing is drawn; going back to training mode must be noticed.
-    hidden.model.eval()
-    assert hidden.batched_obstacle(hidden.params(), batch, {}) is None
-    hidden.model.train()
-    with pytest.raises(RuntimeError, match="randomness"):
-        hidden.updates(hidden.params(), batch, {}, {})
-    missing = Client(nn.Sequential(nn.Linear(6, 4), Dropout(0.5)))
-    with pytest.raises(RuntimeError, match=r"1\.mask"):
-        missing.updates(missing.params(), batch, {}, {})
-
-
-def test_unsupported_uses_name_the_parameter(generator: torch.Generator) -> None:
-    model = nn.Bilinear(6, 6, 4)
-    with pytest.raises(Unsupported, match=r"'inner\.weight' goes into bilinear"):
-        victim_gradients(
-            Objective(_Both(model), cross_entropy),
-            {"inner.weight": model.weight, "inner.bias": model.bias},
-            {},
-            Batch(torch.randn((2, 1, 6), generator=generator), torch.zeros((2, 1), dtype=torch.long)),
-            {},
-        )
-
-
-class _Both(nn.Module):
-    def __init__(self, inner: nn.Bilinear) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.inner(x, x)
-
-
-class Single(nn.Module):
-    """A layer that computes in float32, whatever it is given."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, torch.ones(4, 12))
-
-
-def test_rounding_is_no_obstacle_but_mixing_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On which side of a kink a float32 value falls, rounding may decide: float64 has the last word."""
-    monkeypatch.setitem(batched._RELATIVE_ERROR, torch.float32, -1.0)
-    g = torch.Generator().manual_seed(0)
-    batch = Batch(torch.randn(3, 2, 3, 2, 2, generator=g), torch.randint(4, (3, 2), generator=g))
-    head = nn.Sequential(nn.Conv2d(3, 3, 1), nn.ReLU(), nn.Flatten())
-    for layers, fine in (
-        ((nn.Linear(12, 4),), True),
-        ((nn.BatchNorm1d(12, track_running_stats=False), nn.Linear(12, 4)), False),
-        ((Single(),), False),
-    ):
-        model = nn.Sequential(head, *layers)
-        params = {name: value.detach() for name, value in model.named_parameters()}
-        given = Objective(model, cross_entropy), params, {}, batch, {}
-        assert batched._difference(*given) is not None, "float32 alone would object"
-        assert (obstacle(*given) is None) == fine

@@ -12,7 +12,8 @@ from gradveil.core.tree import tmap
 from gradveil.core.types import Batch
 from gradveil.defences import parse
 from gradveil.defences.information import information, obstacle, sight
-from gradveil.defences.privacy import NOTHING, data_dependent, examine, stages
+from gradveil.defences.privacy import NOTHING, examine, stages
+from gradveil.defences.trials import data_dependent
 from gradveil.theory.sensitivity import exact_squared_row_norms, jacobian
 from gradveil.theory.utility import global_ratio
 from tests.laws.cases import DOMAIN, Tiny, draw, draw_batch

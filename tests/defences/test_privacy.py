@@ -13,7 +13,8 @@ from gradveil.core.tree import norm, tmap
 from gradveil.core.types import Batch, BatchTransform, Context, Domain, Stage, Transform
 from gradveil.defences import DEFENCES, Clip, Defence, Gaussian, chain, parse
 from gradveil.defences.lint import suspicions
-from gradveil.defences.privacy import NOTHING, data_dependent, examine
+from gradveil.defences.privacy import NOTHING, examine
+from gradveil.defences.trials import data_dependent
 from gradveil.theory.accounting import Training, epsilon
 from tests.laws.cases import DOMAIN, LAWS, B, Tiny, draw_batch
 

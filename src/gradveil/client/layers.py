@@ -24,9 +24,10 @@ from gradveil.client.convolution import (
     squared_weight_gradients,
     weight_gradient,
 )
+from gradveil.client.duals import unpacked
 from gradveil.client.inner import convolution_products, cut, products, shorter
 from gradveil.client.moves import connect, squared_moves, squared_weight_moves
-from gradveil.client.recording import Recorder, Rule, Unsupported, unpacked
+from gradveil.client.recording import Recorder, Rule, Unsupported
 
 
 def _pair(value: int | Sequence[int]) -> tuple[int, int]:

@@ -20,9 +20,10 @@ from torch.autograd import forward_ad
 from torch.func import grad, jvp, vmap
 
 from gradveil.client.batched import obstacle
+from gradveil.client.duals import dual, unpacked
 from gradveil.client.gradient import Objective, mean_gradient
 from gradveil.client.layers import RULES
-from gradveil.client.recording import Recorder, Unsupported, dual, unpacked
+from gradveil.client.recording import Recorder, Unsupported
 from gradveil.core.tree import Tensors, norm, plain, root
 from gradveil.core.types import Batch
 from gradveil.nn.stochastic import collect_penalties

@@ -11,9 +11,9 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode
 
+from gradveil.client.duals import unpacked
 from gradveil.core.fused import inner_products
 from gradveil.core.tree import Tensors
 
@@ -46,10 +46,7 @@ Rule = Callable[..., Tensor]
 
 
 _OUT_OF_PLACE: dict[str, Callable[..., Any]] = {
-    "add_": torch.add,
-    "sub_": torch.sub,
-    "mul_": torch.mul,
-    "div_": torch.div,
+    f"{name}_": getattr(torch, name) for name in ("add", "sub", "mul", "div")
 }
 
 
@@ -284,20 +281,6 @@ class Recorder(TorchFunctionMode):
             found = torch.autograd.grad(value, at, upper, create_graph=create_graph, allow_unused=True)
             deltas = cast(Sequence[Tensor | None], found)
         return [(use, delta) for use, delta in zip(self.uses, deltas, strict=True) if delta is not None]
-
-
-_mode = cast(Any, forward_ad)
-
-
-def dual(value: Tensor, tangent: Tensor) -> Tensor:
-    """Give a tensor a tangent, within `forward_ad.dual_level`."""
-    return _mode.make_dual(value, tangent)
-
-
-def unpacked(value: Tensor) -> tuple[Tensor, Tensor]:
-    """Return a tensor and its tangent, which is zero where there is none."""
-    primal, tangent = _mode.unpack_dual(value)
-    return primal, torch.zeros_like(primal) if tangent is None else tangent
 
 
 def _among(values: Iterable[Any], known: Mapping[int, Any]) -> list[Tensor]:

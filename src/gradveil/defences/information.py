@@ -23,7 +23,8 @@ from gradveil.defences.base import Chain
 from gradveil.defences.clip import Clip
 from gradveil.defences.noise import Additive, Gaussian
 from gradveil.defences.optimal import OptimalNoise
-from gradveil.defences.privacy import data_dependent, noise_is_shared, stages
+from gradveil.defences.privacy import stages
+from gradveil.defences.trials import data_dependent, noise_is_shared
 from gradveil.theory.sensitivity import squared_products
 
 Stages = tuple[tuple[str, Transform], ...]

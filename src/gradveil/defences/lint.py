@@ -9,7 +9,8 @@ from gradveil.client import Client
 from gradveil.core.errors import Problem
 from gradveil.core.types import Batch
 from gradveil.defences.noise import Gaussian
-from gradveil.defences.privacy import Fault, Mechanism, Privacy, examine, noise_is_shared, stages
+from gradveil.defences.privacy import Fault, Mechanism, Privacy, examine, stages
+from gradveil.defences.trials import noise_is_shared
 from gradveil.theory.accounting import Training, epsilon
 
 MEANINGLESS = 10.0

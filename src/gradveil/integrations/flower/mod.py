@@ -19,7 +19,8 @@ from gradveil.core.tree import Tensors, select, under
 from gradveil.core.types import Batch, Transform
 from gradveil.core.types import Context as Seen
 from gradveil.defences import Defence, parse
-from gradveil.defences.privacy import data_dependent, examine, stages
+from gradveil.defences.privacy import examine, stages
+from gradveil.defences.trials import data_dependent
 from gradveil.federated.guard import Policy
 from gradveil.federated.wire import Layout
 from gradveil.integrations.flower.budget import Limit, charged
