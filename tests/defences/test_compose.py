@@ -1,6 +1,6 @@
 """Chains, feedback and defences: legal orders, refusals, names."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations, permutations
 from typing import ClassVar
 
@@ -10,7 +10,7 @@ import torch
 from gradveil.client import Client
 from gradveil.core.errors import GradveilError
 from gradveil.core.noise import Key
-from gradveil.core.tree import tmap
+from gradveil.core.tree import select, tmap
 from gradveil.core.types import Batch, Context, Stage, Transform
 from gradveil.defences import (
     Chain,
@@ -123,6 +123,25 @@ def test_every_subset_of_the_slots_composes_in_every_order(subset: tuple[str, ..
         kept = {name: value for name, value in state.items() if name in without.init(without.params())}
         less = without.update(without.params(), batch, {n: v for n, v in noise.items() if n in names}, kept)[0]
         assert any(name not in less or not torch.equal(less[name], value) for name, value in sent.items()), slot
+
+
+@pytest.mark.parametrize("model", ["dropout(0.4)", "precode(k=5)", "cvb(beta=0.1)"])
+@pytest.mark.parametrize("text", ["optimal-noise(0.1)", "optimal-prune(0.5, of=example)"])
+@pytest.mark.parametrize("kind", ["sgd", "adam"])
+def test_what_asks_for_the_gradient_of_all_examples_meets_models_that_draw(text: str, model: str, kind: str):
+    """Local steps draw for parts of the examples: in a gradient of all of them the model's own noise is off."""
+    client = parse(f"{text} + {model}")(CLIENTS[kind], Key(1))
+    params, batch, noise, state = draw(client)
+    sent, _ = client.update(params, batch, noise, state)
+    before = parse(model)(CLIENTS[kind], Key(1))
+    plain = before.update(params, batch, {n: v for n, v in noise.items() if not n.startswith("send.")}, {})[0]
+    once = replace(client, local=None)
+    off = select(once.noise_spec(params, batch).neutral(), "model")
+    assert off
+    context = once._defended.context(params, batch, off)
+    assert client.send is not None
+    wanted, _ = client.send.apply(plain, state, select(noise, "send"), context)
+    torch.testing.assert_close(sent, wanted)
 
 
 def test_same_stage_twice_gets_its_own_name_and_noise():

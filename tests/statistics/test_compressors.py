@@ -108,6 +108,17 @@ def test_a_sampler_is_the_spread_of_a_naive_program():
         torch.testing.assert_close(sent["w"][row], torch.tensor(expected, dtype=torch.float64))
 
 
+def test_a_sampler_shows_its_mask_unless_it_was_rounded():
+    sampled, rounded = (parse(text).send for text in ("minmax(ratio=0.5)", "minmax(ratio=0.5) + quantise(bits=2)"))
+    g = update()
+    noise = rounded.noise(g).sample(Key(3))
+    sent, _ = sampled.apply(g, {}, noise, CONTEXT)
+    assert {n: v.tolist() for n, v in sampled.evidence(sent).items()} == {
+        f"sample.kept.{n}": (v != 0).double().tolist() for n, v in sent.items()
+    }
+    assert set(rounded.evidence(rounded.apply(g, {}, noise, CONTEXT)[0])) == {"quantise.sent.w", "quantise.sent.one"}
+
+
 @pytest.mark.parametrize("text", UNBIASED)
 def test_neutral_noise_sends_the_mean(text: str):
     """An attacker who cannot know the draws takes what they amount to on average."""

@@ -223,7 +223,7 @@ class Client:
         """
         batch = batch if self.local else self._batching.changed(batch, noise)
         own, kept = select(state, "step"), self.own(noise, state)
-        whole = {**noise, **spread(kept, batch.inputs.shape[0])}
+        whole = {**noise, **self._switched_off(batch), **spread(kept, batch.inputs.shape[0])}
         if self.local is None:
             with caught_outputs() as outputs:
                 update, step_state = self._defended(params, batch, whole, own)
@@ -236,6 +236,17 @@ class Client:
         after = under("step", step_state) | after
         sent, after = self._finish(params, batch, whole, state, update, after, *outputs[-1:])
         return sent, steady(sent, after, state)
+
+    def _switched_off(self, batch: Batch) -> Tensors:
+        """Return the model's noise for all examples of local training, neutral: steps draw it for parts of them.
+
+        A transform of what is sent may ask for the gradient of them all.
+        """
+        if self.local is None or self.send is None:
+            return {}
+        spec, rows = model_noise(self.model, batch.inputs[:1].detach()).under("model"), len(batch.inputs)
+        off = spec.to(batch.inputs.dtype).neutral()
+        return {name: value.to(batch.inputs.device).expand(rows, *value.shape[1:]) for name, value in off.items()}
 
     def own(self, noise: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> Tensors:
         """Return what the client keeps to itself before a round: drawn in its first one, state in all later ones."""

@@ -4,8 +4,9 @@ After Chen, Gürsoy and Lei 2024, "Optimal Defenses Against Gradient Reconstruct
 information sum_i ||dg_i/dx||^2 / s_i^2 that the update g has of the inputs x, under a bound of the utility lost. The
 row norms are estimated by forward-mode products with random directions, as named noise (`gradveil.theory.sensitivity`).
 
-With local training the norms are those of the gradient of all examples at the round's global parameters, and stand in
-for those of the update. Of defences of each example that come before (`clip-example`), they know nothing.
+With local training the norms are those of the gradient of all examples at the round's global parameters, with the
+model's own noise (dropout) switched off, and stand in for those of the update. Of defences of each example that come
+before (`clip-example`), they know nothing.
 """
 
 from __future__ import annotations
