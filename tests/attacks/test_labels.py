@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from gradveil.attacks.base import Observation
-from gradveil.attacks.infer import find_labels, smallest_entries
+from gradveil.attacks.base import Observation, Prospect
+from gradveil.attacks.infer import find_labels, label_problems, smallest_entries
 from gradveil.attacks.knowledge import Knowledge
 from gradveil.attacks.restore import _complete
 from gradveil.client import Client, Local
@@ -217,6 +217,29 @@ def test_public_images_say_what_a_trained_model_answers():
     assert told > blind + 0.05
     some = Batch(*(value[public.targets > 0] for value in public))
     assert accuracy(Client(net), batch, facts=knowledge(public=some)) > blind
+
+
+class HeadFirst(nn.Module):
+    """A user's net whose classifier is defined before the layers that it follows."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(32, 10)
+        self.body = nn.Linear(1024, 32)
+        for parameter in self.parameters():
+            nn.init.normal_(parameter.data, std=0.05, generator=KEY.generator())
+
+    def forward(self, x):
+        return self.head(self.body(x.flatten(1)).relu())
+
+
+def test_the_last_layer_is_the_one_that_is_run_last():
+    client = Client(HeadFirst())
+    assert accuracy(client, digits(1), "idlg") == 1
+    assert accuracy(client, digits(16)) > 0.9
+    frozen = replace(client, trainable=("body.*",))
+    (problem,) = label_problems("restore", Prospect(frozen, (1, 32, 32), 2, 10, public=False))
+    assert "the last layer 'head' is not trained" in problem.what
 
 
 def test_without_a_last_layer_nothing_is_read():

@@ -89,6 +89,40 @@ def test_a_users_own_bottleneck_needs_no_entry_in_any_list():
     }  # fmt: skip
 
 
+class Deep(VariationalBottleneck):
+    """A user's bottleneck whose decoder has several layers."""
+
+    def __init__(self, features: int, k: int) -> None:
+        super().__init__(features, k)
+        self.decoder = nn.Sequential(nn.Linear(k, 16), nn.ReLU(), nn.Linear(16, features))
+
+
+class Attention(nn.Module):
+    """A block that uses the weights of its output projection without calling it, as torch's attention does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.MultiheadAttention(3, 1, batch_first=True)
+
+    def forward(self, x):
+        rows = x.view(len(x), -1, 3)
+        return self.inner(rows, rows, rows, need_weights=False)[0].flatten(1)
+
+
+def test_a_decoder_of_several_layers_and_what_is_behind_it_are_reached():
+    net = nn.Sequential(nn.Flatten(), nn.Linear(36, 9), Deep(9, 4), Attention(), nn.Linear(9, 4))
+    early = {name for name, _ in net.named_parameters()} - downstream(net, torch.zeros(1, 1, 6, 6))
+    assert early == {"1.weight", "1.bias", "2.encoder.weight", "2.encoder.bias"}
+
+
+def test_a_bottleneck_that_names_a_module_which_is_not_run_is_refused():
+    class Renamed(VariationalBottleneck):
+        noisy_from = "out"
+
+    with pytest.raises(GradveilError, match=r"2: says that its noise enters 'out', which a forward pass does not run"):
+        downstream(nn.Sequential(nn.Flatten(), nn.Linear(36, 9), Renamed(9, 4)), torch.zeros(1, 1, 6, 6))
+
+
 def test_ignoring_needs_a_layer_before_the_noise():
     scene = tiny()
     net = nn.Sequential(ConvBottleneck(1, 3), nn.Flatten(), nn.Linear(36, 4)).double()

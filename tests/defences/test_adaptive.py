@@ -29,6 +29,40 @@ def test_a_defence_without_an_attacker_cannot_be_entered():
         )
 
 
+def entry(name, adaptive):
+    return DefenceEntry(
+        name=name, factory=lambda: DEFENCES["sign"](), description="", citation="", changes=("send",),
+        guarantee="none", cost="", adaptive=adaptive,
+    )  # fmt: skip
+
+
+def test_who_names_nobody_is_refused():
+    with pytest.raises(GradveilError, match=r"mine\.adaptive: names no attacker that aims at it"):
+        entry("mine", ())
+
+
+@pytest.mark.parametrize("adaptive", [("ig",), ("pig", "analytic"), ("wiig",)])
+def test_a_users_entry_meets_somebody_who_knows_it(monkeypatch, adaptive):
+    """Attackers who ignore it, or who are told its secrets, are not enough."""
+    monkeypatch.setitem(DEFENCES, "mine", entry("mine", adaptive))
+    assert aimed_at("mine") == [*adaptive, "cdia(rounds=all)"]
+    assert ("cdia(rounds=all)", "mine") in pairs(config(attacks=["adaptive"], defences=["none", "mine"]))
+
+
+def test_a_composition_with_an_object_meets_the_attackers_of_its_known_parts():
+    assert set(aimed_at("dropout + my own + prune(0.5)")) == {*aimed_at("dropout"), *aimed_at("prune(0.5)")}
+    assert aimed_at('ats(policy="3-1-7+43-18-18") + my own') == [*aimed_at("ats"), "cdia(rounds=all)"]
+
+
+def test_dual_pruning_is_compared_in_several_ways_with_and_without_the_order():
+    """On the support that shows: angles, layer by layer, squares; and free or bound."""
+    for name in ("dgp", "adgp"):
+        aimed = [make_attack(text) for text in aimed_at(name) if text.startswith("cdia")]
+        assert {(attack.objective, "send.*border.*" in attack.knowledge) for attack in aimed} == {
+            ("cosine", False), ("cosine", True), ("layerwise-cosine", False), ("l2", True),
+        }  # fmt: skip
+
+
 def test_a_composition_meets_the_attackers_of_its_parts():
     together = aimed_at("dp(sigma=1) + cvb")
     assert set(together) == {*aimed_at("dp"), *aimed_at("cvb")}

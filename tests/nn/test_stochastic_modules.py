@@ -14,7 +14,7 @@ from gradveil.nn.bottleneck import ConvBottleneck, VariationalBottleneck, with_c
 from gradveil.nn.dropout import Dropout, with_dropout
 from gradveil.nn.init import initialise
 from gradveil.nn.models import MODELS, build
-from gradveil.nn.paths import features, last_layer
+from gradveil.nn.paths import caught_by_linear, features, last_layer
 from gradveil.nn.stochastic import collect_penalties, model_noise, noise_names
 
 
@@ -209,8 +209,15 @@ def test_last_layer_can_follow_the_execution(generator: torch.Generator) -> None
         def forward(self, x: Tensor) -> Tensor:
             return self.second(self.first(x))
 
-    assert last_layer(Backwards()) == "first"
-    assert last_layer(Backwards(), torch.rand(1, 4, generator=generator)) == "second"
+    net, x = Backwards(), torch.rand(2, 4, generator=generator)
+    assert last_layer(net) == "first"
+    assert last_layer(net, x) == "second"
+    with caught_by_linear(net) as caught:
+        net(x)
+    assert [path for path, _ in caught] == ["first", "second"]
+    torch.testing.assert_close(caught[-1][1], net.first(x))
+    net.input_shape = (4,)
+    assert noise_names(with_precode(net, generator, k=3)) == {"second.precode.eps"}
 
 
 def test_several_surgeries_follow_each_other(generator: torch.Generator) -> None:

@@ -54,6 +54,30 @@ def test_without_a_message_it_is_dual_pruning():
         assert torch.equal(sent[name], expected[name])
 
 
+@pytest.mark.parametrize("heard", [True, False])
+def test_what_was_sent_bounds_what_was_not_within_the_public_mask(heard: bool):
+    """The true update breaks no order; another one does where it is told to send, and nowhere else."""
+    defence, g = Aligned(0.2, 0.1), update()
+    public = defence.announce({f"mask.{n}": v[None] for n, v in said(defence, update(1)).items()}, {}, 0)
+    context = replace(CONTEXT, messages=public) if heard else CONTEXT
+    sent, _ = defence.apply(g, {}, {}, context)
+    seen = defence.evidence(sent)
+    again, _ = defence.apply(g, {}, seen, context)
+    assert all(torch.equal(again[name], sent[name]) for name in g)
+    assert any(bool((g[n].abs() > sent[n].abs().max())[public[f"mask.{n}"].bool()].any()) for n in g), "a top is cut"
+    other = {name: 1.5 * value.flip(0) for name, value in g.items()}
+    found, _ = defence.apply(other, {}, seen, context)
+    broken = 0
+    for name, value in other.items():
+        own = sent[name].abs()[sent[name] != 0]
+        if len(own):
+            over = torch.minimum(value.abs() - own.min(), own.max() - value.abs()).clamp_min(0) * value.sign()
+            over = over * public[f"mask.{name}"] if heard else over
+            torch.testing.assert_close(found[name], torch.where(sent[name] != 0, value, over))
+            broken += int(((sent[name] == 0) & (over != 0)).sum())
+    assert broken > 5
+
+
 def votes_for(*named: set[int]):
     rows = torch.stack([torch.tensor([float(i in some) for i in range(20)]) for some in named])
     return {"mask.w": rows}

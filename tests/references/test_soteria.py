@@ -112,6 +112,20 @@ def test_a_client_that_does_not_train_its_classifier_is_refused():
         other.update(other.params(), examples, {}, {})
 
 
+def test_a_classifier_that_is_defined_first_is_not_taken_for_another_layer():
+    class HeadFirst(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.head, self.body = nn.Linear(6, 4), nn.Linear(batch().inputs[0].numel(), 6)
+
+        def forward(self, x):
+            return self.head(self.body(x.flatten(1)).relu())
+
+    client = parse("soteria")(Client(HeadFirst().to(batch().inputs.dtype)))
+    with pytest.raises(GradveilError, match=r"acts on 'head.weight', and the last matrix .* is 'body.weight'"):
+        client.update(client.params(), batch(), {}, {})
+
+
 def test_without_features_it_says_what_it_needs():
     context = Context({}, batch())
     with pytest.raises(GradveilError, match="needs the features"):

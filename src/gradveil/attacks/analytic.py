@@ -59,7 +59,7 @@ class Analytic:
         layer, problems = shown(belief.model, belief.params(), prospect.shape, belief.trained())
         yield from problems
         yield from _batch_problems(layer, prospect.examples)
-        yield from label_problems(self.labels, prospect.belief, prospect.examples, prospect.classes)
+        yield from label_problems(self.labels, prospect)
         if self.prior == "public":
             yield from prior_problems(prospect.shape, prospect.examples, prospect.public)
 

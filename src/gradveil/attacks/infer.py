@@ -7,7 +7,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from gradveil.attacks.base import Observation
+from gradveil.attacks.base import Observation, Prospect
 from gradveil.attacks.knowledge import Knowledge
 from gradveil.attacks.restore import restore_labels, row_sums
 from gradveil.client import Client
@@ -28,7 +28,9 @@ def find_labels(way: Labels, observation: Observation, belief: Client, knowledge
             remedy = "grant them, or choose labels: idlg, unique, restore, joint"
             raise fail("knowledge.targets", "were never granted", remedy)
         return knowledge.targets.to(next(iter(observation.params.values())).device)
-    last, examples = last_layer(belief.model), observation.examples
+    examples = observation.examples
+    blank = next(iter(observation.params.values())).new_zeros((examples, *knowledge.shape))
+    last = last_layer(belief.model, blank)
     if way == "idlg" and examples == 1:
         return smallest_row(observation.update, last)
     if way == "unique":
@@ -36,11 +38,13 @@ def find_labels(way: Labels, observation: Observation, belief: Client, knowledge
     return restore_labels(observation.update, last, examples, belief, observation.params, knowledge, key)
 
 
-def label_problems(way: Labels, belief: Client, examples: int, classes: int) -> Iterator[Problem]:
+def label_problems(way: Labels, prospect: Prospect) -> Iterator[Problem]:
     """Find out before an attack why labels cannot be read off this client's updates."""
     if way in ("given", "joint"):
         return
-    last, sent = last_layer(belief.model), set(belief.trained())
+    belief, examples, classes = prospect.belief, prospect.examples, prospect.classes
+    blank = next(iter(belief.params().values())).new_zeros((examples, *prospect.shape))
+    last, sent = last_layer(belief.model, blank), set(belief.trained())
     if not {f"{last}.weight", f"{last}.bias"} & sent:
         what = f"is {way}, and the last layer '{last}' is not trained: nothing of it is sent"
         yield Problem("labels", what, "train it, or choose labels=given or labels=joint")

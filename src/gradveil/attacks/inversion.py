@@ -72,7 +72,7 @@ class Inversion:
 
     def problems(self, prospect: Prospect) -> Iterator[Problem]:
         """Refuse labels that cannot be read off, and a distance with nothing left to compare."""
-        yield from label_problems(self.labels, prospect.belief, prospect.examples, prospect.classes)
+        yield from label_problems(self.labels, prospect)
         if self.ignore == "stochastic":
             example = next(iter(prospect.belief.params().values()))
             reached = downstream(prospect.belief.model, example.new_zeros((1, *prospect.shape)))

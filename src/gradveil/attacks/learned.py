@@ -53,7 +53,7 @@ class Learned:
         if not prospect.public:
             what = "there are no public images to learn from"
             yield Problem("data", what, "audit a data set with a public split, or choose another attack")
-        yield from label_problems(self.labels, prospect.belief, prospect.examples, prospect.classes)
+        yield from label_problems(self.labels, prospect)
 
     def __call__(
         self,

@@ -16,20 +16,33 @@ from gradveil.defences import entries
 ADAPTIVE = "adaptive"
 """The word of a run file for all attackers that aim at each defence."""
 _ANY_DEFENCE = ("cdia(rounds=all)",)
-"""Against a defence that is in no table (an object from Python): infer and optimise whatever can be."""
+"""Against a defence that is in no table (an object from Python), or of which the table names nobody who knows it: infer
+and optimise whatever can be."""
 
 
 def aimed_at(defence: str) -> list[str]:
     """List the attackers that aim at a defence, as texts.
 
-    >>> aimed_at("dropout")
-    ['cdia(rounds=all)', 'learned', 'dia']
+    >>> aimed_at("dropout"), aimed_at("dropout + what an object is called")
+    (['cdia(rounds=all)', 'learned', 'dia'], ['cdia(rounds=all)', 'learned', 'dia'])
     """
     try:
         parts = entries(defence)
     except GradveilError:
-        return list(_ANY_DEFENCE)
-    return list(dict.fromkeys(text for part in parts for text in part.adaptive))
+        several = defence.split(" + ")
+        each = [aimed_at(part) for part in several] if len(several) > 1 else [list(_ANY_DEFENCE)]
+        return list(dict.fromkeys(text for texts in each for text in texts))
+    named = [text for part in parts for text in part.adaptive]
+    if any(part.changes for part in parts) and not any(_knows(text) for text in named):
+        named += _ANY_DEFENCE
+    return list(dict.fromkeys(named))
+
+
+def _knows(text: str) -> bool:
+    """Whether an attacker simulates the defence, and is told none of the client's secrets."""
+    attack = make_attack(text)
+    told = [name for name, how in attack.knowledge.items() if isinstance(how, Known) and name != "public"]
+    return attack.belief == "full" and not told
 
 
 def attacks_against(attacks: Iterable[str], defence: str, *, public: bool = True) -> Iterator[str]:

@@ -16,7 +16,7 @@ from torch.func import functional_call, grad, vmap
 from gradveil.core.errors import fail
 from gradveil.core.tree import Tensors, plain
 from gradveil.core.types import Batch, Features, Loss
-from gradveil.nn.paths import caught_inputs, last_layer
+from gradveil.nn.paths import caught_by_linear
 from gradveil.nn.stochastic import buffer_places, collect_penalties
 
 _caught: ContextVar[list[Tensor] | None] = ContextVar("caught", default=None)
@@ -120,11 +120,12 @@ class Objective:
 
 
 def last_inputs(objective: Objective, params: Tensors, batch: Batch, noise: Mapping[str, Tensor]) -> Features:
-    """Return what the model's last linear layer takes for a batch, and which layer that is."""
-    layer = last_layer(objective.model)
-    with caught_inputs(objective.model, layer) as caught:
+    """Return what the linear layer that the model runs last takes for a batch, and which layer that is."""
+    with caught_by_linear(objective.model) as caught:
         objective.outputs(params, batch.inputs, noise)
-    return Features(layer, caught[-1])
+    if not caught:
+        raise fail("model", "runs no nn.Linear, so no last layer is known", "end the model with a linear classifier")
+    return Features(*caught[-1])
 
 
 def mean_gradient(

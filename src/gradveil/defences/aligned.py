@@ -13,7 +13,7 @@ from gradveil.core.allowed import KEPT, SHARE, Choice, Range, collect
 from gradveil.core.errors import Problem, refuse
 from gradveil.core.tree import Tensors, select, tmap, under
 from gradveil.core.types import Context
-from gradveil.defences.prune import Pruning, as_written, share
+from gradveil.defences.prune import Pruning, as_written, share, within
 from gradveil.defences.selection import ends_mask, smallest_mask
 
 SELECTION = Choice(("broadcast", "vote", "previous"))
@@ -48,6 +48,7 @@ class Aligned(Pruning):
     selection: Literal["broadcast", "vote", "previous"] = "broadcast"
     voters: int = 5
     guarantee: ClassVar[str] = "no formal guarantee"
+    ordered: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         """Refuse settings that cannot be meant, all at once."""
@@ -71,8 +72,18 @@ class Aligned(Pruning):
     ) -> tuple[Tensors, Tensors]:
         """Multiply by the masks; those that are not pinned are computed from the update and the public mask."""
         pinned, public = select(noise, self.prefix), select(context.messages, self.prefix)
-        within = {n: self._within(v.detach(), public[n]) for n, v in update.items() if n in public and n not in pinned}
-        return super().apply(update, state, under(self.prefix, {**within, **pinned}), context)
+        masks = {n: self._within(v.detach(), public[n]) for n, v in update.items() if n in public and n not in pinned}
+        return super().apply(update, state, {**noise, **under(self.prefix, masks)}, context)
+
+    def bounded(self, name: str, mask: Tensor, context: Context) -> Tensor:
+        """Mark what was pruned within the public mask; outside of it any magnitude may be."""
+        public = context.messages.get(f"{self.prefix}.{name}")
+        hidden = super().bounded(name, mask, context)
+        return hidden if public is None else hidden * public.to(hidden.dtype)
+
+    def beyond(self, magnitude: Tensor, smallest: Tensor, largest: Tensor) -> Tensor:
+        """Return the way to the nearer of the two ends: what is cut from the top exceeds all that is sent."""
+        return within(magnitude, smallest, largest)
 
     def _within(self, value: Tensor, public: Tensor | None) -> Tensor:
         flat = value.abs().flatten()

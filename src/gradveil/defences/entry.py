@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from gradveil.core.allowed import Flag
 from gradveil.core.arguments import Argument, Entry
+from gradveil.core.errors import fail
 from gradveil.defences.base import Defence
 
 Slot = Literal["model", "batch", "step", "send"]
@@ -21,6 +22,8 @@ PRUNED = ("cdia(rounds=all)", 'cdia(rounds=all, objective="layerwise-cosine")', 
 """The zeros show the masks; the residual of error feedback follows from the rounds. Two ways to compare the rest."""
 ORDERED = (*PRUNED, "cdia(rounds=all, pruned=ordered)")
 """Besides, the smallest and the largest that was sent bound what was not."""
+DUAL = (*ORDERED, "cdia(objective=l2, pruned=ordered, rounds=all)")
+"""Where the largest are cut too, angles say little of the rest: a third way to compare, with the bounds."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +40,12 @@ class DefenceEntry(Entry):
     """Attacks that aim at it, as texts: whoever adds a defence says how he would break it."""
     identity: Mapping[str, Any] | None = None
     """Arguments at which it changes nothing; None if there are none."""
+
+    def __post_init__(self) -> None:
+        """Refuse a defence of which nobody says how to break it."""
+        if not self.adaptive:
+            what = "names no attacker that aims at it"
+            raise fail(f"{self.name}.adaptive", what, 'name at least one, such as "cdia(rounds=all)" and "learned"')
 
     def __call__(self, **values: Any) -> Defence:
         """Build the defence; every unknown, missing or impossible argument is refused at once."""

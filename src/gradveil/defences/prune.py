@@ -82,9 +82,13 @@ class Pruning(Transform):
         masks = {**self.masks(tmap(torch.detach, update)), **pinned} if missing else pinned
         sent = {name: value * masks[name].to(value.dtype) for name, value in update.items()}
         for name, border in select(noise, BORDER).items():
-            value, hidden = update[name], 1 - masks[name].to(update[name].dtype)
+            value, hidden = update[name], self.bounded(name, masks[name], context).to(update[name].dtype)
             sent[name] = sent[name] + hidden * value.sign() * self.beyond(value.abs(), border[0], border[1])
         return sent, state
+
+    def bounded(self, name: str, mask: Tensor, context: Context) -> Tensor:
+        """Mark the entries of a parameter that the order of magnitudes binds: all that were pruned."""
+        return 1 - mask
 
     def pruned(self, update: Tensors) -> Tensors:
         """Multiply by the masks, or do what comes to the same values faster."""
@@ -172,7 +176,7 @@ class Dual(Pruning):
 
     def beyond(self, magnitude: Tensor, smallest: Tensor, largest: Tensor) -> Tensor:
         """Return the way to the nearer of the two ends, between which all entries are sent."""
-        return torch.minimum(magnitude - smallest, largest - magnitude).clamp_min(0)
+        return within(magnitude, smallest, largest)
 
     def masks(self, update: Mapping[str, Tensor]) -> Tensors:
         """Keep the entries between the two thresholds."""
@@ -218,6 +222,15 @@ def below(percentile: float, entries: int) -> int:
     (4, 2, 0, 0)
     """
     return ceil(as_written(percentile) * (entries - 1) / 100)
+
+
+def within(magnitude: Tensor, smallest: Tensor, largest: Tensor) -> Tensor:
+    """Return how far a magnitude lies between two ends, from the nearer one; zero outside.
+
+    >>> within(torch.tensor([1.0, 3.0, 6.0, 9.0]), torch.tensor(2.0), torch.tensor(8.0))
+    tensor([0., 1., 2., 0.])
+    """
+    return torch.minimum(magnitude - smallest, largest - magnitude).clamp_min(0)
 
 
 def _ends(sent: Tensor) -> Tensor:

@@ -133,7 +133,8 @@ def with_precode(
     its name; in a user's model the linear layer becomes the child `inner` of its old path.
     """
     copy = deepcopy(model)
-    path = position or last_layer(copy)
+    shape = getattr(model, "input_shape", None)
+    path = position or last_layer(copy, None if shape is None else next(model.parameters()).new_zeros(1, *shape))
     linear = at(copy, path)
     if not isinstance(linear, nn.Linear):
         remedy = f"choose an nn.Linear, for example '{last_layer(copy)}'"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -18,8 +18,7 @@ _LINEAR = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 def last_layer(model: nn.Module, inputs: Tensor | None = None) -> str:
     """Return the path of the last linear layer: the classifier.
 
-    Last by the order in which the modules were defined; by the order in which a forward pass runs them if inputs are
-    given.
+    Last by the order in which a forward pass runs them; by that in which they were defined where no inputs are given.
 
     >>> last_layer(nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 2)))
     '2'
@@ -29,13 +28,7 @@ def last_layer(model: nn.Module, inputs: Tensor | None = None) -> str:
         raise fail("model", "has no nn.Linear, so no last layer is known", "end the model with a linear classifier")
     if inputs is None:
         return linear[-1][0]
-    ran: list[str] = []
-
-    def note(path: str) -> Callable[..., None]:
-        return lambda _module, _inputs: ran.append(path)
-
-    hooks = [module.register_forward_pre_hook(note(path)) for path, module in linear]
-    _run(model, inputs, hooks)
+    ran = _order(model, inputs, dict(linear))
     if not ran:
         raise fail("model", "runs none of its nn.Linear layers", "end the model with a linear classifier")
     return ran[-1]
@@ -46,7 +39,7 @@ def first_layer(model: nn.Module, inputs: Tensor) -> str:
 
     If it runs none: of the first module with parameters.
     """
-    ran = _order(model, inputs)
+    ran = _order(model, inputs, _owners(model))
     if not ran:
         raise fail("model", "runs no module with parameters", "give it layers that are trained")
     return next((path for path in ran if isinstance(at(model, path), _LINEAR)), ran[0])
@@ -57,6 +50,23 @@ def features(model: nn.Module, inputs: Tensor, path: str | None = None) -> Tenso
     with caught_inputs(model, path or last_layer(model)) as caught:
         model(inputs)
     return caught[-1]
+
+
+@contextmanager
+def caught_by_linear(model: nn.Module) -> Iterator[list[tuple[str, Tensor]]]:
+    """Collect what each linear layer takes, by its path, in the order of the forward passes inside."""
+    caught: list[tuple[str, Tensor]] = []
+
+    def catch(path: str) -> Callable[..., None]:
+        return lambda _module, arguments: caught.append((path, arguments[0]))
+
+    linear = [(path, module) for path, module in model.named_modules() if isinstance(module, nn.Linear)]
+    hooks = [module.register_forward_pre_hook(catch(path)) for path, module in linear]
+    try:
+        yield caught
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 @contextmanager
@@ -74,18 +84,29 @@ def downstream(model: nn.Module, inputs: Tensor) -> set[str]:
     """Name the parameters that the noise of the model's bottlenecks reaches, in the order of a forward pass.
 
     A stochastic module says itself where its noise enters: `noisy_from` names its first submodule behind it. From there
-    on every module counts; none does in a model without such a module.
+    on every module counts; none does in a model without such a module. A module that is not called itself, as the
+    projection inside an attention, counts with the one that holds it.
     """
-    ran = _order(model, inputs)
-    entries = {
-        f"{path}.{module.noisy_from}" if path else module.noisy_from
-        for path, module in model.named_modules()
-        if isinstance(module, Stochastic) and module.noisy_from
-    }
+    ran = _order(model, inputs, dict(model.named_modules()))
+    entries: set[str] = set()
+    for path, module in model.named_modules():
+        if isinstance(module, Stochastic) and module.noisy_from and path in ran:
+            entry = f"{path}.{module.noisy_from}" if path else module.noisy_from
+            if entry not in ran:
+                what = f"says that its noise enters '{module.noisy_from}', which a forward pass does not run"
+                raise fail(path or "model", what, "let noisy_from name the first submodule behind the noise")
+            entries.add(entry)
     first = next((place for place, path in enumerate(ran) if path in entries), len(ran))
     before = set(ran[:first])
     reached = set(ran[first:]) - before
-    return {name for name, _ in model.named_parameters() if name.rpartition(".")[0] in reached}
+    return {name for name, _ in model.named_parameters() if _called(name.rpartition(".")[0], {*ran}) in reached}
+
+
+def _called(path: str, ran: Collection[str]) -> str:
+    """Return the path itself, or that of the nearest module around it that a forward pass runs."""
+    while path and path not in ran:
+        path = path.rpartition(".")[0]
+    return path
 
 
 def output_shape(model: nn.Module, path: str, inputs: Tensor) -> tuple[int, ...]:
@@ -161,15 +182,19 @@ def like(module: nn.Module, model: nn.Module) -> nn.Module:
     return module if parameter is None else module.to(parameter.device, parameter.dtype)
 
 
-def _order(model: nn.Module, inputs: Tensor) -> list[str]:
-    """List the modules that have parameters of their own, as a forward pass runs them."""
+def _owners(model: nn.Module) -> dict[str, nn.Module]:
+    """Find the modules that have parameters of their own."""
+    return {p: m for p, m in model.named_modules() if next(m.parameters(recurse=False), None) is not None}
+
+
+def _order(model: nn.Module, inputs: Tensor, modules: Mapping[str, nn.Module]) -> list[str]:
+    """List some modules as a forward pass runs them."""
     ran: list[str] = []
 
     def note(path: str) -> Callable[..., None]:
         return lambda _module, _inputs: ran.append(path)
 
-    owners = [(p, m) for p, m in model.named_modules() if next(m.parameters(recurse=False), None) is not None]
-    _run(model, inputs, [module.register_forward_pre_hook(note(path)) for path, module in owners])
+    _run(model, inputs, [module.register_forward_pre_hook(note(path)) for path, module in modules.items()])
     return ran
 
 
