@@ -1,21 +1,22 @@
-"""Optimal noise that is fitted to public images: the global form, what it looks at, and what is known of it."""
+"""Optimal noise and pruning fitted to public images: the global forms, what they look at, and what is known of them."""
 
 from dataclasses import replace
 
 import pytest
 import torch
 
-from gradveil.client import Client
+from gradveil.client import Client, Local
 from gradveil.core.errors import GradveilError
 from gradveil.core.noise import Key
 from gradveil.core.tree import tmap
 from gradveil.core.types import Batch
 from gradveil.defences import parse
 from gradveil.defences.information import information, obstacle, sight
+from gradveil.defences.lint import suspicions
 from gradveil.defences.privacy import NOTHING, examine, stages
 from gradveil.defences.trials import data_dependent
-from gradveil.theory.sensitivity import exact_squared_row_norms, jacobian
-from gradveil.theory.utility import global_ratio
+from gradveil.theory.sensitivity import exact_squared_row_norms, jacobian, squared_row_norms
+from gradveil.theory.utility import global_masks, global_ratio
 from tests.laws.cases import DOMAIN, Tiny, draw, draw_batch
 
 TEXT = "optimal-noise(std=0.1, probes=4000, form=global, batches=3)"
@@ -66,16 +67,77 @@ def test_all_clients_have_the_same_and_labels_count():
         assert not torch.equal(value, first[name])
 
 
-def test_nothing_is_promised_and_it_looks_at_no_private_data():
-    client = parse("dp(clip=1, sigma=2) + optimal-noise(0.1, form=global)")(Client(Tiny(), domain=LABELLED))
+@pytest.mark.parametrize("model", ["dropout(0.4)", "cvb(beta=0.1)", "keylock(width=4)"])
+@pytest.mark.parametrize("local", [None, Local(batch=2, lr=0.3, steps=2)])
+def test_what_a_client_draws_or_keeps_for_its_model_is_not_in_it(model: str, local: Local | None):
+    """A lock that was trained on private examples would be."""
+    client = parse(f"{model} + optimal-noise(std=0.1, form=global)")(Client(Tiny(), local=local, domain=LABELLED))
+    first, second = deviations(client, 0), deviations(client, 1)
+    for name, value in first.items():
+        torch.testing.assert_close(value, second[name], rtol=1e-9, atol=1e-12)
+
+
+def masks(client: Client, number: int = 0):
+    sent = client.update(*draw(client, number))[0]
+    return tmap(lambda value: value != 0, sent)
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+def test_what_is_kept_is_what_the_theorem_keeps_on_public_batches(mixed: bool):
+    text = f"optimal-prune(0.7, probes=6, form=global, batches=3, mixed={str(mixed).lower()})"
+    client = parse(text)(Client(Tiny(), domain=LABELLED))
+    plain, (params, batch, noise, state) = Client(Tiny()), draw(client)
+
+    def gradient(own: Batch):
+        return plain.update(params, own, {}, {})[0]
+
+    batches = [Batch(PUBLIC[i : i + 4], LABELS[i : i + 4]) for i in (0, 4, 8)]
+    rows = [squared_row_norms(gradient, each, noise["send.prune.probe"]) for each in batches]
+    entries = sum(value.numel() for value in params.values())
+    for coin, one_more in ((0.0, mixed), (1.0, False)):
+        drawn = {**noise, "send.prune.coin": torch.tensor(coin).double()} if mixed else noise
+        sent, _ = client.update(params, batch, drawn, state)
+        found = global_masks(rows, [gradient(each) for each in batches], int(0.7 * entries) + one_more)
+        for name, value in gradient(batch).items():
+            torch.testing.assert_close(sent[name], value * found[name], rtol=0, atol=0)
+
+
+def test_all_clients_prune_the_same():
+    client = parse("cvb(beta=0.1) + optimal-prune(0.7, form=global)")(Client(Tiny(), domain=LABELLED))
+    kept = masks(client, 0)
+    assert all(torch.equal(kept[name], mask) for name, mask in masks(client, 1).items())
+    own = parse("optimal-prune(0.7)")(Client(Tiny()))
+    assert any(not torch.equal(mask, masks(own, 1)[name]) for name, mask in masks(own, 0).items())
+    other = replace(client, domain=replace(LABELLED, public=PUBLIC.flip(0)))
+    assert any(not torch.equal(kept[name], mask) for name, mask in masks(other).items())
+
+
+GLOBAL = ["optimal-noise(0.1, form=global)", "optimal-prune(0.5, form=global)"]
+GLOBAL += ["optimal-prune(0.5, form=global, feedback=true)", "optimal-prune(0.5, form=global, std=0.1)"]
+
+
+@pytest.mark.parametrize("text", GLOBAL)
+def test_nothing_is_promised_and_it_looks_at_no_private_data(text: str):
+    client = parse(f"dp(clip=1, sigma=2) + {text}")(Client(Tiny(), domain=LABELLED))
     batch = draw_batch(Key(0))
     (_, stage) = stages(client.send)[0]
     assert not data_dependent(stage, client, batch)
     assert "differential privacy of each example" in examine(client, batch).promise()
-    alone = parse("optimal-noise(0.1, form=global)")(Client(Tiny(), domain=LABELLED))
+    assert not list(suspicions(client, batch))
+    alone = parse(text)(Client(Tiny(), domain=LABELLED))
     assert examine(alone, batch).promise() == NOTHING
-    (_, local) = stages(parse("optimal-noise(0.1)")(alone).send)[1]
+    (_, local) = stages(parse(text.replace(", form=global", ""))(alone).send)[1]
     assert data_dependent(local, alone, batch)
+
+
+def test_pruning_that_everybody_knows_with_noise_on_what_is_kept_has_a_bound():
+    client = parse("clip(2) + optimal-prune(0.5, std=0.3, form=global)")(Client(Tiny(), domain=LABELLED))
+    assert obstacle(client, draw_batch(Key(0))) is None
+    seen = sight(client, 4)
+    assert seen.variance == seen.normal == pytest.approx(0.09)
+    assert [name for name, _ in stages(seen.clean.send)] == ["clip"]
+    own = parse("optimal-prune(0.5, std=0.3)")(Client(Tiny(), domain=LABELLED))
+    assert "does not depend on the data" in (obstacle(own, draw_batch(Key(0))) or "")
 
 
 def test_what_is_told_is_the_jacobian_over_the_deviations():
@@ -114,6 +176,7 @@ def test_sums_of_clients_have_no_bound_and_other_noise_comes_before_it():
         ("optimal-noise(0.1, form=global, layerwise=true, every=2)", "2 problems"),
         ("optimal-noise(0.1, form=global, of=example)", "optimal-noise.of"),
         ("optimal-noise(0.1, form=both)", "form"),
+        ("optimal-prune(0.5, form=global, memory=0.5, of=example)", "2 problems"),
     ],
 )
 def test_what_saves_private_directions_is_refused(text: str, said: str):
@@ -122,9 +185,10 @@ def test_what_saves_private_directions_is_refused(text: str, said: str):
     assert said in f"{len(caught.value.problems)} problems: {caught.value}"
 
 
-def test_without_public_images_it_says_what_it_needs():
+@pytest.mark.parametrize("text", GLOBAL[:2])
+def test_without_public_images_it_says_what_it_needs(text: str):
     for domain, said in ((None, "there are none"), (replace(DOMAIN, public=None), "0 public images")):
-        client = parse("optimal-noise(0.1, form=global)")(Client(Tiny(), domain=domain))
+        client = parse(text)(Client(Tiny(), domain=domain))
         with pytest.raises(GradveilError, match=said):
             draw_and_send(client)
 

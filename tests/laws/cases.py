@@ -78,6 +78,7 @@ LAWS = {
             "optimal-prune(ratio=0.7, mixed=true, std=0.05)",
             "optimal-prune(ratio=0.7, probes=6, of=example)",
             "optimal-prune(ratio=0.7, probes=3, every=2, memory=0.5, feedback=true)",
+            "optimal-prune(ratio=0.7, probes=3, mixed=true, std=0.05, form=global, batches=2)",
         )
     ),
     "dp": Law(("dp(clip=0.3, sigma=0.5)", "dp(clip=0.3, sigma=0.5, on=mean)")),

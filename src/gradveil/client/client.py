@@ -25,7 +25,7 @@ from gradveil.core.noise import NoiseSpec
 from gradveil.core.tree import Tensors, select, under
 from gradveil.core.types import Batch, BatchTransform, Domain, Loss, Transform
 from gradveil.nn.statistics import batch_statistics, running_statistics
-from gradveil.nn.stochastic import model_noise
+from gradveil.nn.stochastic import model_noise, switched_off
 
 
 @dataclass(frozen=True)
@@ -244,9 +244,7 @@ class Client:
         """
         if self.local is None or self.send is None:
             return {}
-        spec, rows = model_noise(self.model, batch.inputs[:1].detach()).under("model"), len(batch.inputs)
-        off = spec.to(batch.inputs.dtype).neutral()
-        return {name: value.to(batch.inputs.device).expand(rows, *value.shape[1:]) for name, value in off.items()}
+        return under("model", switched_off(self.model, batch.inputs))
 
     def own(self, noise: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> Tensors:
         """Return what the client keeps to itself before a round: drawn in its first one, state in all later ones."""

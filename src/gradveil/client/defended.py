@@ -13,6 +13,7 @@ from gradveil.client.gradient import Objective, last_inputs, mean_gradient
 from gradveil.client.probing import example_squared_row_norms
 from gradveil.core.tree import Tensors, select
 from gradveil.core.types import Batch, Context, Domain, Features, Public, Transform
+from gradveil.nn.stochastic import switched_off
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,11 @@ class Defended:
         def sensitivity(directions: Tensor, offset: Tensor) -> Tensors:
             return example_squared_row_norms(*own, directions, offset, outputs)
 
-        public = Public(self.domain, gradient, batch.inputs.shape[0]) if self.domain else None
+        def of_public(examples: Batch) -> Tensors:
+            off = switched_off(self.objective.model, examples.inputs)
+            return mean_gradient(self.objective, trained, frozen, examples, off)
+
+        public = Public(self.domain, of_public, batch.inputs.shape[0]) if self.domain else None
         return Context(params, batch, inner, gradient, features, sensitivity, messages or {}, public)
 
     def parted(self, params: Mapping[str, Tensor]) -> tuple[Tensors, Tensors]:

@@ -87,7 +87,8 @@ class Public:
 
     domain: Domain
     gradient: Callable[[Batch], Tensors]
-    """The client's differentiable mean gradient, for public batches as large as its own."""
+    """The client's differentiable mean gradient with its model's noise switched off, for public batches as large as its
+    own."""
     size: int
 
 

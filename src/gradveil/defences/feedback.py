@@ -52,6 +52,11 @@ class Feedback(Transform):
         """The inner transform's guarantee."""
         return self.inner.guarantee
 
+    @property
+    def needs_public(self) -> bool:
+        """Whether the inner transform takes public images."""
+        return self.inner.needs_public
+
     def init(self, params: Mapping[str, Tensor]) -> Tensors:
         """Start with a zero residual."""
         return {**under("residual", tmap(torch.zeros_like, params)), **under("inner", self.inner.init(params))}

@@ -22,7 +22,7 @@ from gradveil.core.types import Batch, Context, Stage, Transform
 from gradveil.defences.base import Chain
 from gradveil.defences.clip import Clip
 from gradveil.defences.noise import Additive, Gaussian
-from gradveil.defences.optimal import OptimalNoise
+from gradveil.defences.optimal import OptimalNoise, OptimalPruning
 from gradveil.defences.privacy import stages
 from gradveil.defences.trials import data_dependent, noise_is_shared
 from gradveil.theory.sensitivity import squared_products
@@ -223,6 +223,10 @@ def _split(client: Client) -> tuple[Stages, Stages, list[Additive], Stages]:
         if not isinstance(stage, Additive):
             break
         noise.append(stage)
+    pruning = own[first][1]
+    if isinstance(pruning, OptimalPruning):
+        # It keeps what everybody knows that it keeps, of an update to which this much noise might be added everywhere.
+        noise.append(Gaussian(pruning.std))
     # What is added behind noise that is fitted to public images is left out: it can only hide more.
     return inner, own[:first], noise, (*own[first + max(1, len(noise)) :], *later)
 
@@ -238,7 +242,7 @@ def _first(chain: Stages) -> int | None:
     """Find the first stage that adds noise indeed, which does not depend on the data."""
 
     def adds(stage: Transform) -> bool:
-        if isinstance(stage, OptimalNoise):
+        if isinstance(stage, OptimalNoise | OptimalPruning):
             return stage.needs_public and stage.std > 0
         return isinstance(stage, Additive) and stage.variance(1) > 0
 

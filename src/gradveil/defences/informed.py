@@ -9,7 +9,8 @@ from gradveil.core.arguments import Argument
 from gradveil.defences.base import Defence, chain
 from gradveil.defences.entry import FEEDBACK, KNOWING, PRUNED, DefenceEntry
 from gradveil.defences.feedback import Feedback
-from gradveil.defences.optimal import FORM, OptimalNoise, OptimalPruning
+from gradveil.defences.fitted import FORM
+from gradveil.defences.optimal import OptimalNoise, OptimalPruning
 from gradveil.defences.probed import OF
 from gradveil.defences.prune import SCOPE
 
@@ -39,13 +40,17 @@ def _optimal_prune(
     every: int,
     memory: float,
     feedback: bool,
+    form: Literal["local", "global"],
+    batches: int,
 ) -> Defence:
-    transform = OptimalPruning(ratio, scope, probes, mixed, std, of, every, memory)
+    transform = OptimalPruning(ratio, scope, probes, mixed, std, of, every, memory, form, batches)
     return Defence("prune", send=chain(prune=Feedback(transform) if feedback else transform))
 
 
 CHEAPER = (Argument("of", OF, "batch"), Argument("every", COUNT, 1), Argument("memory", SHARE, 0.0))
 """Arguments that save directions."""
+GLOBAL = (Argument("form", FORM, "local"), Argument("batches", COUNT, 16))
+"""Arguments that fit a defence to public images."""
 
 INFORMED = (
     DefenceEntry(
@@ -64,8 +69,7 @@ INFORMED = (
             Argument("layerwise", Flag(), False),
             Argument("clamp", BOUND, float("inf")),
             *CHEAPER,
-            Argument("form", FORM, "local"),
-            Argument("batches", COUNT, 16),
+            *GLOBAL,
         ),
         identity={"std": 0.0},
     ),
@@ -75,8 +79,8 @@ INFORMED = (
         description="Send zeros in place of the entries that are smallest for what they tell of the inputs",
         changes=("send",),
         guarantee=OptimalPruning.guarantee,
-        cost="10 forward-mode passes, 16 gradients, with the cheaper settings of optimal-noise 2 to 4; 22% of the "
-        "bytes at ratio=0.8",
+        cost="10 forward-mode passes, 16 gradients, with the cheaper settings of optimal-noise 2 to 4, of public "
+        "images 15 a batch; 22% of the bytes at ratio=0.8",
         citation="Chen, Gürsoy, Lei 2024, Optimal Defenses Against Gradient Reconstruction Attacks",
         adaptive=PRUNED,
         arguments=(
@@ -87,6 +91,7 @@ INFORMED = (
             Argument("std", STRENGTH, 0.0),
             *CHEAPER,
             FEEDBACK,
+            *GLOBAL,
         ),
         identity={"ratio": 0.0},
     ),

@@ -19,27 +19,25 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from gradveil.core.allowed import BOUND, COUNT, SHARE, STRENGTH, Choice, Flag, collect
-from gradveil.core.errors import Problem, fail, refuse
-from gradveil.core.laws import Agreed
-from gradveil.core.noise import Key, Noise, NoiseSpec, Normal, Uniform
+from gradveil.core.allowed import BOUND, COUNT, SHARE, STRENGTH, Flag, collect
+from gradveil.core.errors import refuse
+from gradveil.core.noise import Noise, NoiseSpec, Normal, Uniform
 from gradveil.core.tree import Tensors, norm, root, select, tmap, under
-from gradveil.core.types import Batch, Context, Stage
-from gradveil.defences.probed import OF, SHRINK, Probing, of_layer
+from gradveil.core.types import Context, Stage
+from gradveil.defences.fitted import FORM, Fitted
+from gradveil.defences.probed import OF, SHRINK, of_layer
 from gradveil.defences.prune import SCOPE, Magnitude, rest
-from gradveil.theory.sensitivity import norms, squared_row_norms
-from gradveil.theory.utility import global_ratio, optimal_variances
+from gradveil.theory.sensitivity import norms
+from gradveil.theory.utility import expected, global_ratio, optimal_variances
 
 FLOOR = {"entry": 1e-8, "clamped": 1e-6, "layer": 1e-6}
 """Smallest |g| that a ratio is divided by: of an entry, of one that may be clamped, of a whole layer."""
-FORM = Choice(("local", "global"))
-"""Whether noise is fitted to the client's own batch, or to public ones."""
 CAP = 1e6
 """Largest ratio. These are the constants of the authors' program; the paper leaves them open."""
 
 
 @dataclass(frozen=True)
-class OptimalNoise(Probing):
+class OptimalNoise(Fitted):
     """Add N(0, s_i^2) with s_i^2 proportional to r_i = ||dg_i/dx|| / |g_i|, scaled so that the mean of s_i^2 is std^2.
 
     So it adds as much noise as `Gaussian(std)`, elsewhere. With `layerwise` each parameter has one ratio
@@ -51,11 +49,9 @@ class OptimalNoise(Probing):
     untrained LeNet took 70 %), so equal mean variance is not equal protection: compare by what attackers recover.
 
     That is the local form, fitted to the client's own batch. With `form="global"` expectations over public batches take
-    the places of both norms (`gradveil.theory.utility.global_ratio`; Theorem 3's with a `clamp`): over the first
-    `batches` of the client's public images, as large as its own batch, in directions on which everybody has agreed, at
-    the parameters of the round. Then all clients have the same variances, the server knows them, and they tell
-    nothing of the batch: nobody's error can be below a bound (`gradveil bound`). Labels are those of the public images,
-    or all classes in turn where none are known. What tells nothing on any public batch may tell of another: it gets the
+    the places of both norms (`gradveil.theory.utility.global_ratio`; Theorem 3's with a `clamp`), as `Fitted` says.
+    Then all clients have the same variances, the server knows them, and they tell nothing of the batch: nobody's error
+    can be below a bound (`gradveil bound`). What tells nothing on any public batch may tell of another: it gets the
     mean ratio, where the theorem would give it no noise.
 
     The standard deviations are intermediates `scale.<parameter>`: those not pinned are computed from update and batch,
@@ -79,7 +75,9 @@ class OptimalNoise(Probing):
     form: Literal["local", "global"] = "local"
     batches: int = 16
     stage: ClassVar[Stage] = Stage.NOISE
-    guarantee: ClassVar[str] = "no formal guarantee: the noise depends on the data, so there is no epsilon"
+    guarantee: ClassVar[str] = (
+        "no formal guarantee: the noise depends on the data (on public ones with form=global), so there is no epsilon"
+    )
 
     def __post_init__(self) -> None:
         """Refuse settings that cannot be meant, all at once."""
@@ -87,25 +85,7 @@ class OptimalNoise(Probing):
         settings = (*settings, ("every", COUNT), ("memory", SHARE))
         settings = (*settings, ("form", FORM), ("batches", COUNT))
         problems = collect("optimal-noise", ((name, allowed, getattr(self, name)) for name, allowed in settings))
-        cheaper = ("layerwise", "of", "every", "memory") if self.form == "global" else ()
-        for name in (name for name in cheaper if getattr(self, name) != getattr(OptimalNoise, name)):
-            what = "is for the client's own batch, of which the global form knows nothing"
-            problems.append(Problem(f"optimal-noise.{name}", what, "leave it out; fewer batches are cheaper"))
-        refuse(problems)
-
-    @property
-    def needs_public(self) -> bool:
-        """Whether the noise is fitted to public images."""
-        return self.form == "global"
-
-    def directions(self, batch: Batch) -> NoiseSpec:
-        """Declare the directions: those of the global form are of public batches, and the same for everybody."""
-        if not self.needs_public:
-            return super().directions(batch)
-        shape, key = (self.probes, *batch.inputs.shape), Key(0, ("public", "probe"))
-        agreed, dtype = Agreed(key, shape), batch.inputs.dtype
-        drawn = agreed.sample(shape, dtype, key.generator())
-        return NoiseSpec({"probe": Noise(shape, agreed, neutral=drawn, dtype=dtype, discrete=True)})
+        refuse(problems + self.form_problems("optimal-noise", "layerwise", "of", "every", "memory"))
 
     def noise(self, params: Mapping[str, Tensor]) -> NoiseSpec:
         """Declare one standard normal tensor a parameter: `normal.<parameter>`."""
@@ -142,16 +122,8 @@ class OptimalNoise(Probing):
 
     def public_scales(self, context: Context, probe: Tensor) -> Tensors:
         """Compute the standard deviations of the global form: of parameters and public images, and nothing else."""
-        if context.public is None:
-            what = "is fitted to public images, and there are none"
-            raise fail("optimal-noise.form", what, "give Client(domain=Domain(..., public=images))")
-        gradient, domain = context.public.gradient, context.public.domain
-        squares: list[Tensors] = []
-        found: list[Tensors] = []
-        for batch in domain.batches(context.public.size, self.batches):
-            squares.append(tmap(torch.detach, squared_row_norms(gradient, batch, probe)))
-            found.append(tmap(torch.detach, gradient(batch)))
-        ratio = {name: value.clamp(max=CAP) for name, value in global_ratio(squares, found, self.clamp).items()}
+        found = global_ratio(*self.on_public(context, probe), self.clamp)
+        ratio = {name: value.clamp(max=CAP) for name, value in found.items()}
         flat = torch.cat([value.flatten() for value in ratio.values()])
         mean = flat.sum() / (flat > 0).sum().clamp(min=1)
         other = torch.where(mean > 0, mean, 1.0)
@@ -195,7 +167,7 @@ class OptimalNoise(Probing):
 
 
 @dataclass(frozen=True)
-class OptimalPruning(Probing, Magnitude):
+class OptimalPruning(Fitted, Magnitude):
     """Zero the share `ratio` of coordinates with the smallest |g_i| / ||dg_i/dx||: worth least for what they tell.
 
     Counts and ties are those of `Magnitude`. A coordinate that is not zero but does not depend on the inputs is kept
@@ -208,6 +180,11 @@ class OptimalPruning(Probing, Magnitude):
 
     `of`, `every` and `memory` make it cheaper and rougher, as they do `OptimalNoise`; squared row norms are then mixed
     with those of the layer's ratio, so that no coordinate passes for one that does not depend on the inputs.
+
+    With `form="global"`, Theorem 4's, the ratio is that of expectations over public batches (`Fitted`), sqrt(E g_i^2 /
+    E ||dg_i/dx||^2), which is what `gradveil.theory.utility.global_masks` goes by: all clients send the same
+    coordinates, known to the server, and which they are tells nothing of anybody's batch. Error feedback then waits for
+    the mask to move.
     """
 
     scope: Literal["layer", "global"] = "global"
@@ -217,13 +194,16 @@ class OptimalPruning(Probing, Magnitude):
     of: Literal["batch", "example"] = "batch"
     every: int = 1
     memory: float = 0.0
+    form: Literal["local", "global"] = "local"
+    batches: int = 16
     ordered: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         """Refuse settings that cannot be meant, all at once."""
         settings = (("ratio", SHARE), ("scope", SCOPE), ("probes", COUNT), ("mixed", Flag()), ("std", STRENGTH))
-        settings = (*settings, ("of", OF), ("every", COUNT), ("memory", SHARE))
-        refuse(collect("optimal-prune", ((name, allowed, getattr(self, name)) for name, allowed in settings)))
+        settings = (*settings, ("of", OF), ("every", COUNT), ("memory", SHARE), ("form", FORM), ("batches", COUNT))
+        problems = collect("optimal-prune", ((name, allowed, getattr(self, name)) for name, allowed in settings))
+        refuse(problems + self.form_problems("optimal-prune", "of", "every", "memory"))
 
     def noise(self, params: Mapping[str, Tensor]) -> NoiseSpec:
         """Declare the coins (`coin`, or `coin.<parameter>`), and one standard normal tensor a parameter.
@@ -242,7 +222,9 @@ class OptimalPruning(Probing, Magnitude):
     ) -> tuple[Tensors, Tensors]:
         """Multiply by the masks; those that are not pinned are computed from the update and its row norms."""
         pinned = select(noise, "mask")
-        if self.ratio and update.keys() - pinned.keys():
+        if self.ratio and update.keys() - pinned.keys() and self.needs_public:
+            pinned = {**self._drawn(self.public_worth(context, noise["probe"]), noise), **pinned}
+        elif self.ratio and update.keys() - pinned.keys():
             still = context.batch._replace(inputs=context.batch.inputs.detach())
             squares = tmap(torch.detach, self.squares(state, noise, replace(context, batch=still)))
             pinned = {**self._drawn(self.worth(update, squares), noise), **pinned}
@@ -269,6 +251,12 @@ class OptimalPruning(Probing, Magnitude):
     def smallest(self) -> Mapping[str, Any]:
         """Nothing is removed, nothing added."""
         return {"ratio": 0.0, "std": 0.0}
+
+    def public_worth(self, context: Context, probe: Tensor) -> Tensors:
+        """Compute sqrt(E g_i^2 / E ||dg_i/dx||^2) of the global form, of parameters and public images."""
+        squares, found = self.on_public(context, probe)
+        sizes = expected([tmap(torch.square, gradient) for gradient in found])
+        return self.worth(norms(sizes), expected(squares))
 
     def worth(self, update: Mapping[str, Tensor], squares: Mapping[str, Tensor]) -> Tensors:
         """Compute |g_i| / ||dg_i/dx|| of every coordinate from squared row norms, as a constant for the derivative."""

@@ -175,3 +175,11 @@ def model_noise(model: nn.Module, inputs: Tensor) -> NoiseSpec:
         for hook in hooks:
             hook.remove()
     return NoiseSpec(found)
+
+
+def switched_off(model: nn.Module, inputs: Tensor) -> Tensors:
+    """Return neutral values of every noise buffer for a batch of inputs, of what a client keeps to itself too."""
+    rows, alone = len(inputs), inputs[:1].detach()
+    drawn = {name: value.squeeze(0) for name, value in model_noise(model, alone).neutral().items()}
+    off = {**drawn, **kept_noise(model).neutral()}
+    return {name: value.to(inputs).expand(rows, *value.shape) for name, value in off.items()}

@@ -106,9 +106,17 @@ def global_ratio(
         {name: torch.where(g[name].abs() > clamp, 0.0, rows[name]) for name in rows}
         for rows, g in zip(squares, gradients, strict=True)
     ]
-    rows = {name: torch.stack([one[name] for one in seen]).mean(0) for name in squares[0]}
-    sizes = {name: torch.stack([one[name] for one in gradients]).square().mean(0) for name in gradients[0]}
-    return tmap(lambda row, size: torch.where(row > 0, row / size, 0.0).sqrt(), rows, sizes)
+    rows, sizes = expected(seen), expected([tmap(torch.square, one) for one in gradients])
+    return {name: torch.where(row > 0, row / sizes[name], 0.0).sqrt() for name, row in rows.items()}
+
+
+def expected(of_batches: Sequence[Mapping[str, Tensor]]) -> Tensors:
+    """Average over public batches.
+
+    >>> expected([{"w": torch.tensor([1.0, 2.0])}, {"w": torch.tensor([3.0, 2.0])}])
+    {'w': tensor([2., 2.])}
+    """
+    return {name: torch.stack([one[name] for one in of_batches]).mean(0) for name in of_batches[0]}
 
 
 def global_masks(
