@@ -1,6 +1,6 @@
 """What knowing more costs: processor time of targeted attacks in units of the plain attack's, interleaved in one run.
 
-    python benchmarks/attack_cost.py [--victims 32] [--iterations 20] [--rounds 7] [--output FILE]
+    python benchmarks/attack_cost.py [--model scheliga-cnn] [--victims 32] [--rounds 7] [--output FILE]
 
 Joint optimisation (dropout masks, bottleneck noise) is compared with the attack on the same model that leaves the
 randomness alone; local training with T = 4 steps with the attack on one gradient that `vmap` computes, as it computes
@@ -34,6 +34,7 @@ CASES = {
     "dropout: DIA": ("dropout(0.25)", "dia", "gpia", None, 1.5),
     "PRECODE: VBIA": ("precode", "vbia", "gpia", None, 1.5),
     "CVB: VBIA": ("cvb", "vbia", "gpia", None, 1.5),
+    "DP-SGD: CDIA": ("dp(clip=20, sigma=1e-3)", "cdia", "ig-scheliga", None, 1.5),
     "pruning: mask read off": ("prune(0.9)", "gpia", "ig-scheliga", None, 1.5),
     "local training, T = 4": ("none", "ig-scheliga", "ig-scheliga", Local(batch=1, lr=0.1, steps=4), 7.0),
 }
@@ -48,10 +49,12 @@ class Looped(Client):
         return self.updates_reference(*arguments)
 
 
-def runner(defence: str, attack: str, victims: int, local: Local | None, looped: bool) -> Callable[[int], float]:
+def runner(
+    model: str, defence: str, attack: str, victims: int, local: Local | None, looped: bool
+) -> Callable[[int], float]:
     """Set up one attack; a function of the iterations to processor seconds."""
     kind = Looped if looped else Client
-    client = parse(defence)(kind(model_of("scheliga-cnn"), local=local), Key(0))
+    client = parse(defence)(kind(model_of(model), local=local), Key(0))
     images, labels = truth_of(victims)
     params = client.params()
     spec = client.noise_spec(params, Batch(images[0], labels[0]))
@@ -79,6 +82,8 @@ def runner(defence: str, attack: str, victims: int, local: Local | None, looped:
 def main() -> None:
     """Measure, print a table, write the numbers."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default="scheliga-cnn", help="resnet18: give four victims")
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument("--victims", type=int, default=32)
     parser.add_argument("--iterations", type=int, default=20)
     parser.add_argument("--rounds", type=int, default=7)
@@ -87,9 +92,10 @@ def main() -> None:
     torch.set_num_threads(1)
     results = {}
     print("| case | cost | quartiles | allowed |\n|---|---|---|---|")
-    for case, (defence, attack, against, local, allowed) in CASES.items():
-        costly = runner(defence, attack, given.victims, local, looped=False)
-        plain = runner(defence, against, given.victims, None, looped=local is not None)
+    for case in given.cases:
+        defence, attack, against, local, allowed = CASES[case]
+        costly = runner(given.model, defence, attack, given.victims, local, looped=False)
+        plain = runner(given.model, defence, against, given.victims, None, looped=local is not None)
         costly(2), plain(2)
         ratios = [costly(given.iterations) / plain(given.iterations) for _ in range(given.rounds)]
         low, _, high = quantiles(ratios, n=4)
@@ -97,7 +103,12 @@ def main() -> None:
         verdict = "" if median(ratios) <= allowed else " MISSED"
         print(f"| {case} | {median(ratios):.2f}x{verdict} | {low:.2f}-{high:.2f} | {allowed:g}x |", flush=True)
     if given.output:
-        facts = {"victims": given.victims, "iterations": given.iterations, "torch": torch.__version__}
+        facts = {
+            "model": given.model,
+            "victims": given.victims,
+            "iterations": given.iterations,
+            "torch": torch.__version__,
+        }
         text = json.dumps({**facts, "cores": os.cpu_count(), "cases": results}, indent=1)
         given.output.write_text(text + "\n", encoding="utf-8")
 

@@ -10,10 +10,12 @@ from gradveil.attacks.inversion import Inversion
 from gradveil.attacks.knowledge import Optimise
 from gradveil.attacks.objective import cosine
 from gradveil.attacks.rows import INPUTS, TARGETS, Rows
+from gradveil.attacks.targeted import MASKS
 from gradveil.client import Client
 from gradveil.core.noise import Key
 from gradveil.core.tree import select
 from gradveil.core.types import Batch
+from gradveil.defences import parse
 from gradveil.nn.bottleneck import VariationalBottleneck
 from tests.attacks.scenes import tiny
 
@@ -128,22 +130,27 @@ def test_what_is_compared_is_the_victims_own_update():
     torch.testing.assert_close(opened.loss(variables, constants, torch.tensor([1, 4]), {}), expected)
 
 
-@pytest.mark.parametrize("ignore", ["nothing", "stochastic"])
-def test_the_objective_of_a_large_network_is_the_angle_of_its_updates(ignore):
+@pytest.mark.parametrize(
+    ("ignore", "defence"),
+    [("nothing", "none"), ("stochastic", "none"), ("nothing", "user-dp(clip=0.1, sigma=1) + prune(0.8)")],
+)
+def test_the_objective_of_a_large_network_is_the_angle_of_its_updates(ignore, defence):
     """However it is computed: there, by the factors of the gradients."""
     layers = (nn.Flatten(), nn.Linear(36, 2048), nn.Sigmoid(), VariationalBottleneck(2048, 8), nn.Linear(2048, 4))
     model = nn.Sequential(*layers).double()
     for parameter in model.parameters():
         nn.init.normal_(parameter.data, std=0.1, generator=Key(1).generator())
-    opened = rows(Inversion("a", ignore=ignore), client=Client(model))
+    opened = rows(Inversion("a", ignore=ignore), client=parse(defence)(Client(model)), tensors=MASKS)
     variables, constants = opened.start(range(3))
-    (eps,) = opened.spec
-    noise = {eps: constants[f"noise.{eps}"]}
+    assert opened.off == set(opened.spec), "this attacker leaves all noise alone"
+    noise = select(constants, "noise")
     batch = Batch(variables[INPUTS], constants[TARGETS])
     seen = select(constants, "observed")
     squares = constants["squares.0"]
     params = opened.belief.params()
-    assert opened.belief.cosines(params, batch, noise, seen, squares) is not None, "the scene takes the short way"
+    short = opened.belief.cosines(params, batch, noise, seen, squares, opened.off)
+    assert short is not None, "the scene takes the short way"
     sent, _ = opened.belief.updates(params, batch, noise, {})
     found = opened.loss(variables, constants, torch.arange(3), {})
+    torch.testing.assert_close(found, short, rtol=0, atol=0)
     torch.testing.assert_close(found, cosine(sent, seen), rtol=1e-10, atol=0)

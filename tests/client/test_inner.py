@@ -12,9 +12,10 @@ from gradveil.client import Client, cross_entropy
 from gradveil.client.batched import obstacle, shortens, victim_cosines, victim_gradients
 from gradveil.client.convolution import Geometry, only_position
 from gradveil.client.gradient import Objective
-from gradveil.client.inner import cut, shorter
+from gradveil.client.inner import cut, products, shorter
 from gradveil.core.fused import cosine_distance, squared_lengths
 from gradveil.core.types import Batch
+from gradveil.defences import parse
 from gradveil.defences.clip import Clip
 from gradveil.defences.search import Unchanged
 
@@ -75,6 +76,35 @@ def test_factors_give_the_angle_and_its_slope(victims, examples, left_out):
     torch.testing.assert_close(*slopes, rtol=0, atol=1e-11 * float(slopes[1].abs().max()))
 
 
+@pytest.mark.parametrize(("victims", "examples"), [(1, 1), (2, 2), (2, 7)])
+def test_factors_give_the_angle_of_what_a_mask_leaves(victims, examples):
+    """Seven examples at one position have too many pairs: their gradient is made."""
+    given, gradients, targets = scene(victims, examples)
+    g = torch.Generator().manual_seed(9)
+    masks = {n: (torch.rand(v.shape, generator=g) < 0.3).double() for n, v in targets.items() if n != "covered.weight"}
+    assert len(masks) == len(targets) - 1, "one parameter is whole"
+    found = victim_cosines(*given, targets, squared_lengths(list(targets.values())), masks)
+    left = [v * masks[n] if n in masks else v for n, v in gradients.items()]
+    expected = cosine_distance(left, list(targets.values()))
+    assert float(expected.detach().min()) > 0.05, "the angle is one that could be got wrong"
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)
+    slopes = [torch.autograd.grad(value.sum(), given[3].inputs)[0] for value in (found, expected)]
+    torch.testing.assert_close(*slopes, rtol=0, atol=1e-11 * float(slopes[1].abs().max()))
+
+
+def test_what_was_masked_once_is_known_until_it_is_written_to():
+    left, right = torch.ones(1, 2, 1), torch.ones(1, 3, 1)
+    target, mask = torch.ones(1, 2, 3), torch.zeros(1, 2, 3)
+    assert float(products(left, right, target, mask).sum()) == 0
+    mask += 1
+    assert products(left, right, target, mask).tolist() == [[6, 6]]
+    target *= 2
+    assert products(left, right, target, mask).tolist() == [[12, 6]]
+    assert products(left, right, target, torch.zeros(1, 2, 3)).tolist() == [[0, 0]]
+    half = torch.full((1, 2, 3), 0.5)
+    assert products(left, right, target, half).tolist() == [[6, 1.5]], "a mask need not be of zeros and ones"
+
+
 def test_no_gradient_of_a_large_layer_is_written():
     given, gradients, targets = scene()
     squares = squared_lengths(list(targets.values()))
@@ -83,6 +113,11 @@ def test_no_gradient_of_a_large_layer_is_written():
     twice = 2 * sum(gradients[n].numel() * 8 for n in gradients if n.startswith("twice"))
     with torch.no_grad():
         assert written_bytes(lambda: victim_cosines(*given, targets, squares)) < 0.5 * size + twice
+    given, gradients, targets = scene(examples=1)
+    masks = {n: torch.ones_like(v) for n, v in targets.items()}
+    victim_cosines(*given, targets, squares, masks)  # cuts and masks
+    with torch.no_grad():
+        assert written_bytes(lambda: victim_cosines(*given, targets, squares, masks)) < 0.5 * size + 2 * twice
 
 
 def test_nothing_observed_is_a_right_angle_without_a_slope():
@@ -102,12 +137,57 @@ class Never(Unchanged):
         raise AssertionError
 
 
-def test_only_bare_gradients_of_large_networks_go_around():
+def test_what_is_clipped_and_without_its_noise_goes_around():
+    """Its direction is the gradient's, and so is the distance; what is done beside that needs the gradient."""
+    given, _, targets = scene(examples=1)
+    objective, params, _, batch, _ = given
+    client = parse("dp(clip=0.01, sigma=1)")(Client(objective.model))
+    spec = client.noise_spec(params, Batch(*(value[0] for value in batch)))
+    noise = {name: value.expand(2, *value.shape) for name, value in spec.neutral().items()}
+    squares = squared_lengths(list(targets.values()))
+    found = client.cosines(params, batch, noise, targets, squares, list(spec))
+    assert found is not None
+    sent, _ = client.updates(params, batch, noise, {})
+    assert float(squared_lengths(list(sent.values())).detach().max()) < 0.0101**2, "clipped"
+    expected = cosine_distance(list(sent.values()), list(targets.values()))
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)
+    slopes = [torch.autograd.grad(value.sum(), batch.inputs)[0] for value in (found, expected)]
+    torch.testing.assert_close(*slopes, rtol=0, atol=1e-11 * float(slopes[1].abs().max()))
+    assert client.cosines(params, batch, noise, targets, squares, list(spec)[:-1]) is None, "some of the noise is on"
+
+
+@pytest.mark.parametrize(
+    "text", ["prune(0.9)", "clip(0.01) + dgp(top=0.2, bottom=0.6)", "clip-example(0.01) + topk(0.2)"]
+)
+def test_what_is_pruned_by_known_masks_goes_around(text):
+    objective, params, _, batch, _ = scene(examples=1)[0]
+    client = parse(text)(Client(objective.model))
+    observed = client.updates(params, Batch(batch.inputs.detach() + 0.3, batch.targets), {}, {})[0]
+    pinned = torch.func.vmap(client.evidence)(observed)
+    squares = squared_lengths(list(observed.values()))
+    assert client.cosines(params, batch, pinned, observed, squares) is None, "the borders are known as well"
+    masks = {n: v for n, v in pinned.items() if "border" not in n}
+    found = client.cosines(params, batch, masks, observed, squares)
+    assert found is not None
+    sent, _ = client.updates(params, batch, masks, {})
+    expected = cosine_distance(list(sent.values()), list(observed.values()))
+    assert float(expected.detach().min()) > 1e-3, "the angle is one that could be got wrong"
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=0)
+    slopes = [torch.autograd.grad(value.sum(), batch.inputs)[0] for value in (found, expected)]
+    torch.testing.assert_close(*slopes, rtol=0, atol=1e-10 * float(slopes[1].abs().max()))
+    first = next(iter(masks))
+    some = {n: v for n, v in masks.items() if n != first}
+    assert client.cosines(params, batch, some, observed, squares) is None, "one mask is computed"
+
+
+def test_only_directions_of_large_networks_go_around():
     given, _, targets = scene()
     objective, params, _, batch, _ = given
     rest = params, batch, {}, targets, squared_lengths(list(targets.values()))
     assert Client(objective.model).cosines(*rest) is not None
-    assert Client(objective.model, send=Clip(1.0)).cosines(*rest) is None
+    assert Client(objective.model, send=Clip(1.0)).cosines(*rest) is not None
+    assert Client(objective.model, send=Clip(1.0, scope="layer")).cosines(*rest) is None
+    assert Client(objective.model, step=Clip(1.0, per_example=True)).cosines(*rest) is None, "two examples"
     small = nn.Sequential(nn.Flatten(), nn.Linear(192, 10)).double()
     client = Client(small)
     assert Client(small, batch=(Never(),)).cosines(client.params(), *rest[1:]) is None, "without a look at images"

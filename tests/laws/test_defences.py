@@ -145,6 +145,43 @@ def test_messages_change_what_is_sent(text: str, kind: str):
     assert all(not torch.equal(heard[name], deaf[name]) for name in heard if name.endswith("weight"))
 
 
+def test_who_says_that_only_masks_are_applied_applies_nothing_else():
+    """While the noise of its own is off, and with the masks that its update shows; some have none."""
+    said: dict[str, bool] = {}
+    for text in TEXTS:
+        client = parse(text)(CLIENTS["gradient"])
+        batch = Batch(*(value[:1] for value in draw_batch(Key(4))))
+        params = client.params()
+        spec, state = client.noise_spec(params, batch), client.init(params)
+        off = [name for name in spec if name.startswith(("step.", "send."))]
+        noise = {**spec.sample(Key(5)), **{name: spec[name].off() for name in off}}
+        shown = client.evidence(client.update(params, batch, noise, state)[0])
+        noise |= {name: value for name, value in shown.items() if ".mask." in name}
+        masks = client.only_masks(params, 1, noise, off)
+        if masks is None or (client.step, client.send) == (None, None):
+            continue
+        bare = replace(client, step=None, send=None)
+        on = {**noise, **{name: value for name, value in spec.sample(Key(5)).items() if name in off}}
+        for drawn in (noise, on) if client.only_masks(params, 1, noise) is not None else (noise,):
+            g, sent = (c.update(params, batch, drawn, c.init(params))[0] for c in (bare, client))
+            g = torch.cat([(value * masks.get(name, 1)).flatten() for name, value in g.items()])
+            sent = torch.cat([value.flatten() for value in sent.values()])
+            assert float(g @ sent / (g.norm() * sent.norm())) > 1 - 1e-12, text
+        said[text] = bool(masks)
+        each = client.step is not None and client.step.split()[0] is not None
+        assert (client.only_masks(params, 2, noise, off) is not None) == (not each), text
+    stay = {text for text, masked in said.items() if not masked}
+    assert {"clip(norm=0.3)", "clip-example(norm=0.3)", "gaussian(std=0.1)", "laplace(scale=0.1)"} <= stay
+    assert {
+        "dp(clip=0.3, sigma=0.5)",
+        "user-dp(clip=0.3, sigma=0.5)",
+        "dp(clip=0.3, sigma=0.5) + cvb + dropout",
+    } <= stay
+    masked = set(said) - stay
+    assert {"prune(ratio=0.7)", "topk(keep=0.2)", "dgp(top=0.1, bottom=0.5)"} <= masked
+    assert {"optimal-prune(ratio=0.7, mixed=true, std=0.05)", "dgp + gaussian(std=0.1) + clip(norm=0.3)"} <= masked
+
+
 def test_surgeries_leave_the_given_model_alone():
     model = Tiny()
     expected = functional_call(model, dict(Tiny().named_parameters()), (torch.zeros(1, 1, 8, 8).double(),))

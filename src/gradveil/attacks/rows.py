@@ -80,6 +80,7 @@ class Rows:
         self.how: dict[str, How] = {
             r.of(name): knowledge.how(name, r.number) for r in self.rounds for name in self.spec
         }
+        self.off = {n for n, how in self.how.items() if not isinstance(how, Known | Optimise | Sample)}
         self.labels = find_labels(attack.labels, first, self.rounds[0].belief, knowledge, key.child("labels"))
         self._refuse_discrete()
         self.sampled: dict[str, Noise] = {
@@ -136,9 +137,7 @@ class Rows:
         stacked = {n: torch.stack([s[n] for s in starts]).to(self.device) for n in starts[0]}
         variables = {n: v for n, v in stacked.items() if not n.startswith("once.")}
         victims = torch.tensor([row // self.attack.restarts for row in rows], device=self.device)
-        fixed = {
-            n: self.noise[n].off() for n, how in self.how.items() if not isinstance(how, Known | Optimise | Sample)
-        }
+        fixed = {n: self.noise[n].off() for n in self.off}
         wide = {n: v.to(self.device).expand(len(rows), *v.shape) for n, v in {**fixed, **self.state}.items()}
         constants = {f"noise.{n}": wide[n] for n in fixed} | {f"state.{n}": wide[n] for n in self.state}
         constants |= {f"noise.{n[5:]}": v for n, v in stacked.items() if n.startswith("once.")}
@@ -249,7 +248,8 @@ class Rows:
             own = {n: noise[r.of(n)] for n in self.inputs_of_a_round if r.of(n) in noise}
             seen = {n: observed[r.of(n)] for n in r.observed}
             if self.angle:
-                value = r.belief.cosines(r.params, batch, own, seen, constants[f"squares.{r.number}"])
+                off = [n for n in self.spec if r.of(n) in self.off]
+                value = r.belief.cosines(r.params, batch, own, seen, constants[f"squares.{r.number}"], off)
                 if value is not None:
                     total = value if total is None else total + value
                     continue

@@ -52,16 +52,18 @@ def victim_cosines(
     noise: Mapping[str, Tensor],
     targets: Tensors,
     squares: Tensor,
+    masks: Tensors | None = None,
 ) -> Tensor:
     """Return 1 - cosine between every victim's mean gradient and its targets [V, *shape], whose |.|^2 is given: [V].
 
-    No gradient of a large layer is made, if `shortens` says so. Where a gradient or its targets are all zeros, the
+    With masks [V, *shape] it is that of the masked gradient. No gradient of a large layer is made, if
+    `shortens` says so, but of some that are masked. Where a gradient or its targets are all zeros, the
     distance is 1. It is a difference of two numbers near 1, and has no more digits than that leaves; it is never 0.
     """
     create_graph = torch.is_grad_enabled()
     with torch.enable_grad():
         total, recorder = _recorded(objective, trained, frozen, batch, noise)
-        found = recorder.products(total, targets, create_graph=create_graph)
+        found = recorder.products(total, targets, masks or {}, create_graph=create_graph)
     dot, square = found.unbind(1)
     none = (square == 0) | (squares == 0)
     size = torch.where(none, 1.0, square).sqrt() * torch.where(none, 1.0, squares).sqrt()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
@@ -13,7 +13,8 @@ from torch.func import vmap
 
 from gradveil.client.batched import obstacle, shortens, victim_cosines, victim_gradients
 from gradveil.client.batching import Batching, Drawn, of_batch
-from gradveil.client.defended import Defended, applied
+from gradveil.client.declared import Declared
+from gradveil.client.defended import Defended
 from gradveil.client.gradient import Objective, caught_outputs, cross_entropy
 from gradveil.client.inner import LARGE
 from gradveil.client.local import Local
@@ -22,10 +23,10 @@ from gradveil.client.steady import steady
 from gradveil.client.steps import Steps
 from gradveil.core.errors import Problem, fail, refuse
 from gradveil.core.noise import NoiseSpec
-from gradveil.core.tree import Tensors, select, under
+from gradveil.core.tree import Tensors, below, multiplied, select, under
 from gradveil.core.types import Batch, BatchTransform, Domain, Loss, Transform
 from gradveil.nn.statistics import batch_statistics, running_statistics
-from gradveil.nn.stochastic import model_noise, switched_off
+from gradveil.nn.stochastic import switched_off
 
 
 @dataclass(frozen=True)
@@ -85,6 +86,10 @@ class Client:
         return self._own.spec()
 
     @cached_property
+    def _declared(self) -> Declared:
+        return Declared(self.model, self._kept, self._batching, self.local, self.step, self.send)
+
+    @cached_property
     def _defended(self) -> Defended:
         expected = self.local.batch if self.local else 0
         return Defended(self.objective, self._trained, self.step, expected, self.domain)
@@ -101,79 +106,38 @@ class Client:
         """Return the state of a client that has sent nothing yet."""
         if self.members > 1:
             return {n: v.expand(self.members, *v.shape) for n, v in self._member().init(params).items()}
-        sent = self._sent(params)
-        like = next(iter(params.values()))
-        own = {name: like.new_zeros(noise.shape) for name, noise in self._kept.items()}
-        return {
-            **under("step", self.step.init(sent) if self.step else {}),
-            **under("send", self.send.init(sent) if self.send else {}),
-            **under("kept", {"joined": like.new_zeros(()), **own} if own else {}),
-        }
+        return self._declared.init(self._sent(params))
 
     def noise_spec(self, params: Mapping[str, Tensor], batch: Batch) -> NoiseSpec:
         """Declare every random tensor of one update for a batch of these shapes."""
         if self.members > 1:
             own = Batch(*(value[0] for value in self._by_member(batch)))
             return self._member().noise_spec(params, own).times(self.members)
-        examples = batch.inputs.shape[0]
-        once, step = self.round_spec(params, batch), self.step_spec(params, batch)
-        if self.local is None:
-            return once | step
-        epochs = self.epoch_spec(batch).times(self._batching.epochs(examples))
-        return once | epochs | step.times(self.local.count(examples))
+        return self._declared.noise(self._sent(params), batch)
 
     def round_spec(self, params: Mapping[str, Tensor], batch: Batch) -> NoiseSpec:
         """Declare what an update draws once: for the batch of one gradient, for what is sent, the order of examples."""
-        sent = self._sent(params)
-        spec = self._kept
-        if self.local is None:
-            spec = spec | self._batching.spec(batch)
-        if self.send:
-            spec = spec | (self.send.noise(sent) | self.send.directions(batch)).under("send")
-        if self.local:
-            spec = spec | self.local.drawn(batch.inputs.shape[0])
-        return spec.to(batch.inputs.dtype)
+        return self._declared.of_round(self._sent(params), batch)
 
     def epoch_spec(self, batch: Batch) -> NoiseSpec:
         """Declare what local training draws in every epoch: `noise_spec` has one of these for each that is begun."""
-        return self._batching.spec(batch, "epoch").to(batch.inputs.dtype) if self.local else NoiseSpec()
+        return self._declared.of_epoch(batch)
 
     def step_spec(self, params: Mapping[str, Tensor], batch: Batch) -> NoiseSpec:
         """Declare what each gradient draws: `noise_spec` has T of these, one for every local step."""
-        examples = batch.inputs.shape[0]
-        size = self.local.at_once(examples) if self.local else examples
-        shown, sent = Batch(batch.inputs[:size], batch.targets[:size]), self._sent(params)
-        spec = model_noise(self.model, shown.inputs).under("model")
-        if self.local is not None:
-            spec = spec | self._batching.spec(shown, "step")
-        each, mean = self.step.split() if self.step else (None, None)
-        if each is not None:
-            spec = spec | each.noise(sent).times(size).under("step")
-        if mean is not None:
-            spec = spec | (mean.noise(sent) | mean.directions(shown)).under("step")
-        return spec.to(batch.inputs.dtype)
+        return self._declared.of_step(self._sent(params), batch)
 
     def intermediates(self, params: Mapping[str, Tensor]) -> NoiseSpec:
         """Declare the intermediates of the sent update (masks, scales) that an attacker may pin through the noise."""
         if self.members > 1:  # a sum shows nobody's own
             return NoiseSpec()
-        sent = self._sent(params)
-        spec = self.send.intermediates(sent).under("send") if self.send else NoiseSpec()
-        if self.local is None and self.step:
-            _, mean = self.step.split()
-            if mean is not None:
-                spec = spec | mean.intermediates(sent).under("step")
-        return spec
+        return self._declared.intermediates(self._sent(params))
 
     def evidence(self, sent: Mapping[str, Tensor]) -> Tensors:
         """Say what a sent update gives away about the intermediates."""
         if self.members > 1:
             return {}
-        sent = {name: sent[name] for name in self._trained if name in sent}  # as transforms expect: in order
-        found = under("send", self.send.evidence(sent)) if self.send else {}
-        if self.local is None and self.send is None and self.step:
-            found |= under("step", self.step.evidence(sent))
-        return found
+        return self._declared.evidence({name: sent[name] for name in self._trained if name in sent})  # in order
 
     def update(
         self, params: Tensors, batch: Batch, noise: Mapping[str, Tensor], state: Tensors
@@ -274,22 +238,48 @@ class Client:
         return self.updates_reference(params, batch, noise, state)
 
     def cosines(
-        self, params: Tensors, batch: Batch, noise: Mapping[str, Tensor], targets: Tensors, squares: Tensor
+        self,
+        params: Tensors,
+        batch: Batch,
+        noise: Mapping[str, Tensor],
+        targets: Tensors,
+        squares: Tensor,
+        off: Collection[str] = (),
     ) -> Tensor | None:
         """Compute 1 - cosine between many clients' updates and targets [V, *shape], |targets|^2 given, by a short way.
 
-        None where there is none: the updates must be bare gradients, of a network with large layers.
+        None where there is none: the updates must be gradients times masks at most, of a network with large layers.
+        `off` names the noise that is off.
         """
-        bare = self.local is None and self.step is None and self.send is None
-        if not bare or self.members > 1 or self._kept:
-            return None
         if not any(params[name].numel() >= LARGE for name in self._trained):  # before the images are transformed
+            return None
+        masks = self.only_masks(params, batch.inputs.shape[1], noise, off)
+        if masks is None or self._kept:
             return None
         ready, parts = self._prepared(batch, noise), self._defended.parted(params)
         given = self.objective, *parts, ready, select(noise, "model")
         if obstacle(*given) is not None or not shortens(*given):
             return None
-        return victim_cosines(*given, targets, squares)
+        return victim_cosines(*given, targets, squares, masks)
+
+    def only_masks(
+        self, params: Mapping[str, Tensor], examples: int, noise: Mapping[str, Tensor], off: Collection[str] = ()
+    ) -> Tensors | None:
+        """Return the masks that the mean gradient of so many examples is multiplied by, if little else is done to it.
+
+        As `Transform.only_masks` has it: none of them where it keeps its direction, None where more may be done.
+        """
+        if self.local is not None or self.members > 1:
+            return None
+        if examples > 1 and self.step is not None and self.step.split()[0] is not None:
+            return None  # each example's gradient is scaled by itself
+        sent, found = self._sent(params), dict[str, Tensor]()
+        for name, slot in (("step", self.step), ("send", self.send)):
+            masks = slot.only_masks(sent, select(noise, name), below(name, off)) if slot else {}
+            if masks is None:
+                return None
+            found = multiplied(found, masks)
+        return found
 
     def updates_reference(
         self, params: Tensors, batch: Batch, noise: Mapping[str, Tensor], state: Tensors
@@ -373,16 +363,10 @@ class Client:
             return gradients, {}
 
         def transform(g: Tensors, own: Batch, own_noise: Tensors, own_state: Tensors) -> tuple[Tensors, Tensors]:
-            inner, of_step = select(own_noise, "model"), select(own_noise, "step")
             if each is not None:
-                of_each = {name: of_step.pop(name) for name in each.noise(self._sent(params))}
-                rows = applied(each, g, params, own, inner, of_each)
-                g = {name: value.mean(0) for name, value in rows.items()}
-            step_state: Tensors = {}
-            if mean is not None:
-                context = self._defended.context(params, own, inner)
-                g, step_state = mean.apply(g, select(own_state, "step"), of_step, context)
-            return self._finish(params, own, own_noise, own_state, g, under("step", step_state))
+                g = self._defended.averaged(each, g, params, own, own_noise)
+            g, after = self._defended.of_mean(mean, g, params, own, own_noise, select(own_state, "step"))
+            return self._finish(params, own, own_noise, own_state, g, under("step", after))
 
         return vmap(transform)(gradients, batch, noise, state)
 

@@ -36,25 +36,52 @@ class Defended:
         included: Tensor | None = None,
     ) -> tuple[Tensors, Tensors]:
         """Return the gradient, the mean over the batch or over what Poisson sampling took, and the state after it."""
-        inner, own = select(noise, "model"), select(noise, "step")
         each, mean = self.step.split() if self.step else (None, None)
-        at = At(self.objective, *self.parted(params), batch, inner)
+        at = At(self.objective, *self.parted(params), batch, select(noise, "model"))
         if each is None and included is None:
             g = at.mean()
         else:
             g = at.weighed(each) if each is not None and included is None else None
-            if g is None:
-                rows = at.each()
-                if each is not None:
-                    of_each = {name: own.pop(name) for name in each.noise(at.trained)}
-                    rows = applied(each, rows, params, batch, inner, of_each)
-                g = {name: self._mean(value, included) for name, value in rows.items()}
+            g = self.averaged(each, at.each(), params, batch, noise, included) if g is None else g
+        return self.of_mean(mean, g, params, batch, noise, state, included)
+
+    def averaged(
+        self,
+        each: Transform | None,
+        rows: Tensors,
+        params: Tensors,
+        batch: Batch,
+        noise: Mapping[str, Tensor],
+        included: Tensor | None = None,
+    ) -> Tensors:
+        """Transform every example's gradient [B, ...], and average them."""
+        if each is not None:
+            drawn, inner = select(noise, "step"), select(noise, "model")
+            of_each = {name: drawn[name] for name in each.noise({n: params[n] for n in rows})}
+
+            def apply(row: Tensors, noise_1: Tensors) -> Tensors:
+                return each.apply(row, {}, noise_1, Context(params, batch, inner))[0]
+
+            rows = vmap(apply)(rows, of_each)
+        return {name: self._mean(value, included) for name, value in rows.items()}
+
+    def of_mean(
+        self,
+        mean: Transform | None,
+        g: Tensors,
+        params: Tensors,
+        batch: Batch,
+        noise: Mapping[str, Tensor],
+        state: Tensors,
+        included: Tensor | None = None,
+    ) -> tuple[Tensors, Tensors]:
+        """Transform the mean gradient; return it with the state after it."""
         if mean is None:
             return g, {}
-        context = self.context(params, batch, inner)
+        context = self.context(params, batch, select(noise, "model"))
         if included is not None:
             context = replace(context, expected=self.expected)
-        return mean.apply(g, state, own, context)
+        return mean.apply(g, state, select(noise, "step"), context)
 
     def context(
         self,
@@ -96,19 +123,3 @@ class Defended:
             return rows.mean(0)
         total = included.to(rows.dtype) @ rows.reshape(len(rows), -1)
         return total.reshape(rows.shape[1:]) / self.expected
-
-
-def applied(
-    each: Transform,
-    rows: Tensors,
-    params: Tensors,
-    batch: Batch,
-    inner: Mapping[str, Tensor],
-    noise: Tensors,
-) -> Tensors:
-    """Apply a per-example transform to every example's gradient."""
-
-    def apply(row: Tensors, noise_1: Tensors) -> Tensors:
-        return each.apply(row, {}, noise_1, Context(params, batch, inner))[0]
-
-    return vmap(apply)(rows, noise)

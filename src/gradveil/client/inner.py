@@ -2,7 +2,8 @@
 
 A layer's gradient is a sum of outer products, G = sum_m l_m r_m^T. Then <G, T> = sum_m <l_m, T r_m>, and
 |G|^2 = sum_mn <l_m, l_n> <r_m, r_n> (the "ghost norm": Goodfellow 2015, Bu et al. 2022). Where a layer is large and
-has few positions m, that passes over the target twice and over nothing else of its size.
+has few positions m, that passes over the target twice and over nothing else of its size. With a mask M,
+|G o M|^2 = sum_mn <l_m o l_n, (M o M) (r_m o r_n)>: two passes over the mask beside those over the target.
 """
 
 # pyright: basic
@@ -10,7 +11,7 @@ has few positions m, that passes over the target twice and over nothing else of 
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -22,8 +23,18 @@ from gradveil.client.convolution import Geometry, fold, one_by_one, side_by_side
 
 LARGE = 1 << 16
 """Fewer entries stay in the cache, and are sooner computed than gone around."""
+_PAIRED = 6
+"""So many positions have 21 pairs: with more it is shorter to make the gradient, and mask it."""
 _PASSES = 16
 """What the passes over a gradient of one entry cost that are saved, in products of the Gram matrices."""
+
+
+class Inner(Protocol):
+    """A short way to the products of one parameter's gradients [V, *shape]."""
+
+    def __call__(self, delta: Tensor, target: Tensor, mask: Tensor | None = None, /) -> Tensor | None:
+        """Return <G, T> and |G|^2 of each victim's G, masked if there is a mask: [V, 2]; None if that is no shorter."""
+        ...
 
 
 def shorter(outputs: int, inputs: int, positions: int) -> bool:
@@ -36,18 +47,37 @@ def shorter(outputs: int, inputs: int, positions: int) -> bool:
     return entries >= LARGE and positions**2 * (outputs + inputs) <= _PASSES * entries
 
 
-def products(left: Tensor, right: Tensor, target: Tensor) -> Tensor:
+def products(left: Tensor, right: Tensor, target: Tensor, mask: Tensor | None = None) -> Tensor | None:
     """Return <G, T> and |G|^2 of G = sum_m l_m r_m^T: [V, 2], from [V, O, M], [V, K, M] and T [V, O, K].
 
+    With a mask [V, O, K] G o M takes the place of G; None where that has too many positions.
     Differentiable once with respect to the factors.
     """
-    return cast(Tensor, _Products.apply(left, right, target))
+    if mask is None:
+        return cast(Tensor, _Products.apply(left, right, target))
+    if left.shape[-1] > _PAIRED:
+        return None
+    first, second = torch.triu_indices(left.shape[-1], left.shape[-1], device=left.device)
+    twice = left[..., first] * left[..., second] * torch.where(first == second, 1, 2).to(left.dtype)
+    squared = _bilinear(twice, right[..., first] * right[..., second], _masked(mask, mask))
+    return torch.stack([_bilinear(left, right, _masked(target, mask)), squared.clamp(min=0)], 1)
 
 
-def convolution_products(delta: Tensor, x: Tensor, victims: int, geometry: Geometry, target: Tensor) -> Tensor:
+def convolution_products(
+    delta: Tensor, x: Tensor, victims: int, geometry: Geometry, target: Tensor, mask: Tensor | None = None
+) -> Tensor | None:
     """Return `products` of the weight gradients of a convolution, from delta [N, O, H', W'] and x [N, C, H, W]."""
     left = side_by_side(delta.flatten(2), victims)
-    return products(left, cast(Tensor, _Unfolded.apply(x, victims, geometry)), target.flatten(2))
+    if mask is not None and left.shape[-1] > _PAIRED:
+        return None
+    right = cast(Tensor, _Unfolded.apply(x, victims, geometry))
+    return products(left, right, flat(target), None if mask is None else flat(mask))
+
+
+def flat(target: Tensor) -> Tensor:
+    """Lay [V, O, C, kh, kw] flat as [V, O, K]; what is known of the target is found again by what is returned."""
+    whole = slice(0, target.shape[-2]), slice(0, target.shape[-1])
+    return cut(target, *whole)
 
 
 def cut(target: Tensor, rows: slice, columns: slice) -> Tensor:
@@ -63,6 +93,39 @@ def cut(target: Tensor, rows: slice, columns: slice) -> Tensor:
 
 
 _CUT = WeakTensorKeyDictionary()
+
+
+def _masked(target: Tensor, mask: Tensor) -> Tensor:
+    """Multiply a target that stays the same by its mask, once."""
+    versions = target._version, mask._version
+    known = _MASKED.get(target)
+    if known is None or known[0] is not mask or known[1] != versions:
+        known = _MASKED[target] = mask, versions, target.detach() * mask
+    return known[2]
+
+
+_MASKED = WeakTensorKeyDictionary()
+
+
+def _bilinear(left: Tensor, right: Tensor, matrix: Tensor) -> Tensor:
+    """Return sum_m <l_m, T r_m>: [V]. Differentiable once with respect to the factors."""
+    return cast(Tensor, _Bilinear.apply(left, right, matrix))
+
+
+class _Bilinear(Function):
+    @staticmethod
+    def forward(ctx: Any, left: Tensor, right: Tensor, matrix: Tensor) -> Tensor:
+        moved = torch.bmm(matrix, right)
+        ctx.save_for_backward(left, matrix, moved)
+        return (moved * left).sum((1, 2))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *uppers: Tensor) -> tuple[Tensor | None, ...]:
+        left, matrix, moved = ctx.saved_tensors
+        upper = uppers[0].view(-1, 1, 1)
+        # Rows stand left, as in `outer`: columns on the right are many times slower on a CPU.
+        return moved * upper, torch.bmm(left.mT, matrix).mT * upper, None
 
 
 class _Products(Function):

@@ -64,7 +64,7 @@ def _conv2d(
         lambda delta: weight_gradient(delta, input, recorder.victims, geometry),
         lambda delta: squared_weight_gradients(delta, input, geometry),
         lambda delta, factor: squared_weight_moves(delta, unpacked(input), factor, geometry),
-        (lambda delta, target: convolution_products(delta, input, recorder.victims, geometry, target))
+        (lambda delta, target, mask=None: convolution_products(delta, input, recorder.victims, geometry, target, mask))
         if shorter(len(weight), weight[0].numel(), positions)
         else None,
     )
@@ -92,15 +92,17 @@ def _met_once(
     def columns(value: Tensor) -> Tensor:
         return _columns(value, recorder.victims)
 
+    def inner(delta: Tensor, target: Tensor, mask: Tensor | None = None, /) -> Tensor | None:
+        place = window.kernel_rows, window.kernel_columns
+        return products(columns(delta), columns(seen), cut(target, *place), None if mask is None else cut(mask, *place))
+
     out = F.linear(seen, met(weight), bias)
     recorder.use(
         weight,
         out,
         gradient,
         lambda delta: squared_outer_sums(columns(delta), columns(seen)),
-        inner=(lambda delta, target: products(columns(delta), columns(seen), cut(target, *window[:2])))
-        if shorter(len(weight), seen.shape[1], len(input) // recorder.victims)
-        else None,
+        inner=inner if shorter(len(weight), seen.shape[1], len(input) // recorder.victims) else None,
     )
     if bias is not None:
         recorder.use(bias, out, lambda delta: recorder.summed(delta, bias.shape))
@@ -129,7 +131,7 @@ def _linear(recorder: Recorder, func: Any, input: Tensor, weight: Tensor, bias: 
         gradient,
         lambda delta: squared_outer_sums(columns(delta), columns(input)),
         moves,
-        (lambda delta, target: products(columns(delta), columns(input), target))
+        (lambda delta, target, mask=None: products(columns(delta), columns(input), target, mask))
         if shorter(len(weight), weight.shape[1], input[..., 0].numel() // recorder.victims)
         else None,
     )

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from gradveil.client.duals import unpacked
+from gradveil.client.inner import Inner
 from gradveil.core.fused import inner_products
 from gradveil.core.tree import Tensors
 
@@ -36,9 +37,9 @@ class Use:
     moves: Callable[[tuple[Tensor, Tensor], Tensor], Tensor] | None = None
     """From the gradient there with its tangent, and factors [V]: the weighted sum over victims of the squared tangents
     of these gradients, where there is a shorter way to it."""
-    inner: Callable[[Tensor, Tensor], Tensor] | None = None
-    """From the gradient there and targets [V, *shape], in the shape of this use: [V, 2], the products of these
-    gradients with the targets and with themselves, where there is a shorter way to them."""
+    inner: Inner | None = None
+    """From the gradient there, and targets and masks in the shape of this use: the products of these gradients with the
+    targets and with themselves, where there is a shorter way to them."""
 
 
 Rule = Callable[..., Tensor]
@@ -134,7 +135,7 @@ class Recorder(TorchFunctionMode):
         gradient: Callable[[Tensor], Tensor],
         squares: Callable[[Tensor], Tensor] | None = None,
         moves: Callable[[tuple[Tensor, Tensor], Tensor], Tensor] | None = None,
-        inner: Callable[[Tensor, Tensor], Tensor] | None = None,
+        inner: Inner | None = None,
     ) -> None:
         """Note a use of a parameter, if it is trained."""
         if self.trains(value):
@@ -180,10 +181,11 @@ class Recorder(TorchFunctionMode):
         """Say whether some parameter's gradients have a shorter way to their products with targets."""
         return any(own[0].inner is not None for own in self._by_parameter().values() if len(own) == 1)
 
-    def products(self, value: Tensor, targets: Tensors, *, create_graph: bool) -> Tensor:
+    def products(self, value: Tensor, targets: Tensors, masks: Tensors, *, create_graph: bool) -> Tensor:
         """Return the products of each victim's gradient of `value` with the targets and with itself: [V, 2].
 
-        Of the parameters that have a target; gradients are made only where there is no shorter way.
+        Of the parameters that have a target, masked where they have a mask [V, *shape]; gradients are made only where
+        there is no shorter way.
         """
         alone = {name for name, own in self._by_parameter().items() if len(own) == 1}
         total = value.new_zeros(self.victims, 2)
@@ -192,10 +194,15 @@ class Recorder(TorchFunctionMode):
         with torch.set_grad_enabled(create_graph):
             for use, delta in found:
                 name = use.parameter
-                if name in targets and name in alone and use.inner is not None:
-                    total = total + use.inner(delta, _shaped(targets[name], (self.victims, *use.shape)))
-                elif name in targets:
+                if name not in targets:
+                    continue
+                given = [_shaped(of[name], (self.victims, *use.shape)) for of in (targets, masks) if name in of]
+                own = use.inner(delta, *given) if name in alone and use.inner is not None else None
+                if own is not None:
+                    total = total + own
+                else:
                     self._add(made, use, delta)
+            made = {name: value * masks[name] if name in masks else value for name, value in made.items()}
             if made:
                 total = total + inner_products(list(made.values()), [targets[name] for name in made])
         return total

@@ -12,6 +12,12 @@ Tensors = dict[str, Tensor]
 """Tensors by name: parameters, an update, noise, a state. Names with dots belong together (`under`, `select`)."""
 
 
+def multiplied(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> Tensors:
+    """Multiply what both have, and take what one of them has as it is."""
+    product = {name: value * first[name] if name in first else value for name, value in second.items()}
+    return {**first, **product}
+
+
 def tmap(function: Callable[..., Tensor], first: Mapping[str, Tensor], *rest: Mapping[str, Tensor]) -> Tensors:
     """Apply a function to the tensors of each name.
 
@@ -61,6 +67,12 @@ def select(tensors: Mapping[str, Tensor], prefix: str) -> Tensors:
     """
     start = prefix + "."
     return {name[len(start) :]: value for name, value in tensors.items() if name.startswith(start)}
+
+
+def below(prefix: str, names: Iterable[str]) -> list[str]:
+    """Take the names below a prefix, with the prefix cut off."""
+    start = prefix + "."
+    return [name[len(start) :] for name in names if name.startswith(start)]
 
 
 def under(prefix: str, tensors: Mapping[str, Tensor]) -> Tensors:

@@ -7,7 +7,7 @@ B batch, C H W channels and image size, K classes, P entries of a parameter.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any, ClassVar, Literal, NamedTuple
@@ -166,6 +166,16 @@ class Transform(ABC):
         """Say what each tensor is multiplied by, if that follows from their squared norms and nothing else is done.
 
         The squares may be [B], of B examples: a client adds up what it sends without making each example's gradient.
+        """
+        return None
+
+    def only_masks(
+        self, params: Mapping[str, Tensor], noise: Mapping[str, Tensor], off: Collection[str]
+    ) -> Tensors | None:
+        """Return the masks an update is multiplied by, if it is by these and one positive number, and no more is done.
+
+        An empty dictionary is for no masks: the update then keeps its direction. None is for all else, and says
+        nothing. `noise` may have victims in front, and `off` names what of it is off.
         """
         return None
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from gradveil.client import Client
 from gradveil.core.errors import Problem, fail, refuse
 from gradveil.core.noise import Key, NoiseSpec
-from gradveil.core.tree import Tensors, select, tmap, under
+from gradveil.core.tree import Tensors, below, multiplied, select, tmap, under
 from gradveil.core.types import Batch, BatchTransform, Context, Transform
 
 ModelSurgery = Callable[[nn.Module, torch.Generator], nn.Module]
@@ -100,6 +100,18 @@ class Chain(Transform):
                 return None
             product = tmap(torch.mul, product, own)
         return product
+
+    def only_masks(
+        self, params: Mapping[str, Tensor], noise: Mapping[str, Tensor], off: Collection[str]
+    ) -> Tensors | None:
+        """Multiply the stages' masks."""
+        found: Tensors = {}
+        for name, transform in self:
+            masks = transform.only_masks(params, select(noise, name), below(name, off))
+            if masks is None:
+                return None
+            found = multiplied(found, masks)
+        return found
 
     def speakers(self) -> int:
         """Count as many as the stage needs that needs most."""

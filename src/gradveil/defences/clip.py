@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -78,6 +78,12 @@ class Clip(Transform):
         if self.scope == "layer":
             return tmap(self._factor, squares)
         return dict.fromkeys(squares, self._factor(torch.stack(list(squares.values())).sum(0)))
+
+    def only_masks(
+        self, params: Mapping[str, Tensor], noise: Mapping[str, Tensor], off: Collection[str]
+    ) -> Tensors | None:
+        """There are none; but each layer may have its own number."""
+        return {} if self.scope == "all" else None
 
     def _factor(self, square: Tensor) -> Tensor:
         if self.norm == math.inf:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -28,6 +28,12 @@ class Additive(Transform):
     @abstractmethod
     def variance(self, examples: int) -> float:
         """Return one over the Fisher information of an entry's place, on the mean over so many examples."""
+
+    def only_masks(
+        self, params: Mapping[str, Tensor], noise: Mapping[str, Tensor], off: Collection[str]
+    ) -> Tensors | None:
+        """There are none, and nothing is added while all of the noise is off."""
+        return {} if params.keys() <= set(off) else None
 
 
 @dataclass(frozen=True)

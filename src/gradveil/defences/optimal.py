@@ -12,7 +12,7 @@ before (`clip-example`), they know nothing.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
@@ -22,7 +22,7 @@ from torch import Tensor
 from gradveil.core.allowed import BOUND, COUNT, SHARE, STRENGTH, Flag, collect
 from gradveil.core.errors import refuse
 from gradveil.core.noise import Noise, NoiseSpec, Normal, Uniform
-from gradveil.core.tree import Tensors, norm, root, select, tmap, under
+from gradveil.core.tree import Tensors, below, norm, root, select, tmap, under
 from gradveil.core.types import Context, Stage
 from gradveil.defences.fitted import FORM, Fitted
 from gradveil.defences.probed import OF, SHRINK, of_layer
@@ -234,6 +234,13 @@ class OptimalPruning(Fitted, Magnitude):
         if self.std:
             update = {name: value + self.std * noise[f"normal.{name}"] for name, value in update.items()}
         return super().apply(update, state, under("mask", pinned), context)
+
+    def only_masks(
+        self, params: Mapping[str, Tensor], noise: Mapping[str, Tensor], off: Collection[str]
+    ) -> Tensors | None:
+        """Return them if they are pinned, and there is no noise or it is off."""
+        noisy = self.std and params.keys() - set(below("normal", off))
+        return None if noisy else super().only_masks(params, noise, off)
 
     def _drawn(self, worth: Tensors, noise: Mapping[str, Tensor]) -> Tensors:
         """Choose by worth what is kept; where that is mixed, the coin decides on the coordinate at the border."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from decimal import Decimal
 from math import ceil
@@ -89,6 +89,13 @@ class Pruning(Transform):
     def bounded(self, name: str, mask: Tensor, context: Context) -> Tensor:
         """Mark the entries of a parameter that the order of magnitudes binds: all that were pruned."""
         return 1 - mask
+
+    def only_masks(
+        self, params: Mapping[str, Tensor], noise: Mapping[str, Tensor], off: Collection[str]
+    ) -> Tensors | None:
+        """Return them if all are pinned; beside the borders a pruned entry is no zero."""
+        pinned = select(noise, self.prefix)
+        return None if params.keys() - pinned.keys() or select(noise, BORDER) else pinned
 
     def pruned(self, update: Tensors) -> Tensors:
         """Multiply by the masks, or do what comes to the same values faster."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -69,6 +69,12 @@ class MinMax(Pruning):
     def evidence(self, sent: Mapping[str, Tensor], exact: bool = True) -> Tensors:
         """Read the masks off the support, if it is still there: an entry rounded to zero would pass for C."""
         return super().evidence(sent, exact) if exact else {}
+
+    def only_masks(
+        self, params: Mapping[str, Tensor], noise: Mapping[str, Tensor], off: Collection[str]
+    ) -> Tensors | None:
+        """Return None: what is kept is enlarged as well, by more than one number."""
+        return None
 
     def smallest(self) -> Mapping[str, Any]:
         """Nothing is removed."""

@@ -1,0 +1,93 @@
+"""What one update takes and keeps besides parameters and examples: its named noise, its state, its intermediates."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from gradveil.client.batching import Batching
+from gradveil.client.local import Local
+from gradveil.core.noise import NoiseSpec
+from gradveil.core.tree import Tensors, under
+from gradveil.core.types import Batch, Transform
+from gradveil.nn.stochastic import model_noise
+
+
+@dataclass(frozen=True)
+class Declared:
+    """The declarations of a client's parts, united. `sent` are the trained parameters, in the model's order."""
+
+    model: nn.Module
+    kept: NoiseSpec
+    """What the model has of the client's own: drawn once, never sent."""
+    batching: Batching
+    local: Local | None
+    step: Transform | None
+    send: Transform | None
+
+    def init(self, sent: Tensors) -> Tensors:
+        """Return the state of a client that has sent nothing yet."""
+        state = under("step", self.step.init(sent) if self.step else {})
+        state |= under("send", self.send.init(sent) if self.send else {})
+        if self.kept:
+            like = next(iter(sent.values()))
+            own = {name: like.new_zeros(noise.shape) for name, noise in self.kept.items()}
+            state |= under("kept", {"joined": like.new_zeros(()), **own})
+        return state
+
+    def noise(self, sent: Tensors, batch: Batch) -> NoiseSpec:
+        """Declare every random tensor of one update for a batch of these shapes."""
+        examples = batch.inputs.shape[0]
+        once, step = self.of_round(sent, batch), self.of_step(sent, batch)
+        if self.local is None:
+            return once | step
+        epochs = self.of_epoch(batch).times(self.batching.epochs(examples))
+        return once | epochs | step.times(self.local.count(examples))
+
+    def of_round(self, sent: Tensors, batch: Batch) -> NoiseSpec:
+        """Declare what an update draws once: for the batch of one gradient, for what is sent, the order of examples."""
+        spec = self.kept
+        if self.local is None:
+            spec = spec | self.batching.spec(batch)
+        if self.send:
+            spec = spec | (self.send.noise(sent) | self.send.directions(batch)).under("send")
+        if self.local:
+            spec = spec | self.local.drawn(batch.inputs.shape[0])
+        return spec.to(batch.inputs.dtype)
+
+    def of_epoch(self, batch: Batch) -> NoiseSpec:
+        """Declare what local training draws in every epoch."""
+        return self.batching.spec(batch, "epoch").to(batch.inputs.dtype) if self.local else NoiseSpec()
+
+    def of_step(self, sent: Tensors, batch: Batch) -> NoiseSpec:
+        """Declare what each gradient draws."""
+        examples = batch.inputs.shape[0]
+        size = self.local.at_once(examples) if self.local else examples
+        shown = Batch(batch.inputs[:size], batch.targets[:size])
+        spec = model_noise(self.model, shown.inputs).under("model")
+        if self.local is not None:
+            spec = spec | self.batching.spec(shown, "step")
+        each, mean = self.step.split() if self.step else (None, None)
+        if each is not None:
+            spec = spec | each.noise(sent).times(size).under("step")
+        if mean is not None:
+            spec = spec | (mean.noise(sent) | mean.directions(shown)).under("step")
+        return spec.to(batch.inputs.dtype)
+
+    def intermediates(self, sent: Tensors) -> NoiseSpec:
+        """Declare the intermediates of the sent update (masks, scales) that an attacker may pin through the noise."""
+        spec = self.send.intermediates(sent).under("send") if self.send else NoiseSpec()
+        if self.local is None and self.step:
+            _, mean = self.step.split()
+            if mean is not None:
+                spec = spec | mean.intermediates(sent).under("step")
+        return spec
+
+    def evidence(self, sent: Mapping[str, Tensor]) -> Tensors:
+        """Say what a sent update gives away about the intermediates."""
+        found = under("send", self.send.evidence(sent)) if self.send else {}
+        if self.local is None and self.send is None and self.step:
+            found |= under("step", self.step.evidence(sent))
+        return found
