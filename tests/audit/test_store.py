@@ -105,9 +105,34 @@ def test_other_settings_are_refused_by_name(tmp_path: Path) -> None:
         execute(config(victims=1, seeds=[3]), tmp_path / "run")
     said = str(caught.value)
     assert "victims (2 there, 1 now)" in said
-    assert "seeds ([0] there, [3] now)" in said
+    assert "seeds (without 0)" in said
     assert "--fresh" in said
     assert "--out" in said
+
+
+def test_a_run_grows_by_defences_attacks_and_seeds(tmp_path: Path) -> None:
+    """What is there stays, and what is new is as in a run that had it from the start."""
+    few, more = config(), config(defences=["clip(1)", "none", "gaussian(0.01)"], seeds=[0, 1])
+    first, _ = execute(few, tmp_path / "run")
+    grown, display = execute(more, tmp_path / "run")
+    assert display.skipped == {cell.info["cell"] for cell in first.cells}
+    assert len(display.finished) == 4
+    assert grown.info["created"] == first.info["created"]
+    assert grown.info["config"]["seeds"] == [0, 1]
+    whole, _ = execute(more, tmp_path / "whole")
+    assert_same(grown.path, whole.path)
+    with pytest.raises(GradveilError, match=r"defences \(without clip\(1\)\)"):
+        execute(few, tmp_path / "run")
+    with_attack = config(defences=more.defences, seeds=more.seeds, attacks=[*more.attacks, "dlg(iterations=2)"])
+    assert len(execute(with_attack, tmp_path / "run")[1].finished) == 6
+
+
+def test_attacks_that_share_a_budget_stay_as_they_are(tmp_path: Path) -> None:
+    execute(config(budget="40", defences=["none"]), tmp_path / "run")
+    run, _ = execute(config(budget="40"), tmp_path / "run")
+    assert len(run.cells) == 2
+    with pytest.raises(GradveilError, match="attacks"):
+        execute(config(budget="40", attacks=[*config().attacks, "dlg(iterations=2)"]), tmp_path / "run")
 
 
 def test_fresh_starts_again(tmp_path: Path) -> None:

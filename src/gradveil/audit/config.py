@@ -153,8 +153,11 @@ class RunConfig(Section):
         """Return every setting, defaults included, as plain values."""
         return self.model_dump(mode="json")
 
+    @property
+    def growing(self) -> tuple[str, ...]:
+        """The lists that may get longer while a run stays the same. A budget is shared by the attacks there are."""
+        return ("defences", "seeds") if self.budget else ("defences", "attacks", "seeds")
+
     def digest(self) -> str:
-        """Hash every setting: two runs with equal digests give the same records."""
-        whole = self.resolved()
-        # What an audit without a training wrote before there was this setting stays the same run.
-        return digest(whole if self.train else {key: value for key, value in whole.items() if key != "train"})
+        """Hash every setting but the growing lists: two runs with equal digests give the same records for a cell."""
+        return digest({key: value for key, value in self.resolved().items() if key not in self.growing})

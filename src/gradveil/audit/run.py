@@ -145,6 +145,7 @@ def describe(
         "name": config.name,
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
         "config": config.resolved(),
+        "growing": config.growing,
         "config_hash": digest([settings, fingerprint(weights)]) if weights else settings,
         "cells": [cell.id for cell in cells(config)],
         "share": share,

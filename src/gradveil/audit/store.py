@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
@@ -19,6 +18,7 @@ from torch import Tensor
 from gradveil.audit.layout import AGAIN, CELL, IMAGES, PLANS, RECORDS, RESTORE, RUN, TRAINING, read_parts, read_run
 from gradveil.core.errors import GradveilError, Problem, fail, refuse
 from gradveil.core.files import LOCK, DamagedError, locked, sync, write_json, write_private
+from gradveil.core.growth import refuse_others
 from gradveil.metrics import wilson
 
 
@@ -161,7 +161,10 @@ class Store:
 
     @contextlib.contextmanager
     def open(self, info: Mapping[str, Any], fresh: bool = False) -> Iterator[Store]:
-        """Create or resume the run; refuse another configuration, and a second process."""
+        """Create or resume the run; refuse another configuration, and a second process.
+
+        What `info` says is `growing` in the configuration may have more in it than there: the run then has more cells.
+        """
         if self.folder.exists() and not self.folder.is_dir():
             raise fail(str(self.folder), "is a file", "choose another --out")
         existed = (self.folder / RUN).is_file()
@@ -182,7 +185,9 @@ class Store:
                 existed = False
             self._clean()
             if existed:
-                self._same(info)
+                now = self._grown(info)
+                if now["cells"] != self.info()["cells"]:
+                    write_json(self.folder / RUN, now)
             else:
                 (self.folder / "cells").mkdir(mode=0o700, exist_ok=True)
                 write_json(self.folder / RUN, info)
@@ -254,32 +259,13 @@ class Store:
             if ".tmp-" in child.name:
                 _remove(child)
 
-    def _same(self, info: Mapping[str, Any]) -> None:
+    def _grown(self, info: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what `run.json` should say now; refuse other settings, and lists without something that is there."""
         there = self.info()
         if there.get("share") is None:
             raise fail(str(self.folder / RUN), "share is missing", RESTORE)
-        if there.get("config_hash") == info["config_hash"]:
-            return
-        remedy = (
-            "go on with the old settings, start again with --fresh (removes the old results), or choose another --out"
-        )
-        found = list(differences(there["config"], info["config"])) or ["config_hash"]
-        raise GradveilError(
-            Problem(f"{self.folder}, {what}", "differs from the run that is there", remedy) for what in found
-        )
-
-
-def differences(old: Any, new: Any, where: str = "") -> Iterator[str]:
-    """Name the settings that are not the same, each with what it is there and now.
-
-    >>> list(differences({"data": {"size": 32}}, {"data": {"size": 16}}))
-    ['data.size (32 there, 16 now)']
-    """
-    if isinstance(old, dict) and isinstance(new, dict):
-        for key in dict.fromkeys([*old, *new]):
-            yield from differences(old.get(key), new.get(key), f"{where}.{key}" if where else key)
-    elif old != new:
-        yield f"{where} ({json.dumps(old)} there, {json.dumps(new)} now)"
+        refuse_others(self.folder, there, info)
+        return {**there, **{key: info[key] for key in ("config", "cells", "command")}}
 
 
 def _remove(path: Path) -> None:

@@ -211,11 +211,15 @@ class TrainConfig(Rounds):
         """Return every setting, defaults included, as plain values."""
         return self.model_dump(mode="json")
 
+    @property
+    def growing(self) -> tuple[str, ...]:
+        """What may get longer, or be turned on, while a run stays the same."""
+        return ("defences", "seeds", "central")
+
     def digest(self) -> str:
         """Hash what the rounds depend on: a longer training goes on where a shorter one ended, for any delta."""
-        whole = {key: value for key, value in self.resolved().items() if key not in ("rounds", "delta")}
-        # What was trained before there was this setting stays the same training.
-        return digest(whole if self.pace else {key: value for key, value in whole.items() if key != "pace"})
+        free = {*self.growing, "rounds", "delta"}
+        return digest({key: value for key, value in self.resolved().items() if key not in free})
 
 
 def digest(value: Any) -> str:

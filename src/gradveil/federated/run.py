@@ -17,6 +17,7 @@ from torch import Tensor
 
 from gradveil.core.errors import GradveilError, Problem, refuse
 from gradveil.core.files import locked, read_json, write_json, write_private
+from gradveil.core.growth import refuse_others
 from gradveil.federated.checkpoint import load_standing, pack_standing
 from gradveil.federated.config import TrainConfig, digest
 from gradveil.federated.engine import Round, Status
@@ -36,7 +37,10 @@ _REPORT = "report.html"
 
 @contextlib.contextmanager
 def opened(folder: Path, info: Mapping[str, Any], fresh: bool = False) -> Iterator[None]:
-    """Make or take up the directory of a training, for this process alone."""
+    """Make or take up the directory of a training, for this process alone.
+
+    What `info` says is `growing` in the configuration may have more in it than there: there are then more cells.
+    """
     if folder.exists() and not folder.is_dir():
         refuse([Problem(str(folder), "is a file", "choose another --out")])
     ours = {RUN, "cells", ".lock", _REPORT}
@@ -52,9 +56,7 @@ def opened(folder: Path, info: Mapping[str, Any], fresh: bool = False) -> Iterat
             (folder / _REPORT).unlink(missing_ok=True)
         if (folder / RUN).is_file():
             there = read_json(folder / RUN, RESTORE)
-            if there.get("config_hash") != info["config_hash"]:
-                remedy = "go on with the old settings, start again with --fresh, or choose another --out"
-                refuse([Problem(str(folder), "holds a training with other settings", remedy)])
+            refuse_others(folder, there, info, ("rounds", "delta"))
             info = {**info, "created": there.get("created", info.get("created"))}
         (folder / "cells").mkdir(mode=0o700, exist_ok=True)
         for left in (*folder.glob("*.tmp-*"), *(folder / "cells").glob("*.tmp-*")):  # by a process that was killed
@@ -178,6 +180,7 @@ def describe(config: TrainConfig, command: str, weights: Mapping[str, Tensor] = 
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
         "gradveil": version("gradveil"),
         "config": config.resolved(),
+        "growing": config.growing,
         "config_hash": digest([settings, fingerprint(weights)]) if weights else settings,
         "command": command,
         "cells": [cell.id for cell in cells(config)],

@@ -15,9 +15,9 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from gradveil.audit.run import machine
-from gradveil.audit.store import differences
 from gradveil.core.errors import GradveilError, Problem, fail
 from gradveil.core.files import LOCK, DamagedError, locked, make_private, read_json, write_json
+from gradveil.core.growth import differences
 from gradveil.defences.search import Judged
 from gradveil.tune.policies import Again
 

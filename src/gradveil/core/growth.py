@@ -1,0 +1,56 @@
+"""What became of a run's settings since its directory was made: which are others, and what a list has no more."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from gradveil.core.errors import Problem, refuse
+
+
+def differences(old: Any, new: Any, where: str = "") -> Iterator[str]:
+    """Name the settings that are not the same, each with what it is there and now.
+
+    >>> list(differences({"data": {"size": 32}}, {"data": {"size": 16}}))
+    ['data.size (32 there, 16 now)']
+    """
+    if isinstance(old, dict) and isinstance(new, dict):
+        for key in dict.fromkeys([*old, *new]):
+            yield from differences(old.get(key), new.get(key), f"{where}.{key}" if where else key)
+    elif old != new:
+        yield f"{where} ({json.dumps(old)} there, {json.dumps(new)} now)"
+
+
+def left_out(old: Mapping[str, Any], new: Mapping[str, Any], growing: Iterable[str]) -> Iterator[str]:
+    """Name what lists that may only grow had and have no more; a switch may only be turned on.
+
+    >>> list(left_out({"seeds": [0, 1], "central": True}, {"seeds": [2, 0], "central": False}, ["seeds", "central"]))
+    ['seeds (without 1)', 'central (true there, false now)']
+    """
+    for name in growing:
+        if isinstance(old[name], list):
+            gone = [value for value in old[name] if value not in new[name]]
+            if gone:
+                yield f"{name} (without {', '.join(map(str, gone))})"
+        elif old[name] and not new[name]:
+            yield next(differences(old[name], new[name], name))
+
+
+def refuse_others(folder: Path, there: Mapping[str, Any], now: Mapping[str, Any], free: Sequence[str] = ()) -> None:
+    """Raise if the run in a folder, as its file says, is another one than comes now, or has more in a `growing` list.
+
+    Settings that are `free` may be anything.
+    """
+    growing: Sequence[str] = now["growing"]
+    own = {*growing, *free}
+    old, new = ({key: value for key, value in said["config"].items() if key not in own} for said in (there, now))
+    same = there.get("config_hash") == now["config_hash"]
+    found = [] if same else list(differences(old, new)) or ["config_hash"]
+    found += left_out(there["config"], now["config"], growing)
+    remedy = (
+        "a run may get more, beside all it has, and otherwise stays as it is: go on with the old settings, start again "
+        "with --fresh (removes the old results), or choose another --out"
+    )
+    refuse([Problem(f"{folder}, {what}", "differs from the run that is there", remedy) for what in found])
