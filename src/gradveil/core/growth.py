@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from gradveil.core.errors import Problem, refuse
 
@@ -17,8 +17,9 @@ def differences(old: Any, new: Any, where: str = "") -> Iterator[str]:
     ['data.size (32 there, 16 now)']
     """
     if isinstance(old, dict) and isinstance(new, dict):
-        for key in dict.fromkeys([*old, *new]):
-            yield from differences(old.get(key), new.get(key), f"{where}.{key}" if where else key)
+        before, now = cast(dict[str, Any], old), cast(dict[str, Any], new)
+        for key in dict.fromkeys([*before, *now]):
+            yield from differences(before.get(key), now.get(key), f"{where}.{key}" if where else key)
     elif old != new:
         yield f"{where} ({json.dumps(old)} there, {json.dumps(new)} now)"
 
@@ -30,12 +31,11 @@ def left_out(old: Mapping[str, Any], new: Mapping[str, Any], growing: Iterable[s
     ['seeds (without 1)', 'central (true there, false now)']
     """
     for name in growing:
-        if isinstance(old[name], list):
-            gone = [value for value in old[name] if value not in new[name]]
-            if gone:
-                yield f"{name} (without {', '.join(map(str, gone))})"
-        elif old[name] and not new[name]:
-            yield next(differences(old[name], new[name], name))
+        before, now = old[name], new[name]
+        if isinstance(before, bool):
+            yield from differences(before, now, name) if before else ()
+        elif gone := [str(value) for value in before if value not in now]:
+            yield f"{name} (without {', '.join(gone)})"
 
 
 def refuse_others(folder: Path, there: Mapping[str, Any], now: Mapping[str, Any], free: Sequence[str] = ()) -> None:
