@@ -128,10 +128,11 @@ SHORT = {
 TOLD_THE_NOISE = {"wiig"}
 
 
-@pytest.mark.parametrize("name", ATTACKS)
+@pytest.mark.parametrize("name", [*ATTACKS, "analytic(prior=public)"])
 def test_every_attack_respects_it_but_one_who_is_told_the_noise(name: str) -> None:
     """Who is told what was added subtracts it: the bound is of those who are not, and is not low by chance."""
-    found = audited(make_attack(SHORT.get(name, f"{name}(iterations=12)")), bias=name == "analytic")
+    text = SHORT.get(name, name if "(" in name else f"{name}(iterations=12)")
+    found = audited(make_attack(text), bias=name.startswith("analytic"))
     assert found["mse"] == pytest.approx(closed_form(), rel=0.02)
     if name in TOLD_THE_NOISE:
         assert found["measured"] < 0.8 * found["mse"]
@@ -214,10 +215,11 @@ def test_without_a_bound_the_reason_is_told() -> None:
 
 def test_where_gradients_jump_mutual_information_bounds_alone(capsys: pytest.CaptureFixture[str]) -> None:
     """The run's own network has ReLU."""
-    assert run(["bound", "faces", "--victims", "1", "--defence", "dp(clip=1, sigma=0.3)", "--json"]) == 0
-    (found,) = json.loads(capsys.readouterr().out)
-    assert found["by"] == "mutual information"
-    assert 0 < found["mse_bound"] < found["mse_prior"]
+    defences = [word for text in ("dp(clip=1, sigma=0.3)", "laplace(0.1)") for word in ("--defence", text)]
+    assert run(["bound", "faces", "--victims", "1", *defences, "--json"]) == 0
+    for found in json.loads(capsys.readouterr().out):
+        assert found["by"] == "mutual information"
+        assert 0 < found["mse_bound"] < found["mse_prior"]
 
 
 def test_the_report_and_the_summary_tell_it(tmp_path: Path) -> None:

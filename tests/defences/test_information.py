@@ -2,8 +2,10 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
+from scipy.stats import laplace
 from torch import nn
 from torch.nn import functional as F
 
@@ -45,8 +47,7 @@ def exact(clean: Client, batch: Batch = BATCH, probes: torch.Tensor = PROBES, pa
     ("text", "clean", "variance", "normal"),
     [
         ("gaussian(0.1)", "none", 0.01, 0.01),
-        ("laplace(0.1)", "none", 0.01, 0.0),
-        ("gaussian(0.1) + laplace(0.2)", "none", 0.05, 0.01),
+        ("gaussian(0.1) + laplace(0.002)", "none", 0.010004, 0.01),
         ("clip(0.3) + gaussian(0.1)", "clip(0.3)", 0.01, 0.01),
         ("user-dp(clip=0.3, sigma=2)", "clip(0.3)", 0.36, 0.36),
         ("dp(clip=0.3, sigma=2)", "clip-example(0.3)", (0.6 / B) ** 2, (0.6 / B) ** 2),
@@ -59,8 +60,27 @@ def test_one_gradient(text, clean, variance, normal):
     found = told(parse(text)(PLAIN))
     squares, away = exact(parse(clean)(PLAIN))
     torch.testing.assert_close(found.along, squares / variance)
-    expected = away / (2 * normal) if normal else torch.tensor(torch.inf).double()
-    torch.testing.assert_close(found.nats, expected)
+    torch.testing.assert_close(found.nats, away / (2 * normal))
+
+
+@pytest.mark.parametrize(("text", "variance"), [("laplace(0.1)", 0.01), ("laplace(0.1) + gaussian(0.01)", 0.0101)])
+def test_laplace_noise(text: str, variance: float):
+    """The mutual information is at most the divergence of the noise at g(x) from that at g(mean), entry by entry."""
+    found = told(parse(text)(PLAIN))
+    squares, _ = exact(PLAIN)
+    torch.testing.assert_close(found.along, squares / variance)
+    g, centre = (
+        PLAIN.update(PLAIN.params(), Batch(inputs, BATCH.targets), {}, {})[0]
+        for inputs in (BATCH.inputs, MEAN.expand_as(BATCH.inputs))
+    )
+    moved = torch.cat([(value - centre[name]).flatten() for name, value in g.items()]).numpy()[:, None]
+    law, y = laplace(scale=0.1), np.linspace(-2, 2, 8001)
+    nats = (law.pdf(y) * (law.logpdf(y) - law.logpdf(y - moved))).sum() * (y[1] - y[0])
+    assert float(found.nats) == pytest.approx(nats, rel=1e-4)
+
+
+def test_a_sum_of_laplace_noises_has_no_such_number():
+    assert bool(told(parse("laplace(0.1)")(replace(PLAIN, members=2))).nats.isinf())
 
 
 def test_the_members_of_a_sum_hide_each_other():

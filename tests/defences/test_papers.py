@@ -44,6 +44,7 @@ PUBLISHED = {
     "adaptive-defenses/main": {"scale": 0.8, "prune": 80, "phi": 40, "beta": 0.125},
     "deep-gradient-compression/warm-up": {"keep": 0.001, "momentum": 0.9, "warmup": 5},
     "deep-gradient-compression/no-warm-up": {"keep": 0.001, "momentum": 0.9, "warmup": 0},
+    "unbiased-sampling/main": {"ratio": 0.95},
     "instance-hiding/inside": {"k": 4, "cap": 0.65, "mix": "own"},
     "instance-hiding/cross": {"k": 6, "cap": 0.65, "mix": "public", "least": 0.3},
 }

@@ -46,7 +46,7 @@ def test_optimal_defences_have_the_papers_own_settings():
         (attack,) = (make_attack(text) for text in config.attacks)
         stepper = attack.descent.stepper
         assert (stepper.lr, stepper.sign, attack.tv, attack.labels) == (0.2, "signed", 1e-6, "given")
-        assert (attack.descent.iterations, config.client[0].batch) == (iterations, batch)
+        assert (config.iterations, config.client[0].batch) == (iterations, batch)
         sizes = {"channels": 1 if name == "mnist" else 3, "size": config.data.size, "classes": 10}
         model = build(config.model.name, **sizes, generator=Key(0).generator(), **config.model.options)
         assert sum(parameter.numel() for parameter in model.parameters()) == parameters

@@ -21,7 +21,7 @@ from gradveil.core.tree import Tensors, squared_norm, tmap
 from gradveil.core.types import Batch, Context, Stage, Transform
 from gradveil.defences.base import Chain
 from gradveil.defences.clip import Clip
-from gradveil.defences.noise import Additive, Gaussian
+from gradveil.defences.noise import Additive, Gaussian, Laplacian
 from gradveil.defences.optimal import OptimalNoise, OptimalPruning
 from gradveil.defences.privacy import stages
 from gradveil.defences.trials import data_dependent, noise_is_shared
@@ -52,6 +52,8 @@ class Sight:
     """The noise is added to each step of local training, not to what is sent."""
     noisy: Client
     """The client that trains locally with its noise."""
+    laplace: float = 0.0
+    """The scale of Laplace noise alone, 0 where there is none, or a sum of several clients'."""
     fitted: OptimalNoise | None = None
     """Noise whose variances are fitted to public images: then of variance 1, on the update divided by their roots."""
 
@@ -91,15 +93,16 @@ def sight(client: Client, examples: int) -> Sight:
     fitted = _fitted(stages(client.send))
     if fitted is not None and not noise:
         clean = replace(client, send=Chain((*before, ("clamp", _Divided(fitted)))))
-        return Sight(clean, 1.0, 1.0, smooth, False, replace(client, send=None), fitted)
+        return Sight(clean, 1.0, 1.0, smooth, False, replace(client, send=None), fitted=fitted)
     in_step = _first(stages(client.step)) is not None
     size = client.local.batch if client.local and in_step else each
     variance = sum(stage.variance(size) for stage in noise) / client.members
     normal = sum(stage.variance(size) for stage in noise if isinstance(stage, Gaussian)) / client.members
+    scales = [stage.scale for stage in noise if isinstance(stage, Laplacian)] if client.members == 1 else []
     kept = Chain(before) if before else None
     clean = replace(client, step=kept, send=None) if in_step else replace(client, send=kept)
     every_step = in_step and client.local is not None
-    return Sight(clean, variance, normal, smooth, every_step, replace(client, send=None))
+    return Sight(clean, variance, normal, smooth, every_step, replace(client, send=None), max(scales, default=0.0))
 
 
 @dataclass(frozen=True)
@@ -109,7 +112,9 @@ class Told:
     along: Tensor
     """v^T F v = sum_i (J v)_i^2 / s^2 [N] for N directions v; not a number where the update jumps."""
     nats: Tensor
-    """||g(x) - g(mean)||^2 / (2 s^2) [], on average at least the mutual information; infinite without normal noise."""
+    """Nats [] by which the noise around g(x) differs from that around g(mean), on average at least the mutual
+    information: ||d||^2 / (2 s^2) for normal noise and d = g(x) - g(mean), sum_i (t_i + exp(-t_i) - 1) with t_i = |d_i|
+    / b for Laplace noise of scale b. Of both the smaller number; infinite without either."""
 
     def __add__(self, other: Told) -> Told:
         """Add what another noisy vector tells, given the first."""
@@ -208,8 +213,16 @@ def _told(
     squares = squared_products(update, batch.inputs, directions) if seen.smooth else None
     along = torch.full((len(directions),), torch.nan) if squares is None else squares / seen.variance
     away = tmap(torch.sub, update(batch.inputs), update(mean.expand_as(batch.inputs)))
-    nats = squared_norm(away) / (2 * seen.normal) if seen.normal else torch.tensor(torch.inf)
-    return Told(along.double().cpu(), nats.double().cpu())
+    return Told(along.double().cpu(), _nats(seen, away))
+
+
+def _nats(seen: Sight, away: Tensors) -> Tensor:
+    """Compute the divergence of the noise moved by `away` from the noise where it is (Kullback and Leibler)."""
+    normal = squared_norm(away).double().cpu() / (2 * seen.normal) if seen.normal else torch.tensor(torch.inf).double()
+    if not seen.laplace:
+        return normal
+    steps = [value.double().abs().cpu() / seen.laplace for value in away.values()]
+    return torch.minimum(normal, torch.stack([(t + torch.expm1(-t)).sum() for t in steps]).sum())
 
 
 def _split(client: Client) -> tuple[Stages, Stages, list[Additive], Stages]:

@@ -157,6 +157,12 @@ PAPERS: dict[str, Paper] = {
             "no-warm-up": ("dgc(keep=0.001, momentum=0.9, warmup=0)",),
         },
     ),
+    # What GLAUS attacks: a twentieth of the entries is sampled.
+    "unbiased-sampling": Paper(
+        "MinMax sampling: a few entries, drawn and enlarged so that the mean is right",
+        "MinMax sampling, as Yang et al. 2023 (GLAUS) attack it",
+        {"main": ("minmax(ratio=0.95)",)},
+    ),
     # As the authors run their program.
     "instance-hiding": Paper(
         "InstaHide: images mixed with the client's own, or with public ones, and signs flipped",
@@ -169,8 +175,7 @@ PAPERS: dict[str, Paper] = {
 }
 """Every paper whose settings are known by name.
 
-MinMax sampling and QSGD are missing: no setting of MinMax is published that we know, and QSGD's are of buckets of a
-few hundred entries, not of layers.
+QSGD is missing: its settings are of buckets of a few hundred entries, not of layers.
 """
 
 
