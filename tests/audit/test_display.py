@@ -180,6 +180,8 @@ def test_a_defence_that_held_and_an_attack_that_fell_short_look_different() -> N
 
 def test_the_legend_names_diverged_attacks() -> None:
     assert "SSIM above 0.5" in legend([result("none", "ig", 1)])
+    assert "ig against none: scored against other victims" in legend([result("none", "ig", 2)])
+    assert "other victims" not in legend([result("none", "ig", 4)])
     assert "4 victims' attacks diverged" in legend([result("none", "ig", 0, "diverged")])
 
 

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from gradveil.audit.health import STATES, complaints, descent, examine
+from gradveil.audit.health import STATES, coincidence, complaints, descent, examine
 from gradveil.audit.rows import Row
 from gradveil.audit.store import load_run
 from gradveil.report import page
 from gradveil.report.build import cards
 from gradveil.report.verdict import verdicts
-from tests.report.cells import BARE, HEALTHY, row
+from tests.report.cells import BARE, CONTROLS, HEALTHY, row
 from tests.report.runs import CASES, played, write_run
 
 
@@ -64,6 +64,11 @@ def test_what_is_said_of_each() -> None:
     assert "the update does not say enough" in misled
     (naive,) = examine(ended(0.1, 0.1, belief="naive"), [BARE]).reasons
     assert "an attacker who knows the defence may do better" in naive
+    steps = {"client": "local T=4 sgd lr=0.1"}
+    (guessed,) = examine(
+        ended(0.1, 0.1, **steps), [row(32, defence="none", belief="naive", number=90, **steps)]
+    ).reasons
+    assert "its local steps that he guesses may be others" in guessed
     assert descent(ended(0.5, 0.1)) == "objective 1 → 0.5, true images 0.1"
 
 
@@ -95,6 +100,15 @@ def test_the_page_tells_them_apart(tmp_path: Path) -> None:
     assert 'data-key="health"' in html
     assert all(f'data-sort="{STATES[state][0]}"' in html for state in ("works", "short", "misled"))
     assert 'data-key="objective_truth"' in html
+
+
+def test_reconstructions_that_fit_other_victims_as_well_are_no_recovery() -> None:
+    wrong = {**CONTROLS, "wrong_victim": CONTROLS["wrong_victim"] | {"asr": 0.5}}
+    assert "other victims, the same reconstructions pass as often (50%)" in coincidence(row(16, controls=wrong))
+    assert coincidence(row(17, controls=wrong)) == ""
+    assert coincidence(row(0)) == coincidence(row(16, controls={})) == ""
+    (verdict,) = [v for v in verdicts([row(16, controls=wrong), BARE]) if not v.undefended]
+    assert "Scored against other victims, the same reconstructions pass as often (50%)" in " ".join(verdict.notes)
 
 
 @pytest.mark.parametrize(

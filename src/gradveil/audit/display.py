@@ -17,7 +17,7 @@ from rich.text import Text
 from gradveil.attacks.base import Progress
 from gradveil.audit.attacker import ATTACKERS
 from gradveil.audit.cell import Address
-from gradveil.audit.health import STATES, descent, examine
+from gradveil.audit.health import STATES, coincidence, descent, examine
 from gradveil.audit.rows import Row
 from gradveil.audit.store import Cell, summarise
 from gradveil.audit.threat import threat_model, unknown_to_all
@@ -253,6 +253,7 @@ def legend(cells: Sequence[Cell], config: Mapping[str, Any] | None = None) -> st
     states = {examine(row, rows).state for row in rows}
     healths = [f"{label}: {meaning}" for state, (label, meaning) in STATES.items() if state in states]
     told += [f"Health of the attack, {health}." for health in healths]
+    told += [f"{row.attack} against {row.defence}: {alike}." for row in scored if (alike := coincidence(row))]
     told += [f"Proven of {listing(names)}: {promise}." for promise, names in _promises(rows).items()]
     unscored = dict.fromkeys(row.cell.unscored for row in rows if row.cell.unscored)
     told += [f"{reason[0].upper()}{reason[1:]}." for reason in unscored]

@@ -104,6 +104,8 @@ def _misled(row: Row) -> str:
     why = "the update does not say enough to single out the true ones"
     if row.attacker in ("naive", "aware"):
         why = "by what he believes of the client they fit, and an attacker who knows the defence may do better"
+    elif row.setting.client.startswith("local") and row.attacker != "informed":
+        why = "by what he believes of the client they fit, and its local steps that he guesses may be others"
     return f"the attacker's objective is satisfied by other images ({_compared(row)}): {why}"
 
 
@@ -145,6 +147,16 @@ def complaints(row: Row, rows: Sequence[Row]) -> list[str]:
         elif (best := max(controls, key=lambda r: r.asr)).asr < SOUND:
             found.append(f"it recovers only {best.recovered} of {best.images} images without any defence")
     return found
+
+
+def coincidence(row: Row) -> str:
+    """Say that the wrong victims are recovered as often as the right ones; empty where they are not."""
+    wrong = row.control("wrong_victim")
+    if wrong is None or not 0 < row.asr <= wrong:
+        return ""
+    return f"scored against other victims, the same reconstructions pass as often ({percent(wrong)}): " + (
+        "these images are alike, and the rate singles nobody out"
+    )
 
 
 def guesses(row: Row) -> bool:

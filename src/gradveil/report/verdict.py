@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from gradveil.audit.attacker import ATTACKERS
-from gradveil.audit.health import Health, examine, guesses
+from gradveil.audit.health import Health, coincidence, examine, guesses
 from gradveil.audit.rows import Row, Setting
 from gradveil.audit.threat import unknown_to_all
 from gradveil.core.words import interval, listing, percent, plural
@@ -201,6 +201,8 @@ def _notes(best: Row, mine: Sequence[Row], strongest: Sequence[tuple[int, Row]])
         notes.append(
             f"Guessing from public data alone does as well ({percent(best.floor)}){closer if best.identified else ''}."
         )
+    if alike := coincidence(best):
+        notes.append(f"{alike[0].upper()}{alike[1:]}.")
     if len(strongest) > 1:
         each = [f"{row.recovered} of {row.images} (seed {seed})" for seed, row in strongest]
         notes.append(f"Strongest attacker of each seed: {listing(each)}. Seeds are not added up.")
