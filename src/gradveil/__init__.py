@@ -34,6 +34,7 @@ def audit(
     bounds: Literal["unit"] | tuple[float, float] | None = None,
     mean: Sequence[float] | None = None,
     std: Sequence[float] | None = None,
+    public: tuple[Tensor, Tensor] | None = None,
     seed: int = 0,
     out: Path | str | None = None,
     prepare: bool = False,
@@ -47,11 +48,13 @@ def audit(
     takes (outputs, targets), cross-entropy if none is given. Defences and attacks are texts as on the command line
     (`"dp(clip=20, sigma=1e-3)"`, `"ig(iterations=500)"`) or objects. Inputs are (pixel - mean) / std with pixels in
     [0, 1]; without mean and std, `bounds` is the range of the inputs: `"unit"` for [0, 1], a pair, or None to take it
-    from the batch. `out` keeps the run directory, and calling again with the same settings resumes it. `prepare=True`
-    attacks a copy in which what cannot be attacked is replaced: BatchNorm in training mode, hidden dropout, in-place
-    operations; every result and the report say what was replaced. `progress` is told on standard error: None does so on
-    a terminal only, True also elsewhere, in plain lines, False never. Further settings are those of a run file:
-    `iterations`, `restarts`, `threshold`, `precision`, `device`, `images`.
+    from what is given. `public` is (inputs, targets) like the batch's own, none of them in it: for attackers who learn
+    from such data, for defences that use it, and for the guesses that a rate is held against. `out` keeps the run
+    directory, and calling again with the same settings resumes it. `prepare=True` attacks a copy in which what cannot
+    be attacked is replaced: BatchNorm in training mode, hidden dropout, in-place operations; every result and the
+    report say what was replaced. `progress` is told on standard error: None does so on a terminal only, True also
+    elsewhere, in plain lines, False never. Further settings are those of a run file: `iterations`, `restarts`,
+    `threshold`, `precision`, `device`, `images`.
 
     Everything wrong with model, batch and names is raised at once, before any attack.
     """
@@ -70,6 +73,7 @@ def audit(
         bounds=bounds,
         mean=mean,
         std=std,
+        public=public,
         seed=seed,
         out=out,
         prepare=prepare,

@@ -9,7 +9,7 @@ import shutil
 import sys
 import tempfile
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -39,7 +39,7 @@ from gradveil.defences import Defence, parse
 
 _ARGUMENTS = {"client[0].batch": "client_batch", "seeds[0]": "seed", "model.prepare": "prepare"}
 Bounds = Literal["unit"] | tuple[float, float] | None
-"""The range of inputs: [0, 1], a pair, or what the batch spans."""
+"""The range of inputs: [0, 1], a pair, or what the batch and public examples span."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -86,6 +86,7 @@ def audit_model(
     bounds: Bounds = None,
     mean: Sequence[float] | None = None,
     std: Sequence[float] | None = None,
+    public: tuple[Tensor, Tensor] | None = None,
     seed: int = 0,
     out: Path | str | None = None,
     prepare: bool = False,
@@ -94,10 +95,18 @@ def audit_model(
 ) -> Result:
     """Attack a model of the caller on a batch of the caller's. `gradveil.audit` says what the arguments mean."""
     given = {"model": model, "batch": batch, "loss": loss, "client_batch": client_batch, "bounds": bounds}
-    given |= {"mean": mean, "std": std, "out": out, "prepare": prepare, "progress": progress, "settings": settings}
+    given |= {
+        "mean": mean,
+        "std": std,
+        "public": public,
+        "out": out,
+        "prepare": prepare,
+        "progress": progress,
+        "settings": settings,
+    }
     problems = list(wrong_arguments(given))
     sound, kind, done = not problems, type(model).__name__, []
-    tried = named("attacks", _spelled_out(attacks, defences), partial(_attack, settings), problems)
+    tried = named("attacks", _spelled_out(attacks, defences, public is not None), partial(_attack, settings), problems)
     against = named("defences", defences, parse, problems)
     raw: dict[str, Any] = {
         "name": re.sub(r"[^A-Za-z0-9]+", "-", kind).strip("-") or "model",
@@ -110,25 +119,26 @@ def audit_model(
         "victims": 1,
         **settings,
     }
-    told = {problem.where for problem in problems}
-    problems += [problem for problem in _wrong_settings(raw) if problem.where not in told]
+    problems += list(_wrong_settings(raw, {problem.where for problem in problems}))
     if sound:
         model, done = prepared(model, prepare)
         problems += model_problems(model, batch, loss, client_batch, prepare)
     refuse(problems)
-    inputs, targets = batch
-    data, facts = _dataset(class_names(model, inputs[:client_batch]), inputs, targets, bounds, mean, std)
-    raw["model"]["options"] = {"weights_and_batch": _fingerprint(model, inputs, targets)}
+    names = class_names(model, batch[0][:client_batch])
+    data, known, facts = _datasets(names, batch, public, bounds, mean, std)
+    raw["model"]["options"] = {"weights_and_batch": _fingerprint(model, *batch, *(public or ()))}
     victims = settings.get("victims", max(len(data) // client_batch - others(against.values()), 1))
     config = resolve({**raw, "victims": victims}, names=False)
-    scene = Scene(config, data, None, _copies(model), against, tried, loss, facts, tuple(done))
+    scene = Scene(config, data, known, _copies(model), against, tried, loss, facts, tuple(done))
     refuse(list(scene_problems(scene)))
     if any(isinstance(attack, str) and is_adaptive(attack) for attack in attacks):
         scene = with_closed_forms(scene)
     return _run(scene, out, write_report, progress)
 
 
-def _spelled_out(attacks: Sequence[str | Attack], defences: Sequence[str | Defence]) -> Sequence[str | Attack]:
+def _spelled_out(
+    attacks: Sequence[str | Attack], defences: Sequence[str | Defence], public: bool
+) -> Sequence[str | Attack]:
     """Put the attackers of all these defences in the place of `adaptive`."""
     if not isinstance(attacks, list | tuple) or not isinstance(defences, list | tuple):
         return attacks
@@ -137,7 +147,7 @@ def _spelled_out(attacks: Sequence[str | Attack], defences: Sequence[str | Defen
     for attack in attacks:
         if isinstance(attack, str) and is_adaptive(attack):
             others = [text for text in attacks if isinstance(text, str) and not is_adaptive(text)]
-            aimed = [t for name in names for t in attacks_against([*others, attack], name, public=False)]
+            aimed = [t for name in names for t in attacks_against([*others, attack], name, public=public)]
             spelled += [text for text in dict.fromkeys(aimed) if text not in others]
         else:
             spelled.append(attack)
@@ -150,12 +160,13 @@ def _attack(settings: Mapping[str, Any], text: str) -> Attack:
     return make_attack(with_defaults(text, *(value if isinstance(value, int) else None for value in tuning)))
 
 
-def _wrong_settings(raw: Mapping[str, Any]) -> Iterator[Problem]:
-    """Check the settings, and name what is wrong as the caller named it."""
+def _wrong_settings(raw: Mapping[str, Any], told: Collection[str]) -> Iterator[Problem]:
+    """Check the settings, and name what is wrong as the caller named it; what was told is not told again."""
     try:
         resolve(raw, names=False)
     except GradveilError as error:
-        yield from (replace(p, where=_ARGUMENTS.get(p.where, p.where)) for p in error.problems)
+        found = (replace(p, where=_ARGUMENTS.get(p.where, p.where)) for p in error.problems)
+        yield from (problem for problem in found if problem.where not in told)
 
 
 def _copies(model: nn.Module) -> Callable[[int], nn.Module]:
@@ -197,32 +208,34 @@ def _one_thread(device: str) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _fingerprint(model: nn.Module, inputs: Tensor, targets: Tensor) -> str:
-    """Hash weights and data: a run directory of another model or batch is not resumed."""
+def _fingerprint(model: nn.Module, *data: Tensor) -> str:
+    """Hash weights and data: a run directory of another model, batch or public examples is not resumed."""
     held = {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
     state = {name: value.detach().cpu().contiguous() for name, value in held.items()}
-    batch = {"inputs": inputs.detach().cpu().contiguous(), "targets": targets.cpu().contiguous()}
-    parts = (hashlib.sha256(save({name: value.clone() for name, value in part.items()})) for part in (state, batch))
+    names = ("inputs", "targets", "public.inputs", "public.targets")
+    given = {name: value.detach().cpu().contiguous() for name, value in zip(names, data, strict=False)}
+    parts = (hashlib.sha256(save({name: value.clone() for name, value in part.items()})) for part in (state, given))
     return hashlib.sha256(b"".join(part.digest() for part in parts)).hexdigest()[:16]
 
 
-def _dataset(
+def _datasets(
     names: tuple[str, ...],
-    inputs: Tensor,
-    targets: Tensor,
+    batch: tuple[Tensor, Tensor],
+    public: tuple[Tensor, Tensor] | None,
     bounds: Bounds,
     mean: Sequence[float] | None,
     std: Sequence[float] | None,
-) -> tuple[Dataset, tuple[str, ...]]:
-    """Wrap the batch as a data set, with the bounds that an attacker may use; say which of them are a grant.
+) -> tuple[Dataset, Dataset | None, tuple[str, ...]]:
+    """Wrap batch and public examples as data sets, with the bounds that an attacker may use; say what is a grant.
 
-    The data set refuses inputs outside their bounds.
+    The data sets refuse inputs outside their bounds.
     """
     facts: tuple[str, ...] = ()
     centre, scale = tuple(mean or (0.0,)), tuple(std or (1.0,))
     if mean is None and std is None and bounds != "unit":
         if bounds is None:
-            low, high = (float(value) for value in torch.aminmax(inputs.detach().float().nan_to_num(0, 0, 0)))
+            images = [pair[0].detach().float().nan_to_num(0, 0, 0).flatten() for pair in (batch, public) if pair]
+            low, high = (float(value) for value in torch.aminmax(torch.cat([value.cpu() for value in images])))
             inside = low >= 0 and high <= 1
             low, high = (0.0, 1.0) if inside else (low, high)
             facts = () if inside else ("bounds: the least and greatest value of the batch",)
@@ -232,4 +245,8 @@ def _dataset(
             remedy = "give bounds=(low, high), or mean and std"
             raise GradveilError(Problem("bounds", f"every input is {low:g}, which is no range", remedy))
         centre, scale = (-low / (high - low),), (1 / (high - low),)
-    return Dataset("batch", inputs.detach().cpu().float(), targets.cpu(), names, centre, scale), facts
+
+    def wrapped(name: str, pair: tuple[Tensor, Tensor]) -> Dataset:
+        return Dataset(name, pair[0].detach().cpu().float(), pair[1].cpu(), names, centre, scale)
+
+    return wrapped("batch", batch), None if public is None else wrapped("public", public), facts

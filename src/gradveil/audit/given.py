@@ -25,7 +25,11 @@ _BATCH = "give (inputs [N, C, H, W], targets [N]), two tensors"
 def wrong_arguments(given: Mapping[str, Any]) -> Iterator[Problem]:
     """Find arguments of the wrong kind, before anything is done with one of them."""
     yield from _wrong_objects(given["model"], given["loss"])
-    yield from _wrong_batch(given["batch"])
+    found = list(_wrong_pair("batch", given["batch"]))
+    if (public := given["public"]) is not None:
+        found += _wrong_pair("public", public)
+        found += [] if found else _wrong_public(public, given["batch"])
+    yield from found
     size, bounds, out, progress = (given[name] for name in ("client_batch", "bounds", "out", "progress"))
     if not isinstance(size, int) or isinstance(size, bool) or size < 1:
         yield Problem("client_batch", f"is {size!r}", "give a whole number of at least 1")
@@ -63,18 +67,34 @@ def _wrong_objects(model: Any, loss: Any) -> Iterator[Problem]:
         yield Problem("loss", what, "give a function or module (outputs, targets) -> scalar or [N], or None")
 
 
-def _wrong_batch(batch: Any) -> Iterator[Problem]:
-    parts = list(batch) if isinstance(batch, list | tuple) else []
+def _wrong_pair(where: str, given: Any) -> Iterator[Problem]:
+    parts = list(given) if isinstance(given, list | tuple) else []
     if len(parts) != 2 or not all(isinstance(part, Tensor) for part in parts):
         held = f" of {', '.join(type(part).__name__ for part in parts)}" if parts else ""
-        yield Problem("batch", f"is {type(batch).__name__}{held}", _BATCH)
+        yield Problem(where, f"is {type(given).__name__}{held}", _BATCH)
         return
     inputs, targets = parts
     if inputs.dim() != 4:
-        yield Problem("batch", f"holds inputs of shape {tuple(inputs.shape)}, which are no images", _BATCH)
+        yield Problem(where, f"holds inputs of shape {tuple(inputs.shape)}, which are no images", _BATCH)
     for name, part in (("inputs", inputs), ("targets", targets)):
         if part.layout != torch.strided:
-            yield Problem(f"batch.{name}", f"has layout {part.layout}", f"{name}.to_dense()")
+            yield Problem(f"{where}.{name}", f"has layout {part.layout}", f"{name}.to_dense()")
+
+
+def _wrong_public(public: tuple[Tensor, Tensor], batch: tuple[Tensor, Tensor]) -> Iterator[Problem]:
+    """Public examples are like the batch's own, and none of them: else the truth would be handed over."""
+    (inputs, targets), private = public, batch[0]
+    if len(inputs) == 0 or tuple(targets.shape) != (len(inputs),) or targets.dtype != torch.long:
+        what = f"holds {len(inputs)} images and targets {targets.dtype} {tuple(targets.shape)}"
+        yield Problem("public", what, "give images, and as many class numbers (int64)")
+    if inputs.shape[1:] != private.shape[1:]:
+        sizes = (" x ".join(map(str, value.shape[1:])) for value in (inputs, private))
+        yield Problem("public", "holds images of {}, the batch of {}".format(*sizes), "give images of one size")
+        return
+    own = {image.numpy().tobytes() for image in private.detach().cpu().float()}
+    same = sum(image.numpy().tobytes() in own for image in inputs.detach().cpu().float())
+    if same:
+        yield Problem("public", f"holds {same} of the batch's own images", "leave out what is private")
 
 
 def _are_numbers(value: Any) -> bool:

@@ -1,0 +1,69 @@
+"""Public examples beside a batch of one's own: attackers learn from them, rates are held against guesses from them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from gradveil.core.errors import GradveilError
+from tests.audit.test_api import ATTACK, audited, examples
+
+
+def public(count: int = 12, seed: int = 5) -> tuple[Tensor, Tensor]:
+    inputs = torch.rand(count, 1, 16, 16, generator=torch.Generator().manual_seed(seed))
+    return inputs, torch.arange(count) % 3
+
+
+def test_adaptive_attackers_learn_from_public_examples() -> None:
+    settings = {"defences": ("none", "prune(0.5)"), "attacks": (ATTACK, "adaptive"), "iterations": 2}
+    alone = audited(**settings)
+    assert "learned" not in {cell.info["attack"] for cell in alone.cells}
+    assert set(alone.cells[0].info["controls"]) == {"wrong_victim"}
+    beside = audited(public=public(), **settings)
+    (learned,) = [c for c in beside.cells if (c.info["attack"], c.info["defence"]) == ("learned", "prune(0.5)")]
+    assert learned.failed is None
+    assert "public: 12 images of the same kind, none of a victim" in learned.info["grants"]
+    assert set(beside.cells[0].info["controls"]) == {"wrong_victim", "mean_image", "class_image"}
+
+
+def test_a_defence_may_need_them() -> None:
+    with pytest.raises(GradveilError, match="mixes with public images, and there are none"):
+        audited(defences=("instahide(mix=public)",))
+    assert audited(defences=("instahide(mix=public)",), public=public()).cells[0].failed is None
+
+
+def test_their_range_counts_beside_the_batchs() -> None:
+    inputs, targets = public()
+    found = audited(public=(3 * inputs, targets), attacks=("learned(epochs=1, width=8)",))
+    assert found.cells[0].info["grants"][0].startswith("bounds: ")
+    with pytest.raises(GradveilError, match=r"data 'public': pixels reach from .* outside \[0, 1\]"):
+        audited(public=(3 * inputs, targets), bounds="unit")
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (7, "public: is int"),
+        (public()[0], "public: is Tensor"),
+        ((torch.zeros(4, 16, 16), torch.zeros(4).long()), r"inputs of shape \(4, 16, 16\), which are no images"),
+        ((torch.zeros(4, 1, 8, 8), torch.zeros(4).long()), "images of 1 x 8 x 8, the batch of 1 x 16 x 16"),
+        ((public()[0], torch.zeros(3).long()), r"holds 12 images and targets torch.int64 \(3,\)"),
+        ((public()[0], torch.zeros(12)), "targets torch.float32"),
+        ((torch.cat([public()[0], examples()[0]]), torch.zeros(14).long()), "holds 2 of the batch's own images"),
+        ((public()[0], torch.full((12,), 3)), "label 3 of image 0 is outside 0 to 2"),
+    ],
+)
+def test_what_is_no_public_data_is_refused(given: object, message: str) -> None:
+    with pytest.raises(GradveilError, match=message):
+        audited(public=given)
+
+
+def test_a_run_with_other_public_examples_is_not_resumed(tmp_path: Path) -> None:
+    settings = {"attacks": ("learned(epochs=1, width=8)",), "out": tmp_path / "run"}
+    audited(public=public(), **settings)
+    audited(public=public(), **settings)
+    with pytest.raises(GradveilError):
+        audited(public=public(seed=6), **settings)
