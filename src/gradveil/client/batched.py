@@ -56,9 +56,9 @@ def victim_cosines(
 ) -> Tensor:
     """Return 1 - cosine between every victim's mean gradient and its targets [V, *shape], whose |.|^2 is given: [V].
 
-    With masks [V, *shape] it is that of the masked gradient. No gradient of a large layer is made, if
-    `shortens` says so, but of some that are masked. Where a gradient or its targets are all zeros, the
-    distance is 1. It is a difference of two numbers near 1, and has no more digits than that leaves; it is never 0.
+    With masks [V, *shape] it is that of the masked gradient. No gradient of a large layer is made, if `shortens` says
+    so, but of some that are masked. Where a gradient or its targets are all zeros, the distance is 1. It is a
+    difference of two numbers near 1, and has no more digits than that leaves; it is never 0.
     """
     create_graph = torch.is_grad_enabled()
     with torch.enable_grad():
