@@ -40,3 +40,13 @@ def test_learning_needs_public_images():
     batch = torch.rand(2, 1, 12, 12, generator=torch.Generator().manual_seed(1)), torch.tensor([0, 2])
     with pytest.raises(GradveilError, match="attack 'learned' on 'dp', client: data: there are no public images"):
         gradveil.audit(model, batch, defences=["dp"], attacks=["learned"])
+
+
+def test_who_asked_for_all_that_aim_at_a_defence_may_leave_out_one_that_cannot():
+    run = {"client": {"trainable": ["head.*"]}, "defences": ["precode"], "data": {"name": "faces"}}
+    run["model"] = {"name": "scheliga-cnn"}
+    (found,) = problems(attacks=["adaptive"], **run)
+    assert found.startswith("attack 'pig' on 'precode', client: ignore: leaves out")
+    assert found.endswith("name the attacks that you want, in the place of adaptive")
+    (named,) = problems(attacks=["pig"], **run)
+    assert "adaptive" not in named

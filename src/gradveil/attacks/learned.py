@@ -52,7 +52,8 @@ class Learned:
         """Refuse where there are no public images to learn from, or labels cannot be read off."""
         if not prospect.public:
             what = "there are no public images to learn from"
-            yield Problem("data", what, "audit a data set with a public split, or choose another attack")
+            remedy = "audit data with a public split, give public= from Python, or choose another attack"
+            yield Problem("data", what, remedy)
         yield from label_problems(self.labels, prospect)
 
     def __call__(

@@ -270,8 +270,9 @@ def _attack_problems(scene: Scene, index: int, defence: str, client: Client, whe
             first = scene.batch(scene.examples(index, range(1)))
             spec = belief.noise_spec(belief.params(), Batch(first.inputs[0], first.targets[0]))
             found += withheld(attack, spec, scene.observed)
+        aside = "" if text in config.attacks else "; or name the attacks that you want, in the place of adaptive"
         for p in found:
-            yield Problem(f"attack '{text}' on '{defence}', {where}: {p.where}", p.what, p.remedy)
+            yield Problem(f"attack '{text}' on '{defence}', {where}: {p.where}", p.what, p.remedy + aside)
 
 
 def _bundled_problems(config: RunConfig) -> Iterator[Problem]:
