@@ -270,7 +270,7 @@ def test_progress_is_told_where_it_is_wanted(
     audited(progress=progress)
     out, err = capsys.readouterr()
     assert out == ""
-    assert ("1 cells of 2 victims" in err, "[1/1]" in err) == (said, said)
+    assert ("1 cell of 2 victims" in err, "[1/1]" in err) == (said, said)
 
 
 def test_damaged_cells_are_made_anew_with_a_warning(tmp_path: Path) -> None:

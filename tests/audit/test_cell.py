@@ -259,6 +259,15 @@ def test_clients_that_train_locally_keep_their_schedule_in_the_raw_update() -> N
     assert tuple(granted.value.shape) == (2, 6, 1)
 
 
+@pytest.mark.parametrize(
+    ("change", "in_parts"),
+    [({}, False), ({"batch": 3}, False), ({"batch": 2}, True), ({"batch": 3, "sampling": "poisson"}, True)],
+)
+def test_a_cell_says_whether_local_steps_took_the_examples_in_parts(change: dict[str, Any], in_parts: bool) -> None:
+    local = {"local": {"lr": 0.1, "steps": 2, **change}} if change else {}
+    assert attacked(Recorder({}), client={"batch": 3, **local}).facts["in_parts"] is in_parts
+
+
 @pytest.mark.parametrize("labels", ["given", "restore", "joint"])
 def test_the_objective_at_the_truth_is_at_the_true_labels(labels: str) -> None:
     """Labels that were read off are sorted, and the examples are not; who optimises them starts from random ones."""

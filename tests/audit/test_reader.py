@@ -65,13 +65,14 @@ BAD: list[tuple[dict[str, Any], str, str, str]] = [
     ({"device": "tpu"}, "device", "is 'tpu'", "cpu|cuda"),
     ({"name": "a/b"}, "name", "is 'a/b'", "match"),
     ({"data": {"name": "face", "size": 16}}, "data.name", "no data set is called 'face'", "did you mean 'faces'?"),
-    ({"data": {"name": "faces", "size": 8}}, "data.size", "is 8", "give at least 11"),
+    ({"data": {"name": "faces", "size": 8}}, "data.size", "is 8", "give at least 11: images are compared"),
     ({"data": {"name": "faces", "channels": 2}}, "data.channels", "is 2", "1 or 3"),
     ({"data": {"name": "faces", "normalise": "yes"}}, "data.normalise", "is 'yes'", "'dataset' or 'none'"),
     ({"data": {"size": 32}}, "data.name", "is missing", 'name = "faces"'),
     ({"data": {"name": "faces", "dir": "x"}}, "data.dir", "is not a setting", "allowed here: name, size"),
     ({"data": "faces"}, "data", "is 'faces'", "give a table"),
     ({"model": {"name": "lenet"}}, "model.name", "no model is called 'lenet'", "did you mean 'lenet-zhu'?"),
+    ({"model": {"name": "my.nets.make"}}, "model.name", "no model is called", "did you mean 'my.nets:make'?"),
     ({"model": {"name": ""}}, "model.name", "is empty", "give a name"),
     ({"model": {"name": "lenet-zhu", "options": 1}}, "model.options", "is 1", "give a table"),
     ({"client": {"batch": 0}}, "client.batch", "is 0", "give at least 1"),
@@ -206,3 +207,30 @@ def test_titles_are_found_however_a_name_is_written() -> None:
     assert first.attack_title == ATTACKS["ig-scheliga"].description
     assert ATTACKS["ig-scheliga"].citation in first.citations
     assert second.defence_title == DEFENCES["dropout"].description
+
+
+@pytest.mark.parametrize(
+    ("overrides", "settings", "told"),
+    [
+        (
+            {"iterations": 60},
+            [],
+            "--iterations 60: changes nothing: every attack says its own iterations, such as 'ig-s",
+        ),
+        (
+            {},
+            ["iterations=60"],
+            "--set iterations=60: .* -> name the attacks without: --attack ig-scheliga --attack cdia$",
+        ),
+        ({"attacks": ["ig(restarts=2, tv=0.1)"]}, ["restarts = 4"], r"without: --attack 'ig\(tv=0.1\)'$"),
+        ({"attacks": ["analytic"], "restarts": 2}, [], "--restarts 2: changes nothing: no attack takes restarts -> "),
+    ],
+)
+def test_numbers_that_no_attack_would_take_are_refused(overrides: Any, settings: list[str], told: str) -> None:
+    with pytest.raises(GradveilError, match=told):
+        read("digits", overrides, settings)
+
+
+@pytest.mark.parametrize("attacks", [["ig(iterations=5)", "cdia"], ["ig(iterations=5)", "adaptive"]])
+def test_numbers_that_some_attack_takes_are_its_own(attacks: list[str]) -> None:
+    assert read("digits", {"attacks": attacks, "iterations": 60}).iterations == 60

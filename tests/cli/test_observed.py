@@ -75,3 +75,11 @@ def test_wrong_use_is_told_without_a_traceback(seen: Path, capsys: pytest.Captur
     for message, words in wrong.items():
         assert run(words) == 2
         assert message in capsys.readouterr().err
+
+
+def test_what_fits_no_defence_is_told_once(seen: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["audit", "mine.toml", "--observed", "seen", "--set", "model.name=cnn6"]
+    assert run([*words, "--defence", "none", "--defence", "gaussian(0.1)", "--defence", "prune(0.5)"]) == 2
+    told = [line for line in capsys.readouterr().err.splitlines() if "recorded model" in line]
+    assert len(told) > 1
+    assert len(told) == len(set(told))

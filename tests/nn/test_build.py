@@ -59,6 +59,12 @@ BAD = [
     (f"{HERE}:NOT_A_FACTORY", {}, r"'NOT_A_FACTORY' is a int, not a factory"),
     (f"{HERE}:raises", {}, r"raised ValueError: no weights for 10 classes -> it was called with classes=10"),
     (f"{HERE}:raises_its_own", {}, r"raised OwnError: no licence -> it was called with "),
+    (f"{HERE}:a_model", {}, r"'a_model' is a model, not a factory.* -> write a function that builds and returns it"),
+    (
+        f"{HERE}:needs",
+        {},
+        r"(?s)needs 'depth', which nobody gives: .* classes=10 -> .*options.depth=.*needs 'width'",
+    ),
     ("builtins:dict", {}, r"'dict' does not say what it takes -> wrap it in a function"),
     (f"{HERE}:number", {}, r"returned int, not a torch.nn.Module"),
     (f"{HERE}:plain", {"hiden": 3}, r"model.hiden: is not an option of this model -> did you mean 'hidden'\?"),

@@ -24,6 +24,14 @@ def varied(**options) -> nn.Module:
     return model
 
 
+a_model = nn.Linear(12, 10)
+
+
+def needs(classes: int, depth: int, *, width: int) -> nn.Module:
+    """Needs what only its user can say."""
+    return nn.Sequential(nn.Flatten(), *(nn.Linear(12, width) for _ in range(depth)), nn.Linear(width, classes))
+
+
 def raises(classes: int) -> nn.Module:
     """Fails."""
     raise ValueError(f"no weights for {classes} classes")

@@ -62,6 +62,12 @@ def test_what_is_said_of_each() -> None:
     (misled,) = examine(ended(0.1, 0.1), [BARE]).reasons
     assert "objective is satisfied by other images (0.1 reached, 0.1 at the true images)" in misled
     assert "the update does not say enough" in misled
+    (unordered,) = examine(ended(0.1, 0.1, in_parts=True), [BARE]).reasons
+    assert "which examples the client took in which local step" in unordered
+    assert "the update does not say enough" not in unordered
+    grants = ["targets: the true labels", "round0.schedule: its true value"]
+    (ordered,) = examine(ended(0.1, 0.1, in_parts=True, grants=grants), [BARE]).reasons
+    assert "the update does not say enough" in ordered
     (naive,) = examine(ended(0.1, 0.1, belief="naive"), [BARE]).reasons
     assert "an attacker who knows the defence may do better" in naive
     steps = {"client": "local T=4 sgd lr=0.1"}

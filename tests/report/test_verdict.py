@@ -184,6 +184,7 @@ def test_cards_name_the_best_defence_that_was_really_tested() -> None:
     best = found["Best defence against attackers who know it"]
     assert best["detail"].startswith("dgp")
     assert best["value"] == "12.5%"
+    assert best["detail"].endswith(" · lower, but not proven: dp and precode")
     assert found["Recovered without a defence"]["value"] == "100%"
     assert found["Its price: bytes of an update"]["value"] == "10 B"
     assert "Lowest rate, not proven" in {card["label"] for card in cards(verdicts([BARE, naive]), [])}

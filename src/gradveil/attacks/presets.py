@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from typing import Any
 
 from gradveil.attacks.analytic import Analytic
 from gradveil.attacks.inversion import Inversion
-from gradveil.attacks.knowledge import How, Known, Neutral, Optimise, Sample
+from gradveil.attacks.knowledge import How, Infer, Known, Neutral, Optimise, Sample
 from gradveil.attacks.learned import Learned
 from gradveil.attacks.objective import OBJECTIVES
 from gradveil.attacks.optimise import Cosine, Descent, Steps
@@ -68,6 +69,13 @@ _ADDITIVE: dict[str, How] = {"neutral": Neutral(), "optimised": Optimise(weight=
 """What an attacker makes of noise that was added to what was sent: its mean, or whatever fits best (as DPIA does)."""
 _PRUNED: dict[str, dict[str, How]] = {"free": dict.fromkeys(BORDERS, Neutral()), "ordered": BORDERS}
 """What an attacker makes of a pruned entry: anything, or what the order of magnitudes allows."""
+KNOWN_BY_WORD: dict[str, tuple[str, dict[type[How], str]]] = {
+    "order": ("schedule", {Known: "told", Neutral: "in-order", Sample: "drawn"}),
+    "additive": ("send.noise", {Neutral: "neutral", Optimise: "optimised"}),
+    "rounding": ("send.levels.sent.bias", {Neutral: "simulated", Infer: "interval"}),
+    "pruned": ("send.entries.border.bias", {Neutral: "free", Infer: "ordered"}),
+}
+"""Settings that are words for what an attacker makes of a tensor: a name of that kind, and the word for each way."""
 _OF_STEPPER = ("lr", "sign")
 _OF_DESCENT = ("iterations", "tolerance", "patience", "keep", "report", "halving")
 
@@ -104,7 +112,8 @@ class InversionEntry(AttackEntry):
             how = _ADDITIVE[additive]  # last, so that masks stay what they are
             given["knowledge"] = {**given.get("knowledge", attack.knowledge), "step.*": how, "send.*": how}
         if given.pop("rounding", None) == "interval":
-            given["knowledge"] = {**INTERVALS, **given.get("knowledge", attack.knowledge)}
+            # First in order and last in say: a preset may have a pattern of this very name.
+            given["knowledge"] = {**INTERVALS, **given.get("knowledge", attack.knowledge), **INTERVALS}
         if given.get("whiten"):
             given["knowledge"] = {**WHITENED, **given.get("knowledge", attack.knowledge)}
         if pruned := given.pop("pruned", None):
@@ -115,6 +124,17 @@ class InversionEntry(AttackEntry):
         stepping = {n: given.pop(n) for n in _OF_STEPPER if n in given}
         descent = replace(descent, stepper=replace(descent.stepper, **stepping))
         return replace(attack, name=name, descent=descent, **given)
+
+
+def known_as(attack: Inversion, setting: str) -> str | None:
+    """Tell which word of `order`, `additive`, `rounding` or `pruned` a preset's knowledge comes to; None if to none.
+
+    >>> known_as(dpia(), "additive"), known_as(ig(), "order"), known_as(wiig(), "additive")
+    ('optimised', 'in-order', None)
+    """
+    name, words = KNOWN_BY_WORD[setting]
+    way = next((how for pattern, how in attack.knowledge.items() if fnmatchcase(name, pattern)), Neutral())
+    return words.get(type(way))
 
 
 def dlg() -> Inversion:

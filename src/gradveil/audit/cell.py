@@ -190,11 +190,18 @@ def _facts(scene: Scene, client: Client, made: Made, sent: Tensors, first: Batch
         "belief": made.attack.belief,
         "grants": [*scene.facts, *made.grants],
         "knowledge": told(made.attack),
+        "in_parts": _in_parts(client, first),
         # Of the attack alone; of a cell in several shares their sum: working time, not what a clock on the wall shows.
         "seconds": made.found.seconds,
         "plan": list(made.found.plan),
         "restarts": made.found.objectives.shape[1],
     }
+
+
+def _in_parts(client: Client, batch: Batch) -> bool:
+    """Say whether local steps take the examples in parts, so that it matters who was in which."""
+    local = client.local
+    return local is not None and (local.sampling == "poisson" or local.batch * client.members < len(batch.inputs))
 
 
 def _afforded(

@@ -82,7 +82,7 @@ class Screen:
             if self.console.quiet:
                 warnings.warn(told, stacklevel=2)
             self.console.print(Text(told, style="yellow"), soft_wrap=True)
-        self.console.print(f"{len(planned)} cells of {victims} victims{done}", style="bold")
+        self.console.print(f"{plural(len(planned), 'cell')} of {plural(victims, 'victim')}{done}", style="bold")
 
     def progress(self, cell: Address, share: int, step: Progress) -> None:
         """Take a report of an attack."""

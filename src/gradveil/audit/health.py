@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from gradveil.audit.rounds import plain_name
 from gradveil.audit.rows import Row
 from gradveil.audit.store import Cell, summarise
 from gradveil.core.words import number, percent
@@ -15,6 +16,9 @@ FELL = 0.9
 """An objective that ends above this share of its start did not fall."""
 SOUND = 0.5
 """An attack that recovers fewer undefended images than this is no measure of a defence."""
+
+_ORDERS = frozenset({"schedule", "inclusion"})
+"""The tensors that say which examples were in which local step."""
 
 State = Literal["works", "sound", "misled", "short", "doubtful", "unscored"]
 """What is said of an attack's health; `STATES` has the words."""
@@ -102,11 +106,21 @@ def _short(row: Row) -> str:
 
 def _misled(row: Row) -> str:
     why = "the update does not say enough to single out the true ones"
-    if row.attacker in ("naive", "aware"):
+    if row.info.get("in_parts") and not _ORDERS & _told_secrets(row):
+        why = (
+            "he does not know which examples the client took in which local step, and supposes what the true images do "
+            "not fit; order=drawn with restarts supposes others, order=told tells what that knowledge is worth"
+        )
+    elif row.attacker in ("naive", "aware"):
         why = "by what he believes of the client they fit, and an attacker who knows the defence may do better"
-    elif row.setting.client.startswith("local") and row.attacker != "informed":
+    elif row.info.get("in_parts", True) and row.setting.client.startswith("local") and row.attacker != "informed":
         why = "by what he believes of the client they fit, and its local steps that he guesses may be others"
     return f"the attacker's objective is satisfied by other images ({_compared(row)}): {why}"
+
+
+def _told_secrets(row: Row) -> set[str]:
+    """Name the tensors whose true value was handed over, in whichever round."""
+    return {plain_name(grant.partition(":")[0]) for grant in row.info.get("grants") or ()}
 
 
 def controls_of(row: Row, rows: Sequence[Row]) -> list[Row]:

@@ -87,6 +87,7 @@ class _Finished(_Address):
     threshold: float
     controls: dict[str, _Control]
     knowledge: dict[str, str] = {}
+    in_parts: bool = False
     grants: list[str] = []
     citations: list[str] = []
     health: dict[str, Any] = {}

@@ -34,9 +34,13 @@ def proven(info: Mapping[str, Any]) -> str:
 
     >>> proven({"epsilon": {"example": 1.8282}}), proven({"guarantee": "no formal guarantee: 'a' looks ..."})
     ('epsilon 1.83 of each example', 'no formal guarantee')
+    >>> proven({"epsilon": {"client": 8800112.3}})
+    'epsilon 8.8e+06 of each client'
     """
     epsilons = info.get("epsilon") or (info.get("training") or {}).get("epsilon") or {}
-    found = [f"epsilon {number(value)} of each {unit}" for unit, value in epsilons.items()]
+    # Digits of a number that promises nothing would look like precision.
+    said = {unit: number(value) if value < 1e4 else f"{value:.2g}" for unit, value in epsilons.items()}
+    found = [f"epsilon {value} of each {unit}" for unit, value in said.items()]
     if found:
         return ", ".join(found)
     told = str(info.get("guarantee") or "none")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import shlex
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
@@ -39,7 +40,8 @@ def read(
     """Read the run file of an audit by its path or bundled name.
 
     `overrides` replaces top-level keys, `settings` (`"client.batch=4"`) any key; both win over the file. Its table
-    `train` counts only where `train` asks for it, and may be missing then.
+    `train` counts only where `train` asks for it, and may be missing then. Iterations or restarts that no attack would
+    take are refused: they would be ignored.
     """
     raw = _raw(run, overrides, RunConfig)
     if train:
@@ -47,6 +49,7 @@ def read(
     elif unused := [setting for setting in settings if setting.strip().startswith("train")]:
         raise fail(f"--set {unused[0]}", "is of a training, and none is asked for", "add --train, or leave it out")
     config = assemble(raw, settings)
+    refuse([*_without_effect(config, overrides or {}, settings)])
     return config if train else config.model_copy(update={"train": None})
 
 
@@ -107,7 +110,7 @@ def _resolve(kind: type[Config], raw: Mapping[str, Any], names: bool) -> Config:
     return config
 
 
-def with_defaults(attack: str, iterations: int | None, restarts: int | None) -> str:
+def with_defaults(attack: str, iterations: int | None = None, restarts: int | None = None) -> str:
     """Add the run's iterations and restarts to an attack's text, where it takes them and does not set its own.
 
     >>> with_defaults("ig(restarts=2)", 500, 8)
@@ -116,14 +119,46 @@ def with_defaults(attack: str, iterations: int | None, restarts: int | None) -> 
     'analytic'
     """
     name, bracket, rest = attack.strip().partition("(")
-    entry = ATTACKS.get(name.strip())
-    takes = {argument.name for argument in entry.arguments} if entry else set[str]()
     inner = rest.rstrip().removesuffix(")").strip() if bracket else ""
     for key, value in (("iterations", iterations), ("restarts", restarts)):
         said = any(part.split("=")[0].strip() == key for part in inner.split(","))
-        if value is not None and key in takes and not said:
+        if value is not None and _takes(name, key) and not said:
             inner = f"{inner}, {key}={value}" if inner else f"{key}={value}"
     return f"{name.strip()}({inner})" if inner else name.strip()
+
+
+def _without_effect(config: RunConfig, overrides: Mapping[str, Any], settings: Sequence[str]) -> Iterator[Problem]:
+    """Find iterations and restarts that were asked for where every attack says its own, or takes none."""
+    said = {setting.partition("=")[0].strip(): f"--set {setting}" for setting in settings}
+    said |= {key: f"--{key} {value}" for key, value in overrides.items() if value is not None}
+    for key in ("iterations", "restarts"):
+        if key not in said or any(
+            is_adaptive(text) or with_defaults(text, **{key: 1}) != with_defaults(text) for text in config.attacks
+        ):
+            continue
+        takers = [text for text in config.attacks if _takes(text, key)]
+        if not takers:
+            yield Problem(said[key], f"changes nothing: no attack takes {key}", "leave it out, or name other attacks")
+            continue
+        names = " ".join(f"--attack {shlex.quote(_silent(text, key))}" for text in takers)
+        what = f"changes nothing: every attack says its own {key}, such as '{takers[0]}'"
+        yield Problem(said[key], what, f"name the attacks without: {names}")
+
+
+def _silent(attack: str, key: str) -> str:
+    """Take what an attack says of a setting out of its text.
+
+    >>> _silent("ig(iterations=5, tv=0.1)", "iterations"), _silent("ig(iterations=5)", "iterations")
+    ('ig(tv=0.1)', 'ig')
+    """
+    name, _, rest = attack.partition("(")
+    inner = [part.strip() for part in rest.rstrip().removesuffix(")").split(",") if part.split("=")[0].strip() != key]
+    return f"{name}({', '.join(inner)})" if inner else name
+
+
+def _takes(attack: str, key: str) -> bool:
+    entry = ATTACKS.get(attack.partition("(")[0].strip())
+    return entry is not None and any(argument.name == key for argument in entry.arguments)
 
 
 def _find(run: str, kind: type[RunConfig] | type[TrainConfig]) -> tuple[str, str]:
@@ -206,7 +241,8 @@ def _text(raw: Mapping[str, Any], section: str) -> str | None:
 
 def _unknown_model(name: str | None) -> Iterator[Problem]:
     if name and ":" not in name and name not in MODELS:
-        near = get_close_matches(name, MODELS, n=1)
+        package, dot, last = name.rpartition(".")
+        near = get_close_matches(name, MODELS, n=1) or ([f"{package}:{last}"] if dot else [])
         hint = f"did you mean '{near[0]}'? " if near else ""
         remedy = f"{hint}known: {', '.join(MODELS)}; or your own as 'pkg.module:factory'"
         yield Problem("model.name", f"no model is called '{name}'", remedy)

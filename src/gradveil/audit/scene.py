@@ -167,7 +167,8 @@ def open_scene(
         training=training,
     )
     if checked:
-        refuse(list(scene_problems(scene)))
+        # What is wrong whatever the defence is found once for each of them.
+        refuse(list(dict.fromkeys(scene_problems(scene))))
         net, done = initial_model(config.model, victims, config.seeds[0])
         refuse([replace(p, where=f"model: {called(net, p.where)}") for p in model_problems(scene)])
         scene = replace(scene, prepared=tuple(done))

@@ -32,7 +32,8 @@ def translate(error: ValidationError, raw: Mapping[str, Any], kind: type[BaseMod
             yield Problem(where, str(context["error"]), "change one of the two")
         else:
             what = "is empty" if fault in ("too_short", "string_too_short") else f"is {_shown(entry['input'])}"
-            yield Problem(where, what, _wanted(fault, context, entry["msg"]))
+            why = _REASONS.get(where, "") if fault == "greater_than_equal" else ""
+            yield Problem(where, what, _wanted(fault, context, entry["msg"]) + why)
 
 
 def _section(kind: type[BaseModel], location: Sequence[str | int]) -> type[BaseModel]:
@@ -63,6 +64,10 @@ _EXAMPLES = {
     "local.lr": "give the step size: lr = 0.1",
     "rounds": "say how many: rounds = 20",
 }
+
+
+_REASONS = {"data.size": ": images are compared by SSIM, in windows of 11 pixels"}
+"""Why a number may not be smaller, where nobody would guess it."""
 
 
 def _example(where: str) -> str:

@@ -46,7 +46,7 @@ app.command(
         "gradveil audit faces",
         'gradveil audit digits --victims 4 --attack ig --defence none --defence "dp(clip=20, sigma=1e-3)"',
         "gradveil audit study.toml --out runs/study --seed 0 --seed 1 --fail-above 0.1",
-        "gradveil audit faces --set client.batch=2 --set iterations=500",
+        "gradveil audit faces --set client.batch=2 --attack ig --attack cdia --iterations 500",
         "gradveil audit --observed seen --set model.name=lenet-zhu --set data.classes=10 --set data.channels=1",
     )
 )(audit)

@@ -7,7 +7,8 @@ from dataclasses import replace
 from difflib import get_close_matches
 from typing import Any
 
-from gradveil.attacks.presets import ATTACKS, AttackEntry
+from gradveil.attacks.inversion import Inversion
+from gradveil.attacks.presets import ATTACKS, KNOWN_BY_WORD, AttackEntry, known_as
 from gradveil.audit.granted import told
 from gradveil.audit.reader import bundled
 from gradveil.core.arguments import Argument, Entry
@@ -43,6 +44,8 @@ def _own(entry: AttackEntry) -> Iterator[Argument]:
             yield argument
         elif values:
             yield replace(argument, default=values[0])
+        elif argument.name in KNOWN_BY_WORD and isinstance(attack, Inversion):
+            yield replace(argument, default=known_as(attack, argument.name))
 
 
 def _defences() -> list[Row]:

@@ -16,7 +16,7 @@ from gradveil.audit.rows import Row
 from gradveil.audit.store import Cell, Run, load_run
 from gradveil.audit.threat import threat_model
 from gradveil.core.errors import fail
-from gradveil.core.words import interval, percent, plural, size
+from gradveil.core.words import interval, listing, percent, plural, size
 from gradveil.federated.reading import is_training
 from gradveil.report import budget, method, observed, pareto, plots, table
 from gradveil.report.pictures import Album, data_uri, pairs
@@ -162,7 +162,11 @@ def cards(judged: Sequence[Verdict], failed: Sequence[Cell], unscored: int = 0) 
     known = [v for v in defended if not v.doubts and any(r.attacker == "adaptive" and not guesses(r) for r in v.judged)]
     if known:
         best = min(known, key=lambda v: (v.best.asr, v.price.order))
-        found.append(_rate_card("Best defence against attackers who know it", best, best.best.defence_name))
+        card = _rate_card("Best defence against attackers who know it", best, best.best.defence_name)
+        # The table below has them, and whoever reads it should not wonder.
+        lower = [v.best.defence_name for v in defended if v.best.asr < best.best.asr]
+        card["detail"] += f" · lower, but not proven: {listing(lower)}" if lower else ""
+        found.append(card)
         found.append(_price_card(best))
     elif defended:
         best = min(defended, key=lambda v: (v.best.asr, v.price.order))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any
@@ -134,6 +134,10 @@ def _build_users(
         refuse([*problems, *error.problems])
         raise
     generator: Generator = given["generator"]
+    if isinstance(factory, nn.Module):
+        what = f"'{path.partition(':')[2]}' is a model, not a factory: each seed needs one of its own"
+        remedy = "write a function that builds and returns it, such as def make(classes): ..., and name that"
+        raise GradveilError([*problems, Problem(f"model {path}", what, remedy)])
     try:
         parameters = inspect.signature(factory).parameters
     except ValueError as error:  # some builtins
@@ -143,6 +147,7 @@ def _build_users(
     if not any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
         problems += _unknown(options, set(parameters) - set(given))
         given = {key: value for key, value in given.items() if key in parameters}
+    problems += _missing(path, parameters, {**given, **options})
     refuse(problems)
     try:
         with drawing_from(generator):
@@ -158,6 +163,16 @@ def _build_users(
     if not hasattr(model, "input_shape"):
         object.__setattr__(model, "input_shape", shape)
     return model
+
+
+def _missing(path: str, parameters: Mapping[str, inspect.Parameter], given: Mapping[str, Any]) -> Iterator[Problem]:
+    """Find what a factory needs and is not given; positional-only parameters are its own affair."""
+    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    for name, parameter in parameters.items():
+        if parameter.kind in named and parameter.default is parameter.empty and name not in given:
+            what = f"needs '{name}', which nobody gives: it was to be called with {_shown(given)}"
+            remedy = f"say it (model.options.{name} = ..., or --set model.options.{name}=...), or give it a default"
+            yield Problem(f"model {path}", what, remedy)
 
 
 def _shown(arguments: Mapping[str, Any]) -> str:
