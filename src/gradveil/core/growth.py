@@ -50,7 +50,7 @@ def refuse_others(folder: Path, there: Mapping[str, Any], now: Mapping[str, Any]
     found = [] if same else list(differences(old, new)) or ["config_hash"]
     found += left_out(there["config"], now["config"], growing)
     remedy = (
-        f"give all it has, and more {', '.join(growing)} if you like, start again with --fresh (removes the old results), "
-        "or choose another --out"
+        f"give all it has, and more {', '.join(growing)} if you like, start again with --fresh (removes the old "
+        "results), or choose another --out"
     )
     refuse([Problem(f"{folder}, {what}", "differs from the run that is there", remedy) for what in found])
