@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from gradveil.attacks.plan import written_bytes
 from gradveil.client import Client, Local
 from gradveil.core.errors import GradveilError
 from gradveil.core.noise import Key
@@ -128,6 +129,21 @@ def test_nothing_is_promised_and_it_looks_at_no_private_data(text: str):
     assert examine(alone, batch).promise() == NOTHING
     (_, local) = stages(parse(text.replace(", form=global", ""))(alone).send)[1]
     assert data_dependent(local, alone, batch)
+
+
+@pytest.mark.parametrize("text", GLOBAL[:2])
+def test_what_is_fitted_is_computed_once_for_all_clients(text: str):
+    """Twenty times as many clients at once do not write twenty times as much."""
+    client = parse(text)(Client(Tiny(), domain=LABELLED))
+
+    def written(count: int) -> int:
+        params, batch, noise, _ = draw(client)
+        rows = Batch(*(torch.stack([value] * count) for value in batch))
+        drawn = {name: torch.stack([value] * count) for name, value in noise.items()}
+        return written_bytes(lambda: client.updates(params, rows, drawn, {}))
+
+    written(2)
+    assert written(40) < 8 * written(2)
 
 
 def test_pruning_that_everybody_knows_with_noise_on_what_is_kept_has_a_bound():

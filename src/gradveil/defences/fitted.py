@@ -18,6 +18,10 @@ from gradveil.theory.sensitivity import squared_row_norms
 
 FORM = Choice(("local", "global"))
 """Whether a defence is fitted to the client's own batch, or to public ones."""
+_KEY = Key(0, ("public", "probe"))
+_DRAWN: dict[tuple[tuple[int, ...], torch.dtype], Tensor] = {}
+"""The directions of a few shapes: inside of `vmap` nothing may be drawn."""
+_SHAPES = 8
 
 
 class Fitted(Probing):
@@ -40,17 +44,21 @@ class Fitted(Probing):
         """Declare the directions: those of the global form are of public batches, and the same for everybody."""
         if not self.needs_public:
             return super().directions(batch)
-        shape, key = (self.probes, *batch.inputs.shape), Key(0, ("public", "probe"))
-        agreed, dtype = Agreed(key, shape), batch.inputs.dtype
-        drawn = agreed.sample(shape, dtype, key.generator())
-        return NoiseSpec({"probe": Noise(shape, agreed, neutral=drawn, dtype=dtype, discrete=True)})
+        shape, dtype = (self.probes, *batch.inputs.shape), batch.inputs.dtype
+        drawn = _agreed(shape, dtype)
+        return NoiseSpec({"probe": Noise(shape, Agreed(_KEY, shape), neutral=drawn, dtype=dtype, discrete=True)})
 
     def on_public(self, context: Context, probe: Tensor) -> tuple[list[Tensors], list[Tensors]]:
-        """Compute the squared row norms and the gradients of the public batches: of nothing that is private."""
+        """Compute the squared row norms and the gradients of the public batches: of nothing that is private.
+
+        In a batch of clients each has directions of its own, the same for all: with those all would be computed as
+        often as there are clients. So the ones that were declared are taken where they are at hand.
+        """
         if context.public is None:
             what = "is fitted to public images, and there are none"
             raise fail(f"{type(self).__name__}.form", what, "give Client(domain=Domain(..., public=images))")
         gradient, domain = context.public.gradient, context.public.domain
+        probe = _DRAWN.get((tuple(probe.shape), probe.dtype), probe).to(probe.device)
         squares: list[Tensors] = []
         found: list[Tensors] = []
         for batch in domain.batches(context.public.size, self.batches):
@@ -64,3 +72,11 @@ class Fitted(Probing):
         what = "is for the client's own batch, of which the global form knows nothing"
         remedy = "leave it out; fewer batches are cheaper"
         return [Problem(f"{owner}.{name}", what, remedy) for name in given if self.needs_public]
+
+
+def _agreed(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    if (shape, dtype) not in _DRAWN:
+        for old in [*_DRAWN][: len(_DRAWN) - _SHAPES + 1]:
+            del _DRAWN[old]
+        _DRAWN[shape, dtype] = Agreed(_KEY, shape).sample(shape, dtype, _KEY.generator())
+    return _DRAWN[shape, dtype]
