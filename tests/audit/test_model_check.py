@@ -92,8 +92,8 @@ def test_an_audit_from_python_prepares_a_copy():
     with pytest.raises(GradveilError, match="prepare=True"):
         gradveil.audit(net, batch, **given)
     result = gradveil.audit(net, batch, prepare=True, **given)
-    assert result.cells[0].info["prepared"] == ["hidden dropout made explicit: 2"]
-    assert result.summary()[0]["prepared"] == "hidden dropout made explicit: 2"
-    assert "Changed in the model: hidden dropout made explicit: 2." in str(result)
+    assert result.cells[0].info["prepared"] == ["hidden dropout made explicit: module '2'"]
+    assert result.summary()[0]["prepared"] == "hidden dropout made explicit: module '2'"
+    assert "Changed in the model: hidden dropout made explicit: module '2'." in str(result)
     assert isinstance(net[2], torch.nn.Dropout)
     assert "hidden dropout made explicit" in result.report().read_text()

@@ -131,10 +131,10 @@ def test_prepare_leaves_nothing_to_do(x: Tensor) -> None:
     before = {key: value.clone() for key, value in model.state_dict().items()}
     ready, done = prepare(model)
     assert done == [
-        "in-place operations removed: act",
-        "BatchNorm replaced (batch_statistics): norm",
-        "LayerNorm or InstanceNorm made explicit: last",
-        "hidden dropout made explicit: drop",
+        "in-place operations removed: module 'act'",
+        "BatchNorm replaced (batch_statistics): module 'norm'",
+        "LayerNorm or InstanceNorm made explicit: module 'last'",
+        "hidden dropout made explicit: module 'drop'",
     ]
     assert layer_problems(ready) == []
     assert len(layer_problems(model)) == 4

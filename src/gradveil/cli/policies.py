@@ -70,7 +70,7 @@ def _lines(found: Mapping[str, Any], weights: str | None) -> Iterator[str]:
     best, hybrid = found["best"][0], found["controls"][-1]
     told = f"again {number(best['privacy_again'])}, images as they are {number(found['controls'][0]['privacy_again'])}"
     if not found["better_than_none"]:
-        yield f"Nothing found: by its second look the best is no better than no transform ({told})."
+        yield f"Nothing found: by its second look the best is not below no transform by two standard errors ({told})."
         return
     yield f"The best scores below images as they are ({told})."
     if not best["below_the_authors"]:

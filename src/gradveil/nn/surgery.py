@@ -131,7 +131,8 @@ def prepare(model: nn.Module, *, batchnorm: str = "batch_statistics", groups: in
         pairs = zip(_described(before), _described(after), strict=True)
         changed = [path for (path, old), (_, new) in pairs if old != new]
         if changed:
-            done.append(f"{what}: {', '.join(changed)}")
+            modules = "module" if len(changed) == 1 else "modules"
+            done.append(f"{what}: {modules} {', '.join(repr(path) for path in changed)}")
         return after if changed else before
 
     result = step("in-place operations removed", model, remove_inplace(model))
