@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 # Imported before the function of the same name is defined: later imports of its modules then leave the name alone.
 import gradveil.audit as _package  # noqa: F401
+from gradveil.core.errors import GradveilError
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from gradveil.defences import Defence
 
 __version__ = version("gradveil")
-__all__ = ["__version__", "audit"]
+__all__ = ["GradveilError", "__version__", "audit"]
 
 
 def audit(
@@ -56,7 +57,8 @@ def audit(
     elsewhere, in plain lines, False never. Further settings are those of a run file: `iterations`, `restarts`,
     `threshold`, `precision`, `device`, `images`.
 
-    Everything wrong with model, batch and names is raised at once, before any attack.
+    Everything wrong with model, batch and names is raised at once, before any attack, as a `GradveilError` with its
+    `problems`.
     """
     from gradveil.audit.api import audit_model
     from gradveil.client import cross_entropy
