@@ -117,3 +117,14 @@ def test_forward_mode_runs_on_the_models_of_the_studies(name: str):
     found = squared_row_norms(gradient_of(net), batch, probes(batch, 2))
     assert all(bool(value.isfinite().all()) for value in found.values())
     assert float(flat(found).sum()) > 0
+
+
+def test_images_whose_channels_come_last_in_memory():
+    """As Parquet has them: forward mode of a group norm takes no such tensors."""
+    net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.GroupNorm(2, 4), nn.Flatten(), nn.Linear(144, 3))
+    images = torch.rand(2, 8, 8, 3, generator=Key(0).generator()).permute(0, 3, 1, 2)
+    found, expected = (
+        squared_row_norms(gradient_of(net), batch, probes(batch, 2))
+        for batch in (Batch(x, torch.tensor([0, 1])) for x in (images, images.contiguous()))
+    )
+    torch.testing.assert_close(found, expected)
