@@ -187,6 +187,15 @@ def test_a_training_grows_by_defences_seeds_and_all_data_in_one_hand(tmp_path):
     assert "defences (without clip(1))" in str(caught.value)
 
 
+@pytest.mark.parametrize("said", ["{}", '{"config": 3, "cells": []}', "[", '{"config": {}, "cells": []}'])
+def test_a_damaged_file_of_a_training_is_refused_and_stays(tmp_path, said):
+    trained(tmp_path / "a", open_setting(config(rounds=1)))
+    (tmp_path / "a" / "train.json").write_text(said)
+    with pytest.raises(GradveilError, match="--fresh"):
+        trained(tmp_path / "a", open_setting(config(rounds=1)))
+    assert (tmp_path / "a" / "train.json").read_text() == said
+
+
 def test_a_folder_with_other_things_in_it_is_left_alone(tmp_path):
     (tmp_path / "thesis.tex").write_text("years of work")
     with pytest.raises(GradveilError, match="holds other files"), opened(tmp_path, {"config_hash": ""}, fresh=True):

@@ -31,10 +31,10 @@ def left_out(old: Mapping[str, Any], new: Mapping[str, Any], growing: Iterable[s
     ['seeds (without 1)', 'central (true there, false now)']
     """
     for name in growing:
-        before, now = old[name], new[name]
-        if isinstance(before, bool):
-            yield from differences(before, now, name) if before else ()
-        elif gone := [str(value) for value in before if value not in now]:
+        before, now = old.get(name), new[name]
+        if not isinstance(before, list):
+            yield from differences(before, now, name) if before is not False else ()
+        elif gone := [str(value) for value in cast(list[Any], before) if value not in now]:
             yield f"{name} (without {', '.join(gone)})"
 
 

@@ -88,11 +88,16 @@ def is_training(folder: Path) -> bool:
     return (folder / RUN).is_file()
 
 
+def read_info(folder: Path) -> dict[str, Any]:
+    """Read what a training's own file says; refuse a damaged one."""
+    return _read(_RUN, folder / RUN)
+
+
 def load_training(folder: Path) -> Training:
     """Read a training, finished or not; refuse with every damaged file at once."""
     if not is_training(folder):
         raise fail(str(folder), "is no training (it has no train.json)", "give what `gradveil train` wrote")
-    info = _read(_RUN, folder / RUN)
+    info = read_info(folder)
     try:
         config = TrainConfig.model_validate(info["config"])
     except ValidationError as error:
