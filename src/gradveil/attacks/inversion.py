@@ -58,6 +58,8 @@ class Inversion:
     """Standard deviation of the noise added to the inputs after each step, in units of the step size."""
     whiten: bool = False
     """Compare in units of the additive noise that the believed client would have added to each entry."""
+    subtract: bool = False
+    """Take additive noise that is known off what was sent, where the images make no difference to what it adds."""
     step_size: float | None = None
     """The local step size that the attacker believes in; None for the client's own, which servers usually set."""
 

@@ -4,142 +4,22 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from fnmatch import fnmatchcase
+from dataclasses import replace
 from typing import Any
 
 from gradveil.attacks.analytic import Analytic
 from gradveil.attacks.inversion import Inversion
-from gradveil.attacks.knowledge import How, Infer, Known, Neutral, Optimise, Sample
+from gradveil.attacks.knowledge import Known
 from gradveil.attacks.learned import Learned
-from gradveil.attacks.objective import OBJECTIVES
 from gradveil.attacks.optimise import Cosine, Descent, Steps
+from gradveil.attacks.settings import AttackEntry, InversionEntry
 from gradveil.attacks.steps import LBFGS, Adam
-from gradveil.attacks.targeted import (
-    BORDERS,
-    INTERVALS,
-    OWN_DRAWS,
-    WHITENED,
-    cdia,
-    dia,
-    dpia,
-    gpia,
-    ig_scheliga,
-    pig,
-    vbia,
-    wiig,
-)
-from gradveil.core.allowed import Choice, Flag, Range
+from gradveil.attacks.targeted import OWN_DRAWS, cdia, dia, dpia, gpia, ig_scheliga, pig, vbia, wiig
+from gradveil.core.allowed import Choice, Range
 from gradveil.core.arguments import Argument, Entry
 from gradveil.core.errors import fail
 from gradveil.core.grammar import read
 from gradveil.core.own import own_entry
-
-SETTINGS = (
-    Argument("iterations", Range(1, integer=True, optional=True), None),
-    Argument("restarts", Range(1, integer=True, optional=True), None),
-    Argument("lr", Range(0, low_open=True, optional=True), None),
-    Argument("sign", Choice(("plain", "signed", "soft", None)), None),
-    Argument("tv", Range(0, optional=True), None),
-    Argument("l2", Range(0, optional=True), None),
-    Argument("objective", Choice((*OBJECTIVES, None)), None),
-    Argument("ignore", Choice(("nothing", "stochastic", None)), None),
-    Argument("labels", Choice(("given", "idlg", "unique", "restore", "joint", None)), None),
-    Argument("belief", Choice(("naive", "full", None)), None),
-    Argument("start", Choice(("normal", "uniform", "solved", None)), None),
-    Argument("tolerance", Range(0, optional=True), None),
-    Argument("patience", Range(1, integer=True, optional=True), None),
-    Argument("keep", Choice(("best", "last", None)), None),
-    Argument("report", Range(1, integer=True, optional=True), None),
-    Argument("order", Choice(("told", "in-order", "drawn", None)), None),
-    Argument("additive", Choice(("neutral", "optimised", None)), None),
-    Argument("rounding", Choice(("simulated", "interval", None)), None),
-    Argument("whiten", Flag(optional=True), None),
-    Argument("pruned", Choice(("free", "ordered", None)), None),
-    Argument("step_size", Range(0, low_open=True, optional=True), None),
-    Argument("rounds", Choice(("first", "last", "all", None)), None),
-    Argument("batchnorm", Range(0, optional=True), None),
-    Argument("group", Range(0, optional=True), None),
-    Argument("register", Flag(optional=True), None),
-    Argument("langevin", Range(0, optional=True), None),
-    Argument("halving", Flag(optional=True), None),
-)
-"""What a run file may change about any of these attacks; none means the preset's own."""
-
-_ORDERS: dict[str, How] = {"told": Known(), "in-order": Neutral(), "drawn": Sample(every_iteration=False)}
-"""What an attacker makes of which examples were in which local step; `in-order` takes Poisson sampling's mean."""
-_ADDITIVE: dict[str, How] = {"neutral": Neutral(), "optimised": Optimise(weight=1e-6)}
-"""What an attacker makes of noise that was added to what was sent: its mean, or whatever fits best (as DPIA does)."""
-_PRUNED: dict[str, dict[str, How]] = {"free": dict.fromkeys(BORDERS, Neutral()), "ordered": BORDERS}
-"""What an attacker makes of a pruned entry: anything, or what the order of magnitudes allows."""
-KNOWN_BY_WORD: dict[str, tuple[str, dict[type[How], str]]] = {
-    "order": ("schedule", {Known: "told", Neutral: "in-order", Sample: "drawn"}),
-    "additive": ("send.noise", {Neutral: "neutral", Optimise: "optimised"}),
-    "rounding": ("send.levels.sent.bias", {Neutral: "simulated", Infer: "interval"}),
-    "pruned": ("send.entries.border.bias", {Neutral: "free", Infer: "ordered"}),
-}
-"""Settings that are words for what an attacker makes of a tensor: a name of that kind, and the word for each way."""
-_OF_STEPPER = ("lr", "sign")
-_OF_DESCENT = ("iterations", "tolerance", "patience", "keep", "report", "halving")
-
-
-@dataclass(frozen=True)
-class AttackEntry(Entry):
-    """One named attack. Calling it with settings builds the attack, named by its canonical text."""
-
-    def __call__(self, **values: Any) -> Any:
-        """Build the attack; every unknown or impossible setting is refused at once."""
-        given = {name: value for name, value in self.filled(values).items() if value is not None}
-        return self.built(self.factory(), self.text(values), given)
-
-    def built(self, attack: Any, name: str, given: dict[str, Any]) -> Any:
-        """Set the attack's own fields."""
-        return replace(attack, name=name, **given)
-
-    def make(self) -> Any:
-        """Build the attack with the preset's own settings."""
-        return self()
-
-
-@dataclass(frozen=True)
-class InversionEntry(AttackEntry):
-    """A setting of the one inversion loop."""
-
-    arguments: tuple[Argument, ...] = SETTINGS
-
-    def built(self, attack: Inversion, name: str, given: dict[str, Any]) -> Inversion:
-        """Part the settings into those of the attack, its descent and its steps."""
-        if order := given.pop("order", None):
-            given["knowledge"] = {"schedule": _ORDERS[order], "inclusion": _ORDERS[order], **attack.knowledge}
-        if additive := given.pop("additive", None):
-            how = _ADDITIVE[additive]  # last, so that masks stay what they are
-            given["knowledge"] = {**given.get("knowledge", attack.knowledge), "step.*": how, "send.*": how}
-        if given.pop("rounding", None) == "interval":
-            # First in order and last in say: a preset may have a pattern of this very name.
-            given["knowledge"] = {**INTERVALS, **given.get("knowledge", attack.knowledge), **INTERVALS}
-        if given.get("whiten"):
-            given["knowledge"] = {**WHITENED, **given.get("knowledge", attack.knowledge)}
-        if pruned := given.pop("pruned", None):
-            given["knowledge"] = {**_PRUNED[pruned], **given.get("knowledge", attack.knowledge)}
-        if given.get("start") == "solved" and given.get("belief", attack.belief) == "full":
-            given["knowledge"] = {**given.get("knowledge", attack.knowledge), "public": Known()}
-        descent = replace(attack.descent, **{n: given.pop(n) for n in _OF_DESCENT if n in given})
-        if "sign" in given and not isinstance(descent.stepper, Adam):
-            raise fail(f"{self.name}.sign", "is a setting of Adam, this attack uses L-BFGS", "leave it out")
-        stepping = {n: given.pop(n) for n in _OF_STEPPER if n in given}
-        descent = replace(descent, stepper=replace(descent.stepper, **stepping))
-        return replace(attack, name=name, descent=descent, **given)
-
-
-def known_as(attack: Inversion, setting: str) -> str | None:
-    """Tell which word of `order`, `additive`, `rounding` or `pruned` a preset's knowledge comes to; None if to none.
-
-    >>> known_as(dpia(), "additive"), known_as(ig(), "order"), known_as(wiig(), "additive")
-    ('optimised', 'in-order', None)
-    """
-    name, words = KNOWN_BY_WORD[setting]
-    way = next((how for pattern, how in attack.knowledge.items() if fnmatchcase(name, pattern)), Neutral())
-    return words.get(type(way))
 
 
 def dlg() -> Inversion:

@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from gradveil.attacks.added import added, candidates, stages
 from gradveil.attacks.base import Observation
 from gradveil.attacks.infer import find_labels
-from gradveil.attacks.knowledge import How, Infer, Knowledge, Known, Optimise, Sample
+from gradveil.attacks.knowledge import How, Infer, Knowledge, Known, Neutral, Optimise, Sample
 from gradveil.attacks.objective import OBJECTIVES
 from gradveil.attacks.prior import Consensus, energy, statistics_distance
 from gradveil.attacks.whiten import Whitening
@@ -80,6 +81,12 @@ class Rows:
         self.how: dict[str, How] = {
             r.of(name): knowledge.how(name, r.number) for r in self.rounds for name in self.spec
         }
+        ways = self.how.items()
+        self.given: Tensors = {
+            n: w.value.to(self.device) for n, w in ways if isinstance(w, Known) and w.value is not None
+        }
+        if attack.subtract:
+            self._subtract()
         self.off = {n for n, how in self.how.items() if not isinstance(how, Known | Optimise | Sample)}
         self.labels = find_labels(attack.labels, first, self.rounds[0].belief, knowledge, key.child("labels"))
         self._refuse_discrete()
@@ -122,6 +129,28 @@ class Rows:
             pinned |= {n: v for n, v in found.items() if isinstance(wanted.get(n), Infer)}
         return pinned
 
+    def _subtract(self) -> None:
+        """Take additive noise that is known off what was observed, wherever that can be done."""
+        off, state = self._wide(self.spec.neutral()), self._wide(self.state)
+        drawn = [
+            {**off, **r.pinned, **{n: self.given[r.of(n)] for n in off if r.of(n) in self.given}} for r in self.rounds
+        ]
+        shape = (self.victims, self.examples, *self.knowledge.shape)
+        images = candidates(shape, (self.lower, self.upper), self.knowledge.classes, self.key.child("candidates"))
+        seen = [(r.belief, r.params) for r in self.rounds]
+        for own in stages(self.spec, self.rounds[0].params):
+            names = [r.of(n) for r in self.rounds for n in own]
+            known = set(names) <= self.given.keys()
+            if not known or (found := added(seen, images, drawn, own, state)) is None:
+                continue
+            for r, more in zip(self.rounds, found, strict=True):
+                r.observed.update({n: value - more[n] for n, value in r.observed.items()})
+            self.how.update(dict.fromkeys(names, Neutral()))
+            self.given = {n: value for n, value in self.given.items() if n not in names}
+
+    def _wide(self, tensors: Mapping[str, Tensor]) -> Tensors:
+        return {n: v.to(self.device).expand(self.victims, *v.shape) for n, v in tensors.items()}
+
     def __len__(self) -> int:
         """Count the rows: every restart of every victim."""
         return self.victims * self.attack.restarts
@@ -148,9 +177,7 @@ class Rows:
                 constants[f"squares.{r.number}"] = squared_lengths(list(r.observed.values()))[victims]
         if self.labels is not None:
             constants[TARGETS] = self.labels[victims]
-        for n, how in self.how.items():
-            if isinstance(how, Known) and how.value is not None:
-                constants[f"noise.{n}"] = how.value.to(self.device)[victims]
+        constants |= under("noise", take(self.given, victims))
         constants |= under("statistics", self._statistics(victims))
         return variables, constants
 

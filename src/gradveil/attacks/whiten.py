@@ -17,8 +17,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from gradveil.attacks.added import size, stages
 from gradveil.client import Client
-from gradveil.core.noise import Laplace, Noise, Normal
 from gradveil.core.tree import Tensors, stack, tmap
 from gradveil.core.types import Batch
 
@@ -38,16 +38,12 @@ def deviations(
     standard deviation of it moves an entry by that entry's; noise of several stages adds up in squares.
     """
     one = Batch(batch.inputs[0], batch.targets[0])
-    stages: dict[str, Tensors] = {}
-    for name, described in belief.noise_spec(params, one).items():
-        for parameter, value in params.items():
-            if name.endswith(f".{parameter}") and described.shape == tuple(value.shape) and _size(described):
-                ones = torch.full_like(noise[name], _size(described))
-                stages.setdefault(name.removesuffix(parameter), {})[name] = ones
-    off = {**noise, **{name: torch.zeros_like(v) for own in stages.values() for name, v in own.items()}}
+    spec = belief.noise_spec(params, one)
+    each = [{n: torch.full_like(noise[n], size(spec[n])) for n in own} for own in stages(spec, params)]
+    off = {**noise, **{name: torch.zeros_like(v) for own in each for name, v in own.items()}}
     plain, after = belief.updates(params, batch, off, state)
     total = tmap(torch.zeros_like, plain)
-    for own in stages.values():
+    for own in each:
         moved, _ = belief.updates(params, batch, {**off, **own}, state)
         total = {name: value + (moved[name] - plain[name]).square() for name, value in total.items()}
     return tmap(torch.sqrt, total), after
@@ -68,11 +64,6 @@ def weights(spread: Mapping[str, Tensor]) -> Tensors:
         m = mean.view(-1, *[1] * (value.dim() - 1))
         found[name] = torch.where(m > 0, (1 + LEAST) * m / (value.square() + LEAST * m), 1.0).sqrt()
     return found
-
-
-def _size(described: Noise) -> float:
-    law = described.law
-    return law.std if isinstance(law, Normal) else law.scale * 2**0.5 if isinstance(law, Laplace) else 0.0
 
 
 class Whitening:

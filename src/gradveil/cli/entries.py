@@ -8,7 +8,8 @@ from difflib import get_close_matches
 from typing import Any
 
 from gradveil.attacks.inversion import Inversion
-from gradveil.attacks.presets import ATTACKS, KNOWN_BY_WORD, AttackEntry, known_as
+from gradveil.attacks.presets import ATTACKS
+from gradveil.attacks.settings import KNOWN_BY_WORD, AttackEntry, known_as
 from gradveil.audit.granted import told
 from gradveil.audit.reader import bundled
 from gradveil.core.arguments import Argument, Entry

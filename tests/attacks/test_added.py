@@ -1,0 +1,118 @@
+"""Known additive noise is taken off what was sent wherever the images make no difference to it, and nowhere else."""
+
+from fnmatch import fnmatchcase
+
+import pytest
+import torch
+
+from gradveil.attacks.knowledge import Known, Neutral
+from gradveil.attacks.presets import make_attack
+from gradveil.attacks.rows import Rows
+from gradveil.audit.cell import cells, recover
+from gradveil.audit.granted import grant
+from gradveil.audit.rounds import observe
+from gradveil.audit.scene import open_scene
+from gradveil.core.noise import Key
+from tests.audit.runs import config
+
+SUBTRACTED = "wiig(additive=subtracted)"
+
+
+def seen_by(defence, attack=SUBTRACTED, **changes):
+    """Return the attacker's rows, the client, its updates and the truth, of two digits."""
+    base = {"data": {"name": "digits"}, "model": {"name": "lenet-zhu"}, "iterations": 5}
+    scene = open_scene(config(**{**base, "defences": [defence], "attacks": [attack], **changes}))
+    (cell,) = cells(scene.config)
+    client = scene.client(0, cell.defence, 0)
+    seen, truth = observe(scene, cell, client, range(2))
+    attack = scene.attacks[cell.attack]
+    knowledge, _ = grant(scene, attack, client, client.params(), truth)
+    return Rows(attack, seen, client, knowledge, Key(0)), client, seen, truth
+
+
+def silent(client, seen, truth):
+    """Recompute what each round would have sent without the additive noise, masks as they were."""
+    spec, state = client.noise_spec(seen[0].params, type(truth.raw)(*(v[0] for v in truth.raw))), {}
+    state = {n: v.expand(2, *v.shape) for n, v in client.init(seen[0].params).items()}
+    sent = []
+    for number, observation in enumerate(seen):
+        own = {n: truth.noise[f"round{number}.{n}" if number else n] for n in spec}
+        own = {n: torch.zeros_like(v) if ".noise" in n else v for n, v in own.items()}
+        pinned = {n: v for n, v in torch.func.vmap(client.evidence)(observation.update).items() if ".mask." in n}
+        update, state = client.updates(observation.params, truth.raw, {**own, **pinned}, state)
+        sent.append(update)
+    return sent
+
+
+@pytest.mark.parametrize(
+    ("defence", "changes"),
+    [
+        ("dp(clip=0.5, sigma=0.1)", {}),
+        ("dp(clip=0.5, sigma=0.1)", {"client": {"batch": 3}}),
+        ("gaussian(0.1) + prune(0.7)", {}),
+        ("laplace(0.1) + gaussian(0.01) + dgp", {}),
+        ("gaussian(0.1) + topk(0.3, feedback=true)", {"rounds": 2}),
+    ],
+)
+def test_what_is_left_is_what_would_have_been_sent_without_the_noise(defence, changes):
+    attack = SUBTRACTED.replace(")", ", rounds=all)") if "rounds" in changes else SUBTRACTED
+    rows, client, seen, truth = seen_by(defence, attack, **changes)
+    for r, quiet, noisy in zip(rows.rounds, silent(client, seen, truth), seen, strict=True):
+        for name, value in quiet.items():
+            assert (r.observed[name] - value).norm() < 1e-4 * (noisy.update[name] - value).norm()
+    assert all(isinstance(how, Neutral) for name, how in rows.how.items() if ".noise" in name)
+    assert not any(".noise" in name for name in rows.given)
+
+
+@pytest.mark.parametrize(
+    ("defence", "changes"),
+    [
+        ("optimal-noise(std=0.1)", {}),
+        ("gaussian(0.1) + standin", {}),
+        ("gaussian(0.1) + quantise(bits=4)", {}),
+        ("fed-cdp(clip=1, sigma=0.1)", {"client": {"batch": 4, "local": {"lr": 0.5, "steps": 2, "batch": 2}}}),
+    ],
+)
+def test_noise_that_adds_what_the_images_decide_is_simulated(defence, changes):
+    rows, _, seen, _ = seen_by(defence, **changes)
+    for r, observation in zip(rows.rounds, seen, strict=True):
+        for name, value in observation.update.items():
+            assert torch.equal(r.observed[name], value)
+    noisy = [name for name in rows.spec if rows.spec[name].law.__class__.__name__ in ("Normal", "Laplace")]
+    assert noisy
+    assert all(isinstance(rows.how[name], Known) for name in noisy)
+
+
+def test_nothing_is_taken_off_that_nobody_told():
+    rows, _, seen, _ = seen_by("dp(clip=0.5, sigma=0.1)", "cdia")
+    assert all(torch.equal(rows.rounds[0].observed[n], v) for n, v in seen[0].update.items())
+
+
+@pytest.mark.parametrize("name", ["wiig", "cdia", "dpia"])
+def test_each_word_reaches_the_noise_and_leaves_masks(name):
+    words = {"told": Known, "subtracted": Known, "neutral": Neutral}
+    for word, way in words.items():
+        attack = make_attack(f"{name}(additive={word})")
+        for tensor, kind in {"send.noise.w": way, "step.noise.w": way}.items():
+            first = next(how for pattern, how in attack.knowledge.items() if fnmatchcase(tensor, pattern))
+            assert isinstance(first, kind), (name, word, tensor)
+        assert attack.subtract == (word == "subtracted")
+    masks = [how for pattern, how in make_attack(f"{name}(additive=told)").knowledge.items() if "mask" in pattern]
+    assert masks == [how for pattern, how in make_attack(name).knowledge.items() if "mask" in pattern]
+
+
+def test_who_takes_the_noise_off_attacks_an_undefended_client():
+    """Step by step: what is as long as a hundred gradients does not even slow the attacker down."""
+    found = {}
+    for defence, attack in (
+        ("none", "ig-scheliga"),
+        ("dp(clip=1, sigma=0.3)", SUBTRACTED),
+        ("dp(clip=1, sigma=0.3)", "wiig"),
+    ):
+        changes = {"data": {"name": "digits"}, "model": {"name": "lenet-zhu"}, "iterations": 30, "precision": "float64"}
+        scene = open_scene(config(defences=[defence], attacks=[attack], **changes))
+        (cell,) = cells(scene.config)
+        found[attack] = recover(scene, cell, range(2), lambda _: None).tensors
+    naive, off, added = (found[name]["inputs"] for name in ("ig-scheliga", SUBTRACTED, "wiig"))
+    torch.testing.assert_close(off, naive, rtol=0, atol=1e-3)
+    assert (added - naive).abs().mean() > 0.1
