@@ -94,6 +94,8 @@ ONE = {
     'cvb(position="")': (14, "position is ''", "the path of a module"),
     "dgp(0.5, bottom=0.5)": (1, "top + bottom is 1.0", "sum is below 1"),
     "dp(clip=inf)": (1, "is infinite", "give a finite norm"),
+    f"prune({'1' * 400})": (7, "ratio is inf", "give a number in [0, 1)"),
+    f"precode(k={'9' * 5000})": (11, "k is inf", "a whole number of at least 1"),
 }
 
 
@@ -185,6 +187,8 @@ def test_entry_refuses_every_wrong_argument_from_python():
         DEFENCES["prune"](scope="column", rate=1)
     wheres = [problem.where for problem in caught.value.problems]
     assert wheres == ["prune.rate", "prune.ratio", "prune.scope"]
+    with pytest.raises(GradveilError, match=r"precode\.k: is 10"):
+        DEFENCES["precode"](k=10**400)
 
 
 @pytest.mark.parametrize(

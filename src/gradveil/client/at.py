@@ -9,7 +9,7 @@ from torch import Tensor
 
 from gradveil.client.batched import obstacle, victim_gradients, weighted_sum
 from gradveil.client.gradient import Objective, example_gradients, mean_gradient
-from gradveil.core.tree import Tensors, all_finite, plain
+from gradveil.core.tree import Tensors, all_finite, plain, single
 from gradveil.core.types import Batch, Transform
 
 _SHOWN = 4
@@ -42,6 +42,8 @@ class At(NamedTuple):
         by_norm = transform.factors({name: value.new_ones(()) for name, value in self.trained.items()}) is not None
         if examples < 2 or not by_norm or not plain(*self.trained.values(), *self.batch, *self.noise.values()):
             return None
+        if any(value.dtype != single(value.dtype) for value in self.trained.values()):
+            return None  # squares in half precision tell no norm
         # A few examples show whether the sweep serves: all of their gradients at once would fill memory.
         if self._apart(1, _SHOWN) is None:
             return None

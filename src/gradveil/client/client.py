@@ -23,7 +23,7 @@ from gradveil.client.steady import steady
 from gradveil.client.steps import Steps
 from gradveil.core.errors import Problem, fail, refuse
 from gradveil.core.noise import NoiseSpec
-from gradveil.core.tree import Tensors, below, multiplied, select, under
+from gradveil.core.tree import Tensors, alike, below, multiplied, select, under, wide
 from gradveil.core.types import Batch, BatchTransform, Domain, Loss, Transform
 from gradveil.nn.statistics import batch_statistics, running_statistics
 from gradveil.nn.stochastic import switched_off
@@ -391,7 +391,8 @@ class Client:
         if self.send:
             inner, messages = select(noise, "model"), select(self.messages, "send")
             context = self._defended.context(params, batch, inner, messages, outputs)
-            update, send_state = self.send.apply(update, select(state, "send"), select(noise, "send"), context)
+            update, send_state = self.send.apply(wide(update), select(state, "send"), select(noise, "send"), context)
+            update = alike(update, params)
         after = after | under("send", send_state)
         after = {name: after[name] for name in state if name in after} | after  # in the order of `init`
         return update, after

@@ -10,14 +10,17 @@ from torch import Tensor, nn
 from gradveil.client.batching import Batching
 from gradveil.client.local import Local
 from gradveil.core.noise import NoiseSpec
-from gradveil.core.tree import Tensors, under
+from gradveil.core.tree import Tensors, single, under, wide
 from gradveil.core.types import Batch, Transform
 from gradveil.nn.stochastic import model_noise
 
 
 @dataclass(frozen=True)
 class Declared:
-    """The declarations of a client's parts, united. `sent` are the trained parameters, in the model's order."""
+    """The declarations of a client's parts, united. `sent` are the trained parameters, in the model's order.
+
+    Transforms of updates compute in single precision at least, whatever the model does.
+    """
 
     model: nn.Module
     kept: NoiseSpec
@@ -29,8 +32,8 @@ class Declared:
 
     def init(self, sent: Tensors) -> Tensors:
         """Return the state of a client that has sent nothing yet."""
-        state = under("step", self.step.init(sent) if self.step else {})
-        state |= under("send", self.send.init(sent) if self.send else {})
+        state = under("step", self.step.init(wide(sent)) if self.step else {})
+        state |= under("send", self.send.init(wide(sent)) if self.send else {})
         if self.kept:
             like = next(iter(sent.values()))
             own = {name: like.new_zeros(noise.shape) for name, noise in self.kept.items()}
@@ -51,11 +54,10 @@ class Declared:
         spec = self.kept
         if self.local is None:
             spec = spec | self.batching.spec(batch)
-        if self.send:
-            spec = spec | (self.send.noise(sent) | self.send.directions(batch)).under("send")
         if self.local:
             spec = spec | self.local.drawn(batch.inputs.shape[0])
-        return spec.to(batch.inputs.dtype)
+        spec = spec.to(batch.inputs.dtype)
+        return spec | _of_slot(self.send, sent, batch).under("send") if self.send else spec
 
     def of_epoch(self, batch: Batch) -> NoiseSpec:
         """Declare what local training draws in every epoch."""
@@ -69,20 +71,22 @@ class Declared:
         spec = model_noise(self.model, shown.inputs).under("model")
         if self.local is not None:
             spec = spec | self.batching.spec(shown, "step")
+        spec = spec.to(batch.inputs.dtype)
         each, mean = self.step.split() if self.step else (None, None)
         if each is not None:
-            spec = spec | each.noise(sent).times(size).under("step")
+            own = each.noise(wide(sent)).to(single(batch.inputs.dtype))
+            spec = spec | own.times(size).under("step")
         if mean is not None:
-            spec = spec | (mean.noise(sent) | mean.directions(shown)).under("step")
-        return spec.to(batch.inputs.dtype)
+            spec = spec | _of_slot(mean, sent, shown).under("step")
+        return spec
 
     def intermediates(self, sent: Tensors) -> NoiseSpec:
         """Declare the intermediates of the sent update (masks, scales) that an attacker may pin through the noise."""
-        spec = self.send.intermediates(sent).under("send") if self.send else NoiseSpec()
+        spec = self.send.intermediates(wide(sent)).under("send") if self.send else NoiseSpec()
         if self.local is None and self.step:
             _, mean = self.step.split()
             if mean is not None:
-                spec = spec | mean.intermediates(sent).under("step")
+                spec = spec | mean.intermediates(wide(sent)).under("step")
         return spec
 
     def evidence(self, sent: Mapping[str, Tensor]) -> Tensors:
@@ -91,3 +95,10 @@ class Declared:
         if self.local is None and self.send is None and self.step:
             found |= under("step", self.step.evidence(sent))
         return found
+
+
+def _of_slot(slot: Transform, sent: Tensors, batch: Batch) -> NoiseSpec:
+    """Declare what a transform of the mean update draws."""
+    dtype = single(batch.inputs.dtype)
+    shown = Batch(batch.inputs.to(dtype), batch.targets)
+    return (slot.noise(wide(sent)) | slot.directions(shown)).to(dtype)

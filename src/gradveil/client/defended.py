@@ -11,14 +11,17 @@ from torch.func import vmap
 from gradveil.client.at import At
 from gradveil.client.gradient import Objective, last_inputs, mean_gradient
 from gradveil.client.probing import example_squared_row_norms
-from gradveil.core.tree import Tensors, select
+from gradveil.core.tree import Tensors, alike, select, single, wide
 from gradveil.core.types import Batch, Context, Domain, Features, Public, Transform
 from gradveil.nn.stochastic import switched_off
 
 
 @dataclass(frozen=True)
 class Defended:
-    """How a client comes from a batch to a gradient: its model and loss, what is trained, the transform of a step."""
+    """How a client comes from a batch to a gradient: its model and loss, what is trained, the transform of a step.
+
+    Transforms get updates and all that they may ask for in single precision at least, whatever the model computes in.
+    """
 
     objective: Objective
     trained: Collection[str]
@@ -56,13 +59,14 @@ class Defended:
     ) -> Tensors:
         """Transform every example's gradient [B, ...], and average them."""
         if each is not None:
-            drawn, inner = select(noise, "step"), select(noise, "model")
+            drawn, inner = select(noise, "step"), wide(select(noise, "model"))
             of_each = {name: drawn[name] for name in each.noise({n: params[n] for n in rows})}
+            context = Context(wide(params), Batch(**wide(batch._asdict())), inner)
 
             def apply(row: Tensors, noise_1: Tensors) -> Tensors:
-                return each.apply(row, {}, noise_1, Context(params, batch, inner))[0]
+                return each.apply(row, {}, noise_1, context)[0]
 
-            rows = vmap(apply)(rows, of_each)
+            rows = vmap(apply)(wide(rows), of_each)
         return {name: self._mean(value, included) for name, value in rows.items()}
 
     def of_mean(
@@ -77,11 +81,12 @@ class Defended:
     ) -> tuple[Tensors, Tensors]:
         """Transform the mean gradient; return it with the state after it."""
         if mean is None:
-            return g, {}
+            return alike(g, params), {}
         context = self.context(params, batch, select(noise, "model"))
         if included is not None:
             context = replace(context, expected=self.expected, included=included)
-        return mean.apply(g, state, select(noise, "step"), context)
+        sent, after = mean.apply(wide(g), state, select(noise, "step"), context)
+        return alike(sent, params), after
 
     def context(
         self,
@@ -92,24 +97,34 @@ class Defended:
         outputs: Tensor | None = None,
     ) -> Context:
         """Say what a transform may ask for at these parameters."""
+        objective, params, inner = self._single(), wide(params), wide(inner)
+        batch = Batch(**wide(batch._asdict()))
+        outputs = None if outputs is None else outputs.to(single(outputs.dtype))
         trained, frozen = self.parted(params)
-        own = self.objective, trained, frozen, batch, inner
+        own = objective, trained, frozen, batch, inner
 
         def gradient(examples: Batch) -> Tensors:
-            return mean_gradient(self.objective, trained, frozen, examples, inner)
+            return mean_gradient(objective, trained, frozen, examples, inner)
 
         def features(examples: Batch) -> Features:
-            return last_inputs(self.objective, params, examples, inner)
+            return last_inputs(objective, params, examples, inner)
 
         def sensitivity(directions: Tensor, offset: Tensor) -> Tensors:
             return example_squared_row_norms(*own, directions, offset, outputs)
 
         def of_public(examples: Batch) -> Tensors:
-            off = switched_off(self.objective.model, examples.inputs)
-            return mean_gradient(self.objective, trained, frozen, examples, off)
+            shown = Batch(examples.inputs.to(batch.inputs.dtype), examples.targets)
+            return mean_gradient(objective, trained, frozen, shown, switched_off(objective.model, shown.inputs))
 
         public = Public(self.domain, of_public, batch.inputs.shape[0]) if self.domain else None
         return Context(params, batch, inner, gradient, features, sensitivity, messages or {}, public)
+
+    def _single(self) -> Objective:
+        """Return the objective with no buffer in half precision."""
+        held = self.objective.buffers()
+        if all(value.dtype == single(value.dtype) for value in held.values() if value.is_floating_point()):
+            return self.objective
+        return replace(self.objective, replaced=wide(held))
 
     def parted(self, params: Mapping[str, Tensor]) -> tuple[Tensors, Tensors]:
         """Part the parameters into the trained and the frozen ones."""

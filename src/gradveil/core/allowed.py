@@ -46,6 +46,10 @@ class Range:
             return True
         if isinstance(value, bool) or not isinstance(value, int | float):
             return False
+        try:
+            value = float(value)
+        except OverflowError:  # a whole number beyond all floats
+            return False
         if self.integer and not (math.isfinite(value) and value == int(value)):
             return False
         if self.odd and value % 2 == 0:

@@ -42,7 +42,7 @@ class _Token:
     def value(self) -> Any:
         """The value that a number, word or quoted text stands for."""
         if self.kind == "number":
-            return int(self.text) if re.fullmatch(r"-?\d+", self.text) else float(self.text)
+            return int(self.text) if re.fullmatch(r"-?\d{1,15}", self.text) else float(self.text)
         if self.kind == "quoted":
             return self.text[1:-1]
         return _WORDS.get(self.text.lower(), self.text)

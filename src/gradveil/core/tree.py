@@ -106,6 +106,27 @@ def straight_through(exact: Tensor, surrogate: Tensor) -> Tensor:
     return exact.detach() + (surrogate - surrogate.detach())
 
 
+def wide(tensors: Mapping[str, Tensor]) -> Tensors:
+    """Return tensors of half precision in single precision, others as they are.
+
+    Squares of a float16 below 2e-4 vanish and those above 256 are infinite, so that no norm could be trusted.
+
+    >>> {name: value.dtype for name, value in wide({"a": torch.ones(1).half(), "b": torch.ones(1).double()}).items()}
+    {'a': torch.float32, 'b': torch.float64}
+    """
+    return {n: v.to(single(v.dtype)) if v.is_floating_point() else v for n, v in tensors.items()}
+
+
+def alike(tensors: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> Tensors:
+    """Give tensors the dtypes of those of the same name, where there are any: back from `wide`."""
+    return {name: value.to(like[name].dtype) if name in like else value for name, value in tensors.items()}
+
+
+def single(dtype: torch.dtype) -> torch.dtype:
+    """Return a floating-point dtype, or single precision where it has less."""
+    return torch.promote_types(dtype, torch.float32)
+
+
 def counter(params: Mapping[str, Tensor]) -> Tensor:
     """Return the zero from which rounds are counted, where the parameters are: in single precision at least.
 
@@ -115,7 +136,7 @@ def counter(params: Mapping[str, Tensor]) -> Tensor:
     (torch.float32, torch.float64)
     """
     first = next(iter(params.values()))
-    return first.new_zeros((), dtype=torch.promote_types(first.dtype, torch.float32))
+    return first.new_zeros((), dtype=single(first.dtype))
 
 
 def plain(*tensors: Tensor) -> bool:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gradveil.client import Client
 from gradveil.core.noise import Key
-from gradveil.core.tree import Tensors, tmap
+from gradveil.core.tree import Tensors, tmap, wide
 from gradveil.core.types import Batch, BatchTransform, Context, Public, Stage, Transform
 
 _COPIES = 8
@@ -100,9 +100,9 @@ class AskedError(Exception):
 
 
 def sent_by(client: Client) -> Mapping[str, Tensor]:
-    """Return the parameters that a client trains and sends."""
+    """Return the parameters that a client trains and sends, as transforms see them."""
     params = client.params()
-    return {name: params[name] for name in client.trained()}
+    return wide({name: params[name] for name in client.trained()})
 
 
 def _normal(value: Tensor, name: str) -> Tensor:

@@ -41,7 +41,8 @@ def squared_row_norms(gradient: Gradient, batch: Batch, probe: Tensor, at_once: 
     takes K forward-mode products, `at_once` in one batch; can be differentiated, and runs under `vmap`.
     """
     load_forward_mode()
-    inputs = batch.inputs.contiguous()  # forward mode of a group norm refuses images whose channels come last
+    # Forward mode of a group norm refuses images whose channels come last.
+    inputs = batch.inputs.to(probe.dtype).contiguous()
 
     def product(direction: Tensor) -> Tensors:
         return jvp(lambda x: gradient(Batch(x, batch.targets)), (inputs,), (direction,))[1]
