@@ -99,6 +99,18 @@ def test_an_update_that_is_not_a_number_is_a_status():
     assert bool(torch.isfinite(found.inputs).all())
 
 
+def test_two_updates_are_enough_to_learn_from():
+    scene = tiny(examples=2)
+    every = Batch(torch.rand(4, 1, 6, 6, generator=Key(1).generator()), torch.arange(4))
+    attack = make_attack("learned(epochs=2, width=20)")
+    knowledge = replace(scene.knowledge, public=every)
+    found = attack([scene.observation], scene.client, knowledge, Key(0))
+    assert not torch.equal(found.inputs, torch.full_like(found.inputs, 0.5))
+    knowledge = replace(scene.knowledge, public=Batch(every.inputs[:3], every.targets[:3]))
+    with pytest.raises(GradveilError, match="too few public images to learn from: 3, and an update is made from 2"):
+        attack([scene.observation], scene.client, knowledge, Key(0))
+
+
 def test_without_public_images_it_says_so():
     scene = tiny()
     with pytest.raises(GradveilError, match="no public images"):

@@ -98,7 +98,9 @@ def test_time_is_about_kept():
 
 
 def test_attacks_without_iterations_stay_as_they_are():
-    assert within(Budget(1, "seconds"), Analytic(), Share(1, 1, 1), lambda _: None, Plans()) == Analytic()
+    for attackers in (0, 1):
+        share = Share(attackers, 1, 1)
+        assert within(Budget(1, "seconds"), Analytic(), share, lambda _: None, Plans()) == Analytic()
 
 
 @pytest.mark.parametrize("text", ["", "fast", "-3", "0", "10 d", "0s"])

@@ -55,6 +55,13 @@ def test_learning_needs_public_images():
         gradveil.audit(model, batch, defences=["dp"], attacks=["learned"])
 
 
+def test_learning_needs_the_public_images_of_two_updates():
+    run = {"attacks": ["learned", "ig"], "client": {"batch": 4}, "defences": ["none"]}
+    (found,) = problems(data={"name": "faces", "size": 16, "public": 7}, budget="100", **run)
+    assert "too few public images to learn from: 7, and an update is made from 4 -> give at least 8" in found
+    open_scene(config(data={"name": "faces", "size": 16, "public": 8}, **run))
+
+
 def test_who_asked_for_all_that_aim_at_a_defence_may_leave_out_one_that_cannot():
     run = {"client": {"trainable": ["head.*"]}, "defences": ["precode"], "data": {"name": "faces"}}
     run["model"] = {"name": "scheliga-cnn"}

@@ -61,7 +61,7 @@ class Analytic:
         yield from _batch_problems(layer, prospect.examples)
         yield from label_problems(self.labels, prospect)
         if self.prior == "public":
-            yield from prior_problems(prospect.shape, prospect.examples, prospect.public)
+            yield from prior_problems(prospect.shape, prospect.examples, prospect.public > 0)
 
     def __call__(
         self,

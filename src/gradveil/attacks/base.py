@@ -162,8 +162,8 @@ class Prospect:
     shape: tuple[int, int, int]
     examples: int
     classes: int
-    public: bool
-    """Whether there are public examples."""
+    public: int
+    """How many public examples there are."""
 
 
 @runtime_checkable

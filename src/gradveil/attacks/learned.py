@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import torch
@@ -22,7 +22,7 @@ from gradveil.attacks.infer import Labels, find_labels, label_problems
 from gradveil.attacks.knowledge import How, Knowledge, Known
 from gradveil.attacks.objective import cosine
 from gradveil.client import Client
-from gradveil.core.errors import Problem, fail
+from gradveil.core.errors import Problem, refuse
 from gradveil.core.noise import Key
 from gradveil.core.tree import Tensors, stack
 from gradveil.core.types import Batch
@@ -49,11 +49,8 @@ class Learned:
     knowledge: Mapping[str, How] = field(default_factory=lambda: {"public": Known()})
 
     def problems(self, prospect: Prospect) -> Iterator[Problem]:
-        """Refuse where there are no public images to learn from, or labels cannot be read off."""
-        if not prospect.public:
-            what = "there are no public images to learn from"
-            remedy = "audit data with a public split, give public= from Python, or choose another attack"
-            yield Problem("data", what, remedy)
+        """Refuse where there are too few public images to learn from, or labels cannot be read off."""
+        yield from _public_problems(prospect.public, prospect.examples)
         yield from label_problems(self.labels, prospect)
 
     def __call__(
@@ -69,9 +66,8 @@ class Learned:
         began = time.perf_counter()
         seen = observations[-1]
         public = knowledge.public
-        if public is None or len(public.inputs) < seen.examples:
-            what = "has no public images to learn from" if public is None else "has too few public images"
-            raise fail(f"attack {self.name}", what, "audit a data set with a public split, or choose another attack")
+        refuse([replace(p, where=f"attack {self.name}") for p in _public_problems(_count(public), seen.examples)])
+        assert public is not None
         targets = find_labels(self.labels, seen, seen.believed(belief), knowledge, key.child("labels"))
         assert targets is not None, "labels are given or read off the update"
         client = _Client(belief, observations)
@@ -106,6 +102,20 @@ class Learned:
         """Return 1 - cosine [V] of what inputs [V, B, ...] would send, with noise of his own, and what was sent."""
         assert knowledge.targets is not None, "the true labels are told"
         return _Client(belief, observations).distance(inputs, knowledge.targets.to(inputs.device), key)
+
+
+def _public_problems(images: int, examples: int) -> Iterator[Problem]:
+    """Refuse public images that make fewer than two updates: nothing would tell what differs between updates."""
+    if not images:
+        remedy = "audit data with a public split, give public= from Python, or choose another attack"
+        yield Problem("data", "there are no public images to learn from", remedy)
+    elif images < 2 * examples:
+        what = f"there are too few public images to learn from: {images}, and an update is made from {examples}"
+        yield Problem("data", what, f"give at least {2 * examples} (data.public), or choose another attack")
+
+
+def _count(public: Batch | None) -> int:
+    return 0 if public is None else len(public.inputs)
 
 
 class _Client:

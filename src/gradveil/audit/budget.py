@@ -86,6 +86,8 @@ def within(budget: Budget, attack: Attack, share: Share, run: Callable[[Attack],
 
     `run` attacks once, for a measurement; `plans` keeps its result. An attack with neither stays as it is.
     """
+    if not spends(attack):
+        return attack
     amount = budget.amount / share.attackers
     timed = budget.unit == "seconds"
     seconds = amount * share.victims / share.whole

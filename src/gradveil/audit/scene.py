@@ -274,7 +274,7 @@ def _attack_problems(scene: Scene, index: int, defence: str, client: Client, whe
     """Ask the attacks on a defended client what stands in their way."""
     data, config = scene.victims, scene.config
     shape = (data.channels, int(data.inputs.shape[-2]), int(data.inputs.shape[-1]))
-    facts = shape, config.client[index].examples, max(len(data.classes), 2), scene.public is not None
+    facts = shape, config.client[index].examples, max(len(data.classes), 2), len(scene.public or ())
     for text in attacks_against(config.attacks, defence):
         attack = scene.attacks[text]
         belief = client if attack.belief == "full" else client.undefended_update()
