@@ -100,6 +100,12 @@ def test_a_sum_over_clients_shows_their_labels_together():
     assert accuracy(Client(model(), members=3, local=Local(batch=5, lr=0.1, steps=2)), batch) > 0.95
 
 
+@pytest.mark.parametrize("settings", [{}, {"local": Local(batch=2, lr=0.1, steps=2)}, {"members": 2}])
+def test_labels_of_clients_that_keep_something_are_restored(settings):
+    batch = digits(4)
+    assert accuracy(parse("keylock(width=16)")(Client(model(), **settings)), batch) > 0.8
+
+
 def test_unique_refuses_more_examples_than_classes():
     client, batch = Client(model()), digits(16)
     with pytest.raises(GradveilError, match=r"16 examples cannot have different labels among 10 classes.*restore"):

@@ -13,8 +13,8 @@ from gradveil.attacks.presets import make_attack
 from gradveil.attacks.prior import Consensus, shifted_onto, statistics_distance
 from gradveil.attacks.rows import INPUTS, Rows
 from gradveil.attacks.steps import Adam
-from gradveil.audit.cell import cells, recover
-from gradveil.audit.granted import grant
+from gradveil.audit.cell import at_truth, attacked, cells, recover
+from gradveil.audit.plans import UNPLANNED
 from gradveil.audit.rounds import observe
 from gradveil.audit.scene import open_scene
 from gradveil.client import Client, Local
@@ -81,24 +81,37 @@ def test_the_first_layer_counts_ten_times():
         torch.testing.assert_close(statistics_distance(moved, zero), torch.tensor([0.0, 5.0 * expected]))
 
 
-def test_the_true_statistics_are_a_grant_and_fit_only_the_true_batch():
+def test_layers_that_do_not_run_have_no_statistics_to_fit():
+    """And the first layer is the one that runs first, not the one that was defined first."""
+    ran = {"b.mean": torch.ones(2, 1), "a.mean": torch.ones(2, 1)}
+    wanted = {name: torch.zeros(2, 1) for name in ("unused.mean", "a.mean", "b.mean")}
+    torch.testing.assert_close(statistics_distance(ran, wanted), torch.tensor([11.0, 11.0]))
+    wanted["a.mean"] += 1
+    torch.testing.assert_close(statistics_distance(ran, wanted), torch.tensor([10.0, 10.0]))
+
+
+@pytest.mark.parametrize("rounds", ["first", "last", "all"])
+@pytest.mark.parametrize("defence", ["none", "ats"])
+def test_the_true_statistics_are_a_grant_and_fit_only_the_true_batch(rounds: str, defence: str):
     scene = open_scene(
         config(
             data={"name": "faces", "size": 16}, model={"name": "convnet", "prepare": True, "options": {"width": 8}},
-            client={"batch": 2}, attacks=["gi-strong(tv=0, l2=0, group=0, labels=given)"], defences=["none"],
+            client={"batch": 2}, attacks=[f"gi-strong(tv=0, l2=0, group=0, labels=given, iterations=1, "
+            f"restarts=1, rounds={rounds})"],
+            defences=[defence], rounds=2, server_lr=1.0,
         )
     )  # fmt: skip
     cell = cells(scene.config)[0]
-    client = scene.client(0, "none", 0)
+    client = scene.client(0, defence, 0)
     seen, truth = observe(scene, cell, client, range(2))
-    attack = scene.attacks[cell.attack]
-    knowledge, grants = grant(scene, attack, client, seen[0].params, truth)
-    granted = [name for name in grants if name.startswith("statistics.")]
+    made = attacked(scene, cell, client, seen, truth, range(2), lambda _: None, UNPLANNED)
+    granted = [name for name in made.grants if name.startswith("statistics.")]
     assert granted
-    assert all(isinstance(knowledge.tensors[name.partition(":")[0]], Known) for name in granted)
-    right = attack.evaluate(seen, client, knowledge, Key(0), truth.raw.inputs, {})
-    wrong = attack.evaluate(seen, client, knowledge, Key(0), truth.raw.inputs.flip(0), {})
-    assert bool((right < 1e-4).all())
+    assert all(isinstance(made.knowledge.tensors[name.partition(":")[0]], Known) for name in granted)
+    right = at_truth(made, seen, truth)
+    if defence == "none" or rounds == "last":  # a batch is transformed anew in every round
+        assert bool((right < 1e-3).all())
+    wrong = at_truth(made, seen, replace(truth, transformed=Batch(truth.raw.inputs.flip(0), truth.raw.targets)))
     assert bool((wrong > 0.1).all())
 
 

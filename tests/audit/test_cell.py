@@ -152,6 +152,8 @@ def test_what_was_not_asked_for_is_not_granted() -> None:
 def test_an_intermediate_cannot_be_granted() -> None:
     with pytest.raises(GradveilError, match="intermediate"):
         attacked(Recorder({"send.prune.*": Known()}, belief="full"), "prune(0.9)")
+    for everything in ("*", "send.*"):  # whatever is random, and here nothing is
+        attacked(Recorder({everything: Known()}, belief="full"), "clip(norm=1)")
 
 
 def test_shares_of_the_victims_make_the_same_updates() -> None:

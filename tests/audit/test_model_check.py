@@ -4,6 +4,7 @@ import sys
 
 import pytest
 import torch
+from torch import nn
 
 import gradveil
 from gradveil.audit.api import _one_thread
@@ -12,6 +13,7 @@ from gradveil.audit.scene import open_scene
 from gradveil.core.errors import GradveilError
 from gradveil.core.noise import Key
 from gradveil.nn.models import MODELS, build
+from tests.audit.runs import config, execute
 
 
 def scene(model, **settings):
@@ -97,3 +99,15 @@ def test_an_audit_from_python_prepares_a_copy():
     assert "Changed in the model: hidden dropout made explicit: module '2'." in str(result)
     assert isinstance(net[2], torch.nn.Dropout)
     assert "hidden dropout made explicit" in result.report().read_text()
+
+
+def test_a_model_may_have_more_outputs_than_the_data_have_classes(tmp_path):
+    """As one for a thousand classes that is applied to two; whoever sees the model counts its outputs."""
+    attacks = ["dlg(iterations=2)", "ig(iterations=2, labels=restore)", "learned(epochs=1, width=8, features=16)"]
+    settings = {"client": {"batch": 2}, "defences": ["none", "label-smoothing(0.1)"]}
+    made = config(model={"name": f"{__name__}:of_five"}, attacks=[*attacks, "analytic"], **settings)
+    assert [cell.failed for cell in execute(made, tmp_path / "run")[0].cells] == [None] * 8
+
+
+def of_five(channels: int, size: int) -> nn.Module:
+    return nn.Sequential(nn.Flatten(), nn.Linear(channels * size * size, 8), nn.ReLU(), nn.Linear(8, 5))

@@ -19,12 +19,13 @@ def energy(x: Tensor) -> Tensor:
 def statistics_distance(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> Tensor:
     """Sum the distances of means and of variances over the layers, the first layer ten times (Yin et al. 2021).
 
-    Names are `<layer>.mean` and `<layer>.var`; tensors are [N, channels].
+    Names are `<layer>.mean` and `<layer>.var`; tensors are [N, channels]. `found` has the layers that ran, as they ran.
     """
-    first = next(iter(wanted)).rpartition(".")[0]
+    names = [name for name in found if name in wanted]
+    first = names[0].rpartition(".")[0]
     total: Tensor | None = None
-    for name, target in wanted.items():
-        size = (found[name] - target).square().sum(1).clamp_min(1e-24).sqrt()
+    for name in names:
+        size = (found[name] - wanted[name]).square().sum(1).clamp_min(1e-24).sqrt()
         size = 10 * size if name.rpartition(".")[0] == first else size
         total = size if total is None else total + size
     assert total is not None, "a model with a BatchNorm prior has a BatchNorm layer"

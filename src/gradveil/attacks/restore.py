@@ -258,7 +258,8 @@ def _simulate(client: Client, params: Tensors, labels: Tensor, knowledge: Knowle
     batch = Batch(images.unflatten(0, labels.shape), labels.to(example.device))
     spec = client.noise_spec(params, Batch(batch.inputs[0], batch.targets[0]))
     off = {n: v.to(example.device).expand(len(labels), *v.shape) for n, v in spec.neutral().items()}
-    return client.updates(params, batch, off, {})[0]
+    state = {n: v.to(example.device).expand(len(labels), *v.shape) for n, v in client.init(params).items()}
+    return client.updates(params, batch, off, state)[0]
 
 
 def _images(knowledge: Knowledge, labels: Tensor, generator: torch.Generator) -> Tensor:

@@ -17,7 +17,7 @@ from gradveil.audit.adaptive import attacks_against
 from gradveil.audit.bound import leaked
 from gradveil.audit.budget import Share, read_budget, spends, within
 from gradveil.audit.config import RunConfig
-from gradveil.audit.granted import first, grant, told
+from gradveil.audit.granted import first, grant, looks_at_last, told
 from gradveil.audit.plans import UNPLANNED, Plans
 from gradveil.audit.privacy import privacy_facts
 from gradveil.audit.protocol import checked
@@ -133,7 +133,7 @@ def attacked(
     """Attack what was seen of these victims; of the truth an attack gets what is granted to it by name."""
     attack = scene.attacks[cell.attack]
     belief = client if attack.belief == "full" else client.undefended_update()
-    knowledge, grants = grant(scene, attack, belief, client.params(), truth)
+    knowledge, grants = grant(scene, attack, belief, _looked_at(attack, seen).params, truth)
     key = Key(cell.seed, ("attack",))
     attack = _afforded(scene, cell, attack, numbers, lambda tried: tried(seen, belief, knowledge, key), plans)
     done = 0
@@ -149,6 +149,11 @@ def attacked(
     found = checked(attack.name, attack(seen, belief, knowledge, key, count, plan), seen[-1], knowledge)
     done = done or int(found.iterations.sum()) * found.objectives.shape[1]
     return Made(attack, belief, knowledge, grants, key, found, done)
+
+
+def _looked_at(attack: Attack, seen: Sequence[Observation]) -> Observation:
+    """Return the round that an attack looks at, or the first of several."""
+    return seen[-1] if looks_at_last(attack) else seen[0]
 
 
 def tensors_of(found: Reconstruction, seen: Observation) -> Tensors:

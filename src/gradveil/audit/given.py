@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,7 +16,7 @@ from gradveil.core.types import Batch, BatchTransform, Loss, Transform
 from gradveil.nn import surgery
 from gradveil.nn.check import check
 from gradveil.nn.check.batches import batch_problems, target_problems
-from gradveil.nn.paths import called
+from gradveil.nn.paths import called, count_classes
 
 _BATCH = "give (inputs [N, C, H, W], targets [N]), two tensors"
 
@@ -141,9 +140,7 @@ def _stopped(problems: Sequence[Problem]) -> bool:
 
 def class_names(model: nn.Module, inputs: Tensor) -> tuple[str, ...]:
     """Give the classes their numbers as names: as many as the model, which runs, has outputs, but two at least."""
-    with torch.no_grad():
-        outputs = copy.deepcopy(model)(inputs)
-    return tuple(str(number) for number in range(max(outputs.shape[-1] if outputs.dim() > 1 else 1, 2)))
+    return tuple(str(number) for number in range(count_classes(model, inputs)))
 
 
 def named(where: str, given: Any, build: Callable[[str], Any], problems: list[Problem]) -> dict[str, Any]:

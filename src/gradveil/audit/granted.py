@@ -21,7 +21,10 @@ _LABELS = {"given": "known", "joint": "optimise", "idlg": "infer", "unique": "in
 
 
 def grant(scene: Scene, attack: Attack, belief: Client, params: Tensors, truth: Truth) -> tuple[Knowledge, list[str]]:
-    """Tell the attack what its protocol says it knows, and name everything that is true knowledge of the secret."""
+    """Tell the attack what its protocol says it knows, and name everything that is true knowledge of the secret.
+
+    `params` are those of the round that it looks at.
+    """
     own = belief.noise_spec(params, first(truth))
     secret = {name: value for name, value in truth.noise.items() if plain_name(name) in own}
     secret |= _statistics(attack, belief, params, truth)
@@ -38,7 +41,8 @@ def grant(scene: Scene, attack: Attack, belief: Client, params: Tensors, truth: 
         if isinstance(way, Known) and way.value is None:
             matching = [name for name in secret if fnmatchcase(plain_name(name), pattern)]
             read_off = [name for name in pinned if any(fnmatchcase(name, earlier) for earlier in tensors)]
-            if not matching and any(fnmatchcase(name, pattern) for name in pinned if name not in read_off):
+            aimed = [name for name in pinned if fnmatchcase(name, pattern) and not _any_of_slot(name, pattern)]
+            if not matching and any(name not in read_off for name in aimed):
                 remedy = "let the attack infer it from what was sent, or recompute it"
                 raise fail(f"attack {attack.name}, {pattern}", "is an intermediate, which nobody can be told", remedy)
             for name in matching:
@@ -55,16 +59,35 @@ def grant(scene: Scene, attack: Attack, belief: Client, params: Tensors, truth: 
         grants.append(f"public: {len(scene.public)} images of the same kind, none of a victim")
     if belief.domain is not None and belief.domain.public is not None and belief.batch:
         grants.append(f"public: the {len(belief.domain.public)} images that the defence mixes with, not which it drew")
-    return Knowledge(shape, lower, upper, max(len(data.classes), 2), tensors, targets, public), grants
+    return Knowledge(shape, lower, upper, scene.classes, tensors, targets, public), grants
+
+
+def _any_of_slot(name: str, pattern: str) -> bool:
+    """Whether a pattern asks for whatever is random in the slot of a name, and not for this name or such names.
+
+    >>> _any_of_slot("send.clip.scale", "*"), _any_of_slot("send.clip.scale", "send.*scale*")
+    (True, False)
+    """
+    return fnmatchcase(f"{name.partition('.')[0]}.", pattern)
 
 
 def _statistics(attack: Attack, belief: Client, params: Tensors, truth: Truth) -> Tensors:
-    """Compute what an attack may be told of the batch that passed through the normalisation layers."""
+    """Compute what an attack may be told of the batch that passed through the normalisation layers.
+
+    A belief without the batch's defence takes its images as they went in.
+    """
     if not any(pattern.startswith("statistics.") for pattern in attack.knowledge):
         return {}
-    noise = {name: value for name, value in truth.noise.items() if name in belief.noise_spec(params, first(truth))}
+    drawn = truth.last if looks_at_last(attack) else truth.noise
+    noise = {name: drawn[name] for name in belief.noise_spec(params, first(truth))}
+    batch = truth.raw if attack.belief == "full" else truth.transformed
     with torch.no_grad():
-        return {f"statistics.{n}": v for n, v in belief.statistics(params, truth.raw, noise).items()}
+        return {f"statistics.{n}": v for n, v in belief.statistics(params, batch, noise).items()}
+
+
+def looks_at_last(attack: Attack) -> bool:
+    """Whether an attack looks at the last of the observed rounds alone, as those without the setting do."""
+    return getattr(attack, "rounds", "last") == "last"
 
 
 def first(truth: Truth) -> Batch:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -30,7 +31,7 @@ from gradveil.federated.opening import device_problems, initial_model, open_imag
 from gradveil.federated.setting import open_setting
 from gradveil.nn import surgery
 from gradveil.nn.check import check
-from gradveil.nn.paths import called
+from gradveil.nn.paths import called, count_classes
 from gradveil.nn.weights import misfits, put_weights, read_weights
 
 
@@ -100,7 +101,13 @@ class Scene:
     def domain(self) -> Domain:
         """What everybody knows of the examples, and their batch defences ask."""
         lower, upper = (bound.to(self.config.device, self.dtype) for bound in self.victims.bounds)
-        return Domain(lower, upper, max(len(self.victims.classes), 2))
+        return Domain(lower, upper, self.classes)
+
+    @cached_property
+    def classes(self) -> int:
+        """How many classes there are to who sees the model, which may have more outputs than the data have labels."""
+        net = self.model(self.config.seeds[0]).to("cpu", self.dtype)
+        return count_classes(net, self.victims.inputs[:1].to(self.dtype), len(self.victims.classes))
 
     def examples(self, index: int, numbers: Sequence[int], seed: int | None = None) -> Tensor:
         """Return the places [V, B] of the victims' examples: victim i owns examples i B to (i + 1) B.
@@ -274,7 +281,7 @@ def _attack_problems(scene: Scene, index: int, defence: str, client: Client, whe
     """Ask the attacks on a defended client what stands in their way."""
     data, config = scene.victims, scene.config
     shape = (data.channels, int(data.inputs.shape[-2]), int(data.inputs.shape[-1]))
-    facts = shape, config.client[index].examples, max(len(data.classes), 2), len(scene.public or ())
+    facts = shape, config.client[index].examples, scene.classes, len(scene.public or ())
     for text in attacks_against(config.attacks, defence):
         attack = scene.attacks[text]
         belief = client if attack.belief == "full" else client.undefended_update()

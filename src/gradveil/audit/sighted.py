@@ -112,7 +112,7 @@ def _simulated(scene: Scene, cell: Address, client: Client, params: Tensors) -> 
     lower, upper = (bound.to(next(iter(params.values()))) for bound in data.bounds)
     draw = key.child("inputs").generator()
     pixels = torch.rand((_DRAWS, size, *data.inputs.shape[1:]), generator=draw).to(lower)
-    targets = torch.randint(max(len(data.classes), 2), (_DRAWS, size), generator=draw).to(lower.device)
+    targets = torch.randint(scene.classes, (_DRAWS, size), generator=draw).to(lower.device)
     batch = Batch(lower + (upper - lower) * pixels, targets)
     spec = client.noise_spec(params, Batch(batch.inputs[0], targets[0]))
     rows = stack([spec.sample(key.child(i)) for i in range(_DRAWS)])

@@ -24,7 +24,7 @@ from gradveil.federated.engine import Federation, Share
 from gradveil.federated.opening import device_problems, initial_model, open_images
 from gradveil.nn import surgery
 from gradveil.nn.check import check
-from gradveil.nn.paths import called
+from gradveil.nn.paths import called, count_classes
 from gradveil.nn.weights import misfits, put_weights, read_weights
 
 CENTRAL = "central"
@@ -100,7 +100,7 @@ class Setting:
             put_weights(net, self.weights)
         smallest = min(len(share.train.targets) for share in shares)
         lower, upper = (bound.to(config.device, self.dtype) for bound in images.bounds)
-        domain = Domain(lower, upper, max(len(images.classes), 2))
+        domain = Domain(lower, upper, count_classes(net, images.inputs[:1], len(images.classes)))
         return Client(net, local=config.local.build(smallest) if config.local else None, domain=domain)
 
     def hands(self, seed: int) -> list[tuple[Tensor, Tensor]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -9,7 +10,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from gradveil.core.errors import fail
+from gradveil.core.errors import UNFIT, fail
 from gradveil.nn.stochastic import Stochastic
 
 _LINEAR = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -107,6 +108,19 @@ def _called(path: str, ran: Collection[str]) -> str:
     while path and path not in ran:
         path = path.rpartition(".")[0]
     return path
+
+
+def count_classes(model: nn.Module, inputs: Tensor, known: int = 2) -> int:
+    """Count the classes that a model tells apart: its outputs, perhaps more than are `known`; one output tells two.
+
+    A model that cannot be run on these inputs has those that are known.
+    """
+    try:
+        with torch.no_grad():
+            outputs = copy.deepcopy(model)(inputs)
+    except UNFIT:
+        return max(known, 2)
+    return max(outputs.shape[-1] if isinstance(outputs, Tensor) and outputs.dim() > 1 else 1, known, 2)
 
 
 def output_shape(model: nn.Module, path: str, inputs: Tensor) -> tuple[int, ...]:
