@@ -107,6 +107,9 @@ def test_the_clip_and_the_noise_are_those_of_the_accounting():
         ("poisson", Training(T, rate=0.25, sampling="poisson"), "privacy.rate"),
         ("batches", Training(T, rate=0.5, sampling="poisson"), "privacy.sampling"),
         ("batches", Training(T, rate=0.5, sampling="shuffled"), None),
+        ("batches", Training(T, rate=0.25, sampling="shuffled"), "privacy.rate"),
+        ("poisson", Training(T, rate=0.5, sampling="shuffled"), "privacy.sampling"),
+        ("poisson", Training(T, rate=1.0, sampling="shuffled"), None),
     ],
 )
 def test_a_sampling_that_is_not_the_clients_is_warned_of(sampling, training, place):

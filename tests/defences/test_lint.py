@@ -5,8 +5,9 @@ from dataclasses import replace
 import pytest
 
 from gradveil.client import Local
+from gradveil.core.types import Batch
 from gradveil.defences import Clip, Defence, chain, parse
-from gradveil.defences.lint import suspicions
+from gradveil.defences.lint import MEANINGLESS, suspicions
 from gradveil.theory.accounting import Training, epsilon
 from tests.defences.test_privacy import (
     BATCH,
@@ -60,6 +61,17 @@ class TestWithAnAccountant:
         assert "epsilon of a training of 1,000 sums" in told
         (told,) = warned("dp(clip=1, sigma=1)", client=replace(TRAINED, local=Local(2, 0.3, steps=30)))
         assert "of one update alone" in told
+
+    @pytest.mark.parametrize(("sampling", "sigma"), [("poisson", 1.0), ("batches", 3.0)])
+    def test_an_update_is_accounted_as_its_examples_are_drawn(self, sampling, sigma):
+        """Of 100 steps each example is in one, by chance or in turn: not in all of them."""
+        many = Batch(BATCH.inputs.repeat(25, 1, 1, 1), BATCH.targets.repeat(25))
+        drawn = Training(100, 0.01) if sampling == "poisson" else Training(100, 0.01, sampling="shuffled")
+        assert epsilon(sigma, drawn) < 3 < MEANINGLESS < epsilon(sigma, Training(100))
+        for strength in (sigma, 0.01):
+            trained = replace(PLAIN, local=Local(1, 0.3, steps=100, sampling=sampling))
+            said = [*suspicions(parse(f"dp(clip=1, sigma={strength})")(trained), many)]
+            assert bool(said) == (strength < sigma)
 
     def test_noise_from_a_shared_seed(self):
         told = warned(Defence("seeded", send=chain(clip=Clip(1.0), noise=Seeded())))

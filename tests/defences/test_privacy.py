@@ -9,10 +9,10 @@ import torch
 
 from gradveil.client import Client, Local
 from gradveil.core.errors import GradveilError
-from gradveil.core.noise import Key, Noise, NoiseSpec, Normal
+from gradveil.core.noise import Key, Noise, NoiseSpec, Normal, Uniform
 from gradveil.core.tree import norm, tmap
 from gradveil.core.types import Batch, BatchTransform, Context, Domain, Stage, Transform
-from gradveil.defences import DEFENCES, Clip, Defence, Gaussian, chain, parse
+from gradveil.defences import DEFENCES, Chain, Clip, Defence, Gaussian, chain, parse
 from gradveil.defences.lint import suspicions
 from gradveil.defences.privacy import NOTHING, examine
 from gradveil.defences.trials import data_dependent
@@ -279,9 +279,7 @@ def test_a_stage_that_looks_at_the_data_is_covered_before_the_clip_only(stage: S
 
 
 def test_noise_from_a_shared_seed_promises_nothing():
-    repeating = found(Defence("shared", send=chain(clip=Clip(1.0), noise=Repeating(2.0))))
-    assert repeating.mechanisms
-    assert "the same noise" in repeating.promise()
+    assert found(Defence("shared", send=chain(clip=Clip(1.0), noise=Repeating(2.0)))).promise() == NOTHING
     assert found(Defence("shared", send=chain(clip=Clip(1.0), noise=Seeded()))).promise() == NOTHING
 
 
@@ -309,12 +307,55 @@ class Faint(Gaussian):
         return Gaussian(self.std / 3)
 
 
+class Even(Clip):
+    """Clips nothing where a client multiplies its examples' gradients by what their norms say."""
+
+    def factors(self, squares):
+        return tmap(torch.ones_like, squares)
+
+
+class Narrow(Gaussian):
+    """Declares noise of another law than the one that it is accounted for."""
+
+    def noise(self, params):
+        return NoiseSpec({n: Noise(tuple(p.shape), Uniform(-1e-3, 1e-3), dtype=p.dtype) for n, p in params.items()})
+
+
 @pytest.mark.parametrize(
-    "stages", [{"clip": Loose(1.0), "noise": Gaussian(2.0)}, {"clip": Clip(1.0), "noise": Faint(2)}]
+    "stages",
+    [
+        {"clip": Loose(1.0), "noise": Gaussian(2.0)},
+        {"clip": Clip(1.0), "noise": Faint(2)},
+        {"clip": Even(1.0), "noise": Gaussian(2.0)},
+        {"clip": Clip(1.0), "noise": Narrow(2)},
+    ],
 )
 def test_nothing_is_promised_of_what_a_subclass_does(stages):
     assert found(Defence("mine", send=chain(**stages))).promise() == NOTHING
     assert found(Defence("known", send=chain(clip=Clip(1.0), noise=Gaussian(2.0)))).promise() != NOTHING
+
+
+class Silent(Chain):
+    """Does nothing of what its stages would."""
+
+    def apply(self, update, state, noise, context):
+        return update, state
+
+
+def test_nothing_is_promised_of_what_a_users_chain_does():
+    stages = (("clip", Clip(1.0)), ("noise", Gaussian(2.0)))
+    assert found(Defence("mine", send=Silent(stages))).promise() == NOTHING
+    assert found(Defence("known", send=Chain(stages))).promise() != NOTHING
+
+
+class Documented(Gaussian):
+    """Says something else of itself, and does the same."""
+
+    guarantee: ClassVar[str] = "that of the house"
+
+
+def test_a_subclass_that_changes_nothing_keeps_the_promise():
+    assert multipliers(Defence("mine", send=chain(clip=Clip(1.0), noise=Documented(2.0)))) == {"client": 2.0}
 
 
 def test_a_clip_of_single_examples_is_refused_where_one_update_is_sent():

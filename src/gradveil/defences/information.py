@@ -22,9 +22,10 @@ from gradveil.core.tree import Tensors, squared_norm, tmap
 from gradveil.core.types import Batch, Context, Stage, Transform
 from gradveil.defences.base import Chain
 from gradveil.defences.clip import Clip
+from gradveil.defences.fading import FadingClip, FadingNoise
 from gradveil.defences.noise import Additive, Gaussian, Laplacian
 from gradveil.defences.optimal import OptimalNoise, OptimalPruning
-from gradveil.defences.privacy import stages
+from gradveil.defences.privacy import known, stages
 from gradveil.defences.trials import data_dependent, noise_is_shared
 from gradveil.theory.sensitivity import squared_products
 
@@ -66,7 +67,7 @@ def obstacle(client: Client, batch: Batch) -> str | None:
         return "no noise is added whose law is known and does not depend on the data"
     inner, before, _, after = _split(client)
     for name, stage in (*inner, *before):
-        if not isinstance(stage, Clip):
+        if not known(stage, Clip, FadingClip):
             return f"'{name}' comes before the noise, and nothing is known of it"
     for name, stage in after:
         if data_dependent(stage, client, batch):
@@ -102,8 +103,8 @@ def sight(client: Client, examples: int) -> Sight:
     in_step = _first(stages(client.step)) is not None
     size = client.local.batch if client.local and in_step else each
     variance = sum(stage.variance(size) for stage in noise) / client.members
-    normal = sum(stage.variance(size) for stage in noise if isinstance(stage, Gaussian)) / client.members
-    scales = [stage.scale for stage in noise if isinstance(stage, Laplacian)] if client.members == 1 else []
+    normal = sum(stage.variance(size) for stage in noise if known(stage, Gaussian, FadingNoise)) / client.members
+    scales = [stage.scale for stage in noise if known(stage, Laplacian)] if client.members == 1 else []
     kept = Chain(before) if before else None
     clean = replace(client, step=kept, send=None) if in_step else replace(client, send=kept)
     every_step = in_step and client.local is not None

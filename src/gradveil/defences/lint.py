@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from gradveil.client import Client
 from gradveil.core.errors import Problem
 from gradveil.core.types import Batch
+from gradveil.core.words import plural
 from gradveil.defences.noise import Gaussian
 from gradveil.defences.privacy import Fault, Mechanism, Privacy, examine, stages
 from gradveil.defences.trials import noise_is_shared
@@ -35,7 +36,8 @@ _VOIDING: Mapping[Fault, tuple[str, str]] = {
 def suspicions(client: Client, batch: Batch, training: Training | None = None) -> Iterator[Problem]:
     """Warn of what makes a differential privacy void or worthless; each warning says where and what to do.
 
-    Without a training, one update alone is accounted: its epsilon is the least that any training has.
+    Without a training, one update alone is accounted, as the client draws its examples: its epsilon is the least that
+    any training has.
     """
     privacy = examine(client, batch)
     for slot in ("step", "send"):
@@ -51,7 +53,7 @@ def suspicions(client: Client, batch: Batch, training: Training | None = None) -
         if training and not mechanism.flaws:
             yield from _seen_alone(client, mechanism, training)
         if not mechanism.flaws:
-            yield from _meaningless(mechanism, training)
+            yield from _meaningless(mechanism, training, training or _one_update(client, batch, mechanism))
 
 
 def _voided(privacy: Privacy) -> Iterator[Problem]:
@@ -68,13 +70,19 @@ def _voided(privacy: Privacy) -> Iterator[Problem]:
 def _other_sampling(client: Client, batch: Batch, training: Training) -> Iterator[Problem]:
     """Compare how a step's examples are drawn with what the accounting of noisy steps takes for granted."""
     local, noisy = client.local, any(isinstance(stage, Gaussian) for _, stage in stages(client.step))
-    if local is None or not noisy or training.sampling != "poisson" or training.rate == 1:
+    if local is None or not noisy or training.rate == 1:
         return
     rate = local.batch / (batch.inputs.shape[0] // client.members)
-    if local.sampling != "poisson":
+    if local.sampling != "poisson" and training.sampling == "poisson":
         what = "accounts for Poisson sampling, and local training takes batches of fixed size, which amplify less"
         yield _warning("privacy.sampling", what, "set local.sampling = poisson, or privacy.sampling = shuffled")
-    elif training.rate < rate * (1 - 1e-9):
+    elif local.sampling == "poisson" and training.sampling == "shuffled":
+        what = "accounts for shuffled batches, and local training draws by Poisson: an example may be in more sums"
+        yield _warning("privacy.sampling", what, "set local.sampling = batches, or privacy.sampling = poisson")
+    elif training.sampling == "shuffled" and math.floor(1 / training.rate + 1e-9) > (times := int(1 / rate + 1e-9)):
+        what = f"is {training.rate:g}, and each example is in one of every {plural(times, 'step')} of local training"
+        yield _warning("privacy.rate", what, f"give {rate:g}, and count the steps of one client")
+    elif training.sampling == "poisson" and training.rate < rate * (1 - 1e-9):
         what = f"is {training.rate:g}, and each example is in a step of local training with probability {rate:g}"
         yield _warning("privacy.rate", what, f"give {rate:g}, times the share of the clients in a round if it is drawn")
 
@@ -95,8 +103,18 @@ def _disagreement(mechanism: Mechanism) -> Iterator[Problem]:
         yield _warning("noise", what, f"scale the noise to the clip, or account for {mechanism.multiplier:.4g}")
 
 
-def _meaningless(mechanism: Mechanism, training: Training | None) -> Iterator[Problem]:
-    planned = training or Training(steps=mechanism.sums)
+def _one_update(client: Client, batch: Batch, mechanism: Mechanism) -> Training:
+    """Say how often a unit gets into the noisy sums of one update."""
+    local, examples = client.local, batch.inputs.shape[0] // client.members
+    if local is None or mechanism.unit == "client":
+        return Training(steps=mechanism.sums)
+    if local.sampling == "poisson":
+        return Training(steps=mechanism.sums, rate=local.batch / examples)
+    passes = math.ceil(mechanism.sums / (examples // local.batch))
+    return Training(steps=mechanism.sums, sampling="shuffled", at_most=passes)
+
+
+def _meaningless(mechanism: Mechanism, training: Training | None, planned: Training) -> Iterator[Problem]:
     found = epsilon(mechanism.multiplier, planned)
     if found > MEANINGLESS:
         of = f"of a training of {planned.steps:,} sums" if training else "of one update alone"

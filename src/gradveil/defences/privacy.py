@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from inspect import getattr_static
 from typing import Literal
 
 from gradveil.client import Client
@@ -120,22 +121,38 @@ def examine(client: Client, batch: Batch) -> Privacy:
 
 
 def stages(transform: Transform | None) -> tuple[tuple[str, Transform], ...]:
-    """List a transform's stages by name."""
+    """List a transform's stages by name. Of what a user's subclass of a chain does with its stages nothing is known."""
     if transform is None:
         return ()
-    return tuple(transform) if isinstance(transform, Chain) else (("transform", transform),)
+    known = isinstance(transform, Chain) and type(transform).apply is Chain.apply
+    return tuple(transform) if known else (("transform", transform),)
 
 
-def _known(stage: Transform, *kinds: type[Transform]) -> bool:
-    """Say whether a stage is one of these, and does what they do: of what a user's subclass does nothing is known."""
-    return any(
-        isinstance(stage, kind) and all(getattr(type(stage), m, None) is getattr(kind, m, None) for m in _PROVEN)
-        for kind in kinds
-    )
+def known(stage: Transform, *kinds: type[Transform]) -> bool:
+    """Say whether a stage is one of these, and does what they do: of what a user's subclass does nothing is known.
+
+    >>> from torch import ones_like
+    >>> class Loose(Clip):
+    ...     def factors(self, squares):
+    ...         return {name: ones_like(value) for name, value in squares.items()}
+    >>> known(Clip(1.0), Clip), known(Loose(1.0), Clip)
+    (True, False)
+    """
+    return any(isinstance(stage, kind) and _does_as(type(stage), kind) for kind in kinds)
 
 
-_PROVEN = ("apply", "in_round", "bound", "variance", "on_mean")
-"""Methods on which a promise rests."""
+def _does_as(one: type[Transform], kind: type[Transform]) -> bool:
+    methods = (name for name in dir(kind) if not name.startswith("__") and name not in _TELLING)
+    return all(getattr(one, m) is getattr(kind, m) for m in methods if _is_method(kind, m))
+
+
+def _is_method(kind: type[Transform], name: str) -> bool:
+    held = getattr_static(kind, name)
+    return isinstance(held, property) or callable(held)
+
+
+_TELLING = ("guarantee", "intermediates", "evidence", "only_masks", "smallest")
+"""What says something of a transform, and changes nothing that it sends."""
 
 
 @dataclass
@@ -155,7 +172,7 @@ class _Walk:
 
     def take(self, place: int, stage: Transform, examples: int, layers: int) -> None:
         """Pass one stage."""
-        if _known(stage, Gaussian, FadingNoise):
+        if known(stage, Gaussian, FadingNoise):
             assert isinstance(stage, Gaussian)
             # Noise that shrinks is held against what shrinks with it, other noise against bounds of the first round.
             reach = self.fading.get(stage.decay, math.inf) if isinstance(stage, FadingNoise) else self.bound
@@ -165,7 +182,7 @@ class _Walk:
                 self.scaled_to = None if told is None else stage.on_mean(told, examples)
         elif self.squared:
             self.closed = True
-        elif _known(stage, Clip, FadingClip):
+        elif known(stage, Clip, FadingClip):
             assert isinstance(stage, Clip)
             if stage.per_example == (self.unit == "example"):
                 of_one = stage.bound(layers) / (examples if stage.per_example else 1)
@@ -173,7 +190,7 @@ class _Walk:
                 self.bound = min(self.bound, of_one)
                 if isinstance(stage, FadingClip):
                     self.fading[stage.decay] = min(self.fading.get(stage.decay, math.inf), of_one)
-        elif not _known(stage, Laplacian):
+        elif not known(stage, Laplacian):
             # Whatever it does to a vector may bring two neighbouring ones further apart.
             self.bound, self.fading = math.inf, {}
 
