@@ -48,6 +48,23 @@ def test_a_noisy_step_is_that_of_a_naive_loop():
     torch.testing.assert_close(sent, expected)
 
 
+@pytest.mark.parametrize("absurd", [float("nan"), float("inf"), 1e200])
+@pytest.mark.parametrize(
+    "text", ["none", "prune(0.5, feedback=true)", "dp(clip=0.3, sigma=0.5)", "soteria", "outpost", "keylock(width=4)"]
+)
+def test_an_example_that_is_not_drawn_does_not_spoil_a_step(text: str, absurd: float):
+    client = parse(text)(replace(POISSON, local=Local(batch=2, lr=0.1, steps=2, sampling="poisson")))
+    params, batch, noise, state = draw(client)
+    noise["inclusion"] = torch.tensor([[1.0, 0.0, 1.0, 1.0], [1.0, 0.0, 0.0, 1.0]], dtype=torch.float64)
+    wanted, _ = client.update(params, batch, noise, state)
+    batch.inputs[1] = absurd
+    sent, _ = client.update(params, batch, noise, state)
+    torch.testing.assert_close(sent, wanted)
+    several = Batch(batch.inputs[None], batch.targets[None])
+    both, _ = client.updates(params, several, stack([noise]), stack([state]))
+    torch.testing.assert_close(both, stack([wanted]))
+
+
 def test_nobody_may_be_in_a_step():
     client = one_step("dp(clip=0.3, sigma=0.5)")
     params, batch, noise, state = draw(client)

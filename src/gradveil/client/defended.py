@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 from torch.func import vmap
 
 from gradveil.client.at import At
 from gradveil.client.gradient import Objective, last_inputs, mean_gradient
 from gradveil.client.probing import example_squared_row_norms
-from gradveil.core.tree import Tensors, alike, select, single, wide
+from gradveil.core.tree import Tensors, alike, plain, select, single, wide
 from gradveil.core.types import Batch, Context, Domain, Features, Public, Transform
 from gradveil.nn.stochastic import switched_off
 
@@ -136,5 +137,11 @@ class Defended:
         """Average over examples; where some were drawn, sum over those and divide by the expected number."""
         if included is None:
             return rows.mean(0)
-        total = included.to(rows.dtype) @ rows.reshape(len(rows), -1)
+        flat, weights = rows.reshape(len(rows), -1), included.to(rows.dtype)
+        # What was not drawn may be no number, and zero times that is none either.
+        if plain(flat, weights):
+            drawn = weights.nonzero().flatten()
+            total = weights[drawn] @ flat[drawn]
+        else:
+            total = weights @ torch.where(weights.unsqueeze(1) != 0, flat, 0.0)
         return total.reshape(rows.shape[1:]) / self.expected

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 from torch.func import grad, vmap
 
@@ -69,7 +70,10 @@ class Own:
                 single = Batch(inputs.unsqueeze(0), targets.unsqueeze(0))
                 return loss(now, single, {name: v.unsqueeze(0) for name, v in inner.items()})
 
-            return weights.to(batch.inputs.dtype) @ vmap(one)(batch.inputs, batch.targets, dict(noise))
+            # What has no weight may be no number, and zero times that is none either.
+            counted = weights.view(-1, *[1] * (batch.inputs.dim() - 1)) != 0
+            inputs = torch.where(counted, batch.inputs, 0.0)
+            return weights.to(batch.inputs.dtype) @ vmap(one)(inputs, batch.targets, dict(noise))
 
         return grad(value)(dict(free))
 

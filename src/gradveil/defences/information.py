@@ -104,7 +104,11 @@ def sight(client: Client, examples: int) -> Sight:
     size = client.local.batch if client.local and in_step else each
     variance = sum(stage.variance(size) for stage in noise) / client.members
     normal = sum(stage.variance(size) for stage in noise if known(stage, Gaussian, FadingNoise)) / client.members
-    scales = [stage.scale for stage in noise if known(stage, Laplacian)] if client.members == 1 else []
+    scales = (
+        [stage.scale for stage in noise if isinstance(stage, Laplacian) and known(stage, Laplacian)]
+        if client.members == 1
+        else []
+    )
     kept = Chain(before) if before else None
     clean = replace(client, step=kept, send=None) if in_step else replace(client, send=kept)
     every_step = in_step and client.local is not None

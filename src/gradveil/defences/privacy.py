@@ -124,8 +124,9 @@ def stages(transform: Transform | None) -> tuple[tuple[str, Transform], ...]:
     """List a transform's stages by name. Of what a user's subclass of a chain does with its stages nothing is known."""
     if transform is None:
         return ()
-    known = isinstance(transform, Chain) and type(transform).apply is Chain.apply
-    return tuple(transform) if known else (("transform", transform),)
+    if isinstance(transform, Chain) and type(transform).apply is Chain.apply:
+        return tuple(transform)
+    return (("transform", transform),)
 
 
 def known(stage: Transform, *kinds: type[Transform]) -> bool:

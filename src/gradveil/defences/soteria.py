@@ -116,7 +116,10 @@ class Soteria(Transform):
         slopes = vmap(lengths, chunk_size=AT_ONCE)(directions).mT
         each = slopes / ((r.abs() if self.variant == "paper" else r) + self.delta)
         taken = context.included
-        return layer, (each if taken is None else each * taken.to(each.dtype).unsqueeze(1)).sum(0)
+        if taken is not None:  # who was not drawn may be no number
+            weights = taken.to(each.dtype).unsqueeze(1)
+            each = torch.where(weights != 0, weights * each, 0.0)
+        return layer, each.sum(0)
 
     def smallest(self) -> Mapping[str, Any]:
         """No column goes."""
