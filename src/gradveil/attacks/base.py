@@ -154,6 +154,22 @@ class Judge(Protocol):
         ...
 
 
+@runtime_checkable
+class Active(Protocol):
+    """What the attack of a malicious server offers besides: the model that it sends in the place of the honest one."""
+
+    def craft(self, client: Client, knowledge: Knowledge, key: Key) -> Client:
+        """Return the client as it is after it took the server's model; of the knowledge only what is public is there.
+
+        The attack is then called with that client's updates, and believes in that client.
+        """
+        ...
+
+    def planted(self) -> str:
+        """Say in words what is put into the model."""
+        ...
+
+
 @dataclass(frozen=True)
 class Prospect:
     """What is known of a cell before its first update: enough to say why an attack cannot work there."""

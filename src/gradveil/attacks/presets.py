@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from gradveil.attacks.analytic import Analytic
+from gradveil.attacks.imprint import Imprint
 from gradveil.attacks.inversion import Inversion
 from gradveil.attacks.knowledge import Known
 from gradveil.attacks.learned import Learned
@@ -15,7 +16,8 @@ from gradveil.attacks.optimise import Cosine, Descent, Steps
 from gradveil.attacks.settings import AttackEntry, InversionEntry
 from gradveil.attacks.steps import LBFGS, Adam
 from gradveil.attacks.targeted import OWN_DRAWS, cdia, dia, dpia, gpia, ig_scheliga, pig, vbia, wiig
-from gradveil.core.allowed import Choice, Range
+from gradveil.attacks.trap import Trap
+from gradveil.core.allowed import Choice, Flag, Range
 from gradveil.core.arguments import Argument, Entry
 from gradveil.core.errors import fail
 from gradveil.core.grammar import read
@@ -99,6 +101,26 @@ _ANALYTIC = (
 _WU = "Wu, Chen, Guo, Weinberger 2023, Learning to Invert: Simple Adaptive Attacks for Gradient Inversion"
 _FOUND_LABELS = Argument("labels", Choice(("given", "idlg", "unique", "restore")), "given")
 _SOLVED = (_FOUND_LABELS, Argument("prior", Choice(("none", "public")), "none"))
+_ROB = "Fowl, Geiping, Czaja, Goldblum, Goldstein 2022, Robbing the Fed: Directly Obtaining Private Data (ICLR)"
+_BINS = (
+    Argument("bins", Range(2, integer=True), 64),
+    Argument("measure", Choice(("brightness", "random")), "brightness"),
+    Argument("law", Choice(("normal", "laplace", "empirical")), "normal"),
+    Argument("sparse", Flag(), False),
+    Argument("gain", Range(0, low_open=True), 1e-3),
+    _FOUND_LABELS,
+)
+_CURIOUS = (
+    "Boenisch, Dziedzic, Schuster, Shamsabadi, Shumailov, Papernot 2023, When the Curious Abandon Honesty (EuroS&P)"
+)
+_ROWS = (
+    Argument("rows", Range(1, integer=True), 256),
+    Argument("scale", Range(0, low_open=True), 0.95),
+    Argument("std", Range(0, low_open=True), 0.5),
+    Argument("share", Range(0, 1, low_open=True, high_open=True, optional=True), None),
+    Argument("gain", Range(0, low_open=True), 1e-3),
+    _FOUND_LABELS,
+)
 _LEARNED = (
     Argument("epochs", Range(1, integer=True), 30),
     Argument("width", Range(1, integer=True), 1000),
@@ -125,6 +147,8 @@ ATTACKS: dict[str, AttackEntry] = {
         InversionEntry("gi", gi, "l2 distance, BatchNorm prior, restarts that agree", _GRADINVERSION),
         InversionEntry("gi-strong", gi_strong, "GI that is told the batch's true BatchNorm statistics", _GRADINVERSION),
         AttackEntry("analytic", Analytic, "the first layer's equations, solved", _ANALYTIC, _SOLVED),
+        AttackEntry("rob", Imprint, "a malicious server's imprint block, read off in closed form", _ROB, _BINS),
+        AttackEntry("curious", Trap, "a malicious server's trap weights, read off in closed form", _CURIOUS, _ROWS),
         AttackEntry("learned", Learned, "a network trained on public images and simulated updates", _WU, _LEARNED),
     )
 }

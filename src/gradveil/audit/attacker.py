@@ -9,7 +9,7 @@ from gradveil.attacks.presets import make_attack
 from gradveil.core.errors import GradveilError
 from gradveil.defences import entries
 
-Attacker = Literal["undefended", "naive", "aware", "adaptive", "informed"]
+Attacker = Literal["undefended", "naive", "aware", "adaptive", "active", "informed"]
 """Whose attack a cell is. See `attacker`."""
 
 ATTACKERS: dict[str, tuple[str, str]] = {
@@ -23,6 +23,11 @@ ATTACKERS: dict[str, tuple[str, str]] = {
     "adaptive": (
         "knows the defence",
         "simulates the defence; its random values were not handed over, but sampled, optimised, inferred or left out",
+    ),
+    "active": (
+        "changed the model",
+        "sent a model that makes updates give examples away: a malicious server, where the others only watch; a client "
+        "that looks at what it is sent can refuse it",
     ),
     "informed": (
         "was told the client's secrets",
@@ -79,9 +84,13 @@ def attacker(info: Mapping[str, Any]) -> Attacker:
     'informed'
     >>> attacker({"defence": "cvb", "belief": "naive", "attack": "pig"})
     'aware'
+    >>> attacker({"defence": "none", "belief": "naive", "attack": "rob", "planted": "an imprint block"})
+    'active'
     """
     if secrets(info):
         return "informed"
+    if info.get("planted"):
+        return "active"
     if undefended(info["defence"]):
         # Of a recorded update the defence of a cell is what is believed.
         return "undefended" if undefended(info.get("recorded_defence") or "none") else "naive"

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from gradveil.attacks.base import Attack, Judge, Observation, Planner, Progress, Reconstruction
 from gradveil.attacks.knowledge import Knowledge
+from gradveil.audit.active import active_facts, received
 from gradveil.audit.adaptive import attacks_against
 from gradveil.audit.bound import leaked
 from gradveil.audit.budget import Share, read_budget, spends, within
@@ -87,11 +88,12 @@ def recover(
     `plans` keeps the attack's plan, which is chosen for this machine as it is now: told before the attack starts,
     known again after an interruption. The same plan gives bit-identical results.
     """
-    client = scene.client(cell.client, cell.defence, cell.seed, standing)
+    honest = scene.client(cell.client, cell.defence, cell.seed, standing), scene.undefended(cell.client, cell.seed)
+    client, plain = (received(scene, scene.attacks[cell.attack], each, cell.seed) for each in honest)
     seen, truth = observe(scene, cell, client, numbers, standing)
     sent = seen[-1].update
     made = attacked(scene, cell, client, seen, truth, numbers, progress, plans)
-    raw = raw_update(scene, cell, client, seen[-1].params, truth)
+    raw = raw_update(client, plain, seen[-1].params, truth)
     tensors = {
         **tensors_of(made.found, seen[-1]),
         "at_truth": at_truth(made, seen, truth),
@@ -197,6 +199,7 @@ def _facts(scene: Scene, client: Client, made: Made, sent: Tensors, first: Batch
         "grants": [*scene.facts, *made.grants],
         "knowledge": told(made.attack),
         "in_parts": _in_parts(client, first),
+        **active_facts(made.attack, client),
         # Of the attack alone; of a cell in several shares their sum: working time, not what a clock on the wall shows.
         "seconds": made.found.seconds,
         "plan": list(made.found.plan),
@@ -233,12 +236,12 @@ def lessons(scene: Scene, client: int) -> int:
     return 0 if scene.public is None else len(scene.public) // scene.config.client[client].examples
 
 
-def raw_update(scene: Scene, cell: Address, client: Client, params: Tensors, truth: Truth) -> Tensors:
+def raw_update(client: Client, base: Client, params: Tensors, truth: Truth) -> Tensors:
     """Return what the same model would have sent without any defence: raw examples, the defence's noise switched off.
 
-    Noise that the undefended model has by itself is no defence: it stays.
+    Noise that the undefended client (`base`) has by itself is no defence: it stays.
     """
-    plain, base = client.undefended_update(), scene.undefended(cell.client, cell.seed)
+    plain = client.undefended_update()
     spec, own = plain.noise_spec(params, first(truth)), base.noise_spec(base.params(), first(truth))
     victims = truth.raw.inputs.shape[0]
     noise: Tensors = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from fnmatch import fnmatchcase
 
 import torch
@@ -50,7 +51,13 @@ def grant(scene: Scene, attack: Attack, belief: Client, params: Tensors, truth: 
                 grants.append(f"{name}: its true value")
         else:
             tensors[pattern] = way
-    data = scene.victims
+    known, told_openly = openly(scene, attack, belief)
+    return replace(known, tensors=tensors, targets=targets), [*grants, *told_openly]
+
+
+def openly(scene: Scene, attack: Attack, belief: Client) -> tuple[Knowledge, list[str]]:
+    """Tell an attack what is no secret of the clients: what images look like, and public ones if it asks for them."""
+    data, grants = scene.victims, list[str]()
     lower, upper = (bound.to(scene.config.device, scene.dtype) for bound in data.bounds)
     shape = (data.channels, int(data.inputs.shape[-2]), int(data.inputs.shape[-1]))
     public: Batch | None = None
@@ -59,7 +66,7 @@ def grant(scene: Scene, attack: Attack, belief: Client, params: Tensors, truth: 
         grants.append(f"public: {len(scene.public)} images of the same kind, none of a victim")
     if belief.domain is not None and belief.domain.public is not None and belief.batch:
         grants.append(f"public: the {len(belief.domain.public)} images that the defence mixes with, not which it drew")
-    return Knowledge(shape, lower, upper, scene.classes, tensors, targets, public), grants
+    return Knowledge(shape, lower, upper, scene.classes, public=public), grants
 
 
 def _any_of_slot(name: str, pattern: str) -> bool:

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from gradveil.attacks.base import Attack, Careful, Prospect
+from gradveil.attacks.base import Active, Attack, Careful, Prospect
 from gradveil.attacks.presets import make_attack
 from gradveil.audit.adaptive import attacks_against
 from gradveil.audit.config import RunConfig
@@ -277,6 +277,16 @@ def _speaker_problems(scene: Scene, index: int, client: Client, where: str) -> I
         yield Problem(where, what, "lower victims or client.batch, or let nobody speak (adgp: selection=previous)")
 
 
+def _active_problems(scene: Scene) -> Iterator[Problem]:
+    """Refuse to change models that clients have trained before, or whose updates were recorded."""
+    if scene.observed is not None:
+        what = "changes the model before it is sent, and these updates were recorded of the model as it was"
+        yield Problem("observed", what, "leave it out, or audit a simulated client: without --observed")
+    if scene.training is not None:
+        what = "changes the model before it is sent, and what clients of a training keep is of the model as it was"
+        yield Problem("train", what, "leave it out, or audit it without --train (model.weights takes trained ones)")
+
+
 def _attack_problems(scene: Scene, index: int, defence: str, client: Client, where: str) -> Iterator[Problem]:
     """Ask the attacks on a defended client what stands in their way."""
     data, config = scene.victims, scene.config
@@ -287,6 +297,7 @@ def _attack_problems(scene: Scene, index: int, defence: str, client: Client, whe
         belief = client if attack.belief == "full" else client.undefended_update()
         found = list(declared(attack))
         found += attack.problems(Prospect(belief, *facts)) if isinstance(attack, Careful) and not found else ()
+        found += _active_problems(scene) if isinstance(attack, Active) else ()
         if scene.observed is not None:
             first = scene.batch(scene.examples(index, range(1)))
             spec = belief.noise_spec(belief.params(), Batch(first.inputs[0], first.targets[0]))

@@ -34,6 +34,7 @@ def threat_model(rows: Sequence[Row], config: Mapping[str, Any]) -> str:
         _watched(rows),
         *_spent(config.get("budget")),
         *_given(rows),
+        *_planted(rows),
     ]
     return " ".join(told)
 
@@ -111,6 +112,18 @@ def _given(rows: Sequence[Row]) -> Iterator[str]:
     for attack, names in hidden.items():
         values = f"{len(names)} random tensors or statistics" if len(names) > _MANY else listing(names)
         yield f"Only as an upper bound, {listing(_called([attack], attacks))} was told the true values of {values}."
+
+
+def _planted(rows: Sequence[Row]) -> Iterator[str]:
+    """Say which attacks are a malicious server's, and what a client's guard says of the models that it sends."""
+    found: dict[tuple[str, bool], list[str]] = {}
+    for row in rows:
+        if row.attacker == "active":
+            found.setdefault((row.info["planted"], bool(row.info.get("guard"))), []).append(row.attack)
+    for (what, caught), some in found.items():
+        guard = "a client's guard tells it" if caught else "a client's guard does not tell it"
+        called = listing(_called(_distinct(some), _distinct(row.attack for row in rows)))
+        yield f"Not a curious but a malicious server sends a model with {what} ({called}); {guard}."
 
 
 def _to(some: Sequence[str], attacks: Sequence[str]) -> str:

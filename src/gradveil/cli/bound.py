@@ -81,7 +81,7 @@ def _rows(scene: Scene) -> Iterator[dict[str, Any]]:
                 found, why = leaked(scene, seed, client, seen, truth)
                 limit = {"mse": None, "prior": None, "by": None} if why else mse_bound(scene, found, settings.examples)
                 last = seen[-1]
-                left = worth(last.update, raw_update(scene, address, client, last.params, truth))
+                left = worth(last.update, raw_update(client, scene.undefended(index, seed), last.params, truth))
                 yield {
                     "defence": text,
                     "client": settings.title,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -170,6 +170,7 @@ def _sentence(best: Row, seeds: int) -> str:
         "naive": "An attacker who ignores this defence recovers",
         "aware": "An attacker who knows this defence's architecture recovers",
         "adaptive": "An attacker who knows this defence recovers",
+        "active": "A malicious server, which changes the model that it sends, recovers",
         "informed": f"An attacker who {ATTACKERS['informed'][0]} recovers",
     }[best.attacker]
     who = f"Without a defence, {who[0].lower()}{who[1:]}" if best.undefended else who
@@ -206,6 +207,8 @@ def _notes(best: Row, mine: Sequence[Row], strongest: Sequence[tuple[int, Row]])
     if len(strongest) > 1:
         each = [f"{row.recovered} of {row.images} (seed {seed})" for seed, row in strongest]
         notes.append(f"Strongest attacker of each seed: {listing(each)}. Seeds are not added up.")
+    if best.attacker == "active":
+        notes += _of_malice(best, mine)
     informed = [row for row in mine if row.attacker == "informed" and row is not best]
     if informed and best.attacker != "informed":
         top = max(informed, key=strength)
@@ -214,6 +217,17 @@ def _notes(best: Row, mine: Sequence[Row], strongest: Sequence[tuple[int, Row]])
             f"{top.recovered} of {top.images}."
         )
     return notes
+
+
+def _of_malice(best: Row, mine: Sequence[Row]) -> Iterator[str]:
+    """Say what a malicious server put into the model, who would see it, and what a curious one gets."""
+    found = listing(best.info.get("guard") or ())
+    seen = f"finds it: {found}" if found else "finds nothing in it"
+    yield f"The server put {best.info['planted']} into the model; a client's guard {seen}."
+    if curious := [row for row in mine if row.attacker not in ("active", "informed")]:
+        most = max(curious, key=strength)
+        count = f"{most.recovered} of {most.images}"
+        yield f"A server that leaves the model as it is recovers {count} at most ({most.attack})."
 
 
 def _union(rows: Sequence[Row]) -> Union | None:

@@ -50,7 +50,7 @@
   }
 
   const LOOKS = {
-    naive: { fill: "var(--card)" }, aware: { "fill-opacity": 0.45 }, informed: { "stroke-dasharray": "2 2", "fill-opacity": 0.3 },
+    naive: { fill: "var(--card)" }, aware: { "fill-opacity": 0.45 }, active: { "stroke-width": 4 }, informed: { "stroke-dasharray": "2 2", "fill-opacity": 0.3 },
   };
   CHARTS.legend(document.getElementById("legend"), names);
   const redraw = CHARTS.keep([...document.querySelectorAll(".plot[data-axis]")], draw);

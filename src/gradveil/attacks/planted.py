@@ -1,0 +1,153 @@
+"""Attacks of a malicious server: it puts a block before the model, and reads examples off the block's gradient.
+
+The block measures the image in several ways, each behind a ReLU. The gradient of a measure is dW_i = sum_x d_i(x) x
+and db_i = sum_x d_i(x), over the examples x that it lets through: of one example alone, dW_i / db_i is the example.
+What the measures are, and which of their combinations hold one example, is what such attacks differ in.
+"""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from math import prod
+from typing import ClassVar, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from gradveil.attacks.base import Observation, Progress, Prospect, Reconstruction
+from gradveil.attacks.infer import Labels, find_labels, label_problems
+from gradveil.attacks.knowledge import How, Knowledge
+from gradveil.client import Client
+from gradveil.core.errors import Problem, fail
+from gradveil.core.noise import Key
+from gradveil.nn.planted import Planted
+
+WEIGHT, BIAS = "measure.weight", "measure.bias"
+"""The parameters of the block that examples are read off."""
+
+
+class Measures(NamedTuple):
+    """Linear measures of an image: weights [K, N], biases [K], and above which value [K] each of them is cut."""
+
+    weight: Tensor
+    bias: Tensor
+    ceiling: Tensor
+
+
+class Planting(ABC):
+    """What attacks with a planted block share; they look at the first round, whose block is as it was planted."""
+
+    name: str
+    gain: float
+    """How large measures are. The model gets what it would get of measures of size one: the smaller they are, the
+    larger is their gradient beside the model's own, and the more of it is left after a clip."""
+    labels: Labels
+    belief: ClassVar[Literal["naive", "full"]] = "naive"
+
+    @property
+    def knowledge(self) -> Mapping[str, How]:
+        """Nothing of the client's randomness."""
+        return {}
+
+    @property
+    @abstractmethod
+    def units(self) -> int:
+        """How many measures the block has."""
+
+    @abstractmethod
+    def measures(self, pixels: int, knowledge: Knowledge, key: Key) -> Measures:
+        """Choose measures of pixels in [0, 1]."""
+
+    @abstractmethod
+    def read(self, weight: Tensor, bias: Tensor, count: int) -> tuple[Tensor, int]:
+        """Read images [n <= count, N], the surest first, off one update's dW [K, N] and db [K]; say how many stand out.
+
+        Their pixels are in [0, 1]: the gradient is that of measures of pixels.
+        """
+
+    @abstractmethod
+    def planted(self) -> str:
+        """Say in words what is put into the model."""
+
+    def problems(self, prospect: Prospect) -> Iterator[Problem]:
+        """Refuse labels that cannot be read off."""
+        yield from label_problems(self.labels, prospect)
+
+    def craft(self, client: Client, knowledge: Knowledge, key: Key) -> Client:
+        """Return the client as it is after it took the model that the server sends."""
+        example = next(iter(client.params().values()))
+        lower, upper = (
+            bound.to(example).expand(knowledge.shape).flatten() for bound in (knowledge.lower, knowledge.upper)
+        )
+        made = self.measures(prod(knowledge.shape), knowledge, key.child("measures"))
+        weight, bias, ceiling = (self.gain * value.to(example) for value in made)
+        # Pixels in [0, 1] are (x - lower) / (upper - lower) of what the model sees.
+        weight = weight / (upper - lower)
+        model = Planted(client.model, knowledge.shape, self.units).to(example)
+        # Every measure acts on the model in the same way, and by more than a scale, which a norm would take away.
+        back, rest = torch.randn(2, prod(knowledge.shape), generator=key.child("back").generator()).to(example)
+        with torch.no_grad():
+            model.measure.weight.copy_(weight)
+            model.measure.bias.copy_(bias - weight @ lower)
+            model.ceiling.copy_(ceiling)
+            model.back.weight.copy_((back / (self.gain * self.units)).unsqueeze(1).expand(-1, self.units))
+            model.back.bias.copy_(rest)
+        model.train(client.model.training)
+        kept = client.trainable
+        return replace(
+            client,
+            model=model,
+            trainable=None if kept is None else ("measure.*", "back.*", *(f"model.{pattern}" for pattern in kept)),
+            buffers={f"model.{name}": value for name, value in client.buffers.items()},
+        )
+
+    def __call__(
+        self,
+        observations: Sequence[Observation],
+        belief: Client,
+        knowledge: Knowledge,
+        key: Key,
+        progress: Callable[[Progress], None] | None = None,
+        plan: Sequence[int] = (),
+    ) -> Reconstruction:
+        """Read every victim's images off the first round's update."""
+        began, seen = time.perf_counter(), observations[0]
+        if WEIGHT not in seen.update or not isinstance(belief.model, Planted):
+            remedy = "let the server send the client that `craft` returns"
+            raise fail(f"attack {self.name}", "its block was not in the model that the client trained", remedy)
+        victims, count = len(seen.victims), seen.examples
+        weight, bias = seen.update[WEIGHT].double(), seen.update[BIAS].double()
+        sound = weight.isfinite().flatten(1).all(1) & bias.isfinite().all(1)
+        lower, upper = (bound.to(weight) for bound in (knowledge.lower, knowledge.upper))
+        ends = [bound.expand(knowledge.shape).flatten() for bound in (lower, upper)]
+        weight = (weight - bias.unsqueeze(2) * ends[0]) / (ends[1] - ends[0])
+        inputs = ((lower + upper) / 2).expand(victims, count, *knowledge.shape).clone()
+        missing = torch.ones(victims, dtype=weight.dtype, device=weight.device)
+        for victim in range(victims):
+            if not bool(sound[victim]):
+                continue
+            found, clear = self.read(weight[victim], bias[victim], count)
+            if len(found):
+                again = torch.arange(count, device=found.device) % len(found)
+                inputs[victim] = lower + (upper - lower) * found[again].clamp(0, 1).unflatten(1, knowledge.shape)
+            missing[victim] = 1 - min(clear, count) / count
+        targets = find_labels(self.labels, seen, belief, knowledge, key.child("labels"))
+        assert targets is not None, "labels are given or read off the update"
+        objective = torch.where(sound, missing, torch.inf).to(seen.update[WEIGHT])
+        done = torch.zeros(victims, dtype=torch.long, device=weight.device)
+        if progress:
+            progress(Progress(victims, 0, victims, victims, float(objective.median())))
+        return Reconstruction(
+            inputs=inputs.to(seen.update[WEIGHT]),
+            targets=targets,
+            objective=objective,
+            status=tuple("converged" if good else "diverged" for good in sound.tolist()),
+            iterations=done + 1,
+            seconds=time.perf_counter() - began,
+            restart=done,
+            objectives=objective.unsqueeze(1),
+            initial=torch.ones_like(objective),
+        )

@@ -1,0 +1,29 @@
+"""The malicious server: what it sends in the place of the honest model, and what a client's guard says of that."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from gradveil.attacks.base import Active, Attack
+from gradveil.audit.granted import openly
+from gradveil.audit.scene import Scene
+from gradveil.client import Client
+from gradveil.core.noise import Key
+from gradveil.federated.guard import inspect
+
+
+def received(scene: Scene, attack: Attack, client: Client, seed: int) -> Client:
+    """Return the client after it took the model that this attacker sends; a curious one sends the honest model."""
+    if not isinstance(attack, Active):
+        return client
+    knowledge, _ = openly(scene, attack, client)
+    return attack.craft(client, knowledge, Key(seed, ("attack",)).child("craft"))
+
+
+def active_facts(attack: Attack, client: Client) -> dict[str, Any]:
+    """Say what was put into the model, and what the guard of a client finds in it; nothing of a curious server."""
+    if not isinstance(attack, Active):
+        return {}
+    received = {**client.params(), **dict(client.model.named_buffers()), **client.buffers}
+    found = [f"{finding.family} in {finding.where}" for finding in inspect(client.model, received)]
+    return {"planted": attack.planted(), "guard": found}

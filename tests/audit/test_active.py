@@ -1,0 +1,68 @@
+"""A malicious server in an audit: whose attack it is, what was sent, who would see it, and where there is none."""
+
+from pathlib import Path
+
+import pytest
+
+from gradveil.audit.rows import Row
+from gradveil.audit.scene import open_scene
+from gradveil.audit.threat import threat_model
+from gradveil.core.errors import GradveilError
+from gradveil.report.method import bounds
+from gradveil.report.verdict import verdicts
+from tests.audit.runs import config, execute
+from tests.audit.test_observed import record, simulated, watching
+
+SMALL = {"client": {"batch": 4}, "defences": ["none", "prune(0.5)", "gaussian(0.01)"]}
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory) -> list[Row]:
+    chosen = config(**SMALL, attacks=["rob(bins=32)", "curious", "ig(iterations=2)"])
+    run, _ = execute(chosen, tmp_path_factory.mktemp("active"))
+    return [Row(place, cell) for place, cell in enumerate(run.cells)]
+
+
+def test_only_who_changes_the_model_is_malicious(rows):
+    kinds = {(row.attack.partition("(")[0], row.defence): row.attacker for row in rows}
+    for defence in SMALL["defences"]:
+        assert kinds["rob", defence] == kinds["curious", defence] == "active"
+        assert kinds["ig", defence] == ("undefended" if defence == "none" else "naive")
+
+
+def test_what_was_planted_is_told_and_whether_a_guard_finds_it(rows):
+    for row in rows:
+        if row.attacker == "active":
+            family = "imprint" if "rob" in row.attack else "trap"
+            assert f"{family} in measure.weight" in row.info["guard"]
+            assert "block of" in row.info["planted"]
+        else:
+            assert "planted" not in row.info
+    (verdict,) = [v for v in verdicts(rows) if v.best.defence == "gaussian(0.01)"]
+    assert verdict.sentence.startswith("A malicious server, which changes the model that it sends, recovers")
+    notes = " ".join(verdict.notes)
+    assert "a client's guard finds it: " in notes
+    assert "A server that leaves the model as it is recovers 0 of 8 at most (ig(iterations=2))." in notes
+    told = threat_model(rows, {})
+    assert "a malicious server sends a model with an imprint block of 32 bins before the first layer (rob)" in told
+
+
+def test_images_come_back_and_are_scored_as_any(rows):
+    asr = {(row.attack, row.defence): row.asr for row in rows}
+    assert asr["rob(bins=32)", "none"] >= 0.75
+    assert asr["ig(iterations=2)", "none"] == 0
+
+
+def test_a_bound_is_of_the_model_that_was_sent(rows):
+    said = [text for _, text in bounds(rows) if "lower mean squared error" in text]
+    assert any("from the model that the malicious server sends" in text for text in said)
+    assert any("malicious" not in text for text in said)
+
+
+def test_recorded_updates_and_trained_clients_are_of_the_honest_model(tmp_path: Path):
+    record(simulated(), tmp_path, truth=True)
+    with pytest.raises(GradveilError, match="recorded of the model as it was"):
+        open_scene(watching(tmp_path, attacks=["rob"]))
+    plan = {"clients": 2, "rounds": 1, "images": 40, "batch": 4}
+    with pytest.raises(GradveilError, match="of a training keep is of the model as it was"):
+        open_scene(config(defences=["none"], attacks=["rob"], train=plan))
