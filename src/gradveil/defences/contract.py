@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
-from typing import Any, NoReturn, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -20,8 +20,10 @@ from gradveil.core.own import called, users
 from gradveil.core.tree import Tensors
 from gradveil.core.types import Batch, BatchTransform, Context, Transform
 from gradveil.defences.base import Defence
+from gradveil.defences.claimed import misstated
+from gradveil.defences.noise import Additive
 from gradveil.defences.privacy import stages
-from gradveil.defences.trials import AskedError, public_of, sent_by
+from gradveil.defences.trials import AskedError, ask, public_of, sent_by
 from gradveil.nn.check import check
 
 _ALL_AT_ONCE = (
@@ -86,9 +88,6 @@ def _try_stage(where: str, stage: Transform, client: Client, batch: Batch) -> It
         remedy = "leave init out, or act on the mean gradient: per_example = False"
         raise fail(where, "keeps a state and acts on each example, where none is carried on", remedy)
 
-    def ask(*asked: object) -> NoReturn:
-        raise AskedError
-
     def apply(update: Tensors, noise: Tensors) -> Tensors:
         public = public_of(client, batch, update)
         context = Context(sent, batch, {}, ask, ask, ask, messages, public)
@@ -101,7 +100,11 @@ def _try_stage(where: str, stage: Transform, client: Client, batch: Batch) -> It
         _check_tensors(f"{where}: the state that apply returns", state_after, state)
         return {**update_after, **{f"state {name}": value for name, value in state_after.items()}}
 
-    return _try_out(where, apply, {name: _gradient(value, name) for name, value in sent.items()}, spec)
+    found = list(_try_out(where, apply, {name: _gradient(value, name) for name, value in sent.items()}, spec))
+    if isinstance(stage, Additive) and (what := called(where, "its draws", lambda: misstated(stage, client, batch))):
+        remedy = "return one over the information of an entry's place: at most the variance, for normal noise the same"
+        raise fail(where, what, remedy)
+    return found
 
 
 def _try_batch(where: str, transform: BatchTransform, client: Client, batch: Batch) -> Iterable[Problem]:

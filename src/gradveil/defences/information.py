@@ -21,6 +21,7 @@ from gradveil.core.own import users
 from gradveil.core.tree import Tensors, squared_norm, tmap
 from gradveil.core.types import Batch, Context, Stage, Transform
 from gradveil.defences.base import Chain
+from gradveil.defences.claimed import misstated
 from gradveil.defences.clip import Clip
 from gradveil.defences.fading import FadingClip, FadingNoise
 from gradveil.defences.noise import Additive, Gaussian, Laplacian
@@ -65,7 +66,10 @@ def obstacle(client: Client, batch: Batch) -> str | None:
     step, send = stages(client.step), stages(client.send)
     if _first(step) is None and _first(send) is None:
         return "no noise is added whose law is known and does not depend on the data"
-    inner, before, _, after = _split(client)
+    inner, before, noise, after = _split(client)
+    for stage in noise:
+        if users(stage) and (what := misstated(stage, client, batch)):
+            return f"{type(stage).__name__} {what}"
     for name, stage in (*inner, *before):
         if not known(stage, Clip, FadingClip):
             return f"'{name}' comes before the noise, and nothing is known of it"

@@ -25,9 +25,6 @@ def data_dependent(stage: Transform, client: Client, batch: Batch) -> bool:
     if stage.directions(batch) and not stage.needs_public:
         return True
 
-    def ask(*asked: object) -> NoReturn:
-        raise AskedError
-
     sent = sent_by(client)
     noise = (stage.noise(sent) | stage.directions(batch)).sample(Key(0, ("stage",)))
     update = {name: _normal(value, name) for name, value in sent.items()}
@@ -69,9 +66,6 @@ def noise_is_shared(stage: Transform, client: Client, batch: Batch) -> bool:
     if stage.stage != Stage.NOISE or stage.directions(batch):
         return False
 
-    def ask(*asked: object) -> NoReturn:
-        raise AskedError
-
     sent = sent_by(client)
     public, nothing = public_of(client, batch, sent), tmap(torch.zeros_like, sent)
     context = Context(sent, batch, gradient=ask, features=ask, sensitivity=ask, public=public)
@@ -97,6 +91,11 @@ def public_of(client: Client, batch: Batch, like: Mapping[str, Tensor]) -> Publi
 
 class AskedError(Exception):
     """A stage asks for gradients or features of the examples."""
+
+
+def ask(*asked: object) -> NoReturn:
+    """Stand in for the gradients and features that only a client has."""
+    raise AskedError
 
 
 def sent_by(client: Client) -> Mapping[str, Tensor]:
