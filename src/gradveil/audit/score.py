@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
@@ -210,14 +210,25 @@ def _controls(scene: Scene, cell: Address, candidate: Tensor, truth: Tensor, pla
     if len(places) > 1:
         controls["wrong_victim"] = _control(scene, candidate, truth.roll(-1, 0))
     elif len(scene.victims) >= 2 * size:
-        others = (places + size) % len(scene.victims)
-        controls["wrong_victim"] = _control(scene, candidate, scene.pixels(scene.batch(others).inputs))
+        others = next_places(places[0].tolist(), len(scene.victims))
+        pixels = scene.pixels(scene.batch(torch.tensor([others])).inputs)
+        controls["wrong_victim"] = _control(scene, candidate, pixels)
     if scene.public is not None:
         pixels = scene.public.pixels.double()
         controls["mean_image"] = _control(scene, pixels.mean(0).expand_as(truth), truth)
         guesses = pixels[_same_class(scene.public, scene.victims.targets[places], cell.seed)]
         controls["class_image"] = _control(scene, guesses, truth)
     return controls
+
+
+def next_places(own: Sequence[int], count: int) -> list[int]:
+    """List as many places among `count` as a victim has, none of them its own: those that follow its last.
+
+    >>> next_places([2, 3], 6), next_places([1, 3, 4], 6)
+    ([4, 5], [5, 0, 2])
+    """
+    after = ((own[-1] + step) % count for step in range(1, count))
+    return [place for place in after if place not in own][: len(own)]
 
 
 def _same_class(public: Dataset, targets: Tensor, seed: int) -> Tensor:
