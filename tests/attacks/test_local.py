@@ -1,6 +1,7 @@
 """Updates after local training: what the attacker knows of the order and the step size decides whether it fits."""
 
 import pytest
+import torch
 
 from gradveil.attacks.presets import make_attack
 from gradveil.audit.cell import cells, recover
@@ -41,6 +42,23 @@ def test_a_wrong_step_size_does_not_fit():
     one = {"batch": 2, "local": {"lr": 0.5, "steps": 1}}
     for size in (0.5, 2.0):  # the direction of a single step does not depend on its size
         assert bool((at_truth(f"order=told, step_size={size}", client=one)[0] < 1e-9).all())
+
+
+@pytest.mark.parametrize("distance", ["l2", "l1"])
+@pytest.mark.parametrize("members", [1, 2])
+def test_one_small_step_is_as_hard_to_invert_as_its_gradient(distance, members):
+    """Priors and tolerances are set for gradients: they drowned it, and GI recovered nothing where lr was 0.001."""
+    found = []
+    for local in ({}, {"local": {"lr": 1e-3, "steps": 1}}):
+        scene = open_scene(
+            config(
+                attacks=[f"ig(objective={distance}, sign=plain, labels=joint, tolerance=1e-4, iterations=20)"],
+                defences=["none"], client={"batch": 2, "members": members, **local}, precision="float64",
+            )
+        )  # fmt: skip
+        found.append(recover(scene, cells(scene.config)[0], range(2), lambda _: None).tensors)
+    for name in ("inputs", "objective", "initial", "at_truth"):
+        torch.testing.assert_close(found[1][name], found[0][name], rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("local", [{"lr": 0.05, "steps": 3}, {"lr": 0.05, "epochs": 2, "batch": 1, "momentum": 0.9}])

@@ -47,6 +47,12 @@ def test_the_objective_of_the_true_images_decides(reached: float | None, truth: 
     assert examine(ended(reached, truth), [BARE]).state == state
 
 
+@pytest.mark.parametrize(("reached", "state"), [(5e-7, "short"), (9e-11, "sound"), (1e-12, "misled")])
+def test_small_objectives_are_judged_by_where_they_started(reached: float, state: str) -> None:
+    health = HEALTHY | {"objective_initial": 1e-6, "objective": reached, "objective_truth": 0.0}
+    assert examine(row(0, health=health), [BARE]).state == state
+
+
 def test_a_high_rate_is_never_in_doubt() -> None:
     assert examine(ended(0.95, 0.1, won=16), [BARE]).state == "works"
     assert examine(ended(0.5, 0.1, won=15), [BARE]).state == "short"

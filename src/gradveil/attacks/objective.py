@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
+from gradveil.client import Client
 from gradveil.core.fused import cosine_distance, squared_distance
 
 Distance = Callable[[Mapping[str, Tensor], Mapping[str, Tensor]], Tensor]
@@ -51,6 +52,22 @@ OBJECTIVES: dict[str, Distance] = {
     "sapag": sapag,
 }
 """The distances by name, as presets and run files write them."""
+
+
+_POWERS = {"l2": 2, "l1": 1}
+"""How these distances grow with the updates; the others do not."""
+
+
+def of_gradients(distance: Tensor, name: str, client: Client, examples: int) -> Tensor:
+    """Measure a distance between what clients send as one between gradients: local updates divided by lr T.
+
+    Priors, tolerances and optimisers are set for gradients: without this, one step of size 0.001 looks a million times
+    nearer by its squares than the very same gradient.
+    """
+    if client.local is None or name not in _POWERS:
+        return distance
+    length = client.local.lr * max(1, client.local.count(examples // client.members))
+    return distance / length ** _POWERS[name]
 
 
 def _total(parts) -> Tensor:

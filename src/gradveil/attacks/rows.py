@@ -17,7 +17,7 @@ from gradveil.attacks.added import added, candidates, stages
 from gradveil.attacks.base import Observation
 from gradveil.attacks.infer import find_labels
 from gradveil.attacks.knowledge import How, Infer, Knowledge, Known, Neutral, Optimise, Sample
-from gradveil.attacks.objective import OBJECTIVES
+from gradveil.attacks.objective import OBJECTIVES, of_gradients
 from gradveil.attacks.prior import Consensus, energy, statistics_distance
 from gradveil.attacks.whiten import Whitening
 from gradveil.client import Client
@@ -288,6 +288,7 @@ class Rows:
                 found, watched = self.whitening(*given)
                 sent, seen = ({n: part[n] * found[n] for n in seen} for part in (sent, seen))
             value, state = OBJECTIVES[self.attack.objective](sent, seen), after
+            value = of_gradients(value, self.attack.objective, r.belief, self.examples)
             total = value if total is None else total + value
         assert total is not None, "at least one round is observed"
         return total / len(self.rounds) if len(self.rounds) > 1 else total

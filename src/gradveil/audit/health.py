@@ -87,9 +87,11 @@ def _side(row: Row) -> Literal["above", "below", "between", "unknown"]:
     end, truth = row.health("objective"), row.health("objective_truth")
     if end is None or truth is None:
         return "unknown"
-    if end <= truth + 0.05 * abs(truth) + 1e-6:
+    start = row.health("objective_initial")
+    unit = 1.0 if start is None else min(abs(start), 1.0)  # squares of short updates are small everywhere
+    if end <= truth + 0.05 * abs(truth) + 1e-6 * unit:
         return "below"
-    return "above" if end > truth + max(0.5 * abs(truth), 1e-4) else "between"
+    return "above" if end > truth + max(0.5 * abs(truth), 1e-4 * unit) else "between"
 
 
 def _compared(row: Row) -> str:
