@@ -31,7 +31,8 @@ from gradveil.client import Client, Local
 from gradveil.core.noise import Key
 from gradveil.core.types import Batch
 from gradveil.federated.checkpoint import pack_standing
-from gradveil.federated.engine import Federation, Share, Standing
+from gradveil.federated.engine import Federation, Share
+from gradveil.federated.standing import Standing
 from gradveil.nn.models import build
 
 BATCH, CLIENTS = 64, 2

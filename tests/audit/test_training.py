@@ -20,10 +20,10 @@ from gradveil.audit.training import Training, training_config
 from gradveil.cli.app import run
 from gradveil.core.errors import GradveilError
 from gradveil.core.types import Batch
-from gradveil.federated.engine import Standing
 from gradveil.federated.run import describe, opened
 from gradveil.federated.run import run as run_training
 from gradveil.federated.setting import Cell
+from gradveil.federated.standing import Standing
 from tests.audit.runs import without_times
 
 TOPK = "topk(0.1, feedback=true)"

@@ -7,7 +7,6 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from gradveil.attacks.plan import written_bytes
 from gradveil.client import Client, cross_entropy
 from gradveil.client.batched import obstacle, shortens, victim_cosines, victim_gradients
 from gradveil.client.convolution import Geometry, only_position
@@ -15,6 +14,7 @@ from gradveil.client.gradient import Objective
 from gradveil.client.inner import cut, products, shorter
 from gradveil.core.fused import cosine_distance, squared_lengths
 from gradveil.core.types import Batch
+from gradveil.core.written import written_bytes
 
 SHAPE = (3, 8, 8)
 

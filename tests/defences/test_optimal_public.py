@@ -5,12 +5,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from gradveil.attacks.plan import written_bytes
 from gradveil.client import Client, Local
 from gradveil.core.errors import GradveilError
 from gradveil.core.noise import Key
 from gradveil.core.tree import tmap
 from gradveil.core.types import Batch
+from gradveil.core.written import written_bytes
 from gradveil.defences import parse
 from gradveil.defences.information import information, obstacle, sight
 from gradveil.defences.lint import suspicions

@@ -301,7 +301,7 @@ def spoilt(scene: Federation, *clients: int) -> Federation:
 
 
 def test_an_update_that_is_not_finite_is_left_out_and_said():
-    whole = federation("dgp(feedback=true)")
+    whole = federation("dgp(feedback=true)", together=False)
     scene = spoilt(whole, 1, 2)
     done = train(scene, 2)
     assert done.status == "finished"

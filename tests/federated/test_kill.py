@@ -13,8 +13,8 @@ import torch
 from gradveil.audit.reader import read_training
 from gradveil.core.tree import Tensors
 from gradveil.federated.checkpoint import load_standing
-from gradveil.federated.engine import Standing
 from gradveil.federated.setting import cells, open_setting
+from gradveil.federated.standing import Standing
 from gradveil.federated.work import identity
 from tests.audit.forks import begin
 

@@ -63,7 +63,7 @@ def test_a_training_records_what_its_server_received_and_is_not_changed_by_it(tm
 
 
 def test_the_examples_of_a_gradient_are_those_it_was_made_from(tmp_path):
-    watched = federation(local=None, batch=6, recorder=Recorder(tmp_path, truth=True))
+    watched = federation(local=None, batch=6, together=False, recorder=Recorder(tmp_path, truth=True))
     train(watched, 1)
     for one in read_recorded(tmp_path):
         assert one.truth is not None

@@ -106,6 +106,19 @@ def test_a_longer_training_goes_on_where_a_shorter_one_ended(tmp_path):
     assert (tmp_path / "a").stat().st_mode & 0o777 == 0o700
 
 
+def test_a_training_goes_on_with_clients_at_once_or_one_after_the_other(tmp_path):
+    """It changes nothing but rounding, as the number of threads does."""
+    settings = ([], ["together=true"], ["together=false"])
+    told = [open_setting(config("local.batch=4", *more, rounds=2 + i)) for i, more in enumerate(settings)]
+    assert [setting.federation(cells(setting.config)[0]).together for setting in told] == ["auto", True, False]
+    assert len({setting.config.digest() for setting in told}) == 1
+    for i, setting in enumerate(told):
+        (summary,), _ = trained(tmp_path / "a", setting)
+        assert summary["rounds"] == 2 + i
+    with pytest.raises(GradveilError, match="together"):
+        config("together=maybe")
+
+
 def test_a_training_that_fails_is_a_status_and_the_others_are_done(tmp_path, monkeypatch):
     told = open_setting(config(defences=["none", "topk(0.1)"], rounds=2))
     rounds = Federation.round

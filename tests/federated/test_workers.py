@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from gradveil.federated.checkpoint import load_standing
-from gradveil.federated.engine import Round, Status
 from gradveil.federated.run import describe, opened, run
 from gradveil.federated.setting import Cell, cells, open_setting
+from gradveil.federated.standing import Round, Status
 from gradveil.federated.work import identity, site
 from gradveil.schedule.processes import Processes
 from tests.federated.test_engine import same

@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from gradveil.attacks.plan import written_bytes
 from gradveil.client import Client
 from gradveil.core.noise import Key
 from gradveil.core.tree import Tensors
 from gradveil.core.types import Context, Stage, Transform
+from gradveil.core.written import written_bytes
 from gradveil.defences import chain, parse
 from tests.laws.cases import DOMAIN, TEXTS, Tiny, draw_batch, draw_messages
 

@@ -20,8 +20,8 @@ from gradveil.audit.store import Store
 from gradveil.audit.work import site
 from gradveil.core.errors import GradveilError
 from gradveil.federated import run as training
-from gradveil.federated.engine import Round, Status
 from gradveil.federated.setting import Cell, open_setting
+from gradveil.federated.standing import Round, Status
 from gradveil.federated.work import site as train_site
 from gradveil.schedule.cluster import Cluster
 from gradveil.schedule.work import Job, Parcel, Schedule, Site, in_process

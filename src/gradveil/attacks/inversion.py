@@ -19,12 +19,13 @@ from gradveil.attacks.base import Observation, Progress, Prospect, Reconstructio
 from gradveil.attacks.infer import Labels, label_problems
 from gradveil.attacks.knowledge import How, Knowledge, Optimise
 from gradveil.attacks.optimise import CONVERGED, STATUSES, Descent, Solution, descend
-from gradveil.attacks.plan import rows_at_once, written_bytes
+from gradveil.attacks.plan import rows_at_once
 from gradveil.attacks.rows import INPUTS, TARGETS, Rows
 from gradveil.client import Client
 from gradveil.core.errors import Problem, fail
 from gradveil.core.noise import Key
 from gradveil.core.tree import Tensors
+from gradveil.core.written import written_bytes
 from gradveil.nn.paths import downstream
 
 

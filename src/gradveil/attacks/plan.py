@@ -4,43 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import sys
-from collections.abc import Callable, Mapping, Sequence
 from math import ceil
-from typing import Any
 
 import torch
-from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
-
-
-class _Written(TorchDispatchMode):
-    """Adds up the bytes that operations write.
-
-    Saved-tensor hooks would say what is kept, but `torch.func.grad` refuses them; what an iteration writes is an upper
-    bound of what it keeps, and grows with it.
-    """
-
-    def __init__(self) -> None:
-        """Start at zero."""
-        super().__init__()
-        self.bytes = 0
-
-    def __torch_dispatch__(
-        self, func: Callable[..., Any], types: Sequence[type], args: Any = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        out = func(*args, **(kwargs or {}))
-        if not func.is_view:
-            self.bytes += sum(t.numel() * t.element_size() for t in tree_leaves(out) if isinstance(t, Tensor))
-        return out
-
-
-def written_bytes(function: Callable[[], Tensor]) -> int:
-    """Count the bytes that the operations of a function write."""
-    with _Written() as counter:
-        function()
-    return counter.bytes
-
 
 CACHE_BUDGET = 600 * 2**20
 """Bytes that one iteration of a batch may write on a CPU."""

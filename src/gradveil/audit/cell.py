@@ -30,7 +30,7 @@ from gradveil.core.noise import Key
 from gradveil.core.tree import Tensors
 from gradveil.core.types import Batch
 from gradveil.federated.config import digest
-from gradveil.federated.engine import Standing
+from gradveil.federated.standing import Standing
 from gradveil.federated.wire import encoded_size
 from gradveil.metrics import cosine, dense_bytes, relative_distance
 

@@ -18,7 +18,7 @@ from gradveil.client import Client, announced, proposer, scheduled, speakers
 from gradveil.core.noise import Key
 from gradveil.core.tree import Tensors, stack, take, tmap
 from gradveil.core.types import Batch
-from gradveil.federated.engine import Standing
+from gradveil.federated.standing import Standing
 
 if TYPE_CHECKING:
     from gradveil.audit.cell import Address

@@ -26,9 +26,9 @@ from gradveil.core.types import Batch, Domain, Loss
 from gradveil.data import DATASETS, Dataset, located
 from gradveil.defences import Defence, parse
 from gradveil.defences.contract import faults
-from gradveil.federated.engine import Standing
 from gradveil.federated.opening import device_problems, initial_model, open_images
 from gradveil.federated.setting import open_setting
+from gradveil.federated.standing import Standing
 from gradveil.nn import surgery
 from gradveil.nn.check import check
 from gradveil.nn.paths import called, count_classes

@@ -22,9 +22,9 @@ from gradveil.core.files import read_json, unreadable
 from gradveil.data import Dataset
 from gradveil.federated.checkpoint import unpack_standing
 from gradveil.federated.config import Rounds, TrainConfig, TrainDataConfig
-from gradveil.federated.engine import Standing
 from gradveil.federated.run import cell_file
 from gradveil.federated.setting import Cell, Setting
+from gradveil.federated.standing import Standing
 from gradveil.federated.work import identity
 
 _AGAIN = "give the command of the audit again: it trains what is missing"

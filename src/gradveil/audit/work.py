@@ -17,7 +17,7 @@ from gradveil.audit.observed import recover_observed
 from gradveil.audit.plans import Plan, Plans
 from gradveil.audit.scene import Scene, open_scene
 from gradveil.audit.training import Training
-from gradveil.federated.engine import Standing
+from gradveil.federated.standing import Standing
 from gradveil.schedule.work import Parcel, Site, Tell, Work
 
 

@@ -24,10 +24,10 @@ from gradveil.core.words import DASH, percent, plural, size
 from gradveil.defences.aligned import OUTVOTING
 from gradveil.defences.lint import MEANINGLESS
 from gradveil.federated.config import TrainConfig
-from gradveil.federated.engine import Round, Status
 from gradveil.federated.recorded import Recorder
 from gradveil.federated.run import describe, load_summaries, opened, run, spread
 from gradveil.federated.setting import Cell, cells, open_setting
+from gradveil.federated.standing import Round, Status
 from gradveil.federated.work import FAILED, site
 from gradveil.schedule.processes import cores
 

@@ -1,7 +1,7 @@
 """The client: one gradient, per-example gradients, local steps, public messages, state on disk."""
 
 from gradveil.client.client import Client
-from gradveil.client.drawn import drawn_update
+from gradveil.client.drawn import Task, drawn_update, drawn_updates
 from gradveil.client.gradient import cross_entropy
 from gradveil.client.local import Local
 from gradveil.client.messages import announced, proposer, scheduled, speakers
@@ -11,9 +11,11 @@ from gradveil.client.steady import steady
 __all__ = [
     "Client",
     "Local",
+    "Task",
     "announced",
     "cross_entropy",
     "drawn_update",
+    "drawn_updates",
     "load_state",
     "proposer",
     "save_state",

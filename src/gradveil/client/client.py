@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import vmap
 
+from gradveil.client.abreast import Abreast, Trainee
 from gradveil.client.batched import obstacle, shortens, victim_cosines, victim_gradients
 from gradveil.client.batching import Batching, Drawn, of_batch
 from gradveil.client.declared import Declared
@@ -193,7 +194,7 @@ class Client:
         """
         batch = batch if self.local else self._batching.changed(batch, noise)
         own, kept = select(state, "step"), self.own(noise, state)
-        whole = {**noise, **self._switched_off(batch), **spread(kept, batch.inputs.shape[0])}
+        whole = self._whole(batch, noise, kept)
         if self.local is None:
             with caught_outputs() as outputs:
                 update, step_state = self._defended(params, batch, whole, own)
@@ -206,6 +207,26 @@ class Client:
         after = under("step", step_state) | after
         sent, after = self._finish(params, batch, whole, state, update, after, *outputs[-1:])
         return sent, steady(sent, after, state)
+
+    @property
+    def apart(self) -> bool:
+        """Whether `abreast` is not for it: it has something of its own, or is several clients itself."""
+        return self.members > 1 or bool(self._kept)
+
+    def abreast(self, params: Tensors, trainees: Sequence[Trainee]) -> list[tuple[Tensors, Tensors]]:
+        """Compute `trained_update` of several clients, their gradients at once: equal but for rounding."""
+        assert not self.apart
+        found: list[tuple[Tensors, Tensors]] = []
+        ways = Abreast(self._defended, self._batching)(params, trainees)
+        for (batch, update, after), (_, noise, _, _, state) in zip(ways, trainees, strict=True):
+            whole = self._whole(batch, noise, {})
+            sent, after = self._finish(params, batch, whole, state, update, under("step", after))
+            found.append((sent, steady(sent, after, state)))
+        return found
+
+    def _whole(self, batch: Batch, noise: Mapping[str, Tensor], kept: Tensors) -> Tensors:
+        """Return all noise that a transform of what is sent may see, for all examples."""
+        return {**noise, **self._switched_off(batch), **spread(kept, batch.inputs.shape[0])}
 
     def _switched_off(self, batch: Batch) -> Tensors:
         """Return the model's noise for all examples of local training, neutral: steps draw it for parts of them.

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
+from gradveil.client.abreast import Trainee
 from gradveil.client.client import Client
 from gradveil.core.errors import UNFIT, Problem, refuse
 from gradveil.core.noise import Key, NoiseSpec
@@ -13,14 +18,34 @@ from gradveil.core.types import Batch
 from gradveil.nn.check import check
 
 
+class Task(NamedTuple):
+    """What a client computes an update of besides the parameters: its examples, its noise by address, its state."""
+
+    batch: Batch
+    key: Key
+    state: Tensors
+
+
 def drawn_update(client: Client, params: Tensors, batch: Batch, key: Key, state: Tensors) -> tuple[Tensors, Tensors]:
     """Compute what a client sends in the round that `key` addresses, and its next state.
 
     The noise of a local step is drawn when the step comes: thousands of steps' at once would fill memory. What cannot
     be computed is refused with its reasons, where `gradveil check` knows them.
     """
+    with _reasons_of(client, batch):
+        return client.trained_update(params, *_trainee(client, params, Task(batch, key, state)))
+
+
+def drawn_updates(client: Client, params: Tensors, tasks: Sequence[Task]) -> list[tuple[Tensors, Tensors]]:
+    """Compute `drawn_update` of several clients at once (`Client.abreast`): the same draws, equal but for rounding."""
+    with _reasons_of(client, tasks[0].batch):
+        return client.abreast(params, [_trainee(client, params, task) for task in tasks])
+
+
+@contextmanager
+def _reasons_of(client: Client, batch: Batch) -> Generator[None]:
     try:
-        return _drawn_update(client, params, batch, key, state)
+        yield
     except UNFIT:
         refuse(_reasons(client, batch))
         raise
@@ -36,7 +61,9 @@ def _reasons(client: Client, batch: Batch) -> list[Problem]:
         return check(client.model, batch, client.loss)
 
 
-def _drawn_update(client: Client, params: Tensors, batch: Batch, key: Key, state: Tensors) -> tuple[Tensors, Tensors]:
+def _trainee(client: Client, params: Tensors, task: Task) -> Trainee:
+    """Draw what is drawn once, and say how the rest is drawn when it is asked for."""
+    batch, key, state = task
     device = batch.inputs.device
     each = client.step_spec(params, batch)
 
@@ -54,4 +81,4 @@ def _drawn_update(client: Client, params: Tensors, batch: Batch, key: Key, state
     def of_epoch(e: int) -> dict[str, Tensor]:
         return drawn(epoch, key.child("epoch", e))
 
-    return client.trained_update(params, batch, once, of_step, of_epoch, state)
+    return Trainee(batch, once, of_step, of_epoch, state)

@@ -17,7 +17,7 @@ from safetensors.torch import load, save
 from gradveil.core.errors import Problem, fail
 from gradveil.core.files import DamagedError, plain, unreadable
 from gradveil.core.tree import Tensors, select, under
-from gradveil.federated.engine import Round, Standing, Status
+from gradveil.federated.standing import Round, Standing, Status
 
 VERSION = 1
 """Version of a checkpoint's files; another is refused."""

@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from gradveil.client import Local
 from gradveil.federated.aggregate import Server
+from gradveil.federated.together import Together
 
 Count = Annotated[int, Field(ge=1)]
 """A whole number of at least one."""
@@ -17,6 +18,8 @@ Name = Annotated[str, Field(min_length=1)]
 """A text that is not empty."""
 
 
+FREE = ("rounds", "delta", "together")
+"""What of a training may be another from one call to the next."""
 UNSEEN = "unseen"
 """The name of data that are not here: of recorded updates only what the images look like is known."""
 
@@ -197,6 +200,9 @@ class TrainConfig(Rounds):
     """Train once more, undefended, with all data in one client's hands: what federation costs."""
     delta: Annotated[float, Field(gt=0, lt=1)] = 1e-5
     """Of the epsilons that are told of private defences; well below one over the number of examples."""
+    together: Together = "auto"
+    """Whether the clients of a round compute at once, in groups: `auto` for where it is faster; false for one after the
+    other. It changes nothing but rounding."""
     precision: Literal["float32", "float64"] = "float32"
     device: Annotated[str, Field(pattern=r"^(cpu|cuda(:\d+)?|mps)$")] = "cpu"
 
@@ -220,8 +226,8 @@ class TrainConfig(Rounds):
 
     def digest(self) -> str:
         """Hash what the rounds depend on: a longer training goes on where a shorter one ended, for any delta."""
-        free = {*self.growing, "rounds", "delta"}
-        return digest({key: value for key, value in self.resolved().items() if key not in free})
+        left_out = {*self.growing, *FREE}
+        return digest({key: value for key, value in self.resolved().items() if key not in left_out})
 
 
 def digest(value: Any) -> str:

@@ -10,22 +10,21 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
 
 import torch
 from torch import Tensor
 
-from gradveil.client import Client, announced, drawn_update, proposer, scheduled, speakers
+from gradveil.client import Client, Task, announced, drawn_update, proposer, scheduled, speakers
 from gradveil.core.errors import Problem, refuse
 from gradveil.core.noise import Key
 from gradveil.core.tree import Tensors, all_finite, stack
 from gradveil.core.types import Batch
 from gradveil.federated.aggregate import Server
 from gradveil.federated.recorded import Recorder
+from gradveil.federated.standing import Round, Standing, Status
+from gradveil.federated.together import Together, compute
 from gradveil.federated.wire import encoded_size
 
-Status = Literal["running", "finished", "stopped early", "diverged"]
-"""What became of a training."""
 _EVALUATED = 500
 """Examples that are evaluated at once."""
 
@@ -36,61 +35,6 @@ class Share:
 
     train: Batch
     validation: Batch | None = None
-
-
-@dataclass(frozen=True)
-class Round:
-    """What happened in one round; its number counts from 1."""
-
-    number: int
-    clients: tuple[int, ...]
-    """Whose updates arrived."""
-    absent: tuple[int, ...]
-    """Who was chosen and did not answer."""
-    accuracy: float
-    """Share of the test examples that the new global parameters name rightly; what is random in the model is off."""
-    loss: float
-    validation_loss: float | None
-    """Mean over all clients of the loss on what each keeps apart."""
-    validation_accuracy: float | None
-    bytes_up: int
-    """Sent by all clients together."""
-    bytes_down: int
-    """Sent by the server to all chosen clients together."""
-    seconds: float
-    """Of the whole round: all clients one after the other, the server, measuring the accuracy."""
-    client_seconds: float | None = None
-    """Of one client's update, on the average; None where nobody answered, or where an earlier version did not ask."""
-    refused: tuple[int, ...] = ()
-    """Whose update was not finite: it is left out, as a Flower client does not send it."""
-    spoke: tuple[int, int] | None = None
-    """How many clients spoke before it, and how many should have; None where none has to."""
-
-
-@dataclass(frozen=True)
-class Standing:
-    """Where a training stands: all that the next round depends on, and what has been recorded."""
-
-    params: Tensors
-    server: Tensors
-    clients: dict[int, Tensors] = field(default_factory=dict[int, Tensors])
-    """The state of every client that has ever taken part (residuals, moments)."""
-    best: Tensors = field(default_factory=dict[str, Tensor])
-    """The parameters after the round with the lowest validation loss; empty while that is the last round."""
-    best_round: int = 0
-    mean: Tensors = field(default_factory=dict[str, Tensor])
-    """The mean update of the last round, which is public; empty before the first."""
-    moved: int = 0
-    """Bytes of what the last round changed: what a client who took part in it is sent."""
-    records: tuple[Round, ...] = ()
-    status: Status = "running"
-    start: tuple[float | None, float] | None = None
-    """Loss and accuracy on the test examples before the first round."""
-
-    @property
-    def final(self) -> Tensors:
-        """The parameters that the training ends with: the best ones."""
-        return self.best or self.params
 
 
 @dataclass(frozen=True)
@@ -115,6 +59,8 @@ class Federation:
     pace: tuple[tuple[int, float], ...] = ()
     """(n, f): after n rounds steps are f times as long as at first; the clients' own, or where they send gradients the
     server's."""
+    together: Together = "auto"
+    """Whether the clients of a round compute at once, which changes nothing but rounding: see `together.groups`."""
 
     def __post_init__(self) -> None:
         """Refuse settings that cannot be meant, all at once."""
@@ -169,11 +115,13 @@ class Federation:
     ) -> tuple[Tensors, Tensors]:
         """Compute what one client sends in a round, and its next state; `copy` has heard the round's messages."""
         here = copy or scheduled(self.client, number - 1)
+        return drawn_update(here, standing.params, *self._task(standing, client, number, here))
+
+    def _task(self, standing: Standing, client: int, number: int, here: Client) -> Task:
         key = self.key.child("client", client, "round", number)
-        batch, params = self._examples(client, key), standing.params
         state = standing.clients.get(client)
-        state = here.init(params) if state is None else state
-        return drawn_update(here, params, batch, key, state)
+        state = here.init(standing.params) if state is None else state
+        return Task(self._examples(client, key), key, state)
 
     def round(self, standing: Standing) -> Standing:
         """Run one round, with the step size of its time."""
@@ -203,10 +151,11 @@ class Federation:
         worked: list[float] = []
         with torch.no_grad():
             heard, spoken = self.heard(standing, answers, number)
+            tasks = {client: self._task(standing, client, number, heard) for client in answers}
+            found = {sent.client: sent for sent in compute(heard, standing.params, tasks, self.together)}
             for client in answers:
-                started = time.perf_counter()
-                update, clients[client] = self.local_update(standing, client, number, heard)
-                worked.append(_since(started, update))
+                _, update, clients[client], seconds = found[client]
+                worked.append(seconds)
                 if bool(all_finite(update)):
                     updates[client] = update
                     self._record_update(standing, client, number, update, heard)
@@ -339,13 +288,6 @@ def _ended(standing: Standing, rounds: int) -> Standing:
     """Say of a training that has had its rounds that it is finished: one that was stopped may have had more."""
     over = standing.status == "running" and len(standing.records) >= rounds
     return replace(standing, status="finished") if over else standing
-
-
-def _since(started: float, made: Tensors) -> float:
-    """Say how long it took to make this; a GPU is waited for."""
-    if any(value.is_cuda for value in made.values()):
-        torch.cuda.synchronize()
-    return time.perf_counter() - started
 
 
 def _bits(masks: Mapping[str, Tensor]) -> int:

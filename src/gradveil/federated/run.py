@@ -19,12 +19,12 @@ from gradveil.core.errors import GradveilError, Problem, refuse
 from gradveil.core.files import locked, write_json, write_private
 from gradveil.core.growth import refuse_others
 from gradveil.federated.checkpoint import load_standing, pack_standing
-from gradveil.federated.config import TrainConfig, digest
-from gradveil.federated.engine import Round, Status
+from gradveil.federated.config import FREE, TrainConfig, digest
 from gradveil.federated.privacy import guarantee
 from gradveil.federated.reading import RUN, load_training, read_info
 from gradveil.federated.recorded import Recorder
 from gradveil.federated.setting import Cell, Setting, cells
+from gradveil.federated.standing import Round, Status
 from gradveil.federated.work import FAILED, failure, going_on, identity, summarise, working
 from gradveil.nn.weights import fingerprint
 from gradveil.schedule.work import Job, Parcel, Schedule, in_process
@@ -56,7 +56,7 @@ def opened(folder: Path, info: Mapping[str, Any], fresh: bool = False) -> Iterat
             (folder / _REPORT).unlink(missing_ok=True)
         if (folder / RUN).is_file():
             there = read_info(folder)
-            refuse_others(folder, there, info, ("rounds", "delta"))
+            refuse_others(folder, there, info, FREE)
             info = {**info, "created": there.get("created", info.get("created"))}
         (folder / "cells").mkdir(mode=0o700, exist_ok=True)
         for left in (*folder.glob("*.tmp-*"), *(folder / "cells").glob("*.tmp-*")):  # by a process that was killed

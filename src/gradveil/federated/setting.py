@@ -84,6 +84,7 @@ class Setting:
             0.0 if cell.central else config.absent,
             config.patience,
             pace=tuple((entry.after, entry.times) for entry in config.pace),
+            together=config.together,
         )
 
     @property

@@ -11,10 +11,11 @@ from typing import Any
 from gradveil.core.files import plain
 from gradveil.federated.checkpoint import pack_standing, unpack_standing
 from gradveil.federated.config import TrainConfig, digest
-from gradveil.federated.engine import Federation, Standing, train
+from gradveil.federated.engine import Federation, train
 from gradveil.federated.privacy import guarantee
 from gradveil.federated.recorded import Recorder
 from gradveil.federated.setting import Cell, Setting, cells, open_setting
+from gradveil.federated.standing import Standing
 from gradveil.nn.weights import fingerprint
 from gradveil.schedule.work import Parcel, Site, Tell, Work
 
