@@ -127,6 +127,20 @@ def test_small_measures_survive_a_clip_and_rows_of_their_own_survive_pruning():
     assert float(own.median()) < 0.1 < float(shared.median())
 
 
+def test_decoys_are_what_a_defence_takes_that_prunes_the_largest():
+    batch, defended = digits(8), client(defence="dgp")
+    lured, plain = (
+        errors(robbed(Imprint(bins=512, sparse=True, decoys=d), defended, batch)[0], batch.inputs) for d in (64, 0)
+    )
+    assert float(lured.median()) < 0.01 < float(plain.median())
+    honest, _, _ = robbed(Imprint(bins=512, sparse=True, decoys=64), client(), batch)
+    assert float(errors(honest, batch.inputs).median()) < 1e-4
+    before, after = (
+        Imprint(bins=16, gain=1.0, decoys=d).craft(client(), known(), Key(0)).model(batch.inputs) for d in (0, 8)
+    )
+    torch.testing.assert_close(after, before, rtol=0, atol=1e-4)
+
+
 def test_the_honest_client_stays_as_it_is_and_the_rest_of_the_model_too():
     honest = replace(client(), trainable=("*.weight",))
     before = {name: value.clone() for name, value in honest.params().items()}

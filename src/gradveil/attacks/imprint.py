@@ -40,6 +40,7 @@ class Imprint(Planting):
     law: Literal["normal", "laplace", "empirical"] = "normal"
     sparse: bool = False
     gain: float = 1e-3
+    decoys: int = 0
     labels: Labels = "given"
 
     @property
@@ -105,4 +106,4 @@ class Imprint(Planting):
 
     def planted(self) -> str:
         """Say what the block is."""
-        return f"an imprint block of {self.bins} bins before the first layer"
+        return f"an imprint block of {self.bins} bins{self.and_decoys()} before the first layer"

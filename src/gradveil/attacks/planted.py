@@ -27,6 +27,8 @@ from gradveil.nn.planted import Planted
 
 WEIGHT, BIAS = "measure.weight", "measure.bias"
 """The parameters of the block that examples are read off."""
+_LOUD = 100.0
+"""How many times as large a decoy's gradient is as that of a measure which the same examples pass."""
 
 
 class Measures(NamedTuple):
@@ -44,6 +46,9 @@ class Planting(ABC):
     gain: float
     """How large measures are. The model gets what it would get of measures of size one: the smaller they are, the
     larger is their gradient beside the model's own, and the more of it is left after a clip."""
+    decoys: int
+    """Rows more that every image passes, in pairs of opposite effect, with the largest gradients of all: what a
+    defence takes that prunes the largest entries."""
     labels: Labels
     belief: ClassVar[Literal["naive", "full"]] = "naive"
 
@@ -72,6 +77,10 @@ class Planting(ABC):
     def planted(self) -> str:
         """Say in words what is put into the model."""
 
+    def and_decoys(self) -> str:
+        """Mention the decoys, if there are any."""
+        return f" and {self.decoys} decoys" if self.decoys else ""
+
     def problems(self, prospect: Prospect) -> Iterator[Problem]:
         """Refuse labels that cannot be read off."""
         yield from label_problems(self.labels, prospect)
@@ -83,17 +92,19 @@ class Planting(ABC):
             bound.to(example).expand(knowledge.shape).flatten() for bound in (knowledge.lower, knowledge.upper)
         )
         made = self.measures(prod(knowledge.shape), knowledge, key.child("measures"))
-        weight, bias, ceiling = (self.gain * value.to(example) for value in made)
+        weight, bias, ceiling = (self.gain * value.to(example) for value in self._with_decoys(made))
         # Pixels in [0, 1] are (x - lower) / (upper - lower) of what the model sees.
         weight = weight / (upper - lower)
-        model = Planted(client.model, knowledge.shape, self.units).to(example)
+        model = Planted(client.model, knowledge.shape, len(bias)).to(example)
         # Every measure acts on the model in the same way, and by more than a scale, which a norm would take away.
         back, rest = torch.randn(2, prod(knowledge.shape), generator=key.child("back").generator()).to(example)
         with torch.no_grad():
             model.measure.weight.copy_(weight)
             model.measure.bias.copy_(bias - weight @ lower)
             model.ceiling.copy_(ceiling)
-            model.back.weight.copy_((back / (self.gain * self.units)).unsqueeze(1).expand(-1, self.units))
+            model.back.weight.copy_((back / (self.gain * self.units)).unsqueeze(1).expand(-1, len(bias)))
+            for place in range(self.units, len(bias)):
+                model.back.weight[:, place] *= _LOUD * (-1) ** place
             model.back.bias.copy_(rest)
         model.train(client.model.training)
         kept = client.trainable
@@ -103,6 +114,13 @@ class Planting(ABC):
             trainable=None if kept is None else ("measure.*", "back.*", *(f"model.{pattern}" for pattern in kept)),
             buffers={f"model.{name}": value for name, value in client.buffers.items()},
         )
+
+    def _with_decoys(self, made: Measures) -> Measures:
+        """Put the decoys behind the measures: the first of these, shifted so far that every image passes."""
+        row = made.weight[:1]
+        shift = 1 - row.clamp(max=0).sum(1)
+        more = (row, shift, torch.full_like(shift, torch.inf))
+        return Measures(*(torch.cat([own, *[one] * self.decoys]) for own, one in zip(made, more, strict=True)))
 
     def __call__(
         self,
@@ -119,7 +137,7 @@ class Planting(ABC):
             remedy = "let the server send the client that `craft` returns"
             raise fail(f"attack {self.name}", "its block was not in the model that the client trained", remedy)
         victims, count = len(seen.victims), seen.examples
-        weight, bias = seen.update[WEIGHT].double(), seen.update[BIAS].double()
+        weight, bias = (seen.update[name][:, : self.units].double() for name in (WEIGHT, BIAS))
         sound = weight.isfinite().flatten(1).all(1) & bias.isfinite().all(1)
         lower, upper = (bound.to(weight) for bound in (knowledge.lower, knowledge.upper))
         ends = [bound.expand(knowledge.shape).flatten() for bound in (lower, upper)]

@@ -108,6 +108,7 @@ _BINS = (
     Argument("law", Choice(("normal", "laplace", "empirical")), "normal"),
     Argument("sparse", Flag(), False),
     Argument("gain", Range(0, low_open=True), 1e-3),
+    Argument("decoys", Range(0, integer=True), 0),
     _FOUND_LABELS,
 )
 _CURIOUS = (
@@ -119,6 +120,7 @@ _ROWS = (
     Argument("std", Range(0, low_open=True), 0.5),
     Argument("share", Range(0, 1, low_open=True, high_open=True, optional=True), None),
     Argument("gain", Range(0, low_open=True), 1e-3),
+    Argument("decoys", Range(0, integer=True), 0),
     _FOUND_LABELS,
 )
 _LEARNED = (

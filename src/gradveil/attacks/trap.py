@@ -39,6 +39,7 @@ class Trap(Planting):
     std: float = 0.5
     share: float | None = None
     gain: float = 1e-3
+    decoys: int = 0
     labels: Labels = "given"
 
     @property
@@ -111,7 +112,7 @@ class Trap(Planting):
 
     def planted(self) -> str:
         """Say what the block is."""
-        return f"a block of {self.rows} trap rows before the first layer"
+        return f"a block of {self.rows} trap rows{self.and_decoys()} before the first layer"
 
 
 def _between(images: Tensor, ends: Tensor) -> Tensor:
