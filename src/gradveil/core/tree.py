@@ -106,6 +106,15 @@ def straight_through(exact: Tensor, surrogate: Tensor) -> Tensor:
     return exact.detach() + (surrogate - surrogate.detach())
 
 
+def peak(value: Tensor, otherwise: float = 0.0) -> Tensor:
+    """Return the largest entry, or a number where there is no entry.
+
+    >>> peak(torch.tensor([1.0, 3.0])), peak(torch.zeros(0, 2))
+    (tensor(3.), tensor(0.))
+    """
+    return value.amax() if value.numel() else value.new_full((), otherwise)
+
+
 def wide(tensors: Mapping[str, Tensor]) -> Tensors:
     """Return tensors of half precision in single precision, others as they are.
 

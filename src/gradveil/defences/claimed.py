@@ -85,7 +85,7 @@ def _bounds(drawn: Tensor) -> Iterator[float]:
 def _variance(drawn: Tensor) -> float:
     """Return the largest variance that draws of these squares leave possible; neighbours may count twice."""
     count = max(2, drawn.numel() // 2)
-    return float(drawn.var()) * count / float(chi2.ppf(_CHANCE, count - 1))
+    return float(drawn.var()) * count / float(chi2.ppf(_CHANCE, count - 1))  # pyright: ignore
 
 
 Function = Callable[[Tensor], tuple[Tensor, Tensor]]

@@ -15,7 +15,7 @@ from torch import Tensor
 from gradveil.core.allowed import SHARE, Choice, collect
 from gradveil.core.errors import Problem, refuse
 from gradveil.core.noise import Bernoulli, Noise, NoiseSpec, Normal
-from gradveil.core.tree import Tensors, plain, select, tmap, under
+from gradveil.core.tree import Tensors, peak, plain, select, tmap, under
 from gradveil.core.types import Context, Stage, Transform
 from gradveil.defences.selection import ends_mask, smallest_mask, without_ends
 
@@ -243,9 +243,8 @@ def within(magnitude: Tensor, smallest: Tensor, largest: Tensor) -> Tensor:
 def _ends(sent: Tensor) -> Tensor:
     """Return the smallest and largest magnitude of what is not zero; where all is, infinity: nothing is known."""
     magnitude = sent.detach().abs()
-    unknown = torch.full_like(magnitude, torch.inf)
-    smallest = torch.where(magnitude > 0, magnitude, unknown).amin()
-    return torch.stack([smallest, torch.where(smallest < torch.inf, magnitude.amax(), smallest)])
+    smallest = -peak(torch.where(magnitude > 0, -magnitude, -torch.inf), -torch.inf)
+    return torch.stack([smallest, torch.where(smallest < torch.inf, peak(magnitude), smallest)])
 
 
 def _keep_largest(magnitude: Tensor, ratio: float, more: int) -> Tensor:

@@ -13,7 +13,7 @@ from torch import Tensor
 from gradveil.core.allowed import BOUND, COUNT, Choice, collect
 from gradveil.core.errors import refuse
 from gradveil.core.noise import Noise, NoiseSpec, Normal, Uniform
-from gradveil.core.tree import Tensors, select, straight_through, under
+from gradveil.core.tree import Tensors, peak, select, straight_through, under
 from gradveil.core.types import Context, Stage, Transform
 
 SIZE = Choice(("mean", "unit"))
@@ -84,7 +84,7 @@ class Sign(Rounding):
     def _compared(self, value: Tensor, sent: Tensor) -> Tensor:
         """Bring a layer to the mean magnitude that was sent: an update near zero explains no sign."""
         mean = value.abs().mean()
-        return self.charged(value * (sent.abs().amax() / torch.where(mean > 0, mean, 1.0)), sent)
+        return self.charged(value * (peak(sent.abs()) / torch.where(mean > 0, mean, 1.0)), sent)
 
     def _signs(self, value: Tensor) -> Tensor:
         fixed = value.detach()
@@ -140,7 +140,7 @@ class Quantise(Rounding):
         A level is the smallest magnitude of the layer: where that is several levels, the interval is only wider.
         """
         size = sent.abs()
-        level, top = torch.where(size > 0, size, torch.inf).amin() * (1 + _ROUNDING), size.amax()
+        level, top = -peak(torch.where(size > 0, -size, -torch.inf)) * (1 + _ROUNDING), peak(size)
         low, high = size - level, size + level
         if self.scale == "max":
             high = torch.minimum(high, torch.where(top > 0, top * (1 + _ROUNDING), torch.inf))
@@ -153,7 +153,7 @@ class Quantise(Rounding):
             bound = self.clip * value.detach().square().mean().sqrt()
             value = torch.maximum(torch.minimum(value, bound), -bound)
         fixed = value.detach()
-        size = fixed.square().sum().sqrt() if self.scale == "l2" else fixed.abs().amax()
+        size = fixed.square().sum().sqrt() if self.scale == "l2" else peak(fixed.abs())
         place = fixed.abs() / torch.where(size > 0, size, torch.ones_like(size)) * self.levels
         below = place.floor()
         step = fixed.sign() * size / self.levels

@@ -12,7 +12,7 @@ from torch import Tensor
 from gradveil.core.allowed import SHARE, collect
 from gradveil.core.errors import refuse
 from gradveil.core.noise import NoiseSpec
-from gradveil.core.tree import Tensors, select, tmap
+from gradveil.core.tree import Tensors, peak, select, tmap
 from gradveil.core.types import Context
 from gradveil.defences.prune import Pruning, share
 from gradveil.defences.quantise import uniform
@@ -87,7 +87,7 @@ def _weight(value: Tensor, u: Tensor) -> Tensor:
 
 def _enlarged(value: Tensor, weight: Tensor, kept: Tensor) -> Tensor:
     """Add C/g, where C is the largest weight that was left out."""
-    left = torch.where(kept, torch.zeros_like(weight), weight).amax()
+    left = peak(torch.where(kept, torch.zeros_like(weight), weight))
     there = kept & (value != 0)
     safe = torch.where(there, value, torch.ones_like(value))
     return torch.where(there, value + left / safe, torch.zeros_like(value))
