@@ -9,6 +9,7 @@ from gradveil.audit.scene import open_scene
 from gradveil.audit.threat import threat_model
 from gradveil.core.errors import GradveilError
 from gradveil.report.method import bounds
+from gradveil.report.price import price
 from gradveil.report.verdict import verdicts
 from tests.audit.runs import config, execute
 from tests.audit.test_observed import record, simulated, watching
@@ -35,6 +36,7 @@ def test_what_was_planted_is_told_and_whether_a_guard_finds_it(rows):
         if row.attacker == "active":
             family = "imprint" if "rob" in row.attack else "trap"
             assert f"{family} in measure.weight" in row.info["guard"]
+            assert not any("not finite" in told for told in row.info["guard"])
             assert "block of" in row.info["planted"]
         else:
             assert "planted" not in row.info
@@ -51,6 +53,12 @@ def test_images_come_back_and_are_scored_as_any(rows):
     asr = {(row.attack, row.defence): row.asr for row in rows}
     assert asr["rob(bins=32)", "none"] >= 0.75
     assert asr["ig(iterations=2)", "none"] == 0
+
+
+def test_bytes_are_compared_with_those_of_the_same_model(rows):
+    for row in (row for row in rows if row.defence == "prune(0.5)"):
+        (plain,) = {r.info["bytes_sent"] for r in rows if r.undefended and r.attack == row.attack}
+        assert price(row, rows).plain == plain
 
 
 def test_a_bound_is_of_the_model_that_was_sent(rows):

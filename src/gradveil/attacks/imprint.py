@@ -76,8 +76,7 @@ class Imprint(Planting):
         cuts = self._quantiles(images @ row).clamp(float(ends[0]), float(ends[1]))
         thresholds = torch.cat([ends[:1], cuts])
         widths = torch.cat([cuts, ends[1:]]) - thresholds
-        ceiling = widths if self.sparse else torch.full_like(widths, torch.inf)
-        return Measures(row.expand(self.bins, -1), -thresholds, ceiling)
+        return Measures(row.expand(self.bins, -1), -thresholds, widths if self.sparse else None)
 
     def _quantiles(self, values: Tensor) -> Tensor:
         """Return the 1/K, 2/K, ... (K - 1)/K quantiles of the measurement."""

@@ -32,11 +32,15 @@ _LOUD = 100.0
 
 
 class Measures(NamedTuple):
-    """Linear measures of an image: weights [K, N], biases [K], and above which value [K] each of them is cut."""
+    """Linear measures of an image: weights [K, N], biases [K], and above which values [K] they are cut, if they are."""
 
     weight: Tensor
     bias: Tensor
-    ceiling: Tensor
+    ceiling: Tensor | None = None
+
+    def most(self) -> Tensor:
+        """Return the largest value of each measure of pixels in [0, 1], with room for rounding."""
+        return 2 * (self.weight.clamp(min=0).sum(1) + self.bias.abs())
 
 
 class Planting(ABC):
@@ -115,12 +119,15 @@ class Planting(ABC):
             buffers={f"model.{name}": value for name, value in client.buffers.items()},
         )
 
-    def _with_decoys(self, made: Measures) -> Measures:
+    def _with_decoys(self, made: Measures) -> tuple[Tensor, Tensor, Tensor]:
         """Put the decoys behind the measures: the first of these, shifted so far that every image passes."""
         row = made.weight[:1]
         shift = 1 - row.clamp(max=0).sum(1)
-        more = (row, shift, torch.full_like(shift, torch.inf))
-        return Measures(*(torch.cat([own, *[one] * self.decoys]) for own, one in zip(made, more, strict=True)))
+        weight, bias = (torch.cat([made[i], *[one] * self.decoys]) for i, one in enumerate((row, shift)))
+        ceiling = Measures(weight, bias).most()
+        if made.ceiling is not None:
+            ceiling[: self.units] = made.ceiling
+        return weight, bias, ceiling
 
     def __call__(
         self,

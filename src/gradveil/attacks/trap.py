@@ -67,7 +67,7 @@ class Trap(Planting):
         negative = torch.zeros(self.rows, pixels).scatter_(1, below, -sizes)
         positive = torch.zeros(self.rows, pixels).scatter_(1, above, sizes)
         scale = self.scale if self.share is None else self._scale(negative, positive, knowledge, self.share)
-        return Measures(negative + scale * positive, torch.zeros(self.rows), torch.full((self.rows,), torch.inf))
+        return Measures(negative + scale * positive, torch.zeros(self.rows))
 
     def _scale(self, negative: Tensor, positive: Tensor, knowledge: Knowledge, share: float) -> float:
         """Choose the factor at which rows pass a share of public images, on the average."""
