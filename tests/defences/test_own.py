@@ -164,6 +164,7 @@ def test_iterations_reach_an_attack_of_ones_own(mine):
 
 def _told(*arguments: str) -> str:
     result = CliRunner().invoke(app, [*arguments])
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
     return " ".join(result.output.split())
 
 
@@ -193,3 +194,27 @@ def test_an_audit_of_ones_own_from_the_command_line(mine):
     Path("mine.py").unlink()
     assert "report.html" in _told("report", "run")
     assert "mine" not in sys.modules
+
+
+def test_a_training_with_ones_own_tells_what_its_code_was(mine):
+    few = [
+        f"--set={each}"
+        for each in (
+            "data.public=60",
+            "data.gallery=30",
+            "clients=3",
+            "local.batch=8",
+            "data.size=16",
+            "model.name=lenet-zhu",
+        )
+    ]
+    own = ["train", "digits", *few, "--defence", "mine:both(std=0.001)", "--out", "run", "--workers", "1"]
+    assert "has changed since" not in _told(*own, "--rounds", "1", "--seed", "0")
+    (mine / "mine.py").write_text(CODE + "# changed")
+    more = _told(*own, "--rounds", "2", "--seed", "0", "--seed", "1")
+    assert "warning: module mine: has changed since 1 cell of this run was made -> if that matters" in more
+    again = _told(*own, "--rounds", "2", "--seed", "0", "--seed", "1")
+    assert "has changed since 1 cell of" in again, "its first round was, though its last is of the new code"
+    (mine / "mine.py").write_text(CODE)
+    assert "has changed since 1 cell of" in _told(*own, "--rounds", "2", "--seed", "0", "--seed", "1"), "the other one"
+    assert "has changed since" not in _told(*own, "--rounds", "1", "--seed", "0", "--fresh")

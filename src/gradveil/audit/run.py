@@ -29,7 +29,6 @@ from gradveil.audit.store import Cell, Store
 from gradveil.audit.work import Task, recovered, working
 from gradveil.core.errors import GradveilError, Problem
 from gradveil.core.own import code_of
-from gradveil.core.words import plural
 from gradveil.defences import entries
 from gradveil.federated.config import digest
 from gradveil.nn.weights import fingerprint
@@ -117,19 +116,6 @@ def finish(scene: Scene, cell: Address, parts: Sequence[Recovered | str]) -> Cel
     scored = score if scene.observed is None else score_observed
     result = scored(scene, cell, merge([part for part in parts if isinstance(part, Recovered)]), named)
     return replace(result, info={**result.info, "code": code_of((scene.config.model.name, cell.defence, cell.attack))})
-
-
-def outdated(done: Sequence[Cell], config: RunConfig) -> Iterator[Problem]:
-    """Warn of finished cells that a user's own code made as it was before: their records are kept as they are."""
-    now = code_of((config.model.name, *config.defences, *config.attacks))
-    for module, digest_now in now.items():
-        made = [cell for cell in done if cell.info.get("code", {}).get(module, digest_now) != digest_now]
-        if made:
-            what = (
-                f"has changed since {plural(len(made), 'cell')} of this run {'was' if len(made) == 1 else 'were'} made"
-            )
-            remedy = "if that matters to what they try, make them again with --fresh, or in another --out"
-            yield Problem(f"module {module}", what, remedy, severity="warning")
 
 
 def name(scene: Scene, cell: Address) -> Named:

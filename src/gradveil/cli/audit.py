@@ -23,7 +23,7 @@ from gradveil.audit.display import Screen, legend, result_table
 from gradveil.audit.layout import TRAINING
 from gradveil.audit.reader import assemble, read
 from gradveil.audit.records import open_observed, settled
-from gradveil.audit.run import describe, outdated, run
+from gradveil.audit.run import describe, run
 from gradveil.audit.scene import Scene, open_scene
 from gradveil.audit.showing import closed_forms, with_closed_forms
 from gradveil.audit.sighted import NO_SCORE
@@ -31,8 +31,9 @@ from gradveil.audit.store import Cell, Store, load_run
 from gradveil.audit.work import site
 from gradveil.cli.engine import AddressOption, Engine, EngineOption, Place
 from gradveil.cli.gate import show_gate
-from gradveil.cli.train import table, tell
+from gradveil.cli.train import table, tell, warn
 from gradveil.core.errors import fail
+from gradveil.core.own import outdated
 from gradveil.core.words import listing
 from gradveil.federated.config import UNSEEN
 from gradveil.federated.reading import is_training
@@ -114,8 +115,11 @@ def audit(
         scene = _opened(config, folder, data_dir)
         cells = _run(scene, folder, fresh, data_dir, workers, place, command)
     _show(cells, scene.config, as_json, folder)
-    for problem in outdated(cells, scene.config):
-        Console(stderr=True, soft_wrap=True).print(Text(f"{problem.severity}: {problem}", style="yellow"))
+    own = (config.model.name, *config.defences, *config.attacks)
+    made = [cell.info.get("code", {}) for cell in cells]
+    if trained:
+        made += [summary.get("code", {}) for summary in load_summaries(folder / TRAINING)]
+    warn(outdated(made, own))
     return _judge(cells, folder, as_json, fail_above)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -20,6 +20,7 @@ from gradveil.audit.privacy import proven
 from gradveil.audit.reader import read_training
 from gradveil.cli.engine import AddressOption, Engine, EngineOption, Place
 from gradveil.core.errors import Problem, refuse
+from gradveil.core.own import outdated
 from gradveil.core.words import DASH, percent, plural, size
 from gradveil.defences.aligned import OUTVOTING
 from gradveil.defences.lint import MEANINGLESS
@@ -101,7 +102,9 @@ def train(
         raise
     if recorder is not None:
         console.print(_recorded(recorder.folder), highlight=False)
-    code = _show(load_summaries(folder), as_json, console)
+    summaries = load_summaries(folder)
+    code = _show(summaries, as_json, console)
+    warn(outdated([row.get("code", {}) for row in summaries], (config.model.name, *config.defences)))
     console.print(f"Curves and costs as a page: gradveil report {shlex.quote(str(folder))}", highlight=False)
     return code
 
@@ -183,6 +186,13 @@ def tell(console: Console, rounds: int, cell: Cell, last: Round, status: Status)
         parts.append(f"only {last.spoke[0]} of {last.spoke[1]} clients spoke before it")
     ended = "" if status == "running" else f" ({status})"
     console.print(f"{', '.join(parts)}, {last.seconds:.1f} s{ended}", highlight=False)
+
+
+def warn(problems: Iterable[Problem]) -> None:
+    """Print what should be known and stops nothing."""
+    console = Console(stderr=True, soft_wrap=True)
+    for problem in problems:
+        console.print(Text(f"{problem.severity}: {problem}", style="yellow"))
 
 
 def table(summaries: Sequence[Mapping[str, Any]]) -> Table:

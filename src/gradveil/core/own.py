@@ -7,7 +7,7 @@ import importlib
 import inspect
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import partial
@@ -17,7 +17,8 @@ from typing import Any, TypeVar
 
 from gradveil.core.allowed import Anything
 from gradveil.core.arguments import REQUIRED, Argument, Entry
-from gradveil.core.errors import FOREIGN, GradveilError, fail
+from gradveil.core.errors import FOREIGN, GradveilError, Problem, fail
+from gradveil.core.words import plural
 
 
 def imported(path: str, where: str) -> Any:
@@ -127,6 +128,20 @@ def code_of(texts: Iterable[str]) -> dict[str, str]:
     modules = sorted({name for text in texts for name in _PATH.findall(text)} & set(sys.modules))
     files = {name: Path(sys.modules[name].__file__ or "") for name in modules}
     return {name: hashlib.sha256(file.read_bytes()).hexdigest()[:16] for name, file in files.items() if file.is_file()}
+
+
+def outdated(made: Sequence[Mapping[str, str]], texts: Iterable[str]) -> Iterator[Problem]:
+    """Warn of cells that a user's own code made as it was before: their results are kept as they are.
+
+    `made` is what `code_of` was when each cell was made; `texts` are all that the run names now.
+    """
+    for module, now in code_of(texts).items():
+        others = [code for code in made if code.get(module, now) != now]
+        if others:
+            were = "was" if len(others) == 1 else "were"
+            what = f"has changed since {plural(len(others), 'cell')} of this run {were} made"
+            remedy = "if that matters to what they try, make them again with --fresh, or in another --out"
+            yield Problem(f"module {module}", what, remedy, severity="warning")
 
 
 def _a(name: str) -> str:

@@ -24,6 +24,7 @@ VERSION = 1
 _REMEDY = "remove it: the same command then trains this part anew"
 _records = TypeAdapter(tuple[Round, ...])
 _status: TypeAdapter[Status] = TypeAdapter(Status)
+_code = TypeAdapter(dict[str, str])
 _start: TypeAdapter[tuple[float | None, float]] = TypeAdapter(tuple[float | None, float])
 
 
@@ -42,6 +43,7 @@ def pack_standing(standing: Standing, training: str) -> bytes:
         "moved": standing.moved,
         "status": standing.status,
         "start": plain(standing.start),
+        "code": dict(standing.code),
         "records": [plain(dataclasses.asdict(record)) for record in standing.records],
     }
     # A copy of each: where nobody answered the best parameters are the last ones, and shared memory is not written.
@@ -93,6 +95,7 @@ def _checked(where: str, facts: Mapping[str, Any], tensors: Tensors, training: s
             records=_records.validate_python(_with_nan(facts["records"])),
             status=_status.validate_python(facts["status"]),
             start=_start.validate_python(facts["start"]) if facts.get("start") else None,
+            code=_code.validate_python(facts.get("code", {})),
         )
     except (KeyError, TypeError, ValueError, ValidationError) as error:
         raise DamagedError(Problem(where, f"is damaged: {error}", _REMEDY)) from error

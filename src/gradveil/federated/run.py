@@ -25,7 +25,7 @@ from gradveil.federated.reading import RUN, load_training, read_info
 from gradveil.federated.recorded import Recorder
 from gradveil.federated.setting import Cell, Setting, cells
 from gradveil.federated.standing import Round, Status
-from gradveil.federated.work import FAILED, failure, going_on, identity, summarise, working
+from gradveil.federated.work import FAILED, begun, failure, going_on, identity, summarise, working
 from gradveil.nn.weights import fingerprint
 from gradveil.schedule.work import Job, Parcel, Schedule, in_process
 
@@ -128,7 +128,7 @@ def _rewind(setting: Setting, folder: Path, cell: Cell, at: Collection[int]) -> 
     gone = [number for number, kept in files.items() if not kept.is_file()]
     own, file = identity(setting, cell), cell_file(folder, cell)
     if 0 in gone:
-        write_private(files[0], pack_standing(setting.federation(cell).start(), own))
+        write_private(files[0], pack_standing(begun(setting, cell, setting.federation(cell)), own))
     standing = load_standing(file, own) if gone else None
     late = [number for number in gone if 0 < number <= (len(standing.records) if standing else 0)]
     if late:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -62,6 +63,8 @@ class Standing:
     status: Status = "running"
     start: tuple[float | None, float] | None = None
     """Loss and accuracy on the test examples before the first round."""
+    code: Mapping[str, str] = field(default_factory=dict[str, str])
+    """Digests of the user's own modules, as they were when the training began (`code_of`)."""
 
     @property
     def final(self) -> Tensors:

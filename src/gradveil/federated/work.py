@@ -9,6 +9,7 @@ from statistics import median_low
 from typing import Any
 
 from gradveil.core.files import plain
+from gradveil.core.own import code_of
 from gradveil.federated.checkpoint import pack_standing, unpack_standing
 from gradveil.federated.config import TrainConfig, digest
 from gradveil.federated.engine import Federation, train
@@ -58,7 +59,8 @@ def working(setting: Setting, recorder: Recorder | None = None) -> Work:
         federation = setting.federation(cell)
         if recorder is not None:
             federation = replace(federation, recorder=_configured(recorder, cell, config, federation))
-        standing = train(federation, config.rounds, going_on(standing, config.rounds), keep)
+        standing = going_on(standing, config.rounds) or begun(setting, cell, federation)
+        standing = train(federation, config.rounds, standing, keep)
         return Parcel(summarise(cell, standing, guarantee(federation, config.rounds, config.delta)))
 
     return work
@@ -71,6 +73,11 @@ def _configured(recorder: Recorder, cell: Cell, config: TrainConfig, federation:
         return replace(recorder, run=cell.id, defence=cell.defence, local=None, sends="gradient")
     spelled = config.local.model_copy(update={"batch": local.batch})
     return replace(recorder, run=cell.id, defence=cell.defence, local=spelled, sends="difference")
+
+
+def begun(setting: Setting, cell: Cell, federation: Federation) -> Standing:
+    """Return where a training stands before its first round, with what of its code is the user's own."""
+    return replace(federation.start(), code=code_of((setting.config.model.name, cell.defence)))
 
 
 def going_on(standing: Standing | None, rounds: int) -> Standing | None:
@@ -112,6 +119,7 @@ def summarise(cell: Cell, standing: Standing, promised: Mapping[str, Any]) -> di
             "seconds": median_low(record.seconds for record in records),
             "client_seconds": median_low(worked) if worked else None,
             **promised,
+            "code": dict(standing.code),
             "start": None if standing.start is None else dict(zip(("loss", "accuracy"), standing.start, strict=True)),
             "curve": [asdict(record) for record in records],
         }
