@@ -123,7 +123,8 @@ class Planting(ABC):
         """Put the decoys behind the measures: the first of these, shifted so far that every image passes."""
         row = made.weight[:1]
         shift = 1 - row.clamp(max=0).sum(1)
-        weight, bias = (torch.cat([made[i], *[one] * self.decoys]) for i, one in enumerate((row, shift)))
+        weight = torch.cat([made.weight, *[row] * self.decoys])
+        bias = torch.cat([made.bias, *[shift] * self.decoys])
         ceiling = Measures(weight, bias).most()
         if made.ceiling is not None:
             ceiling[: self.units] = made.ceiling
