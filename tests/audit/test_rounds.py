@@ -152,10 +152,14 @@ def test_images_of_a_sum_come_back():
     assert mse < 0.35 * floor, (mse, floor)
 
 
-@pytest.mark.parametrize("attack", ["ig(iterations=2)", "cdia(rounds=all, iterations=2)"])
-def test_what_a_client_keeps_is_the_same_in_every_round(attack):
-    """A lock is drawn in the first round, and is the truth in the second one too."""
-    scene, cell, client = opened("keylock", attack, rounds=2, victims=2)
+LEARNER = "learned(epochs=1, width=8, features=16)"
+
+
+@pytest.mark.parametrize("client", [{}, {"members": 2}], ids=["one", "sum"])
+@pytest.mark.parametrize("attack", ["ig(iterations=2)", "cdia(rounds=all, iterations=2)", LEARNER])
+def test_what_a_client_keeps_is_the_same_in_every_round(attack, client):
+    """A lock is drawn in the first round, and is the truth in the second one too; in a sum each member has its own."""
+    scene, cell, client = opened("keylock", attack, rounds=2, victims=2, client=client)
     seen, truth = observe(scene, cell, client, range(2))
     kept = [name for name in truth.noise if ".lock." in name and not name.startswith("round")]
     assert kept
@@ -167,9 +171,10 @@ def test_what_a_client_keeps_is_the_same_in_every_round(attack):
 
 
 @pytest.mark.parametrize("which", ["first", "last", "all"])
-def test_a_lock_that_local_training_moved_is_told_as_it_was_before_each_round(which):
+@pytest.mark.parametrize("members", [1, 2])
+def test_a_lock_that_local_training_moved_is_told_as_it_was_before_each_round(which, members):
     """Who is told of it explains each round exactly; who has a lock of his own does not."""
-    local = {"batch": 2, "local": {"lr": 0.05, "steps": 3, "batch": 1}}
+    local = {"batch": 2, "members": members, "local": {"lr": 0.05, "steps": 3, "batch": 1}}
     scene, cell, client = opened("keylock(width=16)", f"wiig(rounds={which}, tv=0)", rounds=2, victims=2, client=local)
     attack = scene.attacks[cell.attack]
     seen, truth = observe(scene, cell, client, range(2))

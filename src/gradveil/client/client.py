@@ -241,6 +241,8 @@ class Client:
         """Return what the client keeps to itself before a round: drawn in its first one, state in all later ones."""
         if not self._kept:
             return {}
+        if self.members > 1:
+            return vmap(self._member().own)({name: noise[name] for name in self._kept}, dict(state))
         joined = state["kept.joined"] > 0
         return {name: torch.where(joined, state[f"kept.{name}"], noise[name]) for name in self._kept}
 
