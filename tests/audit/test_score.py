@@ -77,6 +77,14 @@ def test_a_reconstruction_that_is_not_finite_fails_and_stays_in_the_results() ->
     assert bool(torch.isfinite(cell.kept["reconstruction"]).all())
 
 
+def test_where_one_attack_began_with_no_number_the_others_tell_where_they_did() -> None:
+    scene = open_scene(config(defences=["none"], victims=2))
+    truth = scene.batch(scene.examples(0, range(2)))
+    found = recovered(truth.inputs, truth.targets, initial=torch.tensor([torch.nan, 0.7]))
+    health = score(scene, cells(scene.config)[0], found, NAMED).info["health"]
+    assert health["objective_initial"] == pytest.approx(0.7)
+
+
 def test_controls() -> None:
     scene, cell = scored()
     controls = cell.info["controls"]

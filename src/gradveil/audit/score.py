@@ -175,7 +175,7 @@ def info_of(scene: Scene, cell: Address, found: Recovered, named: Named) -> dict
         "bound": mse_bound(scene, tensors, settings.examples) if len(tensors.get("nats", ())) else None,
         "health": {
             "objective": _median(tensors["objective"]),
-            "objective_initial": float(tensors["initial"].median()),
+            "objective_initial": _median(tensors["initial"]),
             "objective_truth": _median(tensors["at_truth"]),
             "diverged": sum(status == "diverged" for status in found.statuses) / len(found.statuses),
         },
