@@ -50,6 +50,19 @@ def test_the_budget(budget: str | None, said: str) -> None:
     assert ("share" in threat_model([row("ig")], {"budget": budget})) is (budget is not None)
 
 
+def test_a_budget_that_was_too_small_for_one_iteration_is_told() -> None:
+    short = [row("ig", seconds=1.2, row_iterations=8), row("cdia", seconds=1.2, row_iterations=8)]
+    learned = row("learned", seconds=9.0, row_iterations=10**6, knowledge={"public": "known"})
+    assert "took" not in threat_model(short, {"budget": "2s"})
+    assert "on one defence they took 11 s of working time." in threat_model([*short, learned], {"budget": "2s"})
+    assert "took" not in threat_model([*short, learned], {"budget": "16"})
+    assert "in any case: on one defence they took 16 victim-iterations." in threat_model(short, {"budget": "15"})
+    halved = row("ig(restarts=8, halving=true)", row_iterations=800, restarts=8)
+    assert "took" not in threat_model([halved], {"budget": "250"})
+    apart = [short[0], row("cdia", seconds=1.2, row_iterations=8, defence="clip(1)")]
+    assert "took" not in threat_model(apart, {"budget": "8"})
+
+
 def test_what_was_given_and_to_whom() -> None:
     public = "public: 100 images of the same kind, none of a victim"
     eps = "model.eps: its true value"

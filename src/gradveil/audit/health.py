@@ -162,6 +162,9 @@ def complaints(row: Row, rows: Sequence[Row]) -> list[str]:
             found.append("the undefended update was not attacked in this run, so nothing shows that the attack works")
         elif (best := max(controls, key=lambda r: r.asr)).asr < SOUND:
             found.append(f"it recovers only {best.recovered} of {best.images} images without any defence")
+        elif best.asr <= (best.floor or 0) and not best.identified:
+            guess = f"guessing from public data alone does as well ({percent(best.floor or 0)})"
+            found.append(f"it recovers {best.recovered} of {best.images} images without any defence, but {guess}")
     return found
 
 

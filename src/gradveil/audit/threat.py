@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
+from gradveil.attacks.inversion import Inversion
 from gradveil.attacks.presets import make_attack
 from gradveil.audit.attacker import secrets
-from gradveil.audit.budget import read_budget
+from gradveil.audit.budget import read_budget, restarts_worth
 from gradveil.audit.rows import Row, client_words
 from gradveil.core.errors import GradveilError
 from gradveil.core.words import duration, listing, plural
@@ -16,6 +18,8 @@ from gradveil.core.words import duration, listing, plural
 SERVER = "An honest-but-curious server keeps the global parameters and what it receives"
 """Who attacks: how every threat model begins."""
 _ROUNDS = {"first": "the first one", "last": "the last one", "all": "all of them"}
+_LATE = 1.5
+"""Working time is foreseen from a few iterations: up to so many times a budget in seconds was meant to be kept."""
 _MANY = 3
 """More secrets than these are counted instead of named."""
 
@@ -32,7 +36,7 @@ def threat_model(rows: Sequence[Row], config: Mapping[str, Any]) -> str:
         f"{SERVER}: {listing(clients)}.",
         *_trained(rows),
         _watched(rows),
-        *_spent(config.get("budget")),
+        *_spent(config.get("budget"), rows),
         *_given(rows),
         *_planted(rows),
     ]
@@ -80,12 +84,37 @@ def _looks_at(attack: str) -> str | None:
         return None
 
 
-def _spent(budget: str | None) -> Iterator[str]:
-    if budget is not None:
-        limit = read_budget(budget)
-        time = f"{duration(limit.amount)} of working time"
-        amount = time if limit.unit == "seconds" else f"{limit.amount:,.0f} victim-iterations"
-        yield f"All attacks on one defence that search or learn share {amount}."
+def _spent(budget: str | None, rows: Sequence[Row]) -> Iterator[str]:
+    """Say what attackers may spend, and where they spent more: one iteration, or one epoch, is always made."""
+    if budget is None:
+        return
+    limit = read_budget(budget)
+    timed = limit.unit == "seconds"
+    spent: dict[tuple[Any, ...], float] = {}
+    for row in rows:
+        whose = row.setting, row.defence, row.info.get("seed")
+        spent[whose] = spent.get(whose, 0.0) + ((row.info.get("seconds") or 0.0) if timed else _iterations(row))
+    most = max(spent.values(), default=0.0)
+    yield f"All attacks on one defence that search or learn share {_amount(limit.amount, timed)}."
+    if most > limit.amount * (_LATE if timed else 1):
+        took = f"on one defence they took {_amount(most, timed)}"
+        yield f"One iteration of each restart, or one epoch, is made in any case: {took}."
+
+
+def _iterations(row: Row) -> float:
+    """Count the victim-iterations of a search; none of an attack that is not known to be one."""
+    made, restarts = row.info.get("row_iterations") or 0.0, row.info.get("restarts") or 1
+    try:
+        attack = make_attack(row.attack)
+    except GradveilError:
+        return 0.0
+    if not isinstance(attack, Inversion):
+        return 0.0
+    return made * restarts_worth(replace(attack, restarts=restarts)) / restarts
+
+
+def _amount(amount: float, timed: bool) -> str:
+    return f"{duration(amount)} of working time" if timed else f"{amount:,.0f} victim-iterations"
 
 
 def _given(rows: Sequence[Row]) -> Iterator[str]:
