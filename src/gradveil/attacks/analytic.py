@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from gradveil.attacks.base import Observation, Progress, Prospect, Reconstruction
+from gradveil.attacks.base import Observation, Progress, Prospect, Reconstruction, in_closed_form
 from gradveil.attacks.infer import Labels, find_labels, label_problems
 from gradveil.attacks.knowledge import How, Knowledge, Known
 from gradveil.attacks.likely import equations, prior_problems, weighed
@@ -92,21 +92,8 @@ class Analytic:
             flat, misfit = _Mixture(layer, seen, targets, belief, knowledge).unmixed()
         inputs = flat.view(victims, examples, *knowledge.shape)
         lower, upper = knowledge.lower.to(inputs), knowledge.upper.to(inputs)
-        misfit = torch.where(sound, misfit, torch.inf)
-        done = torch.zeros(victims, dtype=torch.long, device=inputs.device)
-        if progress:
-            progress(Progress(victims, 0, victims, victims, float(misfit.median())))
-        return Reconstruction(
-            inputs=torch.clamp(inputs.nan_to_num(0.0), lower, upper),
-            targets=targets,
-            objective=misfit,
-            status=tuple("converged" if good else "diverged" for good in sound.tolist()),
-            iterations=done + 1,
-            seconds=time.perf_counter() - began,
-            restart=done,
-            objectives=misfit.unsqueeze(1),
-            initial=torch.ones_like(misfit),
-        )
+        inputs = torch.clamp(inputs.nan_to_num(0.0), lower, upper)
+        return in_closed_form(inputs, targets, misfit, sound, began, progress)
 
     def evaluate(
         self,

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol, runtime_checkable
 
+import torch
 from torch import Tensor
 
 from gradveil.attacks.knowledge import How, Knowledge
@@ -85,6 +87,36 @@ class Reconstruction:
     """Rows worked on at once, chunk by chunk: the same plan gives bit-identical results."""
     trace: Mapping[int, Tensor] = field(default_factory=dict[int, Tensor])
     """What it would have answered [V, B, C, H, W] after so many iterations."""
+
+
+def in_closed_form(
+    inputs: Tensor,
+    targets: Tensor,
+    misfit: Tensor,
+    sound: Tensor,
+    began: float,
+    progress: Callable[[Progress], None] | None,
+) -> Reconstruction:
+    """Give back images [V, B, ...] that were solved for and not searched: no iterations, no restarts.
+
+    `sound` [V] tells whose updates were finite, `began` is `time.perf_counter()` at the start.
+    """
+    victims = len(sound)
+    done = torch.zeros(victims, dtype=torch.long, device=inputs.device)
+    misfit = torch.where(sound, misfit, torch.inf)
+    if progress:
+        progress(Progress(victims, 0, victims, victims, float(misfit.median())))
+    return Reconstruction(
+        inputs=inputs,
+        targets=targets,
+        objective=misfit,
+        status=tuple("converged" if good else "diverged" for good in sound.tolist()),
+        iterations=done + 1,
+        seconds=time.perf_counter() - began,
+        restart=done,
+        objectives=misfit.unsqueeze(1),
+        initial=torch.ones_like(misfit),
+    )
 
 
 class Attack(Protocol):

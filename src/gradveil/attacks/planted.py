@@ -17,7 +17,7 @@ from typing import ClassVar, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from gradveil.attacks.base import Observation, Progress, Prospect, Reconstruction
+from gradveil.attacks.base import Observation, Progress, Prospect, Reconstruction, in_closed_form
 from gradveil.attacks.infer import Labels, find_labels, label_problems
 from gradveil.attacks.knowledge import How, Knowledge
 from gradveil.client import Client
@@ -162,18 +162,5 @@ class Planting(ABC):
             missing[victim] = 1 - min(clear, count) / count
         targets = find_labels(self.labels, seen, belief, knowledge, key.child("labels"))
         assert targets is not None, "labels are given or read off the update"
-        objective = torch.where(sound, missing, torch.inf).to(seen.update[WEIGHT])
-        done = torch.zeros(victims, dtype=torch.long, device=weight.device)
-        if progress:
-            progress(Progress(victims, 0, victims, victims, float(objective.median())))
-        return Reconstruction(
-            inputs=inputs.to(seen.update[WEIGHT]),
-            targets=targets,
-            objective=objective,
-            status=tuple("converged" if good else "diverged" for good in sound.tolist()),
-            iterations=done + 1,
-            seconds=time.perf_counter() - began,
-            restart=done,
-            objectives=objective.unsqueeze(1),
-            initial=torch.ones_like(objective),
-        )
+        like = seen.update[WEIGHT]
+        return in_closed_form(inputs.to(like), targets, missing.to(like), sound, began, progress)
