@@ -1,6 +1,6 @@
 """Whether a round is faster where its clients compute at once: processor time beside one client after the other.
 
-    python benchmarks/clients_together.py [--models lenet-zhu ...] [--turns 7] [--output FILE]
+    python benchmarks/clients_together.py [--models lenet-zhu ...] [--clients 10 ...] [--turns 7] [--output FILE]
 
 A round of `gradveil train`'s engine: clients with images of noise compute one gradient or five local steps, send it
 through the defence, and the server encodes, averages, and looks at 100 test images. With `together=True` and

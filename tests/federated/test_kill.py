@@ -15,6 +15,7 @@ from gradveil.core.tree import Tensors
 from gradveil.federated.checkpoint import load_standing
 from gradveil.federated.setting import cells, open_setting
 from gradveil.federated.standing import Standing
+from gradveil.federated.together import FEWEST, groups
 from gradveil.federated.work import identity
 from tests.audit.forks import begin
 
@@ -22,14 +23,14 @@ pytestmark = pytest.mark.processes
 
 RUN = """
 name = "killed"
-clients = 4
+clients = 8
 rounds = 45
 absent = 0.2
 defences = ["dp(clip=5, sigma=0.01) + topk(0.2, feedback=true)", "adgp"]
 server = { optimiser = "yogi", lr = 0.02, weights = "angles" }
 data = { name = "digits", size = 16, public = 200, gallery = 60 }
 model = { name = "lenet-zhu" }
-local = { batch = 16, lr = 0.01, epochs = 2, optimiser = "adam" }
+local = { batch = 8, lr = 0.01, epochs = 2, optimiser = "adam" }
 """
 KILLS = 20
 
@@ -49,12 +50,24 @@ def standings(folder: Path) -> list[Standing]:
     return found
 
 
+def at_once(folder: Path) -> list[int]:
+    """How many clients of each training compute at once in its first round."""
+    setting = open_setting(read_training(str(folder / "killed.toml")))
+    found = []
+    for cell in cells(setting.config):
+        scene = setting.federation(cell)
+        batches = {i: scene.shares[i].train for i in scene.chosen(1)[0]}
+        found.append(max(map(len, groups(scene.client, scene.client.params(), batches, "auto"))))
+    return found
+
+
 def equal(one: Tensors, other: Tensors) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
 def test_twenty_kills_change_nothing(tmp_path: Path):
     whole = start(tmp_path, "whole")
+    assert min(at_once(tmp_path)) >= FEWEST
     chance, kills = random.Random(0), 0
     process = start(tmp_path, "killed")
     while kills < KILLS:

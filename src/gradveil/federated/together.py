@@ -28,8 +28,8 @@ MOST_EXAMPLES = 16
 """Examples of a gradient up to which `auto` has clients compute at once; see docs/performance.md."""
 MOST_WRITTEN = 8 * 2**20
 """Bytes that a client's gradient may write for that."""
-FEWEST = 3
-"""Clients of a group: with two there is nothing to gain."""
+FEWEST = 4
+"""Clients of a group: with fewer there is little to gain."""
 _BUDGET = {"cpu": 2**28}
 """Bytes that the gradients of a group may write."""
 _BUDGET_ELSEWHERE = 2**32
