@@ -49,6 +49,14 @@ def test_what_was_planted_is_told_and_whether_a_guard_finds_it(rows):
     assert "a malicious server sends a model with an imprint block of 32 bins before the first layer (rob)" in told
 
 
+def test_of_several_rounds_the_first_is_read_whose_block_is_as_it_was_planted(tmp_path):
+    chosen = config(defences=["none"], attacks=["rob"], rounds=2, server_lr=10.0)
+    run, _ = execute(chosen, tmp_path)
+    rows = [Row(place, cell) for place, cell in enumerate(run.cells)]
+    assert rows[0].asr == 1
+    assert "every attack uses the first one" in threat_model(rows, {})
+
+
 def test_images_come_back_and_are_scored_as_any(rows):
     asr = {(row.attack, row.defence): row.asr for row in rows}
     assert asr["rob(bins=32)", "none"] >= 0.75

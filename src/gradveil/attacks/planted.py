@@ -55,6 +55,7 @@ class Planting(ABC):
     defence takes that prunes the largest entries."""
     labels: Labels
     belief: ClassVar[Literal["naive", "full"]] = "naive"
+    rounds: ClassVar[Literal["first"]] = "first"
 
     @property
     def knowledge(self) -> Mapping[str, How]:
