@@ -81,6 +81,10 @@ def test_what_is_said_of_each() -> None:
         ended(0.1, 0.1, **steps), [row(32, defence="none", belief="naive", number=90, **steps)]
     ).reasons
     assert "its local steps that he guesses may be others" in guessed
+    (solved,) = examine(
+        ended(0.1, 0.1, attack="analytic(labels=idlg)", defence="none", belief="naive", **steps), []
+    ).reasons
+    assert "a search that simulates them may do better" in solved
     assert descent(ended(0.5, 0.1)) == "objective 1 → 0.5, true images 0.1"
 
 
