@@ -179,3 +179,21 @@ def test_an_objective_at_the_tolerance_has_converged():
     solution = descend(bowl, {"x": torch.zeros(1, 1)}, {"centre": torch.ones(1, 1)}, descent, keep)
     assert words(solution) == ["converged"]
     assert solution.iterations.tolist() == [1]
+
+
+@pytest.mark.parametrize("sign", ["plain", "signed", "soft"])
+def test_where_an_objective_is_no_number_outside_the_box_the_row_goes_on_inside(sign):
+    """A model that takes roots of pixels; how far the objective fell is told from where there is one."""
+
+    def loss(variables, constants, rows, iteration):
+        return (variables["x"].sqrt() - 0.5).square().sum(1)
+
+    starts = {"x": torch.tensor([[-1.0, 0.9], [0.8, 0.9]])}
+    descent = Descent(Adam(lr=0.02, sign=sign), iterations=60, report=7)
+    solution = descend(loss, starts, {}, descent, lambda name, value: value.clamp(0.01, 1.0))
+    assert words(solution) == ["budget", "budget"]
+    assert bool(torch.isfinite(solution.initial).all())
+    assert bool((solution.objective < 0.1 * solution.initial).all())
+    torch.testing.assert_close(solution.variables["x"], torch.full((2, 2), 0.25), atol=0.03, rtol=0)
+    without = descend(loss, starts, {}, descent, keep)
+    assert words(without) == ["diverged", "budget"]

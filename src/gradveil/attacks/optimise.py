@@ -137,7 +137,8 @@ def descend(
     `points` the best iterates are noted in the trace.
 
     The first step leaves from the start as it was drawn, N(0, 1) say, like the published programs. But a start that
-    `project` would move is no answer: it is never the best iterate.
+    `project` would move is no answer: it is never the best iterate. Nor is it an end if the objective is no number
+    there (a model may take roots of pixels): Adam goes on from where it is projected to.
     """
     rungs = _rungs(groups, descent) if groups is not None and descent.halving else frozenset[int]()
     solution = Solution.empty(variables)
@@ -202,19 +203,23 @@ def _judge(
     best = state["control.objective"]
     better = running & (value < best if descent.keep == "best" else finite)  # NaN is below nothing
     solved = value <= descent.tolerance
+    alive = finite
     if iteration == 0:  # the stepper projects every later iterate
         inside = _inside(variables, project)
-        better, solved = better & inside, solved & inside
+        better, solved, alive = better & inside, solved & inside, finite | ~inside
     new["control.objective"] = torch.where(better, value, best)
     for name, current in variables.items():
         wide = better.view(-1, *[1] * (current.ndim - 1))
         new[f"best.{name}"] = torch.where(wide, current, state[f"best.{name}"])
     if iteration == 0:
         new["control.initial"] = value
+    elif iteration == 1:
+        unknown = running & ~torch.isfinite(state["control.initial"])
+        new["control.initial"] = torch.where(unknown, value, state["control.initial"])
     if descent.patience is not None or isinstance(descent.schedule, Plateau):
         new |= _patience(state, value, finite, descent)
     new["control.iterations"] = state["control.iterations"] + running
-    status = torch.where(finite, BUDGET, DIVERGED)
+    status = torch.where(alive, BUDGET, DIVERGED)
     if not isinstance(descent.stepper, Adam):  # a line search may try a non-finite point and step back from it
         status = torch.where(torch.isfinite(new["control.initial"]), BUDGET, DIVERGED)
     if descent.patience is not None:

@@ -109,9 +109,7 @@ def _short(row: Row) -> str:
 def _misled(row: Row) -> str:
     why = "the update does not say enough to single out the true ones"
     if _preset(row) == "analytic" and row.setting.client.startswith("local"):
-        why = (
-            "the closed form takes what local steps sent for a gradient, and a search that simulates them may do better"
-        )
+        why = "the closed form takes local steps for one gradient, and a search that simulates them may do better"
     elif row.info.get("in_parts") and not _ORDERS & _told_secrets(row):
         why = (
             "he does not know which examples the client took in which local step, and supposes what the true images do "
