@@ -137,8 +137,7 @@ def descend(
     `points` the best iterates are noted in the trace.
 
     The first step leaves from the start as it was drawn, N(0, 1) say, like the published programs. But a start that
-    `project` would move is no answer: it is never the best iterate. Nor is it an end if the objective is no number
-    there (a model may take roots of pixels): Adam goes on from where it is projected to.
+    `project` would move is no answer: it is never the best iterate, nor an end if the objective is no number there.
     """
     rungs = _rungs(groups, descent) if groups is not None and descent.halving else frozenset[int]()
     solution = Solution.empty(variables)
@@ -204,7 +203,7 @@ def _judge(
     better = running & (value < best if descent.keep == "best" else finite)  # NaN is below nothing
     solved = value <= descent.tolerance
     alive = finite
-    if iteration == 0:  # the stepper projects every later iterate
+    if iteration == 0:  # the stepper projects every later iterate: Adam goes on where a model can take roots of pixels
         inside = _inside(variables, project)
         better, solved, alive = better & inside, solved & inside, finite | ~inside
     new["control.objective"] = torch.where(better, value, best)
