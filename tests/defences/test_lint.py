@@ -73,6 +73,13 @@ class TestWithAnAccountant:
             said = [*suspicions(parse(f"dp(clip=1, sigma={strength})")(trained), many)]
             assert bool(said) == (strength < sigma)
 
+    def test_a_training_that_is_shorter_than_one_update(self):
+        trained = replace(TRAINED, local=Local(2, 0.3, steps=30))
+        texts = warned("dp(clip=1, sigma=90)", Training(10, sampling="shuffled"), trained)
+        assert texts == ["privacy.steps: are 10, and one update alone is made of 30 noisy sums"]
+        for text, training in (("dp(clip=1, sigma=90)", Training(30)), ("user-dp(clip=1, sigma=90)", Training(10))):
+            assert not any("privacy.steps" in line for line in warned(text, training, trained))
+
     def test_noise_from_a_shared_seed(self):
         told = warned(Defence("seeded", send=chain(clip=Clip(1.0), noise=Seeded())))
         assert len(told) == 1

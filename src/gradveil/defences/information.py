@@ -18,7 +18,7 @@ from gradveil.client import Client
 from gradveil.client.local import train
 from gradveil.core.noise import NoiseSpec
 from gradveil.core.own import users
-from gradveil.core.tree import Tensors, squared_norm, tmap
+from gradveil.core.tree import Tensors, squared_norm, tmap, wide
 from gradveil.core.types import Batch, Context, Stage, Transform
 from gradveil.defences.base import Chain
 from gradveil.defences.claimed import misstated
@@ -222,7 +222,7 @@ def _told(
     state = client.init(params)
 
     def update(inputs: Tensor) -> Tensors:
-        return client.update(params, Batch(inputs, batch.targets), noise, state)[0]
+        return wide(client.update(params, Batch(inputs, batch.targets), noise, state)[0])
 
     squares = squared_products(update, batch.inputs, directions) if seen.smooth else None
     along = torch.full((len(directions),), torch.nan) if squares is None else squares / seen.variance

@@ -52,6 +52,7 @@ def suspicions(client: Client, batch: Batch, training: Training | None = None) -
         yield from _disagreement(mechanism)
         if training and not mechanism.flaws:
             yield from _seen_alone(client, mechanism, training)
+            yield from _too_few(mechanism, training)
         if not mechanism.flaws:
             yield from _meaningless(mechanism, training, training or _one_update(client, batch, mechanism))
 
@@ -93,6 +94,13 @@ def _seen_alone(client: Client, mechanism: Mechanism, training: Training) -> Ite
         what = f"is {training.rate:g}, as if nobody saw which clients were drawn, and the server sees each one's update"
         remedy = "count the rounds of one client at rate = 1, or sum clients before anybody sees them (client.members)"
         yield _warning("privacy.rate", what, remedy)
+
+
+def _too_few(mechanism: Mechanism, training: Training) -> Iterator[Problem]:
+    """Warn of a training that is shorter than one of its updates."""
+    if mechanism.sums > training.steps:
+        what = f"are {training.steps:,}, and one update alone is made of {mechanism.sums:,} noisy sums"
+        yield _warning("privacy.steps", what, "give those of the whole training: local steps times rounds")
 
 
 def _disagreement(mechanism: Mechanism) -> Iterator[Problem]:
