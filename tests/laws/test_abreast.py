@@ -47,6 +47,16 @@ def test_clients_at_once_send_what_each_sends_alone(text: str, kind: str):
         assert list(after) == list(expected_after)
 
 
+@pytest.mark.parametrize("text", ["none", "optimal-noise(std=0.1, probes=3, every=2)", "dgc(keep=0.1, warmup=3)"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_a_client_came_to_keeps_nobody_elses_in_memory(text: str, kind: str):
+    client = parse(text)(replace(CLIENTS["gradient"], local=KINDS[kind]))
+    with torch.no_grad():
+        found = drawn_updates(client, client.params(), tasks(client, kind))
+    for value in (value for sent, after in found for value in (*sent.values(), *after.values())):
+        assert value.untyped_storage().nbytes() == value.nbytes
+
+
 @pytest.mark.parametrize("text", ALONE)
 def test_clients_with_something_of_their_own_are_alone(text: str):
     client = parse(text)(CLIENTS["gradient"])

@@ -128,7 +128,7 @@ def _joined(batches: Sequence[Batch]) -> Batch:
 
 
 def _row(tensors: Tensors, i: int) -> Tensors:
-    """Copy one client's tensors: the others' steps write over them, and sums depend on where a tensor lies."""
+    """Copy one client's tensors: a view keeps everybody's in memory, and sums depend on where a tensor lies."""
     return {name: value[i].clone() for name, value in tensors.items()}
 
 
