@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import pytest
+
 from gradveil.audit.reader import read
 from gradveil.defences import entries
 from gradveil.defences.presets import DEFENCES
@@ -9,6 +11,14 @@ from gradveil.defences.presets import DEFENCES
 EXAMPLES = Path(__file__).parents[2] / "examples"
 NEEDS_A_BATCH = {"mixup"}
 """Mixes the images of one client with each other: it does nothing to a single one."""
+
+
+@pytest.mark.parametrize("file", sorted(EXAMPLES.glob("*.toml")), ids=lambda file: file.stem)
+def test_every_example_can_be_read(file: Path):
+    config = read(str(file))
+    assert config.name == file.stem
+    assert config.attacks
+    assert config.defences
 
 
 def test_every_defence_is_in_the_example():
