@@ -124,6 +124,23 @@ def test_other_models_are_refused_with_the_reason():
         attack(frozen)
 
 
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_first_layer_whose_weight_is_used_again_shows_more_than_its_input(tied):
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second, self.head = nn.Linear(36, 36), nn.Linear(36, 36), nn.Linear(36, 4)
+            if tied:
+                self.second.weight = self.first.weight
+
+        def forward(self, x):
+            again = self.second if tied else self.first
+            return self.head(torch.tanh(again(torch.tanh(self.first(x.flatten(1))))))
+
+    with pytest.raises(GradveilError, match=r"its first layer '1.first' (again: the gradient shows more|alone)"):
+        attack(dense(Twice()))
+
+
 class Embedded(nn.Module):
     """Patches of 2x2 pixels, embedded by a convolution or a linear layer; positions, with a class token or not."""
 

@@ -70,7 +70,38 @@ def shown(
     if found is None:
         what = f"nothing that is sent is added to each output of its first layer '{path}' alone (a bias, positions)"
         return None, [Problem("model", what, _REMEDY)]
+    if _used_again(model, params, path, shape):
+        what = f"uses the weight of its first layer '{path}' again: the gradient shows more than went into that layer"
+        return None, [Problem("model", what, _REMEDY)]
     return Shown(path, *found, pixels), []
+
+
+def _used_again(model: nn.Module, params: Tensors, path: str, shape: tuple[int, int, int]) -> bool:
+    """Whether the weight of the first layer, which runs once, is another layer's too, and has a gradient from there."""
+    weight, image = params[f"{path}.weight"].detach().clone().requires_grad_(), _some_image(params, shape)
+    layer, kept = at(model, path), list[tuple[Tensor, Tensor]]()
+
+    def keep(_module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        kept.append((inputs[0].detach(), output))
+
+    hook = layer.register_forward_hook(keep)
+    try:
+        with evaluating(model), torch.enable_grad():
+            loss = _some_loss(functional_call(model, {**params, f"{path}.weight": weight}, (image,)))
+            whole, error = torch.autograd.grad(loss, [weight, kept[0][1]])
+    finally:
+        hook.remove()
+    (own,) = torch.autograd.grad(functional_call(layer, {"weight": weight}, (kept[0][0],)), weight, error)
+    return bool((whole - own).norm() > max(_EQUAL, 10 * torch.finfo(own.dtype).eps) * own.norm())
+
+
+def _some_image(params: Tensors, shape: tuple[int, int, int]) -> Tensor:
+    example = next(iter(params.values()))
+    return torch.linspace(-1, 1, prod(shape)).cos().view(1, *shape).to(example)
+
+
+def _some_loss(answer: Tensor) -> Tensor:
+    return answer.flatten(1).logsumexp(1).sum() - answer.flatten(1)[:, 0].sum()
 
 
 def _pixels(
@@ -117,8 +148,6 @@ def _added(
     trained: Collection[str],
 ) -> tuple[str, Callable[[Tensor], Tensor]] | None:
     """Find the parameter whose gradient is that of the layer's outputs, by one backward pass at some image."""
-    example = next(iter(params.values()))
-    image = torch.linspace(-1, 1, prod(shape)).cos().view(1, *shape).to(example)
     live = {name: value.detach().clone().requires_grad_(name in trained) for name, value in params.items()}
     kept: list[Tensor] = []
 
@@ -128,8 +157,7 @@ def _added(
     hook = at(model, path).register_forward_hook(keep)
     try:
         with evaluating(model), torch.enable_grad():
-            answer = functional_call(model, live, (image,))
-            loss = answer.flatten(1).logsumexp(1).sum() - answer.flatten(1)[:, 0].sum()
+            loss = _some_loss(functional_call(model, live, (_some_image(params, shape),)))
             names = [name for name in params if name in trained and name != f"{path}.weight"]
             *grads, error = torch.autograd.grad(loss, [*(live[n] for n in names), kept[0]], allow_unused=True)
     finally:
