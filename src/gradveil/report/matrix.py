@@ -15,11 +15,12 @@ from gradveil.core.errors import Problem, refuse
 from gradveil.core.words import DASH, interval, listing, percent, plural
 from gradveil.metrics import wilson
 
-DOUBTFUL, TOLD = "†", "‡"
-"""Marks of an attack that may simply have failed, and of one that was told secrets of the client."""
+DOUBTFUL, TOLD, CHANGED = "†", "‡", "§"
+"""Marks of an attack that may simply have failed, of one that was told secrets, of one that changed the model."""
 _MARKS = {
     DOUBTFUL: "the attack fell short of the true images' objective, or may be broken: no proof of protection",
     TOLD: "told secrets of the client: an upper bound, no threat",
+    CHANGED: "a malicious server, which changes the model that it sends",
 }
 
 
@@ -56,7 +57,8 @@ class Entry:
     @property
     def marks(self) -> str:
         """The marks that its number carries."""
-        return (DOUBTFUL if self.doubtful else "") + (TOLD if self.told else "")
+        changed = any(row.attacker == "active" for row in self.rows)
+        return (DOUBTFUL if self.doubtful else "") + (TOLD if self.told else "") + (CHANGED if changed else "")
 
 
 @dataclass(frozen=True)
@@ -199,7 +201,7 @@ def _latex(table: Matrix) -> str:
 _LATEX = {
     **{character: f"\\{character}" for character in "&%$#_{}"},
     **{"\\": "\\textbackslash{}", "~": "\\textasciitilde{}", "^": "\\textasciicircum{}", "<": "$<$", ">": "$>$"},
-    **{DOUBTFUL: "$^\\dagger$", TOLD: "$^\\ddagger$", DASH: "--", '"': "''"},
+    **{DOUBTFUL: "$^\\dagger$", TOLD: "$^\\ddagger$", CHANGED: "$^\\S$", DASH: "--", '"': "''"},
 }
 
 
