@@ -71,7 +71,7 @@ def test_who_changed_the_model_is_marked():
     both = run(cell("dp", "rob", 4, planted="an imprint block"), cell("dp", "cdia", 1))
     assert "| **100%**§ (" in lines(both)[4]
     assert lines(both)[-1].endswith("§ a malicious server, which changes the model that it sends.")
-    assert "\\textbf{100\\%}$^\\S$" in as_latex(matrices(both))
+    assert "\\textbf{100\\%}$^\\S$" in as_latex(matrices([both]))
 
 
 def test_what_failed_is_said_and_what_was_not_run_is_empty():
