@@ -91,6 +91,18 @@ def test_images_alone_in_their_bins_come_back_and_others_as_their_mean(sparse, l
     assert float(found.objective) == pytest.approx(1 - filled / 16)
 
 
+@pytest.mark.parametrize("sparse", [False, True])
+@pytest.mark.parametrize("count", [40, 64])
+def test_where_most_bins_are_full_none_is_taken_for_noise(count, sparse):
+    attack, batch = Imprint(bins=64, sparse=sparse, law="empirical"), digits(count)
+    found, sent, _ = robbed(attack, client(), batch)
+    bins = (sent.model.measure(batch.inputs.flatten(1)) > 0).sum(1).tolist()
+    alone = torch.tensor([bins.count(own) == 1 for own in bins])
+    assert int(alone.sum()) >= 20
+    assert float(errors(found, batch.inputs)[alone].max()) < 1e-4
+    assert float(found.objective) == pytest.approx(1 - len(set(bins)) / count)
+
+
 def test_rows_that_one_image_passes_show_it():
     attack, batch = Trap(rows=512, share=0.08), digits(8)
     found, sent, _ = robbed(attack, client(), batch)
@@ -150,6 +162,14 @@ def test_the_honest_client_stays_as_it_is_and_the_rest_of_the_model_too():
     assert sent.trained() == [WEIGHT, BIAS, "back.weight", "back.bias", *(f"model.{n}" for n in honest.trained())]
 
 
+def test_layers_that_were_set_to_evaluate_stay_so():
+    honest = Client(nn.Sequential(nn.BatchNorm2d(SHAPE[0]).eval(), nn.Flatten(), nn.Linear(1024, 10)))
+    assert honest.model.training
+    sent = Imprint().craft(honest, known(), Key(0))
+    assert sent.model.training
+    assert not honest.model[0].training
+
+
 def test_sums_over_clients_are_read_as_one_batch():
     honest = replace(client(), members=4)
     batch = digits(4)
@@ -188,6 +208,8 @@ def test_what_cannot_be_read_is_refused_with_the_way_out():
     seen = Observation(honest.params(), update, 1, (0,))
     with pytest.raises(GradveilError, match="was not in the model that the client trained"):
         make_attack("rob")([seen], honest, known(targets=batch.targets[None]), Key(0))
+    odd = make_attack("rob(decoys=3)").problems(Prospect(honest, SHAPE, 1, 10, public=8))
+    assert [(p.where, p.remedy) for p in odd] == [("decoys", "give 2 or 4")]
     blind = Prospect(honest, SHAPE, 1, 10, public=False)
     assert [p.where for p in make_attack("rob").problems(blind)] == ["data.public"]
     assert not list(make_attack("curious").problems(blind))

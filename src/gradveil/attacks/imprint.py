@@ -17,7 +17,7 @@ from gradveil.core.errors import Problem, fail
 from gradveil.core.noise import Key
 
 _CLEAR = 6.0
-"""How many times a bin's gradient must be as large as that of the bins in the middle, which are empty or noise."""
+"""How many times a bin's gradient must be as large as that of bins which hold no example, but may hold noise."""
 _EXACT = 1e-9
 """The share of the largest below which a bin is empty where there is no noise."""
 
@@ -96,7 +96,10 @@ class Imprint(Planting):
             alone = torch.cat([weight[:-1] - weight[1:], weight[-1:]])
             errors = torch.cat([bias[:-1] - bias[1:], bias[-1:]])
         size = errors.abs()
-        floor = max(_CLEAR * float(size.median()), _EXACT * float(size.max()))
+        # As many bins as there are examples may be full: of the others the median is empty, or the largest of few.
+        empty = min((self.bins - 1) // 2, self.bins - count - 1)
+        noise = float(size.sort().values[empty]) if empty >= 0 else 0.0
+        floor = max(_CLEAR * noise, _EXACT * float(size.max()))
         best = size.argsort(descending=True, stable=True)[:count]
         clear = int((size[best] > floor).sum())
         # Where some bins stand out, the others are empty: what they hold is no image.

@@ -87,8 +87,11 @@ class Planting(ABC):
         return f" and {self.decoys} decoys" if self.decoys else ""
 
     def problems(self, prospect: Prospect) -> Iterator[Problem]:
-        """Refuse labels that cannot be read off."""
+        """Refuse labels that cannot be read off, and decoys that have no partner."""
         yield from label_problems(self.labels, prospect)
+        if self.decoys % 2:
+            what = "is odd, and they come in pairs of opposite effect: the model would not get what it gets without"
+            yield Problem("decoys", what, f"give {self.decoys - 1} or {self.decoys + 1}")
 
     def craft(self, client: Client, knowledge: Knowledge, key: Key) -> Client:
         """Return the client as it is after it took the model that the server sends."""
@@ -111,7 +114,7 @@ class Planting(ABC):
             for place in range(self.units, len(bias)):
                 model.back.weight[:, place] *= _LOUD * (-1) ** place
             model.back.bias.copy_(rest)
-        model.train(client.model.training)
+        model.training = client.model.training  # of the whole alone: what of the client's was set apart stays so
         kept = client.trainable
         return replace(
             client,
