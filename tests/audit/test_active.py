@@ -4,6 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from gradveil.attacks.imprint import Imprint
+from gradveil.audit.active import received
 from gradveil.audit.rows import Row
 from gradveil.audit.scene import open_scene
 from gradveil.audit.threat import threat_model
@@ -73,6 +75,16 @@ def test_a_bound_is_of_the_model_that_was_sent(rows):
     said = [text for _, text in bounds(rows) if "lower mean squared error" in text]
     assert any("from the model that the malicious server sends" in text for text in said)
     assert any("malicious" not in text for text in said)
+
+
+def test_an_attack_of_ones_own_that_crafts_no_client_is_named() -> None:
+    class Mine(Imprint):
+        def craft(self, client, knowledge, key):
+            return None
+
+    scene = open_scene(config(defences=["none"], attacks=["rob"]))
+    with pytest.raises(GradveilError, match=r"attack rob: craft\(\) returned nothing"):
+        received(scene, Mine(), scene.undefended(0, 0), 0)
 
 
 def test_recorded_updates_and_trained_clients_are_of_the_honest_model(tmp_path: Path):

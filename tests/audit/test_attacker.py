@@ -13,7 +13,9 @@ from gradveil.audit.attacker import Attacker, attacker, secrets
 from gradveil.audit.health import controls_of, guesses
 from gradveil.audit.rows import Row, client_words
 from gradveil.audit.store import Cell
+from gradveil.audit.threat import threat_model
 from tests.audit.runs import config, execute
+from tests.report.cells import row
 
 ATTACKS = (
     "ig(iterations=2)",
@@ -95,6 +97,14 @@ def test_a_defence_that_was_given_as_an_object_is_met_naively() -> None:
     assert attacker({"defence": "cvb", "belief": "naive", "attack": "my own attack", "grants": []}) == "naive"
     assert attacker({"defence": "dp + cvb", "belief": "naive", "attack": "ig(ignore=stochastic)"}) == "aware"
     assert attacker({"defence": "cvb", "belief": "full", "attack": "pig(belief=full)"}) == "adaptive"
+
+
+def test_a_changed_model_is_told_whatever_is_said_of_it_and_whoever_was_told_secrets() -> None:
+    info = {"defence": "none", "belief": "naive", "attack": "mine", "planted": ""}
+    assert attacker(info) == "active"
+    told = row(0, attack="mine", planted="a block", guard=[], grants=["send.noise.w: its true value"])
+    assert (told.attacker, told.planted) == ("informed", True)
+    assert "a malicious server sends a model with a block (mine)" in threat_model([told], {})
 
 
 def test_sums_over_clients_are_said() -> None:

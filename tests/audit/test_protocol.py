@@ -69,3 +69,6 @@ def test_an_attack_says_what_it_believes_and_knows_in_words_there_are():
     assert [problem.where for problem in declared(wrong)] == ["belief", "knowledge['model.*']"]
     bare = type("Bare", (), {"name": "bare", "__call__": lambda self: None})()
     assert [problem.where for problem in declared(bare)] == ["belief", "knowledge"]
+    for there, missing in (("craft", "planted()"), ("planted", "craft()")):
+        half = type("Half", (), {"belief": "naive", "knowledge": {}, there: lambda self: ""})()
+        assert [problem.where for problem in declared(half)] == [missing]

@@ -53,6 +53,17 @@ def test_small_objectives_are_judged_by_where_they_started(reached: float, state
     assert examine(row(0, health=health), [BARE]).state == state
 
 
+def test_a_search_and_a_changed_model_do_not_vouch_for_each_other() -> None:
+    planted = {"attack": "rob", "belief": "naive", "planted": "an imprint block"}
+    robbed, searched = row(32, defence="none", **planted), row(0, defence="none", belief="naive")
+    cdia, sparse = row(0, attack="cdia"), row(0, **{**planted, "attack": "curious"})
+    assert "only 0 of 32" in complaints(cdia, [robbed, searched])[0]
+    assert "was not attacked by such an attacker in this run" in complaints(cdia, [robbed])[0]
+    assert "was not attacked by such an attacker in this run" in complaints(sparse, [BARE])[0]
+    assert complaints(sparse, [robbed, searched]) == []
+    assert "update was not attacked in this run" in complaints(cdia, [])[0]
+
+
 def test_a_high_rate_is_never_in_doubt() -> None:
     assert examine(ended(0.95, 0.1, won=16), [BARE]).state == "works"
     assert examine(ended(0.5, 0.1, won=15), [BARE]).state == "short"

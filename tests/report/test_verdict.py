@@ -9,6 +9,7 @@ from gradveil.audit.rows import Row
 from gradveil.audit.store import Cell
 from gradveil.metrics import wilson
 from gradveil.report.build import cards
+from gradveil.report.price import price
 from gradveil.report.verdict import Verdict, verdicts
 from tests.report.cells import BARE, CONTROLS, HEALTHY, row
 
@@ -209,6 +210,21 @@ def test_the_price_of_a_changed_model_is_held_against_the_undefended_client() ->
     assert alone == f"this run has no client without a defence to compare with · {noise}"
     pruned = row(0, defence="prune(0.5)", bytes_sent=15.0, bytes_dense=20.0, distance=0.5)
     assert told_price(pruned) == "75% of the 20 B without a defence · update moved by 0.5"
+
+
+def test_the_price_of_a_defence_is_that_of_the_honest_model() -> None:
+    def planted(won: int, attack: str, sent: float, **more: Any) -> Row:
+        return row(won, attack=attack, belief="naive", planted="a block", bytes_sent=sent, bytes_dense=900.0, **more)
+
+    honest = [row(0, bytes_sent=10.0), row(32, defence="none", belief="naive", bytes_sent=20.0)]
+    bare = [planted(32, "rob", 900.0, defence="none"), planted(32, "rob(sparse=true)", 300.0, defence="none")]
+    sparse = planted(32, "rob(sparse=true)", 150.0)
+    (verdict,) = [v for v in verdicts([*bare, *honest, sparse]) if not v.undefended]
+    assert verdict.best is sparse
+    assert (verdict.price.sent, verdict.price.plain) == (10.0, 20.0)
+    assert price(sparse, [*bare, *honest, sparse]).share == 0.5
+    (alone,) = [v for v in verdicts([*bare, sparse]) if not v.undefended]
+    assert (alone.price.sent, alone.price.plain) == (150.0, 300.0)
 
 
 def test_of_equal_rates_the_cheapest_defence_is_the_best() -> None:

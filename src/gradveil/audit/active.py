@@ -8,6 +8,7 @@ from gradveil.attacks.base import Active, Attack
 from gradveil.audit.granted import openly
 from gradveil.audit.scene import Scene
 from gradveil.client import Client
+from gradveil.core.errors import fail
 from gradveil.core.noise import Key
 from gradveil.federated.guard import inspect
 
@@ -17,7 +18,11 @@ def received(scene: Scene, attack: Attack, client: Client, seed: int) -> Client:
     if not isinstance(attack, Active):
         return client
     knowledge, _ = openly(scene, attack, client)
-    return attack.craft(client, knowledge, Key(seed, ("attack",)).child("craft"))
+    made: Any = attack.craft(client, knowledge, Key(seed, ("attack",)).child("craft"))
+    if not isinstance(made, Client):
+        what = f"craft() returned {'nothing' if made is None else type(made).__name__}"
+        raise fail(f"attack {attack.name}", what, "return the client: dataclasses.replace(client, model=...)")
+    return made
 
 
 def active_facts(attack: Attack, client: Client) -> dict[str, Any]:

@@ -89,7 +89,7 @@ def attacker(info: Mapping[str, Any]) -> Attacker:
     """
     if secrets(info):
         return "informed"
-    if info.get("planted"):
+    if "planted" in info:
         return "active"
     if undefended(info["defence"]):
         # Of a recorded update the defence of a cell is what is believed.

@@ -132,10 +132,15 @@ def controls_of(row: Row, rows: Sequence[Row]) -> list[Row]:
 
     The same attack may have run with another belief, which makes no difference without a defence.
     """
-    bare = [r for r in rows if r.undefended and r.setting == row.setting and r.seed == row.seed]
+    bare = [r for r in _undefended(row, rows) if r.planted == row.planted]
     exact = [r for r in bare if r.attack == row.attack]
-    # What an attacker achieves who was told secrets says nothing of those who were not.
+    # What an attacker achieves who was told secrets says nothing of those who were not; nor what a malicious server
+    # reads off its own model of those who search.
     return exact or [r for r in bare if _preset(r) == _preset(row)] or [r for r in bare if r.attacker != "informed"]
+
+
+def _undefended(row: Row, rows: Sequence[Row]) -> list[Row]:
+    return [r for r in rows if r.undefended and r.setting == row.setting and r.seed == row.seed]
 
 
 def _preset(row: Row) -> str:
@@ -161,7 +166,9 @@ def complaints(row: Row, rows: Sequence[Row]) -> list[str]:
     if not row.undefended:
         controls = controls_of(row, rows)
         if not controls:
-            found.append("the undefended update was not attacked in this run, so nothing shows that the attack works")
+            who = " by such an attacker" if _undefended(row, rows) else ""
+            what = f"the undefended update was not attacked{who} in this run"
+            found.append(f"{what}, so nothing shows that the attack works")
         elif (best := max(controls, key=lambda r: r.asr)).asr < SOUND:
             found.append(f"it recovers only {best.recovered} of {best.images} images without any defence")
         elif best.asr <= (best.floor or 0) and not best.identified:

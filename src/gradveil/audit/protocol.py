@@ -17,6 +17,10 @@ _STATUSES = get_args(Status)
 
 def declared(attack: Attack) -> Iterator[Problem]:
     """Say what an attack cannot believe or know: anything else would silently be taken for something."""
+    for method, other in (("craft", "planted"), ("planted", "craft")):
+        if hasattr(attack, method) and not hasattr(attack, other):
+            what = f"is missing, and a malicious server's attack has it beside {method}()"
+            yield Problem(f"{other}()", what, "add it: craft() returns the changed client, planted() says the change")
     belief: Any = getattr(attack, "belief", None)
     knowledge: Any = getattr(attack, "knowledge", None)
     if belief not in ("naive", "full"):

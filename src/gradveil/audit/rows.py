@@ -99,6 +99,11 @@ class Row:
         return attacker(self.info)
 
     @property
+    def planted(self) -> bool:
+        """Whether the server changed the model that it sent, whatever else the attacker was told."""
+        return "planted" in self.info
+
+    @property
     def seed(self) -> int:
         """The run's seed."""
         return int(self.info["seed"])

@@ -147,7 +147,7 @@ def _planted(rows: Sequence[Row]) -> Iterator[str]:
     """Say which attacks are a malicious server's, and what a client's guard says of the models that it sends."""
     found: dict[tuple[str, bool], list[str]] = {}
     for row in rows:
-        if row.attacker == "active":
+        if row.planted:
             found.setdefault((row.info["planted"], bool(row.info.get("guard"))), []).append(row.attack)
     for (what, caught), some in found.items():
         guard = "a client's guard tells it" if caught else "a client's guard does not tell it"

@@ -57,7 +57,7 @@ class Entry:
     @property
     def marks(self) -> str:
         """The marks that its number carries."""
-        changed = any(row.attacker == "active" for row in self.rows)
+        changed = any(row.planted for row in self.rows)
         return (DOUBTFUL if self.doubtful else "") + (TOLD if self.told else "") + (CHANGED if changed else "")
 
 

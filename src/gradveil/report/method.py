@@ -64,7 +64,7 @@ def bounds(rows: Sequence[Row]) -> list[tuple[str, str]]:
         bound, why = row.info.get("bound"), row.info.get("unbounded")
         if bound and not row.undefended:
             said = f"no attacker can have a lower mean squared error than {number(bound['mse'])} in expectation"
-            said += " from the model that the malicious server sends" if row.attacker == "active" else ""
+            said += " from the model that the malicious server sends" if row.planted else ""
             found.setdefault(f"{said}; the mean image has {number(bound['prior'])}", []).append(row.defence_name)
         elif why and not row.undefended:
             found.setdefault(f"no bound is known: {why}", []).append(row.defence_name)

@@ -53,7 +53,8 @@ def price(row: Row, rows: Sequence[Row]) -> Price:
     Where the run has none, a defence that leaves the model alone is held against its own update, every entry sent.
     """
     bare = [r for r in rows if r.undefended and (r.setting, r.seed) == (row.setting, row.seed)]
-    bare = [r for r in bare if r.info.get("planted") == row.info.get("planted")]
+    # Blocks of the same words take other bytes: most of the gradient is zero where each row is one bin.
+    bare = [r for r in bare if (r.attack == row.attack if row.planted else not r.planted)]
     same_model = row.changes is not None and "model" not in row.changes
     dense = row.info.get("bytes_dense") if same_model else None
     plain = bare[0].info.get("bytes_sent") if bare else dense

@@ -71,7 +71,7 @@ class Verdict:
     """The strongest eligible attacker of each seed; seeds repeat the same victims and are never added up."""
     union: Union | None
     price: Price
-    """What the defence costs, on the quoted seed."""
+    """What the defence costs, on the quoted seed: with the honest model, if anybody attacked that."""
     health: Health
     """Whether the quoted attack worked as an attack."""
 
@@ -142,7 +142,7 @@ def _judge(setting: Setting, defence: str, here: Sequence[Row]) -> Verdict:
         warning=unknown_to_all(mine),
         seeds=tuple(strongest),
         union=_union([row for row in judged if row.seed == best.seed]),
-        price=price(best, here),
+        price=price(next((row for row in mine if row.seed == best.seed and not row.planted), best), here),
         health=health,
     )
 
