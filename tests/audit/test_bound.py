@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from gradveil.attacks.base import Active
 from gradveil.attacks.inversion import Inversion
 from gradveil.attacks.presets import ATTACKS, make_attack
 from gradveil.audit.bound import mse_bound
@@ -67,12 +68,14 @@ def reader(weight: float) -> Reader:
     return found
 
 
-def audited(attack: Any, defence: str = f"gaussian({STD})", bias: bool = False, **changes: Any) -> dict[str, Any]:
-    """Audit the linear model. A bias has a gradient that says nothing of the image."""
+def audited(
+    attack: Any, defence: str = f"gaussian({STD})", bias: bool = False, weight: float = 0.0, **changes: Any
+) -> dict[str, Any]:
+    """Audit the linear model. A bias has a gradient that says nothing of the image, and its weights say nothing either."""
     chosen = config(defences=[defence], victims=VICTIMS, attacks=["ig"], **changes)
     net = nn.Sequential(nn.Flatten(), nn.Linear(SIDE * SIDE, 2, bias=bias))
     for parameter in net.parameters():
-        nn.init.zeros_(parameter)
+        nn.init.constant_(parameter, weight)
     data = images(VICTIMS * chosen.client[0].batch, "victims"), images(4000, "public")
     scene = Scene(chosen, *data, lambda seed: copy.deepcopy(net), {defence: parse(defence)}, {"ig": attack}, linear)
     (cell,) = cells(chosen)
@@ -126,9 +129,10 @@ SHORT = {
     **{name: f"{name}(iterations=6, restarts=1)" for name in ("dlg", "idlg", "sapag")},
 }
 TOLD_THE_NOISE = {"wiig"}
+CURIOUS = [name for name, entry in ATTACKS.items() if not isinstance(entry.make(), Active)]
 
 
-@pytest.mark.parametrize("name", [*ATTACKS, "analytic(prior=public)"])
+@pytest.mark.parametrize("name", [*CURIOUS, "analytic(prior=public)"])
 def test_every_attack_respects_it_but_one_who_is_told_the_noise(name: str) -> None:
     """Who is told what was added subtracts it: the bound is of those who are not, and is not low by chance."""
     text = SHORT.get(name, name if "(" in name else f"{name}(iterations=12)")
@@ -138,6 +142,16 @@ def test_every_attack_respects_it_but_one_who_is_told_the_noise(name: str) -> No
         assert found["measured"] < 0.8 * found["mse"]
     else:
         assert found["measured"] > 0.97 * found["mse"]
+
+
+@pytest.mark.parametrize("text", ["rob(sparse=true, gain=0.01)", "curious"])
+@pytest.mark.parametrize("std", [0.001, STD])
+def test_who_changes_the_model_respects_the_bound_of_that_model(text: str, std: float) -> None:
+    """Which is lower than the honest model's: a block shows of an image as much as the server wants."""
+    found = audited(make_attack(text), f"gaussian({std})", weight=1.0)
+    honest = 1 / (1 / SPREAD**2 + 1 / (std / 4) ** 2)
+    assert found["measured"] >= 0.97 * found["mse"]
+    assert found["measured"] < 0.5 * honest, "who leaves the model as it is could not have got this near"
 
 
 FITTED = f"optimal-noise({STD}, form=global, probes=8, batches=8)"
