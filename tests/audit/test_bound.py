@@ -71,7 +71,7 @@ def reader(weight: float) -> Reader:
 def audited(
     attack: Any, defence: str = f"gaussian({STD})", bias: bool = False, weight: float = 0.0, **changes: Any
 ) -> dict[str, Any]:
-    """Audit the linear model. A bias has a gradient that says nothing of the image, and its weights say nothing either."""
+    """Audit the linear model. The gradient of its bias says nothing of the image, and nor do its weights."""
     chosen = config(defences=[defence], victims=VICTIMS, attacks=["ig"], **changes)
     net = nn.Sequential(nn.Flatten(), nn.Linear(SIDE * SIDE, 2, bias=bias))
     for parameter in net.parameters():
