@@ -12,6 +12,7 @@ from gradveil.audit.cell import cells, recover
 from gradveil.audit.granted import grant
 from gradveil.audit.rounds import observe
 from gradveil.audit.scene import open_scene
+from gradveil.core.errors import GradveilError
 from gradveil.core.noise import Key
 from tests.audit.runs import config
 
@@ -86,6 +87,13 @@ def test_noise_that_adds_what_the_images_decide_is_simulated(defence, changes):
 def test_nothing_is_taken_off_that_nobody_told():
     rows, _, seen, _ = seen_by("dp(clip=0.5, sigma=0.1)", "cdia")
     assert all(torch.equal(rows.rounds[0].observed[n], v) for n, v in seen[0].update.items())
+
+
+def test_who_ignores_the_noise_is_refused_where_he_would_take_it_off():
+    with pytest.raises(GradveilError, match="additive=subtracted: takes additive noise off what was sent, and this"):
+        seen_by("gaussian(0.1)", "ig(additive=subtracted)")
+    rows, _, seen, _ = seen_by("gaussian(0.1)", "ig(additive=subtracted, belief=full)")
+    assert not any(torch.equal(rows.rounds[0].observed[n], v) for n, v in seen[0].update.items())
 
 
 @pytest.mark.parametrize("name", ["wiig", "cdia", "dpia"])

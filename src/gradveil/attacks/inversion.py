@@ -86,6 +86,9 @@ class Inversion:
     def problems(self, prospect: Prospect) -> Iterator[Problem]:
         """Refuse labels that cannot be read off, and a distance with nothing left to compare."""
         yield from label_problems(self.labels, prospect)
+        if self.subtract and self.belief == "naive":
+            what = "takes additive noise off what was sent, and this attacker ignores the defence that adds it"
+            yield Problem("additive=subtracted", what, "set belief=full, or choose an attack that does: wiig, cdia")
         if self.solver is not None:
             remedy = "leave start=solved out: it is for models whose first layer shows its input"
             found = self.solver.problems(prospect)
