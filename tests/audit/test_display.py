@@ -111,7 +111,7 @@ def test_the_work_of_a_cell_is_what_its_attack_may_take() -> None:
     assert work(attacks=attacks, client={"batch": 2, "local": {"lr": 0.1, "epochs": 3}}) == [180, 240]
     assert work(attacks=attacks, budget="64") == [16, 16]
     assert work(attacks=attacks, budget="2m") == [1, 1]
-    assert work(attacks=["analytic", *attacks]) == [0, 30, 40]
+    assert work(attacks=["analytic", "rob", "curious", *attacks]) == [0, 0, 0, 30, 40]
 
 
 @pytest.mark.parametrize("terminal", [True, False])

@@ -7,6 +7,7 @@ from statistics import fmean
 from gradveil.attacks.analytic import Analytic
 from gradveil.attacks.base import Attack
 from gradveil.attacks.inversion import Inversion
+from gradveil.attacks.planted import Planting
 from gradveil.audit.budget import read_budget, restarts_worth, spends
 from gradveil.audit.cell import cells, pairs
 from gradveil.audit.config import ClientConfig, RunConfig
@@ -34,7 +35,7 @@ def expected_work(scene: Scene) -> dict[str, float]:
 
 def _row_iterations(attack: Attack, config: RunConfig, attackers: int) -> float | None:
     """Count the iterations of all restarts of one victim; a budget in time is taken to be spent, whatever it buys."""
-    if isinstance(attack, Analytic):
+    if isinstance(attack, Analytic | Planting):
         return 0.0
     if not isinstance(attack, Inversion):
         return None
