@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from gradveil.attacks.imprint import Imprint
-from gradveil.audit.active import received
+from gradveil.audit.active import active_facts, received
 from gradveil.audit.rows import Row
 from gradveil.audit.scene import open_scene
 from gradveil.audit.threat import threat_model
@@ -85,6 +85,16 @@ def test_an_attack_of_ones_own_that_crafts_no_client_is_named() -> None:
     scene = open_scene(config(defences=["none"], attacks=["rob"]))
     with pytest.raises(GradveilError, match=r"attack rob: craft\(\) returned nothing"):
         received(scene, Mine(), scene.undefended(0, 0), 0)
+
+
+def test_a_change_that_its_attack_does_not_name_is_told_all_the_same() -> None:
+    class Mute(Imprint):
+        def planted(self) -> str:
+            return ""
+
+    scene = open_scene(config(defences=["none"], attacks=["rob"]))
+    told = active_facts(Mute(), received(scene, Mute(), scene.undefended(0, 0), 0))
+    assert told["planted"] == "something that it does not name"
 
 
 def test_recorded_updates_and_trained_clients_are_of_the_honest_model(tmp_path: Path):

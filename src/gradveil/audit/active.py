@@ -31,4 +31,4 @@ def active_facts(attack: Attack, client: Client) -> dict[str, Any]:
         return {}
     received = {**client.params(), **dict(client.model.named_buffers()), **client.buffers}
     found = [f"{finding.family} in {finding.where}" for finding in inspect(client.model, received)]
-    return {"planted": attack.planted(), "guard": found}
+    return {"planted": attack.planted() or "something that it does not name", "guard": found}
