@@ -155,7 +155,7 @@ def test_seconds_of_a_client_are_its_share_of_its_group(monkeypatch):
     ticks = iter(range(0, 1000, 10))
     monkeypatch.setattr(together.time, "perf_counter", lambda: next(ticks))
     at_once = scene(local=LOCALS["sgd"])
-    tasks = {i: at_once._task(at_once.start(), i, 1, at_once.client) for i in range(5)}
+    tasks = {i: at_once.task(at_once.start(), i, 1, at_once.client) for i in range(5)}
     found = list(together.compute(at_once.client, at_once.client.params(), tasks, True))
     assert [(sent.client, sent.seconds) for sent in found] == [(i, 2.0) for i in range(5)]
 

@@ -19,7 +19,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from gradveil.client import drawn_update
 from gradveil.core.noise import Key
 from gradveil.federated.aggregate import Server
 from gradveil.federated.engine import Federation, Share, train
@@ -139,10 +138,8 @@ class OfSecrets(Federation):
 
     keys: list[Key]
 
-    def local_update(self, standing, client, number, copy=None):
-        state = standing.clients.get(client) or self.client.init(standing.params)
-        batch, key = self.shares[client].train, self.keys[client].child("round", number)
-        return drawn_update(self.client, standing.params, batch, key, state)
+    def task(self, standing, client, number, here):
+        return super().task(standing, client, number, here)._replace(key=self.keys[client].child("round", number))
 
 
 def test_the_example_in_simulation_ends_with_the_engines_parameters(tmp_path, surroundings, monkeypatch):

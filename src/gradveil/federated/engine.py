@@ -115,9 +115,10 @@ class Federation:
     ) -> tuple[Tensors, Tensors]:
         """Compute what one client sends in a round, and its next state; `copy` has heard the round's messages."""
         here = copy or scheduled(self.client, number - 1)
-        return drawn_update(here, standing.params, *self._task(standing, client, number, here))
+        return drawn_update(here, standing.params, *self.task(standing, client, number, here))
 
-    def _task(self, standing: Standing, client: int, number: int, here: Client) -> Task:
+    def task(self, standing: Standing, client: int, number: int, here: Client) -> Task:
+        """Say what one client computes with in a round: its examples, the address of its draws, what it keeps."""
         key = self.key.child("client", client, "round", number)
         state = standing.clients.get(client)
         state = here.init(standing.params) if state is None else state
@@ -151,7 +152,7 @@ class Federation:
         worked: list[float] = []
         with torch.no_grad():
             heard, spoken = self.heard(standing, answers, number)
-            tasks = {client: self._task(standing, client, number, heard) for client in answers}
+            tasks = {client: self.task(standing, client, number, heard) for client in answers}
             found = {sent.client: sent for sent in compute(heard, standing.params, tasks, self.together)}
             for client in answers:
                 _, update, clients[client], seconds = found[client]
