@@ -8,8 +8,9 @@ import torch
 from gradveil.attacks.knowledge import Known, Sample
 from gradveil.audit.cell import cells, recover
 from gradveil.audit.granted import grant
+from gradveil.audit.obstacles import scene_problems
 from gradveil.audit.rounds import observe, plain_name
-from gradveil.audit.scene import open_scene, scene_problems
+from gradveil.audit.scene import open_scene
 from gradveil.client import Client
 from gradveil.core.errors import GradveilError
 from gradveil.core.noise import Key

@@ -27,9 +27,10 @@ from gradveil.audit.adaptive import attacks_against, is_adaptive
 from gradveil.audit.display import Screen, legend, result_table
 from gradveil.audit.given import class_names, model_problems, named, prepared, wrong_arguments
 from gradveil.audit.health import summaries
+from gradveil.audit.obstacles import scene_problems
 from gradveil.audit.reader import resolve, with_defaults
 from gradveil.audit.run import describe, run
-from gradveil.audit.scene import Scene, others, scene_problems
+from gradveil.audit.scene import Scene, others
 from gradveil.audit.showing import with_closed_forms
 from gradveil.audit.store import Cell, Store, load_run
 from gradveil.core.errors import GradveilError, Problem, refuse

@@ -15,9 +15,10 @@ from rich.text import Text
 from torch import nn
 
 from gradveil.audit.config import RunConfig
+from gradveil.audit.obstacles import model_problems, scene_problems
 from gradveil.audit.privacy import privacy_problems
 from gradveil.audit.reader import assemble, read
-from gradveil.audit.scene import model_problems, open_scene, scene_problems
+from gradveil.audit.scene import open_scene
 from gradveil.audit.showing import closed_forms
 from gradveil.core.errors import Problem, refuse
 from gradveil.federated.guard import inspect

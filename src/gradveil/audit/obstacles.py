@@ -1,0 +1,138 @@
+"""What stands in the way of a run, found before its first cell: sizes, models, defended clients, attacks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from gradveil.attacks.base import Active, Careful, Prospect
+from gradveil.audit.adaptive import attacks_against
+from gradveil.audit.protocol import declared
+from gradveil.audit.records import record_problems, withheld
+from gradveil.audit.training import client_problems
+from gradveil.client import Client, speakers
+from gradveil.core.errors import UNFIT, GradveilError, Problem
+from gradveil.core.types import Batch
+from gradveil.defences.contract import faults
+from gradveil.nn import surgery
+from gradveil.nn.check import check
+from gradveil.nn.paths import called
+from gradveil.nn.weights import misfits
+
+if TYPE_CHECKING:
+    from gradveil.audit.scene import Scene
+
+SMALLEST = 11
+"""Pixels a side: SSIM's window."""
+
+
+def model_problems(scene: Scene) -> list[Problem]:
+    """Check the model on the first victim's examples: what would fail in every cell is told once, before the first."""
+    settings = scene.config.model
+    batch = scene.batch(scene.examples(0, range(1)))
+    first = Batch(batch.inputs[0], batch.targets[0])
+    model = scene.model(scene.config.seeds[0]).to(scene.config.device, scene.dtype)
+    found = check(model, first, scene.loss, bounds=scene.victims.bounds, classes=len(scene.victims.classes))
+    hint = "" if settings.prepare else "; or let it be done: --set model.prepare=true"
+    return [replace(p, remedy=p.remedy + hint) if surgery.__name__ in p.remedy else p for p in found]
+
+
+def scene_problems(scene: Scene) -> Iterator[Problem]:
+    """Find out before the first cell what would stop a later one: sizes, models, defended clients."""
+    config = scene.config
+    available = len(scene.victims)
+    if min(scene.victims.inputs.shape[-2:]) < SMALLEST:
+        what = f"images are {' x '.join(str(side) for side in scene.victims.inputs.shape[-2:])} pixels"
+        yield Problem("data.size", f"{what}, and SSIM needs {SMALLEST}", f"resize them to at least {SMALLEST} pixels")
+    if config.images_needed > available:
+        size = max(client.examples for client in config.client)
+        what = f"{config.victims} victims from number {config.first_victim} with {size} examples each need "
+        what += f"{config.images_needed} images, '{config.data.name}' has {available}"
+        yield Problem(
+            "victims", what, f"lower victims, first_victim or client.batch; at most {available // size} victims"
+        )
+        return
+    try:
+        scene.model(config.seeds[0])
+    except GradveilError as error:
+        yield from error.problems
+        return
+    for index in range(len(config.client)):
+        where = "client" if len(config.client) == 1 else f"client[{index}]"
+        batch = scene.batch(scene.examples(index, range(1)))
+        first = Batch(batch.inputs[0], batch.targets[0])
+        for i, text in enumerate(scene.defences):
+            try:
+                client = scene.client(index, text, config.seeds[0])
+                yield from _weight_problems(scene, client, index)
+                if scene.training is not None:
+                    yield from client_problems(config, index, client, where)
+                client.trained()
+                found = list(faults(scene.defences[text], client, first))
+                yield from (replace(p, where=f"defences[{i}] '{text}', {where}: {p.where}") for p in found)
+                if any(p.severity == "error" for p in found):
+                    continue
+                client.noise_spec(client.params(), first)
+                if scene.observed is None:
+                    yield from _speaker_problems(scene, index, client, f"defences[{i}] '{text}', {where}")
+                else:
+                    yield from record_problems(scene.observed, client)
+                yield from _attack_problems(scene, index, text, client, where)
+            except GradveilError as error:
+                yield from (
+                    Problem(f"defences[{i}] '{text}', {where}", f"{p.where}: {p.what}", p.remedy)
+                    for p in error.problems
+                )
+            except UNFIT:  # asked what stands in its way, an attack looks at what the model does with images
+                if not (found := model_problems(scene)):
+                    raise
+                yield from (replace(p, where=called(client.model, p.where)) for p in found)
+                return
+
+
+def _weight_problems(scene: Scene, client: Client, index: int) -> Iterator[Problem]:
+    """Say why trained weights fit neither this model nor the one without the defence."""
+    plain = scene.undefended(index, scene.config.seeds[0]).model
+    if scene.weights and misfits(plain, scene.weights, ""):
+        yield from misfits(client.model, scene.weights, f"model.weights '{scene.config.model.weights}'")
+
+
+def _speaker_problems(scene: Scene, index: int, client: Client, where: str) -> Iterator[Problem]:
+    """Find out whether there are images for those who speak before a round: they are nobody's victims."""
+    config, count = scene.config, speakers(client)
+    needed = (config.first_victim + config.victims + count) * config.client[index].examples
+    if count and needed > len(scene.victims):
+        who = "one other client speaks" if count == 1 else f"{count} other clients speak"
+        what = f"{who} before a round: with the victims that takes {needed} images, there are {len(scene.victims)}"
+        yield Problem(where, what, "lower victims or client.batch, or let nobody speak (adgp: selection=previous)")
+
+
+def _active_problems(scene: Scene) -> Iterator[Problem]:
+    """Refuse to change models that clients have trained before, or whose updates were recorded."""
+    if scene.observed is not None:
+        what = "changes the model before it is sent, and these updates were recorded of the model as it was"
+        yield Problem("observed", what, "leave it out, or audit a simulated client: without --observed")
+    if scene.training is not None:
+        what = "changes the model before it is sent, and what clients of a training keep is of the model as it was"
+        yield Problem("train", what, "leave it out, or audit it without --train (model.weights takes trained ones)")
+
+
+def _attack_problems(scene: Scene, index: int, defence: str, client: Client, where: str) -> Iterator[Problem]:
+    """Ask the attacks on a defended client what stands in their way."""
+    data, config = scene.victims, scene.config
+    shape = (data.channels, int(data.inputs.shape[-2]), int(data.inputs.shape[-1]))
+    facts = shape, config.client[index].examples, scene.classes, len(scene.public or ())
+    for text in attacks_against(config.attacks, defence):
+        attack = scene.attacks[text]
+        belief = client if attack.belief == "full" else client.undefended_update()
+        found = list(declared(attack))
+        found += attack.problems(Prospect(belief, *facts)) if isinstance(attack, Careful) and not found else ()
+        found += _active_problems(scene) if isinstance(attack, Active) else ()
+        if scene.observed is not None:
+            first = scene.batch(scene.examples(index, range(1)))
+            spec = belief.noise_spec(belief.params(), Batch(first.inputs[0], first.targets[0]))
+            found += withheld(attack, spec, scene.observed)
+        aside = "" if text in config.attacks else "; or name the attacks that you want, in the place of adaptive"
+        for p in found:
+            yield Problem(f"attack '{text}' on '{defence}', {where}: {p.where}", p.what, p.remedy + aside)
