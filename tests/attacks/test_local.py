@@ -8,6 +8,7 @@ from gradveil.audit.cell import cells, recover
 from gradveil.audit.granted import grant
 from gradveil.audit.rounds import observe
 from gradveil.audit.scene import open_scene
+from gradveil.core.arguments import literal
 from gradveil.core.errors import GradveilError
 from gradveil.core.noise import Key
 from tests.attacks.scenes import psnr
@@ -44,7 +45,7 @@ def test_a_wrong_step_size_does_not_fit():
         assert bool((at_truth(f"order=told, step_size={size}", client=one)[0] < 1e-9).all())
 
 
-@pytest.mark.parametrize("distance", ["l2", "l1"])
+@pytest.mark.parametrize("distance", ["l2", "l2-and-norm", "l1"])
 @pytest.mark.parametrize("members", [1, 2])
 def test_one_small_step_is_as_hard_to_invert_as_its_gradient(distance, members):
     """Priors and tolerances are set for gradients: they drowned it, and GI recovered nothing where lr was 0.001."""
@@ -52,7 +53,7 @@ def test_one_small_step_is_as_hard_to_invert_as_its_gradient(distance, members):
     for local in ({}, {"local": {"lr": 1e-3, "steps": 1}}):
         scene = open_scene(
             config(
-                attacks=[f"ig(objective={distance}, sign=plain, labels=joint, tolerance=1e-4, iterations=20)"],
+                attacks=[f"ig(objective={literal(distance)}, sign=plain, labels=joint, tolerance=1e-4, iterations=20)"],
                 defences=["none"], client={"batch": 2, "members": members, **local}, precision="float64",
             )
         )  # fmt: skip

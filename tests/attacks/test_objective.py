@@ -24,6 +24,7 @@ def rows(update, row):
     ("name", "formula"),
     [
         ("l2", lambda a, b: (a - b).square().sum()),
+        ("l2-and-norm", lambda a, b: (a - b).square().sum() + (a - b).norm()),
         ("l1", lambda a, b: (a - b).abs().sum()),
         ("cosine", lambda a, b: 1 - torch.nn.functional.cosine_similarity(a, b, dim=0)),
     ],

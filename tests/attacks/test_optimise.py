@@ -3,7 +3,8 @@ import itertools
 import pytest
 import torch
 
-from gradveil.attacks.optimise import STATUSES, Descent, Plateau, Steps, descend
+from gradveil.attacks.optimise import Descent, Plateau, Steps, descend
+from gradveil.attacks.solution import STATUSES
 from gradveil.attacks.steps import LBFGS, Adam
 from gradveil.core.errors import GradveilError
 

@@ -4,10 +4,12 @@ from fnmatch import fnmatchcase
 
 import pytest
 
+from gradveil.attacks.evolve import CMAES
+from gradveil.attacks.images import Untrained
 from gradveil.attacks.knowledge import Infer, Known, Optimise
 from gradveil.attacks.optimise import Cosine, Descent, Plateau, Steps
 from gradveil.attacks.presets import make_attack
-from gradveil.attacks.steps import LBFGS, Adam
+from gradveil.attacks.steps import LBFGS, Adam, RMSprop
 from gradveil.core.errors import GradveilError
 
 SIGNED = Adam(lr=1.0, sign="signed")
@@ -20,6 +22,14 @@ PUBLISHED = {
     "ig": {
         "objective": "cosine", "tv": 1e-4, "labels": "given", "box": True,
         "descent": Descent(Adam(lr=0.1, sign="signed"), Steps((3 / 8, 5 / 8, 7 / 8), 0.1), iterations=24_000),
+    },
+    "grnn": {
+        "objective": "l2-and-norm", "tv": 1e-3, "labels": "joint", "images": Untrained(latent=128),
+        "descent": Descent(RMSprop(lr=1e-4, momentum=0.99), iterations=1000),
+    },
+    "ggl": {
+        "objective": "l2", "labels": "idlg", "belief": "full", "restarts": 50,
+        "descent": Descent(CMAES(), iterations=500),
     },
     "gi": {
         "objective": "l2", "tv": 1e-4, "l2": 1e-6, "batchnorm": 0.1, "labels": "unique",

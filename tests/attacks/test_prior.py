@@ -6,12 +6,14 @@ import pytest
 import torch
 from torch import nn
 
-from gradveil.attacks.inversion import Inversion, _descend
+from gradveil.attacks.images import INPUTS
+from gradveil.attacks.inversion import Inversion
 from gradveil.attacks.knowledge import Known
 from gradveil.attacks.optimise import Cosine, Descent
 from gradveil.attacks.presets import make_attack
 from gradveil.attacks.prior import Consensus, shifted_onto, statistics_distance
-from gradveil.attacks.rows import INPUTS, Rows
+from gradveil.attacks.rows import Rows
+from gradveil.attacks.searched import searched
 from gradveil.attacks.steps import Adam
 from gradveil.audit.cell import at_truth, attacked, cells, recover
 from gradveil.audit.plans import UNPLANNED
@@ -201,7 +203,7 @@ def test_restarts_end_nearer_to_each_other_the_stronger_the_pull():
         descent = Descent(Adam(0.05), iterations=120, keep="last")
         attack = Inversion("group", group=weight, restarts=4, descent=descent)
         opened = Rows(attack, [seen], client, scene.knowledge, Key(0))
-        found = _descend(attack, opened, range(4), None, None).variables[INPUTS]
+        found = searched(attack, opened, range(4), None, None).variables[INPUTS]
         spread.append(float((found - found.mean(0)).square().mean()))
     assert spread[2] < 0.1 * spread[0], spread
     assert spread[1] < 0.9 * spread[0], spread

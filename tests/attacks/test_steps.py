@@ -1,8 +1,10 @@
+from functools import partial
+
 import pytest
 import torch
 
 from gradveil.attacks.optimise import Descent, descend
-from gradveil.attacks.steps import LBFGS, Adam
+from gradveil.attacks.steps import LBFGS, Adam, RMSprop
 
 
 def keep(name, value):
@@ -23,15 +25,20 @@ def quadratic(variables, constants, rows, iteration):
     return (d.mT @ constants["form"] @ d).flatten() / 2
 
 
-def test_adam_equals_torch_on_every_row(generator):
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [
+        (Adam(lr=0.05), partial(torch.optim.Adam, lr=0.05)),
+        (RMSprop(lr=0.01, momentum=0.9), partial(torch.optim.RMSprop, lr=0.01, momentum=0.9)),
+    ],
+)
+def test_steps_equal_torchs_on_every_row(ours, theirs, generator):
     constants = quadratics(3, 5, generator)
     start = torch.zeros(3, 5, dtype=torch.float64)
-    solution = descend(
-        quadratic, {"x": start}, constants, Descent(Adam(lr=0.05), iterations=40, keep="last", report=7), keep
-    )
+    solution = descend(quadratic, {"x": start}, constants, Descent(ours, iterations=40, keep="last", report=7), keep)
     for row in range(3):
         x = start[row].clone().requires_grad_()
-        optimiser = torch.optim.Adam([x], lr=0.05)
+        optimiser = theirs([x])
         for _ in range(39):  # the loop's last iteration is an evaluation
             optimiser.zero_grad()
             quadratic({"x": x[None]}, {n: v[row : row + 1] for n, v in constants.items()}, None, 0).sum().backward()
@@ -58,7 +65,10 @@ def test_lbfgs_line_search_solves_rosenbrock_where_full_steps_fail():
     torch.testing.assert_close(solution.variables["x"], torch.ones(2, 2, dtype=torch.float64), rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("stepper", [Adam(lr=0.1), Adam(lr=0.1, sign="signed"), Adam(lr=0.1, sign="soft"), LBFGS()])
+ADAMS = [Adam(lr=0.1), Adam(lr=0.1, sign="signed"), Adam(lr=0.1, sign="soft")]
+
+
+@pytest.mark.parametrize("stepper", [*ADAMS, RMSprop(momentum=0.5), LBFGS()])
 def test_rows_do_not_see_each_other(stepper, generator):
     constants = quadratics(4, 6, generator)
     start = torch.randn(4, 6, generator=generator, dtype=torch.float64)

@@ -21,7 +21,7 @@ SMALL = {"client": {"batch": 4}, "defences": ["none", "prune(0.5)", "gaussian(0.
 
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory) -> list[Row]:
-    chosen = config(**SMALL, attacks=["rob(bins=32)", "curious", "ig(iterations=2)"])
+    chosen = config(**SMALL, attacks=["rob(bins=32)", "curious", "fishing(iterations=2)", "ig(iterations=2)"])
     run, _ = execute(chosen, tmp_path_factory.mktemp("active"))
     return [Row(place, cell) for place, cell in enumerate(run.cells)]
 
@@ -29,17 +29,17 @@ def rows(tmp_path_factory) -> list[Row]:
 def test_only_who_changes_the_model_is_malicious(rows):
     kinds = {(row.attack.partition("(")[0], row.defence): row.attacker for row in rows}
     for defence in SMALL["defences"]:
-        assert kinds["rob", defence] == kinds["curious", defence] == "active"
+        assert kinds["rob", defence] == kinds["curious", defence] == kinds["fishing", defence] == "active"
         assert kinds["ig", defence] == ("undefended" if defence == "none" else "naive")
 
 
 def test_what_was_planted_is_told_and_whether_a_guard_finds_it(rows):
     for row in rows:
         if row.attacker == "active":
-            family = "imprint" if "rob" in row.attack else "trap"
-            assert f"{family} in measure.weight" in row.info["guard"]
+            families = {"rob": "imprint in measure", "curious": "trap in measure", "fishing": "fishing in head"}
+            assert f"{families[row.attack.partition('(')[0]]}.weight" in row.info["guard"]
             assert not any("not finite" in told for told in row.info["guard"])
-            assert "block of" in row.info["planted"]
+            assert ("block of" in row.info["planted"]) is ("fishing" not in row.attack)
         else:
             assert "planted" not in row.info
     (verdict,) = [v for v in verdicts(rows) if v.best.defence == "gaussian(0.01)"]
@@ -48,7 +48,12 @@ def test_what_was_planted_is_told_and_whether_a_guard_finds_it(rows):
     assert "a client's guard finds it: " in notes
     assert "A server that leaves the model as it is recovers 0 of 8 at most (ig(iterations=2))." in notes
     told = threat_model(rows, {})
+    assert told.startswith("An honest-but-curious server keeps")
     assert "a malicious server sends a model with an imprint block of 32 bins before the first layer (rob)" in told
+    alone = threat_model([row for row in rows if row.planted], {})
+    assert alone.startswith("A malicious server sends a model of its own making")
+    assert "honest-but-curious" not in alone
+    assert "It sends a model with an imprint block of 32 bins before the first layer (rob)" in alone
 
 
 def test_of_several_rounds_the_first_is_read_whose_block_is_as_it_was_planted(tmp_path):
@@ -57,6 +62,30 @@ def test_of_several_rounds_the_first_is_read_whose_block_is_as_it_was_planted(tm
     rows = [Row(place, cell) for place, cell in enumerate(run.cells)]
     assert rows[0].asr == 1
     assert "every attack uses the first one" in threat_model(rows, {})
+
+
+def test_who_changes_the_model_in_every_round_is_let_and_shares_the_budget(tmp_path):
+    chosen = config(
+        defences=["none"], attacks=["fishing(iterations=50)"], rounds=2, client={"batch": 4}, budget="40", victims=2
+    )
+    run, _ = execute(chosen, tmp_path)
+    (cell,) = run.cells
+    for told in cell.records:  # the classes of both rounds are all there are
+        assert sorted(told["predicted"]) == sorted(told["label"])
+        assert told["iterations"] == 10
+    row = Row(0, cell)
+    assert row.info["grants"] == []
+    assert row.info["row_iterations"] <= 40
+    assert "every attack uses all of them" in threat_model([row], {})
+
+
+def test_how_many_victims_lost_an_image_is_told_where_not_all_came_back(rows):
+    told = [verdict for row in rows if row.attacker == "active" for verdict in verdicts([row])]
+    parts = [verdict for verdict in told if 0 < verdict.best.recovered < verdict.best.images]
+    assert parts
+    for verdict in told:
+        said = f"It recovers at least one image of {verdict.best.exposed} of 2 victims."
+        assert (said in verdict.notes) is (verdict in parts)
 
 
 def test_images_come_back_and_are_scored_as_any(rows):

@@ -23,6 +23,7 @@ ATTACKS = (
     "gpia(iterations=2)",
     "wiig(iterations=2)",
     "learned(epochs=1, width=8, features=64)",
+    "ggl(iterations=2, population=4, width=1, lessons=2)",
 )
 
 
@@ -43,6 +44,7 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Row]
         ("gpia", "adaptive", "adaptive", "adaptive"),
         ("wiig", "informed", "informed", "adaptive"),
         ("learned", "adaptive", "adaptive", "adaptive"),
+        ("ggl", "adaptive", "adaptive", "adaptive"),
     ],
 )
 def test_every_attacker_is_what_the_defence_makes_him(
@@ -83,6 +85,7 @@ def test_the_closed_form_is_naive() -> None:
 def test_a_network_that_saw_every_draw_does_not_guess(rows: dict[tuple[str, str], Row]) -> None:
     assert not guesses(rows["precode", "learned"])
     assert guesses(rows["precode", "gpia"])
+    assert guesses(rows["precode", "ggl"]), "its generator saw images, and no update"
 
 
 def test_public_images_labels_and_bounds_are_no_secrets() -> None:
@@ -104,7 +107,7 @@ def test_a_changed_model_is_told_whatever_is_said_of_it_and_whoever_was_told_sec
     assert attacker(info) == "active"
     told = row(0, attack="mine", planted="a block", guard=[], grants=["send.noise.w: its true value"])
     assert (told.attacker, told.planted) == ("informed", True)
-    assert "a malicious server sends a model with a block (mine)" in threat_model([told], {})
+    assert "It sends a model with a block (mine)" in threat_model([told], {})
 
 
 def test_sums_over_clients_are_said() -> None:

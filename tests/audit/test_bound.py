@@ -125,7 +125,11 @@ def test_linear_normal_model_has_its_closed_form_and_attackers_respect_it(attack
 SHORT = {
     "learned": "learned(epochs=1, width=32)",
     "analytic": "analytic",
+    "r-gap": "r-gap",
     "wiig": "wiig(iterations=60)",
+    "grnn": "grnn(iterations=6, width=1)",
+    "gias": "gias(iterations=6, restarts=1, width=1, lessons=9)",
+    "ggl": "ggl(iterations=4, population=4, width=1, lessons=9)",
     **{name: f"{name}(iterations=6, restarts=1)" for name in ("dlg", "idlg", "sapag")},
 }
 TOLD_THE_NOISE = {"wiig"}

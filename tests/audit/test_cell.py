@@ -11,13 +11,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from gradveil.attacks.base import Observation, Progress, Reconstruction
+from gradveil.attacks.base import Observation, Progress, Reconstruction, Remark
 from gradveil.attacks.knowledge import How, Knowledge, Known, Neutral, Sample
 from gradveil.audit import rounds
 from gradveil.audit.cell import Recovered, cells, merge, recover
 from gradveil.audit.granted import told
 from gradveil.audit.rounds import Truth, observe, updates
 from gradveil.audit.scene import Scene, open_scene
+from gradveil.audit.score import Named, score
 from gradveil.client import Client
 from gradveil.core.errors import GradveilError
 from gradveil.core.noise import Key
@@ -170,6 +171,26 @@ def test_shares_of_the_victims_make_the_same_updates() -> None:
     assert both.statuses == whole.statuses
     assert both.facts["row_iterations"] == whole.facts["row_iterations"] == 15
     assert both.facts["plan"] == [2, 1]
+
+
+def test_shares_of_the_victims_say_what_is_true_of_all() -> None:
+    """What a closed form leaves open differs from victim to victim: one share's number is not another's."""
+
+    class Talker(Recorder):
+        def __call__(self, observations, *args, **kwargs):
+            numbers = tuple(float(number) for number in observations[-1].victims)
+            found = super().__call__(observations, *args, **kwargs)
+            return dataclasses.replace(
+                found, remarks=(Remark("{} values are open", numbers), Remark("{} twice", numbers, 0))
+            )
+
+    scene = scene_with(Talker(), victims=3)
+    address = cells(scene.config)[0]
+    parts = [recover(scene, address, numbers, lambda step: None) for numbers in (range(1), range(1, 3))]
+    whole = recover(scene, address, range(3), lambda step: None)
+    for some in (parts, [whole]):
+        info = score(scene, address, merge(some), Named("", "", ())).info
+        assert info["remarks"] == ["0 to 2 values are open", "0 to 2 twice"]
 
 
 def test_distance_is_that_of_the_noise() -> None:

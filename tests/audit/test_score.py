@@ -29,7 +29,7 @@ def recovered(inputs: Tensor, targets: Tensor, **extra: Tensor) -> Recovered:
     names += ("first_order_utility", "second_order_utility")
     tensors = {"inputs": inputs, "targets": targets, **{name: ones.clone() for name in names}}
     tensors |= {"iterations": ones.long(), "restart": ones.long(), "objectives": ones[:, None]}
-    facts = {"seconds": 2.0, "row_iterations": 10, "restarts": 1, "plan": [victims], "grants": []}
+    facts = {"seconds": 2.0, "row_iterations": 10, "restarts": 1, "plan": [victims], "grants": [], "remarks": []}
     return Recovered(tensors | extra, facts, ("budget",) * victims)
 
 

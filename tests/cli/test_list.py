@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from gradveil.attacks.presets import ATTACKS, make_attack
-from gradveil.attacks.settings import KNOWN_BY_WORD, SETTINGS, InversionEntry, known_as
+from gradveil.attacks.settings import KNOWN_BY_WORD, SETTINGS, GenerativeEntry, known_as
 from gradveil.attacks.steps import LBFGS
 from gradveil.cli.app import run
 from gradveil.cli.entries import KINDS, TOPICS, everything
@@ -119,12 +119,15 @@ def test_settings_of_an_attack_have_its_own_values(capsys: pytest.CaptureFixture
     assert re.search(r"iterations +a whole number of at least 1, or none +default 24000", shown(capsys, "ig"))
 
 
-@pytest.mark.parametrize("name", [name for name, entry in ATTACKS.items() if isinstance(entry, InversionEntry)])
+WIDE = [n for n, entry in ATTACKS.items() if entry.arguments is SETTINGS or isinstance(entry, GenerativeEntry)]
+
+
+@pytest.mark.parametrize("name", WIDE)
 def test_every_setting_that_an_attack_takes_is_shown(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     (row,) = plain(capsys, name)["attacks"]
     shown_with = {argument["name"]: argument["default"] for argument in row["arguments"]}
     by_newton = {"sign"} if isinstance(make_attack(name).descent.stepper, LBFGS) else set[str]()
-    assert {argument.name for argument in SETTINGS} - shown_with.keys() == by_newton
+    assert {argument.name for argument in ATTACKS[name].arguments} - shown_with.keys() == by_newton
     for setting, (_, words) in KNOWN_BY_WORD.items():
         assert shown_with[setting] == known_as(make_attack(name), setting)
         for word in set(words.values()) - {"simulated"}:  # which leaves a preset as it is

@@ -5,9 +5,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from gradveil.attacks.presets import ATTACKS
+from gradveil.attacks.presets import make_attack
 from gradveil.core.noise import Key
-from tests.attacks.scenes import pictures, psnr
+from gradveil.core.types import Batch
+from gradveil.data import load
+from tests.attacks.scenes import observed, pictures, psnr
+from tests.attacks.test_pooled import PUBLIC, watched
 
 
 @pytest.mark.parametrize(
@@ -19,13 +22,19 @@ from tests.attacks.scenes import pictures, psnr
         ("ig", "scheliga-cnn", "digits", 600, 20),
         ("ig-scheliga", "scheliga-cnn", "patches", 600, 16),
         ("gi", "scheliga-cnn", "digits", 600, 18),
+        ("grnn(width=8)", "lenet-zhu", "digits", 100, 18),
+        ("gias(width=4, lessons=300)", "lenet-zhu", "digits", 120, 25),
+        ("ggl(width=4, lessons=300)", "lenet-zhu", "digits", 60, 18),
     ],
 )
 def test_attack_recovers_what_it_should(attack, model, data, iterations, decibel):
     scene = pictures(model, data, 2)
-    settings = ATTACKS[attack].make()
-    settings = replace(settings, descent=replace(settings.descent, iterations=iterations), restarts=2)
-    found = settings([scene.observation], scene.client, scene.knowledge, Key(0))
+    settings = make_attack(attack)
+    settings = replace(settings, descent=replace(settings.descent, iterations=iterations))
+    settings = settings if settings.evolves else replace(settings, restarts=2)
+    public = load(data).public
+    knowledge = replace(scene.knowledge, public=Batch(public.inputs, public.targets))
+    found = settings([scene.observation], scene.client, knowledge, Key(0))
     lower, upper = scene.knowledge.lower, scene.knowledge.upper
     right = psnr(found.inputs, scene.truth.inputs, lower, upper)
     wrong = psnr(found.inputs, scene.truth.inputs.flip(0), lower, upper)
@@ -34,3 +43,31 @@ def test_attack_recovers_what_it_should(attack, model, data, iterations, decibel
     assert bool((right > floor + 3).all()), "no better than the mean of the victims"
     assert bool((wrong < right - 5).all()), "just as good on somebody else's update"
     assert torch.equal(found.targets, scene.truth.targets)
+
+
+def test_fishing_gets_the_image_that_a_search_of_the_whole_batch_does_not():
+    scene = pictures("scheliga-cnn", "digits", 2, 8)
+    lower, upper, truth = scene.knowledge.lower, scene.knowledge.upper, scene.truth
+    fishing, plain = make_attack("fishing(target=8, iterations=250)"), make_attack("ig(iterations=250)")
+    sent = fishing.craft(scene.client, scene.knowledge, Key(1))
+    sight = observed(sent, truth, lower, upper, 10).observation
+    found = fishing([sight], sent, replace(scene.knowledge, targets=None), Key(0))
+    own = truth.inputs[truth.targets == 8]  # one of each batch
+    right, wrong = (psnr(found.inputs[:, 0], images, lower, upper) for images in (own, own.flip(0)))
+    assert bool((right > 17).all()), right
+    assert bool((wrong < right - 5).all()), "just as good on somebody else's update"
+    first = replace(scene.observation, update={n: v[:1] for n, v in scene.observation.update.items()}, victims=(0,))
+    searched = plain([first], scene.client, replace(scene.knowledge, targets=truth.targets[:1]), Key(0)).inputs[0]
+    assert float(psnr(searched, own[:1].expand_as(searched), lower, upper).max()) < 13
+
+
+def test_a_sampler_gives_away_over_many_rounds_what_it_hides_in_one():
+    scene, glaus = pictures("scheliga-cnn", "digits", 2), make_attack("glaus(iterations=150)")
+    client, seen = watched(scene, "minmax(0.9)", 10)
+    lower, upper, truth = scene.knowledge.lower, scene.knowledge.upper, scene.truth.inputs
+    known = replace(scene.knowledge, public=PUBLIC)
+    once, often = (glaus(rounds, client, known, Key(0)).inputs for rounds in (seen[:1], seen))
+    right, wrong = (psnr(often, images, lower, upper) for images in (truth, truth.flip(0)))
+    assert bool((right > 14.5).all()), right
+    assert bool((psnr(once, truth, lower, upper) < right - 2).all())
+    assert bool((wrong < right - 5).all()), "just as good on somebody else's update"

@@ -74,8 +74,15 @@ def test_what_is_said_of_each() -> None:
     assert short.startswith("it did not reach the objective that the true images have (0.5 reached, 0.1 at the true")
     assert short.endswith("more iterations or restarts may do better, so do not read this as protection")
     learner = {"targets": "known", "public": "known"}
-    (short,) = examine(ended(0.5, 0.1, knowledge=learner), [BARE]).reasons
-    assert "more epochs or public images may do better" in short
+    for attack, more in (
+        ("learned", "epochs or public images"),
+        ("mine", "epochs"),
+        ("gias", "iterations or restarts"),
+    ):
+        short = examine(ended(0.5, 0.1, knowledge=learner, attack=attack), [BARE]).reasons[0]
+        assert f"more {more}" in short
+    (short, *_) = examine(ended(0.5, 0.1, attack="r-gap"), [BARE]).reasons
+    assert "leave too much open: a search may do better" in short
     (misled,) = examine(ended(0.1, 0.1), [BARE]).reasons
     assert "objective is satisfied by other images (0.1 reached, 0.1 at the true images)" in misled
     assert "the update does not say enough" in misled

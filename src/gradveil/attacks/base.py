@@ -61,6 +61,35 @@ class Progress:
 
 
 @dataclass(frozen=True)
+class Remark:
+    """What an attack says of its answers: words with {} where each victim has a number."""
+
+    words: str
+    numbers: tuple[float, ...]
+    usual: int | None = None
+    """The number of which nothing need be said."""
+
+
+def in_words(remarks: Iterable[Remark]) -> list[str]:
+    """Say each remark once for all victims, with the numbers from the least to the largest.
+
+    >>> in_words([Remark("{} of 9", (0.2, 4.0)), Remark("{} left", (1.0,), usual=1), Remark("{} of 9", (7.0,))])
+    ['0 to 7 of 9']
+    >>> in_words([Remark("{} of 9", (0.2,))])
+    ['none of 9']
+    """
+    said: dict[tuple[str, int | None], list[int]] = {}
+    for each in remarks:
+        said.setdefault((each.words, each.usual), []).extend(round(number) for number in each.numbers)
+    spans = {key: (min(numbers), max(numbers)) for key, numbers in said.items() if numbers}
+    return [
+        words.replace("{}", f"{least} to {most}" if most > least else str(least or "none"), 1)
+        for (words, usual), (least, most) in spans.items()
+        if not least == most == usual
+    ]
+
+
+@dataclass(frozen=True)
 class Reconstruction:
     """What an attack gives back, victims first.
 
@@ -87,6 +116,8 @@ class Reconstruction:
     """Rows worked on at once, chunk by chunk: the same plan gives bit-identical results."""
     trace: Mapping[int, Tensor] = field(default_factory=dict[int, Tensor])
     """What it would have answered [V, B, C, H, W] after so many iterations."""
+    remarks: tuple[Remark, ...] = ()
+    """What the attack says of its answers."""
 
 
 def in_closed_form(
@@ -199,6 +230,15 @@ class Active(Protocol):
 
     def planted(self) -> str:
         """Say in words what is put into the model."""
+        ...
+
+
+@runtime_checkable
+class Persistent(Active, Protocol):
+    """A malicious server that changes the model anew in every round; without it, later rounds move what was crafted."""
+
+    def resend(self, client: Client, knowledge: Knowledge, number: int) -> Tensors:
+        """Return the parameters that the server sends in a round after the first, given the client that it crafted."""
         ...
 
 

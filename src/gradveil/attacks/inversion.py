@@ -16,15 +16,18 @@ from torch import Tensor
 
 from gradveil.attacks.analytic import Analytic
 from gradveil.attacks.base import Observation, Progress, Prospect, Reconstruction
+from gradveil.attacks.evolve import CMAES
+from gradveil.attacks.images import INPUTS, TARGETS, Images, Pixels
 from gradveil.attacks.infer import Labels, label_problems
-from gradveil.attacks.knowledge import How, Knowledge, Optimise
-from gradveil.attacks.optimise import CONVERGED, STATUSES, Descent, Solution, descend
+from gradveil.attacks.knowledge import How, Knowledge
+from gradveil.attacks.optimise import Descent
 from gradveil.attacks.plan import rows_at_once
-from gradveil.attacks.rows import INPUTS, TARGETS, Rows
+from gradveil.attacks.rows import Rows
+from gradveil.attacks.searched import searched
+from gradveil.attacks.solution import CONVERGED, STATUSES, Solution, joined
 from gradveil.client import Client
-from gradveil.core.errors import Problem, fail
+from gradveil.core.errors import Problem, fail, refuse
 from gradveil.core.noise import Key
-from gradveil.core.tree import Tensors
 from gradveil.core.written import written_bytes
 from gradveil.nn.paths import downstream
 
@@ -45,6 +48,8 @@ class Inversion:
     labels: Labels = "given"
     belief: Literal["naive", "full"] = "naive"
     knowledge: Mapping[str, How] = field(default_factory=dict)
+    images: Images = field(default_factory=Pixels)
+    """What is searched: pixels, the weights of a generator, or what a generator draws from."""
     rounds: Literal["first", "last", "all"] = "last"
     """Which of the observed rounds are attacked; all of them share the victim's examples."""
     ignore: Literal["nothing", "stochastic"] = "nothing"
@@ -67,7 +72,32 @@ class Inversion:
     @property
     def together(self) -> bool:
         """Whether the restarts of a victim look at each other, so that they must be worked on at once."""
-        return self.restarts > 1 and (self.group > 0 or self.descent.halving)
+        return self.restarts > 1 and (self.group > 0 or self.descent.halving or self.evolves)
+
+    @property
+    def evolves(self) -> bool:
+        """Whether the restarts of a victim are the candidates of one population."""
+        return isinstance(self.descent.stepper, CMAES)
+
+    @property
+    def coupled(self) -> Descent:
+        """The descent, with the restarts as its population if it has one."""
+        stepper = self.descent.stepper
+        if not isinstance(stepper, CMAES):
+            return self.descent
+        return replace(self.descent, stepper=replace(stepper, population=self.restarts))
+
+    def __post_init__(self) -> None:
+        """Refuse what has no meaning together."""
+        problems: list[Problem] = []
+        if not isinstance(self.images, Pixels):
+            what = "is for attacks that search pixels, this one has a generator draw them"
+            given = (("start", self.start != "normal"), ("langevin", self.langevin > 0))
+            problems += [Problem(f"{self.name}.{setting}", what, "leave it out") for setting, wrong in given if wrong]
+        if self.evolves and self.descent.halving:
+            what = "lets restarts go, and these are one population: its generations would have no size"
+            problems.append(Problem(f"{self.name}.halving", what, "leave it out"))
+        refuse(problems)
 
     @property
     def solver(self) -> Analytic | None:
@@ -86,6 +116,7 @@ class Inversion:
     def problems(self, prospect: Prospect) -> Iterator[Problem]:
         """Refuse labels that cannot be read off, and a distance with nothing left to compare."""
         yield from label_problems(self.labels, prospect)
+        yield from self.images.problems(prospect.shape, prospect.public)
         if self.subtract and self.belief == "naive":
             what = "takes additive noise off what was sent, and this attacker ignores the defence that adds it"
             yield Problem("additive=subtracted", what, "set belief=full, or choose an attack that does: wiig, cdia")
@@ -116,6 +147,7 @@ class Inversion:
         """Reconstruct every victim's batch from the observed updates."""
         began = time.perf_counter()
         scene = Rows(self, observations, belief, knowledge, key)
+        scene.learn()
         rows = len(scene)
         chunks = tuple(plan) or _plan(self, scene)
         if sum(chunks) != rows:
@@ -125,9 +157,9 @@ class Inversion:
         solved = solver(seen, belief, knowledge, key.child("solved")).inputs if solver else None
         for size in chunks:
             report = _reporter(progress, self, rows, done, size) if progress else None
-            parts.append(_descend(self, scene, range(done, done + size), solved, report))
+            parts.append(searched(self, scene, range(done, done + size), solved, report))
             done += size
-        return _reconstruction(self, scene, _join(parts), time.perf_counter() - began, chunks)
+        return _reconstruction(self, scene, joined(parts), time.perf_counter() - began, chunks)
 
     def plan(
         self, observations: Sequence[Observation], belief: Client, knowledge: Knowledge, key: Key
@@ -152,58 +184,16 @@ class Inversion:
         return torch.cat([scene.at(some.tolist(), inputs, noise) for some in places])
 
 
-def _descend(
-    attack: Inversion,
-    scene: Rows,
-    rows: range,
-    solved: Tensor | None,
-    report: Callable[[int, Tensor], None] | None,
-) -> Solution:
-    """Attack these rows as one batch; each victim's first restart starts from its `solved` images [V, B, ...]."""
-    drawn, constants = scene.start(list(rows))
-    variables = drawn if solved is None else {**drawn, INPUTS: _with_solved(drawn[INPUTS], solved, rows, attack)}
-    first, streams = rows.start, scene.streams(rows)
-
-    def loss(v: Tensors, c: Tensors, numbers: Tensor, iteration: int) -> Tensor:
-        return scene.loss(v, c, numbers + first, streams, iteration)
-
-    def jitter(v: Tensors, numbers: Tensor, size: Tensor) -> Tensors:
-        wide = (attack.langevin * size).view(-1, *[1] * (v[INPUTS].ndim - 1))
-        moved = v[INPUTS] + wide * scene.jitter(numbers + first, streams)
-        return {**v, INPUTS: scene.project(INPUTS, moved)}
-
-    signed = {n for n, how in scene.how.items() if isinstance(how, Optimise) and how.signed}
-    unsigned = frozenset(set(variables) - {INPUTS} - signed)
-    groups = torch.arange(first, rows.stop, device=scene.device) // attack.restarts
-    moves = jitter if attack.langevin else None
-    points = frozenset(attack.points())
-    found = descend(loss, variables, constants, attack.descent, scene.project, unsigned, report, groups, moves, points)
-    if solved is not None:
-        # Health asks how far an objective fell from that of random images.
-        everyone = torch.arange(first, rows.stop, device=scene.device)
-        with torch.no_grad():
-            found.initial = scene.loss(drawn, constants, everyone, scene.streams(rows))
-    return found
-
-
-def _with_solved(inputs: Tensor, solved: Tensor, rows: range, attack: Inversion) -> Tensor:
-    """Put each victim's solved images in the place of its first restart's."""
-    started = inputs.clone()
-    for place, row in enumerate(rows):
-        victim, restart = divmod(row, attack.restarts)
-        if restart == 0:
-            started[place] = solved[victim].to(inputs)
-    return started
-
-
 def _plan(attack: Inversion, scene: Rows) -> tuple[int, ...]:
     """Choose how many rows to work on at once from what one row keeps for its derivative."""
     variables, constants = scene.start([0])
     streams = scene.streams([0])
-    live = {n: v.requires_grad_() for n, v in variables.items()}
+    live = {n: v.requires_grad_(not attack.evolves) for n, v in variables.items()}
+    live |= scene.drawing.tuned(1)
     number = torch.zeros(1, dtype=torch.long)
     scene.loss(live, constants, number, streams)  # the first call of a shape also runs the reference
-    kept = sum(v.numel() * v.element_size() for v in attack.descent.stepper.init(variables).values())
+    stepper = replace(attack.coupled.stepper, population=1) if attack.evolves else attack.coupled.stepper
+    kept = sum(v.numel() * v.element_size() for v in stepper.init(live).values())
     written = written_bytes(lambda: scene.loss(live, constants, number, streams))
     size = rows_at_once(written + kept, len(scene), scene.device)
     if attack.together:  # a victim's restarts look at each other
@@ -265,17 +255,3 @@ def _reporter(
         progress(Progress(victims, active, done * budget + size * iteration, rows * budget, value))
 
     return report
-
-
-def _join(parts: Sequence[Solution]) -> Solution:
-    """Put the chunks' solutions in a row."""
-    joined = replace(parts[0], trace={})
-    joined.variables = {n: torch.cat([part.variables[n] for part in parts]) for n in parts[0].variables}
-    for name in ("objective", "initial", "iterations", "status"):
-        setattr(joined, name, torch.cat([getattr(part, name) for part in parts]))
-    counts = {count for part in parts for count in part.trace}
-    ended = {part: (next(iter(part.variables.values())), part.objective) for part in parts}
-    for count in counts:
-        found = [part.trace.get(count, ended[part]) for part in parts]
-        joined.trace[count] = (torch.cat([value for value, _ in found]), torch.cat([score for _, score in found]))
-    return joined

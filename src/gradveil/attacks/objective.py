@@ -9,6 +9,7 @@ from torch import Tensor
 
 from gradveil.client import Client
 from gradveil.core.fused import cosine_distance, squared_distance
+from gradveil.core.tree import root
 
 Distance = Callable[[Mapping[str, Tensor], Mapping[str, Tensor]], Tensor]
 """(simulated [N, ...], observed [N, ...]) -> [N]"""
@@ -17,6 +18,15 @@ Distance = Callable[[Mapping[str, Tensor], Mapping[str, Tensor]], Tensor]
 def l2(simulated: Mapping[str, Tensor], observed: Mapping[str, Tensor]) -> Tensor:
     """Sum of squared differences (Zhu et al. 2019, "Deep Leakage from Gradients", eq. 4)."""
     return squared_distance([simulated[name] for name in observed], list(observed.values()))
+
+
+def l2_and_norm(simulated: Mapping[str, Tensor], observed: Mapping[str, Tensor]) -> Tensor:
+    """Sum of squared differences and its root: d^2 + d, whose slope does not fade near the end.
+
+    GRNN (Ren et al. 2022) calls the second term a Wasserstein distance; its program computes a Euclidean norm.
+    """
+    square = l2(simulated, observed)
+    return square + root(square)
 
 
 def l1(simulated: Mapping[str, Tensor], observed: Mapping[str, Tensor]) -> Tensor:
@@ -46,6 +56,7 @@ def sapag(simulated: Mapping[str, Tensor], observed: Mapping[str, Tensor]) -> Te
 
 OBJECTIVES: dict[str, Distance] = {
     "l2": l2,
+    "l2-and-norm": l2_and_norm,
     "l1": l1,
     "cosine": cosine,
     "layerwise-cosine": layerwise_cosine,
@@ -54,7 +65,7 @@ OBJECTIVES: dict[str, Distance] = {
 """The distances by name, as presets and run files write them."""
 
 
-_POWERS = {"l2": 2, "l1": 1}
+_POWERS = {"l2": 2, "l2-and-norm": 2, "l1": 1}
 """How these distances grow with the updates; the others do not."""
 
 
@@ -67,6 +78,9 @@ def of_gradients(distance: Tensor, name: str, client: Client, examples: int) -> 
     if client.local is None or name not in _POWERS:
         return distance
     length = client.local.lr * max(1, client.local.count(examples // client.members))
+    if name == "l2-and-norm":  # its two terms grow differently: d from d^2 + d, without a difference of near numbers
+        norm = 2 * distance / (1 + (1 + 4 * distance).sqrt()) / length
+        return norm.square() + norm
     return distance / length ** _POWERS[name]
 
 

@@ -14,18 +14,19 @@ from math import cos, pi
 import torch
 from torch import Tensor
 
-from gradveil.attacks.base import Status
-from gradveil.attacks.steps import Adam, Project, Stepper
+from gradveil.attacks.evolve import CMAES
+from gradveil.attacks.solution import BUDGET, CONVERGED, DIVERGED, STALLED, Solution
+from gradveil.attacks.steps import LBFGS, Adam, Project, RMSprop
 from gradveil.core.errors import Problem, refuse
-from gradveil.core.tree import Tensors, take
+from gradveil.core.tree import Tensors, select, take
 
 Loss = Callable[[Tensors, Tensors, Tensor, int], Tensor]
 """(variables [n, ...], constants [n, ...], row numbers [n], iteration) -> objective [n]."""
 
-CONVERGED, STALLED, BUDGET, DIVERGED = range(4)
-"""Codes of the statuses, as tensors on the device hold them."""
-STATUSES: tuple[Status, ...] = ("converged", "stalled", "budget", "diverged")
-"""The words that results use for these codes."""
+Stepper = Adam | RMSprop | LBFGS | CMAES
+"""What can take the steps of a descent."""
+Show = Callable[[Tensors, Tensors], Tensors]
+"""(variables [n, ...], constants [n, ...]) -> what is kept of rows that have ended: first of all, their answer."""
 
 
 @dataclass(frozen=True)
@@ -85,37 +86,12 @@ class Descent:
         refuse(problems)
 
 
-@dataclass(eq=False)
-class Solution:
-    """What became of every row."""
+def _themselves(variables: Tensors, constants: Tensors) -> Tensors:
+    return variables
 
-    variables: Tensors
-    objective: Tensor
-    initial: Tensor
-    iterations: Tensor
-    status: Tensor
-    trace: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
-    """Best value of the first variable and its objective, for every row, after so many iterations."""
 
-    @classmethod
-    def empty(cls, variables: Tensors) -> Solution:
-        """Make room for every row."""
-        first = next(iter(variables.values()))
-        rows = first.shape[0]
-        return cls(
-            variables={name: value.detach().clone() for name, value in variables.items()},
-            objective=first.new_full((rows,), torch.inf),
-            initial=first.new_full((rows,), torch.inf),
-            iterations=torch.zeros(rows, dtype=torch.long, device=first.device),
-            status=torch.full((rows,), BUDGET, dtype=torch.long, device=first.device),
-        )
-
-    def note(self, iterations: int, rows: Tensor, state: Tensors) -> None:
-        """Remember the best iterates so far: of rows that have left, their last; of those under way, their best."""
-        name = next(iter(self.variables))
-        values, objectives = self.variables[name].clone(), self.objective.clone()
-        values[rows], objectives[rows] = state[f"best.{name}"], state["control.objective"]
-        self.trace[iterations] = (values, objectives)
+def _none(rows: Tensor, count: int) -> Tensor:
+    raise AssertionError("a population takes numbers from somewhere")
 
 
 def descend(
@@ -129,31 +105,29 @@ def descend(
     groups: Tensor | None = None,
     jitter: Callable[[Tensors, Tensor, Tensor], Tensors] | None = None,
     points: frozenset[int] = frozenset(),
+    show: Show = _themselves,
+    normal: Callable[[Tensor, int], Tensor] = _none,
 ) -> Solution:
     """Minimise the objective of every row. `report(iterations done, best objectives of the rows under way)`.
 
     Rows of one group are restarts of one victim: once one of them has converged, the others have nothing left to win.
     `jitter(variables, row numbers, step sizes)` disturbs every row after its step. After each of the iterations in
-    `points` the best iterates are noted in the trace.
+    `points` the best iterates are noted in the trace. What `show` makes of the best variables is what is kept of a row.
+    A population takes new numbers from `normal(row numbers, how many a row)`, and none of its rows leaves alone.
 
     The first step leaves from the start as it was drawn, N(0, 1) say, like the published programs. But a start that
     `project` would move is no answer: it is never the best iterate, nor an end if the objective is no number there.
     """
     rungs = _rungs(groups, descent) if groups is not None and descent.halving else frozenset[int]()
-    solution = Solution.empty(variables)
+    solution = Solution.empty(show(variables, constants))
     rows = torch.arange(len(solution.objective), device=solution.objective.device)
     state = _start(variables, descent.stepper, len(rows), project)
     for iteration in range(descent.iterations):
-        live = {name: value.detach().requires_grad_() for name, value in variables.items()}
-        value = loss(live, constants, rows, iteration)
-        total = value.sum() if len(value) > 1 else value.view(())
-        grads = dict(zip(live, torch.autograd.grad(total, list(live.values())), strict=True))
-        variables = {name: v.detach() for name, v in live.items()}
-        value = value.detach()
+        variables, value, grads = _evaluate(loss, variables, constants, rows, iteration, descent.stepper)
         state = _judge(state, variables, value, descent, iteration, project)
         if iteration + 1 in points:
-            solution.note(iteration + 1, rows, state)
-        done = state["control.status"] != BUDGET
+            solution.note(iteration + 1, rows, show(select(state, "best"), constants), state["control.objective"])
+        done = _done(state, descent.stepper)
         last = iteration + 1 == descent.iterations
         if last or (iteration + 1) % descent.report == 0 or iteration + 1 in rungs:
             solved = _solved(state, groups[rows]) if groups is not None else torch.zeros_like(done)
@@ -161,7 +135,7 @@ def descend(
             if groups is not None and iteration + 1 in rungs:
                 finished = finished | _worse_half(state["control.objective"], groups[rows], finished)
             if bool(finished.any()):
-                _retire(solution, rows[finished], take(state, finished), descent)
+                _retire(solution, rows[finished], take(state, finished), show, take(constants, finished))
                 left = ~finished
                 rows, variables = rows[left], take(variables, left)
                 constants, state, grads = take(constants, left), take(state, left), take(grads, left)
@@ -170,14 +144,38 @@ def descend(
                 report(iteration + 1, state["control.objective"])
             if not len(rows):
                 break
-        inner = {name[5:]: v for name, v in state.items() if name.startswith("step.")}
-        safe = {name: torch.nan_to_num(g, posinf=0.0, neginf=0.0) for name, g in grads.items()}
-        scale = _scale(state, descent, iteration)
-        variables, inner = descent.stepper.step(variables, safe, value, inner, scale, iteration, project, unsigned)
+        scale, inner = _scale(state, descent, iteration), select(state, "step")
+        if isinstance(descent.stepper, CMAES):
+            variables, inner = descent.stepper.step(variables, value, inner, normal, rows, iteration, project)
+        else:
+            safe = {name: torch.nan_to_num(g, posinf=0.0, neginf=0.0) for name, g in grads.items()}
+            variables, inner = descent.stepper.step(variables, safe, value, inner, scale, iteration, project, unsigned)
         state |= {f"step.{name}": v for name, v in inner.items()}
         if jitter is not None:
             variables = jitter(variables, rows, scale * descent.stepper.lr)
     return solution
+
+
+def _evaluate(
+    loss: Loss, variables: Tensors, constants: Tensors, rows: Tensor, iteration: int, stepper: Stepper
+) -> tuple[Tensors, Tensor, Tensors]:
+    """Return variables, objectives and gradients; of whoever needs none, none."""
+    if isinstance(stepper, CMAES):
+        with torch.no_grad():
+            return variables, loss(variables, constants, rows, iteration), {}
+    live = {name: value.detach().requires_grad_() for name, value in variables.items()}
+    value = loss(live, constants, rows, iteration)
+    total = value.sum() if len(value) > 1 else value.view(())
+    grads = dict(zip(live, torch.autograd.grad(total, list(live.values())), strict=True))
+    return {name: v.detach() for name, v in live.items()}, value.detach(), grads
+
+
+def _done(state: Tensors, stepper: Stepper) -> Tensor:
+    """Mark the rows that have ended; those of a population end together, the last of them."""
+    done = state["control.status"] != BUDGET
+    if not isinstance(stepper, CMAES):
+        return done
+    return done.view(-1, stepper.population).all(1).repeat_interleave(stepper.population)
 
 
 def _start(variables: Tensors, stepper: Stepper, rows: int, project: Project) -> Tensors:
@@ -198,6 +196,8 @@ def _judge(
     """Keep the best iterate of each row, count its patience, and set its status. Finished rows stay as they are."""
     new = dict(state)
     running = state["control.status"] == BUDGET
+    if isinstance(descent.stepper, CMAES):  # the next candidate in the place of one that was no number is another
+        running = running | (state["control.status"] == DIVERGED)
     finite = torch.isfinite(value)
     best = state["control.objective"]
     better = running & (value < best if descent.keep == "best" else finite)  # NaN is below nothing
@@ -219,8 +219,10 @@ def _judge(
         new |= _patience(state, value, finite, descent)
     new["control.iterations"] = state["control.iterations"] + running
     status = torch.where(alive, BUDGET, DIVERGED)
-    if not isinstance(descent.stepper, Adam):  # a line search may try a non-finite point and step back from it
+    if isinstance(descent.stepper, LBFGS):  # a line search may try a non-finite point and step back from it
         status = torch.where(torch.isfinite(new["control.initial"]), BUDGET, DIVERGED)
+    elif isinstance(descent.stepper, CMAES):
+        status = torch.where(torch.isfinite(new["control.objective"]), BUDGET, DIVERGED)
     if descent.patience is not None:
         status = torch.where((status == BUDGET) & (new["control.since"] >= descent.patience), STALLED, status)
     status = torch.where(solved, CONVERGED, status)
@@ -291,9 +293,10 @@ def _solved(state: Tensors, groups: Tensor) -> Tensor:
     return torch.isin(groups, groups[state["control.status"] == CONVERGED])
 
 
-def _retire(solution: Solution, rows: Tensor, state: Tensors, descent: Descent) -> None:
+def _retire(solution: Solution, rows: Tensor, state: Tensors, show: Show, constants: Tensors) -> None:
     """Write finished rows into the solution."""
+    shown = show(select(state, "best"), constants)
     for name in solution.variables:
-        solution.variables[name][rows] = state[f"best.{name}"]
+        solution.variables[name][rows] = shown[name]
     for name in ("objective", "initial", "iterations", "status"):
         getattr(solution, name)[rows] = state[f"control.{name}"]

@@ -1,21 +1,33 @@
-"""The papers' passive attacks, as settings of the one loop."""
+"""The attacks by name: the papers' as settings of the one loop, closed forms, and those of a malicious server."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 from gradveil.attacks.analytic import Analytic
+from gradveil.attacks.fishing import SEARCHED, Fishing
+from gradveil.attacks.generative import ggl, gias, grnn
 from gradveil.attacks.imprint import Imprint
 from gradveil.attacks.inversion import Inversion
 from gradveil.attacks.knowledge import Known
 from gradveil.attacks.learned import Learned
 from gradveil.attacks.optimise import Cosine, Descent, Steps
-from gradveil.attacks.settings import AttackEntry, InversionEntry
+from gradveil.attacks.pooled import Pooled
+from gradveil.attacks.rgap import Recursive
+from gradveil.attacks.settings import (
+    EVOLVED,
+    SETTINGS,
+    TRAINED,
+    UNTRAINED,
+    AttackEntry,
+    GenerativeEntry,
+    InversionEntry,
+)
 from gradveil.attacks.steps import LBFGS, Adam
-from gradveil.attacks.targeted import OWN_DRAWS, cdia, dia, dpia, gpia, ig_scheliga, pig, vbia, wiig
+from gradveil.attacks.targeted import MASKS, OWN_DRAWS, cdia, dia, dpia, gpia, ig_scheliga, pig, vbia, wiig
 from gradveil.attacks.trap import Trap
 from gradveil.core.allowed import Choice, Flag, Range
 from gradveil.core.arguments import Argument, Entry
@@ -51,6 +63,25 @@ def ig() -> Inversion:
         descent=Descent(Adam(lr=0.1, sign="signed"), Steps(), iterations=24_000),
         knowledge=OWN_DRAWS,
     )
+
+
+def fishing() -> Fishing:
+    """Fishing for one class by the last layer, then IG; each round that is watched fishes for another class."""
+    own = {field.name: getattr(ig(), field.name) for field in fields(Inversion)}
+    knowledge = {**MASKS, **OWN_DRAWS}  # with belief=full
+    return Fishing(**{**own, "name": "fishing", "labels": "restore", "rounds": "all", "knowledge": knowledge})
+
+
+def averaging() -> Pooled:
+    """IG on the mean of what was sent in all rounds: noise of mean zero, sampling and rounding are averaged away."""
+    own = {field.name: getattr(ig_scheliga(), field.name) for field in fields(Inversion)}
+    return Pooled(**{**own, "name": "averaging", "rounds": "all"})
+
+
+def glaus() -> Pooled:
+    """GLAUS: magnitudes by how often an entry was sampled, signs by what was seen; then IG, where the paper has DLG."""
+    knowledge = {**OWN_DRAWS, "public": Known()}
+    return replace(averaging(), name="glaus", belief="full", estimate="ranks", knowledge=knowledge)
 
 
 def sapag() -> Inversion:
@@ -98,7 +129,16 @@ _ANALYTIC = (
     "Phong, Aono, Hayashi, Wang, Moriai 2017, Privacy-Preserving Deep Learning: Revisited and Enhanced; "
     "Lu, Zhang, Zhao, Tang, Tan 2022, APRIL: Finding the Achilles' Heel on Privacy for Vision Transformers (CVPR)"
 )
+_RGAP = "Zhu, Blaschko 2021, R-GAP: Recursive Gradient Attack on Privacy (ICLR)"
 _WU = "Wu, Chen, Guo, Weinberger 2023, Learning to Invert: Simple Adaptive Attacks for Gradient Inversion"
+_GRNN = (
+    "Ren, Deng, Xie 2022, GRNN: Generative Regression Neural Network - A Data Leakage Attack for Federated Learning "
+    "(ACM TIST)"
+)
+_GIAS = "Jeon, Kim, Lee, Oh, Ok 2021, Gradient Inversion with Generative Image Prior (NeurIPS)"
+_GGL = (
+    "Li, Zhang, Liu, Liu 2022, Auditing Privacy Defenses in Federated Learning via Generative Gradient Leakage (CVPR)"
+)
 _FOUND_LABELS = Argument("labels", Choice(("given", "idlg", "unique", "restore")), "given")
 _SOLVED = (_FOUND_LABELS, Argument("prior", Choice(("none", "public")), "none"))
 _ROB = "Fowl, Geiping, Czaja, Goldblum, Goldstein 2022, Robbing the Fed: Directly Obtaining Private Data (ICLR)"
@@ -123,6 +163,20 @@ _ROWS = (
     Argument("decoys", Range(0, integer=True), 0),
     _FOUND_LABELS,
 )
+_WEN = (
+    "Wen, Geiping, Fowl, Goldblum, Goldstein 2022, Fishing for User Data in Large-Batch Federated Learning via "
+    "Gradient Magnification (ICML)"
+)
+_MEAN = "the law of large numbers"
+_GLAUS = "Yang et al. 2023 (GLAUS)"
+_SEARCHED = tuple(setting for setting in SETTINGS if setting.name in SEARCHED)
+_FISHED = (
+    Argument("target", Range(0, integer=True), 0),
+    Argument("share", Range(0, 1, low_open=True, high_open=True, optional=True), None),
+    *(setting for setting in SETTINGS if setting.name in (*SEARCHED, "belief")),
+)
+_POOLED = tuple(setting for setting in SETTINGS if setting.name in (*SEARCHED, "labels", "halving", "start"))
+_SAMPLED = (Argument("estimate", Choice(("ranks", "thresholds")), "ranks"), *_POOLED)
 _LEARNED = (
     Argument("epochs", Range(1, integer=True), 30),
     Argument("width", Range(1, integer=True), 1000),
@@ -148,9 +202,18 @@ ATTACKS: dict[str, AttackEntry] = {
         InversionEntry("sapag", sapag, "Gaussian kernel distance a layer", "Wang et al., 2020"),
         InversionEntry("gi", gi, "l2 distance, BatchNorm prior, restarts that agree", _GRADINVERSION),
         InversionEntry("gi-strong", gi_strong, "GI that is told the batch's true BatchNorm statistics", _GRADINVERSION),
+        GenerativeEntry("grnn", grnn, "a generator that learns from the update alone", _GRNN, UNTRAINED),
+        GenerativeEntry("gias", gias, "a generator that knows images: what it draws, then itself", _GIAS, TRAINED),
+        GenerativeEntry("ggl", ggl, "a generator that knows images: what it draws evolves", _GGL, EVOLVED),
         AttackEntry("analytic", Analytic, "the first layer's equations, solved", _ANALYTIC, _SOLVED),
+        AttackEntry(
+            "r-gap", Recursive, "each layer's equations, solved from the last to the first", _RGAP, (_FOUND_LABELS,)
+        ),
         AttackEntry("rob", Imprint, "a malicious server's imprint block, read off in closed form", _ROB, _BINS),
         AttackEntry("curious", Trap, "a malicious server's trap weights, read off in closed form", _CURIOUS, _ROWS),
+        InversionEntry("fishing", fishing, "a malicious server's last layer for one class, then IG", _WEN, _FISHED),
+        InversionEntry("averaging", averaging, "IG on the mean of many rounds of one model", _MEAN, _POOLED),
+        InversionEntry("glaus", glaus, "a sampler's many rounds: how often entries were sent", _GLAUS, _SAMPLED),
         AttackEntry("learned", Learned, "a network trained on public images and simulated updates", _WU, _LEARNED),
     )
 }

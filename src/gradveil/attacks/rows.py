@@ -15,6 +15,8 @@ from torch import Tensor
 
 from gradveil.attacks.added import added, candidates, stages
 from gradveil.attacks.base import Observation
+from gradveil.attacks.evolve import CMAES
+from gradveil.attacks.images import INPUTS, TARGETS, WEIGHTS, Canvas
 from gradveil.attacks.infer import find_labels
 from gradveil.attacks.knowledge import How, Infer, Knowledge, Known, Neutral, Optimise, Sample
 from gradveil.attacks.objective import OBJECTIVES, of_gradients
@@ -30,9 +32,6 @@ from gradveil.nn.paths import downstream
 
 if TYPE_CHECKING:
     from gradveil.attacks.inversion import Inversion
-
-INPUTS, TARGETS = "inputs", "targets"
-"""Names of the variables that are no random tensors of the client: the examples sought, and their labels."""
 
 
 @dataclass(frozen=True)
@@ -89,6 +88,9 @@ class Rows:
             self._subtract()
         self.off = {n for n, how in self.how.items() if not isinstance(how, Known | Optimise | Sample)}
         self.labels = find_labels(attack.labels, first, self.rounds[0].belief, knowledge, key.child("labels"))
+        facts = knowledge.shape, self.lower, self.upper, knowledge.classes
+        canvas = Canvas(self.examples, *facts, joint=self.labels is None, start=attack.start)
+        self.drawing = attack.images.open(canvas, key.child("images"))
         self._refuse_discrete()
         self.sampled: dict[str, Noise] = {
             name: self.noise[name] for name, how in self.how.items() if isinstance(how, Sample) and how.every_iteration
@@ -155,6 +157,11 @@ class Rows:
         """Count the rows: every restart of every victim."""
         return self.victims * self.attack.restarts
 
+    def learn(self) -> None:
+        """Learn what images look like, where that is asked for: from public ones, whatever was observed."""
+        public = self.knowledge.public
+        self.drawing.learn(None if public is None else public.inputs.to(self.device), self.key.child("images"))
+
     def row_key(self, row: int) -> Key:
         """Address a row's draws by the victim's stable number and the restart."""
         victim, restart = divmod(row, self.attack.restarts)
@@ -164,12 +171,12 @@ class Rows:
         """Draw the variables of these rows, and gather their constants."""
         starts = [self._start_row(self.row_key(row)) for row in rows]
         stacked = {n: torch.stack([s[n] for s in starts]).to(self.device) for n in starts[0]}
-        variables = {n: v for n, v in stacked.items() if not n.startswith("once.")}
+        variables = {n: v for n, v in stacked.items() if not n.startswith(("once.", "stays."))}
         victims = torch.tensor([row // self.attack.restarts for row in rows], device=self.device)
         fixed = {n: self.noise[n].off() for n in self.off}
         wide = {n: v.to(self.device).expand(len(rows), *v.shape) for n, v in {**fixed, **self.state}.items()}
         constants = {f"noise.{n}": wide[n] for n in fixed} | {f"state.{n}": wide[n] for n in self.state}
-        constants |= {f"noise.{n[5:]}": v for n, v in stacked.items() if n.startswith("once.")}
+        constants |= under("noise", select(stacked, "once")) | select(stacked, "stays")
         for r in self.rounds:
             constants |= under("observed", take({r.of(n): v for n, v in r.observed.items()}, victims))
             constants |= under("noise", take({r.of(n): v for n, v in r.pinned.items()}, victims))
@@ -195,15 +202,9 @@ class Rows:
         return {n: v.to(self.example).expand(len(victims), *v.shape) for n, v in self.belief.running().items()}
 
     def _start_row(self, key: Key) -> Tensors:
-        shape = (self.examples, *self.knowledge.shape)
-        draw = key.child(INPUTS).generator()
-        if self.attack.start == "uniform":
-            lower, upper = self.lower.cpu(), self.upper.cpu()
-            inputs = lower + (upper - lower) * torch.rand(shape, dtype=self.dtype, generator=draw)
-        else:
-            inputs = torch.randn(shape, dtype=self.dtype, generator=draw)
-        start = {INPUTS: inputs}
-        if self.labels is None:
+        drawn, stays = self.drawing.start(key)
+        start = drawn | under("stays", stays)
+        if self.labels is None and not self.drawing.labelled:
             size = (self.examples, self.knowledge.classes)
             start[TARGETS] = torch.randn(size, dtype=self.dtype, generator=key.child(TARGETS).generator())
         for name, how in self.how.items():
@@ -215,7 +216,7 @@ class Rows:
 
     def streams(self, rows: Sequence[int]) -> dict[int, torch.Generator]:
         """Open each row's own stream of what the attacker samples afresh, iteration after iteration."""
-        if not self.sampled and not self.attack.langevin:
+        if not self.sampled and not self.attack.langevin and not isinstance(self.attack.descent.stepper, CMAES):
             return {}
         return {row: self.row_key(row).child("iterations").generator() for row in rows}
 
@@ -244,8 +245,23 @@ class Rows:
         iteration: int = 0,
     ) -> Tensor:
         """Objective of each row: distance of the simulated updates, plus priors."""
-        inputs = variables[INPUTS]
-        targets = torch.softmax(variables[TARGETS], -1) if self.labels is None else constants[TARGETS]
+        inputs, logits = self.drawing.draw(variables, constants)
+        value = self._cost(inputs, variables.get(TARGETS, logits), variables, constants, rows, streams, iteration)
+        unlikely = self.drawing.penalty(variables)
+        return value if unlikely is None else value + unlikely
+
+    def _cost(
+        self,
+        inputs: Tensor,
+        logits: Tensor | None,
+        variables: Tensors,
+        constants: Tensors,
+        rows: Tensor,
+        streams: Mapping[int, torch.Generator],
+        iteration: int = 0,
+    ) -> Tensor:
+        """Objective of each row at its images."""
+        targets = constants[TARGETS] if logits is None else torch.softmax(logits, -1)
         batch = Batch(inputs, targets)
         noise = select(constants, "noise")
         noise |= {n: v for n, v in variables.items() if n in self.noise} | self.fresh(rows, streams)
@@ -301,16 +317,28 @@ class Rows:
         rows = [victim * self.attack.restarts for victim in victims]
         variables, constants = self.start(rows)
         variables |= {n: noise[n][victims].to(self.example) for n in variables if n in noise}
-        variables[INPUTS] = inputs[victims].to(self.example)
+        logits = variables.get(TARGETS)
         if self.knowledge.targets is not None:
             labels = self.knowledge.targets[victims].to(self.device)
             if self.labels is None:
                 hot = torch.nn.functional.one_hot(labels, self.knowledge.classes)
-                variables[TARGETS] = 40.0 * hot.to(self.dtype)
+                logits = 40.0 * hot.to(self.dtype)
             else:
                 constants[TARGETS] = labels
+        numbers, given = torch.tensor(rows, device=self.device), inputs[victims].to(self.example)
         with torch.no_grad():
-            return self.loss(variables, constants, torch.tensor(rows, device=self.device), self.streams(rows))
+            return self._cost(given, logits, variables, constants, numbers, self.streams(rows))
+
+    def shown(self, variables: Tensors, constants: Tensors) -> Tensors:
+        """Say what is kept of rows that have ended: their images first, and what is searched besides."""
+        with torch.no_grad():
+            images, logits = self.drawing.draw(variables, constants)
+        besides = {n: v for n, v in variables.items() if not n.startswith(f"{WEIGHTS}.")}
+        return {INPUTS: images, **({} if logits is None else {TARGETS: logits}), **besides}
+
+    def normal(self, rows: Tensor, streams: Mapping[int, torch.Generator], numbers: int) -> Tensor:
+        """Draw so many numbers N(0, 1) for each of these rows."""
+        return torch.stack([torch.randn(numbers, generator=streams[row]) for row in rows.tolist()]).to(self.device)
 
     def project(self, name: str, value: Tensor) -> Tensor:
         """Keep variables in their boxes."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -12,7 +12,7 @@ from gradveil.attacks.knowledge import How, Infer, Known, Neutral, Optimise, Sam
 from gradveil.attacks.objective import OBJECTIVES
 from gradveil.attacks.steps import Adam
 from gradveil.attacks.targeted import BORDERS, INTERVALS, WHITENED
-from gradveil.core.allowed import Choice, Flag, Range
+from gradveil.core.allowed import Choice, Flag, Range, Text
 from gradveil.core.arguments import Argument, Entry
 from gradveil.core.errors import fail
 
@@ -110,12 +110,55 @@ class InversionEntry(AttackEntry):
             given["knowledge"] = {**_PRUNED[pruned], **given.get("knowledge", attack.knowledge)}
         if given.get("start") == "solved" and given.get("belief", attack.belief) == "full":
             given["knowledge"] = {**given.get("knowledge", attack.knowledge), "public": Known()}
+        if given.get("share") is not None:  # a gate is fitted to public images
+            given["knowledge"] = {**attack.knowledge, "public": Known()}
         descent = replace(attack.descent, **{n: given.pop(n) for n in _OF_DESCENT if n in given})
         if "sign" in given and not isinstance(descent.stepper, Adam):
             raise fail(f"{self.name}.sign", "is a setting of Adam, this attack uses L-BFGS", "leave it out")
         stepping = {n: given.pop(n) for n in _OF_STEPPER if n in given}
         descent = replace(descent, stepper=replace(descent.stepper, **stepping))
         return replace(attack, name=name, descent=descent, **given)
+
+
+def _without(*names: str) -> tuple[Argument, ...]:
+    return tuple(argument for argument in SETTINGS if argument.name not in names)
+
+
+_OF_PIXELS = ("sign", "start", "langevin")
+_OF_RESTARTS = ("restarts", "halving", "group", "register")
+_COUNT = Range(1, integer=True, optional=True)
+UNTRAINED = (Argument("latent", _COUNT, None), Argument("width", _COUNT, None), *_without(*_OF_PIXELS))
+"""What may be changed of an attack with a generator that learns from the update alone."""
+_LEARNT = (
+    *(Argument(name, _COUNT, None) for name in ("latent", "width", "lessons")),
+    Argument("prior", Range(0, optional=True), None),
+    Argument("generator", Text("a module of your own, 'pkg.module:name'"), None),
+)
+TRAINED = (
+    *_LEARNT,
+    Argument("tuned", Range(0, 1, high_open=True, optional=True), None),
+    Argument("tuning", Range(0, low_open=True, optional=True), None),
+    *_without(*_OF_PIXELS),
+)
+"""The same, of one with a generator that knows images."""
+EVOLVED = (*_LEARNT, Argument("population", Range(2, integer=True), 50), *_without(*_OF_PIXELS, *_OF_RESTARTS))
+"""The same, where candidates evolve."""
+
+
+@dataclass(frozen=True)
+class GenerativeEntry(InversionEntry):
+    """A setting of the one inversion loop in which a generator draws the images."""
+
+    def built(self, attack: Inversion, name: str, given: dict[str, Any]) -> Inversion:
+        """Part the generator's settings off."""
+        if population := given.pop("population", None):
+            given["restarts"] = population
+        of_images = {field.name for field in fields(attack.images)}
+        images = replace(attack.images, **{n: given.pop(n) for n in of_images & given.keys()})
+        if getattr(images, "generator", None) is not None:
+            knowledge = {n: how for n, how in attack.knowledge.items() if n != "public"}
+            attack = replace(attack, knowledge=knowledge)
+        return super().built(replace(attack, images=images), name, given)
 
 
 def _with_additive(knowledge: Mapping[str, How], how: How) -> dict[str, How]:

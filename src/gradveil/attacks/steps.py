@@ -69,6 +69,43 @@ class Adam:
 
 
 @dataclass(frozen=True)
+class RMSprop:
+    """Element-wise RMSprop with momentum on all rows at once: m <- momentum m + g / (sqrt(v) + eps), x <- x - lr m."""
+
+    lr: float = 1e-2
+    decay: float = 0.99
+    momentum: float = 0.0
+    eps: float = 1e-8
+
+    def init(self, variables: Tensors) -> Tensors:
+        """Return the moments (leading N)."""
+        return {f"{moment}.{name}": torch.zeros_like(v) for name, v in variables.items() for moment in "mv"}
+
+    def step(
+        self,
+        variables: Tensors,
+        grads: Tensors,
+        loss: Tensor,
+        state: Tensors,
+        scale: Tensor,
+        count: int,
+        project: Project,
+        plain: frozenset[str] = frozenset(),
+    ) -> tuple[Tensors, Tensors]:
+        """Step every row: `scale` [N] multiplies the step size."""
+        out: Tensors = {}
+        after: Tensors = {}
+        for name, value in variables.items():
+            g = grads[name]
+            v = state[f"v.{name}"].mul(self.decay).addcmul_(g, g, value=1 - self.decay)
+            m = state[f"m.{name}"].mul(self.momentum).addcdiv_(g, v.sqrt().add_(self.eps))
+            size = (scale * self.lr).view(-1, *[1] * (value.ndim - 1))
+            out[name] = project(name, value - size * m)
+            after[f"m.{name}"], after[f"v.{name}"] = m, v
+        return out, after
+
+
+@dataclass(frozen=True)
 class LBFGS:
     """Limited-memory BFGS with one history a row; every iteration is one evaluation for every row.
 
@@ -90,7 +127,7 @@ class LBFGS:
         `pairs` holds the s, then the y; `sy[i, j]` s_i . y_j where j is the newer pair, `yy` the products of the
         y, `live` which places are filled, `at` the next one.
         """
-        x = _flat(variables)
+        x = flat(variables)
         rows, size = x.shape
         m = self.history
         return {
@@ -118,7 +155,7 @@ class LBFGS:
         plain: frozenset[str] = frozenset(),
     ) -> tuple[Tensors, Tensors]:
         """Judge the trial point `variables`, accept or shorten each row's step, and return the next trial point."""
-        x, g = _flat(variables), torch.nan_to_num(_flat(grads))
+        x, g = flat(variables), torch.nan_to_num(flat(grads))
         first = torch.isinf(state["f"])
         predicted = self.decrease * state["t"] * (state["g"] * state["d"]).sum(1)
         good = torch.isfinite(loss) & (first | (self.line_search == "none") | (loss <= state["f"] + predicted))
@@ -139,7 +176,7 @@ class LBFGS:
         new["d"] = torch.where(again.unsqueeze(1), d, state["d"])
         new["t"] = torch.where(again, start * scale, state["t"] * 0.5)
         trial = new["x"] + new["t"].unsqueeze(1) * new["d"]
-        return _unflat(trial, variables, project), new
+        return unflat(trial, variables, project), new
 
     def _remember(self, state: Tensors, s: Tensor, y: Tensor, g: Tensor, accepted: Tensor) -> tuple[Tensors, Tensor]:
         """Store the step of the rows that accepted one with positive curvature.
@@ -193,10 +230,6 @@ class LBFGS:
         return torch.bmm(weights.flatten(1).unsqueeze(1), state["pairs"]).squeeze(1) - c.to(g.dtype) * g
 
 
-Stepper = Adam | LBFGS
-"""What can take the steps of a descent."""
-
-
 def _reorder(matrix: Tensor, order: Tensor) -> Tensor:
     """Bring rows and columns of each [m, m] matrix into an order [n, k]."""
     index = order.unsqueeze(2).expand(-1, -1, matrix.shape[2])
@@ -204,11 +237,13 @@ def _reorder(matrix: Tensor, order: Tensor) -> Tensor:
     return taken.gather(2, order.unsqueeze(1).expand(-1, taken.shape[1], -1))
 
 
-def _flat(tensors: Tensors) -> Tensor:
+def flat(tensors: Tensors) -> Tensor:
+    """Put each row's variables in one vector."""
     return torch.cat([value.flatten(1) for value in tensors.values()], 1)
 
 
-def _unflat(flat: Tensor, like: Tensors, project: Project) -> Tensors:
+def unflat(vectors: Tensor, like: Tensors, project: Project) -> Tensors:
+    """Part each row's vector into variables again, each within what is allowed."""
     sizes = [value[0].numel() for value in like.values()]
-    parts = flat.split(sizes, 1)
+    parts = vectors.split(sizes, 1)
     return {name: project(name, part.view_as(like[name])) for (name, part) in zip(like, parts, strict=True)}

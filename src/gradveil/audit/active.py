@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
-from gradveil.attacks.base import Active, Attack
+from gradveil.attacks.base import Active, Attack, Persistent
 from gradveil.audit.granted import openly
 from gradveil.audit.scene import Scene
 from gradveil.client import Client
 from gradveil.core.errors import fail
 from gradveil.core.noise import Key
+from gradveil.core.tree import Tensors
 from gradveil.federated.guard import inspect
 
 
@@ -23,6 +25,14 @@ def received(scene: Scene, attack: Attack, client: Client, seed: int) -> Client:
         what = f"craft() returned {'nothing' if made is None else type(made).__name__}"
         raise fail(f"attack {attack.name}", what, "return the client: dataclasses.replace(client, model=...)")
     return made
+
+
+def resent(scene: Scene, attack: Attack, client: Client) -> Callable[[int], Tensors] | None:
+    """Return what says which parameters the server sends in a later round, if it changes them anew; None if not."""
+    if not isinstance(attack, Persistent):
+        return None
+    knowledge, _ = openly(scene, attack, client)
+    return lambda number: attack.resend(client, knowledge, number)
 
 
 def active_facts(attack: Attack, client: Client) -> dict[str, Any]:

@@ -79,6 +79,8 @@ class Share:
     """All victims of the run."""
     lessons: int = 0
     """Updates that a learner simulates in an epoch, whatever the victims."""
+    searches: int = 1
+    """How often it searches for one victim, at most: once a round if it changes the model anew in every round."""
 
 
 def within(budget: Budget, attack: Attack, share: Share, run: Callable[[Attack], object], plans: Plans) -> Attack:
@@ -93,7 +95,11 @@ def within(budget: Budget, attack: Attack, share: Share, run: Callable[[Attack],
     seconds = amount * share.victims / share.whole
     if isinstance(attack, Inversion):
         worth = restarts_worth(attack)
-        allowed = _settled(plans, seconds / worth, _pace(attack, run)) if timed else amount / (share.whole * worth)
+        allowed = (
+            _settled(plans, seconds / worth, _pace(attack, run))
+            if timed
+            else amount / (share.whole * worth * share.searches)
+        )
         limit = max(1, min(int(allowed), attack.descent.iterations))
         return replace(attack, descent=replace(attack.descent, iterations=limit))
     if isinstance(attack, Learned):

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradveil.attacks.base import Attack, Judge, Observation, Planner, Progress, Reconstruction
+from gradveil.attacks.base import Attack, Judge, Observation, Persistent, Planner, Progress, Reconstruction
 from gradveil.attacks.knowledge import Knowledge
-from gradveil.audit.active import active_facts, received
+from gradveil.audit.active import active_facts, received, resent
 from gradveil.audit.adaptive import attacks_against
 from gradveil.audit.bound import leaked
 from gradveil.audit.budget import Share, read_budget, spends, within
@@ -89,8 +89,9 @@ def recover(
     known again after an interruption. The same plan gives bit-identical results.
     """
     honest = scene.client(cell.client, cell.defence, cell.seed, standing), scene.undefended(cell.client, cell.seed)
-    client, plain = (received(scene, scene.attacks[cell.attack], each, cell.seed) for each in honest)
-    seen, truth = observe(scene, cell, client, numbers, standing)
+    attack = scene.attacks[cell.attack]
+    client, plain = (received(scene, attack, each, cell.seed) for each in honest)
+    seen, truth = observe(scene, cell, client, numbers, standing, resent(scene, attack, client))
     sent = seen[-1].update
     made = attacked(scene, cell, client, seen, truth, numbers, progress, plans)
     raw = raw_update(client, plain, seen[-1].params, truth)
@@ -199,6 +200,7 @@ def _facts(scene: Scene, client: Client, made: Made, sent: Tensors, first: Batch
         "grants": [*scene.facts, *made.grants],
         "knowledge": told(made.attack),
         "in_parts": _in_parts(client, first),
+        "remarks": [(each.words, each.numbers, each.usual) for each in made.found.remarks],
         **active_facts(made.attack, client),
         # Of the attack alone; of a cell in several shares their sum: working time, not what a clock on the wall shows.
         "seconds": made.found.seconds,
@@ -227,7 +229,8 @@ def _afforded(
         return attack
     on_it = [text for text, defence in pairs(config) if defence == cell.defence]
     attackers = sum(spends(scene.attacks[text]) for text in on_it)
-    share = Share(attackers, len(numbers), config.victims, lessons(scene, cell.client))
+    searches = min(config.rounds, config.client[cell.client].examples) if isinstance(attack, Persistent) else 1
+    share = Share(attackers, len(numbers), config.victims, lessons(scene, cell.client), searches)
     return within(read_budget(config.budget), attack, share, run, plans)
 
 
@@ -294,6 +297,7 @@ def merge(parts: Sequence[Recovered]) -> Recovered:
         "seconds": sum(part.facts["seconds"] for part in parts),
         "row_iterations": sum(part.facts["row_iterations"] for part in parts),
         "plan": [rows for part in parts for rows in part.facts["plan"]],
+        "remarks": [remark for part in parts for remark in part.facts["remarks"]],
     }
     return replace(
         first, tensors=tensors, facts=dict(facts), statuses=tuple(s for part in parts for s in part.statuses)

@@ -8,6 +8,7 @@ from gradveil.attacks.analytic import Analytic
 from gradveil.attacks.base import Attack
 from gradveil.attacks.inversion import Inversion
 from gradveil.attacks.planted import Planting
+from gradveil.attacks.rgap import Recursive
 from gradveil.audit.budget import read_budget, restarts_worth, spends
 from gradveil.audit.cell import cells, pairs
 from gradveil.audit.config import ClientConfig, RunConfig
@@ -35,7 +36,7 @@ def expected_work(scene: Scene) -> dict[str, float]:
 
 def _row_iterations(attack: Attack, config: RunConfig, attackers: int) -> float | None:
     """Count the iterations of all restarts of one victim; a budget in time is taken to be spent, whatever it buys."""
-    if isinstance(attack, Analytic | Planting):
+    if isinstance(attack, Analytic | Planting | Recursive):
         return 0.0
     if not isinstance(attack, Inversion):
         return None

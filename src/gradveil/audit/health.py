@@ -7,9 +7,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from gradveil.attacks.inversion import Inversion
+from gradveil.attacks.presets import make_attack
 from gradveil.audit.rounds import plain_name
 from gradveil.audit.rows import Row
 from gradveil.audit.store import Cell, summarise
+from gradveil.core.errors import GradveilError
 from gradveil.core.words import number, percent
 
 FELL = 0.9
@@ -99,7 +102,10 @@ def _compared(row: Row) -> str:
 
 
 def _short(row: Row) -> str:
-    more = "more epochs or public images" if "public" in _told(row) else "more iterations or restarts"
+    if _preset(row) in ("analytic", "r-gap"):  # without a search there is nothing to give more of
+        more = "its equations do not hold for what was sent, or leave too much open: a search"
+    else:
+        more = "more epochs or public images" if _learns(row) else "more iterations or restarts"
     return (
         f"it did not reach the objective that the true images have ({_compared(row)}): "
         f"{more} may do better, so do not read this as protection"
@@ -194,11 +200,21 @@ def guesses(row: Row) -> bool:
     update. An attacker who draws them afresh, or takes them to be off, does not do better than one who ignores the
     defence, whatever he believes.
     """
-    if row.attacker != "adaptive" or "public" in _told(row):
+    if row.attacker != "adaptive" or _learns(row):
         return False
     inside = bool({"model", "batch"} & (row.changes or frozenset()))
     ways = {how for name, how in _told(row).items() if name.startswith(("model.", "batch.", "*"))}
     return inside and not ways & {"optimise", "infer"}
+
+
+def _learns(row: Row) -> bool:
+    """Say whether an attack learns from what clients would send, and not only what images look like."""
+    if "public" not in _told(row):
+        return False
+    try:
+        return not isinstance(make_attack(row.attack), Inversion)
+    except GradveilError:  # an attack of the user's own
+        return True
 
 
 def _told(row: Row) -> Mapping[str, str]:

@@ -89,6 +89,7 @@ class _Finished(_Address):
     knowledge: dict[str, str] = {}
     in_parts: bool = False
     grants: list[str] = []
+    remarks: list[str] = []
     citations: list[str] = []
     health: dict[str, Any] = {}
     seconds: float | None = None

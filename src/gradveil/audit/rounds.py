@@ -7,7 +7,7 @@ global parameters by the mean update. With one round nothing moves.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -60,13 +60,19 @@ def plain_name(name: str) -> str:
 
 
 def observe(
-    scene: Scene, cell: Address, client: Client, numbers: range, standing: Standing | None = None
+    scene: Scene,
+    cell: Address,
+    client: Client,
+    numbers: range,
+    standing: Standing | None = None,
+    resent: Callable[[int], Tensors] | None = None,
 ) -> tuple[list[Observation], Truth]:
     """Run the rounds, and return what the server sees of these victims and the truth about them.
 
     In more than one round every victim of the run takes part, also those whose turn another share of the cell is. Who
     speaks before a round is no victim: a client of its own, with the images that follow the victims', who sends too.
-    Where the run follows a training, the rounds begin where it stands.
+    Where the run follows a training, the rounds begin where it stands. A malicious server may say which parameters it
+    sends in the rounds after the first (`resent`).
     """
     rounds, first, count = scene.config.rounds, scene.config.first_victim, scene.config.victims
     victims = range(count) if rounds > 1 else numbers
@@ -83,6 +89,7 @@ def observe(
     before = state
     for number in range(rounds):
         before = state
+        params = resent(number) if resent and number else params
         now = draw(scene, cell, client, raw, everybody, number)
         if "kept.joined" in state:  # whoever has taken part in a round has drawn for good what it keeps to itself
             now |= torch.func.vmap(client.own)(now, state)

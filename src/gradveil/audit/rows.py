@@ -157,6 +157,11 @@ class Row:
         return sum(self.successes.values())
 
     @property
+    def exposed(self) -> int:
+        """How many victims lost at least one image of their batch."""
+        return len({victim for (victim, _), success in self.successes.items() if success})
+
+    @property
     def identified(self) -> int:
         """How many images were recovered and lie nearer to their victim than to any other image of its data."""
         return sum(bool(scores["success"] and scores.get("identified")) for _, _, scores in self._images())

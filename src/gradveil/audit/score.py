@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gradveil.attacks.base import Remark, in_words
 from gradveil.audit.bound import mse_bound
 from gradveil.audit.cell import Address, Recovered
 from gradveil.audit.scene import Scene
@@ -163,6 +164,7 @@ def info_of(scene: Scene, cell: Address, found: Recovered, named: Named) -> dict
     return {
         **_address(scene, cell, named),
         **facts,
+        "remarks": in_words(Remark(*each) for each in facts["remarks"]),
         "training": trained,
         "bytes_dense": float(tensors["bytes_dense"].double().mean()),
         "bytes_sent": float(tensors["bytes_sent"].double().mean()),

@@ -16,7 +16,8 @@ from gradveil.core.errors import GradveilError
 from gradveil.core.words import duration, listing, plural
 
 SERVER = "An honest-but-curious server keeps the global parameters and what it receives"
-"""Who attacks: how every threat model begins."""
+MALICIOUS = "A malicious server sends a model of its own making, and keeps it and what it receives"
+"""Who attacks: how every threat model begins; the second where no attack keeps to the honest model."""
 _ROUNDS = {"first": "the first one", "last": "the last one", "all": "all of them"}
 _LATE = 1.5
 """Working time is foreseen from a few iterations: up to so many times a budget in seconds was meant to be kept."""
@@ -33,7 +34,7 @@ def threat_model(rows: Sequence[Row], config: Mapping[str, Any]) -> str:
         return f"{SERVER}. No attack run has finished."
     clients = _distinct(client_words(row.setting.client, row.setting.batch) for row in rows)
     told = [
-        f"{SERVER}: {listing(clients)}.",
+        f"{MALICIOUS if all(row.planted for row in rows) else SERVER}: {listing(clients)}.",
         *_trained(rows),
         _watched(rows),
         *_spent(config.get("budget"), rows),
@@ -146,13 +147,14 @@ def _given(rows: Sequence[Row]) -> Iterator[str]:
 def _planted(rows: Sequence[Row]) -> Iterator[str]:
     """Say which attacks are a malicious server's, and what a client's guard says of the models that it sends."""
     found: dict[tuple[str, bool], list[str]] = {}
+    who = "It" if all(row.planted for row in rows) else "Not a curious but a malicious server"
     for row in rows:
         if row.planted:
             found.setdefault((row.info["planted"], bool(row.info.get("guard"))), []).append(row.attack)
     for (what, caught), some in found.items():
         guard = "a client's guard tells it" if caught else "a client's guard does not tell it"
         called = listing(_called(_distinct(some), _distinct(row.attack for row in rows)))
-        yield f"Not a curious but a malicious server sends a model with {what} ({called}); {guard}."
+        yield f"{who} sends a model with {what} ({called}); {guard}."
 
 
 def _to(some: Sequence[str], attacks: Sequence[str]) -> str:

@@ -39,7 +39,8 @@ def _own(entry: AttackEntry) -> Iterator[Argument]:
     attack = entry.make()
     descent = getattr(attack, "descent", None)
     for argument in entry.arguments:
-        places = [place for place in (attack, descent, getattr(descent, "stepper", None)) if place is not None]
+        parts = (attack, descent, getattr(descent, "stepper", None), getattr(attack, "images", None))
+        places = [place for place in parts if place is not None]
         values = [getattr(place, argument.name) for place in places if hasattr(place, argument.name)]
         if argument.default is not None:
             yield argument

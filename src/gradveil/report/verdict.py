@@ -224,6 +224,8 @@ def _of_malice(best: Row, mine: Sequence[Row]) -> Iterator[str]:
     found = listing(best.info.get("guard") or ())
     seen = f"finds it: {found}" if found else "finds nothing in it"
     yield f"The server put {best.info['planted']} into the model; a client's guard {seen}."
+    if best.setting.batch > 1 and 0 < best.recovered < best.images:
+        yield f"It recovers at least one image of {best.exposed} of {plural(len(best.cell.records), 'victim')}."
     if curious := [row for row in mine if row.attacker not in ("active", "informed")]:
         most = max(curious, key=strength)
         count = f"{most.recovered} of {most.images}"

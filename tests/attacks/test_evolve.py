@@ -1,0 +1,104 @@
+"""CMA-ES on functions whose minimum is known: every victim has a population, and none sees another's."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from gradveil.attacks.evolve import CMAES
+from gradveil.attacks.optimise import Descent, descend
+from gradveil.attacks.presets import make_attack
+from gradveil.attacks.solution import STATUSES
+from gradveil.core.errors import GradveilError
+from gradveil.core.noise import Key
+
+
+def sphere(x):
+    return x.square().sum(1)
+
+
+def ellipsoid(x):
+    """Axes of lengths 1 to 1,000, none along a coordinate."""
+    turned = x @ torch.linalg.qr(torch.randn(8, 8, generator=Key(7).generator(), dtype=x.dtype)).Q
+    return (turned.square() * torch.logspace(0, 6, 8, dtype=x.dtype)).sum(1)
+
+
+def rosenbrock(x):
+    return (100 * (x[:, 1:] - x[:, :-1].square()).square() + (1 - x[:, :-1]).square()).sum(1)
+
+
+def evolve(function, victims=3, size=8, population=12, generations=200, tolerance=0.0, first=0, **settings):
+    """Let every victim's population look for its own minimum, which lies at the victim's number."""
+    rows = victims * population
+
+    def streams(key):
+        return [Key(5, (key, first + row)).generator() for row in range(rows)]
+
+    def draw(opened, count):
+        return torch.stack([torch.randn(count, generator=stream, dtype=torch.float64) for stream in opened])
+
+    opened = streams("iterations")
+
+    def loss(variables, constants, numbers, iteration):
+        return function(variables["x"] - constants["centre"])
+
+    start = {"x": draw(streams("start"), size)}
+    groups = torch.arange(rows) // population
+    centre = 0.1 * (groups + first // population).double().unsqueeze(1)
+    assert not start["x"].requires_grad
+    return descend(
+        loss,
+        start,
+        {"centre": centre},
+        Descent(CMAES(population=population), iterations=generations, tolerance=tolerance, report=10, **settings),
+        lambda name, value: value,
+        groups=groups,
+        normal=lambda numbers, count: draw([opened[row] for row in numbers.tolist()], count),
+    )
+
+
+def best(solution, population=12):
+    return solution.objective.view(-1, population).min(1).values
+
+
+@pytest.mark.parametrize(("function", "generations"), [(sphere, 120), (ellipsoid, 400), (rosenbrock, 600)])
+def test_it_finds_the_minimum_of(function, generations):
+    assert bool((best(evolve(function, generations=generations)) < 1e-8).all())
+
+
+def test_the_step_size_falls_as_fast_as_is_known_on_the_sphere():
+    """The distance falls to a tenth every 30 to 40 evaluations a number, if rates and damping are right."""
+    early, late = (best(evolve(sphere, generations=count)).log10().mean() / 2 for count in (40, 120))
+    assert 30 < 80 * 12 / 8 / float(early - late) < 40
+
+
+def test_populations_do_not_see_each_other():
+    together = evolve(rosenbrock, generations=60)
+    alone = evolve(rosenbrock, victims=1, generations=60, first=24)
+    torch.testing.assert_close(alone.objective, together.objective[24:], rtol=1e-6, atol=0)
+
+
+def test_a_population_ends_as_a_whole_and_the_others_go_on():
+    shifted = evolve(lambda x: sphere(x) * torch.arange(1, 4).repeat_interleave(12)[: len(x)], tolerance=1e-3)
+    assert {STATUSES[code] for code in shifted.status.tolist()} <= {"converged", "budget"}
+    ended = shifted.iterations.view(3, 12)
+    assert bool((best(shifted) <= 1e-3).all())
+    assert bool((ended.max(1).values < 200).all())
+
+
+def test_candidates_without_an_objective_have_no_say():
+    def walled(x):
+        return torch.where(x[:, 0] > 0.3, torch.nan, sphere(x))
+
+    found = evolve(walled)
+    assert bool((best(found) < 1e-8).all())
+    nowhere = evolve(lambda x: x[:, 0] * torch.nan, generations=30)
+    assert {STATUSES[code] for code in nowhere.status.tolist()} == {"diverged"}
+    assert nowhere.iterations.tolist() == [10] * 36, "nobody goes on where there is nothing to learn"
+
+
+def test_a_population_loses_no_half():
+    attack = make_attack("ggl")
+    halving = replace(attack.descent, halving=True)
+    with pytest.raises(GradveilError, match="these are one population"):
+        replace(attack, descent=halving)

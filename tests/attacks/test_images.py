@@ -1,0 +1,232 @@
+"""What images are drawn from: pixels, a generator's weights, what a generator draws from, and a user's generator."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from gradveil.attacks.generator import Generator, drawn_by, taught
+from gradveil.attacks.images import INPUTS, LATENT, TARGETS, WEIGHTS, Pixels, Trained, Untrained
+from gradveil.attacks.inversion import Inversion
+from gradveil.attacks.knowledge import Known
+from gradveil.attacks.optimise import Descent
+from gradveil.attacks.presets import make_attack
+from gradveil.attacks.rows import Rows
+from gradveil.attacks.steps import Adam
+from gradveil.core.errors import GradveilError
+from gradveil.core.noise import Key
+from gradveil.core.types import Batch
+from gradveil.nn.init import initialise
+from tests.attacks.scenes import tiny
+
+PUBLIC = Batch(torch.rand(40, 1, 6, 6, generator=Key(3).generator()), torch.arange(40) % 4)
+PRESETS = {
+    "grnn": "grnn(width=2, latent=8, iterations=20, restarts=2)",
+    "gias": "gias(width=2, latent=4, lessons=9, iterations=20, restarts=2)",
+    "ggl": "ggl(width=2, latent=4, lessons=9, iterations=20, population=6)",
+}
+
+
+def run(attack, scene=None, plan=(), key=Key(0)):  # noqa: B008
+    scene = scene or tiny()
+    return attack([scene.observation], scene.client, replace(scene.knowledge, public=PUBLIC), key, None, plan)
+
+
+def rows(attack, scene=None):
+    scene = scene or tiny()
+    return Rows(attack, [scene.observation], scene.client, replace(scene.knowledge, public=PUBLIC), Key(0))
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_chunks_change_nothing_and_the_same_key_gives_the_same(name):
+    attack = make_attack(PRESETS[name])
+    whole, again = run(attack), run(attack)
+    assert torch.equal(whole.inputs, again.inputs)
+    single = run(attack, plan=(attack.restarts,) * 3)
+    torch.testing.assert_close(single.inputs, whole.inputs, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(single.objectives, whole.objectives, rtol=1e-6, atol=1e-9)
+    for count, value in whole.trace.items():
+        torch.testing.assert_close(single.trace[count], value, rtol=1e-6, atol=1e-6)
+    assert not torch.allclose(run(attack, key=Key(1)).inputs, whole.inputs, atol=1e-3)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_what_is_answered_are_the_images_of_the_best_iterate(name):
+    """The objective at them is the one that was reported, and those of the trace are worse the earlier they are."""
+    scene, attack = tiny(), replace(make_attack(PRESETS[name]), tv=1e-3, labels="given")
+    found = run(attack, scene)
+    knowledge = replace(scene.knowledge, public=PUBLIC)
+
+    def at(inputs):
+        return attack.evaluate([scene.observation], scene.client, knowledge, Key(0), inputs, {})
+
+    torch.testing.assert_close(at(found.inputs), found.objective, rtol=1e-6, atol=1e-9)
+    assert list(found.trace) == [1, 2, 5, 10]
+    assert bool((at(found.inputs) <= at(found.trace[1])).all())
+    assert found.inputs.shape == scene.truth.inputs.shape
+    assert 0 <= found.inputs.min() < found.inputs.max() <= 1
+
+
+def test_the_trace_says_what_an_earlier_end_of_the_first_part_would_have_given():
+    attack = make_attack("gias(width=2, latent=4, lessons=9, iterations=32, restarts=1)")
+    whole = run(attack)
+    short = run(
+        replace(attack, images=replace(attack.images, tuned=0.0), descent=replace(attack.descent, iterations=8))
+    )
+    assert torch.equal(whole.trace[8], short.inputs)
+
+
+def test_every_row_has_weights_of_its_own():
+    """Batched equals looped, with the normalisation of each row's own images."""
+    network = Generator(5, (3, 11, 7), 2, "batch").double()
+    own = [initialise(network, Key(0, (row,)).generator()).state_dict() for row in range(3)]
+    own = [{name: value.clone() for name, value in weights.items()} for weights in own]
+    for row in range(3):
+        own[row] = {n: v.clone() for n, v in initialise(network, Key(0, (row,)).generator()).state_dict().items()}
+    latent = torch.randn(3, 4, 5, generator=Key(1).generator(), dtype=torch.float64)
+    together = drawn_by(network, {name: torch.stack([weights[name] for weights in own]) for name in own[0]}, latent)
+    assert together.shape == (3, 4, 3, 11, 7)
+    for row in range(3):
+        network.load_state_dict(own[row])
+        torch.testing.assert_close(network(latent[row]), together[row])
+    assert not torch.allclose(together[0], together[1])
+
+
+@pytest.mark.parametrize(("size", "blocks"), [(1, 0), (4, 0), (5, 1), (8, 1), (28, 3), (33, 4)])
+def test_images_are_the_centre_of_the_next_power_of_two(size, blocks):
+    network = Generator(3, (1, size, 4), 1, "group")
+    assert len(network.blocks) == blocks
+    assert network(torch.zeros(2, 3)).shape == (2, 1, size, 4)
+
+
+def test_a_generator_that_learns_from_the_update_makes_the_labels_too():
+    scene = rows(Inversion("a", images=Untrained(8, 2), labels="joint"))
+    variables, constants = scene.start([0, 2])
+    assert TARGETS not in variables
+    images, logits = scene.drawing.draw(variables, constants)
+    linear = variables[f"{WEIGHTS}.labels.weight"], variables[f"{WEIGHTS}.labels.bias"]
+    expected = torch.einsum("nbz,nkz->nbk", constants[LATENT], linear[0]) + linear[1].unsqueeze(1)
+    torch.testing.assert_close(logits, expected)
+    assert f"{WEIGHTS}.labels.weight" not in rows(Inversion("a", images=Untrained(8, 2))).start([0])[0]
+    shown = scene.shown(variables, constants)
+    assert list(shown) == [INPUTS, TARGETS], "weights are not kept"
+    assert torch.equal(shown[INPUTS], images)
+
+
+def test_pixels_are_what_they_are():
+    scene = rows(Inversion("a"))
+    variables, constants = scene.start([0, 1])
+    assert scene.drawing.draw(variables, constants)[0] is variables[INPUTS]
+    assert Inversion("a").images == Pixels()
+
+
+def test_latent_numbers_cost_their_weight_times_half_their_mean_square():
+    plain, heavy = (rows(Inversion("a", images=Trained(4, 2, prior=prior))) for prior in (0.0, 0.6))
+    variables, constants = plain.start(range(3))
+    difference = heavy.loss(variables, constants, torch.arange(3), {}) - plain.loss(
+        variables, constants, torch.arange(3), {}
+    )
+    torch.testing.assert_close(difference, 0.3 * variables[LATENT].square().mean((1, 2)))
+
+
+def test_who_is_taught_draws_images_like_those_it_saw():
+    """Stripes at some place: what it draws from new numbers is nearer to some stripe than the mean image is."""
+    place = torch.arange(120) % 6
+    stripes = torch.zeros(120, 1, 8, 8)
+    stripes[torch.arange(120), :, :, place] = 1.0
+    network = taught(stripes, 4, 4, 500, Key(0))
+    drawn = network(torch.randn(50, 4, generator=Key(1).generator()))
+    nearest = (drawn.unsqueeze(1) - stripes[:6]).square().mean((2, 3, 4)).min(1).values
+    blurred = (stripes.mean(0) - stripes[:6]).square().mean((1, 2, 3)).min()
+    assert float(nearest.median()) < 0.5 * float(blurred)
+    assert not any(value.requires_grad for value in network.parameters())
+
+
+def test_the_second_part_of_the_budget_starts_where_the_first_ended():
+    latent_only = make_attack("gias(width=2, latent=4, lessons=9, iterations=20, restarts=1, tuned=0)")
+    tuned = make_attack("gias(width=2, latent=4, lessons=9, iterations=40, restarts=1, tuned=0.5, tuning=0.01)")
+    short, long = run(latent_only), run(tuned)
+    assert torch.equal(long.initial, short.initial)
+    assert bool((long.objective < short.objective).all()), "weights explain what latent numbers cannot"
+    assert long.iterations.tolist() == [40] * 3
+
+
+class Blobs(nn.Module):
+    """A generator of somebody else's: a normalisation with running statistics, dropout, weights of its own."""
+
+    def __init__(self, shape=(1, 6, 6), latent=3):
+        super().__init__()
+        self.shape = shape
+        self.linear = nn.Linear(latent, 36 * shape[0])
+        self.norm = nn.BatchNorm1d(36 * shape[0])
+        self.off = nn.Dropout(0.5)
+
+    def forward(self, latent):
+        return self.off(self.norm(self.linear(latent))).sigmoid().unflatten(1, self.shape)
+
+
+@pytest.mark.parametrize("way", ["module", "path"])
+@pytest.mark.parametrize("name", ["gias", "ggl"])
+def test_who_has_a_generator_needs_no_public_images(way, name):
+    torch.nn.init.normal_((module := Blobs()).linear.weight, generator=Key(2).generator())
+    before = {n: v.clone() for n, v in module.state_dict().items()}
+    attack = make_attack(f"{name}(iterations=12, latent=3)")
+    generator = module if way == "module" else "tests.attacks.test_images:Blobs"
+    attack = replace(attack, images=replace(attack.images, generator=generator))
+    scene = tiny(dtype=torch.float32)
+    found = attack([scene.observation], scene.client, scene.knowledge, Key(0))
+    assert bool((found.objective < found.initial).all() if name == "gias" else torch.isfinite(found.objective).all())
+    assert all(torch.equal(value, before[n]) for n, value in module.state_dict().items())
+
+
+def test_a_generator_in_a_text_is_not_imported_until_it_is_asked():
+    attack = make_attack('ggl(generator="nowhere.at.all:Gan", latent=7)')
+    assert "public" not in attack.knowledge
+    with pytest.raises(GradveilError, match="there is no module 'nowhere'"):
+        run(attack)
+
+
+@pytest.mark.parametrize(
+    ("generator", "message"),
+    [
+        (Blobs((3, 6, 6)), r"returns \(2, 3, 6, 6\) for \[2, 3\]"),
+        (Blobs(latent=5), "the generator raised RuntimeError"),
+        ("tests.attacks.test_images:PUBLIC", "is Batch, not a module"),
+    ],
+)
+def test_generators_of_other_images_are_refused(generator, message):
+    with pytest.raises(GradveilError, match=message):
+        run(Inversion("a", images=Trained(3, generator=generator)))
+
+
+@pytest.mark.parametrize("name", ["gias", "ggl"])
+def test_without_public_images_it_says_so(name):
+    scene = tiny()
+    with pytest.raises(GradveilError, match="no public images to teach a generator on"):
+        make_attack(name)([scene.observation], scene.client, scene.knowledge, Key(0))
+
+
+def test_settings_of_pixels_are_refused_where_there_are_none():
+    with pytest.raises(GradveilError) as caught:
+        Inversion("a", images=Untrained(), start="solved", langevin=0.1)
+    assert [problem.where for problem in caught.value.problems] == ["a.start", "a.langevin"]
+    for text in ("grnn(sign=soft)", "gias(start=uniform)", "ggl(restarts=4)"):
+        with pytest.raises(GradveilError, match="unknown argument"):
+            make_attack(text)
+
+
+def test_any_inversion_may_have_its_images_drawn():
+    """Also one that optimises more than images, halves its restarts, and pulls them together."""
+    attack = Inversion(
+        "mine",
+        images=Trained(4, 2, lessons=9, tuned=0.5),
+        group=1e-3,
+        restarts=4,
+        labels="joint",
+        descent=Descent(Adam(lr=0.05), iterations=32, halving=True, report=5),
+        knowledge={"public": Known()},
+    )
+    found = run(attack)
+    assert bool((found.objective < found.initial).all())
+    assert bool(torch.isfinite(found.objectives).all())

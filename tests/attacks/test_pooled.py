@@ -1,0 +1,98 @@
+"""Many rounds of one model as one: their mean, and what a sampler gives away by what it chooses."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from gradveil.attacks.base import Prospect
+from gradveil.attacks.pooled import Pooled
+from gradveil.attacks.presets import make_attack
+from gradveil.core.errors import GradveilError
+from gradveil.core.noise import Key
+from gradveil.core.types import Batch
+from gradveil.data import load
+from gradveil.defences import parse
+from tests.attacks.scenes import pictures, tiny
+
+DIGITS = load("digits")
+PUBLIC = Batch(DIGITS.public.inputs, DIGITS.public.targets)
+
+
+def watched(scene, defence, rounds):
+    """Let the clients send again and again, from the same parameters."""
+    client = parse(defence)(scene.client)
+    params, victims = client.params(), len(scene.truth.targets)
+    spec = client.noise_spec(params, Batch(scene.truth.inputs[0], scene.truth.targets[0]))
+    state = {n: v.expand(victims, *v.shape) for n, v in client.init(params).items()}
+    seen = []
+    for number in range(rounds):
+        drawn = [spec.sample(Key(0, ("client", victim, number))) for victim in range(victims)]
+        noise = {n: torch.stack([each[n] for each in drawn]) for n in spec}
+        with torch.no_grad():
+            sent, _ = client.updates(params, scene.truth, noise, state)
+        seen.append(replace(scene.observation, update=sent, round=number))
+    return client, seen
+
+
+def angle(scene, attack, client, seen):
+    """The cosine between the estimate and the gradient that nothing was done to, of the worst victim."""
+    knowledge = replace(scene.knowledge, public=PUBLIC)
+    found = attack.pooled(seen, client, knowledge, Key(0)).update
+    pair = [torch.cat([v.flatten(1) for v in update.values()], 1) for update in (found, scene.observation.update)]
+    return float(torch.cosine_similarity(*pair).min())
+
+
+def test_of_one_round_the_mean_is_what_was_sent():
+    scene = tiny()
+    plain, pooled = make_attack("ig-scheliga(iterations=5)"), make_attack("averaging(iterations=5)")
+    given = [scene.observation], scene.client, scene.knowledge, Key(0)
+    assert torch.equal(pooled(*given).inputs, plain(*given).inputs)
+    assert pooled.plan(*given) == plain.plan(*given)
+    assert float(pooled.evaluate(*given, scene.truth.inputs, {}).max()) < 0.01
+
+
+def test_noise_of_mean_zero_is_averaged_away():
+    scene, averaging = tiny(), make_attack("averaging")
+    client, seen = watched(scene, "gaussian(0.05)", 400)
+    assert angle(scene, averaging, client, seen) > 0.99 > angle(scene, averaging, client, seen[:1])
+    moved = [replace(each, params={n: v + each.round for n, v in each.params.items()}) for each in seen[:3]]
+    whole = averaging.pooled(moved, client, scene.knowledge, Key(0))
+    assert all(torch.allclose(value, seen[0].params[name] + 1) for name, value in whole.params.items())
+
+
+def test_magnitudes_go_by_hits_and_signs_by_what_was_seen():
+    attack, scene = Pooled("x", estimate="ranks"), pictures("scheliga-cnn", "digits", 1)
+    client, seen = watched(scene, "minmax(0.9)", 5)
+    knowledge = replace(scene.knowledge, public=PUBLIC)
+    found = attack.pooled(seen, client, knowledge, Key(0)).update["head.bias"][0]
+    size, mean = (each["head.bias"] for each in attack._own(seen[0], client, knowledge, Key(0)))
+    sent = torch.stack([each.update["head.bias"][0] for each in seen])
+    hits = (sent != 0).sum(0).tolist()
+    places = sorted(range(10), key=lambda place: -hits[place])
+    for place in range(10):
+        ties = [float(size[rank]) for rank, other in enumerate(places) if hits[other] == hits[place]]
+        assert abs(float(found[place])) == pytest.approx(sum(ties) / len(ties), rel=1e-5)
+        sign = sent[:, place].sum().sign() if hits[place] else mean[place].sign()
+        assert float(found[place].sign()) == float(sign)
+
+
+def test_the_angle_to_the_gradient_is_smaller_by_ranks_and_of_many_rounds_by_thresholds():
+    scene = pictures("scheliga-cnn", "digits", 2)
+    client, seen = watched(scene, "minmax(0.95)", 30)
+    mean, ranks, thresholds = (
+        [angle(scene, Pooled("x", estimate=estimate), client, seen[:count]) for count in (1, 10, 30)]
+        for estimate in ("mean", "ranks", "thresholds")
+    )
+    assert ranks[0] == thresholds[0] > mean[0] + 0.05
+    assert ranks[1] > mean[1] + 0.05
+    assert thresholds[2] > 0.97 > ranks[2] > 0.94 > mean[2]
+
+
+def test_without_images_of_ones_own_nothing_is_ranked():
+    scene = tiny()
+    glaus, prospect = make_attack("glaus"), Prospect(scene.client, (1, 6, 6), 2, 4, public=1)
+    assert [p.where for p in glaus.problems(prospect)] == ["data.public"]
+    assert not list(make_attack("averaging").problems(prospect))
+    with pytest.raises(GradveilError, match="too few public images"):
+        glaus([scene.observation], scene.client, scene.knowledge, Key(0))
