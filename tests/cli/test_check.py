@@ -111,7 +111,11 @@ def test_a_model_alone_takes_options_client_and_defence(capsys: pytest.CaptureFi
         (("--model", "net_to_check:net", "--batch", "1"), "'1.bias' says what went into '1'"),
         (("--model", "net_to_check:net", "--batch", "2"), None),
         (("--model", "vit", "--batch", "1"), "'body.tokens.position' says what went into 'body.tokens.embed'"),
-        (("--model", "lenet-zhu", "--batch", "1"), None),
+        (
+            ("--model", "lenet-zhu", "--batch", "1"),
+            "may come back in closed form: the model is a plain chain of 4 layers",
+        ),
+        (("--model", "lenet-zhu", "--batch", "1", "--defence", "gaussian(0.1)"), None),
     ],
 )
 def test_models_that_show_an_image_are_warned_of(

@@ -66,7 +66,34 @@ def test_only_what_each_client_shows_is_attacked_so() -> None:
     assert added(defences=["dropout(0.25)"]) == ["analytic"]
     assert added(client=[{"batch": 2}]) == []
     assert added(client=[{"batch": 1}, {"batch": 2}]) == []
-    assert added(model={"name": "lenet-zhu"}) == []
+    assert added(model={"name": "lenet-zhu"}) == ["r-gap"]
+
+
+CHAIN = {"name": "scheliga-cnn"}
+
+
+def test_chains_of_layers_are_solved_where_every_defence_leaves_them_one() -> None:
+    sized = {"data": {"name": "faces", "size": 32}}
+    assert added(model=CHAIN, **sized) == ["r-gap"]
+    assert added(model=CHAIN, **sized, defences=["none", "prune(0.9)"]) == ["r-gap"]
+    assert added(model=CHAIN, **sized, defences=["none", "precode"]) == []
+    assert added(model=CHAIN, **sized, client=[{"local": {"lr": 0.1, "steps": 2}}]) == []
+    assert added(model={"name": "convnet"}, **sized) == [], "pooling is no step back"
+
+
+@pytest.mark.parametrize("model", ["lenet-zhu", "scheliga-cnn"])
+def test_what_is_said_of_a_chain_is_true(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["audit", "faces", "--set", f"model.name={model}", "--victims", "2", "--workers", "1", "--json"]
+    for name in ("ig(iterations=1)", "r-gap"):
+        assert run([*words, "--defence", "none", "--attack", name, "--out", name[:2]]) == 0
+    out, err = capsys.readouterr()
+    assert err.count("warning: client: one image may come back in closed form: the model is a plain chain of ") == 1
+    assert "--attack r-gap --defence none" in err
+    row = json.loads(out[out.rindex("[") :])[0]
+    assert row["attack"] == "r-gap"
+    assert row["asr"] == 1.0
+    assert run([*words, "--defence", "prune(0.9)", "--attack", "ig(iterations=1)", "--out", "pruned"]) == 0
+    assert "closed form" not in capsys.readouterr().err
 
 
 def test_the_search_among_them_takes_the_iterations_of_the_run() -> None:

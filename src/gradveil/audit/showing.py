@@ -6,46 +6,64 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from gradveil.attacks.analytic import Analytic
+from gradveil.attacks.base import Prospect
 from gradveil.attacks.likely import prior_problems
 from gradveil.attacks.presets import make_attack
+from gradveil.attacks.rgap import Recursive
 from gradveil.audit.reader import with_defaults
 from gradveil.audit.scene import Scene
 from gradveil.core.errors import Problem
+from gradveil.core.words import plural
+from gradveil.nn.chain import Link, chained, settles
 from gradveil.nn.shown import Shown, shown
 
 
 def closed_forms(scene: Scene) -> Iterator[Problem]:
     """Warn of clients that send the gradient of one image, of a model that shows what goes into it.
 
-    Not where the run has the attack that solves those equations.
+    Not where the run has the attack that solves those equations. Those of a chain of layers hold for nothing but the
+    gradient itself.
     """
-    if _solves(scene):
-        return
-    several = len(scene.config.client) > 1
+    several, bare = len(scene.config.client) > 1, "none" in scene.defences
     for index in range(len(scene.config.client)):
-        layer = _shown(scene, index)
-        if layer is not None:
-            what = "one image comes back in closed form: "
-            what += f"the gradient of '{layer.errors}' says what went into '{layer.path}'"
-            remedy = f"attack it so: --attack analytic; more examples an update or not sending '{layer.errors}' ends it"
-            yield Problem(f"client[{index}]" if several else "client", what, remedy, severity="warning")
+        what = remedy = ""
+        if layer := _shown(scene, index):
+            if not _has(scene, Analytic):
+                what = "one image comes back in closed form: "
+                what += f"the gradient of '{layer.errors}' says what went into '{layer.path}'"
+                remedy = f"--attack analytic; more examples an update or not sending '{layer.errors}' ends it"
+        elif bare and not _has(scene, Recursive) and (count := len(_chain(scene, index))):
+            what = f"one image may come back in closed form: the model is a plain chain of {plural(count, 'layer')}, "
+            what += "whose equations can be solved from the last to the first"
+            remedy = "--attack r-gap --defence none; more examples an update or local steps end it"
+        if what:
+            where = f"client[{index}]" if several else "client"
+            yield Problem(where, what, f"attack it so: {remedy}", severity="warning")
 
 
 def with_closed_forms(scene: Scene) -> Scene:
     """Add the attacks in closed form where every client sends what shows one image."""
-    config = scene.config
-    if _solves(scene) or not all(_shown(scene, index) for index in range(len(config.client))):
-        return scene
+    config, added = scene.config, list[str]()
+    clients = range(len(config.client))
     unlabelled = scene.observed is not None and not scene.observed.scored
     words = ["labels=idlg"] if unlabelled else []
-    added = [_call("analytic", *words)]
-    parts = [(getattr(defence, "step", None), getattr(defence, "send", None)) for defence in scene.defences.values()]
-    changed = any(part is not None for both in parts for part in both)
-    if changed and not list(prior_problems(_shape(scene), 1, public=scene.public is not None)):
-        added += [_call("analytic", *words, "prior=public"), _call("cdia", *words, *_FROM_THERE)]
+    if all(_shown(scene, index) for index in clients):
+        added += [] if _has(scene, Analytic) else _analytic(scene, words)
+    elif not _has(scene, Recursive) and all(_chain(scene, index) for index in clients):
+        added += [] if _stopped(scene) else [_call("r-gap", *words)]
     tuning = config.iterations, config.restarts
     attacks = {**scene.attacks, **{text: make_attack(with_defaults(text, *tuning)) for text in added}}
     return replace(scene, config=config.model_copy(update={"attacks": [*config.attacks, *added]}), attacks=attacks)
+
+
+def _analytic(scene: Scene, words: list[str]) -> list[str]:
+    """Name the attacks on a first layer's equations, and those that begin there where a defence changes updates."""
+    parts = [(getattr(defence, "step", None), getattr(defence, "send", None)) for defence in scene.defences.values()]
+    changed = any(part is not None for both in parts for part in both)
+    if not changed or list(prior_problems(_shape(scene), 1, public=scene.public is not None)):
+        return [_call("analytic", *words)]
+    calls = [_call("analytic", *words), _call("analytic", *words, "prior=public")]
+    return [*calls, _call("cdia", *words, *_FROM_THERE)]
 
 
 _FROM_THERE = ("start=solved", "lr=0.01", "tv=0.0001")
@@ -56,8 +74,8 @@ def _call(name: str, *words: str) -> str:
     return f"{name}({', '.join(words)})" if words else name
 
 
-def _solves(scene: Scene) -> bool:
-    return any(isinstance(attack, Analytic) for attack in scene.attacks.values())
+def _has(scene: Scene, kind: type) -> bool:
+    return any(isinstance(attack, kind) for attack in scene.attacks.values())
 
 
 def _shape(scene: Scene) -> tuple[int, int, int]:
@@ -65,11 +83,32 @@ def _shape(scene: Scene) -> tuple[int, int, int]:
     return channels, height, width
 
 
+def _one_image(scene: Scene, index: int) -> bool:
+    settings = scene.config.client[index]
+    return settings.examples == 1 and settings.local is None
+
+
 def _shown(scene: Scene, index: int) -> Shown | None:
     """Return the equations that a client's update shows, if it sends the gradient of one image."""
-    settings = scene.config.client[index]
-    if settings.examples > 1 or settings.local is not None:
+    if not _one_image(scene, index):
         return None
     client = scene.undefended(index, scene.config.seeds[0])
     layer, _ = shown(client.model, client.params(), _shape(scene), client.trained())
     return layer
+
+
+def _chain(scene: Scene, index: int) -> tuple[Link, ...]:
+    """Return the layers whose equations are enough for one image, if a client sends its gradient by such a model."""
+    if not _one_image(scene, index):
+        return ()
+    client = scene.undefended(index, scene.config.seeds[0])
+    links, problems = chained(client.model, client.params(), _shape(scene), client.trained())
+    return links if not problems and settles(links) else ()
+
+
+def _stopped(scene: Scene) -> bool:
+    """Whether some defence makes the model another thing than a chain."""
+    seed, clients, attack = scene.config.seeds[0], range(len(scene.config.client)), Recursive()
+    beliefs = [scene.client(index, text, seed).undefended_update() for index in clients for text in scene.defences]
+    facts = _shape(scene), 1, scene.classes, len(scene.public or ())
+    return any(list(attack.problems(Prospect(belief, *facts))) for belief in beliefs)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
@@ -26,6 +26,8 @@ _ROUNDED = 1e-2
 """How far a layer's output may lie from what its weight says, beside the largest: rounding, in half precision too."""
 _CLEAR = 4.0
 """How many times as large as the largest negative value an output of a ReLU must be, so as not to be a zero itself."""
+_SEEN = 0.75
+"""What share of an image must be told at least, so that the rest can be filled in."""
 _EDGE = 1e-9
 """How near to the ends of a bounded range a value may lie that is taken back through the step."""
 
@@ -52,6 +54,12 @@ class Link:
     bends: tuple[Bend, ...] = ()
 
     @property
+    def equations(self) -> float:
+        """Count those of its gradient and those of its outputs: half of them after a ReLU, whose zeros say nothing."""
+        halved = any(bend.known is _above_zero for bend in self.bends)
+        return self.layer.weight.numel() + prod(self.given) * (0.5 if halved else 1)
+
+    @property
     def weight(self) -> str:
         """The name of the layer's weight."""
         return _named(self.path, "weight")
@@ -74,6 +82,18 @@ def chained(
     read = [_read(model, params, probe, trained) for probe in (image, _FAR * image)]
     links, problems = next((each for each in read if each[1]), read[0])
     return tuple(links), problems
+
+
+def settles(links: Sequence[Link]) -> bool:
+    """Say whether every layer has as many equations as values; of the image's a quarter may be missing, and filled in.
+
+    Half the outputs of a ReLU are counted, and a fully connected layer's gradient shows its input whatever comes out
+    of it. As many equations need not be as many different ones: this says where a closed form is worth a try.
+    """
+    return all(
+        isinstance(link.layer, nn.Linear) or link.equations >= prod(link.taken) * (_SEEN if link is links[0] else 1)
+        for link in links
+    )
 
 
 def _read(
