@@ -1,10 +1,12 @@
 """Known additive noise is taken off what was sent wherever the images make no difference to it, and nowhere else."""
 
+from dataclasses import replace
 from fnmatch import fnmatchcase
 
 import pytest
 import torch
 
+from gradveil.attacks.base import Prospect
 from gradveil.attacks.knowledge import Known, Neutral
 from gradveil.attacks.presets import make_attack
 from gradveil.attacks.rows import Rows
@@ -90,10 +92,25 @@ def test_nothing_is_taken_off_that_nobody_told():
 
 
 def test_who_ignores_the_noise_is_refused_where_he_would_take_it_off():
-    with pytest.raises(GradveilError, match="additive=subtracted: takes additive noise off what was sent, and this"):
-        seen_by("gaussian(0.1)", "ig(additive=subtracted)")
-    rows, _, seen, _ = seen_by("gaussian(0.1)", "ig(additive=subtracted, belief=full)")
+    with pytest.raises(GradveilError, match="additive=subtracted: is about a defence, and this attacker ignores it"):
+        make_attack("ig(additive=subtracted)")
+    rows, client, seen, _ = seen_by("gaussian(0.1)", "ig(additive=subtracted, belief=full)")
     assert not any(torch.equal(rows.rounds[0].observed[n], v) for n, v in seen[0].update.items())
+    from_python = replace(make_attack("ig"), subtract=True)
+    (problem,) = from_python.problems(Prospect(client, (1, 16, 16), 1, 10, 0))
+    assert problem.what.startswith("takes additive noise off what was sent, and this attacker ignores the defence")
+
+
+@pytest.mark.parametrize(
+    "setting", ["additive=told", "additive=optimised", "rounding=interval", "pruned=ordered", "whiten=true"]
+)
+def test_what_is_said_of_a_defence_that_is_ignored_is_refused(setting):
+    with pytest.raises(GradveilError, match=f"{setting}: is about a defence, and this attacker ignores it"):
+        make_attack(f"ig({setting})")
+    make_attack(f"ig({setting}, belief=full)")
+    make_attack(f"cdia({setting})")
+    with pytest.raises(GradveilError, match=setting):
+        make_attack(f"cdia({setting}, belief=naive)")
 
 
 @pytest.mark.parametrize("name", ["wiig", "cdia", "dpia"])

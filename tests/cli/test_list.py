@@ -131,7 +131,7 @@ def test_every_setting_that_an_attack_takes_is_shown(name: str, capsys: pytest.C
     for setting, (_, words) in KNOWN_BY_WORD.items():
         assert shown_with[setting] == known_as(make_attack(name), setting)
         for word in set(words.values()) - {"simulated"}:  # which leaves a preset as it is
-            built = known_as(make_attack(f"{name}({setting}={word})"), setting)
+            built = known_as(make_attack(f"{name}({setting}={word}, belief=full)"), setting)
             assert built == word
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from fnmatch import fnmatchcase
 from typing import Any
@@ -14,7 +14,7 @@ from gradveil.attacks.steps import Adam
 from gradveil.attacks.targeted import BORDERS, INTERVALS, WHITENED
 from gradveil.core.allowed import Choice, Flag, Range, Text
 from gradveil.core.arguments import Argument, Entry
-from gradveil.core.errors import fail
+from gradveil.core.errors import Problem, fail, refuse
 
 SETTINGS = (
     Argument("iterations", Range(1, integer=True, optional=True), None),
@@ -66,6 +66,8 @@ KNOWN_BY_WORD: dict[str, tuple[str, dict[type[How], str]]] = {
     "pruned": ("send.entries.border.bias", {Neutral: "free", Infer: "ordered"}),
 }
 """Settings that are words for what an attacker makes of a tensor: a name of that kind, and the word for each way."""
+_OF_DEFENCES = {"additive": ("optimised", "told", "subtracted"), "rounding": ("interval",), "pruned": ("ordered",)}
+"""Words that say something of a defence: who ignores it has nothing to apply them to."""
 _OF_STEPPER = ("lr", "sign")
 _OF_DESCENT = ("iterations", "tolerance", "patience", "keep", "report", "halving")
 
@@ -96,6 +98,8 @@ class InversionEntry(AttackEntry):
 
     def built(self, attack: Inversion, name: str, given: dict[str, Any]) -> Inversion:
         """Part the settings into those of the attack, its descent and its steps."""
+        if given.get("belief", attack.belief) == "naive":
+            refuse(list(self._in_vain(given)))
         if order := given.pop("order", None):
             given["knowledge"] = {"schedule": _ORDERS[order], "inclusion": _ORDERS[order], **attack.knowledge}
         if additive := given.pop("additive", None):
@@ -118,6 +122,13 @@ class InversionEntry(AttackEntry):
         stepping = {n: given.pop(n) for n in _OF_STEPPER if n in given}
         descent = replace(descent, stepper=replace(descent.stepper, **stepping))
         return replace(attack, name=name, descent=descent, **given)
+
+    def _in_vain(self, given: Mapping[str, Any]) -> Iterator[Problem]:
+        """Find what would change nothing, since this attacker ignores the defence."""
+        idle = [f"{setting}={given[setting]}" for setting, words in _OF_DEFENCES.items() if given.get(setting) in words]
+        for text in [*idle, *(["whiten=true"] if given.get("whiten") else [])]:
+            what = "is about a defence, and this attacker ignores it"
+            yield Problem(text, what, "set belief=full too, or choose an attack that does: cdia")
 
 
 def _without(*names: str) -> tuple[Argument, ...]:
