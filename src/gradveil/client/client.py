@@ -12,19 +12,20 @@ from torch import Tensor, nn
 from torch.func import vmap
 
 from gradveil.client.abreast import Abreast, Trainee
-from gradveil.client.batched import obstacle, shortens, victim_cosines, victim_gradients
 from gradveil.client.batching import Batching, Drawn, of_batch
 from gradveil.client.declared import Declared
 from gradveil.client.defended import Defended
 from gradveil.client.gradient import Objective, caught_outputs, cross_entropy
 from gradveil.client.inner import LARGE
 from gradveil.client.local import Local
+from gradveil.client.many import Many
 from gradveil.client.own import Own, spread
+from gradveil.client.sending import Sending
 from gradveil.client.steady import steady
 from gradveil.client.steps import Steps
 from gradveil.core.errors import Problem, fail, refuse
 from gradveil.core.noise import NoiseSpec
-from gradveil.core.tree import Tensors, alike, below, multiplied, select, under, wide
+from gradveil.core.tree import Tensors, select, under
 from gradveil.core.types import Batch, BatchTransform, Domain, Loss, Transform
 from gradveil.nn.statistics import batch_statistics, running_statistics
 from gradveil.nn.stochastic import switched_off
@@ -100,6 +101,14 @@ class Client:
     def _defended(self) -> Defended:
         expected = self.local.batch if self.local else 0
         return Defended(self.objective, self._trained, self.step, expected, self.domain)
+
+    @cached_property
+    def _sending(self) -> Sending:
+        return Sending(self.send, self.messages, self._defended)
+
+    @cached_property
+    def _many(self) -> Many:
+        return Many(self._defended, self._sending)
 
     @cached_property
     def _own(self) -> Own:
@@ -205,7 +214,7 @@ class Client:
             update, step_state, kept = steps(params, noise[self.local.order], examples, of_step, own, kept)
         after = under("kept", {"joined": torch.ones_like(state["kept.joined"]), **kept} if kept else {})
         after = under("step", step_state) | after
-        sent, after = self._finish(params, batch, whole, state, update, after, *outputs[-1:])
+        sent, after = self._sending(params, batch, whole, state, update, after, *outputs[-1:])
         return sent, steady(sent, after, state)
 
     @property
@@ -220,7 +229,7 @@ class Client:
         ways = Abreast(self._defended, self._batching)(params, trainees)
         for (batch, update, after), (_, noise, _, _, state) in zip(ways, trainees, strict=True):
             whole = self._whole(batch, noise, {})
-            sent, after = self._finish(params, batch, whole, state, update, under("step", after))
+            sent, after = self._sending(params, batch, whole, state, update, under("step", after))
             found.append((sent, steady(sent, after, state)))
         return found
 
@@ -255,15 +264,9 @@ class Client:
         """
         noise = dict(noise)
         if self.local is None and self.members == 1 and not self._kept:
-            ready = self._prepared(batch, noise)
-            apart, inner = self._apart(ready, select(noise, "model"))
-            parts = self._defended.parted(params)
-            if obstacle(self.objective, *parts, apart, inner) is None:
-                gradients = victim_gradients(self.objective, *parts, apart, inner)
-                sent, after = self._transformed(gradients, params, ready, noise, state)
-                # An attacker who differentiates what he simulates would pay for it in every iteration.
-                simulated = any(value.requires_grad for value in sent.values())
-                return sent, after if simulated or not after else vmap(steady)(sent, after, dict(state))
+            found = self._many.updates(params, self._prepared(batch, noise), noise, state)
+            if found is not None:
+                return found
         return self.updates_reference(params, batch, noise, state)
 
     def cosines(
@@ -285,11 +288,7 @@ class Client:
         masks = self.only_masks(params, batch.inputs.shape[1], noise, off)
         if masks is None or self._kept:
             return None
-        ready, parts = self._prepared(batch, noise), self._defended.parted(params)
-        given = self.objective, *parts, ready, select(noise, "model")
-        if obstacle(*given) is not None or not shortens(*given):
-            return None
-        return victim_cosines(*given, targets, squares, masks)
+        return self._many.cosines(params, self._prepared(batch, noise), noise, targets, squares, masks)
 
     def only_masks(
         self, params: Mapping[str, Tensor], examples: int, noise: Mapping[str, Tensor], off: Collection[str] = ()
@@ -300,15 +299,7 @@ class Client:
         """
         if self.local is not None or self.members > 1:
             return None
-        if examples > 1 and self.step is not None and self.step.split()[0] is not None:
-            return None  # each example's gradient is scaled by itself
-        sent, found = self._sent(params), dict[str, Tensor]()
-        for name, slot in (("step", self.step), ("send", self.send)):
-            masks = slot.only_masks(sent, select(noise, name), below(name, off)) if slot else {}
-            if masks is None:
-                return None
-            found = multiplied(found, masks)
-        return found
+        return self._declared.only_masks(self._sent(params), examples, noise, off)
 
     def updates_reference(
         self, params: Tensors, batch: Batch, noise: Mapping[str, Tensor], state: Tensors
@@ -364,61 +355,11 @@ class Client:
             return "several clients are summed"
         if self._kept:
             return "the model has something of every client's own"
-        return obstacle(
-            self.objective,
-            *self._defended.parted(params),
-            *self._apart(self._prepared(batch, noise), select(noise, "model")),
-        )
-
-    def _apart(self, batch: Batch, inner: Tensors) -> tuple[Batch, Tensors]:
-        """Take [V, B] examples apart into [V B, 1], where a defence acts on each example's gradient."""
-        if self.step is None or self.step.split()[0] is None:
-            return batch, inner
-        single = Batch(*(value.flatten(0, 1).unsqueeze(1) for value in batch))
-        return single, {name: value.flatten(0, 1).unsqueeze(1) for name, value in inner.items()}
+        return self._many.obstacle(params, self._prepared(batch, noise), noise)
 
     def _prepared(self, batch: Batch, noise: Mapping[str, Tensor]) -> Batch:
         """Apply the batch transforms of every victim."""
         return vmap(self.trained_on)(batch, of_batch(noise)) if self.batch else batch
-
-    def _transformed(
-        self, gradients: Tensors, params: Tensors, batch: Batch, noise: Tensors, state: Tensors
-    ) -> tuple[Tensors, Tensors]:
-        """Apply the transforms to the gradients: of each victim, or [V B] of each example if one acts on those."""
-        each, mean = self.step.split() if self.step else (None, None)
-        if each is not None:
-            gradients = {name: value.unflatten(0, batch.inputs.shape[:2]) for name, value in gradients.items()}
-        elif mean is None and self.send is None:
-            return gradients, {}
-
-        def transform(g: Tensors, own: Batch, own_noise: Tensors, own_state: Tensors) -> tuple[Tensors, Tensors]:
-            if each is not None:
-                g = self._defended.averaged(each, g, params, own, own_noise)
-            g, after = self._defended.of_mean(mean, g, params, own, own_noise, select(own_state, "step"))
-            return self._finish(params, own, own_noise, own_state, g, under("step", after))
-
-        return vmap(transform)(gradients, batch, noise, state)
-
-    def _finish(
-        self,
-        params: Tensors,
-        batch: Batch,
-        noise: Mapping[str, Tensor],
-        state: Tensors,
-        update: Tensors,
-        after: Tensors,
-        outputs: Tensor | None = None,
-    ) -> tuple[Tensors, Tensors]:
-        """Apply the send transform and put the states together; `after` has those of the slots before it."""
-        send_state: Tensors = {}
-        if self.send:
-            inner, messages = select(noise, "model"), select(self.messages, "send")
-            context = self._defended.context(params, batch, inner, messages, outputs)
-            update, send_state = self.send.apply(wide(update), select(state, "send"), select(noise, "send"), context)
-            update = alike(update, params)
-        after = after | under("send", send_state)
-        after = {name: after[name] for name in state if name in after} | after  # in the order of `init`
-        return update, after
 
     def _sent(self, params: Mapping[str, Tensor]) -> Tensors:
         return {name: params[name] for name in self.trained()}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from torch import Tensor, nn
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from gradveil.client.batching import Batching
 from gradveil.client.local import Local
 from gradveil.core.noise import NoiseSpec
-from gradveil.core.tree import Tensors, single, under, wide
+from gradveil.core.tree import Tensors, below, multiplied, select, single, under, wide
 from gradveil.core.types import Batch, Transform
 from gradveil.nn.stochastic import model_noise
 
@@ -88,6 +88,20 @@ class Declared:
             if mean is not None:
                 spec = spec | mean.intermediates(wide(sent)).under("step")
         return spec
+
+    def only_masks(
+        self, sent: Tensors, examples: int, noise: Mapping[str, Tensor], off: Collection[str]
+    ) -> Tensors | None:
+        """Return the masks that the mean gradient of so many examples is multiplied by: None where more may be done."""
+        if examples > 1 and self.step is not None and self.step.split()[0] is not None:
+            return None  # each example's gradient is scaled by itself
+        found: Tensors = {}
+        for name, slot in (("step", self.step), ("send", self.send)):
+            masks = slot.only_masks(sent, select(noise, name), below(name, off)) if slot else {}
+            if masks is None:
+                return None
+            found = multiplied(found, masks)
+        return found
 
     def evidence(self, sent: Mapping[str, Tensor]) -> Tensors:
         """Say what a sent update gives away about the intermediates."""
