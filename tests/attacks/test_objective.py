@@ -42,6 +42,27 @@ def test_layerwise_cosine_is_the_mean_of_the_layers(generator):
     torch.testing.assert_close(OBJECTIVES["layerwise-cosine"](simulated, observed), (layers[0] + layers[1]) / 2)
 
 
+def test_tokenwise_cosine_compares_every_row_of_an_embedding(generator):
+    simulated, observed = (
+        {**each, "position": torch.randn(3, 1, 4, 5, generator=generator, dtype=torch.float64)}
+        for each in pair(generator)
+    )
+    value = OBJECTIVES["tokenwise-cosine"]
+    rest = [cosine({n: simulated[n]}, {n: observed[n]}) for n in "ab"]
+    tokens = [cosine({"": simulated["position"][:, 0, t]}, {"": observed["position"][:, 0, t]}) for t in range(4)]
+    torch.testing.assert_close(value(simulated, observed), (sum(rest) + sum(tokens) / 4) / 3)
+    plain = {n: simulated[n] for n in "ab"}, {n: observed[n] for n in "ab"}
+    assert torch.equal(value(*plain), OBJECTIVES["layerwise-cosine"](*plain))
+
+
+def test_a_large_token_hides_no_small_one():
+    """The class token's gradient is right, the patches' are of the wrong sign: what is far smaller counts as much."""
+    observed = {"position": torch.tensor([[[[1e3, 1e3], [1.0, 0.0], [0.0, 1.0]]]])}
+    wrong = {"position": observed["position"] * torch.tensor([1.0, -1.0, -1.0]).view(3, 1)}
+    assert float(OBJECTIVES["layerwise-cosine"](wrong, observed)) < 1e-5
+    assert float(OBJECTIVES["tokenwise-cosine"](wrong, observed)) == pytest.approx(4 / 3)
+
+
 def test_sapag_weighs_layers_and_saturates(generator):
     simulated, observed = pair(generator)
     expected = torch.zeros(3, dtype=torch.float64)

@@ -44,6 +44,26 @@ def layerwise_cosine(simulated: Mapping[str, Tensor], observed: Mapping[str, Ten
     return _total(cosine({n: simulated[n]}, {n: observed[n]}) for n in observed) / len(observed)
 
 
+def tokenwise_cosine(simulated: Mapping[str, Tensor], observed: Mapping[str, Tensor]) -> Tensor:
+    """Mean over the layers of 1 - cosine, where each row of an embedding [1, T, D] is compared by itself, and averaged.
+
+    In a transformer the gradient of a class token is thousands of times those of the patches, and would hide them.
+    """
+    return _total(_by_token(simulated[n], observed[n]) for n in observed) / len(observed)
+
+
+def _by_token(simulated: Tensor, observed: Tensor) -> Tensor:
+    if observed.dim() != _EMBEDDING or observed.shape[1] != 1:
+        return cosine({"": simulated}, {"": observed})
+    rows, tokens, width = len(observed), *observed.shape[2:]
+    apart = (value.reshape(rows * tokens, width) for value in (simulated, observed))
+    return cosine_distance(*([value] for value in apart)).view(rows, tokens).mean(1)
+
+
+_EMBEDDING = 4
+"""Dimensions of an embedding [1, T, D], with the rows in front."""
+
+
 def sapag(simulated: Mapping[str, Tensor], observed: Mapping[str, Tensor]) -> Tensor:
     """Adaptive Gaussian kernel (SAPAG): sum_l Q_l (1 - exp(-mean(d_l^2) / (2 var(g_l)))), Q_l = 1 / (l + 1)."""
     parts: list[Tensor] = []
@@ -60,6 +80,7 @@ OBJECTIVES: dict[str, Distance] = {
     "l1": l1,
     "cosine": cosine,
     "layerwise-cosine": layerwise_cosine,
+    "tokenwise-cosine": tokenwise_cosine,
     "sapag": sapag,
 }
 """The distances by name, as presets and run files write them."""
