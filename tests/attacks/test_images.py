@@ -100,6 +100,12 @@ def test_images_are_the_centre_of_the_next_power_of_two(size, blocks):
     assert network(torch.zeros(2, 3)).shape == (2, 1, size, 4)
 
 
+@pytest.mark.parametrize("norm", ["group", "batch"])
+def test_a_generator_may_have_any_width(norm):
+    for width in range(1, 41):
+        assert Generator(3, (1, 16, 16), width, norm)(torch.zeros(2, 3)).shape == (2, 1, 16, 16)
+
+
 def test_a_generator_that_learns_from_the_update_makes_the_labels_too():
     scene = rows(Inversion("a", images=Untrained(8, 2), labels="joint"))
     variables, constants = scene.start([0, 2])

@@ -71,7 +71,8 @@ class _Double(nn.Module):
 def _norm(kind: str, channels: int) -> nn.Module:
     if kind == "batch":  # by what it is given, as in training: running statistics would be hidden state
         return nn.BatchNorm2d(channels, track_running_stats=False)
-    return nn.GroupNorm(max(1, channels // 16), channels)
+    most = max(1, channels // 16)
+    return nn.GroupNorm(next(groups for groups in range(most, 0, -1) if channels % groups == 0), channels)
 
 
 class _Encoder(nn.Module):
