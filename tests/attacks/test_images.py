@@ -11,7 +11,7 @@ from gradveil.attacks.images import INPUTS, LATENT, TARGETS, WEIGHTS, Pixels, Tr
 from gradveil.attacks.inversion import Inversion
 from gradveil.attacks.knowledge import Known
 from gradveil.attacks.optimise import Descent
-from gradveil.attacks.presets import make_attack
+from gradveil.attacks.presets import ATTACKS, make_attack
 from gradveil.attacks.rows import Rows
 from gradveil.attacks.steps import Adam
 from gradveil.core.errors import GradveilError
@@ -198,6 +198,11 @@ def test_a_generator_in_a_text_is_not_imported_until_it_is_asked():
     [
         (Blobs((3, 6, 6)), r"returns \(2, 3, 6, 6\) for \[2, 3\]"),
         (Blobs(latent=5), "the generator raised RuntimeError"),
+        (
+            nn.Sequential(Blobs(), nn.Hardtanh(3, 4)),
+            "draws values from 3 to 3 -> return images with",
+        ),
+        (nn.Sequential(Blobs(), nn.Threshold(2.0, torch.nan)), "draws values from nan to nan"),
         ("tests.attacks.test_images:PUBLIC", "is Batch, not a module"),
     ],
 )
@@ -220,6 +225,20 @@ def test_settings_of_pixels_are_refused_where_there_are_none():
     for text in ("grnn(sign=soft)", "gias(start=uniform)", "ggl(restarts=4)"):
         with pytest.raises(GradveilError, match="unknown argument"):
             make_attack(text)
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "settings"),
+    [
+        ("gias", {"generator": "a:b", "width": 4, "lessons": 9}, ["gias.lessons", "gias.width"]),
+        ("ggl", {"generator": "a:b", "width": 4}, ["ggl.width"]),
+        ("gias", {"tuned": 0, "tuning": 0.1}, ["gias.tuning"]),
+    ],
+)
+def test_settings_that_would_change_nothing_are_refused(name, given, settings):
+    with pytest.raises(GradveilError) as caught:
+        ATTACKS[name](**given)
+    assert [problem.where for problem in caught.value.problems] == settings
 
 
 def test_any_inversion_may_have_its_images_drawn():

@@ -5,10 +5,12 @@ from fnmatch import fnmatchcase
 import pytest
 
 from gradveil.attacks.evolve import CMAES
+from gradveil.attacks.generative import grnn
 from gradveil.attacks.images import Untrained
 from gradveil.attacks.knowledge import Infer, Known, Optimise
 from gradveil.attacks.optimise import Cosine, Descent, Plateau, Steps
 from gradveil.attacks.presets import make_attack
+from gradveil.attacks.settings import InversionEntry
 from gradveil.attacks.steps import LBFGS, Adam, RMSprop
 from gradveil.core.errors import GradveilError
 
@@ -76,9 +78,11 @@ def test_step_size_and_sign_reach_the_optimiser():
     assert full.lr == 1
 
 
-def test_a_sign_means_nothing_to_lbfgs():
-    with pytest.raises(GradveilError, match="is a setting of Adam"):
+def test_a_sign_means_nothing_to_other_optimisers():
+    with pytest.raises(GradveilError, match="is a setting of Adam, this attack uses LBFGS"):
         make_attack("dlg(sign=soft)")
+    with pytest.raises(GradveilError, match="is a setting of Adam, this attack uses RMSprop"):
+        InversionEntry("mine", grnn, "somebody's own", "")(sign="soft")
 
 
 def test_unknown_signs_name_the_known_ones():

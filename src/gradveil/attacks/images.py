@@ -28,6 +28,8 @@ LATENT, WEIGHTS = "images.latent", "images.weights"
 """Names of the numbers that a generator draws from, and of its weights."""
 _FEWEST = 2
 """Public images that a generator can be taught on, at least."""
+_SLACK = 0.1
+"""How far outside of [0, 1] somebody's generator may draw: those without a last bound overshoot a little."""
 
 
 @dataclass(frozen=True)
@@ -221,6 +223,9 @@ class Trained:
         if drawn != (2, *shape):
             what = f"returns {drawn} for [2, {self.latent}]"
             yield Problem("generator", what, f"return images {(2, *shape)} with values in [0, 1], or set latent=")
+        elif not float(found.min()) > -_SLACK or not float(found.max()) < 1 + _SLACK:
+            what = f"draws values from {float(found.min()):.2g} to {float(found.max()):.2g}"
+            yield Problem("generator", what, "return images with values in [0, 1]: of a tanh, (x + 1) / 2")
 
 
 def _own(generator: nn.Module | str) -> nn.Module:

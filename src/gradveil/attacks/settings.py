@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
+from gradveil.attacks.images import Images
 from gradveil.attacks.inversion import Inversion
 from gradveil.attacks.knowledge import How, Infer, Known, Neutral, Optimise, Sample
 from gradveil.attacks.objective import OBJECTIVES
@@ -118,7 +119,8 @@ class InversionEntry(AttackEntry):
             given["knowledge"] = {**attack.knowledge, "public": Known()}
         descent = replace(attack.descent, **{n: given.pop(n) for n in _OF_DESCENT if n in given})
         if "sign" in given and not isinstance(descent.stepper, Adam):
-            raise fail(f"{self.name}.sign", "is a setting of Adam, this attack uses L-BFGS", "leave it out")
+            what = f"is a setting of Adam, this attack uses {type(descent.stepper).__name__}"
+            raise fail(f"{self.name}.sign", what, "leave it out")
         stepping = {n: given.pop(n) for n in _OF_STEPPER if n in given}
         descent = replace(descent, stepper=replace(descent.stepper, **stepping))
         return replace(attack, name=name, descent=descent, **given)
@@ -164,12 +166,22 @@ class GenerativeEntry(InversionEntry):
         """Part the generator's settings off."""
         if population := given.pop("population", None):
             given["restarts"] = population
-        of_images = {field.name for field in fields(attack.images)}
-        images = replace(attack.images, **{n: given.pop(n) for n in of_images & given.keys()})
+        of_images = {field.name for field in fields(attack.images)} & given.keys()
+        images = replace(attack.images, **{n: given.pop(n) for n in of_images})
+        refuse(list(self._idle(images, of_images)))
         if getattr(images, "generator", None) is not None:
             knowledge = {n: how for n, how in attack.knowledge.items() if n != "public"}
             attack = replace(attack, knowledge=knowledge)
         return super().built(replace(attack, images=images), name, given)
+
+    def _idle(self, images: Images, said: Collection[str]) -> Iterator[Problem]:
+        """Find what was said of a generator and would change nothing."""
+        if getattr(images, "generator", None) is not None:
+            for setting in sorted({"lessons", "width"} & set(said)):
+                what = "is about a generator that the attacker teaches, and he brings one"
+                yield Problem(f"{self.name}.{setting}", what, "leave it out")
+        if "tuning" in said and not getattr(images, "tuned", 0.0):
+            yield Problem(f"{self.name}.tuning", "is the step size of the second part, and there is none", "set tuned")
 
 
 def _with_additive(knowledge: Mapping[str, How], how: How) -> dict[str, How]:
