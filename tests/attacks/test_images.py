@@ -158,6 +158,31 @@ def test_the_second_part_of_the_budget_starts_where_the_first_ended():
     assert long.iterations.tolist() == [40] * 3
 
 
+def gias(**settings):
+    return ATTACKS["gias"](**{"width": 2, "latent": 4, "lessons": 9, "restarts": 1, **settings})
+
+
+def test_who_stalls_in_the_first_part_goes_on_to_the_second():
+    """The latent numbers of these steps stand still; the trace knows when the weights began to move."""
+    stalling = {"lr": 1e-9, "patience": 3, "report": 2}
+    short, long = run(gias(iterations=20, tuned=0, **stalling)), run(gias(iterations=40, tuning=0.01, **stalling))
+    assert short.status == ("stalled",) * 3
+    assert short.iterations.tolist() == [4] * 3
+    assert long.iterations.tolist() == [24] * 3
+    assert bool((long.objective < short.objective).all())
+    assert all(torch.equal(long.trace[count], short.inputs) for count in (5, 10, 20))
+
+
+def test_the_last_iterate_is_that_of_the_second_part_be_it_worse():
+    first, last = run(gias(iterations=9, tuned=0, keep="last")), run(gias(iterations=18, tuning=9.0, keep="last"))
+    assert bool((last.objective > first.objective).all())
+
+
+def test_what_is_drawn_from_costs_the_same_in_both_parts():
+    first, both = run(gias(iterations=9, tuned=0, prior=5.0)), run(gias(iterations=18, tuning=1e-9, prior=5.0))
+    torch.testing.assert_close(both.objective, first.objective, rtol=1e-5, atol=0)
+
+
 class Blobs(nn.Module):
     """A generator of somebody else's: a normalisation with running statistics, dropout, weights of its own."""
 

@@ -70,8 +70,8 @@ class Drawing(Protocol):
         """Make every row's images [N, B, ...], and the logits of their labels [N, B, K] where it makes those too."""
         ...
 
-    def penalty(self, variables: Tensors) -> Tensor | None:
-        """Say how unlikely the variables of every row are [N], if something is known of that."""
+    def penalty(self, variables: Tensors, constants: Tensors) -> Tensor | None:
+        """Say how unlikely it is what every row draws from [N], if something is known of that."""
         ...
 
     def tuned(self, rows: int) -> Tensors:
@@ -110,7 +110,7 @@ class _Pixels:
     def draw(self, variables: Tensors, constants: Tensors) -> tuple[Tensor, None]:
         return variables[INPUTS], None
 
-    def penalty(self, variables: Tensors) -> None:
+    def penalty(self, variables: Tensors, constants: Tensors) -> None:
         return None
 
     def tuned(self, rows: int) -> Tensors:
@@ -169,7 +169,7 @@ class _Untrained:
         images, *logits = drawn_by(self.network, select(variables, WEIGHTS), constants[LATENT])
         return self.canvas.framed(images), logits[0] if logits else None
 
-    def penalty(self, variables: Tensors) -> None:
+    def penalty(self, variables: Tensors, constants: Tensors) -> None:
         return None
 
     def tuned(self, rows: int) -> Tensors:
@@ -273,21 +273,26 @@ class _Trained:
         return {LATENT: _normal((self.canvas.examples, self.images.latent), self.canvas, key)}, {}
 
     def draw(self, variables: Tensors, constants: Tensors) -> tuple[Tensor, None]:
-        latent = variables[LATENT] if LATENT in variables else constants[LATENT]
+        latent = _latent(variables, constants)
         if weights := select(variables, WEIGHTS):
             drawn = drawn_by(self.network, weights, latent)
         else:
             drawn = self.network(latent.flatten(0, 1)).unflatten(0, latent.shape[:2])
         return self.canvas.framed(drawn), None
 
-    def penalty(self, variables: Tensors) -> Tensor | None:
-        if not self.images.prior or LATENT not in variables:
+    def penalty(self, variables: Tensors, constants: Tensors) -> Tensor | None:
+        if not self.images.prior:
             return None
-        return self.images.prior / 2 * variables[LATENT].square().flatten(1).mean(1)
+        return self.images.prior / 2 * _latent(variables, constants).square().flatten(1).mean(1)
 
     def tuned(self, rows: int) -> Tensors:
         weights = dict(self.network.named_parameters()) if self.images.tuned else {}
         return under(WEIGHTS, {name: value.detach().expand(rows, *value.shape) for name, value in weights.items()})
+
+
+def _latent(variables: Tensors, constants: Tensors) -> Tensor:
+    """Return what a generator draws from: searched, or left as it was found."""
+    return variables[LATENT] if LATENT in variables else constants[LATENT]
 
 
 def _normal(shape: tuple[int, ...], canvas: Canvas, key: Key) -> Tensor:

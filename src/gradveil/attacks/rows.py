@@ -247,7 +247,7 @@ class Rows:
         """Objective of each row: distance of the simulated updates, plus priors."""
         inputs, logits = self.drawing.draw(variables, constants)
         value = self._cost(inputs, variables.get(TARGETS, logits), variables, constants, rows, streams, iteration)
-        unlikely = self.drawing.penalty(variables)
+        unlikely = self.drawing.penalty(variables, constants)
         return value if unlikely is None else value + unlikely
 
     def _cost(

@@ -37,17 +37,18 @@ def searched(attack: Inversion, scene: Rows, rows: range, solved: Tensor | None,
         with torch.no_grad():
             found.initial = scene.loss(drawn, constants, numbers, scene.streams(rows))
     if late is not None:
-        ended = (found.status != BUDGET) & (found.status != STALLED) | (found.iterations < early.iterations)
-        places = (~ended).nonzero().flatten()
+        # Halving let a row go, or another restart was there first, if it has budget left; who stalled goes on.
+        over = (found.status == BUDGET) & (found.iterations == early.iterations)
+        places = (over | (found.status == STALLED)).nonzero().flatten()
         if len(places):
+            found.stood(point for point in points if point <= early.iterations)
             kept = take({name: found.variables[name] for name in variables}, places)
             fixed = take(constants, places) | {LATENT: kept.pop(LATENT)}
             left = scene.drawing.tuned(len(places)) | kept
             after = frozenset(point - early.iterations for point in points)
             told = _later(report, early.iterations)
-            found.go_on(
-                places, _descend(attack, scene, numbers[places], left, fixed, late, after, told), early.iterations
-            )
+            later = _descend(attack, scene, numbers[places], left, fixed, late, after, told)
+            found.go_on(places, later, early.iterations, late.keep)
     return found
 
 
@@ -60,7 +61,8 @@ def _parted(attack: Inversion) -> tuple[Descent, Descent | None]:
     if not 0 < late < whole.iterations:
         return whole, None
     steps = Adam(lr=images.tuning)
-    return replace(whole, iterations=whole.iterations - late), replace(whole, iterations=late, stepper=steps)
+    first = replace(whole, iterations=whole.iterations - late)
+    return first, replace(whole, iterations=late, stepper=steps, halving=False)  # the first part halved them already
 
 
 def _later(report: Report | None, done: int) -> Report | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -50,15 +50,25 @@ class Solution:
         values[rows], objectives[rows] = shown[name], objective
         self.trace[iterations] = (values, objectives)
 
-    def go_on(self, rows: Tensor, later: Solution, after: int) -> None:
-        """Put in what became of some rows in a second descent, from here on: after this many iterations."""
-        better = later.objective < self.objective[rows]
+    def stood(self, counts: Iterable[int]) -> None:
+        """Note the answers at these iterations too, where every row had ended before them: their last."""
+        first = next(iter(self.variables.values()))
+        for count in counts:
+            self.trace.setdefault(count, (first.clone(), self.objective.clone()))
+
+    def go_on(self, rows: Tensor, later: Solution, after: int, keep: str) -> None:
+        """Put in what became of some rows in a second descent, after this many iterations: of the best, or the last."""
+
+        def ahead(new: Tensor, old: Tensor) -> Tensor:
+            return new < old if keep == "best" else torch.isfinite(new)
+
+        better = ahead(later.objective, self.objective[rows])
         name = next(iter(self.variables))
         for count, (found, objective) in later.trace.items():
             values, objectives = self.variables[name].clone(), self.objective.clone()
-            ahead = objective < objectives[rows]
-            values[rows] = _where(ahead, found, values[rows])
-            objectives[rows] = torch.where(ahead, objective, objectives[rows])
+            taken = ahead(objective, objectives[rows])
+            values[rows] = _where(taken, found, values[rows])
+            objectives[rows] = torch.where(taken, objective, objectives[rows])
             self.trace[after + count] = (values, objectives)
         for other in self.variables.keys() & later.variables.keys():
             self.variables[other][rows] = _where(better, later.variables[other], self.variables[other][rows])
