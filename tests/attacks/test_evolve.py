@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from gradveil.attacks.evolve import CMAES
-from gradveil.attacks.optimise import Descent, descend
+from gradveil.attacks.inversion import Inversion
+from gradveil.attacks.optimise import Descent, Plateau, descend
 from gradveil.attacks.presets import make_attack
 from gradveil.attacks.solution import STATUSES
 from gradveil.core.errors import GradveilError
@@ -86,15 +87,49 @@ def test_a_population_ends_as_a_whole_and_the_others_go_on():
     assert bool((ended.max(1).values < 200).all())
 
 
-def test_candidates_without_an_objective_have_no_say():
+def test_what_rounding_makes_of_equal_spreads_does_not_choose_the_next_generation():
+    """After one generation of a small population most numbers still spread alike."""
+
+    def second(nudge):
+        draw = Key(3).generator()
+        x, other, normal = (torch.randn(20, 32, generator=draw, dtype=torch.float64) for _ in range(3))
+        x = x + nudge * other
+        evolving = CMAES(population=20)
+        state = evolving.init({"x": x})
+        rows = torch.arange(20)
+        return evolving.step({"x": x}, sphere(x), state, lambda *_: normal, rows, 0, lambda _, value: value)[0]["x"]
+
+    torch.testing.assert_close(second(1e-14), second(0.0), rtol=0, atol=1e-12)
+
+
+def test_a_population_stalls_as_a_whole_once_its_best_stands_still():
+    found = evolve(lambda x: sphere(x).clamp_min(1e-6), generations=400, patience=20)
+    assert {STATUSES[code] for code in found.status.tolist()} == {"stalled"}
+    assert bool((best(found) == 1e-6).all())
+    ended = found.iterations.view(3, 12)
+    assert bool((ended == ended[:, :1]).all())
+    assert bool((ended < 400).all())
+
+
+@pytest.mark.parametrize("none", [torch.nan, torch.inf, -torch.inf])
+def test_candidates_without_an_objective_have_no_say(none):
     def walled(x):
-        return torch.where(x[:, 0] > 0.3, torch.nan, sphere(x))
+        return torch.where(x[:, 0] > 0.3, none, sphere(x))
 
     found = evolve(walled)
     assert bool((best(found) < 1e-8).all())
     nowhere = evolve(lambda x: x[:, 0] * torch.nan, generations=30)
     assert {STATUSES[code] for code in nowhere.status.tolist()} == {"diverged"}
     assert nowhere.iterations.tolist() == [10] * 36, "nobody goes on where there is nothing to learn"
+
+
+def test_what_means_nothing_to_a_population_is_refused():
+    with pytest.raises(GradveilError, match="a population adapts its own -> leave it out"):
+        Descent(CMAES(), Plateau())
+    with pytest.raises(GradveilError, match="candidates of a population here -> give at least 2"):
+        Inversion("mine", descent=Descent(CMAES(population=20)))
+    with pytest.raises(GradveilError, match="5000 numbers go together"):
+        evolve(sphere, victims=1, size=5000, generations=1)
 
 
 def test_a_population_loses_no_half():

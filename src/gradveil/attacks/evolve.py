@@ -11,7 +11,11 @@ import torch
 from torch import Tensor
 
 from gradveil.attacks.steps import Project, flat, unflat
+from gradveil.core.errors import fail
 from gradveil.core.tree import Tensors
+
+_MOST = 4096
+"""Numbers that evolve together: their covariance is 128 MiB a victim, and taken apart in every generation."""
 
 
 class _Law(NamedTuple):
@@ -28,6 +32,10 @@ class _Law(NamedTuple):
     axes: Tensor
     spread: Tensor
     """Standard deviations along the axes: covariance = axes diag(spread^2) axes'."""
+
+    def root(self) -> Tensor:
+        """Return the covariance's symmetric root [V, D, D]."""
+        return (self.axes * self.spread.unsqueeze(1)) @ self.axes.mT
 
 
 class _Rates:
@@ -57,10 +65,15 @@ class CMAES:
 
     lr: float = 1.0
     population: int = 50
+    """How many rows are one generation; of an inversion they are a victim's restarts, however many."""
 
     def init(self, variables: Tensors) -> Tensors:
         """Return what is kept of each victim's distribution, dealt out over its rows (leading N)."""
         x = self._populations(variables)
+        if x.shape[2] > _MOST:
+            what = f"would learn how {x.shape[2]} numbers go together, all with all, and {_MOST} are too many already"
+            remedy = "search fewer, as what a generator draws from, and optimise no noise"
+            raise fail("attack.descent", what, remedy)
         one = torch.eye(x.shape[2], dtype=x.dtype, device=x.device).expand(len(x), -1, -1)
         still = torch.zeros_like(x[:, 0])
         return self._deal(_Law(x.mean(1), still, still, torch.full_like(x[:, 0, :1], self.lr), one, one, still + 1))
@@ -78,8 +91,9 @@ class CMAES:
         """Learn from a generation, and draw the next one by `normal(rows, numbers a row)` from N(0, 1)."""
         x = self._populations(variables)
         law = self._learn(self._gather(state, x.shape[2]), x, loss.view(len(x), -1).to(x.dtype), count)
-        z = normal(rows, x.shape[2]).to(x).view_as(x) * law.spread.unsqueeze(1)
-        moved = law.mean.unsqueeze(1) + law.size.unsqueeze(1) * (z @ law.axes.mT)
+        z = normal(rows, x.shape[2]).to(x).view_as(x)
+        # The root that is the same whichever axes stand for equal spreads: those are what rounding makes of them.
+        moved = law.mean.unsqueeze(1) + law.size.unsqueeze(1) * (z @ law.root())
         first = next(iter(variables.values()))
         return unflat(moved.flatten(0, 1).to(first.dtype), variables, project), self._deal(law)
 
@@ -89,7 +103,8 @@ class CMAES:
         Candidates without an objective have no weight; a generation without any changes nothing.
         """
         rates = _Rates(x.shape[2], x.shape[1])
-        order = loss.nan_to_num(torch.inf).argsort(dim=1, stable=True)[:, : len(rates.weights)]
+        loss = torch.where(loss.isfinite(), loss, torch.inf)
+        order = loss.argsort(dim=1, stable=True)[:, : len(rates.weights)]
         counts = loss.gather(1, order).isfinite()
         weights = x.new_tensor(rates.weights) * counts
         total = weights.sum(1, keepdim=True)

@@ -97,6 +97,9 @@ class Inversion:
         if self.evolves and self.descent.halving:
             what = "lets restarts go, and these are one population: its generations would have no size"
             problems.append(Problem(f"{self.name}.halving", what, "leave it out"))
+        if self.evolves and self.restarts == 1:
+            what = "is 1, and restarts are the candidates of a population here"
+            problems.append(Problem(f"{self.name}.restarts", what, "give at least 2, better 50"))
         refuse(problems)
 
     @property

@@ -83,6 +83,9 @@ class Descent:
             problems.append(Problem("attack.keep", f"is '{self.keep}'", "one of: best, last"))
         if self.report < 1:
             problems.append(Problem("attack.report", f"is {self.report}", "give at least 1"))
+        if isinstance(self.stepper, CMAES) and self.schedule is not None:
+            what = "is of step sizes, and a population adapts its own"
+            problems.append(Problem("attack.schedule", what, "leave it out"))
         refuse(problems)
 
 
@@ -216,7 +219,8 @@ def _judge(
         unknown = running & ~torch.isfinite(state["control.initial"])
         new["control.initial"] = torch.where(unknown, value, state["control.initial"])
     if descent.patience is not None or isinstance(descent.schedule, Plateau):
-        new |= _patience(state, value, finite, descent)
+        shared = _of_populations(value, descent.stepper)
+        new |= _patience(state, shared, torch.isfinite(shared), descent)
     new["control.iterations"] = state["control.iterations"] + running
     status = torch.where(alive, BUDGET, DIVERGED)
     if isinstance(descent.stepper, LBFGS):  # a line search may try a non-finite point and step back from it
@@ -234,6 +238,14 @@ def _inside(variables: Tensors, project: Project) -> Tensor:
     """Mark the rows that projecting leaves as they are."""
     same = [(project(name, value) == value).reshape(len(value), -1).all(1) for name, value in variables.items()]
     return torch.stack(same).all(0)
+
+
+def _of_populations(value: Tensor, stepper: Stepper) -> Tensor:
+    """Give every candidate the least objective of its generation: a population makes progress as a whole."""
+    if not isinstance(stepper, CMAES):
+        return value
+    whole = torch.where(torch.isfinite(value), value, torch.inf).view(-1, stepper.population)
+    return whole.amin(1).repeat_interleave(stepper.population)
 
 
 def _patience(state: Tensors, value: Tensor, finite: Tensor, descent: Descent) -> Tensors:
