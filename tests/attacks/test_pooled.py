@@ -89,6 +89,21 @@ def test_the_angle_to_the_gradient_is_smaller_by_ranks_and_of_many_rounds_by_thr
     assert thresholds[2] > 0.97 > ranks[2] > 0.94 > mean[2]
 
 
+@pytest.mark.parametrize("estimate", ["mean", "ranks", "thresholds"])
+def test_who_else_is_watched_changes_no_estimate(estimate):
+    """One of the victims sends too little of a layer to learn its threshold from."""
+    scene, attack = pictures("scheliga-cnn", "digits", 2), Pooled("x", estimate=estimate)
+    client, seen = watched(scene, "minmax(0.95)", 4)
+    for each in seen:
+        each.update["head.weight"][1, :, 8:] = 0
+    knowledge = replace(scene.knowledge, public=PUBLIC)
+    both = attack.pooled(seen, client, knowledge, Key(0)).update
+    for row in range(2):
+        own = [replace(s, update={n: v[row : row + 1] for n, v in s.update.items()}, victims=(row,)) for s in seen]
+        alone = attack.pooled(own, client, knowledge, Key(0)).update
+        assert all(torch.equal(alone[name][0], value[row]) for name, value in both.items())
+
+
 def test_without_images_of_ones_own_nothing_is_ranked():
     scene = tiny()
     glaus, prospect = make_attack("glaus"), Prospect(scene.client, (1, 6, 6), 2, 4, public=1)

@@ -64,7 +64,7 @@ class Pooled(Inversion):
         sizes, mean = self._own(whole, belief, knowledge, key)
         update = {n: _ranked(observations, n, sizes[n], mean[n]) for n in first.update}
         if self.estimate == "thresholds" and len(observations) >= _OFTEN:
-            update |= {n: value for n in update if (value := _by_thresholds(observations, n)) is not None}
+            update = {n: _by_thresholds(observations, n, value) for n, value in update.items()}
         return replace(whole, update=update)
 
     def _own(self, seen: Observation, belief: Client, knowledge: Knowledge, key: Key) -> tuple[Tensors, Tensors]:
@@ -74,8 +74,8 @@ class Pooled(Inversion):
             raise fail(f"attack {self.name}", "was given too few public images to know magnitudes by", "give more")
         count = min(_BATCHES, len(public.inputs) // size)
         order = torch.randperm(len(public.inputs), generator=key.child("own").generator())[: count * size]
-        places = order.to(public.inputs.device)
-        own = Batch(*(value[places].unflatten(0, (count, size)) for value in public))
+        device = next(iter(seen.params.values())).device
+        own = Batch(*(value[order.to(value.device)].unflatten(0, (count, size)).to(device) for value in public))
         belief = belief.undefended_update()
         spec = belief.noise_spec(seen.params, Batch(own.inputs[0], own.targets[0]))
         drawn = [spec.sample(key.child("own", number)) for number in range(count)]
@@ -148,14 +148,14 @@ def _ranked(observations: Sequence[Observation], name: str, sizes: Tensor, mean:
     return (signs * found).reshape(like.shape)
 
 
-def _by_thresholds(observations: Sequence[Observation], name: str) -> Tensor | None:
-    """Solve s = g + C / g for what was sent; None of layers with few entries that were."""
+def _by_thresholds(observations: Sequence[Observation], name: str, otherwise: Tensor) -> Tensor:
+    """Solve s = g + C / g for what was sent; where few entries of a victim's layer were, take another estimate."""
     like = observations[0].update[name]
     hits, larger, smaller, odds = (torch.zeros_like(like).flatten(1) for _ in range(4))
+    enough = torch.ones_like(hits[:, :1], dtype=torch.bool)
     for sent in _sent(observations, name):
         kept = sent != 0
-        if int(kept.sum(1).min()) < _ENOUGH:
-            return None
+        enough &= kept.sum(1, keepdim=True) >= _ENOUGH
         least = torch.where(kept, sent.abs(), torch.inf).amin(1, keepdim=True)
         root = (sent.square() - least.square()).clamp(min=0).sqrt()
         far, near = (sent.abs() + root) / 2, (sent.abs() - root) / 2
@@ -167,4 +167,4 @@ def _by_thresholds(observations: Sequence[Observation], name: str) -> Tensor | N
     # Of the larger root an entry is chosen with probability far / (far + near), of the smaller one with the rest.
     weight = torch.sigmoid((2 * hits - len(observations)) * odds / seen)
     found = weight * larger / seen + (1 - weight) * smaller / seen
-    return found.reshape(like.shape)
+    return torch.where(enough, found, otherwise.flatten(1)).reshape(like.shape)
