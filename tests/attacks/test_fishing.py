@@ -94,6 +94,26 @@ def test_the_labels_of_a_batch_are_read_off_the_last_bias_whatever_its_scale(exa
         assert count(bias, 2, examples, gated=False).classes.tolist() == numbers.tolist()
 
 
+def test_numbers_that_several_multiples_explain_are_not_known():
+    """Of two classes what one has the other lacks: a clipped bias says nothing of how many; steps have a known size."""
+    bias = torch.tensor([3.0, -3.0], dtype=torch.float64) / 4
+    assert count(bias, 1, 4, gated=False).classes.tolist() == [1, 3]
+    for scale in (0.1, 1e-3):
+        assert not count(scale * bias, 1, 4, gated=False).known
+    assert count(0 * bias, 1, 4, gated=False).classes.tolist() == [4, 0]
+    assert count(0.1 * bias, 1, 4, gated=False, usual=0.1).classes.tolist() == [1, 3]
+    net = build("scheliga-cnn", channels=1, size=32, classes=2, generator=Key(0).generator())
+    fishing, local = make_attack("fishing(target=1, iterations=2)"), Local(lr=1e-2, steps=4, batch=2)
+    crafted = fishing.craft(Client(net, local=local), KNOWN, Key(0))
+    seen = sent_by(crafted, digits([1, 1, 0, 1]))
+    assert fishing._caught([seen], crafted, KNOWN)[0][0].observation.examples == 3
+
+
+def test_a_bias_of_which_little_was_sent_is_not_read():
+    """Its sum is no longer zero, as that of a gradient is; what is left may look like whole numbers."""
+    assert not count(torch.tensor([0.0, 0.0, 0.7, 0.0]), 0, 3, gated=False).known
+
+
 def test_clips_and_local_steps_are_multiples_of_a_gradient():
     fishing, batch = make_attack("fishing(target=3)"), digits([1, 3, 7, 7, 0, 4, 5, 9])
     plain = alone(fishing.craft(client(), KNOWN, Key(0)), batch, 3)
@@ -194,6 +214,7 @@ def test_nothing_caught_and_no_numbers_end_in_no_image_and_no_crash():
     assert found.objective.tolist() == [torch.inf, torch.inf]
     assert found.targets[0].tolist() == [1, 3, 7]
     assert float((found.inputs - (LOWER + UPPER) / 2).abs().max()) == 0
+    assert {count: torch.equal(value, found.inputs) for count, value in found.trace.items()} == {1: True}
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,9 @@ _WORSE: tuple[Status, ...] = ("converged", "stalled", "budget", "diverged")
 _SURE, _LIKELY = 0.05, 0.25
 """Numbers of examples this near to whole ones are taken for what they are: at once, or where nothing fits better."""
 
+_NOTHING = 1e-5
+"""A bias whose gradients come to less than this many examples has none."""
+
 
 class Counts(NamedTuple):
     """How many examples of each class [K] an update is made of, and how much larger than a mean gradient it is."""
@@ -49,33 +52,49 @@ class Catch:
         return replace(self, places=self.places[rows], observation=alone)
 
 
-def count(bias: Tensor, target: int, examples: int, gated: bool) -> Counts:
+def count(bias: Tensor, target: int, examples: int, gated: bool, usual: float = 1.0) -> Counts:
     """Read the number of examples of each class off the last bias's gradient [K].
 
-    With a gate it is not known how many were taken for another class. Where the numbers do not come out whole, the
-    update is taken for a multiple of a mean gradient: it was clipped, or is the sum of several steps.
+    With a gate it is not known how many were taken for another class. `usual` says how many gradients the update comes
+    to if nothing was done to it: its steps times their size. Where the numbers do not come out whole, it is taken for
+    another multiple: it was clipped. Of few classes several multiples may have whole numbers: then none is known.
     """
     best: tuple[float, Counts] | None = None
-    others = torch.arange(len(bias), device=bias.device) != target
+    others, size = torch.arange(len(bias), device=bias.device) != target, examples * float(bias.abs().max())
     for taken in range(examples, 0, -1) if gated else (examples,):
         even = taken / (len(bias) - 1)
         largest = examples * float(bias[others].max())
-        for scale in (1.0, *(largest / (even - least) for least in range(int(even) + 1) if least < even)):
+        whole_too: list[Counts] = []
+        for scale in (usual, *(largest / (even - least) for least in range(int(even) + 1) if least < even)):
             if scale <= 0:
                 continue
             counts = even - examples * bias / scale
             counts[target] = -examples * bias[target] / scale
             whole = counts.round()
-            error = float((counts - whole).abs().max()) + float(whole[others].min() < 0)
+            odd = bool(whole[others].min() < 0) or int(whole.sum()) != taken
+            error = float((counts - whole).abs().max()) + float(odd)
             found = Counts(whole.clamp(0, examples).long(), scale, error < _LIKELY)
-            if error < _SURE:
+            # Of a small multiple little is left over too, as of no gradient at all: it has to be little beside it.
+            sure = error < _SURE * (min(1.0, size / scale) if size > _NOTHING else 1.0)
+            if sure and scale == usual:
                 return found
-            if (best is None or error < best[0]) and scale != 1.0:
+            if sure:
+                whole_too.append(found)
+            if (best is None or error < best[0]) and scale != usual:
                 best = error, found
-    return best[1] if best and best[1].known else Counts(torch.zeros_like(bias, dtype=torch.long), 1.0, known=False)
+        if whole_too:
+            same = all(torch.equal(other.classes, whole_too[0].classes) for other in whole_too)
+            return whole_too[0] if same else _unknown(bias)
+    return best[1] if best and best[1].known else _unknown(bias)
 
 
-def catches(seen: Observation, last: str, target: int, gated: bool) -> tuple[list[Catch], list[Tensor]]:
+def _unknown(bias: Tensor) -> Counts:
+    return Counts(torch.zeros_like(bias, dtype=torch.long), 1.0, known=False)
+
+
+def catches(
+    seen: Observation, last: str, target: int, gated: bool, usual: float = 1.0
+) -> tuple[list[Catch], list[Tensor]]:
     """Sort a round's victims by how many examples were caught, and say how many each has of every class.
 
     Whose update is not finite, and of whom nothing was caught, is in no catch. Where the number cannot be read, one
@@ -85,7 +104,7 @@ def catches(seen: Observation, last: str, target: int, gated: bool) -> tuple[lis
     finite = torch.stack([value.isfinite().flatten(1).all(1) for value in seen.update.values()]).all(0)
     body = [value.flatten(1) for name, value in seen.update.items() if name.rpartition(".")[0] != last]
     moved = torch.stack([value.abs().amax(1) > 0 for value in body]).any(0) if body else finite
-    counts = [count(row, target, seen.examples, gated) for row in biases]
+    counts = [count(row, target, seen.examples, gated, usual) for row in biases]
     numbers = [int(each.classes[target]) if each.known else 1 for each in counts]
     caught = torch.where(finite & moved, torch.tensor(numbers).to(finite.device), 0)
     scales = torch.tensor([found.scale for found in counts]).to(biases)
@@ -137,10 +156,11 @@ def together(
     seen: Observation,
     blank: Tensor,
     restarts: int,
+    points: Sequence[int],
 ) -> Reconstruction:
     """Put together what was found of every victim: single images first, repeated up to the size of the batch.
 
-    Of whom nothing was caught, all images are `blank`, and no objective is finite.
+    Of whom nothing was caught, all images are `blank`, after all of these iterations too, and no objective is finite.
     """
     example = next(iter(seen.update.values()))
     mine: list[list[_Found]] = [[] for _ in seen.victims]
@@ -163,7 +183,7 @@ def together(
         plan=tuple(size for part in parts for size in part.plan),
         trace={
             count: _filled(mine, lambda part, n=count: part.trace[n], seen.examples, blank.to(example))
-            for count in (parts[0].trace if parts else ())
+            for count in points
         },
     )
 

@@ -146,7 +146,8 @@ class Fishing(Inversion):
         found: list[Catch] = []
         counted: list[Tensor] = []
         for seen in observations[: len(first.params[bias])]:
-            own, counts = catches(seen, last, self._target(seen.round, len(seen.params[bias])), self.share is not None)
+            fished = self._target(seen.round, len(seen.params[bias]))
+            own, counts = catches(seen, last, fished, self.share is not None, _of_steps(belief, seen.examples))
             found += own
             counted = counted or counts
         return found, counted
@@ -196,7 +197,7 @@ class Fishing(Inversion):
             used += part.plan
             done += own
         blank = ((knowledge.lower + knowledge.upper) / 2).expand(knowledge.shape)
-        whole = together(found, parts, counted, observations[0], blank, self.restarts)
+        whole = together(found, parts, counted, observations[0], blank, self.restarts, self.points())
         return replace(whole, seconds=time.perf_counter() - began, plan=tuple(used))
 
     def evaluate(
@@ -236,6 +237,12 @@ def _last(client: Client, shape: tuple[int, int, int]) -> str:
 def _alone(belief: Client) -> Client:
     """Return the client as one that sends the gradient of what was caught: several steps are taken for one."""
     return replace(belief, local=None, members=1)
+
+
+def _of_steps(belief: Client, examples: int) -> float:
+    """Say how much larger than a mean gradient an update of several small steps is."""
+    local = belief.local
+    return 1.0 if local is None else local.lr * max(1, local.count(examples // belief.members))
 
 
 def _labelled(knowledge: Knowledge, catch: Catch) -> Knowledge:
