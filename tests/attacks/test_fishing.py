@@ -74,6 +74,18 @@ def test_what_is_caught_is_what_the_class_alone_would_have_sent(name):
     assert [row.tolist() for row in counts][1] == torch.bincount(two.targets, minlength=10).tolist()
 
 
+def test_nothing_of_the_other_classes_passes_however_large_the_features_are():
+    big = client()
+    with torch.no_grad():
+        next(iter(big.model.parameters())).mul_(3000)
+    crafted = make_attack("fishing(target=3)").craft(big, KNOWN, Key(0))
+    batch = digits([1, 3, 7, 7, 0, 4, 5, 9])
+    assert bool((crafted.model(batch.inputs)[:, :3].amin(1) > crafted.model(batch.inputs)[:, 3] + 100).all())
+    (caught,), _ = catches(sent_by(crafted, batch), "head", 3, gated=False)
+    assert caught.observation.examples == 1
+    close(caught.observation.update, alone(crafted, batch, 3), 1e-4)
+
+
 def test_the_honest_model_stays_as_it_is_and_all_but_the_last_layer_too():
     honest = client()
     before = {name: value.clone() for name, value in honest.params().items()}

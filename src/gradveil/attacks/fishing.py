@@ -31,6 +31,8 @@ SEARCHED = ("iterations", "restarts", "lr", "sign", "tv", "l2", "objective", "to
 """Settings of the one search that mean something here."""
 _WEIGHT, _BIAS = 0.5, 1000.0
 """The target's weights, and how far the other classes are ahead: the paper's published program has these."""
+_LOOKS, _MARGIN = 8, 4.0
+"""Images of noise that say how large the model's features are, and how much larger they may be of others."""
 _RIDGE = 1e-2
 """How much of the features' mean variance is added to each when the gate is fitted."""
 _SHARP = 1000.0
@@ -96,11 +98,20 @@ class Fishing(Inversion):
         target = self._target(number, len(bias))
         if self.share is None:
             weight[target] = _WEIGHT
-            bias += _BIAS
+            bias += self._ahead(client, last, knowledge)
             bias[target] = 0
         else:
             weight[target], bias[target] = self._gate(client, last, knowledge, target, self.share)
         return {f"{last}.weight": weight, f"{last}.bias": bias}
+
+    def _ahead(self, client: Client, last: str, knowledge: Knowledge) -> float:
+        """Say how far the other classes must be ahead: further than the paper says where features are large."""
+        like = next(iter(client.params().values()))
+        lower, upper = knowledge.lower.to(like), knowledge.upper.to(like)
+        drawn = torch.rand((_LOOKS, *knowledge.shape), generator=Key(0, ("fishing",)).generator()).to(like)
+        with torch.no_grad(), evaluating(client.model):
+            seen = features(client.model, lower + (upper - lower) * drawn, last)
+        return max(_BIAS, _MARGIN * _WEIGHT * float(seen.flatten(1).abs().sum(1).max()))
 
     def _target(self, number: int, classes: int) -> int:
         return (self.target + number) % classes
