@@ -123,7 +123,9 @@ def test_numbers_that_several_multiples_explain_are_not_known():
 
 def test_a_bias_of_which_little_was_sent_is_not_read():
     """Its sum is no longer zero, as that of a gradient is; what is left may look like whole numbers."""
-    assert not count(torch.tensor([0.0, 0.0, 0.7, 0.0]), 0, 3, gated=False).known
+    found = count(torch.tensor([0.0, 0.0, 0.7, 0.0]), 0, 3, gated=False, usual=0.3)
+    assert not found.known
+    assert found.scale == 0.3, "what several steps come to is known all the same"
 
 
 def test_clips_and_local_steps_are_multiples_of_a_gradient():

@@ -84,12 +84,12 @@ def count(bias: Tensor, target: int, examples: int, gated: bool, usual: float = 
                 best = error, found
         if whole_too:
             same = all(torch.equal(other.classes, whole_too[0].classes) for other in whole_too)
-            return whole_too[0] if same else _unknown(bias)
-    return best[1] if best and best[1].known else _unknown(bias)
+            return whole_too[0] if same else _unknown(bias, usual)
+    return best[1] if best and best[1].known else _unknown(bias, usual)
 
 
-def _unknown(bias: Tensor) -> Counts:
-    return Counts(torch.zeros_like(bias, dtype=torch.long), 1.0, known=False)
+def _unknown(bias: Tensor, usual: float) -> Counts:
+    return Counts(torch.zeros_like(bias, dtype=torch.long), usual, known=False)
 
 
 def catches(
