@@ -192,6 +192,9 @@ def test_folders_that_are_no_runs_are_refused(tmp_path: Path) -> None:
     assert (tmp_path / "thesis.txt").read_text() == "precious"
     with pytest.raises(GradveilError, match="is a file"), Store(tmp_path / "thesis.txt").open(info()):
         pass
+    for place in ("thesis.txt/run", 300 * "a"):
+        with pytest.raises(GradveilError, match="cannot be made"), Store(tmp_path / place).open(info()):
+            pass
 
 
 def test_json_never_holds_nan(tmp_path: Path) -> None:

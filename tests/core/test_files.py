@@ -24,6 +24,11 @@ def test_a_full_disk_is_a_message_and_the_old_file_stays(tmp_path: Path, monkeyp
     assert [child.name for child in tmp_path.iterdir()] == ["cell.json"]
 
 
+def test_a_folder_that_cannot_be_written_to_is_a_message(tmp_path: Path) -> None:
+    with pytest.raises(GradveilError, match="cannot be written to: No such file"), files.locked(tmp_path / "gone"):
+        pass
+
+
 @pytest.fixture
 def planted(tmp_path: Path) -> Path:
     """The name that the unfinished file will have."""

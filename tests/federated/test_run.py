@@ -217,6 +217,13 @@ def test_a_folder_with_other_things_in_it_is_left_alone(tmp_path):
     assert (tmp_path / "thesis.tex").is_file()
 
 
+@pytest.mark.parametrize("place", ["file/run", 300 * "a"])
+def test_a_folder_that_cannot_be_made_is_a_message(tmp_path, place):
+    (tmp_path / "file").touch()
+    with pytest.raises(GradveilError, match="cannot be made"):
+        trained(tmp_path / place, open_setting(config(rounds=1)))
+
+
 def test_summaries_tell_the_seeds_apart_and_together(tmp_path):
     told = open_setting(config(rounds=1, seeds=[0, 1], defences=["none", "topk(0.1)"]))
     summaries, _ = trained(tmp_path / "a", told)

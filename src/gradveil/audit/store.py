@@ -169,16 +169,16 @@ class Store:
 
         What `info` says is `growing` in the configuration may have more in it than there: the run then has more cells.
         """
-        if self.folder.exists() and not self.folder.is_dir():
-            raise fail(str(self.folder), "is a file", "choose another --out")
-        existed = (self.folder / RUN).is_file()
-        if not existed:
-            self._only_ours()
         try:
+            if self.folder.exists() and not self.folder.is_dir():
+                raise fail(str(self.folder), "is a file", "choose another --out")
+            existed = (self.folder / RUN).is_file()
+            if not existed:
+                self._only_ours()
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             self.folder.chmod(0o700)
         except OSError as error:
-            raise fail(str(self.folder), f"cannot be made: {error.strerror}", "choose another --out") from error
+            raise fail(str(self.folder), f"cannot be made or read: {error.strerror}", "choose another --out") from error
         with locked(self.folder):
             if existed and fresh:
                 shutil.rmtree(self.folder / "cells", ignore_errors=True)

@@ -95,7 +95,11 @@ def make_private(folder: Path) -> None:
 @contextmanager
 def locked(folder: Path, remedy: str = "wait for it, or choose another --out") -> Generator[None]:
     """Hold a folder for this process alone; refuse one that another process holds."""
-    handle = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        handle = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
+    except OSError as error:
+        what = f"cannot be written to: {error.strerror}"
+        raise fail(str(folder), what, "give the right to write in it, or name another") from error
     try:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)

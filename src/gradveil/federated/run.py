@@ -15,8 +15,8 @@ from typing import Any
 from pydantic import TypeAdapter
 from torch import Tensor
 
-from gradveil.core.errors import GradveilError, Problem, refuse
-from gradveil.core.files import locked, write_json, write_private
+from gradveil.core.errors import GradveilError, Problem, fail, refuse
+from gradveil.core.files import LOCK, locked, write_json, write_private
 from gradveil.core.growth import refuse_others
 from gradveil.federated.checkpoint import load_standing, pack_standing
 from gradveil.federated.config import FREE, TrainConfig, digest
@@ -41,14 +41,10 @@ def opened(folder: Path, info: Mapping[str, Any], fresh: bool = False) -> Iterat
 
     What `info` says is `growing` in the configuration may have more in it than there: there are then more cells.
     """
-    if folder.exists() and not folder.is_dir():
-        refuse([Problem(str(folder), "is a file", "choose another --out")])
-    ours = {RUN, "cells", ".lock", _REPORT}
-    others = {child.name for child in folder.iterdir()} - ours if folder.is_dir() else set[str]()
-    if others and not (folder / RUN).is_file():
-        refuse([Problem(str(folder), "holds other files and is no training", "choose another --out")])
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    folder.chmod(0o700)
+    try:
+        _made(folder)
+    except OSError as error:
+        raise fail(str(folder), f"cannot be made or read: {error.strerror}", "choose another --out") from error
     with locked(folder):
         if fresh:
             shutil.rmtree(folder / "cells", ignore_errors=True)
@@ -63,6 +59,18 @@ def opened(folder: Path, info: Mapping[str, Any], fresh: bool = False) -> Iterat
             left.unlink()
         write_json(folder / RUN, info)
         yield
+
+
+def _made(folder: Path) -> None:
+    """Make the directory, if it is not there; refuse one that holds other things."""
+    if folder.exists() and not folder.is_dir():
+        raise fail(str(folder), "is a file", "choose another --out")
+    ours = {RUN, "cells", LOCK, _REPORT}
+    others = {child.name for child in folder.iterdir()} - ours if folder.is_dir() else set[str]()
+    if others and not (folder / RUN).is_file():
+        raise fail(str(folder), "holds other files and is no training", "choose another --out")
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    folder.chmod(0o700)
 
 
 def run(
