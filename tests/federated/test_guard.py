@@ -359,3 +359,5 @@ def test_the_policy_decides() -> None:
     assert told
     guarded(net, params(net), "refuse", lambda finding: told.clear())
     assert told
+    with pytest.raises(GradveilError, match="guard: is 'refused' -> give one of: warn, refuse, ignore"):
+        guarded(net, params(net), "refused", lambda finding: None)  # type: ignore[arg-type]

@@ -1,6 +1,7 @@
 """The encoding of updates: what arrives is what was sent, in few bytes; anything else is refused, each kind by name."""
 
 import math
+from functools import partial
 from typing import Any
 
 import pytest
@@ -176,6 +177,9 @@ def test_values_that_are_not_finite_are_refused_on_both_sides(bad: float, dtype:
     with pytest.raises(WireError, match="not finite"):
         decode(encoded, Layout.of(update))
     same(decode(encoded, Layout.of(update), nonfinite="keep"), update)
+    for misspelt in (partial(encode, update), partial(decode, encoded, Layout.of(update))):
+        with pytest.raises(GradveilError, match="nonfinite: is 'reject' -> give one of: refuse, keep"):
+            misspelt(nonfinite="reject")
     largest = {"w": torch.tensor([torch.finfo(dtype).max, torch.finfo(dtype).min], dtype=dtype)}
     same(decode(encode(largest), Layout.of(largest)), largest)
 

@@ -138,6 +138,13 @@ def test_what_cannot_be_done_to_an_update_is_refused_when_the_mod_is_made(text, 
     assert "answer(" in str(refused.value) or "gradveil train" in str(refused.value)
 
 
+def test_a_misspelt_choice_is_refused_when_the_mod_is_made():
+    """Statistics that are not refused would be sent undefended, and a guard that refuses would only warn."""
+    with pytest.raises(GradveilError) as refused:
+        protect("topk(0.1)", statistics="kept", guard="refused")  # type: ignore[arg-type]
+    assert [problem.where for problem in refused.value.problems] == ["protect.guard", "protect.statistics"]
+
+
 def test_every_reason_is_named_at_once():
     with pytest.raises(GradveilError) as refused:
         protect("dp + mixup + dropout")

@@ -13,16 +13,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor, nn
 
-from gradveil.core.errors import GradveilError, Problem
+from gradveil.core.allowed import Choice
+from gradveil.core.errors import GradveilError, Problem, refuse
 from gradveil.nn.paths import last_layer
 
 Family = Literal["imprint", "trap", "extreme", "fishing", "jump", "not finite"]
 Policy = Literal["warn", "refuse", "ignore"]
+POLICY = Choice(get_args(Policy))
+"""What may be said: a policy that is misspelt must not pass for a milder one."""
 
 _ROWS = 8
 """A layer with fewer rows is too small to tell a pattern from chance."""
@@ -133,6 +136,7 @@ def guarded(
     rounds: int = 1,
 ) -> None:
     """Inspect a received model and act as the policy says: refuse by raising, tell every finding, or do nothing."""
+    refuse(POLICY.problems("guard", policy))
     if policy == "ignore":
         return
     found = inspect(model, received, previous, sent, rounds)

@@ -23,12 +23,13 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterator, Mapping
 from hashlib import blake2b
-from typing import Literal
+from typing import Literal, get_args
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from gradveil.core.allowed import Choice
 from gradveil.core.errors import Problem, refuse
 from gradveil.core.tree import Tensors
 from gradveil.federated import header, packing
@@ -45,6 +46,7 @@ WORKING_BYTES = 48
 """Bytes an entry of the largest tensor that decoding needs beside its result, for the most wasteful code there is."""
 NonFinite = Literal["refuse", "keep"]
 """What is done about values that are not finite."""
+_NONFINITE = Choice(get_args(NonFinite))
 
 
 def encode(
@@ -67,7 +69,7 @@ def encode(
     >>> decode(encode(update), Layout.of(update))
     {'w': tensor([ 0.0000,  1.5000,  0.0000, -2.0000])}
     """
-    refuse(_not_encodable(update, values, mask))
+    refuse([*_NONFINITE.problems("nonfinite", nonfinite), *_not_encodable(update, values, mask)])
     entries: list[Entry] = []
     content: list[memoryview] = []
     problems: list[Problem] = []
@@ -165,7 +167,7 @@ def decode(
     nonfinite: NonFinite = "refuse",
 ) -> Tensors:
     """Decode an update of this model, in its order and its dtypes; anything else ends in a `WireError`."""
-    refuse(_not_its_mask(layout, mask))
+    refuse([*_NONFINITE.problems("nonfinite", nonfinite), *_not_its_mask(layout, mask)])
     found = inspect(data, layout)
     if problems := layout.differences(found.layout):
         raise WireError(problems)

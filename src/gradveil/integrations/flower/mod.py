@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from flwr.app import Context, Message, MessageType
@@ -13,6 +13,7 @@ from flwr.clientapp.typing import ClientAppCallable, Mod
 from torch import nn
 
 from gradveil.client import Client, steady
+from gradveil.core.allowed import Choice, collect
 from gradveil.core.errors import Problem, fail, refuse
 from gradveil.core.noise import Key
 from gradveil.core.tree import Tensors, select, under
@@ -21,7 +22,7 @@ from gradveil.core.types import Context as Seen
 from gradveil.defences import Defence, parse
 from gradveil.defences.privacy import examine, stages
 from gradveil.defences.trials import data_dependent
-from gradveil.federated.guard import Policy
+from gradveil.federated.guard import POLICY, Policy
 from gradveil.federated.wire import Layout
 from gradveil.integrations.flower.budget import Limit, charged
 from gradveil.integrations.flower.client import NO_MESSAGES, look, needs_messages, spend
@@ -41,6 +42,7 @@ from gradveil.nn.weights import is_statistic
 
 Statistics = Literal["refuse", "keep", "send"]
 """What is done with running statistics that training changed."""
+_STATISTICS = Choice(get_args(Statistics))
 _HELPER = "call gradveil.integrations.flower.answer(...) in train(): it runs every defence"
 
 
@@ -71,7 +73,8 @@ def protect(
     `answer` and `Client`.
     """
     found = parse(defence) if isinstance(defence, str) else defence
-    refuse(list(_out_of_place(found)))
+    said = (("guard", POLICY, guard), ("statistics", _STATISTICS, statistics))
+    refuse([*collect("protect", said), *_out_of_place(found)])
     limit = Limit.of(epsilon, delta, training)
     limit.provable(examine(Client(_small(), send=found.send), _FEW))
     return _Protect(found.send, model, trainable, statistics, guard, folder, key, training, limit)
