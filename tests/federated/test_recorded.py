@@ -72,6 +72,27 @@ def test_the_examples_of_a_gradient_are_those_it_was_made_from(tmp_path):
         assert all(torch.equal(again[name], value) for name, value in one.update.items())
 
 
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"rounds": 1}, r"record\.rounds: is 1 -> list them, as in rounds=\(1,\), or say None for all"),
+        ({"rounds": ("1",)}, r"record\.rounds: is \('1',\)"),
+        ({"clients": "12"}, r"record\.clients: is '12' -> list them"),
+        ({"clients": (3,)}, r"record\.clients: is \(3,\)"),
+        ({"sends": "update"}, r"record\.sends: is 'update' -> give one of: gradient, difference"),
+    ],
+)
+def test_what_would_record_others_than_is_meant_is_refused(tmp_path, settings, told):
+    """Of a text each letter would be a client: '12' would record 1, 2 and 12."""
+    with pytest.raises(GradveilError, match=told):
+        Recorder(tmp_path, **settings)
+
+
+def test_a_folder_that_cannot_be_looked_at_is_a_message(tmp_path):
+    with pytest.raises(GradveilError, match="cannot be used: File name too long"):
+        recorded(tmp_path / (300 * "a"))
+
+
 def test_private_examples_are_kept_only_where_that_was_asked_for(tmp_path):
     needle = torch.full((2, 1, 3, 3), 0.625).numpy().tobytes()
     recorded(tmp_path / "without")

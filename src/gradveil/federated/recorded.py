@@ -16,7 +16,7 @@ import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 import torch
 from pydantic import Field, ValidationError
@@ -24,6 +24,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
+from gradveil.core.allowed import Choice
 from gradveil.core.errors import GradveilError, Problem, fail, refuse
 from gradveil.core.files import DamagedError, read_json, unreadable, write_json, write_private
 from gradveil.core.tree import Tensors, select, under
@@ -41,6 +42,7 @@ _SENT = "sent"
 _ANEW = "record it again, or remove the file"
 Sends = Literal["gradient", "difference"]
 """What an update is: a gradient, or the parameters before local training minus those after."""
+_SENDS = Choice(get_args(Sends))
 
 
 class Facts(Section):
@@ -103,8 +105,29 @@ class Recorder:
     rounds: Collection[int] | None = (1,)
     clients: Collection[str] | None = None
 
+    def __post_init__(self) -> None:
+        """Refuse what would stop a training when its first update is to be recorded, or record others than is meant."""
+        problems = _SENDS.problems("record.sends", self.sends)
+        for name, value, wanted in (
+            ("rounds", self.rounds, "rounds=(1,)"),
+            ("clients", self.clients, "clients=('3',)"),
+        ):
+            kind = int if name == "rounds" else str
+            listed = isinstance(value, Collection) and not isinstance(value, str | bytes)
+            if value is not None and not (listed and all(isinstance(one, kind) for one in value)):
+                remedy = f"list them, as in {wanted}, or say None for all"
+                problems.append(Problem(f"record.{name}", f"is {value!r}", remedy))
+        refuse(problems)
+
     def ready(self) -> None:
         """Make the directory, if it is not there; refuse one that holds other things."""
+        try:
+            self._ready()
+        except OSError as error:
+            remedy = "give the right to read and write there, or choose another folder for the record"
+            raise fail(str(self.folder), f"cannot be used: {error.strerror}", remedy) from error
+
+    def _ready(self) -> None:
         folder, mark = self.folder, self.folder / RECORD
         if not mark.is_file():
             there = {child.name for child in folder.iterdir()} if folder.is_dir() else set[str]()
