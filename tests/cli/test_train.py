@@ -114,6 +114,16 @@ def test_an_electorate_that_shrank_is_told(little: Path, capsys: pytest.CaptureF
     assert told + "outvote a liar" in err
 
 
+def test_rounds_in_which_nobody_answered_are_told(little: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--defence", "none", "--set", "absent=0.9", "--rounds", "3", "--threads", "1"]
+    assert run(["train", "little.toml", *words, "--json"]) == 0
+    out, err = capsys.readouterr()
+    silent = sum(not record["clients"] for record in json.loads(out)[0]["curve"])
+    assert silent
+    assert err.count(", nobody answered,") == silent
+    assert f"seed 0: in {silent} of 3 rounds nobody answered" in err
+
+
 def test_a_training_that_diverges_is_a_status_and_an_exit_code(
     little: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -201,6 +201,19 @@ def test_training_stops_when_validation_does_not_get_better_and_keeps_the_best()
     assert not same(done.final, done.params)
 
 
+def test_rounds_in_which_nobody_answers_do_not_end_a_training_that_still_learns():
+    done = train(federation(clients=1, absent=0.7, patience=2), 20)
+    answered = [bool(record.clients) for record in done.records]
+    assert "000" in "".join(str(int(one)) for one in answered), "more rounds on end than patience has"
+    losses = [record.validation_loss for record in done.records]
+    assert [after < before for before, after in itertools.pairwise(losses)] == answered[1:]
+    assert (done.status, len(losses)) == ("finished", 20)
+    worse = federation(clients=1, absent=0.7, patience=2, local=Local(batch=5, lr=3.0, epochs=1))
+    stopped = train(worse, 20)
+    assert stopped.status == "stopped early"
+    assert sum(bool(record.clients) for record in stopped.records[stopped.best_round :]) == 2
+
+
 def test_a_training_that_diverges_says_so():
     done = train(federation("gaussian(1e300)", server=Server(lr=1e10)), 5)
     assert done.status == "diverged"

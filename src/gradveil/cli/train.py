@@ -127,6 +127,9 @@ def _show(summaries: Sequence[Mapping[str, Any]], as_json: bool, console: Consol
 def _doubts(curve: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     """Say in how many rounds something was missing that the result counts on."""
     among = f"of {plural(len(curve), 'round')}"
+    silent = sum(not record["clients"] and not record.get("refused") for record in curve)
+    if silent:
+        yield f"in {silent} {among} nobody answered"
     left = sum(bool(record.get("refused")) for record in curve)
     if left:
         yield f"in {left} {among} updates were left out that were not finite"
@@ -180,6 +183,8 @@ def tell(console: Console, rounds: int, cell: Cell, last: Round, status: Status)
     parts = [f"{cell.title}, seed {cell.seed}: round {last.number} of {rounds}", f"accuracy {percent(last.accuracy)}"]
     if last.validation_loss is not None:
         parts.append(f"validation loss {last.validation_loss:.4f}")
+    if not last.clients and not last.refused:
+        parts.append("nobody answered")
     if last.refused:
         parts.append(f"{plural(len(last.refused), 'update')} left out: not finite")
     if last.spoke is not None and last.spoke[0] < last.spoke[1]:

@@ -53,7 +53,7 @@ class Federation:
     absent: float = 0.0
     """Probability that a chosen client does not answer."""
     patience: int | None = None
-    """Stop after so many rounds without a lower validation loss; None for never."""
+    """Stop after so many rounds in which somebody answered, without a lower validation loss; None for never."""
     recorder: Recorder | None = None
     """Keeps what leaves the clients, for an audit; it changes nothing of the training."""
     pace: tuple[tuple[int, float], ...] = ()
@@ -247,7 +247,8 @@ class Federation:
         # A loss that is no number is worse than any: not even later ones could be lower.
         if now is None or lowest is None or (math.isfinite(now) and not lowest <= now):
             return replace(after, records=records, best={}, best_round=record.number)
-        waited = record.number - before.best_round
+        # A round in which nobody answered changes nothing, and is no sign that training has come to its end.
+        waited = sum(bool(one.clients or one.refused) for one in records[before.best_round :])
         status: Status = "stopped early" if self.patience is not None and waited >= self.patience else "running"
         return replace(after, records=records, best=before.final, status=status)
 

@@ -108,11 +108,10 @@ class Recorder:
     def __post_init__(self) -> None:
         """Refuse what would stop a training when its first update is to be recorded, or record others than is meant."""
         problems = _SENDS.problems("record.sends", self.sends)
-        for name, value, wanted in (
-            ("rounds", self.rounds, "rounds=(1,)"),
-            ("clients", self.clients, "clients=('3',)"),
+        for name, value, kind, wanted in (
+            ("rounds", self.rounds, int, "rounds=(1,)"),
+            ("clients", self.clients, str, "clients=('3',)"),
         ):
-            kind = int if name == "rounds" else str
             listed = isinstance(value, Collection) and not isinstance(value, str | bytes)
             if value is not None and not (listed and all(isinstance(one, kind) for one in value)):
                 remedy = f"list them, as in {wanted}, or say None for all"
