@@ -260,7 +260,7 @@ def test_a_processs_slow_first_round_is_no_price_of_a_defence():
     [
         (["rounds=0"], "rounds: is 0"),
         (["local.lr=0"], "local.lr"),
-        (["patience=3", "validation=0"], "patience waits"),
+        (["patience=3", "validation=0"], "^run: patience waits"),
         (["pace=[{after=3, times=0}]"], "pace"),
         (["pace=[{after=3, times=0.1}, {after=2, times=0.5}]"], "in order"),
         (["partition.kind=chess"], "partition.kind"),
@@ -269,6 +269,7 @@ def test_a_processs_slow_first_round_is_no_price_of_a_defence():
         (["server.tau=0.1"], "server.tau: changes nothing where server.optimiser is 'sgd'"),
         (["server.optimiser=adagrad", "server.beta2=0.9"], "server.beta2: changes nothing"),
         (["batch=4"], "batch: changes nothing where clients train locally"),
+        (["local=", "batch=50"], "batch: is 50, and the client with the most has 24 examples to train on"),
         (["local.optimiser=sgd", "local.nesterov=true"], "no momentum to look ahead with"),
         (["local.optimiser=adam", "local.momentum=0.9"], "mean nothing to 'adam'"),
         (["server.optimiser=lion"], "server.optimiser"),
@@ -290,6 +291,19 @@ def test_a_processs_slow_first_round_is_no_price_of_a_defence():
 def test_bad_settings_are_told_before_the_first_round(settings, told):
     with pytest.raises(GradveilError, match=told):
         open_setting(config(*settings))
+
+
+def test_a_setting_without_a_value_is_left_out():
+    assert config("local=", "local.batch=4", "local.lr=0.1", "local.steps=3").local == LocalConfig(
+        lr=0.1, batch=4, steps=3
+    )
+    assert config("local.epochs=", "local.steps=2").local == config().local.model_copy(
+        update={"epochs": None, "steps": 2}
+    )
+    plain = config("local=", "batch=4")
+    assert (plain.local, plain.batch) == (None, 4)
+    with pytest.raises(GradveilError, match=r"--set patience=: leaves 'patience' out, and it is not set here"):
+        config("patience=")
 
 
 def test_pace_makes_another_training():

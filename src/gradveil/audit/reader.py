@@ -202,7 +202,10 @@ def _set(raw: dict[str, Any], setting: str) -> None:
         table = table.setdefault(part, {})
         if not isinstance(table, dict):
             raise fail(f"--set {setting}", f"'{part}' is not a table here", "set the whole key instead")
-    table[last] = value
+    if text.strip():
+        table[last] = value
+    elif table.pop(last, None) is None:
+        raise fail(f"--set {setting}", f"leaves '{last}' out, and it is not set here", "leave the option out")
 
 
 def _unknown_names(raw: Mapping[str, Any]) -> Iterator[Problem]:

@@ -29,7 +29,7 @@ def translate(error: ValidationError, raw: Mapping[str, Any], kind: type[BaseMod
             hint = f"did you mean '{near[0]}'?" if near else f"allowed here: {', '.join(allowed)}"
             yield Problem(where, "is not a setting", hint)
         elif fault == "value_error":
-            yield Problem(where, str(context["error"]), "change one of the two")
+            yield Problem(where or "run", str(context["error"]), "change one of the two")
         else:
             what = "is empty" if fault in ("too_short", "string_too_short") else f"is {_shown(entry['input'])}"
             why = _REASONS.get(where, "") if fault == "greater_than_equal" else ""

@@ -57,7 +57,7 @@ _HELP = {
     "restarts": "Restarts of every attack whose own text does not say it.",
     "budget": "What all attacks on one defence may spend together: victim-iterations (64000) or time (90s, 10m, 2h).",
     "out": "The run directory; by default runs/NAME.",
-    "set": "Any setting of the run file: --set client.batch=4 --set 'data.size=64'. Repeatable.",
+    "set": "Any setting of the run file: --set client.batch=4 --set 'data.size=64'; KEY= leaves it out. Repeatable.",
     "fail": "A gate for CI: exit with code 3 if an attack success rate is above this (0 to 1), with 1 if that cannot "
     "be said. Counts attackers who were told no secrets, on defences; on none where there is no other.",
     "train": "Train with every defence first, as the table \\[train] says, and attack its clients at chosen rounds.",

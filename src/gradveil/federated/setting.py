@@ -201,7 +201,10 @@ def _problems(setting: Setting) -> Iterator[Problem]:
         yield Problem("data.name", f"the labels of '{config.data.name}' mean nothing", "choose data with a task")
         return
     try:
-        setting.hands(config.seeds[0])
+        most = max(len(places) for places, _ in setting.hands(config.seeds[0]))
+        if config.batch is not None and config.batch > most:
+            what = f"is {config.batch}, and the client with the most has {most} examples to train on"
+            yield Problem("batch", what, "lower it, or leave it out: a gradient is then of all that a client has")
     except GradveilError as error:
         yield from error.problems
         return
