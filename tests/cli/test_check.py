@@ -172,7 +172,9 @@ def test_a_received_model_is_looked_at_for_traces_of_manipulation(
     save_file(fished, tmp_path / "fished.safetensors")
     save_file({head: torch.zeros(3)}, tmp_path / "other.safetensors")
     assert run([*ALONE, "--received", str(tmp_path / "honest.safetensors")]) == 0
-    assert "No problems" in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert "No problems" in told
+    assert f"No trace of manipulation in {tmp_path / 'honest.safetensors'}" in told
     assert run([*ALONE, "--received", str(tmp_path / "fished.safetensors")]) == 1
     assert "fishing: 1 of 2 classes have no weights" in " ".join(capsys.readouterr().out.split())
     files = ["--received", str(tmp_path / "honest.safetensors"), "--previous", str(tmp_path / "fished.safetensors")]

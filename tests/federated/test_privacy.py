@@ -96,6 +96,14 @@ def test_delta_is_told_and_leaves_the_training_as_it_is():
     assert plain.digest() == other.digest()
 
 
+@pytest.mark.parametrize(("text", "few", "unit"), [(DP, 23, "example"), ("user-dp(clip=1, sigma=3)", 4, "client")])
+def test_a_delta_that_allows_publishing_one_of_them_is_told(text: str, few: int, unit: str):
+    """The largest of the four clients has 23 examples."""
+    told = f"delta is not below one over {few} {unit}s"
+    assert told in guarantee(federation(text), 2, 1 / few)["guarantee"]
+    assert told not in guarantee(federation(text), 2, 0.99 / few)["guarantee"]
+
+
 def test_of_several_seeds_the_largest_epsilon_is_told():
     row = {"defence": "dp", "status": "finished", "accuracy": 0.5, "rounds": 1, "bytes_up": 1, "bytes_down": 1}
     rows = [

@@ -87,6 +87,8 @@ def check(
         typer.echo(json.dumps([{key: getattr(p, key) for key in keys} for p in problems], indent=1))
     else:
         _show(problems, net, config, run is not None)
+        if received is not None and not _stopped(problems):
+            typer.echo(f"No trace of manipulation in {received}: that is no proof of an honest server.")
     return FOUND if _stopped(problems) else 0
 
 

@@ -40,7 +40,7 @@ _HELP = {
     "run": "A run file (TOML), or the name of a bundled training: digits.",
     "rounds": "How many rounds. A finished training goes on where it ended if this is raised.",
     "out": "Where results go; by default runs/NAME.",
-    "set": "Any setting of the run file: --set clients=20 --set partition.kind=dirichlet; KEY= leaves it out. Repeatable.",
+    "set": "Any setting of the run file: --set clients=20 --set partition.kind=column; KEY= leaves it out. Repeatable.",
     "data": "Folder where data files lie (or set GRADVEIL_DATA).",
     "record": "Keep what leaves the clients in this folder: the update as encoded, the round, the global model.",
     "record_round": "Round to record; the first if left out. Repeatable.",

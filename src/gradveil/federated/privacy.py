@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 from gradveil.client import Client
@@ -39,8 +40,16 @@ def guarantee(federation: Federation, rounds: int, delta: float) -> dict[str, An
         # Where two noises protect the same unit, both promises hold: the better one is told.
         if mechanism.unit not in said or value < said[mechanism.unit][0]:
             said[mechanism.unit] = value, text
-    texts = "; ".join([*(text for _, text in said.values()), *any_of_them.denied()])
+    texts = "; ".join([*(text for _, text in said.values()), *any_of_them.denied(), *_too_large(delta, said, sizes)])
     return {"guarantee": texts, "epsilon": {unit: value for unit, (value, _) in said.items()}, "delta": delta}
+
+
+def _too_large(delta: float, units: Collection[str], sizes: Sequence[int]) -> Iterator[str]:
+    """Warn of a delta at which publishing a unit drawn at random counts as private (Dwork and Roth 2014, sec. 2.3)."""
+    counts = {"example": max(sizes), "client": len(sizes)}
+    for unit in units:
+        if delta * counts[unit] >= 1:
+            yield f"delta is not below one over {counts[unit]} {unit}s: it allows that one of them is published"
 
 
 def _account(client: Client, of_each: list[tuple[Mechanism, int, int]], delta: float) -> tuple[float, str]:
