@@ -225,6 +225,19 @@ def test_a_plan_trains_only_where_that_is_asked_for(tmp_path: Path):
         read(str(file), {}, ["train.rounds=3"])
 
 
+@pytest.mark.parametrize(
+    ("plan", "told"),
+    [
+        ({"partition": {"concentration": 0.5}}, "^train.partition.concentration: changes nothing"),
+        ({"batch": 21}, "^train.batch: is 21, and the client with the most has 20 examples"),
+        ({"clients": 61}, "^train.clients: 60 examples cannot give 61 clients"),
+    ],
+)
+def test_what_is_wrong_with_a_plan_is_told_by_its_place_in_the_file(plan: dict[str, Any], told: str):
+    with pytest.raises(GradveilError, match=told):
+        open_scene(config(plan=plan))
+
+
 def test_the_command_trains_attacks_and_tells_accuracy_and_costs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):

@@ -17,7 +17,7 @@ from gradveil.audit.config import RunConfig
 from gradveil.audit.obstacles import model_problems, scene_problems
 from gradveil.audit.reader import with_defaults
 from gradveil.audit.records import Observed, observed_images, open_observed
-from gradveil.audit.training import Training, training_config, training_of
+from gradveil.audit.training import Training, training_of, training_setting
 from gradveil.client import Client, cross_entropy
 from gradveil.core.errors import Problem, fail, refuse
 from gradveil.core.noise import Key
@@ -26,7 +26,6 @@ from gradveil.core.types import Batch, Domain, Loss
 from gradveil.data import DATASETS, Dataset, located
 from gradveil.defences import Defence, parse
 from gradveil.federated.opening import device_problems, initial_model, open_images
-from gradveil.federated.setting import open_setting
 from gradveil.federated.standing import Standing
 from gradveil.nn.paths import called, count_classes
 from gradveil.nn.weights import put_weights, read_weights
@@ -150,7 +149,7 @@ def open_scene(
         gallery = None if config.data.gallery is None else max(config.data.gallery, images)
         public, victims = open_images(config.data, data_dir, gallery)
     else:
-        setting = open_setting(training_config(config), data_dir, checked)
+        setting = training_setting(config, data_dir, checked)
         training = training_of(setting, config, speaking, trained)
         public, victims = training.public.subset(range(len(training.public))[: config.data.public]), training.victims
 

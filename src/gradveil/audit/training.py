@@ -7,8 +7,9 @@ training images would know somebody's secrets.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +18,13 @@ from torch import Tensor
 
 from gradveil.audit.config import RunConfig
 from gradveil.client import Client
-from gradveil.core.errors import Problem, fail, refuse
+from gradveil.core.errors import GradveilError, Problem, fail, refuse
 from gradveil.core.files import read_json, unreadable
 from gradveil.data import Dataset
 from gradveil.federated.checkpoint import unpack_standing
 from gradveil.federated.config import Rounds, TrainConfig, TrainDataConfig
 from gradveil.federated.run import cell_file
-from gradveil.federated.setting import Cell, Setting
+from gradveil.federated.setting import Cell, Setting, open_setting
 from gradveil.federated.standing import Standing
 from gradveil.federated.work import identity
 
@@ -107,6 +108,17 @@ def training_config(config: RunConfig) -> TrainConfig:
     if config.privacy is not None:
         shared["delta"] = config.privacy.delta
     return TrainConfig(**shared, **same, data=TrainDataConfig(**data), validation=0.0)
+
+
+def training_setting(config: RunConfig, data_dir: Path | None, checked: bool) -> Setting:
+    """Open the training of an audit; what is wrong with it is told by its place in the audit's run file."""
+    try:
+        return open_setting(training_config(config), data_dir, checked)
+    except GradveilError as error:
+        raise GradveilError(
+            replace(p, where=f"train.{p.where}") if re.split(r"\W", p.where)[0] in Rounds.model_fields else p
+            for p in error.problems
+        ) from error
 
 
 def training_of(setting: Setting, config: RunConfig, speakers: int, folder: Path | None) -> Training:

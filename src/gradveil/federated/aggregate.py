@@ -5,16 +5,20 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
+from gradveil.core.allowed import Choice, collect
 from gradveil.core.errors import Problem, refuse
 from gradveil.core.tree import Tensors, norm, select, tmap, under
 
 Weights = Literal["examples", "uniform", "angles"]
 """What a client's update counts for in the mean."""
+Optimiser = Literal["sgd", "adam", "yogi", "adagrad"]
+"""Whose step the server makes on the mean."""
+_WEIGHTS, _OPTIMISERS = Choice(get_args(Weights)), Choice(get_args(Optimiser))
 _STEEP = 5.0
 """FedAdp's alpha."""
 
@@ -32,7 +36,7 @@ class Server:
     Fast-Convergent Federated Learning with Adaptive Weighting).
     """
 
-    optimiser: Literal["sgd", "adam", "yogi", "adagrad"] = "sgd"
+    optimiser: Optimiser = "sgd"
     lr: float = 1.0
     momentum: float = 0.0
     betas: tuple[float, float] = (0.9, 0.99)
@@ -47,7 +51,9 @@ class Server:
             ("betas", self.betas, "two numbers in [0, 1)", all(0 <= beta < 1 for beta in self.betas)),
             ("tau", self.tau, "a positive number", self.tau > 0),
         )
-        problems = [
+        names = (("optimiser", _OPTIMISERS, self.optimiser), ("weights", _WEIGHTS, self.weights))
+        problems = collect("server", names)
+        problems += [
             Problem(f"server.{name}", f"is {value}", f"give {wanted}") for name, value, wanted, ok in checks if not ok
         ]
         if self.momentum and self.optimiser != "sgd":
