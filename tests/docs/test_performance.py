@@ -1,6 +1,7 @@
-"""The recorded memory of defences, and gain of clients at once, are what the page prints."""
+"""What was recorded of defences, rounds, clients at once and the wire is what the page prints."""
 
 import json
+import re
 from pathlib import Path
 
 from gradveil.federated.together import MOST_EXAMPLES
@@ -31,6 +32,41 @@ def test_memory_of_defences_is_what_was_recorded():
     for name, defence in NAMES.items():
         for column, model in ((1, "scheliga-cnn"), (3, "resnet18")):
             assert rows[name][column] == f"{round(peaks[model, defence] / 2**20):,} MiB", (name, model)
+
+
+def test_what_the_engine_adds_to_a_loop_by_hand_is_what_was_recorded():
+    page = (HERE / "docs/performance.md").read_text("utf-8").partition("## A round of training")[2]
+    alone, whole = page.partition("That is training and averaging alone.")[::2]
+    for file, key, told in (("engine", "ratio", alone), ("engine-whole-rounds", "whole_round_ratio", whole)):
+        recorded = json.loads((HERE / f"benchmarks/results/cpu-2-cores-{file}.json").read_text("utf-8"))["results"]
+        for row, name in zip(recorded, ("the Scheliga CNN", "LeNetZhu", r"ResNet-18"), strict=True):
+            assert re.search(rf"{row[key]:.2f}x\s+for\s+{name}", told), (file, name)
+            assert row["ratio"] < 1.1, "the aim"
+
+
+def test_a_round_in_a_flower_simulation_is_what_was_recorded():
+    recorded = json.loads((HERE / "benchmarks/results/cpu-2-cores-flower.json").read_text("utf-8"))["results"]
+    page = (HERE / "docs/performance.md").read_text("utf-8")
+    for row in recorded:
+        times = [
+            f"{1000 * row[key]:.0f} ms" for key in ("engine_seconds", "engine_seconds_all_threads", "flower_seconds")
+        ]
+        assert " | ".join([*times, f"{row['flower_over_engine']:.1f}x"]) in page
+        assert row["flower_over_engine"] >= 2, "the aim"
+
+
+def test_sizes_on_the_wire_are_what_was_recorded():
+    models = json.loads((HERE / "benchmarks/results/cpu-2-cores-wire.json").read_text("utf-8"))["models"]
+    page = (HERE / "docs/performance.md").read_text("utf-8").partition("## Bytes on the wire")[2]
+    names = {"0.01": "1%", "0.1": "10%", "0.2": "20%", "0.38": "38%, the worst", "0.5": "50%", "0.9": "90%", "1": "all"}
+    for share, name in names.items():
+        row = next(line for line in page.splitlines() if line.startswith(f"| {name} |"))
+        cells = [cell.strip() for cell in row.strip("|").split("|")]
+        kinds = [models["resnet18"]["sizes"][share][kind] for kind in ("float32", "float16", "float32 deflated")]
+        assert cells[1::2] == [f"{kind['of_bound']:.3f}" for kind in kinds]
+        assert all(kind["encode_ms"] + kind["decode_ms"] <= 250 for kind in kinds), "the aim"
+    kept = [size for model in models.values() for share, size in model["sizes"].items() if 0.01 <= float(share) <= 0.5]
+    assert max(size[kind]["of_bound"] for size in kept for kind in ("float32", "float16", "bfloat16")) < 1.1, "the aim"
 
 
 CLIENTS = {"LeNetZhu": "lenet-zhu", "Scheliga CNN": "scheliga-cnn", "MNIST-Conv": "mnist-conv", "CNN6": "cnn6"}
