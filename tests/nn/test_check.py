@@ -274,6 +274,12 @@ def said(problems: list) -> str:
 
 
 @pytest.mark.filterwarnings("ignore:.*(dense|Initializing zero-element|dropout option)")
+def test_one_output_for_a_single_class_is_explained() -> None:
+    found = check(nn.Sequential(nn.Flatten(), nn.Linear(8, 1)), batch(targets=torch.zeros(4, dtype=torch.long)))
+    assert "the gradient is zero" in said(found)
+    assert "one output, for data of a single class, learns nothing" in said(found)
+
+
 @pytest.mark.parametrize(("make", "message"), [row[1:] for row in MODELS_WRONG], ids=[row[0] for row in MODELS_WRONG])
 def test_wrong_models_are_explained(make: Callable[[], nn.Module], message: str) -> None:
     problems = check(make(), batch())

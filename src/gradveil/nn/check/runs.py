@@ -118,8 +118,8 @@ def _derivative_problems(model: nn.Module, batch: Batch, loss: Loss, trace: Trac
         return [*problems, Problem("model", what, remedy)]
     square = _share_of_each(used)
     if not any(slope.any() for slope in used):
-        what, remedy = "the gradient is zero: the update says nothing", "check for dead activations and for detach()"
-        return [*problems, Problem("model", what, remedy)]
+        remedy = "check for dead activations and for detach(); one output, for data of a single class, learns nothing"
+        return [*problems, Problem("model", "the gradient is zero: the update says nothing", remedy)]
     return problems + _second_problems(square, inputs, trace)
 
 
