@@ -86,6 +86,16 @@ def test_central_training_has_all_examples_in_one_hand():
     assert central.chosen(1) == ((0,), ())
 
 
+def test_central_training_is_what_a_client_does_on_all_examples_whatever_the_server():
+    """It is what federation is measured by: neither a server's short steps nor its one huge batch may hold it back."""
+    told = open_setting(config("central=true", "server.optimiser=adam", "local.epochs=1", "local.batch="))
+    central, federated = (told.federation(cell) for cell in cells(told.config))
+    assert (central.server.optimiser, central.server.lr) == ("sgd", 1.0)
+    assert federated.server.optimiser == "adam"
+    assert central.client.local.batch == federated.client.local.batch
+    assert central.client.local.batch <= min(len(share.train.targets) for share in federated.shares)
+
+
 @pytest.mark.parametrize("kind", ["iid", "dirichlet", "pathological"])
 def test_local_steps_without_a_batch_take_what_the_smallest_client_has(kind):
     plain = config(f"partition.kind={kind}")

@@ -19,7 +19,7 @@ from gradveil.core.words import listing
 from gradveil.data import Dataset, Splits, by_flower, dirichlet, grouped, iid, located, pathological
 from gradveil.defences import parse
 from gradveil.defences.contract import faults
-from gradveil.federated.config import TrainConfig, digest
+from gradveil.federated.config import ServerConfig, TrainConfig, digest
 from gradveil.federated.engine import Federation, Share
 from gradveil.federated.opening import device_problems, initial_model, open_images
 from gradveil.nn import surgery
@@ -70,14 +70,15 @@ class Setting:
     def federation(self, cell: Cell) -> Federation:
         """Build one training: the same seed gives every defence the same data, weights and choice of clients."""
         config, key = self.config, Key(cell.seed)
-        shares = self._shares(cell)
-        client = parse(cell.defence, own=True)(self._plain(cell.seed, shares), key.child("model"))
+        client = parse(cell.defence, own=True)(self._plain(cell.seed), key.child("model"))
         client.model.to(config.device, self.dtype)
+        # Who has all examples trains on them: what a server makes of steps is federation's own.
+        server = ServerConfig() if cell.central and config.local else config.server
         return Federation(
             client,
-            shares,
+            self._shares(cell),
             self._batch(self.data.victims),
-            config.server.build(config.local is not None),
+            server.build(config.local is not None),
             key.child("train"),
             config.batch,
             1.0 if cell.central else config.participation,
@@ -92,14 +93,14 @@ class Setting:
         """The precision of model, data and updates."""
         return torch.float64 if self.config.precision == "float64" else torch.float32
 
-    def _plain(self, seed: int, shares: Sequence[Share]) -> Client:
-        """Build the undefended client."""
+    def _plain(self, seed: int) -> Client:
+        """Build the undefended client; in one hand, too, its local batches are as large as those of the clients."""
         config, images = self.config, self.data.public
         net, _ = initial_model(config.model, images, seed)
         if self.weights:
             refuse(misfits(net, self.weights, f"model.weights '{config.model.weights}'"))
             put_weights(net, self.weights)
-        smallest = min(len(share.train.targets) for share in shares)
+        smallest = min(len(train) for train, _ in self.hands(seed))
         lower, upper = (bound.to(config.device, self.dtype) for bound in images.bounds)
         domain = Domain(lower, upper, count_classes(net, images.inputs[:1], len(images.classes)))
         return Client(net, local=config.local.build(smallest) if config.local else None, domain=domain)
