@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from torch import nn
 
 from gradveil.audit.reader import resolve
 from gradveil.audit.scene import Scene, open_scene
@@ -14,7 +15,13 @@ from gradveil.cli.app import run
 
 WORDS = ["audit", "faces", "--set", "model.name=vit", "--set", "data.size=16", "--victims", "2", "--workers", "1"]
 CONTINUED = "cdia(start=solved, lr=0.01, tv=0.0001)"
+BY_TOKEN = 'cdia(start=solved, lr=0.01, tv=0.0001, objective="tokenwise-cosine")'
 MODEL = ["--defence", "dropout(0.25)", "--defence", "precode", "--defence", "cvb"]
+
+
+def whole() -> nn.Module:
+    """Take all pixels at once."""
+    return nn.Sequential(nn.Flatten(), nn.Linear(16 * 16, 8), nn.Sigmoid(), nn.Linear(8, 40))
 
 
 @pytest.fixture(autouse=True)
@@ -53,16 +60,18 @@ def test_adaptive_attacks_in_closed_form_too(capsys: pytest.CaptureFixture[str])
     words = [*WORDS, "--defence", "prune(0.5)", "--attack", "adaptive", "--iterations", "1", "--budget", "64", "--json"]
     assert run(words) == 0
     out, err = capsys.readouterr()
-    assert f"adaptive: analytic, analytic(prior=public) and {CONTINUED} too" in err
+    assert f"adaptive: analytic, analytic(prior=public), {CONTINUED} and {BY_TOKEN} too" in err
     assert "warning: client" not in err
     attacks = [row["attack"] for row in json.loads(out)]
-    assert attacks[-3:] == ["analytic", "analytic(prior=public)", CONTINUED]
-    assert len(attacks) > 3, "the attackers of the table are still there"
+    assert attacks[-4:] == ["analytic", "analytic(prior=public)", CONTINUED, BY_TOKEN]
+    assert len(attacks) > 4, "the attackers of the table are still there"
 
 
 def test_only_what_each_client_shows_is_attacked_so() -> None:
     assert added() == ["analytic"]
-    assert added(defences=["none", "gaussian(0.1)"]) == ["analytic", "analytic(prior=public)", CONTINUED]
+    assert added(defences=["none", "gaussian(0.1)"]) == ["analytic", "analytic(prior=public)", CONTINUED, BY_TOKEN]
+    whole = {"model": {"name": "tests.cli.test_showing:whole"}, "defences": ["gaussian(0.1)"]}
+    assert added(**whole)[2:] == [CONTINUED], "no patches"
     assert added(defences=["dropout(0.25)"]) == ["analytic"]
     assert added(client=[{"batch": 2}]) == []
     assert added(client=[{"batch": 1}, {"batch": 2}]) == []

@@ -62,12 +62,16 @@ def _analytic(scene: Scene, words: list[str]) -> list[str]:
     changed = any(part is not None for both in parts for part in both)
     if not changed or list(prior_problems(_shape(scene), 1, public=scene.public is not None)):
         return [_call("analytic", *words)]
-    calls = [_call("analytic", *words), _call("analytic", *words, "prior=public")]
-    return [*calls, _call("cdia", *words, *_FROM_THERE)]
+    layers = [_shown(scene, index) for index in range(len(scene.config.client))]
+    patches = any(layer and len(layer.pixels) > 1 for layer in layers)
+    solved = [_call("analytic", *words), _call("analytic", *words, "prior=public")]
+    return [*solved, *(_call("cdia", *words, *_FROM_THERE, *more) for more in ([], [_BY_TOKEN])[: 1 + patches])]
 
 
 _FROM_THERE = ("start=solved", "lr=0.01", "tv=0.0001")
 """A search that starts from the closed form, in steps that are small enough not to leave it at once."""
+_BY_TOKEN = 'objective="tokenwise-cosine"'
+"""Where images are cut into patches, each of which has a gradient of its own."""
 
 
 def _call(name: str, *words: str) -> str:

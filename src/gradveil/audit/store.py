@@ -72,7 +72,7 @@ def load_run(path: Path | str) -> Run:
         remedy = f"gradveil report {folder} shows it; for numbers give the command of the training again, with --json"
         raise fail(str(folder), "is a training, and no audit", remedy)
     if not (folder / RUN).is_file():
-        remedy = "give the folder that `gradveil audit` wrote, such as runs/faces"
+        remedy = "give the folder that `gradveil audit` or `gradveil train` wrote, such as runs/faces"
         raise fail(str(folder), "is not a run directory (it has no run.json)", remedy)
     info = read_run(folder)
     found = {child.name: child for child in _children(folder / "cells") if ".tmp-" not in child.name}
