@@ -47,7 +47,7 @@ def layerwise_cosine(simulated: Mapping[str, Tensor], observed: Mapping[str, Ten
 def tokenwise_cosine(simulated: Mapping[str, Tensor], observed: Mapping[str, Tensor]) -> Tensor:
     """Mean over the layers of 1 - cosine, where each row of an embedding [1, T, D] is compared by itself, and averaged.
 
-    In a transformer the gradient of a class token is tens of times as long as those of the patches, and would hide them.
+    In a transformer the gradient of a class token is tens of times as long as those of patches, and would hide them.
     """
     return _total(_by_token(simulated[n], observed[n]) for n in observed) / len(observed)
 
