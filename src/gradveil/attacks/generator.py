@@ -8,6 +8,7 @@ adversarial network's; who has such a network gives it instead.
 
 from __future__ import annotations
 
+from copy import deepcopy
 from itertools import pairwise
 from math import ceil, log2
 
@@ -16,7 +17,9 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.functional import glu, interpolate
 
+from gradveil.core.errors import fail
 from gradveil.core.noise import Key
+from gradveil.core.own import called, imported
 from gradveil.nn.init import initialise
 
 _FIRST = 4
@@ -125,3 +128,15 @@ def taught(images: Tensor, latent: int, width: int, lessons: int, key: Key) -> G
 def drawn_by(module: nn.Module, weights: dict[str, Tensor], latent: Tensor) -> Tensor:
     """Let a network draw with each row's own weights [N, ...] from its latent numbers [N, B, Z]."""
     return torch.func.vmap(lambda own, numbers: functional_call(module, own, (numbers,)))(weights, latent)
+
+
+def brought(generator: nn.Module | str) -> nn.Module:
+    """Import a user's own generator, or copy it, so that nothing here changes it."""
+    found = generator if isinstance(generator, nn.Module) else imported(generator, "generator")
+    if not isinstance(found, nn.Module):
+        if not callable(found):
+            raise fail("generator", f"is {type(found).__name__}, not a module", "name a torch.nn.Module")
+        found = called("generator", "making it", found)
+    if not isinstance(found, nn.Module):
+        raise fail("generator", f"is {type(found).__name__}, not a module", "return a torch.nn.Module")
+    return deepcopy(found).eval().requires_grad_(requires_grad=False)

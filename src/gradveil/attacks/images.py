@@ -14,10 +14,10 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor, nn
 
-from gradveil.attacks.generator import Generator, drawn_by, taught
-from gradveil.core.errors import GradveilError, Problem, fail, refuse
+from gradveil.attacks.generator import Generator, brought, drawn_by, taught
+from gradveil.core.errors import GradveilError, Problem, refuse
 from gradveil.core.noise import Key
-from gradveil.core.own import called, imported
+from gradveil.core.own import called
 from gradveil.core.tree import Tensors, select, under
 from gradveil.nn.init import initialise
 from gradveil.nn.weights import fingerprint
@@ -202,7 +202,7 @@ class Trained:
             network: nn.Module = Generator(self.latent, canvas.shape, self.width, "group").to(canvas.lower)
             return _Trained(self, canvas, initialise(network, key.generator()).requires_grad_(requires_grad=False))
         refuse(list(self.problems(canvas.shape, None)))
-        return _Trained(self, canvas, _own(self.generator).to(canvas.lower))
+        return _Trained(self, canvas, brought(self.generator).to(canvas.lower))
 
     def problems(self, shape: tuple[int, int, int], public: int | None) -> Iterator[Problem]:
         """Refuse where nothing is there to learn from (`public` images; None: unknown), and images of another shape."""
@@ -212,7 +212,7 @@ class Trained:
                 yield Problem("data", "there are no public images to teach a generator on", remedy)
             return
         try:
-            network = _own(self.generator)
+            network = brought(self.generator)
             blank = next(network.parameters(), torch.zeros(())).new_zeros(2, self.latent)
             with torch.no_grad():
                 found = called("generator", "the generator", lambda: network(blank))
@@ -226,18 +226,6 @@ class Trained:
         elif not float(found.min()) > -_SLACK or not float(found.max()) < 1 + _SLACK:
             what = f"draws values from {float(found.min()):.2g} to {float(found.max()):.2g}"
             yield Problem("generator", what, "return images with values in [0, 1]: of a tanh, (x + 1) / 2")
-
-
-def _own(generator: nn.Module | str) -> nn.Module:
-    """Import a user's own generator, or copy it, so that nothing here changes it."""
-    found = generator if isinstance(generator, nn.Module) else imported(generator, "generator")
-    if not isinstance(found, nn.Module):
-        if not callable(found):
-            raise fail("generator", f"is {type(found).__name__}, not a module", "name a torch.nn.Module")
-        found = called("generator", "making it", found)
-    if not isinstance(found, nn.Module):
-        raise fail("generator", f"is {type(found).__name__}, not a module", "return a torch.nn.Module")
-    return deepcopy(found).eval().requires_grad_(requires_grad=False)
 
 
 @dataclass

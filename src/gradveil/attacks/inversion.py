@@ -190,7 +190,7 @@ class Inversion:
 def _plan(attack: Inversion, scene: Rows) -> tuple[int, ...]:
     """Choose how many rows to work on at once from what one row keeps for its derivative."""
     variables, constants = scene.start([0])
-    streams = scene.streams([0])
+    streams = scene.draws.streams([0])
     live = {n: v.requires_grad_(not attack.evolves) for n, v in variables.items()}
     live |= scene.drawing.tuned(1)
     number = torch.zeros(1, dtype=torch.long)

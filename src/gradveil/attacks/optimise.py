@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from gradveil.attacks.evolve import CMAES
+from gradveil.attacks.restarts import rungs, with_one_of, worse_half
 from gradveil.attacks.solution import BUDGET, CONVERGED, DIVERGED, STALLED, Solution
 from gradveil.attacks.steps import LBFGS, Adam, Project, RMSprop
 from gradveil.core.errors import Problem, refuse
@@ -121,7 +122,7 @@ def descend(
     The first step leaves from the start as it was drawn, N(0, 1) say, like the published programs. But a start that
     `project` would move is no answer: it is never the best iterate, nor an end if the objective is no number there.
     """
-    rungs = _rungs(groups, descent) if groups is not None and descent.halving else frozenset[int]()
+    halts = rungs(groups, descent.iterations) if groups is not None and descent.halving else frozenset[int]()
     solution = Solution.empty(show(variables, constants))
     rows = torch.arange(len(solution.objective), device=solution.objective.device)
     state = _start(variables, descent.stepper, len(rows), project)
@@ -132,11 +133,12 @@ def descend(
             solution.note(iteration + 1, rows, show(select(state, "best"), constants), state["control.objective"])
         done = _done(state, descent.stepper)
         last = iteration + 1 == descent.iterations
-        if last or (iteration + 1) % descent.report == 0 or iteration + 1 in rungs:
-            solved = _solved(state, groups[rows]) if groups is not None else torch.zeros_like(done)
+        if last or (iteration + 1) % descent.report == 0 or iteration + 1 in halts:
+            converged = state["control.status"] == CONVERGED
+            solved = with_one_of(groups[rows], converged) if groups is not None else torch.zeros_like(done)
             finished = torch.ones_like(done) if last else done | solved
-            if groups is not None and iteration + 1 in rungs:
-                finished = finished | _worse_half(state["control.objective"], groups[rows], finished)
+            if groups is not None and iteration + 1 in halts:
+                finished = finished | worse_half(state["control.objective"], groups[rows], finished)
             if bool(finished.any()):
                 _retire(solution, rows[finished], take(state, finished), show, take(constants, finished))
                 left = ~finished
@@ -278,31 +280,6 @@ def _scale(state: Tensors, descent: Descent, iteration: int) -> Tensor:
             return scale * (count / warm)
         return scale * (0.5 * (1 + cos(pi * (count - warm) / max(1, descent.iterations - warm))))
     return scale
-
-
-def _rungs(groups: Tensor, descent: Descent) -> frozenset[int]:
-    """List the iterations after which each group loses its worse half: at 1/2, 1/4, … of the budget, the last first.
-
-    >>> sorted(_rungs(torch.zeros(8), Descent(iterations=800)))
-    [100, 200, 400]
-    """
-    largest = int(groups.unique(return_counts=True)[1].max())
-    return frozenset(max(descent.iterations >> rung, 1) for rung in range(1, (largest - 1).bit_length() + 1))
-
-
-def _worse_half(objective: Tensor, groups: Tensor, gone: Tensor) -> Tensor:
-    """Mark the worse half of each group's rows that are still there; of an odd number the middle one stays."""
-    marked = torch.zeros_like(gone)
-    for group in groups[~gone].unique():
-        own = ((groups == group) & ~gone).nonzero().flatten()
-        order = objective[own].argsort(stable=True)
-        marked[own[order[(len(own) + 1) // 2 :]]] = True
-    return marked
-
-
-def _solved(state: Tensors, groups: Tensor) -> Tensor:
-    """Mark the rows of every group in which a row has converged."""
-    return torch.isin(groups, groups[state["control.status"] == CONVERGED])
 
 
 def _retire(solution: Solution, rows: Tensor, state: Tensors, show: Show, constants: Tensors) -> None:

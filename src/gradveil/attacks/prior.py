@@ -7,6 +7,10 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from gradveil.attacks.knowledge import Knowledge, Known
+from gradveil.client import Client
+from gradveil.core.tree import Tensors
+
 _REFRESH = 50
 """Iterations between two looks at the other restarts."""
 
@@ -30,6 +34,18 @@ def statistics_distance(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor
         total = size if total is None else total + size
     assert total is not None, "a model with a BatchNorm prior has a BatchNorm layer"
     return total
+
+
+def statistics_wanted(knowledge: Knowledge, belief: Client, victims: Tensor, like: Tensor) -> Tensors:
+    """Gather what a BatchNorm prior pulls to: the true batch statistics if granted, else the running ones.
+
+    There is nothing to pull to in a model without such layers.
+    """
+    granted = {n[11:]: how for n, how in knowledge.tensors.items() if n.startswith("statistics.")}
+    known = {n: how.value for n, how in granted.items() if isinstance(how, Known) and how.value is not None}
+    if known:
+        return {n: value.to(like)[victims] for n, value in known.items()}
+    return {n: v.to(like).expand(len(victims), *v.shape) for n, v in belief.running().items()}
 
 
 class Consensus:

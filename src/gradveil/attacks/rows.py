@@ -15,12 +15,13 @@ from torch import Tensor
 
 from gradveil.attacks.added import added, candidates, stages
 from gradveil.attacks.base import Observation
+from gradveil.attacks.draws import Draws, Streams
 from gradveil.attacks.evolve import CMAES
 from gradveil.attacks.images import INPUTS, TARGETS, WEIGHTS, Canvas
 from gradveil.attacks.infer import find_labels
 from gradveil.attacks.knowledge import How, Infer, Knowledge, Known, Neutral, Optimise, Sample
 from gradveil.attacks.objective import OBJECTIVES, of_gradients
-from gradveil.attacks.prior import Consensus, energy, statistics_distance
+from gradveil.attacks.prior import Consensus, energy, statistics_distance, statistics_wanted
 from gradveil.attacks.whiten import Whitening
 from gradveil.client import Client
 from gradveil.core.errors import fail
@@ -63,7 +64,7 @@ class Rows:
         first = seen[0]
         self.example = next(iter(first.params.values()))
         self.device, self.dtype = self.example.device, self.example.dtype
-        self.examples, self.ids, self.victims = first.examples, first.victims, len(first.victims)
+        self.examples, self.victims = first.examples, len(first.victims)
         self.lower, self.upper = knowledge.lower.to(self.example), knowledge.upper.to(self.example)
         blank = Batch(
             self.example.new_zeros((self.examples, *knowledge.shape)),
@@ -92,9 +93,10 @@ class Rows:
         canvas = Canvas(self.examples, *facts, joint=self.labels is None, start=attack.start)
         self.drawing = attack.images.open(canvas, key.child("images"))
         self._refuse_discrete()
-        self.sampled: dict[str, Noise] = {
-            name: self.noise[name] for name, how in self.how.items() if isinstance(how, Sample) and how.every_iteration
-        }
+        ways = self.how.items()
+        sampled = {n: self.noise[n] for n, way in ways if isinstance(way, Sample) and way.every_iteration}
+        more = attack.langevin > 0 or isinstance(attack.descent.stepper, CMAES)
+        self.draws = Draws(key, first.victims, attack.restarts, sampled, more, self.device)
         self.consensus = Consensus(attack.restarts, attack.register) if attack.group else None
         self.whitening = Whitening() if attack.whiten else None
         self.angle = attack.objective == "cosine" and not attack.whiten
@@ -162,14 +164,9 @@ class Rows:
         public = self.knowledge.public
         self.drawing.learn(None if public is None else public.inputs.to(self.device), self.key.child("images"))
 
-    def row_key(self, row: int) -> Key:
-        """Address a row's draws by the victim's stable number and the restart."""
-        victim, restart = divmod(row, self.attack.restarts)
-        return self.key.child(self.ids[victim], restart)
-
     def start(self, rows: Sequence[int]) -> tuple[Tensors, Tensors]:
         """Draw the variables of these rows, and gather their constants."""
-        starts = [self._start_row(self.row_key(row)) for row in rows]
+        starts = [self._start_row(self.draws.key_of(row)) for row in rows]
         stacked = {n: torch.stack([s[n] for s in starts]).to(self.device) for n in starts[0]}
         variables = {n: v for n, v in stacked.items() if not n.startswith(("once.", "stays."))}
         victims = torch.tensor([row // self.attack.restarts for row in rows], device=self.device)
@@ -185,21 +182,9 @@ class Rows:
         if self.labels is not None:
             constants[TARGETS] = self.labels[victims]
         constants |= under("noise", take(self.given, victims))
-        constants |= under("statistics", self._statistics(victims))
+        if self.attack.batchnorm:
+            constants |= under("statistics", statistics_wanted(self.knowledge, self.belief, victims, self.example))
         return variables, constants
-
-    def _statistics(self, victims: Tensor) -> Tensors:
-        """Gather what the BatchNorm prior pulls to: the true batch statistics if granted, else the running ones.
-
-        There is nothing to pull to without such a prior, or in a model without such layers.
-        """
-        if not self.attack.batchnorm:
-            return {}
-        granted = {n[11:]: how for n, how in self.knowledge.tensors.items() if n.startswith("statistics.")}
-        known = {n: how.value for n, how in granted.items() if isinstance(how, Known) and how.value is not None}
-        if known:
-            return {n: value.to(self.example)[victims] for n, value in known.items()}
-        return {n: v.to(self.example).expand(len(victims), *v.shape) for n, v in self.belief.running().items()}
 
     def _start_row(self, key: Key) -> Tensors:
         drawn, stays = self.drawing.start(key)
@@ -214,34 +199,12 @@ class Rows:
                 start[f"once.{name}"] = self.noise[name].sample(key.child(name))
         return start
 
-    def streams(self, rows: Sequence[int]) -> dict[int, torch.Generator]:
-        """Open each row's own stream of what the attacker samples afresh, iteration after iteration."""
-        if not self.sampled and not self.attack.langevin and not isinstance(self.attack.descent.stepper, CMAES):
-            return {}
-        return {row: self.row_key(row).child("iterations").generator() for row in rows}
-
-    def fresh(self, rows: Tensor, streams: Mapping[int, torch.Generator]) -> Tensors:
-        """Draw what the attacker samples afresh each iteration: the next values of each row's stream."""
-        if not self.sampled:
-            return {}
-        drawn: dict[str, list[Tensor]] = {name: [] for name in self.sampled}
-        for row in rows.tolist():
-            for name, noise in self.sampled.items():
-                drawn[name].append(noise.law.sample(noise.shape, noise.dtype, streams[row]))
-        return {name: torch.stack(values).to(self.device) for name, values in drawn.items()}
-
-    def jitter(self, rows: Tensor, streams: Mapping[int, torch.Generator]) -> Tensor:
-        """Draw Langevin noise for the inputs of these rows: N(0, 1), to be scaled by the step."""
-        shape = (self.examples, *self.knowledge.shape)
-        drawn = [torch.randn(shape, dtype=self.dtype, generator=streams[row]) for row in rows.tolist()]
-        return torch.stack(drawn).to(self.device)
-
     def loss(
         self,
         variables: Tensors,
         constants: Tensors,
         rows: Tensor,
-        streams: Mapping[int, torch.Generator],
+        streams: Streams,
         iteration: int = 0,
     ) -> Tensor:
         """Objective of each row: distance of the simulated updates, plus priors."""
@@ -257,14 +220,14 @@ class Rows:
         variables: Tensors,
         constants: Tensors,
         rows: Tensor,
-        streams: Mapping[int, torch.Generator],
+        streams: Streams,
         iteration: int = 0,
     ) -> Tensor:
         """Objective of each row at its images."""
         targets = constants[TARGETS] if logits is None else torch.softmax(logits, -1)
         batch = Batch(inputs, targets)
         noise = select(constants, "noise")
-        noise |= {n: v for n, v in variables.items() if n in self.noise} | self.fresh(rows, streams)
+        noise |= {n: v for n, v in variables.items() if n in self.noise} | self.draws.fresh(rows, streams)
         value = self._distance(batch, noise, constants, rows, iteration)
         attack = self.attack
         if attack.tv:
@@ -327,7 +290,7 @@ class Rows:
                 constants[TARGETS] = labels
         numbers, given = torch.tensor(rows, device=self.device), inputs[victims].to(self.example)
         with torch.no_grad():
-            return self._cost(given, logits, variables, constants, numbers, self.streams(rows))
+            return self._cost(given, logits, variables, constants, numbers, self.draws.streams(rows))
 
     def shown(self, variables: Tensors, constants: Tensors) -> Tensors:
         """Say what is kept of rows that have ended: their images first, and what is searched besides."""
@@ -335,10 +298,6 @@ class Rows:
             images, logits = self.drawing.draw(variables, constants)
         besides = {n: v for n, v in variables.items() if not n.startswith(f"{WEIGHTS}.")}
         return {INPUTS: images, **({} if logits is None else {TARGETS: logits}), **besides}
-
-    def normal(self, rows: Tensor, streams: Mapping[int, torch.Generator], numbers: int) -> Tensor:
-        """Draw so many numbers N(0, 1) for each of these rows."""
-        return torch.stack([torch.randn(numbers, generator=streams[row]) for row in rows.tolist()]).to(self.device)
 
     def project(self, name: str, value: Tensor) -> Tensor:
         """Keep variables in their boxes."""

@@ -35,7 +35,7 @@ def searched(attack: Inversion, scene: Rows, rows: range, solved: Tensor | None,
     if solved is not None:
         # Health asks how far an objective fell from that of random images.
         with torch.no_grad():
-            found.initial = scene.loss(drawn, constants, numbers, scene.streams(rows))
+            found.initial = scene.loss(drawn, constants, numbers, scene.draws.streams(rows))
     if late is not None:
         # Halving let a row go, or another restart was there first, if it has budget left; who stalled goes on.
         over = (found.status == BUDGET) & (found.iterations == early.iterations)
@@ -80,18 +80,18 @@ def _descend(
     report: Report | None,
 ) -> Solution:
     """Descend from these variables; `everyone` numbers the rows among all."""
-    streams = scene.streams(everyone.tolist())
+    streams = scene.draws.streams(everyone.tolist())
 
     def loss(v: Tensors, c: Tensors, numbers: Tensor, iteration: int) -> Tensor:
         return scene.loss(v, c, everyone[numbers], streams, iteration)
 
     def jitter(v: Tensors, numbers: Tensor, size: Tensor) -> Tensors:
         wide = (attack.langevin * size).view(-1, *[1] * (v[INPUTS].ndim - 1))
-        moved = v[INPUTS] + wide * scene.jitter(everyone[numbers], streams)
+        moved = v[INPUTS] + wide * scene.draws.normal(everyone[numbers], streams, v[INPUTS].shape[1:], v[INPUTS].dtype)
         return {**v, INPUTS: scene.project(INPUTS, moved)}
 
     def normal(numbers: Tensor, count: int) -> Tensor:
-        return scene.normal(everyone[numbers], streams, count)
+        return scene.draws.normal(everyone[numbers], streams, (count,))
 
     signed = {n for n, how in scene.how.items() if isinstance(how, Optimise) and how.signed}
     return descend(
