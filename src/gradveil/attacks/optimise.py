@@ -142,9 +142,8 @@ def descend(
             if bool(finished.any()):
                 _retire(solution, rows[finished], take(state, finished), show, take(constants, finished))
                 left = ~finished
-                rows, variables = rows[left], take(variables, left)
+                rows, value, variables = rows[left], value[left], take(variables, left)
                 constants, state, grads = take(constants, left), take(state, left), take(grads, left)
-                value = value[left]
             if report:
                 report(iteration + 1, state["control.objective"])
             if not len(rows):
