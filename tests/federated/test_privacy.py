@@ -19,7 +19,7 @@ from tests.laws.cases import DOMAIN
 
 pytest.importorskip("dp_accounting", reason="the environment is older than pyproject.toml: make")
 
-DP = "dp(clip=1, sigma=2)"
+DP = "dp(clip=1, sigma=16)"
 DELTA = 1e-5
 
 
@@ -33,9 +33,9 @@ def replaced(multiplier: float, times: int) -> float:
 
 
 def test_an_example_is_in_one_sum_of_each_epoch():
-    assert proven()["epsilon"] == {"example": pytest.approx(replaced(2, 6))}
+    assert proven()["epsilon"] == {"example": pytest.approx(replaced(16, 6))}
     twice = proven(local=Local(batch=5, lr=0.1, epochs=2))
-    assert twice["epsilon"]["example"] == pytest.approx(replaced(2, 12))
+    assert twice["epsilon"]["example"] == pytest.approx(replaced(16, 12))
     assert twice["delta"] == DELTA
     assert "at delta 1e-05 of each example" in twice["guarantee"]
 
@@ -43,40 +43,40 @@ def test_an_example_is_in_one_sum_of_each_epoch():
 def test_steps_that_begin_another_epoch_count_as_one():
     """Twenty examples in batches of five are four steps; the fifth begins another epoch in every round."""
     told = proven(local=Local(batch=5, lr=0.1, steps=5), clients=1)
-    assert told["epsilon"]["example"] == pytest.approx(replaced(2, 12))
+    assert told["epsilon"]["example"] == pytest.approx(replaced(16, 12))
     assert "at most 12 of 30 sums" in told["guarantee"]
 
 
 def test_poisson_sampling_amplifies_and_the_client_with_the_fewest_examples_is_told():
     told = proven(local=Local(batch=5, lr=0.1, steps=4, sampling="poisson"))
-    assert told["epsilon"]["example"] == pytest.approx(epsilon(2.0, Training(24, rate=5 / 20)))
+    assert told["epsilon"]["example"] == pytest.approx(epsilon(16.0, Training(24, rate=5 / 20)))
     assert told["epsilon"]["example"] < proven(local=Local(batch=5, lr=0.1, steps=4))["epsilon"]["example"]
 
 
 def test_one_gradient_a_round_is_one_sum():
     for batch in (None, 7):
-        assert proven(local=None, batch=batch)["epsilon"]["example"] == pytest.approx(replaced(2, 6))
+        assert proven(local=None, batch=batch)["epsilon"]["example"] == pytest.approx(replaced(16, 6))
 
 
 def test_the_client_who_answers_most_often_is_told():
     scene = federation(DP, participation=0.5, absent=0.3)
     often = max(sum(client in scene.chosen(number)[0] for number in range(1, 13)) for client in range(4))
     assert 0 < often < 12
-    assert guarantee(scene, 12, DELTA)["epsilon"]["example"] == pytest.approx(replaced(2, often))
+    assert guarantee(scene, 12, DELTA)["epsilon"]["example"] == pytest.approx(replaced(16, often))
 
 
 def test_what_voids_the_examples_privacy_leaves_the_clients():
-    scene = federation("dp(clip=1, sigma=2) + user-dp(clip=1, sigma=3) + mixup")
+    scene = federation("dp(clip=1, sigma=16) + user-dp(clip=1, sigma=24) + mixup")
     told = guarantee(replace(scene, client=replace(scene.client, domain=DOMAIN)), 6, DELTA)
-    assert told["epsilon"] == {"client": pytest.approx(replaced(3, 6))}
+    assert told["epsilon"] == {"client": pytest.approx(replaced(24, 6))}
     assert told["guarantee"].startswith("epsilon")
     assert f"; {NOTHING} of each example: examples are mixed" in told["guarantee"]
 
 
 def test_a_client_is_promised_the_noise_of_its_own_update():
-    assert proven("user-dp(clip=1, sigma=3)")["epsilon"] == {"client": pytest.approx(replaced(3, 6))}
-    both = proven("dp(clip=1, sigma=2) + user-dp(clip=1, sigma=3)")["epsilon"]
-    assert both == {"example": pytest.approx(replaced(2, 6)), "client": pytest.approx(replaced(3, 6))}
+    assert proven("user-dp(clip=1, sigma=24)")["epsilon"] == {"client": pytest.approx(replaced(24, 6))}
+    both = proven("dp(clip=1, sigma=16) + user-dp(clip=1, sigma=24)")["epsilon"]
+    assert both == {"example": pytest.approx(replaced(16, 6)), "client": pytest.approx(replaced(24, 6))}
 
 
 @pytest.mark.parametrize("text", ["none", "prune(0.5)", "gaussian(0.1)", "clip(1)", "topk(0.1, feedback=true)"])
@@ -85,7 +85,7 @@ def test_a_heuristic_has_no_epsilon(text: str):
 
 
 def test_what_voids_the_guarantee_is_told_and_leaves_no_epsilon():
-    told = proven("dp(clip=1, sigma=2) + optimal-noise(0.1)", local=None)
+    told = proven("dp(clip=1, sigma=16) + optimal-noise(0.1)", local=None)
     assert told["guarantee"].startswith(f"{NOTHING}: 'noise' looks at the data again")
     assert told["epsilon"] == {}
 
@@ -96,7 +96,7 @@ def test_delta_is_told_and_leaves_the_training_as_it_is():
     assert plain.digest() == other.digest()
 
 
-@pytest.mark.parametrize(("text", "few", "unit"), [(DP, 23, "example"), ("user-dp(clip=1, sigma=3)", 4, "client")])
+@pytest.mark.parametrize(("text", "few", "unit"), [(DP, 23, "example"), ("user-dp(clip=1, sigma=24)", 4, "client")])
 def test_a_delta_that_allows_publishing_one_of_them_is_told(text: str, few: int, unit: str):
     """The largest of the four clients has 23 examples."""
     told = f"delta is not below one over {few} {unit}s"

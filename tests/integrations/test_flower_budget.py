@@ -28,8 +28,8 @@ from tests.integrations.test_flower_training import idles
 
 pytest.importorskip("dp_accounting", reason="the environment is older than pyproject.toml: make")
 
-DP = "dp(clip=1, sigma=4)"
-USER = "user-dp(clip=1, sigma=8)"
+DP = "dp(clip=1, sigma=16)"
+USER = "user-dp(clip=1, sigma=32)"
 ROOT = Path(__file__).parents[2]
 
 
@@ -91,7 +91,7 @@ from gradveil.integrations.flower import answer, memory
 from tests.integrations.scenes import context
 from tests.integrations.test_flower_memory import BATCH, asked, client
 TaskIdentity._run_id, TaskIdentity._node_id, TaskIdentity._task_id = 77, 1, 1
-own, folder = client("user-dp(clip=1, sigma=8)"), Path(sys.argv[1])
+own, folder = client("user-dp(clip=1, sigma=32)"), Path(sys.argv[1])
 answer(asked(1, own), context(), own, BATCH, folder=folder, training="lungs")
 memory.save_state = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
 answer(asked(2, own), context(), own, BATCH, folder=folder, training="lungs")
@@ -128,7 +128,7 @@ def spending(folder, number, run=1, bound=None, own=None, **settings):
 
 
 def test_a_round_beyond_the_limit_is_refused_and_leaves_everything_as_it_was(tmp_path):
-    two = epsilon(8.0, Training(2, sampling="shuffled", at_most=2))
+    two = epsilon(32.0, Training(2, sampling="shuffled", at_most=2))
     spending(tmp_path, 1, bound=two)
     last = spending(tmp_path, 1, run=2, bound=two)
     before = counted(tmp_path, "privacy-lungs")
@@ -151,7 +151,7 @@ def test_the_mod_keeps_the_limit_before_the_app_trains(tmp_path):
         calls.append(message)
         return idles(message, given)
 
-    one = epsilon(8.0, Training(1, sampling="shuffled", at_most=1))
+    one = epsilon(32.0, Training(1, sampling="shuffled", at_most=1))
     mod = protect(USER, folder=tmp_path, training="lungs", epsilon=one)
     first = mod(asked(1, own), context(), app)
     with pytest.raises(GradveilError, match="1 round answered"):
@@ -219,9 +219,9 @@ def test_more_examples_or_other_batches_are_another_rate_and_add_up(tmp_path, ca
     with caplog.at_level(logging.INFO, "flwr"):
         ask(1, batch=1, steps=2, sampling="poisson")
         ask(2, batch=2, steps=3, sampling="poisson")
-    value = composed([(4.0, Training(2, rate=1 / 3)), (4.0, Training(3, rate=2 / 3))])
+    value = composed([(16.0, Training(2, rate=1 / 3)), (16.0, Training(3, rate=2 / 3))])
     assert f"epsilon {value:.4g} at delta 1e-05 of each example" in told(caplog)
-    assert max(epsilon(4.0, Training(2, rate=1 / 3)), epsilon(4.0, Training(3, rate=2 / 3))) < value
+    assert max(epsilon(16.0, Training(2, rate=1 / 3)), epsilon(16.0, Training(3, rate=2 / 3))) < value
     with pytest.raises(GradveilError, match="counts sums of poisson batches, and this round's are shuffled"):
         ask(3, batch=1, steps=1)
     assert counted(tmp_path)["rounds"] == 2
@@ -233,7 +233,7 @@ def test_a_count_that_is_missing_or_damaged_is_not_taken_for_zero(tmp_path):
     file = tmp_path / "partition-0" / "privacy-lungs"
     said = json.loads(file.read_text())
     (spent,) = said["spent"]
-    bad = [{**spent, "multiplier": "8"}, {**spent, "times": 0}, {**spent, "unit": "day"}, {**spent, "mechanism": 1}]
+    bad = [{**spent, "multiplier": "32"}, {**spent, "times": 0}, {**spent, "unit": "day"}, {**spent, "mechanism": 1}]
     forms = [{**said, "version": 2}, {**said, "rounds": 0}, {**said, "spent": []}, [], "{"]
     forms += [{**said, "spent": [one]} for one in bad]
     for number, run in ((3, 1), (1, 2)):  # in the run that has a state, and in one that continues it
