@@ -8,7 +8,7 @@ import torch
 from gradveil.attacks.knowledge import Known, Sample
 from gradveil.audit.cell import cells, recover
 from gradveil.audit.granted import grant
-from gradveil.audit.obstacles import scene_problems
+from gradveil.audit.obstacles import obstacles
 from gradveil.audit.rounds import observe, plain_name
 from gradveil.audit.scene import open_scene
 from gradveil.client import Client
@@ -211,6 +211,6 @@ def test_public_images_that_a_defence_mixes_with_are_named_and_not_which_it_drew
 
 def test_without_public_images_such_a_defence_is_refused():
     scene, _, _ = opened("instahide(mix=public)", "cdia(iterations=2)")
-    (problem,) = scene_problems(replace(scene, public=None))
+    (problem,) = obstacles(replace(scene, public=None)).problems
     assert problem.where == "defences[0] 'instahide(mix=public)', client"
     assert "mixes with public images, and there are none" in problem.what

@@ -70,3 +70,16 @@ def test_who_asked_for_all_that_aim_at_a_defence_may_leave_out_one_that_cannot()
     assert found.endswith("name the attacks that you want, in the place of adaptive")
     (named,) = problems(attacks=["pig"], **run)
     assert "adaptive" not in named
+
+
+def test_only_an_attack_that_was_named_may_fit_some_clients_and_not_others():
+    """A verdict counts on all attackers that stand for `adaptive`."""
+    run = {"client": [{"trainable": ["head.*"]}, {}], "defences": ["precode"], "data": {"name": "faces"}}
+    run["model"] = {"name": "scheliga-cnn"}
+    assert problems(attacks=["adaptive"], **run)
+    scene = open_scene(config(attacks=["pig"], **run))
+    ((meeting, why),) = scene.unfit.items()
+    assert meeting == (0, "precode", "pig")
+    assert "leaves out" in why
+    assert " -> " in why
+    assert len(problems(attacks=["pig"], **run | {"client": {"trainable": ["head.*"]}})) == 1

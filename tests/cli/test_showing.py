@@ -81,13 +81,42 @@ def test_only_what_each_client_shows_is_attacked_so() -> None:
 CHAIN = {"name": "scheliga-cnn"}
 
 
-def test_chains_of_layers_are_solved_where_every_defence_leaves_them_one() -> None:
+def test_chains_of_layers_are_solved_where_a_defence_leaves_them_one() -> None:
     sized = {"data": {"name": "faces", "size": 32}}
     assert added(model=CHAIN, **sized) == ["r-gap"]
     assert added(model=CHAIN, **sized, defences=["none", "prune(0.9)"]) == ["r-gap"]
-    assert added(model=CHAIN, **sized, defences=["none", "precode"]) == []
+    some = with_added(model=CHAIN, **sized, defences=["none", "precode"])
+    assert some.config.attacks[1:] == ["r-gap"]
+    assert [*some.unfit] == [(0, "precode", "r-gap")]
+    assert added(model=CHAIN, **sized, defences=["cvb", "precode"]) == []
     assert added(model=CHAIN, **sized, client=[{"local": {"lr": 0.1, "steps": 2}}]) == []
     assert added(model={"name": "convnet"}, **sized) == [], "pooling is no step back"
+
+
+def test_an_attack_that_does_not_apply_is_told_in_its_cell_and_the_others_are_made(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = ["audit", "faces", "--set", "model.name=lenet-zhu", "--set", "data.size=16", "--victims", "2", "--json"]
+    words += ["--workers", "1", "--attack", "r-gap"]
+    assert run([*words, "--defence", "precode"]) == 2
+    assert "attack 'r-gap' on 'precode', client: " in capsys.readouterr().err
+    words += ["--defence", "none", "--defence", "precode"]
+    assert run(words) == 0
+    out, err = capsys.readouterr()
+    bare, behind = json.loads(out)
+    assert (bare["asr"], bare["failed"]) == (1.0, None)
+    assert (behind["asr"], behind["statuses"]) == (None, {"does not apply": 1})
+    assert behind["failed"] in err
+    assert "r-gap against precode, seed 0: does not apply: " in err
+    assert behind["failed"] in Path("runs/faces/report.html").read_text().replace("&gt;", ">").replace("&#39;", "'")
+    assert run([*words, "--fail-above", "1"]) == 1
+    assert "no attack of this run applies to precode (gradient)" in capsys.readouterr().err
+    assert run([*words, "--attack", "ig(iterations=1)", "--fail-above", "1"]) == 0
+    capsys.readouterr()
+    assert run(["summary", "runs/faces", "--markdown", "-"]) == 0
+    out, err = capsys.readouterr()
+    assert "| `precode` | does not apply |" in out
+    assert "To go on" not in err, "nothing is left to be done"
 
 
 @pytest.mark.parametrize("model", ["lenet-zhu", "scheliga-cnn"])

@@ -27,10 +27,9 @@ from gradveil.audit.adaptive import attacks_against, is_adaptive
 from gradveil.audit.display import Screen, legend, result_table
 from gradveil.audit.given import class_names, model_problems, named, prepared, wrong_arguments
 from gradveil.audit.health import summaries
-from gradveil.audit.obstacles import scene_problems
 from gradveil.audit.reader import resolve, with_defaults
 from gradveil.audit.run import describe, run
-from gradveil.audit.scene import Scene, others
+from gradveil.audit.scene import Scene, others, unobstructed
 from gradveil.audit.showing import with_closed_forms
 from gradveil.audit.store import Cell, Store, load_run
 from gradveil.core.errors import GradveilError, Problem, refuse
@@ -131,7 +130,7 @@ def audit_model(
     victims = settings.get("victims", max(len(data) // client_batch - others(against.values()), 1))
     config = resolve({**raw, "victims": victims}, names=False)
     scene = Scene(config, data, known, _copies(model), against, tried, loss, facts, tuple(done))
-    refuse(list(scene_problems(scene)))
+    scene = unobstructed(scene)
     if any(isinstance(attack, str) and is_adaptive(attack) for attack in attacks):
         scene = with_closed_forms(scene)
     return _run(scene, out, write_report, progress)

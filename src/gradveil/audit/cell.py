@@ -47,6 +47,11 @@ class Address:
     trained: int | None = None
     """The round of the training after which the client is attacked; None where nothing is trained."""
 
+    @property
+    def meeting(self) -> tuple[int, str, str]:
+        """Who meets whom, whatever the seed and the round: client, defence, attack."""
+        return self.client, self.defence, self.attack
+
 
 @dataclass(frozen=True)
 class Recovered:

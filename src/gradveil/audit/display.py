@@ -19,7 +19,7 @@ from gradveil.audit.attacker import ATTACKERS
 from gradveil.audit.cell import Address
 from gradveil.audit.health import STATES, coincidence, descent, examine
 from gradveil.audit.rows import Row
-from gradveil.audit.store import Cell, summarise
+from gradveil.audit.store import UNFIT, Cell, summarise
 from gradveil.audit.threat import threat_model, unknown_to_all
 from gradveil.core.errors import Problem
 from gradveil.core.words import DASH, duration, interval, listing, number, percent, plural
@@ -110,6 +110,8 @@ class Screen:
     def _result(self, cell: Address, result: Cell) -> Text:
         number = f"[{self.skipped + self.finished}/{len(self.planned)}] "
         text = Text(number, style="dim").append(_called(cell), style="default")
+        if result.unfit:
+            return text.append(f": {UNFIT}: {result.failed}", style="yellow")
         if result.failed is not None:
             return text.append(f": failed: {result.failed}", style="red")
         summary = summarise(result)
@@ -203,7 +205,7 @@ def result_table(cells: Sequence[Cell]) -> Table:
         where = [row["defence"], row["attack"], *([str(row["seed"]), row["client"]] if several else [])]
         where += [str(row["trained"])] if trained else []
         if cell.failed is not None:
-            table.add_row(*where, DASH, Text("failed", style="red"))
+            table.add_row(*where, DASH, Text(UNFIT, style="yellow") if cell.unfit else Text("failed", style="red"))
             continue
         kind = rows[id(cell)].attacker
         where.append(DASH if kind == "undefended" else kind)

@@ -30,6 +30,8 @@ def expected_work(scene: Scene) -> dict[str, float]:
     for cell in cells(config):
         rows = _row_iterations(scene.attacks[cell.attack], config, attackers[cell.defence])
         known[cell.id] = None if rows is None else rows * pass_cost(config.client[cell.client])
+        if cell.meeting in scene.unfit:
+            known[cell.id] = 0.0
     usual = fmean(told) if (told := [work for work in known.values() if work]) else 1.0
     return {name: usual if work is None else work for name, work in known.items()}
 

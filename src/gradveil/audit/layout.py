@@ -65,6 +65,7 @@ class _Address(_Held):
 
 class _Failed(_Address):
     failed: str
+    unfit: bool = False
 
 
 class _Control(_Held):

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from gradveil.attacks.base import Active, Careful, Prospect
 from gradveil.audit.adaptive import attacks_against
@@ -38,8 +38,47 @@ def model_problems(scene: Scene) -> list[Problem]:
     return [replace(p, remedy=p.remedy + hint) if surgery.__name__ in p.remedy else p for p in found]
 
 
-def scene_problems(scene: Scene) -> Iterator[Problem]:
-    """Find out before the first cell what would stop a later one: sizes, models, defended clients."""
+class Obstacles(NamedTuple):
+    """What stands in the way of a run."""
+
+    problems: list[Problem]
+    """Each once; those of an attack that another of its cells can be attacked with are warnings."""
+    unfit: Mapping[tuple[int, str, str], str]
+    """(client, defence, attack) -> why the attack does not apply there."""
+
+
+class _Meeting(NamedTuple):
+    """An attack on a defended client, and what stands in its way."""
+
+    client: int
+    defence: str
+    attack: str
+    problems: tuple[Problem, ...]
+
+
+def obstacles(scene: Scene) -> Obstacles:
+    """Find out before the first cell what would stop a later one: sizes, models, defended clients, attacks.
+
+    An attack that was asked for by name and fits some of the defended clients leaves the others out; attackers that
+    stand for `adaptive` have to fit, for a verdict counts on them.
+    """
+    found = list(_obstacles(scene))
+    fits = {each.attack for each in found if isinstance(each, _Meeting) and not each.problems}
+    fits &= {*scene.config.attacks}
+    problems: list[Problem] = []
+    unfit: dict[tuple[int, str, str], str] = {}
+    for each in found:
+        if isinstance(each, Problem):
+            problems.append(each)
+        elif each.attack in fits and each.problems:
+            unfit[each[:3]] = "; ".join(f"{p.what} -> {p.remedy}" for p in each.problems)
+            problems += (replace(p, severity="warning") for p in each.problems)
+        else:
+            problems += each.problems
+    return Obstacles(list(dict.fromkeys(problems)), unfit)
+
+
+def _obstacles(scene: Scene) -> Iterator[Problem | _Meeting]:
     config = scene.config
     available = len(scene.victims)
     if min(scene.victims.inputs.shape[-2:]) < SMALLEST:
@@ -78,7 +117,7 @@ def scene_problems(scene: Scene) -> Iterator[Problem]:
                     yield from _speaker_problems(scene, index, client, f"defences[{i}] '{text}', {where}")
                 else:
                     yield from record_problems(scene.observed, client)
-                yield from _attack_problems(scene, index, text, client, where)
+                yield from _meetings(scene, index, text, client, where)
             except GradveilError as error:
                 yield from (
                     Problem(f"defences[{i}] '{text}', {where}", f"{p.where}: {p.what}", p.remedy)
@@ -118,7 +157,7 @@ def _active_problems(scene: Scene) -> Iterator[Problem]:
         yield Problem("train", what, "leave it out, or audit it without --train (model.weights takes trained ones)")
 
 
-def _attack_problems(scene: Scene, index: int, defence: str, client: Client, where: str) -> Iterator[Problem]:
+def _meetings(scene: Scene, index: int, defence: str, client: Client, where: str) -> Iterator[_Meeting]:
     """Ask the attacks on a defended client what stands in their way."""
     data, config = scene.victims, scene.config
     shape = (data.channels, int(data.inputs.shape[-2]), int(data.inputs.shape[-1]))
@@ -134,5 +173,6 @@ def _attack_problems(scene: Scene, index: int, defence: str, client: Client, whe
             spec = belief.noise_spec(belief.params(), Batch(first.inputs[0], first.targets[0]))
             found += withheld(attack, spec, scene.observed)
         aside = "" if text in config.attacks else "; or name the attacks that you want, in the place of adaptive"
-        for p in found:
-            yield Problem(f"attack '{text}' on '{defence}', {where}: {p.where}", p.what, p.remedy + aside)
+        place = f"attack '{text}' on '{defence}', {where}"
+        told = (Problem(f"{place}: {p.where}", p.what, p.remedy + aside) for p in found)
+        yield _Meeting(index, defence, text, tuple(told))

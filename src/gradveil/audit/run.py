@@ -70,9 +70,19 @@ def run(scene: Scene, store: Store, display: Display, share: int, schedule: Sche
         division = [
             some for numbers in division for some in scene.observed.together(numbers, scene.config.first_victim)
         ]
-    tasks = [
-        Task(cell, i, numbers) for cell in planned if cell.id not in finished for i, numbers in enumerate(division)
-    ]
+    left = [cell for cell in planned if cell.id not in finished]
+    fits = [cell for cell in left if cell.meeting not in scene.unfit]
+    tasks = [Task(cell, i, numbers) for cell in fits for i, numbers in enumerate(division)]
+    results: list[Cell] = []
+
+    def finished_with(cell: Address, result: Cell) -> None:
+        store.write(cell.id, result)
+        display.done(cell, result)
+        results.append(result)
+
+    for cell in left:
+        if why := scene.unfit.get(cell.meeting):
+            finished_with(cell, failure(scene, cell, name(scene, cell), why, unfit=True))
 
     def order(task: Task) -> Parcel:
         return task.order(read_plans(store.plans(task.cell.id), task.numbers), scene.training)
@@ -84,17 +94,14 @@ def run(scene: Scene, store: Store, display: Display, share: int, schedule: Sche
             write_plan(store.plans(task.cell.id), task.numbers, news.facts["plan"], news.facts["settled"])
 
     open_parts: dict[str, dict[int, Recovered | str]] = {}
-    results = []
     with schedule(Job(working(scene), order, heard), tasks) as done:
         for task, part in done:
             parts = open_parts.setdefault(task.cell.id, {})
             parts[task.share] = part if isinstance(part, str) else recovered(part)
             if len(parts) < len(division):
                 continue
-            result = finish(scene, task.cell, [parts[i] for i in sorted(open_parts.pop(task.cell.id))])
-            store.write(task.cell.id, result)
-            display.done(task.cell, result)
-            results.append(result)
+            whole = [parts[i] for i in sorted(open_parts.pop(task.cell.id))]
+            finished_with(task.cell, finish(scene, task.cell, whole))
     return results
 
 

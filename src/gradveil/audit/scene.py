@@ -14,7 +14,7 @@ from gradveil.attacks.base import Attack
 from gradveil.attacks.presets import make_attack
 from gradveil.audit.adaptive import attacks_against
 from gradveil.audit.config import RunConfig
-from gradveil.audit.obstacles import model_problems, scene_problems
+from gradveil.audit.obstacles import model_problems, obstacles
 from gradveil.audit.reader import with_defaults
 from gradveil.audit.records import Observed, observed_images, open_observed
 from gradveil.audit.training import Training, training_of, training_setting
@@ -53,6 +53,8 @@ class Scene:
     """Trained parameters: of the undefended model, or of a defended one that has more; empty for initial ones."""
     training: Training | None = None
     """The training whose clients are the victims; None for clients who start from the same weights."""
+    unfit: Mapping[tuple[int, str, str], str] = field(default_factory=dict[tuple[int, str, str], str])
+    """(client, defence, attack) -> why the attack does not apply there: such cells are told, and not attacked."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -168,12 +170,18 @@ def open_scene(
         training=training,
     )
     if checked:
-        # What is wrong whatever the defence is found once for each of them.
-        refuse(list(dict.fromkeys(scene_problems(scene))))
+        scene = unobstructed(scene)
         net, done = initial_model(config.model, victims, config.seeds[0])
         refuse([replace(p, where=f"model: {called(net, p.where)}") for p in model_problems(scene)])
         scene = replace(scene, prepared=tuple(done))
     return scene
+
+
+def unobstructed(scene: Scene) -> Scene:
+    """Refuse what cannot be audited, with every problem at once; note where an attack does not apply."""
+    found = obstacles(scene)
+    refuse(found.problems)
+    return replace(scene, unfit=found.unfit)
 
 
 def others(defences: Iterable[Defence]) -> int:

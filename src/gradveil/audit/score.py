@@ -85,9 +85,12 @@ def _perceptual(scene: Scene, matched: Tensor, truth: Tensor, scores: dict[str, 
     return {}
 
 
-def failure(scene: Scene, cell: Address, named: Named, message: str) -> Cell:
-    """Make the record of a cell that could not be finished: a status in the results, never a gap."""
-    return Cell({**_address(scene, cell, named), "failed": message}, [])
+def failure(scene: Scene, cell: Address, named: Named, message: str, unfit: bool = False) -> Cell:
+    """Make the record of a cell without a result: a status in the results, never a gap.
+
+    It could not be finished; or the attack does not apply there (`unfit`), which is nobody's fault.
+    """
+    return Cell({**_address(scene, cell, named), "failed": message, "unfit": unfit}, [])
 
 
 def _record(

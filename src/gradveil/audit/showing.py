@@ -42,18 +42,22 @@ def closed_forms(scene: Scene) -> Iterator[Problem]:
 
 
 def with_closed_forms(scene: Scene) -> Scene:
-    """Add the attacks in closed form where every client sends what shows one image."""
+    """Add the attacks in closed form where every client sends what shows one image, and some defence leaves it so."""
     config, added = scene.config, list[str]()
     clients = range(len(config.client))
     unlabelled = scene.observed is not None and not scene.observed.scored
     words = ["labels=idlg"] if unlabelled else []
+    unfit: dict[tuple[int, str, str], str] = {}
     if all(_shown(scene, index) for index in clients):
         added += [] if _has(scene, Analytic) else _analytic(scene, words)
     elif not _has(scene, Recursive) and all(_chain(scene, index) for index in clients):
-        added += [] if _stopped(scene) else [_call("r-gap", *words)]
+        solver = _call("r-gap", *words)
+        unfit = _unsolvable(scene, solver)
+        added += [] if len(unfit) == len(clients) * len(config.defences) else [solver]
     tuning = config.iterations, config.restarts
     attacks = {**scene.attacks, **{text: make_attack(with_defaults(text, *tuning)) for text in added}}
-    return replace(scene, config=config.model_copy(update={"attacks": [*config.attacks, *added]}), attacks=attacks)
+    config = config.model_copy(update={"attacks": [*config.attacks, *added]})
+    return replace(scene, config=config, attacks=attacks, unfit={**scene.unfit, **unfit})
 
 
 def _analytic(scene: Scene, words: list[str]) -> list[str]:
@@ -110,9 +114,14 @@ def _chain(scene: Scene, index: int) -> tuple[Link, ...]:
     return links if not problems and settles(links) else ()
 
 
-def _stopped(scene: Scene) -> bool:
-    """Whether some defence makes the model another thing than a chain."""
-    seed, clients, attack = scene.config.seeds[0], range(len(scene.config.client)), Recursive()
-    beliefs = [scene.client(index, text, seed).undefended_update() for index in clients for text in scene.defences]
+def _unsolvable(scene: Scene, attack: str) -> dict[tuple[int, str, str], str]:
+    """Say which defences make the model another thing than a chain: where r-gap does not apply, and why."""
+    seed, solver = scene.config.seeds[0], Recursive()
     facts = _shape(scene), 1, scene.classes, len(scene.public or ())
-    return any(list(attack.problems(Prospect(belief, *facts))) for belief in beliefs)
+    found: dict[tuple[int, str, str], str] = {}
+    for index in range(len(scene.config.client)):
+        for text in scene.defences:
+            belief = scene.client(index, text, seed).undefended_update()
+            if problems := list(solver.problems(Prospect(belief, *facts))):
+                found[index, text, attack] = "; ".join(f"{p.what} -> {p.remedy}" for p in problems)
+    return found

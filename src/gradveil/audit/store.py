@@ -22,6 +22,9 @@ from gradveil.core.growth import refuse_others
 from gradveil.federated.reading import is_training
 from gradveil.metrics import wilson
 
+UNFIT = "does not apply"
+"""The status of a cell whose attack does not apply to its defended client."""
+
 
 @dataclass(frozen=True)
 class Cell:
@@ -35,8 +38,18 @@ class Cell:
 
     @property
     def failed(self) -> str | None:
-        """Why it failed; None if it did not."""
+        """Why it has no result; None if it has one."""
         return self.info.get("failed")
+
+    @property
+    def unfit(self) -> bool:
+        """Whether it has no result because the attack does not apply there."""
+        return bool(self.info.get("unfit"))
+
+    @property
+    def broken(self) -> bool:
+        """Whether it failed although the attack applies: doing it again may help."""
+        return self.failed is not None and not self.unfit
 
     @property
     def unscored(self) -> str | None:
@@ -143,7 +156,7 @@ def summarise(cell: Cell) -> dict[str, Any]:
         "final_accuracy": training.get("final_accuracy"),
         "client_seconds": training.get("client_seconds"),
         **{f"round_{key}": training.get(key) for key in ("bytes_up", "bytes_down", "seconds")},
-        "statuses": statuses or {"failed": 1},
+        "statuses": statuses or {UNFIT if cell.unfit else "failed": 1},
         "prepared": "; ".join(info.get("prepared", ())),
         "failed": cell.failed,
         "unscored": cell.unscored,

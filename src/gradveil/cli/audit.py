@@ -131,7 +131,7 @@ def _judge(cells: Sequence[Cell], folder: Path, as_json: bool, fail_above: float
         found = gate(load_run(folder), fail_above)
         show_gate(found, page)
         return 0 if found.passed else ABOVE if found.above else FAILED_CELL
-    return FAILED_CELL if any(cell.failed is not None for cell in cells) else 0
+    return FAILED_CELL if any(cell.broken for cell in cells) else 0
 
 
 def _read(

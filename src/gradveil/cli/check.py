@@ -15,7 +15,7 @@ from rich.text import Text
 from torch import nn
 
 from gradveil.audit.config import RunConfig
-from gradveil.audit.obstacles import model_problems, scene_problems
+from gradveil.audit.obstacles import model_problems, obstacles
 from gradveil.audit.privacy import privacy_problems
 from gradveil.audit.reader import assemble, read
 from gradveil.audit.scene import open_scene
@@ -78,7 +78,7 @@ def check(
     with redirect_stdout(sys.stderr):  # What a user's model prints must not mix with what is found.
         scene = open_scene(config, data_dir, checked=False)
         net = scene.model(config.seeds[0])  # A model that cannot be built is wrong use: it raises.
-        problems = list(dict.fromkeys(scene_problems(scene)))  # what is wrong whatever the defence, once
+        problems = obstacles(scene).problems
         problems += [] if _stopped(problems) else model_problems(scene)
         problems += [] if _stopped(problems) else [*privacy_problems(scene), *closed_forms(scene)]
         problems += _manipulated(net, received, previous)

@@ -86,7 +86,7 @@ def _as(write: Callable[[Sequence[Matrix]], str], runs: Sequence[Run]) -> Callab
 def unfinished(run: Run) -> str:
     """Say what is not done yet or failed, and how to go on; nothing where all is done."""
     planned = len(run.info["cells"])
-    failed = sum(cell.failed is not None for cell in run.cells)
+    failed = sum(cell.broken for cell in run.cells)
     missing = planned - len(run.cells)
     counts = [f"{count} {what}" for count, what in ((missing, "not done yet"), (failed, "failed")) if count]
     done = planned - missing - failed

@@ -61,8 +61,9 @@ def page(run: Run) -> str:
 
 def context(run: Run) -> dict[str, Any]:
     """Work out everything the template shows."""
-    failed = [cell for cell in run.cells if cell.failed]
-    done = [cell for cell in run.cells if not cell.failed]
+    failed = [cell for cell in run.cells if cell.broken]
+    unfit = [(cell.info["defence"], cell.info["attack"], cell.failed) for cell in run.cells if cell.unfit]
+    done = [cell for cell in run.cells if cell.failed is None]
     every = [Row(number, cell) for number, cell in enumerate(done)]
     rows = [row for row in every if row.cell.unscored is None]
     judged = verdicts(rows)
@@ -103,6 +104,8 @@ def context(run: Run) -> dict[str, Any]:
         },
         "has_images": bool(shots),
         "failed": failed,
+        "unfit": list(dict.fromkeys(unfit)),
+        "planned": len(run.info.get("cells") or ()),
         "unfinished": max(0, len(run.info.get("cells") or ()) - len(run.cells)),
         "knowledge": method.knowledge(every),
         "descriptions": method.descriptions(every),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from gradveil.audit.attacker import ATTACKERS
@@ -49,7 +49,8 @@ def gate(run: Run, limit: float) -> Gate:
     counted = [row for verdict in judged if verdict.best.attacker != "informed" for row in verdict.judged]
     obstacles = [
         *_missing(run),
-        *(f"{called(row)} failed: {row.cell.failed}" for row in every if row.cell.failed is not None),
+        *(f"{called(row)} failed: {row.cell.failed}" for row in every if row.cell.broken),
+        *_unmet(every),
         *(f"{called(row)} has no score" for row in rows if row.cell.failed is None and not row.images),
         *(_untested(verdict) for verdict in judged if verdict.best.attacker == "informed"),
         *(_diverged(row) for row in counted if row.asr <= limit < _at_worst(row)),
@@ -85,6 +86,16 @@ def _missing(run: Run) -> Iterator[str]:
     planned = run.info["cells"]
     if missing := [name for name in planned if name not in there]:
         yield f"{len(missing)} of {plural(len(planned), 'cell')} {'is' if len(missing) == 1 else 'are'} not done"
+
+
+def _unmet(every: Sequence[Row]) -> Iterator[str]:
+    """Name each defence to which no attack of the run applies."""
+    settings = {(row.setting, row.defence): row for row in every if row.cell.unfit}
+    for row in every:
+        if not row.cell.unfit:
+            settings.pop((row.setting, row.defence), None)
+    for row in settings.values():
+        yield f"no attack of this run applies to {row.defence} ({row.info['client']}): add --attack adaptive"
 
 
 def _untested(verdict: Verdict) -> str:

@@ -10,7 +10,7 @@ from statistics import fmean
 
 from gradveil.audit.health import examine
 from gradveil.audit.rows import Row, Setting
-from gradveil.audit.store import Run
+from gradveil.audit.store import UNFIT, Run
 from gradveil.core.errors import Problem, refuse
 from gradveil.core.words import DASH, interval, listing, percent, plural
 from gradveil.metrics import wilson
@@ -31,6 +31,8 @@ class Entry:
     rows: tuple[Row, ...]
     failed: bool
     """Whether a seed's cell failed: the others are no whole answer."""
+    unfit: bool
+    """Whether the attack does not apply there."""
     doubtful: bool
 
     @cached_property
@@ -106,7 +108,7 @@ class Matrix:
         if entry is None:
             return "", ""
         if entry.asr is None:
-            return ("failed" if entry.failed else DASH), ""
+            return ("failed" if entry.failed else UNFIT if entry.unfit else DASH), ""
         low, high = wilson(round(entry.asr * entry.images), entry.images)
         rest = f"{entry.marks} ({interval(low, high)})"
         rest += f", {entry.ssim:.2f}" if entry.ssim is not None else ""
@@ -151,7 +153,8 @@ def _threshold(row: Row) -> float:
 def _entry(group: Sequence[Row], beside: Sequence[Row]) -> Entry:
     finished = tuple(row for row in group if row.cell.failed is None)
     doubtful = any(examine(row, beside).state in ("short", "doubtful") for row in finished if row.images)
-    return Entry(finished, len(finished) < len(group), doubtful)
+    broken, unfit = (any(flags) for flags in ((r.cell.broken for r in group), (r.cell.unfit for r in group)))
+    return Entry(finished, broken, unfit, doubtful)
 
 
 def as_markdown(tables: Sequence[Matrix]) -> str:
