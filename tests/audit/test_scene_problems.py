@@ -67,7 +67,7 @@ def test_who_asked_for_all_that_aim_at_a_defence_may_leave_out_one_that_cannot()
     run["model"] = {"name": "scheliga-cnn"}
     (found,) = problems(attacks=["adaptive"], **run)
     assert found.startswith("attack 'pig' on 'precode', client: ignore: leaves out")
-    assert found.endswith("name the attacks that you want, in the place of adaptive")
+    assert found.endswith("name the attacks that you want, in the place of adaptive and malicious")
     (named,) = problems(attacks=["pig"], **run)
     assert "adaptive" not in named
 

@@ -1,13 +1,17 @@
 """Every defence names the attackers that aim at it, and `adaptive` in a run stands for them."""
 
+import json
+
 import pytest
 import torch
 from torch import nn
 
 import gradveil
+from gradveil.attacks.base import Active
 from gradveil.attacks.presets import make_attack
-from gradveil.audit.adaptive import aimed_at, attacks_against
+from gradveil.audit.adaptive import aimed_at, attacks_against, planted_for
 from gradveil.audit.cell import cells, pairs
+from gradveil.cli.app import run
 from gradveil.core.errors import GradveilError
 from gradveil.defences import DEFENCES
 from gradveil.defences.entry import DefenceEntry
@@ -20,6 +24,20 @@ def test_every_defence_has_an_attacker_who_knows_it(name):
     assert attacks, f"{name} names no attacker that aims at it"
     if DEFENCES[name].changes:
         assert any(attack.belief == "full" for attack in attacks)
+
+
+@pytest.mark.parametrize("name", DEFENCES)
+def test_every_defence_has_a_malicious_server(name):
+    assert all(isinstance(make_attack(text), Active) for text in DEFENCES[name].malicious)
+    assert not [text for text in DEFENCES[name].adaptive if isinstance(make_attack(text), Active)]
+    names = {text.partition("(")[0] for text in DEFENCES[name].malicious}
+    assert names == {"rob", "curious", "fishing"}
+
+
+def test_decoys_are_for_what_cuts_the_largest_entries():
+    for text, wanted in (("dgp", 2), ("adgp", 2), ("prune(0.9)", 0), ("cvb + dgp", 2), ("an object + dgp", 2)):
+        assert sum("decoys" in attack for attack in planted_for(text)) == wanted, text
+    assert planted_for("an object's own name") == planted_for("none")
 
 
 def test_a_defence_without_an_attacker_cannot_be_entered():
@@ -100,6 +118,24 @@ def test_without_public_data_nobody_learns():
 def test_it_takes_no_settings():
     with pytest.raises(GradveilError, match="adaptive"):
         config(attacks=["adaptive(iterations=5)"])
+
+
+def test_both_words_stand_side_by_side():
+    met = pairs(config(attacks=["malicious", "adaptive"], defences=["dgp"]))
+    assert [text for text, _ in met] == [*planted_for("dgp"), *aimed_at("dgp")]
+
+
+def test_what_a_malicious_server_gets_of_the_defence_that_is_pruned_for_it(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    words = ["audit", "faces", "--attack", "malicious", "--defence", "none", "--defence", "dgp", "--json"]
+    words += ["--set", "data.size=32", "--set", "client.batch=4", "--victims", "1", "--workers", "1"]
+    assert run([*words, "--iterations", "1"]) == 0
+    rates = {(row["defence"], row["attack"]): row["asr"] for row in json.loads(capsys.readouterr().out)}
+    assert rates["none", "rob(bins=512)"] == 1.0
+    assert rates["dgp", "rob(bins=512)"] < 1.0
+    assert max(rate for (defence, _), rate in rates.items() if defence == "dgp") == 1.0
+    with pytest.raises(GradveilError, match="malicious"):
+        config(attacks=["malicious(bins=3)"])
 
 
 def test_python_spells_it_out_too():

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from gradveil.attacks.base import Attack
 from gradveil.attacks.presets import make_attack
-from gradveil.audit.adaptive import attacks_against, is_adaptive
+from gradveil.audit.adaptive import attacks_against, is_adaptive, stands_for_many
 from gradveil.audit.display import Screen, legend, result_table
 from gradveil.audit.given import class_names, model_problems, named, prepared, wrong_arguments
 from gradveil.audit.health import summaries
@@ -139,14 +139,14 @@ def audit_model(
 def _spelled_out(
     attacks: Sequence[str | Attack], defences: Sequence[str | Defence], public: bool
 ) -> Sequence[str | Attack]:
-    """Put the attackers of all these defences in the place of `adaptive`."""
+    """Put the attackers of all these defences in the place of `adaptive` and `malicious`."""
     if not isinstance(attacks, list | tuple) or not isinstance(defences, list | tuple):
         return attacks
     names = [defence if isinstance(defence, str) else str(getattr(defence, "name", "")) for defence in defences]
     spelled: list[str | Attack] = []
     for attack in attacks:
-        if isinstance(attack, str) and is_adaptive(attack):
-            others = [text for text in attacks if isinstance(text, str) and not is_adaptive(text)]
+        if isinstance(attack, str) and stands_for_many(attack):
+            others = [text for text in attacks if isinstance(text, str) and not stands_for_many(text)]
             aimed = [t for name in names for t in attacks_against([*others, attack], name, public=public)]
             spelled += [text for text in dict.fromkeys(aimed) if text not in others]
         else:

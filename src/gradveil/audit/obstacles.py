@@ -7,13 +7,14 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from gradveil.attacks.base import Active, Careful, Prospect
-from gradveil.audit.adaptive import attacks_against
+from gradveil.audit.adaptive import WORDS, attacks_against
 from gradveil.audit.protocol import declared
 from gradveil.audit.records import record_problems, withheld
 from gradveil.audit.training import client_problems
 from gradveil.client import Client, speakers
 from gradveil.core.errors import UNFIT, GradveilError, Problem
 from gradveil.core.types import Batch
+from gradveil.core.words import listing
 from gradveil.defences.contract import faults
 from gradveil.nn import surgery
 from gradveil.nn.check import check
@@ -172,7 +173,9 @@ def _meetings(scene: Scene, index: int, defence: str, client: Client, where: str
             first = scene.batch(scene.examples(index, range(1)))
             spec = belief.noise_spec(belief.params(), Batch(first.inputs[0], first.targets[0]))
             found += withheld(attack, spec, scene.observed)
-        aside = "" if text in config.attacks else "; or name the attacks that you want, in the place of adaptive"
+        aside = (
+            "" if text in config.attacks else f"; or name the attacks that you want, in the place of {listing(WORDS)}"
+        )
         place = f"attack '{text}' on '{defence}', {where}"
         told = (Problem(f"{place}: {p.where}", p.what, p.remedy + aside) for p in found)
         yield _Meeting(index, defence, text, tuple(told))

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 
 from gradveil.attacks.presets import ATTACKS, make_attack, own_attack
-from gradveil.audit.adaptive import is_adaptive
+from gradveil.audit.adaptive import stands_for_many
 from gradveil.audit.config import RunConfig
 from gradveil.audit.wording import translate
 from gradveil.core.errors import GradveilError, Problem, fail, refuse
@@ -135,7 +135,7 @@ def _without_effect(config: RunConfig, overrides: Mapping[str, Any], settings: S
     said |= {key: f"--{key} {value}" for key, value in overrides.items() if value is not None}
     for key in ("iterations", "restarts"):
         if key not in said or any(
-            is_adaptive(text) or with_defaults(text, **{key: 1}) != with_defaults(text) for text in config.attacks
+            stands_for_many(text) or with_defaults(text, **{key: 1}) != with_defaults(text) for text in config.attacks
         ):
             continue
         takers = [text for text in config.attacks if _takes(text, key)]
@@ -216,7 +216,7 @@ def _unknown_names(raw: Mapping[str, Any]) -> Iterator[Problem]:
         entries = given if isinstance(given, list) else []
         seen: dict[str, int] = {}
         for i, entry in enumerate(entries):
-            if not isinstance(entry, str) or not entry or (key == "attacks" and is_adaptive(entry)):
+            if not isinstance(entry, str) or not entry or (key == "attacks" and stands_for_many(entry)):
                 continue
             try:
                 name = build(entry).name

@@ -58,6 +58,7 @@ def _defences() -> list[Row]:
             "cost": entry.cost,
             "guarantee": entry.guarantee,
             "adaptive": list(entry.adaptive),
+            "malicious": list(entry.malicious),
         }
         for name, entry in DEFENCES.items()
     ]

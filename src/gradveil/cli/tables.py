@@ -82,6 +82,7 @@ def _notes(kind: str, rows: Sequence[Row]) -> Iterator[str]:
     if kind == "attacks":
         yield "Settings stand in parentheses: ig(iterations=500, restarts=4)."
         yield "`adaptive` stands for the attackers that aim at each defence; `gradveil list dp` names those of dp."
+        yield "`malicious` stands for those who change the model that is sent."
     if kind == "papers":
         yield "PAPER/TABLE in the place of a defence stands for those of a table: `gradveil list PAPER` shows them."
     if kind == "defences":
@@ -199,6 +200,7 @@ def _facts(row: Row) -> Iterator[tuple[str, str]]:
         yield "treats", "; ".join(f"{name}: {POSITIONS[how]}" for name, how in row["knowledge"].items())
     if row.get("adaptive"):
         yield "attackers", ", ".join(row["adaptive"])
+        yield "malicious servers", ", ".join(row["malicious"])
     if row.get("options"):
         yield "options", ", ".join(f"{key} = {json.dumps(value)}" for key, value in row["options"].items())
     for table, texts in row.get("tables", {}).items():

@@ -26,6 +26,17 @@ DUAL = (*ORDERED, "cdia(objective=l2, pruned=ordered, rounds=all)")
 """Where the largest are cut too, angles say little of the rest: a third way to compare, with the bounds."""
 
 
+PLANTED = (
+    "rob(bins=512)",
+    "rob(bins=512, sparse=true)",
+    "curious(rows=1024, share=0.03)",
+    "fishing(belief=full)",
+)
+"""What a malicious server sends: blocks whose rows are compared or stand alone, trap weights, a last layer."""
+DECOYS = ("rob(bins=512, sparse=true, decoys=64)", "rob(bins=512, sparse=true, decoys=256)")
+"""Rows with larger gradients for a client to cut in the place of those that show the images: few and many."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class DefenceEntry(Entry):
     """One named defence of the table. Calling it with arguments builds the defence, named by its canonical text."""
@@ -38,6 +49,8 @@ class DefenceEntry(Entry):
     semicolon bytes, as a share of those of an update in which nothing is zero, for a small CNN."""
     adaptive: tuple[str, ...]
     """Attacks that aim at it, as texts: whoever adds a defence says how he would break it."""
+    malicious: tuple[str, ...] = PLANTED
+    """Attacks of a server that changes the model it sends, as texts."""
     identity: Mapping[str, Any] | None = None
     """Arguments at which it changes nothing; None if there are none."""
 

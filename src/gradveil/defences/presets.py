@@ -13,7 +13,7 @@ from gradveil.defences.base import Defence, chain
 from gradveil.defences.batching import BATCHING
 from gradveil.defences.clip import Clip
 from gradveil.defences.compressing import COMPRESSING
-from gradveil.defences.entry import DUAL, FEEDBACK, KNOWING, ORDERED, DefenceEntry
+from gradveil.defences.entry import DECOYS, DUAL, FEEDBACK, KNOWING, ORDERED, PLANTED, DefenceEntry
 from gradveil.defences.feedback import Feedback
 from gradveil.defences.hiding import HIDING
 from gradveil.defences.informed import INFORMED
@@ -186,6 +186,7 @@ _ENTRIES = (
         cost="a few passes over the update: 1.1 to 1.4 gradients; 22% of the bytes",
         citation="Xue et al. 2024, Dual Gradient Pruning (AAAI)",
         adaptive=DUAL,
+        malicious=(*PLANTED, *DECOYS),
         arguments=(Argument("top", SHARE, 0.05), Argument("bottom", SHARE, 0.75), FEEDBACK),
         identity={"top": 0.0, "bottom": 0.0},
     ),
@@ -198,6 +199,7 @@ _ENTRIES = (
         cost="a few passes over the update; 22% of the bytes, and a mask from who chooses it",
         citation="Aligned Dual Gradient Pruning (anonymous preprint), after Xue et al. 2024; two selections are ours",
         adaptive=DUAL,
+        malicious=(*PLANTED, *DECOYS),
         arguments=(
             Argument("keep", KEPT, 0.2),
             Argument("top", SHARE, 0.05),
