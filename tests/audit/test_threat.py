@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from gradveil.audit.config import ClientConfig
 from gradveil.audit.rows import Row
 from gradveil.audit.store import Cell
 from gradveil.audit.threat import threat_model
@@ -61,6 +62,30 @@ def test_a_budget_that_was_too_small_for_one_iteration_is_told() -> None:
     assert "took" not in threat_model([halved], {"budget": "250"})
     apart = [short[0], row("cdia", seconds=1.2, row_iterations=8, defence="clip(1)")]
     assert "took" not in threat_model(apart, {"budget": "8"})
+
+
+def test_clients_of_other_settings_are_told_apart() -> None:
+    """Rates are compared within a setting, which knows a client by its title."""
+    local = {"lr": 0.1, "epochs": 2}
+    others = ({"batch": 1}, {"momentum": 0.9}, {"momentum": 0.9, "nesterov": True}, {"weight_decay": 1e-3})
+    clients = [
+        {}, {"members": 2}, {"trainable": ["head.*"]}, {"trainable": ["head.*", "body.0.*"]}, {"local": local},
+        *({"local": {**local, **other}} for other in (*others, {"sampling": "poisson"}, {"optimiser": "adam"})),
+        {"local": local, "trainable": ["head.*"]},
+    ]  # fmt: skip
+    titles = [ClientConfig.model_validate({"batch": 2, **client}).title for client in clients]
+    assert len(set(titles)) == len(titles), titles
+    frozen = row("ig", client=ClientConfig(trainable=["head.*", "body.0.*"], members=2).title, batch=2)
+    assert "the sum over 2 clients of one gradient of 1 image (of head.* body.0.* alone) each." in threat_model(
+        [frozen], {}
+    )
+
+
+def test_a_run_of_two_clients_of_which_one_trains_less_judges_them_apart(tmp_path: Path) -> None:
+    clients = [{"trainable": ["body.*"]}, {}]
+    run, _ = execute(config(client=clients, defences=["none"], attacks=["ig(iterations=1)"]), tmp_path / "run")
+    settings = {Row(place, cell).setting for place, cell in enumerate(run.cells)}
+    assert len(settings) == 2
 
 
 def test_what_was_given_and_to_whom() -> None:

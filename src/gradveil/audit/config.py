@@ -23,13 +23,10 @@ class ClientConfig(Section):
 
     @property
     def title(self) -> str:
-        """Say in a few words how it trains."""
+        """Say in a few words how it trains: clients of other settings have other titles, and are judged apart."""
+        only = f", only {' '.join(self.trainable)}" if self.trainable else ""
         summed = f", sum of {self.members}" if self.members > 1 else ""
-        if self.local is None:
-            return f"gradient{summed}"
-        length = f"T={self.local.steps}" if self.local.steps else f"epochs={self.local.epochs}"
-        drawn = ", Poisson" if self.local.sampling == "poisson" else ""
-        return f"local {length} {self.local.optimiser} lr={self.local.lr:g}{drawn}{summed}"
+        return f"{self.local.title(self.batch) if self.local else 'gradient'}{only}{summed}"
 
     @property
     def examples(self) -> int:

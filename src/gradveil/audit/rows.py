@@ -25,15 +25,19 @@ def client_words(client: str, batch: int) -> str:
     ('one gradient of 1 image', 'local training (T=4) on 8 images')
     >>> client_words("gradient, sum of 4", 8)
     'the sum over 4 clients of one gradient of 2 images each'
+    >>> client_words("gradient, only head.*", 1)
+    'one gradient of 1 image (of head.* alone)'
     """
     summed = re.fullmatch(r"(.*), sum of (\d+)", client)
     if summed:
         members = int(summed[2])
         return f"the sum over {members} clients of {client_words(summed[1], batch // members)} each"
-    if client == "gradient":
-        return f"one gradient of {plural(batch, 'image')}"
-    steps = client.removeprefix("local").strip()
-    return f"local training ({steps}) on {plural(batch, 'image')}"
+    trains, _, only = client.partition(", only ")
+    alone = f" (of {only} alone)" if only else ""
+    if trains == "gradient":
+        return f"one gradient of {plural(batch, 'image')}{alone}"
+    steps = trains.removeprefix("local").strip()
+    return f"local training ({steps}) on {plural(batch, 'image')}{alone}"
 
 
 class Setting(NamedTuple):
