@@ -5,6 +5,7 @@ from dataclasses import replace
 from functools import partial
 
 import pytest
+import torch
 
 from gradveil.attacks.analytic import Analytic
 from gradveil.attacks.inversion import Inversion
@@ -14,7 +15,9 @@ from gradveil.audit.budget import Budget, Share, read_budget, restarts_worth, wi
 from gradveil.audit.cell import cells, recover
 from gradveil.audit.plans import Plans, read_plans, write_plan
 from gradveil.audit.scene import open_scene
+from gradveil.audit.work import Task, recovered, site
 from gradveil.core.errors import GradveilError
+from gradveil.schedule.work import arrive
 from tests.audit.runs import config, execute
 
 
@@ -34,6 +37,24 @@ def test_victim_iterations_are_shared():
     assert set(map(tuple, both.values())) == {(10, 10)}
     assert ran(budget="40", restarts=2) == {"ig(report=1)": [10, 10]}
     assert ran(budget="4000", iterations=7) == {"ig(report=1)": [7, 7]}
+
+
+def test_who_does_not_apply_takes_no_share(tmp_path):
+    """Of one client's bottleneck nothing is trained before it, so that `pig` has nothing to compare there."""
+    chosen = config(
+        data={"name": "digits"}, model={"name": "scheliga-cnn"}, client=[{"trainable": ["head.*"]}, {}],
+        defences=["precode"], attacks=["ig(report=1)", "pig(report=1)"], budget="40",
+    )  # fmt: skip
+    run, _ = execute(chosen, tmp_path / "run")
+    alone, left_out, *both = run.cells
+    assert [record["iterations"] for record in alone.records] == [20, 20]
+    assert left_out.unfit
+    assert [[record["iterations"] for record in cell.records] for cell in both] == [[10, 10], [10, 10]]
+    scene = open_scene(chosen)
+    elsewhere = arrive(site(scene.config, None, scene.unfit), torch.get_num_threads())
+    order = Task(cells(chosen)[0], 0, range(2)).order({})
+    assert not isinstance(elsewhere, str)
+    assert recovered(elsewhere(order, lambda _: None)).tensors["iterations"].tolist() == [20, 20]
 
 
 def test_halving_pays_for_few_restarts():

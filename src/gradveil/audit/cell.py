@@ -232,11 +232,16 @@ def _afforded(
     config = scene.config
     if config.budget is None:
         return attack
-    on_it = [text for text, defence in pairs(config) if defence == cell.defence]
-    attackers = sum(spends(scene.attacks[text]) for text in on_it)
     searches = min(config.rounds, config.client[cell.client].examples) if isinstance(attack, Persistent) else 1
-    share = Share(attackers, len(numbers), config.victims, lessons(scene, cell.client), searches)
+    sharing = spenders(scene, cell.client, cell.defence)
+    share = Share(sharing, len(numbers), config.victims, lessons(scene, cell.client), searches)
     return within(read_budget(config.budget), attack, share, run, plans)
+
+
+def spenders(scene: Scene, client: int, defence: str) -> int:
+    """Count the attacks that share the budget of a defended client: those that apply to it, and search or learn."""
+    on_it = [text for text, whose in pairs(scene.config) if whose == defence]
+    return sum(spends(scene.attacks[text]) for text in on_it if (client, defence, text) not in scene.unfit)
 
 
 def lessons(scene: Scene, client: int) -> int:

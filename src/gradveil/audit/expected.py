@@ -9,8 +9,8 @@ from gradveil.attacks.base import Attack
 from gradveil.attacks.inversion import Inversion
 from gradveil.attacks.planted import Planting
 from gradveil.attacks.rgap import Recursive
-from gradveil.audit.budget import read_budget, restarts_worth, spends
-from gradveil.audit.cell import cells, pairs
+from gradveil.audit.budget import read_budget, restarts_worth
+from gradveil.audit.cell import cells, spenders
 from gradveil.audit.config import ClientConfig, RunConfig
 from gradveil.audit.scene import Scene
 
@@ -23,12 +23,13 @@ def expected_work(scene: Scene) -> dict[str, float]:
     """
     config = scene.config
     attackers = {
-        defence: sum(spends(scene.attacks[text]) for text, whose in pairs(config) if whose == defence)
+        (client, defence): spenders(scene, client, defence)
+        for client in range(len(config.client))
         for defence in config.defences
     }
     known: dict[str, float | None] = {}
     for cell in cells(config):
-        rows = _row_iterations(scene.attacks[cell.attack], config, attackers[cell.defence])
+        rows = _row_iterations(scene.attacks[cell.attack], config, attackers[cell.client, cell.defence])
         known[cell.id] = None if rows is None else rows * pass_cost(config.client[cell.client])
         if cell.meeting in scene.unfit:
             known[cell.id] = 0.0

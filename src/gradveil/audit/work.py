@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from safetensors.torch import load, save
@@ -37,17 +38,22 @@ class Task:
         return Parcel({"cell": cell.id, "victims": [self.numbers.start, self.numbers.stop], "plans": plans}, stood)
 
 
-def site(config: RunConfig, data_dir: Path | None) -> Site:
-    """Say what workers elsewhere open to attack the cells of this run."""
+def site(
+    config: RunConfig, data_dir: Path | None, unfit: Mapping[tuple[int, str, str], str] = MappingProxyType({})
+) -> Site:
+    """Say what workers elsewhere open to attack the cells of this run, and which attacks do not apply there."""
     where = str(data_dir.resolve()) if data_dir else None
-    return Site(f"{__name__}:{open_work.__name__}", {"config": config.resolved(), "data_dir": where})
+    told = [[*meeting, why] for meeting, why in unfit.items()]
+    return Site(f"{__name__}:{open_work.__name__}", {"config": config.resolved(), "data_dir": where, "unfit": told})
 
 
 def open_work(setting: Mapping[str, Any]) -> Work:
     """Open the scene of a run, where somebody else has checked it."""
     keep_freed_memory()
     data_dir = Path(setting["data_dir"]) if setting["data_dir"] else None
-    return working(open_scene(RunConfig.model_validate(setting["config"]), data_dir, checked=False))
+    scene = open_scene(RunConfig.model_validate(setting["config"]), data_dir, checked=False)
+    unfit = {(client, defence, attack): why for client, defence, attack, why in setting["unfit"]}
+    return working(replace(scene, unfit=unfit))
 
 
 def working(scene: Scene) -> Work:

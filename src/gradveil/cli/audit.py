@@ -184,7 +184,7 @@ def _run(
             at = place.schedule(count)
             _train(scene, folder / TRAINING, data_dir, at, command)
             with Screen(Console(stderr=True)) as screen:
-                run(scene, store, screen, share, at(site(config, data_dir)))
+                run(scene, store, screen, share, at(site(config, data_dir, scene.unfit)))
     except KeyboardInterrupt:
         finished = f"Finished cells are kept in {folder}." if (folder / "run.json").is_file() else "Nothing was lost."
         # Not by the console: what it was printing when it was interrupted, it would print once more.
