@@ -98,6 +98,8 @@ def test_a_learner_shares_the_budget_too():
     assert ran(budget=str(4 * images), attacks=[SMALL], client={"batch": 2}) == {SMALL: [7, 7]}
     assert ran(budget="1", attacks=[SMALL]) == {SMALL: [1, 1]}
     assert ran(budget=str(99 * images), attacks=[SMALL]) == {SMALL: [9, 9]}
+    found = recover(scene, cells(scene.config)[0], range(2), lambda _: None)
+    assert found.facts["simulated"] == 10 * images
 
 
 def test_the_seconds_of_a_learner_are_measured_once(monkeypatch):

@@ -58,6 +58,8 @@ def test_a_budget_that_was_too_small_for_one_iteration_is_told() -> None:
     assert "on one defence they took 11 s of working time." in threat_model([*short, learned], {"budget": "2s"})
     assert "took" not in threat_model([*short, learned], {"budget": "16"})
     assert "in any case: on one defence they took 16 victim-iterations." in threat_model(short, {"budget": "15"})
+    student = row("learned", row_iterations=2, simulated=2394)
+    assert "on one defence they took 2,402 victim-iterations." in threat_model([short[0], student], {"budget": "400"})
     halved = row("ig(restarts=8, halving=true)", row_iterations=800, restarts=8)
     assert "took" not in threat_model([halved], {"budget": "250"})
     apart = [short[0], row("cdia", seconds=1.2, row_iterations=8, defence="clip(1)")]

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from gradveil.attacks.base import Attack, Judge, Observation, Persistent, Planner, Progress, Reconstruction
 from gradveil.attacks.knowledge import Knowledge
+from gradveil.attacks.learned import Learned
 from gradveil.audit.active import active_facts, received, resent
 from gradveil.audit.adaptive import attacks_against
 from gradveil.audit.bound import leaked
@@ -211,7 +212,13 @@ def _facts(scene: Scene, client: Client, made: Made, sent: Tensors, first: Batch
         "seconds": made.found.seconds,
         "plan": list(made.found.plan),
         "restarts": made.found.objectives.shape[1],
+        "simulated": _simulated(scene, made.attack, len(first.inputs)),
     }
+
+
+def _simulated(scene: Scene, attack: Attack, examples: int) -> int:
+    """Count the updates that a learner simulated to learn from: a pass more than its epochs."""
+    return (attack.epochs + 1) * lessons(scene, examples) if isinstance(attack, Learned) else 0
 
 
 def _in_parts(client: Client, batch: Batch) -> bool:
@@ -232,9 +239,9 @@ def _afforded(
     config = scene.config
     if config.budget is None:
         return attack
-    searches = min(config.rounds, config.client[cell.client].examples) if isinstance(attack, Persistent) else 1
-    sharing = spenders(scene, cell.client, cell.defence)
-    share = Share(sharing, len(numbers), config.victims, lessons(scene, cell.client), searches)
+    sharing, examples = spenders(scene, cell.client, cell.defence), config.client[cell.client].examples
+    searches = min(config.rounds, examples) if isinstance(attack, Persistent) else 1
+    share = Share(sharing, len(numbers), config.victims, lessons(scene, examples), searches)
     return within(read_budget(config.budget), attack, share, run, plans)
 
 
@@ -244,9 +251,9 @@ def spenders(scene: Scene, client: int, defence: str) -> int:
     return sum(spends(scene.attacks[text]) for text in on_it if (client, defence, text) not in scene.unfit)
 
 
-def lessons(scene: Scene, client: int) -> int:
-    """Count the updates that the public images are good for."""
-    return 0 if scene.public is None else len(scene.public) // scene.config.client[client].examples
+def lessons(scene: Scene, examples: int) -> int:
+    """Count the updates of so many examples that the public images are good for."""
+    return 0 if scene.public is None else len(scene.public) // examples
 
 
 def raw_update(client: Client, base: Client, params: Tensors, truth: Truth) -> Tensors:

@@ -103,14 +103,14 @@ def _spent(budget: str | None, rows: Sequence[Row]) -> Iterator[str]:
 
 
 def _iterations(row: Row) -> float:
-    """Count the victim-iterations of a search; none of an attack that is not known to be one."""
+    """Count the victim-iterations of a search, or the updates that a learner simulated; none of an unknown attack."""
     made, restarts = row.info.get("row_iterations") or 0.0, row.info.get("restarts") or 1
     try:
         attack = make_attack(row.attack)
     except GradveilError:
         return 0.0
     if not isinstance(attack, Inversion):
-        return 0.0
+        return row.info.get("simulated") or 0.0
     return made * restarts_worth(replace(attack, restarts=restarts)) / restarts
 
 
