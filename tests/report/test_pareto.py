@@ -191,8 +191,21 @@ def test_what_has_no_rate_is_a_status() -> None:
     info = {key: value for key, value in cell(0, 0.5, 1).cell.info.items() if key != "training"}
     failed = Cell(info | {"defence": "clip", "failed": "diverged in round 2"}, [])
     done = [Row(0, bare().cell)]
-    (found,) = charts(verdicts(done), [failed], {"defences": ["none", "clip", "dp"]})
-    assert found.missing == (("clip", "failed: diverged in round 2"), ("dp", "not done yet"))
+    left_out = Cell(info | {"defence": "cvb", "failed": "is no plain chain", "unfit": True, "attack": "r-gap"}, [])
+    other = Cell({**left_out.info, "attack": "analytic"}, [])
+    (found,) = charts(verdicts(done), [failed, left_out, other], {"defences": ["none", "clip", "dp", "cvb"]})
+    assert found.missing == (
+        ("clip", "failed: diverged in round 2"),
+        ("dp", "not done yet"),
+        ("cvb", "attacked by nobody (does not apply: r-gap and analytic)"),
+    )
+
+
+def test_an_attack_that_does_not_apply_leaves_no_doubt() -> None:
+    info = cell(0, 0.8, 50, attack="r-gap").cell.info
+    done = [Row(0, bare().cell), Row(1, cell(2, 0.8, 50).cell)]
+    (found,) = charts(verdicts(done), (Cell(info | {"failed": "is no plain chain", "unfit": True}, []),), {})
+    assert not spot(found, "dgp").is_vague
 
 
 @pytest.fixture(scope="module")

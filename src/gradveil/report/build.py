@@ -72,7 +72,7 @@ def context(run: Run) -> dict[str, Any]:
     shown = table.columns(rows)
     spent = budget.charts(judged)
     config = run.info.get("config") or {}
-    fronts = pareto.charts(judged, failed, config)
+    fronts = pareto.charts(judged, [cell for cell in run.cells if cell.failed is not None], config)
     return {
         "version": run.info.get("gradveil"),
         "name": run.info.get("name") or "audit",

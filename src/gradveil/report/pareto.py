@@ -12,7 +12,7 @@ from typing import Any
 
 from gradveil.audit.health import summaries
 from gradveil.audit.rows import Row, Setting
-from gradveil.audit.store import Cell
+from gradveil.audit.store import UNFIT, Cell
 from gradveil.core.words import DASH, listing, number, percent, plural, size
 from gradveil.report.front import beaten_by, front
 from gradveil.report.verdict import Verdict, verdicts
@@ -167,10 +167,14 @@ class Chart:
         return [f"{percent(own[stage].rate) if stage in own else 'no rate'} {when(stage)}" for stage in every]
 
 
-def charts(judged: Sequence[Verdict], failed: Sequence[Cell], config: Mapping[str, Any]) -> list[Chart]:
-    """Build the charts of an audit that follows a training, one a setting whatever the round; none of another audit."""
+def charts(judged: Sequence[Verdict], empty: Sequence[Cell], config: Mapping[str, Any]) -> list[Chart]:
+    """Build the charts of an audit that follows a training, one a setting whatever the round; none of another audit.
+
+    `empty` are the cells without a result: attacks that failed, or do not apply.
+    """
     trained = [verdict for verdict in judged if verdict.setting.trained is not None]
-    broken = {(row.setting, row.defence) for row in (Row(place, cell) for place, cell in enumerate(failed))}
+    failed = [Row(place, cell) for place, cell in enumerate(empty) if cell.broken]
+    broken = {(row.setting, row.defence) for row in failed}
     found = []
     for setting in dict.fromkeys(verdict.setting._replace(trained=None) for verdict in trained):
         here = [verdict for verdict in trained if verdict.setting._replace(trained=None) == setting]
@@ -187,7 +191,7 @@ def charts(judged: Sequence[Verdict], failed: Sequence[Cell], config: Mapping[st
         views = [_view("Worst round", [replace(s, whole=stages[s.name].keys() == every) for s in worst])]
         for stage in sorted(every):
             views.append(_view(when(stage).capitalize(), [of[stage] for of in stages.values() if stage in of]))
-        left = tuple(_missing({row.defence for verdict in here for row in verdict.rows}, failed, config))
+        left = tuple(_missing({row.defence for verdict in here for row in verdict.rows}, empty, config))
         found.append(Chart(setting, tuple(views), left, stages))
     return found
 
@@ -243,11 +247,13 @@ def _prices(rows: Sequence[Row]) -> dict[str, dict[str, Span]]:
     return found
 
 
-def _missing(there: set[str], failed: Sequence[Cell], config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+def _missing(there: set[str], empty: Sequence[Cell], config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     for defence in config.get("defences") or ():
         if defence not in there:
-            why = dict.fromkeys(str(cell.failed) for cell in failed if cell.info["defence"] == defence)
-            yield defence, f"failed: {'; '.join(why)}" if why else "not done yet"
+            own = [cell for cell in empty if cell.info["defence"] == defence]
+            failed = dict.fromkeys(str(cell.failed) for cell in own if cell.broken)
+            unmet = f"attacked by nobody ({UNFIT}: {listing(dict.fromkeys(cell.info['attack'] for cell in own))})"
+            yield defence, f"failed: {'; '.join(failed)}" if failed else unmet if own else "not done yet"
 
 
 def section(found: Sequence[Chart], rows: Sequence[Row]) -> dict[str, Any]:
