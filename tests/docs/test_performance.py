@@ -55,6 +55,30 @@ def test_a_round_in_a_flower_simulation_is_what_was_recorded():
         assert row["flower_over_engine"] >= 2, "the aim"
 
 
+def test_what_knowing_more_costs_is_what_was_recorded_and_no_more_than_allowed():
+    """Joint optimisation at most 1.5 of the plain attack's iterations, four local steps at most 7."""
+    page = (HERE / "docs/performance.md").read_text("utf-8")
+    told = page.partition("## What knowing more costs")[2].partition("## ")[0]
+    words = {
+        "cpu-2-cores-attack-cost": {
+            "dropout: DIA": "dropout masks optimised {}x", "PRECODE: VBIA": "PRECODE's noise {}x",
+            "CVB: VBIA": "CVB's noise {}x", "pruning: mask read off": "masks read off {}x",
+            "local training, T = 4": "costs {} times",
+        },
+        "cpu-2-cores-attack-cost-resnet18": {
+            "DP-SGD: CDIA": "{}x", "pruning: mask read off": "masks read off {}x", "CVB: VBIA": "CVB's noise {}x",
+        },
+    }  # fmt: skip
+    for file, cases in words.items():
+        recorded = json.loads((HERE / f"benchmarks/results/{file}.json").read_text("utf-8"))["cases"]
+        assert set(recorded) == set(cases)
+        for case, said in cases.items():
+            found, digits = recorded[case], 1 if "times" in said else 2
+            ratio, low, high = (f"{found[key]:.{digits}f}" for key in ("ratio", "low", "high"))
+            assert re.search(rf"{re.escape(said.format(ratio))}[^()]*\({low} to {high}\)", told), (file, case)
+            assert found["ratio"] <= found["allowed"] == (7 if case.startswith("local") else 1.5), "the aim"
+
+
 def test_sizes_on_the_wire_are_what_was_recorded():
     models = json.loads((HERE / "benchmarks/results/cpu-2-cores-wire.json").read_text("utf-8"))["models"]
     page = (HERE / "docs/performance.md").read_text("utf-8").partition("## Bytes on the wire")[2]
