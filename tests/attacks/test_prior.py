@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from gradveil.attacks.base import in_words
 from gradveil.attacks.images import INPUTS
 from gradveil.attacks.inversion import Inversion
 from gradveil.attacks.knowledge import Known
@@ -124,6 +125,10 @@ def test_the_prior_is_left_out_of_a_model_without_such_layers():
         a([scene.observation], scene.client, scene.knowledge, Key(0)) for a in (plain, replace(plain, batchnorm=1))
     ]
     assert torch.equal(found[0].inputs, found[1].inputs)
+    assert [in_words(each.remarks) for each in found] == [
+        [],
+        ["its BatchNorm prior is left out: the model carries no running statistics"],
+    ]
 
 
 def test_running_statistics_pull_where_there_are_some():
@@ -140,6 +145,7 @@ def test_running_statistics_pull_where_there_are_some():
         return float((found["1.mean"] - wanted["1.mean"]).norm())
 
     assert distance(replace(plain, batchnorm=1000.0)) < 0.3 * distance(plain)
+    assert not replace(plain, batchnorm=1.0)([scene.observation], scene.client, scene.knowledge, Key(0)).remarks
 
 
 def test_preparing_a_trained_model_leaves_the_server_its_running_statistics():

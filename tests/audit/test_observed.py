@@ -27,6 +27,9 @@ from gradveil.federated.config import LocalConfig
 from gradveil.federated.recorded import Recorder, read_recorded
 from gradveil.federated.wire import encode
 from gradveil.metrics import ssim
+from gradveil.nn.statistics import running_statistics
+from gradveil.nn.surgery import prepare
+from gradveil.nn.weights import put_weights
 from tests.audit.runs import config, execute
 
 UNSEEN: dict[str, Any] = {"name": "unseen", "size": 16, "channels": 1, "classes": 2}
@@ -265,6 +268,15 @@ def test_positions_are_read_as_the_models_names_and_buffers_are_left_out(tmp_pat
     assert named.left_out == counted.left_out == ("1.running_mean", "1.running_var")
     assert list(named.update) == list(counted.update) == [name for name, _ in model.named_parameters()]
     assert torch.equal(counted.received["1.running_mean"], held["1.running_mean"])
+    prepared = Client(prepare(model)[0])  # its layers have no statistics of their own any more, and keep the server's
+    ready, placed = (fitted(read_recorded(tmp_path / kind)[0], prepared) for kind in ("named", "numbered"))
+    assert ready.left_out == placed.left_out == named.left_out
+    assert ready.received.keys() == placed.received.keys() == held.keys()
+    assert put_weights(prepared.model, placed.received)
+    assert running_statistics(prepared.model) == {}  # nothing had passed
+    passed = {**placed.received, "1.num_batches_tracked": torch.tensor(1)}
+    assert put_weights(prepared.model, passed)
+    assert torch.equal(prepared.running()["1.mean"], held["1.running_mean"])
     shorter = Client(nn.Sequential(*list(model)[:-1]))
     with pytest.raises(GradveilError, match=r"3\.weight: is no parameter of the believed model"):
         fitted(read_recorded(tmp_path / "named")[0], shorter)

@@ -6,7 +6,9 @@ from safetensors.torch import save_file
 from torch import nn
 
 from gradveil.core.errors import GradveilError
-from gradveil.nn.weights import fingerprint, misfits, put_weights, read_received, read_weights
+from gradveil.nn.statistics import running_statistics
+from gradveil.nn.surgery import prepare
+from gradveil.nn.weights import fingerprint, misfits, names_in_order, put_weights, read_received, read_weights
 
 
 def net():
@@ -20,6 +22,22 @@ def test_a_state_dict_comes_back_with_its_buffers(tmp_path):
     assert put_weights(other, read_weights(tmp_path / "a"))
     assert all(torch.equal(value, other.state_dict()[name]) for name, value in one.state_dict().items())
     assert set(read_received(tmp_path / "a", other)[0]) == {name for name, _ in other.named_parameters()}
+
+
+def test_a_prepared_model_keeps_the_running_statistics_of_a_trained_one(tmp_path):
+    """Its layers go on using the batch's own: an attacker has them, as the server that trained it."""
+    trained = net()
+    prepared, fresh = prepare(trained)[0], prepare(net())[0]
+    assert names_in_order(prepared) == list(trained.state_dict())
+    save_file(trained.state_dict(), tmp_path / "untouched")
+    assert put_weights(prepared, read_weights(tmp_path / "untouched"))
+    assert running_statistics(prepared) == {}  # nothing has passed: 0 and 1 say nothing
+    trained(torch.rand(5, 2, generator=torch.Generator().manual_seed(0)))
+    save_file(trained.state_dict(), tmp_path / "a")
+    assert put_weights(fresh, read_weights(tmp_path / "a"))
+    found = running_statistics(fresh)
+    assert torch.equal(found["1.mean"], trained[1].running_mean)
+    assert torch.equal(found["1.var"], trained[1].running_var)
 
 
 def test_of_a_training_the_best_parameters_are_read(tmp_path):

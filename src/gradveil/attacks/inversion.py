@@ -15,13 +15,14 @@ import torch
 from torch import Tensor
 
 from gradveil.attacks.analytic import Analytic
-from gradveil.attacks.base import Observation, Progress, Prospect, Reconstruction
+from gradveil.attacks.base import Observation, Progress, Prospect, Reconstruction, Remark
 from gradveil.attacks.evolve import CMAES
 from gradveil.attacks.images import INPUTS, TARGETS, Images, Pixels
 from gradveil.attacks.infer import Labels, label_problems
 from gradveil.attacks.knowledge import How, Knowledge
 from gradveil.attacks.optimise import Descent
 from gradveil.attacks.plan import rows_at_once
+from gradveil.attacks.prior import statistics_wanted
 from gradveil.attacks.rows import Rows
 from gradveil.attacks.searched import searched
 from gradveil.attacks.solution import CONVERGED, STATUSES, Solution, joined
@@ -236,7 +237,16 @@ def _reconstruction(
         initial=solution.initial[rows],
         plan=plan,
         trace=trace,
+        remarks=_remarks(attack, scene),
     )
+
+
+def _remarks(attack: Inversion, scene: Rows) -> tuple[Remark, ...]:
+    """Say what an attack was to do and could not."""
+    first = torch.zeros(1, dtype=torch.long, device=scene.device)
+    if not attack.batchnorm or statistics_wanted(scene.knowledge, scene.belief, first, scene.example):
+        return ()
+    return (Remark("its BatchNorm prior is left out: the model carries no running statistics", (0,)),)
 
 
 def _best_of(values: Tensor, objectives: Tensor, shape: tuple[int, int]) -> Tensor:

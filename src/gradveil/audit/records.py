@@ -25,10 +25,9 @@ from gradveil.defences import parse
 from gradveil.federated.config import UNSEEN
 from gradveil.federated.opening import open_images
 from gradveil.federated.recorded import Recorded, read_recorded
-from gradveil.nn.weights import misfits
+from gradveil.nn.weights import is_statistic, misfits, names_in_order
 
 _CHOOSE = 'choose some: --set \'observed.runs=["…"]\', observed.rounds=[1], observed.clients=["…"]'
-_RUNNING = ("running_mean", "running_var", "num_batches_tracked")
 
 
 @dataclass(frozen=True)
@@ -207,7 +206,7 @@ class Fitted:
     """A record under the names of a model: what was received, what was sent, and what of both is left out."""
 
     received: Tensors
-    """Parameters, and those buffers that the model has."""
+    """Parameters, those buffers that the model has, and running statistics that a preparation may have taken out."""
     update: Tensors
     left_out: tuple[str, ...] = ()
     """What was sent besides parameters: buffers, which no attack reads."""
@@ -226,7 +225,7 @@ def fitted(record: Recorded, client: Client) -> Fitted:
     problems = misfits(model, received, where)
     params, trained = dict(model.named_parameters()), client.trained()
     remedy = "name the model that the app trains: model.name, model.options; or the defence that changes it"
-    strange = [name for name in received if name not in params and name not in buffers and not _runs_along(name)]
+    strange = [name for name in received if name not in params and name not in buffers and not is_statistic(name)]
     problems += [Problem(f"{where}, {name}", "is no parameter of the believed model", remedy) for name in strange]
     if not problems:
         problems += [
@@ -238,7 +237,7 @@ def fitted(record: Recorded, client: Client) -> Fitted:
         remedy = "say what is trained: client.trainable = [...]"
         problems += [Problem(f"recorded update, {name}", "is sent, and not trained here", remedy) for name in more]
     refuse(problems)
-    kept = {name: received[name] for name in (*params, *buffers) if name in received}
+    kept = {name: value for name, value in received.items() if name in params or name in buffers or is_statistic(name)}
     update = {name: sent[name] for name in trained}
     return Fitted(kept, update, tuple(name for name in sent if name not in params))
 
@@ -267,16 +266,11 @@ def withheld(attack: Attack, spec: NoiseSpec, observed: Observed) -> Iterator[Pr
             yield Problem(pattern, what, "choose an attack that samples, optimises or infers it")
 
 
-def _runs_along(name: str) -> bool:
-    """Tell a running statistic of a normalisation that a preparation of the model may have taken out."""
-    return name.rpartition(".")[2] in _RUNNING
-
-
 def _names(received: Mapping[str, Tensor], model: nn.Module) -> Mapping[str, str]:
     """Give positions the names of the state dictionary, or of the parameters where there are as many of them."""
     if not all(name.isdecimal() for name in received):
         return {}
-    for known in (list(model.state_dict()), [name for name, _ in model.named_parameters()]):
+    for known in (names_in_order(model), list(model.state_dict()), [name for name, _ in model.named_parameters()]):
         if len(known) == len(received):
             return {str(place): name for place, name in enumerate(known)}
     return {}

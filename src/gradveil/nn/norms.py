@@ -7,7 +7,7 @@ operations, for which it is right, and keep no statistics that a forward pass wo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -96,6 +96,12 @@ class BatchStatistics(_ChannelNorm):
         super().__init__(channels, eps, affine=affine)
         for name in ("running_mean", "running_var"):
             self.register_buffer(name, None, persistent=False)
+
+    def remember(self, kept: Mapping[str, Tensor]) -> None:
+        """Keep the running statistics of a BatchNorm, unless nothing has passed it yet: then they are 0 and 1."""
+        mean, var, seen = (kept.get(name) for name in ("running_mean", "running_var", "num_batches_tracked"))
+        if mean is not None and var is not None and (seen is None or bool(seen > 0)):
+            self.running_mean, self.running_var = mean.clone(), var.clone()
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise [B, C, ...]."""

@@ -52,7 +52,9 @@ def replace_batchnorm(model: nn.Module, way: str = "group", *, groups: int = 2) 
         if way == "group":
             return _with_weights(group_norm(old.num_features, groups), old)
         if way == "batch_statistics":
-            return _remembering(_with_weights(BatchStatistics(old.num_features, old.eps, affine=old.affine), old), old)
+            own = BatchStatistics(old.num_features, old.eps, affine=old.affine)
+            own.remember(dict(old.named_buffers()))
+            return _with_weights(own, old)
         if old.running_mean is None or old.running_var is None:
             what = "it keeps no running statistics that could be frozen"
             raise fail("batchnorm", what, "choose 'group' or 'batch_statistics'")
@@ -62,15 +64,6 @@ def replace_batchnorm(model: nn.Module, way: str = "group", *, groups: int = 2) 
         return frozen
 
     return _replace(model, new)
-
-
-def _remembering(new: nn.Module, old: nn.Module) -> nn.Module:
-    """Keep the running statistics, unless nothing has passed the layer yet: then they are the initial 0 and 1."""
-    assert isinstance(old, BatchNorm)
-    seen = old.num_batches_tracked is None or bool(old.num_batches_tracked > 0)
-    if seen and old.running_mean is not None and old.running_var is not None:
-        new.running_mean, new.running_var = old.running_mean.clone(), old.running_var.clone()
-    return new
 
 
 def replace_dropout(model: nn.Module, *, active_only: bool = False) -> nn.Module:

@@ -13,8 +13,11 @@ from torch import Tensor, nn
 
 from gradveil.core.errors import Problem, fail, refuse
 from gradveil.core.tree import Tensors, select
+from gradveil.nn.norms import BatchStatistics, FrozenNorm
 
-STATISTICS = ("*running_mean", "*running_var", "*num_batches_tracked")
+_KEPT = ("running_mean", "running_var", "num_batches_tracked")
+"""What a BatchNorm of torch keeps, in its order."""
+STATISTICS = tuple(f"*{name}" for name in _KEPT)
 """Names of what BatchNorm layers keep: no parameters, though they travel with them."""
 _REMEDY = "give the parameters of this model, or name the model that they belong to"
 
@@ -96,14 +99,32 @@ def is_statistic(name: str) -> bool:
 
 
 def put_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> bool:
-    """Give a model these parameters and buffers, in place, if there is one for each parameter; say whether."""
+    """Give a model these parameters and buffers, in place, if there is one for each parameter; say whether.
+
+    A layer that took a BatchNorm's place keeps the running statistics for whoever attacks it.
+    """
     if misfits(model, weights, ""):
         return False
     with torch.no_grad():
         for name, value in (*model.named_parameters(), *model.named_buffers()):
             if name in weights and weights[name].shape == value.shape:
                 value.copy_(weights[name])
+        for path, module in model.named_modules():
+            if isinstance(module, BatchStatistics):
+                module.remember(select(weights, path))
     return True
+
+
+def names_in_order(model: nn.Module) -> list[str]:
+    """List the names of the state dictionary as they were before BatchNorm layers were replaced."""
+    found: list[str] = []
+    for path, module in model.named_modules(remove_duplicate=False):
+        own = [name for name, value in module._parameters.items() if value is not None]
+        own += [n for n, v in module._buffers.items() if v is not None and n not in module._non_persistent_buffers_set]
+        if isinstance(module, BatchStatistics | FrozenNorm):
+            own += [name for name in _KEPT if name not in own]
+        found += [f"{path}.{name}" if path else name for name in own]
+    return found
 
 
 def fingerprint(weights: Mapping[str, Tensor]) -> str:
