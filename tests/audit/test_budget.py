@@ -15,6 +15,7 @@ from gradveil.audit.budget import Budget, Share, read_budget, restarts_worth, wi
 from gradveil.audit.cell import cells, recover
 from gradveil.audit.plans import Plans, read_plans, write_plan
 from gradveil.audit.scene import open_scene
+from gradveil.audit.source import Source
 from gradveil.audit.work import Task, recovered, site
 from gradveil.core.errors import GradveilError
 from gradveil.schedule.work import arrive
@@ -52,7 +53,7 @@ def test_who_does_not_apply_takes_no_share(tmp_path):
     assert [[record["iterations"] for record in cell.records] for cell in both] == [[10, 10], [10, 10]]
     scene = open_scene(chosen)
     elsewhere = arrive(site(scene.config, None, scene.unfit), torch.get_num_threads())
-    order = Task(cells(chosen)[0], 0, range(2)).order({})
+    order = Task(cells(chosen)[0], 0, range(2)).order({}, Source())
     assert not isinstance(elsewhere, str)
     assert recovered(elsewhere(order, lambda _: None)).tensors["iterations"].tolist() == [20, 20]
 

@@ -15,7 +15,7 @@ from gradveil.audit.config import RunConfig
 from gradveil.audit.display import legend, result_table
 from gradveil.audit.health import summaries
 from gradveil.audit.observed import recover_observed
-from gradveil.audit.records import fitted, settled
+from gradveil.audit.records import Observed, fitted, settled
 from gradveil.audit.rounds import observe
 from gradveil.audit.run import describe
 from gradveil.audit.scene import Scene, open_scene
@@ -149,10 +149,10 @@ def test_updates_of_several_models_are_attacked_each_from_its_own(tmp_path: Path
     for number, seed in ((1, 0), (2, 5)):
         record(simulated(seeds=[seed]), tmp_path / "seen", number=number, truth=True)
     watched = open_scene(watching(tmp_path / "seen", attacks=["ig(labels=restore, tv=0, iterations=2)"]))
-    assert watched.observed is not None
-    assert list(watched.observed.together(range(4), 0)) == [range(2), range(2, 4)]
-    assert list(watched.observed.together(range(1, 3), 0)) == [range(1, 2), range(2, 3)]
-    assert list(watched.observed.together(range(3), 1)) == [range(1), range(1, 3)]
+    assert isinstance(watched.source, Observed)
+    assert list(watched.source.together(range(4), 0)) == [range(2), range(2, 4)]
+    assert list(watched.source.together(range(1, 3), 0)) == [range(1, 2), range(2, 3)]
+    assert list(watched.source.together(range(3), 1)) == [range(1), range(1, 3)]
     for some in (range(2), range(2, 4)):  # nothing but its own model explains an update
         found = recover_observed(watched, cells(watched.config)[0], some, print)
         assert bool((found.tensors["at_truth"] < 1e-6).all())

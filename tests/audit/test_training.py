@@ -50,10 +50,10 @@ def config(defence: str = TOPK, plan: dict[str, Any] | None = None, **changes: A
 def trained(folder: Path, **changes: Any) -> tuple[Scene, Training, list[tuple[str, int]]]:
     """Train what is missing, and say which rounds that were."""
     scene, told = open_scene(config(**changes), trained=folder), list[tuple[str, int]]()
-    assert scene.training is not None
+    assert isinstance(scene.source, Training)
     assert scene.config.train is not None
 
-    setting = scene.training.setting
+    setting = scene.source.setting
     with opened(folder, describe(setting.config, "command")):
         run_training(
             setting,
@@ -61,7 +61,7 @@ def trained(folder: Path, **changes: Any) -> tuple[Scene, Training, list[tuple[s
             lambda cell, record, status: told.append((cell.title, record.number)),
             at=scene.config.train.stages,
         )
-    return scene, scene.training, told
+    return scene, scene.source, told
 
 
 def stood(training: Training, defence: str, number: int) -> Standing:
@@ -69,8 +69,8 @@ def stood(training: Training, defence: str, number: int) -> Standing:
 
 
 def seen(scene: Scene, cell: Address) -> tuple[Any, Truth, Any]:
-    assert scene.training is not None
-    standing = stood(scene.training, cell.defence, cell.trained or 0)
+    assert isinstance(scene.source, Training)
+    standing = stood(scene.source, cell.defence, cell.trained or 0)
     client = scene.client(cell.client, cell.defence, cell.seed, standing)
     (watched,), truth = observe(scene, cell, client, range(4), standing)
     return watched, truth, client
@@ -191,7 +191,7 @@ def test_what_does_not_fit_is_told_before_anything_is_trained(changes: dict[str,
 
 def test_a_defence_that_keeps_nothing_may_be_trained_in_another_way():
     other = {"batch": None, "local": {"lr": 0.1, "epochs": 1, "batch": 4}}
-    assert open_scene(config("topk(0.1)", plan=other)).training is not None
+    assert isinstance(open_scene(config("topk(0.1)", plan=other)).source, Training)
 
 
 def test_clients_train_as_the_audited_one_does_unless_the_plan_says_otherwise():

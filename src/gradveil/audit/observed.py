@@ -28,8 +28,8 @@ def recover_observed(
     scene: Scene, cell: Address, numbers: range, progress: Callable[[Progress], None], plans: Plans = UNPLANNED
 ) -> Recovered:
     """Attack the recorded updates of these victims, who all have the same global model (`Observed.together`)."""
-    observed = scene.observed
-    assert observed is not None
+    observed = scene.source
+    assert isinstance(observed, Observed)
     client, seen = sighting(scene, observed, cell, numbers)
     raw = scene.batch(scene.examples(cell.client, numbers))
     # Of what is secret a record holds the examples at most: nothing else can be granted, and the scene has refused

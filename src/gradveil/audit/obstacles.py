@@ -6,11 +6,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
-from gradveil.attacks.base import Active, Careful, Prospect
+from gradveil.attacks.base import Careful, Prospect
 from gradveil.audit.adaptive import WORDS, attacks_against
 from gradveil.audit.protocol import declared
-from gradveil.audit.records import record_problems, withheld
-from gradveil.audit.training import client_problems
 from gradveil.client import Client, speakers
 from gradveil.core.errors import UNFIT, GradveilError, Problem
 from gradveil.core.types import Batch
@@ -106,18 +104,15 @@ def _obstacles(scene: Scene) -> Iterator[Problem | _Meeting]:
             try:
                 client = scene.client(index, text, config.seeds[0])
                 yield from _weight_problems(scene, client, index)
-                if scene.training is not None:
-                    yield from client_problems(config, index, client, where)
+                yield from scene.source.client_problems(config, index, client, where)
                 client.trained()
                 found = list(faults(scene.defences[text], client, first))
                 yield from (replace(p, where=f"defences[{i}] '{text}', {where}: {p.where}") for p in found)
                 if any(p.severity == "error" for p in found):
                     continue
                 client.noise_spec(client.params(), first)
-                if scene.observed is None:
+                if scene.source.simulated:
                     yield from _speaker_problems(scene, index, client, f"defences[{i}] '{text}', {where}")
-                else:
-                    yield from record_problems(scene.observed, client)
                 yield from _meetings(scene, index, text, client, where)
             except GradveilError as error:
                 yield from (
@@ -148,19 +143,11 @@ def _speaker_problems(scene: Scene, index: int, client: Client, where: str) -> I
         yield Problem(where, what, "lower victims or client.batch, or let nobody speak (adgp: selection=previous)")
 
 
-def _active_problems(scene: Scene) -> Iterator[Problem]:
-    """Refuse to change models that clients have trained before, or whose updates were recorded."""
-    if scene.observed is not None:
-        what = "changes the model before it is sent, and these updates were recorded of the model as it was"
-        yield Problem("observed", what, "leave it out, or audit a simulated client: without --observed")
-    if scene.training is not None:
-        what = "changes the model before it is sent, and what clients of a training keep is of the model as it was"
-        yield Problem("train", what, "leave it out, or audit it without --train (model.weights takes trained ones)")
-
-
 def _meetings(scene: Scene, index: int, defence: str, client: Client, where: str) -> Iterator[_Meeting]:
     """Ask the attacks on a defended client what stands in their way."""
     data, config = scene.victims, scene.config
+    batch = scene.batch(scene.examples(index, range(1)))
+    first = Batch(batch.inputs[0], batch.targets[0])
     shape = (data.channels, int(data.inputs.shape[-2]), int(data.inputs.shape[-1]))
     facts = shape, config.client[index].examples, scene.classes, len(scene.public or ())
     for text in attacks_against(config.attacks, defence):
@@ -168,11 +155,8 @@ def _meetings(scene: Scene, index: int, defence: str, client: Client, where: str
         belief = client if attack.belief == "full" else client.undefended_update()
         found = list(declared(attack))
         found += attack.problems(Prospect(belief, *facts)) if isinstance(attack, Careful) and not found else ()
-        found += _active_problems(scene) if isinstance(attack, Active) else ()
-        if scene.observed is not None:
-            first = scene.batch(scene.examples(index, range(1)))
-            spec = belief.noise_spec(belief.params(), Batch(first.inputs[0], first.targets[0]))
-            found += withheld(attack, spec, scene.observed)
+        spec = belief.noise_spec(belief.params(), first)
+        found += scene.source.attack_problems(attack, spec)
         aside = (
             "" if text in config.attacks else f"; or name the attacks that you want, in the place of {listing(WORDS)}"
         )

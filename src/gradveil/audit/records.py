@@ -11,10 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gradveil.attacks.base import Attack
+from gradveil.attacks.base import Active, Attack
 from gradveil.attacks.knowledge import Known
 from gradveil.audit.config import RunConfig
 from gradveil.audit.reader import resolve
+from gradveil.audit.source import Source
 from gradveil.client import Client
 from gradveil.core.errors import GradveilError, Problem, fail, refuse
 from gradveil.core.noise import Key, NoiseSpec
@@ -31,10 +32,11 @@ _CHOOSE = 'choose some: --set \'observed.runs=["…"]\', observed.rounds=[1], ob
 
 
 @dataclass(frozen=True)
-class Observed:
+class Observed(Source):
     """The recorded updates that an audit attacks: victim i of the run is record i."""
 
     records: tuple[Recorded, ...]
+    simulated = False
 
     @property
     def scored(self) -> bool:
@@ -53,8 +55,33 @@ class Observed:
                 start = number + 1
 
     def held(self) -> Tensors:
-        """Name what was recorded by its hashes, for the hash of a run."""
+        """Name what was recorded by its hashes."""
         return {f"{record.facts.digest}.{record.facts.model}": torch.zeros(0) for record in self.records}
+
+    def client_problems(self, config: RunConfig, index: int, client: Client, where: str) -> Iterator[Problem]:
+        """Say what of the records does not fit the believed client, each kind of misfit once."""
+        told: set[str] = set()
+        for record in self.records:
+            try:
+                fitted(record, client)
+            except GradveilError as error:
+                fresh = [problem for problem in error.problems if str(problem) not in told]
+                told |= {str(problem) for problem in fresh}
+                yield from fresh
+
+    def attack_problems(self, attack: Attack, spec: NoiseSpec) -> Iterator[Problem]:
+        """Refuse who asks for what no record holds (random values, labels without a truth), or changes the model."""
+        if isinstance(attack, Active):
+            what = "changes the model before it is sent, and these updates were recorded of the model as it was"
+            yield Problem("observed", what, "leave it out, or audit a simulated client: without --observed")
+        if getattr(attack, "labels", None) == "given" and not self.scored:
+            what = "is given, and the true labels were not recorded"
+            yield Problem("labels", what, "let it find them: labels=restore (or idlg, unique, joint)")
+        for pattern, way in attack.knowledge.items():
+            asked = isinstance(way, Known) and way.value is None and pattern not in ("targets", "public")
+            if asked and (pattern.startswith("statistics.") or any(fnmatchcase(name, pattern) for name in spec)):
+                what = "is to be told, and what a client draws or computes in secret is not recorded"
+                yield Problem(pattern, what, "choose an attack that samples, optimises or infers it")
 
 
 def open_observed(config: RunConfig, data_dir: Path | None) -> Observed:
@@ -240,30 +267,6 @@ def fitted(record: Recorded, client: Client) -> Fitted:
     kept = {name: value for name, value in received.items() if name in params or name in buffers or is_statistic(name)}
     update = {name: sent[name] for name in trained}
     return Fitted(kept, update, tuple(name for name in sent if name not in params))
-
-
-def record_problems(observed: Observed, client: Client) -> Iterator[Problem]:
-    """Say what of the records does not fit a believed client, each kind of misfit once."""
-    told: set[str] = set()
-    for record in observed.records:
-        try:
-            fitted(record, client)
-        except GradveilError as error:
-            fresh = [problem for problem in error.problems if str(problem) not in told]
-            told |= {str(problem) for problem in fresh}
-            yield from fresh
-
-
-def withheld(attack: Attack, spec: NoiseSpec, observed: Observed) -> Iterator[Problem]:
-    """Say what an attack asks to be told that no record holds: random values, labels without a truth."""
-    if getattr(attack, "labels", None) == "given" and not observed.scored:
-        what = "is given, and the true labels were not recorded"
-        yield Problem("labels", what, "let it find them: labels=restore (or idlg, unique, joint)")
-    for pattern, way in attack.knowledge.items():
-        asked = isinstance(way, Known) and way.value is None and pattern not in ("targets", "public")
-        if asked and (pattern.startswith("statistics.") or any(fnmatchcase(name, pattern) for name in spec)):
-            what = "is to be told, and what a client draws or computes in secret is not recorded"
-            yield Problem(pattern, what, "choose an attack that samples, optimises or infers it")
 
 
 def _names(received: Mapping[str, Tensor], model: nn.Module) -> Mapping[str, str]:

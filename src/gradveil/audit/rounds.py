@@ -112,9 +112,9 @@ def _start(
 ) -> tuple[Tensors, Tensors, int]:
     """Return what each client has kept [V], the mean update of the round before, and how many rounds there were."""
     fresh = client.init(client.params())
-    if standing is None or scene.training is None:
+    if standing is None:
         return {name: value.expand(len(everybody), *value.shape) for name, value in fresh.items()}, {}, 0
-    owners = (scene.training.owner(scene.config.first_victim + number) for number in everybody)
+    owners = (scene.source.owner(scene.config.first_victim + number) for number in everybody)
     return stack([standing.clients.get(owner, fresh) for owner in owners]), standing.mean, len(standing.records)
 
 

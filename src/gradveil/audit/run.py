@@ -65,11 +65,8 @@ def run(scene: Scene, store: Store, display: Display, share: int, schedule: Sche
     planned = cells(scene.config)
     finished, damaged = store.survey(cell.id for cell in planned)
     display.start(planned, finished, scene.config.victims, damaged, expected_work(scene))
-    division = shares(scene.config.victims, share)
-    if scene.observed is not None:
-        division = [
-            some for numbers in division for some in scene.observed.together(numbers, scene.config.first_victim)
-        ]
+    first, whole = scene.config.first_victim, scene.config.victims
+    division = [some for numbers in shares(whole, share) for some in scene.source.together(numbers, first)]
     left = [cell for cell in planned if cell.id not in finished]
     fits = [cell for cell in left if cell.meeting not in scene.unfit]
     tasks = [Task(cell, i, numbers) for cell in fits for i, numbers in enumerate(division)]
@@ -85,7 +82,7 @@ def run(scene: Scene, store: Store, display: Display, share: int, schedule: Sche
             finished_with(cell, failure(scene, cell, name(scene, cell), why, unfit=True))
 
     def order(task: Task) -> Parcel:
-        return task.order(read_plans(store.plans(task.cell.id), task.numbers), scene.training)
+        return task.order(read_plans(store.plans(task.cell.id), task.numbers), scene.source)
 
     def heard(task: Task, news: Parcel) -> None:
         if "step" in news.facts:
@@ -120,7 +117,7 @@ def finish(scene: Scene, cell: Address, parts: Sequence[Recovered | str]) -> Cel
     failures = list(dict.fromkeys(part for part in parts if isinstance(part, str)))
     if failures:
         return failure(scene, cell, named, "; ".join(failures))
-    scored = score if scene.observed is None else score_observed
+    scored = score if scene.source.simulated else score_observed
     result = scored(scene, cell, merge([part for part in parts if isinstance(part, Recovered)]), named)
     return replace(result, info={**result.info, "code": code_of((scene.config.model.name, cell.defence, cell.attack))})
 

@@ -16,8 +16,9 @@ from gradveil.audit.adaptive import attacks_against
 from gradveil.audit.config import RunConfig
 from gradveil.audit.obstacles import model_problems, obstacles
 from gradveil.audit.reader import with_defaults
-from gradveil.audit.records import Observed, observed_images, open_observed
-from gradveil.audit.training import Training, training_of, training_setting
+from gradveil.audit.records import observed_images, open_observed
+from gradveil.audit.source import Source
+from gradveil.audit.training import training_of, training_setting
 from gradveil.client import Client, cross_entropy
 from gradveil.core.errors import Problem, fail, refuse
 from gradveil.core.noise import Key
@@ -47,12 +48,10 @@ class Scene:
     """What every attack is told beyond the protocol, each named in the records."""
     prepared: tuple[str, ...] = ()
     """What was changed in the model so that it can be audited."""
-    observed: Observed | None = None
-    """Recorded updates to attack; None where the clients are simulated."""
+    source: Source = field(default_factory=Source)
+    """Whose updates are attacked: of simulated clients, of a training's, or recorded ones."""
     weights: Tensors = field(default_factory=dict[str, Tensor])
     """Trained parameters: of the undefended model, or of a defended one that has more; empty for initial ones."""
-    training: Training | None = None
-    """The training whose clients are the victims; None for clients who start from the same weights."""
     unfit: Mapping[tuple[int, str, str], str] = field(default_factory=dict[tuple[int, str, str], str])
     """(client, defence, attack) -> why the attack does not apply there: such cells are told, and not attacked."""
 
@@ -64,7 +63,7 @@ class Scene:
     @property
     def held(self) -> Tensors:
         """What results depend on beside the settings: trained weights, what was recorded."""
-        return {**self.weights, **(self.observed.held() if self.observed else {})}
+        return {**self.weights, **self.source.held()}
 
     def client(self, index: int, defence: str, seed: int, standing: Standing | None = None) -> Client:
         """Build a defended client, on the run's device and in its precision; `standing` says what it has learned."""
@@ -108,16 +107,10 @@ class Scene:
         return count_classes(net, self.victims.inputs[:1].to(self.dtype), len(self.victims.classes))
 
     def examples(self, index: int, numbers: Sequence[int], seed: int | None = None) -> Tensor:
-        """Return the places [V, B] of the victims' examples: victim i owns examples i B to (i + 1) B.
-
-        In a training a victim owns what its client was dealt, by the seed; None stands for the run's first.
-        """
-        size = self.config.client[index].examples
-        if self.training is not None:
-            dealt = self.config.seeds[0] if seed is None else seed
-            return torch.stack([self.training.examples(self.config.first_victim + n, size, dealt) for n in numbers])
-        first = torch.tensor([self.config.first_victim + number for number in numbers])
-        return first[:, None] * size + torch.arange(size)
+        """Return the places [V, B] of the victims' examples, as a seed deals them; None stands for the run's first."""
+        size, first = self.config.client[index].examples, self.config.first_victim
+        dealt = self.config.seeds[0] if seed is None else seed
+        return torch.stack([self.source.places(first + number, size, dealt) for number in numbers])
 
     def batch(self, places: Tensor) -> Batch:
         """Return the examples at these places [V, B] in the model's space."""
@@ -142,18 +135,7 @@ def open_scene(
     refuse(problems)
     defences = {text: parse(text, own=True) for text in config.defences}
     weights = read_weights(located(config.model.weights, data_dir)) if config.model.weights else {}
-    speaking, training = others(defences.values()), None
-    observed = open_observed(config, data_dir) if config.observed else None
-    if observed is not None:
-        public, victims = observed_images(config, data_dir, observed)
-    elif config.train is None:
-        images = config.images_needed + speaking * max(client.examples for client in config.client)
-        gallery = None if config.data.gallery is None else max(config.data.gallery, images)
-        public, victims = open_images(config.data, data_dir, gallery)
-    else:
-        setting = training_setting(config, data_dir, checked)
-        training = training_of(setting, config, speaking, trained)
-        public, victims = training.public.subset(range(len(training.public))[: config.data.public]), training.victims
+    source, public, victims = _source(config, others(defences.values()), data_dir, checked, trained)
 
     def model(seed: int) -> nn.Module:
         return initial_model(config.model, victims, seed)[0]
@@ -165,9 +147,8 @@ def open_scene(
         model,
         defences,
         _attacks(config),
-        observed=observed,
+        source=source,
         weights=weights,
-        training=training,
     )
     if checked:
         scene = unobstructed(scene)
@@ -175,6 +156,23 @@ def open_scene(
         refuse([replace(p, where=f"model: {called(net, p.where)}") for p in model_problems(scene)])
         scene = replace(scene, prepared=tuple(done))
     return scene
+
+
+def _source(
+    config: RunConfig, speaking: int, data_dir: Path | None, checked: bool, trained: Path | None
+) -> tuple[Source, Dataset | None, Dataset]:
+    """Open what the run's victims are, with public examples and the victims'; so many speak before a round."""
+    if config.observed:
+        observed = open_observed(config, data_dir)
+        return observed, *observed_images(config, data_dir, observed)
+    if config.train is not None:
+        setting = training_setting(config, data_dir, checked)
+        training = training_of(setting, config, speaking, trained)
+        return training, training.public.subset(range(len(training.public))[: config.data.public]), training.victims
+    images = config.images_needed + speaking * max(client.examples for client in config.client)
+    gallery = None if config.data.gallery is None else max(config.data.gallery, images)
+    splits = open_images(config.data, data_dir, gallery)
+    return Source(), splits.public, splits.victims
 
 
 def unobstructed(scene: Scene) -> Scene:

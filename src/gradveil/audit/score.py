@@ -161,14 +161,11 @@ def info_of(scene: Scene, cell: Address, found: Recovered, named: Named) -> dict
     """Say what was attacked, by whom, and how the attack did as an attack."""
     facts, tensors, settings = found.facts, found.tensors, scene.config.client[cell.client]
     seconds = facts["seconds"]
-    trained = None
-    if scene.training is not None and cell.trained is not None:
-        trained = scene.training.facts(cell.defence, cell.seed, cell.trained)
     return {
         **_address(scene, cell, named),
         **facts,
         "remarks": in_words(Remark(*each) for each in facts["remarks"]),
-        "training": trained,
+        "training": scene.source.facts(cell.defence, cell.seed, cell.trained),
         "bytes_dense": float(tensors["bytes_dense"].double().mean()),
         "bytes_sent": float(tensors["bytes_sent"].double().mean()),
         "distance": float(tensors["distance"].mean()),

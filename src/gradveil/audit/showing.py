@@ -45,7 +45,7 @@ def with_closed_forms(scene: Scene) -> Scene:
     """Add the attacks in closed form where every client sends what shows one image, and some defence leaves it so."""
     config, added = scene.config, list[str]()
     clients = range(len(config.client))
-    unlabelled = scene.observed is not None and not scene.observed.scored
+    unlabelled = not scene.source.scored
     words = ["labels=idlg"] if unlabelled else []
     unfit: dict[tuple[int, str, str], str] = {}
     if all(_shown(scene, index) for index in clients):

@@ -37,12 +37,13 @@ _MANY = 1000
 
 def score_observed(scene: Scene, cell: Address, found: Recovered, named: Named) -> Cell:
     """Score what came back where the truth was recorded; elsewhere keep it with the attacker's own objective."""
-    assert scene.observed is not None
-    result = score(scene, cell, found, named) if scene.observed.scored else _unscored(scene, cell, found, named)
+    observed = scene.source
+    assert isinstance(observed, Observed)
+    result = score(scene, cell, found, named) if observed.scored else _unscored(scene, cell, found, named)
     first = scene.config.first_victim
-    sent = [record.facts for record in scene.observed.records[first : first + scene.config.victims]]
+    sent = [record.facts for record in observed.records[first : first + scene.config.victims]]
     whose = [{"run": facts.run, "round": facts.round, "client": facts.client} for facts in sent]
-    notes = list(doubts(scene, scene.observed, cell, found.tensors["inputs"]))
+    notes = list(doubts(scene, observed, cell, found.tensors["inputs"]))
     told = {"observed": whose, "recorded_defence": sent[0].defence, "notes": notes}
     return replace(result, info={**result.info, **told})
 

@@ -16,10 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gradveil.attacks.base import Active, Attack
 from gradveil.audit.config import RunConfig
+from gradveil.audit.source import Source
 from gradveil.client import Client
 from gradveil.core.errors import GradveilError, Problem, fail, refuse
 from gradveil.core.files import read_json, unreadable
+from gradveil.core.noise import NoiseSpec
 from gradveil.data import Dataset
 from gradveil.federated.checkpoint import unpack_standing
 from gradveil.federated.config import Rounds, TrainConfig, TrainDataConfig
@@ -32,7 +35,7 @@ _AGAIN = "give the command of the audit again: it trains what is missing"
 
 
 @dataclass(frozen=True)
-class Training:
+class Training(Source):
     """Every defence's training with every seed, and the images of its clients that are attacked."""
 
     setting: Setting
@@ -52,15 +55,15 @@ class Training:
         """Say which client a victim is: where there are more victims than clients they hold several batches each."""
         return number % self.setting.config.clients
 
-    def examples(self, number: int, size: int, seed: int) -> Tensor:
+    def places(self, number: int, size: int, seed: int) -> Tensor:
         """Return the places [B] of a victim's images: a batch of those that its client trains on."""
         first = number // self.setting.config.clients * size
         return self.hands[seed][self.owner(number)][first : first + size]
 
-    def kept(self, defence: str, seed: int, number: int) -> bytes:
+    def kept(self, defence: str, seed: int, stage: int | None) -> bytes:
         """Read where a training stood after so many rounds, for whoever attacks its clients."""
         folder, cell = self._folder(), Cell(defence, seed)
-        file = cell_file(folder, cell, number)
+        file = cell_file(folder, cell, stage or 0)
         try:
             return file.read_bytes()
         except FileNotFoundError as error:
@@ -80,14 +83,36 @@ class Training:
             raise fail(f"the training of '{defence}', seed {seed}", what, "lower the learning rates")
         return found
 
-    def facts(self, defence: str, seed: int, number: int) -> dict[str, Any]:
+    def facts(self, defence: str, seed: int, stage: int | None) -> dict[str, Any]:
         """Say how good the model was then and at the end, what a round costs on the average, and what is proven."""
         told = read_json(self._folder() / "cells" / f"{Cell(defence, seed).id}.json", _AGAIN)
+        number = stage or 0
         then = told["curve"][number - 1] if number else told["start"]
         costs = ("bytes_up", "bytes_down", "seconds", "client_seconds")
         whole = {key: told[key] for key in (*costs, "guarantee", "epsilon", "delta")}
         good = {"accuracy": then["accuracy"], "loss": then["loss"], "final_accuracy": told["accuracy"]}
         return {"round": number, **good, **whole}
+
+    def client_problems(self, config: RunConfig, index: int, client: Client, where: str) -> Iterator[Problem]:
+        """Say why an audited client cannot take over from one of the training: it has to keep what that one keeps."""
+        settings = config.client[index]
+        for name, odd in (("members", settings.members > 1), ("trainable", settings.trainable is not None)):
+            if odd:
+                yield Problem(
+                    f"{where}.{name}", "does not fit a training, whose clients send all of their own", "leave it out"
+                )
+        trained, own = training_config(config).local, settings.local
+        said = [local and local.model_dump(exclude={"batch", "steps", "epochs"}) for local in (trained, own)]
+        kept = [name for name in client.init(client.params()) if not name.startswith("kept.")]
+        if kept and said[0] != said[1]:
+            what = "keeps something from round to round, and the audited client trains in another way than train's"
+            yield Problem(f"{where}.local", f"the defence {what}", f"let {where}.local and train.local say the same")
+
+    def attack_problems(self, attack: Attack, spec: NoiseSpec) -> Iterator[Problem]:
+        """Refuse to change models that clients have trained before."""
+        if isinstance(attack, Active):
+            what = "changes the model before it is sent, and what clients of a training keep is of the model as it was"
+            yield Problem("train", what, "leave it out, or audit it without --train (model.weights takes trained ones)")
 
     def _folder(self) -> Path:
         assert self.folder is not None
@@ -138,22 +163,6 @@ def training_of(setting: Setting, config: RunConfig, speakers: int, folder: Path
     place[chosen] = torch.arange(len(chosen))
     dealt = {seed: [place[hand] for hand in mine] for seed, mine in wanted.items()}
     return Training(setting, images.subset(chosen), dealt, folder)
-
-
-def client_problems(config: RunConfig, index: int, client: Client, where: str) -> Iterator[Problem]:
-    """Say why an audited client cannot take over from one of the training: it has to keep what that one keeps."""
-    settings = config.client[index]
-    for name, odd in (("members", settings.members > 1), ("trainable", settings.trainable is not None)):
-        if odd:
-            yield Problem(
-                f"{where}.{name}", "does not fit a training, whose clients send all of their own", "leave it out"
-            )
-    trained, own = training_config(config).local, settings.local
-    said = [local and local.model_dump(exclude={"batch", "steps", "epochs"}) for local in (trained, own)]
-    kept = [name for name in client.init(client.params()) if not name.startswith("kept.")]
-    if kept and said[0] != said[1]:
-        what = "keeps something from round to round, and the audited client trains in another way than those of train"
-        yield Problem(f"{where}.local", f"the defence {what}", f"let {where}.local and train.local say the same")
 
 
 def _too_few(hands: dict[int, list[Tensor]], config: RunConfig, people: int, needed: int) -> Iterator[Problem]:

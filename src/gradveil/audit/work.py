@@ -17,8 +17,7 @@ from gradveil.audit.config import RunConfig
 from gradveil.audit.observed import recover_observed
 from gradveil.audit.plans import Plan, Plans
 from gradveil.audit.scene import Scene, open_scene
-from gradveil.audit.training import Training
-from gradveil.federated.standing import Standing
+from gradveil.audit.source import Source
 from gradveil.schedule.work import Parcel, Site, Tell, Work
 
 
@@ -30,11 +29,10 @@ class Task:
     share: int
     numbers: range
 
-    def order(self, plans: Mapping[str, Plan], training: Training | None = None) -> Parcel:
+    def order(self, plans: Mapping[str, Plan], source: Source) -> Parcel:
         """Say what a worker needs to attack this share: what was settled before, where its training stood."""
-        cell, stood = self.cell, b""
-        if training is not None and cell.trained is not None:
-            stood = training.kept(cell.defence, cell.seed, cell.trained)
+        cell = self.cell
+        stood = source.kept(cell.defence, cell.seed, cell.trained)
         return Parcel({"cell": cell.id, "victims": [self.numbers.start, self.numbers.stop], "plans": plans}, stood)
 
 
@@ -70,13 +68,12 @@ def working(scene: Scene) -> Work:
         facts = order.facts
         cell, numbers = addresses[facts["cell"]], range(*facts["victims"])
         plans = Plans(facts["plans"], settle)
-        if scene.observed is not None:
-            found = recover_observed(scene, cell, numbers, progress, plans)
-        else:
-            standing: Standing | None = None
-            if scene.training is not None:
-                standing = scene.training.standing(order.data, cell.defence, cell.seed)
-            found = recover(scene, cell, numbers, progress, plans, standing)
+        standing = scene.source.standing(order.data, cell.defence, cell.seed)
+        found = (
+            recover(scene, cell, numbers, progress, plans, standing)
+            if scene.source.simulated
+            else recover_observed(scene, cell, numbers, progress, plans)
+        )
         return Parcel({"facts": found.facts, "statuses": found.statuses}, save(found.tensors))
 
     return work

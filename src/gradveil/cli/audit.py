@@ -28,6 +28,7 @@ from gradveil.audit.scene import Scene, open_scene
 from gradveil.audit.showing import closed_forms, with_closed_forms
 from gradveil.audit.sighted import NO_SCORE
 from gradveil.audit.store import Cell, Store, load_run
+from gradveil.audit.training import Training
 from gradveil.audit.work import site
 from gradveil.cli.engine import AddressOption, Engine, EngineOption, Place
 from gradveil.cli.gate import show_gate
@@ -196,9 +197,9 @@ def _run(
 def _train(scene: Scene, folder: Path, data_dir: Path | None, at: Callable[[Site], Schedule], command: str) -> None:
     """Train what is not trained yet of what the audit looks at, and keep where it stood."""
     plan, console = scene.config.train, Console(stderr=True, soft_wrap=True)
-    if plan is None or scene.training is None:
+    if plan is None or not isinstance(scene.source, Training):
         return
-    setting = scene.training.setting
+    setting = scene.source.setting
     schedule = at(train_site(setting.config, data_dir))
     with opened(folder, describe_training(setting.config, command, setting.weights)):
         train(setting, folder, partial(tell, console, plan.rounds), schedule, at=plan.stages)
