@@ -6,12 +6,18 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 from torch import nn
 
 from gradveil.audit.reader import resolve
 from gradveil.audit.scene import Scene, open_scene
 from gradveil.audit.showing import with_closed_forms
 from gradveil.cli.app import run
+from gradveil.core.noise import Key
+from gradveil.core.types import Batch
+from gradveil.federated.recorded import Recorder
+from gradveil.nn.models import build
 
 WORDS = ["audit", "faces", "--set", "model.name=vit", "--set", "data.size=16", "--victims", "2", "--workers", "1"]
 CONTINUED = "cdia(start=solved, lr=0.01, tv=0.0001)"
@@ -136,3 +142,45 @@ def test_what_is_said_of_a_chain_is_true(model: str, capsys: pytest.CaptureFixtu
 
 def test_the_search_among_them_takes_the_iterations_of_the_run() -> None:
     assert with_added(defences=["gaussian(0.1)"], iterations=7).attacks[CONTINUED].descent.iterations == 7
+
+
+def passed(norm: str = "batch") -> nn.Module:
+    """A small net with BatchNorm through which images have passed."""
+    net = build("lenet-zhu", channels=1, size=16, classes=2, norm=norm, generator=Key(0).generator())
+    net(torch.rand(8, 1, 16, 16, generator=Key(1).generator()))
+    return net
+
+
+def test_adaptive_pulls_to_running_statistics_where_the_model_carries_some(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_file(passed().state_dict(), tmp_path / "weights.safetensors")
+    model = ["--set", "model.name=lenet-zhu", "--set", 'model.options={norm="batch"}', "--set", "model.prepare=true"]
+    few = ["--victims", "1", "--iterations", "2", "--workers", "1", "--attack", "adaptive", "--json"]
+    words = ["audit", "faces", *model, "--set", "data.size=16", "--set", "client.batch=2", *few, "--defence", "none"]
+    weights = ["--set", f"model.weights={tmp_path / 'weights.safetensors'}"]
+    assert run([*words, *weights, "--out", "trained"]) == 0
+    out, err = capsys.readouterr()
+    assert "adaptive: cdia(batchnorm=0.01) too, since the model carries running statistics" in err
+    assert json.loads(out)[-1]["attack"] == "cdia(batchnorm=0.01)"
+    (info,) = (json.loads(p.read_text()) for p in Path("trained").glob("cells/*cdia-batchnorm*/cell.json"))
+    assert info["remarks"] == []
+    assert run([*words, "--out", "fresh"]) == 0
+    assert "running statistics" not in capsys.readouterr().err
+    assert run([*words, *weights, "--attack", "cdia(batchnorm=0.1)", "--out", "own"]) == 0
+    assert "running statistics" not in capsys.readouterr().err
+
+
+def test_recorded_running_statistics_are_pulled_to_as_well(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    net = passed()
+    inputs, targets = torch.rand(2, 1, 16, 16, generator=Key(2).generator()), torch.tensor([0, 1])
+    nn.functional.cross_entropy(net(inputs), targets).backward()
+    update = {name: value.grad for name, value in net.named_parameters() if value.grad is not None}
+    Recorder(tmp_path / "seen", truth=True).write(1, "a", net.state_dict(), update, 2, truth=Batch(inputs, targets))
+    model = ["--set", "model.name=lenet-zhu", "--set", 'model.options={norm="batch"}', "--set", "model.prepare=true"]
+    data = [word for fact in ("channels=1", "size=16", "classes=2") for word in ("--set", f"data.{fact}")]
+    few = ["--iterations", "2", "--workers", "1", "--attack", "adaptive", "--json"]
+    assert run(["audit", "--observed", str(tmp_path / "seen"), *model, *data, *few]) == 0
+    out, err = capsys.readouterr()
+    assert "adaptive: cdia(batchnorm=0.01) too" in err
+    assert json.loads(out)[-1]["attack"] == "cdia(batchnorm=0.01)"

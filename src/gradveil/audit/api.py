@@ -30,7 +30,7 @@ from gradveil.audit.health import summaries
 from gradveil.audit.reader import resolve, with_defaults
 from gradveil.audit.run import describe, run
 from gradveil.audit.scene import Scene, others, unobstructed
-from gradveil.audit.showing import with_closed_forms
+from gradveil.audit.showing import widened
 from gradveil.audit.store import Cell, Store, load_run
 from gradveil.core.errors import GradveilError, Problem, refuse
 from gradveil.core.types import Loss
@@ -132,7 +132,7 @@ def audit_model(
     scene = Scene(config, data, known, _copies(model), against, tried, loss, facts, tuple(done))
     scene = unobstructed(scene)
     if any(isinstance(attack, str) and is_adaptive(attack) for attack in attacks):
-        scene = with_closed_forms(scene)
+        scene, _ = widened(scene)
     return _run(scene, out, write_report, progress)
 
 

@@ -58,6 +58,10 @@ class Observed(Source):
         """Name what was recorded by its hashes."""
         return {f"{record.facts.digest}.{record.facts.model}": torch.zeros(0) for record in self.records}
 
+    def received(self, client: Client) -> Tensors:
+        """Return what was received with the first record."""
+        return fitted(self.records[0], client).received
+
     def client_problems(self, config: RunConfig, index: int, client: Client, where: str) -> Iterator[Problem]:
         """Say what of the records does not fit the believed client, each kind of misfit once."""
         told: set[str] = set()

@@ -32,6 +32,10 @@ class Source:
         """Name what results depend on beside the settings, for the hash of a run."""
         return {}
 
+    def received(self, client: Client) -> Tensors:
+        """Return what a client is known to have received beside the run's weights, under its model's names."""
+        return {}
+
     def places(self, number: int, size: int, seed: int) -> Tensor:
         """Return the places [B] of a victim's images."""
         return torch.arange(number * size, (number + 1) * size)

@@ -25,7 +25,7 @@ from gradveil.audit.reader import assemble, read
 from gradveil.audit.records import open_observed, settled
 from gradveil.audit.run import describe, run
 from gradveil.audit.scene import Scene, open_scene
-from gradveil.audit.showing import closed_forms, with_closed_forms
+from gradveil.audit.showing import closed_forms, widened
 from gradveil.audit.sighted import NO_SCORE
 from gradveil.audit.store import Cell, Store, load_run
 from gradveil.audit.training import Training
@@ -35,7 +35,6 @@ from gradveil.cli.gate import show_gate
 from gradveil.cli.train import table, tell, warn
 from gradveil.core.errors import fail
 from gradveil.core.own import outdated
-from gradveil.core.words import listing
 from gradveil.federated.config import UNSEEN
 from gradveil.federated.reading import is_training
 from gradveil.federated.run import describe as describe_training
@@ -160,9 +159,9 @@ def _opened(config: RunConfig, folder: Path, data_dir: Path | None) -> Scene:
     console = Console(stderr=True, soft_wrap=True)
     scene = open_scene(config, data_dir, trained=folder / TRAINING)
     if any(is_adaptive(text) for text in config.attacks):
-        scene = with_closed_forms(scene)
-    if added := scene.config.attacks[len(config.attacks) :]:
-        console.print(Text(f"adaptive: {listing(added)} too, since the model shows its input in closed form"))
+        scene, added = widened(scene)
+        for told in added:
+            console.print(Text(told))
     for problem in closed_forms(scene):
         console.print(Text(f"{problem.severity}: {problem}", style="yellow"))
     return scene

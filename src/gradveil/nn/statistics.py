@@ -17,12 +17,17 @@ KINDS = (FrozenNorm, BatchStatistics, _BatchNorm)
 
 
 def running_statistics(model: nn.Module) -> Tensors:
-    """Return the running statistics that the model carries, as `<layer>.mean` and `<layer>.var`, in order."""
+    """Return the running statistics that the model carries, as `<layer>.mean` and `<layer>.var`, in order.
+
+    Layers that nothing has passed have the initial 0 and 1, which say nothing: they are left out.
+    """
     found: Tensors = {}
     for path, module in model.named_modules():
-        if isinstance(module, KINDS) and module.running_mean is not None:
-            assert module.running_var is not None
-            found[f"{path}.mean"], found[f"{path}.var"] = module.running_mean, module.running_var
+        if not isinstance(module, KINDS):
+            continue
+        mean, var = module.running_mean, module.running_var
+        if mean is not None and var is not None and bool((mean != 0).any() | (var != 1).any()):
+            found[f"{path}.mean"], found[f"{path}.var"] = mean, var
     return found
 
 
