@@ -83,3 +83,19 @@ def test_what_fits_no_defence_is_told_once(seen: Path, capsys: pytest.CaptureFix
     told = [line for line in capsys.readouterr().err.splitlines() if "recorded model" in line]
     assert len(told) > 1
     assert len(told) == len(set(told))
+
+
+def test_adaptive_finds_labels_and_leaves_out_who_needs_what_is_not_there(
+    seen: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Labels were not recorded, and there are no public images to learn from."""
+    words = [*UNNAMED, "--workers", "1", "--iterations", "2", "--attack", "adaptive", "--json", "--set", "victims=1"]
+    assert run([*words, "--defence", "none", "--defence", "gaussian(1e-3)"]) == 0
+    told = {(row["defence"], row["attack"]): row for row in json.loads(capsys.readouterr().out)}
+    assert told["gaussian(1e-3)", "learned"]["statuses"] == {"does not apply": 1}
+    assert told["gaussian(1e-3)", "cdia(rounds=all)"]["failed"] is None
+    assert told["none", "ig-scheliga"]["failed"] is None
+    (cell,) = (seen / "runs/observed/cells").glob("*--none--ig-scheliga--*/cell.json")
+    assert json.loads(cell.read_text())["knowledge"]["targets"] == "infer"
+    assert run([*words, "--defence", "none", "--attack", "ig", "--fresh"]) == 2
+    assert "labels=restore" in capsys.readouterr().err

@@ -59,22 +59,28 @@ def obstacles(scene: Scene) -> Obstacles:
     """Find out before the first cell what would stop a later one: sizes, models, defended clients, attacks.
 
     An attack that was asked for by name and fits some of the defended clients leaves the others out; attackers that
-    stand for `adaptive` have to fit, for a verdict counts on them.
+    stand for `adaptive` have to fit, for a verdict counts on them. Where updates were recorded, of
+    apps that share no public images, attackers may lack what they need: they are left out, as long as somebody is left.
     """
     found = list(_obstacles(scene))
-    fits = {each.attack for each in found if isinstance(each, _Meeting) and not each.problems}
-    fits &= {*scene.config.attacks}
+    made = [each for each in found if isinstance(each, _Meeting) and not each.problems]
+    fits, attacked = {each.attack for each in made} & {*scene.config.attacks}, {each[:2] for each in made}
     problems: list[Problem] = []
     unfit: dict[tuple[int, str, str], str] = {}
     for each in found:
         if isinstance(each, Problem):
             problems.append(each)
-        elif each.attack in fits and each.problems:
+        elif each.problems and (each.attack in fits or _spared(scene, each, attacked)):
             unfit[each[:3]] = "; ".join(f"{p.what} -> {p.remedy}" for p in each.problems)
             problems += (replace(p, severity="warning") for p in each.problems)
         else:
             problems += each.problems
     return Obstacles(list(dict.fromkeys(problems)), unfit)
+
+
+def _spared(scene: Scene, each: _Meeting, attacked: set[tuple[int, str]]) -> bool:
+    """Say whether recorded updates can do without an attacker that `adaptive` stands for."""
+    return not scene.source.simulated and each.attack not in scene.config.attacks and each[:2] in attacked
 
 
 def _obstacles(scene: Scene) -> Iterator[Problem | _Meeting]:

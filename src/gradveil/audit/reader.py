@@ -112,8 +112,10 @@ def _resolve(kind: type[Config], raw: Mapping[str, Any], names: bool) -> Config:
     return config
 
 
-def with_defaults(attack: str, iterations: int | None = None, restarts: int | None = None) -> str:
-    """Add the run's iterations and restarts to an attack's text, where it takes them and does not set its own.
+def with_defaults(
+    attack: str, iterations: int | None = None, restarts: int | None = None, *, labels: str | None = None
+) -> str:
+    """Add the run's settings to an attack's text, where it takes them and does not set its own.
 
     >>> with_defaults("ig(restarts=2)", 500, 8)
     'ig(restarts=2, iterations=500)'
@@ -122,7 +124,7 @@ def with_defaults(attack: str, iterations: int | None = None, restarts: int | No
     """
     name, bracket, rest = attack.strip().partition("(")
     inner = rest.rstrip().removesuffix(")").strip() if bracket else ""
-    for key, value in (("iterations", iterations), ("restarts", restarts)):
+    for key, value in (("iterations", iterations), ("restarts", restarts), ("labels", labels)):
         said = any(part.split("=")[0].strip() == key for part in inner.split(","))
         if value is not None and _takes(name, key) and not said:
             inner = f"{inner}, {key}={value}" if inner else f"{key}={value}"
@@ -133,9 +135,9 @@ def _without_effect(config: RunConfig, overrides: Mapping[str, Any], settings: S
     """Find iterations and restarts that were asked for where every attack says its own, or takes none."""
     said = {setting.partition("=")[0].strip(): f"--set {setting}" for setting in settings}
     said |= {key: f"--{key} {value}" for key, value in overrides.items() if value is not None}
-    for key in ("iterations", "restarts"):
+    for key, one in (("iterations", (1, None)), ("restarts", (None, 1))):
         if key not in said or any(
-            stands_for_many(text) or with_defaults(text, **{key: 1}) != with_defaults(text) for text in config.attacks
+            stands_for_many(text) or with_defaults(text, *one) != with_defaults(text) for text in config.attacks
         ):
             continue
         takers = [text for text in config.attacks if _takes(text, key)]

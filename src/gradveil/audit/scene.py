@@ -146,7 +146,7 @@ def open_scene(
         public,
         model,
         defences,
-        _attacks(config),
+        _attacks(config, source.scored),
         source=source,
         weights=weights,
     )
@@ -187,11 +187,17 @@ def others(defences: Iterable[Defence]) -> int:
     return max((defence.speakers() for defence in defences if isinstance(defence, Defence)), default=0)
 
 
-def _attacks(config: RunConfig) -> dict[str, Attack]:
-    """Build every attack that meets a defence of the run."""
+def _attacks(config: RunConfig, labelled: bool) -> dict[str, Attack]:
+    """Build every attack that meets a defence of the run; where nobody knows labels `adaptive` finds them."""
     texts = (text for defence in config.defences for text in attacks_against(config.attacks, defence))
     tuning = config.iterations, config.restarts
-    return {text: make_attack(with_defaults(text, *tuning), own=True) for text in dict.fromkeys(texts)}
+    found: dict[str, Attack] = {}
+    for text in texts:
+        attack = make_attack(with_defaults(text, *tuning), own=True)
+        if not labelled and text not in config.attacks and getattr(attack, "labels", None) == "given":
+            attack = make_attack(with_defaults(text, *tuning, labels="restore"))
+        found[text] = attack
+    return found
 
 
 def _bundled_problems(config: RunConfig) -> Iterator[Problem]:
