@@ -181,6 +181,17 @@ def test_a_training_that_was_stopped_late_is_finished_when_fewer_rounds_are_aske
     assert (summaries[0]["status"], seen) == ("finished", [("none", 3)])
 
 
+def test_rounds_that_were_trained_count_for_the_epsilon_where_fewer_are_asked_for(tmp_path):
+    """What was sent stays sent: a summary that was written anew told the epsilon of the fewer rounds."""
+    pytest.importorskip("dp_accounting", reason="the environment is older than pyproject.toml: make")
+    private = {"defences": ["dp(clip=1, sigma=16)"]}
+    (after_two,), _ = trained(tmp_path / "a", open_setting(config(rounds=2, **private)))
+    (asked_for_one,), seen = trained(tmp_path / "a", open_setting(config(rounds=1, **private)))
+    assert (asked_for_one["rounds"], seen) == (2, [])
+    assert asked_for_one["epsilon"] == after_two["epsilon"]
+    assert asked_for_one["guarantee"] == after_two["guarantee"]
+
+
 def test_weights_that_a_training_starts_from_are_part_of_what_its_files_belong_to(tmp_path):
     told = open_setting(config())
     cell = cells(told.config)[0]

@@ -20,12 +20,11 @@ from gradveil.core.files import LOCK, locked, write_json, write_private
 from gradveil.core.growth import refuse_others
 from gradveil.federated.checkpoint import load_standing, pack_standing
 from gradveil.federated.config import FREE, TrainConfig, digest
-from gradveil.federated.privacy import guarantee
 from gradveil.federated.reading import RUN, load_training, read_info
 from gradveil.federated.recorded import Recorder
 from gradveil.federated.setting import Cell, Setting, cells
 from gradveil.federated.standing import Round, Status
-from gradveil.federated.work import FAILED, begun, failure, going_on, identity, summarise, working
+from gradveil.federated.work import FAILED, begun, failure, going_on, identity, proven, summarise, working
 from gradveil.nn.weights import fingerprint
 from gradveil.schedule.work import Job, Parcel, Schedule, in_process
 
@@ -117,7 +116,7 @@ def run(
         if standing is None or standing.status == "running":
             waiting.append(cell)
         else:
-            write(cell, summarise(cell, standing, guarantee(setting.federation(cell), config.rounds, config.delta)))
+            write(cell, summarise(cell, standing, proven(setting.federation(cell), config, standing)))
     refuse(problems)
     with schedule(Job(working(setting, recorder), order, heard), waiting) as done:
         for cell, found in done:

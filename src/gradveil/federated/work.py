@@ -61,7 +61,7 @@ def working(setting: Setting, recorder: Recorder | None = None) -> Work:
             federation = replace(federation, recorder=_configured(recorder, cell, config, federation))
         standing = going_on(standing, config.rounds) or begun(setting, cell, federation)
         standing = train(federation, config.rounds, standing, keep)
-        return Parcel(summarise(cell, standing, guarantee(federation, config.rounds, config.delta)))
+        return Parcel(summarise(cell, standing, proven(federation, config, standing)))
 
     return work
 
@@ -85,6 +85,11 @@ def going_on(standing: Standing | None, rounds: int) -> Standing | None:
     if standing is not None and standing.status == "finished" and len(standing.records) < rounds:
         return replace(standing, status="running")
     return standing
+
+
+def proven(federation: Federation, config: TrainConfig, standing: Standing) -> dict[str, Any]:
+    """Say what is proven of a training: over the rounds that are planned, or over those it had, where it had more."""
+    return guarantee(federation, max(config.rounds, len(standing.records)), config.delta)
 
 
 def identity(setting: Setting, cell: Cell) -> str:
