@@ -206,6 +206,16 @@ def test_a_shared_mask_takes_the_positions_away(generator: torch.Generator) -> N
     same(decode(up, layout, mask=mask), upload)
 
 
+def test_large_tensors_of_which_little_is_in_a_shared_mask_arrive(generator: torch.Generator) -> None:
+    """Within the mask they are small enough to be coded together, as a whole they are not: that was refused."""
+    update = {name: torch.randn(60_000, generator=generator) for name in ("v", "w")} | {"b": torch.randn(3)}
+    mask = {name: torch.rand(value.shape, generator=generator) < 0.05 for name, value in update.items()}
+    update = {name: value * mask[name] for name, value in update.items()}
+    encoded, layout = encode(update, mask=mask), Layout.of(update)
+    assert [entry.names for entry in inspect(encoded, layout).entries] == [("b", "v"), ("w",)]
+    same(decode(encoded, layout, mask=mask), update)
+
+
 def test_a_mask_is_the_one_that_was_shared(generator: torch.Generator) -> None:
     mask = {"w": torch.rand(100, generator=generator) < 0.4}
     update = {"w": torch.randn(100, generator=generator) * mask["w"]}

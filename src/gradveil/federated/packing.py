@@ -29,11 +29,13 @@ class Piece(NamedTuple):
     flat: Tensor
     support: NDArray[np.bool_]
     """Which are not zero, and so are sent."""
+    entries: int
+    """Of the whole tensor, also those outside of a shared mask."""
 
     @staticmethod
-    def of(name: str, flat: Tensor) -> Piece:
+    def of(name: str, flat: Tensor, entries: int) -> Piece:
         """Look at what is sent."""
-        return Piece(name, flat, (flat != 0).numpy())
+        return Piece(name, flat, (flat != 0).numpy(), entries)
 
 
 class _Counts(NamedTuple):
@@ -55,19 +57,20 @@ def together(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
     Small tensors of about the same density then share a header, and whole bytes; a dense one stands alone.
     """
     run: list[Piece] = []
-    before = _Counts(0, 0)
+    before, entries = _Counts(0, 0), 0
     for piece in pieces:
         own = _Counts(piece.flat.numel(), int(np.count_nonzero(piece.support)))
         both = _Counts(before.among + own.among, before.kept + own.kept)
         width = 8 * piece.flat.dtype.itemsize
-        alike = bool(run) and run[0].flat.dtype == piece.flat.dtype and both.among <= MOST_TOGETHER
-        if alike and both.bits(width) <= before.bits(width) + own.bits(width) + HEADER_BITS:
+        alike = bool(run) and run[0].flat.dtype == piece.flat.dtype
+        few = entries + piece.entries <= MOST_TOGETHER
+        if alike and few and both.bits(width) <= before.bits(width) + own.bits(width) + HEADER_BITS:
             run.append(piece)
-            before = both
+            before, entries = both, entries + piece.entries
         else:
             if run:
                 yield run
-            run, before = [piece], own
+            run, before, entries = [piece], own, piece.entries
     if run:
         yield run
 

@@ -109,7 +109,7 @@ def _pieces(
             what = f"{int((~flat.isfinite()).sum())} values are not finite in {str(flat.dtype).removeprefix('torch.')}"
             remedy = "find out why, send wider values, or say nonfinite='keep' on both sides"
             problems.append(Problem(place_of(name), what, remedy))
-        yield Piece.of(name, flat)
+        yield Piece.of(name, flat, update[name].numel())
 
 
 def inspect(data: bytes | bytearray | memoryview, layout: Layout | None = None) -> Header:
