@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrizations import weight_norm
 
 from gradveil.client import Client, Local
 from gradveil.core.errors import GradveilError
@@ -201,6 +202,23 @@ def test_a_norm_that_is_far_out_of_scale_is_caught() -> None:
     assert inspect(net, received) == []
     received["1.weight"] = 1e4 * received["1.weight"]
     assert [(f.family, f.where) for f in inspect(net, received)] == [("extreme", "1.weight")]
+
+
+@pytest.mark.parametrize("model_known", [True, False])
+def test_weights_that_torch_parametrises_are_looked_at(model_known: bool) -> None:
+    """Their names end in `original1`, and with other layers called `weight` beside them nothing looked at these."""
+    layers = [nn.Linear(256, 64), nn.Linear(64, 10)]
+    for layer in layers:
+        for parameter in layer.parameters():
+            nn.init.normal_(parameter.data, std=parameter.shape[-1] ** -0.5, generator=GENERATOR)
+    net = nn.Sequential(weight_norm(layers[0]), nn.GroupNorm(2, 64), nn.ReLU(), layers[1])
+    known, received = net if model_known else None, params(net)
+    assert inspect(known, received) == []
+    name = "0.parametrizations.weight.original1"
+    received[name][:8] = received[name][0]
+    assert inspect(known, received | {"0.bias": torch.ones(64)}) == []
+    graded = received | {"0.bias": torch.linspace(-1, 1, 64)}
+    assert [(f.family, f.where) for f in inspect(known, graded)] == [("imprint", name)]
 
 
 def test_a_round_without_this_client_hides_no_jump() -> None:

@@ -77,7 +77,7 @@ class _Layer:
     @staticmethod
     def of(name: str, weight: Tensor, received: Mapping[str, Tensor]) -> _Layer:
         """Find the biases by their name, or where names say nothing behind the weights."""
-        path, dot, kind = name.rpartition(".")
+        path, dot, kind = _weight(name).rpartition(".")
         if "weight" in kind:
             bias_name = path + dot + kind.replace("weight", "bias")
         else:
@@ -151,11 +151,11 @@ def _layers(model: nn.Module | None, received: Mapping[str, Tensor]) -> dict[str
     modules = dict(model.named_modules()) if model is not None else {}
 
     def embeds(name: str) -> bool:
-        module = modules.get(name.rpartition(".")[0])
+        module = modules.get(_weight(name).rpartition(".")[0])
         return "emb" in name.lower() if module is None else isinstance(module, nn.Embedding)
 
     matrices = {name: value for name, value in received.items() if value.ndim >= 2 and value.is_floating_point()}
-    called = {name: value for name, value in matrices.items() if "weight" in _kind(name)}
+    called = {name: value for name, value in matrices.items() if "weight" in _kind(_weight(name))}
     return {name: value for name, value in (called or matrices).items() if value.numel() and not embeds(name)}
 
 
@@ -169,6 +169,16 @@ def _last(model: nn.Module | None, layers: Mapping[str, Tensor]) -> str | None:
         return name
     matrices = [name for name, value in layers.items() if value.ndim == 2]
     return min(reversed(matrices), key=lambda name: len(layers[name]), default=None)
+
+
+def _weight(name: str) -> str:
+    """Name the weight that a tensor is a part of, where torch parametrises it.
+
+    >>> _weight("head.parametrizations.weight.original1"), _weight("head.weight")
+    ('head.weight', 'head.weight')
+    """
+    path, parametrised, rest = name.rpartition("parametrizations.")
+    return path + rest.rpartition(".")[0] if parametrised else name
 
 
 def _kind(name: str) -> str:
