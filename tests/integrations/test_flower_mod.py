@@ -6,7 +6,8 @@ import pytest
 import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, Error, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
-from flwr.serverapp.strategy import FedAvg
+from flwr.clientapp.mod import fixedclipping_mod
+from flwr.serverapp.strategy import DifferentialPrivacyClientSideFixedClipping, FedAvg
 from torch import nn
 
 from gradveil.core.errors import GradveilError
@@ -94,7 +95,8 @@ def own_training(engine, folder):
         params = {name: value.clone() for name, value in tensors(message.content["arrays"]).items()}
         model, batch = net(), examples(ctx)
         model.load_state_dict(params)
-        key = engine.key.child("client", ctx.node_config["partition-id"], "round", message.content[MARK]["round"])
+        number = message.content["config"]["server-round"]
+        key = engine.key.child("client", ctx.node_config["partition-id"], "round", number)
         order = engine.client.round_spec(params, batch)["schedule"].sample(key.child("schedule"))
         for some in order:
             model.zero_grad()
@@ -117,6 +119,29 @@ def test_an_app_with_the_mod_ends_with_the_engines_parameters(tmp_path):
     assert not grid.errors
     for name, value in tensors(result.arrays).items():
         torch.testing.assert_close(value, expected[name], rtol=1e-9, atol=1e-12)
+
+
+def test_flowers_own_mods_stand_inside(tmp_path):
+    """They take a message with one configuration alone, and with our mark beside it they refused every round."""
+    flower = ClientApp()
+
+    @flower.train(mods=[protect("none", folder=tmp_path), fixedclipping_mod])
+    def train(message, ctx):
+        return app(MOVED)(message, ctx)
+
+    grid = Loopback(flower, 2)
+    inner = FedAvg(fraction_evaluate=0.0, weighted_by_key="num-examples")
+    strategy = Protected(DifferentialPrivacyClientSideFixedClipping(inner, 0.0, 0.1, 2))
+    result = strategy.start(grid, record(START), num_rounds=1)
+    assert not grid.errors
+    moved = torch.cat([(START[name] - value).flatten() for name, value in tensors(result.arrays).items()])
+    torch.testing.assert_close(moved.norm(), torch.tensor(0.1), rtol=1e-3, atol=0)
+
+
+def test_who_stands_outside_finds_the_message_as_it_was(tmp_path):
+    message = asked()
+    protect("none", folder=tmp_path)(message, context(), app(MOVED))
+    assert message.content[MARK]["round"] == 1
 
 
 @pytest.mark.parametrize(

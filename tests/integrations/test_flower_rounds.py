@@ -1,12 +1,20 @@
 """Whole trainings through Flower's strategies, held against the engine."""
 
 import random
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
 from flwr.app import ArrayRecord, ConfigRecord
-from flwr.serverapp.strategy import FedAdam, FedAvg, FedAvgM, FedMedian
+from flwr.serverapp.strategy import (
+    DifferentialPrivacyClientSideFixedClipping,
+    FedAdam,
+    FedAvg,
+    FedAvgM,
+    FedMedian,
+    FedProx,
+)
 
 from gradveil.federated.engine import train
 from gradveil.integrations.flower import Protected
@@ -90,6 +98,27 @@ def test_any_strategy_aggregates_and_dtypes_stay(strategy, tmp_path):
     assert not protected.refusals
     assert all(value.dtype == torch.float32 for value in after.values())
     assert all(not torch.equal(value, before[name]) for name, value in after.items())
+
+
+@pytest.mark.parametrize(
+    ("strategy", "wish"),
+    [
+        (lambda: FedProx(proximal_mu=0.1, **ALL), "proximal-mu: asks for a proximal term"),
+        (lambda: DifferentialPrivacyClientSideFixedClipping(FedAvg(**ALL), 1.0, 1.0, 4), "clipping_norm: asks for"),
+    ],
+)
+def test_what_a_strategy_asks_of_clients_and_would_not_get_is_refused(strategy, wish, tmp_path):
+    """FedProx without its term is FedAvg, and noise for a clip that nobody made proves nothing."""
+    engine = federation("none", validation=False)
+    grid = Loopback(helping(engine.client, tmp_path, key=engine.key), 4)
+    Protected(strategy()).start(grid, record(engine.client.params()), num_rounds=1)
+    assert len(grid.errors) == 4
+    assert all(wish in error for error in grid.errors)
+
+
+def test_without_weight_a_proximal_term_is_none(tmp_path):
+    engine = federation("none", validation=False)
+    through_flower(engine, tmp_path, partial(FedProx, proximal_mu=0.0), rounds=1)
 
 
 def test_a_sparse_update_travels_in_one_array_of_its_size(tmp_path):

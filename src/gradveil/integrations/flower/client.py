@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -50,7 +50,7 @@ def answer(
     What differential privacy the client has spent is counted beside its state, and told in the log at this `delta`
     (`gradveil.integrations.flower.budget`). A round that would bring a named training above `epsilon` is refused.
     """
-    refuse(unsupported(client))
+    refuse([*unsupported(client), *_unheard(message)])
     batch = Batch(*batch)
     limit = Limit.of(epsilon, delta, training)
     question = Question.of(message)
@@ -125,6 +125,22 @@ NO_MESSAGES = (
     "choose a defence without them, such as topk or dgp; gradveil train runs this one",
 )
 """What is wrong with such a transform, and what to do."""
+
+
+_WISHES = {
+    "proximal-mu": "a proximal term in the loss (FedProx)",
+    "clipping_norm": "an update that a client mod of Flower's clips (differential privacy on the client's side)",
+}
+"""What strategies ask of clients in their configuration, and `answer` does not do."""
+
+
+def _unheard(message: Message) -> Iterator[Problem]:
+    """Find what the server's strategy counts on, and would not get: it would take the reply for something else."""
+    for config in message.content.config_records.values():
+        for name, what in _WISHES.items():
+            if config.get(name):
+                remedy = "let the server choose another strategy, or train by yourself behind protect(...)"
+                yield Problem(f"message.config.{name}", f"asks for {what}, and answer(...) has none", remedy)
 
 
 _START = "let the server start from ArrayRecord(client.params()): the same client, defence included, on both sides"

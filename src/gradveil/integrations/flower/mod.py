@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Literal, get_args
 
 import torch
-from flwr.app import Context, Message, MessageType
+from flwr.app import Context, Message, MessageType, RecordDict
 from flwr.clientapp.typing import ClientAppCallable, Mod
 from torch import nn
 
@@ -28,6 +28,7 @@ from gradveil.integrations.flower.budget import Limit, charged
 from gradveil.integrations.flower.client import NO_MESSAGES, look, needs_messages, spend
 from gradveil.integrations.flower.memory import Memory, opened
 from gradveil.integrations.flower.records import (
+    MARK,
     Question,
     Told,
     encoded,
@@ -107,7 +108,7 @@ class _Protect:
             if self.limit.epsilon is not None:  # before a training for nothing; how many examples it uses is told later
                 charged(memory, client, _examples(1), self.limit)
             look(self.model, question.number, question.received, params, memory, self.guard)
-            reply = call_next(message, context)
+            reply = _inside(message, context, call_next)
             if reply.has_error():
                 return reply
             returned = _returned(reply, question.received)
@@ -161,6 +162,16 @@ class _Protect:
         # All or none: the server tells from the encoding alone which of the two it is.
         means = [name for name, value in received.items() if name not in params and is_mean(name, value)]
         return {name: received[name] - returned[name] for name in means}
+
+
+def _inside(message: Message, context: Context, call_next: ClientAppCallable) -> Message:
+    """Let the app train on what its strategy sent: mods of Flower's refuse a message with more records than one."""
+    content = message.content
+    message.content = RecordDict({name: record for name, record in content.items() if name != MARK})
+    try:
+        return call_next(message, context)
+    finally:
+        message.content = content
 
 
 def _out_of_place(defence: Defence) -> Iterator[Problem]:
