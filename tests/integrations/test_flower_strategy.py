@@ -112,6 +112,18 @@ def test_a_reply_that_is_not_in_order_is_refused_and_the_others_count(kind, capl
     assert refusal.reason in caplog.text
 
 
+@pytest.mark.parametrize("beside", [{}, {"arrays": ConfigRecord({"a": 1})}])
+def test_a_reply_whose_record_has_another_name_counts_as_any_other(beside):
+    """Flower drops a whole round for one client who says "other" where the others say "arrays"."""
+    protected, asked = server()
+    other = RecordDict({**without("arrays"), "other": good()["arrays"], **beside})
+    replies = [Message(c, reply_to=message) for c, message in zip([good(), other, good()], asked, strict=True)]
+    arrays, _ = protected.aggregate_train(1, replies)
+    assert arrays is not None
+    torch.testing.assert_close(tensors(arrays)["w"], START["w"] - 0.5)
+    assert not protected.refusals
+
+
 def test_an_update_that_leads_beyond_all_numbers_is_refused():
     """Every value is finite, and so is the model; their difference is not, and would be the mean of all."""
     protected, asked = server(start={**START, "b": torch.full((2,), 3e38)})

@@ -57,7 +57,7 @@ class Protected(Strategy):
         self.trainable = trainable
         self.refusals: list[Refusal] = []
         """Every reply that was not aggregated."""
-        self._asked: dict[int, ArrayRecord] = {}
+        self._asked: dict[int, tuple[str, ArrayRecord]] = {}
         self._round = 0
 
     def configure_train(
@@ -68,7 +68,7 @@ class Protected(Strategy):
         self._round, self._asked = server_round, {}
         for message in messages:
             message.content[MARK] = mark(server_round)
-            self._asked[message.metadata.dst_node_id] = only_arrays(message.content, "message")[1]
+            self._asked[message.metadata.dst_node_id] = only_arrays(message.content, "message")
         return messages
 
     def aggregate_train(
@@ -84,7 +84,7 @@ class Protected(Strategy):
         if not kept and len(answers) > len(failed):
             LOG.error("round %d: no reply is left, the model stays as it was", server_round)
             return None, None
-        before = next(iter(self._asked.values()), ArrayRecord())
+        _, before = next(iter(self._asked.values()), ("", ArrayRecord()))
         arrays, metrics = self.strategy.aggregate_train(server_round, [*kept, *failed])
         return (None if arrays is None else _as_before(arrays, before)), metrics
 
@@ -96,18 +96,18 @@ class Protected(Strategy):
             try:
                 if node not in unanswered:
                     raise fail("reply", "was not asked for, or comes a second time", "find out who sends it")
-                reply.content = self._plain(reply.content, unanswered.pop(node))
+                reply.content = self._plain(reply.content, *unanswered.pop(node))
             except GradveilError as error:
                 self._refuse(node, str(error))
             else:
                 yield reply
 
-    def _plain(self, content: RecordDict, sent: ArrayRecord) -> RecordDict:
-        """Rebuild what an app without a defence would have replied."""
+    def _plain(self, content: RecordDict, name: str, sent: ArrayRecord) -> RecordDict:
+        """Rebuild what an app without a defence would have replied, in a record of the name of the one it was sent."""
         if (number := marked(content)) != self._round:
             raise fail("reply", f"answers round {number}, not {self._round}", "leave it out: it is stale")
         self._check(content)
-        name, _ = only_arrays(content, "reply")
+        own, _ = only_arrays(content, "reply")
         received = tensors(sent)
         params = trained(received, self.trainable)
         update = decoded(unpacked(content), params, received)
@@ -115,7 +115,7 @@ class Protected(Strategy):
         # Two finite numbers can differ by more than their type holds, and one infinity spoils the mean of all.
         if spoiled := [n for n in update if not bool(after[n].isfinite().all())]:
             raise fail(f"reply, update.{spoiled[0]}", "moves parameters beyond all numbers", "leave this reply out")
-        rest = {n: found for n, found in content.items() if n not in (name, MARK)}
+        rest = {n: found for n, found in content.items() if n not in (own, name, MARK)}
         return RecordDict({name: record(after), **rest})
 
     def _check(self, content: RecordDict) -> None:
