@@ -73,6 +73,13 @@ def test_clients_who_point_elsewhere_weigh_less():
     assert float(after["angle.0"]) == pytest.approx(float(state["angle.0"]), abs=1e-6), "mirrored: the same angles"
 
 
+def test_clients_who_point_alike_weigh_by_their_examples():
+    server = Server(weights="angles")
+    updates = {0: {"w": torch.tensor([1.0, 0.0])}, 1: {"w": torch.tensor([3.0, 0.0])}}
+    mean, _ = server.mean(updates, {0: 10, 1: 30}, {})
+    assert mean["w"].tolist() == pytest.approx([2.5, 0.0])
+
+
 def test_settings_without_a_meaning_are_refused_at_once():
     with pytest.raises(GradveilError) as caught:
         Server("adam", lr=0.0, momentum=0.9, betas=(0.9, 1.0), tau=0.0)

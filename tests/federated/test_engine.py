@@ -7,9 +7,10 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import nn
 from torch.nn import functional as F
 
-from gradveil.client import Local, speakers
+from gradveil.client import Client, Local, speakers
 from gradveil.core.errors import GradveilError
 from gradveil.core.noise import Key
 from gradveil.core.types import Batch
@@ -243,6 +244,14 @@ def test_the_whole_model_is_encoded_only_for_who_needs_it(monkeypatch):
     assert after.records[-1].bytes_down == 3 * standing.moved
 
 
+def test_who_was_sent_a_round_and_did_not_answer_it_needs_no_whole_model():
+    scene = federation(absent=0.5)
+    standing = scene.round(scene.start())
+    assert standing.records[0].absent
+    assert standing.records[0].clients
+    assert scene.round(standing).records[-1].bytes_down == 4 * standing.moved
+
+
 def test_what_speakers_say_before_a_round_is_paid_for():
     """One client's mask goes up, a bit an entry; everybody is sent it."""
     quiet, loud = (train(federation(text), 1).records[0] for text in ("dgp(feedback=true)", "adgp"))
@@ -267,6 +276,30 @@ def test_evaluation_switches_randomness_off_and_leaves_the_model_as_it_was():
     assert scene.evaluate(params, scene.test)[0] == pytest.approx(F.cross_entropy(outputs, blobs(90, 5).targets).item())
 
 
+class Louder(nn.Module):
+    """A user's module that does something else while it is trained."""
+
+    def forward(self, x):
+        return 100 * x if self.training else x
+
+
+def test_a_users_module_is_evaluated_as_one_that_is_not_trained():
+    scene = federation()
+    loud = replace(scene, client=Client(nn.Sequential(*net(), Louder()).train(), local=scene.client.local))
+    params = scene.client.params()
+    assert loud.evaluate(params, loud.test) == scene.evaluate(params, scene.test)
+
+
+def test_the_validation_loss_is_the_mean_over_all_clients_whoever_takes_part():
+    scene = federation(participation=0.5)
+    after = scene.round(scene.start())
+    told = [scene.evaluate(after.params, share.validation) for share in scene.shares]
+    assert len({loss for loss, _ in told}) == 4
+    record = after.records[0]
+    assert record.validation_loss == pytest.approx(sum(loss for loss, _ in told) / 4)
+    assert record.validation_accuracy == pytest.approx(sum(right for _, right in told) / 4)
+
+
 def test_settings_that_cannot_be_meant_are_refused_at_once():
     with pytest.raises(GradveilError) as caught:
         federation(clients=0, participation=0.0, absent=1.0, patience=0, batch=0, pace=((3, 0.0),))
@@ -287,6 +320,13 @@ def test_a_training_that_diverges_ends_with_its_best_parameters():
     )
     done = replace(scene, shares=torn).round(first)
     assert (done.status, done.best_round) == ("diverged", 1)
+    assert same(done.final, first.params)
+
+
+def test_parameters_beyond_all_numbers_are_not_what_a_training_ends_with():
+    first = federation().round(federation().start())
+    done = federation("gaussian(1000)", server=Server(lr=1e308)).round(first)
+    assert (done.status, done.best_round, done.records[-1].refused) == ("diverged", 1, ())
     assert same(done.final, first.params)
 
 

@@ -233,6 +233,17 @@ def test_a_round_without_this_client_hides_no_jump() -> None:
     assert [(f.family, f.where) for f in inspect(net, drifted, before, small, rounds=9)] == [("jump", "second.weight")]
 
 
+def test_more_rounds_without_this_client_explain_more() -> None:
+    """Twenty of one's own updates, and two thirds of the size: a jump in one round, none in four."""
+    before = params(Perceptron())
+    moved = {name: value + 0.65 * value.roll(1) for name, value in before.items()}
+    own = {name: 0.65 / 20 * value for name, value in before.items()}
+    assert {f.family for f in inspect(None, moved, before, own, rounds=1)} == {"jump"}
+    assert inspect(None, moved, before, own, rounds=4) == []
+    few = {name: 0.65 / 50 * value for name, value in before.items()}
+    assert {f.family for f in inspect(None, moved, before, few, rounds=4)} == {"jump"}
+
+
 def test_wide_layers_are_compared_in_blocks() -> None:
     """An imprint in rows 1,000 to 1,499 of 3,000: neither the first block nor the last has it alone."""
     rows = torch.randn(3000, 20, generator=GENERATOR)
