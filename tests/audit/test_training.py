@@ -177,7 +177,7 @@ def test_a_training_that_diverged_is_told_and_not_attacked(tmp_path: Path):
         ({"client": {"batch": 2, "trainable": ["*weight"]}}, "client.trainable"),
         (
             {"plan": {"batch": None, "local": {"lr": 0.1, "epochs": 1, "batch": 4}}},
-            "let client.local and train.local say the same",
+            f"client.local: '{TOPK}' keeps something from round to round",
         ),
         ({"plan": {"cleints": 3}}, "train.cleints: is not a setting -> did you mean 'clients'"),
         ({"plan": {"images": 2}}, "clients"),

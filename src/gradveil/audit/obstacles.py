@@ -110,7 +110,7 @@ def _obstacles(scene: Scene) -> Iterator[Problem | _Meeting]:
             try:
                 client = scene.client(index, text, config.seeds[0])
                 yield from _weight_problems(scene, client, index)
-                yield from scene.source.client_problems(config, index, client, where)
+                yield from scene.source.client_problems(config, index, client, where, text)
                 client.trained()
                 found = list(faults(scene.defences[text], client, first))
                 yield from (replace(p, where=f"defences[{i}] '{text}', {where}: {p.where}") for p in found)

@@ -62,7 +62,9 @@ class Observed(Source):
         """Return what was received with the first record."""
         return fitted(self.records[0], client).received
 
-    def client_problems(self, config: RunConfig, index: int, client: Client, where: str) -> Iterator[Problem]:
+    def client_problems(
+        self, config: RunConfig, index: int, client: Client, where: str, defence: str
+    ) -> Iterator[Problem]:
         """Say what of the records does not fit the believed client, each kind of misfit once."""
         told: set[str] = set()
         for record in self.records:

@@ -60,7 +60,9 @@ class Source:
         """Say what there is to tell of the training that came before."""
         return None
 
-    def client_problems(self, config: RunConfig, index: int, client: Client, where: str) -> Iterator[Problem]:
+    def client_problems(
+        self, config: RunConfig, index: int, client: Client, where: str, defence: str
+    ) -> Iterator[Problem]:
         """Say why these victims can't be clients of this kind."""
         yield from ()
 

@@ -93,7 +93,9 @@ class Training(Source):
         good = {"accuracy": then["accuracy"], "loss": then["loss"], "final_accuracy": told["accuracy"]}
         return {"round": number, **good, **whole}
 
-    def client_problems(self, config: RunConfig, index: int, client: Client, where: str) -> Iterator[Problem]:
+    def client_problems(
+        self, config: RunConfig, index: int, client: Client, where: str, defence: str
+    ) -> Iterator[Problem]:
         """Say why an audited client cannot take over from one of the training: it has to keep what that one keeps."""
         settings = config.client[index]
         for name, odd in (("members", settings.members > 1), ("trainable", settings.trainable is not None)):
@@ -106,7 +108,7 @@ class Training(Source):
         kept = [name for name in client.init(client.params()) if not name.startswith("kept.")]
         if kept and said[0] != said[1]:
             what = "keeps something from round to round, and the audited client trains in another way than train's"
-            yield Problem(f"{where}.local", f"the defence {what}", f"let {where}.local and train.local say the same")
+            yield Problem(f"{where}.local", f"'{defence}' {what}", f"let {where}.local and train.local say the same")
 
     def attack_problems(self, attack: Attack, spec: NoiseSpec) -> Iterator[Problem]:
         """Refuse to change models that clients have trained before."""

@@ -57,7 +57,7 @@ class Server:
             Problem(f"server.{name}", f"is {value}", f"give {wanted}") for name, value, wanted, ok in checks if not ok
         ]
         if self.momentum and self.optimiser != "sgd":
-            remedy = f"leave it out: the first of betas is the momentum of {self.optimiser}"
+            remedy = f"leave it out: beta1, the first of betas, is the momentum of {self.optimiser}"
             problems.append(Problem("server.momentum", f"means nothing to '{self.optimiser}'", remedy))
         refuse(problems)
 

@@ -76,7 +76,8 @@ class LocalConfig(Section):
 
     lr: Annotated[float, Field(gt=0)]
     batch: Count | None = None
-    """Examples in each step; None for all that the client has."""
+    """Examples in each step; None for all that the client has, and where clients train together for as many as the one
+    with the fewest has. What an epoch leaves over for no whole batch is left out of it."""
     steps: Count | None = None
     epochs: Count | None = None
     optimiser: Literal["sgd", "adam"] = "sgd"
