@@ -15,8 +15,9 @@ import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from torch import Tensor
 
-from gradveil.core.errors import GradveilError, Problem, fail
-from gradveil.core.tree import Tensors
+from gradveil.core.errors import GradveilError, Problem, fail, refuse
+from gradveil.core.tree import Tensors, all_finite
+from gradveil.federated.layout import place_of
 from gradveil.federated.wire import Layout, decode, encode, fits
 from gradveil.nn.weights import is_statistic
 
@@ -104,7 +105,9 @@ def unpacked(content: RecordDict) -> bytes:
 
 
 def encoded(update: Mapping[str, Tensor]) -> bytes:
-    """Encode an update as audits count it: sparse where that is smaller, deflated."""
+    """Encode an update as audits count it: sparse where that is smaller, deflated; one that is no number is refused."""
+    remedy = "lower the step size, or look at the examples; nothing is sent, and the client's state stays as it was"
+    refuse([Problem(place_of(n), "is not finite", remedy) for n, value in update.items() if not all_finite({n: value})])
     return encode(update, deflate=True)
 
 
