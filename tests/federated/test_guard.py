@@ -196,6 +196,16 @@ def test_every_family_of_manipulation_is_caught(
         assert family in {found.family for found in inspect(None, numbered)}
 
 
+def test_parameters_in_whole_numbers_are_looked_at_as_those_they_become() -> None:
+    net = Perceptron()
+    received = params(net)
+    imprint(received)
+    whole = received | {name: (64 * received[name]).round().int() for name in ("first.weight", "first.bias")}
+    assert ("imprint", "first.weight") in {(f.family, f.where) for f in inspect(net, whole)}
+    beside = params(net) | {"index": torch.ones(64, 64, dtype=torch.long)}
+    assert inspect(net, beside) == inspect(None, beside) == []
+
+
 def test_a_norm_that_is_far_out_of_scale_is_caught() -> None:
     net = nn.Sequential(nn.Conv2d(1, 8, 5), nn.GroupNorm(2, 8), nn.Flatten(), nn.Linear(8, 10))
     received = params(net)

@@ -149,12 +149,14 @@ def guarded(
 def _layers(model: nn.Module | None, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Pick the weights of layers: matrices called `weight`, or every matrix where names say nothing; no embeddings."""
     modules = dict(model.named_modules()) if model is not None else {}
+    own = dict(model.named_parameters()) if model is not None else {}
 
     def embeds(name: str) -> bool:
         module = modules.get(_weight(name).rpartition(".")[0])
         return "emb" in name.lower() if module is None else isinstance(module, nn.Embedding)
 
-    matrices = {name: value for name, value in received.items() if value.ndim >= 2 and value.is_floating_point()}
+    # Whole numbers in the place of a parameter are its values as soon as the model has taken them up.
+    matrices = {n: v for n, v in received.items() if v.ndim >= 2 and own.get(n, v).is_floating_point()}
     called = {name: value for name, value in matrices.items() if "weight" in _kind(_weight(name))}
     return {name: value for name, value in (called or matrices).items() if value.numel() and not embeds(name)}
 
