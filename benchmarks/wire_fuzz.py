@@ -73,6 +73,11 @@ def seeds(generator: torch.Generator, form: str = "both") -> list[Seed]:
                     for described in FORMS[form]:
                         data = encode(update, mask=mask, deflate=deflate, values=values, described=described)
                         made.append(_seed(data, update, mask))
+    # Few entries within a mask, more than are coded together without it.
+    large = {name: torch.randn(40_000, generator=generator) for name in ("w", "fc")}
+    kept = {name: torch.rand(value.shape, generator=generator) < 0.002 for name, value in large.items()}
+    large = {name: value * kept[name] for name, value in large.items()}
+    made += [_seed(encode(large, mask=kept, described=d), large, kept) for d in FORMS[form]]
     broken = {"fc": torch.tensor([0.0, torch.nan, torch.inf, -torch.inf, 1.0])}
     return [*made, *(_seed(encode(broken, nonfinite="keep", described=d), broken, None) for d in FORMS[form])]
 

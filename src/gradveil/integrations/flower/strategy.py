@@ -28,6 +28,8 @@ from gradveil.integrations.flower.records import (
 
 LOG = logging.getLogger("flwr.gradveil")
 """Flower's console shows what is written here."""
+_MOST_EXAMPLES = 2.0**53
+"""Beyond this numbers are not counted any more, and two of them may add up to infinity."""
 
 
 @dataclass(frozen=True)
@@ -130,7 +132,7 @@ class Protected(Strategy):
         if not all(math.isfinite(number) for number in numbers):
             raise fail("reply", "has metrics that are not finite", "leave this reply out")
         for weight in weights:
-            if isinstance(weight, list) or weight <= 0:
+            if isinstance(weight, list) or not 0 < weight <= _MOST_EXAMPLES:
                 raise fail("reply", f"counts for {weight} in the mean", "reply with a positive number of examples")
 
     def _alike(self, replies: list[Message]) -> list[Message]:
