@@ -175,6 +175,11 @@ def test_a_received_model_is_looked_at_for_traces_of_manipulation(
     told = capsys.readouterr().out
     assert "No problems" in told
     assert f"No trace of manipulation in {tmp_path / 'honest.safetensors'}" in told
+    normed = build("lenet-zhu", channels=1, size=16, classes=2, norm="batch", generator=Key(5).generator())
+    save_file(normed.state_dict(), tmp_path / "normed.safetensors")
+    batchnorm = ["--set", 'model.options={norm="batch"}', "--received", str(tmp_path / "normed.safetensors")]
+    assert run([*ALONE, *batchnorm]) == 1  # it can't be audited as it is, which is no trace of anybody
+    assert "No trace of manipulation" in capsys.readouterr().out
     assert run([*ALONE, "--received", str(tmp_path / "fished.safetensors")]) == 1
     assert "fishing: 1 of 2 classes have no weights" in " ".join(capsys.readouterr().out.split())
     files = ["--received", str(tmp_path / "honest.safetensors"), "--previous", str(tmp_path / "fished.safetensors")]

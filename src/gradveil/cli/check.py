@@ -81,13 +81,14 @@ def check(
         problems = obstacles(scene).problems
         problems += [] if _stopped(problems) else model_problems(scene)
         problems += [] if _stopped(problems) else [*privacy_problems(scene), *closed_forms(scene)]
-        problems += _manipulated(net, received, previous)
+        traces = _manipulated(net, received, previous)
+        problems += traces
     if as_json:
         keys = ("where", "what", "remedy", "severity")
         typer.echo(json.dumps([{key: getattr(p, key) for key in keys} for p in problems], indent=1))
     else:
         _show(problems, net, config, run is not None)
-        if received is not None and not _stopped(problems):
+        if received is not None and not traces:
             typer.echo(f"No trace of manipulation in {received}: that is no proof of an honest server.")
     return FOUND if _stopped(problems) else 0
 
