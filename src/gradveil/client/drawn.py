@@ -68,7 +68,7 @@ def _trainee(client: Client, params: Tensors, task: Task) -> Trainee:
     each = client.step_spec(params, batch)
 
     def drawn(spec: NoiseSpec, own: Key) -> dict[str, Tensor]:
-        return {name: value.to(device) for name, value in spec.sample(own).items()}
+        return spec.sample(own, device)
 
     once = drawn(client.round_spec(params, batch), key)
     if client.local is None:

@@ -235,9 +235,12 @@ class NoiseSpec(Mapping[str, Noise]):
         }
         return NoiseSpec(cast)
 
-    def sample(self, key: Key) -> dict[str, Tensor]:
-        """Draw every tensor, each from its own stream: the only place where client code draws random numbers."""
-        return {name: noise.sample(key.child(name)) for name, noise in self.tensors.items()}
+    def sample(self, key: Key, device: torch.device | None = None) -> dict[str, Tensor]:
+        """Draw every tensor, each from its own stream: the only place where client code draws random numbers.
+
+        They are drawn on the CPU, so that they are the same everywhere, and brought to a device.
+        """
+        return {name: noise.sample(key.child(name)).to(device) for name, noise in self.tensors.items()}
 
     def neutral(self) -> dict[str, Tensor]:
         """Return the values that switch all randomness off."""

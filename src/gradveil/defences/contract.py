@@ -183,7 +183,7 @@ def _spec(where: str, call: str, run: Callable[[], object]) -> NoiseSpec:
 
 def _drawn(spec: NoiseSpec, number: int, like: Tensor) -> Tensors:
     """Draw the noise of a client, of the kind and in the place of its tensors."""
-    return {n: v.to(like.device) for n, v in spec.to(like.dtype).sample(Key(0, ("client", number))).items()}
+    return spec.to(like.dtype).sample(Key(0, ("client", number)), like.device)
 
 
 def _check_tensors(where: str, found: Any, like: Mapping[str, Tensor] | None) -> None:

@@ -26,7 +26,7 @@ def data_dependent(stage: Transform, client: Client, batch: Batch) -> bool:
         return True
 
     sent = sent_by(client)
-    noise = (stage.noise(sent) | stage.directions(batch)).sample(Key(0, ("stage",)))
+    noise = (stage.noise(sent) | stage.directions(batch)).sample(Key(0, ("stage",)), batch.inputs.device)
     update = {name: _normal(value, name) for name, value in sent.items()}
     results: list[Tensors] = []
     for own in (batch, Batch(batch.inputs.flip(-1) + 1, torch.zeros_like(batch.targets))):
@@ -45,13 +45,13 @@ def mixes(transform: BatchTransform, client: Client, batch: Batch) -> bool:
 
     One of many copies of an example is changed, under several draws of the noise.
     """
-    rows = torch.zeros(_COPIES, dtype=torch.long)
+    rows = torch.zeros(_COPIES, dtype=torch.long, device=batch.inputs.device)
     copies = Batch(batch.inputs[rows], batch.targets[rows])
     changed = Batch(copies.inputs.clone(), copies.targets)
     changed.inputs[0] = copies.inputs[0].flip(-1)
     spec = transform.noise(copies)
     for number in range(_COPIES):
-        noise = spec.sample(Key(0, ("copies", number)))
+        noise = spec.sample(Key(0, ("copies", number)), batch.inputs.device)
         before, after = (transform.apply(own, noise, client.domain) for own in (copies, changed))
         if any(not torch.equal(a[1:], b[1:]) for a, b in zip(before, after, strict=True)):
             return True
@@ -70,9 +70,9 @@ def noise_is_shared(stage: Transform, client: Client, batch: Batch) -> bool:
     public, nothing = public_of(client, batch, sent), tmap(torch.zeros_like, sent)
     context = Context(sent, batch, gradient=ask, features=ask, sensitivity=ask, public=public)
     try:
+        keys, device = [Key(0, ("client", number)) for number in range(2)], batch.inputs.device
         added = [
-            stage.apply(nothing, stage.init(sent), stage.noise(sent).sample(Key(0, ("client", number))), context)[0]
-            for number in range(2)
+            stage.apply(nothing, stage.init(sent), stage.noise(sent).sample(key, device), context)[0] for key in keys
         ]
     except AskedError:
         return False  # It adds what it makes of the examples.

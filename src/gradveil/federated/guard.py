@@ -247,7 +247,7 @@ def _densest(scales: Tensor) -> Tensor:
     """Pick as many numbers as lie within one window, twice the tolerance wide."""
     ordered = scales.sort().values
     ends = torch.searchsorted(ordered, ordered * (1 + 2 * _BALANCED), right=True)
-    counts = ends - torch.arange(len(ordered))
+    counts = ends - torch.arange(len(ordered), device=ordered.device)
     first = int(counts.argmax()) if len(ordered) else 0
     return ordered[first : int(ends[first])] if len(ordered) else ordered
 

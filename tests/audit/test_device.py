@@ -1,0 +1,48 @@
+"""Whatever the device, an audit attacks with tensors of that device and finds the same."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from torch.utils import backend_registration
+
+DATA = {"name": "digits", "size": 16, "public": 40, "gallery": 20}
+RUNS: dict[str, dict[str, Any]] = {
+    "noise and clips": {
+        "attacks": ["ig", "cdia", "learned(epochs=1)"],
+        "defences": ["dp", "gaussian(0.01)", "mixup"],
+    },
+    "pruning and bottlenecks": {
+        "attacks": ["cdia(rounds=all)", "gi(labels=restore)", "learned(epochs=1)"],
+        "defences": ["dgp(feedback=true)", "precode", "none"],
+        "rounds": 2,
+    },
+    "malicious servers and others": {
+        "attacks": ["rob(bins=16)", "curious(rows=16)", "averaging", "dlg"],
+        "defences": ["minmax(0.5)"],
+        "rounds": 2,
+    },
+}
+
+
+@pytest.mark.skipif(
+    not hasattr(backend_registration, "_setup_privateuseone_for_python_backend"), reason="needs torch 2.10 or later"
+)
+@pytest.mark.parametrize("name", RUNS)
+def test_an_audit_finds_the_same_on_another_device(name: str) -> None:
+    settings = {"name": "r", "data": DATA, "model": {"name": "lenet-zhu"}, "client": {"batch": 2}, "victims": 2}
+    settings |= {"iterations": 3} | RUNS[name]
+    words = [sys.executable, "-m", "tests.elsewhere", json.dumps(settings)]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["here"].keys() == found["there"].keys()
+    for cell, images in found["here"].items():
+        assert not isinstance(images, str), f"{cell}: {images}"
+        assert not isinstance(found["there"][cell], str), f"{cell}, elsewhere: {found['there'][cell]}"
+        torch.testing.assert_close(torch.tensor(found["there"][cell]), torch.tensor(images), rtol=0, atol=1e-4)
