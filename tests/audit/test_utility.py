@@ -10,7 +10,7 @@ import torch
 from gradveil.audit.cell import cells, recover
 from gradveil.audit.store import summarise
 from gradveil.audit.utility import left_out, pruned, worth
-from gradveil.cli.results import as_csv
+from gradveil.cli.summing import as_csv
 from gradveil.core.tree import tmap
 from gradveil.defences import parse
 from gradveil.report.build import page

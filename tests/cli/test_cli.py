@@ -18,7 +18,7 @@ from gradveil.audit import work
 from gradveil.audit.store import load_run
 from gradveil.cli.app import run
 from gradveil.cli.gate import above_table
-from gradveil.cli.results import as_csv
+from gradveil.cli.summing import as_csv
 from gradveil.core.errors import GradveilError
 from tests.report.cells import row
 

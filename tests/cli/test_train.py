@@ -39,7 +39,7 @@ def test_defences_stand_side_by_side(little: Path, capsys: pytest.CaptureFixture
     lines = [line.split() for line in out.splitlines()]
     assert lines[0][:2] == ["defence", "accuracy"]
     assert [line[0] for line in lines[1:3]] == ["none", "topk(0.1)"]
-    assert lines[2][2][0] in "+-"
+    assert lines[2][2][0] in "+−"
     assert (little / "runs/little").stat().st_mode & 0o777 == 0o700
 
 

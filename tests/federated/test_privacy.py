@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +11,6 @@ from gradveil.audit.reader import read_training
 from gradveil.client import Local
 from gradveil.defences.privacy import NOTHING
 from gradveil.federated.privacy import guarantee
-from gradveil.federated.run import spread
 from gradveil.theory.accounting import Training, epsilon
 from tests.federated.scenes import federation
 from tests.laws.cases import DOMAIN
@@ -102,17 +100,3 @@ def test_a_delta_that_allows_publishing_one_of_them_is_told(text: str, few: int,
     told = f"delta is not below one over {few} {unit}s"
     assert told in guarantee(federation(text), 2, 1 / few)["guarantee"]
     assert told not in guarantee(federation(text), 2, 0.99 / few)["guarantee"]
-
-
-def test_of_several_seeds_the_largest_epsilon_is_told():
-    row = {"defence": "dp", "status": "finished", "accuracy": 0.5, "rounds": 1, "bytes_up": 1, "bytes_down": 1}
-    rows = [
-        {**row, "seconds": 1, "guarantee": f"epsilon {e}", "epsilon": {"example": e}, "delta": DELTA}
-        for e in (1.0, 3.0, 2.0)
-    ]
-    assert {key: spread(rows)[0][key] for key in ("guarantee", "epsilon")} == {
-        "guarantee": "epsilon 3.0",
-        "epsilon": {"example": 3.0},
-    }
-    failed = {"defence": "dp", "status": "failed", "guarantee": None, "epsilon": {}}
-    assert json.loads(json.dumps(spread([failed])))[0]["guarantee"] is None

@@ -14,10 +14,12 @@ from gradveil.core.errors import GradveilError
 from gradveil.federated.checkpoint import load_standing
 from gradveil.federated.config import LocalConfig
 from gradveil.federated.engine import Federation, train
-from gradveil.federated.run import describe, load_summaries, opened, run, spread
+from gradveil.federated.reading import load_training
+from gradveil.federated.run import describe, load_summaries, opened, run
 from gradveil.federated.setting import cells, open_setting
 from gradveil.federated.work import identity, summarise
 from gradveil.nn.weights import read_weights
+from gradveil.report.kinds import kinds
 
 FEW = ["data.public=80", "data.gallery=40", "data.size=16", "clients=3", "model.name=lenet-zhu", "local.batch=8"]
 
@@ -143,9 +145,9 @@ def test_a_training_that_fails_is_a_status_and_the_others_are_done(tmp_path, mon
     assert [row["status"] for row in summaries] == ["finished", "failed"]
     assert summaries[0].get("failed") is None
     assert re.fullmatch(r"MemoryError: no room \(test_run\.py, line \d+\)", summaries[1]["failed"])
-    both = [*summaries, {**summaries[0], "defence": "topk(0.1)", "seed": 1}]
-    assert [(row["seeds"], row["statuses"]) for row in spread(both)] == [(1, ["finished"]), (1, ["failed", "finished"])]
-    assert spread(summaries)[1]["accuracy"] is None
+    bare, failed = kinds(load_training(tmp_path / "a").cells)
+    assert [len(kind.counted) for kind in (bare, failed)] == [1, 0]
+    assert failed.mean("accuracy") is None
     monkeypatch.undo()
     again, more = trained(tmp_path / "a", told)
     assert more == [("topk(0.1)", 2)]
@@ -254,11 +256,11 @@ def test_summaries_tell_the_seeds_apart_and_together(tmp_path):
         ("none", 1),
         ("topk(0.1)", 1),
     ]
-    together = spread(summaries)
-    assert [row["seeds"] for row in together] == [2, 2]
-    assert together[0]["accuracy"] == pytest.approx((summaries[0]["accuracy"] + summaries[2]["accuracy"]) / 2)
-    assert together[0]["accuracy_std"] is not None
-    assert together[1]["bytes_up"] < 0.3 * together[0]["bytes_up"]
+    bare, sparse = kinds(load_training(tmp_path / "a").cells)
+    assert [len(kind.counted) for kind in (bare, sparse)] == [2, 2]
+    assert bare.mean("accuracy") == pytest.approx((summaries[0]["accuracy"] + summaries[2]["accuracy"]) / 2)
+    assert bare.deviation is not None
+    assert (sparse.mean("bytes_up") or 0) < 0.3 * (bare.mean("bytes_up") or 0)
     read = load_summaries(tmp_path / "a")
     assert [len(row["curve"]) for row in read] == [1, 1, 1, 1]
     assert "NaN" not in json.dumps(read)

@@ -11,7 +11,8 @@ from gradveil.audit.store import Cell, Run, load_run
 from gradveil.cli.app import run as command
 from gradveil.core.errors import GradveilError
 from gradveil.metrics import wilson
-from gradveil.report.matrix import as_latex, as_markdown, matrices
+from gradveil.report.matrix import matrices
+from gradveil.report.sheet import Sheet, as_latex, as_markdown
 from tests.audit.runs import config, execute
 
 
@@ -29,8 +30,12 @@ def run(*cells: Cell, name: str = "a") -> Run:
     return Run({"cells": [], "config": {}}, [*cells], Path(name))
 
 
+def sheets(*runs: Run) -> list[Sheet]:
+    return [table.sheet() for table in matrices(runs)]
+
+
 def lines(*runs: Run) -> list[str]:
-    return as_markdown(matrices(runs)).splitlines()
+    return as_markdown(sheets(*runs)).splitlines()
 
 
 def test_seeds_are_pooled_and_the_strongest_is_bold():
@@ -71,7 +76,7 @@ def test_who_changed_the_model_is_marked():
     both = run(cell("dp", "rob", 4, planted="an imprint block"), cell("dp", "cdia", 1))
     assert "| **100%**§ (" in lines(both)[4]
     assert lines(both)[-1].endswith("§ a malicious server, which changes the model that it sends.")
-    assert "\\textbf{100\\%}$^\\S$" in as_latex(matrices([both]))
+    assert "\\textbf{100\\%}$^\\S$" in as_latex(sheets(both))
 
 
 def test_what_failed_is_said_and_what_was_not_run_is_empty():
@@ -98,10 +103,10 @@ def test_rates_above_different_thresholds_are_not_set_beside_each_other():
 
 
 def test_latex_reads_every_character_as_itself():
-    text = as_latex(matrices([run(cell('mine:half_of("a|b")', "ig", 1), cell("none", "ig", 4))]))
+    text = as_latex(sheets(run(cell('mine:half_of("a|b")', "ig", 1), cell("none", "ig", 4))))
     assert "mine:half\\_of(''a|b'') & 25\\% (4.6--69.9\\%), 0.30 \\\\" in text
     assert text.count("\\begin{") == text.count("\\end{") == 2
-    assert "a\\|b" in as_markdown(matrices([run(cell('mine:half_of("a|b")', "ig", 1))]))
+    assert "a\\|b" in as_markdown(sheets(run(cell('mine:half_of("a|b")', "ig", 1))))
 
 
 def test_the_command_writes_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

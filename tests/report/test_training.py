@@ -21,7 +21,8 @@ from gradveil.federated.run import describe, opened, run
 from gradveil.federated.setting import cells, open_setting
 from gradveil.federated.work import failure
 from gradveil.report import write_report
-from gradveil.report.training import context, kinds, training_page
+from gradveil.report.kinds import kinds
+from gradveil.report.training import context, training_page
 from tests.report.test_page import EVIL, read
 
 pytest.importorskip("dp_accounting", reason="the environment is older than pyproject.toml: make")
@@ -55,7 +56,7 @@ def summaries(folder: Path) -> list[dict[str, Any]]:
 
 
 def test_costs_are_means_over_the_seeds_and_differences_within_them(whole: Path) -> None:
-    bare, private, sparse, lost = kinds(load_training(whole))
+    bare, private, sparse, lost = kinds(load_training(whole).cells)
     rows = summaries(whole)
     own = {row["seed"]: row["accuracy"] for row in rows if row["defence"] == DP}
     base = {row["seed"]: row["accuracy"] for row in rows if row["defence"] == "none"}
@@ -67,11 +68,6 @@ def test_costs_are_means_over_the_seeds_and_differences_within_them(whole: Path)
     assert (sparse.mean("bytes_up") or 0) < 0.3 * (bare.mean("bytes_up") or 0)
     assert [how for _, _, how in lost.statuses] == ["diverged"]
     assert bare.statuses == [("held", "2", "finished")]
-
-
-def test_a_summary_of_a_training_says_what_shows_it(whole: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert command(["summary", str(whole)]) == 2
-    assert f"is a training, and no audit\n    -> gradveil report {whole}" in capsys.readouterr().err
 
 
 def test_what_diverged_has_no_record_to_its_name(whole: Path) -> None:
@@ -167,7 +163,7 @@ def test_failed_and_missing_trainings_are_statuses_and_no_gaps(whole: Path, tmp_
     statuses = [(row["defence"], row["status"]) for row in csv_of(folder, 0)]
     assert len(statuses) == 8
     assert statuses[1:3] == [(DP, "failed"), (TOPK, "not finished")]
-    assert kinds(load_training(folder))[1].differences == kinds(load_training(whole))[1].differences[1:]
+    assert kinds(load_training(folder).cells)[1].differences == kinds(load_training(whole).cells)[1].differences[1:]
 
 
 def test_a_training_in_which_nothing_is_done_still_gives_a_page(whole: Path, tmp_path: Path) -> None:

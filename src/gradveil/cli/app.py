@@ -63,6 +63,7 @@ app.command(
         "gradveil summary runs/faces --json",
         "gradveil summary runs/faces --csv faces.csv",
         "gradveil summary runs/mnist runs/cifar10 --latex table.tex",
+        "gradveil summary runs/train-digits --curves rounds.csv",
     ),
 )(summary)
 app.command(

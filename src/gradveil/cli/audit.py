@@ -36,13 +36,14 @@ from gradveil.cli.train import table, tell, warn
 from gradveil.core.errors import fail
 from gradveil.core.own import outdated
 from gradveil.federated.config import UNSEEN
-from gradveil.federated.reading import is_training
+from gradveil.federated.reading import is_training, load_training
 from gradveil.federated.run import describe as describe_training
 from gradveil.federated.run import load_summaries, opened
 from gradveil.federated.run import run as train
 from gradveil.federated.work import site as train_site
 from gradveil.report import write_report
 from gradveil.report.gate import gate
+from gradveil.report.kinds import kinds
 from gradveil.report.pareto import summaries_with_fronts
 from gradveil.schedule.processes import cores
 from gradveil.schedule.work import Schedule, Site
@@ -236,5 +237,5 @@ def show_table(cells: Sequence[Cell], config: Mapping[str, Any], folder: Path | 
     console.print(result_table(cells))
     if config.get("train") and folder is not None and is_training(folder / TRAINING):
         console.print("Training", style="bold")
-        console.print(table(load_summaries(folder / TRAINING)))
+        console.print(table(kinds(load_training(folder / TRAINING).cells)))
     console.print(legend(cells, config), style="dim")

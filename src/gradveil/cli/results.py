@@ -2,32 +2,27 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import json
-import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 
-from gradveil.audit.store import Cell, Run, load_run
-from gradveil.cli.audit import show_table
-from gradveil.core.errors import fail
+from gradveil.cli.summing import Audits, Trainings, is_audit
+from gradveil.core.errors import Problem, fail, refuse
 from gradveil.report import write_report
-from gradveil.report.matrix import Matrix, as_latex, as_markdown, matrices
-from gradveil.report.pareto import summaries_with_fronts
-from gradveil.report.table import disarmed
+from gradveil.report.sheet import as_latex, as_markdown
 
 NOTHING = 1
 """Exit code of a summary without a finished cell."""
 _RUN = typer.Argument(metavar="RUN", help="A run directory, such as runs/faces.")
+_CURVES = "Write every round of trainings as CSV; - for stdout."
 
 
-def _matrix_option(form: str) -> Any:
-    told = f"Write a table of defences by attackers as {form}; - for stdout."
+def _sheet_option(form: str) -> Any:
+    told = f"Write a table as {form}, of defences by attackers or by what each costs; - for stdout."
     return typer.Option(f"--{form.lower()}", metavar="FILE", help=told)
 
 
@@ -44,82 +39,42 @@ def summary(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run directories, such as runs/faces.")],
     as_json: Annotated[bool, typer.Option("--json", help="One object a cell, as a JSON list.")] = False,
     table: Annotated[Path | None, typer.Option("--csv", metavar="FILE", help="Write CSV; - for stdout.")] = None,
-    markdown: Annotated[Path | None, _matrix_option("Markdown")] = None,
-    latex: Annotated[Path | None, _matrix_option("LaTeX")] = None,
+    curves: Annotated[Path | None, typer.Option(metavar="FILE", help=_CURVES)] = None,
+    markdown: Annotated[Path | None, _sheet_option("Markdown")] = None,
+    latex: Annotated[Path | None, _sheet_option("LaTeX")] = None,
 ) -> int:
-    """Sum runs up, cell by cell, however far they got; or defences down, attackers across, as a paper's table.
+    """Sum audits or trainings up, cell by cell, however far they got; or as a paper's table, over seeds and runs.
 
     Exit codes: 0 there are results; 1 no cell is finished, which standard error says with the command to go on; 2 wrong
     use, or a damaged run.
     """
-    found = [load_run(run) for run in runs]
-    rows = [row for run in found for row in _summed_up(run, len(found) > 1)]
+    found = _opened(runs, curves is not None)
     if as_json:
-        typer.echo(json.dumps(rows, indent=1))
+        typer.echo(json.dumps(found.rows(), indent=1))
     for file, write in (
-        (table, lambda: as_csv(rows)),
-        (markdown, _as(as_markdown, found)),
-        (latex, _as(as_latex, found)),
+        (table, found.as_csv),
+        (curves, found.curves),
+        (markdown, lambda: as_markdown(found.sheets())),
+        (latex, lambda: as_latex(found.sheets())),
     ):
         if file is not None:
             _write(file, write())
-    if not as_json and table is None and markdown is None and latex is None:
-        for run in found:
-            if run.cells:
-                show_table(run.cells, run.info["config"], run.path)
-    for run in found:
-        if left := unfinished(run):
-            typer.echo(f"{run.path}: {left}" if len(found) > 1 else left, err=True)
-    return 0 if any(cell.failed is None for run in found for cell in run.cells) else NOTHING
+    if not as_json and all(file is None for file in (table, curves, markdown, latex)):
+        found.show()
+    for path, left in found.left():
+        typer.echo(f"{path}: {left}" if len(runs) > 1 else left, err=True)
+    return 0 if found.finished else NOTHING
 
 
-def _summed_up(run: Run, named: bool) -> list[dict[str, Any]]:
-    """Sum up a run's cells; among those of other runs each says where it lies."""
-    rows = summaries_with_fronts(run.cells)
-    return [{"run": str(run.path), **row} for row in rows] if named else rows
-
-
-def _as(write: Callable[[Sequence[Matrix]], str], runs: Sequence[Run]) -> Callable[[], str]:
-    return lambda: write(matrices(runs))
-
-
-def unfinished(run: Run) -> str:
-    """Say what is not done yet or failed, and how to go on; nothing where all is done."""
-    planned = len(run.info["cells"])
-    failed = sum(cell.broken for cell in run.cells)
-    missing = planned - len(run.cells)
-    counts = [f"{count} {what}" for count, what in ((missing, "not done yet"), (failed, "failed")) if count]
-    done = planned - missing - failed
-    told = f"{done or 'None'} of {planned} cells {'is' if done == 1 else 'are'} finished: {', '.join(counts)}."
-    return f"{told} {_again(run)}" if counts else ""
-
-
-def _again(run: Run) -> str:
-    command, folder = str(run.info.get("command", "")), str(run.path)
-    if not command.startswith("gradveil audit "):
-        return f"To go on, call gradveil.audit again with the same arguments and out={folder!r}."
-    usual = run.path == Path("runs") / str(run.info.get("name", ""))
-    return f"To go on:\n  {command}" + ("" if usual else f" --out {shlex.quote(folder)}")
-
-
-def as_csv(rows: Sequence[dict[str, Any]]) -> str:
-    """Write summaries as CSV; statuses become one column each."""
-    kinds = list(dict.fromkeys(kind for row in rows for kind in row["statuses"]))
-    flat = [
-        {key: disarmed(value) for key, value in row.items() if key != "statuses"}
-        | {f"status_{kind}": row["statuses"].get(kind, 0) for kind in kinds}
-        for row in rows
-    ]
-    buffer = io.StringIO()
-    names = (
-        list(flat[0])
-        if flat
-        else [key for key in summaries_with_fronts([Cell({"failed": ""}, [])])[0] if key != "statuses"]
-    )
-    writer = csv.DictWriter(buffer, names, lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(flat)
-    return buffer.getvalue()
+def _opened(runs: Sequence[Path], curves: bool) -> Audits | Trainings:
+    audits = [run for run in runs if is_audit(run)]
+    if len(audits) == len(runs):
+        what = "is an audit, and has no rounds of a training", "leave --curves out"
+        refuse([Problem(str(run), *what) for run in audits if curves])
+        return Audits(runs)
+    what = "is an audit, and others are trainings", "sum up the ones and the others, each with a command"
+    refuse([Problem(str(run), *what) for run in audits])
+    return Trainings(runs)
 
 
 def _write(file: Path, text: str) -> None:

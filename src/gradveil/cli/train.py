@@ -16,7 +16,6 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from gradveil.audit.privacy import proven
 from gradveil.audit.reader import read_training
 from gradveil.cli.engine import AddressOption, Engine, EngineOption, Place
 from gradveil.core.errors import Problem, refuse
@@ -25,11 +24,14 @@ from gradveil.core.words import DASH, percent, plural, size
 from gradveil.defences.aligned import OUTVOTING
 from gradveil.defences.lint import MEANINGLESS
 from gradveil.federated.config import TrainConfig
+from gradveil.federated.reading import load_training
 from gradveil.federated.recorded import Recorder
-from gradveil.federated.run import describe, load_summaries, opened, run, spread
+from gradveil.federated.run import describe, opened, run
 from gradveil.federated.setting import Cell, cells, open_setting
 from gradveil.federated.standing import Round, Status
 from gradveil.federated.work import FAILED, site
+from gradveil.report.kinds import Cells, Kind, Told, kinds
+from gradveil.report.trainings import accuracy, gap, rounds
 from gradveil.schedule.processes import cores
 
 DIVERGED = 1
@@ -102,19 +104,20 @@ def train(
         raise
     if recorder is not None:
         console.print(_recorded(recorder.folder), highlight=False)
-    summaries = load_summaries(folder)
-    code = _show(summaries, as_json, console)
+    found = load_training(folder).cells
+    summaries = [told for _, told in found if told is not None]
+    code = _show(found, summaries, as_json, console)
     warn(outdated([row.get("code", {}) for row in summaries], (config.model.name, *config.defences)))
     console.print(f"Curves and costs as a page: gradveil report {shlex.quote(str(folder))}", highlight=False)
     return code
 
 
-def _show(summaries: Sequence[Mapping[str, Any]], as_json: bool, console: Console) -> int:
+def _show(cells: Cells, summaries: Sequence[Told], as_json: bool, console: Console) -> int:
     """Print the results, say which trainings failed, and return the exit code."""
     if as_json:
         typer.echo(json.dumps(summaries, indent=1))
     else:
-        Console(width=None if sys.stdout.isatty() else 120).print(table(summaries))
+        Console(width=None if sys.stdout.isatty() else 120).print(table(kinds(cells)))
     for row in summaries:
         if row["status"] == FAILED:
             told = f"{row['defence']}, seed {row['seed']}: failed: {row['failed']}"
@@ -200,38 +203,23 @@ def warn(problems: Iterable[Problem]) -> None:
         console.print(Text(f"{problem.severity}: {problem}", style="yellow"))
 
 
-def table(summaries: Sequence[Mapping[str, Any]]) -> Table:
+def table(found: Sequence[Kind]) -> Table:
     """Lay the defences side by side; the accuracy is that after the round with the lowest validation loss."""
     out = Table(box=None, pad_edge=False)
     for title in (*_COLUMNS, *_WORDS):
         out.add_column(title, justify="left" if title in ("defence", *_WORDS) else "right")
-    rows = spread(summaries)
-    out.caption, out.caption_justify = Text("\n".join(_proofs(rows)), style="dim not italic"), "left"
-    base = next((row["accuracy"] for row in rows if row["defence"] == "none"), None)
-    for row in rows:
-        if row["accuracy"] is None:
-            out.add_row(row["defence"], *[DASH] * 6, ", ".join(row["statuses"]), DASH)
-            continue
-        wide = "" if row["accuracy_std"] is None else f" ± {100 * row['accuracy_std']:.2f}"
-        own = row["defence"] == "none" or base is None
-        out.add_row(
-            row["defence"],
-            f"{100 * row['accuracy']:.2f}%{wide}",
-            "" if own else f"{100 * (row['accuracy'] - base):+.2f}",
-            f"{row['rounds']:.0f}",
-            size(row["bytes_up"]),
-            size(row["bytes_down"]),
-            f"{row['seconds']:.1f}",
-            ", ".join(row["statuses"]),
-            DASH if row["guarantee"] is None else proven(row),
-        )
+    out.caption, out.caption_justify = Text("\n".join(_proofs(found)), style="dim not italic"), "left"
+    for kind in found:
+        sent, received, seconds = (kind.mean(key) for key in ("bytes_up", "bytes_down", "seconds"))
+        numbers = (size(sent), size(received), DASH if seconds is None else f"{seconds:.1f}")
+        statuses = ", ".join(how for _, _, how in kind.statuses)
+        out.add_row(kind.name, accuracy(kind), gap(kind), rounds(kind) or DASH, *numbers, statuses, kind.proof)
     return out
 
 
-def _proofs(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+def _proofs(found: Sequence[Kind]) -> Iterator[str]:
     """Write out what is proven, and of what, where something is."""
-    for row in rows:
-        if row["epsilon"]:
-            worst = max(row["epsilon"].values())
-            doubt = f". Above {MEANINGLESS:g}: no guarantee to rely on" if worst > MEANINGLESS else ""
-            yield f"Proven of {row['defence']}: {row['guarantee']}{doubt}."
+    for kind in found:
+        if kind.worst and kind.worst["epsilon"]:
+            doubt = f". Above {MEANINGLESS:g}: no guarantee to rely on" if kind.hollow else ""
+            yield f"Proven of {kind.name}: {kind.worst['guarantee']}{doubt}."

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import shutil
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
-from statistics import fmean, stdev
 from types import MappingProxyType
 from typing import Any
 
@@ -24,7 +23,7 @@ from gradveil.federated.reading import RUN, load_training, read_info
 from gradveil.federated.recorded import Recorder
 from gradveil.federated.setting import Cell, Setting, cells
 from gradveil.federated.standing import Round, Status
-from gradveil.federated.work import FAILED, begun, failure, going_on, identity, proven, summarise, working
+from gradveil.federated.work import begun, failure, going_on, identity, proven, summarise, working
 from gradveil.nn.weights import fingerprint
 from gradveil.schedule.work import Job, Parcel, Schedule, in_process
 
@@ -144,38 +143,6 @@ def _rewind(setting: Setting, folder: Path, cell: Cell, at: Collection[int]) -> 
             file.unlink()
         else:
             write_private(file, files[before].read_bytes())
-
-
-def spread(summaries: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Put the seeds of each defence together: mean and standard deviation of the accuracy, means of the rest.
-
-    What is proven is that of the seed of which least is proven (another seed may choose other clients). A training that
-    failed has no numbers: it is told among the statuses.
-    """
-    out: list[dict[str, Any]] = []
-    for defence in dict.fromkeys(row["defence"] for row in summaries):
-        all_rows = [row for row in summaries if row["defence"] == defence]
-        rows = [row for row in all_rows if row["status"] != FAILED]
-        shares = [row["accuracy"] for row in rows]
-        numbers = ("rounds", "bytes_up", "bytes_down", "seconds")
-        out.append(
-            {
-                "defence": defence,
-                "seeds": len(rows),
-                "accuracy": fmean(shares) if rows else None,
-                "accuracy_std": stdev(shares) if len(shares) > 1 else None,
-                **{key: fmean(row[key] for row in rows) if rows else None for key in numbers},
-                **_proven(rows),
-                "statuses": sorted({row["status"] for row in all_rows}),
-            }
-        )
-    return out
-
-
-def _proven(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Choose what is proven of a defence: the largest epsilons. What an earlier version wrote says nothing."""
-    worst = max(rows, key=lambda row: max((row.get("epsilon") or {"": 0.0}).values()), default={})
-    return {key: worst.get(key) for key in ("guarantee", "epsilon", "delta")}
 
 
 def describe(config: TrainConfig, command: str, weights: Mapping[str, Tensor] = MappingProxyType({})) -> dict[str, Any]:

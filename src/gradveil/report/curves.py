@@ -5,23 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 from statistics import fmean
-from typing import Any, Protocol
+from typing import Any
 
 from gradveil.core.words import number, percent, size
-
-
-class Kind(Protocol):
-    """A defence with the trainings that came to numbers."""
-
-    @property
-    def name(self) -> str:
-        """What it is called."""
-        ...
-
-    @property
-    def counted(self) -> Sequence[Mapping[str, Any]]:
-        """The summaries of its seeds, with their curves."""
-        ...
+from gradveil.report.kinds import Kind
 
 
 def lines(kinds: Sequence[Kind]) -> list[dict[str, Any]]:

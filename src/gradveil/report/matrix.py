@@ -1,4 +1,4 @@
-"""Defences down, attackers across: the table of a paper, from one run or several, as Markdown or LaTeX."""
+"""Defences down, attackers across: the table of a paper, from one run or several."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from gradveil.audit.store import UNFIT, Run
 from gradveil.core.errors import Problem, refuse
 from gradveil.core.words import DASH, interval, listing, percent, plural
 from gradveil.metrics import wilson
+from gradveil.report.sheet import Sheet, Text
 
 DOUBTFUL, TOLD, CHANGED = "†", "‡", "§"
 """Marks of an attack that may simply have failed, of one that was told secrets, of one that changed the model."""
@@ -102,18 +103,29 @@ class Matrix:
         used = "".join(entry.marks for entry in self.entries.values())
         return ((mark, meaning) for mark, meaning in _MARKS.items() if mark in used)
 
-    def parts(self, defence: str, attack: str) -> tuple[str, str]:
+    def sheet(self) -> Sheet:
+        """Lay it out."""
+        columns = [Text("defence"), *(Text(attack, code=True) for attack in self.attacks)]
+        rows = [[Text(defence, code=True), *self.line(defence)] for defence in self.defences]
+        return Sheet(self.caption(), columns, rows, list(self.notes()))
+
+    def line(self, defence: str) -> list[Text]:
+        """Write the entries of a defence, the strongest attacker's bold."""
+        best = self.strongest(defence)
+        return [self.text(defence, attack, bold=attack == best) for attack in self.attacks]
+
+    def text(self, defence: str, attack: str, bold: bool = False) -> Text:
         """Write an entry: its rate, and what stands behind it."""
         entry = self.entries.get((defence, attack))
         if entry is None:
-            return "", ""
+            return Text("")
         if entry.asr is None:
-            return ("failed" if entry.failed else UNFIT if entry.unfit else DASH), ""
+            return Text("failed" if entry.failed else UNFIT if entry.unfit else DASH)
         low, high = wilson(round(entry.asr * entry.images), entry.images)
         rest = f"{entry.marks} ({interval(low, high)})"
         rest += f", {entry.ssim:.2f}" if entry.ssim is not None else ""
         rest += f", {plural(entry.images, 'image')}" if entry.images != self.usual else ""
-        return percent(entry.asr), rest + (", a seed failed" if entry.failed else "")
+        return Text(percent(entry.asr), rest + (", a seed failed" if entry.failed else ""), bold)
 
 
 def matrices(runs: Sequence[Run]) -> list[Matrix]:
@@ -155,63 +167,3 @@ def _entry(group: Sequence[Row], beside: Sequence[Row]) -> Entry:
     doubtful = any(examine(row, beside).state in ("short", "doubtful") for row in finished if row.images)
     broken, unfit = (any(flags) for flags in ((r.cell.broken for r in group), (r.cell.unfit for r in group)))
     return Entry(finished, broken, unfit, doubtful)
-
-
-def as_markdown(tables: Sequence[Matrix]) -> str:
-    """Write tables as Markdown, the notes below each."""
-    return "\n".join(_markdown(table) for table in tables)
-
-
-def _markdown(table: Matrix) -> str:
-    def line(values: Sequence[str]) -> str:
-        return "| " + " | ".join(value.replace("|", "\\|") for value in values) + " |"
-
-    lines = [f"{table.caption()}\n", line(["defence", *(f"`{attack}`" for attack in table.attacks)])]
-    lines.append("|---" * (1 + len(table.attacks)) + "|")
-    for defence in table.defences:
-        best = table.strongest(defence)
-        written = ((attack, *table.parts(defence, attack)) for attack in table.attacks)
-        shown = [(f"**{rate}**" if attack == best else rate) + rest for attack, rate, rest in written]
-        lines.append(line([f"`{defence}`", *shown]))
-    notes = [f"{mark} {meaning}" for mark, meaning in table.notes()]
-    return "\n".join(lines) + "\n" + (f"\n{'; '.join(notes)}.\n" if notes else "")
-
-
-def as_latex(tables: Sequence[Matrix]) -> str:
-    """Write tables as LaTeX."""
-    return "% needs \\usepackage{booktabs}\n" + "\n".join(_latex(table) for table in tables)
-
-
-def _latex(table: Matrix) -> str:
-    notes = [f"{_escaped(mark)} {_escaped(meaning)}" for mark, meaning in table.notes()]
-    caption = " ".join([_escaped(table.caption()), *(f"{note}." for note in notes)])
-    lines = [
-        "\\begin{table}",
-        f"\\caption{{{caption}}}",
-        f"\\begin{{tabular}}{{l{'l' * len(table.attacks)}}}",
-        "\\toprule",
-    ]
-    lines += [" & ".join(["defence", *(_escaped(attack) for attack in table.attacks)]) + " \\\\", "\\midrule"]
-    for defence in table.defences:
-        best, shown = table.strongest(defence), [_escaped(defence)]
-        for attack in table.attacks:
-            rate, rest = (_escaped(part) for part in table.parts(defence, attack))
-            shown.append((f"\\textbf{{{rate}}}" if attack == best else rate) + rest)
-        lines.append(" & ".join(shown) + " \\\\")
-    return "\n".join([*lines, "\\bottomrule", "\\end{tabular}", "\\end{table}", ""])
-
-
-_LATEX = {
-    **{character: f"\\{character}" for character in "&%$#_{}"},
-    **{"\\": "\\textbackslash{}", "~": "\\textasciitilde{}", "^": "\\textasciicircum{}", "<": "$<$", ">": "$>$"},
-    **{DOUBTFUL: "$^\\dagger$", TOLD: "$^\\ddagger$", CHANGED: "$^\\S$", DASH: "--", '"': "''"},
-}
-
-
-def _escaped(text: str) -> str:
-    r"""Write what LaTeX would read as a command as the character that it is.
-
-    >>> print(_escaped("dp(sigma=1e-4)_{x} 5–10%"))
-    dp(sigma=1e-4)\_\{x\} 5--10\%
-    """
-    return "".join(_LATEX.get(character, character) for character in text)

@@ -2,32 +2,19 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import json
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
-from statistics import fmean, stdev
 from typing import Any
 
-from gradveil.audit.privacy import proven
-from gradveil.core.words import duration, listing, percent, plural, size
+from gradveil.core.words import duration, percent, plural, size
 from gradveil.defences.lint import MEANINGLESS
 from gradveil.federated.reading import Training, load_training
-from gradveil.federated.setting import Cell
 from gradveil.federated.work import FAILED
 from gradveil.report.curves import lines
+from gradveil.report.kinds import GOOD, Kind, as_csv, kinds, proofs, rounds, rows, what
 from gradveil.report.pictures import data_uri
 from gradveil.report.render import render
-from gradveil.report.table import disarmed
-
-Told = Mapping[str, Any]
-"""What a finished cell came to."""
-LEFT = "not finished"
-"""Status of a cell that is not there yet."""
-_GOOD = ("finished", "stopped early")
 
 
 def training_page(folder: Path) -> str:
@@ -35,100 +22,16 @@ def training_page(folder: Path) -> str:
     return render("training.html.j2", ("page.js", "axes.js", "curves.js"), context(load_training(folder)))
 
 
-@dataclass(frozen=True)
-class Kind:
-    """One defence (or the training with all data in one place) with its seeds."""
-
-    name: str
-    cells: Sequence[tuple[Cell, Told | None]]
-    bare: Mapping[int, float]
-    """The accuracy without a defence, of every seed that has one."""
-
-    @property
-    def counted(self) -> list[Told]:
-        """The trainings that came to numbers, diverged ones too."""
-        return [told for _, told in self.cells if told is not None and told["status"] != FAILED]
-
-    @property
-    def diverged(self) -> bool:
-        """Whether all that came to numbers went astray: nothing of it is an achievement, its few bytes least of all."""
-        return all(told["status"] == "diverged" for told in self.counted)
-
-    @property
-    def statuses(self) -> list[tuple[str, str, str]]:
-        """How the seeds ended: a level for the colour, how many, and in which way."""
-        counts = Counter(LEFT if told is None else str(told["status"]) for _, told in self.cells)
-        levels = {**dict.fromkeys(_GOOD, "held"), LEFT: "unclear"}
-        several = len(self.cells) > 1
-        return [(levels.get(how, "exposed"), str(n) if several else "", how) for how, n in counts.most_common()]
-
-    def values(self, key: str) -> list[float]:
-        """List a number of all seeds that have it."""
-        return [float(told[key]) for told in self.counted if told[key] is not None]
-
-    def mean(self, key: str) -> float | None:
-        """Average a number over the seeds."""
-        return fmean(self.values(key)) if self.values(key) else None
-
-    @property
-    def deviation(self) -> float | None:
-        """The standard deviation of the accuracy over the seeds; None of a single one."""
-        found = self.values("accuracy")
-        return stdev(found) if len(found) > 1 else None
-
-    @property
-    def differences(self) -> list[float]:
-        """The accuracy beside that without a defence, seed by seed: the same images, weights and clients."""
-        pairs = ((told["accuracy"], self.bare.get(told["seed"])) for told in self.counted)
-        return [own - bare for own, bare in pairs if own is not None and bare is not None and self.name != "none"]
-
-    def total(self, key: str) -> float | None:
-        """Add a number up over the rounds, and average over the seeds."""
-        sums = [sum(point[key] for point in told["curve"]) for told in self.counted]
-        return fmean(sums) if sums else None
-
-    @property
-    def best_rounds(self) -> str:
-        """Name the rounds whose parameters were kept: one a seed."""
-        found = sorted({told["best_round"] for told in self.counted if told["best_round"]})
-        return f"{found[0]}–{found[-1]}" if len(found) > 1 else str(*found)
-
-    @property
-    def worst(self) -> Told | None:
-        """The seed of which least is proven; None where nothing was asked."""
-        asked = [told for told in self.counted if told["guarantee"] is not None]
-        return max(asked, key=lambda told: max(told["epsilon"].values(), default=0.0), default=None)
-
-    @property
-    def proof(self) -> str:
-        """Say in a few words what is proven."""
-        return proven(self.worst) if self.worst else "–"
-
-    @property
-    def hollow(self) -> bool:
-        """Whether there is an epsilon, and it is too large to rely on."""
-        return bool(self.worst) and max(self.worst["epsilon"].values(), default=0.0) > MEANINGLESS
-
-
-def kinds(training: Training) -> list[Kind]:
-    """Put the cells of each defence together, in the run file's order."""
-    told = dict(training.cells)
-    bare = {cell.seed: done["accuracy"] for cell, done in told.items() if cell.title == "none" and done is not None}
-    known = {seed: accuracy for seed, accuracy in bare.items() if accuracy is not None}
-    names = dict.fromkeys(cell.title for cell in told)
-    return [Kind(name, [pair for pair in training.cells if pair[0].title == name], known) for name in names]
-
-
 def context(training: Training) -> dict[str, Any]:
     """Work out everything the template shows."""
-    every, config = kinds(training), training.config
+    every, config = kinds(training.cells), training.config
     failed = [(cell, told) for cell, told in training.cells if told is not None and told["status"] == FAILED]
     drawn = lines(every)
     return {
         "name": config.name,
         "version": training.info.get("gradveil", ""),
         "date": str(training.info.get("created", "")).replace("T", " ")[:16],
-        "what": _what(training),
+        "what": what(config),
         "cards": cards(every, training),
         "failed": failed,
         "left": sum(told is None for _, told in training.cells),
@@ -139,36 +42,15 @@ def context(training: Training) -> dict[str, Any]:
         "meaningless": MEANINGLESS,
         "drawn": drawn,
         "validated": any(point["loss"] is not None for line in drawn for point in line["points"]),
-        "rows": list(_rows(training)),
-        "csv": data_uri(as_csv(_rows(training)).encode(), "text/csv;charset=utf-8"),
-        "rounds_csv": data_uri(as_csv(_rounds(training)).encode(), "text/csv;charset=utf-8"),
+        "rows": list(rows(training.cells)),
+        "csv": data_uri(as_csv(rows(training.cells)).encode(), "text/csv;charset=utf-8"),
+        "rounds_csv": data_uri(as_csv(rounds(training.cells)).encode(), "text/csv;charset=utf-8"),
         "command": training.info.get("command", ""),
         "config": json.dumps(training.info["config"], indent=2, ensure_ascii=False),
         "data": {"lines": drawn},
         "duration": duration,
         "points": _points,
     }
-
-
-def proofs(every: Sequence[Kind]) -> list[tuple[str, str, bool]]:
-    """List what is proven, epsilons first: of which defences, what, and whether it is too little to rely on."""
-    found: dict[tuple[str, bool], list[str]] = {}
-    for kind in sorted(every, key=lambda kind: not (kind.worst and kind.worst["epsilon"])):
-        if kind.worst is not None:
-            found.setdefault((str(kind.worst["guarantee"]), kind.hollow), []).append(kind.name)
-    return [(listing(names), text, hollow) for (text, hollow), names in found.items()]
-
-
-def _what(training: Training) -> str:
-    config = training.config
-    local = config.local
-    work = "one gradient a round" if local is None else "local training"
-    if local is not None:
-        length = plural(local.epochs, "local epoch") if local.epochs else plural(local.steps or 0, "local step")
-        drawn = "on the average (Poisson)" if local.sampling == "poisson" else "a step"
-        work = f"{length} of {local.optimiser}, {local.batch or 'all'} images {drawn}"
-    some = "" if config.participation == 1 else f", {percent(config.participation)} of them in a round"
-    return f"{config.model.name} on {config.data.name}: {plural(config.clients, 'client')}{some}, {work}"
 
 
 def _points(share: float) -> str:
@@ -194,7 +76,7 @@ def cards(every: Sequence[Kind], training: Training) -> list[dict[str, str]]:
         sent = min(known, key=lambda kind: kind.mean("bytes_up") or 0.0)
         share = _share(sent.mean("bytes_up"), bare.mean("bytes_up") if bare else None)
         found.append(_card("Fewest bytes sent a round", size(sent.mean("bytes_up")), f"{sent.name}{share}"))
-    done = sum(told is not None and told["status"] in _GOOD for _, told in training.cells)
+    done = sum(told is not None and told["status"] in GOOD for _, told in training.cells)
     rounds = f"{plural(training.config.rounds, 'round')} each, {plural(len(training.config.seeds), 'seed')}"
     found.append(_card("Trainings finished", f"{done} of {len(training.cells)}", rounds))
     return found
@@ -222,41 +104,3 @@ def _shares(every: Sequence[Kind]) -> dict[str, dict[str, float]]:
         top = max(means.values(), default=0.0)
         found[key] = {name: value / top if top else 0.0 for name, value in means.items()}
     return found
-
-
-def _rows(training: Training) -> Iterator[dict[str, Any]]:
-    """List every training with its numbers: the table at the end of the page, and the CSV."""
-    for cell, told in training.cells:
-        named = {"defence": cell.title, "seed": cell.seed, "status": LEFT if told is None else told["status"]}
-        known: Told = told or {}
-        keys = ("rounds", "best_round", "accuracy", "loss", "validation_loss", "bytes_up", "bytes_down", "seconds")
-        curve = known.get("curve") or ()
-        keys, summed = (*keys, "client_seconds"), keys[-3:]
-        totals = {f"total_{key}": sum(p[key] for p in curve) if curve else None for key in summed}
-        epsilons = {f"epsilon_{unit}": (known.get("epsilon") or {}).get(unit) for unit in ("example", "client")}
-        proof = {"delta": known.get("delta"), "guarantee": known.get("guarantee"), "failed": known.get("failed")}
-        yield named | {key: known.get(key) for key in keys} | totals | epsilons | proof
-
-
-def _rounds(training: Training) -> Iterator[dict[str, Any]]:
-    """List every round of every training."""
-    keys = ("accuracy", "loss", "validation_accuracy", "validation_loss", "bytes_up", "bytes_down", "seconds")
-    keys += ("client_seconds",)
-    for cell, told in training.cells:
-        for point in told["curve"] if told else ():
-            lists = {"answered": "clients", "refused": "refused", "absent": "absent"}
-            who = {name: len(point.get(key, ())) for name, key in lists.items()}
-            named = {"defence": cell.title, "seed": cell.seed, "round": point["number"]}
-            yield named | {key: point.get(key) for key in keys} | who
-
-
-def as_csv(rows: Iterator[Mapping[str, Any]]) -> str:
-    """Write rows with equal keys as CSV, unrounded; text that a spreadsheet would run gets an apostrophe."""
-    out = io.StringIO()
-    writer: Any = None
-    for row in rows:
-        if writer is None:
-            writer = csv.DictWriter(out, list(row), lineterminator="\n")
-            writer.writeheader()
-        writer.writerow({key: disarmed(value) for key, value in row.items()})
-    return out.getvalue()

@@ -1,0 +1,169 @@
+"""What `gradveil summary` sums up: audits, or trainings."""
+
+from __future__ import annotations
+
+import csv
+import io
+import shlex
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from gradveil.audit.layout import RUN
+from gradveil.audit.store import Cell, load_run
+from gradveil.cli.audit import show_table
+from gradveil.cli.train import table
+from gradveil.federated.reading import is_training, load_training
+from gradveil.federated.work import FAILED
+from gradveil.report import kinds
+from gradveil.report.matrix import matrices
+from gradveil.report.pareto import summaries_with_fronts
+from gradveil.report.sheet import Sheet
+from gradveil.report.table import disarmed
+from gradveil.report.trainings import Table, tables
+
+
+def is_audit(folder: Path) -> bool:
+    """Say whether a folder is an audit's, which may hold a training; or is nothing that is known."""
+    return (folder / RUN).is_file() or not is_training(folder)
+
+
+class Audits:
+    """Audits, as they lie on disk."""
+
+    def __init__(self, folders: Sequence[Path]) -> None:
+        """Read them; refuse damaged ones."""
+        self.runs = [load_run(folder) for folder in folders]
+
+    @property
+    def finished(self) -> bool:
+        """Whether there is a result."""
+        return any(cell.failed is None for run in self.runs for cell in run.cells)
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Sum up every cell; among those of other runs each says where it lies."""
+        named = len(self.runs) > 1
+        every = ((run, summaries_with_fronts(run.cells)) for run in self.runs)
+        return [{"run": str(run.path), **row} if named else row for run, rows in every for row in rows]
+
+    def as_csv(self) -> str:
+        """Write summaries as CSV."""
+        return as_csv(self.rows())
+
+    def curves(self) -> str:
+        """Audits have none."""
+        return ""
+
+    def sheets(self) -> list[Sheet]:
+        """Lay defences down, attackers across."""
+        return [matrix.sheet() for matrix in matrices(self.runs)]
+
+    def show(self) -> None:
+        """Print the results."""
+        for run in self.runs:
+            if run.cells:
+                show_table(run.cells, run.info["config"], run.path)
+
+    def left(self) -> Iterator[tuple[Path, str]]:
+        """Say of every run what is not done yet or failed, and how to go on."""
+        for run in self.runs:
+            folder = run.path or Path()
+            counts = len(run.info["cells"]), len(run.cells), sum(cell.broken for cell in run.cells)
+            if told := unfinished(folder, run.info, *counts):
+                yield folder, told
+
+
+class Trainings:
+    """Trainings, as they lie on disk."""
+
+    def __init__(self, folders: Sequence[Path]) -> None:
+        """Read them; refuse damaged ones."""
+        self.runs = [load_training(folder) for folder in folders]
+
+    @property
+    def finished(self) -> bool:
+        """Whether there is a result."""
+        return any(told is not None and told["status"] != FAILED for run in self.runs for _, told in run.cells)
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Sum up every finished cell, its curve with it."""
+        return [self._named(run.path, told) for run in self.runs for _, told in run.cells if told is not None]
+
+    def as_csv(self) -> str:
+        """Write a line a cell."""
+        return kinds.as_csv(self._named(run.path, row) for run in self.runs for row in kinds.rows(run.cells))
+
+    def curves(self) -> str:
+        """Write a line a round."""
+        return kinds.as_csv(self._named(run.path, row) for run in self.runs for row in kinds.rounds(run.cells))
+
+    @cached_property
+    def tables(self) -> list[Table]:
+        """Put runs of one setting together."""
+        return tables(self.runs)
+
+    def sheets(self) -> list[Sheet]:
+        """Lay defences down, what each costs across."""
+        return [one.sheet() for one in self.tables]
+
+    def show(self) -> None:
+        """Print the results."""
+        console = Console(width=None if sys.stdout.isatty() else 120)
+        for one in self.tables:
+            console.print(one.title, style="bold", highlight=False)
+            console.print(table(one.kinds))
+
+    def left(self) -> Iterator[tuple[Path, str]]:
+        """Say of every run what is not done yet or failed, and how to go on."""
+        for run in self.runs:
+            done = [told for _, told in run.cells if told is not None]
+            counts = len(run.cells), len(done), sum(told["status"] == FAILED for told in done)
+            if said := unfinished(run.path, run.info, *counts):
+                yield run.path, said
+
+    def _named(self, path: Path, row: Mapping[str, Any]) -> dict[str, Any]:
+        return {"run": str(path), **row} if len(self.runs) > 1 else dict(row)
+
+
+def unfinished(folder: Path, info: Mapping[str, Any], planned: int, there: int, failed: int) -> str:
+    """Say what is not done yet or failed, and how to go on; nothing where all is done."""
+    missing, done = planned - there, there - failed
+    counts = [f"{count} {what}" for count, what in ((missing, "not done yet"), (failed, "failed")) if count]
+    told = f"{done or 'None'} of {planned} cells {'is' if done == 1 else 'are'} finished: {', '.join(counts)}."
+    return f"{told} {_again(folder, info)}" if counts else ""
+
+
+def _again(folder: Path, info: Mapping[str, Any]) -> str:
+    command = str(info.get("command", ""))
+    if not command.startswith(("gradveil audit ", "gradveil train ")):
+        return f"To go on, call gradveil.audit again with the same arguments and out={str(folder)!r}."
+    words = shlex.split(command)
+    if "--out" in words:
+        place = words.index("--out")
+        del words[place : place + 2]
+    usual = folder == Path("runs") / str(info.get("name", ""))
+    return f"To go on:\n  {shlex.join(words if usual else [*words, '--out', str(folder)])}"
+
+
+def as_csv(rows: Sequence[dict[str, Any]]) -> str:
+    """Write summaries of audits as CSV; statuses become one column each."""
+    ends = list(dict.fromkeys(kind for row in rows for kind in row["statuses"]))
+    flat = [
+        {key: disarmed(value) for key, value in row.items() if key != "statuses"}
+        | {f"status_{kind}": row["statuses"].get(kind, 0) for kind in ends}
+        for row in rows
+    ]
+    buffer = io.StringIO()
+    names = (
+        list(flat[0])
+        if flat
+        else [key for key in summaries_with_fronts([Cell({"failed": ""}, [])])[0] if key != "statuses"]
+    )
+    writer = csv.DictWriter(buffer, names, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(flat)
+    return buffer.getvalue()

@@ -1,0 +1,170 @@
+"""The trainings of one defence put together, whatever page or table shows them."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean, stdev
+from typing import Any
+
+from gradveil.audit.privacy import proven
+from gradveil.core.words import listing, percent, plural
+from gradveil.defences.lint import MEANINGLESS
+from gradveil.federated.config import TrainConfig
+from gradveil.federated.setting import Cell
+from gradveil.federated.work import FAILED
+from gradveil.report.table import disarmed
+
+Told = Mapping[str, Any]
+"""What a finished cell came to."""
+Cells = Sequence[tuple[Cell, Told | None]]
+"""Cells with what each came to; None where one is not finished."""
+LEFT = "not finished"
+"""Status of a cell that is not there yet."""
+GOOD = ("finished", "stopped early")
+"""Statuses of a cell that came to an end of its own."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One defence (or the training with all data in one place) with its seeds."""
+
+    name: str
+    cells: Cells
+    bare: Mapping[int, float]
+    """The accuracy without a defence, of every seed that has one."""
+
+    @property
+    def counted(self) -> list[Told]:
+        """The trainings that came to numbers, diverged ones too."""
+        return [told for _, told in self.cells if told is not None and told["status"] != FAILED]
+
+    @property
+    def diverged(self) -> bool:
+        """Whether all that came to numbers went astray: nothing of it is an achievement, its few bytes least of all."""
+        return all(told["status"] == "diverged" for told in self.counted)
+
+    @property
+    def statuses(self) -> list[tuple[str, str, str]]:
+        """How the seeds ended: a level for the colour, how many, and in which way."""
+        counts = Counter(LEFT if told is None else str(told["status"]) for _, told in self.cells)
+        levels = {**dict.fromkeys(GOOD, "held"), LEFT: "unclear"}
+        several = len(self.cells) > 1
+        return [(levels.get(how, "exposed"), str(n) if several else "", how) for how, n in counts.most_common()]
+
+    def values(self, key: str) -> list[float]:
+        """List a number of all seeds that have it."""
+        return [float(told[key]) for told in self.counted if told[key] is not None]
+
+    def mean(self, key: str) -> float | None:
+        """Average a number over the seeds."""
+        return fmean(self.values(key)) if self.values(key) else None
+
+    @property
+    def deviation(self) -> float | None:
+        """The standard deviation of the accuracy over the seeds; None of a single one."""
+        found = self.values("accuracy")
+        return stdev(found) if len(found) > 1 else None
+
+    @property
+    def differences(self) -> list[float]:
+        """The accuracy beside that without a defence, seed by seed: the same images, weights and clients."""
+        pairs = ((told["accuracy"], self.bare.get(told["seed"])) for told in self.counted)
+        return [own - bare for own, bare in pairs if own is not None and bare is not None and self.name != "none"]
+
+    def total(self, key: str) -> float | None:
+        """Add a number up over the rounds, and average over the seeds."""
+        sums = [sum(point[key] for point in told["curve"]) for told in self.counted]
+        return fmean(sums) if sums else None
+
+    @property
+    def best_rounds(self) -> str:
+        """Name the rounds whose parameters were kept: one a seed."""
+        found = sorted({told["best_round"] for told in self.counted if told["best_round"]})
+        return f"{found[0]}–{found[-1]}" if len(found) > 1 else str(*found)
+
+    @property
+    def worst(self) -> Told | None:
+        """The seed of which least is proven; None where nothing was asked."""
+        asked = [told for told in self.counted if told["guarantee"] is not None]
+        return max(asked, key=lambda told: max(told["epsilon"].values(), default=0.0), default=None)
+
+    @property
+    def proof(self) -> str:
+        """Say in a few words what is proven."""
+        return proven(self.worst) if self.worst else "–"
+
+    @property
+    def hollow(self) -> bool:
+        """Whether there is an epsilon, and it is too large to rely on."""
+        return bool(self.worst) and max(self.worst["epsilon"].values(), default=0.0) > MEANINGLESS
+
+
+def kinds(cells: Cells) -> list[Kind]:
+    """Put the cells of each defence together, in the run file's order."""
+    bare = {cell.seed: told["accuracy"] for cell, told in cells if cell.title == "none" and told is not None}
+    known = {seed: accuracy for seed, accuracy in bare.items() if accuracy is not None}
+    names = dict.fromkeys(cell.title for cell, _ in cells)
+    return [Kind(name, [pair for pair in cells if pair[0].title == name], known) for name in names]
+
+
+def proofs(every: Sequence[Kind]) -> list[tuple[str, str, bool]]:
+    """List what is proven, epsilons first: of which defences, what, and whether it is too little to rely on."""
+    found: dict[tuple[str, bool], list[str]] = {}
+    for kind in sorted(every, key=lambda kind: not (kind.worst and kind.worst["epsilon"])):
+        if kind.worst is not None:
+            found.setdefault((str(kind.worst["guarantee"]), kind.hollow), []).append(kind.name)
+    return [(listing(names), text, hollow) for (text, hollow), names in found.items()]
+
+
+def what(config: TrainConfig) -> str:
+    """Say in a sentence what was trained, and how."""
+    local = config.local
+    work = "one gradient a round" if local is None else "local training"
+    if local is not None:
+        length = plural(local.epochs, "local epoch") if local.epochs else plural(local.steps or 0, "local step")
+        drawn = "on the average (Poisson)" if local.sampling == "poisson" else "a step"
+        work = f"{length} of {local.optimiser}, {local.batch or 'all'} images {drawn}"
+    some = "" if config.participation == 1 else f", {percent(config.participation)} of them in a round"
+    return f"{config.model.name} on {config.data.name}: {plural(config.clients, 'client')}{some}, {work}"
+
+
+def rows(cells: Cells) -> Iterator[dict[str, Any]]:
+    """List every training with its numbers."""
+    for cell, told in cells:
+        named = {"defence": cell.title, "seed": cell.seed, "status": LEFT if told is None else told["status"]}
+        known: Told = told or {}
+        keys = ("rounds", "best_round", "accuracy", "loss", "validation_loss", "bytes_up", "bytes_down", "seconds")
+        curve = known.get("curve") or ()
+        keys, summed = (*keys, "client_seconds"), keys[-3:]
+        totals = {f"total_{key}": sum(p[key] for p in curve) if curve else None for key in summed}
+        epsilons = {f"epsilon_{unit}": (known.get("epsilon") or {}).get(unit) for unit in ("example", "client")}
+        proof = {"delta": known.get("delta"), "guarantee": known.get("guarantee"), "failed": known.get("failed")}
+        yield named | {key: known.get(key) for key in keys} | totals | epsilons | proof
+
+
+def rounds(cells: Cells) -> Iterator[dict[str, Any]]:
+    """List every round of every training."""
+    keys = ("accuracy", "loss", "validation_accuracy", "validation_loss", "bytes_up", "bytes_down", "seconds")
+    keys += ("client_seconds",)
+    for cell, told in cells:
+        for point in told["curve"] if told else ():
+            lists = {"answered": "clients", "refused": "refused", "absent": "absent"}
+            who = {name: len(point.get(key, ())) for name, key in lists.items()}
+            named = {"defence": cell.title, "seed": cell.seed, "round": point["number"]}
+            yield named | {key: point.get(key) for key in keys} | who
+
+
+def as_csv(rows: Iterable[Mapping[str, Any]]) -> str:
+    """Write rows with equal keys as CSV, unrounded; text that a spreadsheet would run gets an apostrophe."""
+    out = io.StringIO()
+    writer: Any = None
+    for row in rows:
+        if writer is None:
+            writer = csv.DictWriter(out, list(row), lineterminator="\n")
+            writer.writeheader()
+        writer.writerow({key: disarmed(value) for key, value in row.items()})
+    return out.getvalue()

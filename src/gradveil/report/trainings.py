@@ -1,0 +1,148 @@
+"""Defences down, what each costs across: the table of a paper, from one training or several."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from statistics import fmean, stdev
+from typing import Any
+
+from gradveil.core.errors import Problem, refuse
+from gradveil.core.words import DASH, plural, size
+from gradveil.federated.config import FREE, TrainConfig
+from gradveil.federated.reading import Training
+from gradveil.report.kinds import GOOD, LEFT, Cells, Kind, kinds, what
+from gradveil.report.sheet import Sheet, Text
+
+_BESIDE = {"name", "device", *FREE}
+"""Settings that make no other table; how many rounds there were, its rows say."""
+
+
+@dataclass(frozen=True)
+class Table:
+    """The trainings of one setting: alike in all but defences, seeds and how long they went."""
+
+    title: str
+    config: TrainConfig
+    cells: Cells
+
+    @cached_property
+    def kinds(self) -> list[Kind]:
+        """The defences with their seeds."""
+        return kinds(self.cells)
+
+    @cached_property
+    def seeds(self) -> int:
+        """How many seeds most defences have."""
+        return Counter(len(kind.counted) for kind in self.kinds if kind.counted).most_common(1)[0][0]
+
+    def caption(self) -> str:
+        """Say what is shown."""
+        lowest = "the round with the lowest validation loss" if self.config.validation else "the last round"
+        several = "mean and standard deviation over " if self.seeds > 1 else ""
+        paired = " seed by seed" if self.seeds > 1 else ""
+        return (
+            f"{self.title}: test accuracy after {lowest}; {several}{plural(self.seeds, 'seed')} unless said otherwise; "
+            f"its difference to none{paired}, in percentage points; bytes of all clients, as encoded."
+        )
+
+    def sheet(self) -> Sheet:
+        """Lay it out; what is proven has a column where there is an epsilon."""
+        private = any(kind.worst and kind.worst["epsilon"] for kind in self.kinds)
+        titles = ("defence", "accuracy", "to none", "best round", "rounds", "sent a round", "received a round")
+        rows = [[*self._row(kind), *([Text(kind.proof)] if private else [])] for kind in self.kinds]
+        return Sheet(self.caption(), [Text(title) for title in (*titles, *(["proven"] if private else []))], rows)
+
+    def _row(self, kind: Kind) -> list[Text]:
+        return [
+            Text(kind.name, code=True),
+            Text(accuracy(kind), self._beside(kind)),
+            Text(gap(kind)),
+            Text(kind.best_rounds if kind.counted else ""),
+            Text(rounds(kind)),
+            *(Text(size(mean) if (mean := kind.mean(key)) is not None else "") for key in ("bytes_up", "bytes_down")),
+        ]
+
+    def _beside(self, kind: Kind) -> str:
+        """Say where a defence has other seeds than most, and how those ended that came to no good end."""
+        counts = Counter(LEFT if told is None else str(told["status"]) for _, told in kind.cells)
+        bad = [f"{count} {how}" for how, count in counts.items() if how not in GOOD]
+        few = [plural(len(kind.counted), "seed")] if kind.counted and len(kind.counted) != self.seeds else []
+        return "".join(f", {said}" for said in (*few, *bad))
+
+
+def accuracy(kind: Kind) -> str:
+    """Write the accuracy of a defence, with its standard deviation over the seeds."""
+    mean, wide = kind.mean("accuracy"), kind.deviation
+    return DASH if mean is None else f"{100 * mean:.2f}%" + ("" if wide is None else f" ± {100 * wide:.2f}")
+
+
+def rounds(kind: Kind) -> str:
+    """Write how many rounds a defence was trained for: the fewest and the most of its seeds."""
+    found = sorted({int(told["rounds"]) for told in kind.counted})
+    return f"{found[0]}–{found[-1]}" if len(found) > 1 else "".join(map(str, found))
+
+
+def gap(kind: Kind) -> str:
+    """Write what a defence costs in points: the mean of its seeds' differences to none, and how far those lie apart."""
+    found = [100 * one for one in kind.differences]
+    wide = f" ± {stdev(found):.2f}" if len(found) > 1 else ""
+    return f"{fmean(found):+.2f}{wide}".replace("-", "−") if found else ""
+
+
+def tables(trainings: Sequence[Training]) -> list[Table]:
+    """Make a table of each setting there is in these trainings; those with two answers to one question are refused."""
+    groups: dict[str, list[Training]] = {}
+    for training in trainings:
+        groups.setdefault(json.dumps(_setting(training.config), sort_keys=True), []).append(training)
+    refuse([problem for group in groups.values() for problem in _twice(group)])
+    titles = _titles([group[0].config for group in groups.values()])
+    every = zip(titles, groups.values(), strict=True)
+    found = [Table(title, group[0].config, _joined(group)) for title, group in every]
+    return [table for table in found if any(kind.counted for kind in table.kinds)]
+
+
+def _setting(config: TrainConfig) -> dict[str, Any]:
+    return {key: value for key, value in config.resolved().items() if key not in _BESIDE | {*config.growing}}
+
+
+def _joined(group: Sequence[Training]) -> Cells:
+    """List the cells of runs that go together; one that a run left undone and another did is done."""
+    found = {cell: told for training in group for cell, told in training.cells if told is None}
+    return list(
+        (found | {cell: told for training in group for cell, told in training.cells if told is not None}).items()
+    )
+
+
+def _twice(group: Sequence[Training]) -> Iterator[Problem]:
+    owners: dict[Any, Training] = {}
+    for training in group:
+        for cell, told in training.cells:
+            first = training if told is None else owners.setdefault(cell, training)
+            if first is not training:
+                said = f"has '{cell.title}' with seed {cell.seed}, and so has {first.path}"
+                yield Problem(str(training.path), said, "leave one of them out, or make a table of each")
+
+
+def _titles(configs: Sequence[TrainConfig]) -> list[str]:
+    """Say what each setting is; where words do not tell them apart, with the settings that do."""
+    said = [what(config) for config in configs]
+    if len(set(said)) == len(said):
+        return said
+    flat = [dict(_flat(_setting(config))) for config in configs]
+    differ = [key for key in flat[0] if len({json.dumps(one.get(key)) for one in flat}) > 1]
+    return [
+        f"{title} ({', '.join(f'{key} = {json.dumps(one.get(key))}' for key in differ)})"
+        for title, one in zip(said, flat, strict=True)
+    ]
+
+
+def _flat(value: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, inner in value.items():
+        if isinstance(inner, Mapping):
+            yield from _flat(inner, f"{prefix}{key}.")
+        else:
+            yield prefix + key, inner

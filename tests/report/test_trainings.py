@@ -1,0 +1,138 @@
+"""Trainings summed up: seeds put together over runs, differences within them, never made of two answers."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import shutil
+from pathlib import Path
+from statistics import stdev
+from typing import Any
+
+import pytest
+
+from gradveil.cli.app import run as command
+from gradveil.core.errors import GradveilError
+from gradveil.federated.reading import load_training
+from gradveil.federated.setting import Cell
+from gradveil.report.kinds import kinds
+from gradveil.report.sheet import as_latex, as_markdown
+from gradveil.report.trainings import Table, tables
+from tests.audit.runs import config, execute
+from tests.report.test_training import DP, TOPK, trained
+
+pytest.importorskip("dp_accounting", reason="the environment is older than pyproject.toml: make")
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A run of one seed, and one of another seed that has a defence more and was trained for longer."""
+    folder = tmp_path_factory.mktemp("runs")
+    one = trained(folder / "one", defences=["none", DP])
+    return one, trained(folder / "two", defences=["none", DP, TOPK], seeds=[1], rounds=3)
+
+
+def of(*folders: Path) -> list[Table]:
+    return tables([load_training(folder) for folder in folders])
+
+
+def accuracies(*folders: Path) -> dict[tuple[str, int], float]:
+    found = [told for folder in folders for _, told in load_training(folder).cells if told is not None]
+    return {(told["defence"], told["seed"]): told["accuracy"] for told in found}
+
+
+def test_runs_with_other_seeds_make_one_table(runs: tuple[Path, Path]):
+    (table,) = of(*runs)
+    known = accuracies(*runs)
+    gaps = [100 * (known[DP, seed] - known["none", seed]) for seed in (0, 1)]
+    caption, _, head, _, none, private, sparse = as_markdown([table.sheet()]).splitlines()
+    assert caption.startswith("lenet-zhu on digits: 3 clients, 1 local epoch of adam, 8 images a step: test accuracy")
+    assert "mean and standard deviation over 2 seeds unless said otherwise" in caption
+    assert head == "| defence | accuracy | to none | best round | rounds | sent a round | received a round | proven |"
+    mean = 50 * (known["none", 0] + known["none", 1])
+    assert none.startswith(f"| `none` | {mean:.2f}% ± {stdev(100 * known['none', seed] for seed in (0, 1)):.2f} |  | ")
+    assert f"| {sum(gaps) / 2:+.2f} ± {stdev(gaps):.2f} |".replace("-", "−") in private
+    assert "| 2–3 |" in private
+    assert private.rpartition("| ")[2].startswith("epsilon ")
+    only = 100 * (known[TOPK, 1] - known["none", 1])
+    assert f"%, 1 seed | {only:+.2f} |".replace("-", "−") in sparse
+    assert as_latex([table.sheet()]).count("$\\pm$") == 3
+
+
+def test_two_answers_to_one_question_are_refused(runs: tuple[Path, Path], tmp_path: Path):
+    one = runs[0]
+    twin = shutil.copytree(one, tmp_path / "twin")
+    with pytest.raises(GradveilError, match=f"twin: has 'none' with seed 0, and so has {one}"):
+        of(one, twin)
+    for file in (twin / "cells").glob("*.json"):
+        file.unlink()
+    (table,) = of(one, twin)
+    assert [len(kind.cells) for kind in table.kinds] == [1, 1], "what one run left undone, the other did"
+
+
+def test_other_settings_make_another_table_whose_title_tells_it_apart(runs: tuple[Path, Path], tmp_path: Path):
+    slow = trained(tmp_path / "slow", "local.lr=0.0001")
+    found = [table.title.partition(" (")[2] for table in of(runs[0], slow)]
+    assert found == ["local.lr = 0.001)", "local.lr = 0.0001)"]
+    other = trained(tmp_path / "other", "clients=2")
+    assert [table.title.partition(": ")[2][:9] for table in of(runs[0], other)] == ["3 clients", "2 clients"]
+
+
+def test_the_command_sums_trainings_up(runs: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    folders = [str(folder) for folder in runs]
+    assert command(["summary", *folders]) == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith("lenet-zhu on digits: 3 clients")
+    assert f"Proven of {DP}: epsilon" in shown.replace("\n", " ")
+    assert command(["summary", *folders, "--csv", "-"]) == 0
+    rows = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
+    assert [(row["run"], row["defence"], row["seed"]) for row in rows[:2]] == [
+        (folders[0], "none", "0"),
+        (folders[0], DP, "0"),
+    ]
+    files = ["--curves", str(tmp_path / "curves.csv"), "--markdown", str(tmp_path / "t.md")]
+    assert command(["summary", *folders, *files]) == 0
+    assert capsys.readouterr().out == ""
+    points = list(csv.DictReader((tmp_path / "curves.csv").read_text().splitlines()))
+    assert [row["round"] for row in points] == [*2 * ["1", "2"], *3 * ["1", "2", "3"]]
+    assert (tmp_path / "t.md").read_text().startswith("lenet-zhu on digits")
+    assert command(["summary", folders[0], "--json"]) == 0
+    told: list[dict[str, Any]] = json.loads(capsys.readouterr().out)
+    assert [(row["defence"], len(row["curve"])) for row in told] == [("none", 2), (DP, 2)]
+
+
+def test_what_is_not_done_yet_is_told_with_the_command(runs: tuple[Path, Path], tmp_path: Path, capsys: Any):
+    half = shutil.copytree(runs[0], tmp_path / "half")
+    first, *rest = sorted((half / "cells").glob("*.json"))
+    first.unlink()
+    assert command(["summary", str(half)]) == 0
+    out, err = capsys.readouterr()
+    assert "not finished" in out
+    assert err.splitlines() == [
+        "1 of 2 cells is finished: 1 not done yet. To go on:",
+        f"  gradveil train digits --out {half}",
+    ]
+    for file in rest:
+        file.unlink()
+    assert command(["summary", str(half)]) == 1
+    assert capsys.readouterr().out == ""
+
+
+def test_audits_and_trainings_are_not_summed_up_together(runs: tuple[Path, Path], tmp_path: Path, capsys: Any):
+    audit = tmp_path / "audit"
+    execute(config(), audit)
+    assert command(["summary", str(runs[0]), str(audit)]) == 2
+    assert f"{audit}: is an audit, and others are trainings" in capsys.readouterr().err
+    assert command(["summary", str(audit), "--curves", "-"]) == 2
+    assert "has no rounds of a training" in capsys.readouterr().err
+
+
+def test_of_several_seeds_the_largest_epsilon_is_told():
+    row = {"status": "finished", "delta": 1e-5}
+    told = [{**row, "guarantee": f"epsilon {e}", "epsilon": {"example": e}} for e in (1.0, 3.0, 2.0)]
+    failed = {"status": "failed", "guarantee": None, "epsilon": {}}
+    (kind,) = kinds([(Cell("dp", seed), one) for seed, one in enumerate([failed, *told])])
+    assert kind.worst == told[1]
+    (lost,) = kinds([(Cell("dp", 0), failed)])
+    assert lost.worst is None
