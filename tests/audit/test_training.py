@@ -29,6 +29,7 @@ from tests.audit.runs import without_times
 TOPK = "topk(0.1, feedback=true)"
 PLAN = {"clients": 3, "rounds": 2, "images": 60, "batch": 4, "server": {"lr": 0.3}}
 """Three clients of twenty images, who send two updates each."""
+HEAD = ("head.weight", "head.bias")
 
 
 def config(defence: str = TOPK, plan: dict[str, Any] | None = None, **changes: Any) -> RunConfig:
@@ -87,9 +88,12 @@ def test_clients_are_looked_at_untrained_early_and_late():
     assert len({cell.id for cell in cells(config())}) == 3
 
 
+@pytest.mark.parametrize("only", [None, ["head.*"]])
 @pytest.mark.parametrize("defence", ["none", TOPK, "standin(adam)"])
-def test_a_client_sends_what_it_would_in_the_next_round_of_the_training(tmp_path: Path, defence: str):
-    scene, training, _ = trained(tmp_path, defence=defence)
+def test_a_client_sends_what_it_would_in_the_next_round_of_the_training(
+    tmp_path: Path, defence: str, only: list[str] | None
+):
+    scene, training, _ = trained(tmp_path, defence=defence, client={"trainable": only})
     federation = training.setting.federation(Cell(defence, 0))
     for cell in cells(scene.config)[1:]:
         watched, truth, client = seen(scene, cell)
@@ -100,6 +104,7 @@ def test_a_client_sends_what_it_would_in_the_next_round_of_the_training(tmp_path
             example = Batch(truth.raw.inputs[victim], truth.raw.targets[victim])
             assert pixels(example.inputs) <= pixels(federation.shares[owner].train.inputs)
             sent, _ = federation.client.update(standing.params, example, {}, standing.clients[owner])
+            assert sent.keys() == (scene.client(0, defence, 0).params().keys() if only is None else {*HEAD})
             for name, value in sent.items():
                 torch.testing.assert_close(watched.update[name][victim], value)
         assert len(pixels(truth.raw.inputs.flatten(0, 1))) == 4
@@ -174,7 +179,11 @@ def test_a_training_that_diverged_is_told_and_not_attacked(tmp_path: Path):
         ({"plan": {"audit_at": [3]}}, "audits after round 3, and there are 2"),
         ({"victims": 100}, "the smallest has 20"),
         ({"client": {"batch": 2, "members": 2}}, "client.members"),
-        ({"client": {"batch": 2, "trainable": ["*weight"]}}, "client.trainable"),
+        (
+            {"client": {"batch": 2, "trainable": ["*weight"]}, "plan": {"trainable": ["head.*"]}},
+            "client.trainable: is *weight, and clients of the training send head.*",
+        ),
+        ({"plan": {"trainable": ["head.*"]}}, "client.trainable: is all, and clients of the training send head.*"),
         (
             {"plan": {"batch": None, "local": {"lr": 0.1, "epochs": 1, "batch": 4}}},
             f"client.local: '{TOPK}' keeps something from round to round",

@@ -378,3 +378,24 @@ def test_batch_defences_know_the_domain(text):
     federation = told.federation(cells(told.config)[0])
     after = federation.round(federation.start())
     assert after.status == "running"
+
+
+@pytest.mark.parametrize("defence", ["none", "topk(0.5, feedback=true)", "dp(clip=1, sigma=0.01)", "standin", "adgp"])
+@pytest.mark.parametrize("setting", [[], ["server.optimiser=adam"], ["local=", "batch=4"]])
+def test_what_is_not_trained_stays_as_it_was_and_is_not_sent(defence, setting):
+    head = open_setting(config('trainable=["head.*"]', *setting, defences=[defence], rounds=2))
+    whole = open_setting(config(*setting, defences=[defence], rounds=2))
+    (cell,) = cells(head.config)
+    federation = head.federation(cell)
+    start, end = federation.client.params(), train(federation, 2)
+    moved = {name for name, value in end.params.items() if not torch.equal(value, start[name])}
+    assert moved == {"head.weight", "head.bias"}
+    assert end.mean.keys() == moved
+    assert end.records[1].bytes_up < 0.6 * train(whole.federation(cell), 2).records[1].bytes_up
+
+
+def test_a_pattern_that_matches_nothing_is_told_with_the_parameters():
+    with pytest.raises(
+        GradveilError, match=r"^trainable: 'tail\.\*' matches no parameter -> .* head\.weight, head\.bias$"
+    ):
+        open_setting(config('trainable=["tail.*"]'))

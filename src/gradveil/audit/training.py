@@ -23,6 +23,7 @@ from gradveil.client import Client
 from gradveil.core.errors import GradveilError, Problem, fail, refuse
 from gradveil.core.files import read_json, unreadable
 from gradveil.core.noise import NoiseSpec
+from gradveil.core.words import listing
 from gradveil.data import Dataset
 from gradveil.federated.checkpoint import unpack_standing
 from gradveil.federated.config import Rounds, TrainConfig, TrainDataConfig
@@ -98,13 +99,15 @@ class Training(Source):
     ) -> Iterator[Problem]:
         """Say why an audited client cannot take over from one of the training: it has to keep what that one keeps."""
         settings = config.client[index]
-        for name, odd in (("members", settings.members > 1), ("trainable", settings.trainable is not None)):
-            if odd:
-                yield Problem(
-                    f"{where}.{name}", "does not fit a training, whose clients send all of their own", "leave it out"
-                )
-        trained, own = training_config(config).local, settings.local
-        said = [local and local.model_dump(exclude={"batch", "steps", "epochs"}) for local in (trained, own)]
+        plan = training_config(config)
+        if settings.members > 1:
+            yield Problem(f"{where}.members", "does not fit a training, whose clients send their own", "leave it out")
+        if settings.trainable != plan.trainable:
+            own, theirs = (listing(some) if some else "all" for some in (settings.trainable, plan.trainable))
+            what = f"is {own}, and clients of the training send {theirs}"
+            yield Problem(f"{where}.trainable", what, f"let {where}.trainable and train.trainable say the same")
+        ways = plan.local, settings.local
+        said = [local and local.model_dump(exclude={"batch", "steps", "epochs"}) for local in ways]
         kept = [name for name in client.init(client.params()) if not name.startswith("kept.")]
         if kept and said[0] != said[1]:
             what = "keeps something from round to round, and the audited client trains in another way than train's"
@@ -124,12 +127,12 @@ class Training(Source):
 def training_config(config: RunConfig) -> TrainConfig:
     """Write the training of an audit as a run file of `gradveil train` says it: all images train, none is kept apart.
 
-    Where the plan names no local training, clients train as the first of the run's clients does.
+    Where the plan does not say how clients train, or what, they do as the first of the run's clients does.
     """
     plan = config.train
     assert plan is not None
     shared = {name: getattr(plan, name) for name in Rounds.model_fields}
-    shared["local"] = plan.local or config.client[0].local
+    shared |= {name: getattr(plan, name) or getattr(config.client[0], name) for name in ("local", "trainable")}
     data = config.data.model_dump() | {"public": plan.images, "gallery": None}
     same = {name: getattr(config, name) for name in ("name", "model", "defences", "seeds", "precision", "device")}
     if config.privacy is not None:

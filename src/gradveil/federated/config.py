@@ -181,6 +181,8 @@ class Rounds(Section):
     """Local training; None for one gradient a round."""
     batch: Count | None = None
     """Examples of a round's gradient where there is no local training; None for all that the client has."""
+    trainable: Annotated[list[Name], Field(min_length=1)] | None = None
+    """Patterns of the parameters that are trained and sent (`["head.*"]`); None for all that require a gradient."""
     server: ServerConfig = ServerConfig()
     participation: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Share of the clients that take part in a round."""

@@ -70,7 +70,7 @@ class Setting:
     def federation(self, cell: Cell) -> Federation:
         """Build one training: the same seed gives every defence the same data, weights and choice of clients."""
         config, key = self.config, Key(cell.seed)
-        client = parse(cell.defence, own=True)(self._plain(cell.seed), key.child("model"))
+        client = parse(cell.defence, own=True)(self.plain(cell.seed), key.child("model"))
         client.model.to(config.device, self.dtype)
         # Who has all examples trains on them: what a server makes of steps is federation's own.
         server = ServerConfig() if cell.central and config.local else config.server
@@ -93,7 +93,7 @@ class Setting:
         """The precision of model, data and updates."""
         return torch.float64 if self.config.precision == "float64" else torch.float32
 
-    def _plain(self, seed: int) -> Client:
+    def plain(self, seed: int) -> Client:
         """Build the undefended client; in one hand, too, its local batches are as large as those of the clients."""
         config, images = self.config, self.data.public
         net, _ = initial_model(config.model, images, seed)
@@ -103,7 +103,8 @@ class Setting:
         smallest = min(len(train) for train, _ in self.hands(seed))
         lower, upper = (bound.to(config.device, self.dtype) for bound in images.bounds)
         domain = Domain(lower, upper, count_classes(net, images.inputs[:1], len(images.classes)))
-        return Client(net, local=config.local.build(smallest) if config.local else None, domain=domain)
+        local = config.local.build(smallest) if config.local else None
+        return Client(net, local=local, trainable=tuple(config.trainable) if config.trainable else None, domain=domain)
 
     def hands(self, seed: int) -> list[tuple[Tensor, Tensor]]:
         """Deal the training images: the places of those that each client trains on, and of those it keeps apart."""
@@ -206,8 +207,9 @@ def _problems(setting: Setting) -> Iterator[Problem]:
         if config.batch is not None and config.batch > most:
             what = f"is {config.batch}, and the client with the most has {most} examples to train on"
             yield Problem("batch", what, "lower it, or leave it out: a gradient is then of all that a client has")
+        setting.plain(config.seeds[0]).trained()
     except GradveilError as error:
-        yield from error.problems
+        yield from (replace(p, where=p.where.removeprefix("client.")) for p in error.problems)
         return
     for i, cell in enumerate(cells(config.model_copy(update={"seeds": config.seeds[:1]}))):
         where = CENTRAL if cell.central else f"defences[{i - config.central}] '{cell.defence}'"

@@ -128,6 +128,7 @@ def what(config: TrainConfig) -> str:
         length = plural(local.epochs, "local epoch") if local.epochs else plural(local.steps or 0, "local step")
         drawn = "on the average (Poisson)" if local.sampling == "poisson" else "a step"
         work = f"{length} of {local.optimiser}, {local.batch or 'all'} images {drawn}"
+    work += f", only {listing(config.trainable)} trained" if config.trainable else ""
     some = "" if config.participation == 1 else f", {percent(config.participation)} of them in a round"
     return f"{config.model.name} on {config.data.name}: {plural(config.clients, 'client')}{some}, {work}"
 
