@@ -194,6 +194,24 @@ def test_rounds_that_were_trained_count_for_the_epsilon_where_fewer_are_asked_fo
     assert asked_for_one["guarantee"] == after_two["guarantee"]
 
 
+def test_who_stops_earlier_than_was_planned_has_no_smaller_epsilon(tmp_path):
+    pytest.importorskip("dp_accounting", reason="the environment is older than pyproject.toml: make")
+    private = {"defences": ["dp(clip=1, sigma=16)"]}
+    (whole,), _ = trained(tmp_path / "a", open_setting(config(rounds=4, **private)))
+    told = open_setting(config(rounds=4, **private))
+
+    def stop(*_):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt), opened(tmp_path / "b", describe(told.config, "command")):
+        run(told, tmp_path / "b", stop)
+    (shorter,), seen = trained(tmp_path / "b", open_setting(config(rounds=2, **private)))
+    assert (shorter["rounds"], [number for _, number in seen]) == (2, [2])
+    assert shorter["epsilon"] == whole["epsilon"]
+    (planned_so,), _ = trained(tmp_path / "c", open_setting(config(rounds=2, **private)))
+    assert planned_so["epsilon"]["example"] < whole["epsilon"]["example"]
+
+
 def test_weights_that_a_training_starts_from_are_part_of_what_its_files_belong_to(tmp_path):
     told = open_setting(config())
     cell = cells(told.config)[0]

@@ -42,6 +42,7 @@ def pack_standing(standing: Standing, training: str) -> bytes:
         "best_round": standing.best_round,
         "moved": standing.moved,
         "status": standing.status,
+        "planned": standing.planned,
         "start": plain(standing.start),
         "code": dict(standing.code),
         "records": [plain(dataclasses.asdict(record)) for record in standing.records],
@@ -94,6 +95,7 @@ def _checked(where: str, facts: Mapping[str, Any], tensors: Tensors, training: s
             moved=int(facts["moved"]),
             records=_records.validate_python(_with_nan(facts["records"])),
             status=_status.validate_python(facts["status"]),
+            planned=int(facts.get("planned", 0)),
             start=_start.validate_python(facts["start"]) if facts.get("start") else None,
             code=_code.validate_python(facts.get("code", {})),
         )

@@ -61,6 +61,8 @@ class Standing:
     """Bytes of what the last round changed: what a client who took part in it is sent."""
     records: tuple[Round, ...] = ()
     status: Status = "running"
+    planned: int = 0
+    """The most rounds that were ever asked for: what is proven counts them, whoever then stopped earlier."""
     start: tuple[float | None, float] | None = None
     """Loss and accuracy on the test examples before the first round."""
     code: Mapping[str, str] = field(default_factory=dict[str, str])

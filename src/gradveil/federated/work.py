@@ -60,6 +60,7 @@ def working(setting: Setting, recorder: Recorder | None = None) -> Work:
         if recorder is not None:
             federation = replace(federation, recorder=_configured(recorder, cell, config, federation))
         standing = going_on(standing, config.rounds) or begun(setting, cell, federation)
+        standing = replace(standing, planned=max(standing.planned, config.rounds))
         standing = train(federation, config.rounds, standing, keep)
         return Parcel(summarise(cell, standing, proven(federation, config, standing)))
 
@@ -88,8 +89,8 @@ def going_on(standing: Standing | None, rounds: int) -> Standing | None:
 
 
 def proven(federation: Federation, config: TrainConfig, standing: Standing) -> dict[str, Any]:
-    """Say what is proven of a training: over the rounds that are planned, or over those it had, where it had more."""
-    return guarantee(federation, max(config.rounds, len(standing.records)), config.delta)
+    """Say what is proven of a training: over the most rounds that it was ever planned for, or had."""
+    return guarantee(federation, max(config.rounds, standing.planned, len(standing.records)), config.delta)
 
 
 def identity(setting: Setting, cell: Cell) -> str:
