@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import Any
 
 from gradveil.attacks.base import Progress
-from gradveil.audit.cell import Address
+from gradveil.audit.cell import Address, sharing
 from gradveil.audit.config import RunConfig
 from gradveil.audit.reader import resolve
 from gradveil.audit.run import describe, run
@@ -65,7 +65,7 @@ def execute(chosen: RunConfig, folder: Path, share: int = 10**6, fresh: bool = F
     """Run an audit in this process and read it back."""
     display = Silent()
     scene = open_scene(chosen)
-    with Store(folder).open(describe(chosen, share, "gradveil audit small"), fresh) as store:
+    with Store(folder).open(describe(chosen, share, "gradveil audit small", sharing=sharing(scene)), fresh) as store:
         run(scene, store, display, share)
     return load_run(folder), display
 

@@ -131,8 +131,11 @@ def test_attacks_that_share_a_budget_stay_as_they_are(tmp_path: Path) -> None:
     execute(config(budget="40", defences=["none"]), tmp_path / "run")
     run, _ = execute(config(budget="40"), tmp_path / "run")
     assert len(run.cells) == 2
-    with pytest.raises(GradveilError, match="attacks"):
+    with pytest.raises(GradveilError, match="the budget of 'none' was shared by 1 attack in the run that is there"):
         execute(config(budget="40", attacks=[*config().attacks, "dlg(iterations=2)"]), tmp_path / "run")
+    more, display = execute(config(budget="40", attacks=[*config().attacks, "r-gap"]), tmp_path / "run")
+    assert len(more.cells) == 4, "who takes no share may come"
+    assert len(display.finished) == 2
 
 
 def test_fresh_starts_again(tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from gradveil.attacks.base import Attack
 from gradveil.attacks.presets import make_attack
 from gradveil.audit.adaptive import attacks_against, is_adaptive, stands_for_many
+from gradveil.audit.cell import sharing
 from gradveil.audit.display import Screen, legend, result_table
 from gradveil.audit.given import class_names, model_problems, named, prepared, wrong_arguments
 from gradveil.audit.health import summaries
@@ -179,7 +180,7 @@ def _run(
     scene: Scene, out: Path | str | None, write_report: Callable[[Path, Path], Path], progress: bool | None
 ) -> Result:
     folder = Path(tempfile.mkdtemp(prefix="gradveil-") if out is None else out)
-    info = describe(scene.config, scene.config.victims, "gradveil.audit(...)")
+    info = describe(scene.config, scene.config.victims, "gradveil.audit(...)", sharing=sharing(scene))
     shown = sys.stderr.isatty() if progress is None else progress
     with ExitStack() as undo:
         if out is None:  # whatever stops the run, an interrupt too: the temporary folder holds private images

@@ -239,9 +239,9 @@ def _afforded(
     config = scene.config
     if config.budget is None:
         return attack
-    sharing, examples = spenders(scene, cell.client, cell.defence), config.client[cell.client].examples
+    sharers, examples = spenders(scene, cell.client, cell.defence), config.client[cell.client].examples
     searches = min(config.rounds, examples) if isinstance(attack, Persistent) else 1
-    share = Share(sharing, len(numbers), config.victims, lessons(scene, examples), searches)
+    share = Share(sharers, len(numbers), config.victims, lessons(scene, examples), searches)
     return within(read_budget(config.budget), attack, share, run, plans)
 
 
@@ -249,6 +249,12 @@ def spenders(scene: Scene, client: int, defence: str) -> int:
     """Count the attacks that share the budget of a defended client: those that apply to it, and search or learn."""
     on_it = [text for text, whose in pairs(scene.config) if whose == defence]
     return sum(spends(scene.attacks[text]) for text in on_it if (client, defence, text) not in scene.unfit)
+
+
+def sharing(scene: Scene) -> dict[str, list[int]]:
+    """Count those who share the budget of each defence, client by client; nothing where there is no budget."""
+    clients = range(len(scene.config.client)) if scene.config.budget else ()
+    return {defence: [spenders(scene, client, defence) for client in clients] for defence in scene.config.defences}
 
 
 def lessons(scene: Scene, examples: int) -> int:

@@ -152,8 +152,8 @@ class RunConfig(Section):
 
     @property
     def growing(self) -> tuple[str, ...]:
-        """The lists that may get longer while a run stays the same. A budget is shared by the attacks there are."""
-        return ("defences", "seeds") if self.budget else ("defences", "attacks", "seeds")
+        """The lists that may get longer while a run stays the same (under a budget, by attacks that take none)."""
+        return ("defences", "attacks", "seeds")
 
     def digest(self) -> str:
         """Hash every setting but the growing lists: two runs with equal digests give the same records for a cell."""

@@ -45,6 +45,7 @@ class _Run(_Held):
     config_hash: str = ""
     cells: Annotated[list[str], Field(min_length=1)]
     share: Annotated[int, Field(ge=1)] | None = None
+    sharing: dict[str, list[int]] = {}
     packages: dict[str, Any] = {}
     machine: dict[str, Any] = {}
 

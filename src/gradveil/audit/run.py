@@ -143,9 +143,16 @@ def _reads(text: str) -> bool:
 
 
 def describe(
-    config: RunConfig, share: int, command: str, weights: Mapping[str, Tensor] = MappingProxyType({})
+    config: RunConfig,
+    share: int,
+    command: str,
+    weights: Mapping[str, Tensor] = MappingProxyType({}),
+    sharing: Mapping[str, Sequence[int]] = MappingProxyType({}),
 ) -> dict[str, Any]:
-    """Say everything that `run.json` holds; other weights in a file of the same name are another run."""
+    """Say everything that `run.json` holds; other weights in a file of the same name are another run.
+
+    `sharing` tells how many attacks share the budget of each defence, client by client.
+    """
     settings = config.digest()
     return {
         "format": FORMAT,
@@ -156,6 +163,7 @@ def describe(
         "config_hash": digest([settings, fingerprint(weights)]) if weights else settings,
         "cells": [cell.id for cell in cells(config)],
         "share": share,
+        "sharing": dict(sharing),
         "gradveil": version("gradveil"),
         "packages": dict(_versions()),
         "machine": machine(config.device),

@@ -19,6 +19,7 @@ from gradveil.audit.layout import AGAIN, CELL, IMAGES, PLANS, RECORDS, RESTORE, 
 from gradveil.core.errors import GradveilError, Problem, fail, refuse
 from gradveil.core.files import LOCK, DamagedError, locked, sync, write_json, write_private
 from gradveil.core.growth import refuse_others
+from gradveil.core.words import plural
 from gradveil.federated.reading import is_training
 from gradveil.metrics import wilson
 
@@ -282,7 +283,17 @@ class Store:
         if there.get("share") is None:
             raise fail(str(self.folder / RUN), "share is missing", RESTORE)
         refuse_others(self.folder, there, info)
-        return {**there, **{key: info[key] for key in ("config", "cells", "command")}}
+        refuse(list(_shared_otherwise(there.get("sharing", {}), info["sharing"])))
+        return {**there, **{key: info[key] for key in ("config", "cells", "command", "sharing")}}
+
+
+def _shared_otherwise(there: Mapping[str, list[int]], now: Mapping[str, list[int]]) -> Iterator[Problem]:
+    """Find the defences whose budget would be shared by others than before: their attacks would have had less of it."""
+    for defence, counts in there.items():
+        if counts != now.get(defence, counts):
+            told = f"shared by {plural(max(counts), 'attack')} in the run that is there, and now by {max(now[defence])}"
+            remedy = "give the attacks that are there, start again with --fresh, or choose another --out"
+            yield Problem("attacks", f"the budget of '{defence}' was {told}", remedy)
 
 
 def _remove(path: Path) -> None:

@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.text import Text
 
 from gradveil.audit.adaptive import is_adaptive
-from gradveil.audit.cell import cells
+from gradveil.audit.cell import cells, sharing
 from gradveil.audit.config import RunConfig
 from gradveil.audit.display import Screen, legend, result_table
 from gradveil.audit.layout import TRAINING
@@ -180,7 +180,7 @@ def _run(
         torch.set_num_threads(1)
     share = config.victims if len(cells(config)) >= count else -(-config.victims // count)
     try:
-        with Store(folder).open(describe(config, share, command, scene.held), fresh) as store:
+        with Store(folder).open(describe(config, share, command, scene.held, sharing(scene)), fresh) as store:
             share = store.info()["share"]
             at = place.schedule(count)
             _train(scene, folder / TRAINING, data_dir, at, command)
