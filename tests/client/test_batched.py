@@ -159,8 +159,13 @@ class Norms(nn.Module):
         return self.head(F.silu(self.norms(self.conv(x)), inplace=True).mean((2, 3)))
 
 
+def named_twice(module: nn.Module) -> nn.Module:
+    return nn.Sequential(module, nn.Tanh(), module, nn.Tanh(), nn.Linear(6, 4))
+
+
 HAND_MADE: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "used twice, tied, broadcast": (Twice, (3, 2, 5, 6)),
+    "one module under two names": (lambda: named_twice(nn.Linear(6, 6)), (3, 2, 6)),
     "group norm": (lambda: Norms(nn.GroupNorm(2, 4)), (2, 2, 3, 7, 6)),
     "layer norm": (lambda: Norms(nn.LayerNorm((3, 6))), (2, 2, 3, 7, 6)),
     "own layer norm": (lambda: Norms(LayerNorm((3, 6))), (2, 2, 3, 7, 6)),

@@ -118,6 +118,20 @@ def test_buffers_of_a_later_round_replace_the_models_own():
     assert not torch.allclose(own["1.weight"], expected["1.weight"])
 
 
+@pytest.mark.parametrize("local", [None, Local(batch=2, lr=0.1, epochs=1)], ids=["gradient", "local training"])
+def test_a_module_with_two_names_keeps_its_own_tensors(local: Local | None):
+    """`torch.func.functional_call` leaves what it lent in such a module: the next round would start from there."""
+    inner = nn.Linear(6, 6)
+    model = nn.Sequential(inner, nn.Tanh(), inner, nn.Tanh(), nn.Linear(6, 3))
+    client, own = Client(model, local=local), inner.weight
+    batch = Batch(torch.arange(24.0).sin().reshape(4, 6), torch.tensor([0, 1, 2, 0]))
+    before = {name: value.clone() for name, value in client.params().items()}
+    noise = client.noise_spec(before, batch).sample(Key(0))
+    client.update({name: 0.5 * value for name, value in before.items()}, batch, noise, {})
+    assert inner.weight is own
+    torch.testing.assert_close(client.params(), before, rtol=0, atol=0)
+
+
 def test_a_naive_attackers_client_has_the_model_and_nothing_else():
     client = parse("dp + dropout + prune(0.5)")(Client(Tiny(), local=Local(2, 0.1, steps=2)))
     naive = client.undefended_update()

@@ -349,7 +349,9 @@ def test_the_remedy_for_one_hot_losses_works(generator: torch.Generator) -> None
 
 
 def test_tied_and_frozen_parameters_only_warn() -> None:
-    for model in (Tied(), frozen("1.bias")):
+    inner = nn.Linear(6, 6, bias=False)
+    named_twice = model_of(inner, nn.Tanh(), inner)
+    for model in (Tied(), frozen("1.bias"), named_twice):
         assert [problem.severity for problem in check(model, batch())] == ["warning"]
 
 

@@ -21,7 +21,6 @@ from typing import Literal
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 
 from gradveil.attacks.base import Observation, Progress, Prospect, Reconstruction, in_closed_form
 from gradveil.attacks.infer import Labels, find_labels, label_problems
@@ -30,6 +29,7 @@ from gradveil.attacks.likely import equations, prior_problems, weighed
 from gradveil.client import Client
 from gradveil.core.errors import Problem, refuse
 from gradveil.core.noise import Key
+from gradveil.nn.calls import call_on
 from gradveil.nn.shown import Shown, shown
 
 
@@ -193,7 +193,7 @@ class _Mixture:
         fixed = {**params, **belief.objective.buffers()}
 
         def outputs(offset: Tensor, image: Tensor) -> Tensor:
-            return functional_call(belief.model, {**fixed, name: params[name] + offset}, (image.unsqueeze(0),))[0]
+            return call_on(belief.model, {**fixed, name: params[name] + offset}, image.unsqueeze(0))[0]
 
         self._zero = torch.zeros_like(params[name])
         self._slopes = torch.func.vmap(torch.func.jacrev(outputs), in_dims=(None, 0))

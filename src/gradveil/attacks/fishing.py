@@ -15,7 +15,6 @@ from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor
-from torch.func import functional_call
 
 from gradveil.attacks.base import Observation, Progress, Prospect, Reconstruction
 from gradveil.attacks.catch import Catch, catches, together
@@ -25,6 +24,7 @@ from gradveil.client import Client
 from gradveil.core.errors import GradveilError, Problem, fail
 from gradveil.core.noise import Key
 from gradveil.core.tree import Tensors
+from gradveil.nn.calls import call_on
 from gradveil.nn.paths import at, evaluating, features, last_layer
 
 SEARCHED = ("iterations", "restarts", "lr", "sign", "tv", "l2", "objective", "tolerance", "patience", "keep", "report")
@@ -231,7 +231,7 @@ class Fishing(Inversion):
                 one, own = catch.only(row), inputs[place][knowledge.targets[place] == catch.target]
                 told, known = one.observation, _labelled(knowledge, one)
                 if len(own) > told.examples:  # those count that pass the gate: whose logit is the smallest
-                    logits = functional_call(belief.model, told.params, (own,))[:, catch.target]
+                    logits = call_on(belief.model, told.params, own)[:, catch.target]
                     own = own[logits.argsort()[: told.examples]]
                 if len(own) < told.examples:
                     values[place].append(nothing)

@@ -16,6 +16,7 @@ from torch.func import functional_call, grad, vmap
 from gradveil.core.errors import fail
 from gradveil.core.tree import Tensors, plain
 from gradveil.core.types import Batch, Features, Loss
+from gradveil.nn.calls import call_on
 from gradveil.nn.paths import caught_by_linear
 from gradveil.nn.stochastic import buffer_places, collect_penalties
 
@@ -69,7 +70,9 @@ class Objective:
         tensors = {**params, **self.buffers(), **noise}
         if checked and not self.tied:
             return self._lent(tensors, inputs)
-        return functional_call(self.model, tensors, (inputs,), tie_weights=self.tied, strict=not checked)
+        if self.tied:
+            return call_on(self.model, tensors, inputs, strict=not checked)
+        return functional_call(self.model, tensors, (inputs,), tie_weights=False, strict=not checked)
 
     @cached_property
     def _slots(self) -> dict[str, tuple[dict[str, Tensor | None], str]]:

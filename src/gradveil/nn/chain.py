@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 from torch.nn import functional as F
 
 from gradveil.core.errors import Problem
 from gradveil.core.tree import Tensors
+from gradveil.nn.calls import call_on
 from gradveil.nn.paths import evaluating
 
 LARGEST = 8192
@@ -174,7 +174,7 @@ def _passed(model: nn.Module, params: Tensors, image: Tensor) -> list[tuple[str,
     hooks = [hook for path, leaf in leaves.items() for hook in _hooks(leaf, look, note(path))]
     try:
         with evaluating(model), torch.no_grad():
-            answer = functional_call(model, dict(params), (image,))
+            answer = call_on(model, params, image)
     finally:
         for hook in hooks:
             hook.remove()

@@ -14,11 +14,11 @@ from math import prod
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 from torch.nn import functional as F
 
 from gradveil.core.errors import Problem
 from gradveil.core.tree import Tensors
+from gradveil.nn.calls import call_on
 from gradveil.nn.paths import at, caught_inputs, evaluating, first_layer
 
 _REMEDY = "choose another attack, such as ig; this one is for models whose first layer shows its input"
@@ -87,11 +87,11 @@ def _used_again(model: nn.Module, params: Tensors, path: str, shape: tuple[int, 
     hook = layer.register_forward_hook(keep)
     try:
         with evaluating(model), torch.enable_grad():
-            loss = _some_loss(functional_call(model, {**params, f"{path}.weight": weight}, (image,)))
+            loss = _some_loss(call_on(model, {**params, f"{path}.weight": weight}, image))
             whole, error = torch.autograd.grad(loss, [weight, kept[0][1]])
     finally:
         hook.remove()
-    (own,) = torch.autograd.grad(functional_call(layer, {"weight": weight}, (kept[0][0],)), weight, error)
+    (own,) = torch.autograd.grad(call_on(layer, {"weight": weight}, kept[0][0]), weight, error)
     return bool((whole - own).norm() > max(_EQUAL, 10 * torch.finfo(own.dtype).eps) * own.norm())
 
 
@@ -157,7 +157,7 @@ def _added(
     hook = at(model, path).register_forward_hook(keep)
     try:
         with evaluating(model), torch.enable_grad():
-            loss = _some_loss(functional_call(model, live, (_some_image(params, shape),)))
+            loss = _some_loss(call_on(model, live, _some_image(params, shape)))
             names = [name for name in params if name in trained and name != f"{path}.weight"]
             *grads, error = torch.autograd.grad(loss, [*(live[n] for n in names), kept[0]], allow_unused=True)
     finally:

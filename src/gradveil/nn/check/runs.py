@@ -7,10 +7,11 @@ from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, grad, vmap
+from torch.func import grad, vmap
 
 from gradveil.core.errors import FOREIGN, GradveilError, Problem
 from gradveil.core.types import Batch
+from gradveil.nn.calls import call_on
 from gradveil.nn.check.batches import target_problems
 from gradveil.nn.check.trace import Trace, first_random, follow
 from gradveil.nn.surgery import prepare
@@ -182,7 +183,7 @@ def _batching_problems(model: nn.Module, batch: Batch, loss: Loss, trace: Trace)
 
     def square(x: Tensor, labels: Tensor) -> Tensor:
         def scalar(given: dict[str, Tensor]) -> Tensor:
-            return loss(functional_call(model, {**given, **fixed}, (x,), strict=True), labels).mean()
+            return loss(call_on(model, {**given, **fixed}, x, strict=True), labels).mean()
 
         return _share_of_each(grad(scalar)(params).values())
 
