@@ -66,6 +66,20 @@ def test_a_model_and_a_batch_of_ones_own(tmp_path: Path) -> None:
     assert result.report(tmp_path / "page.html").read_text() == str(tmp_path / "run")
 
 
+def test_an_image_that_comes_back_in_closed_form_is_told_where_nobody_solves_for_it() -> None:
+    flat = nn.Sequential(nn.Flatten(), nn.Linear(256, 8), nn.Sigmoid(), nn.Linear(8, 3))
+    (warning,) = audited(model=flat).warnings
+    assert (
+        "closed form: the gradient of '1.bias' says what went into '1' -> attack it so: attacks=[\"analytic\"]"
+        in warning
+    )
+    assert "Warning: client: one image comes back in closed form" in str(audited(model=flat))
+    assert audited(model=flat, attacks=("analytic",)).warnings == ()
+    assert audited(model=flat, batch=examples(4), client_batch=2).warnings == ()
+    (warning,) = audited().warnings
+    assert 'attacks=["r-gap"], defences=["none"]' in warning
+
+
 def test_objects_serve_as_well_as_texts() -> None:
     by_object = audited(defences=(NONE, parse("prune(0.9)")), attacks=(make_attack(ATTACK),))
     by_text = audited(defences=("none", "prune(0.9)"))

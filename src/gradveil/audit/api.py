@@ -31,7 +31,7 @@ from gradveil.audit.health import summaries
 from gradveil.audit.reader import resolve, with_defaults
 from gradveil.audit.run import describe, run
 from gradveil.audit.scene import Scene, others, unobstructed
-from gradveil.audit.showing import widened
+from gradveil.audit.showing import closed_forms, widened
 from gradveil.audit.store import Cell, Store, load_run
 from gradveil.core.errors import GradveilError, Problem, refuse
 from gradveil.core.types import Loss
@@ -53,6 +53,8 @@ class Result:
     write_report: Callable[[Path, Path], Path]
     config: Mapping[str, Any]
     """Every setting of the run."""
+    warnings: tuple[str, ...] = ()
+    """What the attacks of this run leave out: an image that comes back in closed form."""
 
     def summary(self) -> list[dict[str, Any]]:
         """Return one flat object a cell."""
@@ -63,11 +65,13 @@ class Result:
         return self.write_report(self.path, Path(path) if path else self.path / "report.html")
 
     def __str__(self) -> str:
-        """Render the table and its legend."""
+        """Render the table, its legend and the warnings."""
         console = Console(width=120, color_system=None)
         with console.capture() as capture:
             console.print(result_table(self.cells))
             console.print(legend(self.cells, self.config))
+            for warning in self.warnings:
+                console.print(f"Warning: {warning}", markup=False)
         return capture.get()
 
     def __repr__(self) -> str:
@@ -134,7 +138,8 @@ def audit_model(
     scene = unobstructed(scene)
     if any(isinstance(attack, str) and is_adaptive(attack) for attack in attacks):
         scene, _ = widened(scene)
-    return _run(scene, out, write_report, progress)
+    warnings = tuple(str(problem) for problem in closed_forms(scene, called=True))
+    return _run(scene, out, write_report, progress, warnings)
 
 
 def _spelled_out(
@@ -177,7 +182,11 @@ def _copies(model: nn.Module) -> Callable[[int], nn.Module]:
 
 
 def _run(
-    scene: Scene, out: Path | str | None, write_report: Callable[[Path, Path], Path], progress: bool | None
+    scene: Scene,
+    out: Path | str | None,
+    write_report: Callable[[Path, Path], Path],
+    progress: bool | None,
+    warnings: tuple[str, ...],
 ) -> Result:
     folder = Path(tempfile.mkdtemp(prefix="gradveil-") if out is None else out)
     info = describe(scene.config, scene.config.victims, "gradveil.audit(...)", sharing=sharing(scene))
@@ -192,7 +201,7 @@ def _run(
         ):
             run(scene, store, screen, scene.config.victims)
         done = load_run(folder)
-        result = Result(done.cells, folder, write_report, done.info["config"])
+        result = Result(done.cells, folder, write_report, done.info["config"], warnings)
         undo.pop_all()
     if out is None:
         weakref.finalize(result, shutil.rmtree, folder, ignore_errors=True)

@@ -23,12 +23,13 @@ from gradveil.nn.shown import Shown, shown
 from gradveil.nn.weights import put_weights
 
 
-def closed_forms(scene: Scene) -> Iterator[Problem]:
+def closed_forms(scene: Scene, *, called: bool = False) -> Iterator[Problem]:
     """Warn of clients that send the gradient of one image, of a model that shows what goes into it.
 
     Not where the run has the attack that solves those equations. Those of a chain of layers hold for nothing but the
-    gradient itself.
+    gradient itself. The remedy is told as options, or as arguments where the audit was `called` from Python.
     """
+    solve_layer, solve_chain = _ARGUMENTS if called else _OPTIONS
     several, bare = len(scene.config.client) > 1, "none" in scene.defences
     for index in range(len(scene.config.client)):
         what = remedy = ""
@@ -36,14 +37,18 @@ def closed_forms(scene: Scene) -> Iterator[Problem]:
             if not _has(scene, Analytic):
                 what = "one image comes back in closed form: "
                 what += f"the gradient of '{layer.errors}' says what went into '{layer.path}'"
-                remedy = f"--attack analytic; more examples an update or not sending '{layer.errors}' ends it"
+                remedy = f"{solve_layer}; more examples an update or not sending '{layer.errors}' ends it"
         elif bare and not _has(scene, Recursive) and (count := len(_chain(scene, index))):
             what = f"one image may come back in closed form: the model is a plain chain of {plural(count, 'layer')}, "
             what += "whose equations can be solved from the last to the first"
-            remedy = "--attack r-gap --defence none; more examples an update or local steps end it"
+            remedy = f"{solve_chain}; more examples an update or local steps end it"
         if what:
             where = f"client[{index}]" if several else "client"
             yield Problem(where, what, f"attack it so: {remedy}", severity="warning")
+
+
+_OPTIONS = "--attack analytic", "--attack r-gap --defence none"
+_ARGUMENTS = 'attacks=["analytic"]', 'attacks=["r-gap"], defences=["none"]'
 
 
 def widened(scene: Scene) -> tuple[Scene, list[str]]:
