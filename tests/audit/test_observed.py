@@ -282,6 +282,28 @@ def test_positions_are_read_as_the_models_names_and_buffers_are_left_out(tmp_pat
         fitted(read_recorded(tmp_path / "named")[0], shorter)
 
 
+def test_a_record_of_a_state_dictionary_that_names_tensors_twice_fits(tmp_path: Path) -> None:
+    inner = nn.Linear(4, 4)
+    model = nn.Sequential(nn.Flatten(), inner, nn.Tanh(), inner, nn.Linear(4, 3))
+    held = {name: value.clone() for name, value in model.state_dict().items()}
+    Recorder(tmp_path / "seen").write(1, "a", held, {n: torch.ones_like(v) for n, v in held.items()}, 1)
+    found = fitted(read_recorded(tmp_path / "seen")[0], Client(model))
+    assert list(found.update) == list(found.received) == [name for name, _ in model.named_parameters()]
+    assert found.left_out == ()
+
+
+def test_a_batch_that_the_recorded_steps_do_not_fit_into_is_told_with_the_way_out(tmp_path: Path) -> None:
+    local = LocalConfig(lr=0.1, batch=4, epochs=1)
+    record(simulated(client={"batch": 8, "local": local.model_dump()}), tmp_path / "seen", local=local)
+    plain = watching(tmp_path / "seen")
+    assert plain.client[0].batch == 8
+    raw = {**plain.resolved(), "client": [{"batch": 1}]}
+    with pytest.raises(
+        GradveilError, match=r"client.batch: is 1, and .* take 4 examples a step -> leave it out \(--set "
+    ):
+        settled(RunConfig.model_validate(raw))
+
+
 def test_other_records_are_another_run(tmp_path: Path) -> None:
     hashes = set()
     for by in (1.0, 2.0):

@@ -6,7 +6,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from flwr.app import ArrayRecord, ConfigRecord
+from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
 from flwr.serverapp.strategy import (
     DifferentialPrivacyClientSideFixedClipping,
     FedAdam,
@@ -15,12 +15,17 @@ from flwr.serverapp.strategy import (
     FedMedian,
     FedProx,
 )
+from torch import nn
+from torch.utils.data import DataLoader
 
+from gradveil.client import Client
+from gradveil.core.errors import GradveilError
+from gradveil.core.types import Batch
 from gradveil.federated.engine import train
-from gradveil.integrations.flower import Protected
+from gradveil.integrations.flower import Protected, answer
 from gradveil.integrations.flower.records import record, tensors
 from tests.federated.scenes import federation
-from tests.integrations.scenes import Loopback, helping
+from tests.integrations.scenes import Loopback, context, helping
 
 ALL = {"fraction_evaluate": 0.0, "min_train_nodes": 4, "min_available_nodes": 4}
 
@@ -67,6 +72,20 @@ def test_two_clients_of_one_seed_differ_and_a_secret_seed_differs_from_theirs(tm
     assert min((ends[0] - ends[1]).norm(), (ends[0] - known).norm(), (ends[1] - known).norm()) > 0.05
     seeds = {(tmp_path / folder / f"partition-{i}" / "seed").read_text() for folder in ("one", "two") for i in range(4)}
     assert len(seeds) == 8
+
+
+@pytest.mark.parametrize(
+    ("client", "batch", "said"),
+    [
+        (nn.Linear(2, 2), Batch(torch.ones(1, 2), torch.zeros(1)), "client: is Linear -> give gradveil.client.Client"),
+        (Client(nn.Linear(2, 2)), [torch.ones(1, 2), [0]], "batch: is list of Tensor, list -> give .*Batch\\(images"),
+        (Client(nn.Linear(2, 2)), DataLoader([1]), "batch: is DataLoader -> give .*torch.cat of what a loader gives"),
+    ],
+)
+def test_another_thing_than_a_client_or_tensors_is_told(client, batch, said, tmp_path):
+    message = Message(RecordDict({}), dst_node_id=1, message_type="train")
+    with pytest.raises(GradveilError, match=said):
+        answer(message, context(), client, batch, folder=tmp_path)
 
 
 def test_global_generators_are_left_alone(tmp_path):

@@ -8,7 +8,7 @@ from torch import nn
 from gradveil.core.errors import GradveilError
 from gradveil.nn.statistics import running_statistics
 from gradveil.nn.surgery import prepare
-from gradveil.nn.weights import fingerprint, misfits, names_in_order, put_weights, read_received, read_weights
+from gradveil.nn.weights import fingerprint, misfits, names_in_order, once, put_weights, read_received, read_weights
 
 
 def net():
@@ -96,3 +96,17 @@ def test_a_fingerprint_is_of_names_and_values():
     assert fingerprint(a) == fingerprint({"w": torch.zeros(2)})
     assert fingerprint({"batches": torch.tensor(3)}) != fingerprint({"batches": torch.tensor(4)})
     assert len({fingerprint(a), fingerprint(b), fingerprint({"v": a["w"]}), fingerprint({"w": torch.zeros(2, 1)})}) == 4
+
+
+def test_a_tensor_that_the_state_dictionary_names_twice_is_read_once(tmp_path):
+    inner = nn.Linear(2, 2)
+    model = nn.Sequential(inner, nn.Tanh(), inner, nn.BatchNorm1d(2))
+    held = {name: value.clone() for name, value in model.state_dict().items()}
+    assert once(model, held).keys() == held.keys() - {"2.weight", "2.bias"}
+    held["2.weight"] += 1
+    save_file(held, tmp_path / "sent")
+    params, rest = read_received(tmp_path / "sent", model)
+    assert params.keys() == dict(model.named_parameters()).keys()
+    assert rest.keys() == {name for name in held if name.startswith("3.") and name not in params}
+    model.load_state_dict(held)
+    assert torch.equal(params["0.weight"], inner.weight), "of two values the last counts, as in load_state_dict"

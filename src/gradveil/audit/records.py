@@ -26,7 +26,7 @@ from gradveil.defences import parse
 from gradveil.federated.config import UNSEEN
 from gradveil.federated.opening import open_images
 from gradveil.federated.recorded import Recorded, read_recorded
-from gradveil.nn.weights import is_statistic, misfits, names_in_order
+from gradveil.nn.weights import is_statistic, misfits, names_in_order, once
 
 _CHOOSE = 'choose some: --set \'observed.runs=["…"]\', observed.rounds=[1], observed.clients=["…"]'
 
@@ -123,6 +123,10 @@ def settled(config: RunConfig, data_dir: Path | None = None) -> RunConfig:
     if "local" not in said:
         local = records[0].facts.local
         client["local"] = None if local is None else local.model_dump(mode="json")
+        if local and local.batch and local.batch > client["batch"]:
+            what = f"is {client['batch']}, and the recorded clients take {plural(local.batch, 'example')} a step"
+            remedy = "leave it out (--set client.batch=): the records say it; or say client.local, too"
+            problems.append(Problem("client.batch", what, remedy))
     problems += _sent_otherwise(records, client["local"] is not None)
     defences = config.defences
     if "defences" not in config.model_fields_set:
@@ -252,8 +256,10 @@ def fitted(record: Recorded, client: Client) -> Fitted:
     """
     model = client.model
     names = _names(record.received, model)
-    received = {names.get(name, name): value for name, value in record.received.items()}
-    sent = {names.get(name, name): value for name, value in record.update.items()}
+    received, sent = (
+        once(model, {names.get(name, name): value for name, value in part.items()})
+        for part in (record.received, record.update)
+    )
     buffers, where = dict(model.named_buffers()), "recorded model"
     problems = misfits(model, received, where)
     params, trained = dict(model.named_parameters()), client.trained()

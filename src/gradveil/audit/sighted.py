@@ -76,7 +76,8 @@ def doubts(scene: Scene, observed: Observed, cell: Address, inputs: Tensor) -> I
     yield from _otherwise(facts.model_dump(), cell.defence, client.model_dump(), client.examples)
     left = fitted(records[0], scene.client(cell.client, cell.defence, cell.seed)).left_out
     if left:
-        yield f"{plural(len(left), 'buffer')} were sent too ({listing(left[:3])}): no attack reads them"
+        named = listing([*left[:3], *([f"{len(left) - 3} more"] if len(left) > 3 else [])])
+        yield f"{plural(len(left), 'buffer')} sent too ({named}): no attack reads them"
     narrow = {
         str(e.values).removeprefix("torch.") for r in records for e in inspect(r.sent, Layout.of(r.update)).entries
     }

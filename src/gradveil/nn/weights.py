@@ -67,13 +67,25 @@ def misfits(model: nn.Module, weights: Mapping[str, Tensor], where: str) -> list
     ]
 
 
+def once(model: nn.Module, named: Mapping[str, Tensor]) -> Tensors:
+    """Name each tensor once: of those that have several names in the state dictionary, by the first.
+
+    Its value is that of the last name, which `load_state_dict` leaves in the model.
+    """
+    names, first = dict[str, str](), dict[int, str]()
+    for name, value in (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)):
+        names[name] = first.setdefault(id(value), name)
+    own = {names[name]: named[name] for name in names if name in named}  # in the model's order, whatever that of a file
+    return {**own, **{name: value for name, value in named.items() if name not in names}}
+
+
 def read_received(file: Path, model: nn.Module) -> tuple[Tensors, Tensors]:
     """Read what a server sent: a model's parameters, and its buffers and running statistics as far as they came.
 
     Another model's parameters or buffers are refused, with every difference. Statistics count that the model does not
     have: it may have been prepared to do without.
     """
-    found = read_weights(file)
+    found = once(model, read_weights(file))
     buffers = {name: value for name, value in model.named_buffers() if name in found}
     shapes = {name: (tuple(found[name].shape), tuple(value.shape)) for name, value in buffers.items()}
     what = [

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 import torch
 from flwr.app import Context, Message, MetricRecord
@@ -50,6 +51,7 @@ def answer(
     What differential privacy the client has spent is counted beside its state, and told in the log at this `delta`
     (`gradveil.integrations.flower.budget`). A round that would bring a named training above `epsilon` is refused.
     """
+    refuse([*_misused(client, batch)])
     refuse([*unsupported(client), *_unheard(message)])
     batch = Batch(*batch)
     limit = Limit.of(epsilon, delta, training)
@@ -71,6 +73,19 @@ def answer(
         spend(charge)
         memory.keep(question, sent, told, client, state)
         return question.reply(sent, told)
+
+
+def _misused(client: object, batch: object) -> Iterator[Problem]:
+    """Say what else was given than a client and a pair of tensors."""
+    if not isinstance(client, Client):
+        remedy = "give gradveil.client.Client(net, local=Local(...)), or a defence of it"
+        yield Problem("client", f"is {type(client).__name__}", remedy)
+    parts = cast("Sequence[object]", batch) if isinstance(batch, tuple | list) else ()
+    if len(parts) != 2 or not all(isinstance(part, Tensor) for part in parts):
+        kinds = f" of {', '.join(type(part).__name__ for part in parts)}" if parts else ""
+        remedy = "give gradveil.core.types.Batch(images, labels): tensors of all the client's examples, "
+        remedy += "torch.cat of what a loader gives"
+        yield Problem("batch", f"is {type(batch).__name__}{kinds}", remedy)
 
 
 def spend(charge: Charge | None) -> None:
