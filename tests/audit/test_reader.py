@@ -93,6 +93,7 @@ BAD: list[tuple[dict[str, Any], str, str, str]] = [
 BAD_SCENES: list[tuple[dict[str, Any], str, str, str]] = [
     ({"victims": 500}, "victims", "'faces' has 100", "at most 100 victims"),
     ({"victims": 30, "client": {"batch": 4}}, "victims", "need 120 images", "at most 25 victims"),
+    ({"client": {"batch": 400}}, "victims", "'faces' has 100 for victims", "client.batch: one update of at most 100"),
     ({"victims": 4, "first_victim": 99}, "victims", "from number 99", "lower victims"),
     ({"device": "cuda:99"}, "device", "is not there", "choose cpu"),
     ({"model": {"name": "lenet-zhu", "options": {"width": 3}}}, "model.width", "is not an option", "allowed"),
@@ -110,6 +111,18 @@ def test_bad_settings_are_named(changes: dict[str, Any], where: str, what: str, 
     assert [problem.where for problem in caught.value.problems] == [where]
     assert what in caught.value.problems[0].what
     assert remedy in caught.value.problems[0].remedy
+
+
+@pytest.mark.parametrize("name", ["scans", "./scans", "scans/train.parquet"])
+def test_a_path_for_a_name_is_told_how_it_is_written(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "scans").mkdir()
+    (tmp_path / "scans" / "train.parquet").touch()
+    form = "parquet" if "." in name[1:] else "folder"
+    with pytest.raises(GradveilError, match=f"no data set is called '{name}' -> of your own: '{form}:{name}'; known: "):
+        resolve(settings(data={"name": name}))
 
 
 def test_what_is_shown_stays_what_was_written() -> None:

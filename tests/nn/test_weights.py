@@ -70,6 +70,19 @@ def test_another_models_weights_are_told_and_nothing_is_changed(tmp_path):
         read_received(tmp_path / "more", model)
 
 
+def test_a_prefix_before_all_names_is_one_problem(tmp_path):
+    model = net()
+    save_file({f"module.{name}": value for name, value in model.state_dict().items()}, tmp_path / "held")
+    with pytest.raises(GradveilError) as caught:
+        read_received(tmp_path / "held", model)
+    (problem,) = caught.value.problems
+    assert "names each parameter with 'module.' before it" in problem.what
+    assert "name.removeprefix('module.')" in problem.remedy
+    assert not put_weights(model, read_weights(tmp_path / "held"))
+    other = {f"module.{name}": value for name, value in model.state_dict().items() if name != "2.bias"}
+    assert len(misfits(model, other, "other")) == 6, "a part is missing too"
+
+
 def test_what_cannot_be_read_is_told(tmp_path):
     (tmp_path / "a").write_bytes(b"no tensors")
     for file in ("a", "b"):
@@ -86,7 +99,7 @@ def test_a_file_of_torch_save_is_named_as_such_and_never_read(tmp_path, zipped):
 
 
 def test_a_longer_name_is_told():
-    longer = {f"net.{name}": value for name, value in nn.Linear(2, 2).state_dict().items()}
+    longer = {"net.weight": torch.zeros(2, 2), "head.bias": torch.zeros(2)}
     (first, _) = misfits(nn.Linear(2, 2), longer, "a")
     assert "is missing (there is 'net.weight')" in first.what
 

@@ -92,10 +92,12 @@ def _obstacles(scene: Scene) -> Iterator[Problem | _Meeting]:
     if config.images_needed > available:
         size = max(client.examples for client in config.client)
         what = f"{config.victims} victims from number {config.first_victim} with {size} examples each need "
-        what += f"{config.images_needed} images, '{config.data.name}' has {available}"
-        yield Problem(
-            "victims", what, f"lower victims, first_victim or client.batch; at most {available // size} victims"
-        )
+        what += f"{config.images_needed} images, '{config.data.name}' has {available} for victims: those of its test "
+        what += "split, or every fourth of a class where it has none"
+        remedy = f"lower victims, first_victim or client.batch; at most {available // size} victims"
+        if available < size:
+            remedy = f"lower client.batch: one update of at most {available} images; or give more of them"
+        yield Problem("victims", what, remedy)
         return
     try:
         scene.model(config.seeds[0])

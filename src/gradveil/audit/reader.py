@@ -289,6 +289,8 @@ def _unknown_data(name: str | None, observed: bool) -> Iterator[Problem]:
     forms = ("hf", "parquet", "folder")
     if name and name not in (*DATASETS, UNSEEN) and not (name.partition(":")[0] in forms and name.partition(":")[2]):
         near = get_close_matches(name, DATASETS, n=1)
+        form = "parquet" if name.endswith(".parquet") else "folder"
         hint = f"did you mean '{near[0]}'? " if near else ""
+        hint = f"of your own: '{form}:{name}'; " if Path(name).exists() else hint
         remedy = f"{hint}known: {', '.join(DATASETS)}, hf:owner/name, parquet:PATH, folder:PATH"
         yield Problem("data.name", f"no data set is called '{name}'", remedy)

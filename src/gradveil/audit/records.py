@@ -26,7 +26,7 @@ from gradveil.defences import parse
 from gradveil.federated.config import UNSEEN
 from gradveil.federated.opening import open_images
 from gradveil.federated.recorded import Recorded, read_recorded
-from gradveil.nn.weights import is_statistic, misfits, names_in_order, once
+from gradveil.nn.weights import is_statistic, misfits, names_in_order, once, only_prefixed
 
 _CHOOSE = 'choose some: --set \'observed.runs=["…"]\', observed.rounds=[1], observed.clients=["…"]'
 
@@ -264,7 +264,8 @@ def fitted(record: Recorded, client: Client) -> Fitted:
     problems = misfits(model, received, where)
     params, trained = dict(model.named_parameters()), client.trained()
     remedy = "name the model that the app trains: model.name, model.options; or the defence that changes it"
-    strange = [name for name in received if name not in params and name not in buffers and not is_statistic(name)]
+    strange = [] if only_prefixed(problems, where) else [*received]
+    strange = [name for name in strange if name not in params and name not in buffers and not is_statistic(name)]
     problems += [Problem(f"{where}, {name}", "is no parameter of the believed model", remedy) for name in strange]
     if not problems:
         problems += [

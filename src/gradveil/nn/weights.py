@@ -35,6 +35,7 @@ def read_weights(file: Path) -> Tensors:
             remedy += (
                 f"safetensors.torch.save_file(torch.load('{file.name}', weights_only=True), 'weights.safetensors')"
             )
+            remedy += "; of a checkpoint the part that holds them: torch.load(...)['model'], or ['state_dict']"
             raise fail(str(file), what, remedy) from error
         raise fail(str(file), f"cannot be read: {error}", "give a safetensors file of a model's parameters") from error
     if not ours:  # somebody's module may be called "best"
@@ -56,6 +57,11 @@ def misfits(model: nn.Module, weights: Mapping[str, Tensor], where: str) -> list
     expected = {name: tuple(value.shape) for name, value in model.named_parameters()}
     there = {name: tuple(value.shape) for name, value in weights.items()}
 
+    if prefix := _prefix(expected, there):
+        what = f"names each parameter with '{prefix}' before it, as where another module holds the model"
+        remedy = f"write them without: {{name.removeprefix('{prefix}'): value for name, value in ...items()}}"
+        return [Problem(where, what, remedy)]
+
     def found(name: str) -> str:
         longer = next((other for other in there if other.endswith(f".{name}")), None)
         return str(there[name]) if name in there else "missing" + (f" (there is '{longer}')" if longer else "")
@@ -65,6 +71,19 @@ def misfits(model: nn.Module, weights: Mapping[str, Tensor], where: str) -> list
         for name, shape in expected.items()
         if there.get(name) != shape
     ]
+
+
+def only_prefixed(problems: list[Problem], where: str) -> bool:
+    """Whether nothing but a prefix is wrong: each name on its own need not be told then."""
+    return [problem.where for problem in problems] == [where]
+
+
+def _prefix(expected: Mapping[str, tuple[int, ...]], there: Mapping[str, tuple[int, ...]]) -> str:
+    """Return what stands before the name of each parameter, if nothing else is wrong: `module.` of `DataParallel`."""
+    name = next(iter(expected), "")
+    candidates = [other.removesuffix(name) for other in there if name and other.endswith(f".{name}")]
+    held = (p for p in candidates if all(there.get(p + own) == shape for own, shape in expected.items()))
+    return "" if name in there else next(held, "")
 
 
 def once(model: nn.Module, named: Mapping[str, Tensor]) -> Tensors:
@@ -99,7 +118,8 @@ def read_received(file: Path, model: nn.Module) -> tuple[Tensors, Tensors]:
         for name, value in found.items()
         if name not in own and not is_statistic(name)
     ]
-    refuse([*misfits(model, found, str(file)), *what])
+    wrong = misfits(model, found, str(file))
+    refuse(wrong if only_prefixed(wrong, str(file)) else [*wrong, *what])
     params = {name: found[name] for name, _ in model.named_parameters()}
     rest = {n: value for n, value in found.items() if n not in params and (n in buffers or is_statistic(n))}
     return params, rest
