@@ -355,6 +355,16 @@ def test_tied_and_frozen_parameters_only_warn() -> None:
         assert [problem.severity for problem in check(model, batch())] == ["warning"]
 
 
+def test_a_softmax_that_is_taken_twice_is_warned_of() -> None:
+    model = model_of().append(nn.Softmax(1))
+    (warning,) = check(model, batch())
+    assert warning.severity == "warning"
+    assert "returns probabilities, of which the loss takes a softmax once more" in warning.what
+    assert check(model, batch(), lambda outputs, targets: F.nll_loss(outputs.log(), targets)) == []
+    assert check(model, batch(), lambda outputs, targets: F.binary_cross_entropy(outputs, torch.eye(3)[targets])) == []
+    assert check(model_of(), batch()) == []
+
+
 def test_check_leaves_model_and_random_state_as_they_are() -> None:
     model = model_of(nn.BatchNorm1d(6), nn.Dropout(0.5))
     before = {key: value.clone() for key, value in model.state_dict().items()}

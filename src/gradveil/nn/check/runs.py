@@ -42,6 +42,7 @@ def run_problems(model: nn.Module, batch: Batch, loss: Loss) -> list[Problem]:
         problems += found
         if not any(problem.severity == "error" for problem in problems):
             problems += _batching_problems(copy, batch, loss, trace)
+            problems += _probability_problems(outputs.detach(), batch.targets, loss)
     return problems
 
 
@@ -206,6 +207,27 @@ def _batching_problems(model: nn.Module, batch: Batch, loss: Loss, trace: Trace)
     what = f"the derivative of the gradient in batched form is off by {100 * error.item():.0f}%"
     remedy = "F.layer_norm, F.batch_norm and F.instance_norm do this in torch: use the modules in gradveil.nn.norms"
     return [Problem("model", what, remedy)]
+
+
+def _probability_problems(outputs: Tensor, targets: Tensor, loss: Loss) -> list[Problem]:
+    """Warn of a softmax that is taken twice: a loss that a shift of the outputs does not change takes one itself."""
+    sums = outputs.sum(-1)
+    if (
+        outputs.dim() != 2
+        or outputs.shape[1] < 2
+        or outputs.min() < 0
+        or not torch.allclose(sums, torch.ones_like(sums))
+    ):
+        return []
+    try:
+        shifted, plain = (loss(outputs + shift, targets).mean() for shift in (1.0, 0.0))
+    except FOREIGN:  # a loss of probabilities refuses what are none
+        return []
+    if not torch.allclose(shifted, plain, rtol=1e-4):
+        return []
+    what = "returns probabilities, of which the loss takes a softmax once more: gradients are small, and say less"
+    remedy = "return the logits, without softmax, unless your clients do train so"
+    return [Problem("model", what, remedy, "warning")]
 
 
 def _loss_batching_problems(model: nn.Module, victims: Tensor, labels: Tensor, loss: Loss) -> list[Problem]:
