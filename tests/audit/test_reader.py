@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
+import torch
+from PIL import Image
 
 from gradveil.attacks.presets import ATTACKS
 from gradveil.audit.cell import cells
@@ -68,6 +73,8 @@ BAD: list[tuple[dict[str, Any], str, str, str]] = [
     ({"data": {"name": "faces", "size": 8}}, "data.size", "is 8", "give at least 11: images are compared"),
     ({"data": {"name": "faces", "channels": 2}}, "data.channels", "is 2", "1 or 3"),
     ({"data": {"name": "faces", "normalise": "yes"}}, "data.normalise", "is 'yes'", "'dataset' or 'none'"),
+    ({"data": {"name": "faces", "image_column": "scan"}}, "data", "image_column is for Parquet files", ""),
+    ({"data": {"name": "folder:x", "label_column": "class"}}, "data", "label_column is for Parquet files", ""),
     ({"data": {"size": 32}}, "data.name", "is missing", 'name = "faces"'),
     ({"data": {"name": "faces", "dir": "x"}}, "data.dir", "is not a setting", "allowed here: name, size"),
     ({"data": "faces"}, "data", "is 'faces'", "give a table"),
@@ -123,6 +130,28 @@ def test_a_path_for_a_name_is_told_how_it_is_written(
     form = "parquet" if "." in name[1:] else "folder"
     with pytest.raises(GradveilError, match=f"no data set is called '{name}' -> of your own: '{form}:{name}'; known: "):
         resolve(settings(data={"name": name}))
+
+
+def test_columns_of_any_name_are_read_and_runs_without_them_stay_the_same_runs(tmp_path: Path) -> None:
+    drawn = torch.randint(256, (8, 16, 16), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    encoded = [_png(image.numpy()) for image in drawn]
+    pq.write_table(pa.table({"scan": encoded, "finding": [n % 2 for n in range(8)]}), tmp_path / "test.parquet")
+    data = {"name": f"parquet:{tmp_path}", "size": 16}
+    with pytest.raises(
+        GradveilError, match=r"has no image column .*set data.image_column to one of: scan, finding"
+    ):
+        open_scene(config(data=data))
+    named = config(data={**data, "image_column": "scan", "label_column": "finding"})
+    assert len(open_scene(named).victims) == 2
+    assert named.digest() != config(data=data).digest()
+    assert named.resolved()["data"]["image_column"] == "scan"
+    assert not {"image_column", "label_column"} & config(data=data).resolved()["data"].keys()
+
+
+def _png(pixels: object) -> bytes:
+    buffer = BytesIO()
+    Image.fromarray(pixels).save(buffer, "PNG")
+    return buffer.getvalue()
 
 
 def test_what_is_shown_stays_what_was_written() -> None:

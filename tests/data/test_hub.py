@@ -281,3 +281,10 @@ def test_a_single_split_gives_victims_of_every_class():
     public, victims = hub.two_splits({"train": rows})
     assert sorted(victims.labels) == [0, 0, 1, 1, 2]
     assert sorted(public.labels) == [0] * 6 + [1] * 6 + [2]
+
+
+def test_what_is_no_image_is_told_without_what_lies_in_memory(tmp_path: Path) -> None:
+    (tmp_path / "test/a").mkdir(parents=True)
+    (tmp_path / "test/a/0.png").write_bytes(b"no image")
+    with pytest.raises(GradveilError, match=r"0\.png: is not an image .*\(of no format that Pillow knows\)"):
+        load(f"folder:{tmp_path}")

@@ -34,7 +34,10 @@ def decode(encoded: bytes, where: str) -> NDArray[np.uint8] | NDArray[np.float32
             if image.mode == "F":
                 return np.asarray(image, dtype=np.float32)
             return np.asarray(image.convert("RGB"))
-    except (UnidentifiedImageError, OSError) as error:
+    except UnidentifiedImageError as error:  # its text names an object in memory
+        what = "is not an image that can be read (of no format that Pillow knows)"
+        raise fail(where, what, "store it as PNG, JPEG or TIFF, or take it out") from error
+    except OSError as error:
         raise fail(where, f"is not an image that can be read ({error})", "repair it or take it out") from error
 
 

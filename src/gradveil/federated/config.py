@@ -6,9 +6,17 @@ import hashlib
 import json
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    SerializerFunctionWrapHandler,
+    model_serializer,
+    model_validator,
+)
 
 from gradveil.client import Local
+from gradveil.data import DATASETS
 from gradveil.federated.aggregate import Server
 from gradveil.federated.together import Together
 
@@ -22,6 +30,9 @@ FREE = ("rounds", "delta", "together")
 """What of a training may be another from one call to the next."""
 UNSEEN = "unseen"
 """The name of data that are not here: of recorded updates only what the images look like is known."""
+
+
+_COLUMNS = ("image_column", "label_column")
 
 
 class Section(BaseModel):
@@ -47,6 +58,15 @@ class DataConfig(Section):
     """How many public images are read (bundled data are read whole)."""
     gallery: Count | None = 1000
     """How many images of the victims' split are read: the identification metric searches the victim among them."""
+    image_column: Name | None = None
+    """The column of a Parquet file, or of Hugging Face data, that holds the images, where it has no usual name."""
+    label_column: Name | None = None
+    """The column that holds the labels."""
+
+    @model_serializer(mode="wrap")
+    def _without_usual_columns(self, written: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Leave out columns that nobody named: runs from before they could be named are the same runs."""
+        return {key: value for key, value in written(self).items() if key not in _COLUMNS or value is not None}
 
     @model_validator(mode="after")
     def _what_is_said_of_it(self) -> DataConfig:
@@ -54,6 +74,10 @@ class DataConfig(Section):
             raise ValueError("mean and std go together")
         if self.classes is not None and self.name != UNSEEN:
             raise ValueError(f"classes are said by the data '{self.name}' themselves; leave them out")
+        said = [key for key in _COLUMNS if getattr(self, key) is not None]
+        bundled = self.name in DATASETS and DATASETS[self.name].bundled
+        if said and (bundled or self.name == UNSEEN or self.name.startswith("folder:")):
+            raise ValueError(f"{said[0]} is for Parquet files and Hugging Face data; leave it out")
         return self
 
 

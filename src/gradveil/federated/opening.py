@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -27,10 +28,18 @@ def open_images(config: DataConfig, data_dir: Path | None, gallery: int | None, 
             data_dir=data_dir,
             limit_public=config.public,
             limit_victims=gallery,
+            image_column=config.image_column,
+            label_column=config.label_column,
             column=column,
         )
     except GradveilError as error:
-        raise GradveilError(Problem(f"data: {p.where}", p.what, p.remedy) for p in error.problems) from error
+        raise GradveilError(
+            Problem(f"data: {p.where}", p.what, _COLUMN.sub(r"data.\1", p.remedy)) for p in error.problems
+        ) from error
+
+
+_COLUMN = re.compile(r"\b((image|label)_column)\b")
+"""What `load` calls an argument is a setting of a run file here."""
 
 
 def initial_model(config: ModelConfig, images: Dataset, seed: int) -> tuple[nn.Module, list[str]]:
