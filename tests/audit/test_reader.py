@@ -137,9 +137,7 @@ def test_columns_of_any_name_are_read_and_runs_without_them_stay_the_same_runs(t
     encoded = [_png(image.numpy()) for image in drawn]
     pq.write_table(pa.table({"scan": encoded, "finding": [n % 2 for n in range(8)]}), tmp_path / "test.parquet")
     data = {"name": f"parquet:{tmp_path}", "size": 16}
-    with pytest.raises(
-        GradveilError, match=r"has no image column .*set data.image_column to one of: scan, finding"
-    ):
+    with pytest.raises(GradveilError, match=r"has no image column .*set data.image_column to one of: scan, finding"):
         open_scene(config(data=data))
     named = config(data={**data, "image_column": "scan", "label_column": "finding"})
     assert len(open_scene(named).victims) == 2

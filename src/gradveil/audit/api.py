@@ -138,8 +138,7 @@ def audit_model(
     scene = unobstructed(scene)
     if any(isinstance(attack, str) and is_adaptive(attack) for attack in attacks):
         scene, _ = widened(scene)
-    warnings = tuple(str(problem) for problem in closed_forms(scene, called=True))
-    return _run(scene, out, write_report, progress, warnings)
+    return _run(scene, out, write_report, progress)
 
 
 def _spelled_out(
@@ -182,14 +181,11 @@ def _copies(model: nn.Module) -> Callable[[int], nn.Module]:
 
 
 def _run(
-    scene: Scene,
-    out: Path | str | None,
-    write_report: Callable[[Path, Path], Path],
-    progress: bool | None,
-    warnings: tuple[str, ...],
+    scene: Scene, out: Path | str | None, write_report: Callable[[Path, Path], Path], progress: bool | None
 ) -> Result:
     folder = Path(tempfile.mkdtemp(prefix="gradveil-") if out is None else out)
     info = describe(scene.config, scene.config.victims, "gradveil.audit(...)", sharing=sharing(scene))
+    warnings = tuple(str(problem) for problem in closed_forms(scene, called=True))
     shown = sys.stderr.isatty() if progress is None else progress
     with ExitStack() as undo:
         if out is None:  # whatever stops the run, an interrupt too: the temporary folder holds private images
