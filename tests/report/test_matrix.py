@@ -104,7 +104,7 @@ def test_rates_above_different_thresholds_are_not_set_beside_each_other():
 
 def test_latex_reads_every_character_as_itself():
     text = as_latex(sheets(run(cell('mine:half_of("a|b")', "ig", 1), cell("none", "ig", 4))))
-    assert "mine:half\\_of(''a|b'') & 25\\% (4.6--69.9\\%), 0.30 \\\\" in text
+    assert "mine:half\\_of(''a\\textbar{}b'') & 25\\% (4.6--69.9\\%), 0.30 \\\\" in text
     assert text.count("\\begin{") == text.count("\\end{") == 2
     assert "a\\|b" in as_markdown(sheets(run(cell('mine:half_of("a|b")', "ig", 1))))
 

@@ -16,11 +16,11 @@ from gradveil.cli.app import run as command
 from gradveil.core.errors import GradveilError
 from gradveil.federated.reading import load_training
 from gradveil.federated.setting import Cell
-from gradveil.report.kinds import kinds
-from gradveil.report.sheet import as_latex, as_markdown
-from gradveil.report.trainings import Table, tables
+from gradveil.report.kinds import Told, kinds
+from gradveil.report.sheet import Sheet, Text, as_latex, as_markdown
+from gradveil.report.trainings import Table, fewer, gap, tables
 from tests.audit.runs import config, execute
-from tests.report.test_training import DP, TOPK, trained
+from tests.report.test_training import DP, FEW, TOPK, trained
 
 pytest.importorskip("dp_accounting", reason="the environment is older than pyproject.toml: make")
 
@@ -117,6 +117,138 @@ def test_what_is_not_done_yet_is_told_with_the_command(runs: tuple[Path, Path], 
         file.unlink()
     assert command(["summary", str(half)]) == 1
     assert capsys.readouterr().out == ""
+
+
+def test_what_goes_on_never_removes_what_is_there(
+    runs: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    half = shutil.copytree(runs[0], tmp_path / "half")
+    sorted((half / "cells").glob("*.json"))[0].unlink()
+    changed(half / "train.json", command="gradveil train digits --fresh --seed 0")
+    assert command(["summary", str(half)]) == 0
+    assert f"\n  gradveil train digits --seed 0 --out {half}\n" in capsys.readouterr().err
+    few = [part for setting in FEW for part in ("--set", setting)]
+    words = ["train", "digits", "--rounds", "1", *few, "--out", str(tmp_path / "new"), "--fresh"]
+    monkeypatch.setattr("sys.argv", ["gradveil", *words])
+    assert command(words) == 0
+    assert "--fresh" not in load_training(tmp_path / "new").info["command"]
+
+
+def test_the_training_of_an_audit_goes_on_with_the_audit(runs: tuple[Path, Path], tmp_path: Path, capsys: Any):
+    half = shutil.copytree(runs[0], tmp_path / "audit" / "training")
+    sorted((half / "cells").glob("*.json"))[0].unlink()
+    changed(half / "train.json", command="gradveil audit digits --train")
+    command(["summary", str(half)])
+    assert f"\n  gradveil audit digits --train --out {tmp_path / 'audit'}\n" in capsys.readouterr().err
+
+
+def test_a_training_that_was_asked_for_more_rounds_is_not_finished_before_it_has_them(
+    runs: tuple[Path, Path], tmp_path: Path, capsys: Any
+):
+    longer = shutil.copytree(runs[0], tmp_path / "longer")
+    config = json.loads((longer / "train.json").read_text())["config"]
+    changed(longer / "train.json", config={**config, "rounds": 3})
+    assert command(["summary", str(longer)]) == 1
+    assert "None of 2 cells are finished: 2 not done yet" in capsys.readouterr().err
+
+
+def test_weights_from_other_files_of_one_name_make_other_tables(runs: tuple[Path, Path], tmp_path: Path):
+    def started(folder: Path, held: str, name: str) -> Path:
+        info = json.loads((folder / "train.json").read_text())
+        model = {**info["config"]["model"], "weights": "w.safetensors"}
+        copy = shutil.copytree(folder, tmp_path / name)
+        changed(copy / "train.json", config={**info["config"], "model": model}, weights=held)
+        return copy
+
+    same = [started(folder, 64 * "a", f"same-{folder.name}") for folder in runs]
+    (table,) = of(*same)
+    assert table.seeds == 2
+    other = started(runs[1], 64 * "b", "other")
+    found = [table.title.partition(" (")[2] for table in of(same[0], other)]
+    assert found == [f'initial weights = "{12 * letter}")' for letter in "ab"]
+
+
+def test_settings_that_only_a_later_run_has_tell_it_apart(runs: tuple[Path, Path], tmp_path: Path):
+    other = shutil.copytree(runs[1], tmp_path / "other")
+    config = json.loads((other / "train.json").read_text())["config"]
+    changed(other / "train.json", config={**config, "model": {**config["model"], "options": {"width": 2}}})
+    found = [table.title.partition(" (")[2] for table in of(runs[0], other)]
+    assert found == ["model.options.width = null)", "model.options.width = 2)"]
+
+
+def test_epsilons_of_other_deltas_are_no_table(runs: tuple[Path, Path], tmp_path: Path):
+    loose = shutil.copytree(runs[1], tmp_path / "loose")
+    for file in (loose / "cells").glob("dp*.json"):
+        changed(file, delta=0.01)
+    with pytest.raises(GradveilError, match=r"delta of 0\.01, and .* for one of 1e-05 -> run it again with --set"):
+        of(runs[0], loose)
+    (table,) = of(*runs)
+    assert table.caption().endswith("; epsilons at delta 1e-05.")
+    (bare,) = of(trained(tmp_path / "bare", "rounds=1", defences=["none"]))
+    assert "delta" not in bare.caption()
+
+
+def test_a_defence_is_one_however_it_was_written(runs: tuple[Path, Path], tmp_path: Path):
+    other = trained(tmp_path / "other", defences=["none", "dp( sigma=2.0, clip=1 )"], seeds=[1])
+    (table,) = of(runs[0], other)
+    assert [(kind.name, len(kind.counted)) for kind in table.kinds] == [("none", 2), ("dp(clip=1, sigma=2)", 2)]
+
+
+def test_rows_stand_as_in_the_run_whatever_is_not_done_yet(runs: tuple[Path, Path], tmp_path: Path):
+    half = shutil.copytree(runs[1], tmp_path / "half")
+    next((half / "cells").glob("dp*.json")).unlink()
+    (table,) = of(half)
+    assert [kind.name for kind in table.kinds] == ["none", "dp(clip=1, sigma=2)", "topk(keep=0.1)"]
+
+
+def test_a_difference_is_to_a_training_as_long_and_says_of_how_many_seeds():
+    def told(seed: int, rounds: int, accuracy: float, status: str = "finished") -> Told:
+        return {"seed": seed, "rounds": rounds, "accuracy": accuracy, "status": status}
+
+    bare = [told(0, 2, 0.5), told(1, 3, 0.5), told(3, 2, 0.4)]
+    own = [told(0, 2, 0.4), told(1, 2, 0.1), told(2, 2, 0.1), told(3, 1, 0.1, "diverged")]
+    cells = [(Cell(name, one["seed"]), one) for name, some in (("none", bare), ("dp", own)) for one in some]
+    none, private = kinds(cells)
+    assert private.differences == pytest.approx([-0.1, -0.3])
+    assert (gap(none), fewer(none), fewer(private)) == ("", "", " (2 seeds)")
+
+
+def test_a_table_of_rounds_without_a_round_names_its_columns(runs: tuple[Path, Path], tmp_path: Path, capsys: Any):
+    half = shutil.copytree(runs[0], tmp_path / "half")
+    for file in (half / "cells").glob("*.json"):
+        file.unlink()
+    assert command(["summary", str(half), "--curves", "-"]) == 1
+    head = capsys.readouterr().out
+    assert command(["summary", str(runs[0]), "--curves", "-"]) == 0
+    assert head == capsys.readouterr().out.splitlines(keepends=True)[0]
+
+
+def test_what_is_no_run_is_told_as_such(runs: tuple[Path, Path], tmp_path: Path, capsys: Any):
+    gone = tmp_path / "gone"
+    assert command(["summary", str(runs[0]), str(gone)]) == 2
+    assert f"{gone}: is no training (it has no train.json)" in capsys.readouterr().err
+    assert command(["summary", str(gone), "--curves", "-"]) == 2
+    assert f"{gone}: is not a run directory" in capsys.readouterr().err
+
+
+def test_defences_with_brackets_and_bars_are_shown_as_written(runs: tuple[Path, Path], tmp_path: Path, capsys: Any):
+    name = "my.defences:noise(layers='[a-z]|[/b]')"
+    sheet = Sheet("", [Text("defence")], [[Text(name, code=True)]])
+    assert "`my.defences:noise(layers='[a-z]\\|[/b]')`" in as_markdown([sheet])
+    assert "[a-z]\\textbar{}[/b]" in as_latex([sheet])
+    own = shutil.copytree(runs[0], tmp_path / "own")
+    config = json.loads((own / "train.json").read_text())["config"]
+    changed(own / "train.json", config={**config, "defences": ["none", name]})
+    file = own / "cells" / f"{Cell(name, 0).id}.json"
+    next((own / "cells").glob("dp*.json")).rename(file)
+    changed(file, defence=name)
+    assert command(["summary", str(own)]) == 0
+    shown = capsys.readouterr().out
+    assert f"Proven of {name}" in " ".join(shown.split())
+
+
+def changed(file: Path, **values: Any) -> None:
+    file.write_text(json.dumps({**json.loads(file.read_text()), **values}))
 
 
 def test_audits_and_trainings_are_not_summed_up_together(runs: tuple[Path, Path], tmp_path: Path, capsys: Any):

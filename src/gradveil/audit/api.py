@@ -66,7 +66,7 @@ class Result:
 
     def __str__(self) -> str:
         """Render the table, its legend and the warnings."""
-        console = Console(width=120, color_system=None)
+        console = Console(width=120, color_system=None, markup=False)
         with console.capture() as capture:
             console.print(result_table(self.cells))
             console.print(legend(self.cells, self.config))
@@ -192,7 +192,7 @@ def _run(
             undo.callback(shutil.rmtree, folder, ignore_errors=True)
         with (
             _one_thread(scene.config.device),
-            Screen(Console(stderr=True, quiet=not shown)) as screen,
+            Screen(Console(stderr=True, quiet=not shown, markup=False)) as screen,
             Store(folder).open(info) as store,
         ):
             run(scene, store, screen, scene.config.victims)

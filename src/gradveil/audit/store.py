@@ -83,7 +83,7 @@ def load_run(path: Path | str) -> Run:
     """Read a run directory, finished or not; refuse with every damaged file at once."""
     folder = Path(path)
     if is_training(folder) and not (folder / RUN).is_file():
-        remedy = f"gradveil report {folder} shows it; for numbers give the command of the training again, with --json"
+        remedy = f"gradveil report {folder} shows it, gradveil summary {folder} sums it up"
         raise fail(str(folder), "is a training, and no audit", remedy)
     if not (folder / RUN).is_file():
         remedy = "give the folder that `gradveil audit` or `gradveil train` wrote, such as runs/faces"

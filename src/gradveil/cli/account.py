@@ -54,7 +54,7 @@ def account(
         values |= {"rate": rate, "steps": steps, "sampling": sampling, "accountant": accountant, "assumes": taken}
         typer.echo(json.dumps(values, indent=1))
         return 0
-    console = Console(soft_wrap=True)
+    console = Console(soft_wrap=True, markup=False)
     console.print(
         f"epsilon {number(found, 4) if math.isfinite(found) else 'infinite'} at delta {delta:g}", style="bold"
     )

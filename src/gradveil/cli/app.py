@@ -137,7 +137,7 @@ def main() -> None:
 
 def run(arguments: list[str], debug: bool = False) -> int:
     """Run one command line; return its exit code. `debug` lets errors through with their traceback."""
-    console = Console(stderr=True, soft_wrap=True)
+    console = Console(stderr=True, soft_wrap=True, markup=False)
     try:
         code = app(arguments, standalone_mode=False, prog_name="gradveil")
         return code if isinstance(code, int) else 0

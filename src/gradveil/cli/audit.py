@@ -30,6 +30,7 @@ from gradveil.audit.sighted import NO_SCORE
 from gradveil.audit.store import Cell, Store, load_run
 from gradveil.audit.training import Training
 from gradveil.audit.work import site
+from gradveil.cli.again import again
 from gradveil.cli.engine import AddressOption, Engine, EngineOption, Place
 from gradveil.cli.gate import show_gate
 from gradveil.cli.train import table, tell, warn
@@ -157,7 +158,7 @@ def _read(
 
 def _opened(config: RunConfig, folder: Path, data_dir: Path | None) -> Scene:
     """Open what the run needs; say what was added to its attacks, or should have been."""
-    console = Console(stderr=True, soft_wrap=True)
+    console = Console(stderr=True, soft_wrap=True, markup=False)
     scene = open_scene(config, data_dir, trained=folder / TRAINING)
     if any(is_adaptive(text) for text in config.attacks):
         scene, added = widened(scene)
@@ -184,30 +185,25 @@ def _run(
             share = store.info()["share"]
             at = place.schedule(count)
             _train(scene, folder / TRAINING, data_dir, at, command)
-            with Screen(Console(stderr=True)) as screen:
+            with Screen(Console(stderr=True, markup=False)) as screen:
                 run(scene, store, screen, share, at(site(config, data_dir, scene.unfit)))
     except KeyboardInterrupt:
         finished = f"Finished cells are kept in {folder}." if (folder / "run.json").is_file() else "Nothing was lost."
         # Not by the console: what it was printing when it was interrupted, it would print once more.
-        typer.echo(f"\nStopped. {finished} To go on, run the same command again:\n  {shlex.join(_again())}", err=True)
+        typer.echo(f"\nStopped. {finished} To go on, run the same command again:\n  {again()}", err=True)
         raise
     return load_run(folder).cells
 
 
 def _train(scene: Scene, folder: Path, data_dir: Path | None, at: Callable[[Site], Schedule], command: str) -> None:
     """Train what is not trained yet of what the audit looks at, and keep where it stood."""
-    plan, console = scene.config.train, Console(stderr=True, soft_wrap=True)
+    plan, console = scene.config.train, Console(stderr=True, soft_wrap=True, markup=False)
     if plan is None or not isinstance(scene.source, Training):
         return
     setting = scene.source.setting
     schedule = at(train_site(setting.config, data_dir))
     with opened(folder, describe_training(setting.config, command, setting.weights)):
         train(setting, folder, partial(tell, console, plan.rounds), schedule, at=plan.stages)
-
-
-def _again() -> Sequence[str]:
-    # --fresh would throw the finished cells away.
-    return ["gradveil", *(argument for argument in sys.argv[1:] if argument != "--fresh")]
 
 
 def _command(name: str | None, overrides: dict[str, Any], settings: Sequence[str], flags: Sequence[str]) -> str:
@@ -233,7 +229,7 @@ def _show(cells: Sequence[Cell], config: RunConfig, as_json: bool, folder: Path)
 
 def show_table(cells: Sequence[Cell], config: Mapping[str, Any], folder: Path | None) -> None:
     """Print the results of a run with this resolved configuration; where there is no terminal, 120 columns wide."""
-    console = Console(width=None if sys.stdout.isatty() else 120)
+    console = Console(width=None if sys.stdout.isatty() else 120, markup=False)
     console.print(result_table(cells))
     if config.get("train") and folder is not None and is_training(folder / TRAINING):
         console.print("Training", style="bold")

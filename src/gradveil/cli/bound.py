@@ -50,7 +50,7 @@ def bound(
     if as_json:
         typer.echo(json.dumps(rows, indent=1))
         return 0
-    console = Console(width=None if Console().is_terminal else 120)
+    console = Console(width=None if Console().is_terminal else 120, markup=False)
     table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
     several = len({(row["client"], row["seed"]) for row in rows}) > 1
     numbers = ("MSE bound", "of guessing", *_UTILITIES)

@@ -117,7 +117,7 @@ def _stopped(problems: Sequence[Problem]) -> bool:
 
 
 def _show(problems: Sequence[Problem], net: nn.Module, config: RunConfig, whole: bool) -> None:
-    console = Console(soft_wrap=True)
+    console = Console(soft_wrap=True, markup=False)
     for problem in problems:
         style = "red" if problem.severity == "error" else "yellow"
         console.print(Text.assemble((problem.severity, style), f": {called(net, problem.where)}: {problem.what}"))

@@ -27,7 +27,7 @@ _MEANING = (
 
 def show(found: Mapping[str, Any], run: Sequence[str], weights: str | None, file: Path) -> None:
     """Print the best policies beside the controls, and say plainly what they are worth. `run` are a command's words."""
-    console = Console(width=None if sys.stdout.isatty() else 120, highlight=False, soft_wrap=True)
+    console = Console(width=None if sys.stdout.isatty() else 120, highlight=False, soft_wrap=True, markup=False)
     table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
     for header in ("defence", "privacy", "again", "utility"):
         table.add_column(header, justify="left" if header == "defence" else "right", no_wrap=True)
@@ -39,7 +39,7 @@ def show(found: Mapping[str, Any], run: Sequence[str], weights: str | None, file
             what = "images as they are" if row["policy"] == NONE else spelled(row["policy"])
             scores = [number(row[key]) for key in ("privacy", "privacy_again", "utility")]
             table.add_row(row["defence"], *scores, passes, what, style=style)
-    Console(width=None if sys.stdout.isatty() else 120, highlight=False).print(table)
+    Console(width=None if sys.stdout.isatty() else 120, highlight=False, markup=False).print(table)
     for line in _lines(found, weights):
         console.print(Text(line))
     if found["better_than_none"]:

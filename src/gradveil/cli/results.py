@@ -10,8 +10,10 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from gradveil.audit.layout import TRAINING
 from gradveil.cli.summing import Audits, Trainings, is_audit
 from gradveil.core.errors import Problem, fail, refuse
+from gradveil.federated.reading import is_training
 from gradveil.report import write_report
 from gradveil.report.sheet import as_latex, as_markdown
 
@@ -68,13 +70,18 @@ def summary(
 
 def _opened(runs: Sequence[Path], curves: bool) -> Audits | Trainings:
     audits = [run for run in runs if is_audit(run)]
-    if len(audits) == len(runs):
-        what = "is an audit, and has no rounds of a training", "leave --curves out"
-        refuse([Problem(str(run), *what) for run in audits if curves])
-        return Audits(runs)
-    what = "is an audit, and others are trainings", "sum up the ones and the others, each with a command"
-    refuse([Problem(str(run), *what) for run in audits])
-    return Trainings(runs)
+    if any(is_training(run) for run in runs if run not in audits):
+        what = "is an audit, and others are trainings", "sum up the ones and the others, each with a command"
+        refuse([Problem(str(run), *what) for run in audits])
+        return Trainings(runs)
+    refuse([_curveless(run) for run in audits if curves])
+    return Audits(runs)
+
+
+def _curveless(run: Path) -> Problem:
+    if is_training(run / TRAINING):
+        return Problem(str(run), "is an audit; its training lies within", f"name that: {run / TRAINING}")
+    return Problem(str(run), "is an audit, and has no rounds of a training", "leave --curves out")
 
 
 def _write(file: Path, text: str) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import shlex
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -19,6 +18,7 @@ from rich.progress import Progress, TextColumn, TimeRemainingColumn
 
 from gradveil.audit.reader import read
 from gradveil.audit.scene import Scene, open_scene
+from gradveil.cli.again import again
 from gradveil.cli.policies import defence_text, show
 from gradveil.core.errors import GradveilError, Problem, refuse
 from gradveil.core.files import plain
@@ -92,13 +92,11 @@ def ats(
         scene, own = _opened(name, seed, count, images, least, device, setting or (), data_dir)
         judge = open_judge(scene, images, own)
         folder = out or Path("runs") / f"ats-{scene.config.name}"
-        command = shlex.join(["gradveil", *sys.argv[1:]])
         try:
-            with opened(folder, settings_of(scene, judge, own), command, fresh) as kept:
+            with opened(folder, settings_of(scene, judge, own), again(), fresh) as kept:
                 found = _search(scene, judge, kept, candidates(count, own), least, keep)
         except KeyboardInterrupt:
-            again = shlex.join(["gradveil", *(argument for argument in sys.argv[1:] if argument != "--fresh")])
-            typer.echo(f"\nStopped. Every score is kept in {folder}. To go on:\n  {again}", err=True)
+            typer.echo(f"\nStopped. Every score is kept in {folder}. To go on:\n  {again()}", err=True)
             raise
     if as_json:
         typer.echo(json.dumps(plain(found), indent=1, ensure_ascii=False))
@@ -154,7 +152,7 @@ def _search(
     scene: Scene, judge: Judge, kept: Kept, policies: Sequence[str], least: float | None, keep: int
 ) -> dict[str, Any]:
     """Score controls and candidates, then the best again on other images; return all that is told."""
-    console = Console(stderr=True, soft_wrap=True)
+    console = Console(stderr=True, soft_wrap=True, markup=False)
     there = sum(policy in kept.scores for policy in policies)
     settings = scene.config
     told = f"{len(policies)} candidates by {len(judge.images.inputs)} public images of {settings.data.name}, "

@@ -12,12 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.text import Text
 
-from gradveil.audit.layout import RUN
+from gradveil.audit.layout import RUN, TRAINING
 from gradveil.audit.store import Cell, load_run
+from gradveil.cli.again import kept
 from gradveil.cli.audit import show_table
 from gradveil.cli.train import table
-from gradveil.federated.reading import is_training, load_training
+from gradveil.federated.reading import load_training
 from gradveil.federated.work import FAILED
 from gradveil.report import kinds
 from gradveil.report.matrix import matrices
@@ -28,8 +30,8 @@ from gradveil.report.trainings import Table, tables
 
 
 def is_audit(folder: Path) -> bool:
-    """Say whether a folder is an audit's, which may hold a training; or is nothing that is known."""
-    return (folder / RUN).is_file() or not is_training(folder)
+    """Say whether a folder is an audit's; it may hold a training."""
+    return (folder / RUN).is_file()
 
 
 class Audits:
@@ -99,7 +101,9 @@ class Trainings:
 
     def curves(self) -> str:
         """Write a line a round."""
-        return kinds.as_csv(self._named(run.path, row) for run in self.runs for row in kinds.rounds(run.cells))
+        names = [*self._named(Path(), dict.fromkeys(kinds.ROUNDS))]
+        every = (self._named(run.path, row) for run in self.runs for row in kinds.rounds(run.cells))
+        return kinds.as_csv(every, names)
 
     @cached_property
     def tables(self) -> list[Table]:
@@ -112,9 +116,9 @@ class Trainings:
 
     def show(self) -> None:
         """Print the results."""
-        console = Console(width=None if sys.stdout.isatty() else 120)
+        console = Console(width=None if sys.stdout.isatty() else 120, markup=False)
         for one in self.tables:
-            console.print(one.title, style="bold", highlight=False)
+            console.print(Text(one.title, style="bold"))
             console.print(table(one.kinds))
 
     def left(self) -> Iterator[tuple[Path, str]]:
@@ -141,10 +145,12 @@ def _again(folder: Path, info: Mapping[str, Any]) -> str:
     command = str(info.get("command", ""))
     if not command.startswith(("gradveil audit ", "gradveil train ")):
         return f"To go on, call gradveil.audit again with the same arguments and out={str(folder)!r}."
-    words = shlex.split(command)
+    words = kept(shlex.split(command))
     if "--out" in words:
         place = words.index("--out")
         del words[place : place + 2]
+    if words[1] == "audit" and folder.name == TRAINING:  # the training of an audit, which has no command of its own
+        folder = folder.parent
     usual = folder == Path("runs") / str(info.get("name", ""))
     return f"To go on:\n  {shlex.join(words if usual else [*words, '--out', str(folder)])}"
 

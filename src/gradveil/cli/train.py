@@ -17,6 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from gradveil.audit.reader import read_training
+from gradveil.cli.again import again
 from gradveil.cli.engine import AddressOption, Engine, EngineOption, Place
 from gradveil.core.errors import Problem, refuse
 from gradveil.core.own import outdated
@@ -31,7 +32,7 @@ from gradveil.federated.setting import Cell, cells, open_setting
 from gradveil.federated.standing import Round, Status
 from gradveil.federated.work import FAILED, site
 from gradveil.report.kinds import Cells, Kind, Told, kinds
-from gradveil.report.trainings import accuracy, gap, rounds
+from gradveil.report.trainings import accuracy, fewer, gap, rounds
 from gradveil.schedule.processes import cores
 
 DIVERGED = 1
@@ -90,17 +91,16 @@ def train(
     threads = threads or (max(1, cores() // 2) if count == 1 and engine is Engine.processes else 1)
     torch.set_num_threads(threads)
     folder = out or Path("runs") / config.name
-    console = Console(stderr=True, soft_wrap=True)
+    console = Console(stderr=True, soft_wrap=True, markup=False)
     recorder = _recorder(config, record, record_round, record_client, record_truth)
     told = open_setting(config, data_dir)
     try:
-        info = describe(config, shlex.join(["gradveil", *sys.argv[1:]]), told.weights)
+        info = describe(config, again(), told.weights)
         with opened(folder, info, fresh):
             schedule = place.schedule(count, threads)(site(config, data_dir, recorder))
             run(told, folder, partial(tell, console, config.rounds), schedule, recorder)
     except KeyboardInterrupt:
-        again = shlex.join(["gradveil", *(argument for argument in sys.argv[1:] if argument != "--fresh")])
-        typer.echo(f"\nStopped. Every finished round is kept in {folder}. To go on:\n  {again}", err=True)
+        typer.echo(f"\nStopped. Every finished round is kept in {folder}. To go on:\n  {again()}", err=True)
         raise
     if recorder is not None:
         console.print(_recorded(recorder.folder), highlight=False)
@@ -117,7 +117,7 @@ def _show(cells: Cells, summaries: Sequence[Told], as_json: bool, console: Conso
     if as_json:
         typer.echo(json.dumps(summaries, indent=1))
     else:
-        Console(width=None if sys.stdout.isatty() else 120).print(table(kinds(cells)))
+        Console(width=None if sys.stdout.isatty() else 120, markup=False).print(table(kinds(cells)))
     for row in summaries:
         if row["status"] == FAILED:
             told = f"{row['defence']}, seed {row['seed']}: failed: {row['failed']}"
@@ -198,7 +198,7 @@ def tell(console: Console, rounds: int, cell: Cell, last: Round, status: Status)
 
 def warn(problems: Iterable[Problem]) -> None:
     """Print what should be known and stops nothing."""
-    console = Console(stderr=True, soft_wrap=True)
+    console = Console(stderr=True, soft_wrap=True, markup=False)
     for problem in problems:
         console.print(Text(f"{problem.severity}: {problem}", style="yellow"))
 
@@ -212,8 +212,9 @@ def table(found: Sequence[Kind]) -> Table:
     for kind in found:
         sent, received, seconds = (kind.mean(key) for key in ("bytes_up", "bytes_down", "seconds"))
         numbers = (size(sent), size(received), DASH if seconds is None else f"{seconds:.1f}")
-        statuses = ", ".join(how for _, _, how in kind.statuses)
-        out.add_row(kind.name, accuracy(kind), gap(kind), rounds(kind) or DASH, *numbers, statuses, kind.proof)
+        statuses = ", ".join(f"{count} {how}".strip() for _, count, how in kind.statuses)
+        told = accuracy(kind), gap(kind) + fewer(kind), rounds(kind) or DASH
+        out.add_row(kind.name, *told, *numbers, statuses, kind.proof)
     return out
 
 

@@ -109,11 +109,17 @@ def load_training(folder: Path) -> Training:
     for cell in cells(config):
         file = folder / "cells" / f"{cell.id}.json"
         try:
-            found.append((cell, _UNTOLD | _read(_SUMMARY, file) if file.is_file() else None))
+            told = _UNTOLD | _read(_SUMMARY, file) if file.is_file() else None
+            found.append((cell, None if told and _longer(config, told) else told))
         except GradveilError as error:
             problems += error.problems
     refuse(problems)
     return Training(folder, info, config, found)
+
+
+def _longer(config: TrainConfig, told: Mapping[str, Any]) -> bool:
+    """Say whether more rounds were asked for since a training was summed up, and it has not got there yet."""
+    return told["status"] == "finished" and told["rounds"] < config.rounds
 
 
 def _read(held: TypeAdapter[Any], file: Path) -> dict[str, Any]:

@@ -156,6 +156,7 @@ def describe(config: TrainConfig, command: str, weights: Mapping[str, Tensor] = 
         "config": config.resolved(),
         "growing": config.growing,
         "config_hash": digest([settings, fingerprint(weights)]) if weights else settings,
+        "weights": fingerprint(weights) if weights else None,
         "command": command,
         "cells": [cell.id for cell in cells(config)],
     }

@@ -11,7 +11,7 @@ from statistics import fmean, stdev
 from typing import Any
 
 from gradveil.audit.privacy import proven
-from gradveil.core.words import listing, percent, plural
+from gradveil.core.words import DASH, listing, percent, plural
 from gradveil.defences.lint import MEANINGLESS
 from gradveil.federated.config import TrainConfig
 from gradveil.federated.setting import Cell
@@ -24,7 +24,9 @@ Cells = Sequence[tuple[Cell, Told | None]]
 """Cells with what each came to; None where one is not finished."""
 LEFT = "not finished"
 """Status of a cell that is not there yet."""
-GOOD = ("finished", "stopped early")
+END = "finished"
+"""Status of a training that had all the rounds that were planned."""
+GOOD = (END, "stopped early")
 """Statuses of a cell that came to an end of its own."""
 
 
@@ -34,8 +36,8 @@ class Kind:
 
     name: str
     cells: Cells
-    bare: Mapping[int, float]
-    """The accuracy without a defence, of every seed that has one."""
+    bare: Mapping[int, Told]
+    """The training without a defence, of every seed that has one."""
 
     @property
     def counted(self) -> list[Told]:
@@ -71,9 +73,10 @@ class Kind:
 
     @property
     def differences(self) -> list[float]:
-        """The accuracy beside that without a defence, seed by seed: the same images, weights and clients."""
-        pairs = ((told["accuracy"], self.bare.get(told["seed"])) for told in self.counted)
-        return [own - bare for own, bare in pairs if own is not None and bare is not None and self.name != "none"]
+        """The accuracy beside that without a defence, seed by seed: the same images, weights, clients and rounds."""
+        pairs = ((told, self.bare.get(told["seed"])) for told in self.counted if self.name != "none")
+        found = [(own["accuracy"], bare["accuracy"]) for own, bare in pairs if bare and _as_long(own, bare)]
+        return [own - bare for own, bare in found if own is not None and bare is not None]
 
     def total(self, key: str) -> float | None:
         """Add a number up over the rounds, and average over the seeds."""
@@ -95,7 +98,7 @@ class Kind:
     @property
     def proof(self) -> str:
         """Say in a few words what is proven."""
-        return proven(self.worst) if self.worst else "–"
+        return proven(self.worst) if self.worst else DASH
 
     @property
     def hollow(self) -> bool:
@@ -105,10 +108,23 @@ class Kind:
 
 def kinds(cells: Cells) -> list[Kind]:
     """Put the cells of each defence together, in the run file's order."""
-    bare = {cell.seed: told["accuracy"] for cell, told in cells if cell.title == "none" and told is not None}
-    known = {seed: accuracy for seed, accuracy in bare.items() if accuracy is not None}
+    bare = {cell.seed: told for cell, told in cells if cell.title == "none" and told is not None}
     names = dict.fromkeys(cell.title for cell, _ in cells)
-    return [Kind(name, [pair for pair in cells if pair[0].title == name], known) for name in names]
+    return [Kind(name, [pair for pair in cells if pair[0].title == name], bare) for name in names]
+
+
+def _as_long(one: Told, other: Told) -> bool:
+    """Say whether two trainings may stand beside each other: one that ended by itself did so before the other's end.
+
+    >>> early, two, three = ({"status": how, "rounds": n} for how, n in (("diverged", 2), (END, 2), (END, 3)))
+    >>> _as_long(early, two), _as_long(three, early), _as_long(two, three)
+    (True, True, False)
+    """
+    first, second = ((told["status"] == END, int(told["rounds"])) for told in (one, other))
+    if first[0] and second[0]:
+        return first[1] == second[1]
+    (planned, length), (_, end) = (first, second) if first[0] else (second, first)
+    return not planned or end <= length
 
 
 def proofs(every: Sequence[Kind]) -> list[tuple[str, str, bool]]:
@@ -147,25 +163,30 @@ def rows(cells: Cells) -> Iterator[dict[str, Any]]:
         yield named | {key: known.get(key) for key in keys} | totals | epsilons | proof
 
 
+_POINT = ("accuracy", "loss", "validation_accuracy", "validation_loss", "bytes_up", "bytes_down", "seconds")
+_POINT += ("client_seconds",)
+_WHO = {"answered": "clients", "refused": "refused", "absent": "absent"}
+ROUNDS = ("defence", "seed", "round", *_POINT, *_WHO)
+"""What is listed of every round."""
+
+
 def rounds(cells: Cells) -> Iterator[dict[str, Any]]:
     """List every round of every training."""
-    keys = ("accuracy", "loss", "validation_accuracy", "validation_loss", "bytes_up", "bytes_down", "seconds")
-    keys += ("client_seconds",)
     for cell, told in cells:
         for point in told["curve"] if told else ():
-            lists = {"answered": "clients", "refused": "refused", "absent": "absent"}
-            who = {name: len(point.get(key, ())) for name, key in lists.items()}
+            who = {name: len(point.get(key, ())) for name, key in _WHO.items()}
             named = {"defence": cell.title, "seed": cell.seed, "round": point["number"]}
-            yield named | {key: point.get(key) for key in keys} | who
+            yield named | {key: point.get(key) for key in _POINT} | who
 
 
-def as_csv(rows: Iterable[Mapping[str, Any]]) -> str:
-    """Write rows with equal keys as CSV, unrounded; text that a spreadsheet would run gets an apostrophe."""
+def as_csv(rows: Iterable[Mapping[str, Any]], names: Sequence[str] = ()) -> str:
+    """Write rows with equal keys as CSV, unrounded; text that a spreadsheet would run gets an apostrophe.
+
+    `names` are the columns where there is no row.
+    """
+    every = list(rows)
     out = io.StringIO()
-    writer: Any = None
-    for row in rows:
-        if writer is None:
-            writer = csv.DictWriter(out, list(row), lineterminator="\n")
-            writer.writeheader()
-        writer.writerow({key: disarmed(value) for key, value in row.items()})
+    writer = csv.DictWriter(out, list(every[0]) if every else names, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows({key: disarmed(value) for key, value in row.items()} for row in every)
     return out.getvalue()

@@ -72,6 +72,7 @@ def _latex(sheet: Sheet) -> str:
 _LATEX = {
     **{character: f"\\{character}" for character in "&%$#_{}"},
     **{"\\": "\\textbackslash{}", "~": "\\textasciitilde{}", "^": "\\textasciicircum{}", "<": "$<$", ">": "$>$"},
+    "|": "\\textbar{}",
     **{"†": "$^\\dagger$", "‡": "$^\\ddagger$", "§": "$^\\S$", DASH: "--", '"': "''", "±": "$\\pm$", "−": "$-$"},
 }
 

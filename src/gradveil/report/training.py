@@ -12,7 +12,7 @@ from gradveil.defences.lint import MEANINGLESS
 from gradveil.federated.reading import Training, load_training
 from gradveil.federated.work import FAILED
 from gradveil.report.curves import lines
-from gradveil.report.kinds import GOOD, Kind, as_csv, kinds, proofs, rounds, rows, what
+from gradveil.report.kinds import GOOD, ROUNDS, Kind, as_csv, kinds, proofs, rounds, rows, what
 from gradveil.report.pictures import data_uri
 from gradveil.report.render import render
 
@@ -44,7 +44,7 @@ def context(training: Training) -> dict[str, Any]:
         "validated": any(point["loss"] is not None for line in drawn for point in line["points"]),
         "rows": list(rows(training.cells)),
         "csv": data_uri(as_csv(rows(training.cells)).encode(), "text/csv;charset=utf-8"),
-        "rounds_csv": data_uri(as_csv(rounds(training.cells)).encode(), "text/csv;charset=utf-8"),
+        "rounds_csv": data_uri(as_csv(rounds(training.cells), ROUNDS).encode(), "text/csv;charset=utf-8"),
         "command": training.info.get("command", ""),
         "config": json.dumps(training.info["config"], indent=2, ensure_ascii=False),
         "data": {"lines": drawn},

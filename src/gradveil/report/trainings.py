@@ -5,16 +5,18 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from statistics import fmean, stdev
 from typing import Any
 
-from gradveil.core.errors import Problem, refuse
+from gradveil.core.errors import GradveilError, Problem, refuse
 from gradveil.core.words import DASH, plural, size
+from gradveil.defences import parse
 from gradveil.federated.config import FREE, TrainConfig
 from gradveil.federated.reading import Training
-from gradveil.report.kinds import GOOD, LEFT, Cells, Kind, kinds, what
+from gradveil.federated.setting import Cell
+from gradveil.report.kinds import GOOD, LEFT, Cells, Kind, Told, kinds, what
 from gradveil.report.sheet import Sheet, Text
 
 _BESIDE = {"name", "device", *FREE}
@@ -41,12 +43,15 @@ class Table:
 
     def caption(self) -> str:
         """Say what is shown."""
+        private = [told for kind in self.kinds for told in kind.counted if told["epsilon"]]
         lowest = "the round with the lowest validation loss" if self.config.validation else "the last round"
         several = "mean and standard deviation over " if self.seeds > 1 else ""
         paired = " seed by seed" if self.seeds > 1 else ""
         return (
             f"{self.title}: test accuracy after {lowest}; {several}{plural(self.seeds, 'seed')} unless said otherwise; "
-            f"its difference to none{paired}, in percentage points; bytes of all clients, as encoded."
+            f"its difference to none{paired}, in percentage points; bytes of all clients, as encoded"
+            + "".join(f"; epsilons at delta {told['delta']:g}" for told in private[:1])
+            + "."
         )
 
     def sheet(self) -> Sheet:
@@ -60,7 +65,7 @@ class Table:
         return [
             Text(kind.name, code=True),
             Text(accuracy(kind), self._beside(kind)),
-            Text(gap(kind)),
+            Text(gap(kind), fewer(kind)),
             Text(kind.best_rounds if kind.counted else ""),
             Text(rounds(kind)),
             *(Text(size(mean) if (mean := kind.mean(key)) is not None else "") for key in ("bytes_up", "bytes_down")),
@@ -93,47 +98,85 @@ def gap(kind: Kind) -> str:
     return f"{fmean(found):+.2f}{wide}".replace("-", "−") if found else ""
 
 
+def fewer(kind: Kind) -> str:
+    """Say over how many seeds the difference to none is, where that is not all of them: others have none as long."""
+    pairs = len(kind.differences)
+    return f" ({plural(pairs, 'seed')})" if 0 < pairs < len(kind.counted) else ""
+
+
 def tables(trainings: Sequence[Training]) -> list[Table]:
     """Make a table of each setting there is in these trainings; those with two answers to one question are refused."""
     groups: dict[str, list[Training]] = {}
     for training in trainings:
-        groups.setdefault(json.dumps(_setting(training.config), sort_keys=True), []).append(training)
-    refuse([problem for group in groups.values() for problem in _twice(group)])
-    titles = _titles([group[0].config for group in groups.values()])
+        groups.setdefault(json.dumps(_setting(training), sort_keys=True), []).append(training)
+    refuse([problem for group in groups.values() for problem in (*_twice(group), *_deltas(group))])
+    titles = _titles([group[0] for group in groups.values()])
     every = zip(titles, groups.values(), strict=True)
     found = [Table(title, group[0].config, _joined(group)) for title, group in every]
     return [table for table in found if any(kind.counted for kind in table.kinds)]
 
 
-def _setting(config: TrainConfig) -> dict[str, Any]:
-    return {key: value for key, value in config.resolved().items() if key not in _BESIDE | {*config.growing}}
+def _setting(training: Training) -> dict[str, Any]:
+    """Say in what runs have to be alike; of weights in a file, what they are: names say nothing of them."""
+    config = training.config
+    settings = {key: value for key, value in config.resolved().items() if key not in _BESIDE | {*config.growing}}
+    if config.model.weights is not None:
+        # An earlier version wrote them into the hash of all settings only.
+        settings["initial weights"] = str(training.info.get("weights") or training.info.get("config_hash"))[:12]
+    return settings
 
 
 def _joined(group: Sequence[Training]) -> Cells:
     """List the cells of runs that go together; one that a run left undone and another did is done."""
-    found = {cell: told for training in group for cell, told in training.cells if told is None}
-    return list(
-        (found | {cell: told for training in group for cell, told in training.cells if told is not None}).items()
-    )
+    found: dict[Cell, Told | None] = {}
+    for training in group:
+        for cell, told in _named(training):
+            found[cell] = told or found.get(cell)
+    return list(found.items())
+
+
+def _named(training: Training) -> Cells:
+    """Give a defence the same text however it was written."""
+    return [(replace(cell, defence=_canonical(cell.defence)), told) for cell, told in training.cells]
+
+
+def _canonical(text: str) -> str:
+    try:
+        return parse(text).name
+    except GradveilError:  # a user's own, which is not imported for a table
+        return text
+
+
+def _deltas(group: Sequence[Training]) -> Iterator[Problem]:
+    owners: dict[float, Training] = {}
+    for training in group:
+        for _, told in training.cells:
+            if told is not None and told["epsilon"]:
+                owners.setdefault(told["delta"], training)
+    for delta, training in [*owners.items()][1:]:
+        usual, first = next(iter(owners.items()))
+        said = f"tells epsilons for a delta of {delta:g}, and {first.path} for one of {usual:g}"
+        yield Problem(str(training.path), said, f"run it again with --set delta={usual:g}: it trains nothing anew")
 
 
 def _twice(group: Sequence[Training]) -> Iterator[Problem]:
     owners: dict[Any, Training] = {}
     for training in group:
-        for cell, told in training.cells:
+        for cell, told in _named(training):
             first = training if told is None else owners.setdefault(cell, training)
             if first is not training:
                 said = f"has '{cell.title}' with seed {cell.seed}, and so has {first.path}"
                 yield Problem(str(training.path), said, "leave one of them out, or make a table of each")
 
 
-def _titles(configs: Sequence[TrainConfig]) -> list[str]:
+def _titles(trainings: Sequence[Training]) -> list[str]:
     """Say what each setting is; where words do not tell them apart, with the settings that do."""
-    said = [what(config) for config in configs]
+    said = [what(training.config) for training in trainings]
     if len(set(said)) == len(said):
         return said
-    flat = [dict(_flat(_setting(config))) for config in configs]
-    differ = [key for key in flat[0] if len({json.dumps(one.get(key)) for one in flat}) > 1]
+    flat = [dict(_flat(_setting(training))) for training in trainings]
+    keys = dict.fromkeys(key for one in flat for key in one)
+    differ = [key for key in keys if len({json.dumps(one.get(key)) for one in flat}) > 1]
     return [
         f"{title} ({', '.join(f'{key} = {json.dumps(one.get(key))}' for key in differ)})"
         for title, one in zip(said, flat, strict=True)
