@@ -26,8 +26,8 @@ def cell(defence: str, attack: str, recovered: int, of: int = 4, seed: int = 0, 
     return Cell({**info, **more}, records)
 
 
-def run(*cells: Cell, name: str = "a") -> Run:
-    return Run({"cells": [], "config": {}}, [*cells], Path(name))
+def run(*cells: Cell, name: str = "a", weights: str | None = None, **settings: object) -> Run:
+    return Run({"cells": [], "config": settings, "weights": weights}, [*cells], Path(name))
 
 
 def sheets(*runs: Run) -> list[Sheet]:
@@ -95,6 +95,24 @@ def test_each_setting_has_a_table_and_runs_join_where_they_do_not_overlap():
     assert matrices([one, two])[0].defences == ("none", "dp")
     with pytest.raises(GradveilError, match="b: has 'ig' against 'none' with seed 0, and so has a"):
         matrices([one, run(cell("none", "ig", 3), name="b")])
+
+
+def test_cells_of_other_images_or_weights_are_never_pooled():
+    small, large = (
+        run(cell("none", "ig", 4 * seed, seed=seed), name=str(seed), data={"name": "mnist", "size": 16 * (1 + seed)})
+        for seed in (0, 1)
+    )
+    assert [table.caption().partition(": ")[0] for table in matrices([small, large])] == [
+        "net on mnist, one gradient of 1 image (data.size = 16)",
+        "net on mnist, one gradient of 1 image (data.size = 32)",
+    ]
+    of_file = {"name": "net", "weights": "w.safetensors"}
+    one, other = (run(cell("none", "ig", 4, seed=ord(w)), name=w, weights=20 * w, model=of_file) for w in "ab")
+    assert [table.caption().partition(": ")[0].partition(" (")[2] for table in matrices([one, other])] == [
+        'initial weights = "aaaaaaaaaaaa")',
+        'initial weights = "bbbbbbbbbbbb")',
+    ]
+    assert len(matrices([one, replace(other, info={**other.info, "weights": 20 * "a"})])) == 1
 
 
 def test_rates_above_different_thresholds_are_not_set_beside_each_other():

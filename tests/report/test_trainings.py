@@ -188,6 +188,17 @@ def test_epsilons_of_other_deltas_are_no_table(runs: tuple[Path, Path], tmp_path
     assert "delta" not in bare.caption()
 
 
+def test_own_code_that_changed_between_cells_is_told(runs: tuple[Path, Path], tmp_path: Path, capsys: Any):
+    copies = [shutil.copytree(folder, tmp_path / folder.name) for folder in runs]
+    for folder, version in zip(copies, "ab", strict=True):
+        for file in (folder / "cells").glob("dp*.json"):
+            changed(file, code={"mine": version})
+    assert command(["summary", *map(str, copies), "--csv", str(tmp_path / "t.csv")]) == 0
+    assert "warning: module mine: was changed in between: these cells were made by 2" in capsys.readouterr().err
+    assert command(["summary", str(copies[0]), "--csv", str(tmp_path / "t.csv")]) == 0
+    assert capsys.readouterr().err == ""
+
+
 def test_a_defence_is_one_however_it_was_written(runs: tuple[Path, Path], tmp_path: Path):
     other = trained(tmp_path / "other", defences=["none", "dp( sigma=2.0, clip=1 )"], seeds=[1])
     (table,) = of(runs[0], other)

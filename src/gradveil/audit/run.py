@@ -161,6 +161,7 @@ def describe(
         "config": config.resolved(),
         "growing": config.growing,
         "config_hash": digest([settings, fingerprint(weights)]) if weights else settings,
+        "weights": fingerprint(weights) if weights else None,
         "cells": [cell.id for cell in cells(config)],
         "share": share,
         "sharing": dict(sharing),

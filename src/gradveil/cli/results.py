@@ -12,7 +12,9 @@ from rich.console import Console
 
 from gradveil.audit.layout import TRAINING
 from gradveil.cli.summing import Audits, Trainings, is_audit
+from gradveil.cli.train import warn
 from gradveil.core.errors import Problem, fail, refuse
+from gradveil.core.own import mixed
 from gradveil.federated.reading import is_training
 from gradveil.report import write_report
 from gradveil.report.sheet import as_latex, as_markdown
@@ -63,6 +65,7 @@ def summary(
             _write(file, write())
     if not as_json and all(file is None for file in (table, curves, markdown, latex)):
         found.show()
+    warn(mixed(found.code()))
     for path, left in found.left():
         typer.echo(f"{path}: {left}" if len(runs) > 1 else left, err=True)
     return 0 if found.finished else NOTHING

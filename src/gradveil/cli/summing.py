@@ -46,6 +46,10 @@ class Audits:
         """Whether there is a result."""
         return any(cell.failed is None for run in self.runs for cell in run.cells)
 
+    def code(self) -> list[Mapping[str, str]]:
+        """Say what of each cell's code was the user's own."""
+        return [cell.info.get("code", {}) for run in self.runs for cell in run.cells]
+
     def rows(self) -> list[dict[str, Any]]:
         """Sum up every cell; among those of other runs each says where it lies."""
         named = len(self.runs) > 1
@@ -90,6 +94,10 @@ class Trainings:
     def finished(self) -> bool:
         """Whether there is a result."""
         return any(told is not None and told["status"] != FAILED for run in self.runs for _, told in run.cells)
+
+    def code(self) -> list[Mapping[str, str]]:
+        """Say what of each cell's code was the user's own."""
+        return [told.get("code", {}) for run in self.runs for _, told in run.cells if told is not None]
 
     def rows(self) -> list[dict[str, Any]]:
         """Sum up every finished cell, its curve with it."""

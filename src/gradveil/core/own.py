@@ -144,6 +144,23 @@ def outdated(made: Sequence[Mapping[str, str]], texts: Iterable[str]) -> Iterato
             yield Problem(f"module {module}", what, remedy, severity="warning")
 
 
+def mixed(made: Iterable[Mapping[str, str]]) -> Iterator[Problem]:
+    """Warn of a user's own code that was not the same when cells that stand beside each other were made.
+
+    >>> [str(problem.where) for problem in mixed([{"mine": "a"}, {"mine": "b", "net": "c"}, {}])]
+    ['module mine']
+    """
+    found: dict[str, set[str]] = {}
+    for code in made:
+        for module, text in code.items():
+            found.setdefault(module, set()).add(text)
+    for module, texts in found.items():
+        if len(texts) > 1:
+            what = f"was changed in between: these cells were made by {len(texts)} versions of it"
+            remedy = "if that matters to what they show, make them again with --fresh, or sum them up apart"
+            yield Problem(f"module {module}", what, remedy, severity="warning")
+
+
 def _a(name: str) -> str:
     return f"{'an' if name[0].lower() in 'aeiou' else 'a'} {name}"
 

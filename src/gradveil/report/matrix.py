@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from statistics import fmean
+from typing import Any
 
 from gradveil.audit.health import examine
 from gradveil.audit.rows import Row, Setting
@@ -14,6 +16,7 @@ from gradveil.audit.store import UNFIT, Run
 from gradveil.core.errors import Problem, refuse
 from gradveil.core.words import DASH, interval, listing, percent, plural
 from gradveil.metrics import wilson
+from gradveil.report.settings import initial_weights, told_apart
 from gradveil.report.sheet import Sheet, Text
 
 DOUBTFUL, TOLD, CHANGED = "†", "‡", "§"
@@ -69,6 +72,7 @@ class Matrix:
     """The entries of one setting by (defence, attack)."""
 
     setting: Setting
+    title: str
     threshold: float
     seeds: int
     defences: tuple[str, ...]
@@ -93,7 +97,7 @@ class Matrix:
         guesses = sorted({row.floor for entry in self.entries.values() for row in entry.rows if row.floor is not None})
         floor = " to ".join(dict.fromkeys(percent(one) for one in (*guesses[:1], *guesses[-1:])))
         return (
-            f"{self.setting.title()}: share of images recovered (SSIM above {self.threshold:g}) with its 95% interval, "
+            f"{self.title}: share of images recovered (SSIM above {self.threshold:g}) with its 95% interval, "
             f"and mean SSIM; {plural(self.usual, 'image')}{seeds} unless said otherwise. Bold: the strongest attacker."
             + (f" A guess that sees no update: {floor}." if floor else "")
         )
@@ -132,30 +136,52 @@ def matrices(runs: Sequence[Run]) -> list[Matrix]:
     """Make a table of each setting there is in these runs; runs with two answers to one question are refused."""
     rows = [Row(place, cell) for place, cell in enumerate(cell for run in runs for cell in run.cells)]
     owners = [run for run in runs for _ in run.cells]
-    answers: dict[tuple[Setting, str, str, int], Run] = {}
-    problems: list[Problem] = []
+    shared = {id(run): _shared(run) for run in runs}
+    groups: dict[tuple[Setting, str], list[tuple[Row, Run]]] = {}
+    for row, owner in zip(rows, owners, strict=True):
+        groups.setdefault((row.setting, json.dumps(shared[id(owner)], sort_keys=True)), []).append((row, owner))
     thresholds = {_threshold(row): str(owner.path) for row, owner in zip(rows, owners, strict=True)}
+    problems: list[Problem] = []
     if len(thresholds) > 1:
         told = listing(f"{value:g} in {path}" for value, path in thresholds.items())
         problems.append(Problem("threshold", f"is {told}: rates above different SSIMs", "make a table of each"))
-    for row, owner in zip(rows, owners, strict=True):
-        first = answers.setdefault((row.setting, row.defence, row.attack, row.seed), owner)
+    refuse([*problems, *(problem for group in groups.values() for problem in _twice(group))])
+    titles = told_apart(
+        [setting.title() for setting, _ in groups], [shared[id(group[0][1])] for group in groups.values()]
+    )
+    every = zip(titles, groups.items(), strict=True)
+    return [_matrix(setting, title, [row for row, _ in group]) for title, ((setting, _), group) in every]
+
+
+_SHARED = ("data", "model", "precision", "server_lr", "budget", "observed")
+"""Settings of a run that count for every one of its cells, beside what each cell says of itself."""
+_OWN = {"rounds", "audit_at"}
+"""Settings of a training that say which cells there are, and change none of them."""
+
+
+def _shared(run: Run) -> dict[str, Any]:
+    config = run.info["config"]
+    plan = {key: value for key, value in (config.get("train") or {}).items() if key not in _OWN}
+    return {key: config.get(key) for key in _SHARED} | {"train": plan} | initial_weights(run.info)
+
+
+def _twice(group: Sequence[tuple[Row, Run]]) -> Iterator[Problem]:
+    answers: dict[tuple[str, str, int], Run] = {}
+    for row, owner in group:
+        first = answers.setdefault((row.defence, row.attack, row.seed), owner)
         if first is not owner:
             what = f"has '{row.attack}' against '{row.defence}' with seed {row.seed}, and so has {first.path}"
-            problems.append(Problem(str(owner.path), what, "leave one of them out, or make a table of each"))
-    refuse(problems)
-    return [_matrix(setting, rows) for setting in dict.fromkeys(row.setting for row in rows)]
+            yield Problem(str(owner.path), what, "leave one of them out, or make a table of each")
 
 
-def _matrix(setting: Setting, everything: Sequence[Row]) -> Matrix:
-    rows = [row for row in everything if row.setting == setting]
+def _matrix(setting: Setting, title: str, rows: Sequence[Row]) -> Matrix:
     sound = [row for row in rows if row.cell.failed is None]
     groups: dict[tuple[str, str], list[Row]] = {}
     for row in rows:
         groups.setdefault((row.defence, row.attack), []).append(row)
     entries = {place: _entry(group, sound) for place, group in groups.items()}
     defences, attacks = (tuple(dict.fromkeys(place[side] for place in groups)) for side in (0, 1))
-    return Matrix(setting, _threshold(rows[0]), len({row.seed for row in rows}), defences, attacks, entries)
+    return Matrix(setting, title, _threshold(rows[0]), len({row.seed for row in rows}), defences, attacks, entries)
 
 
 def _threshold(row: Row) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from statistics import fmean, stdev
@@ -17,6 +17,7 @@ from gradveil.federated.config import FREE, TrainConfig
 from gradveil.federated.reading import Training
 from gradveil.federated.setting import Cell
 from gradveil.report.kinds import GOOD, LEFT, Cells, Kind, Told, kinds, what
+from gradveil.report.settings import initial_weights, told_apart
 from gradveil.report.sheet import Sheet, Text
 
 _BESIDE = {"name", "device", *FREE}
@@ -120,10 +121,7 @@ def _setting(training: Training) -> dict[str, Any]:
     """Say in what runs have to be alike; of weights in a file, what they are: names say nothing of them."""
     config = training.config
     settings = {key: value for key, value in config.resolved().items() if key not in _BESIDE | {*config.growing}}
-    if config.model.weights is not None:
-        # An earlier version wrote them into the hash of all settings only.
-        settings["initial weights"] = str(training.info.get("weights") or training.info.get("config_hash"))[:12]
-    return settings
+    return settings | initial_weights(training.info)
 
 
 def _joined(group: Sequence[Training]) -> Cells:
@@ -171,21 +169,4 @@ def _twice(group: Sequence[Training]) -> Iterator[Problem]:
 
 def _titles(trainings: Sequence[Training]) -> list[str]:
     """Say what each setting is; where words do not tell them apart, with the settings that do."""
-    said = [what(training.config) for training in trainings]
-    if len(set(said)) == len(said):
-        return said
-    flat = [dict(_flat(_setting(training))) for training in trainings]
-    keys = dict.fromkeys(key for one in flat for key in one)
-    differ = [key for key in keys if len({json.dumps(one.get(key)) for one in flat}) > 1]
-    return [
-        f"{title} ({', '.join(f'{key} = {json.dumps(one.get(key))}' for key in differ)})"
-        for title, one in zip(said, flat, strict=True)
-    ]
-
-
-def _flat(value: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, inner in value.items():
-        if isinstance(inner, Mapping):
-            yield from _flat(inner, f"{prefix}{key}.")
-        else:
-            yield prefix + key, inner
+    return told_apart([what(training.config) for training in trainings], [*map(_setting, trainings)])
