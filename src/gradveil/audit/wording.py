@@ -80,6 +80,7 @@ def _wanted(kind: str, context: Mapping[str, Any], message: str) -> str:
         "string_too_short": lambda: "give a name",
         "greater_than_equal": lambda: f"give at least {context['ge']:g}",
         "greater_than": lambda: f"give a number above {context['gt']:g}",
+        "less_than_equal": lambda: f"give at most {context['le']:g}",
         "less_than": lambda: f"give a number below {context['lt']:g}",
         "literal_error": lambda: f"allowed: {context['expected']}",
         "string_pattern_mismatch": lambda: f"it has to match {context['pattern']}",

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from gradveil.core.errors import Problem, fail, refuse
+from gradveil.core.words import plural
 from gradveil.data import bundled, hub
 from gradveil.data.dataset import Dataset, Splits
 from gradveil.data.pixels import recolour, resize, stack
@@ -163,6 +164,7 @@ class _Loaded(NamedTuple):
 
 def _from_wheels(name: str, size: int | None, column: str | None) -> _Loaded:
     raw: bundled.Raw = getattr(bundled, name)()
+    _affordable(len(raw.public) + len(raw.victims), size)
     pixels = (resize(raw.public, size), resize(raw.victims, size))
     values = hub.no_columns(column) if column not in (None, LABEL) else ()
     return _Loaded(DATASETS[name].classes or (), pixels, (raw.public_labels, raw.victim_labels), values)
@@ -174,11 +176,22 @@ def _from_rows(
     classes, public_labels, victim_labels = hub.number(public, victims)
     first = torch.tensor(public_labels[: limits[0]], dtype=torch.int64)
     second = torch.tensor(victim_labels[: limits[1]], dtype=torch.int64)
+    _affordable(len(first) + len(second), size)
     pixels = (
         stack(public.decode(range(len(first))), size, public.where),
         stack(victims.decode(range(len(second))), size, victims.where),
     )
     return _Loaded(classes, pixels, (first, second), public.column(column) if column not in (None, LABEL) else ())
+
+
+def _affordable(images: int, size: int | None) -> None:
+    """Refuse images that no memory of this machine holds, before any of them is made."""
+    bytes_ = 4 * images * (size or 0) ** 2
+    there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if bytes_ > there:
+        amounts = f"take {bytes_ / 1e9:,.0f} GB or more, and there are {there / 1e9:,.0f}"
+        what = f"is {size}: {plural(images, 'image')} {amounts}"
+        raise fail("size", what, "lower it, or read fewer images")
 
 
 def _statistics(
