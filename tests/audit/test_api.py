@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import re
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -238,8 +239,10 @@ def test_models_and_losses_that_fail_are_told_before_any_attack(change: dict[str
         audited(**change)
 
 
-@pytest.mark.parametrize("error", [_OwnError("my trouble"), OSError("my trouble"), MemoryError("my trouble")])
-def test_an_attack_that_fails_on_one_defence_fails_its_cell_alone(error: Exception) -> None:
+@pytest.mark.parametrize(
+    "error", [_OwnError("my trouble"), OSError("my trouble"), MemoryError("my trouble"), SystemExit("my trouble")]
+)
+def test_an_attack_that_fails_on_one_defence_fails_its_cell_alone(error: BaseException) -> None:
     @dataclass(frozen=True)
     class Mine(Inversion):
         def __call__(self, observations: Any, belief: Any, knowledge: Any, key: Any, *more: Any) -> Any:
@@ -253,6 +256,50 @@ def test_an_attack_that_fails_on_one_defence_fails_its_cell_alone(error: Excepti
     assert first is None
     assert second.startswith(f"{type(error).__name__}: my trouble (test_api.py, line ")
     assert rows[0]["victims"] == 2
+
+
+def changes_the_update(observations: Any, belief: Any, knowledge: Any) -> None:
+    next(iter(observations[-1].update.values())).mul_(2)
+
+
+def changes_the_parameters(observations: Any, belief: Any, knowledge: Any) -> None:
+    observations[-1].params["head.weight"].zero_()
+
+
+def changes_the_model(observations: Any, belief: Any, knowledge: Any) -> None:
+    with torch.no_grad():
+        belief.model.get_parameter("head.weight").zero_()
+
+
+def draws_where_it_likes(observations: Any, belief: Any, knowledge: Any) -> None:
+    torch.rand(2)
+
+
+@pytest.mark.parametrize(
+    ("does", "said"),
+    [
+        (changes_the_update, "in place: '[a-z0-9.]+' of the update of round 0 -> make new tensors"),
+        (changes_the_parameters, "in place: 'head.weight' of the params"),
+        (changes_the_model, "in place: 'head.weight' of the params"),
+        (draws_where_it_likes, ""),
+    ],
+)
+def test_an_attack_that_changes_what_others_count_on_is_told(does: Any, said: str) -> None:
+    @dataclass(frozen=True)
+    class Mine(Inversion):
+        def __call__(self, observations: Any, belief: Any, knowledge: Any, key: Any, *more: Any) -> Any:
+            does(observations, belief, knowledge)
+            return super().__call__(observations, belief, knowledge, key, *more)
+
+    result = audited(attacks=(Mine("mine", descent=Descent(iterations=4)),), defences=("none",))
+    (row,), (cell,) = result.summary(), result.cells
+    if said:
+        assert re.search(f"attack mine: changes what it is handed {said}", row["failed"])
+    else:
+        assert row["failed"] is None
+        assert any("it drew from torch's global generator" in remark for remark in cell.info["remarks"])
+    (honest,) = audited(attacks=(Inversion("own", descent=Descent(iterations=4)),), defences=("none",)).cells
+    assert not any("global generator" in remark for remark in honest.info["remarks"])
 
 
 def test_a_model_that_cannot_be_copied_is_told() -> None:

@@ -22,7 +22,7 @@ from gradveil.audit.config import RunConfig
 from gradveil.audit.granted import first, grant, looks_at_last, told
 from gradveil.audit.plans import UNPLANNED, Plans
 from gradveil.audit.privacy import privacy_facts
-from gradveil.audit.protocol import checked
+from gradveil.audit.protocol import answer
 from gradveil.audit.rounds import Truth, observe, updates
 from gradveil.audit.scene import Scene
 from gradveil.audit.utility import pruned, worth
@@ -155,7 +155,7 @@ def attacked(
     plan: tuple[int, ...] = ()
     if isinstance(attack, Planner):
         plan = plans.settled("rows", partial(attack.plan, seen, belief, knowledge, key))
-    found = checked(attack.name, attack(seen, belief, knowledge, key, count, plan), seen[-1], knowledge)
+    found = answer(attack, seen, belief, knowledge, lambda: attack(seen, belief, knowledge, key, count, plan))
     done = done or int(found.iterations.sum()) * found.objectives.shape[1]
     return Made(attack, belief, knowledge, grants, key, found, done)
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, cast, get_args
 
+import torch
 from torch import Tensor
 
-from gradveil.attacks.base import Attack, Observation, Reconstruction, Status
-from gradveil.attacks.knowledge import How, Knowledge
+from gradveil.attacks.base import Attack, Observation, Reconstruction, Remark, Status
+from gradveil.attacks.knowledge import How, Knowledge, Known
+from gradveil.client import Client
 from gradveil.core.errors import Problem, fail, refuse
+from gradveil.core.own import users
 
 _STATUSES = get_args(Status)
 
@@ -34,6 +37,48 @@ def declared(attack: Attack) -> Iterator[Problem]:
         if not isinstance(how, How):
             remedy = "say Known(), Optimise(), Sample(), Infer() or Neutral() of gradveil.attacks.knowledge"
             yield Problem(f"knowledge['{pattern}']", f"is {how!r}", remedy)
+
+
+_DREW = Remark(
+    "it drew from torch's global generator: numbers depend on what ran before it, and another run gives others; "
+    "key.child(victim, restart).generator() gives the same",
+    (1.0,),
+)
+
+
+def answer(
+    attack: Attack,
+    seen: Sequence[Observation],
+    belief: Client,
+    knowledge: Knowledge,
+    run: Callable[[], Any],
+) -> Reconstruction:
+    """Run an attack on what it is handed, and check what it returns; one of a user's own has to leave that as it is."""
+    if not users(attack):
+        return checked(attack.name, run(), seen[-1], knowledge)
+    before = {name: value._version for name, value in _handed(seen, belief, knowledge)}
+    drawn = torch.get_rng_state()
+    found = checked(attack.name, run(), seen[-1], knowledge)
+    if changed := [name for name, value in _handed(seen, belief, knowledge) if value._version != before.get(name)]:
+        what = f"changes what it is handed in place: {changed[0]}"
+        raise fail(f"attack {attack.name}", what, "make new tensors: value * 2, not value.mul_(2)")
+    told = (_DREW,) if not torch.equal(drawn, torch.get_rng_state()) else ()
+    return replace(found, remarks=(*found.remarks, *told))
+
+
+def _handed(seen: Sequence[Observation], belief: Client, knowledge: Knowledge) -> Iterator[tuple[str, Tensor]]:
+    for each in seen:
+        for kind, tensors in (("params", each.params), ("update", each.update), ("messages", each.messages)):
+            yield from ((f"'{name}' of the {kind} of round {each.round}", value) for name, value in tensors.items())
+    for kind, found in (("parameter", belief.model.named_parameters()), ("buffer", belief.model.named_buffers())):
+        yield from ((f"{kind} '{name}' of the believed client's model", value) for name, value in found)
+    public = knowledge.public or ()
+    for name, value in (("lower", knowledge.lower), ("upper", knowledge.upper), ("targets", knowledge.targets)):
+        yield from [(f"knowledge.{name}", value)] if value is not None else []
+    yield from ((f"knowledge.public[{place}]", value) for place, value in enumerate(public))
+    for name, how in knowledge.tensors.items():
+        if isinstance(how, Known) and how.value is not None:
+            yield f"knowledge.tensors['{name}']", how.value
 
 
 def checked(name: str, found: Any, seen: Observation, knowledge: Knowledge) -> Reconstruction:

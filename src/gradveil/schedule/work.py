@@ -106,11 +106,11 @@ def attempt(work: Work, order: Parcel, tell: Tell) -> Parcel | str:
         return work(order, tell)
     except GradveilError as error:
         return str(error)
-    except FOREIGN as error:
+    except (*FOREIGN, SystemExit) as error:  # an attack that ends with sys.exit() ends itself, and no worker
         return f"{type(error).__name__}: {error}{_place(error)}"
 
 
-def _place(error: Exception) -> str:
+def _place(error: BaseException) -> str:
     """Say where a user's own code raised: the innermost line that is neither this library's nor an installed one's."""
     frames = traceback.extract_tb(error.__traceback__)
     own = [f for f in frames if not any(f.filename.startswith(folder) for folder in _INSTALLED)]
