@@ -68,6 +68,7 @@ STAGES = {
     "apply gives something else each time": Own(each(lambda g: g + random.random())),
     "apply changes what it is handed in place: '1.weight'": Own(each(lambda g: g.mul_(2))),
     "apply makes NaN or infinity of finite values, in '1.weight'": Own(each(lambda g: g / g.abs())),
+    "NaN or infinity of a layer whose gradient is zero, in '1.weight'": Own(each(lambda g: g / g.abs().max())),
     "holds '1.weight' as torch.float32 (48,), handed in as torch.float32 (3, 16)": Own(each(lambda g: g.flatten())),
     "holds '1.weight' as torch.int8": Own(each(lambda g: g.sign().to(torch.int8))),
     "cannot be applied to several clients at once: RuntimeError": Own(each(lambda g: g if g.norm() > 1 else g * 2)),

@@ -101,6 +101,7 @@ def _try_stage(where: str, stage: Transform, client: Client, batch: Batch) -> It
         return {**update_after, **{f"state {name}": value for name, value in state_after.items()}}
 
     found = list(_try_out(where, apply, {name: _gradient(value, name) for name, value in sent.items()}, spec))
+    found += _of_nothing(where, apply, sent, spec)
     if isinstance(stage, Additive) and (what := called(where, "its draws", lambda: misstated(stage, client, batch))):
         remedy = "return one over the information of an entry's place: at most the variance, for normal noise the same"
         raise fail(where, what, remedy)
@@ -157,6 +158,21 @@ def _try_out(
         what = f"cannot be applied to several clients at once: {type(error).__name__}: {error}"
         raise fail(where, what, f"{_ALL_AT_ONCE}; {_DECLARE}") from error
     yield from called(where, "its derivative", lambda: _without_slope(where, lambda v: apply(v, dict(noise)), given))
+
+
+def _of_nothing(
+    where: str, apply: Callable[[Tensors, Tensors], Tensors], like: Tensors, spec: NoiseSpec
+) -> Iterator[Problem]:
+    """Warn of what makes NaN of layers whose gradient is zero: all of their units are off."""
+    zeros = {name: torch.zeros_like(value) for name, value in like.items()}
+    try:
+        after = called(where, "apply", lambda: apply(zeros, _drawn(spec, 0, next(iter(zeros.values())))))
+    except AskedError:
+        return
+    if broken := [name for name, value in after.items() if not value.isfinite().all()]:
+        what = f"apply makes NaN or infinity of a layer whose gradient is zero, in '{broken[0]}'"
+        remedy = "look for divisions by a norm or a largest value: add 1e-30 to it"
+        yield Problem(where, what, remedy, "warning")
 
 
 def _without_slope(where: str, apply: Callable[[Tensors], Tensors], given: Tensors) -> list[Problem]:
