@@ -207,7 +207,8 @@ def table(found: Sequence[Kind]) -> Table:
     """Lay the defences side by side; the accuracy is that after the round with the lowest validation loss."""
     out = Table(box=None, pad_edge=False)
     for title in (*_COLUMNS, *_WORDS):
-        out.add_column(title, justify="left" if title in ("defence", *_WORDS) else "right")
+        # Folded, never cut off: two defences may differ in their last setting.
+        out.add_column(title, justify="left" if title in ("defence", *_WORDS) else "right", overflow="fold")
     out.caption, out.caption_justify = Text("\n".join(_proofs(found)), style="dim not italic"), "left"
     for kind in found:
         sent, received, seconds = (kind.mean(key) for key in ("bytes_up", "bytes_down", "seconds"))

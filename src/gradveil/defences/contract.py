@@ -161,7 +161,7 @@ def _try_out(
 
 
 def _of_nothing(
-    where: str, apply: Callable[[Tensors, Tensors], Tensors], like: Tensors, spec: NoiseSpec
+    where: str, apply: Callable[[Tensors, Tensors], Tensors], like: Mapping[str, Tensor], spec: NoiseSpec
 ) -> Iterator[Problem]:
     """Warn of what makes NaN of layers whose gradient is zero: all of their units are off."""
     zeros = {name: torch.zeros_like(value) for name, value in like.items()}
