@@ -271,7 +271,7 @@ def test_the_command_trains_attacks_and_tells_accuracy_and_costs(
     assert run(["summary", "runs/little"]) == 0
     shown = capsys.readouterr().out
     assert "clients of a training, attacked before it, after 1 round and after 2 rounds" in " ".join(shown.split())
-    assert "received a round" in shown
+    assert "received" in shown
     assert run([*words, "--set", "train.rounds=3"]) == 2
     assert "train.rounds (2 there, 3 now)" in capsys.readouterr().err
     fewer = ["--set", "train.rounds=1", "--defence", "none", "--workers", "1"]

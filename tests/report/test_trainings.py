@@ -5,14 +5,18 @@ from __future__ import annotations
 import csv
 import io
 import json
+import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from statistics import stdev
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from gradveil.cli.app import run as command
+from gradveil.cli.train import table, wide
 from gradveil.core.errors import GradveilError
 from gradveil.federated.reading import load_training
 from gradveil.federated.setting import Cell
@@ -256,6 +260,22 @@ def test_defences_with_brackets_and_bars_are_shown_as_written(runs: tuple[Path, 
     assert command(["summary", str(own)]) == 0
     shown = capsys.readouterr().out
     assert f"Proven of {name}" in " ".join(shown.split())
+
+
+def test_no_number_is_folded_and_no_defence_cut_off(runs: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "40")
+    console = Console(width=wide().width, color_system=None, markup=False)
+    config = [
+        (replace(cell, defence=cell.defence * 3), told) for run in runs for cell, told in load_training(run).cells
+    ]
+    with console.capture() as captured:
+        console.print(table(kinds(config)))
+    lines = captured.get().splitlines()
+    assert max(map(len, lines)) <= 100
+    assert "…" not in captured.get()
+    assert 3 * "dp(clip=1,sigma=2)" in "".join(line.partition("  ")[0].replace(" ", "") for line in lines)
+    assert any(re.search(r"% ± \d+\.\d\d  .* kB", line) for line in lines)
 
 
 def changed(file: Path, **values: Any) -> None:

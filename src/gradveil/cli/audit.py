@@ -33,7 +33,7 @@ from gradveil.audit.work import site
 from gradveil.cli.again import again
 from gradveil.cli.engine import AddressOption, Engine, EngineOption, Place
 from gradveil.cli.gate import show_gate
-from gradveil.cli.train import table, tell, warn
+from gradveil.cli.train import table, tell, warn, wide
 from gradveil.core.errors import fail
 from gradveil.core.own import outdated
 from gradveil.federated.config import UNSEEN
@@ -233,5 +233,5 @@ def show_table(cells: Sequence[Cell], config: Mapping[str, Any], folder: Path | 
     console.print(result_table(cells))
     if config.get("train") and folder is not None and is_training(folder / TRAINING):
         console.print("Training", style="bold")
-        console.print(table(kinds(load_training(folder / TRAINING).cells)))
+        wide().print(table(kinds(load_training(folder / TRAINING).cells)))
     console.print(legend(cells, config), style="dim")

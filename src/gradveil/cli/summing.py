@@ -5,20 +5,18 @@ from __future__ import annotations
 import csv
 import io
 import shlex
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.text import Text
 
 from gradveil.audit.layout import RUN, TRAINING
 from gradveil.audit.store import Cell, load_run
 from gradveil.cli.again import kept
 from gradveil.cli.audit import show_table
-from gradveil.cli.train import table
+from gradveil.cli.train import table, wide
 from gradveil.federated.reading import load_training
 from gradveil.federated.work import FAILED
 from gradveil.report import kinds
@@ -124,7 +122,7 @@ class Trainings:
 
     def show(self) -> None:
         """Print the results."""
-        console = Console(width=None if sys.stdout.isatty() else 120, markup=False)
+        console = wide()
         for one in self.tables:
             console.print(Text(one.title, style="bold"))
             console.print(table(one.kinds))

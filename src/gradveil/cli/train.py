@@ -39,6 +39,8 @@ DIVERGED = 1
 """Exit code of a training that diverged or failed."""
 _COLUMNS = ("defence", "accuracy", "to none", "rounds", "sent a round", "received a round", "s a round")
 _WORDS = ("status", "proven")
+_LEAST = 100
+"""Columns that a table of trainings takes, its words folded."""
 _HELP = {
     "run": "A run file (TOML), or the name of a bundled training: digits.",
     "rounds": "How many rounds. A finished training goes on where it ended if this is raised.",
@@ -117,7 +119,7 @@ def _show(cells: Cells, summaries: Sequence[Told], as_json: bool, console: Conso
     if as_json:
         typer.echo(json.dumps(summaries, indent=1))
     else:
-        Console(width=None if sys.stdout.isatty() else 120, markup=False).print(table(kinds(cells)))
+        wide().print(table(kinds(cells)))
     for row in summaries:
         if row["status"] == FAILED:
             told = f"{row['defence']}, seed {row['seed']}: failed: {row['failed']}"
@@ -207,8 +209,11 @@ def table(found: Sequence[Kind]) -> Table:
     """Lay the defences side by side; the accuracy is that after the round with the lowest validation loss."""
     out = Table(box=None, pad_edge=False)
     for title in (*_COLUMNS, *_WORDS):
-        # Folded, never cut off: two defences may differ in their last setting.
-        out.add_column(title, justify="left" if title in ("defence", *_WORDS) else "right", overflow="fold")
+        if title in ("defence", *_WORDS):
+            # Folded, never cut off: two defences may differ in their last setting.
+            out.add_column(title, overflow="fold")
+        else:
+            out.add_column(title.replace(" a ", "\na "), justify="right", no_wrap=True)
     out.caption, out.caption_justify = Text("\n".join(_proofs(found)), style="dim not italic"), "left"
     for kind in found:
         sent, received, seconds = (kind.mean(key) for key in ("bytes_up", "bytes_down", "seconds"))
@@ -217,6 +222,11 @@ def table(found: Sequence[Kind]) -> Table:
         told = accuracy(kind), gap(kind) + fewer(kind), rounds(kind) or DASH
         out.add_row(kind.name, *told, *numbers, statuses, kind.proof)
     return out
+
+
+def wide() -> Console:
+    """Print as wide as the terminal, never narrower than the numbers: one that is folded reads as another."""
+    return Console(width=max(_LEAST, Console().width) if sys.stdout.isatty() else 120, markup=False)
 
 
 def _proofs(found: Sequence[Kind]) -> Iterator[str]:
