@@ -37,9 +37,9 @@ def test_defences_stand_side_by_side(little: Path, capsys: pytest.CaptureFixture
     assert "none, seed 0: round 1 of 1, accuracy" in err
     assert "gradveil report runs/little" in err
     lines = [line.split() for line in out.splitlines()]
-    assert lines[0][:2] == ["defence", "accuracy"]
-    assert [line[0] for line in lines[1:3]] == ["none", "topk(0.1)"]
-    assert lines[2][2][0] in "+−"
+    assert lines[1][:2] == ["defence", "accuracy"]
+    assert [line[0] for line in lines[2:4]] == ["none", "topk(0.1)"]
+    assert lines[3][2][0] in "+−"
     assert (little / "runs/little").stat().st_mode & 0o777 == 0o700
 
 

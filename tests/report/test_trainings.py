@@ -20,8 +20,9 @@ from gradveil.cli.train import table, wide
 from gradveil.core.errors import GradveilError
 from gradveil.federated.reading import load_training
 from gradveil.federated.setting import Cell
-from gradveil.report.kinds import Told, kinds
+from gradveil.report.kinds import Cells, Told, idle, kinds
 from gradveil.report.sheet import Sheet, Text, as_latex, as_markdown
+from gradveil.report.training import training_page
 from gradveil.report.trainings import Table, fewer, gap, tables
 from tests.audit.runs import config, execute
 from tests.report.test_training import DP, FEW, TOPK, trained
@@ -187,7 +188,7 @@ def test_epsilons_of_other_deltas_are_no_table(runs: tuple[Path, Path], tmp_path
     with pytest.raises(GradveilError, match=r"delta of 0\.01, and .* for one of 1e-05 -> run it again with --set"):
         of(runs[0], loose)
     (table,) = of(*runs)
-    assert table.caption().endswith("; epsilons at delta 1e-05.")
+    assert "; epsilons at delta 1e-05." in table.caption()
     (bare,) = of(trained(tmp_path / "bare", "rounds=1", defences=["none"]))
     assert "delta" not in bare.caption()
 
@@ -213,7 +214,7 @@ def test_rows_stand_as_in_the_run_whatever_is_not_done_yet(runs: tuple[Path, Pat
     half = shutil.copytree(runs[1], tmp_path / "half")
     next((half / "cells").glob("dp*.json")).unlink()
     (table,) = of(half)
-    assert [kind.name for kind in table.kinds] == ["none", "dp(clip=1, sigma=2)", "topk(keep=0.1)"]
+    assert [kind.name for kind in table.kinds] == ["none", DP, TOPK], "as it was written"
 
 
 def test_a_difference_is_to_a_training_as_long_and_says_of_how_many_seeds():
@@ -299,3 +300,21 @@ def test_of_several_seeds_the_largest_epsilon_is_told():
     assert kind.worst == told[1]
     (lost,) = kinds([(Cell("dp", 0), failed)])
     assert lost.worst is None
+
+
+def test_what_has_learnt_nothing_is_told_before_anybody_compares_it(tmp_path: Path):
+    def one(defence: str, right: float, seeds: int = 1) -> Cells:
+        told = {"status": "finished", "tested": 100, "constant": 0.15, "accuracy": right}
+        return [(Cell(defence, seed), told) for seed in range(seeds)]
+
+    by_chance = "none and dp named no more images rightly than one class for all does (15%): nothing is learnt yet"
+    assert idle(kinds([*one("none", 0.22), *one("dp", 0.1), *one("cvb", 0.23)])).startswith(by_chance)
+    assert idle(kinds([*one("none", 0.22, seeds=3)])) == "", "three times as many images"
+    assert idle(kinds([*one("none", 0.5), *one("dp", 0.1)])).endswith("does (15%): nothing is learnt yet.")
+    still = trained(tmp_path / "still", "local.lr=1e-9", defences=["none"])
+    ((_, told),) = load_training(still).cells
+    (table,) = of(still)
+    assert told is not None
+    assert (told["tested"], told["constant"]) == (40, 6 / 40)
+    assert table.caption().endswith("nothing is learnt yet, and what defences cost cannot be told.")
+    assert "nothing is learnt yet" in training_page(still)

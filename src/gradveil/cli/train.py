@@ -31,7 +31,7 @@ from gradveil.federated.run import describe, opened, run
 from gradveil.federated.setting import Cell, cells, open_setting
 from gradveil.federated.standing import Round, Status
 from gradveil.federated.work import FAILED, site
-from gradveil.report.kinds import Cells, Kind, Told, kinds
+from gradveil.report.kinds import Cells, Kind, Told, idle, kinds
 from gradveil.report.trainings import accuracy, fewer, gap, rounds
 from gradveil.schedule.processes import cores
 
@@ -214,7 +214,8 @@ def table(found: Sequence[Kind]) -> Table:
             out.add_column(title, overflow="fold")
         else:
             out.add_column(title.replace(" a ", "\na "), justify="right", no_wrap=True)
-    out.caption, out.caption_justify = Text("\n".join(_proofs(found)), style="dim not italic"), "left"
+    told = "\n".join(filter(None, [idle(found), *_proofs(found)]))
+    out.caption, out.caption_justify = Text(told, style="dim not italic"), "left"
     for kind in found:
         sent, received, seconds = (kind.mean(key) for key in ("bytes_up", "bytes_down", "seconds"))
         numbers = (size(sent), size(received), DASH if seconds is None else f"{seconds:.1f}")

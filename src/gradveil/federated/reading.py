@@ -61,6 +61,8 @@ class _Summary(_Held):
     bytes_down: float | None
     seconds: float | None
     client_seconds: float | None = None
+    tested: int | None = None
+    constant: float | None = None
     guarantee: str | None = None
     epsilon: dict[str, float] = {}
     start: _Start | None
@@ -68,7 +70,14 @@ class _Summary(_Held):
 
 
 _RUN, _SUMMARY = TypeAdapter(_Run), TypeAdapter(_Summary)
-_UNTOLD = {"guarantee": None, "epsilon": {}, "delta": None, "client_seconds": None}
+_UNTOLD = {
+    "guarantee": None,
+    "epsilon": {},
+    "delta": None,
+    "client_seconds": None,
+    "tested": None,
+    "constant": None,
+}
 """What an earlier version did not tell of a training: nobody asked."""
 
 

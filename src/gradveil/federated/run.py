@@ -23,7 +23,7 @@ from gradveil.federated.reading import RUN, load_training, read_info
 from gradveil.federated.recorded import Recorder
 from gradveil.federated.setting import Cell, Setting, cells
 from gradveil.federated.standing import Round, Status
-from gradveil.federated.work import begun, failure, going_on, identity, proven, summarise, working
+from gradveil.federated.work import begun, facts, failure, going_on, identity, summarise, working
 from gradveil.nn.weights import fingerprint
 from gradveil.schedule.work import Job, Parcel, Schedule, in_process
 
@@ -115,7 +115,7 @@ def run(
         if standing is None or standing.status == "running":
             waiting.append(cell)
         else:
-            write(cell, summarise(cell, standing, proven(setting.federation(cell), config, standing)))
+            write(cell, summarise(cell, standing, facts(setting.federation(cell), config, standing)))
     refuse(problems)
     with schedule(Job(working(setting, recorder), order, heard), waiting) as done:
         for cell, found in done:

@@ -62,7 +62,7 @@ def working(setting: Setting, recorder: Recorder | None = None) -> Work:
         standing = going_on(standing, config.rounds) or begun(setting, cell, federation)
         standing = replace(standing, planned=max(standing.planned, config.rounds))
         standing = train(federation, config.rounds, standing, keep)
-        return Parcel(summarise(cell, standing, proven(federation, config, standing)))
+        return Parcel(summarise(cell, standing, facts(federation, config, standing)))
 
     return work
 
@@ -88,9 +88,15 @@ def going_on(standing: Standing | None, rounds: int) -> Standing | None:
     return standing
 
 
-def proven(federation: Federation, config: TrainConfig, standing: Standing) -> dict[str, Any]:
-    """Say what is proven of a training: over the most rounds that it was ever planned for, or had."""
-    return guarantee(federation, max(config.rounds, standing.planned, len(standing.records)), config.delta)
+def facts(federation: Federation, config: TrainConfig, standing: Standing) -> dict[str, Any]:
+    """Say what is proven of a training, how many test examples judge it, and what share of them one class for all is.
+
+    What is proven counts the most rounds that it was ever planned for, or had.
+    """
+    counts = federation.test.targets.bincount()
+    rounds = max(config.rounds, standing.planned, len(standing.records))
+    judged = {"tested": int(counts.sum()), "constant": int(counts.max()) / int(counts.sum())}
+    return guarantee(federation, rounds, config.delta) | judged
 
 
 def identity(setting: Setting, cell: Cell) -> str:
@@ -99,10 +105,10 @@ def identity(setting: Setting, cell: Cell) -> str:
     return digest([setting.config.digest(), cell.title, cell.seed, *start])
 
 
-def summarise(cell: Cell, standing: Standing, promised: Mapping[str, Any]) -> dict[str, Any]:
+def summarise(cell: Cell, standing: Standing, told: Mapping[str, Any]) -> dict[str, Any]:
     """Sum one training up, with every round's record: the accuracy is that of the parameters it ends with.
 
-    `promised` is what is proven of it, see `guarantee`. Bytes are the means of the rounds, seconds their medians: a
+    `told` is what else is known of it, see `facts`. Bytes are the means of the rounds, seconds their medians: a
     process is slow once, in the first round of its first training, which says nothing of that training's defence.
     """
     records = standing.records
@@ -124,7 +130,7 @@ def summarise(cell: Cell, standing: Standing, promised: Mapping[str, Any]) -> di
             "bytes_down": sum(record.bytes_down for record in records) / rounds,
             "seconds": median_low(record.seconds for record in records),
             "client_seconds": median_low(worked) if worked else None,
-            **promised,
+            **told,
             "code": dict(standing.code),
             "start": None if standing.start is None else dict(zip(("loss", "accuracy"), standing.start, strict=True)),
             "curve": [asdict(record) for record in records],

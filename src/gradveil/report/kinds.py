@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,6 +23,8 @@ Told = Mapping[str, Any]
 """What a finished cell came to."""
 Cells = Sequence[tuple[Cell, Told | None]]
 """Cells with what each came to; None where one is not finished."""
+_ERRORS = 2
+"""Standard errors that an accuracy is above chance, at least."""
 LEFT = "not finished"
 """Status of a cell that is not there yet."""
 END = "finished"
@@ -70,6 +73,16 @@ class Kind:
         """The standard deviation of the accuracy over the seeds; None of a single one."""
         found = self.values("accuracy")
         return stdev(found) if len(found) > 1 else None
+
+    @property
+    def learnt(self) -> bool:
+        """Whether it names more test examples rightly than one class for all does, and not by chance alone."""
+        chance = [told for told in self.counted if told["constant"] is not None]
+        if not chance:  # nobody asked
+            return True
+        share = fmean(told["constant"] for told in chance)
+        error = math.sqrt(share * (1 - share) / sum(told["tested"] for told in chance))
+        return fmean(told["accuracy"] for told in chance) > share + _ERRORS * error
 
     @property
     def differences(self) -> list[float]:
@@ -125,6 +138,17 @@ def _as_long(one: Told, other: Told) -> bool:
         return first[1] == second[1]
     (planned, length), (_, end) = (first, second) if first[0] else (second, first)
     return not planned or end <= length
+
+
+def idle(every: Sequence[Kind]) -> str:
+    """Say which trainings have learnt nothing yet: beside those differences mean nothing. Empty where all have."""
+    found = [kind for kind in every if kind.values("accuracy") and not kind.diverged and not kind.learnt]
+    if not found:
+        return ""
+    told = f"{listing(kind.name for kind in found)} named no more images rightly than one class for all does "
+    told += f"({percent(found[0].mean('constant'))}): nothing is learnt yet"
+    whole = any(kind.name == "none" for kind in found)
+    return f"{told}, and what defences cost cannot be told." if whole else f"{told}."
 
 
 def proofs(every: Sequence[Kind]) -> list[tuple[str, str, bool]]:

@@ -12,7 +12,7 @@ from gradveil.defences.lint import MEANINGLESS
 from gradveil.federated.reading import Training, load_training
 from gradveil.federated.work import FAILED
 from gradveil.report.curves import lines
-from gradveil.report.kinds import GOOD, ROUNDS, Kind, as_csv, kinds, proofs, rounds, rows, what
+from gradveil.report.kinds import GOOD, ROUNDS, Kind, as_csv, idle, kinds, proofs, rounds, rows, what
 from gradveil.report.pictures import data_uri
 from gradveil.report.render import render
 
@@ -34,6 +34,7 @@ def context(training: Training) -> dict[str, Any]:
         "what": what(config),
         "cards": cards(every, training),
         "failed": failed,
+        "idle": idle(every),
         "left": sum(told is None for _, told in training.cells),
         "kinds": every,
         "seeds": config.seeds,

@@ -16,7 +16,7 @@ from gradveil.defences import parse
 from gradveil.federated.config import FREE, TrainConfig
 from gradveil.federated.reading import Training
 from gradveil.federated.setting import Cell
-from gradveil.report.kinds import GOOD, LEFT, Cells, Kind, Told, kinds, what
+from gradveil.report.kinds import GOOD, LEFT, Cells, Kind, Told, idle, kinds, what
 from gradveil.report.settings import initial_weights, told_apart
 from gradveil.report.sheet import Sheet, Text
 
@@ -52,8 +52,9 @@ class Table:
             f"{self.title}: test accuracy after {lowest}; {several}{plural(self.seeds, 'seed')} unless said otherwise; "
             f"its difference to none{paired}, in percentage points; bytes of all clients, as encoded"
             + "".join(f"; epsilons at delta {told['delta']:g}" for told in private[:1])
-            + "."
-        )
+            + ". "
+            + idle(self.kinds)
+        ).rstrip()
 
     def sheet(self) -> Sheet:
         """Lay it out; what is proven has a column where there is an epsilon."""
@@ -127,10 +128,12 @@ def _setting(training: Training) -> dict[str, Any]:
 def _joined(group: Sequence[Training]) -> Cells:
     """List the cells of runs that go together; one that a run left undone and another did is done."""
     found: dict[Cell, Told | None] = {}
+    written: dict[str, str] = {}
     for training in group:
-        for cell, told in _named(training):
+        for (cell, told), (own, _) in zip(_named(training), training.cells, strict=True):
             found[cell] = told or found.get(cell)
-    return list(found.items())
+            written.setdefault(cell.defence, own.defence)
+    return [(replace(cell, defence=written[cell.defence]), told) for cell, told in found.items()]
 
 
 def _named(training: Training) -> Cells:
