@@ -40,6 +40,11 @@ def test_the_user_is_told_of_the_attack(capsys: pytest.CaptureFixture[str]) -> N
     err = capsys.readouterr().err
     assert "warning: client: one image comes back in closed form" in err
     assert "--attack analytic" in err
+    (folder,) = Path("runs").iterdir()
+    told = "client: one image comes back in closed form"
+    assert told in (folder / "report.html").read_text(encoding="utf-8"), "whoever reads the page alone is told, too"
+    assert run([*WORDS, "--defence", "none", "--attack", "ig(iterations=1)", "--attack", "analytic"]) == 0
+    assert told not in (folder / "report.html").read_text(encoding="utf-8"), "it is attacked so now"
 
 
 def test_the_attack_recovers_behind_every_model_defence(capsys: pytest.CaptureFixture[str]) -> None:

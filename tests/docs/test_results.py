@@ -1,7 +1,12 @@
 """The tables of the page that were recorded as files print what was recorded."""
 
+import csv
 import json
 from pathlib import Path
+from statistics import fmean, stdev
+from typing import NamedTuple
+
+from gradveil.core.words import size
 
 HERE = Path(__file__).parents[2]
 UPDATES = {"none": "raw", "dp(clip=20, sigma=1e-3)": "DP-SGD", "prune(0.99)": "pruned 0.99"}
@@ -27,3 +32,86 @@ def test_labels_of_a_batch_are_what_was_recorded():
         numbers = [share(found.get(column)) for column in COLUMNS]
         expected.append([f"{row['model']}, {row['data']}", weights, UPDATES[row["defence"]], *numbers, floors])
     assert printed == expected
+
+
+SHOWN = {
+    "none": "none",
+    "dp(clip=20, sigma=1e-4)": "DP-SGD, clip 20, sigma 1e-4",
+    "prune(0.5)": "pruning 0.5",
+    "dropout(0.25)": "dropout 0.25",
+    "precode": "PRECODE",
+    "cvb": "CVB",
+    "dp(clip=20, sigma=1e-4) + precode": "DP-SGD + PRECODE",
+    "dp(clip=20, sigma=1e-4) + cvb": "DP-SGD + CVB",
+    "dropout(0.25) + dp(clip=20, sigma=1e-4) + cvb": "dropout + DP-SGD + CVB",
+}
+"""The defences of the study, as its run file and as the page name them."""
+
+
+class Reached(NamedTuple):
+    """What a training came to: after the round with the lowest validation loss."""
+
+    accuracy: str
+    number: str
+    rounds: str
+    sent: float
+
+
+def curves(data: str) -> dict[tuple[str, int], list[dict[str, str]]]:
+    found: dict[tuple[str, int], list[dict[str, str]]] = {}
+    file = HERE / f"benchmarks/results/accuracy-{data}.csv"
+    for row in csv.DictReader(file.read_text("utf-8").splitlines()):
+        found.setdefault((row["defence"], int(row["seed"])), []).append(row)
+    return found
+
+
+def reached(rounds: list[dict[str, str]], of: int) -> Reached:
+    some = rounds[:of]
+    best = min(some, key=lambda row: float(row["validation_loss"]))
+    sent = fmean(int(row["bytes_up"]) for row in some)
+    return Reached(f"{100 * float(best['accuracy']):.2f}%", best["round"], str(len(some)), sent)
+
+
+def tables(heading: str) -> list[list[list[str]]]:
+    """Read the tables of a section, each without its head: rows of texts."""
+    page = (HERE / "docs/results.md").read_text("utf-8").partition(f"## {heading}\n")[2].partition("\n## ")[0]
+    blocks = [block.splitlines()[2:] for block in page.split("\n\n") if block.startswith("|")]
+    return [[[cell.strip(" *") for cell in line.strip("|").split("|")] for line in block] for block in blocks]
+
+
+def gap(own: str, bare: str) -> float:
+    return float(own.rstrip("%")) - float(bare.rstrip("%"))
+
+
+def signed(value: float) -> str:
+    return f"{value:+.2f}".replace("-", "−")
+
+
+def test_accuracies_of_the_ablation_are_what_was_recorded():
+    whole, ended, cifar = tables("What defences cost in accuracy")[:3]
+    names = {title: defence for defence, title in SHOWN.items()}
+    recorded, compared = curves("mnist"), 0
+    assert [row[0] for row in whole] == list(SHOWN.values())
+    bare = whole[0][1:4]
+    for title, *cells in whole:
+        found = {seed: recorded.get((names[title], seed)) for seed in range(3)}
+        after = {seed: reached(rounds, 30) for seed, rounds in found.items() if rounds}
+        for seed, one in after.items():
+            assert (cells[seed], cells[4].split(", ")[seed]) == (one.accuracy, one.number), (title, seed)
+        compared += len(after)
+        gaps = [gap(own, other) for own, other in zip(cells, bare, strict=False)]
+        assert cells[3] == ("" if title == "none" else f"{signed(fmean(gaps))} ± {stdev(gaps):.2f}"), title
+        assert cells[5] == size(fmean(one.sent for one in after.values())), title
+    assert compared >= 18
+    for seed, none, best, private, last, difference in ended[:-1]:
+        pairs = ("none", none, best), ("dp(clip=20, sigma=1e-4) + cvb", private, last)
+        for defence, accuracy, number in pairs:
+            if rounds := recorded.get((defence, int(seed))):
+                assert reached(rounds, 120)[:2] == (accuracy, number), (seed, defence)
+        assert difference == signed(gap(private, none))
+    assert ended[-1][-1] == signed(fmean(gap(row[3], row[1]) for row in ended[:-1]))
+    recorded = curves("cifar10")
+    for title, accuracy, difference, number, rounds in cifar:
+        if found := recorded.get((names[title], 0)):
+            assert reached(found, 150)[:3] == (accuracy, number, rounds), title
+        assert difference == ("" if title == "none" else signed(gap(accuracy, cifar[0][1])))

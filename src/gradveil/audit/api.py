@@ -184,8 +184,9 @@ def _run(
     scene: Scene, out: Path | str | None, write_report: Callable[[Path, Path], Path], progress: bool | None
 ) -> Result:
     folder = Path(tempfile.mkdtemp(prefix="gradveil-") if out is None else out)
-    info = describe(scene.config, scene.config.victims, "gradveil.audit(...)", sharing=sharing(scene))
     warnings = tuple(str(problem) for problem in closed_forms(scene, called=True))
+    shared = sharing(scene)
+    info = describe(scene.config, scene.config.victims, "gradveil.audit(...)", sharing=shared, warnings=warnings)
     shown = sys.stderr.isatty() if progress is None else progress
     with ExitStack() as undo:
         if out is None:  # whatever stops the run, an interrupt too: the temporary folder holds private images

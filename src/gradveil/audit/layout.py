@@ -46,6 +46,7 @@ class _Run(_Held):
     cells: Annotated[list[str], Field(min_length=1)]
     share: Annotated[int, Field(ge=1)] | None = None
     sharing: dict[str, list[int]] = {}
+    warnings: list[str] = []
     packages: dict[str, Any] = {}
     machine: dict[str, Any] = {}
 

@@ -148,10 +148,12 @@ def describe(
     command: str,
     weights: Mapping[str, Tensor] = MappingProxyType({}),
     sharing: Mapping[str, Sequence[int]] = MappingProxyType({}),
+    warnings: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Say everything that `run.json` holds; other weights in a file of the same name are another run.
 
-    `sharing` tells how many attacks share the budget of each defence, client by client.
+    `sharing` tells how many attacks share the budget of each defence, client by client; `warnings` what a reader of the
+    results has to know that no attack of the run shows.
     """
     settings = config.digest()
     return {
@@ -165,6 +167,7 @@ def describe(
         "cells": [cell.id for cell in cells(config)],
         "share": share,
         "sharing": dict(sharing),
+        "warnings": list(warnings),
         "gradveil": version("gradveil"),
         "packages": dict(_versions()),
         "machine": machine(config.device),

@@ -284,7 +284,7 @@ class Store:
             raise fail(str(self.folder / RUN), "share is missing", RESTORE)
         refuse_others(self.folder, there, info)
         refuse(list(_shared_otherwise(there.get("sharing", {}), info["sharing"])))
-        return {**there, **{key: info[key] for key in ("config", "cells", "command", "sharing")}}
+        return {**there, **{key: info[key] for key in ("config", "cells", "command", "sharing", "warnings")}}
 
 
 def _shared_otherwise(there: Mapping[str, list[int]], now: Mapping[str, list[int]]) -> Iterator[Problem]:

@@ -114,8 +114,8 @@ def audit(
     with redirect_stdout(sys.stderr):  # What a user's model prints must not mix with the results.
         place = Place(engine, address, config.device)
         place.check(workers)
-        scene = _opened(config, folder, data_dir)
-        cells = _run(scene, folder, fresh, data_dir, workers, place, command)
+        scene, warnings = _opened(config, folder, data_dir)
+        cells = _run(scene, warnings, folder, fresh, data_dir, workers, place, command)
     _show(cells, scene.config, as_json, folder)
     own = (config.model.name, *config.defences, *config.attacks)
     made = [cell.info.get("code", {}) for cell in cells]
@@ -156,21 +156,29 @@ def _read(
     return assemble(raw | {key: value for key, value in overrides.items() if value is not None}, settings)
 
 
-def _opened(config: RunConfig, folder: Path, data_dir: Path | None) -> Scene:
-    """Open what the run needs; say what was added to its attacks, or should have been."""
+def _opened(config: RunConfig, folder: Path, data_dir: Path | None) -> tuple[Scene, list[str]]:
+    """Open what the run needs; say what was added to its attacks, and return what should have been."""
     console = Console(stderr=True, soft_wrap=True, markup=False)
     scene = open_scene(config, data_dir, trained=folder / TRAINING)
     if any(is_adaptive(text) for text in config.attacks):
         scene, added = widened(scene)
         for told in added:
             console.print(Text(told))
-    for problem in closed_forms(scene):
-        console.print(Text(f"{problem.severity}: {problem}", style="yellow"))
-    return scene
+    warnings = [str(problem) for problem in closed_forms(scene)]
+    for told in warnings:
+        console.print(Text(f"warning: {told}", style="yellow"))
+    return scene, warnings
 
 
 def _run(
-    scene: Scene, folder: Path, fresh: bool, data_dir: Path | None, workers: int | None, place: Place, command: str
+    scene: Scene,
+    warnings: Sequence[str],
+    folder: Path,
+    fresh: bool,
+    data_dir: Path | None,
+    workers: int | None,
+    place: Place,
+    command: str,
 ) -> list[Cell]:
     """Run what is not there yet; return every cell of the run."""
     config = scene.config
@@ -181,7 +189,8 @@ def _run(
         torch.set_num_threads(1)
     share = config.victims if len(cells(config)) >= count else -(-config.victims // count)
     try:
-        with Store(folder).open(describe(config, share, command, scene.held, sharing(scene)), fresh) as store:
+        info = describe(config, share, command, scene.held, sharing(scene), warnings)
+        with Store(folder).open(info, fresh) as store:
             share = store.info()["share"]
             at = place.schedule(count)
             _train(scene, folder / TRAINING, data_dir, at, command)

@@ -105,8 +105,7 @@ def context(run: Run) -> dict[str, Any]:
         "has_images": bool(shots),
         "failed": failed,
         "unfit": list(dict.fromkeys(unfit)),
-        "planned": len(run.info.get("cells") or ()),
-        "unfinished": max(0, len(run.info.get("cells") or ()) - len(run.cells)),
+        **_to_know(run),
         "knowledge": method.knowledge(every),
         "descriptions": method.descriptions(every),
         "guarantees": method.guarantees(every),
@@ -118,6 +117,16 @@ def context(run: Run) -> dict[str, Any]:
         "facts": method.facts(run.info, every),
         "command": run.info.get("command", ""),
         "config": json.dumps(config, indent=2, ensure_ascii=False),
+    }
+
+
+def _to_know(run: Run) -> dict[str, Any]:
+    """Say what no cell says: how many were planned, how many are not there yet, what no attack shows."""
+    planned = len(run.info.get("cells") or ())
+    return {
+        "planned": planned,
+        "unfinished": max(0, planned - len(run.cells)),
+        "warnings": run.info.get("warnings", []),
     }
 
 
