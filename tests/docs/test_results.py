@@ -84,7 +84,7 @@ def gap(own: str, bare: str) -> float:
 
 
 def signed(value: float) -> str:
-    return f"{value:+.2f}".replace("-", "−")
+    return f"{round(value, 2) + 0.0:+.2f}".replace("-", "−")
 
 
 def test_accuracies_of_the_ablation_are_what_was_recorded():
