@@ -17,6 +17,7 @@ from gradveil.audit.health import summaries
 from gradveil.audit.observed import recover_observed
 from gradveil.audit.records import Observed, fitted, settled
 from gradveil.audit.rounds import observe
+from gradveil.audit.rows import FLOORS
 from gradveil.audit.run import describe
 from gradveil.audit.scene import Scene, open_scene
 from gradveil.audit.store import load_run
@@ -140,7 +141,7 @@ def test_with_the_truth_everything_is_scored(tmp_path: Path) -> None:
     record(simulated(), tmp_path / "seen", truth=True)
     run, _ = execute(watching(tmp_path / "seen"), tmp_path / "run")
     assert run.cells[0].unscored is None
-    assert {"mean_image", "class_image", "wrong_victim"} <= run.cells[0].info["controls"].keys()
+    assert {"wrong_victim", *FLOORS} <= run.cells[0].info["controls"].keys()
     assert summaries(run.cells)[0]["ssim_mean"] is not None
     assert [told["client"] for told in run.cells[0].info["observed"]] == ["0", "1"]
 

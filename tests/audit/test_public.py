@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from gradveil.audit.rows import FLOORS
 from gradveil.core.errors import GradveilError
 from tests.audit.test_api import ATTACK, audited, examples
 
@@ -26,7 +27,7 @@ def test_adaptive_attackers_learn_from_public_examples() -> None:
     (learned,) = [c for c in beside.cells if (c.info["attack"], c.info["defence"]) == ("learned", "prune(0.5)")]
     assert learned.failed is None
     assert "public: 12 images of the same kind, none of a victim" in learned.info["grants"]
-    assert set(beside.cells[0].info["controls"]) == {"wrong_victim", "mean_image", "class_image"}
+    assert set(beside.cells[0].info["controls"]) == {"wrong_victim", *FLOORS}
 
 
 def test_a_defence_may_need_them() -> None:

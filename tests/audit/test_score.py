@@ -13,10 +13,11 @@ from torch import Tensor
 
 from gradveil.audit import score as scoring
 from gradveil.audit.cell import Recovered, cells, recover
+from gradveil.audit.rows import FLOORS, Row
 from gradveil.audit.scene import Scene, open_scene
 from gradveil.audit.score import Named, failure, score
 from gradveil.audit.store import Cell, summarise
-from gradveil.metrics import Missing
+from gradveil.metrics import Missing, ssim
 from tests.audit.runs import config
 
 NAMED = Named("no defence", "an attack", ("A paper",))
@@ -96,6 +97,32 @@ def test_controls() -> None:
     truth = scene.pixels(scene.batch(scene.examples(0, range(3))).inputs)
     expected = float((10 * torch.log10(1 / (truth - mean).square().mean((-3, -2, -1)))).mean())
     assert controls["mean_image"]["psnr_mean"] == pytest.approx(expected)
+
+
+def test_the_floor_is_the_best_of_the_guesses_that_see_no_update() -> None:
+    """Digits are so alike that the mean of their class is a better guess than one of them, and than the mean of all."""
+    scene, cell = scored(victims=12, client={"batch": 1})
+    public, controls = scene.public, cell.info["controls"]
+    assert public is not None
+    places = scene.examples(0, range(12))
+    targets, truth = scene.victims.targets[places], scene.pixels(scene.batch(places).inputs)
+    means = torch.stack([public.pixels[public.targets == int(t)].double().mean(0)[None] for t in targets.flatten()])
+    assert controls["class_mean"]["asr"] == pytest.approx(float((ssim(means, truth) > 0.5).double().mean()))
+    rates = [controls[name]["asr"] for name in FLOORS]
+    assert max(rates) == controls["class_mean"]["asr"] > max(rates[0], rates[2])
+    assert (Row(0, cell).floor, Row(0, cell).guess) == (max(rates), "class mean")
+    best = max(controls[name]["ssim_mean"] for name in FLOORS)
+    assert Row(0, cell).floor_of("ssim_mean") == best
+
+
+def test_a_class_without_a_public_image_is_guessed_as_the_mean_of_all() -> None:
+    scene, _ = scored(victims=1, client={"batch": 1})
+    assert scene.public is not None
+    truth = scene.batch(scene.examples(0, range(1)))
+    others = scene.public.subset((scene.public.targets != int(truth.targets[0, 0])).nonzero().flatten().tolist())
+    fewer = dataclasses.replace(scene, public=others)
+    found = score(fewer, cells(scene.config)[0], recovered(truth.inputs, truth.targets), NAMED).info["controls"]
+    assert found["class_mean"] == found["mean_image"]
 
 
 def test_controls_without_a_public_set_or_a_second_victim() -> None:

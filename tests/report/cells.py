@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from gradveil.audit.rows import Row
+from gradveil.audit.rows import FLOORS, Row
 from gradveil.audit.store import Cell
 
 HEALTHY = {"objective": 0.01, "objective_initial": 1.0, "diverged": 0.0}
-CONTROLS = {
-    name: {"asr": 0.0, "ssim_mean": 0.1, "psnr_mean": 9.0} for name in ("wrong_victim", "mean_image", "class_image")
-}
+CONTROLS = {name: {"asr": 0.0, "ssim_mean": 0.1, "psnr_mean": 9.0} for name in ("wrong_victim", *FLOORS)}
 
 
 def row(won: int, of: int = 32, **change: Any) -> Row:

@@ -108,11 +108,12 @@ def scores(candidate: Tensor, truth: Tensor) -> dict[str, float]:
 
 
 def controls(candidate: Tensor, truth: Tensor) -> dict[str, dict[str, float]]:
-    """Wrong victim, mean image and class image, from faces that are nobody's."""
+    """Wrong victim and guesses, from faces that are nobody's."""
     victims, batch, channels = truth.shape[:3]
     public = faces(100, channels)[60:].expand(-1, batch, -1, -1, -1)
     mean, other = public.mean(0, keepdim=True).expand_as(truth), public[:victims].contiguous()
     named = {"wrong_victim": candidate.roll(1, 0), "mean_image": mean.contiguous(), "class_image": other}
+    named["class_mean"] = ((mean + other) / 2).contiguous()
     return {name: scores(guess, truth) for name, guess in named.items()}
 
 

@@ -260,7 +260,7 @@ def test_csv_holds_the_table(run: Path, cells: list[dict[str, Any]]) -> None:
         assert float(row["asr"]) == sum(image["ssim"] > 0.5 for image in images) / len(images)
         assert float(row["ssim"]) == pytest.approx(sum(image["ssim"] for image in images) / len(images))
         assert row["defence"] == entry["info"]["defence"]
-        assert float(row["floor_mean"]) == entry["info"]["controls"]["mean_image"]["asr"]
+        assert float(row["mean_image"]) == entry["info"]["controls"]["mean_image"]["asr"]
 
 
 def test_csv_disarms_formulas(tmp_path: Path, cells: list[dict[str, Any]]) -> None:

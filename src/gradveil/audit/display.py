@@ -212,12 +212,11 @@ def result_table(cells: Sequence[Cell]) -> Table:
         if cell.unscored is not None:
             table.add_row(*where, *[DASH] * 6, Text(descent(rows[id(cell)])))
             continue
-        floor = max((c["asr"] for key, c in cell.info["controls"].items() if key != "wrong_victim"), default=None)
         numbers = (
             *((percent(row["accuracy"]),) if trained else ()),
             percent(row["asr"]),
             interval(row["asr_low"], row["asr_high"]),
-            percent(floor),
+            percent(rows[id(cell)].floor),
             _fixed(row["ssim_mean"], 2),
             _fixed(row["psnr_mean"], 1),
             _distance(cell, row["distance"]),

@@ -63,6 +63,14 @@ class Setting(NamedTuple):
         return f", after {plural(self.trained, 'round')} of training" if self.trained else ", untrained"
 
 
+FLOORS = {
+    "mean_image": ("Mean image", "the public mean image"),
+    "class_mean": ("Class mean", "the mean of the public images of the same class"),
+    "class_image": ("Class image", "a random public image of the same class"),
+}
+"""What needs no update, scored as if it were reconstructions: what tables call it, and what it is."""
+
+
 class Spent(NamedTuple):
     """How good an attack's answer was after so many iterations of each restart."""
 
@@ -204,9 +212,18 @@ class Row:
 
     @property
     def floor(self) -> float | None:
-        """The higher ASR of the two prior-only guesses, which use nothing of the update."""
-        found = [self.control(name) for name in ("mean_image", "class_image")]
-        return max((rate for rate in found if rate is not None), default=None)
+        """The highest ASR of the prior-only guesses, which use nothing of the update."""
+        return self.floor_of("asr")
+
+    @property
+    def guess(self) -> str:
+        """Name the guess from public data alone that the floor is."""
+        return next((title.lower() for name, (title, _) in FLOORS.items() if self.control(name) == self.floor), "")
+
+    def floor_of(self, score: str) -> float | None:
+        """Look up the best score of a guess from public data alone."""
+        found = [self.control(name, score) for name in FLOORS]
+        return max((value for value in found if value is not None), default=None)
 
     def control(self, name: str, score: str = "asr") -> float | None:
         """Look up a control's score."""

@@ -13,6 +13,7 @@ from torch import Tensor
 from gradveil.attacks.base import Remark, in_words
 from gradveil.audit.bound import mse_bound
 from gradveil.audit.cell import Address, Recovered
+from gradveil.audit.rows import FLOORS
 from gradveil.audit.scene import Scene
 from gradveil.audit.store import Cell
 from gradveil.audit.utility import left_out
@@ -217,9 +218,13 @@ def _controls(scene: Scene, cell: Address, candidate: Tensor, truth: Tensor, pla
         controls["wrong_victim"] = _control(scene, candidate, pixels)
     if scene.public is not None:
         pixels = scene.public.pixels.double()
-        controls["mean_image"] = _control(scene, pixels.mean(0).expand_as(truth), truth)
-        guesses = pixels[_same_class(scene.public, scene.victims.targets[places], cell.seed)]
-        controls["class_image"] = _control(scene, guesses, truth)
+        targets = scene.victims.targets[places]
+        guesses = {
+            "mean_image": pixels.mean(0).expand_as(truth),
+            "class_mean": _class_means(pixels, scene.public.targets, targets),
+            "class_image": pixels[_same_class(scene.public, targets, cell.seed)],
+        }
+        controls |= {name: _control(scene, guesses[name], truth) for name in FLOORS}
     return controls
 
 
@@ -231,6 +236,15 @@ def next_places(own: Sequence[int], count: int) -> list[int]:
     """
     after = ((own[-1] + step) % count for step in range(1, count))
     return [place for place in after if place not in own][: len(own)]
+
+
+def _class_means(pixels: Tensor, classes: Tensor, targets: Tensor) -> Tensor:
+    """Average the public images of each target's class (all of them where there is none)."""
+    means = {}
+    for target in targets.unique().tolist():
+        of_class = classes == target
+        means[target] = pixels[of_class].mean(0) if of_class.any() else pixels.mean(0)
+    return torch.stack([means[target] for target in targets.flatten().tolist()]).unflatten(0, targets.shape)
 
 
 def _same_class(public: Dataset, targets: Tensor, seed: int) -> Tensor:

@@ -109,7 +109,7 @@ def _told(row: Row, spot: Spent) -> Iterator[str]:
 
 
 def _floor(rows: Sequence[Row], score: str) -> float | None:
-    found = [row.control(name, score) for row in rows for name in ("mean_image", "class_image")]
+    found = [row.floor_of(score) for row in rows]
     return max((value for value in found if value is not None), default=None)
 
 

@@ -12,7 +12,7 @@ from gradveil.audit.attacker import ATTACKERS, POSITIONS
 from gradveil.audit.health import STATES, descent, examine, guesses
 from gradveil.audit.layout import RUN
 from gradveil.audit.privacy import proven
-from gradveil.audit.rows import Row
+from gradveil.audit.rows import FLOORS, Row
 from gradveil.audit.store import Cell, Run, load_run
 from gradveil.audit.threat import threat_model
 from gradveil.core.errors import fail
@@ -85,6 +85,7 @@ def context(run: Run) -> dict[str, Any]:
         "thresholds": sorted({float(cell.info.get("threshold", 0.5)) for cell in done}),
         "cards": cards(judged, failed, len(every) - len(rows)),
         "verdicts": judged,
+        "floors": FLOORS,
         **_WORDS,
         "attackers": {key: told for key, told in ATTACKERS.items() if any(row.attacker == key for row in every)},
         "rows": rows,

@@ -11,7 +11,7 @@ from typing import Any
 from gradveil.audit.attacker import ATTACKERS
 from gradveil.audit.health import examine
 from gradveil.audit.privacy import proven
-from gradveil.audit.rows import Row
+from gradveil.audit.rows import FLOORS, Row
 from gradveil.core.words import duration, listing, number, percent, size
 from gradveil.report.pareto import mark, marks
 from gradveil.report.price import price
@@ -56,6 +56,11 @@ def _score(key: str, title: str, meaning: str) -> Column:
     return Column(key, title, meaning, lambda row: row.summary.get(f"{key}_mean", row.mean(key)), number)
 
 
+def _guess(name: str) -> Column:
+    title, meaning = FLOORS[name]
+    return Column(name, title, f"ASR of {meaning}", lambda row: row.control(name), percent)
+
+
 COLUMNS: tuple[Column, ...] = (
     _text("defence", "Defence", "what the client does to its update", lambda row: row.defence or "none"),
     _text("attack", "Attack", "the attack that was run", _info("attack")),
@@ -66,14 +71,7 @@ COLUMNS: tuple[Column, ...] = (
     Column("recovered", "Recovered", "images recovered", lambda row: row.recovered, number),
     Column("images", "Images", "images attacked", lambda row: row.images, number),
     Column("victims", "Victims", "clients attacked", lambda row: len(row.cell.records), number),
-    Column("floor_mean", "Mean image", "ASR of the public mean image", lambda row: row.control("mean_image"), percent),
-    Column(
-        "floor_class",
-        "Class image",
-        "ASR of a random public image of the same class",
-        lambda row: row.control("class_image"),
-        percent,
-    ),
+    *(_guess(name) for name in FLOORS),
     Column(
         "wrong_victim",
         "Wrong victim",
