@@ -63,6 +63,41 @@ def test_pixels_labels_and_published_constants(home: Path) -> None:
     assert victims.mean == (0.4914, 0.4822, 0.4465)
 
 
+def test_images_are_known_by_what_lies_in_their_files(home: Path, tmp_path: Path) -> None:
+    splits = load("cifar10", data_dir=home)
+    held = splits.identities()
+    assert None not in held.values()
+    assert len({*held.values()}) == 2
+    # How they are read afterwards changes nothing of what they are; another folder of the same images neither.
+    write(tmp_path / "copy/test.parquet", images(6, seed=1), [2 - i % 3 for i in range(6)], names=NAMES)
+    write(tmp_path / "copy/train.parquet", images(9), [i % 3 for i in range(9)], names=NAMES)
+    assert load(f"parquet:{tmp_path / 'copy'}", size=16, channels=1, normalise="none").identities() == held
+    victims = splits.victims
+    assert (
+        victims.identity(4)
+        == victims.subset(range(4)).identity()
+        == load("cifar10", data_dir=home, limit_victims=4).victims.identity()
+    )
+    assert victims.identity(4) != victims.identity(5)
+    assert load("digits").victims.identity() is None
+
+
+@pytest.mark.parametrize("change", ["pixel", "label", "order"])
+def test_whatever_changes_in_the_files_is_another_set_of_images(home: Path, change: str) -> None:
+    before = load("cifar10", data_dir=home).identities()
+    pictures, labels = images(6, seed=1), [2 - i % 3 for i in range(6)]
+    if change == "pixel":
+        pictures[5][0, 0, 0] ^= 1
+    elif change == "label":
+        labels[5] = 1
+    else:
+        pictures[:2] = pictures[1::-1]
+    write(home / "cifar10/test.parquet", pictures, labels, names=NAMES)
+    after = load("cifar10", data_dir=home).identities()
+    assert after["victims"] != before["victims"]
+    assert after["public"] == before["public"]
+
+
 def test_the_environment_variable_names_the_folder(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(DATA_DIR, str(home))
     assert len(load("cifar10").victims) == 6

@@ -113,6 +113,12 @@ def test_cells_of_other_images_or_weights_are_never_pooled():
         'initial weights = "bbbbbbbbbbbb")',
     ]
     assert len(matrices([one, replace(other, info={**other.info, "weights": 20 * "a"})])) == 1
+    here, there = (replace(one, info={**one.info, "images": {"public": 16 * w, "victims": w}}) for w in "ab")
+    other = replace(there, cells=[*run(cell("none", "ig", 4, seed=9)).cells])
+    assert [table.caption().partition(": ")[0].partition(" (")[2] for table in matrices([here, other])] == [
+        'images = "aaaaaaaaaaaa")',
+        'images = "bbbbbbbbbbbb")',
+    ]
 
 
 def test_rates_above_different_thresholds_are_not_set_beside_each_other():

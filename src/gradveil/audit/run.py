@@ -149,11 +149,12 @@ def describe(
     weights: Mapping[str, Tensor] = MappingProxyType({}),
     sharing: Mapping[str, Sequence[int]] = MappingProxyType({}),
     warnings: Sequence[str] = (),
+    images: Mapping[str, str | None] | None = None,
 ) -> dict[str, Any]:
     """Say everything that `run.json` holds; other weights in a file of the same name are another run.
 
     `sharing` tells how many attacks share the budget of each defence, client by client; `warnings` what a reader of the
-    results has to know that no attack of the run shows.
+    results has to know that no attack of the run shows; `images` what the files of the data hold.
     """
     settings = config.digest()
     return {
@@ -164,6 +165,7 @@ def describe(
         "growing": config.growing,
         "config_hash": digest([settings, fingerprint(weights)]) if weights else settings,
         "weights": fingerprint(weights) if weights else None,
+        "images": dict(images) if images else None,
         "cells": [cell.id for cell in cells(config)],
         "share": share,
         "sharing": dict(sharing),

@@ -65,6 +65,14 @@ class Scene:
         """What results depend on beside the settings: trained weights, what was recorded."""
         return {**self.weights, **self.source.held()}
 
+    @property
+    def images(self) -> dict[str, str | None]:
+        """Say what the files of the data hold, as far as it is attacked or known to attackers."""
+        gallery = self.config.data.gallery
+        # A defence before which others speak may need more images: it may come, and changes no cell that is there.
+        needed = None if gallery is None else max(gallery, self.config.images_needed)
+        return self.source.images(self.public, self.victims, needed)
+
     def client(self, index: int, defence: str, seed: int, standing: Standing | None = None) -> Client:
         """Build a defended client, on the run's device and in its precision; `standing` says what it has learned."""
         defended = self.defences[defence](self.undefended(index, seed), Key(seed, ("model",)))

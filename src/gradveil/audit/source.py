@@ -14,6 +14,7 @@ from gradveil.client import Client
 from gradveil.core.errors import Problem
 from gradveil.core.noise import NoiseSpec
 from gradveil.core.tree import Tensors
+from gradveil.data import Dataset
 from gradveil.federated.standing import Standing
 
 
@@ -31,6 +32,10 @@ class Source:
     def held(self) -> Tensors:
         """Name what results depend on beside the settings, for the hash of a run."""
         return {}
+
+    def images(self, public: Dataset | None, victims: Dataset, needed: int | None) -> dict[str, str | None]:
+        """Say what the files hold that public images and so many of the victims' come from."""
+        return {"public": public.identity() if public else None, "victims": victims.identity(needed)}
 
     def received(self, client: Client) -> Tensors:
         """Return what a client is known to have received beside the run's weights, under its model's names."""

@@ -52,6 +52,10 @@ class Training(Source):
         """What an attacker may know of such images: test images, which no client holds."""
         return self.setting.data.victims
 
+    def images(self, public: Dataset | None, victims: Dataset, needed: int | None) -> dict[str, str | None]:
+        """Leave it to the directory of the trainings: which images are needed changes with the seeds, which grow."""
+        return {}
+
     def owner(self, number: int) -> int:
         """Say which client a victim is: where there are more victims than clients they hold several batches each."""
         return number % self.setting.config.clients

@@ -189,7 +189,7 @@ def _run(
         torch.set_num_threads(1)
     share = config.victims if len(cells(config)) >= count else -(-config.victims // count)
     try:
-        info = describe(config, share, command, scene.held, sharing(scene), warnings)
+        info = describe(config, share, command, scene.held, sharing(scene), warnings, scene.images)
         with Store(folder).open(info, fresh) as store:
             share = store.info()["share"]
             at = place.schedule(count)
@@ -211,7 +211,7 @@ def _train(scene: Scene, folder: Path, data_dir: Path | None, at: Callable[[Site
         return
     setting = scene.source.setting
     schedule = at(train_site(setting.config, data_dir))
-    with opened(folder, describe_training(setting.config, command, setting.weights)):
+    with opened(folder, describe_training(setting.config, command, setting.weights, setting.data.identities())):
         train(setting, folder, partial(tell, console, plan.rounds), schedule, at=plan.stages)
 
 

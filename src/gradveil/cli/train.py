@@ -97,7 +97,7 @@ def train(
     recorder = _recorder(config, record, record_round, record_client, record_truth)
     told = open_setting(config, data_dir)
     try:
-        info = describe(config, again(), told.weights)
+        info = describe(config, again(), told.weights, told.data.identities())
         with opened(folder, info, fresh):
             schedule = place.schedule(count, threads)(site(config, data_dir, recorder))
             run(told, folder, partial(tell, console, config.rounds), schedule, recorder)

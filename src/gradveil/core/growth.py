@@ -38,6 +38,19 @@ def left_out(old: Mapping[str, Any], new: Mapping[str, Any], growing: Iterable[s
             yield f"{name} (without {', '.join(gone)})"
 
 
+_FILES = {
+    "weights": "what model.weights or the records hold",
+    "images": "the images or labels that data.name stands for",
+}
+
+
+def _contents(there: Mapping[str, Any], now: Mapping[str, Any], name: str) -> Iterator[str]:
+    """Say that files hold something else under the name they had, where it is known what they held."""
+    old, new = there.get(name), now.get(name)
+    if None not in (old, new) and old != new:
+        yield _FILES[name]
+
+
 def refuse_others(folder: Path, there: Mapping[str, Any], now: Mapping[str, Any], free: Sequence[str] = ()) -> None:
     """Raise if the run in a folder, as its file says, is another one than comes now, or has more in a `growing` list.
 
@@ -47,7 +60,8 @@ def refuse_others(folder: Path, there: Mapping[str, Any], now: Mapping[str, Any]
     own = {*growing, *free}
     old, new = ({key: value for key, value in said["config"].items() if key not in own} for said in (there, now))
     same = there.get("config_hash") == now["config_hash"]
-    found = [] if same else list(differences(old, new)) or ["config_hash"]
+    found = [] if same else [*differences(old, new), *_contents(there, now, "weights")] or ["config_hash"]
+    found += _contents(there, now, "images")
     found += left_out(there["config"], now["config"], growing)
     remedy = (
         f"give all it has, and more {', '.join(growing)} if you like, start again with --fresh (removes the old "

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -39,6 +41,8 @@ class Dataset:
     """False where the labels mean nothing: good for attacks, no use for training."""
     column: tuple[Any, ...] = ()
     """The values of one more column, one an image, where it was asked for: who wrote a digit, where a scan was made."""
+    marks: tuple[int, ...] = ()
+    """Of each image from a file a hash of it as it lies there, before it is resized: see `identity`."""
 
     def __post_init__(self) -> None:
         """Refuse data that would fail later, or be attacked wrongly in silence; every problem at once."""
@@ -86,8 +90,20 @@ class Dataset:
     def subset(self, indices: Tensor | Sequence[int]) -> Dataset:
         """Keep the images at these positions, in this order."""
         chosen = torch.as_tensor(indices, dtype=torch.int64)
-        column = tuple(self.column[place] for place in chosen.tolist()) if self.column else ()
-        return replace(self, inputs=self.inputs[chosen], targets=self.targets[chosen], column=column)
+        column, marks = (
+            tuple(row[place] for place in chosen.tolist()) if row else () for row in (self.column, self.marks)
+        )
+        return replace(self, inputs=self.inputs[chosen], targets=self.targets[chosen], column=column, marks=marks)
+
+    def identity(self, count: int | None = None) -> str | None:
+        """Hash the first `count` images as they lie in their files, and their labels; None where they have no files.
+
+        Of what was decoded, not of `inputs`: two machines resize alike but for the last bit.
+        """
+        if not self.marks:
+            return None
+        said = (len(self.classes), self.marks[:count], self.targets[:count].tolist())
+        return hashlib.sha256(json.dumps(said).encode()).hexdigest()[:16]
 
     def _statistics(self, like: Tensor) -> tuple[Tensor, Tensor]:
         shape = (self.channels, 1, 1)
@@ -135,3 +151,7 @@ class Splits(NamedTuple):
     """Training images: what clients train on and what an attacker may know about such images."""
     victims: Dataset
     """Test images: the ones that are attacked."""
+
+    def identities(self) -> dict[str, str | None]:
+        """Say what the files hold, see `Dataset.identity`."""
+        return {"public": self.public.identity(), "victims": self.victims.identity()}

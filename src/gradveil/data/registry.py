@@ -16,7 +16,7 @@ from gradveil.core.errors import Problem, fail, refuse
 from gradveil.core.words import plural
 from gradveil.data import bundled, hub
 from gradveil.data.dataset import Dataset, Splits
-from gradveil.data.pixels import recolour, resize, stack
+from gradveil.data.pixels import marked, recolour, resize, stack
 
 DATA_DIR = "GRADVEIL_DATA"
 """The environment variable that says where data files lie, where `data_dir` (`--data-dir`) is not given."""
@@ -146,8 +146,11 @@ def load(
             std,
             entry.source,
             entry.task,
+            marks=tuple(marks),
         )
-        for split, part, targets, limit in zip(("public", "victims"), pixels, loaded.targets, limits, strict=True)
+        for split, part, targets, limit, marks in zip(
+            ("public", "victims"), pixels, loaded.targets, limits, loaded.marks, strict=True
+        )
     )
     extra = loaded.targets[0].tolist() if column == LABEL else loaded.column
     return Splits(replace(public, column=tuple(extra[:limit_public])), victims)
@@ -160,6 +163,7 @@ class _Loaded(NamedTuple):
     pixels: tuple[Tensor, Tensor]
     targets: tuple[Tensor, Tensor]
     column: Sequence[Any] = ()
+    marks: tuple[Sequence[int], Sequence[int]] = ((), ())
 
 
 def _from_wheels(name: str, size: int | None, column: str | None) -> _Loaded:
@@ -177,11 +181,13 @@ def _from_rows(
     first = torch.tensor(public_labels[: limits[0]], dtype=torch.int64)
     second = torch.tensor(victim_labels[: limits[1]], dtype=torch.int64)
     _affordable(len(first) + len(second), size)
+    marks: tuple[list[int], list[int]] = ([], [])
     pixels = (
-        stack(public.decode(range(len(first))), size, public.where),
-        stack(victims.decode(range(len(second))), size, victims.where),
+        stack(marked(public.decode(range(len(first))), marks[0]), size, public.where),
+        stack(marked(victims.decode(range(len(second))), marks[1]), size, victims.where),
     )
-    return _Loaded(classes, pixels, (first, second), public.column(column) if column not in (None, LABEL) else ())
+    values = public.column(column) if column not in (None, LABEL) else ()
+    return _Loaded(classes, pixels, (first, second), values, marks)
 
 
 def _affordable(images: int, size: int | None) -> None:

@@ -145,8 +145,13 @@ def _rewind(setting: Setting, folder: Path, cell: Cell, at: Collection[int]) -> 
             write_private(file, files[before].read_bytes())
 
 
-def describe(config: TrainConfig, command: str, weights: Mapping[str, Tensor] = MappingProxyType({})) -> dict[str, Any]:
-    """Say what `train.json` holds; a start from other weights is another training."""
+def describe(
+    config: TrainConfig,
+    command: str,
+    weights: Mapping[str, Tensor] = MappingProxyType({}),
+    images: Mapping[str, str | None] | None = None,
+) -> dict[str, Any]:
+    """Say what `train.json` holds; a start from other weights, or on other `images`, is another training."""
     settings = config.digest()
     return {
         "format": FORMAT,
@@ -157,6 +162,7 @@ def describe(config: TrainConfig, command: str, weights: Mapping[str, Tensor] = 
         "growing": config.growing,
         "config_hash": digest([settings, fingerprint(weights)]) if weights else settings,
         "weights": fingerprint(weights) if weights else None,
+        "images": dict(images) if images else None,
         "command": command,
         "cells": [cell.id for cell in cells(config)],
     }

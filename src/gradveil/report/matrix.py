@@ -16,7 +16,7 @@ from gradveil.audit.store import UNFIT, Run
 from gradveil.core.errors import Problem, refuse
 from gradveil.core.words import DASH, interval, listing, percent, plural
 from gradveil.metrics import wilson
-from gradveil.report.settings import initial_weights, told_apart
+from gradveil.report.settings import contents, told_apart
 from gradveil.report.sheet import Sheet, Text
 
 DOUBTFUL, TOLD, CHANGED = "†", "‡", "§"
@@ -162,7 +162,7 @@ _OWN = {"rounds", "audit_at"}
 def _shared(run: Run) -> dict[str, Any]:
     config = run.info["config"]
     plan = {key: value for key, value in (config.get("train") or {}).items() if key not in _OWN}
-    return {key: config.get(key) for key in _SHARED} | {"train": plan} | initial_weights(run.info)
+    return {key: config.get(key) for key in _SHARED} | {"train": plan} | contents(run.info)
 
 
 def _twice(group: Sequence[tuple[Row, Run]]) -> Iterator[Problem]:

@@ -7,13 +7,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, cast
 
 
-def initial_weights(info: Mapping[str, Any]) -> dict[str, str]:
-    """Say what weights of a file a run starts from, by what they are: names say nothing of them."""
-    model = info["config"].get("model") or {}
-    if model.get("weights") is None:
-        return {}
-    # An earlier version wrote them into the hash of all settings only.
-    return {"initial weights": str(info.get("weights") or info.get("config_hash"))[:12]}
+def contents(info: Mapping[str, Any]) -> dict[str, str]:
+    """Say what weights and images of files a run is of, by what they are: names say nothing of them."""
+    model, images = info["config"].get("model") or {}, info.get("images") or {}
+    found = {"images": str(images["public"])[:12]} if images.get("public") else {}
+    if model.get("weights") is not None:
+        # An earlier version wrote them into the hash of all settings only.
+        found["initial weights"] = str(info.get("weights") or info.get("config_hash"))[:12]
+    return found
 
 
 def told_apart(titles: Sequence[str], settings: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -17,7 +17,7 @@ from gradveil.federated.config import FREE, TrainConfig
 from gradveil.federated.reading import Training
 from gradveil.federated.setting import Cell
 from gradveil.report.kinds import GOOD, LEFT, Cells, Kind, Told, idle, kinds, what
-from gradveil.report.settings import initial_weights, told_apart
+from gradveil.report.settings import contents, told_apart
 from gradveil.report.sheet import Sheet, Text
 
 _BESIDE = {"name", "device", *FREE}
@@ -119,10 +119,10 @@ def tables(trainings: Sequence[Training]) -> list[Table]:
 
 
 def _setting(training: Training) -> dict[str, Any]:
-    """Say in what runs have to be alike; of weights in a file, what they are: names say nothing of them."""
+    """Say in what runs have to be alike; of what lies in files, what it is: names say nothing of it."""
     config = training.config
     settings = {key: value for key, value in config.resolved().items() if key not in _BESIDE | {*config.growing}}
-    return settings | initial_weights(training.info)
+    return settings | contents(training.info)
 
 
 def _joined(group: Sequence[Training]) -> Cells:

@@ -1,0 +1,95 @@
+"""Other images under the name that they had: a run that is there is not gone on with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from gradveil.cli.app import run
+
+STUDY = """
+name = "study"
+victims = 1
+iterations = 1
+attacks = ["dlg"]
+defences = ["none"]
+data = { name = "folder:scans", size = 16, gallery = 4 }
+model = { name = "lenet-zhu" }
+client = { batch = 1 }
+"""
+TRAIN = """
+name = "little"
+clients = 2
+rounds = 1
+data = { name = "folder:scans", size = 16 }
+model = { name = "lenet-zhu" }
+local = { batch = 4, lr = 0.01, epochs = 1, optimiser = "adam" }
+validation = 0.0
+"""
+
+
+def draw(place: Path, seed: int) -> None:
+    """Write an image of noise."""
+    place.parent.mkdir(parents=True, exist_ok=True)
+    noise = np.random.default_rng(seed).integers(0, 256, (16, 16), dtype=np.uint8)
+    Image.fromarray(noise).save(place)
+
+
+@pytest.fixture
+def scans(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of noise in two classes, where the commands run."""
+    for number in range(24):
+        split = "test" if number < 6 else "train"
+        draw(tmp_path / "scans" / split / "ab"[number % 2] / f"{number:02}.png", number)
+    (tmp_path / "little.toml").write_text(TRAIN)
+    (tmp_path / "study.toml").write_text(STUDY)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path / "scans"
+
+
+def test_an_audit_is_of_the_images_that_it_began_with(scans: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["audit", "study.toml", "--workers", "1"]
+    assert run(words) == 0, capsys.readouterr().err
+    words += ["--defence", "none", "--defence", "prune(0.5)"]
+    assert run(words) == 0
+    draw(scans / "test/b/05.png", 99)  # the sixth, beyond those that are looked at
+    words += ["--seed", "0", "--seed", "1"]
+    assert run(words) == 0
+    draw(scans / "test/b/03.png", 100)
+    capsys.readouterr()
+    assert run(words) == 2
+    told = capsys.readouterr().err
+    assert "the images or labels that data.name stands for: differs from the run that is there" in told
+    assert "--fresh" in told
+    assert run([*words, "--fresh"]) == 0
+
+
+def test_an_audit_of_a_training_is_of_the_images_that_were_trained_on(
+    scans: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["audit", "study.toml", "--workers", "1", "--train", "--set", "train.rounds=1"]
+    words += ["--set", "train.clients=2", "--set", "train.images=18", "--set", "train.local={lr=0.01,batch=4,epochs=1}"]
+    assert run(words) == 0, capsys.readouterr().err
+    words += ["--seed", "0", "--seed", "1"]
+    assert run(words) == 0
+    draw(scans / "train/b/23.png", 99)
+    capsys.readouterr()
+    assert run([*words, "--seed", "2"]) == 2
+    assert "training, the images or labels that data.name stands for: differs" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("place", ["train/b/23.png", "test/a/00.png"])
+def test_a_training_is_on_the_images_that_it_began_with(
+    scans: Path, place: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["train", "little.toml", "--threads", "1", "--workers", "1"]
+    assert run(words) == 0, capsys.readouterr().err
+    assert run([*words, "--rounds", "2"]) == 0
+    draw(scans / place, 99)
+    capsys.readouterr()
+    assert run([*words, "--rounds", "3"]) == 2
+    assert "the images or labels that data.name stands for: differs from the run" in capsys.readouterr().err
+    assert run([*words, "--rounds", "3", "--fresh"]) == 0
