@@ -13,7 +13,7 @@ from gradveil.attacks.knowledge import Knowledge
 from gradveil.attacks.planted import BIAS, WEIGHT
 from gradveil.attacks.presets import make_attack
 from gradveil.attacks.trap import Trap
-from gradveil.client import Client
+from gradveil.client import Client, summed
 from gradveil.core.errors import GradveilError
 from gradveil.core.noise import Key
 from gradveil.core.types import Batch
@@ -171,7 +171,7 @@ def test_layers_that_were_set_to_evaluate_stay_so():
 
 
 def test_sums_over_clients_are_read_as_one_batch():
-    honest = replace(client(), members=4)
+    honest = summed(client(), 4)
     batch = digits(4)
     attack = Imprint(bins=256, law="empirical")
     found, _, _ = robbed(attack, honest, batch)

@@ -20,7 +20,7 @@ from gradveil.audit.cell import at_truth, attacked, cells, recover
 from gradveil.audit.plans import UNPLANNED
 from gradveil.audit.rounds import observe
 from gradveil.audit.scene import open_scene
-from gradveil.client import Client, Local
+from gradveil.client import Client, Local, summed
 from gradveil.core.noise import Key
 from gradveil.core.types import Batch
 from gradveil.nn.dropout import Dropout
@@ -63,7 +63,7 @@ def test_statistics_are_those_that_enter_the_layers():
 def test_statistics_of_a_sum_are_those_of_all_members_with_their_own_masks():
     scene = normed()
     model = nn.Sequential(Dropout(0.5), *scene.client.model).double()
-    client = Client(model, members=2)
+    client = summed(Client(model), 2)
     one, params = Batch(*(value[0] for value in scene.truth)), client.params()
     noise = {name: value.unsqueeze(0) for name, value in client.noise_spec(params, one).sample(Key(8)).items()}
     (mask,) = noise.values()
@@ -71,7 +71,7 @@ def test_statistics_of_a_sum_are_those_of_all_members_with_their_own_masks():
     x = model[1](scene.truth.inputs[0] * mask[0].flatten(0, 1) / 0.5)
     torch.testing.assert_close(found["2.mean"][0], x.mean((0, 2, 3)))
     torch.testing.assert_close(found["2.var"][0], x.var((0, 2, 3), unbiased=False))
-    trained = replace(client, members=1, local=Local(batch=2, lr=0.1, steps=3))
+    trained = replace(client.member, local=Local(batch=2, lr=0.1, steps=3))
     spec = trained.noise_spec(params, one).sample(Key(8))
     found = trained.statistics(params, scene.truth, {n: v.expand(2, *v.shape) for n, v in spec.items()})
     torch.testing.assert_close(found["2.mean"][0], model[1](scene.truth.inputs[0]).mean((0, 2, 3)))

@@ -77,7 +77,7 @@ def test_a_group_votes_as_its_members_do():
     scene, cell, client = opened("adgp", client={"members": 3}, victims=1)
     (seen,), _ = observe(scene, cell, client, range(1))
     group = scene.batch(scene.examples(0, [1]))
-    alone = replace(client, members=1)
+    alone = client.member
     votes = [
         proposer(alone).update(seen.params, Batch(x[None], y[None]), {}, alone.init(seen.params))[0]
         for x, y in zip(group.inputs[0], group.targets[0], strict=True)

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from gradveil.client import Client, Local, cross_entropy, drawn_update
+from gradveil.client import Client, Local, cross_entropy, drawn_update, summed
 from gradveil.core.errors import GradveilError
 from gradveil.core.noise import Key
 from gradveil.core.tree import stack
@@ -185,7 +185,7 @@ def test_any_differentiable_loss_is_taken():
 
 
 def test_every_member_of_a_sum_draws_an_order_of_its_own():
-    client = Client(Tiny(), local=Local(2, 0.1, epochs=1), members=3)
+    client = summed(Client(Tiny(), local=Local(2, 0.1, epochs=1)), 3)
     inputs, targets = (torch.cat(parts) for parts in zip(*(draw_batch(Key(i)) for i in range(3)), strict=True))
     params, batch = client.params(), Batch(inputs, targets)
     noise = client.noise_spec(params, batch).sample(Key(1))

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from gradveil.client import Client, Local, drawn_update, save_state
+from gradveil.client import Client, Local, drawn_update, save_state, summed
 from gradveil.core.noise import Key
 from gradveil.core.tree import stack, tmap
 from gradveil.core.types import Batch
@@ -53,7 +53,7 @@ def test_the_round_after_a_bad_one_is_as_if_that_had_not_been(text: str, kind: s
 
 @pytest.mark.parametrize("text", ["standin", "dgp(feedback=true)", "dgc(keep=0.1, warmup=3)", "keylock + standin"])
 def test_each_client_of_a_batch_by_itself(text: str):
-    for client in (parse(text)(CLIENTS["gradient"]), replace(parse(text)(CLIENTS["sgd"]), members=2)):
+    for client in (parse(text)(CLIENTS["gradient"]), summed(parse(text)(CLIENTS["sgd"]), 2)):
         params, batch, noise, state = draw(client)
         rows = [Batch(batch.inputs, batch.targets), spoilt(batch)]
         own, drawn, states = (

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from gradveil.client import Local
+from gradveil.client import Local, summed
 from gradveil.core.types import Batch
 from gradveil.defences import Clip, Defence, chain, parse
 from gradveil.defences.lint import MEANINGLESS, suspicions
@@ -116,7 +116,7 @@ class TestWithAnAccountant:
     ],
 )
 def test_drawing_clients_amplifies_nothing_for_who_sees_each_update(text, members, rate, warned):
-    client = replace(parse(text)(PLAIN), members=members)
+    client = summed(parse(text)(PLAIN), members)
     said = [str(problem) for problem in suspicions(client, BATCH, Training(10, rate=rate))]
     assert [each for each in said if "privacy.rate" in each and "sees each one's update" in each] == said[: int(warned)]
     assert len(said) == int(warned)

@@ -7,7 +7,7 @@ from typing import ClassVar
 import pytest
 import torch
 
-from gradveil.client import Client, Local
+from gradveil.client import Client, Local, summed
 from gradveil.core.errors import GradveilError
 from gradveil.core.noise import Key, Noise, NoiseSpec, Normal, Uniform
 from gradveil.core.tree import norm, tmap
@@ -73,12 +73,12 @@ def test_local_training_releases_every_step():
 
 
 def test_members_of_a_sum_add_up_their_noise():
-    four = replace(PLAIN, members=4)
+    four = summed(PLAIN, 4)
     assert multipliers("user-dp(clip=2, sigma=0.5)", four) == pytest.approx({"client": 1.0})
     assert multipliers("dp(clip=2, sigma=0.5)", four) == pytest.approx({"example": 1.0})
     # Each of the four has one example, so the mean of its batch is the sum.
     assert multipliers("dp(clip=2, sigma=0.5, on=mean)", four) == pytest.approx({"example": 1.0})
-    trained = replace(TRAINED, members=4)
+    trained = summed(TRAINED, 4)
     assert multipliers("user-dp(clip=2, sigma=0.5)", trained) == pytest.approx({"client": 1.0})
     assert multipliers("dp(clip=2, sigma=0.5)", trained) == pytest.approx({"example": 0.5})
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from gradveil.client import Client, Local, Task, drawn_update, drawn_updates
+from gradveil.client import Client, Local, Task, drawn_update, drawn_updates, summed
 from gradveil.core.noise import Key
 from gradveil.core.types import Batch
 from gradveil.defences import parse
@@ -66,5 +66,5 @@ def test_clients_with_something_of_their_own_are_alone(text: str):
 
 
 def test_clients_that_are_several_are_alone():
-    assert replace(CLIENTS["gradient"], members=2).apart
+    assert summed(CLIENTS["gradient"], 2).apart
     assert not CLIENTS["gradient"].apart

@@ -7,7 +7,7 @@ import torch
 from scipy.stats import kstest
 from torch import nn
 
-from gradveil.client import Client, Local, load_state, save_state
+from gradveil.client import Client, Local, load_state, save_state, summed
 from gradveil.core.errors import GradveilError
 from gradveil.core.noise import Key
 from gradveil.core.tree import stack
@@ -75,8 +75,8 @@ def test_it_is_declared_once_whatever_the_batch_and_the_steps():
         defended = client(**settings)
         spec = defended.noise_spec(defended.params(), examples())
         assert spec[SECRET].shape == (8 + 1024,)
-    summed = client(members=2)
-    assert summed.noise_spec(summed.params(), examples())[SECRET].shape == (2, 8 + 1024)
+    pair = summed(client(), 2)
+    assert pair.noise_spec(pair.params(), examples())[SECRET].shape == (2, 8 + 1024)
 
 
 class Locking(nn.Module):
@@ -238,11 +238,11 @@ def test_statistics_pass_through_the_lock():
 
 
 def test_members_of_a_sum_have_locks_of_their_own():
-    summed, alone = client(members=2), client()
+    pair, alone = summed(client(), 2), client()
     batch = examples()
-    params = summed.params()
-    noise = summed.noise_spec(params, batch).sample(Key(2))
-    sent, state = summed.update(params, batch, noise, summed.init(params))
+    params = pair.params()
+    noise = pair.noise_spec(params, batch).sample(Key(2))
+    sent, state = pair.update(params, batch, noise, pair.init(params))
     parts = []
     for member in range(2):
         own = Batch(batch.inputs[2 * member : 2 * member + 2], batch.targets[2 * member : 2 * member + 2])

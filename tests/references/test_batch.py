@@ -8,7 +8,7 @@ from scipy.stats import beta, kstest
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from gradveil.client import Client
+from gradveil.client import Client, summed
 from gradveil.core.errors import GradveilError
 from gradveil.core.laws import Beta, OneOf, Shares, Signs
 from gradveil.core.noise import Key, Uniform
@@ -27,7 +27,7 @@ def batch(size: int = 5):
 
 def client(text: str, members: int = 1):
     model = nn.Sequential(nn.Flatten(), nn.Linear(32, 6), nn.Tanh(), nn.Linear(6, 3)).double()
-    return parse(text)(Client(model, domain=DOMAIN, members=members))
+    return parse(text)(summed(Client(model, domain=DOMAIN), members))
 
 
 def gradient(model: nn.Module, loss: torch.Tensor):

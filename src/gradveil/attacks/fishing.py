@@ -247,7 +247,7 @@ def _last(client: Client, shape: tuple[int, int, int]) -> str:
 
 def _alone(belief: Client) -> Client:
     """Return the client as one that sends the gradient of what was caught: several steps are taken for one."""
-    return replace(belief, local=None, members=1)
+    return replace(belief.member, local=None)
 
 
 def _of_steps(belief: Client, examples: int) -> float:

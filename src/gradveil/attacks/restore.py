@@ -194,7 +194,7 @@ def _responses(
     Returns the mean row sums [K, K] (a column a class), one example's variance [K], and for each column of the layer
     [D] whether every group lowered its own class's row only.
     """
-    plain = replace(belief.undefended_update(), members=1)
+    plain = belief.undefended_update().member
     plain = replace(plain, trainable=tuple(name for name in plain.trained() if name.rpartition(".")[0] == last))
     probes = max(1, min(_PROBES, _IMAGES // knowledge.classes))
     columns: list[Tensor] = []

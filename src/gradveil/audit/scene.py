@@ -19,7 +19,7 @@ from gradveil.audit.reader import with_defaults
 from gradveil.audit.records import observed_images, open_observed
 from gradveil.audit.source import Source
 from gradveil.audit.training import training_of, training_setting
-from gradveil.client import Client, cross_entropy
+from gradveil.client import Client, cross_entropy, summed
 from gradveil.core.errors import Problem, fail, refuse
 from gradveil.core.noise import Key
 from gradveil.core.tree import Tensors
@@ -95,12 +95,11 @@ class Scene:
             self.loss,
             local=settings.local.build(settings.batch) if settings.local else None,
             trainable=tuple(settings.trainable) if settings.trainable else None,
-            members=settings.members,
             domain=self.domain,
         )
         put_weights(plain.model, self.weights)
         plain.model.to(self.config.device, self.dtype)
-        return plain
+        return summed(plain, settings.members)
 
     @property
     def domain(self) -> Domain:

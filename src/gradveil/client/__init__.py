@@ -7,6 +7,7 @@ from gradveil.client.local import Local
 from gradveil.client.messages import announced, proposer, scheduled, speakers
 from gradveil.client.state import load_state, save_state
 from gradveil.client.steady import steady
+from gradveil.client.summed import summed
 
 __all__ = [
     "Client",
@@ -22,4 +23,5 @@ __all__ = [
     "scheduled",
     "speakers",
     "steady",
+    "summed",
 ]

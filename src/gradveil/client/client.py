@@ -54,16 +54,22 @@ class Client:
     """Public messages of the round, the same for all clients; those for `send` are named `send.<...>`."""
     domain: Domain | None = None
     """What its examples are: batch defences ask."""
-    members: int = 1
-    """Clients whose updates are summed before anybody sees them (secure aggregation): one update, their mean.
-
-    The batch holds the members' examples one after the other; noise and state get a leading dimension of members."""
 
     def __post_init__(self) -> None:
         """Refuse a transform of single examples where there is but one update."""
         if self.send is not None and self.send.split()[0] is not None:
             what = "acts on each example, and what is sent is one update"
             raise fail("client.send", what, "give it as step=chain(...)")
+
+    @property
+    def members(self) -> int:
+        """Count the clients of whom one update is seen: one, but for `summed`."""
+        return 1
+
+    @property
+    def member(self) -> Client:
+        """One of them, who sends an update of its own."""
+        return self
 
     @cached_property
     def objective(self) -> Objective:
@@ -120,15 +126,10 @@ class Client:
 
     def init(self, params: Mapping[str, Tensor]) -> Tensors:
         """Return the state of a client that has sent nothing yet."""
-        if self.members > 1:
-            return {n: v.expand(self.members, *v.shape) for n, v in self._member().init(params).items()}
         return self._declared.init(self._sent(params))
 
     def noise_spec(self, params: Mapping[str, Tensor], batch: Batch) -> NoiseSpec:
         """Declare every random tensor of one update for a batch of these shapes."""
-        if self.members > 1:
-            own = Batch(*(value[0] for value in self._by_member(batch)))
-            return self._member().noise_spec(params, own).times(self.members)
         return self._declared.noise(self._sent(params), batch)
 
     def round_spec(self, params: Mapping[str, Tensor], batch: Batch) -> NoiseSpec:
@@ -145,14 +146,10 @@ class Client:
 
     def intermediates(self, params: Mapping[str, Tensor]) -> NoiseSpec:
         """Declare the intermediates of the sent update (masks, scales) that an attacker may pin through the noise."""
-        if self.members > 1:  # a sum shows nobody's own
-            return NoiseSpec()
         return self._declared.intermediates(self._sent(params))
 
     def evidence(self, sent: Mapping[str, Tensor]) -> Tensors:
         """Say what a sent update gives away about the intermediates."""
-        if self.members > 1:
-            return {}
         return self._declared.evidence({name: sent[name] for name in self._trained if name in sent})  # in order
 
     def update(
@@ -162,11 +159,6 @@ class Client:
 
         A round whose update or state would not be finite leaves the state as it was; the update is sent as it is.
         """
-        if self.members > 1:
-            each = vmap(self._member().update, in_dims=(None, 0, 0, 0))
-            sent, after = each(params, self._by_member(batch), dict(noise), dict(state))
-            return {name: value.mean(0) for name, value in sent.items()}, after
-
         return self.trained_update(params, batch, noise, *self._batching.by_number(noise, self._kept), state)
 
     def trained_on(self, batch: Batch, noise: Mapping[str, Tensor]) -> Batch:
@@ -176,9 +168,6 @@ class Client:
         """
         if not self.batch:
             return batch
-        if self.members > 1:
-            each = vmap(self._member().trained_on)(self._by_member(batch), of_batch(noise))
-            return Batch(*(value.flatten(0, 1) for value in each))
         if self.local is None:
             return self._batching.changed(batch, noise)
         return self._batching.first_seen(batch, noise)
@@ -219,8 +208,8 @@ class Client:
 
     @property
     def apart(self) -> bool:
-        """Whether `abreast` is not for it: it has something of its own, or is several clients itself."""
-        return self.members > 1 or bool(self._kept)
+        """Whether `abreast` is not for it, since it has something of its own."""
+        return bool(self._kept)
 
     def abreast(self, params: Tensors, trainees: Sequence[Trainee]) -> list[tuple[Tensors, Tensors]]:
         """Compute `trained_update` of several clients, their gradients at once: equal but for rounding."""
@@ -250,8 +239,6 @@ class Client:
         """Return what the client keeps to itself before a round: drawn in its first one, state in all later ones."""
         if not self._kept:
             return {}
-        if self.members > 1:
-            return vmap(self._member().own)({name: noise[name] for name in self._kept}, dict(state))
         joined = state["kept.joined"] > 0
         return {name: torch.where(joined, state[f"kept.{name}"], noise[name]) for name in self._kept}
 
@@ -263,7 +250,7 @@ class Client:
         The gradients are computed in one batched sweep where `batched_obstacle` finds none.
         """
         noise = dict(noise)
-        if self.local is None and self.members == 1 and not self._kept:
+        if self.local is None and not self._kept:
             found = self._many.updates(params, self._prepared(batch, noise), noise, state)
             if found is not None:
                 return found
@@ -297,7 +284,7 @@ class Client:
 
         As `Transform.only_masks` has it: none of them where it keeps its direction, None where more may be done.
         """
-        if self.local is not None or self.members > 1:
+        if self.local is not None:
             return None
         return self._declared.only_masks(self._sent(params), examples, noise, off)
 
@@ -306,17 +293,6 @@ class Client:
     ) -> tuple[Tensors, Tensors]:
         """Compute the same by `vmap` over victims: works for every client, and is what the fast path is held to."""
         return vmap(self.update, in_dims=(None, 0, 0, 0))(params, batch, dict(noise), state)
-
-    def _member(self) -> Client:
-        return replace(self, members=1)
-
-    def _by_member(self, batch: Batch) -> Batch:
-        """Split [m B, ...] into [m, B, ...]."""
-        examples = batch.inputs.shape[0]
-        if examples % self.members:
-            remedy = "give every member the same number of examples"
-            raise fail("client.members", f"are {self.members}, and {examples} examples do not divide by it", remedy)
-        return Batch(*(value.unflatten(0, (self.members, -1)) for value in batch))
 
     def statistics(self, params: Tensors, batch: Batch, noise: Mapping[str, Tensor]) -> Tensors:
         """Compute what enters the normalisation layers for batches [V, B, ...]: mean and variance, each [V, channels].
@@ -330,18 +306,16 @@ class Client:
             return once.statistics(params, batch, {**off, **{name: noise[name] for name in self._kept}})
 
         def one(own: Batch, own_noise: Tensors) -> Tensors:
-            each, drawn = own.inputs.shape[0] // self.members, select(own_noise, "model")
-            kept = select({name: own_noise[name] for name in self._kept}, "model")
-            if self.members > 1:
-                drawn = {name: value.flatten(0, 1) for name, value in drawn.items() if name not in kept}
-                kept = {name: value.repeat_interleave(each, 0) for name, value in kept.items()}
-            else:
-                kept = spread(kept, each)
             with batch_statistics(self.model) as found:
-                self.objective.outputs(params, own.inputs, {**drawn, **kept})
+                self.objective.outputs(params, own.inputs, self._of_model(own_noise, own.inputs.shape[0]))
             return found
 
         return vmap(one)(self._prepared(batch, noise), dict(noise))
+
+    def _of_model(self, noise: Mapping[str, Tensor], examples: int) -> Tensors:
+        """Return the model's noise, and what it has of the client's own, for so many examples in one pass."""
+        kept = select({name: noise[name] for name in self._kept}, "model")
+        return select(noise, "model") | spread(kept, examples)
 
     def running(self) -> Tensors:
         """Return the running statistics of the model's BatchNorm layers, under the names of `statistics`."""
@@ -351,8 +325,6 @@ class Client:
         """Say why `updates` runs `updates_reference` for a batch [V, B, ...] of these shapes; None if it does not."""
         if self.local is not None:
             return "the client trains several local steps"
-        if self.members > 1:
-            return "several clients are summed"
         if self._kept:
             return "the model has something of every client's own"
         return self._many.obstacle(params, self._prepared(batch, noise), noise)

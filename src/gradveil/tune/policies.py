@@ -97,7 +97,7 @@ def open_judge(scene: Scene, images: int, seed: int) -> Judge:
     targets = chosen.targets.to(scene.config.device)
     first, others = (Batch(inputs[part], targets[part]) for part in (slice(images), slice(images, None)))
     trained, untrained = (
-        replace(each.undefended(0, seed), local=None, members=1) for each in (scene, replace(scene, weights={}))
+        replace(each.undefended(0, seed).member, local=None) for each in (scene, replace(scene, weights={}))
     )
     return Judge(trained, untrained, first, others, key)
 
