@@ -8,6 +8,7 @@ import json
 import shutil
 import subprocess
 import sys
+from importlib.abc import MetaPathFinder
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from rich.console import Console
 import gradveil
 from gradveil.audit import work
 from gradveil.audit.store import load_run
+from gradveil.cli import INTERRUPTED, main
 from gradveil.cli.app import run
 from gradveil.cli.gate import above_table
 from gradveil.cli.summing import as_csv
@@ -338,3 +340,19 @@ def test_the_module_is_the_command() -> None:
     assert "did you mean 'faces'" in done.stderr
     debug = subprocess.run([*words, "--debug"], capture_output=True, text=True, check=False, timeout=120)
     assert "Traceback" in debug.stderr
+
+
+def test_ctrl_c_is_quiet_while_what_the_commands_need_is_still_imported(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Impatient(MetaPathFinder):
+        def find_spec(self, fullname: str, path: object = None, target: object = None) -> None:
+            if fullname == "gradveil.cli.app":
+                raise KeyboardInterrupt
+
+    monkeypatch.delitem(sys.modules, "gradveil.cli.app")
+    monkeypatch.setattr(sys, "meta_path", [Impatient(), *sys.meta_path])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == INTERRUPTED == 130
+    assert capsys.readouterr() == ("", "Interrupted.\n")

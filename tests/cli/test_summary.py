@@ -37,7 +37,7 @@ def test_every_cell_tells_its_health_and_its_attacker(folder: Path, capsys: pyte
 def test_health_is_judged_beside_the_other_cells(folder: Path) -> None:
     bare, noisy = load_run(folder).cells
     for image in (image for record in bare.records for image in record["per_image"]):
-        image["success"] = 1
+        image["success"], image["identified"] = 1, True
     for cell in (bare, noisy):
         cell.info["health"] = {"objective": 0.1, "objective_initial": 1.0, "objective_truth": 0.08, "diverged": 0.0}
     assert [row["health"] for row in summaries([bare, noisy])] == ["works", "sound"]

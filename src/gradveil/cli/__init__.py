@@ -1,5 +1,20 @@
-"""The command line: `gradveil audit`, `report`, `summary`, `list`, `check`."""
+"""The command line: `gradveil audit`, `train`, `report`, `summary`, `list`, `check` and more."""
 
-from gradveil.cli.app import app, main
+from __future__ import annotations
 
-__all__ = ["app", "main"]
+import sys
+
+__all__ = ["INTERRUPTED", "main"]
+
+INTERRUPTED = 130
+"""Exit code for Ctrl-C."""
+
+
+def main() -> None:
+    """Run the command line and exit with its code; Ctrl-C is quiet even while torch is still being imported."""
+    try:
+        from gradveil.cli.app import main as begin
+    except KeyboardInterrupt:
+        sys.stderr.write("Interrupted.\n")
+        sys.exit(INTERRUPTED)
+    begin()

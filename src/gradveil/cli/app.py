@@ -13,6 +13,7 @@ from rich.text import Text
 
 import gradveil
 from gradveil.attacks.plan import keep_freed_memory
+from gradveil.cli import INTERRUPTED
 from gradveil.cli.account import account
 from gradveil.cli.audit import audit
 from gradveil.cli.bound import bound
@@ -23,8 +24,8 @@ from gradveil.cli.tables import tables
 from gradveil.cli.train import train
 from gradveil.core.errors import GradveilError
 
-USER_ERROR, INTERRUPTED = 2, 130
-"""Exit codes for wrong use, and for Ctrl-C."""
+USER_ERROR = 2
+"""Exit code for wrong use."""
 
 app = typer.Typer(
     name="gradveil",
