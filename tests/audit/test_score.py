@@ -13,13 +13,16 @@ from torch import Tensor
 
 from gradveil.audit import score as scoring
 from gradveil.audit.cell import Recovered, cells, recover
+from gradveil.audit.health import examine
 from gradveil.audit.rows import FLOORS, Row
 from gradveil.audit.scene import Scene, open_scene
 from gradveil.audit.score import Named, failure, score
 from gradveil.audit.store import Cell, summarise
 from gradveil.metrics import Missing, ssim
+from gradveil.report.verdict import verdicts
 from tests.audit.runs import config
 
+DIGITS = {"name": "digits", "size": 16}
 NAMED = Named("no defence", "an attack", ("A paper",))
 
 
@@ -91,7 +94,7 @@ def test_controls() -> None:
     controls = cell.info["controls"]
     assert controls["wrong_victim"]["asr"] < 0.5
     assert controls["mean_image"]["ssim_mean"] < 1
-    assert set(controls["class_image"]) == {"asr", "ssim_mean", "psnr_mean"}
+    assert set(controls["class_image"]) == {"asr", "ssim_mean", "psnr_mean", "identified"}
     assert scene.public is not None
     mean = scene.public.pixels.double().mean(0)
     truth = scene.pixels(scene.batch(scene.examples(0, range(3))).inputs)
@@ -101,7 +104,7 @@ def test_controls() -> None:
 
 def test_the_floor_is_the_best_of_the_guesses_that_see_no_update() -> None:
     """Digits are so alike that the mean of their class is a better guess than one of them, and than the mean of all."""
-    scene, cell = scored(victims=12, client={"batch": 1})
+    scene, cell = scored(victims=12, client={"batch": 1}, data=DIGITS)
     public, controls = scene.public, cell.info["controls"]
     assert public is not None
     places = scene.examples(0, range(12))
@@ -212,3 +215,20 @@ def test_lpips_is_a_score_or_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     _, cell = scored(lpips="alex")
     assert cell.info["missing"] == {"lpips": "no weights here"}
     assert "lpips" not in cell.records[0]
+
+
+def test_who_answers_with_the_mean_of_the_class_recovers_most_digits_and_shows_nothing() -> None:
+    settings = {"victims": 12, "client": {"batch": 1}, "data": DIGITS}
+    scene = open_scene(config(defences=["none"], **settings))
+    public, targets = scene.public, scene.victims.targets[scene.examples(0, range(12))]
+    assert public is not None
+    means = torch.stack([public.inputs[public.targets == int(t)].mean(0)[None] for t in targets.flatten()])
+    guessed, honest = (Row(0, scored(change, **settings)[1]) for change in (lambda _: means, lambda inputs: inputs))
+    assert guessed.asr == guessed.floor
+    assert guessed.asr > 0.5
+    assert guessed.identified == round(12 * guessed.info["controls"]["class_mean"]["identified"])
+    assert not guessed.beyond_guessing
+    assert examine(guessed, [guessed]).label == "doubtful"
+    assert honest.beyond_guessing
+    assert examine(honest, [honest]).label == "works"
+    assert [verdict.level for each in (guessed, honest) for verdict in verdicts([each])] == ["unclear", "exposed"]

@@ -159,12 +159,17 @@ def test_a_broken_attack_is_complained_about(health: dict[str, Any], said: str) 
 
 
 def test_who_does_not_beat_a_guess_without_a_defence_is_no_measure_of_one() -> None:
-    easy = {**CONTROLS, "class_image": CONTROLS["class_image"] | {"asr": 0.7}}
+    easy = {**CONTROLS, "class_image": {"asr": 0.7, "ssim_mean": 0.25, "psnr_mean": 9.0}}
     bare = [row(won, defence="none", belief="naive", number=90, controls=easy) for won in (20, 24)]
     assert "guessing from public data alone does as well (70%)" in complaints(row(0), bare[:1])[0]
     assert complaints(row(0), bare) == []
     known = row(20, defence="none", belief="naive", number=90, controls=easy, identified=True)
     assert complaints(row(0), [known]) == []
+    assert [examine(each, bare).label for each in bare] == ["doubtful", "works"]
+    assert examine(bare[0], bare).doubts == ("guessing from public data alone does as well (70%)",)
+    # Against a defence that is no fault of the attack, but nor does it work there.
+    defended = [row(won, controls=easy) for won in (20, 24)]
+    assert [examine(each, [BARE]).label for each in defended] == ["sound", "works"]
 
 
 def test_the_control_is_the_same_attack_with_any_belief() -> None:

@@ -130,6 +130,10 @@ def test_the_union_counts_victims_of_the_quoted_seed_once() -> None:
     assert judge(row(3)).union is None
 
 
+ALIKE = CONTROLS | {"class_mean": {"asr": 0.8, "ssim_mean": 0.6, "psnr_mean": 15.0}}
+"""Controls where images of a class are so alike that their mean passes for most of them."""
+
+
 @pytest.mark.parametrize(
     ("attacked", "level"),
     [
@@ -139,6 +143,12 @@ def test_the_union_counts_victims_of_the_quoted_seed_once() -> None:
         ({"won": 2, "controls": CONTROLS | {"mean_image": {"asr": 0.1}}}, "held"),
         ({"won": 2, "controls": CONTROLS | {"mean_image": {"asr": 0.1}}, "identified": True}, "leaks"),
         ({"won": 4, "controls": CONTROLS | {"mean_image": {"asr": 0.1}}}, "leaks"),
+        ({"won": 20, "controls": ALIKE}, "held"),
+        ({"won": 20, "controls": ALIKE, "ssim": 0.75}, "exposed"),
+        ({"won": 20, "controls": ALIKE, "identified": True}, "exposed"),
+        ({"won": 20, "controls": {n: s | {"identified": 0.7} for n, s in ALIKE.items()}, "identified": True}, "held"),
+        ({"won": 8, "controls": ALIKE, "ssim": 0.75}, "held"),
+        ({"won": 28, "controls": ALIKE}, "exposed"),
         ({"won": 0, "belief": "naive"}, "unproven"),
         ({"won": 0, "health": HEALTHY | {"objective": 0.95}}, "unclear"),
         ({"won": 0, "health": HEALTHY | {"diverged": 0.5}}, "unclear"),

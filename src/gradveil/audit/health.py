@@ -27,8 +27,8 @@ State = Literal["works", "sound", "misled", "short", "doubtful", "unscored"]
 """What is said of an attack's health; `STATES` has the words."""
 
 STATES: dict[State, tuple[str, str]] = {
-    "works": ("works", "it recovers at least half of the images"),
-    "sound": ("sound", "it recovers few images here, and nothing points to a fault of the attack"),
+    "works": ("works", "it recovers at least half of the images, beyond what guessing gives"),
+    "sound": ("sound", "it recovers few images here, or those that a guess does, and nothing points to a fault of it"),
     "misled": ("misled", "other images satisfy its objective as well as the true ones: more iterations are no help"),
     "short": ("fell short", "it ended above the objective of the true images, so a low rate does not show protection"),
     "unscored": ("not scored", "the truth was not recorded: see how far the objective fell, and look at the images"),
@@ -63,7 +63,7 @@ def examine(row: Row, rows: Sequence[Row]) -> Health:
     """
     if row.cell.unscored is not None:
         return Health("unscored", (row.cell.unscored,))
-    if row.asr >= SOUND:
+    if row.asr >= SOUND and row.beyond_guessing:
         return Health("works")
     found = complaints(row, rows)
     if _side(row) == "above":
@@ -177,10 +177,17 @@ def complaints(row: Row, rows: Sequence[Row]) -> list[str]:
             found.append(f"{what}, so nothing shows that the attack works")
         elif (best := max(controls, key=lambda r: r.asr)).asr < SOUND:
             found.append(f"it recovers only {best.recovered} of {best.images} images without any defence")
-        elif best.asr <= (best.floor or 0) and not best.identified:
-            guess = f"guessing from public data alone does as well ({percent(best.floor or 0)})"
-            found.append(f"it recovers {best.recovered} of {best.images} images without any defence, but {guess}")
+        elif not best.beyond_guessing:
+            found.append(
+                f"it recovers {best.recovered} of {best.images} images without any defence, but {_guess(best)}"
+            )
+    elif row.asr >= SOUND and not row.beyond_guessing:
+        found.append(_guess(row))
     return found
+
+
+def _guess(row: Row) -> str:
+    return f"guessing from public data alone does as well ({percent(row.floor or 0)})"
 
 
 def coincidence(row: Row) -> str:

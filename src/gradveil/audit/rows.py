@@ -69,6 +69,8 @@ FLOORS = {
     "class_image": ("Class image", "a random public image of the same class"),
 }
 """What needs no update, scored as if it were reconstructions: what tables call it, and what it is."""
+CLOSER = 0.1
+"""Who recovers most images shows more than a guess does, if their mean SSIM is higher than a guess's by this."""
 
 
 class Spent(NamedTuple):
@@ -224,6 +226,20 @@ class Row:
         """Look up the best score of a guess from public data alone."""
         found = [self.control(name, score) for name in FLOORS]
         return max((value for value in found if value is not None), default=None)
+
+    @property
+    def beyond_guessing(self) -> bool:
+        """Whether it recovers more images than guesses do, or more that are nearest to their victim, or closer ones.
+
+        Where images of a class are much alike a guess recovers most of them too: but it does not come as close.
+        """
+        if self.recovered == 0 or self.asr > (self.floor or 0):
+            return self.recovered > 0
+        if self.identified > round((self.floor_of("identified") or 0) * self.images):
+            return True
+        own, guess = self.mean("ssim"), self.floor_of("ssim_mean")
+        most = 2 * self.recovered >= self.images
+        return most and own is not None and guess is not None and own > guess + CLOSER
 
     def control(self, name: str, score: str = "asr") -> float | None:
         """Look up a control's score."""

@@ -224,7 +224,7 @@ def _controls(scene: Scene, cell: Address, candidate: Tensor, truth: Tensor, pla
             "class_mean": _class_means(pixels, scene.public.targets, targets),
             "class_image": pixels[_same_class(scene.public, targets, cell.seed)],
         }
-        controls |= {name: _control(scene, guesses[name], truth) for name in FLOORS}
+        controls |= {name: _control(scene, guesses[name], truth, places) for name in FLOORS}
     return controls
 
 
@@ -258,8 +258,13 @@ def _same_class(public: Dataset, targets: Tensor, seed: int) -> Tensor:
     return chosen
 
 
-def _control(scene: Scene, candidate: Tensor, truth: Tensor) -> dict[str, float]:
+def _control(scene: Scene, candidate: Tensor, truth: Tensor, places: Tensor | None = None) -> dict[str, float]:
+    """Score a control; where `places` say whose the truth is, count what passes and is nearest to its own."""
     _, matched = match_batch(candidate.contiguous(), truth)
     similarity = ssim(matched, truth)
     rate = asr(similarity, scene.config.threshold).rate
-    return {"asr": rate, "ssim_mean": float(similarity.mean()), "psnr_mean": float(psnr(matched, truth).mean())}
+    scores = {"asr": rate, "ssim_mean": float(similarity.mean()), "psnr_mean": float(psnr(matched, truth).mean())}
+    if places is not None and len(scene.victims) > 1:
+        nearest = identification(matched, places, scene.victims.pixels.double()) * (similarity > scene.config.threshold)
+        scores["identified"] = float(nearest.mean())
+    return scores

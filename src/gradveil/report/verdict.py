@@ -18,7 +18,7 @@ Level = Literal["exposed", "leaks", "held", "unproven", "unclear"]
 """What a verdict comes to; `LEVELS` has the words."""
 
 LEVELS: dict[Level, tuple[str, str, str]] = {
-    "exposed": ("✕", "Exposed", "at least half of the images were recovered"),
+    "exposed": ("✕", "Exposed", "at least half of the images were recovered, beyond what guessing gives"),
     "leaks": ("!", "Leaks", "some images were recovered, beyond what guessing from public data gives"),
     "held": ("✓", "Held", "nothing beyond guessing, by an attacker who knows the defence and whose attack works"),
     "unproven": (
@@ -26,7 +26,7 @@ LEVELS: dict[Level, tuple[str, str, str]] = {
         "Unproven",
         "no attacker who makes use of knowing the defence was run, and the others prove no leak",
     ),
-    "unclear": ("~", "Unclear", "few or none, but the attack may simply be broken"),
+    "unclear": ("~", "Unclear", "nothing beyond guessing, but the attack may simply be broken"),
 }
 """Icon, label and meaning of every level. A level never rests on its colour alone."""
 
@@ -150,11 +150,9 @@ def _judge(setting: Setting, defence: str, here: Sequence[Row]) -> Verdict:
 def _level(best: Row, judged: Sequence[Row], here: Sequence[Row]) -> Level:
     if best.attacker == "informed":
         return "unproven"
-    if best.asr >= 0.5:
-        return "exposed"
     # A guess such as the mean image can pass the threshold, but it singles nobody out.
-    if best.asr > (best.floor or 0) or best.identified:
-        return "leaks"
+    if best.beyond_guessing:
+        return "exposed" if best.asr >= 0.5 else "leaks"
     if examine(best, here).doubts or best.undefended:
         return "unclear"
     knowing = [row for row in judged if row.attacker == "adaptive" and not guesses(row)]
@@ -198,10 +196,11 @@ def _notes(best: Row, mine: Sequence[Row], strongest: Sequence[tuple[int, Row]])
     if best.attacker == "informed":
         notes.append("Only attackers who were told the client's secrets were run: this is an upper bound.")
     if best.asr > 0 and best.floor is not None and best.asr <= best.floor:
-        closer = f", but {best.identified} of the recovered images resemble their victim more than any other image"
-        notes.append(
-            f"Guessing from public data alone does as well ({percent(best.floor)}){closer if best.identified else ''}."
-        )
+        closer = ""
+        if best.beyond_guessing:
+            many = f"{best.identified} of the recovered images resemble their victim more than any other image"
+            closer = f", but {many}" if best.identified else ", but does not come as close"
+        notes.append(f"Guessing from public data alone recovers as many ({percent(best.floor)}){closer}.")
     if alike := coincidence(best):
         notes.append(f"{alike[0].upper()}{alike[1:]}.")
     if len(strongest) > 1:
