@@ -52,7 +52,7 @@ def test_who_does_not_apply_takes_no_share(tmp_path):
     assert left_out.unfit
     assert [[record["iterations"] for record in cell.records] for cell in both] == [[10, 10], [10, 10]]
     scene = open_scene(chosen)
-    elsewhere = arrive(site(scene.config, None, scene.unfit), torch.get_num_threads())
+    elsewhere = arrive(site(scene, None), torch.get_num_threads())
     order = Task(cells(chosen)[0], 0, range(2)).order({}, Source())
     assert not isinstance(elsewhere, str)
     assert recovered(elsewhere(order, lambda _: None)).tensors["iterations"].tolist() == [20, 20]

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
 import pytest
 from PIL import Image
 
+from gradveil.audit import work as audit_work
+from gradveil.audit.reader import read, read_training
+from gradveil.audit.scene import open_scene
 from gradveil.cli.app import run
+from gradveil.federated import work as train_work
+from gradveil.federated.setting import open_setting
+from gradveil.schedule.work import arrive
 
 STUDY = """
 name = "study"
@@ -77,8 +84,10 @@ def test_an_audit_of_a_training_is_of_the_images_that_were_trained_on(
     assert run(words) == 0
     draw(scans / "train/b/23.png", 99)
     capsys.readouterr()
+    before = (scans.parent / "runs/study/run.json").read_text()
     assert run([*words, "--seed", "2"]) == 2
-    assert "training, the images or labels that data.name stands for: differs" in capsys.readouterr().err
+    assert "study, the images or labels that data.name stands for: differs" in capsys.readouterr().err
+    assert (scans.parent / "runs/study/run.json").read_text() == before
 
 
 @pytest.mark.parametrize("place", ["train/b/23.png", "test/a/00.png"])
@@ -93,3 +102,30 @@ def test_a_training_is_on_the_images_that_it_began_with(
     assert run([*words, "--rounds", "3"]) == 2
     assert "the images or labels that data.name stands for: differs from the run" in capsys.readouterr().err
     assert run([*words, "--rounds", "3", "--fresh"]) == 0
+
+
+def test_a_run_of_an_earlier_version_learns_what_its_files_hold(
+    scans: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["audit", "study.toml", "--workers", "1"]
+    assert run(words) == 0
+    file = scans.parent / "runs/study/run.json"
+    told = json.loads(file.read_text())
+    held = told.pop("images")
+    file.write_text(json.dumps(told))
+    assert run(words) == 0
+    assert json.loads(file.read_text())["images"] == held
+    draw(scans / "test/a/00.png", 99)
+    assert run(words) == 2
+    assert "the images or labels" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["audit", "train"])
+def test_a_worker_elsewhere_has_to_have_the_same_images(scans: Path, command: str) -> None:
+    if command == "audit":
+        told = audit_work.site(open_scene(read("study.toml")), None)
+    else:
+        told = train_work.site(open_setting(read_training("little.toml")), None)
+    assert not isinstance(arrive(told, 1), str)
+    draw(scans / "test/a/00.png", 99)
+    assert "stands for other images or labels here than where the run was started" in str(arrive(told, 1))

@@ -20,7 +20,6 @@ def kept() -> bool:
 
 def test_the_command_line_keeps_freed_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
-    # `gradveil.cli.app` as an attribute is the application in it.
     app = import_module("gradveil.cli.app")
     monkeypatch.setattr(app, "keep_freed_memory", lambda: calls.append("kept"))
     monkeypatch.setattr(app, "run", lambda *_: calls.append("run") or 0)

@@ -34,7 +34,7 @@ def test_a_killed_worker_changes_nothing_and_no_round_is_done_twice(tmp_path: Pa
             os.kill(killed[-1], signal.SIGKILL)
 
     with opened(tmp_path / "killed", describe(told.config, "command")):
-        found = run(told, tmp_path / "killed", tell, Processes(site(told.config, None), 2))
+        found = run(told, tmp_path / "killed", tell, Processes(site(told, None), 2))
     assert len(killed) == 2
     assert set(map(tuple, seen.values())) == {(1, 2, 3, 4, 5, 6)}
     assert [timeless(row) for row in found] == [timeless(row) for row in whole]

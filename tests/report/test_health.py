@@ -130,7 +130,7 @@ def test_the_page_tells_them_apart(tmp_path: Path) -> None:
     html = page(load_run(write_run(tmp_path / "run", cells)))
     text = " ".join(html.split())
     assert "<strong>Attack misled.</strong> The attacker&#39;s objective is satisfied by other images" in text
-    assert "<strong>Attack fell short.</strong> The low rate here may not be the defence's doing: it did not" in text
+    assert "<strong>Attack fell short.</strong> The rate here may not be the defence's doing: it did not" in text
     assert 'data-key="health"' in html
     assert all(f'data-sort="{STATES[state][0]}"' in html for state in ("works", "short", "misled"))
     assert 'data-key="objective_truth"' in html
@@ -167,6 +167,9 @@ def test_who_does_not_beat_a_guess_without_a_defence_is_no_measure_of_one() -> N
     assert complaints(row(0), [known]) == []
     assert [examine(each, bare).label for each in bare] == ["doubtful", "works"]
     assert examine(bare[0], bare).doubts == ("guessing from public data alone does as well (70%)",)
+    sound = row(20, defence="none", belief="naive", number=91, controls=easy, identified=True, seed=0)
+    more = row(22, defence="none", belief="naive", number=92, controls=easy)
+    assert complaints(row(0), [more, sound]) == []
     # Against a defence that is no fault of the attack, but nor does it work there.
     defended = [row(won, controls=easy) for won in (20, 24)]
     assert [examine(each, [BARE]).label for each in defended] == ["sound", "works"]

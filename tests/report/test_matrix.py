@@ -116,9 +116,11 @@ def test_cells_of_other_images_or_weights_are_never_pooled():
     here, there = (replace(one, info={**one.info, "images": {"public": 16 * w, "victims": w}}) for w in "ab")
     other = replace(there, cells=[*run(cell("none", "ig", 4, seed=9)).cells])
     assert [table.caption().partition(": ")[0].partition(" (")[2] for table in matrices([here, other])] == [
-        'images = "aaaaaaaaaaaa")',
-        'images = "bbbbbbbbbbbb")',
+        'images = "aaaaaaaaaaaa/a")',
+        'images = "bbbbbbbbbbbb/b")',
     ]
+    tested = replace(other, info={**here.info, "images": {"public": 16 * "a", "victims": "b"}})
+    assert len(matrices([here, tested])) == 2
 
 
 def test_rates_above_different_thresholds_are_not_set_beside_each_other():

@@ -159,6 +159,17 @@ def test_levels(attacked: dict[str, Any], level: str) -> None:
     assert judge(row(**attacked)).level == level
 
 
+def test_who_guesses_more_hides_nobody_who_shows_something() -> None:
+    shown = row(19, controls=ALIKE, ssim=0.75, identified=True)
+    guessed = row(20, controls=ALIKE, attack="learned")
+    for rows in ([guessed, shown], [row(20, controls=ALIKE, seed=1), shown, row(0, defence="none", seed=1)]):
+        verdict = judge(*rows)
+        assert (verdict.level, verdict.best.recovered) == ("exposed", 19)
+    ignorant = row(20, controls=ALIKE, ssim=0.75, identified=True, belief="naive", attack="dlg")
+    assert judge(guessed, ignorant).level == "exposed"
+    assert verdicts([guessed, row(9, defence="dp", controls=ALIKE, identified=True), BARE])[1].best.defence == "dp"
+
+
 def test_an_attack_that_fails_without_a_defence_proves_nothing() -> None:
     poor = row(3, defence="none", belief="naive")
     (verdict,) = [v for v in verdicts([row(0), poor]) if v.best.defence == "dgp"]

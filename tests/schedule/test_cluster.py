@@ -87,7 +87,7 @@ def test_a_cluster_audits_as_one_process_does_and_a_killed_actors_cell_is_run_ag
 ) -> None:
     address, session = standing
     display = Killing(lambda: kill_desk(session))
-    found = audited(tmp_path / "ray", Cluster(site(SMALL, None), RAYS, address=address), display)
+    found = audited(tmp_path / "ray", Cluster(site(open_scene(SMALL), None), RAYS, address=address), display)
     assert found == audited(tmp_path / "here", in_process, Silent())
     assert len(display.finished) == 3
     assert b"raylet" in b" ".join(members(session).values()), "it is not ours"
@@ -107,7 +107,7 @@ def test_a_cluster_trains_as_one_process_does_and_a_killed_actors_training_goes_
             killed.append(kill_desk(session))
 
     with training.opened(tmp_path / "ray", training.describe(told.config, "command")):
-        schedule = Cluster(train_site(told.config, None), RAYS, address=address)
+        schedule = Cluster(train_site(told, None), RAYS, address=address)
         found = training.run(told, tmp_path / "ray", tell, schedule)
     assert killed == [True]
     assert [timeless(row) for row in found] == [timeless(row) for row in whole]
@@ -140,7 +140,7 @@ def test_another_engine_finishes_what_a_lost_cluster_began(tmp_path: Path, monke
         return bool(ray)
 
     with pytest.raises(GradveilError, match=LOST) as error:
-        audited(tmp_path / "lost", Cluster(site(SMALL, None), RAYS), Killing(lose))
+        audited(tmp_path / "lost", Cluster(site(open_scene(SMALL), None), RAYS), Killing(lose))
     assert "give the same command again" in str(error.value)
     assert not bridges(os.getpid())
     display = Silent()

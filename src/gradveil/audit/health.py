@@ -32,7 +32,7 @@ STATES: dict[State, tuple[str, str]] = {
     "misled": ("misled", "other images satisfy its objective as well as the true ones: more iterations are no help"),
     "short": ("fell short", "it ended above the objective of the true images, so a low rate does not show protection"),
     "unscored": ("not scored", "the truth was not recorded: see how far the objective fell, and look at the images"),
-    "doubtful": ("doubtful", "it shows signs of being broken, so a low rate does not show protection"),
+    "doubtful": ("doubtful", "it shows signs of being broken, or of guessing: a low rate does not show protection"),
 }
 """Label and meaning of every state of an attack's health."""
 
@@ -175,7 +175,7 @@ def complaints(row: Row, rows: Sequence[Row]) -> list[str]:
             who = " by such an attacker" if _undefended(row, rows) else ""
             what = f"the undefended update was not attacked{who} in this run"
             found.append(f"{what}, so nothing shows that the attack works")
-        elif (best := max(controls, key=lambda r: r.asr)).asr < SOUND:
+        elif (best := max(controls, key=lambda r: (r.beyond_guessing and r.asr >= SOUND, r.asr))).asr < SOUND:
             found.append(f"it recovers only {best.recovered} of {best.images} images without any defence")
         elif not best.beyond_guessing:
             found.append(

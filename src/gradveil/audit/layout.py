@@ -72,6 +72,8 @@ class _Failed(_Address):
 
 class _Control(_Held):
     asr: float
+    ssim_mean: float | None = None
+    identified: float | None = None
 
 
 class _Training(_Held):

@@ -265,6 +265,9 @@ def _control(scene: Scene, candidate: Tensor, truth: Tensor, places: Tensor | No
     rate = asr(similarity, scene.config.threshold).rate
     scores = {"asr": rate, "ssim_mean": float(similarity.mean()), "psnr_mean": float(psnr(matched, truth).mean())}
     if places is not None and len(scene.victims) > 1:
-        nearest = identification(matched, places, scene.victims.pixels.double()) * (similarity > scene.config.threshold)
-        scores["identified"] = float(nearest.mean())
+        passed = similarity > scene.config.threshold
+        nearest = (
+            identification(matched[passed], places[passed], scene.victims.pixels.double()) if passed.any() else passed
+        )
+        scores["identified"] = float(nearest.sum()) / passed.numel()
     return scores

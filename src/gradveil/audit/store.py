@@ -204,7 +204,7 @@ class Store:
             self._clean()
             if existed:
                 now = self._grown(info)
-                if now["cells"] != self.info()["cells"]:
+                if any(now[key] != self.info().get(key) for key in ("cells", "images")):
                     write_json(self.folder / RUN, now)
             else:
                 (self.folder / "cells").mkdir(mode=0o700, exist_ok=True)
@@ -284,7 +284,9 @@ class Store:
             raise fail(str(self.folder / RUN), "share is missing", RESTORE)
         refuse_others(self.folder, there, info)
         refuse(list(_shared_otherwise(there.get("sharing", {}), info["sharing"])))
-        return {**there, **{key: info[key] for key in ("config", "cells", "command", "sharing", "warnings")}}
+        grown = {key: info[key] for key in ("config", "cells", "command", "sharing", "warnings")}
+        # An earlier version did not say what the files held.
+        return {**there, **grown, "images": there.get("images") or info["images"]}
 
 
 def _shared_otherwise(there: Mapping[str, list[int]], now: Mapping[str, list[int]]) -> Iterator[Problem]:

@@ -53,8 +53,8 @@ class Training(Source):
         return self.setting.data.victims
 
     def images(self, public: Dataset | None, victims: Dataset, needed: int | None) -> dict[str, str | None]:
-        """Leave it to the directory of the trainings: which images are needed changes with the seeds, which grow."""
-        return {}
+        """Say what the files hold that clients train on and are tested on: every seed has other victims of these."""
+        return self.setting.data.identities()
 
     def owner(self, number: int) -> int:
         """Say which client a victim is: where there are more victims than clients they hold several batches each."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from safetensors.torch import load, save
@@ -18,6 +17,7 @@ from gradveil.audit.observed import recover_observed
 from gradveil.audit.plans import Plan, Plans
 from gradveil.audit.scene import Scene, open_scene
 from gradveil.audit.source import Source
+from gradveil.federated.opening import refuse_other_images
 from gradveil.schedule.work import Parcel, Site, Tell, Work
 
 
@@ -36,13 +36,15 @@ class Task:
         return Parcel({"cell": cell.id, "victims": [self.numbers.start, self.numbers.stop], "plans": plans}, stood)
 
 
-def site(
-    config: RunConfig, data_dir: Path | None, unfit: Mapping[tuple[int, str, str], str] = MappingProxyType({})
-) -> Site:
+def site(scene: Scene, data_dir: Path | None) -> Site:
     """Say what workers elsewhere open to attack the cells of this run, and which attacks do not apply there."""
-    where = str(data_dir.resolve()) if data_dir else None
-    told = [[*meeting, why] for meeting, why in unfit.items()]
-    return Site(f"{__name__}:{open_work.__name__}", {"config": config.resolved(), "data_dir": where, "unfit": told})
+    setting = {
+        "config": scene.config.resolved(),
+        "data_dir": str(data_dir.resolve()) if data_dir else None,
+        "unfit": [[*meeting, why] for meeting, why in scene.unfit.items()],
+        "images": scene.images,
+    }
+    return Site(f"{__name__}:{open_work.__name__}", setting)
 
 
 def open_work(setting: Mapping[str, Any]) -> Work:
@@ -50,6 +52,7 @@ def open_work(setting: Mapping[str, Any]) -> Work:
     keep_freed_memory()
     data_dir = Path(setting["data_dir"]) if setting["data_dir"] else None
     scene = open_scene(RunConfig.model_validate(setting["config"]), data_dir, checked=False)
+    refuse_other_images(setting["images"], scene.images)
     unfit = {(client, defence, attack): why for client, defence, attack, why in setting["unfit"]}
     return working(replace(scene, unfit=unfit))
 

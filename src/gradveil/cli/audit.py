@@ -195,7 +195,7 @@ def _run(
             at = place.schedule(count)
             _train(scene, folder / TRAINING, data_dir, at, command)
             with Screen(Console(stderr=True, markup=False)) as screen:
-                run(scene, store, screen, share, at(site(config, data_dir, scene.unfit)))
+                run(scene, store, screen, share, at(site(scene, data_dir)))
     except KeyboardInterrupt:
         finished = f"Finished cells are kept in {folder}." if (folder / "run.json").is_file() else "Nothing was lost."
         # Not by the console: what it was printing when it was interrupted, it would print once more.
@@ -210,7 +210,7 @@ def _train(scene: Scene, folder: Path, data_dir: Path | None, at: Callable[[Site
     if plan is None or not isinstance(scene.source, Training):
         return
     setting = scene.source.setting
-    schedule = at(train_site(setting.config, data_dir))
+    schedule = at(train_site(setting, data_dir))
     with opened(folder, describe_training(setting.config, command, setting.weights, setting.data.identities())):
         train(setting, folder, partial(tell, console, plan.rounds), schedule, at=plan.stages)
 

@@ -99,7 +99,7 @@ def train(
     try:
         info = describe(config, again(), told.weights, told.data.identities())
         with opened(folder, info, fresh):
-            schedule = place.schedule(count, threads)(site(config, data_dir, recorder))
+            schedule = place.schedule(count, threads)(site(told, data_dir, recorder))
             run(told, folder, partial(tell, console, config.rounds), schedule, recorder)
     except KeyboardInterrupt:
         typer.echo(f"\nStopped. Every finished round is kept in {folder}. To go on:\n  {again()}", err=True)

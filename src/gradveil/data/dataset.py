@@ -96,13 +96,14 @@ class Dataset:
         return replace(self, inputs=self.inputs[chosen], targets=self.targets[chosen], column=column, marks=marks)
 
     def identity(self, count: int | None = None) -> str | None:
-        """Hash the first `count` images as they lie in their files, and their labels; None where they have no files.
+        """Hash the first `count` images as they lie in their files, with what is said of them; None without files.
 
         Of what was decoded, not of `inputs`: two machines resize alike but for the last bit.
         """
         if not self.marks:
             return None
-        said = (len(self.classes), self.marks[:count], self.targets[:count].tolist())
+        column = [str(value) for value in self.column[:count]]
+        said = (len(self.classes), self.marks[:count], self.targets[:count].tolist(), column)
         return hashlib.sha256(json.dumps(said).encode()).hexdigest()[:16]
 
     def _statistics(self, like: Tensor) -> tuple[Tensor, Tensor]:

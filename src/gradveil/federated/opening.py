@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
 from torch import nn
 
-from gradveil.core.errors import GradveilError, Problem
+from gradveil.core.errors import GradveilError, Problem, fail
 from gradveil.core.noise import Key
 from gradveil.data import Dataset, Splits, load
 from gradveil.federated.config import DataConfig, ModelConfig
@@ -40,6 +40,13 @@ def open_images(config: DataConfig, data_dir: Path | None, gallery: int | None, 
 
 _COLUMN = re.compile(r"\b((image|label)_column)\b")
 """What `load` calls an argument is a setting of a run file here."""
+
+
+def refuse_other_images(told: Mapping[str, str | None], here: Mapping[str, str | None]) -> None:
+    """Refuse to work for a run on other images than it was started with, see `Dataset.identity`."""
+    if told and dict(told) != dict(here):
+        what = "stands for other images or labels here than where the run was started"
+        raise fail("data.name", what, "give every machine the same files")
 
 
 def initial_model(config: ModelConfig, images: Dataset, seed: int) -> tuple[nn.Module, list[str]]:

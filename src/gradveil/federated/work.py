@@ -13,6 +13,7 @@ from gradveil.core.own import code_of
 from gradveil.federated.checkpoint import pack_standing, unpack_standing
 from gradveil.federated.config import TrainConfig, digest
 from gradveil.federated.engine import Federation, train
+from gradveil.federated.opening import refuse_other_images
 from gradveil.federated.privacy import guarantee
 from gradveil.federated.recorded import Recorder
 from gradveil.federated.setting import Cell, Setting, cells, open_setting
@@ -24,21 +25,22 @@ FAILED = "failed"
 """Status of a training that ended in an error; the next call takes it up again."""
 
 
-def site(config: TrainConfig, data_dir: Path | None, recorder: Recorder | None = None) -> Site:
+def site(opened: Setting, data_dir: Path | None, recorder: Recorder | None = None) -> Site:
     """Say what workers elsewhere open to train the cells of this run."""
     record = None
     if recorder is not None:
         record = {"truth": recorder.truth, "rounds": recorder.rounds, "clients": recorder.clients}
         record["folder"] = str(recorder.folder.resolve())
     where = str(data_dir.resolve()) if data_dir else None
-    setting = {"config": config.resolved(), "data_dir": where, "record": record}
-    return Site(f"{__name__}:{open_work.__name__}", setting)
+    setting = {"config": opened.config.resolved(), "data_dir": where, "record": record}
+    return Site(f"{__name__}:{open_work.__name__}", {**setting, "images": opened.data.identities()})
 
 
 def open_work(setting: Mapping[str, Any]) -> Work:
     """Open the setting of a run, where somebody else has checked it."""
     data_dir = Path(setting["data_dir"]) if setting["data_dir"] else None
     opened = open_setting(TrainConfig.model_validate(setting["config"]), data_dir, checked=False)
+    refuse_other_images(setting["images"], opened.data.identities())
     record = setting["record"]
     return working(opened, Recorder(**{**record, "folder": Path(record["folder"])}) if record else None)
 

@@ -10,7 +10,8 @@ from typing import Any, cast
 def contents(info: Mapping[str, Any]) -> dict[str, str]:
     """Say what weights and images of files a run is of, by what they are: names say nothing of them."""
     model, images = info["config"].get("model") or {}, info.get("images") or {}
-    found = {"images": str(images["public"])[:12]} if images.get("public") else {}
+    marks = [str(mark)[:12] for mark in images.values() if mark]
+    found = {"images": "/".join(marks)} if marks else {}
     if model.get("weights") is not None:
         # An earlier version wrote them into the hash of all settings only.
         found["initial weights"] = str(info.get("weights") or info.get("config_hash"))[:12]

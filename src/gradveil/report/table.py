@@ -208,8 +208,8 @@ _OPTIONAL |= {
     "round_seconds",
     "client_seconds",
 }
-DOUBT = "low, but the attack may be broken"
-"""Said of low rates of an attack that may be broken."""
+DOUBT = "the attack may be broken, or guess"
+"""Said of rates that need not be the defence's doing."""
 
 
 @dataclass(frozen=True)

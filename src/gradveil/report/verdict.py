@@ -60,7 +60,7 @@ class Verdict:
     best: Row
     """The cell that the sentence quotes: the strongest eligible attacker on the worst seed."""
     rows: tuple[Row, ...]
-    """All cells of this defence: those that are judged, highest success rate first, then the upper bounds."""
+    """All cells of this defence: those that are judged, who shows most first, then the upper bounds."""
     level: Level
     sentence: str
     notes: tuple[str, ...]
@@ -110,9 +110,10 @@ def verdicts(rows: Sequence[Row]) -> list[Verdict]:
     return found
 
 
-def _order(verdict: Verdict) -> tuple[bool, float, int, float]:
+def _order(verdict: Verdict) -> tuple[bool, bool, float, int, float]:
     best = verdict.best
-    return (not verdict.undefended, -best.asr, _RANK.index(verdict.level), -(best.mean("ssim") or 0))
+    shown = best.beyond_guessing
+    return (not verdict.undefended, not shown, -best.asr, _RANK.index(verdict.level), -(best.mean("ssim") or 0))
 
 
 def strength(row: Row) -> tuple[float, bool, float]:
@@ -121,13 +122,18 @@ def strength(row: Row) -> tuple[float, bool, float]:
     return row.asr, row.attacker == "adaptive", -1.0 if mean is None else mean
 
 
+def telling(row: Row) -> tuple[bool, float, bool, float]:
+    """Order attackers by what they show: who recovers more by guessing shows less than who singles somebody out."""
+    return row.beyond_guessing, *strength(row)
+
+
 def _judge(setting: Setting, defence: str, here: Sequence[Row]) -> Verdict:
-    mine = sorted((row for row in here if row.defence == defence), key=strength, reverse=True)
+    mine = sorted((row for row in here if row.defence == defence), key=telling, reverse=True)
     mine.sort(key=lambda row: row.attacker == "informed")
     judged = eligible(mine)
     seeds = sorted({row.seed for row in judged})
-    strongest = [(seed, max((r for r in judged if r.seed == seed), key=strength)) for seed in seeds]
-    best = max((row for _, row in strongest), key=strength)
+    strongest = [(seed, max((r for r in judged if r.seed == seed), key=telling)) for seed in seeds]
+    best = max((row for _, row in strongest), key=telling)
     health, level = examine(best, here), _level(best, judged, here)
     notes = _notes(best, mine, strongest)
     if level == "unclear" and not health.doubts and not best.undefended:
