@@ -10,7 +10,7 @@ import torch
 from flwr.app import ArrayRecord, Context, Message, RecordDict
 from torch import nn
 
-from gradveil.client import Client
+from gradveil.client import Client, summed
 from gradveil.core.errors import GradveilError
 from gradveil.core.files import locked
 from gradveil.core.noise import Key
@@ -25,11 +25,11 @@ from tests.integrations.scenes import context, copied
 BATCH = Batch(torch.linspace(-1, 1, 12).reshape(3, 4), torch.tensor([0, 1, 1]))
 
 
-def client(text="user-dp(clip=1, sigma=0.1) + topk(0.3, feedback=true)", model=None, **settings) -> Client:
+def client(text="user-dp(clip=1, sigma=0.1) + topk(0.3, feedback=true)", model=None) -> Client:
     net = model or nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2))
     for i, parameter in enumerate(net.parameters()):
         nn.init.normal_(parameter.data, generator=Key(i).generator())
-    return parse(text)(Client(net, **settings))
+    return parse(text)(Client(net))
 
 
 def asked(number, of, shift=0.0) -> Message:
@@ -248,15 +248,15 @@ def test_received_buffers_are_used_and_not_sent(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("text", "settings", "what"),
+    ("own", "what"),
     [
-        ("adgp", {}, "needs public messages"),
-        ("adgp(selection=previous)", {}, "needs public messages"),
-        ("none", {"members": 3}, "a node is one client"),
+        (client("adgp"), "needs public messages"),
+        (client("adgp(selection=previous)"), "needs public messages"),
+        (summed(client("none"), 3), "a node is one client"),
     ],
+    ids=["adgp", "adgp(selection=previous)", "a sum of clients"],
 )
-def test_what_flower_has_no_place_for_is_refused(text, settings, what, tmp_path):
-    own = client(text, **settings)
+def test_what_flower_has_no_place_for_is_refused(own, what, tmp_path):
     with pytest.raises(GradveilError, match=what):
         answer(asked(1, own), context(), own, BATCH, folder=tmp_path)
 
