@@ -25,11 +25,11 @@ from tests.integrations.scenes import context, copied
 BATCH = Batch(torch.linspace(-1, 1, 12).reshape(3, 4), torch.tensor([0, 1, 1]))
 
 
-def client(text="user-dp(clip=1, sigma=0.1) + topk(0.3, feedback=true)", model=None) -> Client:
+def client(text="user-dp(clip=1, sigma=0.1) + topk(0.3, feedback=true)", model=None, **settings) -> Client:
     net = model or nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2))
     for i, parameter in enumerate(net.parameters()):
         nn.init.normal_(parameter.data, generator=Key(i).generator())
-    return parse(text)(Client(net))
+    return parse(text)(Client(net, **settings))
 
 
 def asked(number, of, shift=0.0) -> Message:
