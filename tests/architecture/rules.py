@@ -75,7 +75,7 @@ def functions_are_short(source: Source) -> list[str]:
     """A function has at most 60 lines, docstring included, decorators not."""
     return [
         f"{node.lineno}: {node.name} has {lines} lines, at most 60 are allowed"
-        for node in ast.walk(source.tree)
+        for node in source.nodes
         if isinstance(node, Function) and (lines := (node.end_lineno or node.lineno) - node.lineno + 1) > 60
     ]
 
@@ -123,7 +123,7 @@ def no_global_random_state(source: Source) -> list[str]:
         for line, name in source.imports
         if name.split(".")[0] == "random" or name.startswith("torch.distributions")
     ]
-    for node in ast.walk(source.tree):
+    for node in source.nodes:
         if isinstance(node, ast.Attribute | ast.Name) and (name := source.name(node)):
             head, _, last = name.rpartition(".")
             if head in {"torch", "torch.random", "torch.cuda", "torch.cuda.random"} and last in GLOBAL_STATE:
@@ -157,7 +157,7 @@ def no_broad_except(source: Source) -> list[str]:
     """An `except` names what it expects; only around the code of others it may be anything, `core.errors.FOREIGN`."""
     wrong = []
     broad = {"Exception", "BaseException", *(set() if source.module in CALLERS_OF_FOREIGN_CODE else {"FOREIGN"})}
-    for node in ast.walk(source.tree):
+    for node in source.nodes:
         if isinstance(node, ast.ExceptHandler):
             kinds = node.type.elts if isinstance(node.type, ast.Tuple) else [node.type]
             if any(kind is None or source.name(kind).split(".")[-1] in broad for kind in kinds):
@@ -212,7 +212,7 @@ def public_definitions(scope: ast.Module | ast.ClassDef) -> Iterator[Function | 
 
 def tests_can_fail(source: Source) -> list[str]:
     """Every test asserts something that is not a constant, itself or through a helper of its own file."""
-    functions = {node.name: node for node in ast.walk(source.tree) if isinstance(node, Function)}
+    functions = {node.name: node for node in source.nodes if isinstance(node, Function)}
 
     def asserts(function: Function, seen: frozenset[str]) -> bool:
         for node in ast.walk(function):

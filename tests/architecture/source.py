@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -26,10 +26,15 @@ class Source:
         return ast.parse(self.text)
 
     @cached_property
+    def nodes(self) -> list[ast.AST]:
+        """Every node of the tree, nearest to its root first."""
+        return list(ast.walk(self.tree))
+
+    @cached_property
     def imports(self) -> list[tuple[int, str]]:
         """Every imported module or name, absolute and dotted, with its line; `import_module("...")` counts too."""
         found: list[tuple[int, str]] = []
-        for node in ast.walk(self.tree):
+        for node in self.nodes:
             if isinstance(node, ast.Import):
                 found += [(node.lineno, alias.name) for alias in node.names]
             elif isinstance(node, ast.ImportFrom):
@@ -50,7 +55,7 @@ class Source:
     def aliases(self) -> dict[str, str]:
         """Local name -> dotted name, for everything that is imported anywhere in the file."""
         names: dict[str, str] = {}
-        for node in ast.walk(self.tree):
+        for node in self.nodes:
             if isinstance(node, ast.Import):
                 for alias in node.names:
                     top = alias.name.split(".")[0]
@@ -67,11 +72,12 @@ class Source:
 
     def calls(self) -> Iterator[tuple[ast.Call, str]]:
         """Every call with the dotted name of what is called."""
-        for node in ast.walk(self.tree):
+        for node in self.nodes:
             if isinstance(node, ast.Call):
                 yield node, self.name(node.func)
 
 
+@cache
 def read(folder: Path, pattern: str = "*.py") -> list[Source]:
     """Every Python file below a folder, in order."""
     sources = []

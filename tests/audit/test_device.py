@@ -30,6 +30,7 @@ RUNS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.processes
 @pytest.mark.skipif(
     not hasattr(backend_registration, "_setup_privateuseone_for_python_backend"), reason="needs torch 2.10 or later"
 )

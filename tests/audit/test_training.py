@@ -279,6 +279,7 @@ def test_the_command_trains_attacks_and_tells_accuracy_and_costs(
     assert [row["trained"] for row in json.loads(capsys.readouterr().out)] == [0, 1]
 
 
+@pytest.mark.processes
 def test_processes_and_shares_attack_the_same_clients(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):

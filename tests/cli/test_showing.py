@@ -69,7 +69,7 @@ def added(**settings: object) -> list[str]:
 
 def test_adaptive_attacks_in_closed_form_too(capsys: pytest.CaptureFixture[str]) -> None:
     words = [*WORDS, "--defence", "prune(0.5)", "--attack", "adaptive", "--iterations", "1", "--budget", "64", "--json"]
-    assert run([*words, "--set", "data.public=40"]) == 0
+    assert run([*words, "--set", "data.public=12"]) == 0
     out, err = capsys.readouterr()
     assert f"adaptive: analytic, analytic(prior=public), {CONTINUED} and {BY_TOKEN} too" in err
     assert "warning: client" not in err

@@ -365,10 +365,9 @@ def test_pruned_models_raise_no_alarm(share: float) -> None:
     assert inspect(None, received) == []
 
 
-@pytest.mark.parametrize("seed", [0, 1])
 @pytest.mark.parametrize("name", MODELS)
-def test_initial_weights_raise_no_alarm(name: str, seed: int) -> None:
-    net = build(name, channels=3, size=32, classes=10, generator=Key(seed).generator())
+def test_initial_weights_raise_no_alarm(name: str) -> None:
+    net = build(name, channels=3, size=32, classes=10, generator=Key(1).generator())
     assert inspect(net, params(net)) == []
     assert inspect(None, params(net)) == []
 
