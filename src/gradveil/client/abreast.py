@@ -17,7 +17,9 @@ from torch.func import vmap
 from gradveil.client.batching import Batching, Drawn
 from gradveil.client.defended import Defended
 from gradveil.client.local import Local, train
-from gradveil.core.tree import Tensors, select, stack, take
+from gradveil.client.sending import Sending
+from gradveil.client.steady import steady
+from gradveil.core.tree import Tensors, select, stack, take, under
 from gradveil.core.types import Batch
 
 
@@ -44,17 +46,26 @@ class Way(NamedTuple):
 
 @dataclass(frozen=True)
 class Abreast:
-    """How clients come to gradients at once: model, loss, settings and the defences of a step are the same for all."""
+    """How clients come to what they send at once: model, loss, settings and defences are the same for all."""
 
     gradient: Defended
     batching: Batching
+    sending: Sending
 
-    def __call__(self, params: Tensors, trainees: Sequence[Trainee]) -> list[Way]:
-        """Compute with everybody's examples from these parameters.
+    def __call__(self, params: Tensors, trainees: Sequence[Trainee]) -> list[tuple[Tensors, Tensors]]:
+        """Compute with everybody's examples from these parameters what each sends, and the next state.
 
         The shapes of a gradient's examples are the same for all. Local trainings may differ in length, the longest
         first: who has finished is left out of the later steps.
         """
+        found: list[tuple[Tensors, Tensors]] = []
+        for (batch, update, after), own in zip(self._ways(params, trainees), trainees, strict=True):
+            noise = self.sending.noise(batch, own.noise, {})
+            sent, state = self.sending(params, batch, noise, own.state, update, under("step", after))
+            found.append((sent, steady(sent, state, own.state)))
+        return found
+
+    def _ways(self, params: Tensors, trainees: Sequence[Trainee]) -> list[Way]:
         states = [select(each.state, "step") for each in trainees]
         if self.batching.local is not None:
             return self._trained(params, self.batching.local, trainees, states)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from fnmatch import fnmatchcase
 from functools import cached_property
 
 import torch
@@ -13,7 +12,7 @@ from torch.func import vmap
 
 from gradveil.client.abreast import Abreast, Trainee
 from gradveil.client.batching import Batching, Drawn, of_batch
-from gradveil.client.declared import Declared
+from gradveil.client.declared import Declared, trained_names
 from gradveil.client.defended import Defended
 from gradveil.client.gradient import Objective, caught_outputs, cross_entropy
 from gradveil.client.inner import LARGE
@@ -23,12 +22,11 @@ from gradveil.client.own import Own, spread
 from gradveil.client.sending import Sending
 from gradveil.client.steady import steady
 from gradveil.client.steps import Steps
-from gradveil.core.errors import Problem, fail, refuse
+from gradveil.core.errors import fail
 from gradveil.core.noise import NoiseSpec
 from gradveil.core.tree import Tensors, select, under
 from gradveil.core.types import Batch, BatchTransform, Domain, Loss, Transform
 from gradveil.nn.statistics import batch_statistics, running_statistics
-from gradveil.nn.stochastic import switched_off
 
 
 @dataclass(frozen=True)
@@ -86,13 +84,7 @@ class Client:
 
     @cached_property
     def _trained(self) -> list[str]:
-        named = list(self.model.named_parameters())
-        if self.trainable is None:
-            return [name for name, value in named if value.requires_grad]
-        unused = [p for p in self.trainable if not any(fnmatchcase(name, p) for name, _ in named)]
-        known = ", ".join(name for name, _ in named)
-        refuse([Problem("client.trainable", f"'{p}' matches no parameter", f"parameters: {known}") for p in unused])
-        return [name for name, _ in named if any(fnmatchcase(name, p) for p in self.trainable)]
+        return trained_names(self.model, self.trainable)
 
     @cached_property
     def _kept(self) -> NoiseSpec:
@@ -110,7 +102,7 @@ class Client:
 
     @cached_property
     def _sending(self) -> Sending:
-        return Sending(self.send, self.messages, self._defended)
+        return Sending(self.send, self.messages, self._defended, self.local is not None)
 
     @cached_property
     def _many(self) -> Many:
@@ -192,7 +184,7 @@ class Client:
         """
         batch = batch if self.local else self._batching.changed(batch, noise)
         own, kept = select(state, "step"), self.own(noise, state)
-        whole = self._whole(batch, noise, kept)
+        whole = self._sending.noise(batch, noise, kept)
         if self.local is None:
             with caught_outputs() as outputs:
                 update, step_state = self._defended(params, batch, whole, own)
@@ -214,26 +206,7 @@ class Client:
     def abreast(self, params: Tensors, trainees: Sequence[Trainee]) -> list[tuple[Tensors, Tensors]]:
         """Compute `trained_update` of several clients, their gradients at once: equal but for rounding."""
         assert not self.apart
-        found: list[tuple[Tensors, Tensors]] = []
-        ways = Abreast(self._defended, self._batching)(params, trainees)
-        for (batch, update, after), (_, noise, _, _, state) in zip(ways, trainees, strict=True):
-            whole = self._whole(batch, noise, {})
-            sent, after = self._sending(params, batch, whole, state, update, under("step", after))
-            found.append((sent, steady(sent, after, state)))
-        return found
-
-    def _whole(self, batch: Batch, noise: Mapping[str, Tensor], kept: Tensors) -> Tensors:
-        """Return all noise that a transform of what is sent may see, for all examples."""
-        return {**noise, **self._switched_off(batch), **spread(kept, batch.inputs.shape[0])}
-
-    def _switched_off(self, batch: Batch) -> Tensors:
-        """Return the model's noise for all examples of local training, neutral: steps draw it for parts of them.
-
-        A transform of what is sent may ask for the gradient of them all.
-        """
-        if self.local is None or self.send is None:
-            return {}
-        return under("model", switched_off(self.model, batch.inputs))
+        return Abreast(self._defended, self._batching, self._sending)(params, trainees)
 
     def own(self, noise: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> Tensors:
         """Return what the client keeps to itself before a round: drawn in its first one, state in all later ones."""

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 
 from torch import Tensor, nn
 
 from gradveil.client.batching import Batching
 from gradveil.client.local import Local
+from gradveil.core.errors import Problem, refuse
 from gradveil.core.noise import NoiseSpec
 from gradveil.core.tree import Tensors, below, multiplied, select, single, under, wide
 from gradveil.core.types import Batch, Transform
@@ -109,6 +111,17 @@ class Declared:
         if self.local is None and self.send is None and self.step:
             found |= under("step", self.step.evidence(sent))
         return found
+
+
+def trained_names(model: nn.Module, patterns: Sequence[str] | None) -> list[str]:
+    """Name the parameters that match a pattern, in the model's order: without patterns, those that want a gradient."""
+    named = list(model.named_parameters())
+    if patterns is None:
+        return [name for name, value in named if value.requires_grad]
+    unused = [p for p in patterns if not any(fnmatchcase(name, p) for name, _ in named)]
+    known = ", ".join(name for name, _ in named)
+    refuse([Problem("client.trainable", f"'{p}' matches no parameter", f"parameters: {known}") for p in unused])
+    return [name for name, _ in named if any(fnmatchcase(name, p) for p in patterns)]
 
 
 def _of_slot(slot: Transform, sent: Tensors, batch: Batch) -> NoiseSpec:

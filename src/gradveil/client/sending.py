@@ -8,8 +8,10 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from gradveil.client.defended import Defended
+from gradveil.client.own import spread
 from gradveil.core.tree import Tensors, alike, select, under, wide
 from gradveil.core.types import Batch, Transform
+from gradveil.nn.stochastic import switched_off
 
 
 @dataclass(frozen=True)
@@ -19,6 +21,18 @@ class Sending:
     send: Transform | None
     messages: Mapping[str, Tensor]
     gradient: Defended
+    after_steps: bool
+    """Whether what is sent comes of local training: what its steps draw is for parts of the batch."""
+
+    def noise(self, batch: Batch, noise: Mapping[str, Tensor], kept: Tensors) -> Tensors:
+        """Return all noise that the transform may see, for all examples, whose gradient it may ask for.
+
+        Of local training that is the model's noise switched off, but for what the client has `kept`.
+        """
+        off: Tensors = {}
+        if self.after_steps and self.send is not None:
+            off = under("model", switched_off(self.gradient.objective.model, batch.inputs))
+        return {**noise, **off, **spread(kept, batch.inputs.shape[0])}
 
     def __call__(
         self,
