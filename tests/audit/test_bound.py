@@ -19,7 +19,7 @@ from gradveil.audit.bound import mse_bound
 from gradveil.audit.cell import cells, recover
 from gradveil.audit.run import finish
 from gradveil.audit.scene import Scene, open_scene
-from gradveil.audit.store import summarise
+from gradveil.audit.summary import summarise
 from gradveil.cli.app import run
 from gradveil.cli.bound import _rows
 from gradveil.client import Client

@@ -7,7 +7,7 @@ import pytest
 
 from gradveil.audit.display import legend
 from gradveil.audit.privacy import proven
-from gradveil.audit.store import summarise
+from gradveil.audit.summary import summarise
 from gradveil.cli.app import run
 from gradveil.core.errors import GradveilError
 from gradveil.report.build import page

@@ -17,7 +17,8 @@ from gradveil.audit.health import examine
 from gradveil.audit.rows import FLOORS, Row
 from gradveil.audit.scene import Scene, open_scene
 from gradveil.audit.score import Named, failure, score
-from gradveil.audit.store import Cell, summarise
+from gradveil.audit.store import Cell
+from gradveil.audit.summary import summarise
 from gradveil.metrics import Missing, ssim
 from gradveil.report.verdict import verdicts
 from tests.audit.runs import config

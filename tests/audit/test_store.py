@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from gradveil.audit.run import describe
-from gradveil.audit.store import Cell, Store, load_run, summarise
+from gradveil.audit.store import Cell, Store, load_run
+from gradveil.audit.summary import summarise
 from gradveil.core.errors import GradveilError
 from gradveil.core.files import plain
 from gradveil.metrics import wilson

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from gradveil.audit.cell import cells, recover
-from gradveil.audit.store import summarise
+from gradveil.audit.summary import summarise
 from gradveil.audit.utility import left_out, pruned, worth
 from gradveil.cli.summing import as_csv
 from gradveil.core.tree import tmap

@@ -19,7 +19,8 @@ from gradveil.audit.attacker import ATTACKERS
 from gradveil.audit.cell import Address
 from gradveil.audit.health import STATES, coincidence, descent, examine
 from gradveil.audit.rows import Row
-from gradveil.audit.store import UNFIT, Cell, summarise
+from gradveil.audit.store import UNFIT, Cell
+from gradveil.audit.summary import summarise
 from gradveil.audit.threat import threat_model, unknown_to_all
 from gradveil.core.errors import Problem
 from gradveil.core.words import DASH, duration, interval, listing, number, percent, plural

@@ -11,7 +11,8 @@ from gradveil.attacks.inversion import Inversion
 from gradveil.attacks.presets import make_attack
 from gradveil.audit.rounds import plain_name
 from gradveil.audit.rows import Row
-from gradveil.audit.store import Cell, summarise
+from gradveil.audit.store import Cell
+from gradveil.audit.summary import summarise
 from gradveil.core.errors import GradveilError
 from gradveil.core.words import number, percent
 

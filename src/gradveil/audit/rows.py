@@ -11,7 +11,8 @@ from statistics import fmean
 from typing import Any, NamedTuple
 
 from gradveil.audit.attacker import Attacker, attacker, undefended
-from gradveil.audit.store import Cell, summarise
+from gradveil.audit.store import Cell
+from gradveil.audit.summary import summarise
 from gradveil.core.errors import GradveilError
 from gradveil.core.words import plural
 from gradveil.defences import entries
