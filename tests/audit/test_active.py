@@ -13,8 +13,8 @@ from gradveil.core.errors import GradveilError
 from gradveil.report.method import bounds
 from gradveil.report.price import price
 from gradveil.report.verdict import verdicts
+from tests.audit.recording import record, simulated, watching
 from tests.audit.runs import config, execute
-from tests.audit.test_observed import record, simulated, watching
 
 SMALL = {"client": {"batch": 4}, "defences": ["none", "prune(0.5)", "gaussian(0.01)"]}
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import csv
 import io
 import json
-import shutil
 import subprocess
 import sys
 from importlib.abc import MetaPathFinder
@@ -20,30 +18,9 @@ from gradveil.audit.store import load_run
 from gradveil.cli import INTERRUPTED, main
 from gradveil.cli.app import run
 from gradveil.cli.gate import above_table
-from gradveil.cli.summing import as_csv
 from gradveil.core.errors import GradveilError
+from tests.cli.little import audit
 from tests.report.cells import row
-
-RUN = """
-name = "small"
-victims = 2
-attacks = ["ig(iterations=4)"]
-defences = ["none", "prune(0.9)"]
-data = { name = "faces", size = 16 }
-model = { name = "lenet-zhu" }
-"""
-
-
-@pytest.fixture
-def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with a small run file, where the commands run."""
-    (tmp_path / "small.toml").write_text(RUN)
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
-def audit(*more: str) -> int:
-    return run(["audit", "small.toml", "--workers", "1", *more])
 
 
 def test_audit_writes_a_run_and_its_report(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -144,71 +121,6 @@ def test_what_failed_does_not_pass_the_gate(
     assert "nobody can say that all rates stay within it" in err
     assert err.count("failed: MemoryError: too large") == 4
     monkeypatch.undo()
-
-
-def test_summary(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    audit()
-    capsys.readouterr()
-    assert run(["summary", "runs/small", "--json"]) == 0
-    rows = json.loads(capsys.readouterr().out)
-    wanted = "model data seed round client defence attack victims asr asr_low asr_high ssim_mean psnr_mean mse_mean"
-    assert len(rows) == 2
-    assert set(f"{wanted} label_accuracy seconds statuses".split()) <= set(rows[0])
-    assert rows[0]["statuses"] == {"budget": 2}
-    assert run(["summary", "runs/small"]) == 0
-    assert "prune(0.9)" in capsys.readouterr().out
-    assert run(["summary", "runs/small", "--csv", "table.csv"]) == 0
-    table = list(csv.DictReader(io.StringIO((small / "table.csv").read_text())))
-    assert [row["defence"] for row in table] == ["none", "prune(0.9)"]
-    assert float(table[0]["ssim_mean"]) == rows[0]["ssim_mean"]
-    assert table[0]["status_budget"] == "2"
-
-
-def test_summary_of_a_run_that_is_not_done_says_how_to_go_on(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    audit("--defence", "none", "--defence", "prune(0.9)")
-    one, two = sorted((small / "runs/small/cells").iterdir())
-    shutil.rmtree(one)
-    capsys.readouterr()
-    assert run(["summary", "runs/small"]) == 0
-    out, err = capsys.readouterr()
-    assert "ASR" in out
-    again = "To go on:\n  gradveil audit small.toml --defence none --defence 'prune(0.9)'"
-    assert err == f"1 of 2 cells is finished: 1 not done yet. {again}\n"
-    shutil.rmtree(two)
-    (small / "runs/small").rename(small / "else where")
-    for words, printed in (([], ""), (["--json"], "[]\n"), (["--csv", "-"], "cell,model,data,seed,round")):
-        assert run(["summary", "else where", *words]) == 1
-        out, err = capsys.readouterr()
-        assert err == f"None of 2 cells are finished: 2 not done yet. {again} --out 'else where'\n"
-        assert out.startswith(printed)
-        assert len(out.splitlines()) <= 1
-
-
-def test_summary_of_failed_cells(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    audit()
-    for file in (small / "runs/small/cells").glob("*/cell.json"):
-        file.write_text(json.dumps({**json.loads(file.read_text()), "failed": "broke"}))
-        (file.parent / "records.json").write_text("[]")
-    capsys.readouterr()
-    assert run(["summary", "runs/small"]) == 1
-    out, err = capsys.readouterr()
-    assert out.count("failed") == 2
-    assert err.startswith("None of 2 cells are finished: 2 failed. To go on:\n  gradveil audit small.toml")
-
-
-def test_summary_of_an_audit_from_python_names_its_folder(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    audit()
-    info = json.loads((small / "runs/small/run.json").read_text())
-    info |= {"command": "gradveil.audit(...)", "cells": [*info["cells"], "another"]}
-    (small / "runs/small/run.json").write_text(json.dumps(info))
-    capsys.readouterr()
-    assert run(["summary", "runs/small"]) == 0
-    said = "call gradveil.audit again with the same arguments and out='runs/small'"
-    assert said in capsys.readouterr().err
-
-
-def test_csv_disarms_formulas() -> None:
-    assert as_csv([{"defence": "=1+1", "asr": None, "statuses": {}}]) == "defence,asr\n'=1+1,\n"
 
 
 def test_report(small: Path, capsys: pytest.CaptureFixture[str]) -> None:

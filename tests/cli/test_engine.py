@@ -13,7 +13,7 @@ from gradveil.core.errors import GradveilError
 from gradveil.schedule.cluster import Cluster
 from gradveil.schedule.processes import Processes
 from gradveil.schedule.work import Site, in_process
-from tests.cli.test_cli import RUN
+from tests.cli.little import RUN
 
 SITE = Site("package.module:function", {})
 

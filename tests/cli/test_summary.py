@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,9 @@ import pytest
 from gradveil.audit.health import STATES, summaries
 from gradveil.audit.store import load_run
 from gradveil.cli.app import run
+from gradveil.cli.summing import as_csv
 from tests.audit.runs import config, execute
+from tests.cli.little import audit
 
 LABELS = {label for label, _ in STATES.values()}
 
@@ -60,3 +63,68 @@ def test_an_audit_that_ends_in_json_tells_it_too(
     assert run(["audit", "faces", *words, "--json"]) == 0
     (row,) = json.loads(capsys.readouterr().out)
     assert row["health"] in LABELS
+
+
+def test_summary(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    audit()
+    capsys.readouterr()
+    assert run(["summary", "runs/small", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    wanted = "model data seed round client defence attack victims asr asr_low asr_high ssim_mean psnr_mean mse_mean"
+    assert len(rows) == 2
+    assert set(f"{wanted} label_accuracy seconds statuses".split()) <= set(rows[0])
+    assert rows[0]["statuses"] == {"budget": 2}
+    assert run(["summary", "runs/small"]) == 0
+    assert "prune(0.9)" in capsys.readouterr().out
+    assert run(["summary", "runs/small", "--csv", "table.csv"]) == 0
+    table = list(csv.DictReader(io.StringIO((small / "table.csv").read_text())))
+    assert [row["defence"] for row in table] == ["none", "prune(0.9)"]
+    assert float(table[0]["ssim_mean"]) == rows[0]["ssim_mean"]
+    assert table[0]["status_budget"] == "2"
+
+
+def test_summary_of_a_run_that_is_not_done_says_how_to_go_on(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    audit("--defence", "none", "--defence", "prune(0.9)")
+    one, two = sorted((small / "runs/small/cells").iterdir())
+    shutil.rmtree(one)
+    capsys.readouterr()
+    assert run(["summary", "runs/small"]) == 0
+    out, err = capsys.readouterr()
+    assert "ASR" in out
+    again = "To go on:\n  gradveil audit small.toml --defence none --defence 'prune(0.9)'"
+    assert err == f"1 of 2 cells is finished: 1 not done yet. {again}\n"
+    shutil.rmtree(two)
+    (small / "runs/small").rename(small / "else where")
+    for words, printed in (([], ""), (["--json"], "[]\n"), (["--csv", "-"], "cell,model,data,seed,round")):
+        assert run(["summary", "else where", *words]) == 1
+        out, err = capsys.readouterr()
+        assert err == f"None of 2 cells are finished: 2 not done yet. {again} --out 'else where'\n"
+        assert out.startswith(printed)
+        assert len(out.splitlines()) <= 1
+
+
+def test_summary_of_failed_cells(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    audit()
+    for file in (small / "runs/small/cells").glob("*/cell.json"):
+        file.write_text(json.dumps({**json.loads(file.read_text()), "failed": "broke"}))
+        (file.parent / "records.json").write_text("[]")
+    capsys.readouterr()
+    assert run(["summary", "runs/small"]) == 1
+    out, err = capsys.readouterr()
+    assert out.count("failed") == 2
+    assert err.startswith("None of 2 cells are finished: 2 failed. To go on:\n  gradveil audit small.toml")
+
+
+def test_summary_of_an_audit_from_python_names_its_folder(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    audit()
+    info = json.loads((small / "runs/small/run.json").read_text())
+    info |= {"command": "gradveil.audit(...)", "cells": [*info["cells"], "another"]}
+    (small / "runs/small/run.json").write_text(json.dumps(info))
+    capsys.readouterr()
+    assert run(["summary", "runs/small"]) == 0
+    said = "call gradveil.audit again with the same arguments and out='runs/small'"
+    assert said in capsys.readouterr().err
+
+
+def test_csv_disarms_formulas() -> None:
+    assert as_csv([{"defence": "=1+1", "asr": None, "statuses": {}}]) == "defence,asr\n'=1+1,\n"

@@ -1,14 +1,10 @@
 """Parquet, folders and Hugging Face names, with small files made here."""
 
 import io
-import json
-import sys
 from pathlib import Path
 
 import datasets
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 import torch
 from PIL import Image
@@ -16,41 +12,7 @@ from PIL import Image
 from gradveil.core.errors import GradveilError
 from gradveil.data import DATA_DIR, hub, load
 from gradveil.data.pixels import recolour, resize
-
-NAMES = ["cat", "dog", "owl"]
-
-
-def images(count: int, channels: int = 3, side: int = 8, seed: int = 0) -> list[np.ndarray]:
-    shape = (count, side, side) if channels == 1 else (count, side, side, channels)
-    return list(np.random.default_rng(seed).integers(0, 256, shape, dtype=np.uint8))
-
-
-def encode(image: np.ndarray, form: str = "PNG") -> bytes:
-    buffer = io.BytesIO()
-    Image.fromarray(image).save(buffer, form)
-    return buffer.getvalue()
-
-
-def write(
-    path: Path, pictures: list[np.ndarray], labels: list, columns=("image", "label"), names=None, encoded=None
-) -> None:
-    """Write a Parquet file as the hub stores images, two rows a row group."""
-    cells = [{"bytes": encode(picture), "path": None} for picture in pictures] if encoded is None else encoded
-    table = pa.table({columns[0]: cells, "extra": list(range(len(labels))), columns[1]: labels})
-    if names:
-        features = {columns[1]: {"names": names, "_type": "ClassLabel"}, columns[0]: {"_type": "Image"}}
-        features["extra"] = {"dtype": "int64", "_type": "Value"}
-        table = table.replace_schema_metadata({"huggingface": json.dumps({"info": {"features": features}})})
-    path.parent.mkdir(parents=True, exist_ok=True)
-    pq.write_table(table, path, row_group_size=2)
-
-
-@pytest.fixture
-def home(tmp_path: Path) -> Path:
-    """A data folder with `cifar10/{train,test}.parquet` of 9 and 6 images."""
-    write(tmp_path / "cifar10/train.parquet", images(9), [i % 3 for i in range(9)], names=NAMES)
-    write(tmp_path / "cifar10/test.parquet", images(6, seed=1), [2 - i % 3 for i in range(6)], names=NAMES)
-    return tmp_path
+from tests.data.files import NAMES, encode, images, write
 
 
 def test_pixels_labels_and_published_constants(home: Path) -> None:
@@ -117,16 +79,6 @@ def test_a_limit_decodes_no_other_image(home: Path, monkeypatch: pytest.MonkeyPa
     assert len(decoded) == 4
     everything = load("cifar10", data_dir=home)
     assert torch.equal(few.victims.inputs, everything.victims.inputs[:3])
-
-
-def test_a_broken_image_past_the_limit_does_no_harm_and_is_named_within_it(tmp_path: Path) -> None:
-    cells = [{"bytes": encode(picture), "path": None} for picture in images(3)] + [{"bytes": b"broken", "path": None}]
-    write(tmp_path / "test.parquet", [], [0, 1, 0, 1], encoded=cells)
-    write(tmp_path / "train.parquet", images(2), [0, 1])
-    where = f"parquet:{tmp_path}"
-    assert len(load(where, limit_victims=3).victims) == 3
-    with pytest.raises(GradveilError, match="row 3: is not an image"):
-        load(where)
 
 
 def test_shards_other_columns_and_string_labels(tmp_path: Path) -> None:
@@ -205,74 +157,6 @@ def test_hugging_face_names(home: Path, tmp_path: Path, monkeypatch: pytest.Monk
     assert victims.classes == tuple(NAMES)
 
 
-def test_a_hub_name_that_cannot_be_loaded_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path)
-    with pytest.raises(GradveilError, match="hf:nobody/nothing: cannot be loaded"):
-        load("hf:nobody/nothing")
-
-
-def test_missing_packages_name_the_extra(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(GradveilError, match=r"needs the package datasets.*gradveil\[hub\]"):
-        load("hf:ylecun/mnist")
-    monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with pytest.raises(GradveilError, match=r"needs the package pyarrow.*gradveil\[hub\]"):
-        load("cifar10", data_dir=home)
-
-
-def test_missing_files_say_where_and_what_to_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(DATA_DIR, raising=False)
-    with pytest.raises(GradveilError, match=f"--data-dir .or {DATA_DIR}. to the folder that holds mnist/train.parquet"):
-        load("mnist")
-    with pytest.raises(GradveilError, match=f"{tmp_path / 'mnist'} is not there"):
-        load("mnist", data_dir=tmp_path)
-    (tmp_path / "mnist").mkdir()
-    with pytest.raises(GradveilError, match=r"has no train.parquet or test.parquet"):
-        load("mnist", data_dir=tmp_path)
-    for name in ("folder:nowhere", "parquet:nowhere"):
-        with pytest.raises(GradveilError, match=f"{tmp_path / 'nowhere'}: is not there"):
-            load(name, data_dir=tmp_path)
-    with pytest.raises(GradveilError, match=r"holds no images.*train/CLASS"):
-        load(f"folder:{tmp_path}")
-
-
-def test_bad_files_are_named(tmp_path: Path) -> None:
-    (tmp_path / "train.parquet").write_bytes(b"PAR1 not really")
-    with pytest.raises(GradveilError, match=r"train.parquet: cannot be read as Parquet"):
-        load(f"parquet:{tmp_path}")
-    write(tmp_path / "train.parquet", [], [], encoded=[])
-    with pytest.raises(GradveilError, match="holds no images"):
-        load(f"parquet:{tmp_path}")
-
-
-@pytest.mark.parametrize(("labels", "message"), [
-    ([0, 1, 2, 3], "label 3 of image 3 is outside 0 to 2"),
-    ([0, 1, -1, 2], "label -1 of image 2"),
-    ([0, 1, None, 2], "row 2 has no label"),
-    (["cat", "dog", "cow", "owl"], "'cow'"),
-    ([0.5, 1.0, 2.0, 0.0], "neither whole numbers nor names"),
-])  # fmt: skip
-def test_bad_labels_are_refused(tmp_path: Path, labels: list, message: str) -> None:
-    write(tmp_path / "train.parquet", images(4), labels, names=NAMES)
-    write(tmp_path / "test.parquet", images(4), labels, names=NAMES)
-    with pytest.raises(GradveilError, match=message):
-        load(f"parquet:{tmp_path}")
-
-
-def test_cells_that_are_no_images_are_refused(tmp_path: Path) -> None:
-    write(tmp_path / "train.parquet", [], [0, 1], encoded=[1.0, 2.0])
-    with pytest.raises(GradveilError, match="holds no encoded image"):
-        load(f"parquet:{tmp_path}", limit_public=1)
-
-
-def test_splits_of_different_shapes_are_refused(tmp_path: Path) -> None:
-    write(tmp_path / "train.parquet", images(2), [0, 1])
-    write(tmp_path / "test.parquet", images(2, 1), [0, 1])
-    with pytest.raises(GradveilError, match="give size and channels"):
-        load(f"parquet:{tmp_path}")
-    assert load(f"parquet:{tmp_path}", channels=3).victims.channels == 3
-
-
 def test_other_image_modes(tmp_path: Path) -> None:
     deep = np.array([[0, 65535], [32768, 1000]], dtype=np.uint16)
     real = np.array([[0.0, 1.0], [0.25, np.nan]], dtype=np.float32)
@@ -316,10 +200,3 @@ def test_a_single_split_gives_victims_of_every_class():
     public, victims = hub.two_splits({"train": rows})
     assert sorted(victims.labels) == [0, 0, 1, 1, 2]
     assert sorted(public.labels) == [0] * 6 + [1] * 6 + [2]
-
-
-def test_what_is_no_image_is_told_without_what_lies_in_memory(tmp_path: Path) -> None:
-    (tmp_path / "test/a").mkdir(parents=True)
-    (tmp_path / "test/a/0.png").write_bytes(b"no image")
-    with pytest.raises(GradveilError, match=r"0\.png: is not an image .*\(of no format that Pillow knows\)"):
-        load(f"folder:{tmp_path}")

@@ -9,7 +9,7 @@ from gradveil.core.types import Batch
 from gradveil.defences import Clip, Defence, chain, parse
 from gradveil.defences.lint import MEANINGLESS, suspicions
 from gradveil.theory.accounting import Training, epsilon
-from tests.defences.test_privacy import (
+from tests.defences.strangers import (
     BATCH,
     PLAIN,
     TRAINED,

@@ -1,43 +1,42 @@
 """What clips and noise amount to, whatever the defence is called; what voids it; and the warnings about both."""
 
 import math
-from dataclasses import dataclass, replace
-from typing import ClassVar
+from dataclasses import replace
 
 import pytest
 import torch
 
-from gradveil.client import Client, Local, summed
+from gradveil.client import Client, summed
 from gradveil.core.errors import GradveilError
-from gradveil.core.noise import Key, Noise, NoiseSpec, Normal, Uniform
 from gradveil.core.tree import norm, tmap
-from gradveil.core.types import Batch, BatchTransform, Context, Domain, Stage, Transform
+from gradveil.core.types import Batch, Domain, Stage, Transform
 from gradveil.defences import DEFENCES, Chain, Clip, Defence, Gaussian, chain, parse
 from gradveil.defences.lint import suspicions
 from gradveil.defences.privacy import NOTHING, examine
 from gradveil.defences.trials import data_dependent
 from gradveil.theory.accounting import Training
-from tests.laws.cases import DOMAIN, LAWS, B, Tiny, draw_batch
-
-PLAIN = Client(Tiny())
-TRAINED = Client(Tiny(), local=Local(2, 0.3, steps=3))
-BATCH = draw_batch(Key(0))
-LAYERS = len(PLAIN.trained())
-
-
-def found(defence: str | Defence, client: Client = PLAIN):
-    built = parse(defence) if isinstance(defence, str) else defence
-    return examine(built(client), BATCH)
-
-
-def multipliers(defence: str | Defence, client: Client = PLAIN):
-    return {m.unit: m.multiplier for m in found(defence, client).mechanisms}
-
-
-def warned(defence: str | Defence, training: Training | None = None, client: Client = PLAIN) -> list[str]:
-    problems = [*suspicions((parse(defence) if isinstance(defence, str) else defence)(client), BATCH, training)]
-    assert all(problem.severity == "warning" for problem in problems)
-    return [f"{problem.where}: {problem.what}" for problem in problems]
+from tests.defences.strangers import (
+    BATCH,
+    LAYERS,
+    PLAIN,
+    TRAINED,
+    Differentiating,
+    Documented,
+    Even,
+    Faint,
+    Loose,
+    Mixing,
+    Narrow,
+    Peeking,
+    Repeating,
+    Seeded,
+    Silent,
+    after_dp,
+    found,
+    multipliers,
+    warned,
+)
+from tests.laws.cases import DOMAIN, LAWS, B
 
 
 @pytest.mark.parametrize(
@@ -133,67 +132,6 @@ def test_optimal_defences_void_what_comes_before(text):
     assert privacy.promise(Training(10)).startswith(f"{NOTHING}: ")
     assert "looks at the data again" in privacy.promise()
     assert found(text).promise(Training(10)) == NOTHING
-
-
-class Peeking(Transform):
-    """Scales by the mean of the private inputs."""
-
-    stage = Stage.QUANTISE
-
-    def apply(self, update, state, noise, context: Context):
-        return tmap(lambda value: value * context.batch.inputs.mean(), update), state
-
-
-class Differentiating(Transform):
-    """Sends the gradient once more, beside the noise."""
-
-    stage = Stage.QUANTISE
-
-    def apply(self, update, state, noise, context: Context):
-        assert context.gradient is not None
-        return tmap(torch.add, update, context.gradient(context.batch)), state
-
-
-@dataclass(frozen=True)
-class Seeded(Transform):
-    """Draws its noise from a seed in the program: the same for all who run it."""
-
-    stage: ClassVar[Stage] = Stage.NOISE
-
-    def apply(self, update, state, noise, context):
-        return {
-            n: v + torch.randn(v.shape, generator=Key(3).generator(), dtype=v.dtype) for n, v in update.items()
-        }, state
-
-
-@dataclass(frozen=True)
-class Deaf(Normal):
-    """A law that does not listen to its generator."""
-
-    def sample(self, shape, dtype, generator):
-        return super().sample(shape, dtype, Key(3).generator())
-
-
-@dataclass(frozen=True)
-class Repeating(Gaussian):
-    """Declares its noise, and draws the same for every key."""
-
-    def noise(self, params):
-        return NoiseSpec({n: Noise(tuple(p.shape), Deaf(), dtype=p.dtype) for n, p in params.items()})
-
-
-class Mixing(BatchTransform):
-    """Adds a neighbour to every example."""
-
-    def noise(self, batch):
-        return NoiseSpec()
-
-    def apply(self, batch, noise, domain):
-        return Batch(batch.inputs + batch.inputs.roll(1, 0), batch.targets)
-
-
-def after_dp(transform: Transform) -> Defence:
-    return parse("dp(clip=1, sigma=2)") + Defence("mine", send=chain(mine=transform))
 
 
 @pytest.mark.parametrize("transform", [Peeking(), Differentiating()])
@@ -293,34 +231,6 @@ def test_an_update_with_a_stage_of_unknown_effect_before_the_noise_is_not_bounde
     assert multipliers(Defence("mine", send=chain(clip=Clip(1.0), stretch=Stretch(), noise=Gaussian(1.0)))) == {}
 
 
-class Loose(Clip):
-    """Clips to three times the norm that it tells."""
-
-    def apply(self, update, state, noise, context):
-        return Clip(3 * self.norm).apply(update, state, noise, context)
-
-
-class Faint(Gaussian):
-    """Adds a third of the noise that it tells."""
-
-    def in_round(self, number):
-        return Gaussian(self.std / 3)
-
-
-class Even(Clip):
-    """Clips nothing where a client multiplies its examples' gradients by what their norms say."""
-
-    def factors(self, squares):
-        return tmap(torch.ones_like, squares)
-
-
-class Narrow(Gaussian):
-    """Declares noise of another law than the one that it is accounted for."""
-
-    def noise(self, params):
-        return NoiseSpec({n: Noise(tuple(p.shape), Uniform(-1e-3, 1e-3), dtype=p.dtype) for n, p in params.items()})
-
-
 @pytest.mark.parametrize(
     "stages",
     [
@@ -335,23 +245,10 @@ def test_nothing_is_promised_of_what_a_subclass_does(stages):
     assert found(Defence("known", send=chain(clip=Clip(1.0), noise=Gaussian(2.0)))).promise() != NOTHING
 
 
-class Silent(Chain):
-    """Does nothing of what its stages would."""
-
-    def apply(self, update, state, noise, context):
-        return update, state
-
-
 def test_nothing_is_promised_of_what_a_users_chain_does():
     stages = (("clip", Clip(1.0)), ("noise", Gaussian(2.0)))
     assert found(Defence("mine", send=Silent(stages))).promise() == NOTHING
     assert found(Defence("known", send=Chain(stages))).promise() != NOTHING
-
-
-class Documented(Gaussian):
-    """Says something else of itself, and does the same."""
-
-    guarantee: ClassVar[str] = "that of the house"
 
 
 def test_a_subclass_that_changes_nothing_keeps_the_promise():

@@ -8,13 +8,18 @@ from flwr.app import Context, Error, Message, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.common.serde import recorddict_from_proto, recorddict_to_proto
 from flwr.serverapp import Grid
+from torch import nn
 
 from gradveil.client import Client
+from gradveil.core.noise import Key
 from gradveil.core.types import Batch
+from gradveil.defences import parse
 from gradveil.integrations.flower import answer
+from gradveil.integrations.flower.records import MARK, mark, record, unpacked
 from tests.federated.scenes import blobs
 
 RUN = 77
+BATCH = Batch(torch.linspace(-1, 1, 12).reshape(3, 4), torch.tensor([0, 1, 1]))
 
 
 def context(number: int = 0, run: int = RUN, **config) -> Context:
@@ -79,3 +84,19 @@ def helping(client: Client, folder: Path, **settings) -> ClientApp:
         return answer(message, context, client, batch, folder=folder, key=own, **settings)
 
     return app
+
+
+def client(text="user-dp(clip=1, sigma=0.1) + topk(0.3, feedback=true)", model=None, **settings) -> Client:
+    net = model or nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2))
+    for i, parameter in enumerate(net.parameters()):
+        nn.init.normal_(parameter.data, generator=Key(i).generator())
+    return parse(text)(Client(net, **settings))
+
+
+def asked(number, of, shift=0.0) -> Message:
+    arrays = record({name: value + shift for name, value in of.params().items()})
+    return Message(RecordDict({"arrays": arrays, MARK: mark(number)}), dst_node_id=1, message_type="train")
+
+
+def bits(reply) -> bytes:
+    return unpacked(copied(reply.content))

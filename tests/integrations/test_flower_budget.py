@@ -22,8 +22,7 @@ from gradveil.integrations.flower import Protected, answer, protect
 from gradveil.integrations.flower.records import record, tensors
 from gradveil.theory.accounting import Training, composed, epsilon
 from tests.federated.scenes import federation
-from tests.integrations.scenes import Loopback, context, helping
-from tests.integrations.test_flower_memory import BATCH, asked, bits, client
+from tests.integrations.scenes import BATCH, Loopback, asked, bits, client, context, helping
 from tests.integrations.test_flower_training import idles
 
 pytest.importorskip("dp_accounting", reason="the environment is older than pyproject.toml: make")
@@ -88,8 +87,7 @@ import os, signal, sys
 from pathlib import Path
 from flwr.supercore.task_identity import TaskIdentity
 from gradveil.integrations.flower import answer, memory
-from tests.integrations.scenes import context
-from tests.integrations.test_flower_memory import BATCH, asked, client
+from tests.integrations.scenes import BATCH, asked, client, context
 TaskIdentity._run_id, TaskIdentity._node_id, TaskIdentity._task_id = 77, 1, 1
 own, folder = client("user-dp(clip=1, sigma=32)"), Path(sys.argv[1])
 answer(asked(1, own), context(), own, BATCH, folder=folder, training="lungs")

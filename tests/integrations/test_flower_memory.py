@@ -10,35 +10,16 @@ import torch
 from flwr.app import ArrayRecord, Context, Message, RecordDict
 from torch import nn
 
-from gradveil.client import Client, summed
+from gradveil.client import summed
 from gradveil.core.errors import GradveilError
 from gradveil.core.files import locked
 from gradveil.core.noise import Key
 from gradveil.core.types import Batch
-from gradveil.defences import parse
 from gradveil.federated.wire import Layout, decode
 from gradveil.integrations.flower import answer, memory, protect
 from gradveil.integrations.flower.memory import identity, opened
-from gradveil.integrations.flower.records import MARK, Question, mark, record, unpacked
-from tests.integrations.scenes import context, copied
-
-BATCH = Batch(torch.linspace(-1, 1, 12).reshape(3, 4), torch.tensor([0, 1, 1]))
-
-
-def client(text="user-dp(clip=1, sigma=0.1) + topk(0.3, feedback=true)", model=None, **settings) -> Client:
-    net = model or nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2))
-    for i, parameter in enumerate(net.parameters()):
-        nn.init.normal_(parameter.data, generator=Key(i).generator())
-    return parse(text)(Client(net, **settings))
-
-
-def asked(number, of, shift=0.0) -> Message:
-    arrays = record({name: value + shift for name, value in of.params().items()})
-    return Message(RecordDict({"arrays": arrays, MARK: mark(number)}), dst_node_id=1, message_type="train")
-
-
-def bits(reply) -> bytes:
-    return unpacked(copied(reply.content))
+from gradveil.integrations.flower.records import MARK, Question, mark, record
+from tests.integrations.scenes import BATCH, asked, bits, client, context
 
 
 def files(folder):

@@ -15,8 +15,7 @@ from gradveil.core.noise import Key
 from gradveil.federated.wire import Layout, decode
 from gradveil.integrations.flower import answer, protect
 from gradveil.integrations.flower.records import record
-from tests.integrations.scenes import context
-from tests.integrations.test_flower_memory import BATCH, asked, bits, client
+from tests.integrations.scenes import BATCH, asked, bits, client, context
 
 SPARSE = "topk(0.3, feedback=true)"
 

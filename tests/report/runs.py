@@ -10,11 +10,10 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from skimage.data import lfw_subset
 from torch import Tensor
-from torch.nn.functional import avg_pool2d, interpolate
 
 from gradveil.metrics import mse, psnr, ssim
+from tests.report.images import controls, degrade, faces
 
 PARAMS = 15_826
 DENSE = 4.0 * PARAMS
@@ -81,40 +80,6 @@ CITATIONS = {
     "ig": "J. Geiping et al., “Inverting Gradients – How easy is it to break privacy?”, NeurIPS 2020",
 }
 Change = Mapping[str, Any]
-
-
-def faces(count: int, channels: int = 1, size: int = 32) -> Tensor:
-    """The first faces of scikit-image's subset of Labelled Faces in the Wild, [V, 1, C, size, size] in [0, 1]."""
-    images = torch.from_numpy(lfw_subset()[:count].copy()).float()[:, None]
-    large = interpolate(images, size=(size, size), mode="bilinear", align_corners=False)
-    return large.clamp(0, 1).expand(-1, channels, -1, -1)[:, None].contiguous()
-
-
-def degrade(truth: Tensor, quality: float, generator: torch.Generator) -> Tensor:
-    """Mix a truth with noise: every victim gets its own share around `quality`."""
-    victims = truth.shape[0]
-    noise = torch.rand(truth.shape, generator=generator)
-    own = (quality + 0.22 * torch.randn(victims, generator=generator) * (1 - quality) ** 0.5).clamp(0, 1)
-    share = own.reshape(-1, 1, 1, 1, 1) ** 0.7
-    smooth = avg_pool2d(truth.flatten(0, 1), 3, 1, 1).reshape(truth.shape)
-    return (share * (quality * truth + (1 - quality) * smooth) + (1 - share) * noise).clamp(0, 1)
-
-
-def scores(candidate: Tensor, truth: Tensor) -> dict[str, float]:
-    """A control's scores."""
-    similarity = ssim(candidate, truth)
-    rate = float((similarity > 0.5).double().mean())
-    return {"asr": rate, "ssim_mean": float(similarity.mean()), "psnr_mean": float(psnr(candidate, truth).mean())}
-
-
-def controls(candidate: Tensor, truth: Tensor) -> dict[str, dict[str, float]]:
-    """Wrong victim and guesses, from faces that are nobody's."""
-    victims, batch, channels = truth.shape[:3]
-    public = faces(100, channels)[60:].expand(-1, batch, -1, -1, -1)
-    mean, other = public.mean(0, keepdim=True).expand_as(truth), public[:victims].contiguous()
-    named = {"wrong_victim": candidate.roll(1, 0), "mean_image": mean.contiguous(), "class_image": other}
-    named["class_mean"] = ((mean + other) / 2).contiguous()
-    return {name: scores(guess, truth) for name, guess in named.items()}
 
 
 def records(candidate: Tensor, truth: Tensor, case: Case) -> list[dict[str, Any]]:

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from gradveil.report.build import context, page
+from tests.audit.recording import UNSEEN, record, simulated, watching
 from tests.audit.runs import execute
-from tests.audit.test_observed import UNSEEN, record, simulated, watching
 
 
 def test_a_page_without_scores_says_so_and_shows_what_came_back(tmp_path: Path) -> None:

@@ -1,70 +1,22 @@
 """The page as text: everything in it, nothing from outside, every foreign text escaped."""
 
 import copy
-import csv
-import io
 import json
 import re
 import stat
-import urllib.request
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from gradveil.audit.rows import Row
-from gradveil.audit.store import Cell, load_run, summarise
+from gradveil.audit.store import Cell, load_run
+from gradveil.audit.summary import summarise
 from gradveil.core.errors import GradveilError
 from gradveil.report import page, write_report
 from gradveil.report.plots import points
-from gradveil.report.table import COLUMNS
+from tests.report.reading import EVIL, read
 from tests.report.runs import CASES, failed_cell, played, write_run
-
-EVIL = "<script>alert(1)</script>\"'&{{ 7 * 7 }}"
-
-
-class Reader(HTMLParser):
-    """Collects what a page loads, links to, and says."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.addresses: list[str] = []
-        self.tags: list[str] = []
-        self.words: list[str] = []
-        self.skipping = False
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append(tag)
-        self.skipping = tag in ("script", "style")
-        self.addresses += [value or "" for name, value in attrs if name in ("src", "href", "srcset", "action")]
-
-    def handle_endtag(self, tag: str) -> None:
-        self.skipping = False
-
-    def handle_data(self, data: str) -> None:
-        if not self.skipping:
-            self.words.append(data)
-
-    @property
-    def text(self) -> str:
-        return " ".join(" ".join(self.words).split())
-
-
-def read(html: str) -> Reader:
-    reader = Reader()
-    reader.feed(html)
-    return reader
-
-
-@pytest.fixture(scope="module")
-def cells() -> list[dict[str, Any]]:
-    return played(victims=4, cases=CASES[:6])
-
-
-@pytest.fixture
-def run(tmp_path: Path, cells: list[dict[str, Any]]) -> Path:
-    return write_run(tmp_path / "run", cells)
 
 
 def test_report_lies_in_the_run_directory_for_its_owner_only(run: Path) -> None:
@@ -247,49 +199,6 @@ def test_a_run_in_which_everything_failed_still_gives_a_page(tmp_path: Path) -> 
     text = read(page(load_run(write_run(tmp_path / "run", [failed_cell("boom")])))).text
     assert "there is nothing to judge" in text
     assert "boom" in text
-
-
-def test_csv_holds_the_table(run: Path, cells: list[dict[str, Any]]) -> None:
-    html = page(load_run(run))
-    (address,) = [a for a in read(html).addresses if a.startswith("data:text/csv")]
-    with urllib.request.urlopen(address) as answer:
-        rows = list(csv.DictReader(io.StringIO(answer.read().decode("utf-8"))))
-    assert len(rows) == len(cells)
-    for row, entry in zip(rows, cells, strict=True):
-        images = [image for record in entry["records"] for image in record["per_image"]]
-        assert float(row["asr"]) == sum(image["ssim"] > 0.5 for image in images) / len(images)
-        assert float(row["ssim"]) == pytest.approx(sum(image["ssim"] for image in images) / len(images))
-        assert row["defence"] == entry["info"]["defence"]
-        assert float(row["mean_image"]) == entry["info"]["controls"]["mean_image"]["asr"]
-
-
-def test_csv_disarms_formulas(tmp_path: Path, cells: list[dict[str, Any]]) -> None:
-    armed = copy.deepcopy(cells[4])
-    armed["info"]["defence"] = "=1+1"
-    (address,) = [a for a in read(page(load_run(write_run(tmp_path / "run", [armed])))).addresses if "csv" in a]
-    with urllib.request.urlopen(address) as answer:
-        assert answer.read().decode("utf-8").splitlines()[1].startswith("'=1+1,")
-
-
-def test_lpips_is_a_column_or_a_reason(tmp_path: Path, cells: list[dict[str, Any]]) -> None:
-    with_score, with_reason = copy.deepcopy(cells[0]), copy.deepcopy(cells[0])
-    for record in with_score["records"]:
-        record["lpips"] = 0.25
-    with_reason["info"]["missing"] = {"lpips": "the package lpips is not installed"}
-    first = page(load_run(write_run(tmp_path / "a", [with_score])))
-    second = page(load_run(write_run(tmp_path / "b", [with_reason])))
-    assert 'data-key="lpips"' in first
-    assert 'data-key="lpips"' not in second
-    assert "No LPIPS column: the package lpips is not installed." in read(second).text
-
-
-def test_legacy_readings_are_not_columns(tmp_path: Path, cells: list[dict[str, Any]]) -> None:
-    legacy = copy.deepcopy(cells[0])
-    for record in legacy["records"]:
-        record["ssim_rescaled"] = record["mse_adadefense"] = 77.25
-    html = page(load_run(write_run(tmp_path / "run", [legacy])))
-    assert "77.25" not in html
-    assert not any("adadefense" in column.key or "rescaled" in column.key for column in COLUMNS)
 
 
 def test_colour_images_and_batches(tmp_path: Path) -> None:

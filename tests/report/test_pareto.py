@@ -25,7 +25,7 @@ from gradveil.report.plots import fronts
 from gradveil.report.verdict import verdicts
 from tests.audit.test_training import RUN
 from tests.report.cells import row
-from tests.report.test_page import read
+from tests.report.reading import read
 
 ACCURACY, BYTES, SECONDS = AXES
 SECRET = {"knowledge": {"send.*": "known"}, "grants": ["send.noise: its true value"]}

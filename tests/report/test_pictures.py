@@ -10,7 +10,8 @@ from imageio.v3 import imread
 from gradveil.audit.rows import Row
 from gradveil.audit.store import Cell
 from gradveil.report.pictures import Album, contact_sheet, pairs, png
-from tests.report.runs import ATTACKS, CASES, cell, faces
+from tests.report.images import faces
+from tests.report.runs import ATTACKS, CASES, cell
 
 
 @pytest.mark.parametrize("channels", [1, 3])

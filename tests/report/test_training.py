@@ -23,7 +23,7 @@ from gradveil.federated.work import failure
 from gradveil.report import write_report
 from gradveil.report.kinds import kinds
 from gradveil.report.training import context, training_page
-from tests.report.test_page import EVIL, read
+from tests.report.reading import EVIL, read
 
 pytest.importorskip("dp_accounting", reason="the environment is older than pyproject.toml: make")
 
