@@ -159,6 +159,19 @@ def test_levels(attacked: dict[str, Any], level: str) -> None:
     assert judge(row(**attacked)).level == level
 
 
+@pytest.mark.parametrize(
+    ("won", "guess", "said"),
+    [
+        (4, 0.125, "Guessing from public data alone recovers as many (12.5%)."),
+        (2, 0.125, "Guessing from public data alone recovers more (12.5%)."),
+        (5, 0.125, None),
+    ],
+)
+def test_what_guessing_gets_stands_beside_a_rate_no_higher(won: int, guess: float, said: str | None) -> None:
+    verdict = judge(row(won, controls=CONTROLS | {"mean_image": {"asr": guess}}))
+    assert [note for note in verdict.notes if note.startswith("Guessing")] == ([said] if said else [])
+
+
 def test_who_guesses_more_hides_nobody_who_shows_something() -> None:
     shown = row(19, controls=ALIKE, ssim=0.75, identified=True)
     guessed = row(20, controls=ALIKE, attack="learned")

@@ -206,7 +206,8 @@ def _notes(best: Row, mine: Sequence[Row], strongest: Sequence[tuple[int, Row]])
         if best.beyond_guessing:
             many = f"{best.identified} of the recovered images resemble their victim more than any other image"
             closer = f", but {many}" if best.identified else ", but does not come as close"
-        notes.append(f"Guessing from public data alone recovers as many ({percent(best.floor)}){closer}.")
+        guessed = "as many" if best.asr == best.floor else "more"
+        notes.append(f"Guessing from public data alone recovers {guessed} ({percent(best.floor)}){closer}.")
     if alike := coincidence(best):
         notes.append(f"{alike[0].upper()}{alike[1:]}.")
     if len(strongest) > 1:
