@@ -261,7 +261,7 @@ def test_gradinversion_recovers_a_batch():
     scene = open_scene(
         config(
             data={"name": "digits"}, model={"name": "scheliga-cnn"}, client={"batch": 4}, victims=1,
-            attacks=["gi(iterations=1500, restarts=1)"], defences=["none"], first_victim=0,
+            attacks=["gi(iterations=1000, restarts=1)"], defences=["none"], first_victim=0,
         )
     )  # fmt: skip
     found = recover(scene, cells(scene.config)[0], range(1), lambda _: None).tensors

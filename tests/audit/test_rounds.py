@@ -102,7 +102,7 @@ def test_averaging_rounds_beats_zero_mean_noise():
     """A model that hardly moves sends the same gradient with fresh noise: eight rounds together say more than one."""
     error = {}
     for rounds in ("last", "all"):
-        text = f"ig-scheliga(rounds={rounds}, iterations=150)"
+        text = f"ig-scheliga(rounds={rounds}, iterations=80)"
         scene, cell, _ = opened(
             "gaussian(0.02)", text, rounds=8, server_lr=0.001, precision="float32", model={"name": "scheliga-cnn"},
             data={"name": "digits"},

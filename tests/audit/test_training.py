@@ -253,7 +253,7 @@ def test_the_command_trains_attacks_and_tells_accuracy_and_costs(
     (tmp_path / "little.toml").write_text(RUN)
     monkeypatch.chdir(tmp_path)
     words = ["audit", "little.toml", "--train", "--json"]
-    assert run([*words, "--workers", "2"]) == 0
+    assert run([*words, "--workers", "1"]) == 0
     out, told = capsys.readouterr()
     assert "topk(0.1, feedback=true), seed 0: round 2 of 2, accuracy" in told
     assert "against none, seed 0, after 2 rounds" in told

@@ -15,7 +15,7 @@ from tests.attacks.test_cdia import defended
 @pytest.mark.parametrize("defence", ["sign", "standin", "standin(optimiser=yogi, variant=published_code)"])
 def test_simulating_signs_helps(defence: str):
     """With the identity as the surrogate of a sign the knowing attacker would lose to the naive one."""
-    scene, found = defended(defence, 300)
+    scene, found = defended(defence, 100)
     lower, upper = scene.knowledge.lower, scene.knowledge.upper
     naive, knowing = (psnr(f.inputs, scene.truth.inputs, lower, upper).mean() for f in found.values())
     assert knowing > naive + 1, (naive, knowing)
@@ -39,7 +39,7 @@ def test_without_the_draws_the_mean_is_what_an_attacker_compares(defence: str):
 
 def test_intervals_help_against_coarse_levels():
     """With few levels what lies outside of the intervals says more than the distance from the mean."""
-    scene, found = defended("quantise(bits=3)", 150, ("cdia", "cdia(rounding=interval)"))
+    scene, found = defended("quantise(bits=3)", 100, ("cdia", "cdia(rounding=interval)"))
     lower, upper = scene.knowledge.lower, scene.knowledge.upper
     mean, law = (psnr(f.inputs, scene.truth.inputs, lower, upper).mean() for f in found.values())
     assert law > mean + 1, (mean, law)
@@ -58,7 +58,7 @@ def test_who_follows_the_rounds_tracks_moments_and_what_was_held_back(defence: s
         seen.append(replace(scene.observation, params=params, update=sent, round=number))
         params = {name: value - 0.01 * sent[name].mean(0) for name, value in params.items()}
     found = {}
-    for text in ("ig-scheliga(iterations=200)", "cdia(iterations=200, rounds=all)"):
+    for text in ("ig-scheliga(iterations=75)", "cdia(iterations=75, rounds=all)"):
         attack = make_attack(text)
         belief = client if attack.belief == "full" else client.undefended_update()
         guess = attack(seen, belief, replace(scene.knowledge, tensors=attack.knowledge), Key(0))

@@ -16,14 +16,14 @@ from tests.attacks.test_pooled import PUBLIC, watched
 @pytest.mark.parametrize(
     ("attack", "model", "data", "iterations", "decibel"),
     [
-        ("dlg", "lenet-zhu", "faces", 500, 25),
-        ("idlg", "lenet-zhu", "faces", 500, 25),
-        ("sapag", "lenet-zhu", "digits", 600, 25),
-        ("ig", "scheliga-cnn", "digits", 600, 20),
+        ("dlg", "lenet-zhu", "faces", 300, 25),
+        ("idlg", "lenet-zhu", "faces", 300, 25),
+        ("sapag", "lenet-zhu", "digits", 400, 25),
+        ("ig", "scheliga-cnn", "digits", 400, 20),
         ("ig-scheliga", "scheliga-cnn", "patches", 600, 16),
         ("gi", "scheliga-cnn", "digits", 600, 18),
         ("grnn(width=8)", "lenet-zhu", "digits", 100, 18),
-        ("gias(width=4, lessons=300)", "lenet-zhu", "digits", 120, 25),
+        ("gias(width=4, lessons=300)", "lenet-zhu", "digits", 80, 25),
         ("ggl(width=4, lessons=300)", "lenet-zhu", "digits", 60, 18),
     ],
 )

@@ -27,7 +27,7 @@ from tests.report.reading import EVIL, read
 
 pytest.importorskip("dp_accounting", reason="the environment is older than pyproject.toml: make")
 
-FEW = ["data.public=80", "data.gallery=40", "data.size=16", "clients=3", "model.name=lenet-zhu", "local.batch=8"]
+FEW = ["data.public=80", "data.gallery=40", "data.size=16", "clients=3", "model.name=lenet-zhu", "local.batch=16"]
 DP, TOPK, LOST = "dp(clip=1, sigma=2)", "topk(0.1)", "gaussian(1e38)"
 
 
@@ -81,7 +81,7 @@ def test_what_a_reader_must_find(whole: Path) -> None:
     html = training_page(whole)
     text = read(html).text
     for said in (
-        "Federated training train-digits lenet-zhu on digits: 3 clients, 1 local epoch of adam, 8 images a step",
+        "Federated training train-digits lenet-zhu on digits: 3 clients, 1 local epoch of adam, 16 images a step",
         "mean and standard deviation over 2 seeds",
         "✓ 2 finished",
         "✕ 2 diverged",

@@ -52,7 +52,7 @@ def test_runs_with_other_seeds_make_one_table(runs: tuple[Path, Path]):
     known = accuracies(*runs)
     gaps = [100 * (known[DP, seed] - known["none", seed]) for seed in (0, 1)]
     caption, _, head, _, none, private, sparse = as_markdown([table.sheet()]).splitlines()
-    assert caption.startswith("lenet-zhu on digits: 3 clients, 1 local epoch of adam, 8 images a step: test accuracy")
+    assert caption.startswith("lenet-zhu on digits: 3 clients, 1 local epoch of adam, 16 images a step: test accuracy")
     assert "mean and standard deviation over 2 seeds unless said otherwise" in caption
     assert head == "| defence | accuracy | to none | best round | rounds | sent a round | received a round | proven |"
     mean = 50 * (known["none", 0] + known["none", 1])
@@ -133,7 +133,7 @@ def test_what_goes_on_never_removes_what_is_there(
     assert command(["summary", str(half)]) == 0
     assert f"\n  gradveil train digits --seed 0 --out {half}\n" in capsys.readouterr().err
     few = [part for setting in FEW for part in ("--set", setting)]
-    words = ["train", "digits", "--rounds", "1", *few, "--out", str(tmp_path / "new"), "--fresh"]
+    words = ["train", "digits", "--defence", "none", "--rounds", "1", *few, "--out", str(tmp_path / "new"), "--fresh"]
     monkeypatch.setattr("sys.argv", ["gradveil", *words])
     assert command(words) == 0
     assert "--fresh" not in load_training(tmp_path / "new").info["command"]
