@@ -64,7 +64,7 @@ def test_one_small_step_is_as_hard_to_invert_as_its_gradient(distance, members):
 
 @pytest.mark.parametrize("local", [{"lr": 0.05, "steps": 3}, {"lr": 0.05, "epochs": 2, "batch": 1, "momentum": 0.9}])
 def test_images_come_back_from_local_training(local):
-    text = "ig-scheliga(iterations=150, order=told)"
+    text = "ig-scheliga(iterations=250, order=told)"
     scene = open_scene(
         config(
             data={"name": "digits"}, model={"name": "scheliga-cnn"}, client={"batch": 2, "local": local},

@@ -1,4 +1,4 @@
-"""A run with everything that a page shows."""
+"""A run with everything that a page shows, and trainings to sum up."""
 
 from pathlib import Path
 from typing import Any
@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from tests.report.runs import CASES, played, write_run
+from tests.report.trainings import DP, TOPK, trained
 
 
 @pytest.fixture(scope="module")
@@ -16,3 +17,14 @@ def cells() -> list[dict[str, Any]]:
 @pytest.fixture
 def run(tmp_path: Path, cells: list[dict[str, Any]]) -> Path:
     return write_run(tmp_path / "run", cells)
+
+
+@pytest.fixture(scope="session")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A run of one seed, and one of another seed that has a defence more and was trained for longer.
+
+    Whoever changes them changes a copy.
+    """
+    folder = tmp_path_factory.mktemp("runs")
+    one = trained(folder / "one", defences=["none", DP])
+    return one, trained(folder / "two", defences=["none", DP, TOPK], seeds=[1], rounds=3)

@@ -14,7 +14,7 @@ from selenium.webdriver.support.ui import Select, WebDriverWait
 
 from gradveil.report import write_report
 from tests.report.runs import failed_cell, played, trained, write_run
-from tests.report.test_training import trained as real_training
+from tests.report.trainings import trained as real_training
 
 pytestmark = pytest.mark.processes
 

@@ -13,29 +13,18 @@ from typing import Any
 
 import pytest
 
-from gradveil.audit.reader import read_training
 from gradveil.cli.app import run as command
 from gradveil.core.errors import GradveilError
 from gradveil.federated.reading import load_training
-from gradveil.federated.run import describe, opened, run
-from gradveil.federated.setting import cells, open_setting
+from gradveil.federated.setting import cells
 from gradveil.federated.work import failure
 from gradveil.report import write_report
 from gradveil.report.kinds import kinds
 from gradveil.report.training import context, training_page
 from tests.report.reading import EVIL, read
+from tests.report.trainings import DP, LOST, TOPK, trained
 
 pytest.importorskip("dp_accounting", reason="the environment is older than pyproject.toml: make")
-
-FEW = ["data.public=80", "data.gallery=40", "data.size=16", "clients=3", "model.name=lenet-zhu", "local.batch=16"]
-DP, TOPK, LOST = "dp(clip=1, sigma=2)", "topk(0.1)", "gaussian(1e38)"
-
-
-def trained(folder: Path, *settings: str, **overrides: Any) -> Path:
-    told = open_setting(read_training("digits", {"rounds": 2, **overrides}, [*FEW, *settings]))
-    with opened(folder, describe(told.config, "gradveil train digits")):
-        run(told, folder, lambda cell, record, status: None)
-    return folder
 
 
 @pytest.fixture(scope="module")

@@ -25,17 +25,9 @@ from gradveil.report.sheet import Sheet, Text, as_latex, as_markdown
 from gradveil.report.training import training_page
 from gradveil.report.trainings import Table, fewer, gap, tables
 from tests.audit.runs import config, execute
-from tests.report.test_training import DP, FEW, TOPK, trained
+from tests.report.trainings import DP, TOPK, changed, trained
 
 pytest.importorskip("dp_accounting", reason="the environment is older than pyproject.toml: make")
-
-
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """A run of one seed, and one of another seed that has a defence more and was trained for longer."""
-    folder = tmp_path_factory.mktemp("runs")
-    one = trained(folder / "one", defences=["none", DP])
-    return one, trained(folder / "two", defences=["none", DP, TOPK], seeds=[1], rounds=3)
 
 
 def of(*folders: Path) -> list[Table]:
@@ -107,56 +99,6 @@ def test_the_command_sums_trainings_up(runs: tuple[Path, Path], tmp_path: Path, 
     assert [(row["defence"], len(row["curve"])) for row in told] == [("none", 2), (DP, 2)]
 
 
-def test_what_is_not_done_yet_is_told_with_the_command(runs: tuple[Path, Path], tmp_path: Path, capsys: Any):
-    half = shutil.copytree(runs[0], tmp_path / "half")
-    first, *rest = sorted((half / "cells").glob("*.json"))
-    first.unlink()
-    assert command(["summary", str(half)]) == 0
-    out, err = capsys.readouterr()
-    assert "not finished" in out
-    assert err.splitlines() == [
-        "1 of 2 cells is finished: 1 not done yet. To go on:",
-        f"  gradveil train digits --out {half}",
-    ]
-    for file in rest:
-        file.unlink()
-    assert command(["summary", str(half)]) == 1
-    assert capsys.readouterr().out == ""
-
-
-def test_what_goes_on_never_removes_what_is_there(
-    runs: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-):
-    half = shutil.copytree(runs[0], tmp_path / "half")
-    sorted((half / "cells").glob("*.json"))[0].unlink()
-    changed(half / "train.json", command="gradveil train digits --fresh --seed 0")
-    assert command(["summary", str(half)]) == 0
-    assert f"\n  gradveil train digits --seed 0 --out {half}\n" in capsys.readouterr().err
-    few = [part for setting in FEW for part in ("--set", setting)]
-    words = ["train", "digits", "--defence", "none", "--rounds", "1", *few, "--out", str(tmp_path / "new"), "--fresh"]
-    monkeypatch.setattr("sys.argv", ["gradveil", *words])
-    assert command(words) == 0
-    assert "--fresh" not in load_training(tmp_path / "new").info["command"]
-
-
-def test_the_training_of_an_audit_goes_on_with_the_audit(runs: tuple[Path, Path], tmp_path: Path, capsys: Any):
-    half = shutil.copytree(runs[0], tmp_path / "audit" / "training")
-    sorted((half / "cells").glob("*.json"))[0].unlink()
-    changed(half / "train.json", command="gradveil audit digits --train")
-    command(["summary", str(half)])
-    assert f"\n  gradveil audit digits --train --out {tmp_path / 'audit'}\n" in capsys.readouterr().err
-
-
-def test_a_training_that_was_asked_for_more_rounds_is_not_finished_before_it_has_them(
-    runs: tuple[Path, Path], tmp_path: Path, capsys: Any
-):
-    longer = shutil.copytree(runs[0], tmp_path / "longer")
-    config = json.loads((longer / "train.json").read_text())["config"]
-    changed(longer / "train.json", config={**config, "rounds": 3})
-    assert command(["summary", str(longer)]) == 1
-    assert "None of 2 cells are finished: 2 not done yet" in capsys.readouterr().err
-
-
 def test_weights_from_other_files_of_one_name_make_other_tables(runs: tuple[Path, Path], tmp_path: Path):
     def started(folder: Path, held: str, name: str) -> Path:
         info = json.loads((folder / "train.json").read_text())
@@ -210,13 +152,6 @@ def test_a_defence_is_one_however_it_was_written(runs: tuple[Path, Path], tmp_pa
     assert [(kind.name, len(kind.counted)) for kind in table.kinds] == [("none", 2), ("dp(clip=1, sigma=2)", 2)]
 
 
-def test_rows_stand_as_in_the_run_whatever_is_not_done_yet(runs: tuple[Path, Path], tmp_path: Path):
-    half = shutil.copytree(runs[1], tmp_path / "half")
-    next((half / "cells").glob("dp*.json")).unlink()
-    (table,) = of(half)
-    assert [kind.name for kind in table.kinds] == ["none", DP, TOPK], "as it was written"
-
-
 def test_a_difference_is_to_a_training_as_long_and_says_of_how_many_seeds():
     def told(seed: int, rounds: int, accuracy: float, status: str = "finished") -> Told:
         return {"seed": seed, "rounds": rounds, "accuracy": accuracy, "status": status}
@@ -227,16 +162,6 @@ def test_a_difference_is_to_a_training_as_long_and_says_of_how_many_seeds():
     none, private = kinds(cells)
     assert private.differences == pytest.approx([-0.1, -0.3])
     assert (gap(none), fewer(none), fewer(private)) == ("", "", " (2 seeds)")
-
-
-def test_a_table_of_rounds_without_a_round_names_its_columns(runs: tuple[Path, Path], tmp_path: Path, capsys: Any):
-    half = shutil.copytree(runs[0], tmp_path / "half")
-    for file in (half / "cells").glob("*.json"):
-        file.unlink()
-    assert command(["summary", str(half), "--curves", "-"]) == 1
-    head = capsys.readouterr().out
-    assert command(["summary", str(runs[0]), "--curves", "-"]) == 0
-    assert head == capsys.readouterr().out.splitlines(keepends=True)[0]
 
 
 def test_what_is_no_run_is_told_as_such(runs: tuple[Path, Path], tmp_path: Path, capsys: Any):
@@ -277,10 +202,6 @@ def test_no_number_is_folded_and_no_defence_cut_off(runs: tuple[Path, Path], mon
     assert "…" not in captured.get()
     assert 3 * "dp(clip=1,sigma=2)" in "".join(line.partition("  ")[0].replace(" ", "") for line in lines)
     assert any(re.search(r"% ± \d+\.\d\d  .* kB", line) for line in lines)
-
-
-def changed(file: Path, **values: Any) -> None:
-    file.write_text(json.dumps({**json.loads(file.read_text()), **values}))
 
 
 def test_audits_and_trainings_are_not_summed_up_together(runs: tuple[Path, Path], tmp_path: Path, capsys: Any):
