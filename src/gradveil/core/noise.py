@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -35,12 +36,34 @@ class Key:
         """Address a stream below this one."""
         return Key(self.seed, (*self.path, *parts))
 
-    def generator(self, device: torch.device | str = "cpu") -> torch.Generator:
-        """Make a fresh generator whose seed is the SHA-256 digest of the address."""
-        digest = hashlib.sha256(json.dumps([self.seed, *self.path]).encode()).digest()
-        generator = torch.Generator(device=device)
-        generator.manual_seed(int.from_bytes(digest[:8], "big") >> 1)
+    def generator(self) -> torch.Generator:
+        """Make a fresh generator on the CPU whose whole state is derived from the address.
+
+        `torch.Generator.manual_seed` keeps 32 bits of a seed, so streams of many addresses would soon meet and a stream
+        could be found by search. Here SHAKE-256 of the address fills all 624 words of the Mersenne Twister. It is no
+        cryptographic generator: `gradveil.core.secure` has the noise of deployments.
+        """
+        address = json.dumps([self.seed, *self.path]).encode()
+        words = np.frombuffer(hashlib.shake_256(address).digest(4 * _WORDS), "<u4")
+        generator = torch.Generator()
+        generator.set_state(_twister(words))
         return generator
+
+
+_WORDS = 624
+"""32-bit words in the state of the Mersenne Twister MT19937."""
+
+
+def _twister(words: np.ndarray) -> Tensor:
+    """Lay words out as the state of torch's CPU generator, the next draw being the first after a twist of them.
+
+    The state is: the seed (8 bytes), how many words are left before the next twist (4, here 1), whether it was seeded
+    (4), the place of the next word (8), the words (8 each), and normal numbers that were drawn ahead (none).
+    """
+    state = np.zeros(5056, np.uint8)
+    state[8:16].view("<i4")[:] = (1, 1)
+    state[24 : 24 + 8 * _WORDS].view("<u8")[:] = words
+    return torch.from_numpy(state)
 
 
 class Law(Protocol):
