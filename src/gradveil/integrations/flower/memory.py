@@ -32,6 +32,7 @@ from gradveil.client import Client, load_state, save_state
 from gradveil.core.errors import fail
 from gradveil.core.files import locked, make_private, sync, unreadable, write_private
 from gradveil.core.noise import Key
+from gradveil.core.streams import Stream
 from gradveil.core.tree import Tensors, select, under
 from gradveil.integrations.flower.records import Question, Told
 from gradveil.integrations.flower.training import continued, named, states
@@ -77,7 +78,7 @@ class Memory:
         if own is not None and self._before is not None:
             remedy = "leave the key or the training's name out: a client's own seed gives each run other noise"
             raise fail("key", "gives this run the noise of an earlier one of the training", remedy)
-        return (own or Key(self._seed, (self.folder.name,))).child("round", number)
+        return (own or Key(self._seed, (self.folder.name,))).child(Stream.ROUND, number)
 
     def repeated(self, question: Question) -> Answer | None:
         """Return what was sent, where the last round is asked again; an older one, or another model, is refused."""
