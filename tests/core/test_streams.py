@@ -69,7 +69,7 @@ def test_code_addresses_streams_by_frozen_labels_alone():
 
 
 def test_a_stream_is_the_mersenne_twister_of_its_address():
-    """numpy's own twister, started with the same 624 words, draws the same."""
+    """Numpy's own twister, started with the same 624 words, draws the same."""
     state = Key(3, ("a", 1)).generator().get_state().numpy()
     reference = np.random.MT19937()
     words = state[24 : 24 + 8 * 624].view("<u8").astype(np.uint32)
@@ -79,7 +79,7 @@ def test_a_stream_is_the_mersenne_twister_of_its_address():
 
 
 def test_keys_whose_32_bit_seeds_agree_draw_different_numbers():
-    """torch's own seeding keeps 32 bits of a seed; a million streams of it meet about 116 times, ours never."""
+    """Torch's own seeding keeps 32 bits of a seed; a million streams of it meet about 116 times, ours never."""
     first, second = (torch.Generator().manual_seed(seed) for seed in (5, 5 + 2**32))
     assert torch.equal(torch.rand(4, generator=first), torch.rand(4, generator=second)), "what is to be avoided"
     words = [Key(number).generator().get_state()[24:40].numpy().tobytes() for number in range(1 << 17)]
