@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
-from safetensors import SafetensorError, safe_open
+from torch import Tensor
 
 from gradveil.core.errors import Problem, fail
 from gradveil.core.files import DamagedError, read_json, unreadable
+from gradveil.core.sealed import unseal
 
 FORMAT = 1
 """Version of the files of a run directory; another is refused."""
@@ -205,17 +206,20 @@ def _said(kind: str, location: Sequence[str | int], value: Any, message: str) ->
     return f"{where} is {shown}, {wanted}".strip()
 
 
-def _check_images(file: Path, records: Sequence[Mapping[str, Any]] | None, unscored: bool) -> None:
-    """Compare names and shapes with the records; the header also tells a file that was cut off."""
+def read_images(file: Path) -> dict[str, Tensor]:
+    """Read the images of a cell, and check the digest of the file."""
     try:
-        with safe_open(file, framework="pt") as tensors:
-            shapes = {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
-    except FileNotFoundError as error:
+        content = file.read_bytes()
+    except (FileNotFoundError, NotADirectoryError) as error:
         raise DamagedError(Problem(str(file), "is missing, and the run keeps images", AGAIN)) from error
-    except SafetensorError as error:
-        raise DamagedError(Problem(str(file), f"is damaged: {error}", AGAIN)) from error
     except OSError as error:
         raise unreadable(file, error) from error
+    return unseal(content, str(file), AGAIN)[0]
+
+
+def _check_images(file: Path, records: Sequence[Mapping[str, Any]] | None, unscored: bool) -> None:
+    """Check the digest, and compare names and shapes with the records."""
+    shapes = {name: tuple(value.shape) for name, value in read_images(file).items()}
     examples = "predicted" if unscored else "per_image"
     for name in ("reconstruction",) if unscored else ("truth", "reconstruction"):
         if len(shapes.get(name, ())) != 5:
