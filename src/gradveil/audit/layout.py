@@ -38,18 +38,27 @@ class _Held(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow")
 
 
+Share = Annotated[float, Field(ge=0, le=1)]
+Amount = Annotated[float, Field(ge=0, le=1e15)]
+Count = Annotated[int, Field(ge=0, le=10**15)]
+
+
 class _Run(_Held):
     name: str = ""
     created: str = ""
     command: str = ""
     config: dict[str, Any]
     config_hash: str = ""
+    gradveil: str = ""
+    growing: list[str] = []
     cells: Annotated[list[str], Field(min_length=1)]
     share: Annotated[int, Field(ge=1)] | None = None
-    sharing: dict[str, list[int]] = {}
+    sharing: dict[str, list[Count]] = {}
     warnings: list[str] = []
-    packages: dict[str, Any] = {}
-    machine: dict[str, Any] = {}
+    weights: str | None = None
+    images: dict[str, str | None] | None = None
+    packages: dict[str, str] = {}
+    machine: dict[str, str | int | None] = {}
 
 
 class _Address(_Held):
@@ -57,13 +66,17 @@ class _Address(_Held):
     model: str
     data: str
     seed: int
-    round: int
-    trained: int | None = None
+    round: Count
+    trained: Count | None = None
     client: str
-    batch: int
+    batch: Annotated[int, Field(ge=1, le=10**15)]
     defence: str
+    defence_title: str = ""
     attack: str
+    attack_title: str = ""
     prepared: list[str] = []
+    citations: list[str] = []
+    code: dict[str, str] = {}
 
 
 class _Failed(_Address):
@@ -72,56 +85,100 @@ class _Failed(_Address):
 
 
 class _Control(_Held):
-    asr: float
+    asr: Share
     ssim_mean: float | None = None
-    identified: float | None = None
+    psnr_mean: float | None = None
+    identified: Share | None = None
 
 
 class _Training(_Held):
-    round: int
-    accuracy: float
-    bytes_up: float
-    bytes_down: float
-    seconds: float
-    client_seconds: float | None = None
-    final_accuracy: float | None = None
+    round: Count
+    accuracy: Share
+    bytes_up: Amount
+    bytes_down: Amount
+    seconds: Amount
+    client_seconds: Amount | None = None
+    final_accuracy: Share | None = None
+    guarantee: str | None = None
     epsilon: dict[str, float] = {}
+    delta: Share | None = None
+
+
+class _Bound(_Held):
+    mse: Amount | None
+    by: str = ""
+    prior: Amount | None = None
+
+
+class _Point(_Held):
+    iterations: Count
+    asr: Share
+    ssim_mean: float | None = None
 
 
 class _Finished(_Address):
     belief: str
-    threshold: float
+    threshold: Annotated[float, Field(ge=-1, le=1)]
     controls: dict[str, _Control]
     knowledge: dict[str, str] = {}
     in_parts: bool = False
     grants: list[str] = []
     remarks: list[str] = []
-    citations: list[str] = []
-    health: dict[str, Any] = {}
-    seconds: float | None = None
-    distance: float | None = None
-    bytes_sent: float | None = None
-    bytes_dense: float | None = None
+    suspicions: list[str] = []
+    notes: list[str] = []
+    guarantee: str | None = None
+    epsilon: dict[str, Annotated[float, Field(ge=0)]] = {}
+    health: dict[str, float | None] | None = None
+    missing: dict[str, str] = {}
+    unbounded: str | None = None
+    unscored: str | None = None
+    planted: str = ""
+    guard: list[str] = []
+    recorded_defence: str | None = None
+    params: Count | None = None
+    restarts: Count | None = None
+    simulated: Count | None = None
+    row_iterations: Count | None = None
+    seconds: Amount | None = None
+    iterations_per_second: Amount | None = None
+    distance: Amount | None = None
+    cosine: float | None = None
+    first_order_utility: float | None = None
+    second_order_utility: float | None = None
+    bytes_sent: Amount | None = None
+    bytes_dense: Amount | None = None
+    bound: _Bound | None = None
+    trace: list[_Point] | None = None
     training: _Training | None = None
 
 
 class _Image(_Held):
-    success: int
-    mse: float
+    success: Annotated[int, Field(ge=0, le=1)]
+    mse: Amount
     psnr: float
     ssim: float
+    ssim_transformed: float | None = None
+    lpips: float | None = None
+    identified: bool | None = None
 
 
 class _Record(_Held):
     victim: int
     status: str
-    label_accuracy: float | None
+    label_accuracy: Share | None
+    identified: bool | float | None = None
+    iterations: Count | None = None
+    objective: float | None = None
+    initial: float | None = None
+    distance: float | None = None
     per_image: Annotated[list[_Image], Field(min_length=1)]
 
 
 class _Guess(_Held):
     victim: int
     status: str
+    objective: float | None = None
+    initial: float | None = None
     predicted: Annotated[list[int], Field(min_length=1)]
 
 
