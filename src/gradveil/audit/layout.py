@@ -14,6 +14,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 from torch import Tensor
 
+from gradveil.audit.config import BUDGET
 from gradveil.core.errors import Problem, fail
 from gradveil.core.files import DamagedError, read_json, unreadable
 from gradveil.core.sealed import unseal
@@ -43,11 +44,24 @@ Amount = Annotated[float, Field(ge=0, le=1e15)]
 Count = Annotated[int, Field(ge=0, le=10**15)]
 
 
+class _Config(_Held):
+    """What reports read of a run's settings; resuming compares all of them."""
+
+    data: dict[str, Any] | None = None
+    model: dict[str, Any] | None = None
+    train: dict[str, Any] | None = None
+    defences: list[str] | None = None
+    attacks: list[str] | None = None
+    threshold: Annotated[float, Field(ge=-1, le=1)] | None = None
+    budget: Annotated[str, Field(pattern=BUDGET)] | None = None
+    images: bool | None = None
+
+
 class _Run(_Held):
     name: str = ""
     created: str = ""
     command: str = ""
-    config: dict[str, Any]
+    config: _Config
     config_hash: str = ""
     gradveil: str = ""
     growing: list[str] = []
@@ -113,7 +127,7 @@ class _Bound(_Held):
 class _Point(_Held):
     iterations: Count
     asr: Share
-    ssim_mean: float | None = None
+    ssim_mean: float | None
 
 
 class _Finished(_Address):
@@ -147,6 +161,7 @@ class _Finished(_Address):
     second_order_utility: float | None = None
     bytes_sent: Amount | None = None
     bytes_dense: Amount | None = None
+    pruned: dict[str, float | None] | None = None
     bound: _Bound | None = None
     trace: list[_Point] | None = None
     training: _Training | None = None
