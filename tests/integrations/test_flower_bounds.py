@@ -204,6 +204,21 @@ def test_bounds_that_are_no_numbers_are_refused_together():
     assert [problem.where for problem in caught.value.problems] == [f"Protected.{name}" for name in wrong]
 
 
+def test_an_aggregate_that_is_not_finite_leaves_the_model():
+    class Broken(FedAvg):
+        def aggregate_train(self, server_round, replies):
+            return record({name: value / 0 for name, value in START.items()}), MetricRecord()
+
+    protected, asked = server(strategy=Broken(**EVERYBODY))
+    arrays, _ = aggregated(protected, asked, [good(), good(), good()])
+    assert arrays is None
+
+
+def test_arrays_may_not_have_the_name_of_the_metrics():
+    with pytest.raises(GradveilError, match="arrayrecord_key: is 'metrics'"):
+        server(strategy=FedAvg(arrayrecord_key="metrics", **EVERYBODY))
+
+
 @pytest.mark.parametrize("robust", [FedMedian, Krum])
 def test_flowers_robust_strategies_stand_inside(robust):
     """One of five replies is within the bounds and false; a mean follows it, a robust strategy does not."""

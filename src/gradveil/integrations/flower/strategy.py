@@ -101,7 +101,12 @@ class Protected(Strategy):
         self._round, self._asked = server_round, {}
         for message in messages:
             message.content[MARK] = mark(server_round)
-            self._asked[message.metadata.dst_node_id] = only_arrays(message.content, "message")
+            name, sent = only_arrays(message.content, "message")
+            if name == RECORD:
+                raise fail(
+                    "strategy.arrayrecord_key", f"is '{RECORD}', as the metrics are called", "choose another name"
+                )
+            self._asked[message.metadata.dst_node_id] = name, sent
         return messages
 
     def aggregate_train(
@@ -123,10 +128,11 @@ class Protected(Strategy):
             return None, None
         _, before = next(iter(self._asked.values()), ("", ArrayRecord()))
         arrays, metrics = self.strategy.aggregate_train(server_round, [*kept, *failed])
-        if arrays is not None and not all(np.isfinite(array.numpy()).all() for array in arrays.values()):
+        after = None if arrays is None else _as_before(arrays, before)
+        if after is not None and not all(np.isfinite(array.numpy()).all() for array in after.values()):
             LOG.error("round %d: the aggregate is not finite, the model stays as it was", server_round)
-            arrays = None
-        return (None if arrays is None else _as_before(arrays, before)), metrics
+            after = None
+        return after, metrics
 
     def _opened(self, replies: Iterable[Message]) -> Iterator[_Opened]:
         """Decode each reply; leave those out that are not in order."""
