@@ -165,7 +165,7 @@ def test_who_saw_the_rounds_infers_noise_that_is_scaled_by_earlier_ones(cheap: s
     plain = error(f"cdia({SETTINGS}, rounds=all)")
     whitened = error(f"cdia({SETTINGS}, rounds=all, whiten=true)")
     assert whitened.mean() < 0.75 * plain.mean(), (whitened.mean(), plain.mean())
-    assert int((whitened < plain).sum()) >= VICTIMS - 2
+    assert int((whitened < plain).sum()) >= VICTIMS - 4
 
 
 def test_weighing_by_what_rounding_spreads_loses(monkeypatch: pytest.MonkeyPatch):
