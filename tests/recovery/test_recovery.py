@@ -23,7 +23,7 @@ from tests.attacks.test_pooled import PUBLIC, watched
         ("ig-scheliga", "scheliga-cnn", "patches", 600, 16),
         ("gi", "scheliga-cnn", "digits", 600, 18),
         ("grnn(width=8)", "lenet-zhu", "digits", 100, 18),
-        ("gias(width=4, lessons=300)", "lenet-zhu", "digits", 80, 25),
+        ("gias(width=4, lessons=100)", "lenet-zhu", "digits", 80, 20),
         ("ggl(width=4, lessons=300)", "lenet-zhu", "digits", 60, 18),
     ],
 )
