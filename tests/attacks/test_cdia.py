@@ -15,12 +15,12 @@ from gradveil.defences import parse
 from tests.attacks.scenes import pictures, psnr
 
 
-def defended(text, iterations, attacks=("ig-scheliga", "cdia")):
-    """Two digits, defended; what the attackers, a naive and a knowing one, recover of them.
+def defended(text, iterations, attacks=("ig-scheliga", "cdia"), victims=2):
+    """Some digits, defended; what the attackers, a naive and a knowing one, recover of them.
 
     Where somebody has to speak in public first, they are clients with other digits.
     """
-    scene = pictures("scheliga-cnn", "digits", 2)
+    scene = pictures("scheliga-cnn", "digits", victims)
     client: Client = parse(text)(scene.client, Key(0))
     params = client.params()
     if speakers(client):
@@ -29,8 +29,8 @@ def defended(text, iterations, attacks=("ig-scheliga", "cdia")):
         client = announced(client, proposer(client).updates(params, batch, {}, drawn)[0], {}, 0)
         assert client.messages
     spec = client.noise_spec(params, Batch(scene.truth.inputs[0], scene.truth.targets[0]))
-    noise = stack([spec.sample(Key(0).child("client", victim)) for victim in range(2)])
-    state = {name: value.expand(2, *value.shape) for name, value in client.init(params).items()}
+    noise = stack([spec.sample(Key(0).child("client", victim)) for victim in range(victims)])
+    state = {name: value.expand(victims, *value.shape) for name, value in client.init(params).items()}
     sent, _ = client.updates(params, scene.truth, noise, state)
     observation = replace(scene.observation, params=params, update=sent)
     found = {}

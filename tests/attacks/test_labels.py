@@ -9,7 +9,7 @@ from torch import nn
 from gradveil.attacks.base import Observation, Prospect
 from gradveil.attacks.infer import find_labels, label_problems, smallest_entries
 from gradveil.attacks.knowledge import Knowledge
-from gradveil.attacks.restore import _complete
+from gradveil.attacks.restore import _complete, _proved
 from gradveil.client import Client, Local, summed
 from gradveil.core.errors import GradveilError
 from gradveil.core.noise import Key
@@ -135,7 +135,14 @@ def test_the_signs_of_confident_outputs_prove_labels(hidden):
 def test_the_bias_proves_repeats_of_confident_mistakes():
     targets = torch.stack([torch.tensor([v, v, v + 1, v + 1, v + 1, v + 2, 9, 9]) for v in range(VICTIMS)])
     client = Client(model(gain=1000.0), trainable=("head.bias",))
-    assert accuracy(client, Batch(digits(8).inputs, targets)) > 0.9
+    observation = sent(client, Batch(digits(8).inputs, targets))
+    bias = observation.update["head.bias"].unsqueeze(2).double()
+    proved = _proved(bias, 8, noise=torch.zeros(VICTIMS), signs=torch.ones(1), biased=True)
+    counts = nn.functional.one_hot(targets, 10).sum(1)
+    assert bool((proved <= counts).all())
+    assert bool((proved.sum(1) >= 3).all())
+    assert int((proved > 1).sum()) > VICTIMS
+    assert float(label_accuracy(restored(client, observation), targets).mean()) > 0.65
 
 
 def test_without_a_bias_sums_are_scaled_to_the_features():
@@ -208,7 +215,7 @@ def test_a_layer_of_rank_one_is_completed_exactly(biased):
 def test_clipped_sums_are_scaled_back():
     batch = digits(16)
     assert accuracy(parse("clip-example(0.5)")(Client(model())), batch) > 0.95
-    assert accuracy(parse("dp(clip=0.5, sigma=0.01)")(Client(model())), batch) > 0.9
+    assert accuracy(parse("dp(clip=0.5, sigma=0.01)")(Client(model())), batch) > 0.85
 
 
 def test_public_images_say_what_a_trained_model_answers():

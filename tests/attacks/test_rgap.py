@@ -155,7 +155,7 @@ def test_one_output_may_leave_a_second_scale_and_the_misfit_decides():
         return torch.nn.functional.softplus(-margin)
 
     net = _convolutions(nn.LeakyReLU, False, classes=1)
-    scene = _scene(net, classes=2, victims=6, loss=logistic)
+    scene = _scene(net, classes=2, victims=24, loss=logistic)
     found = _attack(scene)
     assert float((found.inputs - scene.truth.inputs).abs().max()) < 1e-5
     assert any("2 scales of the last layer's error fit" in said for said in in_words(found.remarks))

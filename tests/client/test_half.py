@@ -86,11 +86,15 @@ def test_every_defence_sends_numbers_of_the_models_dtype(text, local, dtype, tmp
     ],
 )
 def test_what_is_sent_is_what_single_precision_sends(text, scale, dtype):
-    """Whatever the size of the gradient: squares of small and of large halves are no halves."""
+    """Whatever the size of the gradient: squares of small and of large halves are no halves.
+
+    Signs take the place of normal numbers. Optimal noise goes to the entries with the smallest gradients, which halves
+    round away; so the length would hang on the few numbers that these entries are multiplied by.
+    """
     client, batch = client_of(text, dtype)
     client = replace(client, loss=lambda outputs, targets: scale * cross_entropy(outputs, targets))
     spec = client.noise_spec(client.params(), batch).to(torch.float64)
-    noise = spec.sample(Key(1))
+    noise = {name: value.sign() if ".normal." in name else value for name, value in spec.sample(Key(1)).items()}
     lengths: list[float] = []
     for kind in (dtype, torch.float64):
         own = replace(client, model=Net().to(dtype).to(kind))
@@ -99,5 +103,5 @@ def test_what_is_sent_is_what_single_precision_sends(text, scale, dtype):
         params = own.params()
         sent, _ = own.update(params, given, drawn, own.init(params))
         lengths.append(float(norm({name: value.double() for name, value in sent.items()})))
-    assert lengths[0] == pytest.approx(lengths[1], rel=0.1)
+    assert lengths[0] == pytest.approx(lengths[1], rel=0.05)
     assert lengths[1] > 0
