@@ -84,7 +84,7 @@ def test_a_killed_actor_is_replaced_and_messages_may_be_large(tmp_path: Path) ->
 
 
 def test_an_actor_that_is_killed_while_it_starts_is_replaced_within_seconds(tmp_path: Path) -> None:
-    """Ray waits 600 seconds for such a process; a busy machine may take half a minute to start another one."""
+    """Ray itself waits for minutes; a busy machine may take half a minute to start another one."""
     job: Job[int] = Job(deadly({}), lambda n: Parcel({"number": n}), lambda n, news: None)
     killed: set[int] = set()
     times: list[float] = []
@@ -102,7 +102,7 @@ def test_an_actor_that_is_killed_while_it_starts_is_replaced_within_seconds(tmp_
         times.append(time.monotonic())
         killer.join()
     assert killed
-    assert times[1] - times[0] < 60
+    assert times[1] - times[0] < 120
 
 
 def test_a_cluster_audits_as_one_process_does_and_a_killed_actors_cell_is_run_again(

@@ -88,6 +88,7 @@ class _Address(_Held):
     defence_title: str = ""
     attack: str
     attack_title: str = ""
+    control: bool = False
     prepared: list[str] = []
     citations: list[str] = []
     code: dict[str, str] = {}
@@ -175,6 +176,10 @@ class _Image(_Held):
     ssim_transformed: float | None = None
     lpips: float | None = None
     identified: bool | None = None
+    expected: dict[str, float] = {}
+    success_transformed: Annotated[int, Field(ge=0, le=1)] | None = None
+    identified_transformed: bool | None = None
+    expected_transformed: dict[str, float] = {}
 
 
 class _Record(_Held):

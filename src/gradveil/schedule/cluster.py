@@ -39,7 +39,7 @@ _QUIET = {
 # Starting Python and torch may take a minute on a busy machine. Ray counts a worker that was killed while it started as
 # one that starts until that time is over: others have to be able to start besides.
 _PATIENT = {
-    "RAY_worker_register_timeout_seconds": "600",
+    "RAY_worker_register_timeout_seconds": "180",
     "RAY_worker_maximum_startup_concurrency": "1000",
     "RAY_worker_niceness": "0",
 }
