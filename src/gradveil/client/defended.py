@@ -16,6 +16,9 @@ from gradveil.core.tree import Tensors, alike, plain, select, single, wide
 from gradveil.core.types import Batch, Context, Domain, Features, Public, Transform
 from gradveil.nn.stochastic import switched_off
 
+_AT_ONCE = 1 << 24
+"""Entries of examples' gradients that are held at once where they are added up exactly: 128 MiB of float64."""
+
 
 @dataclass(frozen=True)
 class Defended:
@@ -44,6 +47,8 @@ class Defended:
         at = At(self.objective, *self.parted(params), batch, select(noise, "model"))
         if each is None and included is None:
             g = at.mean()
+        elif each is not None and each.exact:
+            g = self._added_exactly(each, params, batch, noise, included)
         else:
             g = at.weighed(each) if each is not None and included is None else None
             g = self.averaged(each, at.each(), params, batch, noise, included) if g is None else g
@@ -60,15 +65,50 @@ class Defended:
     ) -> Tensors:
         """Transform every example's gradient [B, ...], and average them."""
         if each is not None:
-            drawn, inner = select(noise, "step"), wide(select(noise, "model"))
-            of_each = {name: drawn[name] for name in each.noise({n: params[n] for n in rows})}
-            context = Context(wide(params), Batch(**wide(batch._asdict())), inner)
-
-            def apply(row: Tensors, noise_1: Tensors) -> Tensors:
-                return each.apply(row, {}, noise_1, context)[0]
-
-            rows = vmap(apply)(wide(rows), of_each)
+            rows = self._transformed(each, rows, params, batch, noise)
         return {name: self._mean(value, included) for name, value in rows.items()}
+
+    def _added_exactly(
+        self,
+        each: Transform,
+        params: Tensors,
+        batch: Batch,
+        noise: Mapping[str, Tensor],
+        included: Tensor | None,
+    ) -> Tensors:
+        """Return the same mean from sums in float64, without holding all examples' gradients at once."""
+        examples = len(batch.inputs)
+        by_example = [name for name in noise if name.startswith("model.")]
+        by_example += [f"step.{name}" for name in each.noise({name: params[name] for name in self.trained})]
+        some = max(1, _AT_ONCE // sum(params[name].numel() for name in self.trained))
+        total: Tensors = {}
+        for start in range(0, examples, some):
+            own = slice(start, start + some)
+            part = Batch(*(value[own] for value in batch))
+            inner = {name: noise[name][own] for name in by_example}
+            rows = At(self.objective, *self.parted(params), part, select(inner, "model")).each()
+            rows = self._transformed(each, rows, params, part, inner)
+            for name, value in rows.items():
+                if included is not None:
+                    # An example that was not drawn may come to no number, and zero times that is none either.
+                    weights = included[own].to(value.dtype).view(-1, *[1] * (value.dim() - 1))
+                    value = torch.where(weights != 0, value * weights, 0.0)
+                added = value.sum(0)
+                total[name] = total[name] + added if name in total else added
+        return {name: value / (examples if included is None else self.expected) for name, value in total.items()}
+
+    def _transformed(
+        self, each: Transform, rows: Tensors, params: Tensors, batch: Batch, noise: Mapping[str, Tensor]
+    ) -> Tensors:
+        """Transform every example's gradient [B, ...]."""
+        drawn, inner = select(noise, "step"), wide(select(noise, "model"))
+        of_each = {name: drawn[name] for name in each.noise({n: params[n] for n in rows})}
+        context = Context(wide(params), Batch(**wide(batch._asdict())), inner)
+
+        def apply(row: Tensors, noise_1: Tensors) -> Tensors:
+            return each.apply(row, {}, noise_1, context)[0]
+
+        return vmap(apply)(wide(rows), of_each)
 
     def of_mean(
         self,
