@@ -55,7 +55,9 @@ class SecretKey:
         try:
             drawn = law.sample(shape, dtype, stream)
         except TypeError as error:
-            raise self._refused(law, f"cannot draw from a cryptographic stream ({error})") from error
+            raise self._refused(
+                law, f"cannot draw from a cryptographic stream ({str(error).splitlines()[0]})"
+            ) from error
         if not stream.count and drawn.numel() and not getattr(law, "public", False):
             raise self._refused(law, "draws nothing from the stream it is given, so its numbers come from elsewhere")
         return drawn
@@ -75,9 +77,13 @@ class SecretKey:
         """Show the address alone."""
         return f"SecretKey(path={self._path})"
 
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+    def __reduce__(self) -> NoReturn:
         """Refuse to be copied or pickled."""
         raise fail("secret key", "cannot be copied or stored: the same noise would be drawn twice", _FRESH)
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        """Refuse it of every protocol."""
+        self.__reduce__()
 
 
 class CipherStream:
