@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -16,8 +17,8 @@ from gradveil.core.tree import Tensors, alike, plain, select, single, wide
 from gradveil.core.types import Batch, Context, Domain, Features, Public, Transform
 from gradveil.nn.stochastic import switched_off
 
-_AT_ONCE = 1 << 24
-"""Entries of examples' gradients that are held at once where they are added up exactly: 128 MiB of float64."""
+_AT_ONCE = 1 << 25
+"""Entries of examples' gradients that are held at once where they are added up exactly: 128 MiB of float32."""
 
 
 @dataclass(frozen=True)
@@ -86,15 +87,18 @@ class Defended:
             own = slice(start, start + some)
             part = Batch(*(value[own] for value in batch))
             inner = {name: noise[name][own] for name in by_example}
-            rows = At(self.objective, *self.parted(params), part, select(inner, "model")).each()
-            rows = self._transformed(each, rows, params, part, inner)
+            rows = wide(At(self.objective, *self.parted(params), part, select(inner, "model")).each())
+            squares = {name: _squares(value) for name, value in rows.items()}
+            factors = each.factors(squares)
+            if factors is None:  # it does more than multiply
+                rows = self._transformed(each, rows, params, part, inner)
+                factors = {name: torch.ones_like(square) for name, square in squares.items()}
             for name, value in rows.items():
-                if included is not None:
-                    # An example that was not drawn may come to no number, and zero times that is none either.
-                    weights = included[own].to(value.dtype).view(-1, *[1] * (value.dim() - 1))
-                    value = torch.where(weights != 0, value * weights, 0.0)
-                added = value.sum(0)
-                total[name] = total[name] + added if name in total else added
+                weights = factors[name] if included is None else factors[name] * included[own]
+                total.setdefault(name, torch.zeros_like(value[0], dtype=torch.float64))
+                for row, weight in zip(value, weights.tolist(), strict=True):
+                    if weight:  # what was not drawn, or is clipped to zero, may be no number
+                        total[name].add_(row, alpha=weight)
         return {name: value / (examples if included is None else self.expected) for name, value in total.items()}
 
     def _transformed(
@@ -185,3 +189,9 @@ class Defended:
         else:
             total = weights @ torch.where(weights.unsqueeze(1) != 0, flat, 0.0)
         return total.reshape(rows.shape[1:]) / self.expected
+
+
+def _squares(rows: Tensor) -> Tensor:
+    """Sum the squares of each row in float64, of which float32 numbers overflow none."""
+    linalg: Any = torch.linalg
+    return cast(Tensor, linalg.vector_norm(rows.reshape(len(rows), -1), dim=1, dtype=torch.float64).square())

@@ -134,7 +134,7 @@ class Transform(ABC):
     per_example: bool = False
     """Applied to each example's gradient before they are averaged."""
     exact: ClassVar[bool] = False
-    """Takes every example's gradient itself, and makes it float64: they are added up so, a few at a time."""
+    """Every example's gradient is made, and multiplied, transformed and added up in float64, a few at a time."""
     guarantee: ClassVar[str] = "no formal guarantee"
     shows_zeros: ClassVar[bool] = False
     """What was zero before is zero after it, and few other entries are: zeros of an earlier stage remain evidence."""
