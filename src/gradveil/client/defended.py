@@ -96,7 +96,7 @@ class Defended:
             for name, value in rows.items():
                 weights = factors[name] if included is None else factors[name] * included[own]
                 total.setdefault(name, torch.zeros_like(value[0], dtype=torch.float64))
-                for row, weight in zip(value, weights.tolist(), strict=True):
+                for row, weight in zip(value, map(float, weights), strict=True):
                     if weight:  # what was not drawn, or is clipped to zero, may be no number
                         total[name].add_(row, alpha=weight)
         return {name: value / (examples if included is None else self.expected) for name, value in total.items()}
