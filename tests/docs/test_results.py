@@ -111,3 +111,14 @@ def test_accuracies_of_the_ablation_are_what_was_recorded():
     for title, accuracy, difference, number, rounds in cifar:
         assert reached(recorded[names[title], 0], 300)[:3] == (accuracy, number, rounds), title
         assert difference == ("" if title == "none" else signed(gap(accuracy, cifar[0][1])))
+
+
+def test_every_recorded_file_states_its_random_streams():
+    folder = HERE / "benchmarks/results"
+    rows = [
+        line.split("|") for line in (folder / "README.md").read_text("utf-8").splitlines() if line.startswith("| `")
+    ]
+    streams = {name.strip(" `"): kind.strip() for _, name, kind, _ in rows}
+    assert streams.keys() == {file.name for file in folder.iterdir()} - {"README.md"}
+    assert set(streams.values()) <= {"old", "current", "timing"}
+    assert streams["accuracy-mnist.csv"] == "old"

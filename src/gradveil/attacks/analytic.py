@@ -29,6 +29,7 @@ from gradveil.attacks.likely import equations, prior_problems, weighed
 from gradveil.client import Client
 from gradveil.core.errors import Problem, refuse
 from gradveil.core.noise import Key
+from gradveil.core.streams import Stream
 from gradveil.nn.calls import call_on
 from gradveil.nn.shown import Shown, shown
 
@@ -80,7 +81,7 @@ class Analytic:
         refuse(problems or list(_batch_problems(layer, examples)))
         assert layer is not None
         seen, sound = _sound(seen, layer)
-        targets = find_labels(self.labels, seen, belief, knowledge, key.child("labels"))
+        targets = find_labels(self.labels, seen, belief, knowledge, key.child(Stream.LABELS))
         assert targets is not None, "labels are given or read off the update"
         if self.prior == "public":
             refuse(list(prior_problems(knowledge.shape, examples, knowledge.public is not None)))

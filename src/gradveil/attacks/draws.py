@@ -9,6 +9,7 @@ import torch
 from torch import Generator, Tensor
 
 from gradveil.core.noise import Key, Noise
+from gradveil.core.streams import Stream
 from gradveil.core.tree import Tensors
 
 Streams = Mapping[int, Generator]
@@ -38,7 +39,7 @@ class Draws:
         """Open each row's own stream, if anything is drawn from it."""
         if not self.sampled and not self.more:
             return {}
-        return {row: self.key_of(row).child("iterations").generator() for row in rows}
+        return {row: self.key_of(row).child(Stream.ITERATIONS).generator() for row in rows}
 
     def fresh(self, rows: Tensor, streams: Streams) -> Tensors:
         """Draw what the attacker samples afresh each iteration: the next values of each row's stream."""

@@ -23,6 +23,7 @@ from gradveil.attacks.knowledge import Knowledge
 from gradveil.client import Client
 from gradveil.core.errors import GradveilError, Problem, fail
 from gradveil.core.noise import Key
+from gradveil.core.streams import Stream
 from gradveil.core.tree import Tensors
 from gradveil.nn.calls import call_on
 from gradveil.nn.paths import at, evaluating, features, last_layer
@@ -108,7 +109,7 @@ class Fishing(Inversion):
         """Say how far the other classes must be ahead: further than the paper says where features are large."""
         like = next(iter(client.params().values()))
         lower, upper = knowledge.lower.to(like), knowledge.upper.to(like)
-        drawn = torch.rand((_LOOKS, *knowledge.shape), generator=Key(0, ("fishing",)).generator()).to(like)
+        drawn = torch.rand((_LOOKS, *knowledge.shape), generator=Key(0, (Stream.FISHING,)).generator()).to(like)
         with torch.no_grad(), evaluating(client.model):
             seen = features(client.model, lower + (upper - lower) * drawn, last)
         return max(_BIAS, _MARGIN * _WEIGHT * float(seen.flatten(1).abs().sum(1).max()))
@@ -200,7 +201,7 @@ class Fishing(Inversion):
                 [catch.observation],
                 _alone(belief),
                 _labelled(knowledge, catch),
-                key.child("round", catch.observation.round),
+                key.child(Stream.ROUND, catch.observation.round),
                 _onwards(progress, done, rows, self.descent.iterations) if progress else None,
                 _taken(sizes, own),
             )
@@ -226,7 +227,7 @@ class Fishing(Inversion):
         values: list[list[Tensor]] = [[] for _ in observations[0].victims]
         nothing = inputs.new_tensor(torch.nan)
         for catch in self._caught(observations, belief, knowledge)[0]:
-            child = key.child("round", catch.observation.round)
+            child = key.child(Stream.ROUND, catch.observation.round)
             for row, place in enumerate(catch.places.tolist()):
                 one, own = catch.only(row), inputs[place][knowledge.targets[place] == catch.target]
                 told, known = one.observation, _labelled(knowledge, one)

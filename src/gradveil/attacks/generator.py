@@ -20,6 +20,7 @@ from torch.nn.functional import glu, interpolate
 from gradveil.core.errors import fail
 from gradveil.core.noise import Key
 from gradveil.core.own import called, imported
+from gradveil.core.streams import Stream
 from gradveil.nn.init import initialise
 
 _FIRST = 4
@@ -106,10 +107,10 @@ def taught(images: Tensor, latent: int, width: int, lessons: int, key: Key) -> G
     shape = (int(channels), int(height), int(width_of))
     decoder, encoder = Generator(latent, shape, width, "group"), _Encoder(latent, shape, width)
     parts = nn.ModuleDict({"decoder": decoder, "encoder": encoder})
-    initialise(parts, key.child("network").generator()).to(images)
+    initialise(parts, key.child(Stream.NETWORK).generator()).to(images)
     optimiser = torch.optim.Adam(parts.parameters(), lr=2e-3)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimiser, 2e-3, total_steps=max(2, lessons))
-    draw = key.child("lessons").generator()
+    draw = key.child(Stream.LESSONS).generator()
     for _ in range(lessons):
         places = torch.randint(len(images), (_BATCH,), generator=draw)
         seen = images[places.to(images.device)]

@@ -29,6 +29,7 @@ from gradveil.attacks.solution import CONVERGED, STATUSES, Solution, joined
 from gradveil.client import Client
 from gradveil.core.errors import Problem, fail, refuse
 from gradveil.core.noise import Key
+from gradveil.core.streams import Stream
 from gradveil.core.written import written_bytes
 from gradveil.nn.paths import downstream
 
@@ -158,7 +159,7 @@ class Inversion:
             raise fail("attack.plan", f"covers {sum(chunks)} rows of {rows}", "give the plan of the same attack")
         done, parts = 0, []
         solver, seen = self.solver, observations[:1] if self.rounds == "first" else observations
-        solved = solver(seen, belief, knowledge, key.child("solved")).inputs if solver else None
+        solved = solver(seen, belief, knowledge, key.child(Stream.SOLVED)).inputs if solver else None
         for size in chunks:
             report = _reporter(progress, self, rows, done, size) if progress else None
             parts.append(searched(self, scene, range(done, done + size), solved, report))

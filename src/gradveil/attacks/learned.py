@@ -24,6 +24,7 @@ from gradveil.attacks.objective import cosine
 from gradveil.client import Client
 from gradveil.core.errors import Problem, refuse
 from gradveil.core.noise import Key
+from gradveil.core.streams import Stream
 from gradveil.core.tree import Tensors, stack
 from gradveil.core.types import Batch
 from gradveil.nn.init import initialise
@@ -68,7 +69,7 @@ class Learned:
         public = knowledge.public
         refuse([replace(p, where=f"attack {self.name}") for p in _public_problems(_count(public), seen.examples)])
         assert public is not None
-        targets = find_labels(self.labels, seen, seen.believed(belief), knowledge, key.child("labels"))
+        targets = find_labels(self.labels, seen, seen.believed(belief), knowledge, key.child(Stream.LABELS))
         assert targets is not None, "labels are given or read off the update"
         client = _Client(belief, observations)
         student = _Student(self, client, knowledge, public, key)
@@ -140,7 +141,7 @@ class _Client:
         sent: Tensors = {}
         for place, (number, params, belief) in enumerate(self.rounds):
             spec = belief.noise_spec(params, one)
-            drawn = stack([spec.sample(key.child("round", number) if number else key) for key in keys])
+            drawn = stack([spec.sample(key.child(Stream.ROUND, number) if number else key) for key in keys])
             noise = {name: value.to(batch.inputs.device) for name, value in drawn.items()}
             if not place:
                 state = {n: v.expand(len(keys), *v.shape) for n, v in belief.init(params).items()}
@@ -152,7 +153,7 @@ class _Client:
 
     def distance(self, inputs: Tensor, targets: Tensor, key: Key) -> Tensor:
         """Return 1 - cosine [V] of what images would send and what was observed; infinite where that is no number."""
-        parts = list(self.send(Batch(inputs, targets), key.child("check")))
+        parts = list(self.send(Batch(inputs, targets), key.child(Stream.CHECK)))
         sent = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
         value = cosine(sent, self.seen.update)
         return torch.where(torch.isfinite(value), value, torch.inf)
@@ -171,7 +172,7 @@ class _Student:
         self.shape = (self.examples, *knowledge.shape)
         entries = sum(value[0].numel() for value in seen.update.values())
         self.size = min(entries, attack.features)
-        draw = key.child("hash").generator()
+        draw = key.child(Stream.HASH).generator()
         self.order = torch.randperm(entries, generator=draw).to(example.device)
         self.sign = (2.0 * torch.randint(2, (entries,), generator=draw) - 1).to(example)
         self.whole = entries <= attack.features
@@ -185,7 +186,7 @@ class _Student:
             nn.Linear(attack.width, pixels),
             nn.Sigmoid(),
         )
-        self.network = initialise(network, key.child("network").generator()).to(example)
+        self.network = initialise(network, key.child(Stream.NETWORK).generator()).to(example)
         self.centre, self.scale = torch.zeros_like(self.sign[:1]), torch.ones_like(self.sign[:1])
         self.centre, self.scale = self._statistics()
 
@@ -210,15 +211,15 @@ class _Student:
 
     def _lessons(self, epoch: int) -> Iterator[tuple[Batch, Tensor]]:
         """Go through the public examples once, in random order: batches of a victim's kind and what they send."""
-        key = self.key.child("epoch", epoch)
-        order = torch.randperm(len(self.public.inputs), generator=key.child("order").generator())
+        key = self.key.child(Stream.EPOCH, epoch)
+        order = torch.randperm(len(self.public.inputs), generator=key.child(Stream.ORDER).generator())
         count = len(order) // self.examples
         groups = order[: count * self.examples].view(count, self.examples)
         for start in range(0, count, _AT_ONCE):
             places = groups[start : start + _AT_ONCE]
             places = places.gather(1, self.public.targets.cpu()[places].argsort(dim=1, stable=True))
             batch = Batch(self.public.inputs[places], self.public.targets[places])
-            sent = self.client.send(batch, key.child("noise", start))
+            sent = self.client.send(batch, key.child(Stream.NOISE, start))
             yield batch, torch.cat([self.features(update) for update in sent])
 
     def learn(self, progress: Callable[[Progress], None] | None, victims: int) -> None:

@@ -22,6 +22,7 @@ from gradveil.attacks.rehearse import Disturbance, disturbances
 from gradveil.client import Client
 from gradveil.core.errors import Problem
 from gradveil.core.noise import Key
+from gradveil.core.streams import Stream
 from gradveil.core.types import Batch
 from gradveil.nn.shown import Shown
 from gradveil.theory.spectrum import cosine, spectrum
@@ -73,7 +74,7 @@ def equations(layer: Shown, seen: Observation, belief: Client, knowledge: Knowle
     inputs, targets = (value[:_REHEARSED].unsqueeze(1) for value in public)
     tried = Batch(inputs.to(weight), targets.to(weight.device))
     parts = (lambda sent: layer.read(sent[layer.errors]), lambda sent: sent[layer.weight])
-    found = disturbances(seen.believed(belief), seen.params, tried, key.child("rehearsal"), parts)
+    found = disturbances(seen.believed(belief), seen.params, tried, key.child(Stream.DISTURBANCE), parts)
     return [uncertain(z, w, *found) for z, w in zip(errors.double(), weight.double(), strict=True)]
 
 

@@ -23,6 +23,7 @@ from gradveil.attacks.knowledge import How, Knowledge
 from gradveil.client import Client
 from gradveil.core.errors import Problem, fail
 from gradveil.core.noise import Key
+from gradveil.core.streams import Stream
 from gradveil.nn.planted import Planted
 
 WEIGHT, BIAS = "measure.weight", "measure.bias"
@@ -99,13 +100,13 @@ class Planting(ABC):
         lower, upper = (
             bound.to(example).expand(knowledge.shape).flatten() for bound in (knowledge.lower, knowledge.upper)
         )
-        made = self.measures(prod(knowledge.shape), knowledge, key.child("measures"))
+        made = self.measures(prod(knowledge.shape), knowledge, key.child(Stream.MEASURES))
         weight, bias, ceiling = (self.gain * value.to(example) for value in self._with_decoys(made))
         # Pixels in [0, 1] are (x - lower) / (upper - lower) of what the model sees.
         weight = weight / (upper - lower)
         model = Planted(client.model, knowledge.shape, len(bias)).to(example)
         # Every measure acts on the model in the same way, and by more than a scale, which a norm would take away.
-        back, rest = torch.randn(2, prod(knowledge.shape), generator=key.child("back").generator()).to(example)
+        back, rest = torch.randn(2, prod(knowledge.shape), generator=key.child(Stream.BEHIND).generator()).to(example)
         with torch.no_grad():
             model.measure.weight.copy_(weight)
             model.measure.bias.copy_(bias - weight @ lower)
@@ -164,7 +165,7 @@ class Planting(ABC):
                 again = torch.arange(count, device=found.device) % len(found)
                 inputs[victim] = lower + (upper - lower) * found[again].clamp(0, 1).unflatten(1, knowledge.shape)
             missing[victim] = 1 - min(clear, count) / count
-        targets = find_labels(self.labels, seen, belief, knowledge, key.child("labels"))
+        targets = find_labels(self.labels, seen, belief, knowledge, key.child(Stream.LABELS))
         assert targets is not None, "labels are given or read off the update"
         like = seen.update[WEIGHT]
         return in_closed_form(inputs.to(like), targets, missing.to(like), sound, began, progress)

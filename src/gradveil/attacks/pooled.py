@@ -20,6 +20,7 @@ from gradveil.attacks.knowledge import Knowledge
 from gradveil.client import Client
 from gradveil.core.errors import Problem, fail
 from gradveil.core.noise import Key
+from gradveil.core.streams import Stream
 from gradveil.core.tree import Tensors, tmap
 from gradveil.core.types import Batch
 
@@ -73,12 +74,12 @@ class Pooled(Inversion):
         if public is None or len(public.inputs) < size:
             raise fail(f"attack {self.name}", "was given too few public images to know magnitudes by", "give more")
         count = min(_BATCHES, len(public.inputs) // size)
-        order = torch.randperm(len(public.inputs), generator=key.child("own").generator())[: count * size]
+        order = torch.randperm(len(public.inputs), generator=key.child(Stream.AUXILIARY).generator())[: count * size]
         device = next(iter(seen.params.values())).device
         own = Batch(*(value[order.to(value.device)].unflatten(0, (count, size)).to(device) for value in public))
         belief = belief.undefended_update()
         spec = belief.noise_spec(seen.params, Batch(own.inputs[0], own.targets[0]))
-        drawn = [spec.sample(key.child("own", number)) for number in range(count)]
+        drawn = [spec.sample(key.child(Stream.AUXILIARY, number)) for number in range(count)]
         noise = {n: torch.stack([each[n] for each in drawn]).to(own.inputs.device) for n in spec}
         state = tmap(lambda value: value.expand(count, *value.shape), belief.init(seen.params))
         with torch.no_grad():

@@ -15,6 +15,7 @@ from gradveil.attacks.knowledge import Knowledge
 from gradveil.client import Client
 from gradveil.core.errors import fail
 from gradveil.core.noise import Key
+from gradveil.core.streams import Stream
 from gradveil.core.tree import Tensors
 from gradveil.core.types import Batch
 
@@ -65,9 +66,9 @@ def restore_labels(
     """
     observed = row_sums(update, last).double()
     if belief.local is None:
-        counts = _of_gradient(update, last, examples, belief, params, knowledge, key.child("labels"))
+        counts = _of_gradient(update, last, examples, belief, params, knowledge, key.child(Stream.LABELS))
     else:
-        counts = _of_training(observed, last, examples, belief, params, knowledge, key.child("labels"))
+        counts = _of_training(observed, last, examples, belief, params, knowledge, key.child(Stream.LABELS))
     return _labels(counts)
 
 
@@ -226,15 +227,15 @@ def _of_training(
 
     def simulated(labels: Tensor, *address: str | int) -> Tensor:
         own = key.child(*address)
-        order = torch.rand(labels.shape, generator=own.child("order").generator()).argsort(1)
+        order = torch.rand(labels.shape, generator=own.child(Stream.ORDER).generator()).argsort(1)
         shuffled = labels.cpu().gather(1, order)
         parts = shuffled.split(_TWINS)
         sums = [row_sums(_simulate(plain, params, part, knowledge, own.child(i)), last) for i, part in enumerate(parts)]
         return torch.cat(sums).double()
 
-    labels = torch.randint(classes, (4 * _TWINS, examples), generator=key.child("first").generator())
+    labels = torch.randint(classes, (4 * _TWINS, examples), generator=key.child(Stream.FIRST).generator())
     counts = torch.nn.functional.one_hot(labels, classes).sum(1).to(observed)
-    sums = simulated(labels, "first")
+    sums = simulated(labels, Stream.FIRST)
     more, fell = counts - counts.mean(0), sums.mean(0) - sums
     gain = (more * fell).sum() / more.square().sum()
     variance = (fell - gain * more).square().mean() + 1e-300
@@ -243,7 +244,7 @@ def _of_training(
     response, weight = -gain * torch.eye(classes).to(observed), (1 / variance).expand_as(observed)
     for number in range(_ROUNDS):
         counts, _ = Fit(observed - sums - gain * counts, response, weight).fill(torch.zeros_like(counts), examples)
-        again = simulated(_labels(counts).repeat_interleave(_TWINS, 0), "again", number)
+        again = simulated(_labels(counts).repeat_interleave(_TWINS, 0), Stream.REPEAT, number)
         sums = again.view(victims, _TWINS, classes).mean(1)
         distance = (observed - sums).square().sum(1)
         closer = (distance < least) | torch.isinf(least)
@@ -254,7 +255,7 @@ def _of_training(
 def _simulate(client: Client, params: Tensors, labels: Tensor, knowledge: Knowledge, key: Key) -> Tensors:
     """Let the client send updates [S, ...] for labels [S, B], on images of the attacker's."""
     example = next(iter(params.values()))
-    images = _images(knowledge, labels.flatten(), key.child("images").generator()).to(example)
+    images = _images(knowledge, labels.flatten(), key.child(Stream.IMAGES).generator()).to(example)
     batch = Batch(images.unflatten(0, labels.shape), labels.to(example.device))
     spec = client.noise_spec(params, Batch(batch.inputs[0], batch.targets[0]))
     off = {n: v.to(example.device).expand(len(labels), *v.shape) for n, v in spec.neutral().items()}

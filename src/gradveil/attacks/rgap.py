@@ -30,6 +30,7 @@ from gradveil.attacks.systems import as_matrix, gradient_rows, roughness, solved
 from gradveil.client import Client
 from gradveil.core.errors import Problem, refuse
 from gradveil.core.noise import Key
+from gradveil.core.streams import Stream
 from gradveil.core.tree import Tensors
 from gradveil.nn.chain import Link, chained
 
@@ -79,7 +80,7 @@ class Recursive:
         began, seen = time.perf_counter(), observations[-1]
         links, problems = chained(belief.model, seen.params, knowledge.shape, belief.trained())
         refuse([*_update_problems(belief, seen.examples), *problems])
-        targets = find_labels(self.labels, seen, belief, knowledge, key.child("labels"))
+        targets = find_labels(self.labels, seen, belief, knowledge, key.child(Stream.LABELS))
         assert targets is not None, "labels are given or read off the update"
         sound = torch.stack([value.isfinite().flatten(1).all(1) for value in seen.update.values()]).all(0)
         layers = _Layers(links, seen.params, belief)

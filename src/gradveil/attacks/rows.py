@@ -27,6 +27,7 @@ from gradveil.client import Client
 from gradveil.core.errors import fail
 from gradveil.core.fused import squared_lengths, total_variation
 from gradveil.core.noise import Key, Noise
+from gradveil.core.streams import Stream
 from gradveil.core.tree import Tensors, select, take, under
 from gradveil.core.types import Batch
 from gradveil.nn.paths import downstream
@@ -88,10 +89,10 @@ class Rows:
         if attack.subtract:
             self._subtract()
         self.off = {n for n, how in self.how.items() if not isinstance(how, Known | Optimise | Sample)}
-        self.labels = find_labels(attack.labels, first, self.rounds[0].belief, knowledge, key.child("labels"))
+        self.labels = find_labels(attack.labels, first, self.rounds[0].belief, knowledge, key.child(Stream.LABELS))
         facts = knowledge.shape, self.lower, self.upper, knowledge.classes
         canvas = Canvas(self.examples, *facts, joint=self.labels is None, start=attack.start)
-        self.drawing = attack.images.open(canvas, key.child("images"))
+        self.drawing = attack.images.open(canvas, key.child(Stream.IMAGES))
         self._refuse_discrete()
         ways = self.how.items()
         sampled = {n: self.noise[n] for n, way in ways if isinstance(way, Sample) and way.every_iteration}
@@ -140,7 +141,7 @@ class Rows:
             {**off, **r.pinned, **{n: self.given[r.of(n)] for n in off if r.of(n) in self.given}} for r in self.rounds
         ]
         shape = (self.victims, self.examples, *self.knowledge.shape)
-        images = candidates(shape, (self.lower, self.upper), self.knowledge.classes, self.key.child("candidates"))
+        images = candidates(shape, (self.lower, self.upper), self.knowledge.classes, self.key.child(Stream.CANDIDATES))
         seen = [(r.belief, r.params) for r in self.rounds]
         for own in stages(self.spec, self.rounds[0].params):
             names = [r.of(n) for r in self.rounds for n in own]
@@ -162,7 +163,7 @@ class Rows:
     def learn(self) -> None:
         """Learn what images look like, where that is asked for: from public ones, whatever was observed."""
         public = self.knowledge.public
-        self.drawing.learn(None if public is None else public.inputs.to(self.device), self.key.child("images"))
+        self.drawing.learn(None if public is None else public.inputs.to(self.device), self.key.child(Stream.IMAGES))
 
     def start(self, rows: Sequence[int]) -> tuple[Tensors, Tensors]:
         """Draw the variables of these rows, and gather their constants."""

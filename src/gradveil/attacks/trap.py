@@ -14,6 +14,7 @@ from gradveil.attacks.knowledge import How, Knowledge, Known
 from gradveil.attacks.planted import Measures, Planting
 from gradveil.core.errors import Problem, fail
 from gradveil.core.noise import Key
+from gradveil.core.streams import Stream
 
 _SAME = 1e-3
 """How near to each other, in units of their size, two rows' images are that show one and the same example."""
@@ -61,8 +62,8 @@ class Trap(Planting):
     def measures(self, pixels: int, knowledge: Knowledge, key: Key) -> Measures:
         """Draw the rows."""
         half = pixels // 2
-        sizes = self.std * torch.randn(self.rows, half, generator=key.child("sizes").generator()).abs()
-        shuffled = torch.rand(self.rows, pixels, generator=key.child("places").generator()).argsort(1)
+        sizes = self.std * torch.randn(self.rows, half, generator=key.child(Stream.SIZES).generator()).abs()
+        shuffled = torch.rand(self.rows, pixels, generator=key.child(Stream.PLACES).generator()).argsort(1)
         below, above = shuffled[:, :half], shuffled[:, half : 2 * half]
         negative = torch.zeros(self.rows, pixels).scatter_(1, below, -sizes)
         positive = torch.zeros(self.rows, pixels).scatter_(1, above, sizes)

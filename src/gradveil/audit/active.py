@@ -11,6 +11,7 @@ from gradveil.audit.scene import Scene
 from gradveil.client import Client
 from gradveil.core.errors import fail
 from gradveil.core.noise import Key
+from gradveil.core.streams import Stream
 from gradveil.core.tree import Tensors
 from gradveil.federated.guard import inspect
 
@@ -20,7 +21,7 @@ def received(scene: Scene, attack: Attack, client: Client, seed: int) -> Client:
     if not isinstance(attack, Active):
         return client
     knowledge, _ = openly(scene, attack, client)
-    made: Any = attack.craft(client, knowledge, Key(seed, ("attack",)).child("craft"))
+    made: Any = attack.craft(client, knowledge, Key(seed, (Stream.ATTACK,)).child(Stream.CRAFT))
     if not isinstance(made, Client):
         what = f"craft() returned {'nothing' if made is None else type(made).__name__}"
         raise fail(f"attack {attack.name}", what, "return the client: dataclasses.replace(client, model=...)")

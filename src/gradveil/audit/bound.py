@@ -19,6 +19,7 @@ from gradveil.audit.rounds import Truth, in_round
 from gradveil.audit.scene import Scene
 from gradveil.client import Client
 from gradveil.core.noise import Key
+from gradveil.core.streams import Stream
 from gradveil.core.tree import Tensors
 from gradveil.core.types import Batch
 from gradveil.defences.information import Told, information, obstacle, settled, sight
@@ -49,7 +50,7 @@ def leaked(
     rows: list[Told] = []
     for v, number in enumerate(seen[0].victims):
         batch = Batch(truth.raw.inputs[v], truth.raw.targets[v])
-        probes = _probes(scene, groups, batch, Key(seed, ("bound", number)))
+        probes = _probes(scene, groups, batch, Key(seed, (Stream.BOUND, number)))
         parts = []
         for r, watched in enumerate(seen):
             names = client.noise_spec(watched.params, batch)

@@ -28,6 +28,7 @@ from gradveil.audit.scene import Scene
 from gradveil.audit.utility import pruned, worth
 from gradveil.client import Client
 from gradveil.core.noise import Key
+from gradveil.core.streams import Stream
 from gradveil.core.tree import Tensors
 from gradveil.core.types import Batch
 from gradveil.federated.config import digest
@@ -143,7 +144,7 @@ def attacked(
     attack = scene.attacks[cell.attack]
     belief = client if attack.belief == "full" else client.undefended_update()
     knowledge, grants = grant(scene, attack, belief, _looked_at(attack, seen).params, truth)
-    key = Key(cell.seed, ("attack",))
+    key = Key(cell.seed, (Stream.ATTACK,))
     attack = _afforded(scene, cell, attack, numbers, lambda tried: tried(seen, belief, knowledge, key), plans)
     done = 0
 

@@ -19,6 +19,7 @@ from gradveil.audit.source import Source
 from gradveil.client import Client
 from gradveil.core.errors import GradveilError, Problem, fail, refuse
 from gradveil.core.noise import Key, NoiseSpec
+from gradveil.core.streams import Stream
 from gradveil.core.tree import Tensors
 from gradveil.core.words import listing, plural
 from gradveil.data import Dataset
@@ -204,7 +205,7 @@ def observed_images(config: RunConfig, data_dir: Path | None, observed: Observed
                 for p in error.problems
             ) from error
     count = len(observed.records) * size
-    pixels = torch.rand((count, *shape), generator=Key(0, ("stand-ins",)).generator())
+    pixels = torch.rand((count, *shape), generator=Key(0, (Stream.PLACEHOLDERS,)).generator())
     centre, scale = (torch.tensor(values).reshape(-1, 1, 1) for values in (mean, std))
     stand_ins = Dataset(UNSEEN, (pixels - centre) / scale, torch.arange(count) % len(classes), classes, mean, std)
     return public, stand_ins

@@ -16,6 +16,7 @@ import torch
 from gradveil.attacks.base import Observation
 from gradveil.client import Client, announced, proposer, scheduled, speakers
 from gradveil.core.noise import Key
+from gradveil.core.streams import Stream
 from gradveil.core.tree import Tensors, stack, take, tmap
 from gradveil.core.types import Batch
 from gradveil.federated.standing import Standing
@@ -126,8 +127,8 @@ def _said(client: Client, params: Tensors, batch: Batch, noise: Tensors, state: 
 def draw(scene: Scene, cell: Address, client: Client, raw: Batch, numbers: Sequence[int], number: int = 0) -> Tensors:
     """Draw what the clients draw in a round: victim by victim, so that no share of victims changes another's noise."""
     spec = client.noise_spec(client.params(), Batch(raw.inputs[0], raw.targets[0]))
-    keys = (Key(cell.seed, ("client", scene.config.first_victim + victim)) for victim in numbers)
-    rows = [spec.sample(key.child("round", number) if number else key) for key in keys]
+    keys = (Key(cell.seed, (Stream.CLIENT, scene.config.first_victim + victim)) for victim in numbers)
+    rows = [spec.sample(key.child(Stream.ROUND, number) if number else key) for key in keys]
     return {name: value.to(scene.config.device) for name, value in stack(rows).items()}
 
 

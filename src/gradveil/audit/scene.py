@@ -22,6 +22,7 @@ from gradveil.audit.training import training_of, training_setting
 from gradveil.client import Client, cross_entropy, summed
 from gradveil.core.errors import Problem, fail, refuse
 from gradveil.core.noise import Key
+from gradveil.core.streams import Stream
 from gradveil.core.tree import Tensors
 from gradveil.core.types import Batch, Domain, Loss
 from gradveil.data import DATASETS, Dataset, located
@@ -75,7 +76,7 @@ class Scene:
 
     def client(self, index: int, defence: str, seed: int, standing: Standing | None = None) -> Client:
         """Build a defended client, on the run's device and in its precision; `standing` says what it has learned."""
-        defended = self.defences[defence](self.undefended(index, seed), Key(seed, ("model",)))
+        defended = self.defences[defence](self.undefended(index, seed), Key(seed, (Stream.MODEL,)))
         put_weights(defended.model, standing.params if standing else self.weights)
         defended.model.to(self.config.device, self.dtype)
         after = any(slot is not None and slot.needs_public for slot in (defended.step, defended.send))

@@ -18,6 +18,7 @@ from gradveil.audit.scene import Scene
 from gradveil.audit.store import Cell
 from gradveil.audit.utility import left_out
 from gradveil.core.noise import Key
+from gradveil.core.streams import Stream
 from gradveil.data import Dataset
 from gradveil.metrics import (
     Missing,
@@ -250,7 +251,7 @@ def _class_means(pixels: Tensor, classes: Tensor, targets: Tensor) -> Tensor:
 def _same_class(public: Dataset, targets: Tensor, seed: int) -> Tensor:
     """Choose a random public image of each target's class (of any class where there is none)."""
     chosen = torch.empty_like(targets)
-    generator = Key(seed, ("control", "class")).generator()
+    generator = Key(seed, (Stream.CONTROL, Stream.CLASS)).generator()
     for place, target in enumerate(targets.flatten().tolist()):
         of_class = (public.targets == target).nonzero().flatten()
         among = of_class if len(of_class) else torch.arange(len(public))

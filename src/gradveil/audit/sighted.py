@@ -19,6 +19,7 @@ from gradveil.audit.score import Named, info_of, score
 from gradveil.audit.store import Cell
 from gradveil.client import Client
 from gradveil.core.noise import Key
+from gradveil.core.streams import Stream
 from gradveil.core.tree import Tensors, norm, stack, take
 from gradveil.core.types import Batch
 from gradveil.core.words import listing, number, percent, plural
@@ -109,10 +110,10 @@ def _otherwise(facts: Mapping[str, Any], defence: str, client: Mapping[str, Any]
 
 def _simulated(scene: Scene, cell: Address, client: Client, params: Tensors) -> Tensors:
     """Let believed clients send updates of random images, leading V: what sort of values they send."""
-    key, size = Key(cell.seed, ("belief",)), scene.config.client[cell.client].examples
+    key, size = Key(cell.seed, (Stream.SIMULATED,)), scene.config.client[cell.client].examples
     data = scene.victims
     lower, upper = (bound.to(next(iter(params.values()))) for bound in data.bounds)
-    draw = key.child("inputs").generator()
+    draw = key.child(Stream.INPUTS).generator()
     pixels = torch.rand((_DRAWS, size, *data.inputs.shape[1:]), generator=draw).to(lower)
     targets = torch.randint(scene.classes, (_DRAWS, size), generator=draw).to(lower.device)
     batch = Batch(lower + (upper - lower) * pixels, targets)

@@ -13,6 +13,7 @@ from gradveil.client.abreast import Trainee
 from gradveil.client.client import Client
 from gradveil.core.errors import UNFIT, Problem, refuse
 from gradveil.core.noise import Address, NoiseSpec
+from gradveil.core.streams import Stream
 from gradveil.core.tree import Tensors
 from gradveil.core.types import Batch
 from gradveil.nn.check import check
@@ -78,9 +79,9 @@ def _trainee(client: Client, params: Tensors, task: Task) -> Trainee:
     epoch = client.epoch_spec(batch)
 
     def of_step(t: int) -> dict[str, Tensor]:
-        return drawn(each, key.child("step", t))
+        return drawn(each, key.child(Stream.STEP, t))
 
     def of_epoch(e: int) -> dict[str, Tensor]:
-        return drawn(epoch, key.child("epoch", e))
+        return drawn(epoch, key.child(Stream.EPOCH, e))
 
     return Trainee(batch, once, of_step, of_epoch, state)

@@ -18,7 +18,7 @@ Words = NDArray[np.uint64]
 """Uniform 64-bit words."""
 
 
-class Stream(Protocol):
+class WordSource(Protocol):
     """A source of uniform words that nobody can predict."""
 
     def words(self, count: int) -> Words:
@@ -26,7 +26,7 @@ class Stream(Protocol):
         ...
 
 
-Source = torch.Generator | Stream
+Source = torch.Generator | WordSource
 """Where random numbers come from."""
 
 _BLOCK = 1 << 16

@@ -12,6 +12,7 @@ from torch import Tensor
 from gradveil.client import Client
 from gradveil.core.errors import Problem, fail, refuse
 from gradveil.core.noise import Key, NoiseSpec
+from gradveil.core.streams import Stream
 from gradveil.core.tree import Tensors, below, multiplied, select, tmap, under
 from gradveil.core.types import Batch, BatchTransform, Context, Transform
 from gradveil.defences.given import ModelSurgery, no_stage, operated, wrong_slots
@@ -206,7 +207,7 @@ class Defence:
         """Return the defended client. `key` addresses the initial weights of new layers."""
         model = client.model
         for i, surgery in enumerate(self.model):
-            model = operated(surgery, model, (key or Key(0)).child("surgery", i).generator())
+            model = operated(surgery, model, (key or Key(0)).child(Stream.REPLACEMENT, i).generator())
         return replace(
             client,
             model=model,

@@ -13,6 +13,7 @@ from gradveil.core.allowed import SHARE, STRENGTH, Choice, Range, collect, unuse
 from gradveil.core.errors import Problem, fail, refuse
 from gradveil.core.laws import Beta, Shares, Signs
 from gradveil.core.noise import Key, Noise, NoiseSpec, Schedule, Uniform
+from gradveil.core.streams import Stream
 from gradveil.core.types import Anew, Batch, BatchTransform, Domain
 
 MIXED = Range(2, integer=True)
@@ -194,7 +195,7 @@ def _mixed(value: Tensor, noise: Mapping[str, Tensor]) -> Tensor:
 
 def _rare(k: int, cap: float, least: float) -> list[Problem]:
     """Say which limit coefficients hardly ever keep: they are drawn until they do."""
-    drawn = Shares().sample((_DRAWS, k), torch.float64, Key(0, ("instahide",)).generator())
+    drawn = Shares().sample((_DRAWS, k), torch.float64, Key(0, (Stream.INSTAHIDE,)).generator())
     largest, own = drawn.amax(1), drawn[:, :2].sum(1)
     if float((largest <= cap).double().mean()) < _RARE:
         what = f"is {cap:g}, which {k} coefficients that add up to 1 hardly ever keep"

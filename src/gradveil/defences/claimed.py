@@ -18,6 +18,7 @@ from torch import Tensor
 
 from gradveil.client import Client
 from gradveil.core.noise import Key
+from gradveil.core.streams import Stream
 from gradveil.core.tree import Tensors, tmap
 from gradveil.core.types import Batch, Context
 from gradveil.defences.noise import Additive
@@ -63,7 +64,7 @@ def _added(stage: Additive, client: Client, batch: Batch, entry: float, draws: i
     count = min(draws, max(_DRAWS[0], _ENTRIES // sum(value.numel() for value in sent.values())))
     rows: list[Tensors] = []
     for draw in range(count):
-        noise = spec.sample(Key(0, ("claimed", draw)), batch.inputs.device)
+        noise = spec.sample(Key(0, (Stream.CLAIM, draw)), batch.inputs.device)
         found = stage.apply(update, stage.init(sent), noise, context)[0]
         rows.append(tmap(torch.sub, {name: found[name] for name in update}, update))
     return {name: torch.stack([row[name] for row in rows]).cpu() for name in rows[0]}

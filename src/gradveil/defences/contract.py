@@ -17,6 +17,7 @@ from gradveil.client import Client
 from gradveil.core.errors import FOREIGN, GradveilError, Problem, fail
 from gradveil.core.noise import Key, NoiseSpec
 from gradveil.core.own import called, users
+from gradveil.core.streams import Stream
 from gradveil.core.tree import Tensors
 from gradveil.core.types import Batch, BatchTransform, Context, Transform
 from gradveil.defences.base import Defence
@@ -199,7 +200,7 @@ def _spec(where: str, call: str, run: Callable[[], object]) -> NoiseSpec:
 
 def _drawn(spec: NoiseSpec, number: int, like: Tensor) -> Tensors:
     """Draw the noise of a client, of the kind and in the place of its tensors."""
-    return spec.to(like.dtype).sample(Key(0, ("client", number)), like.device)
+    return spec.to(like.dtype).sample(Key(0, (Stream.CLIENT, number)), like.device)
 
 
 def _check_tensors(where: str, found: Any, like: Mapping[str, Tensor] | None) -> None:

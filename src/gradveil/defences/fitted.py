@@ -11,6 +11,7 @@ from gradveil.core.allowed import Choice, unused
 from gradveil.core.errors import Problem, fail
 from gradveil.core.laws import Agreed
 from gradveil.core.noise import Key, Noise, NoiseSpec
+from gradveil.core.streams import Stream
 from gradveil.core.tree import Tensors, tmap
 from gradveil.core.types import Batch, Context
 from gradveil.defences.probed import Probing
@@ -18,7 +19,7 @@ from gradveil.theory.sensitivity import squared_row_norms
 
 FORM = Choice(("local", "global"))
 """Whether a defence is fitted to the client's own batch, or to public ones."""
-_KEY = Key(0, ("public", "probe"))
+_KEY = Key(0, (Stream.PUBLIC, Stream.PROBE))
 _DRAWN: dict[tuple[tuple[int, ...], torch.dtype], Tensor] = {}
 """The directions of a few shapes: inside of `vmap` nothing may be drawn."""
 _SHAPES = 8

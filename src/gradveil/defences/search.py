@@ -12,6 +12,7 @@ from torch import Tensor
 from gradveil.client import Client
 from gradveil.core.errors import fail
 from gradveil.core.noise import Key, NoiseSpec
+from gradveil.core.streams import Stream
 from gradveil.core.tree import Tensors
 from gradveil.core.types import Batch, BatchTransform, Domain
 from gradveil.defences.ats import TRANSFORMS, Ats
@@ -155,8 +156,8 @@ def _ends(client: Client, defence: BatchTransform, batch: Batch, key: Key) -> tu
     """Return the client without its defences, uniform noise, and the transformed images."""
     lower, upper = bounds(batch, client.domain, "search")
     like = batch.inputs
-    drawn = {name: value.to(like) for name, value in defence.noise(batch).sample(key.child("policy")).items()}
-    u = torch.rand(like.shape, generator=key.child("start").generator(), dtype=like.dtype).to(like.device)
+    drawn = {name: value.to(like) for name, value in defence.noise(batch).sample(key.child(Stream.POLICY)).items()}
+    u = torch.rand(like.shape, generator=key.child(Stream.START).generator(), dtype=like.dtype).to(like.device)
     goal = defence.apply(batch, drawn, client.domain).inputs
     return client.undefended_update(), lower + (upper - lower) * u, goal
 

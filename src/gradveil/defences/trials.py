@@ -10,6 +10,7 @@ from torch import Tensor
 
 from gradveil.client import Client
 from gradveil.core.noise import Key
+from gradveil.core.streams import Stream
 from gradveil.core.tree import Tensors, tmap, wide
 from gradveil.core.types import Batch, BatchTransform, Context, Public, Stage, Transform
 
@@ -26,7 +27,7 @@ def data_dependent(stage: Transform, client: Client, batch: Batch) -> bool:
         return True
 
     sent = sent_by(client)
-    noise = (stage.noise(sent) | stage.directions(batch)).sample(Key(0, ("stage",)), batch.inputs.device)
+    noise = (stage.noise(sent) | stage.directions(batch)).sample(Key(0, (Stream.STAGE,)), batch.inputs.device)
     update = {name: _normal(value, name) for name, value in sent.items()}
     results: list[Tensors] = []
     for own in (batch, Batch(batch.inputs.flip(-1) + 1, torch.zeros_like(batch.targets))):
@@ -51,7 +52,7 @@ def mixes(transform: BatchTransform, client: Client, batch: Batch) -> bool:
     changed.inputs[0] = copies.inputs[0].flip(-1)
     spec = transform.noise(copies)
     for number in range(_COPIES):
-        noise = spec.sample(Key(0, ("copies", number)), batch.inputs.device)
+        noise = spec.sample(Key(0, (Stream.COPIES, number)), batch.inputs.device)
         before, after = (transform.apply(own, noise, client.domain) for own in (copies, changed))
         if any(not torch.equal(a[1:], b[1:]) for a, b in zip(before, after, strict=True)):
             return True
@@ -70,7 +71,7 @@ def noise_is_shared(stage: Transform, client: Client, batch: Batch) -> bool:
     public, nothing = public_of(client, batch, sent), tmap(torch.zeros_like, sent)
     context = Context(sent, batch, gradient=ask, features=ask, sensitivity=ask, public=public)
     try:
-        keys, device = [Key(0, ("client", number)) for number in range(2)], batch.inputs.device
+        keys, device = [Key(0, (Stream.CLIENT, number)) for number in range(2)], batch.inputs.device
         added = [
             stage.apply(nothing, stage.init(sent), stage.noise(sent).sample(key, device), context)[0] for key in keys
         ]

@@ -17,6 +17,7 @@ from torch import Tensor
 from gradveil.client import Client, Task, announced, drawn_update, proposer, scheduled, speakers
 from gradveil.core.errors import Problem, refuse
 from gradveil.core.noise import Key
+from gradveil.core.streams import Stream
 from gradveil.core.tree import Tensors, all_finite, stack
 from gradveil.core.types import Batch
 from gradveil.federated.aggregate import Server
@@ -103,10 +104,10 @@ class Federation:
 
     def chosen(self, number: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Say who takes part in a round: who answers, and who was chosen and does not."""
-        key, count = self.key.child("round", number), len(self.shares)
+        key, count = self.key.child(Stream.ROUND, number), len(self.shares)
         some = self._asked()
-        order = torch.randperm(count, generator=key.child("chosen").generator())[:some].sort().values.tolist()
-        gone = torch.rand(some, generator=key.child("absent").generator()) < self.absent
+        order = torch.randperm(count, generator=key.child(Stream.SELECTED).generator())[:some].sort().values.tolist()
+        gone = torch.rand(some, generator=key.child(Stream.ABSENT).generator()) < self.absent
         answers = tuple(client for client, away in zip(order, gone.tolist(), strict=True) if not away)
         return answers, tuple(client for client in order if client not in answers)
 
@@ -119,7 +120,7 @@ class Federation:
 
     def task(self, standing: Standing, client: int, number: int, here: Client) -> Task:
         """Say what one client computes with in a round: its examples, the address of its draws, what it keeps."""
-        key = self.key.child("client", client, "round", number)
+        key = self.key.child(Stream.CLIENT, client, Stream.ROUND, number)
         state = standing.clients.get(client)
         state = here.init(standing.params) if state is None else state
         return Task(self._examples(client, key), key, state)
@@ -192,7 +193,7 @@ class Federation:
 
     def _record_update(self, standing: Standing, client: int, number: int, update: Tensors, heard: Client) -> None:
         if self.recorder is not None and self.recorder.wants(number, str(client)):
-            made_from = self._examples(client, self.key.child("client", client, "round", number))
+            made_from = self._examples(client, self.key.child(Stream.CLIENT, client, Stream.ROUND, number))
             count = len(made_from.targets)
             self.recorder.write(number, str(client), standing.params, update, count, heard.messages, made_from)
 
@@ -200,7 +201,7 @@ class Federation:
         train = self.shares[client].train
         if self.client.local is not None or self.batch is None:
             return train
-        some = torch.randperm(len(train.targets), generator=key.child("examples").generator())[: self.batch]
+        some = torch.randperm(len(train.targets), generator=key.child(Stream.EXAMPLES).generator())[: self.batch]
         return Batch(train.inputs[some], train.targets[some])
 
     def _record(

@@ -11,6 +11,7 @@ from torch import nn
 
 from gradveil.core.errors import GradveilError, Problem, fail
 from gradveil.core.noise import Key
+from gradveil.core.streams import Stream
 from gradveil.data import Dataset, Splits, load
 from gradveil.federated.config import DataConfig, ModelConfig
 from gradveil.nn import surgery
@@ -56,7 +57,7 @@ def initial_model(config: ModelConfig, images: Dataset, seed: int) -> tuple[nn.M
         channels=images.channels,
         size=images.inputs.shape[-1],
         classes=len(images.classes),
-        generator=Key(seed, ("model",)).generator(),
+        generator=Key(seed, (Stream.MODEL,)).generator(),
         **config.options,
     )
     return surgery.prepare(net, batchnorm=config.batchnorm) if config.prepare else (net, [])

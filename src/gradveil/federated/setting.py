@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from gradveil.client import Client
 from gradveil.core.errors import GradveilError, Problem, fail, refuse
 from gradveil.core.noise import Key
+from gradveil.core.streams import Stream
 from gradveil.core.tree import Tensors
 from gradveil.core.types import Batch, Domain
 from gradveil.core.words import listing
@@ -70,7 +71,7 @@ class Setting:
     def federation(self, cell: Cell) -> Federation:
         """Build one training: the same seed gives every defence the same data, weights and choice of clients."""
         config, key = self.config, Key(cell.seed)
-        client = parse(cell.defence, own=True)(self.plain(cell.seed), key.child("model"))
+        client = parse(cell.defence, own=True)(self.plain(cell.seed), key.child(Stream.MODEL))
         client.model.to(config.device, self.dtype)
         # Who has all examples trains on them: what a server makes of steps is federation's own.
         server = ServerConfig() if cell.central and config.local else config.server
@@ -79,7 +80,7 @@ class Setting:
             self._shares(cell),
             self._batch(self.data.victims),
             server.build(config.local is not None),
-            key.child("train"),
+            key.child(Stream.TRAINING),
             config.batch,
             1.0 if cell.central else config.participation,
             0.0 if cell.central else config.absent,
@@ -109,7 +110,7 @@ class Setting:
     def hands(self, seed: int) -> list[tuple[Tensor, Tensor]]:
         """Deal the training images: the places of those that each client trains on, and of those it keeps apart."""
         config, images = self.config, self.data.public
-        key = Key(seed, ("partition",))
+        key = Key(seed, (Stream.PARTITION,))
         kind, generator = config.partition, key.generator()
         if kind.kind == "iid":
             parts = iid(len(images), config.clients, generator)
@@ -122,7 +123,7 @@ class Setting:
             parts = by_flower(images, config.clients, name, kind.options, kind.column, kind.shuffle)
         else:
             parts = pathological(images.targets, config.clients, kind.classes, generator)
-        return [self._parted(part, key.child("validation", i)) for i, part in enumerate(parts)]
+        return [self._parted(part, key.child(Stream.VALIDATION, i)) for i, part in enumerate(parts)]
 
     def _shares(self, cell: Cell) -> list[Share]:
         shares = [self._share(*hand) for hand in self.hands(cell.seed)]

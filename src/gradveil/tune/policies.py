@@ -15,6 +15,7 @@ from gradveil.audit.scene import Scene
 from gradveil.client import Client
 from gradveil.core.errors import Problem, fail, refuse
 from gradveil.core.noise import Key
+from gradveil.core.streams import Stream
 from gradveil.core.types import Batch, BatchTransform
 from gradveil.defences.ats import HYBRID, Ats
 from gradveil.defences.search import (
@@ -67,15 +68,15 @@ class Judge:
 
     def utility(self, policy: str) -> float:
         """Compute how well images of this policy can be told apart."""
-        return utility_score(self.untrained, _transform(policy), self.images, self.key.child("search"))
+        return utility_score(self.untrained, _transform(policy), self.images, self.key.child(Stream.SEARCH))
 
     def privacy(self, policy: str) -> float:
         """Compute how early an attacker's gradients resemble what he is to match, on the average image."""
-        return float(privacy_score(self.trained, _transform(policy), self.images, self.key.child("search")).mean())
+        return float(privacy_score(self.trained, _transform(policy), self.images, self.key.child(Stream.SEARCH)).mean())
 
     def again(self, policy: str) -> Again:
         """Score a policy on the other images."""
-        key, transform = self.key.child("again"), _transform(policy)
+        key, transform = self.key.child(Stream.REPEAT), _transform(policy)
         privacy: list[float] = privacy_score(self.trained, transform, self.others, key).tolist()
         return Again(privacy, utility_score(self.untrained, transform, self.others, key))
 
@@ -91,8 +92,8 @@ def open_judge(scene: Scene, images: int, seed: int) -> Judge:
         most = len(public) // 2
         remedy = f"say --images {most} or fewer" if most >= FEWEST else "choose data with more public images"
         raise fail("--images", what, f"{remedy}, or read more of them: --set data.public={needed}")
-    key = Key(seed, ("search", "ats"))
-    chosen = public.subset(torch.randperm(len(public), generator=key.child("images").generator())[:needed])
+    key = Key(seed, (Stream.SEARCH, Stream.ATS))
+    chosen = public.subset(torch.randperm(len(public), generator=key.child(Stream.IMAGES).generator())[:needed])
     inputs = chosen.inputs.to(scene.config.device, scene.dtype)
     targets = chosen.targets.to(scene.config.device)
     first, others = (Batch(inputs[part], targets[part]) for part in (slice(images), slice(images, None)))
@@ -215,7 +216,7 @@ def lower(one: Again, other: Again) -> bool:
 
 def candidates(count: int, seed: int) -> list[str]:
     """Draw the policies of a search; a longer search begins with those of a shorter one."""
-    return list(random_policies(count, Key(seed, ("search", "ats", "policies"))))
+    return list(random_policies(count, Key(seed, (Stream.SEARCH, Stream.ATS, Stream.POLICIES))))
 
 
 def _transform(policy: str) -> BatchTransform:

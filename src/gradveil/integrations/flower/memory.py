@@ -31,6 +31,7 @@ from gradveil.core.errors import fail
 from gradveil.core.files import locked, make_private, sync, unreadable, write_private
 from gradveil.core.noise import Address, Key
 from gradveil.core.secure import SecretKey
+from gradveil.core.streams import Stream
 from gradveil.core.tree import Tensors, select, under
 from gradveil.federated.ledger import FOLDER as DEFAULT
 from gradveil.federated.ledger import file_name, place
@@ -80,7 +81,7 @@ class Memory:
         if self._before is not None:
             remedy = "leave the key or the training's name out: without a key every answer has noise of its own"
             raise fail("key", "gives this run the noise of an earlier one of the training", remedy)
-        return own.child("round", number)
+        return own.child(Stream.ROUND, number)
 
     def repeated(self, question: Question) -> Answer | None:
         """Return what was sent, where the last round is asked again; an older one, or another model, is refused."""
