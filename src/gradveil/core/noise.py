@@ -25,6 +25,10 @@ from gradveil.core.errors import Problem, refuse
 class Key:
     """An immutable address of a random stream: the same seed and path give the same draws on every device.
 
+    Streams of different addresses differ: that two of a billion (2^30) begin alike has a chance of 2^59 pairs over the
+    2^512 inner states of SHAKE-256, 2^-453. A key is for simulations: whoever knows the seed draws the same
+    (`gradveil.core.secure.SecretKey` is for deployments).
+
     >>> a = Key(0).child("victim", 3)
     >>> torch.equal(torch.randn(2, generator=a.generator()), torch.randn(2, generator=a.generator()))
     True
