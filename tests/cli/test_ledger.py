@@ -30,8 +30,8 @@ def test_a_ledger_is_made_once_and_shown(tmp_path, capsys):
     keep(file, Ledger(rounds=3, spent=[client]))
     assert run([*words(tmp_path), "--json", "--delta", "1e-6"]) == 0
     value = epsilon(8.0, Training(3, delta=1e-6, sampling="shuffled", at_most=3))
-    told = json.loads(capsys.readouterr().out)
-    assert (told["rounds"], told["delta"], told["epsilon"]) == (3, 1e-6, {"client": pytest.approx(value)})
+    found = json.loads(capsys.readouterr().out)
+    assert (found["rounds"], found["delta"], found["epsilon"]) == (3, 1e-6, {"client": pytest.approx(value)})
     assert run(words(tmp_path)) == 0
     assert "3 rounds counted: epsilon" in capsys.readouterr().out
 
@@ -41,9 +41,9 @@ def test_a_ledger_is_made_once_and_shown(tmp_path, capsys):
 
     keep(file, Ledger(rounds=4, spent=[client, client.model_copy(update={"multiplier": 0.0, "sums": 1, "times": 1})]))
     assert run([*words(tmp_path), "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert told["epsilon"] == {}
-    assert "no formal guarantee of each client" in told["guarantee"]
+    found = json.loads(capsys.readouterr().out)
+    assert found["epsilon"] == {}
+    assert "no formal guarantee of each client" in found["guarantee"]
 
 
 @pytest.mark.parametrize(("identity", "training"), [("../a", "b"), ("a", "b/c"), ("", "b"), ("_ledgers", "b")])

@@ -296,9 +296,8 @@ def test_a_count_that_is_missing_or_damaged_is_not_taken_for_zero(tmp_path):
         with pytest.raises(GradveilError, match=r"lungs: counts no round, where rounds have been answered"):
             spending(tmp_path, number, run)
     file.unlink()
-    for number, run in ((1, 2), (1, 3)):
-        with pytest.raises(GradveilError, match="has no ledger to be counted in"):
-            spending(tmp_path, number, run, bound=8)
+    with pytest.raises(GradveilError, match="has no ledger to be counted in"):
+        spending(tmp_path, 1, 3, bound=8)
     file.write_text(json.dumps(said))
     spending(tmp_path, 2, 3)
     assert counted(tmp_path)["rounds"] == 3

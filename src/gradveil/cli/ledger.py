@@ -12,7 +12,7 @@ from rich.console import Console
 from gradveil.core.errors import fail, refuse
 from gradveil.core.words import plural
 from gradveil.defences.privacy import NOTHING
-from gradveil.federated.ledger import FOLDER, create, place, read, told
+from gradveil.federated.ledger import FOLDER, accounted, create, place, read
 from gradveil.theory.accounting import PROBABILITY
 
 _HELP = {
@@ -60,7 +60,7 @@ def show_ledger(
     found = read(file)
     if found is None:
         raise fail(str(file), "is missing", "make it, once for this training: gradveil ledger create")
-    epsilon, texts = told(found.spent, delta)
+    epsilon, texts = accounted(found.spent, delta)
     lost = {spent.unit for spent in found.spent} - set(epsilon)
     texts += [f"{NOTHING} of each {unit}: a round of this training was sent without" for unit in sorted(lost)]
     if as_json:

@@ -60,7 +60,7 @@ def normal(shape: tuple[int, ...], dtype: torch.dtype, source: Source) -> Tensor
     """Draw from N(0, 1).
 
     torch fills a tensor with uniform numbers and then transforms 16 after the other in place, the last 16 of a size
-    that 16 does not divide from numbers drawn anew. So blocks agree whose sizes 16 divides, but for the last; a block
+    that 16 does not divide from other numbers. So blocks agree whose sizes 16 divides, but for the last; a block
     stays in the cache, which is 1.5 times as fast.
     """
     out = torch.empty(shape, dtype=dtype)

@@ -47,7 +47,7 @@ class Rounded:
         """Refuse noise so much coarser than the grid that float64 has no digits for it."""
         if not 0 < self.scale <= LARGEST:
             what = f"has a standard deviation of {self.scale:.3g} steps of its grid, at most {LARGEST:.3g} can be drawn"
-            raise fail("noise", what, "take less noise, or a larger clip norm")
+            raise fail("noise", what, "give a smaller sigma")
 
     def sample(self, shape: tuple[int, ...], dtype: torch.dtype, source: Source) -> Tensor:
         """Draw one tensor on the CPU, block by block in the cache."""

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gradveil.core.draws import Source, chance, normal, permutation, uniform
+from gradveil.core.draws import Source, chance, normal, permutation, tensor, uniform
 from gradveil.core.errors import Problem, refuse
 
 
@@ -26,7 +26,7 @@ class Key:
     """An immutable address of a random stream: the same seed and path give the same draws on every device.
 
     Streams of different addresses differ: that two of a billion (2^30) begin alike has a chance of 2^59 pairs over the
-    2^512 inner states of SHAKE-256, 2^-453. A key is for simulations: whoever knows the seed draws the same
+    2^512 inner states of SHAKE-256, 2^-453. A key is for simulations: anybody who knows the seed draws the same
     (`gradveil.core.secure.SecretKey` is for deployments).
 
     >>> a = Key(0).child("victim", 3)
@@ -72,7 +72,7 @@ def _twister(words: np.ndarray) -> Tensor:
     state = np.zeros(5056, np.uint8)
     state[8:16].view("<i4")[:] = (1, 1)
     state[24 : 24 + 8 * _WORDS].view("<u8")[:] = words
-    return torch.from_numpy(state)
+    return tensor(state, state.shape)
 
 
 class Address(Protocol):

@@ -113,12 +113,12 @@ def read(file: Path) -> Ledger | None:
     return found
 
 
-def told(spent: Sequence[Spent], delta: float) -> tuple[dict[Unit, float], list[str]]:
+def accounted(spent: Sequence[Spent], delta: float) -> tuple[dict[Unit, float], list[str]]:
     """Find the epsilon of each unit, in words too: of two noises that protect one unit, the better promise."""
-    said: dict[Unit, tuple[float, str]] = {}
+    best: dict[Unit, tuple[float, str]] = {}
     for place in sorted({part.mechanism for part in spent}):
         own = [part for part in spent if part.mechanism == place]
         value, text = promised(own[0].unit, [(part.multiplier, part.training(delta)) for part in own])
-        if math.isfinite(value) and (own[0].unit not in said or value < said[own[0].unit][0]):
-            said[own[0].unit] = value, text
-    return {unit: value for unit, (value, _) in said.items()}, [text for _, text in said.values()]
+        if math.isfinite(value) and (own[0].unit not in best or value < best[own[0].unit][0]):
+            best[own[0].unit] = value, text
+    return {unit: value for unit, (value, _) in best.items()}, [text for _, text in best.values()]

@@ -19,14 +19,14 @@ from gradveil.core.errors import Problem, fail, refuse
 from gradveil.core.noise import Key
 from gradveil.core.types import Batch
 from gradveil.defences.privacy import NOTHING, Mechanism, Privacy, examine
-from gradveil.federated.ledger import LOST, Ledger, Spent, keep, read, told
+from gradveil.federated.ledger import LOST, Ledger, Spent, accounted, keep, read
 from gradveil.federated.privacy import released
 from gradveil.integrations.flower.memory import LOG, Memory
 from gradveil.theory.accounting import POSITIVE, PROBABILITY, Unit
 
 _PROVES = "choose a defence that has one, such as dp(clip=1, sigma=1) or user-dp(clip=1, sigma=1), or leave epsilon out"
 FIXED = f"{NOTHING}: the noise comes from a fixed key"
-"""Said of a client whose noise whoever has the app can draw too."""
+"""What the log reports of a client whose noise anybody who has the app can draw."""
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ def charged(memory: Memory, client: Client, batch: Batch, limit: Limit, beside: 
     earlier = before.spent if before else []
     refuse(list(_misfits(str(memory.ledger), earlier, now)))
     ledger = Ledger(rounds=1 + (before.rounds if before else 0), spent=_added([*earlier, *now]))
-    epsilon, texts = told(ledger.spent, limit.delta)
+    epsilon, texts = accounted(ledger.spent, limit.delta)
     lost: list[Unit] = [*dict.fromkeys(mechanism.unit for mechanism in privacy.mechanisms)]
     lost = [unit for unit in lost if unit not in epsilon]
     why = {unit: privacy.void(unit) or beside or "a round of this training was sent without" for unit in lost}

@@ -43,7 +43,7 @@ LOG = logging.getLogger("flwr.gradveil")
 
 IDENTITY, FOLDER = "gradveil-identity", "gradveil-folder"
 """Keys of a SuperNode's `--node-config`: its name, which has to stay the same, and where it keeps its files."""
-_TRUST = "ask who runs the server: two answers to one round tell more than one"
+_TRUST = "ask who runs the server: two answers to one round give away more than one"
 
 
 @dataclass(frozen=True)
