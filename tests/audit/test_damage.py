@@ -7,13 +7,17 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
 
+from gradveil.audit.layout import read_images
 from gradveil.audit.store import Run, load_run
 from gradveil.cli.app import run as command
 from gradveil.core.errors import GradveilError
+from gradveil.core.files import DamagedError
+from gradveil.core.sealed import seal
 from tests.audit.runs import config, execute
 from tests.audit.test_store import assert_same
 
@@ -59,11 +63,16 @@ def cut(cell: Path) -> None:
 
 
 def other_images(cell: Path) -> None:
-    save_file({name: torch.zeros(3, 1, 1, 16, 16) for name in ("truth", "reconstruction")}, cell / "images.safetensors")
+    images = {name: torch.zeros(3, 1, 1, 16, 16) for name in ("truth", "reconstruction")}
+    (cell / "images.safetensors").write_bytes(seal(images))
 
 
 def no_reconstruction(cell: Path) -> None:
-    save_file({"truth": torch.zeros(2, 1, 1, 16, 16)}, cell / "images.safetensors")
+    (cell / "images.safetensors").write_bytes(seal({"truth": torch.zeros(2, 1, 1, 16, 16)}))
+
+
+def no_digest(cell: Path) -> None:
+    save_file({name: torch.zeros(2, 1, 1, 16, 16) for name in ("truth", "reconstruction")}, cell / "images.safetensors")
 
 
 CELLS: dict[str, tuple[Damage, str, str]] = {
@@ -96,6 +105,7 @@ CELLS: dict[str, tuple[Damage, str, str]] = {
     "no images": (lambda cell: (cell / "images.safetensors").unlink(), "images.safetensors", "the run keeps images"),
     "half the images": (cut, "images.safetensors", "is damaged"),
     "no bytes": (lambda cell: (cell / "images.safetensors").write_bytes(b""), "images.safetensors", "is damaged"),
+    "no digest": (no_digest, "images.safetensors", "holds no digest"),
     "other images": (other_images, "images.safetensors", "(3, 1) images 'truth', the records tell of (2, 1)"),
     "half the names": (no_reconstruction, "images.safetensors", "holds no images 'reconstruction'"),
 }
@@ -218,6 +228,19 @@ def test_images_damaged_after_the_run_was_read_are_named(folder: Path) -> None:
     cut(first(folder))
     with pytest.raises(GradveilError, match="is damaged"):
         run.cells[0].images()
+
+
+def test_no_flipped_bit_of_images_is_read_as_good(folder: Path) -> None:
+    """Every byte of the header, and many of the images."""
+    file, content = first(folder) / "images.safetensors", (first(folder) / "images.safetensors").read_bytes()
+    draw = np.random.default_rng(0)
+    size = 8 + int.from_bytes(content[:8], "little")
+    for place in [*range(size), *draw.integers(0, len(content), size=300)]:
+        damaged = bytearray(content)
+        damaged[place] ^= 1 << int(draw.integers(8))
+        file.write_bytes(damaged)
+        with pytest.raises(DamagedError, match="damaged"):
+            read_images(file)
 
 
 def test_scores_alone_are_whole_where_no_images_were_kept(tmp_path: Path) -> None:

@@ -4,14 +4,15 @@ import json
 import math
 from dataclasses import replace
 
+import numpy as np
 import pytest
-from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 from gradveil.core.errors import GradveilError
 from gradveil.core.files import DamagedError, write_private
+from gradveil.core.sealed import seal, unseal
 from gradveil.federated.aggregate import Server
-from gradveil.federated.checkpoint import load_standing, pack_standing
+from gradveil.federated.checkpoint import load_standing, pack_standing, unpack_standing
 from gradveil.federated.engine import train
 from tests.federated.scenes import federation
 from tests.federated.test_engine import same
@@ -91,7 +92,7 @@ def test_a_loss_that_is_no_number_comes_back_as_that(tmp_path, standing):
     file = tmp_path / "a.safetensors"
     odd = replace(standing.records[0], loss=math.nan, validation_loss=math.inf)
     none = replace(standing.records[1], validation_loss=None, validation_accuracy=None)
-    save_standing(file, replace(standing, records=(odd, none)), "digest")
+    save_standing(file, replace(standing, records=(odd, none), best_round=1), "digest")
     one, other = load_standing(file, "digest").records
     assert math.isnan(one.loss)
     assert math.isnan(one.validation_loss)
@@ -101,7 +102,7 @@ def test_a_loss_that_is_no_number_comes_back_as_that(tmp_path, standing):
 @pytest.mark.parametrize("facts", ["[]", '{"version": 1}', '{"version": 1, "names": [1]}'])
 def test_facts_of_another_form_are_damage(tmp_path, standing, facts):
     file = tmp_path / "a.safetensors"
-    save_file(dict(standing.params), file, {"gradveil": facts})
+    file.write_bytes(seal(dict(standing.params), {"gradveil": facts}))
     with pytest.raises(DamagedError):
         load_standing(file, "digest")
 
@@ -129,6 +130,17 @@ def test_a_file_that_was_cut_off_is_refused(tmp_path, standing, keep):
 @pytest.mark.parametrize(
     ("change", "told"),
     [
+        ({"version": [{}]}, "format"),
+        ({"best_round": 1e999}, "damaged: best_round"),
+        ({"best_round": 7}, "damaged"),
+        ({"moved": -1}, "damaged: moved"),
+        ({"planned": "3"}, "damaged: planned"),
+        ({"start": [1.0, float("nan")]}, "damaged: start"),
+        ({"code": {"a": 1}}, "damaged: code"),
+        ({"records": [3]}, "damaged: records"),
+        ({"records": []}, "finished without a round"),
+        ({"names": [[]]}, "damaged"),
+        ({"clients": ["0"]}, "damaged: clients"),
         ({"version": 2}, "format 2"),
         ({"records": [{"number": 1}]}, "damaged"),
         ({"status": "asleep"}, "damaged"),
@@ -139,8 +151,51 @@ def test_a_file_that_was_cut_off_is_refused(tmp_path, standing, keep):
 def test_facts_that_are_not_ours_are_refused(tmp_path, standing, change, told):
     file = tmp_path / "a.safetensors"
     save_standing(file, standing, "digest")
-    with safe_open(file, "pt") as opened:
-        facts = json.loads(opened.metadata()["gradveil"])
-    save_file(load_file(file), file, {"gradveil": json.dumps(facts | change)} if change else None)
+    tensors, metadata = unseal(file.read_bytes(), "file", "")
+    said = {"gradveil": json.dumps(json.loads(metadata["gradveil"]) | change)} if change else None
+    file.write_bytes(seal(tensors, said))
     with pytest.raises(GradveilError, match=told):
+        load_standing(file, "digest")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"bytes_up": 10**400},
+        {"bytes_down": -1},
+        {"accuracy": float("nan")},
+        {"accuracy": 1.5},
+        {"seconds": float("inf")},
+        {"number": 7},
+        {"loss": "x"},
+        {"clients": 3},
+    ],
+)
+def test_rounds_with_numbers_that_none_has_are_refused(tmp_path, standing, change):
+    file = tmp_path / "a.safetensors"
+    tensors, metadata = unseal(pack_standing(standing, "digest"), "file", "")
+    facts = json.loads(metadata["gradveil"])
+    facts["records"][1] |= change
+    file.write_bytes(seal(tensors, {"gradveil": json.dumps(facts)}))
+    with pytest.raises(DamagedError, match="damaged"):
+        load_standing(file, "digest")
+
+
+def test_no_flipped_byte_is_read_as_good(standing):
+    """Every byte of the header, and many of the tensors."""
+    content = pack_standing(standing, "digest")
+    draw = np.random.default_rng(0)
+    places = [*range(0, 600), *draw.integers(0, len(content), size=400)]
+    for place in places:
+        damaged = bytearray(content)
+        damaged[place] ^= 1 << int(draw.integers(8))
+        with pytest.raises(DamagedError):
+            unpack_standing(bytes(damaged), "digest")
+
+
+def test_a_file_without_a_digest_is_refused_with_a_remedy(tmp_path, standing):
+    file = tmp_path / "a.safetensors"
+    tensors, metadata = unseal(pack_standing(standing, "digest"), "file", "")
+    save_file(tensors, file, metadata)
+    with pytest.raises(DamagedError, match=r"holds no digest.* -> remove it: the same command"):
         load_standing(file, "digest")

@@ -93,7 +93,6 @@ BAD = {
     "no number of examples": (good(weight=1e308), "counts for 1e\\+308 in the mean"),
     "a negative weight": (good(weight=-5), "counts for -5 in the mean"),
     "many weights": (changed("metrics", MetricRecord({"num-examples": [1, 2]})), "counts for \\[1, 2\\] in the mean"),
-    "other metrics": (good(loss=1.0), "other metrics than most"),
     "no metrics": (without("metrics"), "does not say 'num-examples'"),
 }
 

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
+from gradveil.core.sealed import seal
 from gradveil.metrics import mse, psnr, ssim
 from tests.report.images import controls, degrade, faces
 
@@ -223,9 +223,8 @@ def write_run(folder: Path, cells: Sequence[Mapping[str, Any]], images: bool = T
         (place / "cell.json").write_text(json.dumps(entry["info"]), "utf-8")
         (place / "records.json").write_text(json.dumps(entry["records"]), "utf-8")
         if images and entry["images"]:
-            save_file(
-                {name: value.contiguous() for name, value in entry["images"].items()}, place / "images.safetensors"
-            )
+            kept = {name: value.contiguous() for name, value in entry["images"].items()}
+            (place / "images.safetensors").write_bytes(seal(kept))
     return folder
 
 

@@ -3,6 +3,7 @@
 import copy
 import json
 import re
+import resource
 import stat
 from pathlib import Path
 from typing import Any
@@ -217,6 +218,21 @@ def test_a_place_that_cannot_be_written_is_refused(tmp_path: Path, cells: list[d
         write_report(run, tmp_path)
     with pytest.raises(GradveilError, match="cannot be written"):
         write_report(run, tmp_path / "file" / "report.html")
+
+
+def test_a_full_disk_leaves_the_last_report_and_nothing_else(tmp_path: Path, cells: list[dict[str, Any]]) -> None:
+    """A limit on the size of files makes the write itself fail."""
+    run = write_run(tmp_path / "run", [cells[0]])
+    whole = write_report(run).read_bytes()
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, before[1]))
+    try:
+        with pytest.raises(GradveilError, match=r"report\.html: cannot be written: .* -> choose another place"):
+            write_report(run)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert {path.name for path in run.iterdir()} == {"run.json", "cells", "report.html"}
+    assert (run / "report.html").read_bytes() == whole
 
 
 def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:

@@ -52,6 +52,21 @@ def kill_desk(session: int) -> bool:
     return bool(desks)
 
 
+def kill_at_start(session: int, done: set[int]) -> bool:
+    """Kill a worker process of an actor that Ray does not know yet, where none is in `done`; say whether it was done.
+
+    The environment tells it from the processes that Ray starts in advance.
+    """
+    for pid, called in members(session).items():
+        if not done and b"default_worker.py" in called and not called.startswith(b"ray::"):
+            with suppress(OSError):
+                if b"MALLOC_ARENA_MAX=1" in Path(f"/proc/{pid}/environ").read_bytes():
+                    time.sleep(0.3)
+                    os.kill(pid, signal.SIGKILL)
+                    done.add(pid)
+    return bool(done)
+
+
 def gone(session: int, seconds: float = 60) -> bool:
     """Wait for the end of all processes of a session."""
     end = time.monotonic() + seconds

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,7 +30,7 @@ from tests.audit.runs import Silent, config
 from tests.audit.test_kill import results
 from tests.federated.test_run import config as train_config
 from tests.federated.test_run import timeless, trained
-from tests.schedule.rays import bridges, gone, kill_desk, members, standing_cluster
+from tests.schedule.rays import bridges, gone, kill_at_start, kill_desk, members, standing_cluster
 from tests.schedule.sites import deadly
 
 pytestmark = pytest.mark.processes
@@ -80,6 +81,28 @@ def test_a_killed_actor_is_replaced_and_messages_may_be_large(tmp_path: Path) ->
     assert found == {n: Parcel({"did": n}, b"\n" * n * 9_000_000) for n in (1, 2, 3)}
     assert Parcel({"threads": 1}, b"\n" * 9_000_000) in heard
     assert gone(session)
+
+
+def test_an_actor_that_is_killed_while_it_starts_is_replaced_within_seconds(tmp_path: Path) -> None:
+    """Ray waits 600 seconds for such a process; a busy machine may take half a minute to start another one."""
+    job: Job[int] = Job(deadly({}), lambda n: Parcel({"number": n}), lambda n, news: None)
+    killed: set[int] = set()
+    times: list[float] = []
+
+    def kill() -> None:
+        (session,) = bridges(os.getpid())
+        while not kill_at_start(session, killed) and not times:
+            time.sleep(0.02)
+        times.append(time.monotonic())
+
+    with Cluster(Site("tests.schedule.sites:deadly", {"marks": str(tmp_path), "kills": {}}), 1)(job, [1]) as done:
+        killer = threading.Thread(target=kill)
+        killer.start()
+        assert dict(done) == {1: Parcel({"did": 1})}
+        times.append(time.monotonic())
+        killer.join()
+    assert killed
+    assert times[1] - times[0] < 60
 
 
 def test_a_cluster_audits_as_one_process_does_and_a_killed_actors_cell_is_run_again(

@@ -50,9 +50,13 @@ class Scripted:
         deed = self.crew.script(task, self.crew.given.count(task))
         self.crew.given.append(task)
         self.inbox.put(Message(self, "told", Parcel({}, b"news")))
-        if deed == "dies":
+        if deed in ("dies", "dies twice"):
             self.inbox.put(Message(self, None, Parcel({})))
-        elif deed in ("failed", "refused"):
+        if deed == "dies twice":
+            self.inbox.put(Message(self, None, Parcel({})))
+        if deed in ("dies", "dies twice"):
+            return
+        if deed in ("failed", "refused"):
             self.inbox.put(Message(self, deed, Parcel({"message": f"{deed} {task}"})))  # pyright: ignore
         else:
             self.inbox.put(Message(self, "done", Parcel({"did": task})))
@@ -84,6 +88,12 @@ def test_a_task_whose_worker_dies_is_done_by_another() -> None:
     assert team.run(2, [1, 2, 3]) == {n: Parcel({"did": n}) for n in (1, 2, 3)}
     assert team.given.count(2) == TRIES
     assert team.hired == team.ended == 1 + TRIES - 1
+
+
+def test_a_worker_whose_end_is_reported_twice_is_replaced_once() -> None:
+    team = Crew(lambda task, before: "dies twice" if before == 0 else "does")
+    assert team.run(2, [1, 2, 3]) == {n: Parcel({"did": n}) for n in (1, 2, 3)}
+    assert [team.given.count(n) for n in (1, 2, 3)] == [2, 2, 2]
 
 
 def test_a_task_that_costs_too_many_workers_fails_and_the_others_are_done() -> None:

@@ -57,6 +57,10 @@ class PrivacyConfig(Section):
         return Training(**self.model_dump())
 
 
+BUDGET = r"^\s*\d+(\.\d+)?\s*[smh]?\s*$"
+"""How a budget is written."""
+
+
 class ObservedConfig(Section):
     """Recorded updates to attack instead of simulated ones, and which of them."""
 
@@ -116,7 +120,7 @@ class RunConfig(Section):
     iterations: Count | None = None
     """Iterations of every attack whose own text does not say it; None for what the attack's authors used."""
     restarts: Count | None = None
-    budget: Annotated[str, Field(pattern=r"^\s*\d+(\.\d+)?\s*[smh]?\s*$")] | None = None
+    budget: Annotated[str, Field(pattern=BUDGET)] | None = None
     """What all attacks on one defence may spend together: victim-iterations (64000) or working time (90s, 10m, 2h)."""
     privacy: PrivacyConfig | None = None
     """The planned training, for the epsilons of `dp`, `fed-cdp` and `user-dp` in the report; None tells none."""

@@ -12,10 +12,12 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
-from safetensors import SafetensorError, safe_open
+from torch import Tensor
 
+from gradveil.audit.config import BUDGET
 from gradveil.core.errors import Problem, fail
 from gradveil.core.files import DamagedError, read_json, unreadable
+from gradveil.core.sealed import unseal
 
 FORMAT = 1
 """Version of the files of a run directory; another is refused."""
@@ -37,18 +39,40 @@ class _Held(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow")
 
 
+Share = Annotated[float, Field(ge=0, le=1)]
+Amount = Annotated[float, Field(ge=0, le=1e15)]
+Count = Annotated[int, Field(ge=0, le=10**15)]
+
+
+class _Config(_Held):
+    """What reports read of a run's settings; resuming compares all of them."""
+
+    data: dict[str, Any] | None = None
+    model: dict[str, Any] | None = None
+    train: dict[str, Any] | None = None
+    defences: list[str] | None = None
+    attacks: list[str] | None = None
+    threshold: Annotated[float, Field(ge=-1, le=1)] | None = None
+    budget: Annotated[str, Field(pattern=BUDGET)] | None = None
+    images: bool | None = None
+
+
 class _Run(_Held):
     name: str = ""
     created: str = ""
     command: str = ""
-    config: dict[str, Any]
+    config: _Config
     config_hash: str = ""
+    gradveil: str = ""
+    growing: list[str] = []
     cells: Annotated[list[str], Field(min_length=1)]
     share: Annotated[int, Field(ge=1)] | None = None
-    sharing: dict[str, list[int]] = {}
+    sharing: dict[str, list[Count]] = {}
     warnings: list[str] = []
-    packages: dict[str, Any] = {}
-    machine: dict[str, Any] = {}
+    weights: str | None = None
+    images: dict[str, str | None] | None = None
+    packages: dict[str, str] = {}
+    machine: dict[str, str | int | None] = {}
 
 
 class _Address(_Held):
@@ -56,13 +80,17 @@ class _Address(_Held):
     model: str
     data: str
     seed: int
-    round: int
-    trained: int | None = None
+    round: Count
+    trained: Count | None = None
     client: str
-    batch: int
+    batch: Annotated[int, Field(ge=1, le=10**15)]
     defence: str
+    defence_title: str = ""
     attack: str
+    attack_title: str = ""
     prepared: list[str] = []
+    citations: list[str] = []
+    code: dict[str, str] = {}
 
 
 class _Failed(_Address):
@@ -71,56 +99,101 @@ class _Failed(_Address):
 
 
 class _Control(_Held):
-    asr: float
+    asr: Share
     ssim_mean: float | None = None
-    identified: float | None = None
+    psnr_mean: float | None = None
+    identified: Share | None = None
 
 
 class _Training(_Held):
-    round: int
-    accuracy: float
-    bytes_up: float
-    bytes_down: float
-    seconds: float
-    client_seconds: float | None = None
-    final_accuracy: float | None = None
+    round: Count
+    accuracy: Share
+    bytes_up: Amount
+    bytes_down: Amount
+    seconds: Amount
+    client_seconds: Amount | None = None
+    final_accuracy: Share | None = None
+    guarantee: str | None = None
     epsilon: dict[str, float] = {}
+    delta: Share | None = None
+
+
+class _Bound(_Held):
+    mse: Amount | None
+    by: str = ""
+    prior: Amount | None = None
+
+
+class _Point(_Held):
+    iterations: Count
+    asr: Share
+    ssim_mean: float | None
 
 
 class _Finished(_Address):
     belief: str
-    threshold: float
+    threshold: Annotated[float, Field(ge=-1, le=1)]
     controls: dict[str, _Control]
     knowledge: dict[str, str] = {}
     in_parts: bool = False
     grants: list[str] = []
     remarks: list[str] = []
-    citations: list[str] = []
-    health: dict[str, Any] = {}
-    seconds: float | None = None
-    distance: float | None = None
-    bytes_sent: float | None = None
-    bytes_dense: float | None = None
+    suspicions: list[str] = []
+    notes: list[str] = []
+    guarantee: str | None = None
+    epsilon: dict[str, Annotated[float, Field(ge=0)]] = {}
+    health: dict[str, float | None] | None = None
+    missing: dict[str, str] = {}
+    unbounded: str | None = None
+    unscored: str | None = None
+    planted: str = ""
+    guard: list[str] = []
+    recorded_defence: str | None = None
+    params: Count | None = None
+    restarts: Count | None = None
+    simulated: Count | None = None
+    row_iterations: Count | None = None
+    seconds: Amount | None = None
+    iterations_per_second: Amount | None = None
+    distance: Amount | None = None
+    cosine: float | None = None
+    first_order_utility: float | None = None
+    second_order_utility: float | None = None
+    bytes_sent: Amount | None = None
+    bytes_dense: Amount | None = None
+    pruned: dict[str, float | None] | None = None
+    bound: _Bound | None = None
+    trace: list[_Point] | None = None
     training: _Training | None = None
 
 
 class _Image(_Held):
-    success: int
-    mse: float
+    success: Annotated[int, Field(ge=0, le=1)]
+    mse: Amount
     psnr: float
     ssim: float
+    ssim_transformed: float | None = None
+    lpips: float | None = None
+    identified: bool | None = None
 
 
 class _Record(_Held):
     victim: int
     status: str
-    label_accuracy: float | None
+    label_accuracy: Share | None
+    identified: bool | float | None = None
+    iterations: Count | None = None
+    objective: float | None = None
+    initial: float | None = None
+    distance: float | None = None
     per_image: Annotated[list[_Image], Field(min_length=1)]
 
 
 class _Guess(_Held):
     victim: int
     status: str
+    objective: float | None = None
+    initial: float | None = None
     predicted: Annotated[list[int], Field(min_length=1)]
 
 
@@ -205,17 +278,20 @@ def _said(kind: str, location: Sequence[str | int], value: Any, message: str) ->
     return f"{where} is {shown}, {wanted}".strip()
 
 
-def _check_images(file: Path, records: Sequence[Mapping[str, Any]] | None, unscored: bool) -> None:
-    """Compare names and shapes with the records; the header also tells a file that was cut off."""
+def read_images(file: Path) -> dict[str, Tensor]:
+    """Read the images of a cell, and check the digest of the file."""
     try:
-        with safe_open(file, framework="pt") as tensors:
-            shapes = {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
-    except FileNotFoundError as error:
+        content = file.read_bytes()
+    except (FileNotFoundError, NotADirectoryError) as error:
         raise DamagedError(Problem(str(file), "is missing, and the run keeps images", AGAIN)) from error
-    except SafetensorError as error:
-        raise DamagedError(Problem(str(file), f"is damaged: {error}", AGAIN)) from error
     except OSError as error:
         raise unreadable(file, error) from error
+    return unseal(content, str(file), AGAIN)[0]
+
+
+def _check_images(file: Path, records: Sequence[Mapping[str, Any]] | None, unscored: bool) -> None:
+    """Check the digest, and compare names and shapes with the records."""
+    shapes = {name: tuple(value.shape) for name, value in read_images(file).items()}
     examples = "predicted" if unscored else "per_image"
     for name in ("reconstruction",) if unscored else ("truth", "reconstruction"):
         if len(shapes.get(name, ())) != 5:

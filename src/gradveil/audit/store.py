@@ -10,14 +10,24 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save
 from torch import Tensor
 
-from gradveil.audit.layout import AGAIN, CELL, IMAGES, PLANS, RECORDS, RESTORE, RUN, TRAINING, read_parts, read_run
+from gradveil.audit.layout import (
+    CELL,
+    IMAGES,
+    PLANS,
+    RECORDS,
+    RESTORE,
+    RUN,
+    TRAINING,
+    read_images,
+    read_parts,
+    read_run,
+)
 from gradveil.core.errors import GradveilError, Problem, fail, refuse
 from gradveil.core.files import LOCK, DamagedError, locked, sync, write_json, write_private
 from gradveil.core.growth import refuse_others
+from gradveil.core.sealed import seal
 from gradveil.core.words import plural
 from gradveil.federated.reading import is_training
 
@@ -60,12 +70,7 @@ class Cell:
         if self.path is None:
             return dict(self.kept) or None
         file = self.path / IMAGES
-        if not file.is_file():
-            return None
-        try:
-            return load_file(file)
-        except SafetensorError as error:
-            raise fail(str(file), f"is damaged: {error}", AGAIN) from error
+        return read_images(file) if file.is_file() else None
 
 
 @dataclass(frozen=True)
@@ -186,7 +191,7 @@ class Store:
         folder.mkdir(mode=0o700)
         write_json(folder / RECORDS, result.records)
         if result.kept:
-            write_private(folder / IMAGES, save(dict(result.kept)))
+            write_private(folder / IMAGES, seal(dict(result.kept)))
         write_json(folder / CELL, result.info)
         final = self.folder / "cells" / cell
         if final.exists():

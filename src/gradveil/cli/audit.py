@@ -52,7 +52,8 @@ from gradveil.schedule.work import Schedule, Site
 FAILED_CELL, ABOVE = 1, 3
 """Exit codes for a run with a failed cell (or a gate that nobody can judge), and for one above `--fail-above`."""
 _HELP = {
-    "run": "A run file (TOML), or the name of a bundled run: faces, digits, patches. Needed without --observed.",
+    "run": "A run file (TOML), or the name of a bundled run: faces, digits, patches. Needed without --observed. "
+    "It may name modules (pkg.module:name), which are imported.",
     "observed": "Attack recorded updates (of gradveil train --record, a Recorder, the Flower mod) instead of simulated "
     "ones: model, client and defences are what attackers believe; what is not said is taken from the records.",
     "iterations": "Iterations of every attack whose own text does not say it.",

@@ -30,7 +30,8 @@ FOUND = 1
 _EXAMPLES = 4
 _FEW_PUBLIC = 64
 _HELP = {
-    "run": "A run file (TOML), or the name of a bundled run; the options win over it. Or leave it out.",
+    "run": "A run file (TOML), or the name of a bundled run; the options win over it. Or leave it out. It "
+    "may name modules (pkg.module:name), which are imported.",
     "model": "A model of `gradveil list models`, or pkg.module:factory.",
     "data": "Data of `gradveil list data`, hf:NAME, parquet:PATH or folder:PATH.",
     "size": "Side the images are resized to; 32 if nothing says it.",

@@ -15,6 +15,9 @@ from gradveil.core.errors import GradveilError, Problem, fail
 
 LOCK = ".lock"
 """File by which one process alone holds a folder."""
+_ROOM = "make room or give the right to write, and run the same command again: finished cells stay"
+_DIGITS = 100
+"""Digits of a whole number in a file, at most: none that is written has more, and all fit into floats."""
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
 
 
@@ -25,13 +28,29 @@ class DamagedError(GradveilError):
 def read_json(file: Path, remedy: str) -> Any:
     """Read a JSON file of a run directory; `remedy` says what to do where it is damaged."""
     try:
-        return json.loads(file.read_bytes())
+        value = json.loads(file.read_bytes(), parse_constant=_no_number, parse_int=_whole, parse_float=_fraction)
+        json.dumps(value, ensure_ascii=False).encode()  # half a character cannot be written on any page
+        return value
     except (FileNotFoundError, NotADirectoryError) as error:
         raise DamagedError(Problem(str(file), "is missing", remedy)) from error
     except OSError as error:
         raise unreadable(file, error) from error
     except (ValueError, RecursionError) as error:
         raise DamagedError(Problem(str(file), f"is not valid JSON: {error}", remedy)) from error
+
+
+def _no_number(text: str) -> Any:
+    raise ValueError(f"{text} is no number")
+
+
+def _whole(text: str) -> int:
+    if len(text) > _DIGITS:
+        raise ValueError(f"a number of {len(text)} digits")
+    return int(text)
+
+
+def _fraction(text: str) -> float:
+    return value if math.isfinite(value := float(text)) else _no_number(text)
 
 
 def unreadable(file: Path, error: OSError) -> GradveilError:
@@ -58,8 +77,8 @@ def write_json(file: Path, value: Any) -> None:
     write_private(file, text.encode())
 
 
-def write_private(file: Path, content: bytes) -> None:
-    """Write a file that appears whole or not at all, readable by its owner only."""
+def write_private(file: Path, content: bytes, remedy: str = _ROOM) -> None:
+    """Write a file that appears whole or not at all, readable by its owner only; `remedy` is for one that cannot be."""
     temporary = file.with_name(f"{file.name}.tmp-{os.getpid()}")
     try:
         # A killed process of the same number may have left one, readable by whom it liked; a link would lead elsewhere.
@@ -72,7 +91,6 @@ def write_private(file: Path, content: bytes) -> None:
     except OSError as error:
         with suppress(OSError):
             temporary.unlink(missing_ok=True)
-        remedy = "make room or give the right to write, and run the same command again: finished cells stay"
         raise fail(str(file), f"cannot be written: {error.strerror}", remedy) from error
 
 

@@ -7,15 +7,14 @@ import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
-from pydantic import TypeAdapter, ValidationError
-from safetensors import SafetensorError
-from safetensors.torch import load, save
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from gradveil.core.errors import Problem, fail
 from gradveil.core.files import DamagedError, plain, unreadable
+from gradveil.core.sealed import seal, unseal
 from gradveil.core.tree import Tensors, select, under
 from gradveil.federated.standing import Round, Standing, Status
 
@@ -23,9 +22,23 @@ VERSION = 1
 """Version of a checkpoint's files; another is refused."""
 _REMEDY = "remove it: the same command then trains this part anew"
 _records = TypeAdapter(tuple[Round, ...])
-_status: TypeAdapter[Status] = TypeAdapter(Status)
-_code = TypeAdapter(dict[str, str])
-_start: TypeAdapter[tuple[float | None, float]] = TypeAdapter(tuple[float | None, float])
+_MOST = 2**53
+Count = Annotated[int, Field(ge=0, le=_MOST)]
+
+
+class _Facts(BaseModel):
+    """What the metadata say besides the tensors."""
+
+    model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
+    names: list[str]
+    clients: list[Count]
+    best_round: Count
+    moved: Count
+    status: Status
+    planned: Count = 0
+    start: Annotated[tuple[float | None, float] | None, Field(strict=False)] = None
+    code: dict[str, str] = {}
+    records: list[dict[str, Any]]
 
 
 def pack_standing(standing: Standing, training: str) -> bytes:
@@ -49,7 +62,7 @@ def pack_standing(standing: Standing, training: str) -> bytes:
     }
     # A copy of each: where nobody answered the best parameters are the last ones, and shared memory is not written.
     own = {name: value.cpu().clone(memory_format=torch.contiguous_format) for name, value in tensors.items()}
-    return save(own, {"gradveil": json.dumps(facts)})
+    return seal(own, {"gradveil": json.dumps(facts)})
 
 
 def load_standing(file: Path, training: str) -> Standing | None:
@@ -65,48 +78,69 @@ def load_standing(file: Path, training: str) -> Standing | None:
 
 def unpack_standing(content: bytes, training: str, where: str = "standing", device: str = "cpu") -> Standing:
     """Read where a training stands from the bytes of its file; `where` names them if they are refused."""
+    found, metadata = unseal(content, where, _REMEDY)
     try:
-        found = load(content)
-        size = int.from_bytes(content[:8], "little")
-        facts = json.loads(json.loads(content[8 : 8 + size])["__metadata__"]["gradveil"])
+        facts = dict(json.loads(metadata["gradveil"]))
         # In the order they were in, not the file's: sums over tensors have to round as they did. Copied to where
         # torch puts its own: sums within a tensor depend on where it lies.
         tensors = {name: found[name].clone().to(device) for name in facts["names"]}
-    except (SafetensorError, KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, RecursionError) as error:
         raise DamagedError(Problem(where, f"is damaged: {error}", _REMEDY)) from error
     return _checked(where, facts, tensors, training)
 
 
-def _checked(where: str, facts: Mapping[str, Any], tensors: Tensors, training: str) -> Standing:
+def _checked(where: str, facts: Any, tensors: Tensors, training: str) -> Standing:
     if facts.get("version") != VERSION:
         remedy = "go on with the version of Gradveil that wrote it, or remove it"
-        raise fail(where, f"has format {facts.get('version')}, this program reads {VERSION}", remedy)
+        raise fail(where, f"has format {facts.get('version')!r:.40}, this program reads {VERSION}", remedy)
     if facts.get("training") != training:
         remedy = "give the settings it was made with, start again with --fresh, or choose another --out"
         raise fail(where, "belongs to a training with other settings", remedy)
     try:
-        return Standing(
-            params=select(tensors, "params"),
-            server=select(tensors, "server"),
-            clients={int(client): select(tensors, f"client.{client}") for client in facts["clients"]},
-            mean=select(tensors, "mean"),
-            best=select(tensors, "best"),
-            best_round=int(facts["best_round"]),
-            moved=int(facts["moved"]),
-            records=_records.validate_python(_with_nan(facts["records"])),
-            status=_status.validate_python(facts["status"]),
-            planned=int(facts.get("planned", 0)),
-            start=_start.validate_python(facts["start"]) if facts.get("start") else None,
-            code=_code.validate_python(facts.get("code", {})),
-        )
-    except (KeyError, TypeError, ValueError, ValidationError) as error:
-        raise DamagedError(Problem(where, f"is damaged: {error}", _REMEDY)) from error
+        told = _Facts.model_validate(facts)
+        records = _records.validate_python(_with_nan(told.records))
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        place = ".".join(map(str, first["loc"])) or "all of it"
+        raise DamagedError(Problem(where, f"is damaged: {place}: {first['msg']}", _REMEDY)) from None
+    if odd := [record.number for record in records if _odd(record)]:
+        raise DamagedError(Problem(where, f"is damaged: round {odd[0]} has numbers that none has", _REMEDY))
+    if not records and told.status != "running":
+        raise DamagedError(Problem(where, f"is damaged: it is {told.status} without a round", _REMEDY))
+    if [record.number for record in records] != list(range(1, len(records) + 1)) or told.best_round > len(records):
+        raise DamagedError(Problem(where, "is damaged: its rounds are not counted from 1", _REMEDY))
+    return Standing(
+        params=select(tensors, "params"),
+        server=select(tensors, "server"),
+        clients={client: select(tensors, f"client.{client}") for client in told.clients},
+        mean=select(tensors, "mean"),
+        best=select(tensors, "best"),
+        best_round=told.best_round,
+        moved=told.moved,
+        records=records,
+        status=told.status,
+        planned=told.planned,
+        start=told.start,
+        code=told.code,
+    )
 
 
 def _with_nan(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Read a loss that JSON could not hold (a diverged training's) as NaN."""
     told = {"loss": "accuracy", "validation_loss": "validation_accuracy"}
     return [
-        record | {loss: math.nan for loss, share in told.items() if record[loss] is None and record[share] is not None}
+        record | {loss: math.nan for loss, share in told.items() if _diverged(record, loss, share)}
         for record in records
     ]
+
+
+def _diverged(record: Mapping[str, Any], loss: str, share: str) -> bool:
+    return loss in record and record[loss] is None and record.get(share) is not None
+
+
+def _odd(record: Round) -> bool:
+    """Return whether a round has numbers that none has; a loss may be of any size, or NaN."""
+    shares = (record.accuracy, record.validation_accuracy)
+    counts = (record.bytes_up, record.bytes_down, record.seconds, record.client_seconds)
+    within = all(0 <= share <= 1 for share in shares if share is not None)
+    return not within or not all(0 <= count <= _MOST for count in counts if count is not None)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Self
 
-from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
 
 from gradveil.core.errors import GradveilError, Problem, fail, refuse
 from gradveil.core.files import DamagedError, read_json
@@ -26,26 +26,43 @@ class _Held(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow")
 
 
+Share = Annotated[float, Field(ge=0, le=1)]
+Amount = Annotated[float, Field(ge=0, le=1e15)]
+Count = Annotated[int, Field(ge=0, le=10**15)]
+
+
 class _Run(_Held):
     config: dict[str, Any]
     cells: list[str]
     name: str = ""
     command: str = ""
     created: str = ""
+    gradveil: str = ""
+    growing: list[str] = []
+    config_hash: str = ""
+    weights: str | None = None
+    images: dict[str, str | None] | None = None
 
 
 class _Round(_Held):
-    number: int
-    accuracy: float
+    number: Count
+    clients: list[Count] = []
+    absent: list[Count] = []
+    refused: list[Count] = []
+    spoke: Annotated[list[Count], Field(min_length=2, max_length=2)] | None = None
+    accuracy: Share
     loss: float | None
     validation_loss: float | None
-    bytes_up: int
-    bytes_down: int
-    seconds: float
+    validation_accuracy: Share | None = None
+    bytes_up: Count
+    bytes_down: Count
+    seconds: Amount
+    client_seconds: Amount | None = None
 
 
 class _Start(_Held):
-    accuracy: float
+    accuracy: Share
+    loss: float | None = None
 
 
 class _Summary(_Held):
@@ -53,20 +70,41 @@ class _Summary(_Held):
     defence: str
     seed: int
     status: str
-    rounds: int
-    best_round: int | None
-    accuracy: float | None
+    rounds: Count
+    best_round: Count | None
+    accuracy: Share | None
+    loss: float | None = None
     validation_loss: float | None
-    bytes_up: float | None
-    bytes_down: float | None
-    seconds: float | None
-    client_seconds: float | None = None
-    tested: int | None = None
-    constant: float | None = None
+    bytes_up: Amount | None
+    bytes_down: Amount | None
+    seconds: Amount | None
+    client_seconds: Amount | None = None
+    tested: Annotated[int, Field(ge=1, le=10**15)] | None = None
+    constant: Share | None = None
     guarantee: str | None = None
-    epsilon: dict[str, float] = {}
+    epsilon: dict[str, Annotated[float, Field(ge=0)]] = {}
+    delta: Share | None = None
+    failed: str | None = None
+    code: dict[str, str] = {}
     start: _Start | None
     curve: list[_Round]
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        """Compare the numbers with each other."""
+        numbers = [point.number for point in self.curve]
+        if numbers != list(range(1, len(numbers) + 1)) or self.rounds != len(numbers):
+            raise ValueError("its rounds are not those of its curve, counted from 1")
+        if (self.best_round or 0) > self.rounds:
+            raise ValueError("its best round is none of its rounds")
+        if (self.status == "failed") != (not numbers) or (numbers and None in self._numbers()):
+            raise ValueError("it has not the numbers of its status")
+        if self.constant is not None and self.tested is None:
+            raise ValueError("it compares with one class, and does not say on how many examples")
+        return self
+
+    def _numbers(self) -> tuple[float | None, ...]:
+        return self.accuracy, self.bytes_up, self.bytes_down, self.seconds
 
 
 _RUN, _SUMMARY = TypeAdapter(_Run), TypeAdapter(_Summary)
@@ -138,5 +176,5 @@ def _read(held: TypeAdapter[Any], file: Path) -> dict[str, Any]:
         return value
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False)[0]
-        where = ".".join(map(str, first["loc"]))
+        where = ".".join(map(str, first["loc"])) or "all of it"
         raise DamagedError(Problem(str(file), f"{where}: {first['msg']}", RESTORE)) from None

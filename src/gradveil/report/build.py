@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from gradveil.audit.rows import FLOORS, Row
 from gradveil.audit.store import Cell, Run, load_run
 from gradveil.audit.threat import threat_model
 from gradveil.core.errors import fail
+from gradveil.core.files import write_private
 from gradveil.core.words import interval, listing, percent, plural, size
 from gradveil.federated.reading import is_training
 from gradveil.report import budget, method, observed, pareto, plots, table
@@ -27,6 +27,7 @@ from gradveil.report.verdict import LEVELS, Verdict, verdicts
 NAME = "report.html"
 """What a report is called within its run directory."""
 
+_ELSEWHERE = "choose another place with --out"
 _WORDS = {"levels": LEVELS, "positions": POSITIONS, "states": STATES}
 _WORDS |= {"interval": interval, "descent": descent, "examine": examine, "proven": proven}
 
@@ -43,13 +44,9 @@ def write_report(run_dir: Path, out: Path | None = None) -> Path:
         raise fail(str(out), "is a folder", f"name a file in it, such as {out / NAME}")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        half = out.with_name(f"{out.name}.tmp-{os.getpid()}")
-        half.unlink(missing_ok=True)
-        with os.fdopen(os.open(half, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
-            file.write(text)
-        os.replace(half, out)
     except OSError as error:
-        raise fail(str(out), f"cannot be written: {error.strerror}", "choose another place with --out") from error
+        raise fail(str(out), f"cannot be written: {error.strerror}", _ELSEWHERE) from error
+    write_private(out, text.encode(), _ELSEWHERE)
     return out
 
 

@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from pathlib import Path
 from typing import IO, Any
 
 from gradveil.schedule.actor import Desk, Piece, joined, pack, pieces, unpack, versions
@@ -29,6 +30,9 @@ _AHEAD = 8
 """Pieces that an actor may be ahead of who listens."""
 _KNOCK_SECONDS = 30.0
 _ROOM_SECONDS = 60.0
+_LOOK_SECONDS = 0.2
+_STARTING = b"default_worker.py"
+"""Part of the command line of a worker process until it is registered, when Ray gives it another name."""
 _PLACE = ("opener", "setting", "threads")
 
 
@@ -160,7 +164,11 @@ class _Bridge:
         place = {name: self.facts[name] for name in _PLACE}
         place |= {"folder": os.getcwd(), "paths": sys.path, "versions": versions()}
         try:
-            kind, parcel = unpack(ray.get(actor.open.remote(pack("open", Parcel(place)))))
+            opening = actor.open.remote(pack("open", Parcel(place)))
+            if self.facts["address"] is None and _killed_at_start(opening):
+                self._say(number, "gone", Parcel({}), "the worker on the cluster was killed while it started")
+                return
+            kind, parcel = unpack(ray.get(opening))
             if kind == "refused":
                 self._say(number, kind, parcel)
                 return
@@ -202,6 +210,34 @@ class _Bridge:
         if not any(node["Alive"] for node in ray.nodes() if node["NodeID"] == own):
             print("Ray is gone from this machine", file=sys.stderr, flush=True)
             os._exit(1)
+
+
+def _killed_at_start(opening: Any) -> bool:
+    """Wait until an actor answers; return whether a worker process of this session died before it was one.
+
+    Ray itself waits for such a process until its time for registration is over. Which actor it was meant for nobody
+    knows, so each one that has not answered yet is replaced.
+    """
+    import ray
+
+    starting: set[int] = set()
+    while not ray.wait([opening], timeout=_LOOK_SECONDS)[0]:
+        called = _session()
+        if starting - called.keys():
+            return True
+        starting = {pid for pid, name in called.items() if _STARTING in name and not name.startswith(b"ray::")}
+    return False
+
+
+def _session() -> dict[int, bytes]:
+    """Read the command lines of the living processes of this session."""
+    found: dict[int, bytes] = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # it has just ended
+            state, _, _, session = (folder / "stat").read_text().rpartition(")")[2].split()[:4]
+            if int(session) == os.getsid(0) and state != "Z":
+                found[int(folder.name)] = (folder / "cmdline").read_bytes()
+    return found
 
 
 def _last(error: Exception) -> str:

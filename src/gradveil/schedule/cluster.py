@@ -36,8 +36,13 @@ _QUIET = {
     # Nothing is hidden from workers that ask for no GPU, which is what later versions of Ray do.
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
 }
-# Starting Python and torch may take a minute on a busy machine.
-_PATIENT = {"RAY_worker_register_timeout_seconds": "600", "RAY_worker_niceness": "0"}
+# Starting Python and torch may take a minute on a busy machine. Ray counts a worker that was killed while it started as
+# one that starts until that time is over: others have to be able to start besides.
+_PATIENT = {
+    "RAY_worker_register_timeout_seconds": "600",
+    "RAY_worker_maximum_startup_concurrency": "1000",
+    "RAY_worker_niceness": "0",
+}
 
 
 @dataclass(frozen=True)

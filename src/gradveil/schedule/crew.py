@@ -85,6 +85,8 @@ def _results(
             continue
         message = inbox.get()
         worker, parcel = message.worker, message.parcel
+        if worker not in hired:  # it has been given up already
+            continue
         if message.kind == "refused":
             raise fail("workers", parcel.facts["message"], "correct it and run the same command again")
         if message.kind == "told":

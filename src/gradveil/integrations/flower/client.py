@@ -21,6 +21,7 @@ from gradveil.federated.guard import Finding, Policy, guarded
 from gradveil.federated.wire import Layout
 from gradveil.integrations.flower.budget import Charge, Limit, charged, uncounted
 from gradveil.integrations.flower.memory import LOG, Memory, opened
+from gradveil.integrations.flower.policy import Asked, obey
 from gradveil.integrations.flower.records import Question, decoded, encoded
 
 
@@ -60,6 +61,7 @@ def answer(
     refuse([*unsupported(client), *_unheard(message)])
     batch = Batch(*batch)
     limit = Limit.of(epsilon, delta, training, key)
+    obey(context, Asked(client, batch, limit, guard, training, key, folder))
     question = Question.of(message)
     params, buffers = _fitted(client, question)
     with opened(context, folder, training) as memory:

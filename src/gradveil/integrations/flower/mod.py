@@ -27,6 +27,7 @@ from gradveil.federated.wire import Layout
 from gradveil.integrations.flower.budget import Limit, charged
 from gradveil.integrations.flower.client import NO_MESSAGES, look, needs_messages, prepared, spend
 from gradveil.integrations.flower.memory import Memory, opened
+from gradveil.integrations.flower.policy import Asked, obey
 from gradveil.integrations.flower.records import (
     MARK,
     Question,
@@ -44,6 +45,7 @@ from gradveil.nn.weights import is_statistic
 Statistics = Literal["refuse", "keep", "send"]
 """What is done with running statistics that training changed."""
 _STATISTICS = Choice(get_args(Statistics))
+_SENT = "running statistics are sent beside it, undefended"
 _HELPER = "call gradveil.integrations.flower.answer(...) in train(): it runs every defence"
 
 
@@ -99,10 +101,11 @@ class _Protect:
             return call_next(message, context)
         question = Question.of(message)
         params = trained(question.received, self.trainable)
+        client = Client(_holder(params), send=self.send)
+        self._obey(context, client)
         with opened(context, self.folder, self.training) as memory:
             if (before := memory.repeated(question)) is not None:
                 return question.reply(before.sent, before.told)
-            client = Client(_holder(params), send=self.send)
             with torch.no_grad():
                 state = memory.state(client, params)
             if self.limit.epsilon is not None:  # before a training for nothing; how many examples it uses is told later
@@ -113,6 +116,12 @@ class _Protect:
                 return reply
             returned = _returned(reply, question.received)
             return self._defended(question, params, returned, _told(reply), memory, client, state)
+
+    def _obey(self, context: Context, client: Client) -> None:
+        """Refuse to train for less than the node's operator demands."""
+        sent = _SENT if self.statistics == "send" else None
+        asked = (client, _examples(1), self.limit, self.guard, self.training, self.key, self.folder, sent)
+        obey(context, Asked(*asked))
 
     def _defended(
         self,
@@ -131,7 +140,7 @@ class _Protect:
         with torch.no_grad():
             if self.send is not None:
                 used = _count(told)
-                beside = "running statistics are sent beside it, undefended" if rest else None
+                beside = _SENT if rest else None
                 here = scheduled(client, question.number - 1)
                 here, charge = prepared(memory, client, here, used, self.limit, self.key, beside)
                 assert here.send is not None

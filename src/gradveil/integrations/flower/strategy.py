@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-import math
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -13,7 +10,9 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, Re
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Strategy
 
-from gradveil.core.errors import GradveilError, fail
+from gradveil.core.errors import GradveilError, fail, refuse
+from gradveil.integrations.flower.bounds import Accepted, Bounds, finite, norm
+from gradveil.integrations.flower.metrics import LOG, RECORD, Metrics, Wanted, alike
 from gradveil.integrations.flower.records import (
     MARK,
     decoded,
@@ -26,11 +25,6 @@ from gradveil.integrations.flower.records import (
     unpacked,
 )
 
-LOG = logging.getLogger("flwr.gradveil")
-"""Flower's console shows what is written here."""
-_MOST_EXAMPLES = 2.0**53
-"""Beyond this numbers are not counted any more, and two of them may add up to infinity."""
-
 
 @dataclass(frozen=True)
 class Refusal:
@@ -42,24 +36,61 @@ class Refusal:
     reason: str
 
 
+@dataclass(frozen=True)
+class _Opened:
+    """A reply that is in order."""
+
+    reply: Message
+    name: str
+    """Of its record of arrays."""
+    arrays: ArrayRecord
+    metrics: Metrics
+    norm: float
+
+
 class Protected(Strategy):
     """A strategy that aggregates what protected clients send: `Protected(FedAvg(fraction_evaluate=0))`.
 
     Each update u is decoded to the parameters p - u that the client would have sent without a defence, p being what the
     server sent to it, and the inner strategy aggregates those. A reply is refused, with its reason in the log and in
-    `refusals`, if it is unmarked (nothing says that it was defended), is not of this model or round, is damaged, or was
-    not asked for. Where none is left the inner strategy is not called, and the model stays.
+    `refusals`, if it is unmarked (nothing says that it was defended), is not of this model or round, is damaged, was
+    not asked for, lacks a metric that the strategy needs, or exceeds a bound. Where none is left the inner strategy is
+    not called, and the model stays.
+
+    Each reply is judged by itself. The inner strategy gets one `MetricRecord` of each, named "metrics", with the
+    metrics that it needs and those that all accepted replies share; a metric that some lack is dropped, unless
+    `metrics` names it: then a reply without it is refused. Other records are dropped.
 
     `trainable` has the patterns of `Client.trainable`, where not all parameters are trained. What is not sent stays.
+
+    The bounds: `max_norm` of the l2 norm of an update (None: far beyond any training), `max_ratio` of the norm in units
+    of the round's upper median (None: none; it assumes that more than half of the replies are honest), `max_examples`
+    caps the weight of a reply. `statistics` are those of BatchNorm layers: "refuse" them, accept them "bounded"
+    (variances at least 0, means and standard deviations move by at most `max_change` standard deviations), or "accept"
+    all that are finite.
     """
 
-    def __init__(self, strategy: Strategy, trainable: Sequence[str] | None = None) -> None:
+    def __init__(
+        self,
+        strategy: Strategy,
+        trainable: Sequence[str] | None = None,
+        *,
+        metrics: Sequence[str] = (),
+        max_norm: float | None = None,
+        max_ratio: float | None = None,
+        max_examples: float | None = None,
+        statistics: Accepted = "bounded",
+        max_change: float = 1e4,
+    ) -> None:
         """Wrap a strategy."""
         self.strategy = strategy
         self.trainable = trainable
+        self.bounds = Bounds(max_norm, max_ratio, max_examples, statistics, max_change)
+        self.wanted = Wanted.of(strategy, metrics, max_examples)
         self.refusals: list[Refusal] = []
         """Every reply that was not aggregated."""
         self._asked: dict[int, tuple[str, ArrayRecord]] = {}
+        self._evaluating: set[int] = set()
         self._round = 0
 
     def configure_train(
@@ -70,7 +101,12 @@ class Protected(Strategy):
         self._round, self._asked = server_round, {}
         for message in messages:
             message.content[MARK] = mark(server_round)
-            self._asked[message.metadata.dst_node_id] = only_arrays(message.content, "message")
+            name, sent = only_arrays(message.content, "message")
+            if name == RECORD:
+                raise fail(
+                    "strategy.arrayrecord_key", f"is '{RECORD}', as the metrics are called", "choose another name"
+                )
+            self._asked[message.metadata.dst_node_id] = name, sent
         return messages
 
     def aggregate_train(
@@ -79,7 +115,11 @@ class Protected(Strategy):
         """Decode the replies, and let the inner strategy aggregate those that are in order."""
         answers = list(replies)
         failed = [reply for reply in answers if reply.has_error()]
-        kept = self._alike(list(self._opened(reply for reply in answers if not reply.has_error())))
+        opened = list(self._opened(reply for reply in answers if not reply.has_error()))
+        large = dict(self.bounds.outliers([one.norm for one in opened]))
+        for index, reason in large.items():
+            self._refuse(opened[index].reply.metadata.src_node_id, reason)
+        kept = self._alike([one for index, one in enumerate(opened) if index not in large])
         if len(kept) + len(failed) < len(answers):
             number = len(answers) - len(failed) - len(kept)
             LOG.warning("round %d: %d of %d replies were refused", server_round, number, len(answers))
@@ -88,9 +128,13 @@ class Protected(Strategy):
             return None, None
         _, before = next(iter(self._asked.values()), ("", ArrayRecord()))
         arrays, metrics = self.strategy.aggregate_train(server_round, [*kept, *failed])
-        return (None if arrays is None else _as_before(arrays, before)), metrics
+        after = None if arrays is None else _as_before(arrays, before)
+        if after is not None and not all(np.isfinite(array.numpy()).all() for array in after.values()):
+            LOG.error("round %d: the aggregate is not finite, the model stays as it was", server_round)
+            after = None
+        return after, metrics
 
-    def _opened(self, replies: Iterable[Message]) -> Iterator[Message]:
+    def _opened(self, replies: Iterable[Message]) -> Iterator[_Opened]:
         """Decode each reply; leave those out that are not in order."""
         unanswered = dict(self._asked)
         for reply in replies:
@@ -98,53 +142,27 @@ class Protected(Strategy):
             try:
                 if node not in unanswered:
                     raise fail("reply", "was not asked for, or comes a second time", "find out who sends it")
-                reply.content = self._plain(reply.content, *unanswered.pop(node))
+                yield self._decoded(reply, *unanswered.pop(node))
             except GradveilError as error:
                 self._refuse(node, str(error))
-            else:
-                yield reply
 
-    def _plain(self, content: RecordDict, name: str, sent: ArrayRecord) -> RecordDict:
+    def _decoded(self, reply: Message, name: str, sent: ArrayRecord) -> _Opened:
         """Rebuild what an app without a defence would have replied, in a record of the name of the one it was sent."""
+        content = reply.content
         if (number := marked(content)) != self._round:
             raise fail("reply", f"answers round {number}, not {self._round}", "leave it out: it is stale")
-        self._check(content)
-        own, _ = only_arrays(content, "reply")
+        metrics = self.wanted.read(content)
         received = tensors(sent)
-        params = trained(received, self.trainable)
-        update = decoded(unpacked(content), params, received)
+        update = decoded(unpacked(content), trained(received, self.trainable), received)
         after = {n: value - update[n] if n in update else value for n, value in received.items()}
-        # Two finite numbers can differ by more than their type holds, and one infinity spoils the mean of all.
-        if spoiled := [n for n in update if not bool(after[n].isfinite().all())]:
-            raise fail(f"reply, update.{spoiled[0]}", "moves parameters beyond all numbers", "leave this reply out")
-        rest = {n: found for n, found in content.items() if n not in (own, name, MARK)}
-        return RecordDict({name: record(after), **rest})
+        refuse([*finite(update, after)] or [*self.bounds.problems(received, update)])
+        return _Opened(reply, name, record(after), metrics, norm(update))
 
-    def _check(self, content: RecordDict) -> None:
-        """Refuse metrics that would spoil a mean."""
-        found = [(name, value) for metrics in content.metric_records.values() for name, value in metrics.items()]
-        numbers = [number for _, value in found for number in (value if isinstance(value, list) else [value])]
-        keys = set(_weights_of(self.strategy))
-        weights = [value for name, value in found if name in keys]
-        if missing := keys - {name for name, _ in found}:
-            remedy = "put it into the metrics of every reply"
-            raise fail("reply", f"does not say '{min(missing)}', by which the strategy weighs replies", remedy)
-        if not all(math.isfinite(number) for number in numbers):
-            raise fail("reply", "has metrics that are not finite", "leave this reply out")
-        for weight in weights:
-            if isinstance(weight, list) or not 0 < weight <= _MOST_EXAMPLES:
-                raise fail("reply", f"counts for {weight} in the mean", "reply with a positive number of examples")
-
-    def _alike(self, replies: list[Message]) -> list[Message]:
-        """Keep the replies whose metrics have the names that most have: Flower would drop the whole round."""
-        forms = [_form(reply.content) for reply in replies]
-        if len(set(forms)) < 2:
-            return replies
-        usual = Counter(forms).most_common(1)[0][0]
-        for reply, form in zip(replies, forms, strict=True):
-            if form != usual:
-                self._refuse(reply.metadata.src_node_id, "reply: has other metrics than most -> use one client app")
-        return [reply for reply, form in zip(replies, forms, strict=True) if form == usual]
+    def _alike(self, opened: Sequence[_Opened]) -> list[Message]:
+        """Give every reply one record of arrays and one of metrics, with the same names in all."""
+        for one, metrics in zip(opened, alike(self._round, [one.metrics for one in opened]), strict=True):
+            one.reply.content = RecordDict({one.name: one.arrays, RECORD: metrics})
+        return [one.reply for one in opened]
 
     def _refuse(self, node: int, reason: str) -> None:
         LOG.warning("round %d: the reply of node %d is refused: %s", self._round, node, reason)
@@ -153,34 +171,37 @@ class Protected(Strategy):
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """Leave evaluation to the inner strategy."""
-        return self.strategy.configure_evaluate(server_round, arrays, config, grid)
+        """Leave evaluation to the inner strategy, and remember who is asked."""
+        messages = list(self.strategy.configure_evaluate(server_round, arrays, config, grid))
+        self._evaluating = {message.metadata.dst_node_id for message in messages}
+        return messages
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
-        """Leave evaluation to the inner strategy."""
-        return self.strategy.aggregate_evaluate(server_round, replies)
+        """Let the inner strategy aggregate the metrics that are in order; the arrays of a reply are dropped."""
+        answers = list(replies)
+        failed = [reply for reply in answers if reply.has_error()]
+        wanted = Wanted.of(self.strategy, (), self.bounds.max_examples, training=False)
+        unanswered, kept, found = set(self._evaluating), list[Message](), list[Metrics]()
+        for reply in (reply for reply in answers if not reply.has_error()):
+            node = reply.metadata.src_node_id
+            try:
+                if node not in unanswered:
+                    raise fail("reply", "was not asked for, or comes a second time", "find out who sends it")
+                unanswered.remove(node)
+                found.append(wanted.read(reply.content))
+                kept.append(reply)
+            except GradveilError as error:
+                self._refuse(node, str(error))
+        for reply, metrics in zip(kept, alike(server_round, found), strict=True):
+            reply.content = RecordDict({RECORD: metrics})
+        if not kept and len(answers) > len(failed):
+            return None
+        return self.strategy.aggregate_evaluate(server_round, [*kept, *failed])
 
     def summary(self) -> None:
         """Log the settings."""
         LOG.info("\t├──> Gradveil: only marked updates are aggregated, by %s", type(self.strategy).__name__)
         self.strategy.summary()
-
-
-def _weights_of(strategy: object) -> Iterator[str]:
-    """Name the metrics that a strategy weighs replies by, and those of the strategies that it wraps."""
-    while isinstance(strategy, Strategy):
-        if key := getattr(strategy, "weighted_by_key", None):
-            yield str(key)
-        strategy = getattr(strategy, "strategy", None)
-
-
-def _form(content: RecordDict) -> tuple[object, ...]:
-    """Describe the metrics of a reply: their names, and how many numbers each has."""
-    return tuple(
-        (name, key, len(value) if isinstance(value, list) else None)
-        for name, metrics in sorted(content.metric_records.items())
-        for key, value in sorted(metrics.items())
-    )
 
 
 def _as_before(arrays: ArrayRecord, before: ArrayRecord) -> ArrayRecord:
