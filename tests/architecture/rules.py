@@ -50,7 +50,10 @@ def imports_point_left(source: Source) -> list[str]:
     return wrong
 
 
-OPTIONAL = {"datasets", "pyarrow", "lpips", "torchvision", "flwr", "flwr_datasets", "ray", "optuna", "opacus", "cma"}
+OPTIONAL = {
+    *("datasets", "pyarrow", "lpips", "torchvision", "flwr", "flwr_datasets", "cryptography", "ray"),
+    *("optuna", "opacus", "cma"),
+}
 
 
 def optional_imports_are_lazy(source: Source) -> list[str]:

@@ -10,10 +10,12 @@ from flwr.common.serde import recorddict_from_proto, recorddict_to_proto
 from flwr.serverapp import Grid
 from torch import nn
 
+from gradveil.cli.app import run
 from gradveil.client import Client
 from gradveil.core.noise import Key
 from gradveil.core.types import Batch
 from gradveil.defences import parse
+from gradveil.federated.ledger import place
 from gradveil.integrations.flower import answer
 from gradveil.integrations.flower.records import MARK, mark, record, unpacked
 from tests.federated.scenes import blobs
@@ -96,6 +98,13 @@ def client(text="user-dp(clip=1, sigma=0.1) + topk(0.3, feedback=true)", model=N
 def asked(number, of, shift=0.0) -> Message:
     arrays = record({name: value + shift for name, value in of.params().items()})
     return Message(RecordDict({"arrays": arrays, MARK: mark(number)}), dst_node_id=1, message_type="train")
+
+
+def ledger(folder: Path, node: int = 0, training: str = "lungs") -> Path:
+    """The ledger of a node for a training, made as its owner makes it."""
+    words = ["--identity", f"partition-{node}", "--training", training, "--folder", str(folder)]
+    assert run(["ledger", "create", *words]) == 0
+    return place(folder, f"partition-{node}", training)
 
 
 def bits(reply) -> bytes:

@@ -3,9 +3,11 @@
 import json
 import logging
 import os
+import re
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,15 +16,18 @@ from flwr.app import Message, MetricRecord, RecordDict
 from flwr.serverapp.strategy import FedAvg
 from torch import nn
 
+from gradveil.cli.app import run as command_line
 from gradveil.client import Client, Local
 from gradveil.core.errors import GradveilError
+from gradveil.core.noise import Key
 from gradveil.defences.privacy import NOTHING
+from gradveil.federated.ledger import place
 from gradveil.federated.privacy import guarantee
 from gradveil.integrations.flower import Protected, answer, protect
 from gradveil.integrations.flower.records import record, tensors
 from gradveil.theory.accounting import Training, composed, epsilon
 from tests.federated.scenes import federation
-from tests.integrations.scenes import BATCH, Loopback, asked, bits, client, context, helping
+from tests.integrations.scenes import BATCH, Loopback, asked, bits, client, context, helping, ledger
 from tests.integrations.test_flower_training import idles
 
 pytest.importorskip("dp_accounting", reason="the environment is older than pyproject.toml: make")
@@ -32,13 +37,13 @@ USER = "user-dp(clip=1, sigma=32)"
 ROOT = Path(__file__).parents[2]
 
 
-def counted(folder, name="run-77/privacy", node=0):
-    return json.loads((folder / f"partition-{node}" / name).read_text())
+def counted(folder, training="lungs", node=0):
+    return json.loads(place(folder, f"partition-{node}", training).read_text())
 
 
 def told(caplog):
     """What the log said last of privacy."""
-    return [message for message in caplog.messages if message.startswith("privacy spent")][-1]
+    return [message for message in caplog.messages if message.startswith(("privacy", NOTHING))][-1]
 
 
 @pytest.mark.parametrize(
@@ -54,7 +59,8 @@ def told(caplog):
 def test_the_client_tells_what_the_engine_tells(text, local, tmp_path, caplog):
     """One client, so that the worst of all is this one; the sentences have the epsilons and what they assume."""
     engine = federation(text, clients=1, local=local, validation=False)
-    grid = Loopback(helping(engine.client, tmp_path, key=engine.key), 1)
+    ledger(tmp_path)
+    grid = Loopback(helping(engine.client, tmp_path, training="lungs"), 1)
     strategy = FedAvg(fraction_evaluate=0.0, min_train_nodes=1, min_available_nodes=1)
     with caplog.at_level(logging.INFO, "flwr"):
         Protected(strategy).start(grid, record(engine.client.params()), num_rounds=3)
@@ -69,14 +75,54 @@ def test_heuristics_count_nothing(tmp_path, caplog):
             own = client(text)
             answer(asked(1, own), context(run=number), own, BATCH, folder=tmp_path)
             protect(text, folder=tmp_path / "mod")(asked(1, own), context(run=number), idles)
-    assert not list(tmp_path.rglob("privacy*"))
-    assert "privacy spent" not in caplog.text
+    assert not [message for message in caplog.messages if "privacy" in message]
+
+
+def test_without_a_ledger_each_round_is_accounted_for_alone_and_nothing_is_kept(tmp_path, caplog):
+    """No count lies in a folder of a run, which people remove; a limit takes a ledger, and says how to make it."""
+    own = client(USER)
+    with caplog.at_level(logging.INFO, "flwr"):
+        for number, training in ((1, None), (2, None), (3, "lungs")):
+            answer(asked(number, own), context(), own, BATCH, folder=tmp_path, training=training)
+            assert re.match(r"privacy of this round alone: epsilon .* in the one sum.*; nothing is kept", told(caplog))
+    assert not list(tmp_path.rglob("*privacy*"))
+    assert not (tmp_path / "_ledgers").exists()
+    command = f"gradveil ledger create --identity partition-0 --training brains --folder {tmp_path}"
+    with pytest.raises(GradveilError, match=f"has no ledger to be counted in: .* -> make one, .*: {command}"):
+        spending(tmp_path, 4, bound=8, training="brains")
+    with pytest.raises(GradveilError, match="has no ledger"):
+        protect(USER, folder=tmp_path, training="brains", epsilon=8)(asked(4, own), context(run=2), idles)
+    assert command_line(command.split()[1:]) == 0
+    spending(tmp_path, 4, run=2, bound=8, training="brains")
+    assert counted(tmp_path, "brains")["rounds"] == 1
+
+
+def test_a_fixed_key_is_answered_with_no_guarantee_and_counts_nothing(tmp_path, caplog):
+    own, key = client(USER), Key(0)
+    with caplog.at_level(logging.INFO, "flwr"):
+        answer(asked(1, own), context(), own, BATCH, folder=tmp_path, key=key)
+        assert told(caplog) == f"{NOTHING}: the noise comes from a fixed key"
+        protect(USER, folder=tmp_path / "mod", key=key)(asked(1, own), context(), idles)
+        assert told(caplog) == f"{NOTHING}: the noise comes from a fixed key"
+    assert "epsilon" not in caplog.text
+
+    def answered(**given):
+        answer(asked(2, own), context(), own, BATCH, **given)
+
+    for ask in (partial(protect, USER), answered):
+        with pytest.raises(GradveilError, match=r"epsilon: limits what has no epsilon .*fixed key.* -> leave the key"):
+            ask(folder=tmp_path, training="lungs", epsilon=8, key=key)
+    ledger(tmp_path)
+    spending(tmp_path, 1)
+    with pytest.raises(GradveilError, match="key: puts noise that others can draw on a training whose privacy is"):
+        spending(tmp_path, 2, key=key)
+    assert counted(tmp_path)["rounds"] == 1
 
 
 def test_a_repeated_reply_costs_nothing_and_a_lost_one_is_counted(tmp_path):
-    own = client(USER)
+    ledger(tmp_path)
     for number, rounds in ((1, 1), (1, 1), (2, 2), (7, 3)):
-        answer(asked(number, own), context(), own, BATCH, folder=tmp_path)
+        spending(tmp_path, number)
         assert counted(tmp_path)["rounds"] == rounds
     (spent,) = counted(tmp_path)["spent"]
     assert spent["times"] == spent["sums"] == 3
@@ -98,25 +144,26 @@ answer(asked(2, own), context(), own, BATCH, folder=folder, training="lungs")
 
 def test_a_client_that_is_killed_before_its_reply_has_counted_it(tmp_path):
     """Killed while its second round is written: the attempt counts, and so does the one after it."""
+    ledger(tmp_path)
     surroundings = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)])}
     done = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], env=surroundings, check=False)
     assert done.returncode == -signal.SIGKILL
-    assert counted(tmp_path, "privacy-lungs")["rounds"] == 2
+    assert counted(tmp_path)["rounds"] == 2
     own = client(USER)
     answer(asked(2, own), context(), own, BATCH, folder=tmp_path, training="lungs")
-    assert counted(tmp_path, "privacy-lungs")["rounds"] == 3
+    assert counted(tmp_path)["rounds"] == 3
 
 
 def test_the_count_follows_into_the_next_run_of_a_named_training_only(tmp_path):
     own = client(USER)
-    for run in (1, 2):
-        answer(asked(1, own), context(run=run), own, BATCH, folder=tmp_path, training="lungs")
-        answer(asked(1, own), context(run=run + 10), own, BATCH, folder=tmp_path)
-    assert counted(tmp_path, "privacy-lungs")["rounds"] == 2
-    assert [counted(tmp_path, f"run-{run}/privacy")["rounds"] for run in (11, 12)] == [1, 1]
+    ledger(tmp_path)
+    for number in (1, 2):
+        answer(asked(1, own), context(run=number), own, BATCH, folder=tmp_path, training="lungs")
+        answer(asked(1, own), context(run=number + 10), own, BATCH, folder=tmp_path)
+    assert counted(tmp_path)["rounds"] == 2
     (tmp_path / "partition-0" / "training-lungs").unlink()  # an empty state is not an empty budget
     answer(asked(1, own), context(run=3), own, BATCH, folder=tmp_path, training="lungs")
-    assert counted(tmp_path, "privacy-lungs")["rounds"] == 3
+    assert counted(tmp_path)["rounds"] == 3
 
 
 def spending(folder, number, run=1, bound=None, own=None, **settings):
@@ -127,9 +174,10 @@ def spending(folder, number, run=1, bound=None, own=None, **settings):
 
 def test_a_round_beyond_the_limit_is_refused_and_leaves_everything_as_it_was(tmp_path):
     two = epsilon(32.0, Training(2, sampling="shuffled", at_most=2))
+    ledger(tmp_path)
     spending(tmp_path, 1, bound=two)
     last = spending(tmp_path, 1, run=2, bound=two)
-    before = counted(tmp_path, "privacy-lungs")
+    before = counted(tmp_path)
     files = sorted(str(file) for file in tmp_path.rglob("*"))
     what = rf"would be [0-9.]+ of each client \(2 rounds answered\), above {two:g} -> leave the training"
     with pytest.raises(GradveilError, match=what):
@@ -137,7 +185,7 @@ def test_a_round_beyond_the_limit_is_refused_and_leaves_everything_as_it_was(tmp
     assert bits(spending(tmp_path, 1, run=2, bound=two)) == bits(last)  # what was sent is sent again
     with pytest.raises(GradveilError, match=what):
         spending(tmp_path, 1, run=3, bound=two)
-    assert counted(tmp_path, "privacy-lungs") == before
+    assert counted(tmp_path) == before
     assert [file for file in files if not Path(file).exists()] == []
     spending(tmp_path, 2, run=3, bound=2 * two)
 
@@ -150,13 +198,14 @@ def test_the_mod_keeps_the_limit_before_the_app_trains(tmp_path):
         return idles(message, given)
 
     one = epsilon(32.0, Training(1, sampling="shuffled", at_most=1))
+    ledger(tmp_path)
     mod = protect(USER, folder=tmp_path, training="lungs", epsilon=one)
     first = mod(asked(1, own), context(), app)
     with pytest.raises(GradveilError, match="1 round answered"):
         mod(asked(2, own), context(), app)
     assert bits(mod(asked(1, own), context(), app)) == bits(first)
     assert len(calls) == 1
-    assert counted(tmp_path, "privacy-lungs")["rounds"] == 1
+    assert counted(tmp_path)["rounds"] == 1
 
 
 @pytest.mark.parametrize(
@@ -196,6 +245,7 @@ def test_statistics_that_are_sent_beside_end_the_promise_for_good(tmp_path, capl
         settings = {"folder": tmp_path, "training": "lungs", "guard": "ignore", "epsilon": bound}
         return protect(USER, statistics=way, **settings)(message, context(), statistics)
 
+    ledger(tmp_path)
     with caplog.at_level(logging.INFO, "flwr"):
         ask(1, "keep")
         assert "epsilon" in told(caplog)
@@ -212,8 +262,9 @@ def test_statistics_that_are_sent_beside_end_the_promise_for_good(tmp_path, capl
 def test_more_examples_or_other_batches_are_another_rate_and_add_up(tmp_path, caplog):
     def ask(number, **local):
         own = client(DP, local=Local(lr=0.1, **local))
-        return answer(asked(number, own), context(), own, BATCH, folder=tmp_path)
+        return answer(asked(number, own), context(), own, BATCH, folder=tmp_path, training="lungs")
 
+    ledger(tmp_path)
     with caplog.at_level(logging.INFO, "flwr"):
         ask(1, batch=1, steps=2, sampling="poisson")
         ask(2, batch=2, steps=3, sampling="poisson")
@@ -226,23 +277,27 @@ def test_more_examples_or_other_batches_are_another_rate_and_add_up(tmp_path, ca
 
 
 def test_a_count_that_is_missing_or_damaged_is_not_taken_for_zero(tmp_path):
+    file = ledger(tmp_path)
+    empty = file.read_text()
     for number in (1, 2):
-        spending(tmp_path, number)
-    file = tmp_path / "partition-0" / "privacy-lungs"
+        spending(tmp_path, number, bound=8)
     said = json.loads(file.read_text())
     (spent,) = said["spent"]
     bad = [{**spent, "multiplier": "32"}, {**spent, "times": 0}, {**spent, "unit": "day"}, {**spent, "mechanism": 1}]
-    forms = [{**said, "version": 2}, {**said, "rounds": 0}, {**said, "spent": []}, [], "{"]
+    forms = [{**said, "version": 1}, {**said, "rounds": 0}, {**said, "spent": []}, [], "{"]
     forms += [{**said, "spent": [one]} for one in bad]
     for number, run in ((3, 1), (1, 2)):  # in the run that has a state, and in one that continues it
         for form in forms:
             file.write_text(form if isinstance(form, str) else json.dumps(form))
-            with pytest.raises(GradveilError, match=r"privacy-lungs: "):
+            with pytest.raises(GradveilError, match=r"lungs: (is|counts other)"):
                 spending(tmp_path, number, run)
-    file.unlink()
+    file.write_text(empty)  # a new one, where the old one was lost
     for number, run in ((1, 2), (1, 3)):
-        with pytest.raises(GradveilError, match=r"privacy-lungs: is missing, where rounds have been answered"):
+        with pytest.raises(GradveilError, match=r"lungs: counts no round, where rounds have been answered"):
             spending(tmp_path, number, run)
+    file.unlink()
+    with pytest.raises(GradveilError, match="has no ledger to be counted in"):
+        spending(tmp_path, 1, 3, bound=8)
     file.write_text(json.dumps(said))
     spending(tmp_path, 2, 3)
-    assert counted(tmp_path, "privacy-lungs")["rounds"] == 3
+    assert counted(tmp_path)["rounds"] == 3

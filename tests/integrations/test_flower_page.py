@@ -1,5 +1,6 @@
 """The page on Flower keeps its word: ten lines, and they run."""
 
+import json
 import re
 
 import torch
@@ -21,7 +22,7 @@ from gradveil.integrations.flower.records import record, tensors
 from gradveil.nn.models import build
 from tests.docs.test_pages import DOCS, blocks
 from tests.federated.scenes import blobs
-from tests.integrations.scenes import Loopback
+from tests.integrations.scenes import Loopback, ledger
 
 
 def own_training(net):
@@ -50,7 +51,10 @@ def test_ten_lines_protect_an_app(tmp_path):
         space |= {"app": ClientApp(), "your_own_training": own_training(net)}
         exec(compile(source, "flower.md", "exec"), space)
         exec(compile(server, "flower.md", "exec"), space)
-        grid = Loopback(space["app"], 2, **{"gradveil-folder": str(tmp_path / str(len(source)))})
+        folder = tmp_path / str(len(source))
+        for node in range(2):
+            ledger(folder, node, "lungs-2026")
+        grid = Loopback(space["app"], 2, **{"gradveil-folder": str(folder)})
         before = {name: value.clone() for name, value in space["client"].params().items()}
         result = space["strategy"].start(grid, record(before), num_rounds=2)
         assert not grid.errors
@@ -58,7 +62,8 @@ def test_ten_lines_protect_an_app(tmp_path):
         moved = {name: value - before[name] for name, value in tensors(result.arrays).items()}
         assert all(bool(value.any()) for value in moved.values())
     assert len(list(tmp_path.glob("*/partition-*/training-lungs-2026"))) == 4
-    assert len(list(tmp_path.glob("*/partition-*/privacy-lungs-2026"))) == 2
+    rounds = [json.loads(file.read_text())["rounds"] for file in tmp_path.glob("*/_ledgers/partition-*/lungs-2026")]
+    assert sorted(rounds) == [0] * 6 + [2] * 2
 
 
 def test_an_app_is_recorded_as_the_page_says(tmp_path, monkeypatch):

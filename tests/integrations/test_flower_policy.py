@@ -7,7 +7,7 @@ from gradveil.client import Local
 from gradveil.core.errors import GradveilError
 from gradveil.core.noise import Key
 from gradveil.integrations.flower import answer, protect
-from tests.integrations.scenes import BATCH, asked, bits, client, context
+from tests.integrations.scenes import BATCH, asked, bits, client, context, ledger
 from tests.integrations.test_flower_training import idles
 
 DP, USER, HEURISTIC = "dp(clip=1, sigma=16)", "user-dp(clip=1, sigma=32)", "topk(0.5)"
@@ -56,6 +56,8 @@ def test_an_app_that_promises_enough_is_answered(tmp_path):
     demands = {"gradveil-require": "user-dp", "gradveil-epsilon": 8, "gradveil-delta": 1e-5, "gradveil-guard": "warn"}
     for number, name in enumerate(("lungs", "hearts")):
         node = context(number, **demands, **{"gradveil-training": name, "gradveil-folder": str(tmp_path)})
+        for place in (number, number + 2):
+            ledger(tmp_path, place, name)
         own, settings = client(USER), {**LIMIT, "training": name, "guard": "refuse"}
         assert bits(answer(asked(1, own), node, own, BATCH, **settings)) is not None
         other = context(number + 2, **demands, **{"gradveil-training": name, "gradveil-folder": str(tmp_path)})

@@ -60,8 +60,8 @@ def test_five_rounds_end_with_the_engines_parameters(text, tmp_path):
         torch.testing.assert_close(found[name], value, rtol=1e-9, atol=1e-12)
 
 
-def test_two_clients_of_one_seed_differ_and_a_secret_seed_differs_from_theirs(tmp_path):
-    """The noise is the client's own: without a key it is not the engine's, and not the same in another folder."""
+def test_clients_without_a_key_draw_noise_that_nobody_has(tmp_path):
+    """Without a key it is not the engine's, and not the same in another folder."""
     engine = federation("user-dp(clip=1, sigma=0.1)", validation=False)
     ends = []
     for folder in ("one", "two"):
@@ -70,8 +70,6 @@ def test_two_clients_of_one_seed_differ_and_a_secret_seed_differs_from_theirs(tm
         ends.append(torch.cat([value.flatten() for value in tensors(result.arrays).values()]))
     known = torch.cat([value.flatten() for value in train(engine, 1).params.values()])
     assert min((ends[0] - ends[1]).norm(), (ends[0] - known).norm(), (ends[1] - known).norm()) > 0.05
-    seeds = {(tmp_path / folder / f"partition-{i}" / "seed").read_text() for folder in ("one", "two") for i in range(4)}
-    assert len(seeds) == 8
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from gradveil.cli.account import account
 from gradveil.cli.audit import audit
 from gradveil.cli.bound import bound
 from gradveil.cli.check import check
+from gradveil.cli.ledger import create_ledger, ledger, show_ledger
 from gradveil.cli.results import report, summary
 from gradveil.cli.search import ats, search
 from gradveil.cli.tables import tables
@@ -101,6 +102,13 @@ search.command(
     ),
 )(ats)
 app.add_typer(search, name="search")
+ledger.command(name="create", epilog=_examples("gradveil ledger create --identity hospital-a --training lungs-2026"))(
+    create_ledger
+)
+ledger.command(name="show", epilog=_examples("gradveil ledger show --identity hospital-a --training lungs-2026"))(
+    show_ledger
+)
+app.add_typer(ledger, name="ledger")
 
 
 def _version(wanted: bool) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -15,6 +16,9 @@ from gradveil.client.probing import example_squared_row_norms
 from gradveil.core.tree import Tensors, alike, plain, select, single, wide
 from gradveil.core.types import Batch, Context, Domain, Features, Public, Transform
 from gradveil.nn.stochastic import switched_off
+
+_AT_ONCE = 1 << 25
+"""Entries of examples' gradients that are held at once where they are added up exactly: 128 MiB of float32."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +48,8 @@ class Defended:
         at = At(self.objective, *self.parted(params), batch, select(noise, "model"))
         if each is None and included is None:
             g = at.mean()
+        elif each is not None and each.exact:
+            g = self._added_exactly(each, params, batch, noise, included)
         else:
             g = at.weighed(each) if each is not None and included is None else None
             g = self.averaged(each, at.each(), params, batch, noise, included) if g is None else g
@@ -60,15 +66,53 @@ class Defended:
     ) -> Tensors:
         """Transform every example's gradient [B, ...], and average them."""
         if each is not None:
-            drawn, inner = select(noise, "step"), wide(select(noise, "model"))
-            of_each = {name: drawn[name] for name in each.noise({n: params[n] for n in rows})}
-            context = Context(wide(params), Batch(**wide(batch._asdict())), inner)
-
-            def apply(row: Tensors, noise_1: Tensors) -> Tensors:
-                return each.apply(row, {}, noise_1, context)[0]
-
-            rows = vmap(apply)(wide(rows), of_each)
+            rows = self._transformed(each, rows, params, batch, noise)
         return {name: self._mean(value, included) for name, value in rows.items()}
+
+    def _added_exactly(
+        self,
+        each: Transform,
+        params: Tensors,
+        batch: Batch,
+        noise: Mapping[str, Tensor],
+        included: Tensor | None,
+    ) -> Tensors:
+        """Return the same mean from sums in float64, without holding all examples' gradients at once."""
+        examples = len(batch.inputs)
+        by_example = [name for name in noise if name.startswith("model.")]
+        by_example += [f"step.{name}" for name in each.noise({name: params[name] for name in self.trained})]
+        some = max(1, _AT_ONCE // sum(params[name].numel() for name in self.trained))
+        total: Tensors = {}
+        for start in range(0, examples, some):
+            own = slice(start, start + some)
+            part = Batch(*(value[own] for value in batch))
+            inner = {name: noise[name][own] for name in by_example}
+            rows = wide(At(self.objective, *self.parted(params), part, select(inner, "model")).each())
+            squares = {name: _squares(value) for name, value in rows.items()}
+            factors = each.factors(squares)
+            if factors is None:  # it does more than multiply
+                rows = self._transformed(each, rows, params, part, inner)
+                factors = {name: torch.ones_like(square) for name, square in squares.items()}
+            for name, value in rows.items():
+                weights = factors[name] if included is None else factors[name] * included[own]
+                total.setdefault(name, torch.zeros_like(value[0], dtype=torch.float64))
+                for row, weight in zip(value, map(float, weights), strict=True):
+                    if weight:  # what was not drawn, or is clipped to zero, may be no number
+                        total[name].add_(row, alpha=weight)
+        return {name: value / (examples if included is None else self.expected) for name, value in total.items()}
+
+    def _transformed(
+        self, each: Transform, rows: Tensors, params: Tensors, batch: Batch, noise: Mapping[str, Tensor]
+    ) -> Tensors:
+        """Transform every example's gradient [B, ...]."""
+        drawn, inner = select(noise, "step"), wide(select(noise, "model"))
+        of_each = {name: drawn[name] for name in each.noise({n: params[n] for n in rows})}
+        context = Context(wide(params), Batch(**wide(batch._asdict())), inner)
+
+        def apply(row: Tensors, noise_1: Tensors) -> Tensors:
+            return each.apply(row, {}, noise_1, context)[0]
+
+        return vmap(apply)(wide(rows), of_each)
 
     def of_mean(
         self,
@@ -145,3 +189,9 @@ class Defended:
         else:
             total = weights @ torch.where(weights.unsqueeze(1) != 0, flat, 0.0)
         return total.reshape(rows.shape[1:]) / self.expected
+
+
+def _squares(rows: Tensor) -> Tensor:
+    """Sum the squares of each row in float64, of which float32 numbers overflow none."""
+    linalg: Any = torch.linalg
+    return cast(Tensor, linalg.vector_norm(rows.reshape(len(rows), -1), dim=1, dtype=torch.float64).square())

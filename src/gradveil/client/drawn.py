@@ -12,7 +12,7 @@ from torch import Tensor
 from gradveil.client.abreast import Trainee
 from gradveil.client.client import Client
 from gradveil.core.errors import UNFIT, Problem, refuse
-from gradveil.core.noise import Key, NoiseSpec
+from gradveil.core.noise import Address, NoiseSpec
 from gradveil.core.streams import Stream
 from gradveil.core.tree import Tensors
 from gradveil.core.types import Batch
@@ -23,11 +23,13 @@ class Task(NamedTuple):
     """What a client computes an update of besides the parameters: its examples, its noise by address, its state."""
 
     batch: Batch
-    key: Key
+    key: Address
     state: Tensors
 
 
-def drawn_update(client: Client, params: Tensors, batch: Batch, key: Key, state: Tensors) -> tuple[Tensors, Tensors]:
+def drawn_update(
+    client: Client, params: Tensors, batch: Batch, key: Address, state: Tensors
+) -> tuple[Tensors, Tensors]:
     """Compute what a client sends in the round that `key` addresses, and its next state.
 
     The noise of a local step is drawn when the step comes: thousands of steps' at once would fill memory. What cannot
@@ -68,7 +70,7 @@ def _trainee(client: Client, params: Tensors, task: Task) -> Trainee:
     device = batch.inputs.device
     each = client.step_spec(params, batch)
 
-    def drawn(spec: NoiseSpec, own: Key) -> dict[str, Tensor]:
+    def drawn(spec: NoiseSpec, own: Address) -> dict[str, Tensor]:
         return spec.sample(own, device)
 
     once = drawn(client.round_spec(params, batch), key)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from scipy.special import betaincinv  # pyright: ignore[reportMissingTypeStubs]
 from torch import Tensor
 
+from gradveil.core.draws import Source, integers, normal, uniform
 from gradveil.core.noise import Key, Normal
 
 _TINY = 1e-12
@@ -19,9 +21,9 @@ class Beta:
 
     alpha: float
 
-    def sample(self, shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> Tensor:
+    def sample(self, shape: tuple[int, ...], dtype: torch.dtype, source: Source) -> Tensor:
         """Draw one tensor on the CPU."""
-        u = torch.rand(shape, dtype=torch.float64, generator=generator)
+        u = uniform(shape, torch.float64, source)
         return torch.as_tensor(betaincinv(self.alpha, self.alpha, u.numpy())).to(dtype)
 
     def penalty(self, value: Tensor) -> Tensor:
@@ -40,19 +42,19 @@ class Shares:
     cap: float = 1.0
     least: float = 0.0
 
-    def sample(self, shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> Tensor:
+    def sample(self, shape: tuple[int, ...], dtype: torch.dtype, source: Source) -> Tensor:
         """Draw one tensor on the CPU; what exceeds the cap, or has too little of the first two, is drawn again."""
-        drawn = self._shares(shape, generator)
+        drawn = self._shares(shape, source)
         while bool((bad := (drawn.amax(-1) > self.cap) | (drawn[..., :2].sum(-1) < self.least)).any()):
-            drawn = torch.where(bad.unsqueeze(-1), self._shares(shape, generator), drawn)
+            drawn = torch.where(bad.unsqueeze(-1), self._shares(shape, source), drawn)
         return drawn.to(dtype)
 
     def penalty(self, value: Tensor) -> Tensor:
         """Return how far the coefficients of each row are from adding up to 1, squared."""
         return (value.sum(-1) - 1).square().reshape(len(value), -1).sum(1)
 
-    def _shares(self, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-        size = torch.randn(shape, dtype=torch.float64, generator=generator).abs()
+    def _shares(self, shape: tuple[int, ...], source: Source) -> Tensor:
+        size = normal(shape, torch.float64, source).abs()
         return size / size.sum(-1, keepdim=True)
 
 
@@ -60,9 +62,9 @@ class Shares:
 class Signs:
     """-1 or 1 with equal probability."""
 
-    def sample(self, shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> Tensor:
+    def sample(self, shape: tuple[int, ...], dtype: torch.dtype, source: Source) -> Tensor:
         """Draw one tensor on the CPU."""
-        return (2 * torch.randint(2, shape, generator=generator) - 1).to(dtype)
+        return (2 * integers(2, shape, source) - 1).to(dtype)
 
     def penalty(self, value: Tensor) -> Tensor:
         """Return the sum of 1 - v^2, a row: zero at the signs."""
@@ -73,9 +75,9 @@ class Signs:
 class OneOf:
     """One 1 and otherwise 0 along the last dimension, each place as likely."""
 
-    def sample(self, shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> Tensor:
+    def sample(self, shape: tuple[int, ...], dtype: torch.dtype, source: Source) -> Tensor:
         """Draw one tensor on the CPU."""
-        place = torch.randint(shape[-1], shape[:-1], generator=generator)
+        place = integers(shape[-1], shape[:-1], source)
         return torch.nn.functional.one_hot(place, shape[-1]).to(dtype)
 
     def penalty(self, value: Tensor) -> Tensor:
@@ -92,9 +94,11 @@ class Agreed:
 
     key: Key
     shape: tuple[int, ...]
+    public: ClassVar[bool] = True
+    """A deployment lets it draw nothing from its secret stream."""
 
-    def sample(self, shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> Tensor:
-        """Return them on the CPU, whatever the generator."""
+    def sample(self, shape: tuple[int, ...], dtype: torch.dtype, source: Source) -> Tensor:
+        """Return them on the CPU, whatever the source."""
         return Normal().sample(self.shape, dtype, self.key.generator()).expand(shape).clone()
 
     def penalty(self, value: Tensor) -> Tensor:

@@ -133,6 +133,8 @@ class Transform(ABC):
     stage: ClassVar[Stage]
     per_example: bool = False
     """Applied to each example's gradient before they are averaged."""
+    exact: ClassVar[bool] = False
+    """Every example's gradient is made, and multiplied, transformed and added up in float64, a few at a time."""
     guarantee: ClassVar[str] = "no formal guarantee"
     shows_zeros: ClassVar[bool] = False
     """What was zero before is zero after it, and few other entries are: zeros of an earlier stage remain evidence."""

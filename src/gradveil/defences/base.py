@@ -57,6 +57,11 @@ class Chain(Transform):
         return "; ".join(f"{name}: {transform.guarantee}" for name, transform in self)
 
     @property
+    def exact(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Whether a stage is exact."""
+        return any(transform.exact for _, transform in self)
+
+    @property
     def needs_public(self) -> bool:
         """Whether a stage takes public images."""
         return any(transform.needs_public for _, transform in self)

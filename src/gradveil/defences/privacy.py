@@ -103,21 +103,58 @@ def examine(client: Client, batch: Batch) -> Privacy:
 
     The batch holds the examples of all members.
     """
-    examples = batch.inputs.shape[0] // client.members
-    each_step = client.local.batch if client.local else examples
     found: list[Mechanism] = []
-    step, send = stages(client.step), stages(client.send)
-    if client.local:
-        steps = client.local.count(examples)
-        # Nobody sees sums of single steps, so there the noise of other members does not count.
-        found += _mechanisms(step, each_step, client, steps, members=1)
-        found += (
-            replace(mechanism, since=mechanism.since + len(step))
-            for mechanism in _mechanisms(send, examples, client, 1, client.members)
-        )
-    else:
-        found += _mechanisms((*step, *send), each_step, client, 1, client.members)
+    for part in _parts(client, batch):
+        found += _mechanisms(part, client)
     return Privacy(_judged(client, batch, found) if found else ())
+
+
+@dataclass(frozen=True)
+class Counted:
+    """Stages of normal noise that follow each other, and together are what a promise counts."""
+
+    places: tuple[int, ...]
+    """Among all stages, those of `step` first."""
+    variance: float
+    """Of all of them, on the mean."""
+    bound: float
+    """What one unit can change the mean by."""
+    floating: str | None
+    """A stage between the clip and them that adds other noise."""
+
+
+def counted(client: Client, batch: Batch) -> list[Counted]:
+    """Find the noise that the mechanisms of a client are made of; where it protects two units, the lesser bound."""
+    found: dict[tuple[int, ...], Counted] = {}
+    for part in _parts(client, batch):
+        for walk in _walks(part, client):
+            if walk.squared:
+                own = Counted(tuple(walk.places), walk.variance, walk.bound, walk.floating)
+                before = found.setdefault(own.places, own)
+                found[own.places] = replace(own, bound=min(own.bound, before.bound))
+    return list(found.values())
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Stages that act one after the other on the mean over so many examples, as often as sums are made."""
+
+    stages: tuple[tuple[str, Transform], ...]
+    since: int
+    """Of which place among all stages the first of them is."""
+    examples: int
+    sums: int
+    members: int
+
+
+def _parts(client: Client, batch: Batch) -> list[_Part]:
+    examples = batch.inputs.shape[0] // client.members
+    step, send = stages(client.step), stages(client.send)
+    if client.local is None:
+        return [_Part((*step, *send), 0, examples, 1, client.members)]
+    # Nobody sees sums of single steps, so there the noise of other members does not count.
+    own = _Part(step, 0, client.local.batch, client.local.count(examples), 1)
+    return [own, _Part(send, len(step), examples, 1, client.members)]
 
 
 def stages(transform: Transform | None) -> tuple[tuple[str, Transform], ...]:
@@ -170,8 +207,13 @@ class _Walk:
     since: int = 0
     closed: bool = field(default=False)
     """The noise is on, and another stage came after it: further noise does not add to it."""
+    places: list[int] = field(default_factory=list[int])
+    """Of the noise."""
+    variance: float = 0.0
+    floating: str | None = None
+    """Which stage added other noise before."""
 
-    def take(self, place: int, stage: Transform, examples: int, layers: int) -> None:
+    def take(self, place: int, name: str, stage: Transform, examples: int, layers: int) -> None:
         """Pass one stage."""
         if known(stage, Gaussian, FadingNoise):
             assert isinstance(stage, Gaussian)
@@ -179,6 +221,8 @@ class _Walk:
             reach = self.fading.get(stage.decay, math.inf) if isinstance(stage, FadingNoise) else self.bound
             if not self.closed and reach < math.inf:
                 self.squared += stage.variance(examples) / reach**2
+                self.variance += stage.variance(examples)
+                self.places.append(place)
                 told = stage.scaled_to
                 self.scaled_to = None if told is None else stage.on_mean(told, examples)
         elif self.squared:
@@ -191,27 +235,32 @@ class _Walk:
                 self.bound = min(self.bound, of_one)
                 if isinstance(stage, FadingClip):
                     self.fading[stage.decay] = min(self.fading.get(stage.decay, math.inf), of_one)
-        elif not known(stage, Laplacian):
+        elif known(stage, Laplacian):
+            self.floating = name
+        else:
             # Whatever it does to a vector may bring two neighbouring ones further apart.
             self.bound, self.fading = math.inf, {}
 
 
-def _mechanisms(
-    chain: tuple[tuple[str, Transform], ...], examples: int, client: Client, sums: int, members: int
-) -> Iterator[Mechanism]:
-    """Walk through the stages on the mean over so many examples, once for each unit.
+def _walks(part: _Part, client: Client) -> Iterator[_Walk]:
+    """Walk through the stages, once for each unit.
 
-    Clipping a mean moves no two means apart, so it keeps an example's bound. Summed members add up their noise.
+    Clipping a mean moves no two means apart, so it keeps an example's bound.
     """
-    layers = len(client.trained())
     units: tuple[Unit, Unit] = "example", "client"
     for unit in units:
         walk = _Walk(unit)
-        for place, (_, stage) in enumerate(chain):
-            walk.take(place, stage, examples, layers)
+        for place, (name, stage) in enumerate(part.stages, part.since):
+            walk.take(place, name, stage, part.examples, len(client.trained()))
+        yield walk
+
+
+def _mechanisms(part: _Part, client: Client) -> Iterator[Mechanism]:
+    """Find the mechanisms of each unit. Summed members add up their noise."""
+    for walk in _walks(part, client):
         if walk.squared:
-            noise = math.sqrt(walk.squared * members)
-            yield Mechanism(unit, noise, sums, walk.bound, walk.scaled_to, walk.since)
+            noise = math.sqrt(walk.squared * part.members)
+            yield Mechanism(walk.unit, noise, part.sums, walk.bound, walk.scaled_to, walk.since)
 
 
 def _judged(client: Client, batch: Batch, mechanisms: list[Mechanism]) -> tuple[Mechanism, ...]:

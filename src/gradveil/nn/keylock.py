@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from gradveil.core.draws import Source, uniform
 from gradveil.core.errors import fail
 from gradveil.core.noise import Noise
 from gradveil.core.tree import Tensors
@@ -31,12 +32,12 @@ class Locked:
 
     width: int
 
-    def sample(self, shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> Tensor:
+    def sample(self, shape: tuple[int, ...], dtype: torch.dtype, source: Source) -> Tensor:
         """Draw one tensor on the CPU: every row of the last dimension by a key and layers of its own."""
         *leading, entries = shape
         bound = self.width**-0.5
-        key = torch.rand(*leading, self.width, 1, dtype=torch.float64, generator=generator)
-        drawn = torch.rand(*leading, entries - self.width, self.width + 1, dtype=torch.float64, generator=generator)
+        key = uniform((*leading, self.width, 1), torch.float64, source)
+        drawn = uniform((*leading, entries - self.width, self.width + 1), torch.float64, source)
         layers = bound * (2 * drawn - 1)
         given = layers[..., :-1] @ key + layers[..., -1:]
         return torch.cat((given, key), -2).squeeze(-1).to(dtype)

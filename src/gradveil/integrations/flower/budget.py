@@ -1,10 +1,9 @@
-"""The differential privacy that a client has spent: how often it has sent sums under which noise, counted on its disk.
+"""The differential privacy that a client spends: each round is counted in its ledger before the reply is made.
 
-    <folder>/<identity>/privacy-<training>      of a training with a name, over all its runs
-    <folder>/<identity>/run-<id>/privacy        of a run that belongs to none
-
-A round is counted before its reply is made, and stays counted if the reply never arrives: what is told may be too much,
-never too little. It is what the engine tells of a client that answers as often (`gradveil.federated.privacy`).
+What was counted stays counted if the reply never arrives: the epsilon may be too large, never too small. It is what the
+engine reports of a client that answers as often (`gradveil.federated.privacy`). The ledger
+(`gradveil.federated.ledger`) belongs to a training with a name, and its owner has made it; without one, each round is
+accounted for by itself.
 """
 
 from __future__ import annotations
@@ -13,23 +12,21 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
-
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from gradveil.client import Client
 from gradveil.core.allowed import collect
 from gradveil.core.errors import Problem, fail, refuse
-from gradveil.core.files import DamagedError, read_json, sync, write_json
+from gradveil.core.noise import Key
 from gradveil.core.types import Batch
-from gradveil.defences.privacy import NOTHING, Mechanism, Privacy, examine, promised
+from gradveil.defences.privacy import NOTHING, Mechanism, Privacy, examine
+from gradveil.federated.ledger import LOST, Ledger, Spent, accounted, keep, read
 from gradveil.federated.privacy import released
-from gradveil.integrations.flower.memory import Memory
-from gradveil.theory.accounting import POSITIVE, PROBABILITY, Sampling, Training, Unit
+from gradveil.integrations.flower.memory import LOG, Memory
+from gradveil.theory.accounting import POSITIVE, PROBABILITY, Unit
 
-Count = Annotated[int, Field(ge=1)]
 _PROVES = "choose a defence that has one, such as dp(clip=1, sigma=1) or user-dp(clip=1, sigma=1), or leave epsilon out"
-_LOST = "put a copy of it back: without it nobody knows what was spent; another training's name starts at zero"
+FIXED = f"{NOTHING}: the noise comes from a fixed key"
+"""What the log reports of a client whose noise anybody who has the app can draw."""
 
 
 @dataclass(frozen=True)
@@ -40,13 +37,16 @@ class Limit:
     delta: float = 1e-5
 
     @staticmethod
-    def of(epsilon: float | None, delta: float, training: str | None) -> Limit:
-        """Check what an app asks for; a limit without a training's name would start anew with every run."""
+    def of(epsilon: float | None, delta: float, training: str | None, key: Key | None) -> Limit:
+        """Check what an app asks for: nothing counts without a training's name, or for noise that others can draw."""
         given = () if epsilon is None else (("epsilon", POSITIVE, epsilon),)
         problems = collect("privacy", (*given, ("delta", PROBABILITY, delta)))
         if epsilon is not None and training is None:
             what = "would be spent anew in every run, and who runs the server starts runs"
             problems.append(Problem("privacy.epsilon", what, 'name the training: training="lungs-2026"'))
+        if epsilon is not None and key is not None:
+            remedy = "leave the key out: noise then comes from the operating system"
+            problems.append(Problem("privacy.epsilon", f"limits what has no epsilon ({FIXED})", remedy))
         refuse(problems)
         return Limit(epsilon, delta)
 
@@ -57,48 +57,13 @@ class Limit:
             raise fail("privacy.epsilon", f"limits what has no epsilon ({said})", _PROVES)
 
 
-class Spent(BaseModel):
-    """Noisy sums of one kind that were sent, or were about to be."""
-
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False)
-    mechanism: Annotated[int, Field(ge=0)]
-    """Which of the client's noises made them."""
-    unit: Unit
-    multiplier: Annotated[float, Field(ge=0)]
-    """Of the noise; 0 where something voids what it proves."""
-    sampling: Sampling
-    rate: Annotated[float, Field(gt=0, le=1)]
-    sums: Count
-    times: Count
-    """In how many of them a unit is at most, if its batches are shuffled; under Poisson sampling by chance."""
-
-    def training(self, delta: float) -> Training:
-        """Say it as the accounting takes it."""
-        shuffled = self.sampling == "shuffled"
-        return Training(self.sums, self.rate, delta, self.sampling, at_most=self.times if shuffled else None)
-
-    def alike(self) -> tuple[object, ...]:
-        """Return what has to be equal for counts to add up."""
-        return self.mechanism, self.unit, self.multiplier, self.sampling, self.rate
-
-
-class _Ledger(BaseModel):
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False)
-    kind: Literal["gradveil privacy"] = "gradveil privacy"
-    version: Literal[1] = 1
-    rounds: Count
-    spent: Annotated[list[Spent], Field(min_length=1)]
-
-
-_FORM = TypeAdapter(_Ledger)
-
-
 @dataclass(frozen=True)
 class Charge:
     """What a client has spent once the next reply is made."""
 
-    file: Path
-    ledger: _Ledger
+    file: Path | None
+    """Where it is counted; None where the training has no ledger, or the run belongs to none."""
+    ledger: Ledger
     epsilon: Mapping[Unit, float]
     """At the limit's delta, of the units of which something is proven."""
     guarantee: str
@@ -106,11 +71,13 @@ class Charge:
 
     def keep(self) -> None:
         """Write it down; a reply may be made after that."""
-        write_json(self.file, self.ledger.model_dump())
-        sync(self.file.parent)
+        if self.file is not None:
+            keep(self.file, self.ledger)
 
     def __str__(self) -> str:
         """Say it for a log."""
+        if self.file is None:
+            return f"privacy of this round alone: {self.guarantee}; nothing is kept across rounds and runs"
         rounds = self.ledger.rounds
         return f"privacy spent in {rounds} round{'s' if rounds > 1 else ''}: {self.guarantee}"
 
@@ -118,28 +85,39 @@ class Charge:
 def charged(memory: Memory, client: Client, batch: Batch, limit: Limit, beside: str | None = None) -> Charge | None:
     """Count one more round, without writing it yet; None for a client that proves nothing.
 
-    A round that would go beyond the limit is refused, and so is one that cannot be added to what was counted. `beside`
-    says what else the reply holds that no noise covers.
+    A round that would go beyond the limit is refused, and so is one that cannot be added to what was counted, and a
+    limit without a ledger. `beside` names what voids the promise of this round: what else the reply holds, say.
     """
     privacy = examine(client, batch)
     limit.provable(privacy, beside)
-    before = _read(memory.ledger)
-    if before is None:
+    before = None if memory.ledger is None else read(memory.ledger)
+    if limit.epsilon is not None and before is None:
+        what = f"has no ledger to be counted in: {memory.ledger} is missing"
+        raise fail("privacy.epsilon", what, f"make one, once for this training: {memory.to_create}")
+    if before is None or not before.rounds:
         if beside or not privacy.sound:
             return None
-        if not memory.fresh:
-            raise fail(str(memory.ledger), "is missing, where rounds have been answered", _LOST)
+        if before is not None and not memory.fresh:
+            raise fail(str(memory.ledger), "counts no round, where rounds have been answered", LOST)
     now = [_spent(client, mechanism, place, batch, beside) for place, mechanism in enumerate(privacy.mechanisms)]
     earlier = before.spent if before else []
-    refuse(list(_misfits(memory.ledger, earlier, now)))
-    ledger = _Ledger(rounds=1 + (before.rounds if before else 0), spent=_added([*earlier, *now]))
-    epsilon, texts = _told(ledger.spent, limit.delta)
+    refuse(list(_misfits(str(memory.ledger), earlier, now)))
+    ledger = Ledger(rounds=1 + (before.rounds if before else 0), spent=_added([*earlier, *now]))
+    epsilon, texts = accounted(ledger.spent, limit.delta)
     lost: list[Unit] = [*dict.fromkeys(mechanism.unit for mechanism in privacy.mechanisms)]
     lost = [unit for unit in lost if unit not in epsilon]
     why = {unit: privacy.void(unit) or beside or "a round of this training was sent without" for unit in lost}
     texts += [f"{NOTHING} of each {unit}: {why[unit]}" for unit in lost]
     _within(limit, {m.unit: epsilon.get(m.unit, math.inf) for m in privacy.sound}, ledger.rounds - 1)
-    return Charge(memory.ledger, ledger, epsilon, "; ".join(texts))
+    return Charge(memory.ledger if before else None, ledger, epsilon, "; ".join(texts))
+
+
+def uncounted(memory: Memory) -> None:
+    """Say that noise of a fixed key proves nothing; where a ledger counts, such a round would be missing in it."""
+    if memory.ledger is not None and memory.ledger.exists():
+        what = "puts noise that others can draw on a training whose privacy is counted"
+        raise fail("key", what, f"leave the key or the training's name out: {memory.ledger} counts real noise")
+    LOG.info("%s", FIXED)
 
 
 def _within(limit: Limit, epsilon: Mapping[Unit, float], rounds: int) -> None:
@@ -158,17 +136,6 @@ def _within(limit: Limit, epsilon: Mapping[Unit, float], rounds: int) -> None:
     )
 
 
-def _read(file: Path) -> _Ledger | None:
-    if not file.exists():
-        return None
-    try:
-        return _FORM.validate_python(read_json(file, _LOST))
-    except ValidationError as error:
-        first = error.errors(include_url=False, include_context=False)[0]
-        where = ".".join(map(str, first["loc"])) or "all of it"
-        raise DamagedError(Problem(str(file), f"is no count of privacy: {where}: {first['msg']}", _LOST)) from None
-
-
 def _spent(client: Client, mechanism: Mechanism, place: int, batch: Batch, beside: str | None) -> Spent:
     """Say what one round sends of a mechanism."""
     training = released(client, mechanism, len(batch.targets), 1, delta=0.5)
@@ -183,16 +150,16 @@ def _spent(client: Client, mechanism: Mechanism, place: int, batch: Batch, besid
     )
 
 
-def _misfits(file: Path, before: Sequence[Spent], now: Sequence[Spent]) -> Iterator[Problem]:
+def _misfits(file: str, before: Sequence[Spent], now: Sequence[Spent]) -> Iterator[Problem]:
     """Say why this round cannot be added to what was counted."""
     remedy = "keep defence and sampling through a training, or name another one: privacy spent in both adds up"
     kinds = [{(spent.mechanism, spent.unit) for spent in counted} for counted in (before, now)]
     if before and kinds[0] != kinds[1]:
-        yield Problem(str(file), "counts other mechanisms than those of this client", remedy)
+        yield Problem(file, "counts other mechanisms than those of this client", remedy)
     theirs, ours = ({spent.sampling for spent in counted if spent.unit == "example"} for counted in (before, now))
     if theirs and ours and theirs != ours:
         what = f"counts sums of {min(theirs)} batches, and this round's are {min(ours)}: they mean other neighbours"
-        yield Problem(str(file), what, remedy)
+        yield Problem(file, what, remedy)
 
 
 def _added(parts: Iterable[Spent]) -> list[Spent]:
@@ -203,14 +170,3 @@ def _added(parts: Iterable[Spent]) -> list[Spent]:
             part = own.model_copy(update={"sums": own.sums + part.sums, "times": own.times + part.times})
         found[part.alike()] = part
     return list(found.values())
-
-
-def _told(spent: Sequence[Spent], delta: float) -> tuple[dict[Unit, float], list[str]]:
-    """Find the epsilon of each unit; where two noises protect the same one, both promises hold: the better is told."""
-    said: dict[Unit, tuple[float, str]] = {}
-    for place in sorted({part.mechanism for part in spent}):
-        own = [part for part in spent if part.mechanism == place]
-        value, text = promised(own[0].unit, [(part.multiplier, part.training(delta)) for part in own])
-        if math.isfinite(value) and (own[0].unit not in said or value < said[own[0].unit][0]):
-            said[own[0].unit] = value, text
-    return {unit: value for unit, (value, _) in said.items()}, [text for _, text in said.values()]

@@ -16,9 +16,10 @@ from gradveil.core.errors import Problem, refuse
 from gradveil.core.noise import Key
 from gradveil.core.tree import Tensors
 from gradveil.core.types import Batch, Transform
+from gradveil.defences.lattice import deployed
 from gradveil.federated.guard import Finding, Policy, guarded
 from gradveil.federated.wire import Layout
-from gradveil.integrations.flower.budget import Charge, Limit, charged
+from gradveil.integrations.flower.budget import Charge, Limit, charged, uncounted
 from gradveil.integrations.flower.memory import LOG, Memory, opened
 from gradveil.integrations.flower.policy import Asked, obey
 from gradveil.integrations.flower.records import Question, decoded, encoded
@@ -44,18 +45,22 @@ def answer(
     is asked again with the same model gets the same reply, and nothing is computed; an older round, or another model,
     is refused. `metrics` go with the reply beside `num-examples`, as they are: no defence covers them.
 
-    `guard` says what happens if the model looks manipulated (`gradveil.federated.guard`). `folder` is where the client
-    keeps its files, `~/.gradveil/flower` if neither it nor `--node-config gradveil-folder=...` says otherwise. `key`
-    replaces the client's secret seed where a simulation has to be repeatable. `training` is a name that lets the state
-    follow when a run is started again and has another id; without it each run starts with an empty state.
+    Whatever it draws comes from a secret that the operating system gives for this one answer, and noise that proves
+    something is put on a grid (`gradveil.defences.lattice`). A `key` is for tests and simulations that have to be
+    repeatable: it draws as the engine does, and no privacy is promised or counted.
 
-    What differential privacy the client has spent is counted beside its state, and told in the log at this `delta`
-    (`gradveil.integrations.flower.budget`). A round that would bring a named training above `epsilon` is refused.
+    `guard` says what happens if the model looks manipulated (`gradveil.federated.guard`). `folder` is where the client
+    keeps its files, `~/.gradveil/flower` if neither it nor `--node-config gradveil-folder=...` says otherwise.
+    `training` is a name that lets the state follow when a run is started again and has another id; without it each run
+    starts with an empty state.
+
+    What differential privacy the client has spent is counted in the ledger of the training, and reported in the log at
+    this `delta` (`gradveil.integrations.flower.budget`). A round that would bring it above `epsilon` is refused.
     """
     refuse([*_misused(client, batch)])
     refuse([*unsupported(client), *_unheard(message)])
     batch = Batch(*batch)
-    limit = Limit.of(epsilon, delta, training)
+    limit = Limit.of(epsilon, delta, training, key)
     obey(context, Asked(client, batch, limit, guard, training, key, folder))
     question = Question.of(message)
     params, buffers = _fitted(client, question)
@@ -64,10 +69,10 @@ def answer(
             return question.reply(before.sent, before.told)
         with torch.no_grad():
             state = memory.state(client, params)
-        charge = charged(memory, client, batch, limit)
+        here = scheduled(replace(client, buffers={**client.buffers, **buffers}), question.number - 1)
+        here, charge = prepared(memory, client, here, batch, limit, key)
         mine = {name: params[name] for name in client.trained()}
         look(client.model, question.number, params | buffers, mine, memory, guard)
-        here = scheduled(replace(client, buffers={**client.buffers, **buffers}), question.number - 1)
         with torch.no_grad():
             update, state = drawn_update(here, params, batch, memory.key(question.number, key), state)
         sent = encoded(update)
@@ -90,8 +95,28 @@ def _misused(client: object, batch: object) -> Iterator[Problem]:
         yield Problem("batch", f"is {type(batch).__name__}{kinds}", remedy)
 
 
+def prepared(
+    memory: Memory,
+    client: Client,
+    here: Client,
+    batch: Batch,
+    limit: Limit,
+    key: Key | None,
+    beside: str | None = None,
+) -> tuple[Client, Charge | None]:
+    """Return the client as it answers, and what its answer costs; `here` is the client as it is in this round.
+
+    With a fixed key it is the simulated one, and costs nothing because nothing is promised.
+    """
+    if key is not None:
+        uncounted(memory)
+        return here, None
+    found = deployed(here, batch)
+    return found.client, charged(memory, client, batch, limit, beside or found.without)
+
+
 def spend(charge: Charge | None) -> None:
-    """Write down and tell what the reply costs that is about to be made."""
+    """Write down and report what the reply costs that is about to be made."""
     if charge is not None:
         charge.keep()
         LOG.info("%s", charge)

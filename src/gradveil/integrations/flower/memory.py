@@ -1,10 +1,9 @@
-"""What a client keeps on its own disk: who it is, its secret seed, its state, and what it answered last.
+"""What a client keeps on its own disk: its state, and what it answered last. No seed: its noise is drawn once.
 
-    <folder>/<identity>/seed                            the secret that its noise is drawn from
     <folder>/<identity>/run-<id>/answer-<round>         what it received and sent
     <folder>/<identity>/run-<id>/state-<round>          its state after that (`gradveil.client.state`)
     <folder>/<identity>/training-<name>                 which runs are one training, where the app says so
-    <folder>/<identity>/privacy-<name>                  what differential privacy it has spent (`budget`)
+    <folder>/_ledgers/<identity>/<name>                 what differential privacy it has spent (`federated.ledger`)
 
 Flower's own `Context.state` does not survive the end of a SuperNode. The state's file is written last: a round counts
 as answered once it is there, whole. Everything is readable by its owner only, the folders that are made for it too.
@@ -14,8 +13,7 @@ from __future__ import annotations
 
 import json
 import logging
-import re
-import secrets
+import shlex
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -31,9 +29,12 @@ from torch import Tensor
 from gradveil.client import Client, load_state, save_state
 from gradveil.core.errors import fail
 from gradveil.core.files import locked, make_private, sync, unreadable, write_private
-from gradveil.core.noise import Key
+from gradveil.core.noise import Address, Key
+from gradveil.core.secure import SecretKey
 from gradveil.core.streams import Stream
 from gradveil.core.tree import Tensors, select, under
+from gradveil.federated.ledger import FOLDER as DEFAULT
+from gradveil.federated.ledger import file_name, place
 from gradveil.integrations.flower.records import Question, Told
 from gradveil.integrations.flower.training import continued, named, states
 
@@ -42,8 +43,7 @@ LOG = logging.getLogger("flwr.gradveil")
 
 IDENTITY, FOLDER = "gradveil-identity", "gradveil-folder"
 """Keys of a SuperNode's `--node-config`: its name, which has to stay the same, and where it keeps its files."""
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
-_TRUST = "ask who runs the server: the same noise on two models would give it away"
+_TRUST = "ask who runs the server: two answers to one round give away more than one"
 
 
 @dataclass(frozen=True)
@@ -58,27 +58,30 @@ class Answer:
 class Memory:
     """One client's files of one run. Use `opened`, which holds them for this process alone."""
 
-    def __init__(self, folder: Path, seed: int, ledger: Path, before: Path | None = None) -> None:
+    def __init__(self, folder: Path, ledger: Path | None, to_create: str, before: Path | None = None) -> None:
         """Look at what there is; `before` is the state that an earlier run of the training has left."""
         self.folder = folder
-        self._seed = seed
         self._before = before
         self.last = max(states(folder), default=0)
         """The last round that was answered; 0 before the first."""
         self.ledger = ledger
-        """Where the privacy is counted that was spent."""
+        """Where the privacy is counted that was spent, if its owner has made it; None for a run without a name."""
+        self.to_create = to_create
+        """The command that makes the ledger."""
 
     @property
     def fresh(self) -> bool:
         """Whether nothing has been answered, neither in this run nor in one that it continues."""
         return not self.last and self._before is None
 
-    def key(self, number: int, own: Key | None) -> Key:
-        """Address the noise of a round: below `own`, or below the client's secret seed and the run."""
-        if own is not None and self._before is not None:
-            remedy = "leave the key or the training's name out: a client's own seed gives each run other noise"
+    def key(self, number: int, own: Key | None) -> Address:
+        """Draw a new secret for the noise of an answer; or address a round's noise below `own`, which is no secret."""
+        if own is None:
+            return SecretKey()
+        if self._before is not None:
+            remedy = "leave the key or the training's name out: without a key every answer has noise of its own"
             raise fail("key", "gives this run the noise of an earlier one of the training", remedy)
-        return (own or Key(self._seed, (self.folder.name,))).child(Stream.ROUND, number)
+        return own.child(Stream.ROUND, number)
 
     def repeated(self, question: Question) -> Answer | None:
         """Return what was sent, where the last round is asked again; an older one, or another model, is refused."""
@@ -158,9 +161,10 @@ def opened(context: Context, folder: Path | str | None, training: str | None = N
 
     `training` names what several runs belong to; without it each run is for itself.
     """
+    folder, name = _folder(context, folder), identity(context)
     if training is not None:
         named(training)
-    home = _home(context, folder) / identity(context)
+    home = folder / name
     own = home / f"run-{int(context.run_id)}"
     try:
         make_private(own)
@@ -168,9 +172,13 @@ def opened(context: Context, folder: Path | str | None, training: str | None = N
         remedy = f"let the node write there, or name another folder: --node-config '{FOLDER}=\"...\"'"
         raise fail(str(own), f"cannot be made: {error.strerror}", remedy) from error
     with locked(home, f"give every SuperNode a {IDENTITY} of its own"):
-        before = None if training is None else continued(home, training, own.name)
-        ledger = own / "privacy" if training is None else home / f"privacy-{training}"
-        yield Memory(own, _seed(home / "seed"), ledger, before)
+        if training is None:
+            yield Memory(own, None, "")
+        else:
+            command = ["gradveil", "ledger", "create", "--identity", name, "--training", training]
+            command += ["--folder", str(folder)]
+            before = continued(home, training, own.name)
+            yield Memory(own, place(folder, name, training), shlex.join(command), before)
 
 
 def identity(context: Context) -> str:
@@ -180,11 +188,7 @@ def identity(context: Context) -> str:
     """
     config = context.node_config
     if IDENTITY in config:
-        name = str(config[IDENTITY])
-        if not _NAME.fullmatch(name):
-            remedy = "use up to 100 letters, digits, '.', '_' and '-', a letter or digit first"
-            raise fail(f"node-config.{IDENTITY}", f"is '{name}', which is no name for a folder", remedy)
-        return name
+        return file_name(f"node-config.{IDENTITY}", str(config[IDENTITY]))
     if "partition-id" in config:
         return f"partition-{int(config['partition-id'])}"
     remedy = f"start the SuperNode with --node-config '{IDENTITY}=\"hospital-a\"'"
@@ -202,18 +206,5 @@ def _read_told(text: str) -> Told:
     return {name: (MetricRecord if numbers else ConfigRecord)(values) for name, (numbers, values) in kinds.items()}
 
 
-def _home(context: Context, folder: Path | str | None) -> Path:
-    if folder is not None:
-        return Path(folder).expanduser()
-    return Path(str(context.node_config.get(FOLDER, "~/.gradveil/flower"))).expanduser()
-
-
-def _seed(file: Path) -> int:
-    if not file.exists():
-        write_private(file, str(secrets.randbits(128)).encode())
-    try:
-        return int(file.read_text())
-    except OSError as error:
-        raise unreadable(file, error) from error
-    except ValueError as error:
-        raise fail(str(file), "is damaged", "remove it: another secret is drawn") from error
+def _folder(context: Context, folder: Path | str | None) -> Path:
+    return Path(folder or str(context.node_config.get(FOLDER, DEFAULT))).expanduser()

@@ -12,7 +12,7 @@ from flwr.app import Context, Message, MessageType, RecordDict
 from flwr.clientapp.typing import ClientAppCallable, Mod
 from torch import nn
 
-from gradveil.client import Client, steady
+from gradveil.client import Client, scheduled, steady
 from gradveil.core.allowed import Choice, collect
 from gradveil.core.errors import Problem, fail, refuse
 from gradveil.core.noise import Key
@@ -25,7 +25,7 @@ from gradveil.defences.trials import data_dependent
 from gradveil.federated.guard import POLICY, Policy
 from gradveil.federated.wire import Layout
 from gradveil.integrations.flower.budget import Limit, charged
-from gradveil.integrations.flower.client import NO_MESSAGES, look, needs_messages, spend
+from gradveil.integrations.flower.client import NO_MESSAGES, look, needs_messages, prepared, spend
 from gradveil.integrations.flower.memory import Memory, opened
 from gradveil.integrations.flower.policy import Asked, obey
 from gradveil.integrations.flower.records import (
@@ -78,7 +78,7 @@ def protect(
     found = parse(defence) if isinstance(defence, str) else defence
     said = (("guard", POLICY, guard), ("statistics", _STATISTICS, statistics))
     refuse([*collect("protect", said), *_out_of_place(found)])
-    limit = Limit.of(epsilon, delta, training)
+    limit = Limit.of(epsilon, delta, training, key)
     limit.provable(examine(Client(_small(), send=found.send), _FEW))
     return _Protect(found.send, model, trainable, statistics, guard, folder, key, training, limit)
 
@@ -141,12 +141,12 @@ class _Protect:
             if self.send is not None:
                 used = _count(told)
                 beside = _SENT if rest else None
-                charge = charged(memory, client, used, self.limit, beside)
-                spec = self.send.noise(params).under("send").to(next(iter(params.values())).dtype)
+                here = scheduled(client, question.number - 1)
+                here, charge = prepared(memory, client, here, used, self.limit, self.key, beside)
+                assert here.send is not None
+                spec = here.send.noise(params).under("send").to(next(iter(params.values())).dtype)
                 noise = select(spec.sample(memory.key(question.number, self.key)), "send")
-                update, after = self.send.in_round(question.number - 1).apply(
-                    update, select(state, "send"), noise, Seen(params, used)
-                )
+                update, after = here.send.apply(update, select(state, "send"), noise, Seen(params, used))
                 state = steady(update, under("send", after), state)
         sent = encoded(update | rest)
         spend(charge)

@@ -13,23 +13,16 @@ from typing import Any, cast
 
 from gradveil.core.errors import Problem, fail
 from gradveil.core.files import DamagedError, read_json, write_json
+from gradveil.federated.ledger import file_name
 
 KIND, VERSION = "gradveil training", 1
 """What a training's file says of itself, and the version of its form."""
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _RUN = re.compile(r"run-[0-9]+")
 
 
 def named(training: str) -> str:
-    """Check a training's name: it is part of a file's.
-
-    >>> named("lungs-2026")
-    'lungs-2026'
-    """
-    if not _NAME.fullmatch(training):
-        remedy = "use up to 100 letters, digits, '.', '_' and '-', a letter or digit first"
-        raise fail("training", f"is {training!r}, which is no name for a file", remedy)
-    return training
+    """Check a training's name: it is part of a file's."""
+    return file_name("training", training)
 
 
 def continued(home: Path, training: str, run: str) -> Path | None:
