@@ -26,6 +26,7 @@ def settings(**changes: Any) -> dict[str, Any]:
         "attacks": ["ig(iterations=6, report=2)"],
         "defences": ["none", "gaussian(0.01)"],
         "victims": 2,
+        "control": False,
         **changes,
     }
 

@@ -84,7 +84,10 @@ class Screen:
             if self.console.quiet:
                 warnings.warn(told, stacklevel=2)
             self.console.print(Text(told, style="yellow"), soft_wrap=True)
-        self.console.print(f"{plural(len(planned), 'cell')} of {plural(victims, 'victim')}{done}", style="bold")
+        some = [cell for cell in planned if cell.control]
+        control = f", {len(some)} of them an undefended control of {some[0].clients(victims)}" if some else ""
+        count = f"{plural(len(planned), 'cell')} of {plural(victims, 'victim')}"
+        self.console.print(f"{count}{control}{done}", style="bold")
 
     def progress(self, cell: Address, share: int, step: Progress) -> None:
         """Take a report of an attack."""
@@ -138,7 +141,7 @@ class Screen:
         worst = max((step.objective for step in steps if math.isfinite(step.objective)), default=None)
         return (
             _called(cell),
-            f"{victims}/{self.victims} victims",
+            f"{victims}/{cell.clients(self.victims)} victims",
             percent(self._share(cell.id)),
             f"objective {number(worst)}",
         )
@@ -171,7 +174,8 @@ class Screen:
 def _called(cell: Address) -> str:
     client = f", client {cell.client}" if cell.client else ""
     when = "" if cell.trained is None else f", after {plural(cell.trained, 'round')}"
-    return f"{cell.attack} against {cell.defence}, seed {cell.seed}{client}{when}"
+    what = "control, " if cell.control else ""
+    return f"{what}{cell.attack} against {cell.defence}, seed {cell.seed}{client}{when}"
 
 
 def _fixed(value: float | None, digits: int) -> str:

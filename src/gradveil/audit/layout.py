@@ -62,6 +62,7 @@ class _Address(_Held):
     batch: int
     defence: str
     attack: str
+    control: bool = False
     prepared: list[str] = []
 
 

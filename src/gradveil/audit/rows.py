@@ -114,6 +114,11 @@ class Row:
         return attacker(self.info)
 
     @property
+    def is_control(self) -> bool:
+        """Whether the run added it by itself, to show that an attack works without a defence."""
+        return bool(self.info.get("control"))
+
+    @property
     def planted(self) -> bool:
         """Whether the server changed the model that it sent, whatever else the attacker was told."""
         return "planted" in self.info

@@ -14,6 +14,7 @@ from gradveil.attacks.base import Attack
 from gradveil.attacks.presets import make_attack
 from gradveil.audit.adaptive import attacks_against
 from gradveil.audit.config import RunConfig
+from gradveil.audit.control import UNDEFENDED
 from gradveil.audit.obstacles import model_problems, obstacles
 from gradveil.audit.reader import with_defaults
 from gradveil.audit.records import observed_images, open_observed
@@ -30,6 +31,9 @@ from gradveil.federated.opening import device_problems, initial_model, open_imag
 from gradveil.federated.standing import Standing
 from gradveil.nn.paths import called, count_classes
 from gradveil.nn.weights import put_weights, read_weights
+
+_ABSENT: Mapping[str, Defence] = {UNDEFENDED: parse(UNDEFENDED)}
+"""Defences that a run need not ask for: its control has none."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +79,8 @@ class Scene:
 
     def client(self, index: int, defence: str, seed: int, standing: Standing | None = None) -> Client:
         """Build a defended client, on the run's device and in its precision; `standing` says what it has learned."""
-        defended = self.defences[defence](self.undefended(index, seed), Key(seed, ("model",)))
+        chosen = self.defences[defence] if defence in self.defences else _ABSENT[defence]
+        defended = chosen(self.undefended(index, seed), Key(seed, ("model",)))
         put_weights(defended.model, standing.params if standing else self.weights)
         defended.model.to(self.config.device, self.dtype)
         after = any(slot is not None and slot.needs_public for slot in (defended.step, defended.send))

@@ -47,7 +47,7 @@ def score(scene: Scene, cell: Address, found: Recovered, named: Named) -> Cell:
 
     What a batch defence made of the images is compared apart (`ssim_transformed`): success is against the images.
     """
-    places = scene.examples(cell.client, range(scene.config.victims), cell.seed)
+    places = scene.examples(cell.client, range(cell.clients(scene.config.victims)), cell.seed)
     truth, candidate = scene.pixels(scene.batch(places).inputs), scene.pixels(found.tensors["inputs"])
     order, matched = match_batch(candidate, truth)
     scores = {"mse": mse(matched, truth), "psnr": psnr(matched, truth), "ssim": ssim(matched, truth)}
@@ -141,6 +141,7 @@ def _address(scene: Scene, cell: Address, named: Named) -> dict[str, Any]:
     settings = scene.config.client[cell.client]
     return {
         "cell": cell.id,
+        "control": cell.control,
         "model": scene.config.model.name,
         "prepared": list(scene.prepared),
         "data": scene.config.data.name,

@@ -14,6 +14,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import Tensor
 
+from gradveil.audit.config import FREE
 from gradveil.audit.layout import AGAIN, CELL, IMAGES, PLANS, RECORDS, RESTORE, RUN, TRAINING, read_parts, read_run
 from gradveil.core.errors import GradveilError, Problem, fail, refuse
 from gradveil.core.files import LOCK, DamagedError, locked, sync, write_json, write_private
@@ -221,7 +222,7 @@ class Store:
         there = self.info()
         if there.get("share") is None:
             raise fail(str(self.folder / RUN), "share is missing", RESTORE)
-        refuse_others(self.folder, there, info)
+        refuse_others(self.folder, there, info, FREE)
         refuse(list(_shared_otherwise(there.get("sharing", {}), info["sharing"])))
         grown = {key: info[key] for key in ("config", "cells", "command", "sharing", "warnings")}
         # An earlier version did not say what the files held.

@@ -62,6 +62,8 @@ _HELP = {
     "set": "Any setting of the run file: --set client.batch=4 --set 'data.size=64'; KEY= leaves it out. Repeatable.",
     "fail": "A gate for CI: exit with code 3 if an attack success rate is above this (0 to 1), with 1 if that cannot "
     "be said. Counts attackers who were told no secrets, on defences; on none where there is no other.",
+    "control": "Leave out the short undefended control, which shows that the attacks work. It runs where the defences "
+    "hold no undefended client.",
     "train": "Train with every defence first, as the table \\[train] says, and attack its clients at chosen rounds.",
     "data": "Folder where data files lie (or set GRADVEIL_DATA).",
     "workers": "Workers of one thread each; by default one a core on a CPU, one on a GPU.",
@@ -81,6 +83,7 @@ def audit(
     observed: Annotated[Path | None, typer.Option(metavar="DIR", help=_HELP["observed"])] = None,
     out: Annotated[Path | None, typer.Option(help=_HELP["out"])] = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="Remove earlier results and start again.")] = False,
+    no_control: Annotated[bool, typer.Option("--no-control", help=_HELP["control"])] = False,
     no_images: Annotated[bool, typer.Option("--no-images", help="Keep scores only, no private images.")] = False,
     device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, mps.")] = None,
     fail_above: Annotated[float | None, typer.Option(metavar="ASR", min=0, max=1, help=_HELP["fail"])] = None,
@@ -103,13 +106,15 @@ def audit(
     overrides: dict[str, Any] = {"victims": victims, "device": device, **lists}
     overrides |= {"iterations": iterations, "restarts": restarts, "budget": budget}
     settings = [*([f"observed.folder={json.dumps(str(observed))}"] if observed else []), *(setting or [])]
-    config = _read(name, observed, overrides | ({"images": False} if no_images else {}), settings, trained)
+    switched = {key: False for key, off in (("images", no_images), ("control", no_control)) if off}
+    config = _read(name, observed, overrides | switched, settings, trained)
     if config.observed is not None:
         config = settled(config, data_dir)
         if fail_above is not None and not open_observed(config, data_dir).scored:
             raise fail("--fail-above", f"has nothing to compare: {NO_SCORE}", "record the truth, or leave it out")
     folder = out or Path("runs") / config.name
-    flags = [flag for flag, on in (("--train", trained), ("--no-images", no_images)) if on]
+    switches = ("--train", trained), ("--no-control", no_control), ("--no-images", no_images)
+    flags = [flag for flag, on in switches if on]
     command = _command(name, overrides, settings, flags)
     with redirect_stdout(sys.stderr):  # What a user's model prints must not mix with the results.
         place = Place(engine, address, config.device)
