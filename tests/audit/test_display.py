@@ -10,8 +10,10 @@ from rich.console import Console
 
 from gradveil.attacks.base import Progress
 from gradveil.audit.cell import cells
-from gradveil.audit.display import Screen, legend, result_table
+from gradveil.audit.display import Screen, result_table
 from gradveil.audit.expected import expected_work
+from gradveil.audit.findings import findings
+from gradveil.audit.outcome import definitions, remarks_on
 from gradveil.audit.scene import open_scene
 from gradveil.audit.store import Cell
 from gradveil.core.errors import Problem
@@ -41,6 +43,12 @@ def result(defence: str, attack: str, successes: int, status: str = "budget", tr
         for victim, image in enumerate(images)
     ]
     return Cell({**info, "distance": 0.5, "row_iterations": 8, "controls": controls}, records)
+
+
+def legend(cells: list[Cell], settings: dict[str, Any] | None = None) -> str:
+    """Everything that stands below the tables with --explain."""
+    found = findings(cells)
+    return "\n".join([*remarks_on(found, settings or {}), *definitions(found, settings or {})])
 
 
 def play(screen: Screen, steps: list[Progress]) -> None:
@@ -187,7 +195,7 @@ def test_a_defence_that_is_not_broken_and_an_attack_that_is_under_optimised_look
     out = console(terminal=False)
     out.print(result_table(rows))
     lines = text(out).splitlines()
-    ends = ("health", "effective", "under-optimised", "ambiguous", "converged", "suspect")
+    ends = ("attack check", "effective", "under-optimised", "ambiguous", "converged", "suspect")
     assert [line.split("0.5  ")[-1].split("distance")[-1].strip() for line in lines] == list(ends)
     said = legend(rows[:2])
     assert "under-optimised: it stopped above the objective of the true images" in said
@@ -195,7 +203,7 @@ def test_a_defence_that_is_not_broken_and_an_attack_that_is_under_optimised_look
 
 
 def test_the_legend_names_diverged_attacks() -> None:
-    assert "SSIM above 0.5" in legend([result("none", "ig", 1)])
+    assert "SSIM to the true image above 0.5" in legend([result("none", "ig", 1)])
     assert "ig against none: scored against other victims" in legend([result("none", "ig", 2)])
     assert "other victims" not in legend([result("none", "ig", 4)])
     assert "4 victims' attacks diverged and count as failed" in legend([result("none", "ig", 0, "diverged")])
@@ -228,7 +236,7 @@ def test_upper_bounds_stand_last_and_are_named() -> None:
     out.print(result_table(rows))
     assert [line.split()[1:3] for line in text(out).splitlines()[1:]] == [["cdia", "adaptive"], ["wiig", "informed"]]
     said = legend(rows)
-    assert "informed was told the client's secrets" in said
+    assert "Attacker, informed: was told the client's secrets" in said
     assert "upper bounds" in said
     assert "upper bounds" not in legend(rows[1:])
 

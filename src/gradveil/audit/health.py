@@ -5,15 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from gradveil.attacks.inversion import Inversion
 from gradveil.attacks.presets import make_attack
 from gradveil.audit.evidence import expected_of, leaks
 from gradveil.audit.rounds import plain_name
 from gradveil.audit.rows import Row
-from gradveil.audit.store import Cell
-from gradveil.audit.summary import summarise
 from gradveil.core.errors import GradveilError
 from gradveil.core.words import number, percent
 
@@ -82,18 +80,6 @@ def examine(row: Row, rows: Sequence[Row]) -> Health:
     if found:
         return Health("suspect", tuple(found))
     return Health("ambiguous", (_misled(row),)) if _side(row) == "below" else Health("converged")
-
-
-def summaries(cells: Sequence[Cell]) -> list[dict[str, Any]]:
-    """Sum every cell up in a flat object, with whose attack it was and its health; a failed cell has neither."""
-    rows = {place: Row(place, cell) for place, cell in enumerate(cells) if cell.failed is None}
-    found: list[dict[str, Any]] = []
-    for place, cell in enumerate(cells):
-        row = rows.get(place)
-        kind = row.attacker if row else None
-        state = examine(row, [*rows.values()]).label if row else None
-        found.append({**summarise(cell), "attacker": kind, "health": state})
-    return found
 
 
 def _side(row: Row) -> Literal["above", "below", "between", "unknown"]:

@@ -135,12 +135,16 @@ def eligible(rows: Sequence[Row]) -> tuple[Row, ...]:
 
 
 def verdicts(rows: Sequence[Row]) -> list[Verdict]:
-    """Judge every defence in every setting: settings in the run's order, the worst defence first."""
+    """Judge every defence in every setting: settings in the run's order, the worst defence first.
+
+    A control vouches for attacks, and is not judged itself.
+    """
     settings = list(dict.fromkeys(row.setting for row in rows if row.images))
     found = []
     for setting in settings:
         here = [row for row in rows if row.setting == setting and row.images]
-        judged = [_judge(setting, name, here) for name in dict.fromkeys(row.defence for row in here)]
+        asked = dict.fromkeys(row.defence for row in here if not row.is_control)
+        judged = [_judge(setting, name, here) for name in asked]
         found += sorted(judged, key=_order)
     return found
 
@@ -158,7 +162,7 @@ def strength(row: Row) -> tuple[float, bool, float]:
 
 
 def _judge(setting: Setting, defence: str, here: Sequence[Row]) -> Verdict:
-    rows = [row for row in here if row.defence == defence]
+    rows = [row for row in here if row.defence == defence and not row.is_control]
     tests = tests_of(eligible(rows))
     leaking = {test.number for test in tests if test.leaks}
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from statistics import fmean
 from typing import Any
 
-from gradveil.audit.health import summaries
+from gradveil.audit.findings import SCHEMA, Findings, sentence_of
 from gradveil.audit.rows import Row, Setting
 from gradveil.audit.store import UNFIT, Cell
 from gradveil.audit.verdict import Verdict, verdicts
@@ -285,11 +285,20 @@ def mark(row: Row, found: Mapping[tuple[Setting, str], str]) -> str | None:
     return found.get((row.setting._replace(trained=None), row.defence)) if row.setting.trained is not None else None
 
 
-def summaries_with_fronts(cells: Sequence[Cell]) -> list[dict[str, Any]]:
-    """Sum every cell up, with `pareto`: the fronts that its defence is on, or why it is on none."""
-    rows = {place: Row(place, cell) for place, cell in enumerate(cells) if cell.failed is None}
-    found = marks([row for row in rows.values() if row.cell.unscored is None])
+def as_object(found: Sequence[Findings]) -> dict[str, Any]:
+    """Return what `gradveil summary --json` prints of these runs."""
+    return {
+        "schema": SCHEMA,
+        "verdict": sentence_of(found),
+        "settings": [entry for each in found for entry in each.settings],
+        "trials": [entry for each in found for entry in trials_with_fronts(each)],
+    }
+
+
+def trials_with_fronts(found: Findings) -> list[dict[str, Any]]:
+    """Sum every trial up, with `pareto`: the fronts that its defence is on, or why it is on none."""
+    fronts = marks([row for row in found.finished if row.cell.unscored is None])
     return [
-        {**told, "pareto": mark(rows[place], found) if place in rows else None}
-        for place, told in enumerate(summaries(cells))
+        {**told, "pareto": mark(row, fronts) if row.cell.failed is None and not row.is_control else None}
+        for row, told in zip(found.rows, found.trials, strict=True)
     ]
