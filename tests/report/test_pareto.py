@@ -256,7 +256,7 @@ def test_a_training_that_diverges_is_told_and_leaves_no_gap(audited: Path) -> No
 
 def test_summaries_name_the_fronts(audited: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert command(["summary", str(audited), "--json"]) == 0
-    rows = json.loads(capsys.readouterr().out)
+    rows = json.loads(capsys.readouterr().out)["trials"]
     found = marks(context(load_run(audited))["rows"])
     assert {row["pareto"] for row in rows if row["failed"] is None} == set(found.values())
     assert {row["pareto"] for row in rows if row["failed"] is not None} == {None}

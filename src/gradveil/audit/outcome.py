@@ -66,7 +66,7 @@ def verdict_table(found: Findings) -> Table:
             table.add_row(*where, label, *[DASH] * (6 + accuracy))
         else:
             good = [percent(each.best.summary["accuracy"])] if accuracy else []
-            table.add_row(*where, label, *headline(each), strongest(each), *good, size(each.price.sent))
+            table.add_row(*where, label, *headline(each), Text(strongest(each)), *good, size(each.price.sent))
     return table
 
 

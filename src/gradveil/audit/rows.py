@@ -139,6 +139,8 @@ class Row:
     @property
     def defence_name(self) -> str:
         """What the defence is called in the page: its canonical text, which tells its settings apart."""
+        if self.is_control:
+            return "No defence (control)"
         return "No defence" if self.undefended else self.defence
 
     @cached_property
