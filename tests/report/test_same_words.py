@@ -17,7 +17,7 @@ from gradveil.audit.findings import Findings, findings, sentence_of
 from gradveil.audit.outcome import print_outcome, trained_on
 from gradveil.audit.rows import Row
 from gradveil.audit.store import Cell, load_run
-from gradveil.audit.verdict import LEVELS
+from gradveil.audit.verdict import LEVELS, Level
 from gradveil.cli.app import run as command
 from gradveil.report import write_report
 from tests.report.cells import BARE, HEALTHY, row
@@ -70,7 +70,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_every_surface_shows_the_same_verdicts(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    levels = {verdict.defence: verdict.level for verdict in of(*ROWS).verdicts}
+    levels: dict[str, Level] = {verdict.defence: verdict.level for verdict in of(*ROWS).verdicts}
     assert levels.pop("none") == "broken"
     assert sorted(levels.values()) == sorted(LEVELS)
 

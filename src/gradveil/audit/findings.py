@@ -117,7 +117,8 @@ def findings(cells: Sequence[Cell]) -> Findings:
 def sentence_of(found: Sequence[Findings]) -> str:
     """Put the verdict on these runs into a sentence."""
     every = [entry for each in found for entry in each.entries]
-    if defended := [(each.defence, each.level) for each in every if not each.undefended]:
+    defended: list[tuple[str, Level]] = [(each.defence, each.level) for each in every if not each.undefended]
+    if defended:
         return _counted(defended, several=len({each.setting for each in every}) > 1 or len(found) > 1)
     if every:
         levels = listing(dict.fromkeys(LEVELS[each.level][0].lower() for each in every))
