@@ -12,14 +12,12 @@ from gradveil.attacks.base import Progress
 from gradveil.audit.cell import cells
 from gradveil.audit.display import Screen, result_table
 from gradveil.audit.expected import expected_work
-from gradveil.audit.findings import findings
-from gradveil.audit.outcome import definitions, remarks_on
 from gradveil.audit.scene import open_scene
 from gradveil.audit.store import Cell
 from gradveil.core.errors import Problem
 from gradveil.core.words import interval, percent
 from gradveil.metrics import wilson
-from tests.audit.runs import config
+from tests.audit.runs import config, legend
 
 
 def console(terminal: bool) -> Console:
@@ -43,12 +41,6 @@ def result(defence: str, attack: str, successes: int, status: str = "budget", tr
         for victim, image in enumerate(images)
     ]
     return Cell({**info, "distance": 0.5, "row_iterations": 8, "controls": controls}, records)
-
-
-def legend(cells: list[Cell], settings: dict[str, Any] | None = None) -> str:
-    """Everything that stands below the tables with --explain."""
-    found = findings(cells)
-    return "\n".join([*remarks_on(found, settings or {}), *definitions(found, settings or {})])
 
 
 def play(screen: Screen, steps: list[Progress]) -> None:

@@ -10,7 +10,7 @@ import torch
 from rich.console import Console
 
 from gradveil.audit.cell import cells, recover
-from gradveil.audit.display import legend, result_table
+from gradveil.audit.display import result_table
 from gradveil.audit.findings import findings
 from gradveil.audit.observed import recover_observed
 from gradveil.audit.records import Observed
@@ -23,7 +23,7 @@ from gradveil.federated.config import LocalConfig
 from gradveil.federated.recorded import Recorder
 from gradveil.metrics import ssim
 from tests.audit.recording import UNSEEN, record, simulated, watching
-from tests.audit.runs import config, execute
+from tests.audit.runs import config, execute, legend
 
 
 def refused(pattern: str, folder: Path, **changes: Any) -> None:
@@ -91,7 +91,7 @@ def test_without_the_truth_there_is_no_score_and_it_is_said(tmp_path: Path) -> N
     with console.capture() as shown:
         console.print(result_table(run.cells), legend(run.cells, run.info["config"]))
     assert "No score: the truth was not recorded" in shown.get()
-    assert "ASR: share" not in shown.get()
+    assert "ASR: the share" not in shown.get()
     assert load_run(tmp_path / "run").cells[0].records == cell.records
 
 

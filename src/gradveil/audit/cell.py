@@ -19,13 +19,13 @@ from gradveil.audit.adaptive import attacks_against
 from gradveil.audit.bound import leaked
 from gradveil.audit.budget import Share, read_budget, spends, within
 from gradveil.audit.config import RunConfig
-from gradveil.audit.control import UNDEFENDED, control_attacks, first_met, target_clients
 from gradveil.audit.granted import first, grant, looks_at_last, told
 from gradveil.audit.plans import UNPLANNED, Plans
 from gradveil.audit.privacy import privacy_facts
 from gradveil.audit.protocol import answer
 from gradveil.audit.rounds import Truth, observe, updates
 from gradveil.audit.scene import Scene
+from gradveil.audit.undefended import UNDEFENDED, control_attacks, first_met, target_clients
 from gradveil.audit.utility import pruned, worth
 from gradveil.client import Client
 from gradveil.core.noise import Key

@@ -110,6 +110,7 @@ class _Image(_Held):
     mse: float
     psnr: float
     ssim: float
+    expected: dict[str, float] = {}
 
 
 class _Record(_Held):

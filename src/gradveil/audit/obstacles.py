@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from gradveil.attacks.base import Careful, Prospect
 from gradveil.audit.adaptive import WORDS, attacks_against
-from gradveil.audit.control import UNDEFENDED, control_attacks
 from gradveil.audit.protocol import declared
+from gradveil.audit.undefended import UNDEFENDED, control_attacks
 from gradveil.client import Client, speakers
 from gradveil.core.errors import UNFIT, GradveilError, Problem
 from gradveil.core.types import Batch

@@ -142,7 +142,8 @@ def definitions(found: Findings, config: Mapping[str, Any]) -> Iterator[str]:
     threshold = next((row.info["threshold"] for row in rows if "threshold" in row.info), 0.5)
     if rows:
         yield f"Threat model: {threat_model(rows, config)}"
-    yield f"Recovered: SSIM to the true image above {threshold:g}. ASR: the share of images recovered."
+    if any(row.images for row in rows):
+        yield f"Recovered: SSIM to the true image above {threshold:g}. ASR: the share of images recovered."
     yield from explained(found)
     if any(row.attacker == "informed" for row in rows):
         yield "Rates of informed attackers are upper bounds, no part of a verdict."

@@ -67,7 +67,7 @@ class Setting(NamedTuple):
 FLOORS = {
     "mean_image": ("Mean image", "the public mean image"),
     "class_mean": ("Class mean", "the mean of the public images of the same class"),
-    "class_image": ("Class image", "a random public image of the same class"),
+    "class_image": ("Class image", "public images of the same class, on average"),
 }
 """What needs no update, scored as if it were reconstructions: what tables call it, and what it is."""
 

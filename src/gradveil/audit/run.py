@@ -19,7 +19,6 @@ from gradveil.attacks.base import Progress
 from gradveil.attacks.presets import ATTACKS
 from gradveil.audit.cell import Address, Recovered, cells, merge
 from gradveil.audit.config import RunConfig
-from gradveil.audit.control import target_clients
 from gradveil.audit.expected import expected_work
 from gradveil.audit.layout import FORMAT
 from gradveil.audit.plans import read_plans, write_plan
@@ -27,6 +26,7 @@ from gradveil.audit.scene import Scene
 from gradveil.audit.score import Named, failure, score
 from gradveil.audit.sighted import score_observed
 from gradveil.audit.store import Cell, Store
+from gradveil.audit.undefended import target_clients
 from gradveil.audit.work import Task, recovered, working
 from gradveil.core.errors import GradveilError, Problem
 from gradveil.core.own import code_of

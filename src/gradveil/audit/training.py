@@ -18,8 +18,8 @@ from torch import Tensor
 
 from gradveil.attacks.base import Active, Attack
 from gradveil.audit.config import RunConfig
-from gradveil.audit.control import UNDEFENDED, has_control
 from gradveil.audit.source import Source
+from gradveil.audit.undefended import UNDEFENDED, has_control
 from gradveil.client import Client
 from gradveil.core.errors import GradveilError, Problem, fail, refuse
 from gradveil.core.files import read_json, unreadable
