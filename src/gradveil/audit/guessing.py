@@ -144,7 +144,7 @@ def _compare(pixels: Tensor, overall: Tensor, threshold: float, pairs: int, of: 
 def _candidates(tested: Tensor, count: int) -> Tensor:
     """Choose images to guess with: those nearest to the mean, and the first ones (the images are in random order)."""
     central = (tested - tested.mean(0)).square().flatten(1).sum(1).argsort()
-    chosen = torch.cat([central[: (count + 1) // 2], torch.arange(count // 2)])
+    chosen = torch.cat([central[: (count + 1) // 2], torch.arange(min(count // 2, len(tested)))])
     return chosen.unique()
 
 
