@@ -49,6 +49,13 @@ def unscored(**change: Any) -> Row:
     return blind
 
 
+def as_trained_on(made: Row) -> Row:
+    """Let every image come back as the client trained on it."""
+    for record in made.cell.records:
+        record["per_image"][0] |= {"success_transformed": 1, "expected_transformed": {"recovered": 0.01, "public": 50}}
+    return made
+
+
 def test_an_ambiguous_control_and_no_adaptive_attacker_do_not_pass() -> None:
     """The run that used to pass: 0% without a defence, 0% by an attacker who ignores the defence."""
     found = judged(0.1, bare(0, 64, health=AMBIGUOUS), row(0, 64, belief="naive"))
@@ -61,7 +68,7 @@ RUNS: dict[str, tuple[Callable[[], Gate], int, str]] = {
     "broken attack: nothing without a defence either": (
         lambda: judged(0.1, bare(0, 64), row(0, 64)),
         1,
-        "dgp (gradient) is inconclusive. No adaptive attack passed the attack check (ig: suspect).",
+        "dgp (gradient) is inconclusive. No adaptive attack shows that it would find a leak (ig: suspect).",
     ),
     "no adaptive attacker": (
         lambda: judged(0.1, BARE, row(0, 64, belief="naive")),
@@ -132,6 +139,11 @@ RUNS: dict[str, tuple[Callable[[], Gate], int, str]] = {
     ),
     "identified without being recovered": (
         lambda: judged(0.1, BARE, row(0, 64, identified=True)),
+        3,
+        "",
+    ),
+    "recovered as a batch defence made them": (
+        lambda: judged(0.1, BARE, as_trained_on(row(0, 64, defence="ats"))),
         3,
         "",
     ),

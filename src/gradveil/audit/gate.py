@@ -41,7 +41,7 @@ class Counted:
     verdict: Verdict
     row: Row
     hits: int
-    """Images recovered; or identified, where more are and identification beats its baseline."""
+    """Images recovered; or those identified, or recovered as trained on, where more are and that is a leak."""
 
     @property
     def rate(self) -> float:
@@ -143,9 +143,9 @@ def _most(verdict: Verdict) -> Counted:
 
 
 def _hits(verdict: Verdict, row: Row) -> int:
-    """Count the images of a trial that were recovered, or identified where that beats its baseline."""
-    beaten = any(test.leaks and (test.number, test.criterion) == (row.number, "identified") for test in verdict.tests)
-    return max(row.recovered, row.identified if beaten else 0)
+    """Count the images of a trial that were recovered, or hit by another criterion where that beats its baseline."""
+    leaked = (test.observed for test in verdict.tests if test.leaks and test.number == row.number)
+    return max(row.recovered, *leaked, 0)
 
 
 def _lost(row: Row) -> int:

@@ -17,6 +17,7 @@ from gradveil.audit.summary import summarise
 from gradveil.audit.threat import scope, threat_model
 from gradveil.audit.verdict import LEVELS, Level, Verdict
 from gradveil.core.words import DASH, interval, listing, percent, size
+from gradveil.defences.privacy import NOTHING
 
 _STYLES: Mapping[Level, str] = {
     "broken": "bold red",
@@ -40,6 +41,7 @@ def print_outcome(
     remarks = [*remarks_on(found, config), *(definitions(found, config) if explain else ())]
     more = [told for told, shown in (("Definitions: --explain.", explain), ("Every trial: --all.", every)) if not shown]
     remarks += [" ".join(more)] if more else []
+    console.print()
     console.print("\n".join(remarks), style="dim", markup=False)
 
 
@@ -123,7 +125,10 @@ def conditions(every: Sequence[Row]) -> Iterator[str]:
     rows = [row for row in every if row.cell.failed is None]
     yield from (f"{row.attack} against {row.defence}: {alike}." for row in rows if (alike := coincidence(row)))
     for promise, names in _promises(rows).items():
-        yield f"{promise[0].upper()}{promise[1:]} ({listing(names)})."
+        if promise in ("none", NOTHING):
+            yield f"No formal guarantee: {listing(names)}."
+        else:
+            yield f"Formal guarantee of {listing(names)}: {promise}."
     yield from (f"Believed {row.defence}: {note}." for row, note in _notes(rows))
     doubts = dict.fromkeys(f"{row.defence}: {doubt}" for row in rows for doubt in row.info.get("suspicions", ()))
     yield from (f"Privacy warning: {doubt}." for doubt in doubts)
