@@ -98,10 +98,12 @@ def gate(run: Run, limit: float, accepted: Sequence[Accepted] = ()) -> Gate:
     judged = _that_count(found)
     verdicts = [each for each in judged if isinstance(each, Verdict)]
     counted = [_most(verdict) for verdict in verdicts if verdict.best.attacker != "informed"]
+    gaps = [each for each in judged if isinstance(each, Gap)]
+    named = {(gap.setting, gap.defence) for gap in gaps}
     obstacles = [
         *_missing(run),
-        *(f"{called(row)} failed: {row.cell.failed}." for row in found.rows if row.cell.broken),
-        *(_no_score(each) for each in judged if isinstance(each, Gap)),
+        *(_failed(row) for row in found.rows if row.cell.broken and (row.setting, row.defence) not in named),
+        *map(_no_score, gaps),
         *(_undecided(each) for each in verdicts if _is_open(each, accepted)),
         *(_too_few(one, limit) for one in counted if one.rate <= limit < _reach(one.hits, one.row, accepted)),
         *(line for one in counted for line in _diverged(one.verdict, limit, accepted)),
@@ -169,6 +171,10 @@ def _missing(run: Run) -> Iterator[str]:
     if missing := [name for name in planned if name not in there]:
         counted = f"{len(missing)} of {plural(len(planned), 'cell')} {'is' if len(missing) == 1 else 'are'} not done"
         yield f"{counted}: give the same command again."
+
+
+def _failed(row: Row) -> str:
+    return f"{called(row)} failed: {row.cell.failed}."
 
 
 def _no_score(gap: Gap) -> str:
