@@ -115,7 +115,7 @@ def test_cells_above_the_gate_say_where_they_stand() -> None:
     assert [" ".join(line.split()) for line in console.export_text().splitlines()] == [
         "defence verdict attack seed client round attacker recovered 95% CI baseline",
         "dgp LEAKS ig 1 gradient 20 knows the defence 8/32 25% 13.3–42.1% 0%",
-        "dgp NOT TESTED ig 0 gradient 0 ignores the defence 1/32 3.1% 0.6–15.7% 0%",
+        "dgp LEAKS ig 0 gradient 0 ignores the defence 1/32 3.1% 0.6–15.7% 0%",
     ]
 
 
