@@ -7,7 +7,6 @@ from functools import cache
 
 import numpy as np
 import pytest
-
 from benchmarks.null_verdicts import KINDS, Pool, Split, beyond_error, power, real_runs, synthetic_runs
 
 
