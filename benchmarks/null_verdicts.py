@@ -328,7 +328,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="folder for null-verdicts.csv and verdict-power.csv")
     parser.add_argument("--note", default="", help="date and machine")
     given = parser.parse_args()
-    nulls, powers = null_table(given.runs, given.seed), power_table(10 * given.runs, given.seed)
+    nulls, powers = null_table(given.runs, given.seed), power_table(5 * given.runs, given.seed)
     for line in powers:
         print(*line.values())
     bad = [line for line in nulls if beyond_error(line)]

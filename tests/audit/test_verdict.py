@@ -33,6 +33,12 @@ def test_an_adaptive_attacker_is_quoted_with_wilsons_interval() -> None:
     assert verdict.notes == ()
 
 
+def test_images_that_are_identified_without_being_recovered_are_part_of_the_sentence() -> None:
+    verdict = judge(row(0, identified=True))
+    assert verdict.level == "leaks"
+    assert verdict.sentence.endswith("0 of them identifiable (0%, 95% CI 0–10.7%). It identifies 32 of 32.")
+
+
 def test_a_naive_attacker_alone_is_no_evidence_of_safety() -> None:
     verdict = judge(row(0, belief="naive"))
     assert "An attacker who ignores this defence recovers 0 of 32 images, 0 of them" in verdict.sentence

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from gradveil.audit.rows import Row
 from gradveil.core.noise import Key
 from gradveil.metrics import Risk, risk, wilson
-from gradveil.metrics.chance import added, beta_binomial, bootstrap_maximum, holm, matches, poisson_binomial, upper_tail
+from gradveil.metrics.chance import added, beta_binomial, bootstrap_maximum, holm, matches, upper_tail
 
 LEVEL = 0.05
 """The probability, at most, of calling attackers that only guess a leak, per defence and setting."""
@@ -156,11 +156,12 @@ def _identified(images: Sequence[_Image], chances: Sequence[_Chance]) -> Iterato
     for (_, gallery), clients in groups.items():
         if gallery is not None and clients.total() <= gallery:
             yield matches(tuple(sorted(clients.values())), gallery)
-    yield poisson_binomial(
+    rest = Counter(
         chance.share
         for image, chance in zip(images, chances, strict=True)
         if chance.images is None or groups[image.label, chance.images].total() > chance.images
     )
+    yield from (beta_binomial(count, share, None) for share, count in rest.items())
 
 
 def baseline(row: Row) -> float:

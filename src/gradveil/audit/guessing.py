@@ -164,7 +164,8 @@ def _cover(passes: Tensor, places: Tensor) -> list[Chance]:
         covered = covered | passes[best]
         if places[best] >= 0:
             left[places[best]] = False
-        share, images = (float((covered & left).sum() / left.sum()), int(left.sum())) if left.any() else (1.0, 0)
+        images = int(left.sum())
+        share = int((covered & left).sum()) / images if images else 1.0
         if found and share <= found[-1].share:
             break
         found.append(Chance(share, images, _name(best - len(passes))))

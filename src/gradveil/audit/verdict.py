@@ -274,10 +274,9 @@ def _sentence(best: Row, judged: Sequence[Row], seeds: int) -> str:
     who = f"Without a defence, {who[0].lower()}{who[1:]}" if best.undefended else who
     worst = f" on the worst of {seeds} seeds" if seeds > 1 else ""
     rate = f"{percent(best.identifiable / best.images)}, 95% CI {interval(*interval_of(best, judged))}"
-    return (
-        f"{who} {best.recovered} of {plural(best.images, 'image')}{worst}, {best.identifiable} of them identifiable "
-        f"({rate})."
-    )
+    count = f"{best.recovered} of {plural(best.images, 'image')}{worst}"
+    more = f" It identifies {best.identified} of {best.images}." if best.identified > best.identifiable else ""
+    return f"{who} {count}, {best.identifiable} of them identifiable ({rate}).{more}"
 
 
 def _notes(best: Row, mine: Sequence[Row], strongest: Sequence[tuple[int, Row]]) -> list[str]:
