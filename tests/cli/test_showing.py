@@ -127,7 +127,7 @@ def test_an_attack_that_does_not_apply_is_told_in_its_cell_and_the_others_are_ma
     capsys.readouterr()
     assert run(["summary", "runs/faces", "--markdown", "-"]) == 0
     out, err = capsys.readouterr()
-    assert "| `precode` | does not apply |" in out
+    assert "| `precode` | not tested | does not apply |" in out
     assert "To go on" not in err, "nothing is left to be done"
 
 

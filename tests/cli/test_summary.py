@@ -19,6 +19,13 @@ from tests.audit.runs import config, execute
 from tests.cli.little import audit
 
 LABELS = {*STATES}
+_NOTHING = """{
+ "schema": "gradveil.summary/1",
+ "verdict": "There is no verdict: no trial has finished.",
+ "settings": [],
+ "trials": []
+}
+"""
 
 
 @pytest.fixture
@@ -96,12 +103,12 @@ def test_summary_of_a_run_that_is_not_done_says_how_to_go_on(small: Path, capsys
     assert err == f"1 of 2 cells is finished: 1 not done yet. {again}\n"
     shutil.rmtree(two)
     (small / "runs/small").rename(small / "else where")
-    for words, printed in (([], ""), (["--json"], "[]\n"), (["--csv", "-"], "cell,model,data,seed,round")):
+    for words, printed in (([], ""), (["--json"], _NOTHING), (["--csv", "-"], "cell,model,data,seed,round")):
         assert run(["summary", "else where", *words]) == 1
         out, err = capsys.readouterr()
         assert err == f"None of 2 cells are finished: 2 not done yet. {again} --out 'else where'\n"
         assert out.startswith(printed)
-        assert len(out.splitlines()) <= 1
+        assert len(out.splitlines()) <= max(1, printed.count("\n"))
 
 
 def test_summary_of_failed_cells(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
