@@ -10,6 +10,8 @@ from typing import Any
 from gradveil.attacks.base import Progress
 from gradveil.audit.cell import Address, sharing
 from gradveil.audit.config import RunConfig
+from gradveil.audit.findings import findings
+from gradveil.audit.outcome import definitions, remarks_on
 from gradveil.audit.reader import resolve
 from gradveil.audit.run import describe, run
 from gradveil.audit.scene import open_scene
@@ -26,12 +28,19 @@ def settings(**changes: Any) -> dict[str, Any]:
         "attacks": ["ig(iterations=6, report=2)"],
         "defences": ["none", "gaussian(0.01)"],
         "victims": 2,
+        "control": False,
         **changes,
     }
 
 
 def config(**changes: Any) -> RunConfig:
     return resolve(settings(**changes))
+
+
+def legend(cells: Sequence[Cell], settings: Mapping[str, Any] = MappingProxyType({})) -> str:
+    """Everything that stands below the tables with --explain."""
+    found = findings(cells)
+    return "\n".join([*remarks_on(found, settings), *definitions(found, settings)])
 
 
 class Silent:

@@ -10,14 +10,14 @@ from rich.console import Console
 
 from gradveil.attacks.base import Progress
 from gradveil.audit.cell import cells
-from gradveil.audit.display import Screen, legend, result_table
+from gradveil.audit.display import Screen, result_table
 from gradveil.audit.expected import expected_work
 from gradveil.audit.scene import open_scene
 from gradveil.audit.store import Cell
 from gradveil.core.errors import Problem
 from gradveil.core.words import interval, percent
 from gradveil.metrics import wilson
-from tests.audit.runs import config
+from tests.audit.runs import config, legend
 
 
 def console(terminal: bool) -> Console:
@@ -34,7 +34,8 @@ def result(defence: str, attack: str, successes: int, status: str = "budget", tr
     controls = {"wrong_victim": {"asr": 0.9}, "mean_image": {"asr": 0.0}, "class_image": {"asr": 0.25}}
     info |= {"model": "lenet", "data": "faces", "batch": 1, "round": 0, "belief": "full", "knowledge": {}}
     info["health"] = {"objective": 0.1, "objective_initial": 1.0, "objective_truth": truth, "diverged": 0.0}
-    images = [{"mse": 0.1, "psnr": 10.0, "ssim": 0.6, "success": int(i < successes)} for i in range(4)]
+    scores = {"mse": 0.1, "psnr": 10.0, "ssim": 0.6, "expected": {"recovered": 0.25}}
+    images = [scores | {"success": int(i < successes)} for i in range(4)]
     records = [
         {"victim": victim, "status": status, "label_accuracy": 1.0, "per_image": [image]}
         for victim, image in enumerate(images)
@@ -165,7 +166,7 @@ def test_the_table_has_the_strongest_attack_first() -> None:
     out.print(result_table(rows))
     lines = [line.split() for line in text(out).splitlines()]
     assert [line[:2] for line in lines[1:]] == [["none", "dlg"], ["none", "ig"], ["dgp", "ig"], ["dgp", "gi"]]
-    assert lines[1][2:] == ["–", "100%", "51–100%", "25%", "0.60", "10.0", "0.5", "works"]
+    assert lines[1][2:] == ["–", "100%", "51–100%", "25%", "0.60", "10.0", "0.5", "effective"]
     assert lines[3][2:4] == ["adaptive", "0%"]
     assert lines[4][2:] == ["–", "failed"]
 
@@ -179,22 +180,22 @@ def test_rates_are_written_as_in_the_report() -> None:
     assert (percent(1 / 16), interval(*wilson(1, 16))) == ("6.2%", "1.1–28.3%")
 
 
-def test_a_defence_that_held_and_an_attack_that_fell_short_look_different() -> None:
+def test_a_defence_that_is_not_broken_and_an_attack_that_is_under_optimised_look_different() -> None:
     rows = [result("none", "ig", 4), result("dgp", "ig", 0, truth=0.01), result("dp", "ig", 0, truth=0.1)]
     rows += [result("clip(1)", "ig", 0), result("cvb", "gi", 0)]
     rows[-1].info["health"]["diverged"] = 1.0
     out = console(terminal=False)
     out.print(result_table(rows))
     lines = text(out).splitlines()
-    ends = ("health", "works", "fell short", "misled", "sound", "doubtful")
+    ends = ("attack check", "effective", "under-optimised", "ambiguous", "converged", "suspect")
     assert [line.split("0.5  ")[-1].split("distance")[-1].strip() for line in lines] == list(ends)
     said = legend(rows[:2])
-    assert "fell short: it ended above the objective of the true images" in said
-    assert "misled" not in said
+    assert "under-optimised: it stopped above the objective of the true images" in said
+    assert "ambiguous" not in said
 
 
 def test_the_legend_names_diverged_attacks() -> None:
-    assert "SSIM above 0.5" in legend([result("none", "ig", 1)])
+    assert "SSIM to the true image above 0.5" in legend([result("none", "ig", 1)])
     assert "ig against none: scored against other victims" in legend([result("none", "ig", 2)])
     assert "other victims" not in legend([result("none", "ig", 4)])
     assert "4 victims' attacks diverged and count as failed" in legend([result("none", "ig", 0, "diverged")])
@@ -227,7 +228,7 @@ def test_upper_bounds_stand_last_and_are_named() -> None:
     out.print(result_table(rows))
     assert [line.split()[1:3] for line in text(out).splitlines()[1:]] == [["cdia", "adaptive"], ["wiig", "informed"]]
     said = legend(rows)
-    assert "informed was told the client's secrets" in said
+    assert "Attacker, informed: was told the client's secrets" in said
     assert "upper bounds" in said
     assert "upper bounds" not in legend(rows[1:])
 

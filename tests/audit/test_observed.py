@@ -10,8 +10,8 @@ import torch
 from rich.console import Console
 
 from gradveil.audit.cell import cells, recover
-from gradveil.audit.display import legend, result_table
-from gradveil.audit.health import summaries
+from gradveil.audit.display import result_table
+from gradveil.audit.findings import findings
 from gradveil.audit.observed import recover_observed
 from gradveil.audit.records import Observed
 from gradveil.audit.rows import FLOORS
@@ -23,7 +23,7 @@ from gradveil.federated.config import LocalConfig
 from gradveil.federated.recorded import Recorder
 from gradveil.metrics import ssim
 from tests.audit.recording import UNSEEN, record, simulated, watching
-from tests.audit.runs import config, execute
+from tests.audit.runs import config, execute, legend
 
 
 def refused(pattern: str, folder: Path, **changes: Any) -> None:
@@ -83,15 +83,15 @@ def test_without_the_truth_there_is_no_score_and_it_is_said(tmp_path: Path) -> N
     assert display.finished[0].info["controls"] == {}
     assert not {"success", "ssim", "label", "per_image"} & cell.records[0].keys()
     assert cell.records[0]["objective"] < cell.records[0]["initial"]
-    summary = summaries(run.cells)[0]
+    summary = findings(run.cells).trials[0]
     assert summary["asr"] is None
     assert summary["ssim_mean"] is None
-    assert summary["health"] == "not scored"
+    assert summary["attack_check"] == "no ground truth"
     console = Console(width=160, color_system=None)
     with console.capture() as shown:
         console.print(result_table(run.cells), legend(run.cells, run.info["config"]))
     assert "No score: the truth was not recorded" in shown.get()
-    assert "ASR: share" not in shown.get()
+    assert "ASR: the share" not in shown.get()
     assert load_run(tmp_path / "run").cells[0].records == cell.records
 
 
@@ -100,7 +100,7 @@ def test_with_the_truth_everything_is_scored(tmp_path: Path) -> None:
     run, _ = execute(watching(tmp_path / "seen"), tmp_path / "run")
     assert run.cells[0].unscored is None
     assert {"wrong_victim", *FLOORS} <= run.cells[0].info["controls"].keys()
-    assert summaries(run.cells)[0]["ssim_mean"] is not None
+    assert findings(run.cells).trials[0]["ssim_mean"] is not None
     assert [told["client"] for told in run.cells[0].info["observed"]] == ["0", "1"]
 
 

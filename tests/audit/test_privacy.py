@@ -5,14 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from gradveil.audit.display import legend
 from gradveil.audit.privacy import proven
 from gradveil.audit.summary import summarise
 from gradveil.cli.app import run
 from gradveil.core.errors import GradveilError
 from gradveil.report.build import page
 from gradveil.theory.accounting import Training, epsilon
-from tests.audit.runs import config, execute
+from tests.audit.runs import config, execute, legend
 
 DEFENCES = [
     "none",
@@ -57,7 +56,7 @@ class TestWithATraining:
             assert ("epsilon" in info["guarantee"]) == (name in PRIVATE), name
             assert name == "none" or short in html
             assert summarise(next(c for c in found.cells if c.info is info))["guarantee"] == info["guarantee"]
-        assert "Proven of prune(0.9), gaussian(0.01) and optimal-noise(0.1, clamp=1): no formal guarantee." in told
+        assert "No formal guarantee: prune(0.9), gaussian(0.01) and optimal-noise(0.1, clamp=1)." in told
         assert "looks at the data again" in told
         assert told.count("Privacy warning: fed-cdp(clip=1, sigma=2): noise: the noise is scaled") == 1
         assert "fed-cdp(clip=1, sigma=2): noise: the noise is scaled to a sensitivity of 1" in html

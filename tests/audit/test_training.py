@@ -43,9 +43,19 @@ def config(defence: str = TOPK, plan: dict[str, Any] | None = None, **changes: A
             "victims": 4,
             "precision": "float64",
             "train": {**PLAN, **(plan or {})},
+            "control": False,
             **changes,
         }
     )
+
+
+def test_a_control_attacks_clients_of_a_training_without_a_defence() -> None:
+    chosen = config(control=True)
+    assert [(cell.trained, cell.control) for cell in cells(chosen)] == [
+        (n, c) for c in (False, True) for n in (0, 1, 2)
+    ]
+    assert training_config(chosen).defences == [TOPK, "none"]
+    assert training_config(config()).defences == [TOPK]
 
 
 def trained(folder: Path, **changes: Any) -> tuple[Scene, Training, list[tuple[str, int]]]:
@@ -257,7 +267,7 @@ def test_the_command_trains_attacks_and_tells_accuracy_and_costs(
     out, told = capsys.readouterr()
     assert "topk(0.1, feedback=true), seed 0: round 2 of 2, accuracy" in told
     assert "against none, seed 0, after 2 rounds" in told
-    rows = json.loads(out)
+    rows = json.loads(out)["trials"]
     wanted = [(defence, number) for defence in ("none", TOPK) for number in (0, 1, 2)]
     assert sorted((row["defence"], row["trained"]) for row in rows) == wanted
     bare = [row for row in rows if row["defence"] == "none"]
@@ -276,7 +286,7 @@ def test_the_command_trains_attacks_and_tells_accuracy_and_costs(
     assert "train.rounds (2 there, 3 now)" in capsys.readouterr().err
     fewer = ["--set", "train.rounds=1", "--defence", "none", "--workers", "1"]
     assert run([*words, "--fresh", *fewer]) == 0
-    assert [row["trained"] for row in json.loads(capsys.readouterr().out)] == [0, 1]
+    assert [row["trained"] for row in json.loads(capsys.readouterr().out)["trials"]] == [0, 1]
 
 
 @pytest.mark.processes

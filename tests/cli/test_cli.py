@@ -14,7 +14,8 @@ from rich.console import Console
 
 import gradveil
 from gradveil.audit import work
-from gradveil.audit.store import load_run
+from gradveil.audit.gate import gate
+from gradveil.audit.store import Run, load_run
 from gradveil.cli import INTERRUPTED, main
 from gradveil.cli.app import run
 from gradveil.cli.gate import above_table
@@ -27,7 +28,7 @@ def test_audit_writes_a_run_and_its_report(small: Path, capsys: pytest.CaptureFi
     assert audit() == 0
     out, err = capsys.readouterr()
     assert "prune(0.9)" in out
-    assert "ASR" in out
+    assert out.startswith("Verdict: 1 of 1 defence is not tested (prune(0.9)).")
     assert "runs/small/report.html" in out
     assert "2 cells of 2 victims" in err
     assert "[2/2]" in err
@@ -37,7 +38,7 @@ def test_audit_writes_a_run_and_its_report(small: Path, capsys: pytest.CaptureFi
 def test_options_win_over_the_file(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--victims", "1", "--defence", "none", "--seed", "3", "--set", "data.size=20", "--no-images", "--json"]
     assert audit(*words, "--out", "here") == 0
-    (row,) = json.loads(capsys.readouterr().out)
+    (row,) = json.loads(capsys.readouterr().out)["trials"]
     assert (row["victims"], row["defence"], row["seed"]) == (1, "none", 3)
     info = json.loads((small / "here/run.json").read_text())
     assert info["config"]["data"]["size"] == 20
@@ -46,7 +47,9 @@ def test_options_win_over_the_file(small: Path, capsys: pytest.CaptureFixture[st
 
 
 def test_attacks_on_a_defence_share_a_budget(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert audit("--defence", "none", "--attack", "ig", "--attack", "gi(restarts=1)", "--budget", "24") == 0
+    assert (
+        audit("--defence", "none", "--attack", "ig", "--attack", "gi(restarts=1)", "--budget", "24", "--explain") == 0
+    )
     cells = load_run(small / "runs/small").cells
     assert [[record["iterations"] for record in cell.records] for cell in cells] == [[6, 6], [6, 6]]
     assert "share 24 victim-iterations" in " ".join(capsys.readouterr().out.split())
@@ -87,24 +90,32 @@ def test_an_interrupt_says_once_how_to_go_on(monkeypatch: pytest.MonkeyPatch) ->
 def test_fail_above_is_a_gate(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert audit("--set", "threshold=-0.99", "--fail-above", "0.5") == 3
     err = capsys.readouterr().err
-    assert "--fail-above 50%: 1 attack success rate of 1 is above it." in err
+    assert "--fail-above 50%: failed. 1 of 1 setting is above it." in err
     (line,) = [line for line in err.splitlines() if line.startswith("prune(0.9)")]
-    assert line.split()[-5:] == ["100%", "34.2–100%", "2", "of", "2"]
+    assert line.split()[-4:-1] == ["2/2", "100%", "34.2–100%"]
     assert "runs/small/report.html" in err
-    assert audit("--out", "other", "--fail-above", "0.9") == 0
+    assert audit("--out", "other", "--fail-above", "0.1") == 1
     err = capsys.readouterr().err
-    assert "--fail-above 90%: passed. The highest of 1 attack success rate: 0%" in err
-    assert "A low rate shows little of prune(0.9) (unclear): see other/report.html." in err
+    assert "--fail-above 10%: not shown." in err
+    assert "prune(0.9) (gradient) is not tested." in err
+    assert "To show 10% takes 35 images per setting with none recovered." in err
+    weaker = ["--accept", "few-images", "--accept", "not-tested"]
+    assert audit("--out", "other", "--fail-above", "0.1", *weaker) == 0
+    err = capsys.readouterr().err
+    assert "--fail-above 10%: passed." in err
+    assert "Weakened by --accept few-images (the measured rate counts" in err
+    assert audit("--accept", "few-images") == 2
     assert audit("--out", "bare", "--defence", "none", "--set", "threshold=-0.99", "--fail-above", "0.5") == 3
 
 
 def test_cells_above_the_gate_say_where_they_stand() -> None:
     console = Console(width=120, record=True, file=io.StringIO())
-    console.print(above_table([row(8, trained=20, seed=1), row(1, trained=0, belief="naive")]))
+    cells = [each.cell for each in (row(8, trained=20, seed=1), row(1, trained=0, belief="naive"))]
+    console.print(above_table(gate(Run({"cells": []}, cells), 0.01).above))
     assert [" ".join(line.split()) for line in console.export_text().splitlines()] == [
-        "defence attack seed client round attacker ASR 95% CI images",
-        "dgp ig 1 gradient 20 knows the defence 25% 13.3–42.1% 8 of 32",
-        "dgp ig 0 gradient 0 ignores the defence 3.1% 0.6–15.7% 1 of 32",
+        "defence verdict attack seed client round attacker recovered 95% CI baseline",
+        "dgp LEAKS ig 1 gradient 20 knows the defence 8/32 25% 13.3–42.1% 0%",
+        "dgp LEAKS ig 0 gradient 0 ignores the defence 1/32 3.1% 0.6–15.7% 0%",
     ]
 
 
@@ -118,7 +129,7 @@ def test_what_failed_does_not_pass_the_gate(
     monkeypatch.setattr(work, "recover", broken)
     assert audit("--fail-above", "1") == 1
     err = capsys.readouterr().err
-    assert "nobody can say that all rates stay within it" in err
+    assert "--fail-above 100%: not shown." in err
     assert err.count("failed: MemoryError: too large") == 4
     monkeypatch.undo()
 
@@ -201,7 +212,7 @@ def test_what_a_users_model_prints_is_no_result(
     for words in (["audit", "small.toml", "--workers", "1"], ["check", "small.toml"]):
         assert run([*words, "--set", "model.name=users_talking_net:net", "--json"]) == 0
         out, err = capsys.readouterr()
-        assert isinstance(json.loads(out), list)
+        assert isinstance(json.loads(out), dict if words[0] == "audit" else list)
         assert "shape" in err
 
 

@@ -50,14 +50,18 @@ def test_a_record_alone_is_enough(seen: Path, capsys: pytest.CaptureFixture[str]
     assert whole["config"]["victims"] == 2
     assert "--set 'observed.folder=\"seen\"'" in whole["command"]
     assert run([*UNNAMED, "--json", "--workers", "1"]) == 0
-    told = json.loads(capsys.readouterr().out)
+    told = json.loads(capsys.readouterr().out)["trials"]
     assert told[0]["asr"] is None
     assert told[0]["unscored"].startswith("no score")
 
 
 def test_a_run_file_and_the_truth_give_scores(seen: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["audit", "mine.toml", "--observed", "told", "--json", "--workers", "1", "--fail-above", "0.99"]) == 0
-    told = json.loads(capsys.readouterr().out)
+    gate = ["--fail-above", "0.99"]
+    assert run(["audit", "mine.toml", "--observed", "told", "--workers", "1", *gate]) == 1
+    assert "none (gradient) is inconclusive." in capsys.readouterr().err
+    gate += [f"--accept={what}" for what in ("few-images", "inconclusive", "not-tested")]
+    assert run(["audit", "mine.toml", "--observed", "told", "--json", "--workers", "1", *gate]) == 0
+    told = json.loads(capsys.readouterr().out)["trials"]
     assert told[0]["unscored"] is None
     assert told[0]["images"] == 1
     assert told[0]["ssim_mean"] is not None
@@ -91,7 +95,7 @@ def test_adaptive_finds_labels_and_leaves_out_who_needs_what_is_not_there(
     """Labels were not recorded, and there are no public images to learn from."""
     words = [*UNNAMED, "--workers", "1", "--iterations", "2", "--attack", "adaptive", "--json", "--set", "victims=1"]
     assert run([*words, "--defence", "none", "--defence", "gaussian(1e-3)"]) == 0
-    told = {(row["defence"], row["attack"]): row for row in json.loads(capsys.readouterr().out)}
+    told = {(row["defence"], row["attack"]): row for row in json.loads(capsys.readouterr().out)["trials"]}
     assert told["gaussian(1e-3)", "learned"]["statuses"] == {"does not apply": 1}
     assert told["gaussian(1e-3)", "cdia(rounds=all)"]["failed"] is None
     assert told["none", "ig-scheliga"]["failed"] is None

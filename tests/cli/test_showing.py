@@ -48,10 +48,10 @@ def test_the_user_is_told_of_the_attack(capsys: pytest.CaptureFixture[str]) -> N
 
 
 def test_the_attack_recovers_behind_every_model_defence(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run([*WORDS, *MODEL, "--attack", "analytic", "--json"]) == 0
+    assert run([*WORDS, *MODEL, "--attack", "analytic", "--no-control", "--json"]) == 0
     out, err = capsys.readouterr()
     assert "closed form" not in err
-    rows = json.loads(out)
+    rows = json.loads(out)["trials"]
     assert [row["asr"] for row in rows] == [1.0] * 3
     assert min(row["ssim_mean"] for row in rows) > 0.99
 
@@ -73,7 +73,7 @@ def test_adaptive_attacks_in_closed_form_too(capsys: pytest.CaptureFixture[str])
     out, err = capsys.readouterr()
     assert f"adaptive: analytic, analytic(prior=public), {CONTINUED} and {BY_TOKEN} too" in err
     assert "warning: client" not in err
-    attacks = [row["attack"] for row in json.loads(out)]
+    attacks = [row["attack"] for row in json.loads(out)["trials"]]
     assert attacks[-4:] == ["analytic", "analytic(prior=public)", CONTINUED, BY_TOKEN]
     assert len(attacks) > 4, "the attackers of the table are still there"
 
@@ -114,19 +114,20 @@ def test_an_attack_that_does_not_apply_is_told_in_its_cell_and_the_others_are_ma
     words += ["--defence", "none", "--defence", "precode"]
     assert run(words) == 0
     out, err = capsys.readouterr()
-    bare, behind = json.loads(out)
+    bare, behind = json.loads(out)["trials"]
     assert (bare["asr"], bare["failed"]) == (1.0, None)
     assert (behind["asr"], behind["statuses"]) == (None, {"does not apply": 1})
     assert behind["failed"] in err
     assert "r-gap against precode, seed 0: does not apply: " in err
     assert behind["failed"] in Path("runs/faces/report.html").read_text().replace("&gt;", ">").replace("&#39;", "'")
     assert run([*words, "--fail-above", "1"]) == 1
-    assert "no attack of this run applies to precode (gradient)" in capsys.readouterr().err
-    assert run([*words, "--attack", "ig(iterations=1)", "--fail-above", "1"]) == 0
+    assert "precode (gradient) is not tested. No attack of this run applies to it" in capsys.readouterr().err
+    accepted = [f"--accept={what}" for what in ("few-images", "inconclusive", "not-tested")]
+    assert run([*words, "--attack", "ig(iterations=1)", "--fail-above", "1", *accepted]) == 0
     capsys.readouterr()
     assert run(["summary", "runs/faces", "--markdown", "-"]) == 0
     out, err = capsys.readouterr()
-    assert "| `precode` | does not apply |" in out
+    assert "| `precode` | not tested | does not apply |" in out
     assert "To go on" not in err, "nothing is left to be done"
 
 
@@ -138,7 +139,7 @@ def test_what_is_said_of_a_chain_is_true(model: str, capsys: pytest.CaptureFixtu
     out, err = capsys.readouterr()
     assert err.count("warning: client: one image may come back in closed form: the model is a plain chain of ") == 1
     assert "--attack r-gap --defence none" in err
-    row = json.loads(out[out.rindex("[") :])[0]
+    row = json.loads(out[out.rindex("\n{") :])["trials"][0]
     assert row["attack"] == "r-gap"
     assert row["asr"] == 1.0
     assert run([*words, "--defence", "prune(0.9)", "--attack", "ig(iterations=1)", "--out", "pruned"]) == 0
@@ -167,7 +168,7 @@ def test_adaptive_pulls_to_running_statistics_where_the_model_carries_some(
     assert run([*words, *weights, "--out", "trained"]) == 0
     out, err = capsys.readouterr()
     assert "adaptive: cdia(batchnorm=0.01) too, since the model carries running statistics" in err
-    assert json.loads(out)[-1]["attack"] == "cdia(batchnorm=0.01)"
+    assert json.loads(out)["trials"][-1]["attack"] == "cdia(batchnorm=0.01)"
     (info,) = (json.loads(p.read_text()) for p in Path("trained").glob("cells/*cdia-batchnorm*/cell.json"))
     assert info["remarks"] == []
     assert run([*words, "--out", "fresh"]) == 0
@@ -188,4 +189,4 @@ def test_recorded_running_statistics_are_pulled_to_as_well(tmp_path: Path, capsy
     assert run(["audit", "--observed", str(tmp_path / "seen"), *model, *data, *few]) == 0
     out, err = capsys.readouterr()
     assert "adaptive: cdia(batchnorm=0.01) too" in err
-    assert json.loads(out)[-1]["attack"] == "cdia(batchnorm=0.01)"
+    assert json.loads(out)["trials"][-1]["attack"] == "cdia(batchnorm=0.01)"

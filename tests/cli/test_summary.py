@@ -10,14 +10,22 @@ from pathlib import Path
 
 import pytest
 
-from gradveil.audit.health import STATES, summaries
+from gradveil.audit.findings import findings
+from gradveil.audit.health import STATES
 from gradveil.audit.store import load_run
 from gradveil.cli.app import run
 from gradveil.cli.summing import as_csv
 from tests.audit.runs import config, execute
 from tests.cli.little import audit
 
-LABELS = {label for label, _ in STATES.values()}
+LABELS = {*STATES}
+_NOTHING = """{
+ "schema": "gradveil.summary/1",
+ "verdict": "There is no verdict: no trial has finished.",
+ "settings": [],
+ "trials": []
+}
+"""
 
 
 @pytest.fixture
@@ -28,13 +36,13 @@ def folder(tmp_path: Path) -> Path:
 
 def test_every_cell_tells_its_health_and_its_attacker(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["summary", str(folder), "--json"]) == 0
-    rows = json.loads(capsys.readouterr().out)
+    rows = json.loads(capsys.readouterr().out)["trials"]
     assert len(rows) == 2
-    assert {row["health"] for row in rows} <= LABELS
+    assert {row["attack_check"] for row in rows} <= LABELS
     assert [row["attacker"] for row in rows] == ["undefended", "naive"]
     assert run(["summary", str(folder), "--csv", "-"]) == 0
     table = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
-    assert [line["health"] for line in table] == [row["health"] for row in rows]
+    assert [line["attack_check"] for line in table] == [row["attack_check"] for row in rows]
 
 
 def test_health_is_judged_beside_the_other_cells(folder: Path) -> None:
@@ -43,8 +51,8 @@ def test_health_is_judged_beside_the_other_cells(folder: Path) -> None:
         image["success"], image["identified"] = 1, True
     for cell in (bare, noisy):
         cell.info["health"] = {"objective": 0.1, "objective_initial": 1.0, "objective_truth": 0.08, "diverged": 0.0}
-    assert [row["health"] for row in summaries([bare, noisy])] == ["works", "sound"]
-    assert [row["health"] for row in summaries([noisy])] == ["doubtful"]
+    assert [row["attack_check"] for row in findings([bare, noisy]).trials] == ["effective", "converged"]
+    assert [row["attack_check"] for row in findings([noisy]).trials] == ["suspect"]
 
 
 def test_a_failed_cell_has_no_health(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -52,7 +60,7 @@ def test_a_failed_cell_has_no_health(folder: Path, capsys: pytest.CaptureFixture
         file.write_text(json.dumps({**json.loads(file.read_text()), "failed": "broke"}))
         (file.parent / "records.json").write_text("[]")
     assert run(["summary", str(folder), "--json"]) == 1
-    assert [row["health"] for row in json.loads(capsys.readouterr().out)] == [None, None]
+    assert [row["attack_check"] for row in json.loads(capsys.readouterr().out)["trials"]] == [None, None]
 
 
 def test_an_audit_that_ends_in_json_tells_it_too(
@@ -61,15 +69,15 @@ def test_an_audit_that_ends_in_json_tells_it_too(
     monkeypatch.chdir(tmp_path)
     words = ["--victims", "1", "--attack", "ig(iterations=2)", "--defence", "none", "--workers", "1", "--no-images"]
     assert run(["audit", "faces", *words, "--json"]) == 0
-    (row,) = json.loads(capsys.readouterr().out)
-    assert row["health"] in LABELS
+    (row,) = json.loads(capsys.readouterr().out)["trials"]
+    assert row["attack_check"] in LABELS
 
 
 def test_summary(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
     audit()
     capsys.readouterr()
     assert run(["summary", "runs/small", "--json"]) == 0
-    rows = json.loads(capsys.readouterr().out)
+    rows = json.loads(capsys.readouterr().out)["trials"]
     wanted = "model data seed round client defence attack victims asr asr_low asr_high ssim_mean psnr_mean mse_mean"
     assert len(rows) == 2
     assert set(f"{wanted} label_accuracy seconds statuses".split()) <= set(rows[0])
@@ -90,17 +98,17 @@ def test_summary_of_a_run_that_is_not_done_says_how_to_go_on(small: Path, capsys
     capsys.readouterr()
     assert run(["summary", "runs/small"]) == 0
     out, err = capsys.readouterr()
-    assert "ASR" in out
+    assert out.startswith("Verdict: 1 of 1 defence is ")
     again = "To go on:\n  gradveil audit small.toml --defence none --defence 'prune(0.9)'"
     assert err == f"1 of 2 cells is finished: 1 not done yet. {again}\n"
     shutil.rmtree(two)
     (small / "runs/small").rename(small / "else where")
-    for words, printed in (([], ""), (["--json"], "[]\n"), (["--csv", "-"], "cell,model,data,seed,round")):
+    for words, printed in (([], ""), (["--json"], _NOTHING), (["--csv", "-"], "cell,model,data,seed,round")):
         assert run(["summary", "else where", *words]) == 1
         out, err = capsys.readouterr()
         assert err == f"None of 2 cells are finished: 2 not done yet. {again} --out 'else where'\n"
         assert out.startswith(printed)
-        assert len(out.splitlines()) <= 1
+        assert len(out.splitlines()) <= max(1, printed.count("\n"))
 
 
 def test_summary_of_failed_cells(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -111,7 +119,8 @@ def test_summary_of_failed_cells(small: Path, capsys: pytest.CaptureFixture[str]
     capsys.readouterr()
     assert run(["summary", "runs/small"]) == 1
     out, err = capsys.readouterr()
-    assert out.count("failed") == 2
+    assert "NOT TESTED" in out
+    assert out.count("failed: broke.") == 2
     assert err.startswith("None of 2 cells are finished: 2 failed. To go on:\n  gradveil audit small.toml")
 
 

@@ -137,7 +137,7 @@ def test_what_a_malicious_server_gets_of_the_defence_that_is_pruned_for_it(tmp_p
     words = ["audit", "faces", "--attack", "malicious", "--defence", "none", "--defence", "dgp", "--json"]
     words += ["--set", "data.size=32", "--set", "client.batch=4", "--victims", "1", "--workers", "1"]
     assert run([*words, "--iterations", "1"]) == 0
-    rates = {(row["defence"], row["attack"]): row["asr"] for row in json.loads(capsys.readouterr().out)}
+    rates = {(row["defence"], row["attack"]): row["asr"] for row in json.loads(capsys.readouterr().out)["trials"]}
     assert rates["none", "rob(bins=512)"] == 1.0
     assert rates["dgp", "rob(bins=512)"] < 1.0
     assert max(rate for (defence, _), rate in rates.items() if defence == "dgp") == 1.0

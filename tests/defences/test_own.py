@@ -179,6 +179,7 @@ def test_check_tells_what_a_stage_of_ones_own_does_wrong(mine):
 
 def test_an_audit_of_ones_own_from_the_command_line(mine):
     own = ["--defence", "mine:both(std=0.001)", "--attack", "mine:quick", "--attack", "mine:Guess(level=0)"]
+    own += ["--no-control"]
     told = _told("audit", "digits", "--victims", "1", *own, "--out", "run", "--workers", "1")
     assert "mine:both(std=0.001)" in told, told
     assert "has changed since" not in told

@@ -51,9 +51,9 @@ def test_seeds_are_pooled_and_the_strongest_is_bold():
     assert caption.startswith("net on mnist, one gradient of 1 image: share of images recovered (SSIM above 0.5)")
     assert "8 images over 2 seeds, each attack counted as one of its own, unless said otherwise" in caption
     assert caption.endswith("A guess that sees no update: 25%.")
-    assert head == "| defence | `ig` | `cdia` |"
+    assert head == "| defence | verdict | `ig` | `cdia` |"
     low, high = wilson(8, 8)
-    assert none == f"| `none` | 100% ({100 * low:.1f}–100%), 0.90 |  |", (low, high)
+    assert none == f"| `none` | broken | 100% ({100 * low:.1f}–100%), 0.90 |  |", (low, high)
     assert "| 12.5% (" in pruned
     assert "| **62.5%** (" in pruned
     assert ", 0.60 |" in pruned
@@ -64,12 +64,12 @@ def test_what_proves_nothing_is_marked_and_explained():
     told = {"knowledge": {"send.noise": "known"}, "grants": ["send.noise: its true value"]}
     table = lines(run(cell("dp", "ig", 0, health=short), cell("dp", "wiig", 4, **told), cell("dp", "cdia", 1)))
     row = next(line for line in table if line.startswith("| `dp`"))
-    first, second, third = row.split("|")[2:5]
+    first, second, third = row.split("|")[3:6]
     assert "0%†" in first
     assert "100%‡" in second
     assert "**25%**" in third, "who was told secrets is no threat"
-    assert table[-1].startswith("† the attack fell short")
-    assert "‡ told secrets of the client" in table[-1]
+    assert table[-1].startswith("† the attack is under-optimised or suspect")
+    assert "‡ knows secrets of the client" in table[-1]
 
 
 def test_who_changed_the_model_is_marked():
@@ -84,7 +84,7 @@ def test_what_failed_is_said_and_what_was_not_run_is_empty():
     broken = replace(broken, info={**broken.info, "failed": "out of memory"}, records=[])
     half = replace(broken, info={**broken.info, "defence": "none"})
     table = lines(run(broken, cell("none", "cdia", 4), half, cell("none", "ig", 2, of=2, seed=1)))
-    assert "| `dp` | failed |  |" in table
+    assert "| `dp` | not tested | failed |  |" in table
     none = next(line for line in table if line.startswith("| `none`"))
     assert "2 images, a seed failed" in none
 
@@ -130,7 +130,7 @@ def test_rates_above_different_thresholds_are_not_set_beside_each_other():
 
 def test_latex_reads_every_character_as_itself():
     text = as_latex(sheets(run(cell('mine:half_of("a|b")', "ig", 1), cell("none", "ig", 4))))
-    assert "mine:half\\_of(''a\\textbar{}b'') & 25\\% (4.6--69.9\\%), 0.30 \\\\" in text
+    assert "mine:half\\_of(''a\\textbar{}b'') & inconclusive & 25\\% (4.6--69.9\\%), 0.30 \\\\" in text
     assert text.count("\\begin{") == text.count("\\end{") == 2
     assert "a\\|b" in as_markdown(sheets(run(cell('mine:half_of("a|b")', "ig", 1))))
 

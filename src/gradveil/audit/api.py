@@ -25,14 +25,16 @@ from gradveil.attacks.base import Attack
 from gradveil.attacks.presets import make_attack
 from gradveil.audit.adaptive import attacks_against, is_adaptive, stands_for_many
 from gradveil.audit.cell import sharing
-from gradveil.audit.display import Screen, legend, result_table
+from gradveil.audit.display import Screen
+from gradveil.audit.findings import Findings, findings
 from gradveil.audit.given import class_names, model_problems, named, prepared, wrong_arguments
-from gradveil.audit.health import summaries
+from gradveil.audit.outcome import print_outcome
 from gradveil.audit.reader import resolve, with_defaults
 from gradveil.audit.run import describe, run
 from gradveil.audit.scene import Scene, others, unobstructed
 from gradveil.audit.showing import closed_forms, widened
 from gradveil.audit.store import Cell, Store, load_run
+from gradveil.audit.verdict import Verdict
 from gradveil.core.errors import GradveilError, Problem, refuse
 from gradveil.core.types import Loss
 from gradveil.data import Dataset
@@ -45,7 +47,7 @@ Bounds = Literal["unit"] | tuple[float, float] | None
 
 @dataclass(frozen=True, repr=False)
 class Result:
-    """What an audit found. `print(result)`, or a notebook, shows a table and what its columns mean."""
+    """The outcome of an audit. `print(result)`, or a notebook, shows the verdict and one row per defence."""
 
     cells: list[Cell]
     path: Path
@@ -56,20 +58,34 @@ class Result:
     warnings: tuple[str, ...] = ()
     """What the attacks of this run leave out: an image that comes back in closed form."""
 
+    @property
+    def findings(self) -> Findings:
+        """Everything that the surfaces show: verdicts, settings and trials as plain objects, the control."""
+        return findings(self.cells)
+
+    @property
+    def verdicts(self) -> list[Verdict]:
+        """The verdict on every defence in every setting."""
+        return self.findings.verdicts
+
+    @property
+    def verdict(self) -> str:
+        """The verdict on the whole run in a sentence."""
+        return self.findings.sentence
+
     def summary(self) -> list[dict[str, Any]]:
-        """Return one flat object a cell."""
-        return summaries(self.cells)
+        """Return one flat object per trial."""
+        return self.findings.trials
 
     def report(self, path: Path | str | None = None) -> Path:
         """Write the report as one HTML file, by default into the run directory; return its path."""
         return self.write_report(self.path, Path(path) if path else self.path / "report.html")
 
     def __str__(self) -> str:
-        """Render the table, its legend and the warnings."""
+        """Render the verdict, its table, the remarks and the warnings."""
         console = Console(width=120, color_system=None, markup=False)
         with console.capture() as capture:
-            console.print(result_table(self.cells))
-            console.print(legend(self.cells, self.config))
+            print_outcome(console, self.findings, self.config)
             for warning in self.warnings:
                 console.print(f"Warning: {warning}", markup=False)
         return capture.get()

@@ -25,6 +25,7 @@ from gradveil.audit.privacy import privacy_facts
 from gradveil.audit.protocol import answer
 from gradveil.audit.rounds import Truth, observe, updates
 from gradveil.audit.scene import Scene
+from gradveil.audit.undefended import UNDEFENDED, control_attacks, first_met, target_clients
 from gradveil.audit.utility import pruned, worth
 from gradveil.client import Client
 from gradveil.core.noise import Key
@@ -48,11 +49,17 @@ class Address:
     seed: int
     trained: int | None = None
     """The round of the training after which the client is attacked; None where nothing is trained."""
+    control: bool = False
+    """Whether it is the undefended control of a run that asks for no undefended client."""
 
     @property
     def meeting(self) -> tuple[int, str, str]:
         """Who meets whom, whatever the seed and the round: client, defence, attack."""
         return self.client, self.defence, self.attack
+
+    def clients(self, whole: int) -> int:
+        """Count the clients that are attacked, of so many in the run."""
+        return target_clients(whole, self.control)
 
 
 @dataclass(frozen=True)
@@ -65,13 +72,20 @@ class Recovered:
 
 
 def cells(config: RunConfig) -> list[Address]:
-    """List the cells of a run: seeds, rounds of the training, clients, attacks, defences (the last runs fastest)."""
+    """List the cells of a run: seeds, rounds of the training, clients, attacks, defences (the last runs fastest).
+
+    The undefended control comes last.
+    """
+    places = [
+        (seed, stage, index) for seed in config.seeds for stage in config.stages for index in range(len(config.client))
+    ]
     return [
-        Address(_name(config, seed, index, defence, attack, stage), index, defence, attack, seed, stage)
-        for seed in config.seeds
-        for stage in config.stages
-        for index in range(len(config.client))
-        for attack, defence in pairs(config)
+        Address(
+            _name(config, seed, index, defence, attack, stage, control), index, defence, attack, seed, stage, control
+        )
+        for control, met in ((False, pairs(config)), (True, [(text, UNDEFENDED) for text in control_attacks(config)]))
+        for seed, stage, index in places
+        for attack, defence in met
     ]
 
 
@@ -240,10 +254,16 @@ def _afforded(
     config = scene.config
     if config.budget is None:
         return attack
-    sharers, examples = spenders(scene, cell.client, cell.defence), config.client[cell.client].examples
+    sharers, examples = sharers_of(scene, cell), config.client[cell.client].examples
     searches = min(config.rounds, examples) if isinstance(attack, Persistent) else 1
     share = Share(sharers, len(numbers), config.victims, lessons(scene, examples), searches)
     return within(read_budget(config.budget), attack, share, run, plans)
+
+
+def sharers_of(scene: Scene, cell: Address) -> int:
+    """Count the attacks that share a cell's budget; a control has what its attack has on a defended client."""
+    defence = first_met(scene.config, cell.attack) if cell.control else cell.defence
+    return spenders(scene, cell.client, defence)
 
 
 def spenders(scene: Scene, client: int, defence: str) -> int:
@@ -293,15 +313,17 @@ def at_truth(made: Made, seen: Sequence[Observation], truth: Truth) -> Tensor:
     return attack.evaluate(seen, made.belief, knowledge, made.key, inputs, truth.noise, found.plan)
 
 
-def _name(config: RunConfig, seed: int, index: int, defence: str, attack: str, stage: int | None) -> str:
+def _name(config: RunConfig, seed: int, index: int, defence: str, attack: str, stage: int | None, control: bool) -> str:
     whole = config.resolved()
     shared = ("data", "model", "client", "precision", "rounds", "server_lr", "budget", "observed")
     after = [] if stage is None else [stage, {k: v for k, v in whole["train"].items() if k != "audit_at"}]
+    after += ["control"] * control
     secret = digest([{k: whole[k] for k in shared}, seed, index, defence, attack, *after])
     where = f"{config.model.name}-{config.data.name}-s{seed}-r{config.rounds - 1}"
     where += "" if stage is None else f"-t{stage}"
     where += f"-c{index}" if len(config.client) > 1 else ""
-    return "--".join([*(_slug(part) for part in (where, defence, attack)), secret[:7]])
+    against = "control" if control else defence
+    return "--".join([*(_slug(part) for part in (where, against, attack)), secret[:7]])
 
 
 def _slug(text: str) -> str:

@@ -9,6 +9,9 @@ from pydantic import Field, model_validator
 from gradveil.federated.config import Count, DataConfig, LocalConfig, ModelConfig, Name, Rounds, Section, digest
 from gradveil.theory.accounting import Training
 
+FREE = ("control",)
+"""Settings that a resumed run may change: they add cells or leave some out, and change none."""
+
 
 class ClientConfig(Section):
     """One kind of client: how many examples its update is made from, and how it trains."""
@@ -128,6 +131,8 @@ class RunConfig(Section):
     """Attack these recorded updates; model, client and defences are then what the attackers believe."""
     train: TrainPlan | None = None
     """Train with every defence first, and attack the clients of that training; None attacks initial weights."""
+    control: bool = True
+    """Where no undefended client is asked for, attack a few without a defence too: they show that the attacks work."""
     images: bool = True
     """Keep truths and reconstructions, which are private images; False keeps scores only."""
     precision: Literal["float32", "float64"] = "float32"
@@ -160,5 +165,9 @@ class RunConfig(Section):
         return ("defences", "attacks", "seeds")
 
     def digest(self) -> str:
-        """Hash every setting but the growing lists: two runs with equal digests give the same records for a cell."""
-        return digest({key: value for key, value in self.resolved().items() if key not in self.growing})
+        """Hash every setting but the growing lists: two runs with equal digests give the same records for a cell.
+
+        Whether there is a control changes no other cell.
+        """
+        left_out = {*self.growing, *FREE}
+        return digest({key: value for key, value in self.resolved().items() if key not in left_out})

@@ -15,13 +15,12 @@ from rich.table import Table
 from rich.text import Text
 
 from gradveil.attacks.base import Progress
-from gradveil.audit.attacker import ATTACKERS
 from gradveil.audit.cell import Address
-from gradveil.audit.health import STATES, coincidence, descent, examine
+from gradveil.audit.health import descent, examine
 from gradveil.audit.rows import Row
 from gradveil.audit.store import UNFIT, Cell
 from gradveil.audit.summary import summarise
-from gradveil.audit.threat import threat_model, unknown_to_all
+from gradveil.audit.threat import unknown_to_all
 from gradveil.core.errors import Problem
 from gradveil.core.words import DASH, duration, interval, listing, number, percent, plural
 
@@ -84,7 +83,10 @@ class Screen:
             if self.console.quiet:
                 warnings.warn(told, stacklevel=2)
             self.console.print(Text(told, style="yellow"), soft_wrap=True)
-        self.console.print(f"{plural(len(planned), 'cell')} of {plural(victims, 'victim')}{done}", style="bold")
+        some = [cell for cell in planned if cell.control]
+        control = f", {len(some)} of them an undefended control of {some[0].clients(victims)}" if some else ""
+        count = f"{plural(len(planned), 'cell')} of {plural(victims, 'victim')}"
+        self.console.print(f"{count}{control}{done}", style="bold")
 
     def progress(self, cell: Address, share: int, step: Progress) -> None:
         """Take a report of an attack."""
@@ -138,7 +140,7 @@ class Screen:
         worst = max((step.objective for step in steps if math.isfinite(step.objective)), default=None)
         return (
             _called(cell),
-            f"{victims}/{self.victims} victims",
+            f"{victims}/{cell.clients(self.victims)} victims",
             percent(self._share(cell.id)),
             f"objective {number(worst)}",
         )
@@ -171,7 +173,8 @@ class Screen:
 def _called(cell: Address) -> str:
     client = f", client {cell.client}" if cell.client else ""
     when = "" if cell.trained is None else f", after {plural(cell.trained, 'round')}"
-    return f"{cell.attack} against {cell.defence}, seed {cell.seed}{client}{when}"
+    what = "control, " if cell.control else ""
+    return f"{what}{cell.attack} against {cell.defence}, seed {cell.seed}{client}{when}"
 
 
 def _fixed(value: float | None, digits: int) -> str:
@@ -180,7 +183,7 @@ def _fixed(value: float | None, digits: int) -> str:
 
 
 def result_table(cells: Sequence[Cell]) -> Table:
-    """Lay the results out: one row a cell, the strongest attack first within each defence, upper bounds last.
+    """Lay all trials out: the strongest attack first within each defence, upper bounds and the control last.
 
     Below stands what has to be done before a defence can be judged.
     """
@@ -194,16 +197,18 @@ def result_table(cells: Sequence[Cell]) -> Table:
     table.add_column("attacker", no_wrap=True)
     for header in (*(("accuracy",) if trained else ()), "ASR", "95% CI", "floor", "SSIM", "PSNR", "distance"):
         table.add_column(header, justify="right", no_wrap=True)
-    table.add_column("health", no_wrap=True)
-    order = list(dict.fromkeys(cell.info["defence"] for cell in cells))
+    table.add_column("attack check", no_wrap=True)
+    order = list(dict.fromkeys(cell.info["defence"] for cell in cells if not cell.info.get("control")))
 
     def place(pair: tuple[Cell, dict[str, Any]]) -> tuple[int, int, bool, float]:
         row = rows.get(id(pair[0]))
         bound = row is not None and row.attacker == "informed"
-        return order.index(pair[1]["defence"]), pair[1]["trained"] or 0, bound, -(pair[1]["asr"] or 0)
+        which = len(order) if pair[1]["control"] else order.index(pair[1]["defence"])
+        return which, pair[1]["trained"] or 0, bound, -(pair[1]["asr"] or 0)
 
     for cell, row in sorted(((cell, summarise(cell)) for cell in cells), key=place):
-        where = [row["defence"], row["attack"], *([str(row["seed"]), row["client"]] if several else [])]
+        named = "none (control)" if row["control"] else row["defence"]
+        where = [named, row["attack"], *([str(row["seed"]), row["client"]] if several else [])]
         where += [str(row["trained"])] if trained else []
         if cell.failed is not None:
             table.add_row(*where, DASH, Text(UNFIT, style="yellow") if cell.unfit else Text("failed", style="red"))
@@ -244,54 +249,3 @@ def warnings_of(rows: Sequence[Row]) -> Text | None:
         said = warning if len(defences) == 1 else warning.replace("this defence", "them")
         told.append(f"{listing(defences)}: {said[0].lower()}{said[1:]}")
     return Text("\n".join(told), style="bold yellow not italic") if told else None
-
-
-def legend(cells: Sequence[Cell], config: Mapping[str, Any] | None = None) -> str:
-    """Say who attacked, what the columns of the table mean, what spoils them, and what was changed in the model.
-
-    `config` is the run's resolved configuration: without it a budget is not told.
-    """
-    threshold = cells[0].info.get("threshold", 0.5) if cells else 0.5
-    rows = [Row(number, cell) for number, cell in enumerate(cells) if cell.failed is None]
-    kinds = [kind for kind in ATTACKERS if kind != "undefended" and any(row.attacker == kind for row in rows)]
-    told = [f"Threat model: {threat_model(rows, config or {})}"] if rows else []
-    told += [f"Attacker: {'; '.join(f'{kind} {ATTACKERS[kind][0]}' for kind in kinds)}."] if kinds else []
-    told += ["Rates of informed attackers are upper bounds, no part of a verdict."] if "informed" in kinds else []
-    scored = [row for row in rows if row.cell.unscored is None]
-    told += [
-        f"ASR: share of images recovered (SSIM above {threshold:g}). Floor: the same for a guess that sees no update.",
-        "Distance: of the sent update to the same model's without noise, clipping and pruning, relative.",
-    ] * (len(scored) > 0 or not rows)
-    if any(row.setting.trained is not None for row in rows):
-        told += ["Round: of the training, after which clients were attacked. Accuracy: the model's then."]
-    states = {examine(row, rows).state for row in rows}
-    healths = [f"{label}: {meaning}" for state, (label, meaning) in STATES.items() if state in states]
-    told += [f"Health of the attack, {health}." for health in healths]
-    told += [f"{row.attack} against {row.defence}: {alike}." for row in scored if (alike := coincidence(row))]
-    told += [f"Proven of {listing(names)}: {promise}." for promise, names in _promises(rows).items()]
-    unscored = dict.fromkeys(row.cell.unscored for row in rows if row.cell.unscored)
-    told += [f"{reason[0].upper()}{reason[1:]}." for reason in unscored]
-    told += [f"Believed {row.defence}: {note}." for row, note in _notes(rows)]
-    doubts = dict.fromkeys(f"{row.defence}: {doubt}" for row in rows for doubt in row.info.get("suspicions", ()))
-    told += [f"Privacy warning: {doubt}." for doubt in doubts]
-    diverged = sum(summarise(cell)["statuses"].get("diverged", 0) for cell in cells)
-    whose = "1 victim's attack" if diverged == 1 else f"{diverged} victims' attacks"
-    told += [f"{whose} diverged and count{'s' if diverged == 1 else ''} as failed."] if diverged else []
-    changed = list(dict.fromkeys(change for cell in cells for change in cell.info.get("prepared", ())))
-    told += [f"Changed in the model: {'; '.join(changed)}."] if changed else []
-    return "\n".join(told)
-
-
-def _notes(rows: Sequence[Row]) -> list[tuple[Row, str]]:
-    """List what contradicts the belief in a defence, or had to be assumed of it, once each."""
-    said = {(row.defence, note): row for row in rows for note in row.info.get("notes", ())}
-    return [(row, note) for (_, note), row in said.items()]
-
-
-def _promises(rows: Sequence[Row]) -> dict[str, list[str]]:
-    """Group the defences by what is proven of them."""
-    found: dict[str, list[str]] = {}
-    for row in rows:
-        if not row.undefended and row.info.get("guarantee") and row.defence not in found.get(row.info["guarantee"], []):
-            found.setdefault(str(row.info["guarantee"]), []).append(row.defence)
-    return found

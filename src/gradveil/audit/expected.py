@@ -10,7 +10,7 @@ from gradveil.attacks.inversion import Inversion
 from gradveil.attacks.planted import Planting
 from gradveil.attacks.rgap import Recursive
 from gradveil.audit.budget import read_budget, restarts_worth
-from gradveil.audit.cell import cells, spenders
+from gradveil.audit.cell import cells, sharers_of
 from gradveil.audit.config import ClientConfig, RunConfig
 from gradveil.audit.scene import Scene
 
@@ -18,19 +18,17 @@ from gradveil.audit.scene import Scene
 def expected_work(scene: Scene) -> dict[str, float]:
     """Say of every cell how many gradients of an image it takes, at most: iterations x restarts x examples x steps.
 
-    Victims are the same everywhere. A closed form counts as nothing, and an attack of which nobody knows it counts as
+    Victims are the same everywhere, but for a control's, who are few.
+
+    A closed form counts as nothing, and an attack of which nobody knows it counts as
     the mean of the others.
     """
     config = scene.config
-    attackers = {
-        (client, defence): spenders(scene, client, defence)
-        for client in range(len(config.client))
-        for defence in config.defences
-    }
     known: dict[str, float | None] = {}
     for cell in cells(config):
-        rows = _row_iterations(scene.attacks[cell.attack], config, attackers[cell.client, cell.defence])
-        known[cell.id] = None if rows is None else rows * pass_cost(config.client[cell.client])
+        rows = _row_iterations(scene.attacks[cell.attack], config, sharers_of(scene, cell))
+        share = cell.clients(config.victims) / config.victims
+        known[cell.id] = None if rows is None else rows * pass_cost(config.client[cell.client]) * share
         if cell.meeting in scene.unfit:
             known[cell.id] = 0.0
     usual = fmean(told) if (told := [work for work in known.values() if work]) else 1.0

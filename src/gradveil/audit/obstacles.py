@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from gradveil.attacks.base import Careful, Prospect
 from gradveil.audit.adaptive import WORDS, attacks_against
 from gradveil.audit.protocol import declared
+from gradveil.audit.undefended import UNDEFENDED, control_attacks
 from gradveil.client import Client, speakers
 from gradveil.core.errors import UNFIT, GradveilError, Problem
 from gradveil.core.types import Batch
@@ -75,7 +76,20 @@ def obstacles(scene: Scene) -> Obstacles:
             problems += (replace(p, severity="warning") for p in each.problems)
         else:
             problems += each.problems
+    if not any(problem.severity == "error" for problem in problems):
+        unfit |= _unfit_controls(scene)
     return Obstacles(list(dict.fromkeys(problems)), unfit)
+
+
+def _unfit_controls(scene: Scene) -> dict[tuple[int, str, str], str]:
+    """Find the attacks that do not apply without a defence: such a control is left out, and stops nothing."""
+    attacks, unfit = control_attacks(scene.config), dict[tuple[int, str, str], str]()
+    for index in range(len(scene.config.client) if attacks else 0):
+        client = scene.client(index, UNDEFENDED, scene.config.seeds[0])
+        for each in _meetings(scene, index, UNDEFENDED, attacks, client, "client"):
+            if each.problems:
+                unfit[each[:3]] = "; ".join(f"{p.what} -> {p.remedy}" for p in each.problems)
+    return unfit
 
 
 def _spared(scene: Scene, each: _Meeting, attacked: set[tuple[int, str]]) -> bool:
@@ -121,7 +135,8 @@ def _obstacles(scene: Scene) -> Iterator[Problem | _Meeting]:
                 client.noise_spec(client.params(), first)
                 if scene.source.simulated:
                     yield from _speaker_problems(scene, index, client, f"defences[{i}] '{text}', {where}")
-                yield from _meetings(scene, index, text, client, where)
+                attacks = list(attacks_against(config.attacks, text))
+                yield from _meetings(scene, index, text, attacks, client, where)
             except GradveilError as error:
                 yield from (
                     Problem(f"defences[{i}] '{text}', {where}", f"{p.where}: {p.what}", p.remedy)
@@ -151,14 +166,16 @@ def _speaker_problems(scene: Scene, index: int, client: Client, where: str) -> I
         yield Problem(where, what, "lower victims or client.batch, or let nobody speak (adgp: selection=previous)")
 
 
-def _meetings(scene: Scene, index: int, defence: str, client: Client, where: str) -> Iterator[_Meeting]:
+def _meetings(
+    scene: Scene, index: int, defence: str, attacks: Sequence[str], client: Client, where: str
+) -> Iterator[_Meeting]:
     """Ask the attacks on a defended client what stands in their way."""
     data, config = scene.victims, scene.config
     batch = scene.batch(scene.examples(index, range(1)))
     first = Batch(batch.inputs[0], batch.targets[0])
     shape = (data.channels, int(data.inputs.shape[-2]), int(data.inputs.shape[-1]))
     facts = shape, config.client[index].examples, scene.classes, len(scene.public or ())
-    for text in attacks_against(config.attacks, defence):
+    for text in attacks:
         attack = scene.attacks[text]
         belief = client if attack.belief == "full" else client.undefended_update()
         found = list(declared(attack))

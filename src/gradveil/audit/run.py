@@ -26,6 +26,7 @@ from gradveil.audit.scene import Scene
 from gradveil.audit.score import Named, failure, score
 from gradveil.audit.sighted import score_observed
 from gradveil.audit.store import Cell, Store
+from gradveil.audit.undefended import target_clients
 from gradveil.audit.work import Task, recovered, working
 from gradveil.core.errors import GradveilError, Problem
 from gradveil.core.own import code_of
@@ -66,10 +67,17 @@ def run(scene: Scene, store: Store, display: Display, share: int, schedule: Sche
     finished, damaged = store.survey(cell.id for cell in planned)
     display.start(planned, finished, scene.config.victims, damaged, expected_work(scene))
     first, whole = scene.config.first_victim, scene.config.victims
-    division = [some for numbers in shares(whole, share) for some in scene.source.together(numbers, first)]
+    divided = {
+        control: [
+            some
+            for numbers in shares(target_clients(whole, control), share)
+            for some in scene.source.together(numbers, first)
+        ]
+        for control in (False, True)
+    }
     left = [cell for cell in planned if cell.id not in finished]
     fits = [cell for cell in left if cell.meeting not in scene.unfit]
-    tasks = [Task(cell, i, numbers) for cell in fits for i, numbers in enumerate(division)]
+    tasks = [Task(cell, i, numbers) for cell in fits for i, numbers in enumerate(divided[cell.control])]
     results: list[Cell] = []
 
     def finished_with(cell: Address, result: Cell) -> None:
@@ -95,7 +103,7 @@ def run(scene: Scene, store: Store, display: Display, share: int, schedule: Sche
         for task, part in done:
             parts = open_parts.setdefault(task.cell.id, {})
             parts[task.share] = part if isinstance(part, str) else recovered(part)
-            if len(parts) < len(division):
+            if len(parts) < len(divided[task.cell.control]):
                 continue
             whole = [parts[i] for i in sorted(open_parts.pop(task.cell.id))]
             finished_with(task.cell, finish(scene, task.cell, whole))

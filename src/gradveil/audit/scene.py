@@ -14,11 +14,13 @@ from gradveil.attacks.base import Attack
 from gradveil.attacks.presets import make_attack
 from gradveil.audit.adaptive import attacks_against
 from gradveil.audit.config import RunConfig
+from gradveil.audit.guessing import Guessing
 from gradveil.audit.obstacles import model_problems, obstacles
 from gradveil.audit.reader import with_defaults
 from gradveil.audit.records import observed_images, open_observed
 from gradveil.audit.source import Source
 from gradveil.audit.training import training_of, training_setting
+from gradveil.audit.undefended import UNDEFENDED
 from gradveil.client import Client, cross_entropy, summed
 from gradveil.core.errors import Problem, fail, refuse
 from gradveil.core.noise import Key
@@ -31,6 +33,9 @@ from gradveil.federated.opening import device_problems, initial_model, open_imag
 from gradveil.federated.standing import Standing
 from gradveil.nn.paths import called, count_classes
 from gradveil.nn.weights import put_weights, read_weights
+
+_ABSENT: Mapping[str, Defence] = {UNDEFENDED: parse(UNDEFENDED)}
+"""Defences that a run need not ask for: its control has none."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +81,8 @@ class Scene:
 
     def client(self, index: int, defence: str, seed: int, standing: Standing | None = None) -> Client:
         """Build a defended client, on the run's device and in its precision; `standing` says what it has learned."""
-        defended = self.defences[defence](self.undefended(index, seed), Key(seed, (Stream.MODEL,)))
+        chosen = self.defences[defence] if defence in self.defences else _ABSENT[defence]
+        defended = chosen(self.undefended(index, seed), Key(seed, (Stream.MODEL,)))
         put_weights(defended.model, standing.params if standing else self.weights)
         defended.model.to(self.config.device, self.dtype)
         after = any(slot is not None and slot.needs_public for slot in (defended.step, defended.send))
@@ -107,6 +113,15 @@ class Scene:
         """What everybody knows of the examples, and their batch defences ask."""
         lower, upper = (bound.to(self.config.device, self.dtype) for bound in self.victims.bounds)
         return Domain(lower, upper, self.classes)
+
+    @cached_property
+    def guessing(self) -> Guessing | None:
+        """What an attacker reaches that only guesses; None without auxiliary data."""
+        if self.public is None or len(self.public) < 2:
+            return None
+        targets = len(set(self.victims.targets.tolist()))
+        images = max(client.examples for client in self.config.client) * self.config.victims
+        return Guessing(self.public, self.config.threshold, min(targets, images))
 
     @cached_property
     def classes(self) -> int:

@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
+from gradveil.audit.config import FREE
 from gradveil.audit.layout import (
     CELL,
     IMAGES,
@@ -226,7 +227,7 @@ class Store:
         there = self.info()
         if there.get("share") is None:
             raise fail(str(self.folder / RUN), "share is missing", RESTORE)
-        refuse_others(self.folder, there, info)
+        refuse_others(self.folder, there, info, FREE)
         refuse(list(_shared_otherwise(there.get("sharing", {}), info["sharing"])))
         grown = {key: info[key] for key in ("config", "cells", "command", "sharing", "warnings")}
         # An earlier version did not say what the files held.

@@ -29,6 +29,7 @@ def summarise(cell: Cell) -> dict[str, Any]:
         statuses[record["status"]] = statuses.get(record["status"], 0) + 1
     return {
         **{key: info.get(key) for key in keys},
+        "control": bool(info.get("control")),
         "victims": len(records),
         "images": len(images),
         "asr": successes / len(images) if images else None,

@@ -53,6 +53,24 @@ def unknown_to_all(rows: Sequence[Row]) -> str:
     return f"No attacker who knows {what} was run: add --attack adaptive."
 
 
+def scope(rows: Sequence[Row], config: Mapping[str, Any]) -> str:
+    """State what an audit covers, images, and what these trials left untried, each with the setting that tries it."""
+    missing = list[str]()
+    if rows and not any(row.attacker in ("undefended", "adaptive") for row in rows):
+        missing.append("adaptive attacks (attack adaptive)")
+    if rows and not any("observed" in row.info for row in rows):
+        missing += [] if any(row.planted for row in rows) else ["a malicious server (attack malicious)"]
+        missing += [] if any(row.setting.batch > 1 for row in rows) else ["batches (client.batch)"]
+        missing += [] if any(row.setting.client != "gradient" for row in rows) else ["local training (client.local)"]
+        weights = (config.get("model") or {}).get("weights")
+        known = weights or any(row.setting.trained for row in rows)
+        missing += [] if known else ["trained weights (model.weights, --train)"]
+        missing += [] if any(row.setting.round for row in rows) else ["several rounds (rounds)"]
+    untried = f" Not tried: {listing(missing)}." if missing else ""
+    covers = "Scope: reconstruction of images, no other data and no inference of membership or properties."
+    return f"{covers}{untried}"
+
+
 def _trained(rows: Sequence[Row]) -> Iterator[str]:
     """Say whose clients are attacked where there was a training, and when."""
     stages = sorted({row.setting.trained for row in rows if row.setting.trained is not None})

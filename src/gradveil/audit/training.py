@@ -19,6 +19,7 @@ from torch import Tensor
 from gradveil.attacks.base import Active, Attack
 from gradveil.audit.config import RunConfig
 from gradveil.audit.source import Source
+from gradveil.audit.undefended import UNDEFENDED, has_control
 from gradveil.client import Client
 from gradveil.core.errors import GradveilError, Problem, fail, refuse
 from gradveil.core.files import read_json, unreadable
@@ -131,14 +132,16 @@ class Training(Source):
 def training_config(config: RunConfig) -> TrainConfig:
     """Write the training of an audit as a run file of `gradveil train` says it: all images train, none is kept apart.
 
-    Where the plan does not say how clients train, or what, they do as the first of the run's clients does.
+    Where the plan does not say how clients train, or what, they do as the first of the run's clients does. A control
+    attacks clients of a training without a defence.
     """
     plan = config.train
     assert plan is not None
     shared = {name: getattr(plan, name) for name in Rounds.model_fields}
     shared |= {name: getattr(plan, name) or getattr(config.client[0], name) for name in ("local", "trainable")}
     data = config.data.model_dump() | {"public": plan.images, "gallery": None}
-    same = {name: getattr(config, name) for name in ("name", "model", "defences", "seeds", "precision", "device")}
+    same = {name: getattr(config, name) for name in ("name", "model", "seeds", "precision", "device")}
+    same["defences"] = [*config.defences, *([UNDEFENDED] if has_control(config) else [])]
     if config.privacy is not None:
         shared["delta"] = config.privacy.delta
     return TrainConfig(**shared, **same, data=TrainDataConfig(**data), validation=0.0)

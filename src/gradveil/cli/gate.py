@@ -1,4 +1,4 @@
-"""What `--fail-above` says: which cells are above the limit, what stands in the way of an answer, and how to go on."""
+"""The output of `--fail-above`: settings above the limit, what stands in the way of an answer, and how to go on."""
 
 from __future__ import annotations
 
@@ -10,18 +10,20 @@ from rich.console import Console
 from rich.table import Table
 
 from gradveil.audit.attacker import ATTACKERS
-from gradveil.audit.rows import Row
+from gradveil.audit.gate import Counted, Gate, called, images_needed
+from gradveil.audit.verdict import LEVELS
 from gradveil.core.words import interval, listing, percent, plural
-from gradveil.report.gate import Gate, called
 
 
 def show_gate(found: Gate, page: Path) -> None:
-    """Say on standard error what the gate came to; `page` is the report."""
+    """Print the outcome of the gate on standard error; `page` is the report."""
     console = Console(stderr=True, markup=False, highlight=False, width=None if sys.stderr.isatty() else 120)
     limit = f"--fail-above {percent(found.limit)}"
+    weakened = f"Weakened by {listing(f'--accept {each} ({each.meaning})' for each in found.accepted)}."
     if found.above:
-        what = plural(len(found.above), "attack success rate")
-        console.print(f"{limit}: {what} of {len(found.counted)} {_be(found.above)} above it.", style="bold red")
+        settings = plural(len(found.counted), "setting")
+        verb = "is" if len(found.above) == 1 else "are"
+        console.print(f"{limit}: failed. {len(found.above)} of {settings} {verb} above it.", style="bold red")
         console.print(above_table(found.above))
         console.print(
             f"To go on: see in {page} what was recovered, and try other defences (gradveil list defences); or raise "
@@ -29,45 +31,50 @@ def show_gate(found: Gate, page: Path) -> None:
             soft_wrap=True,
         )
     if found.obstacles:
-        console.print(f"{limit}: nobody can say that all rates stay within it.", style="bold red")
+        console.print(f"{limit}: not shown. The run does not show that every rate is within it.", style="bold red")
         for obstacle in found.obstacles:
             console.print(f"  {obstacle}", soft_wrap=True)
         console.print(
-            "To go on: correct what these lines say and give the command again; what is finished is kept, and what "
-            "failed is done again.",
+            "To go on: correct these points and give the command again. Finished trials are kept, and failed ones "
+            "run again.",
             soft_wrap=True,
         )
     if found.passed:
-        top = found.counted[0]
-        rates = plural(len(found.counted), "attack success rate")
-        highest = f"{percent(top.asr)} (95% CI {interval(*top.bounds)}), {called(top)}"
-        console.print(f"{limit}: passed. The highest of {rates}: {highest}.", soft_wrap=True)
-        if found.unproven:
-            console.print(f"A low rate shows little of {listing(found.unproven)}: see {page}.", soft_wrap=True)
+        top = max(found.counted, key=lambda one: one.upper)
+        count = f"{top.hits} of {plural(top.row.images, 'image')} recovered, 95% interval up to {percent(top.upper)}"
+        console.print(f"{limit}: passed. Of {plural(len(found.counted), 'setting')} the least sure is", soft_wrap=True)
+        console.print(f"  {called(top.row)}: {count}.", soft_wrap=True)
+    if (needed := images_needed(found.limit)) and not found.above:
+        console.print(
+            f"To show {percent(found.limit)} takes {plural(needed, 'image')} per setting with none recovered.",
+            soft_wrap=True,
+        )
+    console.print("Recovered images count, identifiable or not.", soft_wrap=True)
+    if found.accepted:
+        console.print(weakened, style="bold yellow", soft_wrap=True)
 
 
-def above_table(rows: Sequence[Row]) -> Table:
-    """Lay out the cells above a limit: who attacked what, how often it succeeded, and how sure that is."""
+def above_table(above: Sequence[Counted]) -> Table:
+    """Lay out the settings above a limit, each at the trial with its highest rate."""
+    rows = [one.row for one in above]
     settings = len({(row.seed, row.setting.client) for row in rows}) > 1
     trained = any(row.setting.trained is not None for row in rows)
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for title in ("defence", "attack", *(("seed", "client") if settings else ()), *(("round",) if trained else ())):
+    table.add_column("defence", overflow="fold")
+    table.add_column("verdict", no_wrap=True)
+    for title in ("attack", *(("seed", "client") if settings else ()), *(("round",) if trained else ())):
         table.add_column(title, overflow="fold")
     table.add_column("attacker", no_wrap=True)
-    for title in ("ASR", "95% CI", "images"):
+    for title in ("recovered", "95% CI", "baseline"):
         table.add_column(title, justify="right", no_wrap=True)
-    for row in rows:
-        where = [row.defence, row.attack, *([str(row.seed), row.setting.client] if settings else [])]
+    for one in above:
+        row = one.row
+        where = [str(row.seed), row.setting.client] if settings else []
         where += [str(row.setting.trained)] if trained else []
+        count = f"{one.hits}/{row.images} {percent(one.rate)}"
+        ends = interval(*one.ends)
+        label = LEVELS[one.verdict.level][0].upper()
         table.add_row(
-            *where,
-            ATTACKERS[row.attacker][0],
-            percent(row.asr),
-            interval(*row.bounds),
-            f"{row.recovered} of {row.images}",
+            row.defence, label, row.attack, *where, ATTACKERS[row.attacker][0], count, ends, percent(one.baseline)
         )
     return table
-
-
-def _be(rows: Sequence[Row]) -> str:
-    return "is" if len(rows) == 1 else "are"

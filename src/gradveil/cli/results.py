@@ -11,6 +11,7 @@ import typer
 from rich.console import Console
 
 from gradveil.audit.layout import TRAINING
+from gradveil.cli.audit import EveryOption, ExplainOption, Shown
 from gradveil.cli.summing import Audits, Trainings, is_audit
 from gradveil.cli.train import warn
 from gradveil.core.errors import Problem, fail, refuse
@@ -22,6 +23,7 @@ from gradveil.report.sheet import as_latex, as_markdown
 NOTHING = 1
 """Exit code of a summary without a finished cell."""
 _RUN = typer.Argument(metavar="RUN", help="A run directory, such as runs/faces.")
+_JSON = "Print verdict, settings and trials as a JSON object; of trainings a list with one object per cell."
 _CURVES = "Write every round of trainings as CSV; - for stdout."
 
 
@@ -41,20 +43,22 @@ def report(
 
 def summary(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run directories, such as runs/faces.")],
-    as_json: Annotated[bool, typer.Option("--json", help="One object a cell, as a JSON list.")] = False,
+    every: EveryOption = False,
+    explain: ExplainOption = False,
+    as_json: Annotated[bool, typer.Option("--json", help=_JSON)] = False,
     table: Annotated[Path | None, typer.Option("--csv", metavar="FILE", help="Write CSV; - for stdout.")] = None,
     curves: Annotated[Path | None, typer.Option(metavar="FILE", help=_CURVES)] = None,
     markdown: Annotated[Path | None, _sheet_option("Markdown")] = None,
     latex: Annotated[Path | None, _sheet_option("LaTeX")] = None,
 ) -> int:
-    """Sum audits or trainings up, cell by cell, however far they got; or as a paper's table, over seeds and runs.
+    """Export results as a table, JSON, CSV, Markdown or LaTeX. Unfinished runs are included.
 
     Exit codes: 0 there are results; 1 no cell is finished, which standard error says with the command to go on; 2 wrong
     use, or a damaged run.
     """
     found = _opened(runs, curves is not None)
     if as_json:
-        typer.echo(json.dumps(found.rows(), indent=1))
+        typer.echo(json.dumps(found.as_object(), indent=1))
     for file, write in (
         (table, found.as_csv),
         (curves, found.curves),
@@ -64,7 +68,7 @@ def summary(
         if file is not None:
             _write(file, write())
     if not as_json and all(file is None for file in (table, curves, markdown, latex)):
-        found.show()
+        found.show(Shown(every, explain))
     warn(mixed(found.code()))
     for path, left in found.left():
         typer.echo(f"{path}: {left}" if len(runs) > 1 else left, err=True)

@@ -12,19 +12,23 @@ from typing import Any
 
 from rich.text import Text
 
+from gradveil.audit.findings import findings
 from gradveil.audit.layout import RUN, TRAINING
 from gradveil.audit.store import Cell, load_run
 from gradveil.cli.again import kept
-from gradveil.cli.audit import show_table
+from gradveil.cli.audit import Shown, show_outcome
 from gradveil.cli.train import table, wide
 from gradveil.federated.reading import load_training
 from gradveil.federated.work import FAILED
 from gradveil.report import kinds
 from gradveil.report.matrix import matrices
-from gradveil.report.pareto import summaries_with_fronts
+from gradveil.report.pareto import as_object, trials_with_fronts
 from gradveil.report.sheet import Sheet
 from gradveil.report.table import disarmed
 from gradveil.report.trainings import Table, tables
+
+_NOTHING = {"failed": "", **dict.fromkeys(("model", "data", "client", "defence", "attack"), ""), "batch": 1, "round": 0}
+"""A trial without a result, which has the columns of one."""
 
 
 def is_audit(folder: Path) -> bool:
@@ -38,6 +42,7 @@ class Audits:
     def __init__(self, folders: Sequence[Path]) -> None:
         """Read them; refuse damaged ones."""
         self.runs = [load_run(folder) for folder in folders]
+        self.findings = [findings(run.cells) for run in self.runs]
 
     @property
     def finished(self) -> bool:
@@ -48,15 +53,22 @@ class Audits:
         """Say what of each cell's code was the user's own."""
         return [cell.info.get("code", {}) for run in self.runs for cell in run.cells]
 
-    def rows(self) -> list[dict[str, Any]]:
-        """Sum up every cell; among those of other runs each says where it lies."""
-        named = len(self.runs) > 1
-        every = ((run, summaries_with_fronts(run.cells)) for run in self.runs)
-        return [{"run": str(run.path), **row} if named else row for run, rows in every for row in rows]
+    def as_object(self) -> dict[str, Any]:
+        """Return the verdict in a sentence, and an entry per setting and per trial, each with its run among several."""
+        each = [as_object([found]) for found in self.findings]
+        return {
+            **as_object(self.findings),
+            **{key: self._named([one[key] for one in each]) for key in ("settings", "trials")},
+        }
 
     def as_csv(self) -> str:
-        """Write summaries as CSV."""
-        return as_csv(self.rows())
+        """Write a line per trial, with the verdict on its defence."""
+        return as_csv(self._named([trials_with_fronts(found) for found in self.findings]))
+
+    def _named(self, entries: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str, Any]]:
+        several = len(self.runs) > 1
+        every = ((run, entry) for run, of_run in zip(self.runs, entries, strict=True) for entry in of_run)
+        return [{"run": str(run.path), **entry} if several else entry for run, entry in every]
 
     def curves(self) -> str:
         """Audits have none."""
@@ -66,11 +78,11 @@ class Audits:
         """Lay defences down, attackers across."""
         return [matrix.sheet() for matrix in matrices(self.runs)]
 
-    def show(self) -> None:
+    def show(self, shown: Shown) -> None:
         """Print the results."""
-        for run in self.runs:
+        for run, found in zip(self.runs, self.findings, strict=True):
             if run.cells:
-                show_table(run.cells, run.info["config"], run.path)
+                show_outcome(found, run.info["config"], run.path, shown)
 
     def left(self) -> Iterator[tuple[Path, str]]:
         """Say of every run what is not done yet or failed, and how to go on."""
@@ -97,7 +109,7 @@ class Trainings:
         """Say what of each cell's code was the user's own."""
         return [told.get("code", {}) for run in self.runs for _, told in run.cells if told is not None]
 
-    def rows(self) -> list[dict[str, Any]]:
+    def as_object(self) -> list[dict[str, Any]]:
         """Sum up every finished cell, its curve with it."""
         return [self._named(run.path, told) for run in self.runs for _, told in run.cells if told is not None]
 
@@ -120,8 +132,8 @@ class Trainings:
         """Lay defences down, what each costs across."""
         return [one.sheet() for one in self.tables]
 
-    def show(self) -> None:
-        """Print the results."""
+    def show(self, shown: Shown) -> None:
+        """Print the results, which are the same in full."""
         console = wide()
         for one in self.tables:
             console.print(Text(one.title, style="bold"))
@@ -173,7 +185,7 @@ def as_csv(rows: Sequence[dict[str, Any]]) -> str:
     names = (
         list(flat[0])
         if flat
-        else [key for key in summaries_with_fronts([Cell({"failed": ""}, [])])[0] if key != "statuses"]
+        else [key for key in trials_with_fronts(findings([Cell(dict(_NOTHING), [])]))[0] if key != "statuses"]
     )
     writer = csv.DictWriter(buffer, names, lineterminator="\n")
     writer.writeheader()

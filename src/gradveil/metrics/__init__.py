@@ -13,12 +13,13 @@ from gradveil.metrics.image import (
     psnr,
     psnr_adadefense,
     ssim,
+    ssim_pairs,
     ssim_rescaled,
     ssim_torchmetrics,
 )
 from gradveil.metrics.labels import label_accuracy, matched_label_accuracy
 from gradveil.metrics.perceptual import Missing, lpips
-from gradveil.metrics.rates import Rate, asr, wilson
+from gradveil.metrics.rates import Rate, Risk, asr, risk, wilson
 
 
 class Metric(NamedTuple):
@@ -64,6 +65,7 @@ __all__ = [
     "Metric",
     "Missing",
     "Rate",
+    "Risk",
     "asr",
     "cosine",
     "dense_bytes",
@@ -80,7 +82,9 @@ __all__ = [
     "psnr_adadefense",
     "rank",
     "relative_distance",
+    "risk",
     "ssim",
+    "ssim_pairs",
     "ssim_rescaled",
     "ssim_torchmetrics",
     "wilson",

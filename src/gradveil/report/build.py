@@ -8,12 +8,15 @@ from pathlib import Path
 from typing import Any
 
 from gradveil.audit.attacker import ATTACKERS, POSITIONS
+from gradveil.audit.findings import Findings, findings
 from gradveil.audit.health import STATES, descent, examine, guesses
 from gradveil.audit.layout import RUN
+from gradveil.audit.outcome import headline, strongest
 from gradveil.audit.privacy import proven
 from gradveil.audit.rows import FLOORS, Row
 from gradveil.audit.store import Cell, Run, load_run
-from gradveil.audit.threat import threat_model
+from gradveil.audit.threat import scope, threat_model
+from gradveil.audit.verdict import LEVELS, Verdict
 from gradveil.core.errors import fail
 from gradveil.core.files import write_private
 from gradveil.core.words import interval, listing, percent, plural, size
@@ -22,14 +25,28 @@ from gradveil.report import budget, method, observed, pareto, plots, table
 from gradveil.report.pictures import Album, data_uri, pairs
 from gradveil.report.render import render
 from gradveil.report.training import training_page
-from gradveil.report.verdict import LEVELS, Verdict, verdicts
 
 NAME = "report.html"
 """What a report is called within its run directory."""
 
 _ELSEWHERE = "choose another place with --out"
-_WORDS = {"levels": LEVELS, "positions": POSITIONS, "states": STATES}
-_WORDS |= {"interval": interval, "descent": descent, "examine": examine, "proven": proven}
+_ICONS = {"broken": "✕", "leaks": "!", "not broken": "✓", "inconclusive": "~", "not tested": "?"}
+"""A level never rests on its colour alone."""
+
+_WORDS = {
+    "levels": {level: (_ICONS[level], *words) for level, words in LEVELS.items()},
+    "positions": POSITIONS,
+    "states": STATES,
+}
+_WORDS |= {"hits": table.hits, "trained_on": table.TRAINED_ON}
+_WORDS |= {
+    "headline": headline,
+    "strongest": strongest,
+    "interval": interval,
+    "descent": descent,
+    "examine": examine,
+    "proven": proven,
+}
 
 
 def write_report(run_dir: Path, out: Path | None = None) -> Path:
@@ -61,9 +78,10 @@ def context(run: Run) -> dict[str, Any]:
     failed = [cell for cell in run.cells if cell.broken]
     unfit = [(cell.info["defence"], cell.info["attack"], cell.failed) for cell in run.cells if cell.unfit]
     done = [cell for cell in run.cells if cell.failed is None]
-    every = [Row(number, cell) for number, cell in enumerate(done)]
+    found = findings([*done, *(cell for cell in run.cells if cell.failed is not None)])
+    every = found.finished
     rows = [row for row in every if row.cell.unscored is None]
-    judged = verdicts(rows)
+    judged = found.verdicts
     album = Album()
     shots = pairs(rows, album)
     shown = table.columns(rows)
@@ -75,13 +93,12 @@ def context(run: Run) -> dict[str, Any]:
         "name": run.info.get("name") or "audit",
         "date": str(run.info.get("created", "")).replace("T", " ")[:16],
         "machine": _machine(run.info),
-        "settings": list(dict.fromkeys(verdict.setting for verdict in judged)),
         "threat": threat_model(every, config),
         **observed.section(every),
         "limited": config.get("budget") is not None,
         "thresholds": sorted({float(cell.info.get("threshold", 0.5)) for cell in done}),
         "cards": cards(judged, failed, len(every) - len(rows)),
-        "verdicts": judged,
+        **_stated(found, config),
         "floors": FLOORS,
         **_WORDS,
         "attackers": {key: told for key, told in ATTACKERS.items() if any(row.attacker == key for row in every)},
@@ -95,7 +112,7 @@ def context(run: Run) -> dict[str, Any]:
         **pareto.section(fronts, rows),
         "data": {
             **_script_data(rows, shots, album),
-            "points": plots.points(rows),
+            "points": plots.points([row for row in rows if not row.is_control]),
             "curves": budget.curves(spent, rows),
             "fronts": plots.fronts(fronts, rows),
             "side_by_side": side_by_side(judged, shots),
@@ -115,6 +132,18 @@ def context(run: Run) -> dict[str, Any]:
         "facts": method.facts(run.info, every),
         "command": run.info.get("command", ""),
         "config": json.dumps(config, indent=2, ensure_ascii=False),
+    }
+
+
+def _stated(found: Findings, config: Mapping[str, Any]) -> dict[str, Any]:
+    """State the verdicts, what the control shows, and what was not tried."""
+    return {
+        "verdict": found.sentence,
+        "verdicts": found.verdicts,
+        "gaps": found.gaps,
+        "settings": list(dict.fromkeys(entry.setting for entry in found.entries)) if found.verdicts else [],
+        "control": found.control,
+        "scope": scope([row for row in found.finished if not row.is_control], config),
     }
 
 
@@ -169,7 +198,8 @@ def cards(judged: Sequence[Verdict], failed: Sequence[Cell], unscored: int = 0) 
     if bare is not None:
         found.append(_rate_card("Recovered without a defence", bare, f"{bare.best.attack} is the strongest attack"))
     defended = [v for v in judged if not v.undefended]
-    known = [v for v in defended if not v.doubts and any(r.attacker == "adaptive" and not guesses(r) for r in v.judged)]
+    held = [v for v in defended if v.level in ("not broken", "leaks") and not v.doubts]
+    known = [v for v in held if any(r.attacker == "adaptive" and not guesses(r) for r in v.judged)]
     if known:
         best = min(known, key=lambda v: (v.best.asr, v.price.order))
         card = _rate_card("Best defence against attackers who know it", best, best.best.defence_name)

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from statistics import fmean
 from typing import Any
 
+from gradveil.audit.findings import Findings
 from gradveil.audit.health import examine
 from gradveil.audit.rows import Row, Setting
 from gradveil.audit.store import UNFIT, Run
+from gradveil.audit.verdict import LEVELS, Level
 from gradveil.core.errors import Problem, refuse
 from gradveil.core.words import DASH, interval, listing, percent, plural
 from gradveil.metrics import wilson
@@ -22,8 +24,8 @@ from gradveil.report.sheet import Sheet, Text
 DOUBTFUL, TOLD, CHANGED = "†", "‡", "§"
 """Marks of an attack that may simply have failed, of one that was told secrets, of one that changed the model."""
 _MARKS = {
-    DOUBTFUL: "the attack fell short of the true images' objective, or may be broken: no proof of protection",
-    TOLD: "told secrets of the client: an upper bound, no threat",
+    DOUBTFUL: "the attack is under-optimised or suspect: no proof of protection",
+    TOLD: "knows secrets of the client: an upper bound, no threat",
     CHANGED: "a malicious server, which changes the model that it sends",
 }
 
@@ -78,6 +80,10 @@ class Matrix:
     defences: tuple[str, ...]
     attacks: tuple[str, ...]
     entries: dict[tuple[str, str], Entry]
+    levels: Mapping[str, Level]
+    """The verdict on each defence."""
+    control: str = ""
+    """What the control shows, in a sentence; empty where there is none."""
 
     @cached_property
     def usual(self) -> int:
@@ -100,6 +106,7 @@ class Matrix:
             f"{self.title}: share of images recovered (SSIM above {self.threshold:g}) with its 95% interval, "
             f"and mean SSIM; {plural(self.usual, 'image')}{seeds} unless said otherwise. Bold: the strongest attacker."
             + (f" A guess that sees no update: {floor}." if floor else "")
+            + (f" {self.control}" if self.control else "")
         )
 
     def notes(self) -> Iterator[tuple[str, str]]:
@@ -109,9 +116,13 @@ class Matrix:
 
     def sheet(self) -> Sheet:
         """Lay it out."""
-        columns = [Text("defence"), *(Text(attack, code=True) for attack in self.attacks)]
-        rows = [[Text(defence, code=True), *self.line(defence)] for defence in self.defences]
+        columns = [Text("defence"), Text("verdict"), *(Text(attack, code=True) for attack in self.attacks)]
+        rows = [[Text(name, code=True), Text(self.verdict(name)), *self.line(name)] for name in self.defences]
         return Sheet(self.caption(), columns, rows, list(self.notes()))
+
+    def verdict(self, defence: str) -> str:
+        """Write the verdict on a defence."""
+        return LEVELS[self.levels[defence]][0].lower()
 
     def line(self, defence: str) -> list[Text]:
         """Write the entries of a defence, the strongest attacker's bold."""
@@ -168,6 +179,8 @@ def _shared(run: Run) -> dict[str, Any]:
 def _twice(group: Sequence[tuple[Row, Run]]) -> Iterator[Problem]:
     answers: dict[tuple[str, str, int], Run] = {}
     for row, owner in group:
+        if row.is_control:
+            continue
         first = answers.setdefault((row.defence, row.attack, row.seed), owner)
         if first is not owner:
             what = f"has '{row.attack}' against '{row.defence}' with seed {row.seed}, and so has {first.path}"
@@ -176,12 +189,15 @@ def _twice(group: Sequence[tuple[Row, Run]]) -> Iterator[Problem]:
 
 def _matrix(setting: Setting, title: str, rows: Sequence[Row]) -> Matrix:
     sound = [row for row in rows if row.cell.failed is None]
+    found = Findings(tuple(rows))
     groups: dict[tuple[str, str], list[Row]] = {}
-    for row in rows:
+    for row in (row for row in rows if not row.is_control):
         groups.setdefault((row.defence, row.attack), []).append(row)
     entries = {place: _entry(group, sound) for place, group in groups.items()}
     defences, attacks = (tuple(dict.fromkeys(place[side] for place in groups)) for side in (0, 1))
-    return Matrix(setting, title, _threshold(rows[0]), len({row.seed for row in rows}), defences, attacks, entries)
+    levels: dict[str, Level] = {entry.defence: entry.level for entry in found.entries}
+    seeds = len({row.seed for row in rows})
+    return Matrix(setting, title, _threshold(rows[0]), seeds, defences, attacks, entries, levels, found.control)
 
 
 def _threshold(row: Row) -> float:
@@ -190,6 +206,6 @@ def _threshold(row: Row) -> float:
 
 def _entry(group: Sequence[Row], beside: Sequence[Row]) -> Entry:
     finished = tuple(row for row in group if row.cell.failed is None)
-    doubtful = any(examine(row, beside).state in ("short", "doubtful") for row in finished if row.images)
+    doubtful = any(examine(row, beside).state in ("under-optimised", "suspect") for row in finished if row.images)
     broken, unfit = (any(flags) for flags in ((r.cell.broken for r in group), (r.cell.unfit for r in group)))
     return Entry(finished, broken, unfit, doubtful)

@@ -10,12 +10,12 @@ from dataclasses import dataclass, field, replace
 from statistics import fmean
 from typing import Any
 
-from gradveil.audit.health import summaries
+from gradveil.audit.findings import SCHEMA, Findings, sentence_of
 from gradveil.audit.rows import Row, Setting
 from gradveil.audit.store import UNFIT, Cell
+from gradveil.audit.verdict import Verdict, verdicts
 from gradveil.core.words import DASH, listing, number, percent, plural, size
 from gradveil.report.front import beaten_by, front
-from gradveil.report.verdict import Verdict, verdicts
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ class Spot:
     @property
     def is_vague(self) -> bool:
         """Whether more may be recovered: nobody attacked who knows the defence, or an attack is in doubt or failed."""
-        return self.verdict.level in ("unproven", "unclear") or bool(self.verdict.warning) or self.failed
+        return self.verdict.level in ("not tested", "inconclusive") or bool(self.verdict.warning) or self.failed
 
     def point(self, axes: Sequence[Axis]) -> tuple[float, ...] | None:
         """Return what is to be kept small, the leak first; None where a price is not known."""
@@ -285,11 +285,20 @@ def mark(row: Row, found: Mapping[tuple[Setting, str], str]) -> str | None:
     return found.get((row.setting._replace(trained=None), row.defence)) if row.setting.trained is not None else None
 
 
-def summaries_with_fronts(cells: Sequence[Cell]) -> list[dict[str, Any]]:
-    """Sum every cell up, with `pareto`: the fronts that its defence is on, or why it is on none."""
-    rows = {place: Row(place, cell) for place, cell in enumerate(cells) if cell.failed is None}
-    found = marks([row for row in rows.values() if row.cell.unscored is None])
+def as_object(found: Sequence[Findings]) -> dict[str, Any]:
+    """Return what `gradveil summary --json` prints of these runs."""
+    return {
+        "schema": SCHEMA,
+        "verdict": sentence_of(found),
+        "settings": [entry for each in found for entry in each.settings],
+        "trials": [entry for each in found for entry in trials_with_fronts(each)],
+    }
+
+
+def trials_with_fronts(found: Findings) -> list[dict[str, Any]]:
+    """Sum every trial up, with `pareto`: the fronts that its defence is on, or why it is on none."""
+    fronts = marks([row for row in found.finished if row.cell.unscored is None])
     return [
-        {**told, "pareto": mark(rows[place], found) if place in rows else None}
-        for place, told in enumerate(summaries(cells))
+        {**told, "pareto": mark(row, fronts) if row.cell.failed is None and not row.is_control else None}
+        for row, told in zip(found.rows, found.trials, strict=True)
     ]

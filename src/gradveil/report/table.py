@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from gradveil.audit.attacker import ATTACKERS
+from gradveil.audit.evidence import baseline, risk_of
 from gradveil.audit.health import examine
+from gradveil.audit.price import price
 from gradveil.audit.privacy import proven
-from gradveil.audit.rows import FLOORS, Row
+from gradveil.audit.rows import FLOORS, Row, Setting
+from gradveil.audit.verdict import LEVELS, verdicts
 from gradveil.core.words import duration, listing, number, percent, size
 from gradveil.report.pareto import mark, marks
-from gradveil.report.price import price
 
 Get = Callable[[Row], Any]
 """A row's value in a column."""
@@ -61,21 +63,39 @@ def _guess(name: str) -> Column:
     return Column(name, title, f"ASR of {meaning}", lambda row: row.control(name), percent)
 
 
+def hits(row: Row, flag: str) -> int | None:
+    """Count the images whose scores have a flag set; None where they do not have it."""
+    flags = [scores[flag] for _, _, scores in row.scores() if scores.get(flag) is not None]
+    return sum(map(bool, flags)) if flags else None
+
+
+TRAINED_ON = {"Recovered as trained on": "success_transformed", "Identified as trained on": "identified_transformed"}
+"""Counts of what a batch defence made of the images and the client trained on: title and flag of an image's scores."""
+
+
+def _hit(title: str, flag: str) -> Column:
+    return Column(flag, title, f"images {title.lower()} by the client", lambda row: hits(row, flag), number)
+
+
 COLUMNS: tuple[Column, ...] = (
     _text("defence", "Defence", "what the client does to its update", lambda row: row.defence or "none"),
     _text("attack", "Attack", "the attack that was run", _info("attack")),
-    _text("attacker", "Attacker", "what he knows of the defence", lambda row: ATTACKERS[row.attacker][0]),
+    _text("attacker", "Attacker", "what they know of the defence", lambda row: ATTACKERS[row.attacker][0]),
     Column("asr", "ASR", "share of images with an SSIM above the threshold", lambda row: row.asr, percent),
     Column("asr_low", "CI low", "lower end of the 95% Wilson interval", lambda row: row.bounds[0], percent),
     Column("asr_high", "CI high", "upper end of the 95% Wilson interval", lambda row: row.bounds[1], percent),
     Column("recovered", "Recovered", "images recovered", lambda row: row.recovered, number),
+    Column("identifiable", "Identifiable", "images recovered and identified", lambda row: row.identifiable, number),
+    *(_hit(title, flag) for title, flag in TRAINED_ON.items()),
+    Column("baseline", "Baseline", "share of identifiable images expected of the best guess", baseline, percent),
+    Column("risk", "Risk", "rate beyond baseline and mismatch control", lambda row: risk_of(row).value, percent),
     Column("images", "Images", "images attacked", lambda row: row.images, number),
     Column("victims", "Victims", "clients attacked", lambda row: len(row.cell.records), number),
     *(_guess(name) for name in FLOORS),
     Column(
         "wrong_victim",
-        "Wrong victim",
-        "ASR when reconstructions are scored against somebody else's image",
+        "Mismatch control",
+        "ASR when reconstructions are scored against another client's image",
         lambda row: row.control("wrong_victim"),
         percent,
     ),
@@ -104,7 +124,7 @@ COLUMNS: tuple[Column, ...] = (
     Column(
         "identified",
         "Identified",
-        "share whose nearest image in the client's data is the victim",
+        "share whose nearest image among all private images is the victim",
         lambda row: row.mean("identified"),
         percent,
     ),
@@ -199,6 +219,7 @@ COLUMNS: tuple[Column, ...] = (
 
 _OPTIONAL = {"lpips", "mse_bound", "objective_truth", "identified", "iterations_per_second", "restarts", "params"}
 _OPTIONAL |= {"first_order_utility", "second_order_utility", "gamma_1", "cosine_worst", "cosine_promised"}
+_OPTIONAL |= {*TRAINED_ON.values()}
 _OPTIONAL |= {
     "trained",
     "accuracy",
@@ -232,16 +253,25 @@ def columns(rows: Sequence[Row]) -> list[Column]:
         lambda row: price(row, rows).share,
         percent,
     )
-    health = _text("health", "Health", "whether the attack itself worked", lambda row: examine(row, rows).label)
+    check = "whether a low rate can be blamed on the defence"
+    health = _text("attack_check", "Attack check", check, lambda row: examine(row, rows).label)
+    judged = {(verdict.setting, verdict.defence): LEVELS[verdict.level][0] for verdict in verdicts(rows)}
+    level = _text("verdict", "Verdict", "the verdict on the defence", lambda row: _level(row, judged))
     fronts = marks(rows)
     front = _text("pareto", "Front", "the Pareto fronts that the defence is on", lambda row: mark(row, fronts))
-    after = {"bytes_sent": compared, "asr_high": health} | ({"client_seconds": front} if fronts else {})
+    after = {"attack": level, "bytes_sent": compared, "asr_high": health} | (
+        {"client_seconds": front} if fronts else {}
+    )
     found: list[Column] = []
     for column in COLUMNS:
         told = any(column.get(row) is not None or column.lacking(row) for row in rows)
         if told or column.key not in _OPTIONAL:
             found += [column, after[column.key]] if column.key in after else [column]
     return found
+
+
+def _level(row: Row, judged: Mapping[tuple[Setting, str], str]) -> str:
+    return "control" if row.is_control else judged[row.setting, row.defence]
 
 
 def body(rows: Sequence[Row], shown: Sequence[Column]) -> list[list[Entry]]:

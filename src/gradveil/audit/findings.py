@@ -1,0 +1,221 @@
+"""The findings of a run for every surface: a sentence, one entry per defence, the control, and what was not tried."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from gradveil.audit.attacker import ATTACKERS
+from gradveil.audit.evidence import baseline, risk_of
+from gradveil.audit.health import STATES, examine
+from gradveil.audit.rows import Row, Setting
+from gradveil.audit.store import UNFIT, Cell
+from gradveil.audit.summary import summarise
+from gradveil.audit.verdict import LEVELS, Level, Verdict, verdicts
+from gradveil.core.words import listing, plural
+
+SCHEMA = "gradveil.summary/1"
+"""The schema of what `gradveil summary --json` prints."""
+_NAMED = 3
+"""More defences than these are counted in a sentence instead of named."""
+_VERBS: Mapping[Level, tuple[str, str]] = {
+    "broken": ("is broken", "are broken"),
+    "leaks": ("leaks", "leak"),
+    "inconclusive": ("is inconclusive", "are inconclusive"),
+    "not tested": ("is not tested", "are not tested"),
+    "not broken": ("is not broken", "are not broken"),
+}
+
+
+@dataclass(frozen=True)
+class Gap:
+    """A defence in a setting that no trial has a score of."""
+
+    setting: Setting
+    defence: str
+    level: Level
+    reasons: tuple[str, ...]
+    undefended: bool
+
+
+@dataclass(frozen=True)
+class Findings:
+    """Verdicts and gaps of a run, in its order."""
+
+    rows: tuple[Row, ...]
+    """Every trial, those that failed too."""
+
+    @cached_property
+    def finished(self) -> list[Row]:
+        """The trials that did not fail."""
+        return [row for row in self.rows if row.cell.failed is None]
+
+    @cached_property
+    def verdicts(self) -> list[Verdict]:
+        """The verdict on every defence in every setting."""
+        return verdicts([row for row in self.finished if row.cell.unscored is None])
+
+    @cached_property
+    def gaps(self) -> list[Gap]:
+        """The defences without a verdict."""
+        judged = {(verdict.setting, verdict.defence) for verdict in self.verdicts}
+        groups: dict[tuple[Setting, str], list[Row]] = {}
+        for row in self.rows:
+            if not row.is_control and (row.setting, row.defence) not in judged:
+                groups.setdefault((row.setting, row.defence), []).append(row)
+        return [_gap(setting, defence, group) for (setting, defence), group in groups.items()]
+
+    @property
+    def entries(self) -> list[Verdict | Gap]:
+        """Verdicts first, then gaps."""
+        return [*self.verdicts, *self.gaps]
+
+    @property
+    def sentence(self) -> str:
+        """The verdict on the whole run in a sentence."""
+        return sentence_of([self])
+
+    @property
+    def settings(self) -> list[dict[str, Any]]:
+        """One plain object for each defence in each setting."""
+        return [*map(_plain, self.verdicts), *map(_plain_gap, self.gaps)]
+
+    @cached_property
+    def trials(self) -> list[dict[str, Any]]:
+        """One flat object for each trial, with the verdict on its defence; a control is no part of a verdict."""
+        levels: dict[tuple[Setting, str], Level] = {(each.setting, each.defence): each.level for each in self.entries}
+        return [
+            {**summarise(row.cell), **_of_trial(row, self.finished, levels.get((row.setting, row.defence)))}
+            for row in self.rows
+        ]
+
+    def notes(self) -> Iterator[str]:
+        """Explain each verdict that the numbers of its row do not explain, in one line each."""
+        for each in self.entries:
+            if each.level not in ("broken", "not broken"):
+                reasons = " ".join(each.reasons[:1] if each.level == "leaks" else each.reasons)
+                warning = f" {each.warning}" if isinstance(each, Verdict) and each.warning else ""
+                yield f"{each.defence}: {LEVELS[each.level][0].lower()}. {reasons}{warning}"
+
+    @property
+    def control(self) -> str:
+        """Report in a line what the control shows; empty where there is none."""
+        mine = [row for row in self.rows if row.is_control]
+        done = [row for row in mine if row.cell.failed is None]
+        told = [f"{row.attack} recovers {row.recovered} of {row.images}" for row in done]
+        told += [f"{row.attack} {UNFIT if row.cell.unfit else 'failed'}" for row in mine if row.cell.failed is not None]
+        return f"Control: {listing(dict.fromkeys(told))} without a defence." if told else ""
+
+
+def findings(cells: Sequence[Cell]) -> Findings:
+    """Collect the findings of these trials."""
+    return Findings(tuple(Row(place, cell) for place, cell in enumerate(cells)))
+
+
+def sentence_of(found: Sequence[Findings]) -> str:
+    """Put the verdict on these runs into a sentence."""
+    every = [entry for each in found for entry in each.entries]
+    defended: list[tuple[str, Level]] = [(each.defence, each.level) for each in every if not each.undefended]
+    if defended:
+        return _counted(defended, several=len({each.setting for each in every}) > 1 or len(found) > 1)
+    if every:
+        levels = listing(dict.fromkeys(LEVELS[each.level][0].lower() for each in every))
+        return f"No defence was tested. Without a defence: {levels}."
+    return "There is no verdict: no trial has finished."
+
+
+def _gap(setting: Setting, defence: str, group: Sequence[Row]) -> Gap:
+    failed = dict.fromkeys(f"{row.attack} failed: {row.cell.failed}." for row in group if row.cell.broken)
+    blind = dict.fromkeys(f"{row.cell.unscored}." for row in group if row.cell.failed is None and row.cell.unscored)
+    unmet = "No attack of this run applies to it: add --attack adaptive."
+    reasons = tuple(each[0].upper() + each[1:] for each in (*blind, *failed)) or (unmet,)
+    return Gap(setting, defence, "inconclusive" if blind else "not tested", reasons, group[0].undefended)
+
+
+def _counted(defended: Sequence[tuple[str, Level]], several: bool) -> str:
+    """Count the defences of every level, the worst first, and name them where they are few.
+
+    >>> _counted([("dgp", "broken"), ("prune(0.9)", "broken"), ("dp", "not broken")], several=False)
+    '2 of 3 defences are broken (dgp and prune(0.9)); 1 is not broken (dp).'
+    >>> _counted([("dgp", "not tested")], several=False)
+    '1 of 1 defence is not tested (dgp).'
+    """
+    what = "defended setting" if several else "defence"
+    told = list[str]()
+    for level in _VERBS:
+        names = [name for name, own in defended if own == level]
+        if names:
+            of = f" of {plural(len(defended), what)}" if not told else ""
+            unique = list(dict.fromkeys(names))
+            named = f" ({listing(unique)})" if len(unique) <= _NAMED else ""
+            told.append(f"{len(names)}{of} {_VERBS[level][len(names) > 1]}{named}")
+    return "; ".join(told) + "."
+
+
+def _plain(verdict: Verdict) -> dict[str, Any]:
+    return {
+        **_where(verdict.setting),
+        "seed": verdict.best.seed,
+        "defence": verdict.defence,
+        "verdict": verdict.level,
+        "recovered": verdict.recovered,
+        "identified": verdict.identified,
+        "identifiable": verdict.identifiable,
+        "images": verdict.images,
+        "ci": list(verdict.interval),
+        "baseline": verdict.baseline,
+        "risk": verdict.risk._asdict(),
+        "attack": verdict.best.attack,
+        "attacker": verdict.best.attacker,
+        "attack_check": verdict.health.state,
+        "reasons": list(verdict.reasons),
+    }
+
+
+def _plain_gap(gap: Gap) -> dict[str, Any]:
+    none = ("seed", "recovered", "identified", "identifiable", "images", "ci", "baseline", "risk", "attack", "attacker")
+    told = {"defence": gap.defence, "verdict": gap.level, "reasons": list(gap.reasons)}
+    return {**_where(gap.setting), **dict.fromkeys((*none, "attack_check")), **told}
+
+
+def _where(setting: Setting) -> dict[str, Any]:
+    return {"setting": setting.title(), **setting._asdict()}
+
+
+def _of_trial(row: Row, beside: Sequence[Row], level: Level | None) -> dict[str, Any]:
+    """Name the attacker and the attack check of a trial, and its share of the verdict."""
+    scored = row.cell.failed is None and row.images > 0
+    risk = risk_of(row) if scored else None
+    return {
+        "verdict": None if row.is_control else level,
+        "recovered": row.recovered if scored else None,
+        "identified": row.identified if scored else None,
+        "identifiable": row.identifiable if scored else None,
+        "baseline": baseline(row) if scored else None,
+        "risk": risk.value if risk else None,
+        "risk_low": risk.low if risk else None,
+        "risk_high": risk.high if risk else None,
+        "attacker": row.attacker if row.cell.failed is None else None,
+        "attack_check": examine(row, beside).state if row.cell.failed is None else None,
+    }
+
+
+def explained(found: Findings) -> Iterator[str]:
+    """Define the words of the verdict table, as far as they occur."""
+    levels = {each.level for each in found.entries}
+    for level, (label, meaning) in LEVELS.items():
+        if level in levels:
+            yield f"{label}: {meaning}."
+    yield "Identifiable: images recovered and nearest to their own among all private images, with a 95% interval."
+    yield "Baseline: the share of identifiable images that the best guess, which sees no update, is expected to reach."
+    yield "Risk: the rate beyond baseline and mismatch control, as a share of what was left to gain, with its interval."
+    states = {examine(row, found.finished).state for row in found.finished}
+    for state, (label, meaning) in STATES.items():
+        if state in states:
+            yield f"Attack check, {label}: {meaning}."
+    kinds = {row.attacker for row in found.finished} - {"undefended"}
+    for kind, (short, _) in ATTACKERS.items():
+        if kind in kinds:
+            yield f"Attacker, {kind}: {short}."

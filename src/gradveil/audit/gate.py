@@ -1,0 +1,225 @@
+"""A gate for continuous integration: whether a run shows that every rate that counts lies within a limit."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from statistics import NormalDist
+
+from gradveil.audit.evidence import expected_of
+from gradveil.audit.findings import Findings, Gap, findings
+from gradveil.audit.rows import Row
+from gradveil.audit.store import Run
+from gradveil.audit.verdict import ENOUGH, LEVELS, Verdict
+from gradveil.core.words import percent, plural
+from gradveil.metrics import wilson
+
+
+class Accepted(StrEnum):
+    """A way to weaken the gate."""
+
+    FEW_IMAGES = "few-images"
+    INCONCLUSIVE = "inconclusive"
+    NOT_TESTED = "not-tested"
+
+    @property
+    def meaning(self) -> str:
+        """What passes then."""
+        return {
+            Accepted.FEW_IMAGES: "the measured rate counts, not the upper end of its 95% interval",
+            Accepted.INCONCLUSIVE: "settings whose attacks show nothing pass by their rate",
+            Accepted.NOT_TESTED: "settings that no adaptive attack was run on pass by their rate",
+        }[self]
+
+
+@dataclass(frozen=True)
+class Counted:
+    """A setting that the gate counts, with the trial that hit most of its images."""
+
+    verdict: Verdict
+    row: Row
+    hits: int
+    """Images recovered; or those identified, or recovered as trained on, where more are and that is a leak."""
+
+    @property
+    def rate(self) -> float:
+        """The share of images hit."""
+        return self.hits / self.row.images
+
+    @property
+    def ends(self) -> tuple[float, float]:
+        """Wilson's 95% interval of the rate."""
+        return wilson(self.hits, self.row.images)
+
+    @property
+    def upper(self) -> float:
+        """The upper end of the interval."""
+        return self.ends[1]
+
+    @property
+    def baseline(self) -> float | None:
+        """The share of images that the best guess is expected to recover; None where that is not known."""
+        expected = expected_of(self.row, "recovered")
+        return None if expected is None else expected / self.row.images
+
+
+@dataclass(frozen=True)
+class Gate:
+    """A run held against a limit."""
+
+    limit: float
+    counted: tuple[Counted, ...]
+    """The defended settings, the highest rate first; undefended ones where nothing else was attacked."""
+    obstacles: tuple[str, ...]
+    """Why the run does not show that all rates lie within the limit, each with how to go on."""
+    accepted: tuple[Accepted, ...] = ()
+
+    @property
+    def above(self) -> tuple[Counted, ...]:
+        """The settings whose rate is above the limit."""
+        return tuple(one for one in self.counted if one.rate > self.limit)
+
+    @property
+    def passed(self) -> bool:
+        """Whether every setting is shown to lie within the limit."""
+        return bool(self.counted) and not self.above and not self.obstacles
+
+
+def gate(run: Run, limit: float, accepted: Sequence[Accepted] = ()) -> Gate:
+    """Hold a run against a limit on the share of images that an attacker recovers.
+
+    Recovered images count, identifiable or not: the larger number is the cautious one. The undefended client, and the
+    control, count only where nothing else was attacked; recorded updates always do. Attacks that know client secrets
+    never count.
+    """
+    found = findings(run.cells)
+    judged = _that_count(found)
+    verdicts = [each for each in judged if isinstance(each, Verdict)]
+    counted = [_most(verdict) for verdict in verdicts if verdict.best.attacker != "informed"]
+    gaps = [each for each in judged if isinstance(each, Gap)]
+    named = {(gap.setting, gap.defence) for gap in gaps}
+    obstacles = [
+        *_missing(run),
+        *(_failed(row) for row in found.rows if row.cell.broken and (row.setting, row.defence) not in named),
+        *map(_no_score, gaps),
+        *(_undecided(each) for each in verdicts if _is_open(each, accepted)),
+        *(_too_few(one, limit) for one in counted if one.rate <= limit < _reach(one.hits, one.row, accepted)),
+        *(line for one in counted for line in _diverged(one.verdict, limit, accepted)),
+    ]
+    counted.sort(key=lambda one: one.rate, reverse=True)
+    return Gate(limit, tuple(counted), tuple(dict.fromkeys(obstacles)), tuple(accepted))
+
+
+def images_needed(limit: float) -> int | None:
+    """Count the images of which none may be recovered for Wilson's upper end to reach a limit; None for 0.
+
+    >>> images_needed(0.1), images_needed(0.5), images_needed(1), images_needed(0)
+    (35, 4, 1, None)
+    """
+    if limit <= 0:
+        return None
+    z = NormalDist().inv_cdf(0.975)
+    return max(1, math.ceil(z * z * (1 - limit) / limit - 1e-9))
+
+
+def called(row: Row) -> str:
+    """Name a trial in a sentence."""
+    info = row.info
+    rounds = info.get("trained")
+    when = "" if rounds is None else f", after {plural(rounds, 'round')}"
+    return f"{row.attack} against {row.defence}, {info['client']}, seed {row.seed}{when}"
+
+
+def _that_count(found: Findings) -> list[Verdict | Gap]:
+    """Choose the settings that count. Recorded updates are what they are, whatever is believed of them."""
+    every = found.entries
+    recorded = any("observed" in row.info for row in found.rows)
+    return [each for each in every if recorded or not each.undefended] or every
+
+
+def _most(verdict: Verdict) -> Counted:
+    """Find the judged trial with the highest rate, whatever the seed."""
+    return max((Counted(verdict, row, _hits(verdict, row)) for row in verdict.judged), key=lambda one: one.rate)
+
+
+def _hits(verdict: Verdict, row: Row) -> int:
+    """Count the images of a trial that were recovered, or hit by another criterion where that beats its baseline."""
+    leaked = (test.observed for test in verdict.tests if test.leaks and test.number == row.number)
+    return max(row.recovered, *leaked, 0)
+
+
+def _lost(row: Row) -> int:
+    """Count the images that an attack which diverged did not recover."""
+    return sum(
+        not image["success"]
+        for record in row.cell.records
+        if record["status"] == "diverged"
+        for image in record.get("per_image", ())
+    )
+
+
+def _reach(hits: int, row: Row, accepted: Sequence[Accepted]) -> float:
+    """Compute how high a rate may be: the upper end of its interval, or itself where that is accepted."""
+    return hits / row.images if Accepted.FEW_IMAGES in accepted else wilson(hits, row.images)[1]
+
+
+def _missing(run: Run) -> Iterator[str]:
+    there: set[str] = {str(cell.info.get("cell")) for cell in run.cells}
+    planned = run.info["cells"]
+    if missing := [name for name in planned if name not in there]:
+        counted = f"{len(missing)} of {plural(len(planned), 'cell')} {'is' if len(missing) == 1 else 'are'} not done"
+        yield f"{counted}: give the same command again."
+
+
+def _failed(row: Row) -> str:
+    return f"{called(row)} failed: {row.cell.failed}."
+
+
+def _no_score(gap: Gap) -> str:
+    return f"{gap.defence} ({gap.setting.client}) is {LEVELS[gap.level][0].lower()}. {' '.join(gap.reasons)}"
+
+
+def _is_open(verdict: Verdict, accepted: Sequence[Accepted]) -> bool:
+    """Whether a verdict decides nothing, and that is not accepted."""
+    return verdict.level in ("inconclusive", "not tested") and verdict.level.replace(" ", "-") not in accepted
+
+
+def _undecided(verdict: Verdict) -> str:
+    told = f"{verdict.defence} ({verdict.setting.client}) is {LEVELS[verdict.level][0].lower()}."
+    doubts = f" {verdict.best.attack}: {'; '.join(verdict.doubts)}." if verdict.doubts else ""
+    return f"{told} {' '.join(verdict.reasons)}{doubts} {_remedy(verdict)}"
+
+
+def _remedy(verdict: Verdict) -> str:
+    if verdict.level == "not tested":
+        return "Add an attack that knows no client secrets." if verdict.undefended else "Add --attack adaptive."
+    if verdict.images < ENOUGH:
+        return f"Attack at least {ENOUGH} images: --victims {ENOUGH}."
+    if verdict.health.state == "under-optimised":
+        return "Give the attacks more iterations or restarts."
+    return "Use an attack that works on undefended clients, and let the control show it."
+
+
+def _too_few(one: Counted, limit: float) -> str:
+    """Explain that the images are too few to show a limit."""
+    needed = images_needed(limit)
+    enough = "No number of images shows a rate of 0."
+    if needed is not None:
+        enough = f"With none recovered, {needed} images show {percent(limit)}: --victims {needed}."
+    count = f"{one.hits} of {plural(one.row.images, 'image')} recovered"
+    return f"{called(one.row)}: {count}, and the 95% interval reaches {percent(one.upper)}. {enough}"
+
+
+def _diverged(verdict: Verdict, limit: float, accepted: Sequence[Accepted]) -> Iterator[str]:
+    """Take what diverged for recovered: a run that broke shows no protection."""
+    for row in verdict.judged if verdict.best.attacker != "informed" else ():
+        hits, lost = _hits(verdict, row), _lost(row)
+        worst = _reach(hits + lost, row, accepted)
+        if lost and _reach(hits, row, accepted) <= limit < worst:
+            count = row.statuses["diverged"]
+            yield (
+                f"{called(row)}: {count} of {plural(len(row.cell.records), 'victim')} ended in divergence, and had "
+                f"they been recovered, the rate would reach {percent(worst)}. Use other attacks, or smaller steps."
+            )

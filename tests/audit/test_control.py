@@ -1,0 +1,107 @@
+"""The undefended control: where nobody asked for an undefended client, a few are attacked all the same."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gradveil.attacks.base import Prospect
+from gradveil.attacks.knowledge import How
+from gradveil.audit.cell import cells, recover, sharing
+from gradveil.audit.config import RunConfig
+from gradveil.audit.health import complaints
+from gradveil.audit.obstacles import obstacles
+from gradveil.audit.rows import Row
+from gradveil.audit.scene import open_scene
+from gradveil.core.errors import Problem
+from tests.audit.runs import config as uncontrolled
+from tests.audit.runs import execute
+
+
+def config(**changes: Any) -> RunConfig:
+    return uncontrolled(**{"control": True, **changes})
+
+
+def controls(**changes: Any) -> list[str]:
+    return [cell.attack for cell in cells(config(**changes)) if cell.control]
+
+
+def test_control_runs_where_no_undefended_client_was_asked_for() -> None:
+    assert controls(defences=["prune(0.9)"]) == ["ig(iterations=6, report=2)"]
+    assert controls(defences=["prune(0.9)", " None "]) == []
+    assert controls(defences=["prune(0.9)"], control=False) == []
+    assert controls(defences=["prune(0.9)"], observed={"folder": "seen"}) == []
+
+
+def test_control_has_every_attack_of_every_defence_once() -> None:
+    chosen = config(attacks=["adaptive", "ig"], defences=["dropout(0.5)", "dgp"], seeds=[0, 1])
+    planned = cells(chosen)
+    mine = {cell.attack for cell in planned if not cell.control and cell.seed == 0}
+    assert {cell.attack for cell in planned if cell.control and cell.seed == 0} == mine
+    assert sum(cell.control for cell in planned) == 2 * len(mine)
+    assert len({cell.id for cell in planned}) == len(planned)
+
+
+def test_control_vouches_for_an_attack_and_is_resumed(tmp_path: Path) -> None:
+    chosen = config(defences=["gaussian(0.01)"], victims=9, attacks=["ig(iterations=2)"])
+    run, first = execute(chosen, tmp_path / "run", share=5)
+    rows = [Row(place, cell) for place, cell in enumerate(run.cells)]
+    assert [(row.defence, row.is_control, len(row.cell.records)) for row in rows] == [
+        ("gaussian(0.01)", False, 9),
+        ("none", True, 8),
+    ]
+    assert first.started == [cell.id for cell in cells(chosen)]
+    assert "was not attacked" not in " ".join(complaints(rows[0], rows))
+    assert "was not attacked" in " ".join(complaints(rows[0], rows[:1]))
+    _, again = execute(chosen, tmp_path / "run", share=5)
+    assert again.skipped == set(again.started)
+
+
+def test_switching_the_control_changes_no_other_trial(tmp_path: Path) -> None:
+    chosen = config(defences=["gaussian(0.01)"], victims=1, control=False)
+    before, _ = execute(chosen, tmp_path / "run")
+    after, display = execute(chosen.model_copy(update={"control": True}), tmp_path / "run")
+    assert [cell.info["cell"] for cell in display.finished] == [after.cells[1].info["cell"]]
+    assert after.cells[0].records == before.cells[0].records
+    without, _ = execute(chosen, tmp_path / "run")
+    assert [cell.info["control"] for cell in without.cells] == [False]
+    grown, display = execute(config(defences=["gaussian(0.01)", "none"], victims=1), tmp_path / "run")
+    assert [cell.info["control"] for cell in grown.cells] == [False, False]
+    assert len(display.finished) == 1
+
+
+@pytest.mark.parametrize("budget", ["80", None])
+def test_control_spends_on_each_client_what_the_attack_spends_on_a_defended_one(budget: str | None) -> None:
+    attacks = ["ig(report=1)", "gi(restarts=1, report=1)"]
+    scene = open_scene(config(defences=["prune(0.9)"], attacks=attacks, victims=2, budget=budget, iterations=30))
+    spent = {
+        (cell.attack, cell.control): recover(scene, cell, range(2), lambda _: None).tensors["iterations"].tolist()
+        for cell in cells(scene.config)
+    }
+    each = [20, 20] if budget else [30, 30]
+    assert spent == {(attack, control): each for attack in attacks for control in (False, True)}
+    assert set(sharing(scene)) == {"prune(0.9)"}
+
+
+@dataclass(frozen=True)
+class Demanding:
+    """An attack that needs something of a defence to work on."""
+
+    name: str = "demanding"
+    belief: str = "full"
+    knowledge: Mapping[str, How] = field(default_factory=dict[str, How])
+
+    def problems(self, prospect: Prospect) -> Iterator[Problem]:
+        if prospect.belief.send is None:
+            yield Problem("defence", "is missing", "attack a defended client")
+
+
+def test_an_attack_that_does_not_apply_without_a_defence_stops_nothing() -> None:
+    chosen = config(defences=["prune(0.9)"], attacks=["ig"])
+    found = obstacles(replace(open_scene(chosen), attacks={"ig": Demanding()}))  # pyright: ignore[reportArgumentType]
+    assert found.unfit == {(0, "none", "ig"): "is missing -> attack a defended client"}
+    assert found.problems == []

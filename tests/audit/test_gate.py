@@ -1,0 +1,197 @@
+"""The gate: which settings count, what is above the limit, and what stands in the way of passing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from gradveil.audit.gate import Accepted, Gate, gate, images_needed
+from gradveil.audit.rows import Row
+from gradveil.audit.store import Cell, Run
+from gradveil.metrics import wilson
+from tests.report.cells import BARE, HEALTHY, row
+
+ORACLE: dict[str, Any] = {"grants": ["targets: the true labels", "send.noise.w: its true value"]}
+AMBIGUOUS = {**HEALTHY, "objective": 0.01, "objective_truth": 0.01}
+
+
+def judged(limit: float, *rows: Row, planned: int = 0, accepted: tuple[Accepted, ...] = ()) -> Gate:
+    cells = [Cell({**each.info, "cell": f"cell-{place}"}, each.cell.records) for place, each in enumerate(rows)]
+    run = Run({"cells": [f"cell-{place}" for place in range(planned or len(rows))]}, cells)
+    return gate(run, limit, accepted)
+
+
+def code(found: Gate) -> int:
+    return 0 if found.passed else 3 if found.above else 1
+
+
+def diverged(won: int, lost: int, of: int = 64, **change: Any) -> Row:
+    made = row(won, of, **change)
+    for record in made.cell.records[of - lost :]:
+        record["status"] = "diverged"
+    return made
+
+
+def failed(**change: Any) -> Row:
+    return Row(0, Cell({**row(0, **change).info, "failed": "out of memory"}, []))
+
+
+def bare(won: int, of: int = 32, **change: Any) -> Row:
+    return row(won, of, defence="none", belief="naive", **change)
+
+
+def unscored(**change: Any) -> Row:
+    blind = row(0, observed=[], unscored="no score: the truth was not recorded", **change)
+    for record in blind.cell.records:
+        del record["per_image"]
+    return blind
+
+
+def as_trained_on(made: Row) -> Row:
+    """Let every image come back as the client trained on it."""
+    for record in made.cell.records:
+        record["per_image"][0] |= {"success_transformed": 1, "expected_transformed": {"recovered": 0.01, "public": 50}}
+    return made
+
+
+def test_an_ambiguous_control_and_no_adaptive_attacker_do_not_pass() -> None:
+    """The run that used to pass: 0% without a defence, 0% by an attacker who ignores the defence."""
+    found = judged(0.1, bare(0, 64, health=AMBIGUOUS), row(0, 64, belief="naive"))
+    assert code(found) == 1
+    assert [line.partition(".")[0] for line in found.obstacles] == ["dgp (gradient) is not tested"]
+    assert found.obstacles[0].endswith("Add --attack adaptive.")
+
+
+RUNS: dict[str, tuple[Callable[[], Gate], int, str]] = {
+    "broken attack: nothing without a defence either": (
+        lambda: judged(0.1, bare(0, 64), row(0, 64)),
+        1,
+        "dgp (gradient) is inconclusive. No adaptive attack shows that it would find a leak (ig: suspect).",
+    ),
+    "no adaptive attacker": (
+        lambda: judged(0.1, BARE, row(0, 64, belief="naive")),
+        1,
+        "dgp (gradient) is not tested. No adaptive attack was run",
+    ),
+    "one target client": (
+        lambda: judged(0.1, BARE, row(0, 1)),
+        1,
+        "Only 1 image attacked: at least 8 are needed. Attack at least 8 images: --victims 8.",
+    ),
+    "diverged": (
+        lambda: judged(0.1, BARE, row(0, 64, health=HEALTHY | {"diverged": 1.0})),
+        1,
+        "100% of its runs diverged",
+    ),
+    "a few runs diverged": (
+        lambda: judged(0.1, BARE, diverged(0, 6)),
+        1,
+        "ig against dgp, gradient, seed 0: 6 of 64 victims ended in divergence, and had they been recovered, the rate "
+        "would reach 19%.",
+    ),
+    "failed": (lambda: judged(0.1, BARE, row(0, 64), failed(attack="dlg")), 1, "seed 0 failed: out of memory."),
+    "every attack on the defence failed": (
+        lambda: judged(0.1, BARE, failed()),
+        1,
+        "dgp (gradient) is not tested. Ig failed: out of memory.",
+    ),
+    "not broken with 35 images": (lambda: judged(0.1, BARE, row(0, 35)), 0, ""),
+    "not broken with 8 images": (
+        lambda: judged(0.1, BARE, row(0, 8)),
+        1,
+        "0 of 8 images recovered, and the 95% interval reaches 32.4%. With none recovered, 35 images show 10%: "
+        "--victims 35.",
+    ),
+    "above the limit": (lambda: judged(0.1, BARE, row(8, 64)), 3, ""),
+    "oracle only": (
+        lambda: judged(0.1, BARE, row(0, 64, **ORACLE)),
+        1,
+        "dgp (gradient) is not tested. Only oracle attackers were run",
+    ),
+    "control missing": (
+        lambda: judged(0.1, row(0, 64)),
+        1,
+        "the undefended update was not attacked in this run, so nothing shows that the attack works",
+    ),
+    "control by itself": (lambda: judged(0.1, bare(8, 8, control=True), row(0, 64)), 0, ""),
+    "the worst of several seeds is above": (
+        lambda: judged(0.1, BARE, bare(32, seed=1), row(0, 64), row(8, 64, seed=1)),
+        3,
+        "",
+    ),
+    "several seeds, the worst of which shows too little": (
+        lambda: judged(0.1, BARE, bare(32, seed=1), row(1, 64), row(2, 64, seed=1)),
+        1,
+        "ig against dgp, gradient, seed 1: 2 of 64 images recovered, and the 95% interval reaches 10.7%.",
+    ),
+    "not done": (lambda: judged(0.1, BARE, row(0, 64), planned=4), 1, "2 of 4 cells are not done"),
+    "recorded updates without the truth": (
+        lambda: judged(1, unscored()),
+        1,
+        "dgp (gradient) is inconclusive. No score: the truth was not recorded.",
+    ),
+    "recorded updates count, whatever is believed of them": (
+        lambda: judged(0.5, row(32, defence="none", observed=[]), row(0, observed=[])),
+        3,
+        "",
+    ),
+    "identified without being recovered": (
+        lambda: judged(0.1, BARE, row(0, 64, identified=True)),
+        3,
+        "",
+    ),
+    "recovered as a batch defence made them": (
+        lambda: judged(0.1, BARE, as_trained_on(row(0, 64, defence="ats"))),
+        3,
+        "",
+    ),
+    "nothing but the undefended client": (lambda: judged(0.5, BARE), 3, ""),
+}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_constructed_runs(name: str) -> None:
+    make, exit_code, said = RUNS[name]
+    found = make()
+    assert code(found) == exit_code, found.obstacles
+    assert said in " ".join(found.obstacles)
+    assert bool(found.obstacles) == (exit_code == 1)
+
+
+@pytest.mark.parametrize("limit", [0.01, 0.1, 0.25, 0.5, 0.9])
+def test_images_needed_is_the_smallest_number_that_passes(limit: float) -> None:
+    needed = images_needed(limit)
+    assert needed is not None
+    assert wilson(0, needed)[1] <= limit + 1e-9
+    assert needed == 1 or wilson(0, needed - 1)[1] > limit
+
+
+def test_a_weakened_gate_passes_what_was_accepted_and_nothing_else() -> None:
+    few = judged(0.1, BARE, row(0, 8), accepted=(Accepted.FEW_IMAGES,))
+    assert few.passed
+    one = judged(0.1, BARE, row(0, 1), accepted=(Accepted.FEW_IMAGES,))
+    assert not one.passed
+    assert judged(0.1, BARE, row(0, 1), accepted=(Accepted.FEW_IMAGES, Accepted.INCONCLUSIVE)).passed
+    naive = BARE, row(0, 64, belief="naive")
+    assert judged(0.1, *naive, accepted=(Accepted.NOT_TESTED,)).passed
+    assert not judged(0.1, *naive, accepted=(Accepted.FEW_IMAGES, Accepted.INCONCLUSIVE)).passed
+    assert code(judged(0.1, BARE, row(8, 64), accepted=tuple(Accepted))) == 3
+    assert code(judged(0.1, BARE, row(0, 64), failed(attack="dlg"), accepted=tuple(Accepted))) == 1
+
+
+def test_the_undefended_update_counts_only_where_nothing_else_was_attacked() -> None:
+    found = judged(0.05, BARE, row(4, 64), row(9, 64, attack="dlg"), row(0, 64, attack="gi"))
+    assert [(one.row.attack, one.hits) for one in found.above] == [("dlg", 9)]
+    assert [one.row.defence for one in found.counted] == ["dgp"]
+    assert [one.hits for one in judged(0.5, row(0, defence="none + none"), BARE).above] == [32]
+    assert judged(0.5, BARE, failed()).counted == ()
+
+
+def test_attackers_who_know_secrets_never_count() -> None:
+    found = judged(0.5, BARE, row(32, attack="wiig", **ORACLE), row(1))
+    assert found.passed
+    assert [one.row.attack for one in found.counted] == ["ig"]
+    alone = judged(0.1, bare(0, attack="gi", **ORACLE))
+    assert "Add an attack that knows no client secrets." in alone.obstacles[0]

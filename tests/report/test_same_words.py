@@ -1,0 +1,177 @@
+"""The verdict, in the same words, on every surface: terminal, exports, Python and the page."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from gradveil.audit import evidence
+from gradveil.audit.api import Result
+from gradveil.audit.findings import Findings, findings, sentence_of
+from gradveil.audit.outcome import print_outcome, trained_on
+from gradveil.audit.rows import Row
+from gradveil.audit.store import Cell, load_run
+from gradveil.audit.verdict import LEVELS, Level
+from gradveil.cli.app import run as command
+from gradveil.report import write_report
+from tests.report.cells import BARE, HEALTHY, row
+from tests.report.reading import read
+
+NAIVE: dict[str, Any] = {"belief": "naive"}
+ROWS = (
+    BARE,
+    row(20, defence="prune(0.9)"),
+    row(3, defence="gaussian(0.1)"),
+    row(0, defence="dp"),
+    row(0, defence="dgp", **NAIVE),
+    row(0, defence="clip(1.0)", health=HEALTHY | {"objective": 0.95}),
+)
+SENTENCE = (
+    "1 of 5 defences is broken (prune(0.9)); 1 leaks (gaussian(0.1)); 1 is inconclusive (clip(1.0)); 1 is not "
+    "tested (dgp); 1 is not broken (dp)."
+)
+
+
+def printed(found: Findings, **options: bool) -> str:
+    out = Console(file=io.StringIO(), width=160, color_system=None)
+    print_outcome(out, found, {}, **options)
+    assert isinstance(out.file, io.StringIO)
+    return out.file.getvalue()
+
+
+def of(*rows: Row) -> Findings:
+    return findings([each.cell for each in rows])
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """These trials as a run directory."""
+    place = tmp_path / "run"
+    names = [f"trial-{number}" for number in range(len(ROWS))]
+    info = {"format": 1, "name": "five", "config": {"images": False}, "cells": names, "command": "gradveil audit five"}
+    for name, each in zip(names, ROWS, strict=True):
+        (place / "cells" / name).mkdir(parents=True)
+        facts = {**each.info, "cell": name, "threshold": 0.5, "attack_title": "an attack"}
+        records = [
+            {**record, "label_accuracy": 1.0, "per_image": [{"mse": 0.1, "psnr": 9.0, **image} for image in images]}
+            for record in each.cell.records
+            for images in [record["per_image"]]
+        ]
+        (place / "cells" / name / "cell.json").write_text(json.dumps(facts))
+        (place / "cells" / name / "records.json").write_text(json.dumps(records))
+    (place / "run.json").write_text(json.dumps(info))
+    return place
+
+
+def test_every_surface_shows_the_same_verdicts(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    levels: dict[str, Level] = {verdict.defence: verdict.level for verdict in of(*ROWS).verdicts}
+    assert levels.pop("none") == "broken"
+    assert sorted(levels.values()) == sorted(LEVELS)
+
+    assert command(["summary", str(folder)]) == 0
+    shown = capsys.readouterr().out
+    assert " ".join(shown.split()).startswith(f"Verdict: {SENTENCE}")
+    lines = {line.split("  ")[0]: line for line in shown.splitlines()}
+    assert all(LEVELS[level][0].upper() in lines[name] for name, level in levels.items())
+
+    assert command(["summary", str(folder), "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert (told["schema"], told["verdict"]) == ("gradveil.summary/1", SENTENCE)
+    assert {entry["defence"]: entry["verdict"] for entry in told["settings"] if entry["defence"] != "none"} == levels
+    assert {trial["defence"]: trial["verdict"] for trial in told["trials"] if trial["defence"] != "none"} == levels
+
+    assert command(["summary", str(folder), "--csv", "-"]) == 0
+    table = csv.DictReader(io.StringIO(capsys.readouterr().out))
+    assert {line["defence"]: line["verdict"] for line in table if line["defence"] != "none"} == levels
+
+    for form in ("--markdown", "--latex"):
+        assert command(["summary", str(folder), form, "-"]) == 0
+        sheet = [line for line in capsys.readouterr().out.splitlines() if "ig" not in line[:3]]
+        for name, level in levels.items():
+            assert any(name in line.replace("\\", "") and f" {level} " in line for line in sheet), (form, name)
+
+    page = read(write_report(folder).read_text("utf-8")).text
+    assert SENTENCE in page
+    result = Result(load_run(folder).cells, folder, lambda _, out: out, {})
+    assert result.verdict == SENTENCE
+    assert {verdict.defence: verdict.level for verdict in result.verdicts} == {"none": "broken", **levels}
+    assert str(result).startswith(f"Verdict: {SENTENCE[:60]}")
+
+
+def test_settings_hold_the_numbers_of_the_table() -> None:
+    (entry,) = [each for each in of(*ROWS).settings if each["defence"] == "gaussian(0.1)"]
+    wanted = "defence verdict recovered identified identifiable images ci baseline risk attack attacker attack_check"
+    assert set(wanted.split()) | {"reasons", "setting"} <= set(entry)
+    assert (entry["recovered"], entry["identifiable"], entry["images"]) == (3, 3, 32)
+    low, high = entry["ci"]
+    assert low < 3 / 32 < high
+    assert 0 < entry["risk"]["value"] < entry["risk"]["high"]
+    assert "3/32" in printed(of(*ROWS))
+    assert json.loads(json.dumps(entry)) == entry
+
+
+def test_the_table_has_a_row_per_defence_and_all_trials_on_demand() -> None:
+    found = of(BARE, row(3), row(20, attack="cdia"))
+    short, every = printed(found), printed(found, every=True)
+    assert sum(line.startswith("dgp ") for line in short.splitlines()) == 1
+    assert "cdia [adaptive]" in short
+    assert sum(line.startswith("dgp ") for line in every.splitlines()) == 3
+    assert "Baseline:" not in short
+    assert "Baseline: the share of identifiable images" in printed(found, explain=True)
+    assert short.splitlines()[-1] == "Definitions: --explain. Every trial: --all."
+
+
+def test_the_control_is_a_line_and_no_row_and_never_judged() -> None:
+    control = row(8, 8, defence="none", belief="naive", control=True)
+    shown = printed(of(row(0), control))
+    assert "Control: ig recovers 8 of 8 without a defence." in shown
+    assert not any(line.startswith("none") for line in shown.splitlines())
+    found = of(row(0), control)
+    assert [(verdict.defence, verdict.level) for verdict in found.verdicts] == [("dgp", "not broken")]
+    assert [trial["verdict"] for trial in found.trials] == ["not broken", None]
+    assert of(row(0)).verdicts[0].level == "inconclusive"
+    failed = Row(0, Cell({**control.info, "failed": "broke"}, []))
+    assert "Control: ig failed without a defence." in printed(of(row(0), failed))
+
+
+def test_a_defence_that_nobody_scored_is_in_the_table_with_its_reason() -> None:
+    failed = Row(0, Cell({**row(0, defence="dp").info, "failed": "out of memory"}, []))
+    found = of(BARE, row(0), failed)
+    assert "dp: not tested. Ig failed: out of memory." in printed(found)
+    assert found.settings[-1]["verdict"] == "not tested"
+    assert found.settings[-1]["images"] is None
+    unfit = Row(0, Cell({**failed.info, "unfit": True}, []))
+    assert "No attack of this run applies to it: add --attack adaptive." in printed(of(BARE, unfit))
+
+
+def test_the_scope_names_what_was_not_tried() -> None:
+    line = next(line for line in printed(of(BARE, row(0, **NAIVE))).splitlines() if line.startswith("Scope"))
+    assert line.startswith("Scope: reconstruction of images, no other data and no inference")
+    text = " ".join(printed(of(row(0, **NAIVE))).split())
+    for missing in ("adaptive attacks", "a malicious server", "batches", "local training", "trained weights"):
+        assert missing in text
+    wide: dict[str, Any] = {"batch": 4, "client": "local T=4", "trained": 3, "round": 1}
+    assert "Not tried" not in printed(of(row(0, **wide), row(0, **wide, planted="a block")))
+
+
+def test_sentences_of_runs_without_a_defence_or_a_result() -> None:
+    assert of(BARE).sentence == "No defence was tested. Without a defence: broken."
+    assert of().sentence == "There is no verdict: no trial has finished."
+    assert sentence_of([of(BARE, row(0)), of(BARE, row(0, trained=3), row(32, defence="none", trained=3))]) == (
+        "2 of 2 defended settings are not broken (dgp)."
+    )
+
+
+def test_what_a_batch_defence_trained_on_is_reported() -> None:
+    found = of(BARE, row(0))
+    seen = evidence.Test("ig", 1, "recovered as trained on", 30, 32, 0.5, 1e-9, 1e-9)
+    verdict = found.verdicts[1]
+    object.__setattr__(verdict, "tests", (*verdict.tests, seen))
+    (line,) = trained_on(found)
+    assert line.startswith("dgp: 30 of 32 images recovered as the client trained on them (ig)")
