@@ -109,6 +109,9 @@ class _Image(_Held):
     mse: float
     psnr: float
     ssim: float
+    identified: bool | None = None
+    success_transformed: int | None = None
+    identified_transformed: bool | None = None
 
 
 class _Record(_Held):

@@ -16,6 +16,7 @@ from gradveil.audit.cell import Address, Recovered
 from gradveil.audit.rows import FLOORS
 from gradveil.audit.scene import Scene
 from gradveil.audit.store import Cell
+from gradveil.audit.trained import trained_on
 from gradveil.audit.utility import left_out
 from gradveil.core.noise import Key
 from gradveil.data import Dataset
@@ -45,23 +46,25 @@ class Named:
 def score(scene: Scene, cell: Address, found: Recovered, named: Named) -> Cell:
     """Compare in pixels: denormalised, clamped to [0, 1], and each batch matched one to one by least MSE.
 
-    What a batch defence made of the images is compared apart (`ssim_transformed`): success is against the images.
+    Where a batch defence changed the images, reconstructions are also scored against the images that the client trained
+    on (`success_transformed`, `identified_transformed`); `success` is against the private images.
     """
     places = scene.examples(cell.client, range(scene.config.victims), cell.seed)
     truth, candidate = scene.pixels(scene.batch(places).inputs), scene.pixels(found.tensors["inputs"])
     order, matched = match_batch(candidate, truth)
     scores = {"mse": mse(matched, truth), "psnr": psnr(matched, truth), "ssim": ssim(matched, truth)}
+    flags: dict[str, Tensor] = {}
     if "transformed" in found.tensors:
-        view = scene.pixels(found.tensors["transformed"])
-        nearest = match_batch(candidate, view)[1]
-        scores |= {"psnr_transformed": psnr(nearest, view), "ssim_transformed": ssim(nearest, view)}
+        trained = trained_on(scene, cell, found.tensors, places)
+        scores |= trained.scores
+        flags = trained.flags
     reasons = _perceptual(scene, matched, truth, scores)
     labels = permute(found.tensors["targets"], order)
     whole = len(scene.victims) > 1
     identified = identification(matched, places, scene.victims.pixels.double()) if whole else None
     records = []
     for v in range(len(places)):
-        records.append(_record(scene, found, places, labels, order, scores, identified, v))
+        records.append(_record(scene, found, places, labels, order, scores, flags, identified, v))
     controls = _controls(scene, cell, candidate, truth, places)
     info = {**info_of(scene, cell, found, named), "missing": reasons, "controls": controls}
     info["trace"] = _trace(scene, found, truth)
@@ -101,6 +104,7 @@ def _record(
     labels: Tensor,
     order: Tensor,
     scores: Mapping[str, Tensor],
+    flags: Mapping[str, Tensor],
     identified: Tensor | None,
     v: int,
 ) -> dict[str, Any]:
@@ -112,6 +116,7 @@ def _record(
             "success": int(scores["ssim"][v, b] > scene.config.threshold),
             "identified": None if identified is None else bool(identified[v, b]),
             "matched": int(order[v, b]),
+            **{name: values[v, b].item() for name, values in flags.items()},
         }
         for b in range(places.shape[1])
     ]
