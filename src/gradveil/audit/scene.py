@@ -159,7 +159,7 @@ def open_scene(
     )
     if checked:
         scene = unobstructed(scene)
-        net, done = initial_model(config.model, victims, config.seeds[0])
+        net, done = initial_model(config.model, victims, config.seeds[0], compared=True)
         refuse([replace(p, where=f"model: {called(net, p.where)}") for p in model_problems(scene)])
         scene = replace(scene, prepared=tuple(done))
     return scene
