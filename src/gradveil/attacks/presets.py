@@ -140,6 +140,7 @@ _GGL = (
     "Li, Zhang, Liu, Liu 2022, Auditing Privacy Defenses in Federated Learning via Generative Gradient Leakage (CVPR)"
 )
 _FOUND_LABELS = Argument("labels", Choice(("given", "idlg", "unique", "restore")), "given")
+_UNDO = Argument("undo", Flag(), False)
 _SOLVED = (_FOUND_LABELS, Argument("prior", Choice(("none", "public")), "none"))
 _ROB = "Fowl, Geiping, Czaja, Goldblum, Goldstein 2022, Robbing the Fed: Directly Obtaining Private Data (ICLR)"
 _BINS = (
@@ -150,6 +151,7 @@ _BINS = (
     Argument("gain", Range(0, low_open=True), 1e-3),
     Argument("decoys", Range(0, integer=True), 0),
     _FOUND_LABELS,
+    _UNDO,
 )
 _CURIOUS = (
     "Boenisch, Dziedzic, Schuster, Shamsabadi, Shumailov, Papernot 2023, When the Curious Abandon Honesty (EuroS&P)"
@@ -162,6 +164,7 @@ _ROWS = (
     Argument("gain", Range(0, low_open=True), 1e-3),
     Argument("decoys", Range(0, integer=True), 0),
     _FOUND_LABELS,
+    _UNDO,
 )
 _WEN = (
     "Wen, Geiping, Fowl, Goldblum, Goldstein 2022, Fishing for User Data in Large-Batch Federated Learning via "
