@@ -6,13 +6,13 @@ import pytest
 
 from gradveil.attacks.imprint import Imprint
 from gradveil.audit.active import active_facts, received
+from gradveil.audit.price import price
 from gradveil.audit.rows import Row
 from gradveil.audit.scene import open_scene
 from gradveil.audit.threat import threat_model
+from gradveil.audit.verdict import verdicts
 from gradveil.core.errors import GradveilError
 from gradveil.report.method import bounds
-from gradveil.report.price import price
-from gradveil.report.verdict import verdicts
 from tests.audit.recording import record, simulated, watching
 from tests.audit.runs import config, execute
 

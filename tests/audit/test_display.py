@@ -34,7 +34,8 @@ def result(defence: str, attack: str, successes: int, status: str = "budget", tr
     controls = {"wrong_victim": {"asr": 0.9}, "mean_image": {"asr": 0.0}, "class_image": {"asr": 0.25}}
     info |= {"model": "lenet", "data": "faces", "batch": 1, "round": 0, "belief": "full", "knowledge": {}}
     info["health"] = {"objective": 0.1, "objective_initial": 1.0, "objective_truth": truth, "diverged": 0.0}
-    images = [{"mse": 0.1, "psnr": 10.0, "ssim": 0.6, "success": int(i < successes)} for i in range(4)]
+    scores = {"mse": 0.1, "psnr": 10.0, "ssim": 0.6, "expected": {"recovered": 0.25}}
+    images = [scores | {"success": int(i < successes)} for i in range(4)]
     records = [
         {"victim": victim, "status": status, "label_accuracy": 1.0, "per_image": [image]}
         for victim, image in enumerate(images)
@@ -165,7 +166,7 @@ def test_the_table_has_the_strongest_attack_first() -> None:
     out.print(result_table(rows))
     lines = [line.split() for line in text(out).splitlines()]
     assert [line[:2] for line in lines[1:]] == [["none", "dlg"], ["none", "ig"], ["dgp", "ig"], ["dgp", "gi"]]
-    assert lines[1][2:] == ["–", "100%", "51–100%", "25%", "0.60", "10.0", "0.5", "works"]
+    assert lines[1][2:] == ["–", "100%", "51–100%", "25%", "0.60", "10.0", "0.5", "effective"]
     assert lines[3][2:4] == ["adaptive", "0%"]
     assert lines[4][2:] == ["–", "failed"]
 
@@ -179,18 +180,18 @@ def test_rates_are_written_as_in_the_report() -> None:
     assert (percent(1 / 16), interval(*wilson(1, 16))) == ("6.2%", "1.1–28.3%")
 
 
-def test_a_defence_that_held_and_an_attack_that_fell_short_look_different() -> None:
+def test_a_defence_that_is_not_broken_and_an_attack_that_is_under_optimised_look_different() -> None:
     rows = [result("none", "ig", 4), result("dgp", "ig", 0, truth=0.01), result("dp", "ig", 0, truth=0.1)]
     rows += [result("clip(1)", "ig", 0), result("cvb", "gi", 0)]
     rows[-1].info["health"]["diverged"] = 1.0
     out = console(terminal=False)
     out.print(result_table(rows))
     lines = text(out).splitlines()
-    ends = ("health", "works", "fell short", "misled", "sound", "doubtful")
+    ends = ("health", "effective", "under-optimised", "ambiguous", "converged", "suspect")
     assert [line.split("0.5  ")[-1].split("distance")[-1].strip() for line in lines] == list(ends)
     said = legend(rows[:2])
-    assert "fell short: it ended above the objective of the true images" in said
-    assert "misled" not in said
+    assert "under-optimised: it stopped above the objective of the true images" in said
+    assert "ambiguous" not in said
 
 
 def test_the_legend_names_diverged_attacks() -> None:

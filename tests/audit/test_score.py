@@ -19,10 +19,10 @@ from gradveil.audit.scene import Scene, open_scene
 from gradveil.audit.score import Named, failure, score
 from gradveil.audit.store import Cell
 from gradveil.audit.summary import summarise
+from gradveil.audit.verdict import verdicts
 from gradveil.core.noise import Key
 from gradveil.core.types import Batch
 from gradveil.metrics import Missing, ssim
-from gradveil.report.verdict import verdicts
 from tests.audit.runs import config
 
 DIGITS = {"name": "digits", "size": 16}
@@ -272,7 +272,7 @@ def test_who_answers_with_the_mean_of_the_class_recovers_most_digits_and_shows_n
     assert guessed.asr > 0.5
     assert guessed.identified == round(12 * guessed.info["controls"]["class_mean"]["identified"])
     assert not guessed.beyond_guessing
-    assert examine(guessed, [guessed]).label == "doubtful"
+    assert examine(guessed, [guessed]).label == "suspect"
     assert honest.beyond_guessing
-    assert examine(honest, [honest]).label == "works"
-    assert [verdict.level for each in (guessed, honest) for verdict in verdicts([each])] == ["unclear", "exposed"]
+    assert examine(honest, [honest]).label == "effective"
+    assert [verdict.level for each in (guessed, honest) for verdict in verdicts([each])] == ["inconclusive", "broken"]

@@ -43,8 +43,8 @@ def test_health_is_judged_beside_the_other_cells(folder: Path) -> None:
         image["success"], image["identified"] = 1, True
     for cell in (bare, noisy):
         cell.info["health"] = {"objective": 0.1, "objective_initial": 1.0, "objective_truth": 0.08, "diverged": 0.0}
-    assert [row["health"] for row in summaries([bare, noisy])] == ["works", "sound"]
-    assert [row["health"] for row in summaries([noisy])] == ["doubtful"]
+    assert [row["health"] for row in summaries([bare, noisy])] == ["effective", "converged"]
+    assert [row["health"] for row in summaries([noisy])] == ["suspect"]
 
 
 def test_a_failed_cell_has_no_health(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

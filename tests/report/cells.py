@@ -11,14 +11,21 @@ HEALTHY = {"objective": 0.01, "objective_initial": 1.0, "diverged": 0.0}
 CONTROLS = {name: {"asr": 0.0, "ssim_mean": 0.1, "psnr_mean": 9.0} for name in ("wrong_victim", *FLOORS)}
 
 
+RARE = {"recovered": 0.0, "identified": 0.01, "identifiable": 0.0}
+"""What a guess is expected to reach where no image of a class passes for another, among 100 private images of it."""
+
+
 def row(won: int, of: int = 32, **change: Any) -> Row:
-    """A cell in which the first `won` victims were recovered (or those of `which`)."""
+    """A cell in which the first `won` victims (or those of `which`) were recovered, and identified by default."""
     which = change.pop("which", range(won))
     ssim = change.pop("ssim", 0.3)
-    identified = change.pop("identified", False)
+    single = change.pop("identified", None)
+    expected = change.pop("expected", RARE)
     records = []
     for victim in range(of):
-        image = {"ssim": ssim, "success": int(victim in which), "identified": identified, "matched": 0}
+        won_it = victim in which
+        image = {"ssim": ssim, "success": int(won_it), "identified": won_it if single is None else single, "matched": 0}
+        image |= {"expected": expected}
         records.append({"victim": victim, "ssim": ssim, "status": "budget", "per_image": [image]})
     info = {
         "model": "lenet", "data": "faces", "client": "gradient", "batch": 1, "round": 0, "seed": 0,

@@ -90,6 +90,7 @@ def records(candidate: Tensor, truth: Tensor, case: Case) -> list[dict[str, Any]
         images = [
             {name: float(table[v, b]) for name, table in tables.items()}
             | {"success": int(tables["ssim"][v, b] > 0.5), "identified": bool(tables["ssim"][v, b] > 0.3), "matched": b}
+            | {"expected": {"recovered": 0.02, "identified": 0.02, "identifiable": 0.01}}
             for b in range(truth.shape[1])
         ]
         mean = {name: sum(image[name] for image in images) / len(images) for name in tables}

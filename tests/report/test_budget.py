@@ -10,9 +10,9 @@ import pytest
 
 from gradveil.audit.rows import Row, Spent
 from gradveil.audit.store import load_run
+from gradveil.audit.verdict import verdicts
 from gradveil.report import page
 from gradveil.report.budget import charts, curves
-from gradveil.report.verdict import verdicts
 from tests.audit.runs import config, execute
 from tests.report.cells import CONTROLS, HEALTHY, row
 from tests.report.runs import CASES, played, write_run

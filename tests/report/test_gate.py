@@ -8,8 +8,8 @@ import pytest
 
 from gradveil.audit.rows import Row
 from gradveil.audit.store import Cell, Run
+from gradveil.audit.verdict import verdicts
 from gradveil.report.gate import Gate, gate
-from gradveil.report.verdict import verdicts
 from tests.report.cells import BARE, row
 
 TOLD = {"grants": ["targets: the true labels", "send.noise.w: its true value"]}
@@ -119,4 +119,4 @@ def test_without_the_truth_nothing_passes() -> None:
 
 def test_a_low_rate_that_shows_little_is_named() -> None:
     found = judged(0.5, BARE, row(0), row(0, defence="dp", belief="naive"), row(32, defence="clip"))
-    assert found.unproven == ("dp (unproven)",)
+    assert found.unproven == ("dp (not tested)",)

@@ -15,6 +15,7 @@ import pytest
 from gradveil.audit.privacy import proven
 from gradveil.audit.rows import Row
 from gradveil.audit.store import Cell, load_run
+from gradveil.audit.verdict import verdicts
 from gradveil.cli.app import run as command
 from gradveil.metrics import wilson
 from gradveil.report import page
@@ -22,7 +23,6 @@ from gradveil.report.build import context
 from gradveil.report.method import guarantees
 from gradveil.report.pareto import AXES, Chart, Spot, charts, mark, marks
 from gradveil.report.plots import fronts
-from gradveil.report.verdict import verdicts
 from tests.audit.test_training import RUN
 from tests.report.cells import row
 from tests.report.reading import read

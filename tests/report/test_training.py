@@ -56,7 +56,7 @@ def test_costs_are_means_over_the_seeds_and_differences_within_them(whole: Path)
     assert sparse.total("bytes_up") == pytest.approx(sum(point["bytes_up"] for point in points) / 2)
     assert (sparse.mean("bytes_up") or 0) < 0.3 * (bare.mean("bytes_up") or 0)
     assert [how for _, _, how in lost.statuses] == ["diverged"]
-    assert bare.statuses == [("held", "2", "finished")]
+    assert bare.statuses == [("not-broken", "2", "finished")]
 
 
 def test_what_diverged_has_no_record_to_its_name(whole: Path) -> None:

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from gradveil.attacks.inversion import Inversion
 from gradveil.attacks.presets import make_attack
+from gradveil.audit.evidence import expected_of, leaks
 from gradveil.audit.rounds import plain_name
 from gradveil.audit.rows import Row
 from gradveil.audit.store import Cell
@@ -24,18 +25,27 @@ SOUND = 0.5
 _ORDERS = frozenset({"schedule", "inclusion"})
 """The tensors that say which examples were in which local step."""
 
-State = Literal["works", "sound", "misled", "short", "doubtful", "unscored"]
-"""What is said of an attack's health; `STATES` has the words."""
+State = Literal["effective", "converged", "ambiguous", "under-optimised", "suspect", "no ground truth"]
+"""The outcomes of an attack check; `STATES` has the words."""
 
 STATES: dict[State, tuple[str, str]] = {
-    "works": ("works", "it recovers at least half of the images, beyond what guessing gives"),
-    "sound": ("sound", "it recovers few images here, or those that a guess does, and nothing points to a fault of it"),
-    "misled": ("misled", "other images satisfy its objective as well as the true ones: more iterations are no help"),
-    "short": ("fell short", "it ended above the objective of the true images, so a low rate does not show protection"),
-    "unscored": ("not scored", "the truth was not recorded: see how far the objective fell, and look at the images"),
-    "doubtful": ("doubtful", "it shows signs of being broken, or of guessing: a low rate does not show protection"),
+    "effective": ("effective", "it recovers at least half of the images, beyond what guessing explains"),
+    "converged": ("converged", "it recovers few images, or those that a guess does, and nothing points to a fault"),
+    "ambiguous": ("ambiguous", "other images fit the update as well as the true ones: more iterations do not help"),
+    "under-optimised": (
+        "under-optimised",
+        "it stopped above the objective of the true images: a low rate does not show protection",
+    ),
+    "suspect": ("suspect", "it diverged, or does no better without a defence: a low rate does not show protection"),
+    "no ground truth": (
+        "no ground truth",
+        "the true images were not recorded: see how far the objective fell, and look at the images",
+    ),
 }
-"""Label and meaning of every state of an attack's health."""
+"""Label and meaning of every outcome of an attack check."""
+
+PASSED = frozenset[State]({"effective", "converged", "ambiguous"})
+"""The outcomes where a low rate can be blamed on the defence."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +63,7 @@ class Health:
     @property
     def doubts(self) -> tuple[str, ...]:
         """The reasons not to take a low rate for the defence's doing."""
-        return self.reasons if self.state in ("short", "doubtful") else ()
+        return self.reasons if self.state in ("under-optimised", "suspect") else ()
 
 
 def examine(row: Row, rows: Sequence[Row]) -> Health:
@@ -63,15 +73,15 @@ def examine(row: Row, rows: Sequence[Row]) -> Health:
     it stopped early, or because its objective prefers other images: then the update does not say enough.
     """
     if row.cell.unscored is not None:
-        return Health("unscored", (row.cell.unscored,))
-    if row.asr >= SOUND and row.beyond_guessing:
-        return Health("works")
+        return Health("no ground truth", (row.cell.unscored,))
+    if row.asr >= SOUND and leaks(row):
+        return Health("effective")
     found = complaints(row, rows)
     if _side(row) == "above":
-        return Health("short", (_short(row), *found))
+        return Health("under-optimised", (_short(row), *found))
     if found:
-        return Health("doubtful", tuple(found))
-    return Health("misled", (_misled(row),)) if _side(row) == "below" else Health("sound")
+        return Health("suspect", tuple(found))
+    return Health("ambiguous", (_misled(row),)) if _side(row) == "below" else Health("converged")
 
 
 def summaries(cells: Sequence[Cell]) -> list[dict[str, Any]]:
@@ -176,19 +186,20 @@ def complaints(row: Row, rows: Sequence[Row]) -> list[str]:
             who = " by such an attacker" if _undefended(row, rows) else ""
             what = f"the undefended update was not attacked{who} in this run"
             found.append(f"{what}, so nothing shows that the attack works")
-        elif (best := max(controls, key=lambda r: (r.beyond_guessing and r.asr >= SOUND, r.asr))).asr < SOUND:
+        elif (best := max(controls, key=lambda r: (r.asr >= SOUND and leaks(r), r.asr))).asr < SOUND:
             found.append(f"it recovers only {best.recovered} of {best.images} images without any defence")
-        elif not best.beyond_guessing:
+        elif not leaks(best):
             found.append(
                 f"it recovers {best.recovered} of {best.images} images without any defence, but {_guess(best)}"
             )
-    elif row.asr >= SOUND and not row.beyond_guessing:
+    elif row.asr >= SOUND and not leaks(row):
         found.append(_guess(row))
     return found
 
 
 def _guess(row: Row) -> str:
-    return f"guessing from public data alone does as well ({percent(row.floor or 0)})"
+    guess = (expected_of(row, "recovered") or 0.0) / row.images
+    return f"that is no more than guessing explains (the best guess is expected to recover {percent(guess)})"
 
 
 def coincidence(row: Row) -> str:

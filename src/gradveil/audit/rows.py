@@ -70,8 +70,6 @@ FLOORS = {
     "class_image": ("Class image", "a random public image of the same class"),
 }
 """What needs no update, scored as if it were reconstructions: what tables call it, and what it is."""
-CLOSER = 0.1
-"""Who recovers most images shows more than a guess does, if their mean SSIM is higher than a guess's by this."""
 
 
 class Spent(NamedTuple):
@@ -171,12 +169,12 @@ class Row:
     @cached_property
     def successes(self) -> dict[tuple[int, int], bool]:
         """Whether each image was recovered, by (victim, place in its batch)."""
-        return {(victim, place): bool(scores["success"]) for victim, place, scores in self._images()}
+        return {(victim, place): bool(scores["success"]) for victim, place, scores in self.scores()}
 
     @cached_property
     def ssims(self) -> list[float]:
         """The SSIM of every image that has one."""
-        return [float(scores["ssim"]) for _, _, scores in self._images() if scores.get("ssim") is not None]
+        return [float(scores["ssim"]) for _, _, scores in self.scores() if scores.get("ssim") is not None]
 
     @property
     def images(self) -> int:
@@ -195,8 +193,21 @@ class Row:
 
     @property
     def identified(self) -> int:
-        """How many images were recovered and lie nearer to their victim than to any other image of its data."""
-        return sum(bool(scores["success"] and scores.get("identified")) for _, _, scores in self._images())
+        """How many reconstructions lie nearer to their own image than to any other image of the private data."""
+        return sum(bool(scores.get("identified")) for _, _, scores in self.scores())
+
+    @property
+    def identifiable(self) -> int:
+        """How many images were recovered and identified; recovered where there is no gallery to identify among."""
+        return sum(self.singled_out.values())
+
+    @cached_property
+    def singled_out(self) -> dict[tuple[int, int], bool]:
+        """Whether each image was recovered and identified, by (target client, place in its batch)."""
+        return {
+            (client, place): bool(scores["success"]) and scores.get("identified") is not False
+            for client, place, scores in self.scores()
+        }
 
     @cached_property
     def trained_on(self) -> TrainedOn | None:
@@ -256,20 +267,6 @@ class Row:
         found = [self.control(name, score) for name in FLOORS]
         return max((value for value in found if value is not None), default=None)
 
-    @property
-    def beyond_guessing(self) -> bool:
-        """Whether it recovers more images than guesses do, or more that are nearest to their victim, or closer ones.
-
-        Where images of a class are much alike a guess recovers most of them too: but it does not come as close.
-        """
-        if self.recovered == 0 or self.asr > (self.floor or 0):
-            return self.recovered > 0
-        if self.identified > round((self.floor_of("identified") or 0) * self.images):
-            return True
-        own, guess = self.mean("ssim"), self.floor_of("ssim_mean")
-        most = 2 * self.recovered >= self.images
-        return most and own is not None and guess is not None and own > guess + CLOSER
-
     def control(self, name: str, score: str = "asr") -> float | None:
         """Look up a control's score."""
         scores = (self.info.get("controls") or {}).get(name) or {}
@@ -285,8 +282,8 @@ class Row:
         numbers = [float(value) for value in values if isinstance(value, int | float)]
         return fmean(numbers) if numbers else None
 
-    def _images(self) -> Iterator[tuple[int, int, Mapping[str, Any]]]:
-        """Every image's victim, its place in the victim's batch, and its scores."""
+    def scores(self) -> Iterator[tuple[int, int, Mapping[str, Any]]]:
+        """Yield each image's target client, its place in that client's batch, and its scores."""
         for record in self.cell.records:
             for place, scores in enumerate(record.get("per_image", ())):
                 yield int(record["victim"]), place, scores

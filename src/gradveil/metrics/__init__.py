@@ -18,7 +18,7 @@ from gradveil.metrics.image import (
 )
 from gradveil.metrics.labels import label_accuracy, matched_label_accuracy
 from gradveil.metrics.perceptual import Missing, lpips
-from gradveil.metrics.rates import Rate, asr, wilson
+from gradveil.metrics.rates import Rate, Risk, asr, risk, wilson
 
 
 class Metric(NamedTuple):
@@ -64,6 +64,7 @@ __all__ = [
     "Metric",
     "Missing",
     "Rate",
+    "Risk",
     "asr",
     "cosine",
     "dense_bytes",
@@ -80,6 +81,7 @@ __all__ = [
     "psnr_adadefense",
     "rank",
     "relative_distance",
+    "risk",
     "ssim",
     "ssim_rescaled",
     "ssim_torchmetrics",

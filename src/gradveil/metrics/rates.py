@@ -45,6 +45,35 @@ def wilson(successes: int, n: int, confidence: float = 0.95) -> tuple[float, flo
     return (0.0 if successes == 0 else centre - half), (1.0 if successes == n else centre + half)
 
 
+class Risk(NamedTuple):
+    """The success of an attack beyond its control, as a share of what was left to gain, with its 95% interval."""
+
+    value: float
+    low: float
+    high: float
+
+
+def risk(successes: int, n: int, control: float) -> Risk:
+    """Compute (a - c) / (1 - c) for an attack's rate a and the rate c of a control (Anonymeter, 2023).
+
+    Both rates are Wilson centres of `n` images, with Wilson's half-widths as their errors; value and ends are cut to
+    [0, 1].
+
+    >>> [round(each, 3) for each in risk(60, 100, 0.2)]
+    [0.488, 0.359, 0.618]
+    """
+    (a, spread), (c, error) = (_centre(count, n) for count in (float(successes), control * n))
+    half = math.hypot(spread / (1 - c), error * (1 - a) / (1 - c) ** 2)
+    value = (a - c) / (1 - c)
+    return Risk(*(min(1.0, max(0.0, each)) for each in (value, value - half, value + half)))
+
+
+def _centre(successes: float, n: int) -> tuple[float, float]:
+    z = NormalDist().inv_cdf(0.975)
+    half = z / (n + z * z) * math.sqrt(successes * (n - successes) / n + z * z / 4)
+    return (successes + z * z / 2) / (n + z * z), half
+
+
 def asr(ssim: Tensor, threshold: float = 0.5, confidence: float = 0.95) -> Rate:
     """Compute the attack success rate: the share of images whose SSIM is above the threshold, with Wilson's interval.
 

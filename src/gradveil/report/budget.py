@@ -9,9 +9,9 @@ from typing import Any
 
 from gradveil.audit.health import examine
 from gradveil.audit.rows import Row, Setting, Spent
+from gradveil.audit.verdict import Verdict
 from gradveil.core.words import listing, number, percent
 from gradveil.report.plots import series
-from gradveil.report.verdict import Verdict
 
 RISING = 0.02
 """A curve that gained more mean SSIM than this in its last doubling is still rising."""
@@ -77,7 +77,7 @@ def charts(judged: Sequence[Verdict]) -> list[Chart]:
         if rows:
             over = tuple(verdict for verdict, row in best if row is not None and row is not verdict.best)
             every = [row for verdict in here for row in verdict.rows]
-            short = tuple(row for row in rows if examine(row, every).state == "short")
+            short = tuple(row for row in rows if examine(row, every).state == "under-optimised")
             found.append(Chart(setting, rows, over, short))
     return found
 

@@ -15,6 +15,7 @@ from gradveil.audit.privacy import proven
 from gradveil.audit.rows import FLOORS, Row
 from gradveil.audit.store import Cell, Run, load_run
 from gradveil.audit.threat import threat_model
+from gradveil.audit.verdict import LEVELS, Verdict, verdicts
 from gradveil.core.errors import fail
 from gradveil.core.words import interval, listing, percent, plural, size
 from gradveil.federated.reading import is_training
@@ -22,12 +23,18 @@ from gradveil.report import budget, method, observed, pareto, plots, table
 from gradveil.report.pictures import Album, data_uri, pairs
 from gradveil.report.render import render
 from gradveil.report.training import training_page
-from gradveil.report.verdict import LEVELS, Verdict, verdicts
 
 NAME = "report.html"
 """What a report is called within its run directory."""
 
-_WORDS = {"levels": LEVELS, "positions": POSITIONS, "states": STATES}
+_ICONS = {"broken": "✕", "leaks": "!", "not broken": "✓", "inconclusive": "~", "not tested": "?"}
+"""A level never rests on its colour alone."""
+
+_WORDS = {
+    "levels": {level: (_ICONS[level], *words) for level, words in LEVELS.items()},
+    "positions": POSITIONS,
+    "states": STATES,
+}
 _WORDS |= {"interval": interval, "descent": descent, "examine": examine, "proven": proven}
 
 

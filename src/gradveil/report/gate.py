@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from gradveil.audit.attacker import ATTACKERS
 from gradveil.audit.rows import Row
 from gradveil.audit.store import Run
+from gradveil.audit.verdict import LEVELS, Verdict, strength, verdicts
 from gradveil.core.words import percent, plural
-from gradveil.report.verdict import LEVELS, Verdict, strength, verdicts
 
 
 @dataclass(frozen=True)
@@ -56,9 +56,9 @@ def gate(run: Run, limit: float) -> Gate:
         *(_diverged(row) for row in counted if row.asr <= limit < _at_worst(row)),
     ]
     unproven = (
-        f"{verdict.best.defence} ({LEVELS[verdict.level][1].lower()})"
+        f"{verdict.best.defence} ({LEVELS[verdict.level][0].lower()})"
         for verdict in judged
-        if verdict.level in ("unproven", "unclear")
+        if verdict.level in ("not tested", "inconclusive")
     )
     return Gate(
         limit,

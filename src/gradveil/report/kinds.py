@@ -56,9 +56,9 @@ class Kind:
     def statuses(self) -> list[tuple[str, str, str]]:
         """How the seeds ended: a level for the colour, how many, and in which way."""
         counts = Counter(LEFT if told is None else str(told["status"]) for _, told in self.cells)
-        levels = {**dict.fromkeys(GOOD, "held"), LEFT: "unclear"}
+        levels = {**dict.fromkeys(GOOD, "not-broken"), LEFT: "inconclusive"}
         several = len(self.cells) > 1
-        return [(levels.get(how, "exposed"), str(n) if several else "", how) for how, n in counts.most_common()]
+        return [(levels.get(how, "broken"), str(n) if several else "", how) for how, n in counts.most_common()]
 
     def values(self, key: str) -> list[float]:
         """List a number of all seeds that have it."""

@@ -190,6 +190,6 @@ def _threshold(row: Row) -> float:
 
 def _entry(group: Sequence[Row], beside: Sequence[Row]) -> Entry:
     finished = tuple(row for row in group if row.cell.failed is None)
-    doubtful = any(examine(row, beside).state in ("short", "doubtful") for row in finished if row.images)
+    doubtful = any(examine(row, beside).state in ("under-optimised", "suspect") for row in finished if row.images)
     broken, unfit = (any(flags) for flags in ((r.cell.broken for r in group), (r.cell.unfit for r in group)))
     return Entry(finished, broken, unfit, doubtful)

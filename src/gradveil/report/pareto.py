@@ -13,9 +13,9 @@ from typing import Any
 from gradveil.audit.health import summaries
 from gradveil.audit.rows import Row, Setting
 from gradveil.audit.store import UNFIT, Cell
+from gradveil.audit.verdict import Verdict, verdicts
 from gradveil.core.words import DASH, listing, number, percent, plural, size
 from gradveil.report.front import beaten_by, front
-from gradveil.report.verdict import Verdict, verdicts
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ class Spot:
     @property
     def is_vague(self) -> bool:
         """Whether more may be recovered: nobody attacked who knows the defence, or an attack is in doubt or failed."""
-        return self.verdict.level in ("unproven", "unclear") or bool(self.verdict.warning) or self.failed
+        return self.verdict.level in ("not tested", "inconclusive") or bool(self.verdict.warning) or self.failed
 
     def point(self, axes: Sequence[Axis]) -> tuple[float, ...] | None:
         """Return what is to be kept small, the leak first; None where a price is not known."""

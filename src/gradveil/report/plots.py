@@ -7,9 +7,9 @@ from typing import Any
 
 from gradveil.audit.attacker import ATTACKERS
 from gradveil.audit.rows import Row
+from gradveil.audit.verdict import LEVELS, strength
 from gradveil.core.words import interval, number, percent, size
 from gradveil.report.pareto import AXES, Chart, Spot, View, price, when
-from gradveil.report.verdict import LEVELS, strength
 
 
 def series(rows: Sequence[Row]) -> dict[str, int]:
@@ -109,7 +109,7 @@ def _lines(spot: Spot, view: View, chart: Chart) -> Iterator[str]:
     low, high = spot.bounds
     seeds = f", the mean of {len(spot.rates)} seeds" if len(spot.rates) > 1 else ""
     yield f"{percent(spot.rate)} recovered {when(spot.stage)}{seeds} ({interval(low, high)})"
-    yield f"{LEVELS[spot.verdict.level][1]} · {spot.verdict.best.attack}"
+    yield f"{LEVELS[spot.verdict.level][0]} · {spot.verdict.best.attack}"
     if view is chart.worst:
         yield ", ".join(chart.trail(spot))
     yield " · ".join(f"{axis.title.lower()} {price(spot, axis)[0]}" for axis in AXES)

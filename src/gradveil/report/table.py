@@ -10,11 +10,11 @@ from typing import Any
 
 from gradveil.audit.attacker import ATTACKERS
 from gradveil.audit.health import examine
+from gradveil.audit.price import price
 from gradveil.audit.privacy import proven
 from gradveil.audit.rows import FLOORS, Row
 from gradveil.core.words import duration, listing, number, percent, size
 from gradveil.report.pareto import mark, marks
-from gradveil.report.price import price
 
 Get = Callable[[Row], Any]
 """A row's value in a column."""

@@ -10,9 +10,9 @@ import pytest
 from gradveil.audit.health import STATES, coincidence, complaints, descent, examine
 from gradveil.audit.rows import Row
 from gradveil.audit.store import load_run
+from gradveil.audit.verdict import verdicts
 from gradveil.report import page
 from gradveil.report.build import cards
-from gradveil.report.verdict import verdicts
 from tests.report.cells import BARE, CONTROLS, HEALTHY, row
 from tests.report.runs import CASES, played, write_run
 
@@ -25,29 +25,29 @@ def ended(reached: float | None, truth: float | None, won: int = 0, **change: An
 @pytest.mark.parametrize(
     ("reached", "truth", "state"),
     [
-        (0.1, 0.1, "misled"),
-        (0.01, 0.2, "misled"),
-        (0.105, 0.1, "misled"),
-        (1e-6, 0.0, "misled"),
-        (0.106, 0.1, "sound"),
-        (0.149, 0.1, "sound"),
-        (0.151, 0.1, "short"),
-        (0.00009, 0.0, "sound"),
-        (0.00011, 0.0, "short"),
-        (0.5, 0.1, "short"),
-        (-0.2, -0.1, "misled"),
-        (0.1, None, "sound"),
-        (None, 0.1, "doubtful"),
-        (0.95, None, "doubtful"),
-        (0.95, 0.95, "misled"),
-        (0.95, 0.8, "doubtful"),
+        (0.1, 0.1, "ambiguous"),
+        (0.01, 0.2, "ambiguous"),
+        (0.105, 0.1, "ambiguous"),
+        (1e-6, 0.0, "ambiguous"),
+        (0.106, 0.1, "converged"),
+        (0.149, 0.1, "converged"),
+        (0.151, 0.1, "under-optimised"),
+        (0.00009, 0.0, "converged"),
+        (0.00011, 0.0, "under-optimised"),
+        (0.5, 0.1, "under-optimised"),
+        (-0.2, -0.1, "ambiguous"),
+        (0.1, None, "converged"),
+        (None, 0.1, "suspect"),
+        (0.95, None, "suspect"),
+        (0.95, 0.95, "ambiguous"),
+        (0.95, 0.8, "suspect"),
     ],
 )
 def test_the_objective_of_the_true_images_decides(reached: float | None, truth: float | None, state: str) -> None:
     assert examine(ended(reached, truth), [BARE]).state == state
 
 
-@pytest.mark.parametrize(("reached", "state"), [(5e-7, "short"), (9e-11, "sound"), (1e-12, "misled")])
+@pytest.mark.parametrize(("reached", "state"), [(5e-7, "under-optimised"), (9e-11, "converged"), (1e-12, "ambiguous")])
 def test_small_objectives_are_judged_by_where_they_started(reached: float, state: str) -> None:
     health = HEALTHY | {"objective_initial": 1e-6, "objective": reached, "objective_truth": 0.0}
     assert examine(row(0, health=health), [BARE]).state == state
@@ -65,8 +65,8 @@ def test_a_search_and_a_changed_model_do_not_vouch_for_each_other() -> None:
 
 
 def test_a_high_rate_is_never_in_doubt() -> None:
-    assert examine(ended(0.95, 0.1, won=16), [BARE]).state == "works"
-    assert examine(ended(0.5, 0.1, won=15), [BARE]).state == "short"
+    assert examine(ended(0.95, 0.1, won=16), [BARE]).state == "effective"
+    assert examine(ended(0.5, 0.1, won=15), [BARE]).state == "under-optimised"
 
 
 def test_what_is_said_of_each() -> None:
@@ -108,17 +108,17 @@ def test_what_is_said_of_each() -> None:
 
 def test_an_attack_that_fell_short_proves_nothing() -> None:
     (verdict,) = [v for v in verdicts([ended(0.5, 0.1), BARE]) if not v.undefended]
-    assert verdict.level == "unclear"
+    assert verdict.level == "inconclusive"
     assert verdict.doubts == examine(ended(0.5, 0.1), [BARE]).reasons
     assert "Lowest rate, not proven" in {card["label"] for card in cards([verdict], [])}
     (held,) = [v for v in verdicts([ended(0.1, 0.1), BARE]) if not v.undefended]
-    assert (held.level, held.doubts) == ("held", ())
+    assert (held.level, held.doubts) == ("not broken", ())
 
 
 def test_falling_short_comes_with_the_other_complaints() -> None:
     poor = row(3, defence="none", belief="naive")
     assert len(examine(ended(0.95, 0.1), [poor]).reasons) == 3
-    assert examine(ended(0.1, 0.1), [poor]).state == "doubtful"
+    assert examine(ended(0.1, 0.1), [poor]).state == "suspect"
 
 
 def test_the_page_tells_them_apart(tmp_path: Path) -> None:
@@ -129,10 +129,10 @@ def test_the_page_tells_them_apart(tmp_path: Path) -> None:
         cell["info"]["health"]["objective_truth"] = objective * (1.0 if strong else 0.25)
     html = page(load_run(write_run(tmp_path / "run", cells)))
     text = " ".join(html.split())
-    assert "<strong>Attack misled.</strong> The attacker&#39;s objective is satisfied by other images" in text
-    assert "<strong>Attack fell short.</strong> The rate here may not be the defence's doing: it did not" in text
+    assert "<strong>Attack ambiguous.</strong> The attacker&#39;s objective is satisfied by other images" in text
+    assert "<strong>Attack under-optimised.</strong> The rate here may not be the defence's doing: it did not" in text
     assert 'data-key="health"' in html
-    assert all(f'data-sort="{STATES[state][0]}"' in html for state in ("works", "short", "misled"))
+    assert all(f'data-sort="{STATES[state][0]}"' in html for state in ("effective", "under-optimised", "ambiguous"))
     assert 'data-key="objective_truth"' in html
 
 
@@ -158,21 +158,20 @@ def test_a_broken_attack_is_complained_about(health: dict[str, Any], said: str) 
     assert complaints(row(0), [BARE]) == []
 
 
-def test_who_does_not_beat_a_guess_without_a_defence_is_no_measure_of_one() -> None:
-    easy = {**CONTROLS, "class_image": {"asr": 0.7, "ssim_mean": 0.25, "psnr_mean": 9.0}}
-    bare = [row(won, defence="none", belief="naive", number=90, controls=easy) for won in (20, 24)]
-    assert "guessing from public data alone does as well (70%)" in complaints(row(0), bare[:1])[0]
+def test_an_attack_that_only_guesses_without_a_defence_is_no_measure_of_one() -> None:
+    easy = {"recovered": 0.7, "identified": 0.1, "identifiable": 0.1}
+    bare = [row(won, defence="none", belief="naive", number=90, expected=easy, identified=False) for won in (24, 30)]
+    assert (
+        "no more than guessing explains (the best guess is expected to recover 70%)" in complaints(row(0), bare[:1])[0]
+    )
     assert complaints(row(0), bare) == []
-    known = row(20, defence="none", belief="naive", number=90, controls=easy, identified=True)
+    known = row(20, defence="none", belief="naive", number=90, expected=easy)
     assert complaints(row(0), [known]) == []
-    assert [examine(each, bare).label for each in bare] == ["doubtful", "works"]
-    assert examine(bare[0], bare).doubts == ("guessing from public data alone does as well (70%)",)
-    sound = row(20, defence="none", belief="naive", number=91, controls=easy, identified=True, seed=0)
-    more = row(22, defence="none", belief="naive", number=92, controls=easy)
-    assert complaints(row(0), [more, sound]) == []
+    assert [examine(each, bare).label for each in bare] == ["suspect", "effective"]
+    assert "no more than guessing explains" in examine(bare[0], bare).doubts[0]
     # Against a defence that is no fault of the attack, but nor does it work there.
-    defended = [row(won, controls=easy) for won in (20, 24)]
-    assert [examine(each, [BARE]).label for each in defended] == ["sound", "works"]
+    defended = [row(won, expected=easy, identified=False) for won in (24, 30)]
+    assert [examine(each, [BARE]).label for each in defended] == ["converged", "effective"]
 
 
 def test_the_control_is_the_same_attack_with_any_belief() -> None:

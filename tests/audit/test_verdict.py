@@ -5,13 +5,13 @@ from typing import Any
 import pytest
 
 from gradveil.audit.health import complaints
+from gradveil.audit.price import price
 from gradveil.audit.rows import Row
 from gradveil.audit.store import Cell
-from gradveil.metrics import wilson
+from gradveil.audit.verdict import Verdict, verdicts
+from gradveil.metrics import risk, wilson
 from gradveil.report.build import cards
-from gradveil.report.price import price
-from gradveil.report.verdict import Verdict, verdicts
-from tests.report.cells import BARE, CONTROLS, HEALTHY, row
+from tests.report.cells import BARE, HEALTHY, row
 
 
 def judge(*rows: Row) -> Verdict:
@@ -22,17 +22,21 @@ def judge(*rows: Row) -> Verdict:
 
 def test_an_adaptive_attacker_is_quoted_with_wilsons_interval() -> None:
     verdict = judge(row(31))
-    expected = "An attacker who knows this defence recovers 31 of 32 images (96.9%, 95% CI 84.3–99.4%)."
-    assert verdict.sentence == expected
-    assert verdict.level == "exposed"
+    said = "An attacker who knows this defence recovers 31 of 32 images, 31 of them identifiable"
+    assert verdict.sentence == f"{said} (96.9%, 95% CI 84.3–99.4%)."
+    assert (verdict.defence, verdict.level) == ("dgp", "broken")
+    assert (verdict.images, verdict.recovered, verdict.identified, verdict.identifiable) == (32, 31, 31, 31)
+    assert verdict.interval == wilson(31, 32)
+    assert verdict.risk == risk(31, 32, 0.0)
     assert verdict.notes == ()
 
 
 def test_a_naive_attacker_alone_is_no_evidence_of_safety() -> None:
     verdict = judge(row(0, belief="naive"))
-    assert verdict.sentence == "An attacker who ignores this defence recovers 0 of 32 images (0%, 95% CI 0–10.7%)."
+    assert "An attacker who ignores this defence recovers 0 of 32 images, 0 of them" in verdict.sentence
+    assert "(0%, 95% CI 0–10.7%)" in verdict.sentence
     assert verdict.warning == "No attacker who knows this defence was run: add --attack adaptive."
-    assert verdict.level == "unproven"
+    assert verdict.level == "not tested"
     assert judge(row(0)).warning == ""
     assert judge(row(20, belief="naive")).warning == verdict.warning
     (bare,) = [v for v in verdicts([row(0), BARE]) if v.undefended]
@@ -60,9 +64,9 @@ def test_handed_over_randomness_is_an_upper_bound_only() -> None:
     assert verdict.union.recovered == 1
     assert any("(wiig) recovers 32 of 32" in note for note in verdict.notes if note.startswith("Upper bound"))
     alone = judge(told)
-    assert alone.sentence.startswith("An attacker who was told the client's secrets recovers 32 of 32")
+    assert alone.sentence.startswith("An attacker who knows the client's secrets recovers 32 of 32")
     assert any("upper bound" in note for note in alone.notes)
-    assert alone.level == "unproven"
+    assert alone.level == "not tested"
     assert alone.warning
 
 
@@ -74,7 +78,7 @@ def test_true_statistics_are_an_upper_bound_without_a_defence_too() -> None:
     assert verdict.best is plain
     assert "Without a defence, an attacker recovers 5 of 32" in verdict.sentence
     (alone,) = verdicts([told])
-    assert alone.sentence.startswith("Without a defence, an attacker who was told the client's secrets recovers 32")
+    assert alone.sentence.startswith("Without a defence, an attacker who knows the client's secrets recovers 32")
     doubted = row(0, attack="dlg", grants=[])
     (defended,) = [v for v in verdicts([told, plain, doubted]) if not v.undefended]
     assert "it recovers only 5 of 32 images without any defence" in defended.doubts
@@ -93,12 +97,12 @@ def test_the_verdict_is_the_worst_case_of_all_who_were_told_no_secrets() -> None
 
 def test_a_healthy_naive_attacker_does_not_vouch_for_a_broken_one_who_knows() -> None:
     broken = row(0, health=HEALTHY | {"diverged": 1.0})
-    naive = row(1, belief="naive", attack="dlg", controls=CONTROLS | {"mean_image": {"asr": 0.1}})
+    naive = row(1, belief="naive", attack="dlg", expected=TENTH, identified=False)
     verdict = judge(broken, naive)
     assert (verdict.best.attack, verdict.doubts) == ("dlg", ())
-    assert verdict.level == "unclear"
-    assert any("is in doubt" in note for note in verdict.notes)
-    assert judge(broken, naive, row(0, attack="cdia")).level == "held"
+    assert verdict.level == "inconclusive"
+    assert verdict.reasons == ("No adaptive attack passed the attack check (ig: suspect).",)
+    assert judge(broken, naive, row(0, attack="cdia")).level == "not broken"
 
 
 @pytest.mark.parametrize("how", ["sample", "neutral", "optimise", "infer"])
@@ -107,11 +111,11 @@ def test_drawing_the_masks_afresh_is_not_knowing_them(defence: str, how: str) ->
     searched = how in ("optimise", "infer")
     attacked = row(0, defence=defence, knowledge={"targets": "known", "model.*": how})
     (verdict,) = [v for v in verdicts([attacked, BARE]) if not v.undefended]
-    assert verdict.level == ("held" if searched else "unproven")
+    assert verdict.level == ("not broken" if searched else "not tested")
     assert any("instead of searching" in note for note in verdict.notes) is not searched
     assert ("Lowest rate, not proven" in {card["label"] for card in cards([verdict], [])}) is not searched
     plain = row(0, defence="prune(0.9)", knowledge={"model.*": how})
-    assert [v.level for v in verdicts([plain, BARE]) if not v.undefended] == ["held"]
+    assert [v.level for v in verdicts([plain, BARE]) if not v.undefended] == ["not broken"]
 
 
 def test_seeds_are_never_pooled() -> None:
@@ -130,63 +134,71 @@ def test_the_union_counts_victims_of_the_quoted_seed_once() -> None:
     assert judge(row(3)).union is None
 
 
-ALIKE = CONTROLS | {"class_mean": {"asr": 0.8, "ssim_mean": 0.6, "psnr_mean": 15.0}}
-"""Controls where images of a class are so alike that their mean passes for most of them."""
+TENTH = {"recovered": 0.1, "identified": 0.05, "identifiable": 0.02}
+ALIKE = {"recovered": 0.8, "identified": 0.1, "identifiable": 0.1}
+"""What a guess is expected to reach where images of a class are so alike that their mean passes for most of them."""
 
 
 @pytest.mark.parametrize(
     ("attacked", "level"),
     [
-        ({"won": 16}, "exposed"),
+        ({"won": 16}, "broken"),
         ({"won": 15}, "leaks"),
-        ({"won": 0}, "held"),
-        ({"won": 2, "controls": CONTROLS | {"mean_image": {"asr": 0.1}}}, "held"),
-        ({"won": 2, "controls": CONTROLS | {"mean_image": {"asr": 0.1}}, "identified": True}, "leaks"),
-        ({"won": 4, "controls": CONTROLS | {"mean_image": {"asr": 0.1}}}, "leaks"),
-        ({"won": 20, "controls": ALIKE}, "held"),
-        ({"won": 20, "controls": ALIKE, "ssim": 0.75}, "exposed"),
-        ({"won": 20, "controls": ALIKE, "identified": True}, "exposed"),
-        ({"won": 20, "controls": {n: s | {"identified": 0.7} for n, s in ALIKE.items()}, "identified": True}, "held"),
-        ({"won": 8, "controls": ALIKE, "ssim": 0.75}, "held"),
-        ({"won": 28, "controls": ALIKE}, "exposed"),
-        ({"won": 0, "belief": "naive"}, "unproven"),
-        ({"won": 0, "health": HEALTHY | {"objective": 0.95}}, "unclear"),
-        ({"won": 0, "health": HEALTHY | {"diverged": 0.5}}, "unclear"),
-        ({"won": 20, "health": HEALTHY | {"objective": 0.95}}, "exposed"),
+        ({"won": 0}, "not broken"),
+        ({"won": 4, "expected": TENTH, "identified": False}, "not broken"),
+        ({"won": 4, "expected": TENTH, "identified": True}, "leaks"),
+        ({"won": 0, "expected": TENTH, "identified": True}, "leaks"),
+        ({"won": 10, "expected": TENTH, "identified": False}, "leaks"),
+        ({"won": 28, "expected": ALIKE, "identified": False}, "not broken"),
+        ({"won": 31, "expected": ALIKE, "identified": False}, "broken"),
+        ({"won": 20, "expected": ALIKE, "identified": True}, "broken"),
+        ({"won": 20, "expected": ALIKE | {"identified": 1.0}, "identified": True}, "not broken"),
+        ({"won": 0, "belief": "naive"}, "not tested"),
+        ({"won": 0, "health": HEALTHY | {"objective": 0.95}}, "inconclusive"),
+        ({"won": 0, "health": HEALTHY | {"diverged": 0.5}}, "inconclusive"),
+        ({"won": 0, "of": 7}, "inconclusive"),
+        ({"won": 0, "of": 8}, "not broken"),
+        ({"won": 20, "health": HEALTHY | {"objective": 0.95}}, "broken"),
     ],
 )
 def test_levels(attacked: dict[str, Any], level: str) -> None:
     assert judge(row(**attacked)).level == level
 
 
-@pytest.mark.parametrize(
-    ("won", "guess", "said"),
-    [
-        (4, 0.125, "Guessing from public data alone recovers as many (12.5%)."),
-        (2, 0.125, "Guessing from public data alone recovers more (12.5%)."),
-        (5, 0.125, None),
-    ],
-)
-def test_what_guessing_gets_stands_beside_a_rate_no_higher(won: int, guess: float, said: str | None) -> None:
-    verdict = judge(row(won, controls=CONTROLS | {"mean_image": {"asr": guess}}))
-    assert [note for note in verdict.notes if note.startswith("Guessing")] == ([said] if said else [])
+@pytest.mark.parametrize(("won", "noted"), [(3, True), (4, False)])
+def test_what_guessing_reaches_stands_next_to_a_rate_no_higher(won: int, noted: bool) -> None:
+    verdict = judge(row(won, expected=TENTH))
+    assert any("expected to recover 3.2" in note for note in verdict.notes) is noted
 
 
-def test_who_guesses_more_hides_nobody_who_shows_something() -> None:
-    shown = row(19, controls=ALIKE, ssim=0.75, identified=True)
-    guessed = row(20, controls=ALIKE, attack="learned")
-    for rows in ([guessed, shown], [row(20, controls=ALIKE, seed=1), shown, row(0, defence="none", seed=1)]):
+def test_an_attacker_who_guesses_more_hides_none_who_shows_something() -> None:
+    shown = row(19, expected=ALIKE)
+    guessed = row(28, expected=ALIKE, identified=False, attack="learned")
+    for rows in ([guessed, shown], [guessed, shown, row(0, defence="none", seed=1)]):
         verdict = judge(*rows)
-        assert (verdict.level, verdict.best.recovered) == ("exposed", 19)
-    ignorant = row(20, controls=ALIKE, ssim=0.75, identified=True, belief="naive", attack="dlg")
-    assert judge(guessed, ignorant).level == "exposed"
-    assert verdicts([guessed, row(9, defence="dp", controls=ALIKE, identified=True), BARE])[1].best.defence == "dp"
+        assert (verdict.level, verdict.best.recovered) == ("broken", 19)
+
+
+def test_several_attackers_are_tested_together() -> None:
+    alone = row(8, expected=TENTH, identified=False)
+    assert judge(alone).level == "leaks"
+    guessing = [row(3, expected=TENTH, identified=False, attack=f"dlg-{place}", number=place) for place in range(1, 5)]
+    together = judge(alone, *guessing)
+    assert together.level == "not broken"
+    assert [test.p for test in together.tests if test.observed == 8] == [judge(alone).tests[0].p]
+
+
+def test_the_interval_of_the_strongest_of_several_attackers_is_no_narrower_than_its_own() -> None:
+    rows = [row(0, which=set(range(place, 10 + place)), attack=f"dlg-{place}") for place in range(4)]
+    low, high = judge(*rows).interval
+    assert low <= wilson(10, 32)[0]
+    assert high >= wilson(10, 32)[1]
 
 
 def test_an_attack_that_fails_without_a_defence_proves_nothing() -> None:
     poor = row(3, defence="none", belief="naive")
     (verdict,) = [v for v in verdicts([row(0), poor]) if v.best.defence == "dgp"]
-    assert verdict.level == "unclear"
+    assert verdict.level == "inconclusive"
     assert "it recovers only 3 of 32 images without any defence" in verdict.doubts
     (alone,) = verdicts([row(0)])
     assert "nothing shows that the attack works" in alone.doubts[0]

@@ -1,0 +1,316 @@
+"""The verdict on each defence in each setting: its level, the reasons for it, and the numbers that belong to it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from gradveil.audit.attacker import ATTACKERS
+from gradveil.audit.evidence import Test, baseline, expected_of, interval_of, risk_of, tests_of
+from gradveil.audit.health import PASSED, Health, coincidence, examine, guesses
+from gradveil.audit.price import Price, price
+from gradveil.audit.rows import Row, Setting
+from gradveil.audit.threat import unknown_to_all
+from gradveil.core.words import interval, listing, number, percent, plural
+from gradveil.metrics import Risk, wilson
+
+Level = Literal["broken", "leaks", "not broken", "inconclusive", "not tested"]
+"""The levels of a verdict; `LEVELS` has the words."""
+
+LEVELS: dict[Level, tuple[str, str]] = {
+    "broken": ("Broken", "the update leaks, and an attacker recovers at least half of the images"),
+    "leaks": ("Leaks", "an attacker recovers or identifies more images than guessing explains"),
+    "not broken": (
+        "Not broken",
+        "no leak was found by an adaptive attack that passed the attack check, on at least 8 images",
+    ),
+    "inconclusive": ("Inconclusive", "no leak was found, but the attacks do not show that there is none"),
+    "not tested": ("Not tested", "no leak was found, and no adaptive attack was run"),
+}
+"""Label and meaning of every level, the worst first."""
+
+ENOUGH = 8
+"""Fewer images than this never show that a defence is not broken."""
+
+_RANK: list[Level] = ["broken", "leaks", "inconclusive", "not tested", "not broken"]
+
+
+@dataclass(frozen=True)
+class Union:
+    """The per-victim union over attackers: an upper bound, since nobody tells the attacker which result is right."""
+
+    recovered: int
+    images: int
+    attackers: int
+    low: float
+    high: float
+
+    def sentence(self) -> str:
+        """Say it in words."""
+        return (
+            f"at least one of the {self.attackers} attackers recovers {self.recovered} of "
+            f"{plural(self.images, 'image')} ({percent(self.recovered / self.images)}, 95% CI "
+            f"{interval(self.low, self.high)}). Only the truth says which one to trust."
+        )
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The finding on one defence in one setting."""
+
+    setting: Setting
+    defence: str
+    """The defence's canonical text."""
+    level: Level
+    reasons: tuple[str, ...]
+    """Why it is this level, in sentences."""
+    best: Row
+    """The trial that is quoted: the strongest attacker that knows no client secrets, on the worst seed."""
+    rows: tuple[Row, ...]
+    """All trials on this defence: those that are judged, the strongest first, then the upper bounds."""
+    seeds: tuple[tuple[int, Row], ...]
+    """The strongest eligible trial of each seed; seeds repeat the same target clients and are never added up."""
+    tests: tuple[Test, ...]
+    """The tests of all judged trials against guessing, corrected for their number."""
+    interval: tuple[float, float]
+    """The 95% interval of the rate of identifiable images."""
+    baseline: float
+    """The rate of identifiable images that the best guess is expected to reach."""
+    risk: Risk
+    """The rate beyond baseline and mismatch control, as a share of what was left to gain."""
+    health: Health
+    """The attack check of the quoted trial."""
+    sentence: str
+    notes: tuple[str, ...]
+    """What the number does not show; to be printed next to the sentence."""
+    warning: str
+    """What has to be done before the number means anything; empty where nothing is missing."""
+    union: Union | None
+    price: Price
+    """What the defence costs, on the quoted seed: with the honest model, if a trial attacked that."""
+
+    @property
+    def images(self) -> int:
+        """The number of images that the quoted trial attacked."""
+        return self.best.images
+
+    @property
+    def recovered(self) -> int:
+        """The number of images that the quoted trial recovered."""
+        return self.best.recovered
+
+    @property
+    def identified(self) -> int:
+        """The number of images that the quoted trial identified."""
+        return self.best.identified
+
+    @property
+    def identifiable(self) -> int:
+        """The headline: the number of images that the quoted trial recovered and identified."""
+        return self.best.identifiable
+
+    @property
+    def doubts(self) -> tuple[str, ...]:
+        """Why a low rate may come from a broken attack."""
+        return self.health.doubts
+
+    @property
+    def undefended(self) -> bool:
+        """Whether there is no defence to judge."""
+        return self.best.undefended
+
+    @property
+    def judged(self) -> tuple[Row, ...]:
+        """The trials that the verdict is over: no upper bounds, unless there is nothing else."""
+        return eligible(self.rows)
+
+
+def eligible(rows: Sequence[Row]) -> tuple[Row, ...]:
+    """Choose the cells that a verdict is over: the worst case of all attackers who were told no secrets.
+
+    Handed-over randomness is an upper bound; it decides only where nothing else was run.
+    """
+    return tuple(row for row in rows if row.attacker != "informed") or tuple(rows)
+
+
+def verdicts(rows: Sequence[Row]) -> list[Verdict]:
+    """Judge every defence in every setting: settings in the run's order, the worst defence first."""
+    settings = list(dict.fromkeys(row.setting for row in rows if row.images))
+    found = []
+    for setting in settings:
+        here = [row for row in rows if row.setting == setting and row.images]
+        judged = [_judge(setting, name, here) for name in dict.fromkeys(row.defence for row in here)]
+        found += sorted(judged, key=_order)
+    return found
+
+
+def _order(verdict: Verdict) -> tuple[bool, int, float, float, float]:
+    best = verdict.best
+    rank = _RANK.index(verdict.level)
+    return not verdict.undefended, rank, -best.identifiable / best.images, -best.asr, -(best.mean("ssim") or 0)
+
+
+def strength(row: Row) -> tuple[float, bool, float]:
+    """Order attackers: by success rate; at equal rates he who knows the defence counts, then the mean SSIM."""
+    mean = row.mean("ssim")
+    return row.asr, row.attacker == "adaptive", -1.0 if mean is None else mean
+
+
+def _judge(setting: Setting, defence: str, here: Sequence[Row]) -> Verdict:
+    rows = [row for row in here if row.defence == defence]
+    tests = tests_of(eligible(rows))
+    leaking = {test.number for test in tests if test.leaks}
+
+    def shows(row: Row) -> tuple[bool, bool, float, tuple[float, bool, float]]:
+        half = row.number in leaking and 2 * row.recovered >= row.images
+        return half, row.number in leaking, row.identifiable / row.images, strength(row)
+
+    mine = sorted(sorted(rows, key=shows, reverse=True), key=lambda row: row.attacker == "informed")
+    judged = eligible(mine)
+    strongest = [
+        (seed, max((r for r in judged if r.seed == seed), key=shows)) for seed in sorted({r.seed for r in judged})
+    ]
+    best = max((row for _, row in strongest), key=shows)
+    level, reasons = _level(best, judged, here, tests)
+    return Verdict(
+        setting=setting,
+        defence=defence,
+        level=level,
+        reasons=reasons,
+        best=best,
+        rows=tuple(mine),
+        seeds=tuple(strongest),
+        tests=tests,
+        interval=interval_of(best, judged),
+        baseline=baseline(best),
+        risk=risk_of(best),
+        health=examine(best, here),
+        sentence=_sentence(best, judged, len(strongest)),
+        notes=tuple(_notes(best, mine, strongest)),
+        warning=unknown_to_all(mine),
+        union=_union([row for row in judged if row.seed == best.seed]),
+        price=price(next((row for row in mine if row.seed == best.seed and not row.planted), best), here),
+    )
+
+
+def _level(
+    best: Row, judged: Sequence[Row], here: Sequence[Row], tests: Sequence[Test]
+) -> tuple[Level, tuple[str, ...]]:
+    """Decide the level and give the reasons."""
+    if best.attacker == "informed":
+        return "not tested", ("Only oracle attackers were run: they know client secrets and never count.",)
+    found = [test for test in tests if test.leaks]
+    if found:
+        half = 2 * best.recovered >= best.images and any(test.number == best.number for test in found)
+        reasons = [_words(test) for test in sorted(found, key=lambda test: test.adjusted)]
+        if half:
+            reasons.append(f"At least half of the images were recovered ({best.recovered} of {best.images}).")
+        return ("broken" if half else "leaks"), tuple(reasons)
+    adaptive = [r for r in judged if r.undefended or (r.attacker == "adaptive" and not guesses(r))]
+    if not adaptive:
+        return "not tested", ("No adaptive attack was run: none of the attackers simulates the whole defence.",)
+    passed = [row for row in adaptive if _passed(row, here)]
+    if not passed:
+        checks = listing(dict.fromkeys(f"{row.attack}: {examine(row, here).label}" for row in adaptive))
+        return "inconclusive", (f"No adaptive attack passed the attack check ({checks}).",)
+    if (most := max(row.images for row in passed)) < ENOUGH:
+        return "inconclusive", (f"Only {plural(most, 'image')} attacked: at least {ENOUGH} are needed.",)
+    names = listing(dict.fromkeys(row.attack for row in passed))
+    least = min((test.adjusted for test in tests), default=1.0)
+    return "not broken", (
+        f"No leak beyond guessing (smallest corrected p-value {number(least)}).",
+        f"Passed the attack check: {names}.",
+    )
+
+
+def _passed(row: Row, here: Sequence[Row]) -> bool:
+    """Report whether a low rate of this trial can be blamed on the defence."""
+    state = examine(row, here).state
+    # Without a defence only an objective that other images satisfy as well shows that the attack did all it could.
+    return state == "ambiguous" if row.undefended else state in PASSED
+
+
+def _words(test: Test) -> str:
+    hit = f"{test.observed} of {plural(test.images, 'image')} {test.criterion}"
+    return (
+        f"{test.attack}: {hit}, where guessing is expected "
+        f"to reach {number(test.expected)} (p = {number(test.adjusted, 2)}, corrected for all attackers and criteria)."
+    )
+
+
+def _sentence(best: Row, judged: Sequence[Row], seeds: int) -> str:
+    who = {
+        "undefended": "An attacker recovers",
+        "naive": "An attacker who ignores this defence recovers",
+        "aware": "An attacker who knows this defence's architecture recovers",
+        "adaptive": "An attacker who knows this defence recovers",
+        "active": "A malicious server, which changes the model that it sends, recovers",
+        "informed": "An attacker who knows the client's secrets recovers",
+    }[best.attacker]
+    who = f"Without a defence, {who[0].lower()}{who[1:]}" if best.undefended else who
+    worst = f" on the worst of {seeds} seeds" if seeds > 1 else ""
+    rate = f"{percent(best.identifiable / best.images)}, 95% CI {interval(*interval_of(best, judged))}"
+    return (
+        f"{who} {best.recovered} of {plural(best.images, 'image')}{worst}, {best.identifiable} of them identifiable "
+        f"({rate})."
+    )
+
+
+def _notes(best: Row, mine: Sequence[Row], strongest: Sequence[tuple[int, Row]]) -> list[str]:
+    notes = []
+    knowing_rows = [row for row in mine if row.attacker == "adaptive"]
+    if knowing_rows and all(guesses(row) for row in knowing_rows):
+        notes.append(
+            "Whoever knows this defence here draws its random values afresh instead of searching for them, "
+            "so a low number is not evidence of safety."
+        )
+    if best.attacker in ("naive", "aware") and knowing_rows:
+        knowing = max(knowing_rows, key=strength)
+        notes.append(
+            f"The strongest attacker who knows the defence recovers {knowing.recovered} of {knowing.images}: less than "
+            f"one who {ATTACKERS[best.attacker][0]}, so the adaptive attack is not the better one here."
+        )
+    if best.attacker == "informed":
+        notes.append("Only attackers who were told the client's secrets were run: this is an upper bound.")
+    if best.recovered and (guess := expected_of(best, "recovered")) is not None and guess >= best.recovered:
+        notes.append(f"The best guess from auxiliary data alone is expected to recover {number(guess)}.")
+    if alike := coincidence(best):
+        notes.append(f"{alike[0].upper()}{alike[1:]}.")
+    if len(strongest) > 1:
+        each = [f"{row.recovered} of {row.images} (seed {seed})" for seed, row in strongest]
+        notes.append(f"Strongest attacker of each seed: {listing(each)}. Seeds are not added up.")
+    if best.attacker == "active":
+        notes += _of_malice(best, mine)
+    informed = [row for row in mine if row.attacker == "informed" and row is not best]
+    if informed and best.attacker != "informed":
+        top = max(informed, key=strength)
+        notes.append(
+            f"Upper bound, no part of the verdict: an attacker who {ATTACKERS['informed'][0]} ({top.attack}) recovers "
+            f"{top.recovered} of {top.images}."
+        )
+    return notes
+
+
+def _of_malice(best: Row, mine: Sequence[Row]) -> Iterator[str]:
+    """Say what a malicious server put into the model, who would see it, and what a curious one gets."""
+    found = listing(best.info.get("guard") or ())
+    seen = f"finds it: {found}" if found else "finds nothing in it"
+    yield f"The server put {best.info['planted']} into the model; a client's guard {seen}."
+    if best.setting.batch > 1 and 0 < best.recovered < best.images:
+        yield f"It recovers at least one image of {best.exposed} of {plural(len(best.cell.records), 'victim')}."
+    if curious := [row for row in mine if row.attacker not in ("active", "informed")]:
+        most = max(curious, key=strength)
+        count = f"{most.recovered} of {most.images}"
+        yield f"A server that leaves the model as it is recovers {count} at most ({most.attack})."
+
+
+def _union(rows: Sequence[Row]) -> Union | None:
+    if len(rows) < 2:
+        return None
+    won: dict[tuple[int, int], bool] = {}
+    for row in rows:
+        for image, success in row.successes.items():
+            won[image] = won.get(image, False) or success
+    recovered = sum(won.values())
+    return Union(recovered, len(won), len(rows), *wilson(recovered, len(won)))
