@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any, NamedTuple
@@ -10,7 +11,7 @@ from typing import Any, NamedTuple
 from gradveil.audit.rows import Row
 from gradveil.core.noise import Key
 from gradveil.metrics import Risk, risk, wilson
-from gradveil.metrics.chance import bootstrap_maximum, holm, poisson_binomial, upper_tail
+from gradveil.metrics.chance import added, beta_binomial, bootstrap_maximum, holm, matches, poisson_binomial, upper_tail
 
 LEVEL = 0.05
 """The share of defences that only guesses were tried on and that may be called a leak."""
@@ -75,25 +76,81 @@ def expected_of(row: Row, criterion: str) -> float | None:
 
 
 def _test(row: Row, name: str) -> Test | None:
+    """Test one trial by one criterion; None where the criterion or its chance is not there."""
     criterion = CRITERIA[name]
-    images = [scores for _, _, scores in row.scores() if scores.get(criterion.flag) is not None]
-    chances = [_chance(row, scores, criterion) for scores in images]
+    images = [image for image in _images(row) if image.scores.get(criterion.flag) is not None]
+    chances = [_chance(row, image.scores, criterion) for image in images]
     known = [chance for chance in chances if chance is not None]
     if not images or len(known) < len(images):
         return None
-    observed = sum(bool(scores[criterion.flag]) for scores in images)
-    p = upper_tail(poisson_binomial(known), observed)
-    return Test(row.attack, row.number, name, observed, len(images), sum(known), p, p)
+    counts = _identified if criterion.control == "identified" else _recovered
+    mass = added(counts(images, known))
+    observed = sum(bool(image.scores[criterion.flag]) for image in images)
+    expected = sum(count * share for count, share in enumerate(mass))
+    p = upper_tail(mass, observed)
+    return Test(row.attack, row.number, name, observed, len(images), expected, p, p)
 
 
-def _chance(row: Row, scores: Mapping[str, Any], criterion: Criterion) -> float | None:
+class _Image(NamedTuple):
+    client: int
+    label: int
+    scores: Mapping[str, Any]
+
+
+class _Chance(NamedTuple):
+    share: float
+    images: int | None
+    """The number of images behind the share; None where it is known exactly."""
+
+
+def _images(row: Row) -> Iterator[_Image]:
+    for record in row.cell.records:
+        scores = record.get("per_image", ())
+        labels = record.get("label") or [0] * len(scores)
+        for label, each in zip(labels, scores, strict=True):
+            yield _Image(int(record["victim"]), int(label), each)
+
+
+def _chance(row: Row, scores: Mapping[str, Any], criterion: Criterion) -> _Chance | None:
     """Look up the probability that a guess hits one image."""
     expected = scores.get(criterion.expected) or {}
     if criterion.control in expected:
-        return float(expected[criterion.control])
-    if criterion.flag == "success":
-        return max(row.floor or 0.0, row.control("wrong_victim") or 0.0)
-    return row.floor_of("identified") if criterion.flag == "identified" else None
+        size = "gallery" if criterion.control == "identified" else "public"
+        return _Chance(float(expected[criterion.control]), expected.get(size))
+    if expected or criterion.expected != "expected":
+        return None
+    # An earlier version recorded one draw of each guess.
+    floor = row.floor if criterion.control == "recovered" else row.floor_of("identified")
+    return None if floor is None else _Chance(floor, None)
+
+
+def _recovered(images: Sequence[_Image], chances: Sequence[_Chance]) -> Iterator[tuple[float, ...]]:
+    """Yield the distributions of the number of images that guesses pass for, one per class.
+
+    Images of a class share one chance, which is known from the auxiliary data only.
+    """
+    groups = Counter((image.label, chance) for image, chance in zip(images, chances, strict=True))
+    for (_, chance), count in groups.items():
+        yield beta_binomial(count, chance.share, chance.images)
+
+
+def _identified(images: Sequence[_Image], chances: Sequence[_Chance]) -> Iterator[tuple[float, ...]]:
+    """Yield the distributions of the number of images that guesses single out, one per class.
+
+    Given its class, an image is as likely to be any of the gallery's. Different guesses at one class point at different
+    images of it, which exclude each other or come together: the counts are no sum of independent ones.
+    """
+    groups: dict[tuple[int, int | None], Counter[int]] = {}
+    for image, chance in zip(images, chances, strict=True):
+        groups.setdefault((image.label, chance.images), Counter())[image.client] += 1
+    for (_, gallery), clients in groups.items():
+        if gallery is not None and clients.total() <= gallery:
+            yield matches(tuple(sorted(clients.values())), gallery)
+    yield poisson_binomial(
+        chance.share
+        for image, chance in zip(images, chances, strict=True)
+        if chance.images is None or groups[image.label, chance.images].total() > chance.images
+    )
 
 
 def baseline(row: Row) -> float:
@@ -107,7 +164,7 @@ def _headline(row: Row, scores: Mapping[str, Any]) -> float:
     if "identifiable" in expected:
         return float(expected["identifiable"])
     chances = [_chance(row, scores, CRITERIA[name]) for name in ("recovered", "identified")]
-    return min((chance for chance in chances if chance is not None), default=0.0)
+    return min((chance.share for chance in chances if chance is not None), default=0.0)
 
 
 def risk_of(row: Row) -> Risk:

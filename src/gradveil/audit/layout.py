@@ -110,8 +110,10 @@ class _Image(_Held):
     psnr: float
     ssim: float
     identified: bool | None = None
+    expected: dict[str, float] = {}
     success_transformed: int | None = None
     identified_transformed: bool | None = None
+    expected_transformed: dict[str, float] = {}
 
 
 class _Record(_Held):

@@ -67,7 +67,7 @@ class Setting(NamedTuple):
 FLOORS = {
     "mean_image": ("Mean image", "the public mean image"),
     "class_mean": ("Class mean", "the mean of the public images of the same class"),
-    "class_image": ("Class image", "a random public image of the same class"),
+    "class_image": ("Class image", "public images of the same class, on average"),
 }
 """What needs no update, scored as if it were reconstructions: what tables call it, and what it is."""
 
@@ -212,7 +212,7 @@ class Row:
     @cached_property
     def trained_on(self) -> TrainedOn | None:
         """The counts against the images that the client trained on; None where no batch defence changed them."""
-        images = [scores for _, _, scores in self._images() if scores.get("success_transformed") is not None]
+        images = [scores for _, _, scores in self.scores() if scores.get("success_transformed") is not None]
         if not images:
             return None
         passed = [bool(scores["success_transformed"]) for scores in images]

@@ -14,6 +14,7 @@ from gradveil.attacks.base import Attack
 from gradveil.attacks.presets import make_attack
 from gradveil.audit.adaptive import attacks_against
 from gradveil.audit.config import RunConfig
+from gradveil.audit.guessing import Guessing
 from gradveil.audit.obstacles import model_problems, obstacles
 from gradveil.audit.reader import with_defaults
 from gradveil.audit.records import observed_images, open_observed
@@ -106,6 +107,20 @@ class Scene:
         """What everybody knows of the examples, and their batch defences ask."""
         lower, upper = (bound.to(self.config.device, self.dtype) for bound in self.victims.bounds)
         return Domain(lower, upper, self.classes)
+
+    @cached_property
+    def guessing(self) -> Guessing | None:
+        """What an attacker reaches that only guesses; None without auxiliary data."""
+        if self.public is None or len(self.public) < 2:
+            return None
+        targets = len(set(self.victims.targets.tolist()))
+        images = max(client.examples for client in self.config.client) * self.config.victims
+        return Guessing(self.public, self.config.threshold, min(targets, images))
+
+    @cached_property
+    def guessing_trained(self) -> dict[tuple[int, str], Guessing]:
+        """The same for what a batch defence makes of images, by client and defence; `audit.trained` fills it."""
+        return {}
 
     @cached_property
     def classes(self) -> int:

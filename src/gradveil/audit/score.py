@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
@@ -13,13 +13,11 @@ from torch import Tensor
 from gradveil.attacks.base import Remark, in_words
 from gradveil.audit.bound import mse_bound
 from gradveil.audit.cell import Address, Recovered
-from gradveil.audit.rows import FLOORS
+from gradveil.audit.controls import best_guesses, controls_of, expected_of
 from gradveil.audit.scene import Scene
 from gradveil.audit.store import Cell
 from gradveil.audit.trained import trained_on
 from gradveil.audit.utility import left_out
-from gradveil.core.noise import Key
-from gradveil.data import Dataset
 from gradveil.metrics import (
     Missing,
     asr,
@@ -53,20 +51,23 @@ def score(scene: Scene, cell: Address, found: Recovered, named: Named) -> Cell:
     truth, candidate = scene.pixels(scene.batch(places).inputs), scene.pixels(found.tensors["inputs"])
     order, matched = match_batch(candidate, truth)
     scores = {"mse": mse(matched, truth), "psnr": psnr(matched, truth), "ssim": ssim(matched, truth)}
-    flags: dict[str, Tensor] = {}
-    if "transformed" in found.tensors:
-        trained = trained_on(scene, cell, found.tensors, places)
-        scores |= trained.scores
-        flags = trained.flags
+    trained = trained_on(scene, cell, found.tensors, places) if "transformed" in found.tensors else None
+    scores |= trained.scores if trained else {}
     reasons = _perceptual(scene, matched, truth, scores)
     labels = permute(found.tensors["targets"], order)
     whole = len(scene.victims) > 1
     identified = identification(matched, places, scene.victims.pixels.double()) if whole else None
     records = []
     for v in range(len(places)):
-        records.append(_record(scene, found, places, labels, order, scores, flags, identified, v))
-    controls = _controls(scene, cell, candidate, truth, places)
+        records.append(_record(scene, found, places, labels, order, scores, identified, v))
+    chances = expected_of(scene.guessing, scene, places)
+    for v, record in enumerate(records):
+        for b, image in enumerate(record["per_image"]):
+            image["expected"] = chances[v][b]
+            image |= trained.of(v, b) if trained else {}
+    controls = controls_of(scene.guessing, scene, matched, places)
     info = {**info_of(scene, cell, found, named), "missing": reasons, "controls": controls}
+    info["best_guesses"] = best_guesses(scene.guessing, scene, places)
     info["trace"] = _trace(scene, found, truth)
     kept: dict[str, Tensor] = {}
     if scene.config.images:
@@ -104,7 +105,6 @@ def _record(
     labels: Tensor,
     order: Tensor,
     scores: Mapping[str, Tensor],
-    flags: Mapping[str, Tensor],
     identified: Tensor | None,
     v: int,
 ) -> dict[str, Any]:
@@ -116,7 +116,6 @@ def _record(
             "success": int(scores["ssim"][v, b] > scene.config.threshold),
             "identified": None if identified is None else bool(identified[v, b]),
             "matched": int(order[v, b]),
-            **{name: values[v, b].item() for name, values in flags.items()},
         }
         for b in range(places.shape[1])
     ]
@@ -206,73 +205,3 @@ def _median(values: Tensor) -> float | None:
     """Return the median of the finite values, None if there are none."""
     finite = values[torch.isfinite(values)]
     return float(finite.median()) if finite.numel() else None
-
-
-def _controls(scene: Scene, cell: Address, candidate: Tensor, truth: Tensor, places: Tensor) -> dict[str, Any]:
-    """Score what proves nothing: the right answers for the wrong victims, and answers that need no update at all.
-
-    The floors say how much of a score the data give away by themselves; an attack has to beat them.
-    """
-    controls: dict[str, Any] = {}
-    size = places.shape[1]
-    if len(places) > 1:
-        controls["wrong_victim"] = _control(scene, candidate, truth.roll(-1, 0))
-    elif len(scene.victims) >= 2 * size:
-        others = next_places(places[0].tolist(), len(scene.victims))
-        pixels = scene.pixels(scene.batch(torch.tensor([others])).inputs)
-        controls["wrong_victim"] = _control(scene, candidate, pixels)
-    if scene.public is not None:
-        pixels = scene.public.pixels.double()
-        targets = scene.victims.targets[places]
-        guesses = {
-            "mean_image": pixels.mean(0).expand_as(truth),
-            "class_mean": _class_means(pixels, scene.public.targets, targets),
-            "class_image": pixels[_same_class(scene.public, targets, cell.seed)],
-        }
-        controls |= {name: _control(scene, guesses[name], truth, places) for name in FLOORS}
-    return controls
-
-
-def next_places(own: Sequence[int], count: int) -> list[int]:
-    """List as many places among `count` as a victim has, none of them its own: those that follow its last.
-
-    >>> next_places([2, 3], 6), next_places([1, 3, 4], 6)
-    ([4, 5], [5, 0, 2])
-    """
-    after = ((own[-1] + step) % count for step in range(1, count))
-    return [place for place in after if place not in own][: len(own)]
-
-
-def _class_means(pixels: Tensor, classes: Tensor, targets: Tensor) -> Tensor:
-    """Average the public images of each target's class (all of them where there is none)."""
-    means = {}
-    for target in targets.unique().tolist():
-        of_class = classes == target
-        means[target] = pixels[of_class].mean(0) if of_class.any() else pixels.mean(0)
-    return torch.stack([means[target] for target in targets.flatten().tolist()]).unflatten(0, targets.shape)
-
-
-def _same_class(public: Dataset, targets: Tensor, seed: int) -> Tensor:
-    """Choose a random public image of each target's class (of any class where there is none)."""
-    chosen = torch.empty_like(targets)
-    generator = Key(seed, ("control", "class")).generator()
-    for place, target in enumerate(targets.flatten().tolist()):
-        of_class = (public.targets == target).nonzero().flatten()
-        among = of_class if len(of_class) else torch.arange(len(public))
-        chosen.view(-1)[place] = among[torch.randint(len(among), (), generator=generator)]
-    return chosen
-
-
-def _control(scene: Scene, candidate: Tensor, truth: Tensor, places: Tensor | None = None) -> dict[str, float]:
-    """Score a control; where `places` say whose the truth is, count what passes and is nearest to its own."""
-    _, matched = match_batch(candidate.contiguous(), truth)
-    similarity = ssim(matched, truth)
-    rate = asr(similarity, scene.config.threshold).rate
-    scores = {"asr": rate, "ssim_mean": float(similarity.mean()), "psnr_mean": float(psnr(matched, truth).mean())}
-    if places is not None and len(scene.victims) > 1:
-        passed = similarity > scene.config.threshold
-        nearest = (
-            identification(matched[passed], places[passed], scene.victims.pixels.double()) if passed.any() else passed
-        )
-        scores["identified"] = float(nearest.sum()) / passed.numel()
-    return scores

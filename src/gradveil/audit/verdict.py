@@ -33,6 +33,11 @@ LEVELS: dict[Level, tuple[str, str]] = {
 ENOUGH = 8
 """Fewer images than this never show that a defence is not broken."""
 
+UNKNOWN = (
+    "The baseline of recovery is unknown, because the run has no auxiliary data: recovery is not tested, and the "
+    "mismatch control stands in for the baseline in the risk."
+)
+
 _RANK: list[Level] = ["broken", "leaks", "inconclusive", "not tested", "not broken"]
 
 
@@ -173,6 +178,8 @@ def _judge(setting: Setting, defence: str, here: Sequence[Row]) -> Verdict:
     ]
     best = max((row for _, row in strongest), key=shows)
     level, reasons = _level(best, judged, here, tests)
+    if expected_of(best, "recovered") is None:
+        reasons = (*reasons, UNKNOWN)
     return Verdict(
         setting=setting,
         defence=defence,

@@ -13,6 +13,7 @@ from gradveil.metrics.image import (
     psnr,
     psnr_adadefense,
     ssim,
+    ssim_pairs,
     ssim_rescaled,
     ssim_torchmetrics,
 )
@@ -83,6 +84,7 @@ __all__ = [
     "relative_distance",
     "risk",
     "ssim",
+    "ssim_pairs",
     "ssim_rescaled",
     "ssim_torchmetrics",
     "wilson",

@@ -2,24 +2,92 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 
+import numpy as np
 import torch
 
 from gradveil.core.noise import Key
 
 
-def poisson_binomial(probabilities: Iterable[float]) -> list[float]:
+def poisson_binomial(probabilities: Iterable[float]) -> tuple[float, ...]:
     """Compute the distribution of the number of successes in independent trials of their own probabilities.
 
     >>> poisson_binomial([0.5, 0.5]), poisson_binomial([])
-    ([0.25, 0.5, 0.25], [1.0])
+    ((0.25, 0.5, 0.25), (1.0,))
     """
     mass = [1.0]
     for chance in probabilities:
         missed = [*(share * (1 - chance) for share in mass), 0.0]
         mass = [left + one * chance for left, one in zip(missed, [0.0, *mass], strict=True)]
-    return mass
+    return tuple(mass)
+
+
+@lru_cache(maxsize=4096)
+def beta_binomial(n: int, share: float, trials: int | None) -> tuple[float, ...]:
+    """Compute the distribution of `n` successes whose probability is known from a share of `trials` alone.
+
+    The probability has Jeffreys' posterior, Beta(k + 1/2, trials - k + 1/2) with k = share * trials; None stands for
+    a probability that is known exactly (the binomial distribution).
+
+    >>> beta_binomial(2, 0.5, None), [round(mass, 3) for mass in beta_binomial(1, 0.0, 4)]
+    ((0.25, 0.5, 0.25), [0.9, 0.1])
+    """
+    if trials is None:
+        return poisson_binomial([share] * n)
+    a, b = share * trials + 0.5, (1 - share) * trials + 0.5
+    # C(n, k) = 1 / ((n + 1) B(k + 1, n - k + 1)), in logarithms: it overflows otherwise.
+    whole = _log_beta(a, b) + math.log(n + 1)
+    return tuple(math.exp(_log_beta(a + k, b + n - k) - _log_beta(k + 1, n - k + 1) - whole) for k in range(n + 1))
+
+
+def _log_beta(a: float, b: float) -> float:
+    return math.lgamma(a) + math.lgamma(b) - math.lgamma(a + b)
+
+
+@lru_cache(maxsize=4096)
+def matches(groups: tuple[int, ...], gallery: int) -> tuple[float, ...]:
+    """Compute how many of several groups' guesses hit their own group, where images are dealt to groups at random.
+
+    Groups of these sizes are dealt different images of a gallery, and each makes as many guesses, all different. Groups
+    of one: the fixed points of a random injection. With the rook number r_j of the boards of groups and guesses (the
+    number of ways to choose j hits that do not exclude each other), P[K >= k] is the sum over j >= k of
+    (-1)^(j - k) C(j - 1, k - 1) r_j (gallery - j)! / gallery! (I. Kaplansky and J. Riordan, 1946).
+
+    >>> matches((1, 1), 2), matches((2,), 2), [round(mass, 3) for mass in matches((1, 1, 1), 3)]
+    ((0.5, 0.0, 0.5), (0.0, 0.0, 1.0), [0.333, 0.5, 0.0, 0.167])
+    """
+    rooks = [1]
+    for size in groups:
+        board = [math.comb(size, j) ** 2 * math.factorial(j) for j in range(size + 1)]
+        rooks = _product(rooks, board)
+    n = len(rooks) - 1
+    ways = [rook * math.perm(gallery - j, n - j) for j, rook in enumerate(rooks)]
+    every = math.perm(gallery, n)
+    signed = (sum((-1) ** (j - k) * math.comb(j, k) * ways[j] for j in range(k, n + 1)) for k in range(n + 1))
+    return tuple(whole / every for whole in signed)
+
+
+def _product(first: Sequence[int], second: Sequence[int]) -> list[int]:
+    found = [0] * (len(first) + len(second) - 1)
+    for i, left in enumerate(first):
+        for j, right in enumerate(second):
+            found[i + j] += left * right
+    return found
+
+
+def added(counts: Iterable[Sequence[float]]) -> tuple[float, ...]:
+    """Compute the distribution of a sum of independent counts.
+
+    >>> added([[0.5, 0.5], [0.5, 0.5]])
+    (0.25, 0.5, 0.25)
+    """
+    mass = np.ones(1)
+    for one in counts:
+        mass = np.convolve(mass, one)
+    return tuple(mass.tolist())
 
 
 def upper_tail(mass: Sequence[float], observed: int) -> float:

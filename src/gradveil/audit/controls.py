@@ -1,0 +1,130 @@
+"""Controls of a trial: scores that need no leak, as exact averages, and each image's chance under guessing."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradveil.audit.guessing import Guessing
+from gradveil.audit.scene import Scene
+from gradveil.core.noise import Key
+from gradveil.metrics import ssim_pairs
+from gradveil.metrics.image import finite
+
+OTHERS = 64
+"""A reconstruction is compared with at most so many images of other clients, and a target with so many guesses."""
+
+
+def expected_of(guessing: Guessing | None, scene: Scene, places: Tensor) -> list[list[dict[str, float | int]]]:
+    """Compute for each target image [V, B] its chance to be recovered and identified by a guess.
+
+    `public` and `gallery` are the numbers of images behind the two chances: public images of the class that the best
+    guess was compared with, private images of the class that it could be taken for. Without auxiliary data there is no
+    chance of recovery, without a second private image none of identification.
+    """
+    targets = scene.victims.targets
+    sizes = Counter(targets.tolist())
+    found = []
+    for batch in targets[places].tolist():
+        of_class = Counter(batch)
+        found.append([_expected(guessing, label, of_class[label], sizes[label], len(targets)) for label in batch])
+    return found
+
+
+def _expected(
+    guessing: Guessing | None, label: int, guesses: int, gallery: int, private: int
+) -> dict[str, float | int]:
+    """Compute the chances of one image, among so many of its class in its batch and in the private data."""
+    found: dict[str, float | int] = {}
+    if private > 1:
+        found |= {"identified": min(1.0, guesses / gallery), "gallery": gallery}
+    if guessing is None:
+        return found
+    chance = guessing.chance(label, guesses)
+    found |= {"recovered": chance.share, "public": chance.images}
+    if private > 1:
+        # The image nearest to a guess is one of its gallery, and one at most of those that the guess passes for.
+        nearest = found["identified"] * (1 - (1 - chance.share) ** gallery)
+        found["identifiable"] = min(chance.share, nearest)
+    else:
+        found["identifiable"] = chance.share
+    return found
+
+
+def best_guesses(guessing: Guessing | None, scene: Scene, places: Tensor) -> dict[str, dict[str, Any]]:
+    """Return for each attacked class its best guess, the guess's chance, and the numbers of images that it rests on."""
+    if guessing is None:
+        return {}
+    labels = sorted(set(scene.victims.targets[places].flatten().tolist()))
+    chances = {label: guessing.chance(label) for label in labels}
+    return {
+        str(label): {"guess": chance.guess, "chance": chance.share, **guessing.sample(label)._asdict()}
+        for label, chance in chances.items()
+    }
+
+
+def controls_of(guessing: Guessing | None, scene: Scene, matched: Tensor, places: Tensor) -> dict[str, Any]:
+    """Score what proves nothing: the right answers for the wrong targets, and answers that need no update at all.
+
+    Exact averages over pairs: of each reconstruction with private images of its class from other clients (of any class
+    where there is none); of each target with the mean image, the mean of its class, and public images of its class.
+    `OTHERS` images at most stand for all of a class.
+    """
+    gallery = scene.victims.pixels.double()
+    wrong = list(_mismatched(scene, matched, places, gallery))
+    controls = {"wrong_victim": _average(wrong)} if wrong else {}
+    if guessing is None:
+        return controls
+    by_class: dict[int, list[int]] = {}
+    for place in places.flatten().tolist():
+        by_class.setdefault(int(scene.victims.targets[place]), []).append(place)
+    kinds: dict[str, list[dict[str, Tensor]]] = {"mean_image": [], "class_mean": [], "class_image": []}
+    for label, own in by_class.items():
+        targets = torch.tensor(own)
+        for name, guess in (("mean_image", guessing.mean()), ("class_mean", guessing.class_mean(label))):
+            kinds[name].append(_compared(scene, guess[None], targets, gallery))
+        kinds["class_image"].append(_passing(scene, guessing.images(label)[:OTHERS], gallery[targets]))
+    return controls | {name: _average(scores) for name, scores in kinds.items()}
+
+
+def _mismatched(scene: Scene, matched: Tensor, places: Tensor, gallery: Tensor) -> Iterator[dict[str, Tensor]]:
+    """Compare each reconstruction with private images that other clients hold."""
+    targets = scene.victims.targets
+    count = max(8, min(OTHERS, 20_000 // places.numel()))
+    for own, images in zip(places, matched, strict=True):
+        outside = torch.ones(len(gallery), dtype=torch.bool)
+        outside[own] = False
+        for place, image in zip(own.tolist(), images, strict=True):
+            others = (outside & (targets == targets[place])).nonzero().flatten()
+            others = others if len(others) else outside.nonzero().flatten()
+            if not len(others):
+                return
+            key = Key(0, ("control", "mismatch", place))
+            yield _compared(
+                scene, image[None], others[torch.randperm(len(others), generator=key.generator())[:count]], gallery
+            )
+
+
+def _compared(scene: Scene, guess: Tensor, places: Tensor, gallery: Tensor) -> dict[str, Tensor]:
+    """Score a guess [1, C, H, W] against the images at these places of the gallery, and whether it points at them."""
+    scores = _passing(scene, guess, gallery[places])
+    distances = (gallery - guess).square().flatten(1).sum(1)
+    nearest = (distances[places] <= distances.min())[None]
+    return scores | {"identified": nearest, "identifiable": nearest & scores["asr"]}
+
+
+def _passing(scene: Scene, guesses: Tensor, truth: Tensor) -> dict[str, Tensor]:
+    """Score guesses against images: SSIM, and whether it is above the threshold; a guess that is not finite fails."""
+    usable = finite(guesses)[:, None]
+    similarity = torch.where(usable, ssim_pairs(guesses.nan_to_num(0, 0, 0), truth), -1.0)
+    return {"asr": similarity > scene.config.threshold, "ssim_mean": similarity}
+
+
+def _average(scores: list[dict[str, Tensor]]) -> dict[str, float]:
+    """Average over targets, each of them over what it was compared with."""
+    each = {name: torch.cat([one[name].double().mean(0) for one in scores]) for name in scores[0]}
+    return {name: float(values.mean()) for name, values in each.items()}

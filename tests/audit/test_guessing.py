@@ -1,0 +1,84 @@
+"""The chance of a guess, against the same numbers computed one pair at a time."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from gradveil.audit import guessing as module
+from gradveil.audit.guessing import Guessing
+from gradveil.data import Dataset, load
+from gradveil.metrics import ssim, ssim_pairs
+
+
+def few(count: int = 12) -> Dataset:
+    """Handwritten ones and sevens, at 16x16 pixels."""
+    public = load("digits", size=16).public
+    chosen = torch.cat([(public.targets == label).nonzero().flatten()[:count] for label in (1, 7)])
+    return public.subset(chosen)
+
+
+def test_pairs_are_scored_as_single_images_are() -> None:
+    images = torch.rand(5, 3, 16, 20, generator=torch.Generator().manual_seed(0)).double()
+    found = ssim_pairs(images[:2], images)
+    for row, one in zip(found, images, strict=False):
+        torch.testing.assert_close(row.double(), ssim(one.expand_as(images), images), rtol=0, atol=1e-5)
+    paired = ssim_pairs(images.flip(0)[None], images)
+    torch.testing.assert_close(paired[0].double(), ssim(images.flip(0), images), rtol=0, atol=1e-5)
+
+
+def test_the_chance_is_that_of_the_best_guess_and_leaves_itself_out() -> None:
+    public = few()
+    images = public.subset((public.targets == 7).nonzero().flatten()).pixels.double()
+    shares = []
+    for place, guess in enumerate(images):
+        others = torch.cat([images[:place], images[place + 1 :]])
+        shares.append(float((ssim(guess.expand_as(others), others) > 0.5).double().mean()))
+    left_out = torch.stack([(images.sum(0) - one) / (len(images) - 1) for one in images])
+    level = left_out.mean((-3, -2, -1), keepdim=True)
+    for contrast in (1, 1.3, 1.7):
+        raised = (level + contrast * (left_out - level)).clamp(0, 1)
+        shares.append(float((ssim(raised, images) > 0.5).double().mean()))
+    shares.append(float((ssim(public.pixels.double().mean(0).expand_as(images), images) > 0.5).double().mean()))
+    found = Guessing(public, 0.5, 2).chance(7)
+    assert found.share == pytest.approx(max(shares))
+    assert found.images in (11, 12)
+
+
+def test_more_guesses_at_a_class_cover_more_of_it() -> None:
+    guessing = Guessing(few(), 0.8, 2)
+    shares = [guessing.chance(7, guesses).share for guesses in (1, 2, 3, 100)]
+    assert shares == sorted(shares)
+    assert shares[0] < shares[1]
+    images = guessing.images(7)
+    alike = ssim_pairs(images, images) > 0.8
+    best = max(
+        float(
+            torch.cat([(alike[i] | alike[j])[:i], (alike[i] | alike[j])[i + 1 : j], (alike[i] | alike[j])[j + 1 :]])
+            .double()
+            .mean()
+        )
+        for i in range(12)
+        for j in range(i + 1, 12)
+    )
+    assert shares[1] >= best - 0.1
+
+
+def test_a_class_without_images_to_spare_is_guessed_by_all() -> None:
+    public = few()
+    guessing = Guessing(public, 0.5, 2)
+    assert guessing.chance(3) == guessing.chance(4)
+    assert guessing.sample(3)[2] == len(public)
+
+
+def test_large_classes_are_sampled_within_a_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    public = load("digits", size=16).public
+    whole = Guessing(public, 0.5, 1)
+    assert whole.sample(1) == (124, 120, 120)
+    monkeypatch.setattr(module, "PAIRS", 2000)
+    sampled = Guessing(public, 0.5, 4)
+    guesses, images, of = sampled.sample(1)
+    assert guesses * images < 2 * 2000 * 4 // 4
+    assert (images < of, of) == (True, 120)
+    assert sampled.chance(1) == Guessing(public, 0.5, 4).chance(1)
+    assert sampled.chance(1).share == pytest.approx(whole.chance(1).share, abs=0.15)
