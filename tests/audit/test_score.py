@@ -13,7 +13,7 @@ from torch import Tensor
 
 from gradveil.audit import score as scoring
 from gradveil.audit.cell import Recovered, cells, recover
-from gradveil.audit.evidence import expected_of, leaks
+from gradveil.audit.evidence import expected_of, leaks, tests_of
 from gradveil.audit.health import examine
 from gradveil.audit.rows import FLOORS, Row
 from gradveil.audit.scene import Scene, open_scene
@@ -209,7 +209,7 @@ def test_both_views_are_scored() -> None:
 def ats_scene(**settings: Any) -> tuple[Scene, Batch, Tensor]:
     """Open digits behind ATS; return the private examples and what the clients trained on."""
     scene = open_scene(config(**{"defences": ['ats(policy="0-3")'], "attacks": ["ig"], "victims": 2} | settings))
-    truth = scene.batch(scene.examples(0, range(2)))
+    truth = scene.batch(scene.examples(0, range(scene.config.victims)))
     client = scene.client(0, scene.config.defences[0], 0)
     one = [Batch(inputs, targets) for inputs, targets in zip(*truth, strict=True)]
     made = [client.transformed(batch, client.batch_spec(batch).sample(Key(5, (v,)))) for v, batch in enumerate(one)]
@@ -308,3 +308,31 @@ def test_chances_without_auxiliary_data_and_without_a_gallery() -> None:
     (verdict,) = verdicts([Row(0, blind)])
     assert [test.criterion for test in verdict.tests] == ["identified"]
     assert any("baseline of recovery is unknown" in reason for reason in verdict.reasons)
+
+
+def test_guesses_that_look_like_what_was_trained_on_are_no_leak() -> None:
+    """Public images of the right class, after the same transforms, pass as often as the expected chance says."""
+    scene, truth, made = ats_scene(defences=["ats"], victims=8, data=DIGITS, client={"batch": 1})
+    client = scene.client(0, "ats", 0)
+    guesses = torch.stack([scene.public.inputs[scene.public.targets == label][:1] for label in truth.targets.flatten()])
+    drawn = [client.batch_spec(Batch(one, one)).sample(Key(7, (v,))) for v, one in enumerate(guesses)]
+    guesses = torch.stack(
+        [client.transformed(Batch(one, one), n).inputs for one, n in zip(guesses, drawn, strict=True)]
+    )
+    leaks = {}
+    for name, images in (("guess", guesses), ("right", made)):
+        found = recovered(images, truth.targets, transformed=made)
+        row = Row(0, score(scene, cells(scene.config)[0], found, NAMED))
+        leaks[name] = {test.criterion: test.leaks for test in tests_of([row]) if "trained" in test.criterion}
+    assert leaks["guess"] == {"recovered as trained on": False, "identified as trained on": False}
+    assert leaks["right"] == {"recovered as trained on": True, "identified as trained on": True}
+
+
+@pytest.mark.parametrize(("defence", "mixes"), [("ats", False), ("mixup", True)])
+def test_mixed_images_have_no_class_that_a_guess_could_be_of(defence: str, mixes: bool) -> None:
+    scene, truth, made = ats_scene(defences=[defence], client={"batch": 2})
+    found = recovered(made, truth.targets, transformed=made)
+    expected = score(scene, cells(scene.config)[0], found, NAMED).records[0]["per_image"][0]["expected_transformed"]
+    assert set(expected) == {"identified", "recovered", "public"} | (set() if mixes else {"gallery"})
+    if mixes:
+        assert expected["identified"] == pytest.approx(2 / len(scene.victims), rel=0.01)
