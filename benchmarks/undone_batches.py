@@ -3,8 +3,8 @@
     python benchmarks/undone_batches.py attacks --data-dir FOLDER [--data mnist ...] [--output FILE]
     python benchmarks/undone_batches.py transforms --data-dir FOLDER [--data mnist ...] [--output FILE]
 
-`attacks` audits the first test images: an imprint block on batches of eight, and a search on single images, each with
-and without `undo=true`. A row counts private images, images trained on, and what a guess reaches on average of both.
+`attacks` audits the first test images: an imprint block on batches of eight, and a closed form on single images, each
+with and without `undo=true`. A row counts private images, images trained on, and what a guess reaches of both.
 `transforms` undoes each transform alone, from the images trained on as they are: no error of an attack is part of it.
 """
 
@@ -42,10 +42,9 @@ from gradveil.metrics import ssim
 
 SEED, PUBLIC, IMAGES = 0, 2000, 32
 POLICIES = ("ats", 'ats(policy="3-1-7")', 'ats(policy="43-18-18")')
-SEARCH = "cdia(iterations=400, lr=0.1"
 SETTINGS = (
     (8, 4, ("none", *POLICIES), ("rob(bins=512)", "rob(bins=512, undo=true)")),
-    (1, 8, ("none", "ats"), (f"{SEARCH})", f"{SEARCH}, undo=true)")),
+    (1, 32, ("none", *POLICIES), ("r-gap", "r-gap(undo=true)")),
 )
 """(images of a client, clients, defences, attacks)"""
 

@@ -132,6 +132,24 @@ def test_the_search_for_what_was_trained_on_is_judged_at_what_was_trained_on(aud
     assert row.attacker == "adaptive"
 
 
+@pytest.mark.parametrize("attack", ["analytic", "r-gap"])
+def test_a_closed_form_of_what_was_trained_on_is_undone(attack: str) -> None:
+    model = {"name": f"{__name__}:linear"}
+    scene = open_scene(
+        config(model=model, data={"name": "digits", "size": 16}, attacks=[attack, f"{attack}(undo=true)"],
+               defences=['ats(policy="0-43")'], victims=4)
+    )  # fmt: skip
+    plain, undoing = (recover(scene, cell, range(4), lambda step: None) for cell in cells(scene.config))
+    assert torch.equal(undoing.tensors["before_undoing"], plain.tensors["inputs"])
+    assert torch.equal(undoing.tensors["at_truth"], plain.tensors["at_truth"])
+    row = Row(0, score(scene, cells(scene.config)[1], undoing, Named("a", "b")))
+    assert (row.recovered, row.trained_on.recovered, row.attacker) == (4, 4, "adaptive")
+
+
+def linear(channels: int, size: int) -> nn.Module:
+    return nn.Sequential(nn.Flatten(), nn.Linear(channels * size * size, 10))
+
+
 def test_without_a_batch_defence_the_attack_is_the_same() -> None:
     scene = open_scene(config(attacks=["rob(bins=64)", "rob(bins=64, undo=true)"], defences=["none"], victims=2))
     first, second = (recover(scene, cell, range(2), lambda step: None).tensors for cell in cells(scene.config))

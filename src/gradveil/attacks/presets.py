@@ -141,7 +141,7 @@ _GGL = (
 )
 _FOUND_LABELS = Argument("labels", Choice(("given", "idlg", "unique", "restore")), "given")
 _UNDO = Argument("undo", Flag(), False)
-_SOLVED = (_FOUND_LABELS, Argument("prior", Choice(("none", "public")), "none"))
+_SOLVED = (_FOUND_LABELS, Argument("prior", Choice(("none", "public")), "none"), _UNDO)
 _ROB = "Fowl, Geiping, Czaja, Goldblum, Goldstein 2022, Robbing the Fed: Directly Obtaining Private Data (ICLR)"
 _BINS = (
     Argument("bins", Range(2, integer=True), 64),
@@ -210,7 +210,11 @@ ATTACKS: dict[str, AttackEntry] = {
         GenerativeEntry("ggl", ggl, "a generator that knows images: what it draws evolves", _GGL, EVOLVED),
         AttackEntry("analytic", Analytic, "the first layer's equations, solved", _ANALYTIC, _SOLVED),
         AttackEntry(
-            "r-gap", Recursive, "each layer's equations, solved from the last to the first", _RGAP, (_FOUND_LABELS,)
+            "r-gap",
+            Recursive,
+            "each layer's equations, solved from the last to the first",
+            _RGAP,
+            (_FOUND_LABELS, _UNDO),
         ),
         AttackEntry("rob", Imprint, "a malicious server's imprint block, read off in closed form", _ROB, _BINS),
         AttackEntry("curious", Trap, "a malicious server's trap weights, read off in closed form", _CURIOUS, _ROWS),
