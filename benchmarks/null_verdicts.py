@@ -1,6 +1,6 @@
 """How often attackers that only guess are called a leak, and how often real leaks are found.
 
-    python -m benchmarks.null_verdicts --runs 10000 --out benchmarks/results
+    python -m benchmarks.null_verdicts --runs 100 --out benchmarks/results
 
 Null runs: bundled digits (32x32 pixels) and faces are split at random into auxiliary and private images; attackers
 answer with guesses from the auxiliary images; their answers are scored and tested as an audit does. Synthetic null
@@ -32,8 +32,8 @@ from gradveil.data import Dataset, load
 from gradveil.metrics import ssim_pairs
 
 KINDS = ("one image", "random images", "class mean", "best guess", "mix")
-IMAGES = (8, 16, 32, 64, 128)
-ATTACKERS = (1, 2, 3, 5)
+IMAGES = (8, 32, 128)
+ATTACKERS = (1, 2, 5)
 THRESHOLD = 0.5
 
 
@@ -181,14 +181,7 @@ class Split:
 
 
 def real_runs(
-    pool: Pool,
-    n: int,
-    attackers: int,
-    kind: str,
-    batch: int,
-    splits: Sequence[Split],
-    runs: int,
-    rng: np.random.Generator,
+    splits: Sequence[Split], n: int, attackers: int, kind: str, batch: int, runs: int, rng: np.random.Generator
 ) -> Iterator[bool]:
     """Yield for each null run whether it is called a leak."""
     for run in range(runs):
@@ -269,57 +262,29 @@ def power(floor: float, excess: float, attackers: int, n: int, runs: int, rng: n
 
 
 def null_table(runs: int, seed: int) -> list[dict[str, Any]]:
-    """Run all null cells; `runs` is the number for each source of images, spread over its cells."""
+    """Run so many null runs in every cell of source, batch, kind of guess, number of attackers and of images."""
     rng = np.random.default_rng(seed)
     rows: list[dict[str, Any]] = []
 
     def add(source: str, kind: str, attackers: int, n: int, batch: int, outcomes: Iterator[bool]) -> None:
-        hits = [*outcomes]
-        rate = sum(hits) / len(hits)
-        rows.append(
-            {
-                "source": source,
-                "kind": kind,
-                "attackers": attackers,
-                "n": n,
-                "batch": batch,
-                "runs": len(hits),
-                "leaks": sum(hits),
-                "rate": round(rate, 4),
-            }
-        )
+        leaks = sum(outcomes)
+        cell = {"source": source, "kind": kind, "attackers": attackers, "n": n, "batch": batch}
+        rows.append({**cell, "runs": runs, "leaks": leaks, "rate": leaks / runs})
         print(*rows[-1].values(), flush=True)
 
-    for name, size in (("digits", 32), ("faces", 32)):
-        pool = Pool.of(name, size)
-        splits = [Split(pool, rng) for _ in range(20 if name == "digits" else 60)]
+    cells = [(kind, attackers, n) for kind in KINDS for attackers in ATTACKERS for n in IMAGES]
+    for name, count in (("digits", 20), ("faces", 50)):
+        pool = Pool.of(name, 32)
+        splits = [Split(pool, rng) for _ in range(count)]
+        private = len(pool.data) // 2
         for batch in (1, 8):
-            counts = [n for n in IMAGES if n <= min(len(split.labels) for split in splits)]
-            each = max(20, runs // (len(KINDS) * len(ATTACKERS) * len(counts)) // (1 if batch == 1 else 2))
-            for kind in KINDS:
-                for attackers in ATTACKERS:
-                    for n in counts:
-                        add(
-                            name,
-                            kind,
-                            attackers,
-                            n,
-                            batch,
-                            real_runs(pool, n, attackers, kind, batch, splits, each, rng),
-                        )
+            for kind, attackers, n in cells:
+                most = min(n, private - private % 8)
+                add(name, kind, attackers, most, batch, real_runs(splits, most, attackers, kind, batch, runs, rng))
     for public in (20, 50, 200, None):
-        each = max(20, runs // (len(KINDS) * len(ATTACKERS) * len(IMAGES)) // 2)
-        for kind in KINDS:
-            for attackers in ATTACKERS:
-                for n in IMAGES:
-                    add(
-                        f"synthetic, {public or 'all'} public",
-                        kind,
-                        attackers,
-                        n,
-                        1,
-                        synthetic_runs(n, attackers, kind, public, each, rng),
-                    )
+        for kind, attackers, n in cells:
+            source = f"synthetic, {public or 'all'} public"
+            add(source, kind, attackers, n, 1, synthetic_runs(n, attackers, kind, public, runs, rng))
     return rows
 
 
@@ -338,7 +303,7 @@ def power_table(runs: int, seed: int) -> list[dict[str, Any]]:
         for floor in (0.0, 0.1, 0.3, 0.5)
         for excess in (0.1, 0.25, 0.4)
         for attackers in (1, 5)
-        for n in (8, 32, 128)
+        for n in IMAGES
     ]
 
 
@@ -358,12 +323,12 @@ def write(file: Path, rows: Sequence[dict[str, Any]], note: str) -> None:
 def main() -> None:
     """Run and record both tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--runs", type=int, default=10_000, help="null runs per source of images")
+    parser.add_argument("--runs", type=int, default=100, help="null runs in each of the 360 cells")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, help="folder for null-verdicts.csv and verdict-power.csv")
     parser.add_argument("--note", default="", help="date and machine")
     given = parser.parse_args()
-    nulls, powers = null_table(given.runs, given.seed), power_table(max(200, given.runs // 10), given.seed)
+    nulls, powers = null_table(given.runs, given.seed), power_table(10 * given.runs, given.seed)
     for line in powers:
         print(*line.values())
     bad = [line for line in nulls if beyond_error(line)]

@@ -2,8 +2,10 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
 
+from gradveil.audit.evidence import interval_of
 from gradveil.audit.health import complaints
 from gradveil.audit.price import price
 from gradveil.audit.rows import Row
@@ -11,7 +13,7 @@ from gradveil.audit.store import Cell
 from gradveil.audit.verdict import Verdict, verdicts
 from gradveil.metrics import risk, wilson
 from gradveil.report.build import cards
-from tests.report.cells import BARE, HEALTHY, row
+from tests.report.cells import BARE, CONTROLS, HEALTHY, row
 
 
 def judge(*rows: Row) -> Verdict:
@@ -101,7 +103,7 @@ def test_a_healthy_naive_attacker_does_not_vouch_for_a_broken_one_who_knows() ->
     verdict = judge(broken, naive)
     assert (verdict.best.attack, verdict.doubts) == ("dlg", ())
     assert verdict.level == "inconclusive"
-    assert verdict.reasons == ("No adaptive attack passed the attack check (ig: suspect).",)
+    assert verdict.reasons == ("No adaptive attack shows that it would find a leak (ig: suspect).",)
     assert judge(broken, naive, row(0, attack="cdia")).level == "not broken"
 
 
@@ -193,6 +195,66 @@ def test_the_interval_of_the_strongest_of_several_attackers_is_no_narrower_than_
     low, high = judge(*rows).interval
     assert low <= wilson(10, 32)[0]
     assert high >= wilson(10, 32)[1]
+
+
+def test_the_view_that_a_client_trained_on_counts_and_is_named() -> None:
+    plain = row(0)
+    changed = {"success_transformed": 1, "identified_transformed": True}
+    unlikely = {"expected_transformed": {"recovered": 0.1, "public": 200, "identified": 0.1, "gallery": 10}}
+    records = [r | {"per_image": [r["per_image"][0] | changed | unlikely]} for r in plain.cell.records]
+    trained = judge(Row(0, Cell(plain.cell.info, records)))
+    assert trained.level == "broken"
+    assert "ig: 32 of 32 images recovered as trained on, where guessing" in " ".join(trained.reasons)
+    assert (trained.recovered, trained.identifiable) == (0, 0)
+    hidden = [r | {"per_image": [r["per_image"][0] | {"success_transformed": 0}]} for r in records]
+    singled = judge(Row(0, Cell(plain.cell.info, hidden)))
+    assert singled.level == "leaks"
+    assert {test.criterion for test in singled.tests if test.leaks} == {"identified as trained on"}
+
+
+def test_tests_are_of_attackers_without_secrets_only() -> None:
+    told = row(32, grants=["send.noise.w: its true value"], attack="wiig")
+    assert judge(told).tests == ()
+    assert {test.attack for test in judge(told, row(0)).tests} == {"ig"}
+    assert len(judge(row(0), row(0, attack="dlg")).tests) == 4
+
+
+@pytest.mark.parametrize(("health", "level"), [({}, "inconclusive"), ({"objective_truth": 0.01}, "not broken")])
+def test_an_undefended_client_is_not_broken_only_where_other_images_fit_as_well(
+    health: dict[str, float], level: str
+) -> None:
+    (verdict,) = verdicts([row(0, defence="none", belief="naive", health=HEALTHY | health)])
+    assert (verdict.undefended, verdict.level) == (True, level)
+    assert ("undefended client shows" in verdict.reasons[0]) is (level == "inconclusive")
+
+
+def test_trials_of_an_earlier_version_are_tested_against_their_recorded_guesses() -> None:
+    guessed = {"class_mean": {"asr": 0.7, "identified": 0.05}, "wrong_victim": {"asr": 0.0}}
+    (verdict,) = verdicts([row(24, defence="none", expected={}, controls=guessed, identified=False)])
+    assert [(test.criterion, round(test.expected, 3)) for test in verdict.tests] == [
+        ("recovered", 22.4),
+        ("identified", 1.6),
+    ]
+    assert verdict.level == "inconclusive"
+    assert verdict.baseline == pytest.approx(0.05)
+
+
+def test_risk_is_over_the_larger_of_baseline_and_mismatch_control() -> None:
+    wrong = CONTROLS | {"wrong_victim": {"asr": 0.5, "identifiable": 0.3}}
+    assert judge(row(20, expected=TENTH)).risk == risk(20, 32, 0.02)
+    assert judge(row(20, expected=TENTH, controls=wrong)).risk == risk(20, 32, 0.3)
+
+
+def test_the_interval_of_the_best_of_many_attackers_covers_luck() -> None:
+    """Five attackers of the same rate: the best of them is above it, and its own interval too often as well."""
+    rng, missed = np.random.default_rng(0), np.zeros(2)
+    for _ in range(80):
+        hits = rng.random((5, 32)) < 0.1
+        rows = [row(0, which=set(one.nonzero()[0].tolist()), attack=f"a{i}", number=i) for i, one in enumerate(hits)]
+        best = max(rows, key=lambda each: each.identifiable)
+        missed += wilson(best.identifiable, 32)[0] > 0.1, interval_of(best, rows)[0] > 0.1
+    assert missed[0] > 8
+    assert missed[1] <= 6
 
 
 def test_an_attack_that_fails_without_a_defence_proves_nothing() -> None:

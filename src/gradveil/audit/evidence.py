@@ -14,7 +14,7 @@ from gradveil.metrics import Risk, risk, wilson
 from gradveil.metrics.chance import added, beta_binomial, bootstrap_maximum, holm, matches, poisson_binomial, upper_tail
 
 LEVEL = 0.05
-"""The share of defences that only guesses were tried on and that may be called a leak."""
+"""The probability, at most, of calling attackers that only guess a leak, per defence and setting."""
 
 
 class Criterion(NamedTuple):
@@ -52,16 +52,26 @@ class Test:
     """The p-value after Holm's correction for all attackers and criteria of the verdict."""
 
     @property
+    def hits_half(self) -> bool:
+        """Whether at least half of the images were recovered."""
+        return self.criterion.startswith("recovered") and 2 * self.observed >= self.images
+
+    @property
     def leaks(self) -> bool:
         """Whether guessing is rejected at 5%."""
         return self.adjusted <= LEVEL
 
 
-def tests_of(rows: Sequence[Row]) -> tuple[Test, ...]:
+def tests_by_trial(rows: Sequence[Row]) -> list[tuple[Test, ...]]:
     """Test each trial by each criterion that it has, corrected for all of them (Holm)."""
-    found = [test for row in rows for name in CRITERIA if (test := _test(row, name)) is not None]
-    adjusted = holm([test.p for test in found])
-    return tuple(replace(test, adjusted=value) for test, value in zip(found, adjusted, strict=True))
+    found = [[test for name in CRITERIA if (test := _test(row, name)) is not None] for row in rows]
+    adjusted = iter(holm([test.p for tests in found for test in tests]))
+    return [tuple(replace(test, adjusted=next(adjusted)) for test in tests) for tests in found]
+
+
+def tests_of(rows: Sequence[Row]) -> tuple[Test, ...]:
+    """Test all trials of a verdict together."""
+    return tuple(test for tests in tests_by_trial(rows) for test in tests)
 
 
 def leaks(row: Row) -> bool:
@@ -175,17 +185,18 @@ def risk_of(row: Row) -> Risk:
 def interval_of(best: Row, judged: Sequence[Row]) -> tuple[float, float]:
     """Compute the 95% interval of the headline: Wilson's, or wider where it is the maximum over several attackers.
 
-    Several attackers on the same target clients: those are drawn with replacement, and the maximum is taken in each
-    draw.
+    The lower end of the highest of k rates is Wilson's at 1 - 0.05 / k: the highest rate is partly luck. Clients are
+    also drawn with replacement, the same ones for all attackers, with the maximum taken in each draw (bootstrap); the
+    wider of the two counts.
     """
+    same = [row for row in judged if row.singled_out.keys() == best.singled_out.keys()]
     low, high = wilson(best.identifiable, best.images)
-    same = [row for row in judged if row.singled_out.keys() == best.singled_out.keys() and row.seed == best.seed]
     if len(same) < 2:
         return low, high
     clients = sorted({client for client, _ in best.singled_out})
-    sizes = [sum(client == one for client, _ in best.singled_out) for one in clients]
-    counts = [
-        [sum(hit for (client, _), hit in row.singled_out.items() if client == one) for one in clients] for row in same
-    ]
-    drawn = bootstrap_maximum(counts, sizes, Key(0, ("verdict", "bootstrap")))
-    return min(low, drawn[0]), max(high, drawn[1])
+    sizes = Counter(client for client, _ in best.singled_out)
+    hits = [Counter(client for (client, _), hit in row.singled_out.items() if hit) for row in same]
+    counts = [[one[client] for client in clients] for one in hits]
+    drawn = bootstrap_maximum(counts, [sizes[client] for client in clients], Key(0, ("verdict", "bootstrap")))
+    careful, _ = wilson(best.identifiable, best.images, 1 - LEVEL / len(same))
+    return min(careful, drawn[0]), max(high, drawn[1])

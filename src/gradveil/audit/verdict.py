@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from gradveil.audit.attacker import ATTACKERS
-from gradveil.audit.evidence import Test, baseline, expected_of, interval_of, risk_of, tests_of
+from gradveil.audit.evidence import Test, baseline, expected_of, interval_of, risk_of, tests_by_trial
 from gradveil.audit.health import PASSED, Health, coincidence, examine, guesses
 from gradveil.audit.price import Price, price
 from gradveil.audit.rows import Row, Setting
@@ -43,7 +43,7 @@ _RANK: list[Level] = ["broken", "leaks", "inconclusive", "not tested", "not brok
 
 @dataclass(frozen=True)
 class Union:
-    """The per-victim union over attackers: an upper bound, since nobody tells the attacker which result is right."""
+    """The images that at least one attacker recovers: an upper bound, since no attacker knows which result is right."""
 
     recovered: int
     images: int
@@ -52,11 +52,11 @@ class Union:
     high: float
 
     def sentence(self) -> str:
-        """Say it in words."""
+        """Return it as a sentence."""
         return (
             f"at least one of the {self.attackers} attackers recovers {self.recovered} of "
             f"{plural(self.images, 'image')} ({percent(self.recovered / self.images)}, 95% CI "
-            f"{interval(self.low, self.high)}). Only the truth says which one to trust."
+            f"{interval(self.low, self.high)}). Only the ground truth shows which one to trust."
         )
 
 
@@ -132,9 +132,9 @@ class Verdict:
 
 
 def eligible(rows: Sequence[Row]) -> tuple[Row, ...]:
-    """Choose the cells that a verdict is over: the worst case of all attackers who were told no secrets.
+    """Choose the trials that a verdict is over: those of attackers that know no client secrets.
 
-    Handed-over randomness is an upper bound; it decides only where nothing else was run.
+    Where no other was run, upper bounds are quoted, and the verdict is "not tested".
     """
     return tuple(row for row in rows if row.attacker != "informed") or tuple(rows)
 
@@ -157,19 +157,19 @@ def _order(verdict: Verdict) -> tuple[bool, int, float, float, float]:
 
 
 def strength(row: Row) -> tuple[float, bool, float]:
-    """Order attackers: by success rate; at equal rates he who knows the defence counts, then the mean SSIM."""
+    """Order attackers: by success rate; of equal ones an adaptive attacker comes first, then the higher mean SSIM."""
     mean = row.mean("ssim")
     return row.asr, row.attacker == "adaptive", -1.0 if mean is None else mean
 
 
 def _judge(setting: Setting, defence: str, here: Sequence[Row]) -> Verdict:
     rows = [row for row in here if row.defence == defence]
-    tests = tests_of(eligible(rows))
-    leaking = {test.number for test in tests if test.leaks}
+    tested = [row for row in rows if row.attacker != "informed"]
+    by_trial = tests_by_trial(tested)
+    found = {id(row): tests for row, tests in zip(tested, by_trial, strict=True)}
 
-    def shows(row: Row) -> tuple[bool, bool, float, tuple[float, bool, float]]:
-        half = row.number in leaking and 2 * row.recovered >= row.images
-        return half, row.number in leaking, row.identifiable / row.images, strength(row)
+    def shows(row: Row) -> tuple[int, float, tuple[float, bool, float]]:
+        return _weight(found.get(id(row), ())), row.identifiable / row.images, strength(row)
 
     mine = sorted(sorted(rows, key=shows, reverse=True), key=lambda row: row.attacker == "informed")
     judged = eligible(mine)
@@ -177,7 +177,8 @@ def _judge(setting: Setting, defence: str, here: Sequence[Row]) -> Verdict:
         (seed, max((r for r in judged if r.seed == seed), key=shows)) for seed in sorted({r.seed for r in judged})
     ]
     best = max((row for _, row in strongest), key=shows)
-    level, reasons = _level(best, judged, here, tests)
+    tests = tuple(test for each in by_trial for test in each)
+    level, reasons = _level(judged, here, tests, max(map(_weight, by_trial), default=0))
     if expected_of(best, "recovered") is None:
         reasons = (*reasons, UNKNOWN)
     return Verdict(
@@ -201,30 +202,43 @@ def _judge(setting: Setting, defence: str, here: Sequence[Row]) -> Verdict:
     )
 
 
+def _weight(tests: Sequence[Test]) -> Literal[0, 1, 2]:
+    """Weigh the tests of a trial: 1 for a leak, 2 for one where at least half of the images were recovered.
+
+    Recovered are private images, or what a batch defence made of them where that is the leak.
+    """
+    if not any(test.leaks for test in tests):
+        return 0
+    half = (test for test in tests if test.hits_half and (test.criterion == "recovered" or test.leaks))
+    return 2 if any(half) else 1
+
+
 def _level(
-    best: Row, judged: Sequence[Row], here: Sequence[Row], tests: Sequence[Test]
+    judged: Sequence[Row], here: Sequence[Row], tests: Sequence[Test], weight: int
 ) -> tuple[Level, tuple[str, ...]]:
     """Decide the level and give the reasons."""
-    if best.attacker == "informed":
+    if all(row.attacker == "informed" for row in judged):
         return "not tested", ("Only oracle attackers were run: they know client secrets and never count.",)
-    found = [test for test in tests if test.leaks]
-    if found:
-        half = 2 * best.recovered >= best.images and any(test.number == best.number for test in found)
-        reasons = [_words(test) for test in sorted(found, key=lambda test: test.adjusted)]
-        if half:
-            reasons.append(f"At least half of the images were recovered ({best.recovered} of {best.images}).")
-        return ("broken" if half else "leaks"), tuple(reasons)
+    if weight:
+        leaking = sorted((test for test in tests if test.leaks), key=lambda test: test.adjusted)
+        reasons = tuple(_words(test) for test in leaking)
+        return (
+            ("broken", (*reasons, "At least half of the images were recovered.")) if weight > 1 else ("leaks", reasons)
+        )
     adaptive = [r for r in judged if r.undefended or (r.attacker == "adaptive" and not guesses(r))]
     if not adaptive:
         return "not tested", ("No adaptive attack was run: none of the attackers simulates the whole defence.",)
     passed = [row for row in adaptive if _passed(row, here)]
     if not passed:
         checks = listing(dict.fromkeys(f"{row.attack}: {examine(row, here).label}" for row in adaptive))
-        return "inconclusive", (f"No adaptive attack passed the attack check ({checks}).",)
+        who = "attack on the undefended client" if adaptive[0].undefended else "adaptive attack"
+        return "inconclusive", (f"No {who} shows that it would find a leak ({checks}).",)
     if (most := max(row.images for row in passed)) < ENOUGH:
         return "inconclusive", (f"Only {plural(most, 'image')} attacked: at least {ENOUGH} are needed.",)
+    if not tests:
+        return "inconclusive", ("Nothing could be tested: neither auxiliary data nor a second private image is there.",)
     names = listing(dict.fromkeys(row.attack for row in passed))
-    least = min((test.adjusted for test in tests), default=1.0)
+    least = min(test.adjusted for test in tests)
     return "not broken", (
         f"No leak beyond guessing (smallest corrected p-value {number(least)}).",
         f"Passed the attack check: {names}.",
@@ -240,10 +254,8 @@ def _passed(row: Row, here: Sequence[Row]) -> bool:
 
 def _words(test: Test) -> str:
     hit = f"{test.observed} of {plural(test.images, 'image')} {test.criterion}"
-    return (
-        f"{test.attack}: {hit}, where guessing is expected "
-        f"to reach {number(test.expected)} (p = {number(test.adjusted, 2)}, corrected for all attackers and criteria)."
-    )
+    chance = f"where guessing is expected to reach {number(test.expected, 2)}"
+    return f"{test.attack}: {hit}, {chance} (p = {number(test.adjusted, 2)}, corrected for all attackers and criteria)."
 
 
 def _sentence(best: Row, judged: Sequence[Row], seeds: int) -> str:
@@ -269,7 +281,7 @@ def _notes(best: Row, mine: Sequence[Row], strongest: Sequence[tuple[int, Row]])
     knowing_rows = [row for row in mine if row.attacker == "adaptive"]
     if knowing_rows and all(guesses(row) for row in knowing_rows):
         notes.append(
-            "Whoever knows this defence here draws its random values afresh instead of searching for them, "
+            "The adaptive attackers here draw the random values of this defence again instead of searching for them, "
             "so a low number is not evidence of safety."
         )
     if best.attacker in ("naive", "aware") and knowing_rows:
@@ -279,7 +291,7 @@ def _notes(best: Row, mine: Sequence[Row], strongest: Sequence[tuple[int, Row]])
             f"one who {ATTACKERS[best.attacker][0]}, so the adaptive attack is not the better one here."
         )
     if best.attacker == "informed":
-        notes.append("Only attackers who were told the client's secrets were run: this is an upper bound.")
+        notes.append("Only attackers that know the client's secrets were run: this is an upper bound.")
     if best.recovered and (guess := expected_of(best, "recovered")) is not None and guess >= best.recovered:
         notes.append(f"The best guess from auxiliary data alone is expected to recover {number(guess)}.")
     if alike := coincidence(best):
@@ -293,14 +305,14 @@ def _notes(best: Row, mine: Sequence[Row], strongest: Sequence[tuple[int, Row]])
     if informed and best.attacker != "informed":
         top = max(informed, key=strength)
         notes.append(
-            f"Upper bound, no part of the verdict: an attacker who {ATTACKERS['informed'][0]} ({top.attack}) recovers "
+            f"Upper bound, no part of the verdict: an attacker that knows the client's secrets ({top.attack}) recovers "
             f"{top.recovered} of {top.images}."
         )
     return notes
 
 
 def _of_malice(best: Row, mine: Sequence[Row]) -> Iterator[str]:
-    """Say what a malicious server put into the model, who would see it, and what a curious one gets."""
+    """Describe what a malicious server changed, what a guard reports of it, and what a curious server recovers."""
     found = listing(best.info.get("guard") or ())
     seen = f"finds it: {found}" if found else "finds nothing in it"
     yield f"The server put {best.info['planted']} into the model; a client's guard {seen}."

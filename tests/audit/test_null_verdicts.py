@@ -1,0 +1,49 @@
+"""Attackers that only guess are not called a leak, and attackers that do better are found."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from functools import cache
+
+import numpy as np
+import pytest
+
+from benchmarks.null_verdicts import KINDS, Pool, Split, beyond_error, power, real_runs, synthetic_runs
+
+
+@cache
+def splits(batch: int) -> tuple[Split, ...]:
+    """Random splits of the bundled faces into auxiliary and private images."""
+    pool, rng = Pool.of("faces", 25), np.random.default_rng(batch)
+    return tuple(Split(pool, rng) for _ in range(3))
+
+
+@pytest.mark.parametrize("batch", [1, 8])
+def test_guesses_at_real_faces_are_no_leak(batch: int) -> None:
+    """300 runs: five kinds of guesses, one to five attackers, 8 to 96 images, alone and in batches."""
+    leaks: dict[object, list[bool]] = defaultdict(list)
+    rng = np.random.default_rng(0)
+    for kind in KINDS:
+        for attackers, n in ((1, 8), (1, 96), (2, 32), (5, 8), (5, 96)):
+            found = [*real_runs(splits(batch), n, attackers, kind, batch, 6, rng)]
+            for cell in (kind, attackers, n):
+                leaks[cell] += found
+    assert sum(map(len, leaks.values())) == 3 * 150
+    for found in leaks.values():
+        assert not beyond_error({"rate": np.mean(found), "runs": len(found)})
+
+
+@pytest.mark.parametrize("public", [20, 200, None])
+def test_guesses_of_known_and_of_estimated_chances_are_no_leak(public: int | None) -> None:
+    rng = np.random.default_rng(0)
+    for attackers, n in ((1, 8), (1, 128), (5, 32)):
+        found = [leak for kind in KINDS for leak in synthetic_runs(n, attackers, kind, public, 5, rng)]
+        assert not beyond_error({"rate": np.mean(found), "runs": len(found)})
+
+
+def test_an_attacker_25_points_above_a_floor_of_10_is_found() -> None:
+    rng = np.random.default_rng(0)
+    assert power(0.1, 0.25, 1, 32, 400, rng) >= 0.88
+    assert power(0.1, 0.25, 5, 32, 200, rng) > 0.7
+    assert power(0.0, 0.25, 1, 32, 50, rng) == 1
+    assert power(0.5, 0.0, 1, 32, 200, rng) < 0.06
