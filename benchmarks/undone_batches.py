@@ -43,22 +43,22 @@ from gradveil.metrics import ssim
 SEED, PUBLIC, IMAGES = 0, 2000, 32
 POLICIES = ("ats", 'ats(policy="3-1-7")', 'ats(policy="43-18-18")')
 SETTINGS = (
-    (8, 4, ("none", *POLICIES), ("rob(bins=512)", "rob(bins=512, undo=true)")),
-    (1, 32, ("none", *POLICIES), ("r-gap", "r-gap(undo=true)")),
+    ("lenet-zhu", 8, 4, ("rob(bins=512)", "rob(bins=512, undo=true)")),
+    ("vit", 1, 32, ("analytic", "analytic(undo=true)")),
 )
-"""(images of a client, clients, defences, attacks)"""
+"""(model, images of a client, clients, attacks)"""
 
 
 def attacked(data: str, folder: Path) -> Iterator[dict[str, Any]]:
     """Audit a data set; yield a row per trial."""
-    for batch, clients, defences, attacks in SETTINGS:
+    for model, batch, clients, attacks in SETTINGS:
         wanted = {
             "name": "undone-batches",
-            "data": {"name": data, "public": PUBLIC, "gallery": IMAGES * 8},
-            "model": {"name": "lenet-zhu"},
+            "data": {"name": data, "size": 32, "public": PUBLIC, "gallery": IMAGES * 8},
+            "model": {"name": model},
             "client": [{"batch": batch}],
             "victims": clients,
-            "defences": list(defences),
+            "defences": ["none", *POLICIES],
             "attacks": list(attacks),
             "seeds": [SEED],
             "images": False,
@@ -71,6 +71,7 @@ def attacked(data: str, folder: Path) -> Iterator[dict[str, Any]]:
             guessed = expected_of(row, "recovered as trained on")
             yield {
                 "data": data,
+                "model": model,
                 "batch": batch,
                 "images": row.images,
                 "defence": cell.defence,

@@ -11,9 +11,10 @@ import torch
 from skimage.metrics import peak_signal_noise_ratio, structural_similarity
 from torch import Tensor
 
+from gradveil.audit import evidence
 from gradveil.audit import score as scoring
 from gradveil.audit.cell import Recovered, cells, recover
-from gradveil.audit.evidence import expected_of, leaks, tests_of
+from gradveil.audit.evidence import expected_of, leaks
 from gradveil.audit.health import examine
 from gradveil.audit.rows import FLOORS, Row
 from gradveil.audit.scene import Scene, open_scene
@@ -319,13 +320,13 @@ def test_guesses_that_look_like_what_was_trained_on_are_no_leak() -> None:
     guesses = torch.stack(
         [client.transformed(Batch(one, one), n).inputs for one, n in zip(guesses, drawn, strict=True)]
     )
-    leaks = {}
+    outcome = {}
     for name, images in (("guess", guesses), ("right", made)):
         found = recovered(images, truth.targets, transformed=made)
         row = Row(0, score(scene, cells(scene.config)[0], found, NAMED))
-        leaks[name] = {test.criterion: test.leaks for test in tests_of([row]) if "trained" in test.criterion}
-    assert leaks["guess"] == {"recovered as trained on": False, "identified as trained on": False}
-    assert leaks["right"] == {"recovered as trained on": True, "identified as trained on": True}
+        outcome[name] = {test.criterion: test.leaks for test in evidence.tests_of([row]) if "trained" in test.criterion}
+    assert outcome["guess"] == {"recovered as trained on": False, "identified as trained on": False}
+    assert outcome["right"] == {"recovered as trained on": True, "identified as trained on": True}
 
 
 @pytest.mark.parametrize(("defence", "mixes"), [("ats", False), ("mixup", True)])
