@@ -52,10 +52,11 @@ def audit(
     from what is given. `public` is (inputs, targets) like the batch's own, none of them in it: for attackers who learn
     from such data, for defences that use it, and for the guesses that a rate is held against. `out` keeps the run
     directory, and calling again with the same settings resumes it. `prepare=True` attacks a copy in which what cannot
-    be attacked is replaced: BatchNorm in training mode, hidden dropout, in-place operations; every result and the
-    report say what was replaced. `progress` is told on standard error: None does so on a terminal only, True also
-    elsewhere, in plain lines, False never. Further settings are those of a run file: `iterations`, `restarts`,
-    `threshold`, `precision`, `device`, `images`.
+    be attacked is replaced: BatchNorm in training mode, hidden dropout, in-place operations. Outputs and gradients are
+    compared before and after on the batch, and a replacement that changes them is rejected by the module's name; every
+    result and the report list what was replaced. `progress` is told on standard error: None does so on a terminal only,
+    True also elsewhere, in plain lines, False never. Further settings are those of a run file: `iterations`,
+    `restarts`, `threshold`, `precision`, `device`, `images`.
 
     Everything wrong with model, batch and names is raised at once, before any attack, as a `GradveilError` with its
     `problems`.

@@ -151,8 +151,13 @@ def no_pickle(source: Source) -> list[str]:
 
 
 CALLERS_OF_FOREIGN_CODE = {
-    *("gradveil.nn.models", "gradveil.nn.check.runs", "gradveil.schedule.work", "gradveil.audit.given"),
-    *("gradveil.core.own", "gradveil.defences.contract", "gradveil.integrations.flower.recording"),
+    *("gradveil.nn.models", "gradveil.nn.check.runs", "gradveil.nn.equivalence", "gradveil.schedule.work"),
+    *(
+        "gradveil.audit.given",
+        "gradveil.core.own",
+        "gradveil.defences.contract",
+        "gradveil.integrations.flower.recording",
+    ),
 }
 
 

@@ -11,6 +11,7 @@ import torch
 from skimage.metrics import peak_signal_noise_ratio, structural_similarity
 from torch import Tensor
 
+from gradveil.audit import evidence
 from gradveil.audit import score as scoring
 from gradveil.audit.cell import Recovered, cells, recover
 from gradveil.audit.evidence import expected_of, leaks
@@ -21,6 +22,8 @@ from gradveil.audit.score import Named, failure, score
 from gradveil.audit.store import Cell
 from gradveil.audit.summary import summarise
 from gradveil.audit.verdict import verdicts
+from gradveil.core.noise import Key
+from gradveil.core.types import Batch
 from gradveil.metrics import Missing, ssim
 from tests.audit.runs import config
 
@@ -199,8 +202,49 @@ def test_both_views_are_scored() -> None:
     assert record["ssim"] < 0.9
     assert record["success"] == 0
     assert all(image["psnr_transformed"] > 60 > image["psnr"] for image in record["per_image"])
-    plain = recovered(truth.inputs, truth.targets)
-    assert "ssim_transformed" not in score(scene, cells(scene.config)[0], plain, NAMED).records[0]
+    plain = score(scene, cells(scene.config)[0], recovered(truth.inputs, truth.targets), NAMED)
+    assert "ssim_transformed" not in plain.records[0]
+    assert Row(0, plain).trained_on is None
+
+
+def ats_scene(**settings: Any) -> tuple[Scene, Batch, Tensor]:
+    """Open digits behind ATS; return the private examples and what the clients trained on."""
+    scene = open_scene(config(**{"defences": ['ats(policy="0-3")'], "attacks": ["ig"], "victims": 2} | settings))
+    truth = scene.batch(scene.examples(0, range(scene.config.victims)))
+    client = scene.client(0, scene.config.defences[0], 0)
+    one = [Batch(inputs, targets) for inputs, targets in zip(*truth, strict=True)]
+    made = [client.transformed(batch, client.batch_spec(batch).sample(Key(5, (v,)))) for v, batch in enumerate(one)]
+    return scene, truth, torch.stack([each.inputs for each in made])
+
+
+def test_images_trained_on_count_as_recovered_and_identified_in_their_own_view() -> None:
+    scene, truth, made = ats_scene(client={"batch": 2})
+    found = recovered(made.flip(1), truth.targets, transformed=made)
+    cell = score(scene, cells(scene.config)[0], found, NAMED)
+    assert Row(0, cell).recovered == 0
+    assert Row(0, cell).trained_on == (4, 4, 4, 4)
+    assert [image["identified_transformed"] for image in cell.records[0]["per_image"]] == [True, True]
+
+
+def test_an_image_of_another_client_is_not_identified_among_those_trained_on() -> None:
+    scene, truth, made = ats_scene(client={"batch": 2})
+    cell = score(scene, cells(scene.config)[0], recovered(made.roll(1, 0), truth.targets, transformed=made), NAMED)
+    counts = Row(0, cell).trained_on
+    assert counts is not None
+    assert counts.identified == counts.identifiable == 0
+
+
+def test_the_gallery_of_images_trained_on_holds_other_private_images_after_the_same_transforms() -> None:
+    """What is nearest to an image that no target client holds, transformed, is that image."""
+    scene, truth, made = ats_scene(defences=['ats(policy="0")'])  # inversion, which draws nothing
+    stranger = next(i for i in range(len(scene.victims)) if i not in scene.examples(0, range(2)).flatten().tolist())
+    other = scene.batch(torch.tensor([[stranger]])).inputs
+    lower, upper = scene.victims.bounds
+    aimed = (lower + upper - other).expand_as(made)
+    cell = score(scene, cells(scene.config)[0], recovered(aimed, truth.targets, transformed=made), NAMED)
+    assert Row(0, cell).trained_on.identified == 0
+    cell = score(scene, cells(scene.config)[0], recovered(made, truth.targets, transformed=made), NAMED)
+    assert Row(0, cell).trained_on.identified == 2
 
 
 def test_a_failure_is_a_status() -> None:
@@ -265,3 +309,31 @@ def test_chances_without_auxiliary_data_and_without_a_gallery() -> None:
     (verdict,) = verdicts([Row(0, blind)])
     assert [test.criterion for test in verdict.tests] == ["identified"]
     assert any("baseline of recovery is unknown" in reason for reason in verdict.reasons)
+
+
+def test_guesses_that_look_like_what_was_trained_on_are_no_leak() -> None:
+    """Public images of the right class, after the same transforms, pass as often as the expected chance says."""
+    scene, truth, made = ats_scene(defences=["ats"], victims=8, data=DIGITS, client={"batch": 1})
+    client = scene.client(0, "ats", 0)
+    guesses = torch.stack([scene.public.inputs[scene.public.targets == label][:1] for label in truth.targets.flatten()])
+    drawn = [client.batch_spec(Batch(one, one)).sample(Key(7, (v,))) for v, one in enumerate(guesses)]
+    guesses = torch.stack(
+        [client.transformed(Batch(one, one), n).inputs for one, n in zip(guesses, drawn, strict=True)]
+    )
+    outcome = {}
+    for name, images in (("guess", guesses), ("right", made)):
+        found = recovered(images, truth.targets, transformed=made)
+        row = Row(0, score(scene, cells(scene.config)[0], found, NAMED))
+        outcome[name] = {test.criterion: test.leaks for test in evidence.tests_of([row]) if "trained" in test.criterion}
+    assert outcome["guess"] == {"recovered as trained on": False, "identified as trained on": False}
+    assert outcome["right"] == {"recovered as trained on": True, "identified as trained on": True}
+
+
+@pytest.mark.parametrize(("defence", "mixes"), [("ats", False), ("mixup", True)])
+def test_mixed_images_have_no_class_that_a_guess_could_be_of(defence: str, mixes: bool) -> None:
+    scene, truth, made = ats_scene(defences=[defence], client={"batch": 2})
+    found = recovered(made, truth.targets, transformed=made)
+    expected = score(scene, cells(scene.config)[0], found, NAMED).records[0]["per_image"][0]["expected_transformed"]
+    assert set(expected) == {"identified", "recovered", "public"} | (set() if mixes else {"gallery"})
+    if mixes:
+        assert expected["identified"] == pytest.approx(2 / len(scene.victims), rel=0.01)

@@ -26,6 +26,7 @@ from gradveil.attacks.base import Observation, Progress, Prospect, Reconstructio
 from gradveil.attacks.infer import Labels, find_labels, label_problems
 from gradveil.attacks.knowledge import How, Knowledge, Known
 from gradveil.attacks.likely import equations, prior_problems, weighed
+from gradveil.attacks.undo import undoing, undone
 from gradveil.client import Client
 from gradveil.core.errors import Problem, refuse
 from gradveil.core.noise import Key
@@ -43,16 +44,19 @@ class Analytic:
     """Where a batch's labels come from; a single image needs none."""
     prior: Literal["none", "public"] = "none"
     """With `public` it knows the defence, and weighs the equations by how that disturbs public images'."""
+    undo: bool = False
+    """Undo the client's batch defence by its public transforms, once the images it trained on are solved for."""
 
     @property
     def belief(self) -> Literal["naive", "full"]:
-        """Only with a prior is there anything to believe."""
-        return "naive" if self.prior == "none" else "full"
+        """Only with a prior is there anything to believe, and where a batch defence is undone."""
+        return "naive" if self.prior == "none" and not self.undo else "full"
 
     @property
     def knowledge(self) -> Mapping[str, How]:
         """The public images of the prior."""
-        return {} if self.prior == "none" else {"public": Known()}
+        known: dict[str, How] = {} if self.prior == "none" else {"public": Known()}
+        return undoing(known) if self.undo else known
 
     def problems(self, prospect: Prospect) -> Iterator[Problem]:
         """Refuse a model whose first layer does not show its input, and labels that cannot be read off."""
@@ -76,6 +80,7 @@ class Analytic:
         """Solve for every victim's images from the last round's update."""
         began = time.perf_counter()
         seen = observations[-1]
+        defended, belief = belief, replace(belief, batch=()) if self.undo else belief
         victims, examples = len(seen.victims), seen.examples
         layer, problems = shown(belief.model, seen.params, knowledge.shape, belief.trained())
         refuse(problems or list(_batch_problems(layer, examples)))
@@ -94,7 +99,8 @@ class Analytic:
         inputs = flat.view(victims, examples, *knowledge.shape)
         lower, upper = knowledge.lower.to(inputs), knowledge.upper.to(inputs)
         inputs = torch.clamp(inputs.nan_to_num(0.0), lower, upper)
-        return in_closed_form(inputs, targets, misfit, sound, began, progress)
+        found = in_closed_form(inputs, targets, misfit, sound, began, progress)
+        return undone(found, defended, knowledge) if self.undo else found
 
     def evaluate(
         self,
@@ -108,6 +114,7 @@ class Analytic:
     ) -> Tensor:
         """Return the misfit [V] of the equations at inputs [V, B, ...]."""
         seen = observations[-1]
+        belief = replace(belief, batch=()) if self.undo else belief
         layer, problems = shown(belief.model, seen.params, knowledge.shape, belief.trained())
         refuse(problems or list(_batch_problems(layer, seen.examples)))
         assert layer is not None

@@ -118,6 +118,8 @@ class Reconstruction:
     """What it would have answered [V, B, C, H, W] after so many iterations."""
     remarks: tuple[Remark, ...] = ()
     """What the attack says of its answers."""
+    before_undoing: Tensor | None = None
+    """[V, B, C, H, W] what the client trained on, where a batch defence was undone to get `inputs`."""
 
 
 def in_closed_form(

@@ -26,6 +26,7 @@ from gradveil.attacks.prior import statistics_wanted
 from gradveil.attacks.rows import Rows
 from gradveil.attacks.searched import searched
 from gradveil.attacks.solution import CONVERGED, STATUSES, Solution, joined
+from gradveil.attacks.undo import undone
 from gradveil.client import Client
 from gradveil.core.errors import Problem, fail, refuse
 from gradveil.core.noise import Key
@@ -68,6 +69,8 @@ class Inversion:
     """Compare in units of the additive noise that the believed client would have added to each entry."""
     subtract: bool = False
     """Take additive noise that is known off what was sent, where the images make no difference to what it adds."""
+    undo: bool = False
+    """Search what the client trained on, without its batch defence, and then undo that by its public transforms."""
     step_size: float | None = None
     """The local step size that the attacker believes in; None for the client's own, which servers usually set."""
 
@@ -102,6 +105,9 @@ class Inversion:
         if self.evolves and self.restarts == 1:
             what = "is 1, and restarts are the candidates of a population here"
             problems.append(Problem(f"{self.name}.restarts", what, "give at least 2, better 50"))
+        if self.undo and self.belief == "naive":
+            what = "undoes a batch defence, and this attacker ignores the defence"
+            problems.append(Problem(f"{self.name}.undo", what, "set belief=full"))
         refuse(problems)
 
     @property
@@ -113,7 +119,8 @@ class Inversion:
         return Analytic(labels="restore" if self.labels == "joint" else self.labels, prior=prior)
 
     def believed(self, client: Client) -> Client:
-        """Return the client with what the attacker guesses of its local training."""
+        """Return the client with what the attacker guesses of its local training; without a defence that is undone."""
+        client = replace(client, batch=()) if self.undo else client
         if self.step_size is None or client.local is None:
             return client
         return replace(client, local=replace(client.local, lr=self.step_size))
@@ -164,7 +171,8 @@ class Inversion:
             report = _reporter(progress, self, rows, done, size) if progress else None
             parts.append(searched(self, scene, range(done, done + size), solved, report))
             done += size
-        return _reconstruction(self, scene, joined(parts), time.perf_counter() - began, chunks)
+        found = _reconstruction(self, scene, joined(parts), time.perf_counter() - began, chunks)
+        return undone(found, belief, knowledge) if self.undo else found
 
     def plan(
         self, observations: Sequence[Observation], belief: Client, knowledge: Knowledge, key: Key

@@ -20,6 +20,7 @@ from torch import Tensor
 from gradveil.attacks.base import Observation, Progress, Prospect, Reconstruction, in_closed_form
 from gradveil.attacks.infer import Labels, find_labels, label_problems
 from gradveil.attacks.knowledge import How, Knowledge
+from gradveil.attacks.undo import undone
 from gradveil.client import Client
 from gradveil.core.errors import Problem, fail
 from gradveil.core.noise import Key
@@ -55,13 +56,19 @@ class Planting(ABC):
     """Rows more that every image passes, in pairs of opposite effect, with the largest gradients of all: what a
     defence takes that prunes the largest entries."""
     labels: Labels
-    belief: ClassVar[Literal["naive", "full"]] = "naive"
+    undo: bool
+    """Undo the client's batch defence by its public transforms, once the images it trained on are read off."""
     rounds: ClassVar[Literal["first"]] = "first"
 
     @property
     def knowledge(self) -> Mapping[str, How]:
         """Nothing of the client's randomness."""
         return {}
+
+    @property
+    def belief(self) -> Literal["naive", "full"]:
+        """Only a batch defence is simulated, and only to undo it."""
+        return "full" if self.undo else "naive"
 
     @property
     @abstractmethod
@@ -165,7 +172,8 @@ class Planting(ABC):
                 again = torch.arange(count, device=found.device) % len(found)
                 inputs[victim] = lower + (upper - lower) * found[again].clamp(0, 1).unflatten(1, knowledge.shape)
             missing[victim] = 1 - min(clear, count) / count
-        targets = find_labels(self.labels, seen, belief, knowledge, key.child(Stream.LABELS))
+        targets = find_labels(self.labels, seen, belief.undefended_update(), knowledge, key.child(Stream.LABELS))
         assert targets is not None, "labels are given or read off the update"
         like = seen.update[WEIGHT]
-        return in_closed_form(inputs.to(like), targets, missing.to(like), sound, began, progress)
+        found = in_closed_form(inputs.to(like), targets, missing.to(like), sound, began, progress)
+        return undone(found, belief, knowledge) if self.undo else found

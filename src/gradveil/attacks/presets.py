@@ -140,7 +140,8 @@ _GGL = (
     "Li, Zhang, Liu, Liu 2022, Auditing Privacy Defenses in Federated Learning via Generative Gradient Leakage (CVPR)"
 )
 _FOUND_LABELS = Argument("labels", Choice(("given", "idlg", "unique", "restore")), "given")
-_SOLVED = (_FOUND_LABELS, Argument("prior", Choice(("none", "public")), "none"))
+_UNDO = Argument("undo", Flag(), False)
+_SOLVED = (_FOUND_LABELS, Argument("prior", Choice(("none", "public")), "none"), _UNDO)
 _ROB = "Fowl, Geiping, Czaja, Goldblum, Goldstein 2022, Robbing the Fed: Directly Obtaining Private Data (ICLR)"
 _BINS = (
     Argument("bins", Range(2, integer=True), 64),
@@ -150,6 +151,7 @@ _BINS = (
     Argument("gain", Range(0, low_open=True), 1e-3),
     Argument("decoys", Range(0, integer=True), 0),
     _FOUND_LABELS,
+    _UNDO,
 )
 _CURIOUS = (
     "Boenisch, Dziedzic, Schuster, Shamsabadi, Shumailov, Papernot 2023, When the Curious Abandon Honesty (EuroS&P)"
@@ -162,6 +164,7 @@ _ROWS = (
     Argument("gain", Range(0, low_open=True), 1e-3),
     Argument("decoys", Range(0, integer=True), 0),
     _FOUND_LABELS,
+    _UNDO,
 )
 _WEN = (
     "Wen, Geiping, Fowl, Goldblum, Goldstein 2022, Fishing for User Data in Large-Batch Federated Learning via "
@@ -207,7 +210,11 @@ ATTACKS: dict[str, AttackEntry] = {
         GenerativeEntry("ggl", ggl, "a generator that knows images: what it draws evolves", _GGL, EVOLVED),
         AttackEntry("analytic", Analytic, "the first layer's equations, solved", _ANALYTIC, _SOLVED),
         AttackEntry(
-            "r-gap", Recursive, "each layer's equations, solved from the last to the first", _RGAP, (_FOUND_LABELS,)
+            "r-gap",
+            Recursive,
+            "each layer's equations, solved from the last to the first",
+            _RGAP,
+            (_FOUND_LABELS, _UNDO),
         ),
         AttackEntry("rob", Imprint, "a malicious server's imprint block, read off in closed form", _ROB, _BINS),
         AttackEntry("curious", Trap, "a malicious server's trap weights, read off in closed form", _CURIOUS, _ROWS),

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Literal
 
@@ -27,6 +27,7 @@ from gradveil.attacks.infer import Labels, find_labels, label_problems
 from gradveil.attacks.inversion import Inversion
 from gradveil.attacks.knowledge import How, Knowledge
 from gradveil.attacks.systems import as_matrix, gradient_rows, roughness, solved, taken_back
+from gradveil.attacks.undo import undoing, undone
 from gradveil.client import Client
 from gradveil.core.errors import Problem, refuse
 from gradveil.core.noise import Key
@@ -57,12 +58,22 @@ class Recursive:
 
     name: str = "r-gap"
     labels: Labels = "given"
-    belief: Literal["naive"] = "naive"
-    knowledge: Mapping[str, How] = field(default_factory=dict[str, How])
+    undo: bool = False
+    """Undo the client's batch defence by its public transforms, once the image it trained on is solved for."""
+
+    @property
+    def belief(self) -> Literal["naive", "full"]:
+        """Only a batch defence is simulated, and only to undo it."""
+        return "full" if self.undo else "naive"
+
+    @property
+    def knowledge(self) -> Mapping[str, How]:
+        """Nothing of the client's randomness."""
+        return undoing({}) if self.undo else {}
 
     def problems(self, prospect: Prospect) -> Iterator[Problem]:
         """Refuse batches, local training, labels that cannot be read off, and models that are no chain."""
-        belief = prospect.belief
+        belief = self._solved(prospect.belief)
         yield from _update_problems(belief, prospect.examples)
         yield from label_problems(self.labels, prospect)
         yield from chained(belief.model, belief.params(), prospect.shape, belief.trained())[1]
@@ -78,6 +89,7 @@ class Recursive:
     ) -> Reconstruction:
         """Solve for every victim's image from the last round's update."""
         began, seen = time.perf_counter(), observations[-1]
+        defended, belief = belief, self._solved(belief)
         links, problems = chained(belief.model, seen.params, knowledge.shape, belief.trained())
         refuse([*_update_problems(belief, seen.examples), *problems])
         targets = find_labels(self.labels, seen, belief, knowledge, key.child(Stream.LABELS))
@@ -102,7 +114,12 @@ class Recursive:
                 progress(Progress(place + 1, len(sound) - place - 1, place + 1, len(sound), float("nan")))
         inputs, misfit = self._best(tries or [grey], observations, belief, knowledge, key)
         found = in_closed_form(inputs, targets, misfit, sound, began, progress)
-        return replace(found, remarks=_remarks(links, shares, scales))
+        found = replace(found, remarks=_remarks(links, shares, scales))
+        return undone(found, defended, knowledge) if self.undo else found
+
+    def _solved(self, belief: Client) -> Client:
+        """Return the client whose equations are solved: without its defences."""
+        return belief.undefended_update() if self.undo else belief
 
     def _best(
         self, tries: list[Tensor], observations: Sequence[Observation], belief: Client, knowledge: Knowledge, key: Key
@@ -130,7 +147,7 @@ class Recursive:
         judge = Inversion(self.name, objective="l2", labels=self.labels)
         sizes = [value.flatten(1).square().sum(1) for value in observations[-1].update.values()]
         squares = torch.stack(sizes).sum(0).clamp_min(torch.finfo(sizes[0].dtype).tiny)
-        return judge.evaluate(observations, belief, knowledge, key, inputs, noise) / squares
+        return judge.evaluate(observations, self._solved(belief), knowledge, key, inputs, noise) / squares
 
 
 def _update_problems(belief: Client, examples: int) -> Iterator[Problem]:

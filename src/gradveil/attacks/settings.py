@@ -13,6 +13,7 @@ from gradveil.attacks.knowledge import How, Infer, Known, Neutral, Optimise, Sam
 from gradveil.attacks.objective import OBJECTIVES
 from gradveil.attacks.steps import Adam
 from gradveil.attacks.targeted import BORDERS, INTERVALS, WHITENED
+from gradveil.attacks.undo import undoing
 from gradveil.core.allowed import Choice, Flag, Range, Text
 from gradveil.core.arguments import Argument, Entry
 from gradveil.core.errors import Problem, fail, refuse
@@ -45,6 +46,7 @@ SETTINGS = (
     Argument("register", Flag(optional=True), None),
     Argument("langevin", Range(0, optional=True), None),
     Argument("halving", Flag(optional=True), None),
+    Argument("undo", Flag(optional=True), None),
 )
 """What a run file may change about any of these attacks; none means the preset's own."""
 
@@ -113,6 +115,9 @@ class InversionEntry(AttackEntry):
             given["knowledge"] = {**WHITENED, **given.get("knowledge", attack.knowledge)}
         if pruned := given.pop("pruned", None):
             given["knowledge"] = {**_PRUNED[pruned], **given.get("knowledge", attack.knowledge)}
+        if given.get("undo"):
+            given.setdefault("belief", "full")
+            given["knowledge"] = undoing(given.get("knowledge", attack.knowledge))
         if given.get("start") == "solved" and given.get("belief", attack.belief) == "full":
             given["knowledge"] = {**given.get("knowledge", attack.knowledge), "public": Known()}
         if given.get("share") is not None:  # a gate is fitted to public images

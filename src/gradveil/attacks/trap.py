@@ -12,6 +12,7 @@ from gradveil.attacks.base import Prospect
 from gradveil.attacks.infer import Labels
 from gradveil.attacks.knowledge import How, Knowledge, Known
 from gradveil.attacks.planted import Measures, Planting
+from gradveil.attacks.undo import undoing
 from gradveil.core.errors import Problem, fail
 from gradveil.core.noise import Key
 from gradveil.core.streams import Stream
@@ -42,11 +43,13 @@ class Trap(Planting):
     gain: float = 1e-3
     decoys: int = 0
     labels: Labels = "given"
+    undo: bool = False
 
     @property
     def knowledge(self) -> Mapping[str, How]:
         """Public images where the factor is chosen by them."""
-        return {"public": Known()} if self.share is not None else {}
+        known: dict[str, How] = {"public": Known()} if self.share is not None else {}
+        return undoing(known) if self.undo else known
 
     @property
     def units(self) -> int:

@@ -142,8 +142,8 @@ def audit_model(
     }
     problems += list(_wrong_settings(raw, {problem.where for problem in problems}))
     if sound:
-        model, done = prepared(model, prepare)
-        problems += model_problems(model, batch, loss, client_batch, prepare)
+        model, done, changed = prepared(model, batch, loss, prepare)
+        problems += changed or model_problems(model, batch, loss, client_batch, prepare)
     refuse(problems)
     names = class_names(model, batch[0][:client_batch])
     data, known, facts = _datasets(names, batch, public, bounds, mean, std)

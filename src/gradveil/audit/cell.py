@@ -193,6 +193,8 @@ def tensors_of(found: Reconstruction, seen: Observation) -> Tensors:
         "bytes_dense": dense_bytes(seen.update),
         "bytes_sent": _bytes_sent(seen),
     }
+    if found.before_undoing is not None:
+        tensors["before_undoing"] = found.before_undoing
     return tensors | {f"trace.{count}": value for count, value in found.trace.items()}
 
 
@@ -303,12 +305,15 @@ def raw_update(client: Client, base: Client, params: Tensors, truth: Truth) -> T
 def at_truth(made: Made, seen: Sequence[Observation], truth: Truth) -> Tensor:
     """Return the attacker's own objective [V] at the true examples, NaN if he cannot say: never used to choose.
 
-    At their labels too, whatever he made of them: those that he read off an update are in no order.
+    At their labels too, whatever he made of them: those that he read off an update are in no order. An attack that
+    undoes a batch defence afterwards searches what the client trained on.
     """
     attack, found = made.attack, made.found
     if not isinstance(attack, Judge):
         return torch.full_like(found.objective, torch.nan)
-    inputs = truth.raw.inputs if attack.belief == "full" else truth.transformed.inputs
+    inputs = (
+        truth.raw.inputs if attack.belief == "full" and not getattr(attack, "undo", False) else truth.transformed.inputs
+    )
     knowledge = replace(made.knowledge, targets=truth.raw.targets)
     return attack.evaluate(seen, made.belief, knowledge, made.key, inputs, truth.noise, found.plan)
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from gradveil.audit.guessing import Guessing
 from gradveil.audit.scene import Scene
 from gradveil.core.noise import Key
+from gradveil.core.streams import Stream
 from gradveil.metrics import ssim_pairs
 from gradveil.metrics.image import finite
 
@@ -103,7 +104,7 @@ def _mismatched(scene: Scene, matched: Tensor, places: Tensor, gallery: Tensor) 
             others = others if len(others) else outside.nonzero().flatten()
             if not len(others):
                 return
-            key = Key(0, ("control", "mismatch", place))
+            key = Key(0, (Stream.CONTROL, Stream.MISMATCH, place))
             yield _compared(
                 scene, image[None], others[torch.randperm(len(others), generator=key.generator())[:count]], gallery
             )

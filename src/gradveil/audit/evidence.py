@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from gradveil.audit.rows import Row
 from gradveil.core.noise import Key
+from gradveil.core.streams import Stream
 from gradveil.metrics import Risk, risk, wilson
 from gradveil.metrics.chance import added, beta_binomial, bootstrap_maximum, holm, matches, upper_tail
 
@@ -198,6 +199,6 @@ def interval_of(best: Row, judged: Sequence[Row]) -> tuple[float, float]:
     sizes = Counter(client for client, _ in best.singled_out)
     hits = [Counter(client for (client, _), hit in row.singled_out.items() if hit) for row in same]
     counts = [[one[client] for client in clients] for one in hits]
-    drawn = bootstrap_maximum(counts, [sizes[client] for client in clients], Key(0, ("verdict", "bootstrap")))
+    drawn = bootstrap_maximum(counts, [sizes[client] for client in clients], Key(0, (Stream.BOOTSTRAP,)))
     careful, _ = wilson(best.identifiable, best.images, 1 - LEVEL / len(same))
     return min(careful, drawn[0]), max(high, drawn[1])

@@ -102,14 +102,19 @@ def _are_numbers(value: Any) -> bool:
     )
 
 
-def prepared(model: nn.Module, wanted: bool) -> tuple[nn.Module, list[str]]:
-    """Replace in a copy what cannot be attacked, where that is wanted; say what was done."""
+def prepared(
+    model: nn.Module, batch: tuple[Tensor, Tensor], loss: Loss, wanted: bool
+) -> tuple[nn.Module, list[str], list[Problem]]:
+    """Replace in a copy what cannot be attacked, where that is wanted; return it with the changes and the problems."""
     if not wanted:
-        return model, []
+        return model, [], []
     try:
-        return surgery.prepare(model)
+        net, done = surgery.prepare(model, batch=Batch(*batch), loss=loss)
+    except GradveilError as error:
+        return model, [], [replace(p, where=called(model, p.where)) for p in error.problems]
     except FOREIGN:
-        return model, []  # The check of the model makes such a copy too, and says why there can be none.
+        return model, [], []  # The check of the model makes such a copy too, and says why there can be none.
+    return net, done, []
 
 
 def model_problems(

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from gradveil.core.noise import Key
+from gradveil.core.streams import Stream
 from gradveil.data import Dataset
 from gradveil.metrics import ssim_pairs
 
@@ -23,7 +24,7 @@ AVERAGED = 1000
 CONTRASTS = (1.0, 1.3, 1.7)
 """The mean of a class is also tried with its contrast raised: SSIM asks for the contrast of a single image."""
 
-_KEY = Key(0, ("baseline", "images"))
+_KEY = Key(0, (Stream.BASELINE, Stream.IMAGES))
 
 
 class Chance(NamedTuple):
@@ -98,7 +99,7 @@ class Guessing:
         if label is not None and len(members) < 2:
             return self._field(None)  # the class has no image to spare: an image of any class stands for it
         if label not in self._fields:
-            key = _KEY.child("all" if label is None else label)
+            key = _KEY.child(Stream.ALL if label is None else label)
             order = members[torch.randperm(len(members), generator=key.generator())[:AVERAGED]]
             pixels = self.public.subset(order).pixels.double()
             mean = pixels.mean(0) if label is None else self.mean()

@@ -104,6 +104,11 @@ def _wrong(where: str, found: Reconstruction, victims: int, examples: int, knowl
         ("restart", found.restart, (victims,), "[V] whole numbers"),
         ("objectives", found.objectives, (victims, *restarts), "[V, restarts]"),
         ("initial", found.initial, (victims,), "[V]"),
+        *(
+            (("before_undoing", found.before_undoing, images, "[V, B, C, H, W]"),)
+            if found.before_undoing is not None
+            else ()
+        ),
         *((f"trace[{count}]", value, images, "[V, B, C, H, W]") for count, value in found.trace.items()),
     )
     for name, value, shape, said in wanted:

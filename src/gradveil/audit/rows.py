@@ -80,6 +80,23 @@ class Spent(NamedTuple):
     asr: float | None
 
 
+class TrainedOn(NamedTuple):
+    """Counts of reconstructions against the images that a batch defence made of the private ones."""
+
+    images: int
+    recovered: int
+    """SSIM above the threshold."""
+    identified: int
+    """The own image is the nearest of those trained on (see `audit.trained`)."""
+    identifiable: int
+    """Both."""
+
+    @property
+    def rate(self) -> float:
+        """The share that is recovered."""
+        return self.recovered / self.images
+
+
 @dataclass(frozen=True)
 class Row:
     """A finished cell with its scores."""
@@ -198,6 +215,17 @@ class Row:
             (client, place): bool(scores["success"]) and scores.get("identified") is not False
             for client, place, scores in self.scores()
         }
+
+    @cached_property
+    def trained_on(self) -> TrainedOn | None:
+        """The counts against the images that the client trained on; None where no batch defence changed them."""
+        images = [scores for _, _, scores in self.scores() if scores.get("success_transformed") is not None]
+        if not images:
+            return None
+        passed = [bool(scores["success_transformed"]) for scores in images]
+        nearest = [bool(scores.get("identified_transformed")) for scores in images]
+        both = sum(map(all, zip(passed, nearest, strict=True)))
+        return TrainedOn(len(images), sum(passed), sum(nearest), both)
 
     @property
     def asr(self) -> float:

@@ -124,6 +124,11 @@ class Scene:
         return Guessing(self.public, self.config.threshold, min(targets, images))
 
     @cached_property
+    def guessing_trained(self) -> dict[tuple[int, str], Guessing]:
+        """The same for what a batch defence makes of images, by client and defence; `audit.trained` fills it."""
+        return {}
+
+    @cached_property
     def classes(self) -> int:
         """How many classes there are to who sees the model, which may have more outputs than the data have labels."""
         net = self.model(self.config.seeds[0]).to("cpu", self.dtype)
@@ -175,7 +180,7 @@ def open_scene(
     )
     if checked:
         scene = unobstructed(scene)
-        net, done = initial_model(config.model, victims, config.seeds[0])
+        net, done = initial_model(config.model, victims, config.seeds[0], compared=True)
         refuse([replace(p, where=f"model: {called(net, p.where)}") for p in model_problems(scene)])
         scene = replace(scene, prepared=tuple(done))
     return scene

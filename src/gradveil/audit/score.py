@@ -16,6 +16,7 @@ from gradveil.audit.cell import Address, Recovered
 from gradveil.audit.controls import best_guesses, controls_of, expected_of
 from gradveil.audit.scene import Scene
 from gradveil.audit.store import Cell
+from gradveil.audit.trained import trained_on
 from gradveil.audit.utility import left_out
 from gradveil.metrics import (
     Missing,
@@ -43,16 +44,15 @@ class Named:
 def score(scene: Scene, cell: Address, found: Recovered, named: Named) -> Cell:
     """Compare in pixels: denormalised, clamped to [0, 1], and each batch matched one to one by least MSE.
 
-    What a batch defence made of the images is compared apart (`ssim_transformed`): success is against the images.
+    Where a batch defence changed the images, reconstructions are also scored against the images that the client trained
+    on (`success_transformed`, `identified_transformed`); `success` is against the private images.
     """
     places = scene.examples(cell.client, range(cell.clients(scene.config.victims)), cell.seed)
     truth, candidate = scene.pixels(scene.batch(places).inputs), scene.pixels(found.tensors["inputs"])
     order, matched = match_batch(candidate, truth)
     scores = {"mse": mse(matched, truth), "psnr": psnr(matched, truth), "ssim": ssim(matched, truth)}
-    if "transformed" in found.tensors:
-        view = scene.pixels(found.tensors["transformed"])
-        nearest = match_batch(candidate, view)[1]
-        scores |= {"psnr_transformed": psnr(nearest, view), "ssim_transformed": ssim(nearest, view)}
+    trained = trained_on(scene, cell, found.tensors, places) if "transformed" in found.tensors else None
+    scores |= trained.scores if trained else {}
     reasons = _perceptual(scene, matched, truth, scores)
     labels = permute(found.tensors["targets"], order)
     whole = len(scene.victims) > 1
@@ -60,9 +60,11 @@ def score(scene: Scene, cell: Address, found: Recovered, named: Named) -> Cell:
     records = []
     for v in range(len(places)):
         records.append(_record(scene, found, places, labels, order, scores, identified, v))
-    for record, chances in zip(records, expected_of(scene.guessing, scene, places), strict=True):
-        for image, chance in zip(record["per_image"], chances, strict=True):
-            image["expected"] = chance
+    chances = expected_of(scene.guessing, scene, places)
+    for v, record in enumerate(records):
+        for b, image in enumerate(record["per_image"]):
+            image["expected"] = chances[v][b]
+            image |= trained.of(v, b) if trained else {}
     controls = controls_of(scene.guessing, scene, matched, places)
     info = {**info_of(scene, cell, found, named), "missing": reasons, "controls": controls}
     info["best_guesses"] = best_guesses(scene.guessing, scene, places)

@@ -164,6 +164,18 @@ class Client:
             return self._batching.changed(batch, noise)
         return self._batching.first_seen(batch, noise)
 
+    def batch_spec(self, batch: Batch) -> NoiseSpec:
+        """Declare what the batch defences draw for one pass over a batch, whatever is computed with it later."""
+        return self._once.spec(batch)
+
+    def transformed(self, batch: Batch, noise: Mapping[str, Tensor]) -> Batch:
+        """Apply the batch defences once to a batch, with what `batch_spec` declares."""
+        return self._once.changed(batch, noise)
+
+    @property
+    def _once(self) -> Batching:
+        return Batching(self.batch, self.domain, None)
+
     @cached_property
     def _batching(self) -> Batching:
         return Batching(self.batch, self.domain, self.local)

@@ -17,6 +17,13 @@ SEARCHING = ("cdia(rounds=all, restarts=4, lr=0.1)", "learned")
 """Coefficients, signs and choices are optimised with the images; what cannot be is guessed anew by each restart.
 
 All of them lie between -1 and 1, where the step of 1 that suits images would jump from end to end."""
+UNVEILING = (
+    "rob(bins=512, undo=true)",
+    "rob(bins=512, sparse=true, undo=true)",
+    "curious(rows=1024, share=0.03, undo=true)",
+    "fishing(belief=full)",
+)
+"""Malicious servers that read off what the client trained on, and undo the public transforms."""
 
 
 def _label_smoothing(alpha: float) -> Defence:
@@ -84,7 +91,8 @@ BATCHING = (
         guarantee="no formal guarantee",
         cost="some passes over the images, one for each transform; all bytes",
         citation="Gao et al. 2021, Privacy-preserving Collaborative Learning with Automatic Transformation Search",
-        adaptive=SEARCHING,
+        adaptive=(*SEARCHING, "cdia(undo=true)"),
+        malicious=UNVEILING,
         arguments=(Argument("policy", POLICY, HYBRID),),
     ),
 )

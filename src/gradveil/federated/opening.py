@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -12,10 +13,12 @@ from torch import nn
 from gradveil.core.errors import GradveilError, Problem, fail
 from gradveil.core.noise import Key
 from gradveil.core.streams import Stream
+from gradveil.core.types import Batch
 from gradveil.data import Dataset, Splits, load
 from gradveil.federated.config import DataConfig, ModelConfig
 from gradveil.nn import surgery
 from gradveil.nn.models import build
+from gradveil.nn.paths import called
 
 
 def open_images(config: DataConfig, data_dir: Path | None, gallery: int | None, column: str | None = None) -> Splits:
@@ -50,8 +53,13 @@ def refuse_other_images(told: Mapping[str, str | None], here: Mapping[str, str |
         raise fail("data.name", what, "give every machine the same files")
 
 
-def initial_model(config: ModelConfig, images: Dataset, seed: int) -> tuple[nn.Module, list[str]]:
-    """Build a model for these images with the initial weights of a seed; return it with what was changed in it."""
+def initial_model(
+    config: ModelConfig, images: Dataset, seed: int, compared: bool = False
+) -> tuple[nn.Module, list[str]]:
+    """Build a model for these images with the initial weights of a seed; return it with a list of changes.
+
+    `compared` has `prepare` compare the model before and after its changes, on the first images.
+    """
     net = build(
         config.name,
         channels=images.channels,
@@ -60,7 +68,17 @@ def initial_model(config: ModelConfig, images: Dataset, seed: int) -> tuple[nn.M
         generator=Key(seed, (Stream.MODEL,)).generator(),
         **config.options,
     )
-    return surgery.prepare(net, batchnorm=config.batchnorm) if config.prepare else (net, [])
+    if not config.prepare:
+        return net, []
+    batch = Batch(images.inputs[:_COMPARED], images.targets[:_COMPARED]) if compared else None
+    try:
+        return surgery.prepare(net, batchnorm=config.batchnorm, batch=batch)
+    except GradveilError as error:
+        raise GradveilError(replace(p, where=f"model: {called(net, p.where)}") for p in error.problems) from None
+
+
+_COMPARED = 4
+"""Images on which a model is compared with its prepared copy."""
 
 
 def device_problems(device: str, precision: str) -> Iterator[Problem]:

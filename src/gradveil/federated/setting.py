@@ -208,6 +208,7 @@ def _problems(setting: Setting) -> Iterator[Problem]:
         if config.batch is not None and config.batch > most:
             what = f"is {config.batch}, and the client with the most has {most} examples to train on"
             yield Problem("batch", what, "lower it, or leave it out: a gradient is then of all that a client has")
+        initial_model(config.model, images, config.seeds[0], compared=True)
         setting.plain(config.seeds[0]).trained()
     except GradveilError as error:
         yield from (replace(p, where=p.where.removeprefix("client.")) for p in error.problems)

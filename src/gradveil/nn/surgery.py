@@ -1,6 +1,8 @@
-"""Surgeries: copies of a model in which a layer that cannot be audited is replaced by one that can.
+"""Module replacement: copies of a model in which a layer that cannot be audited is replaced by one that can.
 
-Every function returns a new model and leaves the given one as it is. Weights stay, under the same names.
+Every function returns a new model and leaves the given one as it is. Weights stay, under the same names. A layer is
+replaced by its formula, so only torch's own types are: a subclass may compute something else. So may a layer with hooks
+or parametrisations. Such layers stay as they are, and `gradveil.nn.check` reports those that cannot be audited.
 """
 
 from __future__ import annotations
@@ -8,13 +10,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from copy import deepcopy
 
-import torch
-from torch import Tensor, nn
+from torch import nn
+from torch.nn import functional as F
 
-from gradveil.core.errors import fail
+from gradveil.core.errors import Problem, fail, refuse
+from gradveil.core.types import Batch, Loss
 from gradveil.nn.dropout import Dropout
+from gradveil.nn.equivalence import DROPOUTS, Comparison
 from gradveil.nn.norms import BatchStatistics, FrozenNorm, InstanceNorm, LayerNorm, group_norm
-from gradveil.nn.paths import last_layer, put
+from gradveil.nn.paths import at, last_layer, put
 
 __all__ = [
     "last_layer",
@@ -30,24 +34,32 @@ BatchNorm = nn.modules.batchnorm._BatchNorm
 """Every BatchNorm of torch, whatever its dimension."""
 InstanceNorms = nn.modules.instancenorm._InstanceNorm
 """Every InstanceNorm of torch, whatever its dimension."""
+BATCHNORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+"""Types of BatchNorm whose formula is known."""
+INSTANCENORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
+"""Types of InstanceNorm whose formula is known."""
 BATCHNORM_WAYS = ("group", "frozen", "batch_statistics")
 """What a BatchNorm can be replaced by: group normalisation, its own frozen statistics, or those of the batch."""
-DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
-"""The hidden dropout layers of torch that have an explicit counterpart."""
 
 
-def replace_batchnorm(model: nn.Module, way: str = "group", *, groups: int = 2) -> nn.Module:
+def replaceable(module: nn.Module, types: tuple[type[nn.Module], ...]) -> bool:
+    """Return whether a module is exactly of one of these types and has no hooks, so that its formula is known."""
+    return type(module) in types and not (module._forward_hooks or module._forward_pre_hooks)
+
+
+def replace_batchnorm(model: nn.Module, way: str = "group", *, groups: int = 2, active_only: bool = False) -> nn.Module:
     """Replace every BatchNorm.
 
     `"group"`: a GroupNorm with that many groups; `"frozen"`: the running statistics as constants, in training mode too;
     `"batch_statistics"`: the batch's own statistics; running ones of a trained model are kept, for attackers, and not
-    used. Weight and bias are taken over.
+    used. Weight and bias are taken over. `active_only` leaves alone what does not use the batch: it is in evaluation
+    mode and has running statistics.
     """
     if way not in BATCHNORM_WAYS:
         raise fail("batchnorm", f"unknown way '{way}'", f"choose one of: {', '.join(BATCHNORM_WAYS)}")
 
     def new(old: nn.Module) -> nn.Module | None:
-        if not isinstance(old, BatchNorm):
+        if not isinstance(old, BatchNorm) or not replaceable(old, BATCHNORMS) or (active_only and not uses_batch(old)):
             return None
         if way == "group":
             return _with_weights(group_norm(old.num_features, groups), old)
@@ -75,7 +87,9 @@ def replace_dropout(model: nn.Module, *, active_only: bool = False) -> nn.Module
     """
 
     def new(old: nn.Module) -> nn.Module | None:
-        if not isinstance(old, DROPOUTS) or old.p >= 1 or (active_only and not old.training):
+        if not isinstance(old, DROPOUTS) or not replaceable(old, DROPOUTS):
+            return None
+        if old.p >= 1 or (active_only and not old.training):
             return None
         return Dropout(old.p, channelwise=not isinstance(old, nn.Dropout))
 
@@ -86,12 +100,12 @@ def replace_layernorm(model: nn.Module) -> nn.Module:
     """Replace `nn.LayerNorm` and `nn.InstanceNorm` by explicit ones, for which `vmap(grad)` can be differentiated."""
 
     def new(old: nn.Module) -> nn.Module | None:
-        if isinstance(old, nn.LayerNorm):
+        if isinstance(old, nn.LayerNorm) and replaceable(old, (nn.LayerNorm,)):
             affine = old.elementwise_affine
             return _with_weights(
                 LayerNorm(old.normalized_shape, old.eps, affine=affine, bias=old.bias is not None), old
             )
-        if isinstance(old, InstanceNorms) and not old.track_running_stats:
+        if isinstance(old, InstanceNorms) and replaceable(old, INSTANCENORMS) and not old.track_running_stats:
             return _with_weights(InstanceNorm(old.num_features, old.eps, affine=old.affine), old)
         return None
 
@@ -112,33 +126,82 @@ def remove_inplace(model: nn.Module) -> nn.Module:
     return copy
 
 
-def prepare(model: nn.Module, *, batchnorm: str = "batch_statistics", groups: int = 2) -> tuple[nn.Module, list[str]]:
-    """Do every surgery that the model needs to be audited; return the new model and what was done, in words.
+def prepare(
+    model: nn.Module,
+    *,
+    batchnorm: str = "batch_statistics",
+    groups: int = 2,
+    batch: Batch | None = None,
+    loss: Loss = F.cross_entropy,
+) -> tuple[nn.Module, list[str]]:
+    """Make every replacement that the model needs to be audited; return the new model and a list of the changes.
 
     BatchNorm is only touched where it would use the batch (training mode, or no running statistics); by default it goes
     on using the batch, which leaves the update unchanged. Dropout is only touched in training mode.
+
+    With a `batch`, outputs and gradients of the loss are compared before and after each kind of replacement, and what
+    does not compute the same is refused by name. Compared is the model in its own modes, but with the dropout layers
+    that are replaced switched off, since they draw other masks afterwards. Group and frozen normalisation are meant to
+    compute something else: they are listed as such a change, and not compared.
     """
     done: list[str] = []
+    compared = None if batch is None else Comparison(batch, loss)
 
-    def step(what: str, before: nn.Module, after: nn.Module) -> nn.Module:
+    def step(what: str, before: nn.Module, after: nn.Module, same: bool = True) -> nn.Module:
         pairs = zip(_described(before), _described(after), strict=True)
         changed = [path for (path, old), (_, new) in pairs if old != new]
-        if changed:
-            modules = "module" if len(changed) == 1 else "modules"
-            done.append(f"{what}: {modules} {', '.join(repr(path) for path in changed)}")
-        return after if changed else before
+        if not changed:
+            return before
+        if same and compared is not None:
+            refuse(_problems(what, before, after, changed, compared))
+        modules = "module" if len(changed) == 1 else "modules"
+        done.append(f"{what}: {modules} {', '.join(repr(path or 'model') for path in changed)}")
+        return after
 
     result = step("in-place operations removed", model, remove_inplace(model))
-    if any(isinstance(m, BatchNorm) and (m.training or m.running_mean is None) for m in result.modules()):
-        replaced = replace_batchnorm(result, batchnorm, groups=groups)
-        result = step(f"BatchNorm replaced ({batchnorm})", result, replaced)
+    if any(isinstance(m, BatchNorm) and uses_batch(m) for m in result.modules()):
+        replaced = replace_batchnorm(result, batchnorm, groups=groups, active_only=True)
+        same = batchnorm == "batch_statistics"
+        what = f"BatchNorm replaced ({batchnorm})" + ("" if same else ", which changes what the model computes")
+        result = step(what, result, replaced, same)
     result = step("LayerNorm or InstanceNorm made explicit", result, replace_layernorm(result))
     result = step("hidden dropout made explicit", result, replace_dropout(result, active_only=True))
     return (result if done else deepcopy(model)), done
 
 
+def uses_batch(norm: nn.modules.batchnorm._BatchNorm) -> bool:
+    """Return whether a BatchNorm normalises by the batch: in training mode, or without running statistics."""
+    return norm.training or norm.running_mean is None
+
+
+def _problems(
+    what: str, before: nn.Module, after: nn.Module, changed: list[str], compared: Comparison
+) -> list[Problem]:
+    """Find the modules whose replacement makes a difference; where none does alone, all of them together."""
+    difference = compared.difference(before, after)
+    if difference is None:
+        return []
+    remedy = "replace it yourself in the model by one that computes the same, or audit without prepare"
+    alone = {path: compared.difference(before, _only(before, after, path)) for path in changed}
+    culprits = {path: found for path, found in alone.items() if found}
+    return [
+        Problem(path or "model", f"{what}: {found}, so another network would be audited", remedy)
+        for path, found in (culprits or dict.fromkeys(changed, difference)).items()
+    ]
+
+
+def _only(before: nn.Module, after: nn.Module, path: str) -> nn.Module:
+    """Copy a model with the module at one path, and wherever else it stands, taken from another model."""
+    copy, new = deepcopy(before), deepcopy(at(after, path))
+    old = at(copy, path)
+    for place, module in list(copy.named_modules(remove_duplicate=False)):
+        if module is old:
+            copy = put(copy, place, new)
+    return copy
+
+
 def _described(model: nn.Module) -> list[tuple[str, tuple[type, object]]]:
-    return [(path or "model", (type(m), getattr(m, "inplace", None))) for path, m in model.named_modules()]
+    return [(path, (type(m), getattr(m, "inplace", None))) for path, m in model.named_modules()]
 
 
 def _replace(model: nn.Module, new: Callable[[nn.Module], nn.Module | None]) -> nn.Module:
@@ -153,12 +216,9 @@ def _replace(model: nn.Module, new: Callable[[nn.Module], nn.Module | None]) -> 
     return copy
 
 
-@torch.no_grad()
 def _with_weights(new: nn.Module, old: nn.Module) -> nn.Module:
-    """Take over weight and bias, on their device and in their dtype."""
+    """Take over weight and bias themselves, so that what is tied stays tied."""
     for name in ("weight", "bias"):
-        value: Tensor | None = getattr(old, name, None)
-        if value is not None:
-            taken = nn.Parameter(value.detach().clone(), requires_grad=value.requires_grad)
-            setattr(new, name, taken)
+        if getattr(old, name, None) is not None:
+            setattr(new, name, getattr(old, name))
     return new

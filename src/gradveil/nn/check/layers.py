@@ -8,7 +8,8 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from gradveil.core.errors import Problem
-from gradveil.nn.surgery import DROPOUTS, BatchNorm, InstanceNorms
+from gradveil.nn.equivalence import DROPOUTS
+from gradveil.nn.surgery import BATCHNORMS, INSTANCENORMS, BatchNorm, InstanceNorms, replaceable, uses_batch
 
 SURGERY = "gradveil.nn.surgery"
 """Where the remedies of these problems lie."""
@@ -34,7 +35,9 @@ def _randomness(module: nn.Module) -> tuple[str, str]:
         return "", ""
     if isinstance(module, DROPOUTS) and module.p > 0:
         what = f"{kind} draws its mask from the global generator, so no attacker can replay the update"
-        return what, f"replace it: {SURGERY}.replace_dropout(model)"
+        if replaceable(module, DROPOUTS):
+            return what, f"replace it: {SURGERY}.replace_dropout(model)"
+        return what, "replace it by gradveil.nn.dropout.Dropout: only torch's own types without hooks are replaced"
     if isinstance(module, _NEVER_EXPLICIT):
         what = f"{kind} in training mode draws from the global generator, so no attacker can replay the update"
         return what, "replace it by gradveil.nn.dropout.Dropout, or put the module into evaluation mode"
@@ -46,18 +49,31 @@ def _randomness(module: nn.Module) -> tuple[str, str]:
 
 def _norm(module: nn.Module) -> tuple[str, str]:
     kind = type(module).__name__
-    ways = f"{SURGERY}.replace_batchnorm(model, 'batch_statistics'), or 'frozen' or 'group'"
-    if isinstance(module, BatchNorm) and (module.training or module.running_mean is None):
+    if isinstance(module, BatchNorm) and uses_batch(module):
+        ways = f"{SURGERY}.replace_batchnorm(model, 'batch_statistics'), or 'frozen' or 'group'"
+        ways = ways if replaceable(module, BATCHNORMS) else f"{_KEPT}; or put it into evaluation mode"
         if module.running_mean is not None:
             return f"{kind} in training mode changes its running statistics in every forward pass", ways
         return f"batched derivatives through {kind}, which uses the batch's statistics, are wrong in torch", ways
     if isinstance(module, InstanceNorms) and module.track_running_stats:
         what = f"{kind} keeps running statistics"
         return what, f"make it with track_running_stats=False, then {SURGERY}.replace_layernorm(model)"
-    if isinstance(module, nn.LayerNorm | InstanceNorms):
+    if isinstance(module, nn.LayerNorm | InstanceNorms) and _forward_is_torchs(module):
         what = f"batched derivatives through torch's {kind} are silently wrong"
-        return what, f"replace it by an explicit one: {SURGERY}.replace_layernorm(model)"
+        explicit = f"replace it by an explicit one: {SURGERY}.replace_layernorm(model)"
+        return what, explicit if replaceable(module, (nn.LayerNorm, *INSTANCENORMS)) else _KEPT
     return "", ""
+
+
+_KEPT = (
+    "write it with gradveil.nn.norms: only torch's own types without hooks are replaced, since a subclass may compute "
+    "something else"
+)
+
+
+def _forward_is_torchs(module: nn.Module) -> bool:
+    """Whether a layer runs torch's own forward; what another one does, only a run shows."""
+    return type(module).forward in (nn.LayerNorm.forward, InstanceNorms.forward)
 
 
 def _inplace(module: nn.Module) -> tuple[str, str]:

@@ -14,7 +14,7 @@ from gradveil.core.types import Batch
 from gradveil.nn.calls import call_on
 from gradveil.nn.check.batches import target_problems
 from gradveil.nn.check.trace import Trace, first_random, follow
-from gradveil.nn.surgery import prepare
+from gradveil.nn.surgery import BatchNorm, InstanceNorms, prepare, uses_batch
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 """(outputs, targets) -> a scalar, or one loss an example."""
@@ -206,7 +206,13 @@ def _batching_problems(model: nn.Module, batch: Batch, loss: Loss, trace: Trace)
         return []
     what = f"the derivative of the gradient in batched form is off by {100 * error.item():.0f}%"
     remedy = "F.layer_norm, F.batch_norm and F.instance_norm do this in torch: use the modules in gradveil.nn.norms"
-    return [Problem("model", what, remedy)]
+    norms = [path or "model" for path, module in model.named_modules() if _normalises(module)]
+    return [Problem(path, what, remedy) for path in norms or ["model"]]
+
+
+def _normalises(module: nn.Module) -> bool:
+    """Whether torch may batch the derivatives of a layer wrongly; a prepared model holds only subclasses of it."""
+    return isinstance(module, nn.LayerNorm | InstanceNorms) or (isinstance(module, BatchNorm) and uses_batch(module))
 
 
 def _probability_problems(outputs: Tensor, targets: Tensor, loss: Loss) -> list[Problem]:

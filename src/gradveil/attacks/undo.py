@@ -1,0 +1,258 @@
+"""Undo a batch defence: from a reconstruction of the images a client trained on to the private images.
+
+The transforms of a batch defence are public, only what they draw is hidden. Where the draws of an image are few, every
+one is tried: with T the transforms under one draw and r the reconstruction, the private image is
+
+    argmin_x  ||T(x) - r||^2 / (2 sigma^2) + sum_k (c_k(x) - c_k(mean))^2 / (2 var_k)
+
+over the images x and the draws, c_k the cosine coefficients of x. Mean and variances are those of public images, or of
+natural images in general (a spectrum of 1 / f^2) where there are none. The prior fills what T removed, and chooses
+between draws that explain r equally well. ATS (Gao et al. 2021) is such a defence: its policy is public.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import product
+
+import torch
+from torch import Tensor
+
+from gradveil.attacks.base import Reconstruction, Remark
+from gradveil.attacks.knowledge import How, Infer, Knowledge
+from gradveil.client import Client
+from gradveil.core.laws import OneOf, Signs
+from gradveil.core.noise import Key, Noise
+from gradveil.core.streams import Stream
+from gradveil.core.tree import Tensors
+from gradveil.core.types import Batch
+from gradveil.theory.spectrum import cosine, from_cosine, spectrum
+
+DRAWS = 4096
+"""Combinations of draws of one image, at most."""
+SIGMA = 0.03
+"""Error of a reconstruction that is expected, in pixels of [0, 1]."""
+_STEPS, _RATE, _KEPT = 120, 0.1, 4
+_VALUES = 2**21
+"""Values of images that are searched at once."""
+
+
+def undoing(knowledge: Mapping[str, How]) -> dict[str, How]:
+    """Add to the knowledge of an attack what undoing takes: public images, where there are any, and no draw."""
+    return {"public": Infer(), **knowledge, "batch.*": Infer()}
+
+
+@dataclass(frozen=True)
+class Policy:
+    """The transforms of a batch defence, image by image, under each of the draws that differ."""
+
+    client: Client
+    knowledge: Knowledge
+    draws: tuple[Tensors, ...]
+    """Draws of one image, without a leading dimension."""
+
+    def transformed(self, u: Tensor, places: Tensor) -> Tensor:
+        """Transform pixels u [N, C, H, W] of [0, 1], each image by the draws at its place [N]."""
+        lower, upper = (bound.to(u) for bound in (self.knowledge.lower, self.knowledge.upper))
+        noise = {name: torch.stack([draw[name] for draw in self.draws]).to(u)[places] for name in self.draws[0]}
+        labels = torch.zeros(len(u), dtype=torch.long, device=u.device)
+        made = self.client.transformed(Batch(lower + (upper - lower) * u, labels), noise)
+        return (made.inputs - lower) / (upper - lower)
+
+
+def policy_of(belief: Client, knowledge: Knowledge) -> Policy | None:
+    """List the draws of the client's batch defences that differ; None where they cannot be undone.
+
+    They cannot where images are mixed (one image is not enough), and where an image's draws are real numbers or too
+    many to try. No draw is listed where the images are not changed, such as without a batch defence.
+    """
+    client = belief.member
+    if not client.batch:
+        return Policy(client, knowledge, ())
+    probes = torch.rand(
+        (_PROBES, *knowledge.shape), generator=Key(0, (Stream.PROBES,)).generator(), dtype=torch.float64
+    )
+    blank = Batch(probes[:1].to(knowledge.lower), torch.zeros(1, dtype=torch.long))
+    spec = client.batch_spec(blank)
+    values = {name: _values(noise) for name, noise in spec.items()}
+    count = 1
+    for each in values.values():
+        count *= len(each)
+    if not 0 < count <= DRAWS:
+        return None
+    every = tuple(dict(zip(values, chosen, strict=True)) for chosen in product(*values.values()))
+    policy = Policy(client, knowledge, every)
+    places = torch.arange(len(every)).repeat_interleave(_PROBES)
+    made = policy.transformed(probes.repeat(len(every), 1, 1, 1).to(knowledge.lower), places)
+    alone = policy.transformed(probes[-1:].to(made), places[-1:])
+    if not torch.allclose(alone, made[-1:], atol=1e-6):
+        return None
+    made = made.unflatten(0, (len(every), _PROBES)).flatten(1)
+    differing = list({tuple((row * 1e4).round().int().tolist()): place for place, row in enumerate(made)}.values())
+    if torch.allclose(made, probes.flatten().to(made), atol=1e-6):
+        return replace(policy, draws=())
+    return replace(policy, draws=tuple(every[place] for place in differing))
+
+
+_PROBES = 4
+
+
+def _values(noise: Noise) -> list[Tensor]:
+    """List the values that one image's draw can take; none where they are too many, or not one image's."""
+    if noise.shape[:1] != (1,) or len(noise.shape) != 2:
+        return []
+    if isinstance(noise.law, OneOf):
+        return list(torch.eye(noise.shape[1]))
+    if isinstance(noise.law, Signs) and 2 ** noise.shape[1] <= DRAWS:
+        return [torch.tensor(signs) for signs in product((1.0, -1.0), repeat=noise.shape[1])]
+    return []
+
+
+@dataclass(frozen=True)
+class Prior:
+    """A normal law of images in pixels of [0, 1], independent in the cosine coefficients."""
+
+    mean: Tensor
+    spread: Tensor
+    """[C, H, W] standard deviations of the coefficients."""
+
+    def image(self, z: Tensor) -> Tensor:
+        """Return the images of coefficients z [N, C, H, W] in units of their standard deviations."""
+        return self.mean + from_cosine(self.spread * z)
+
+    def coefficients(self, u: Tensor) -> Tensor:
+        """Return z for images: the inverse of `image`."""
+        return cosine(u - self.mean) / self.spread
+
+
+def prior_of(knowledge: Knowledge, like: Tensor) -> Prior:
+    """Fit the prior to public images, or take that of natural images where there are none."""
+    u = public_pixels(knowledge, like, _PUBLIC)
+    if u is not None:
+        return Prior(u.mean(0), spectrum(u).variances.sqrt().to(like))
+    channels, height, width = knowledge.shape
+    rows, columns = (torch.arange(side, dtype=like.dtype, device=like.device) + 0.5 for side in (height, width))
+    law = 1 / (rows[:, None].square() / height**2 + columns.square() / width**2)
+    variances = _NATURAL**2 * height * width * law / law.sum()
+    return Prior(like.new_full(knowledge.shape, 0.5), variances.sqrt().expand(channels, height, width))
+
+
+def public_pixels(knowledge: Knowledge, like: Tensor, most: int = 256) -> Tensor | None:
+    """Return the first public images in pixels of [0, 1]; None where there are too few to say what images are like."""
+    public = knowledge.public
+    if public is None or len(public.inputs) < _FEWEST:
+        return None
+    lower, upper = (bound.to(like) for bound in (knowledge.lower, knowledge.upper))
+    return (public.inputs[:most].to(like) - lower) / (upper - lower)
+
+
+_FEWEST, _PUBLIC = 32, 4096
+_NATURAL = 0.25
+"""Standard deviation of the pixels of natural images."""
+
+
+def undone(found: Reconstruction, belief: Client, knowledge: Knowledge) -> Reconstruction:
+    """Put in the place of what a client trained on the private images that it most likely comes from.
+
+    `before_undoing` keeps the images as they were found. Without a batch defence that can be undone they stay.
+    """
+    began = time.perf_counter()
+    policy = policy_of(belief, knowledge)
+    if policy is None:
+        kept = Remark("the batch defence is not undone: it mixes images, or its draws are too many to try", (1.0,))
+        return replace(found, remarks=(*found.remarks, kept))
+    if not policy.draws:
+        return found
+    lower, upper = (bound.to(found.inputs) for bound in (knowledge.lower, knowledge.upper))
+    r = ((found.inputs - lower) / (upper - lower)).flatten(0, 1).clamp(0, 1)
+    search = Search(policy, prior_of(knowledge, r), public_pixels(knowledge, r))
+    size = max(1, _VALUES // (2 * search.tried * r[0].numel()))
+    u = torch.cat([search.likeliest(part) for part in r.split(size)])
+    inputs = lower + (upper - lower) * u.view(found.inputs.shape)
+    seconds = found.seconds + time.perf_counter() - began
+    return replace(found, inputs=inputs, before_undoing=found.inputs, seconds=seconds, trace={})
+
+
+@dataclass(frozen=True)
+class Search:
+    """The search for the images behind those that were found."""
+
+    policy: Policy
+    prior: Prior
+    public: Tensor | None
+    """[M, C, H, W] public images in pixels of [0, 1]; None where there are too few."""
+
+    @property
+    def tried(self) -> int:
+        """How many draws of an image are tried by descent."""
+        return len(self.policy.draws) if self.public is None else min(_KEPT, len(self.policy.draws))
+
+    @cached_property
+    def laws(self) -> tuple[Tensor, Tensor]:
+        """Means and variances [K, C, H, W] of the public images' cosine coefficients after each draw."""
+        images = self.public
+        assert images is not None
+        places = (torch.full((len(images),), way) for way in range(len(self.policy.draws)))
+        coefficients = torch.stack([cosine(self.policy.transformed(images, place)) for place in places])
+        return coefficients.mean(1), coefficients.var(1) + SIGMA**2
+
+    def candidates(self, r: Tensor) -> tuple[Tensor, Tensor]:
+        """Choose draws [N, tried] to try, and return minus the log density of r under each, up to a constant.
+
+        Without public images all of them are, and r says nothing of them by itself.
+        """
+        if self.public is None:
+            every = torch.arange(self.tried, device=r.device).expand(len(r), -1)
+            return torch.zeros_like(every, dtype=r.dtype), every
+        means, variances = self.laws
+        rest = (cosine(r).unsqueeze(1) - means).square() / variances + variances.log()
+        unlikely, draws = (rest.flatten(2).sum(2) / 2).topk(self.tried, largest=False)
+        return unlikely, draws
+
+    def likeliest(self, r: Tensor) -> Tensor:
+        """Find the likeliest private images behind images r [N, C, H, W] of pixels in [0, 1].
+
+        Each draw is tried by descent from two starts: the mean image, and r itself where a transform of the levels has
+        more than one inverse. Of the draws that one is taken which explains r best: by the fit of r and its likelihood
+        among public images after the draw; without those, by the fit and the likelihood of the image. Where that draw
+        leaves r as it is, and r is as likely as images are, r is returned: equalized levels stay as they are, and the
+        likeliest of all images that become r is nearly grey.
+        """
+        many, kept = torch.arange(len(r), device=r.device), self.tried
+        unlikely, draws = self.candidates(r)
+        rows = 2 * kept
+        target, places = r.repeat_interleave(rows, 0), draws.flatten().repeat_interleave(2)
+        z = self.prior.coefficients(target)
+        z[::2] = 0
+        z = self.descended(z, target, places)
+        with torch.no_grad():
+            misfit, size = (value.view(len(r), kept, 2) for value in self.parts(z, target, places))
+            start = (misfit + size).argmin(2)
+            fit = misfit + size if self.public is None else misfit
+            best = (fit.gather(2, start.unsqueeze(2)).squeeze(2) + unlikely).argmin(1)
+            chosen = many * rows + 2 * best + start[many, best]
+            misfit, size = self.parts(self.prior.coefficients(r), r, places[chosen])
+            stays = (misfit < r[0].numel() / 2) & (size < 2 * r[0].numel())
+            return torch.where(stays.view(-1, 1, 1, 1), r, self.prior.image(z[chosen]).clamp(0, 1))
+
+    def descended(self, z: Tensor, r: Tensor, places: Tensor) -> Tensor:
+        """Minimise misfit and size by Adam."""
+        first, second = torch.zeros_like(z), torch.zeros_like(z)
+        for step in range(1, _STEPS + 1):
+            z = z.detach().requires_grad_()
+            (slope,) = torch.autograd.grad(torch.stack(self.parts(z, r, places)).sum(), z)
+            first, second = 0.9 * first + 0.1 * slope, 0.99 * second + 0.01 * slope.square()
+            rate = _RATE * min(1.0, 2 * (1 - step / (_STEPS + 1)))
+            change = first / (1 - 0.9**step) / ((second / (1 - 0.99**step)).sqrt() + 1e-8)
+            z = z.detach() - rate * change
+        return z
+
+    def parts(self, z: Tensor, r: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the two terms [N] that are minimised: how far T(x) is from r, and how unlikely x is."""
+        u = self.prior.image(z)
+        outside = (u - u.clamp(0, 1)).square()
+        misfit = (self.policy.transformed(u.clamp(0, 1), places) - r).square() + outside
+        return misfit.flatten(1).sum(1) / (2 * SIGMA**2), z.square().flatten(1).sum(1) / 2

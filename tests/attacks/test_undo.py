@@ -1,0 +1,168 @@
+"""Undoing a public batch defence: from what a client trained on to its private images, without a hidden draw."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from gradveil.attacks.base import Reconstruction, in_closed_form
+from gradveil.attacks.knowledge import Knowledge
+from gradveil.attacks.presets import make_attack
+from gradveil.attacks.undo import policy_of, undone
+from gradveil.audit.adaptive import aimed_at, planted_for
+from gradveil.audit.cell import cells, recover
+from gradveil.audit.rows import Row
+from gradveil.audit.scene import open_scene
+from gradveil.audit.score import Named, score
+from gradveil.client import Client, Local
+from gradveil.core.errors import GradveilError
+from gradveil.core.noise import Key
+from gradveil.core.types import Batch, Domain
+from gradveil.data import Splits, load
+from gradveil.defences import parse
+from gradveil.metrics import ssim
+from tests.audit.runs import config
+
+
+@cache
+def digits() -> Splits:
+    return load("digits", size=16)
+
+
+def client(defence: str, **settings) -> tuple[Client, Knowledge, Batch]:
+    """A client behind a defence, public knowledge, and eight private images."""
+    public, private = digits().public, digits().victims
+    lower, upper = private.bounds
+    model = nn.Sequential(nn.Flatten(), nn.Linear(256, 10))
+    plain = Client(model, domain=Domain(lower, upper, 10), **settings)
+    knowledge = Knowledge((1, 16, 16), lower, upper, 10, public=Batch(public.inputs, public.targets))
+    return parse(defence)(plain, Key(0)), knowledge, Batch(private.inputs[:8], private.targets[:8])
+
+
+def read_off(images: Tensor) -> Reconstruction:
+    """One client's images, as an attack returns them."""
+    one = torch.ones(1)
+    return in_closed_form(images.unsqueeze(0), torch.zeros(1, 8).long(), one, one > 0, 0.0, None)
+
+
+def similarities(defence: str, public: bool = True) -> tuple[Tensor, Tensor]:
+    """SSIM to the private images before and after the images trained on are undone."""
+    known, knowledge, batch = client(defence)
+    knowledge = knowledge if public else replace(knowledge, public=None)
+    made = known.transformed(batch, known.batch_spec(batch).sample(Key(3))).inputs
+    found = undone(read_off(made), known, knowledge)
+    assert torch.equal(found.before_undoing, made.unsqueeze(0))
+    pixels = digits().victims.denormalise
+    return tuple(ssim(pixels(images), pixels(batch.inputs)) for images in (made, found.inputs[0]))
+
+
+@pytest.mark.parametrize(
+    ("policy", "public", "least"),
+    [("0", True, 0.95), ("2", True, 0.8), ("6-43", True, 0.8), ("6-43", False, 0.6), ("3-1-7+43-18-18", True, 0.5)],
+    ids=["invert", "rotate", "shear and shift", "without public images", "hybrid"],
+)
+def test_geometry_is_inverted_without_its_draws(policy: str, public: bool, least: float) -> None:
+    before, after = similarities(f'ats(policy="{policy}")', public)
+    assert float(after.mean()) > max(least, float(before.mean()))
+
+
+def test_what_a_transform_leaves_as_it_is_stays() -> None:
+    """The likeliest of all images that become an image of full contrast would be nearly grey."""
+    before, after = similarities('ats(policy="8")')  # autocontrast
+    assert float(after.mean()) > float(before.mean()) - 0.01
+
+
+@pytest.mark.parametrize("number", [1, 15], ids=["contrast", "brightness"])
+def test_public_images_tell_which_way_light_was_changed(number: int) -> None:
+    """Both directions explain a fainter image equally well."""
+    before, after = similarities(f'ats(policy="{number}")')
+    assert float(after.mean()) > float(before.mean())
+
+
+def test_each_draw_that_makes_a_difference_is_tried_once() -> None:
+    """The directions of a policy that was not chosen for an image change nothing."""
+    counts = {'ats(policy="0")': 1, 'ats(policy="3-1-7")': 8, "ats": 16}
+    for defence, ways in counts.items():
+        known, knowledge, _ = client(defence)
+        assert len(policy_of(known, knowledge).draws) == ways
+
+
+@pytest.mark.parametrize("defence", ["none", "dp", "label-smoothing", "mixup", "instahide(k=2)"])
+def test_mixed_images_are_not_undone_and_others_need_not_be(defence: str) -> None:
+    known, knowledge, batch = client(defence)
+    mixed = defence in ("mixup", "instahide(k=2)")
+    assert (policy_of(known, knowledge) is None) == mixed
+    found = undone(read_off(batch.inputs), known, knowledge)
+    assert torch.equal(found.inputs[0], batch.inputs)
+    assert found.before_undoing is None
+    assert bool(found.remarks) == mixed
+
+
+def test_draws_of_local_training_are_undone_like_those_of_one_gradient() -> None:
+    known, knowledge, _ = client("ats", local=Local(steps=4, batch=4, lr=0.1))
+    assert len(policy_of(known, knowledge).draws) == 16
+
+
+@pytest.fixture(scope="module")
+def audited() -> dict[str, Row]:
+    attacks = ["rob(bins=128)", "rob(bins=128, undo=true)", "cdia(iterations=1, undo=true)"]
+    settings = {"data": {"name": "digits", "size": 16}, "client": {"batch": 4}, "victims": 2, "defences": ["ats"]}
+    scene = open_scene(config(attacks=attacks, **settings))
+    return {
+        cell.attack: Row(0, score(scene, cell, recover(scene, cell, range(2), lambda step: None), Named("a", "b")))
+        for cell in cells(scene.config)
+    }
+
+
+def test_a_malicious_server_that_undoes_the_policy_recovers_private_images(audited: dict[str, Row]) -> None:
+    plain, undoing = audited["rob(bins=128)"], audited["rob(bins=128, undo=true)"]
+    assert undoing.trained_on == plain.trained_on
+    assert undoing.trained_on.recovered >= 4
+    assert undoing.recovered >= plain.recovered + 3
+    assert undoing.attacker == "active"
+
+
+def test_the_search_for_what_was_trained_on_is_judged_at_what_was_trained_on(audited: dict[str, Row]) -> None:
+    row = audited["cdia(iterations=1, undo=true)"]
+    assert row.health("objective_truth") == pytest.approx(0, abs=0.02)
+    assert row.attacker == "adaptive"
+
+
+@pytest.mark.parametrize("attack", ["analytic", "r-gap"])
+def test_a_closed_form_of_what_was_trained_on_is_undone(attack: str) -> None:
+    model = {"name": f"{__name__}:linear"}
+    scene = open_scene(
+        config(model=model, data={"name": "digits", "size": 16}, attacks=[attack, f"{attack}(undo=true)"],
+               defences=['ats(policy="0-43")'], victims=4)
+    )  # fmt: skip
+    plain, undoing = (recover(scene, cell, range(4), lambda step: None) for cell in cells(scene.config))
+    assert torch.equal(undoing.tensors["before_undoing"], plain.tensors["inputs"])
+    assert torch.equal(undoing.tensors["at_truth"], plain.tensors["at_truth"])
+    row = Row(0, score(scene, cells(scene.config)[1], undoing, Named("a", "b")))
+    assert (row.recovered, row.trained_on.recovered, row.attacker) == (4, 4, "adaptive")
+
+
+def linear(channels: int, size: int) -> nn.Module:
+    return nn.Sequential(nn.Flatten(), nn.Linear(channels * size * size, 10))
+
+
+def test_without_a_batch_defence_the_attack_is_the_same() -> None:
+    scene = open_scene(config(attacks=["rob(bins=64)", "rob(bins=64, undo=true)"], defences=["none"], victims=2))
+    first, second = (recover(scene, cell, range(2), lambda step: None).tensors for cell in cells(scene.config))
+    assert torch.equal(first["inputs"], second["inputs"])
+    assert "before_undoing" not in second
+
+
+def test_ats_is_attacked_by_attackers_who_undo_its_policy() -> None:
+    assert "cdia(undo=true)" in aimed_at("ats")
+    assert all("undo=true" in text for text in planted_for("ats") if text.startswith(("rob", "curious")))
+
+
+def test_an_attacker_who_ignores_the_defence_cannot_undo_it() -> None:
+    assert make_attack("ig(undo=true)").belief == "full"
+    with pytest.raises(GradveilError, match=r"undo: undoes a batch defence, and this attacker ignores the defence"):
+        make_attack("ig(undo=true, belief=naive)")
