@@ -48,7 +48,7 @@ def test_what_a_reader_must_find(run: Path, cells: list[dict[str, Any]]) -> None
         "lenet-zhu on faces, one gradient of 1 image",
         "An honest-but-curious server",
         "Handed over besides: the true labels.",
-        "Without a defence, an attacker recovers 4 of 4 images, 4 of them identifiable (100%, 95% CI 51–100%).",
+        "Without a defence, an attacker recovers 4 of 4 images, 4 of them identifiable (100%, 95% CI 44.3–100%).",
         "An attacker who knows this defence recovers",
         "It watches one round.",
         "No attacker who knows this defence was run: add --attack adaptive.",
