@@ -82,7 +82,7 @@ def _others(scene: Scene, cell: Address, places: Tensor) -> Tensor:
 def _made(client: Client, inputs: Tensor, size: int, seed: int) -> Tensor:
     """Pass images [N, C, H, W] through the client's batch transforms, batch by batch."""
     key, made = Key(seed, (Stream.GALLERY,)), [inputs[:0]]
-    for number, some in enumerate(inputs.split(size)):
+    for number, some in enumerate(inputs.split(size) if len(inputs) else ()):  # no images are one empty part
         batch = Batch(some, torch.zeros(len(some), dtype=torch.long, device=some.device))
         noise = client.batch_spec(batch).sample(key.child(number), some.device)
         made.append(client.transformed(batch, noise).inputs)
