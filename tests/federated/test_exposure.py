@@ -248,18 +248,29 @@ def test_look_changes_nothing_and_draws_nothing() -> None:
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in made.model.modules())
 
 
+class PairNorm(nn.Module):
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return x, x
+
+
 class Odd(nn.Module):
-    """What a look has to bear: a layer that runs twice, one that never runs, a padding by name, an embedding."""
+    """What a look has to bear: a layer that runs twice, one that never runs, a padding by name, an embedding.
+
+    One layer gets all tokens of the batch in one dimension, and a module that is called a norm returns a pair.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(16, 8)
         self.conv = nn.Conv1d(8, 8, 3, padding="same")
         self.twice, self.never, self.head = nn.Linear(8, 8), nn.Linear(3, 3), nn.Linear(8, 4)
+        self.flat, self.norm = nn.Linear(8, 8), PairNorm()
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.conv(self.embed(tokens).transpose(1, 2)).transpose(1, 2).relu()
-        return self.head(self.twice(self.twice(x).relu()).relu().mean(1))
+        x = self.twice(self.twice(x).relu()).relu()
+        x = self.flat(x.flatten(0, 1)).view_as(x)
+        return self.head(self.norm(x)[0].mean(1))
 
 
 def test_layers_that_run_twice_or_never_and_tokens_are_borne() -> None:

@@ -32,7 +32,7 @@ def test_update_that_singles_out_examples_is_neither_stored_nor_sent(name, tmp_p
         answer(asking(made.model), context(), own, BATCH, folder=tmp_path, guard="refuse", leak="ignore")
     assert not list((tmp_path / "partition-0" / "run-77").iterdir())
     answer(asking(made.honest), context(), own, BATCH, folder=tmp_path, guard="refuse", leak="ignore")
-    with pytest.raises(GradveilError, match="malice|jump"):
+    with pytest.raises(GradveilError, match=r"malice|jump"):
         answer(asking(made.model, 2), context(), own, BATCH, folder=tmp_path, guard="refuse", leak="ignore")
 
 

@@ -9,7 +9,7 @@ really leaves: a defence that hides the examples satisfies both.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import sqrt
 
@@ -33,7 +33,6 @@ JUDGED = 16
 _FEW, _MANY, _SDS = 0.15, 0.4, 3.0
 """Excesses that are malice, as shares of the batch: over all references, over fresh parameters alone; or deviations."""
 _HEARD, _AGREES = 0.5, 0.2
-_FRESH = 2
 
 
 First = tuple[Batch, Tensors]
@@ -96,10 +95,8 @@ def exposure(
     if client.local is not None:
         share = max(share, _of_all(client, batch, sent) / len(batch.inputs))
     suspects = [layer for layer in layers if _suspect(layer, len(inputs))]
-    malice: tuple[Finding, ...] = ()
-    if suspects:
-        references = _References(client, params, first, previous)
-        malice = tuple(finding for layer in suspects for finding in references.judge(layer))
+    compared = _Comparison(client, params, first, previous, frozenset(layer.layer for layer in suspects))
+    malice = tuple(finding for layer in suspects if (finding := compared.judge(layer)) is not None)
     return Exposure(tuple(layers), len(inputs), read, share, malice)
 
 
@@ -143,55 +140,65 @@ def _suspect(layer: Isolated, examples: int) -> bool:
 
 
 @dataclass
-class _References:
-    """The same batch at other parameters, each computed when it is asked for first."""
+class _Comparison:
+    """The same batch at other parameters, each looked at once for all layers that show much, and when asked for."""
 
     client: Client
     params: Tensors
     first: First
     previous: Mapping[str, Tensor] | None
+    layers: frozenset[str]
 
     def __post_init__(self) -> None:
-        """Compute nothing yet."""
-        self._made: list[dict[str, Isolated]] = []
+        """Look at nothing yet."""
+        self._made: dict[str, dict[str, Isolated]] = {}
 
-    def judge(self, layer: Isolated) -> Iterator[Finding]:
-        """Compare a layer with itself at fresh parameters, without biases, and in the round before."""
-        *fresh, plain, before = self._all
-        examples, there = len(self.first[0].inputs), f"update.{layer.layer}"
-        fresh_count = max(_count(made, layer.layer) for made in fresh)
-        excesses = [(fresh_count, _MANY), (max(fresh_count, _count(plain, layer.layer)), _FEW)]
-        excesses += [(max(fresh_count, _count(before, layer.layer)), _FEW)] if before else []
-        for baseline, least in excesses:
-            if examples > JUDGED and len(layer.visible) - baseline > max(
-                least * examples, _SDS * _deviation(baseline, examples)
-            ):
-                what = f"singles out {len(layer.visible)} of {examples} examples, at honest parameters {baseline}"
-                yield Finding("malice", there, what)
-                return
-        others = [made[layer.layer].heard for made in fresh if layer.layer in made]
-        if layer.agreement > _AGREES and min(others, default=0.0) >= _HEARD:
-            what = f"learns from {layer.heard:.0%} of {examples} examples, at honest parameters from {min(others):.0%}"
-            yield Finding("malice", there, what)
+    def judge(self, layer: Isolated) -> Finding | None:
+        """Compare a layer with itself at fresh parameters first: most honest models end there."""
+        examples, fresh = len(self.first[0].inputs), self._at("fresh", layer)
+        if layer.agreement > _AGREES and fresh.heard >= _HEARD:
+            what = f"learns from {layer.heard:.0%} of {examples} examples, at fresh parameters from {fresh.heard:.0%}"
+            return Finding("malice", f"update.{layer.layer}", what)
+        if not self._exceeds(layer, len(fresh.singled), _FEW):
+            return None
+        count = max(len(fresh.singled), len(self._at("fresh again", layer).singled))
+        if not self._exceeds(layer, count, _MANY):
+            others = ["without biases"] if self._before() is None else ["without biases", "before"]
+            count = min(max(count, len(self._at(other, layer).singled)) for other in others)
+            if not self._exceeds(layer, count, _FEW):
+                return None
+        what = f"singles out {len(layer.visible)} of {examples} examples, where parameters to compare with (fresh, "
+        what += f"without biases, of the round before) do with {count}"
+        return Finding("malice", f"update.{layer.layer}", what)
 
-    @property
-    def _all(self) -> list[dict[str, Isolated]]:
-        if not self._made:
-            model = self.client.model
-            plain = {n: torch.zeros_like(v) if n.rpartition(".")[2] == "bias" else v for n, v in self.params.items()}
-            for seed in range(_FRESH):
-                self._made.append(self._at(freshened(model, self.params, Key(seed, ("reference",))), centred=True))
-            self._made.append(self._at(plain, centred=True))
-            before = {} if self.previous is None else dict(self.previous)
-            fits = all(n in before and before[n].shape == self.params[n].shape for n in self.client.trained())
-            like = next(iter(self.params.values()))
-            before = {name: value.to(like.device) for name, value in before.items()}
-            self._made.append(self._at({**self.params, **before}) if fits else {})
-        return self._made
+    def _exceeds(self, layer: Isolated, baseline: int, least: float) -> bool:
+        """Whether more examples are visible than a baseline explains: by a share of the batch, and by chance."""
+        examples = len(self.first[0].inputs)
+        rate = (baseline + 1) / (examples + 2)
+        chance = _SDS * sqrt(examples * rate * (1 - rate))
+        return examples > JUDGED and len(layer.visible) - baseline > max(least * examples, chance)
 
-    def _at(self, params: Tensors, centred: bool = False) -> dict[str, Isolated]:
-        layers = Pass(self.client, params, *self.first, centred=centred).run()
-        return {layer.layer: layer for layer in layers}
+    def _at(self, which: str, layer: Isolated) -> Isolated:
+        """Return a layer at fresh parameters, at those received without biases, or at those of the round before."""
+        if which not in self._made:
+            params = self._before() if which == "before" else None
+            if which == "without biases":  # honest layers open about as many units so
+                biases = {name for name in self.params if name.rpartition(".")[2] == "bias"}
+                params = {n: torch.zeros_like(v) if n in biases else v for n, v in self.params.items()}
+            if params is None:
+                params = freshened(self.client.model, self.params, Key(0, (which,)))
+            centred = which != "before"
+            found = Pass(self.client, params, *self.first, centred=centred, only=self.layers).run()
+            self._made[which] = {other.layer: other for other in found}
+        return self._made[which].get(layer.layer, Isolated(layer.layer))
+
+    def _before(self) -> Tensors | None:
+        """Return the parameters and buffers of the round before, if they are those of this model."""
+        before = dict(self.previous or {})
+        if not all(n in before and before[n].shape == self.params[n].shape for n in self.client.trained()):
+            return None
+        like = next(iter(self.params.values()))
+        return {**self.params, **{name: value.to(like.device) for name, value in before.items()}}
 
 
 def freshened(model: nn.Module, params: Tensors, key: Key) -> Tensors:
@@ -205,13 +212,3 @@ def freshened(model: nn.Module, params: Tensors, key: Key) -> Tensors:
                 if callable(again := getattr(module, "reset_parameters", None)):
                     again()
     return {name: value.detach().to(params[name]) for name, value in fresh.named_parameters()}
-
-
-def _count(made: Mapping[str, Isolated], layer: str) -> int:
-    return len(made[layer].singled) if layer in made else 0
-
-
-def _deviation(count: int, examples: int) -> float:
-    """Return the standard deviation of a count, one success and one failure added."""
-    rate = (count + 1) / (examples + 2)
-    return sqrt(examples * rate * (1 - rate))

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from gradveil.client import Client
 from gradveil.core.tree import Tensors, peak, single
 from gradveil.core.types import Batch
-from gradveil.federated.rows import CONVOLUTIONS, Inputs, Owned, WeightGradients, difference, divided, partners
+from gradveil.federated.rows import CONVOLUTIONS, Inputs, Owned, WeightGradients, chosen, difference, divided, partners
 from gradveil.nn.calls import call_on
 from gradveil.nn.norms import BatchStatistics
 from gradveil.nn.stochastic import collect_penalties
@@ -52,6 +52,8 @@ class Isolated:
     singled: frozenset[int] = _NONE
     """Examples with nearly all squared error of a unit (or a difference) where each example's errors are divided by its
     own at the model's output: the parameters single them out, and not their loss."""
+    effective: float = 0.0
+    """(sum |D|)^2 / sum D^2 of a unit's errors, the median over live units: how many examples a row mixes."""
     heard: float = 1.0
     """(sum g)^2 / (n sum g^2) over these relative errors: the share of the examples that the layer learns from."""
     snr: float | None = None
@@ -77,6 +79,8 @@ class Pass:
     """The update that is about to leave; without it only errors are counted."""
     centred: bool = False
     """Whether running means are replaced by those of the batch."""
+    only: frozenset[str] | None = None
+    """The layers that are looked at; all if None."""
     found: dict[str, Isolated] = field(default_factory=dict[str, Isolated])
 
     def __post_init__(self) -> None:
@@ -116,11 +120,17 @@ class Pass:
         size = _wide(errors).flatten(1).norm(dim=1)
         self._errors = torch.where(size > _SURE * size.max(), size, torch.inf)
 
-    def _forward(self, path: str, module: nn.Module, start: Tensor) -> Callable[..., Tensor]:
+    def _by_example(self, value: object) -> bool:
+        """Whether a value is a tensor whose first dimension is the batch: of others nothing is said here."""
+        return isinstance(value, Tensor) and value.ndim > 1 and len(value) == len(self.batch.inputs)
+
+    def _forward(self, path: str, module: nn.Module, start: Tensor) -> Callable[..., Any]:
         """Return the hook that keeps a layer's input until its errors come back."""
 
-        def hook(_module: nn.Module, arguments: tuple[Any, ...], output: Tensor) -> Tensor:
-            given = arguments[0]
+        def hook(_module: nn.Module, arguments: tuple[Any, ...], output: Any) -> Any:
+            given: Any = arguments[0] if arguments else None
+            if not self._by_example(given) or not self._by_example(output):
+                return output
             output = output if output.requires_grad else output + start
             self._calls[path] = self._calls.get(path, 0) + 1
             before, _ = self._made.get(id(given), ("", given))
@@ -139,6 +149,8 @@ class Pass:
 
     def _layer(self, path: str, module: nn.Module, parts: list[tuple[Tensor, Tensor]], before: str) -> None:
         """Count what a layer isolates, once all of its errors have come."""
+        if self.only is not None and self.only.isdisjoint((path, before)):
+            return
         by_unit = [_by_unit(errors, _units_last(module, errors)) for _, errors in parts]
         sizes = torch.stack(by_unit).sum(0)
         raw, relative = Owned.of(sizes, _ALONE), Owned.of((sizes / self._errors[:, None]).square(), _SINGLED)
@@ -146,8 +158,10 @@ class Pass:
             self._normed[before] = relative, _mixes(module)
             return
         total = sizes.sum(0)
-        found = Isolated(path, int((total > 1e-9 * peak(total)).sum()), len(raw.rows), raw.examples, relative.examples)
-        found = replace(found, heard=self._heard([errors for _, errors in parts]))
+        live = total > 1e-9 * peak(total)
+        found = Isolated(path, int(live.sum()), len(raw.rows), raw.examples, relative.examples)
+        mixed = (total.square() / sizes.square().sum(0))[live].median() if bool(live.any()) else 0.0
+        found = replace(found, effective=float(mixed), heard=self._heard([errors for _, errors in parts]))
         gradients, sent = WeightGradients(module, parts), _maybe_wide(self.sent.get(f"{path}.weight"))
         if isinstance(module, nn.Linear) and len(parts) == 1 and _affordable(parts[0][1]):
             found = self._tokens(found, *parts[0], sent)
@@ -173,24 +187,20 @@ class Pass:
         examples = len(x)
         x, errors = x.flatten(0, -2), errors.flatten(0, -2)
         each = len(x) // examples
-        inputs, scaled = Inputs(x), errors / self._errors.repeat_interleave(each)[:, None]
-        shift = _maybe_wide(self.sent.get(f"{found.layer}.bias"))
+        inputs, size = Inputs(x), self._errors.repeat_interleave(each)[:, None]
         owners, singled, read, visible = set[int](), set[int](), set[int](), set[int]()
-        quotients: list[Tensor] = []
-        for pairs in (None, partners(errors, scaled)):
-            own, alike = difference(errors.T, pairs).T, difference(scaled.T, pairs).T
-            raw, relative = Owned.of(own.abs(), _ALONE), Owned.of(alike.square(), _SINGLED)
+        for pairs in (None, partners(errors, errors / size)):
+            own = difference(errors.T, pairs).T
+            raw, relative = Owned.of(own.abs(), _ALONE), Owned.of((own / size).square(), _SINGLED)
             owners |= raw.examples
             singled |= relative.examples
-            if sent is None:
-                continue
-            rows = difference(sent, pairs)
-            read |= inputs.pooled(rows, own, raw, _EXACT)
-            visible |= inputs.near(rows[relative.rows], relative.owner, _VISIBLE)
-            if shift is not None:
-                quotients.append(divided(rows, difference(shift, pairs)))
-        if quotients:
-            read |= inputs.solved(torch.cat(quotients), _EXACT)
+            if sent is not None:
+                rows = difference(sent, chosen(pairs, raw.rows))
+                read |= inputs.pooled(rows, raw.owner, own[raw.owner, raw.rows], _EXACT)
+                rows = difference(sent, chosen(pairs, relative.rows))
+                visible |= inputs.near(rows, relative.owner, _VISIBLE)
+        if sent is not None and (shift := _maybe_wide(self.sent.get(f"{found.layer}.bias"))) is not None:
+            read |= inputs.solved(divided(sent, shift), _EXACT)
         snr = inputs.snr(errors) if each == 1 else None
         sets = (("owners", owners), ("singled", singled), ("read", read), ("visible", visible))
         return replace(found, snr=snr, **{name: frozenset(token // each for token in own) for name, own in sets})

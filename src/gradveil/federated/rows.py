@@ -19,7 +19,8 @@ _LIVE = 1e-9
 _SAME = 1 - 1e-6
 """The cosine of two units' errors that are one and the same up to a factor."""
 _ROUNDING = 1e-10
-_PARTNERS = 3
+_PARTNERS, _LOOKED = 3, 256
+"""How many partners a unit has, and the units that have any: at least so many, or twice the examples."""
 _BLOCK = 1024
 """Units that are compared at once, so that wide layers take little memory."""
 
@@ -60,20 +61,41 @@ def partners(errors: Tensor, scaled: Tensor) -> Pairs:
     up to a factor one is taken. Pairs are chosen by scaled errors, in which no example is larger than others.
     """
     unit = scaled / scaled.norm(dim=0).clamp(min=1e-30)
-    place = torch.arange(unit.shape[1], device=unit.device)
-    first_alike = [(part.T @ unit).abs().gt(_SAME).int().argmax(1) for part in unit.split(_BLOCK, 1)]
-    kept = place[torch.cat(first_alike) == place]
+    kept = _distinct(unit)
     unit = unit[:, kept]
-    count = min(_PARTNERS + 1, len(kept))
-    near = torch.cat([(part.T @ unit).abs().topk(count, dim=1).indices[:, 1:] for part in unit.split(_BLOCK, 1)])
-    first, second = kept.repeat_interleave(near.shape[1]), kept[near.flatten()]
+    place = torch.arange(len(kept), device=kept.device)
+    # Neighbours in an imprint are the most alike of all units: of a wide layer those are looked at.
+    most = max(_LOOKED, 2 * len(errors))
+    if len(kept) > most:
+        alike = torch.cat([_alike(unit, some).amax(1) for some in place.split(_BLOCK)])
+        place = alike.topk(most).indices
+    count = max(0, min(_PARTNERS, len(kept) - 1))
+    near = _alike(unit, place).topk(count, dim=1).indices
+    first, second = kept[place].repeat_interleave(count), kept[near.flatten()]
     own, other = errors[:, first], errors[:, second]
-    both = (own != 0) & (other != 0)
-    ratio = torch.where(both, own / torch.where(both, other, torch.ones_like(other)), torch.nan)
+    # Off the examples that both have, a quotient is zero or infinite: neither counts.
+    ratio = own / other
+    ratio = torch.where((own != 0) & ratio.isfinite(), ratio, torch.nan)
     factor = ratio.nanmedian(0).values.nan_to_num(1.0) if len(first) else ratio.new_zeros(0)
     # Where hardly anything is left, the two were the same but for rounding.
     left = (own - factor * other).square().sum(0) > _ROUNDING * own.square().sum(0)
     return first[left], second[left], factor[left]
+
+
+def _alike(unit: Tensor, some: Tensor) -> Tensor:
+    """Return |cos| of some units with all, and -1 with themselves."""
+    alike = (unit[:, some].T @ unit).abs()
+    return alike.scatter_(1, some[:, None], -1.0)
+
+
+def _distinct(unit: Tensor) -> Tensor:
+    """Return the places of columns of length 1, one of those that are the same up to a sign; none of zeros."""
+    mark = torch.linspace(1, 2, len(unit), dtype=unit.dtype, device=unit.device).cos()
+    order = (mark @ unit).abs().argsort()
+    ordered = unit[:, order]
+    same = (ordered[:, 1:] * ordered[:, :-1]).sum(0).abs() > _SAME
+    new = torch.cat([same.new_ones(1), ~same]) if len(order) else same
+    return order[new & (ordered.square().sum(0) > 0.5)].sort().values
 
 
 def difference(rows: Tensor, pairs: Pairs | None) -> Tensor:
@@ -82,6 +104,14 @@ def difference(rows: Tensor, pairs: Pairs | None) -> Tensor:
         return rows
     first, second, factor = pairs
     return rows[first] - factor.view(-1, *[1] * (rows.ndim - 1)) * rows[second]
+
+
+def chosen(pairs: Pairs | None, rows: Tensor) -> Pairs:
+    """Return the pairs at some places, or single rows as pairs without a second."""
+    if pairs is None:
+        return rows, rows, torch.zeros(len(rows), device=rows.device)
+    first, second, factor = pairs
+    return first[rows], second[rows], factor[rows]
 
 
 def divided(rows: Tensor, by: Tensor) -> Tensor:
@@ -102,14 +132,11 @@ class Inputs:
         centre = self.x.mean(0) if len(self.x) > 1 else self.x.mean()
         return (self.x - centre).square().mean().clamp(min=1e-30)
 
-    def pooled(self, rows: Tensor, errors: Tensor, owned: Owned, most: float) -> set[int]:
+    def pooled(self, rows: Tensor, owner: Tensor, errors: Tensor, most: float) -> set[int]:
         """Return the owners that are read from all of their rows at once, weighted by their errors: noise averages."""
-        if not len(owned.rows):
-            return set()
-        examples, place = owned.owner.unique(return_inverse=True)
-        weights = rows.new_zeros(len(examples), len(owned.rows))
-        weights[place, torch.arange(len(owned.rows), device=rows.device)] = errors[owned.owner, owned.rows].to(rows)
-        return self.near(weights @ rows[owned.rows], examples, most)
+        examples, place = owner.unique(return_inverse=True)
+        sums = rows.new_zeros(len(examples), rows.shape[1]).index_add_(0, place, errors[:, None].to(rows) * rows)
+        return self.near(sums, examples, most)
 
     def near(self, rows: Tensor, owner: Tensor, most: float) -> set[int]:
         """Return the owners of rows that are their input, up to a factor and this share of the variance."""
