@@ -19,6 +19,7 @@ from gradveil.core.types import Batch, Domain
 from gradveil.defences import parse
 from gradveil.federated.exposure import Exposure, exposure, guarded_update
 from gradveil.federated.guard import inspect
+from gradveil.federated.rows import Owned, difference, partners
 from tests.federated.crafted import CRAFTED, PRIVATE, Crafted, gradient, perceptron, quantile, reconstructed
 from tests.federated.honest import HONEST, batches
 
@@ -152,6 +153,24 @@ def test_noise_is_averaged_over_the_rows_of_an_example() -> None:
     sent = noisy | {"first.weight": raw["first.weight"] + 0.05 * noise}
     assert rows.alone > 4 * len(rows.owners)
     assert len(exposure(client, client.params(), batch, sent).layers[0].read) >= 4
+
+
+def test_bins_are_found_among_many_other_units() -> None:
+    """200 nested bins of 32 examples, of any size and order, among 1,000 units that random examples pass."""
+    generator = Key(5).generator()
+    ranks, size = torch.rand(32, generator=generator), 0.5 + torch.rand(2, 200, generator=generator)
+    cuts = torch.linspace(0, 1, 202)[1:-1]
+    bins = size[0, :32, None] * (ranks[:, None] > cuts) * size[1]
+    single = int((torch.bucketize(ranks, cuts).bincount() == 1).sum())
+    others = torch.randn(32, 1000, generator=generator) * (torch.rand(32, 1000, generator=generator) < 0.5)
+    errors = torch.cat([others, bins], 1)[:, torch.randperm(1200, generator=generator)]
+    pairs = partners(errors, errors)
+    between = Owned.of(difference(errors.T, pairs).T.abs(), 0.99)
+    assert len(between.examples) >= 0.7 * single > 15
+    alone = Owned.of(errors.abs(), 0.99)
+    assert len(alone.examples) < 8
+    without = partners(others, others)
+    assert len(Owned.of(difference(others.T, without).T.abs(), 0.99).examples) < 4
 
 
 def test_units_and_ratios_are_those_of_single_gradients() -> None:

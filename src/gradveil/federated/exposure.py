@@ -24,7 +24,8 @@ from gradveil.core.types import Batch
 from gradveil.federated.guard import POLICY, Finding, Policy
 from gradveil.federated.isolation import Isolated, Pass, read_from
 from gradveil.nn.init import drawing_from, initialise
-from gradveil.nn.stochastic import switched_off
+from gradveil.nn.stochastic import buffer_places, switched_off
+from gradveil.nn.weights import is_statistic
 
 ALLOWED = 0.25
 """The share of a batch that may be read from an update."""
@@ -187,7 +188,8 @@ class _Comparison:
                 params = {n: torch.zeros_like(v) if n in biases else v for n, v in self.params.items()}
             if params is None:
                 params = freshened(self.client.model, self.params, Key(0, (which,)))
-            centred = which != "before"
+            # Fresh running statistics are 0 and 1. The other fresh parameters get the batch's means.
+            centred = which in ("fresh again", "without biases")
             found = Pass(self.client, params, *self.first, centred=centred, only=self.layers).run()
             self._made[which] = {other.layer: other for other in found}
         return self._made[which].get(layer.layer, Isolated(layer.layer))
@@ -202,7 +204,10 @@ class _Comparison:
 
 
 def freshened(model: nn.Module, params: Tensors, key: Key) -> Tensors:
-    """Return parameters as they are before any training: drawn by the library's law, or by the modules' own."""
+    """Return parameters and running statistics as they are before any training.
+
+    They are drawn by the library's law, or by the modules' own where it has none.
+    """
     fresh = copy.deepcopy(model)
     try:
         initialise(fresh, key.generator())
@@ -211,4 +216,6 @@ def freshened(model: nn.Module, params: Tensors, key: Key) -> Tensors:
             for module in fresh.modules():
                 if callable(again := getattr(module, "reset_parameters", None)):
                     again()
-    return {name: value.detach().to(params[name]) for name, value in fresh.named_parameters()}
+    drawn = {name: value.detach().to(params[name]) for name, value in fresh.named_parameters()}
+    places = {name: getattr(module, local) for name, module, local in buffer_places(fresh)}
+    return drawn | {name: value for name, value in places.items() if is_statistic(name)}
