@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -20,8 +21,20 @@ from gradveil.defences import parse
 from gradveil.federated.exposure import Exposure, exposure, guarded_update
 from gradveil.federated.guard import inspect
 from gradveil.federated.rows import Owned, difference, partners
-from tests.federated.crafted import CRAFTED, PRIVATE, Crafted, gradient, perceptron, quantile, reconstructed
-from tests.federated.honest import HONEST, batches
+from tests.federated.crafted import (
+    CRAFTED,
+    PRIVATE,
+    PUBLIC,
+    Crafted,
+    Net,
+    gradient,
+    linear,
+    outputs,
+    perceptron,
+    quantile,
+    reconstructed,
+)
+from tests.federated.honest import HONEST, batches, trained
 
 LOOSE = {"norm_bias": 0.1, "batch_norm_bias": 0.2}
 """Norms mix a layer's errors: what is read is near the image, and the same share of the variance off no other one."""
@@ -91,6 +104,28 @@ def test_honest_model_raises_no_alarm_of_malice(name: str) -> None:
         client = Client(net)
         exposed = exposure(client, client.params(), batch, gradient(net, batch))
         assert not exposed.malice, exposed.malice
+
+
+@pytest.mark.parametrize("name", ["mlp", "cnn"])
+def test_rounds_of_honest_training_raise_no_alarm(name: str) -> None:
+    net, before = HONEST[name](), None
+    for _ in range(4):
+        for batch in batches(PRIVATE, (32, 64)):
+            client = Client(net)
+            assert not exposure(client, client.params(), batch, gradient(net, batch), before).malice
+        before = {key: value.detach().clone() for key, value in net.state_dict().items()}
+        net = trained(net, 1)
+
+
+def test_leaky_activations_hide_nobody() -> None:
+    """They mix a little of all other examples into each row: what is read is near the image, and not the image."""
+    honest = Net(0, flat=nn.Flatten(), first=nn.Linear(256, 256), a=nn.LeakyReLU(), head=nn.Linear(256, 10))
+    net = copy.deepcopy(honest)
+    first = linear(net, "first")
+    with torch.no_grad():
+        first.bias.sub_(outputs(net, "first", PUBLIC.inputs).quantile(15 / 16, dim=0))
+    assert reconstructed(Crafted(honest, net, "first"), gradient(net, some(16)), some(16), 0.02) >= 12
+    assert shown(net, some(16)).share >= 0.75
 
 
 def test_small_batches_leak_at_honest_models_and_the_report_says_so() -> None:

@@ -31,8 +31,9 @@ ALLOWED = 0.25
 """The share of a batch that may be read from an update."""
 JUDGED = 16
 """Malice is judged in batches of more examples: up to here honest models single out nearly all of them."""
-_FEW, _MANY, _SDS = 0.15, 0.4, 3.0
-"""Excesses that are malice, as shares of the batch: over all references, over fresh parameters alone; or deviations."""
+_FEW, _SOON, _MANY, _SDS = 0.15, 0.25, 0.4, 3.0
+"""Excesses that are malice, as shares of the batch: over fresh parameters and those without biases, over fresh ones and
+the round before, over fresh ones alone. And the standard deviations that each of them has to exceed."""
 _HEARD, _AGREES = 0.5, 0.2
 
 
@@ -164,10 +165,12 @@ class _Comparison:
             return None
         count = max(len(fresh.singled), len(self._at("fresh again", layer).singled))
         if not self._exceeds(layer, count, _MANY):
-            others = ["without biases"] if self._before() is None else ["without biases", "before"]
-            count = min(max(count, len(self._at(other, layer).singled)) for other in others)
-            if not self._exceeds(layer, count, _FEW):
+            others = {"without biases": _FEW} if self._before() is None else {"without biases": _FEW, "before": _SOON}
+            counts = {other: max(count, len(self._at(other, layer).singled)) for other in others}
+            found = [counts[other] for other, least in others.items() if self._exceeds(layer, counts[other], least)]
+            if not found:
                 return None
+            count = min(found)
         what = f"singles out {len(layer.visible)} of {examples} examples, where parameters to compare with (fresh, "
         what += f"without biases, of the round before) do with {count}"
         return Finding("malice", f"update.{layer.layer}", what)

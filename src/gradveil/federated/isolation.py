@@ -26,8 +26,11 @@ from gradveil.nn.surgery import BatchNorm
 
 SILENT = 0.3
 """A layer that learns from a smaller share of the examples is compared with its gradient as a whole."""
-_EXACT, _VISIBLE = 1e-3, 0.1
-"""Mean squared errors, as shares of the variance of a layer's inputs, of what was read and of what is still visible."""
+_READ, _VISIBLE = 0.02, 0.1
+"""Mean squared errors, as shares of the variance of a layer's inputs, of what was read and of what is still visible.
+
+Behind ReLU what is read is exact. Leaky activations mix a little of all other examples in.
+"""
 _ALONE, _SINGLED = 0.99, 0.98
 """The share of a unit's absolute errors, or of their squares, that makes it one example's own."""
 _SURE = 1e-6
@@ -166,7 +169,7 @@ class Pass:
         if isinstance(module, nn.Linear) and len(parts) == 1 and _affordable(parts[0][1]):
             found = self._tokens(found, *parts[0], sent)
         elif sent is not None:
-            read, visible = gradients.shown(raw, sent, _EXACT), gradients.shown(relative, sent, _VISIBLE)
+            read, visible = gradients.shown(raw, sent, _READ), gradients.shown(relative, sent, _VISIBLE)
             found = replace(found, read=read, visible=visible)
         if path in self._normed:
             found = _behind_norm(found, gradients, sent, *self._normed[path])
@@ -196,11 +199,11 @@ class Pass:
             singled |= relative.examples
             if sent is not None:
                 rows = difference(sent, chosen(pairs, raw.rows))
-                read |= inputs.pooled(rows, raw.owner, own[raw.owner, raw.rows], _EXACT)
+                read |= inputs.pooled(rows, raw.owner, own[raw.owner, raw.rows], _READ)
                 rows = difference(sent, chosen(pairs, relative.rows))
                 visible |= inputs.near(rows, relative.owner, _VISIBLE)
         if sent is not None and (shift := _maybe_wide(self.sent.get(f"{found.layer}.bias"))) is not None:
-            read |= inputs.solved(divided(sent, shift), _EXACT)
+            read |= inputs.solved(divided(sent, shift), _READ)
         snr = inputs.snr(errors) if each == 1 else None
         sets = (("owners", owners), ("singled", singled), ("read", read), ("visible", visible))
         return replace(found, snr=snr, **{name: frozenset(token // each for token in own) for name, own in sets})
@@ -208,7 +211,7 @@ class Pass:
 
 def read_from(weight: Tensor, bias: Tensor, x: Tensor) -> int:
     """Count the inputs [B, n] that are quotients of an update's rows and biases."""
-    return len(Inputs(_wide(x)).solved(divided(_wide(weight), _wide(bias)), _EXACT))
+    return len(Inputs(_wide(x)).solved(divided(_wide(weight), _wide(bias)), _READ))
 
 
 def _behind_norm(
