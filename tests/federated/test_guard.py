@@ -1,4 +1,4 @@
-"""The guard: five families of manipulated models are caught, and twenty honest ones raise no alarm."""
+"""Inspection of weights: every family of manipulated models is caught, and honest ones raise no alarm."""
 
 from __future__ import annotations
 

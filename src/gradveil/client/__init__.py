@@ -1,7 +1,7 @@
 """The client: one gradient, per-example gradients, local steps, public messages, state on disk."""
 
 from gradveil.client.client import Client
-from gradveil.client.drawn import Task, drawn_update, drawn_updates
+from gradveil.client.drawn import Task, drawn_update, drawn_updates, first_gradient
 from gradveil.client.gradient import cross_entropy
 from gradveil.client.local import Local
 from gradveil.client.messages import announced, proposer, scheduled, speakers
@@ -17,6 +17,7 @@ __all__ = [
     "cross_entropy",
     "drawn_update",
     "drawn_updates",
+    "first_gradient",
     "load_state",
     "proposer",
     "save_state",

@@ -210,6 +210,22 @@ class Client:
         sent, after = self._sending(params, batch, whole, state, update, after, *outputs[-1:])
         return sent, steady(sent, after, state)
 
+    def first_given(
+        self, batch: Batch, noise: Mapping[str, Tensor], of_step: Drawn, of_epoch: Drawn, state: Tensors
+    ) -> tuple[Batch, Tensors]:
+        """Return the examples and the noise that the model gets for the first gradient of `trained_update`."""
+        own = self.own(noise, state)
+        if self.local is None:
+            whole = self._batching.changed(batch, noise)
+            return whole, self._of_model({**noise, **own}, len(whole.inputs))
+        drawn, inner = noise[self.local.order], of_step(0)
+        examples = self._batching.steps(batch, drawn, of_epoch)(0, inner)
+        given = self._of_model({**inner, **own}, len(examples.inputs))
+        if self.local.sampling != "poisson":
+            return examples, given
+        taken = drawn[0].nonzero().flatten()
+        return Batch(*(value[taken] for value in examples)), {name: value[taken] for name, value in given.items()}
+
     @property
     def apart(self) -> bool:
         """Whether `abreast` is not for it, since it has something of its own."""

@@ -39,6 +39,12 @@ def drawn_update(
         return client.trained_update(params, *_trainee(client, params, Task(batch, key, state)))
 
 
+def first_gradient(client: Client, params: Tensors, task: Task) -> tuple[Batch, Tensors]:
+    """Draw again what the model gets for the first gradient of `drawn_update`: its examples, and its noise."""
+    batch, once, of_step, of_epoch, state = _trainee(client, params, task)
+    return client.first_given(batch, once, of_step, of_epoch, state)
+
+
 def drawn_updates(client: Client, params: Tensors, tasks: Sequence[Task]) -> list[tuple[Tensors, Tensors]]:
     """Compute `drawn_update` of several clients at once (`Client.abreast`): the same draws, equal but for rounding."""
     with _reasons_of(client, tasks[0].batch):

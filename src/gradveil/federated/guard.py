@@ -1,9 +1,10 @@
-"""A client's look at the model it was sent, before it trains on it: what a server does that wants to read data.
+"""Inspection of a received model before a client trains on it: patterns that honest training does not leave.
 
-Each family of manipulation leaves a trace in the parameters that honest training does not: rows that are copies of each
-other with graded biases (imprint), rows whose positive weights are the negative ones scaled (trap), layers that are
-dead or far out of scale, a last layer that lets one class or one feature through (fishing), and a jump that no client's
-update explains. Nothing here proves a server honest: weights can be manipulated in ways that nobody has published.
+Rows that are copies of each other with graded biases (imprint), rows whose positive weights are the negative ones
+scaled (trap), biases that hold most units of a layer shut (quantile), layers that are dead or far out of scale, a last
+layer that lets one class or one feature through (fishing), and a jump that no client's update explains. Nothing here
+proves a server honest, and weights can be made to look random. This is the second line: the first is the client's look
+at its own update (`gradveil.federated.exposure`), which needs no pattern.
 
 Layers are found by the names of what was received, so that a server's tensors are looked at whatever the client's model
 calls its own. The model says which of them are embeddings, and which is the last one.
@@ -22,7 +23,7 @@ from gradveil.core.allowed import Choice
 from gradveil.core.errors import GradveilError, Problem, refuse
 from gradveil.nn.paths import last_layer
 
-Family = Literal["imprint", "trap", "extreme", "fishing", "jump", "not finite"]
+Family = Literal["imprint", "trap", "quantile", "extreme", "fishing", "jump", "not finite", "leak", "malice"]
 Policy = Literal["warn", "refuse", "ignore"]
 POLICY = Choice(get_args(Policy))
 """What may be said: a policy that is misspelt must not pass for a milder one."""
@@ -35,12 +36,21 @@ _MOST, _SOME = 0.5, 0.1
 _PARALLEL = 0.999
 _JITTERED, _COPIED = 0.99, 0.02
 """How parallel copies are that jitter of a tenth of each weight was added to, and how far their sizes differ."""
+_JITTER = 0.05
+"""How far the cuts of parallel rows of any size lie apart, in units of the largest."""
 _PAIRED = 2e-3
 _BALANCED = 0.01
 """How far sums of positive over those of negative weights lie from each other in rows that were scaled alike."""
 _OUT_OF_SCALE = 50.0
-_NOTHING = 1e-3
+_NOTHING = 0.02
 """A row or column of a last layer this much smaller than the largest lets nothing through."""
+_EMPTY = 0.9
+"""The share of a layer's rows that pruning leaves at zero, and no more. A layer that is zero as a whole starts so."""
+_SHUT, _UNITS, _CHANNELS = 0.7, 0.4, 1.25
+"""The share of units with biases below zero, their median in units of the row's length, and how far biases of a norm
+lie below zero in units of its weights. Honest medians lie above -0.15."""
+_KINDS = 8
+"""Sizes that the weights of a row have at least: those of quantised rows say nothing."""
 _NATS = 20.0
 """A difference of last biases beyond which a class is as good as excluded; one in a million examples is 14."""
 _JUMP, _LEAP, _FAR = 10.0, 0.3, 3.0
@@ -50,6 +60,10 @@ alone, where one's own update is not known."""
 _BLOCK = 1024
 """Rows that are compared at once, so that wide layers take little memory."""
 _REMEDY = "do not train on it: ask who runs the server, or leave this round out"
+_REMEDIES: Mapping[str, str] = {
+    "leak": "train on larger batches, clip and add noise, or leave this round out",
+    "malice": "do not send it: ask who runs the server, or leave this round out",
+}
 
 
 @dataclass(frozen=True)
@@ -62,7 +76,7 @@ class Finding:
 
     def problem(self, severity: Literal["error", "warning"]) -> Problem:
         """Say it as every other problem is said."""
-        return Problem(self.where, f"{self.family}: {self.what}", _REMEDY, severity)
+        return Problem(self.where, f"{self.family}: {self.what}", _REMEDIES.get(self.family, _REMEDY), severity)
 
 
 @dataclass(frozen=True)
@@ -115,12 +129,10 @@ def inspect(
         layer = _Layer.of(name, weight, received)
         if name in broken or layer.bias_name in broken:
             continue
-        looks = (_fishing,) if name == last else (_imprint, _trap, _extreme)
+        looks = (_fishing,) if name == last else (_imprint, _trap, _quantile, _extreme)
         for look in looks:
             found += look(layer)
-    for name, value in received.items():
-        if value.ndim == 1 and _kind(name) == "weight" and name not in broken and _most(value) > _OUT_OF_SCALE:
-            found.append(Finding("extreme", name, f"reaches {_most(value):.3g}, where a norm's scale is about 1"))
+    found += _norms(received, broken)
     if previous is not None:
         found += _jump(received, previous, sent, broken, rounds)
     return found
@@ -200,13 +212,17 @@ def _imprint(layer: _Layer) -> Iterator[Finding]:
     unit = (rows / sizes[:, None].clamp(min=1e-30)).float()
     same = _shared(unit, _PARALLEL)
     number = int(same.sum())
-    # A tenth of the rows has to agree in size and differ in bias too: units that learn the same thing do not.
+    # A tenth of the rows has to differ in bias too: units that learn the same do not. Jittered ones agree in size.
     near = _shared(unit, _JITTERED)
     graded = bias is not None and len(bias[near].unique()) > 0.5 * int(near.sum())
     copies = int(((sizes[near] / sizes[near].median() - 1).abs() < _COPIED).sum()) if graded else 0
+    if bias is not None and number >= _ROWS:
+        cuts = bias[same] / sizes[same].clamp(min=1e-30)
+        spread = float(cuts.std()) > _JITTER * float(cuts.abs().max())
+        copies = max(copies, number if spread and len(cuts.unique()) > 0.5 * number else 0)
     many = number >= max(_ROWS, _MOST * len(rows))
     if many or copies >= max(_ROWS, _SOME * len(rows)):
-        number = number if many else copies
+        number = max(number if many else 0, copies)
         more = " and their biases differ" if graded else ""
         yield Finding("imprint", layer.name, f"{number} of {len(rows)} rows point the same way{more}")
 
@@ -230,11 +246,12 @@ def _trap(layer: _Layer) -> Iterator[Finding]:
         in_half = ((block <= 0).sum(1) >= half) & ((block >= 0).sum(1) >= half)
         ordered = block[in_half].sort(1).values
         below, above = -ordered[:, :half], ordered.flip(1)[:, :half]
-        split = (below[:, -1] >= 0) & (above[:, -1] >= 0) & (below[:, 0] > 0) & (above[:, 0] > 0)
+        various = (below.diff(dim=1) != 0).sum(1) >= _KINDS
+        split = (below[:, -1] >= 0) & (above[:, -1] >= 0) & (below[:, 0] > 0) & (above[:, 0] > 0) & various
         scale = above.sum(1) / below.sum(1).clamp(min=1e-30)
         apart = (above - scale[:, None] * below).norm(dim=1) / above.norm(dim=1).clamp(min=1e-30)
         exact.append(scale[split & (apart < _PAIRED)])
-        halved.append(scale[(below[:, -1] > 0) & (above[:, -1] > 0)])
+        halved.append(scale[(below[:, -1] > 0) & (above[:, -1] > 0) & various])
     paired, alike = torch.cat(exact), _densest(torch.cat(halved))
     if len(paired) >= max(_ROWS, _MOST * len(rows)):
         what = f"in {len(paired)} of {len(rows)} rows the positive weights are the negative ones times"
@@ -254,16 +271,51 @@ def _densest(scales: Tensor) -> Tensor:
     return ordered[first : int(ends[first])] if len(ordered) else ordered
 
 
+def _quantile(layer: _Layer) -> Iterator[Finding]:
+    """Report biases that hold most units shut for most inputs (Nowak et al. 2024), where the weights are honest."""
+    sizes = layer.rows.norm(dim=1)
+    live = sizes > 0
+    if layer.bias is None or int(live.sum()) < 2 * _ROWS or layer.rows.shape[1] < _COLUMNS:
+        return
+    cuts = layer.bias[live] / sizes[live]
+    shut, median = int((cuts < 0).sum()), -float(cuts.median())
+    # Beyond what inputs of size 1 reach units are dead, which is another trace.
+    if shut >= _SHUT * len(cuts) and _UNITS < median <= layer.rows.shape[1] ** 0.5:
+        what = f"is below zero in {shut} of {len(cuts)} units, by {median:.2f} times the length of a row in the median"
+        yield Finding("quantile", layer.bias_name, what)
+
+
+def _norms(received: Mapping[str, Tensor], broken: set[str]) -> Iterator[Finding]:
+    """Report norms that are far out of scale, or whose biases hold most channels shut."""
+    for name, scale in received.items():
+        if scale.ndim != 1 or _kind(name) != "weight" or name in broken:
+            continue
+        if _most(scale) > _OUT_OF_SCALE:
+            yield Finding("extreme", name, f"reaches {_most(scale):.3g}, where a norm's scale is about 1")
+        bias_name = name.removesuffix("weight") + "bias"
+        bias = received.get(bias_name)
+        if bias is None or bias_name in broken or bias.shape != scale.shape or len(bias) < 2 * _ROWS:
+            continue
+        shut = int((bias.double() < -_CHANNELS * scale.double().abs())[scale != 0].sum())
+        if shut > _SHUT * len(bias):
+            what = f"lies {_CHANNELS} deviations or more below zero in {shut} of {len(bias)} channels"
+            yield Finding("quantile", bias_name, what)
+
+
 def _extreme(layer: _Layer) -> Iterator[Finding]:
     """Tell layers that are dead, or so far out of scale that what passes them is no feature any more."""
     name, rows, bias = layer.name, layer.rows, layer.bias
     fan_in = rows.shape[1]
     # A layer that keeps the variance of its input has weights of root mean square 1 / sqrt(fan in).
-    dead = rows.norm(dim=1) < 1 / _OUT_OF_SCALE**2
-    if int(dead.sum()) > _MOST * len(rows):
+    sizes = rows.norm(dim=1)
+    if not bool(sizes.any()):  # a residual branch or an adapter that starts at zero
+        return
+    dead = sizes < 1 / _OUT_OF_SCALE**2
+    # Pruning leaves zeros, and nothing that is nearly zero.
+    if int((dead & (sizes > 0)).sum()) > _MOST * len(rows) or int(dead.sum()) > _EMPTY * len(rows):
         yield Finding("extreme", name, f"{int(dead.sum())} of {len(rows)} rows are zero, or as good as that")
         return
-    gain = float(rows.square().mean().sqrt()) * fan_in**0.5
+    gain = float(rows[sizes > 0].square().mean().sqrt()) * fan_in**0.5
     if gain > _OUT_OF_SCALE:
         yield Finding("extreme", name, f"its weights are {gain:.0f} times as large as those that keep a signal's size")
     elif gain < 1 / _OUT_OF_SCALE**2:
@@ -271,10 +323,10 @@ def _extreme(layer: _Layer) -> Iterator[Finding]:
     if bias is None:
         return
     # |w x| <= |w| |x|, and inputs of size 1 have |x| = sqrt(fan in): behind such biases units are off, or always on.
-    beyond = int((bias.abs() > rows.norm(dim=1) * fan_in**0.5).sum()) if fan_in >= _COLUMNS else 0
+    beyond = int((bias.abs() > sizes * fan_in**0.5)[sizes > 0].sum()) if fan_in >= _COLUMNS else 0
     if float(bias.abs().max()) > _OUT_OF_SCALE:
         yield Finding("extreme", layer.bias_name, f"reaches {float(bias.abs().max()):.3g}")
-    elif beyond > _MOST * len(rows):
+    elif beyond > _MOST * int((sizes > 0).sum()):
         what = f"lies beyond what inputs of size 1 reach in {beyond} of {len(rows)} units"
         yield Finding("extreme", layer.bias_name, what)
 

@@ -11,12 +11,13 @@ import torch
 from flwr.app import Context, Message, MetricRecord
 from torch import Tensor, nn
 
-from gradveil.client import Client, drawn_update, scheduled
+from gradveil.client import Client, Task, drawn_update, first_gradient, scheduled
 from gradveil.core.errors import Problem, refuse
 from gradveil.core.noise import Key
 from gradveil.core.tree import Tensors
 from gradveil.core.types import Batch, Transform
 from gradveil.defences.lattice import deployed
+from gradveil.federated.exposure import exposure, guarded_update
 from gradveil.federated.guard import Finding, Policy, guarded
 from gradveil.federated.wire import Layout
 from gradveil.integrations.flower.budget import Charge, Limit, charged, uncounted
@@ -33,6 +34,7 @@ def answer(
     *,
     metrics: Mapping[str, int | float] | None = None,
     guard: Policy = "warn",
+    leak: Policy | None = None,
     folder: Path | str | None = None,
     key: Key | None = None,
     training: str | None = None,
@@ -49,10 +51,12 @@ def answer(
     something is put on a grid (`gradveil.defences.lattice`). A `key` is for tests and simulations that have to be
     repeatable: it draws as the engine does, and no privacy is promised or counted.
 
-    `guard` says what happens if the model looks manipulated (`gradveil.federated.guard`). `folder` is where the client
-    keeps its files, `~/.gradveil/flower` if neither it nor `--node-config gradveil-folder=...` says otherwise.
-    `training` is a name that lets the state follow when a run is started again and has another id; without it each run
-    starts with an empty state.
+    `guard` says what happens if the model looks manipulated (`gradveil.federated.guard`), or if the update singles out
+    far more examples than the batch does at honest models; `leak` what happens if more than a quarter of the examples
+    can be read from what would be sent (`gradveil.federated.exposure`): by default a warning, unless the guard ignores.
+    What is refused is neither stored nor sent. `folder` is where the client keeps its files, `~/.gradveil/flower` if
+    neither it nor `--node-config gradveil-folder=...` says otherwise. `training` is a name that lets the state follow
+    when a run is started again and has another id; without it each run starts with an empty state.
 
     What differential privacy the client has spent is counted in the ledger of the training, and reported in the log at
     this `delta` (`gradveil.integrations.flower.budget`). A round that would bring it above `epsilon` is refused.
@@ -74,7 +78,8 @@ def answer(
         mine = {name: params[name] for name in client.trained()}
         look(client.model, question.number, params | buffers, mine, memory, guard)
         with torch.no_grad():
-            update, state = drawn_update(here, params, batch, memory.key(question.number, key), state)
+            task = Task(batch, memory.key(question.number, key), state)
+            update, state = watched(here, params, task, memory, question.number, guard, leak)
         sent = encoded(update)
         told = {"metrics": MetricRecord({"num-examples": len(batch.targets), **(metrics or {})})}
         spend(charge)
@@ -148,6 +153,24 @@ def look(
         sent = decoded(before.sent, trained, before.received)
     cpu = {name: value.cpu() for name, value in received.items()}
     guarded(model, cpu, guard, tell, previous, sent, rounds)
+
+
+def watched(
+    client: Client, params: Tensors, task: Task, memory: Memory, number: int, guard: Policy, leak: Policy | None
+) -> tuple[Tensors, Tensors]:
+    """Compute an update and the next state, and look at what the update shows before anybody gets it."""
+
+    def tell(finding: Finding) -> None:
+        LOG.warning("%s", finding.problem("warning"))
+
+    update, state = drawn_update(client, params, *task)
+    leak = leak or ("ignore" if guard == "ignore" else "warn")
+    if (guard, leak) != ("ignore", "ignore"):
+        before = memory.previous(number)
+        previous = None if before is None else before[0].received
+        first = first_gradient(client, params, task)
+        guarded_update(exposure(client, params, task.batch, update, previous, first), guard, leak, tell)
+    return update, state
 
 
 def unsupported(client: Client) -> list[Problem]:

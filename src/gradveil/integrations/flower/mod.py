@@ -71,9 +71,10 @@ def protect(
     Running statistics of BatchNorm layers are means over private examples. If `train()` changed them, `"refuse"` sends
     nothing, `"keep"` leaves them out (the server's stay as they are), and `"send"` sends them, **undefended**.
 
-    The guard looks at each layer for manipulation; `model` tells it which one is the last and which are embeddings;
-    without it names and shapes do. `trainable`, `guard`, `folder`, `key`, `training`, `epsilon` and `delta` are as in
-    `answer` and `Client`.
+    The guard inspects the weights that came. A mod has no examples, and so cannot measure what an update shows of them
+    as `answer` does: what only that look catches passes here. `model` names the last layer and the embeddings; without
+    it names and shapes do. `trainable`, `guard`, `folder`, `key`, `training`, `epsilon` and `delta` are as in `answer`
+    and `Client`.
     """
     found = parse(defence) if isinstance(defence, str) else defence
     said = (("guard", POLICY, guard), ("statistics", _STATISTICS, statistics))

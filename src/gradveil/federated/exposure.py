@@ -1,0 +1,224 @@
+"""A client's look at its own update before it is sent: the examples that it shows, and whether the model is why.
+
+Two questions have two answers. *Leak*: the share of the batch that can be read from what is about to be sent. Small
+honest batches leak. *Malice*: far more examples are singled out than the same batch shows at freshly initialised
+parameters, at the received ones without biases, and at those of the round before. Both are decided on the update that
+really leaves: a defence that hides the examples satisfies both.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from math import sqrt
+
+import torch
+from torch import Tensor, nn
+
+from gradveil.client import Client
+from gradveil.core.errors import GradveilError, refuse
+from gradveil.core.noise import Key
+from gradveil.core.tree import Tensors
+from gradveil.core.types import Batch
+from gradveil.federated.guard import POLICY, Finding, Policy
+from gradveil.federated.isolation import Isolated, Pass, read_from
+from gradveil.nn.init import drawing_from, initialise
+from gradveil.nn.stochastic import buffer_places, switched_off
+from gradveil.nn.weights import is_statistic
+
+ALLOWED = 0.25
+"""The share of a batch that may be read from an update."""
+JUDGED = 16
+"""Malice is judged in batches of more examples: up to here honest models single out nearly all of them."""
+_FEW, _SOON, _MANY, _SDS = 0.15, 0.25, 0.4, 3.0
+"""Excesses that are malice, as shares of the batch: over fresh parameters and those without biases, over fresh ones and
+the round before, over fresh ones alone. And the standard deviations that each of them has to exceed."""
+_HEARD, _AGREES = 0.5, 0.2
+
+
+First = tuple[Batch, Tensors]
+"""Examples and noise that the model was given for the first gradient of a round (`gradveil.client.first_gradient`)."""
+
+
+@dataclass(frozen=True)
+class Exposure:
+    """What an update shows of the batch that it was computed from."""
+
+    layers: tuple[Isolated, ...]
+    examples: int
+    """Examples of the first gradient."""
+    read: frozenset[int]
+    """Those of them that can be read from what is sent."""
+    share: float
+    """The share of the first gradient's examples, or of all of the client's, that can be read: the larger of both."""
+    malice: tuple[Finding, ...] = ()
+
+    @property
+    def judged(self) -> bool:
+        """Whether the batch is large enough to tell malice from honest isolation."""
+        return self.examples > JUDGED
+
+    def leak(self, allowed: float = ALLOWED) -> Finding | None:
+        """Report a leak of more than the allowed share."""
+        if self.share <= allowed:
+            return None
+        worst = max(self.layers, key=lambda layer: len(layer.read), default=None)
+        where = "update" if worst is None else f"update.{worst.layer}"
+        count = f"{len(self.read)} of {self.examples} examples"
+        what = f"{count} of a gradient can be read in closed form ({self.share:.0%}; {allowed:.0%} allowed)"
+        if not self.judged:
+            what += (
+                f"; batches of up to {JUDGED} examples leak at honest models too, so this says nothing of the server"
+            )
+        return Finding("leak", where, what)
+
+
+def exposure(
+    client: Client,
+    params: Tensors,
+    batch: Batch,
+    sent: Mapping[str, Tensor],
+    previous: Mapping[str, Tensor] | None = None,
+    first: First | None = None,
+) -> Exposure:
+    """Measure what an update `sent` in answer to `params` shows of a batch.
+
+    `previous` are parameters (and buffers) that an earlier round began with. `first` is what the model was given for
+    the first gradient; without it the batch's first examples, and model noise that is off.
+    """
+    first = _first(client, batch) if first is None else first
+    inputs = first[0].inputs
+    if not len(inputs):
+        return Exposure((), 0, frozenset(), 0.0)
+    layers = Pass(client, params, *first, sent).run()
+    read = frozenset[int]().union(*(layer.read for layer in layers))
+    share = len(read) / len(inputs)
+    if client.local is not None:
+        share = max(share, _of_all(client, batch, sent) / len(batch.inputs))
+    suspects = [layer for layer in layers if _suspect(layer, len(inputs))]
+    compared = _Comparison(client, params, first, previous, frozenset(layer.layer for layer in suspects))
+    malice = tuple(finding for layer in suspects if (finding := compared.judge(layer)) is not None)
+    return Exposure(tuple(layers), len(inputs), read, share, malice)
+
+
+def guarded_update(
+    exposed: Exposure, guard: Policy, leak: Policy, tell: Callable[[Finding], None], allowed: float = ALLOWED
+) -> None:
+    """Act on what an update shows as the policies say: refuse by raising, tell every finding, or do nothing."""
+    refuse([*POLICY.problems("guard", guard), *POLICY.problems("leak", leak)])
+    found = exposed.leak(allowed)
+    leaks = [] if found is None else [found]
+    refused = [
+        finding for policy, own in ((guard, exposed.malice), (leak, leaks)) if policy == "refuse" for finding in own
+    ]
+    if refused:
+        raise GradveilError(finding.problem("error") for finding in refused)
+    for policy, own in ((guard, exposed.malice), (leak, leaks)):
+        for finding in own if policy == "warn" else ():
+            tell(finding)
+
+
+def _first(client: Client, batch: Batch) -> First:
+    count = len(batch.inputs) if client.local is None else min(client.local.batch, len(batch.inputs))
+    some = Batch(batch.inputs[:count], batch.targets[:count])
+    return some, switched_off(client.model, some.inputs)
+
+
+def _of_all(client: Client, batch: Batch, sent: Mapping[str, Tensor]) -> int:
+    """Count all examples that can be read from a first layer that takes them as they are."""
+    for path, module in client.model.named_modules():
+        if isinstance(module, nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d):
+            weight, bias = (sent.get(f"{path}.{name}") for name in ("weight", "bias"))
+            inputs = batch.inputs.flatten(1)
+            fits = isinstance(module, nn.Linear) and module.in_features == inputs.shape[1]
+            return read_from(weight, bias, inputs) if fits and weight is not None and bias is not None else 0
+    return 0
+
+
+def _suspect(layer: Isolated, examples: int) -> bool:
+    """Whether a layer shows so much that a comparison is worth its time."""
+    return layer.agreement > _AGREES or (examples > JUDGED and len(layer.visible) > _FEW * examples)
+
+
+@dataclass
+class _Comparison:
+    """The same batch at other parameters, each looked at once for all layers that show much, and when asked for."""
+
+    client: Client
+    params: Tensors
+    first: First
+    previous: Mapping[str, Tensor] | None
+    layers: frozenset[str]
+
+    def __post_init__(self) -> None:
+        """Look at nothing yet."""
+        self._made: dict[str, dict[str, Isolated]] = {}
+
+    def judge(self, layer: Isolated) -> Finding | None:
+        """Compare a layer with itself at fresh parameters first: most honest models end there."""
+        examples, fresh = len(self.first[0].inputs), self._at("fresh", layer)
+        if layer.agreement > _AGREES and fresh.heard >= _HEARD:
+            what = f"learns from {layer.heard:.0%} of {examples} examples, at fresh parameters from {fresh.heard:.0%}"
+            return Finding("malice", f"update.{layer.layer}", what)
+        if not self._exceeds(layer, len(fresh.singled), _FEW):
+            return None
+        count = max(len(fresh.singled), len(self._at("fresh again", layer).singled))
+        if not self._exceeds(layer, count, _MANY):
+            others = {"without biases": _FEW} if self._before() is None else {"without biases": _FEW, "before": _SOON}
+            counts = {other: max(count, len(self._at(other, layer).singled)) for other in others}
+            found = [counts[other] for other, least in others.items() if self._exceeds(layer, counts[other], least)]
+            if not found:
+                return None
+            count = min(found)
+        what = f"singles out {len(layer.visible)} of {examples} examples, where parameters to compare with (fresh, "
+        what += f"without biases, of the round before) do with {count}"
+        return Finding("malice", f"update.{layer.layer}", what)
+
+    def _exceeds(self, layer: Isolated, baseline: int, least: float) -> bool:
+        """Whether more examples are visible than a baseline explains: by a share of the batch, and by chance."""
+        examples = len(self.first[0].inputs)
+        rate = (baseline + 1) / (examples + 2)
+        chance = _SDS * sqrt(examples * rate * (1 - rate))
+        return examples > JUDGED and len(layer.visible) - baseline > max(least * examples, chance)
+
+    def _at(self, which: str, layer: Isolated) -> Isolated:
+        """Return a layer at fresh parameters, at those received without biases, or at those of the round before."""
+        if which not in self._made:
+            params = self._before() if which == "before" else None
+            if which == "without biases":  # honest layers open about as many units so
+                biases = {name for name in self.params if name.rpartition(".")[2] == "bias"}
+                params = {n: torch.zeros_like(v) if n in biases else v for n, v in self.params.items()}
+            if params is None:
+                params = freshened(self.client.model, self.params, Key(0, (which,)))
+            # Fresh running statistics are 0 and 1. The other fresh parameters get the batch's means.
+            centred = which in ("fresh again", "without biases")
+            found = Pass(self.client, params, *self.first, centred=centred, only=self.layers).run()
+            self._made[which] = {other.layer: other for other in found}
+        return self._made[which].get(layer.layer, Isolated(layer.layer))
+
+    def _before(self) -> Tensors | None:
+        """Return the parameters and buffers of the round before, if they are those of this model."""
+        before = dict(self.previous or {})
+        if not all(n in before and before[n].shape == self.params[n].shape for n in self.client.trained()):
+            return None
+        like = next(iter(self.params.values()))
+        return {**self.params, **{name: value.to(like.device) for name, value in before.items()}}
+
+
+def freshened(model: nn.Module, params: Tensors, key: Key) -> Tensors:
+    """Return parameters and running statistics as they are before any training.
+
+    They are drawn by the library's law, or by the modules' own where it has none.
+    """
+    fresh = copy.deepcopy(model)
+    try:
+        initialise(fresh, key.generator())
+    except GradveilError:
+        with drawing_from(key.generator()):
+            for module in fresh.modules():
+                if callable(again := getattr(module, "reset_parameters", None)):
+                    again()
+    drawn = {name: value.detach().to(params[name]) for name, value in fresh.named_parameters()}
+    places = {name: getattr(module, local) for name, module, local in buffer_places(fresh)}
+    return drawn | {name: value for name, value in places.items() if is_statistic(name)}

@@ -1,0 +1,273 @@
+"""Single examples in the rows of a gradient: which units belong to one example, and what of it an update still shows.
+
+Each row of a layer's gradient is a sum over the batch, dW_i = sum_e D_ei x_e, with the error D_ei of example e at unit
+i. If one example has nearly all of a unit's error, the row is that example's input up to a factor, whatever trick of
+the weights brought this about. The same holds for differences of two rows (imprints). The client knows D. It therefore
+needs no model of an attack to count isolated examples. One pass over the batch is enough, without weight gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gradveil.client import Client
+from gradveil.core.tree import Tensors, peak, single
+from gradveil.core.types import Batch
+from gradveil.federated.rows import CONVOLUTIONS, Inputs, Owned, WeightGradients, chosen, difference, divided, partners
+from gradveil.nn.calls import call_on
+from gradveil.nn.norms import BatchStatistics
+from gradveil.nn.stochastic import collect_penalties
+from gradveil.nn.surgery import BatchNorm
+
+SILENT = 0.3
+"""A layer that learns from a smaller share of the examples is compared with its gradient as a whole."""
+_READ, _VISIBLE = 0.02, 0.1
+"""Mean squared errors, as shares of the variance of a layer's inputs, of what was read and of what is still visible.
+
+Behind ReLU what is read is exact. Leaky activations mix a little of all other examples in.
+"""
+_ALONE, _SINGLED = 0.99, 0.98
+"""The share of a unit's absolute errors, or of their squares, that makes it one example's own."""
+_SURE = 1e-6
+"""An example with a smaller share of the largest error at the output has none: its gradient is rounding."""
+_FEWEST = 8
+_COST = 2**33
+"""Multiplications up to which each token of a layer is compared by itself, and not only each example."""
+_NONE: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True)
+class Isolated:
+    """What one layer's gradient isolates, by the positions of examples in the batch."""
+
+    layer: str
+    live: int = 0
+    """Units with an error at all."""
+    alone: int = 0
+    """Units of which one example has more than 99% of the absolute errors."""
+    owners: frozenset[int] = _NONE
+    """Examples with such a unit, or with such a difference of two units."""
+    singled: frozenset[int] = _NONE
+    """Examples with nearly all squared error of a unit (or a difference) where each example's errors are divided by its
+    own at the model's output: the parameters single them out, and not their loss."""
+    effective: float = 0.0
+    """(sum |D|)^2 / sum D^2 of a unit's errors, the median over live units: how many examples a row mixes."""
+    heard: float = 1.0
+    """(sum g)^2 / (n sum g^2) over these relative errors: the share of the examples that the layer learns from."""
+    snr: float | None = None
+    """D-SNR, max_e |g_e| / |sum of the others|, of linear layers of one input per example."""
+    read: frozenset[int] = _NONE
+    """Examples whose input to this layer can be computed from the update that is sent."""
+    visible: frozenset[int] = _NONE
+    """Singled out examples that the update which is sent still shows, if not exactly."""
+    agreement: float = 0.0
+    """cos^2 of the layer's update with its gradient, where it learns from few examples."""
+
+
+@dataclass
+class Pass:
+    """One pass of a client's model over a batch, with hooks on its layers."""
+
+    client: Client
+    params: Tensors
+    """Parameters, and buffers that replace the client's."""
+    batch: Batch
+    noise: Mapping[str, Tensor]
+    sent: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
+    """The update that is about to leave; without it only errors are counted."""
+    centred: bool = False
+    """Whether running means are replaced by those of the batch."""
+    only: frozenset[str] | None = None
+    """The layers that are looked at; all if None."""
+    found: dict[str, Isolated] = field(default_factory=dict[str, Isolated])
+
+    def __post_init__(self) -> None:
+        """Prepare what is collected on the way."""
+        self._calls: dict[str, int] = {}
+        self._parts: dict[str, list[tuple[Tensor, Tensor]]] = {}
+        self._made: dict[int, tuple[str, Tensor]] = {}
+        self._errors = torch.ones(len(self.batch.inputs), device=self.batch.inputs.device)
+        self._normed: dict[str, tuple[Owned, bool]] = {}
+
+    def run(self) -> list[Isolated]:
+        """Run the model forward and backward, and return its layers in the order of the forward pass."""
+        model, inputs = self.client.model, self.batch.inputs
+        lent = {name: value.clone() for name, value in self.client.objective.buffers().items()}
+        fixed = {
+            name: value.detach().clone() if name in lent else value.detach() for name, value in self.params.items()
+        }
+        start = torch.zeros((), device=inputs.device, requires_grad=True)
+        hooks = [m.register_forward_hook(self._forward(p, m, start)) for p, m in model.named_modules() if _looked(m)]
+        if self.centred:
+            hooks += [m.register_forward_pre_hook(_centre) for m in model.modules()]
+        try:
+            with torch.enable_grad(), collect_penalties() as penalties:
+                outputs = call_on(model, {**lent, **fixed, **self.noise}, inputs)
+                if not outputs.requires_grad:
+                    return []
+                outputs = outputs.view_as(outputs)  # a node of its own: its hook runs before those of the layers
+                outputs.register_hook(self._outputs)
+                torch.autograd.grad(self.client.objective.total(outputs, self.batch.targets, penalties), start)
+        finally:
+            for hook in hooks:
+                hook.remove()
+            self._made.clear()
+        return [self.found[path] for path in self._calls if path in self.found]
+
+    def _outputs(self, errors: Tensor) -> None:
+        size = _wide(errors).flatten(1).norm(dim=1)
+        self._errors = torch.where(size > _SURE * size.max(), size, torch.inf)
+
+    def _by_example(self, value: object) -> bool:
+        """Whether a value is a tensor whose first dimension is the batch: of others nothing is said here."""
+        return isinstance(value, Tensor) and value.ndim > 1 and len(value) == len(self.batch.inputs)
+
+    def _forward(self, path: str, module: nn.Module, start: Tensor) -> Callable[..., Any]:
+        """Return the hook that keeps a layer's input until its errors come back."""
+
+        def hook(_module: nn.Module, arguments: tuple[Any, ...], output: Any) -> Any:
+            given: Any = arguments[0] if arguments else None
+            if not self._by_example(given) or not self._by_example(output):
+                return output
+            output = output if output.requires_grad else output + start
+            self._calls[path] = self._calls.get(path, 0) + 1
+            before, _ = self._made.get(id(given), ("", given))
+            self._made[id(output)] = path, output
+
+            def back(errors: Tensor) -> None:
+                parts = self._parts.setdefault(path, [])
+                parts.append((_wide(given), _wide(errors)))
+                if len(parts) == self._calls[path]:
+                    self._layer(path, module, self._parts.pop(path), before)
+
+            output.register_hook(back)
+            return output
+
+        return hook
+
+    def _layer(self, path: str, module: nn.Module, parts: list[tuple[Tensor, Tensor]], before: str) -> None:
+        """Count what a layer isolates, once all of its errors have come."""
+        if self.only is not None and self.only.isdisjoint((path, before)):
+            return
+        by_unit = [_by_unit(errors, _units_last(module, errors)) for _, errors in parts]
+        sizes = torch.stack(by_unit).sum(0)
+        raw, relative = Owned.of(sizes, _ALONE), Owned.of((sizes / self._errors[:, None]).square(), _SINGLED)
+        if not isinstance(module, (nn.Linear, *CONVOLUTIONS)):
+            self._normed[before] = relative, _mixes(module)
+            return
+        total = sizes.sum(0)
+        live = total > 1e-9 * peak(total)
+        found = Isolated(path, int(live.sum()), len(raw.rows), raw.examples, relative.examples)
+        mixed = (total.square() / sizes.square().sum(0))[live].median() if bool(live.any()) else 0.0
+        found = replace(found, effective=float(mixed), heard=self._heard([errors for _, errors in parts]))
+        gradients, sent = WeightGradients(module, parts), _maybe_wide(self.sent.get(f"{path}.weight"))
+        if isinstance(module, nn.Linear) and len(parts) == 1 and _affordable(parts[0][1]):
+            found = self._tokens(found, *parts[0], sent)
+        elif sent is not None:
+            read, visible = gradients.shown(raw, sent, _READ), gradients.shown(relative, sent, _VISIBLE)
+            found = replace(found, read=read, visible=visible)
+        if path in self._normed:
+            found = _behind_norm(found, gradients, sent, *self._normed[path])
+        if sent is not None and found.heard < SILENT:
+            found = replace(found, agreement=gradients.agreement(sent))
+        self.found[path] = found
+
+    def _heard(self, errors: list[Tensor]) -> float:
+        """Return the share of the examples that a layer learns from; 1 if hardly an example has an error."""
+        energy = torch.stack([part.flatten(1).square().sum(1) for part in errors]).sum(0)
+        gains = energy.sqrt() / self._errors
+        sure = int(self._errors.isfinite().sum())
+        squares = float(gains.square().sum())
+        return float(gains.sum().square()) / squares / sure if squares and sure >= _FEWEST else 1.0
+
+    def _tokens(self, found: Isolated, x: Tensor, errors: Tensor, sent: Tensor | None) -> Isolated:
+        """Count a linear layer's units and differences of two, token by token, and solve for its inputs."""
+        examples = len(x)
+        x, errors = x.flatten(0, -2), errors.flatten(0, -2)
+        each = len(x) // examples
+        inputs, size = Inputs(x), self._errors.repeat_interleave(each)[:, None]
+        owners, singled, read, visible = set[int](), set[int](), set[int](), set[int]()
+        for pairs in (None, partners(errors, errors / size)):
+            own = difference(errors.T, pairs).T
+            raw, relative = Owned.of(own.abs(), _ALONE), Owned.of((own / size).square(), _SINGLED)
+            owners |= raw.examples
+            singled |= relative.examples
+            if sent is not None:
+                rows = difference(sent, chosen(pairs, raw.rows))
+                read |= inputs.pooled(rows, raw.owner, own[raw.owner, raw.rows], _READ)
+                rows = difference(sent, chosen(pairs, relative.rows))
+                visible |= inputs.near(rows, relative.owner, _VISIBLE)
+        if sent is not None and (shift := _maybe_wide(self.sent.get(f"{found.layer}.bias"))) is not None:
+            read |= inputs.solved(divided(sent, shift), _READ)
+        snr = inputs.snr(errors) if each == 1 else None
+        sets = (("owners", owners), ("singled", singled), ("read", read), ("visible", visible))
+        return replace(found, snr=snr, **{name: frozenset(token // each for token in own) for name, own in sets})
+
+
+def read_from(weight: Tensor, bias: Tensor, x: Tensor) -> int:
+    """Count the inputs [B, n] that are quotients of an update's rows and biases."""
+    return len(Inputs(_wide(x)).solved(divided(_wide(weight), _wide(bias)), _READ))
+
+
+def _behind_norm(
+    found: Isolated, gradients: WeightGradients, sent: Tensor | None, behind: Owned, mixing: bool
+) -> Isolated:
+    """Add what the norm behind a layer isolates: its errors are mixed again on their way to the layer.
+
+    A norm of single examples leaves their input visible in the row. One over the batch takes off the batch's mean and
+    trend, which a server with public images puts back.
+    """
+    singled, (x, _) = found.singled | behind.examples, gradients.parts[0]
+    if sent is None:
+        return replace(found, singled=singled)
+    visible = gradients.kept(behind, sent, _VISIBLE)
+    read = visible if mixing else _NONE
+    if x.ndim == 2 and not mixing:
+        read = frozenset(Inputs(x).near(sent[behind.rows], behind.owner, _VISIBLE))
+    return replace(found, singled=singled, visible=found.visible | visible, read=found.read | read)
+
+
+def _looked(module: nn.Module) -> bool:
+    """Whether a module's errors are looked at: those of layers with weights, and of norms."""
+    return isinstance(module, (nn.Linear, *CONVOLUTIONS, BatchStatistics)) or "Norm" in type(module).__name__
+
+
+def _mixes(module: nn.Module) -> bool:
+    """Whether a norm takes its statistics from the batch."""
+    return isinstance(module, BatchStatistics) or (isinstance(module, BatchNorm) and module.training)
+
+
+def _affordable(errors: Tensor) -> bool:
+    return errors[..., 0].numel() * errors.shape[-1] ** 2 <= _COST or errors.ndim == 2
+
+
+def _centre(module: nn.Module, arguments: tuple[Any, ...]) -> None:
+    mean = getattr(module, "running_mean", None)
+    if isinstance(mean, Tensor):
+        x = arguments[0].detach()
+        mean.copy_(x.mean((0, *range(2, x.ndim))))
+
+
+def _wide(value: Tensor) -> Tensor:
+    return value.detach().to(single(value.dtype))
+
+
+def _maybe_wide(value: Tensor | None) -> Tensor | None:
+    return None if value is None else _wide(value)
+
+
+def _units_last(module: nn.Module, errors: Tensor) -> bool:
+    """Whether a module's units are the last dimension of its errors, and not the second."""
+    return isinstance(module, nn.Linear) or (not isinstance(module, CONVOLUTIONS) and errors.ndim == 3)
+
+
+def _by_unit(errors: Tensor, last: bool) -> Tensor:
+    """Sum absolute errors over positions: [B, ..., K] or [B, K, ...] -> [B, K]."""
+    if errors.ndim == 2:
+        return errors.abs()
+    return errors.abs().flatten(1, -2).sum(1) if last else errors.abs().flatten(2).sum(2)

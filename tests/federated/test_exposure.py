@@ -1,0 +1,342 @@
+"""A client's look at its own update: crafted models raise an alarm, honest ones and defences that hide do not."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from gradveil.client import Client, Local, Task, drawn_update, first_gradient
+from gradveil.client.gradient import example_gradients
+from gradveil.core.errors import GradveilError
+from gradveil.core.noise import Key
+from gradveil.core.types import Batch, Domain
+from gradveil.defences import parse
+from gradveil.federated.exposure import Exposure, exposure, guarded_update
+from gradveil.federated.guard import inspect
+from gradveil.federated.rows import Owned, difference, partners
+from tests.federated.crafted import (
+    CRAFTED,
+    PRIVATE,
+    PUBLIC,
+    Crafted,
+    Net,
+    gradient,
+    linear,
+    outputs,
+    perceptron,
+    quantile,
+    reconstructed,
+)
+from tests.federated.honest import HONEST, batches, trained
+
+LOOSE = {"norm_bias": 0.1, "batch_norm_bias": 0.2}
+"""Norms mix a layer's errors: what is read is near the image, and the same share of the variance off no other one."""
+UNSEEN_IN_WEIGHTS = {"some_quantiles", "norm_bias", "running_mean", "split"}
+"""What the inspection of weights does not find."""
+QUICK = (
+    *("mlp", "mlp, orthogonal", "mlp, layer norm", "mlp, 5 epochs", "wide mlp, 5 epochs", "cnn, group norm"),
+    *("lenet", "resnet, zero convolutions", "vit", "lora", "pruned rows", "binary cnn"),
+)
+
+
+def some(count: int, start: int = 0) -> Batch:
+    return Batch(PRIVATE.inputs[start : start + count], PRIVATE.targets[start : start + count])
+
+
+def shown(net: nn.Module, batch: Batch, text: str = "none", previous: Mapping[str, Tensor] | None = None) -> Exposure:
+    client = parse(text)(Client(net))
+    params = client.params()
+    task = Task(batch, Key(1), client.init(params))
+    with torch.no_grad():
+        sent, _ = drawn_update(client, params, *task)
+    return exposure(client, params, batch, sent, previous, first_gradient(client, params, task))
+
+
+@pytest.fixture(scope="module", params=CRAFTED)
+def made(request: pytest.FixtureRequest) -> Crafted:
+    return CRAFTED[request.param](32)
+
+
+def name_of(request: pytest.FixtureRequest) -> str:
+    return request.node.callspec.params["made"]
+
+
+def test_crafted_model_gives_examples_away(made, request) -> None:
+    batch, most = some(32), LOOSE.get(name_of(request), 0.05)
+    update = gradient(made.model, batch)
+    count = reconstructed(made, update, batch, most)
+    assert count >= 13
+    assert count > reconstructed(made._replace(model=made.honest), gradient(made.honest, batch), batch, most)
+    assert reconstructed(made, update, some(32, 300), most) <= 2, "nothing is read of images that are not in the update"
+
+
+def test_update_of_crafted_model_is_refused(made) -> None:
+    exposed = shown(made.model, some(32))
+    assert exposed.malice
+    with pytest.raises(GradveilError, match=r"malice: .* -> do not send it"):
+        guarded_update(exposed, "refuse", "ignore", lambda finding: None)
+
+
+def test_round_before_with_the_same_crafted_model_excuses_nothing(made) -> None:
+    before = dict(made.model.state_dict())
+    assert shown(made.model, some(32), previous=before).malice
+    assert shown(made.model, some(32), previous=dict(made.honest.state_dict())).malice
+
+
+def test_weights_show_most_of_them(made, request) -> None:
+    seen = {finding.family for finding in inspect(made.model, dict(made.model.state_dict()))}
+    assert bool(seen) is (name_of(request) not in UNSEEN_IN_WEIGHTS)
+    assert not {finding.family for finding in inspect(made.honest, dict(made.honest.state_dict()))}
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_honest_model_raises_no_alarm_of_malice(name: str) -> None:
+    net = HONEST[name]()
+    assert inspect(net, dict(net.state_dict())) == inspect(None, dict(net.state_dict())) == []
+    for batch in batches(PRIVATE, (8, 24, 64)):
+        client = Client(net)
+        exposed = exposure(client, client.params(), batch, gradient(net, batch))
+        assert not exposed.malice, exposed.malice
+
+
+@pytest.mark.parametrize("name", ["mlp", "cnn"])
+def test_rounds_of_honest_training_raise_no_alarm(name: str) -> None:
+    net, before = HONEST[name](), None
+    for _ in range(4):
+        for batch in batches(PRIVATE, (32, 64)):
+            client = Client(net)
+            assert not exposure(client, client.params(), batch, gradient(net, batch), before).malice
+        before = {key: value.detach().clone() for key, value in net.state_dict().items()}
+        net = trained(net, 1)
+
+
+def test_leaky_activations_hide_nobody() -> None:
+    """They mix a little of all other examples into each row: what is read is near the image, and not the image."""
+    honest = Net(0, flat=nn.Flatten(), first=nn.Linear(256, 256), a=nn.LeakyReLU(), head=nn.Linear(256, 10))
+    net = copy.deepcopy(honest)
+    first = linear(net, "first")
+    with torch.no_grad():
+        first.bias.sub_(outputs(net, "first", PUBLIC.inputs).quantile(15 / 16, dim=0))
+    assert reconstructed(Crafted(honest, net, "first"), gradient(net, some(16)), some(16), 0.02) >= 12
+    assert shown(net, some(16)).share >= 0.75
+
+
+def test_small_batches_leak_at_honest_models_and_the_report_says_so() -> None:
+    exposed = shown(perceptron(), some(8))
+    assert exposed.share == 1
+    assert not exposed.malice
+    found = exposed.leak()
+    assert found is not None
+    assert "8 of 8 examples" in found.what
+    assert "says nothing of the server" in found.what
+    told: list[str] = []
+    guarded_update(exposed, "refuse", "warn", lambda finding: told.append(finding.family))
+    guarded_update(exposed, "refuse", "ignore", lambda finding: told.append(finding.family))
+    guarded_update(exposed, "refuse", "refuse", lambda finding: None, allowed=1.0)
+    assert told == ["leak"]
+    with pytest.raises(GradveilError, match=r"leak: 8 of 8 .* -> train on larger batches"):
+        guarded_update(exposed, "warn", "refuse", lambda finding: None)
+    wrong: Any = "refused"
+    with pytest.raises(GradveilError, match=r"guard: is 'refused'.*\n.*leak: is 'refused'"):
+        guarded_update(exposed, wrong, wrong, lambda finding: None)
+
+
+def test_malice_is_not_judged_where_honest_models_single_out_nearly_everybody() -> None:
+    exposed = shown(quantile(16).model, some(16))
+    assert exposed.share > 0.8
+    assert not exposed.judged
+    assert not exposed.malice
+    large = shown(perceptron(), some(128))
+    assert large.judged
+    assert large.leak() is None
+
+
+@pytest.mark.parametrize(
+    "text", ["dp(clip=1, sigma=1)", "user-dp(clip=1, sigma=0.1)", "gaussian(1e-2)", "prune(0.999)"]
+)
+def test_defence_that_hides_the_examples_satisfies_both(text: str) -> None:
+    crafted = quantile(32).model
+    assert shown(crafted, some(32)).malice
+    exposed = shown(crafted, some(32), text)
+    assert not exposed.malice
+    assert exposed.leak() is None
+
+
+@pytest.mark.parametrize("text", ["gaussian(1e-7)", "user-dp(clip=1, sigma=1e-7)", "prune(0.3)"])
+def test_defence_that_hides_nothing_changes_nothing(text: str) -> None:
+    exposed = shown(quantile(32).model, some(32), text)
+    assert exposed.malice
+    assert exposed.share > 0.5
+
+
+def test_noise_is_averaged_over_the_rows_of_an_example() -> None:
+    """Single rows are too noisy to be read exactly; the sum of all rows of an example is not."""
+    net, batch = quantile(8).model, some(8)
+    client = Client(net)
+    raw = gradient(net, batch)
+    scale = 0.05 * raw["first.weight"].abs().max()
+    noisy = {name: value + 0 * value for name, value in raw.items()}
+    rows = exposure(client, client.params(), batch, noisy).layers[0]
+    noise = scale * torch.randn(raw["first.weight"].shape, generator=Key(2).generator())
+    sent = noisy | {"first.weight": raw["first.weight"] + 0.05 * noise}
+    assert rows.alone > 4 * len(rows.owners)
+    assert len(exposure(client, client.params(), batch, sent).layers[0].read) >= 4
+
+
+def test_bins_are_found_among_many_other_units() -> None:
+    """200 nested bins of 32 examples, of any size and order, among 1,000 units that random examples pass."""
+    generator = Key(5).generator()
+    ranks, size = torch.rand(32, generator=generator), 0.5 + torch.rand(2, 200, generator=generator)
+    cuts = torch.linspace(0, 1, 202)[1:-1]
+    bins = size[0, :32, None] * (ranks[:, None] > cuts) * size[1]
+    single = int((torch.bucketize(ranks, cuts).bincount() == 1).sum())
+    others = torch.randn(32, 1000, generator=generator) * (torch.rand(32, 1000, generator=generator) < 0.5)
+    errors = torch.cat([others, bins], 1)[:, torch.randperm(1200, generator=generator)]
+    pairs = partners(errors, errors)
+    between = Owned.of(difference(errors.T, pairs).T.abs(), 0.99)
+    assert len(between.examples) >= 0.7 * single > 15
+    alone = Owned.of(errors.abs(), 0.99)
+    assert len(alone.examples) < 8
+    without = partners(others, others)
+    assert len(Owned.of(difference(others.T, without).T.abs(), 0.99).examples) < 4
+
+
+def test_units_and_ratios_are_those_of_single_gradients() -> None:
+    net, batch = perceptron(), some(6)
+    client = Client(net)
+    params = client.params()
+    (first, *_), each = (
+        exposure(client, params, batch, {}).layers,
+        example_gradients(client.objective, params, {}, batch, {}),
+    )
+    errors = each["first.bias"].abs()  # dc_i of one example is its error at unit i
+    share = errors.amax(0) / errors.sum(0).clamp(min=1e-30)
+    assert first.alone == int((share > 0.99).sum())
+    assert first.live == int((errors.sum(0) > 0).sum())
+    assert set(errors.argmax(0)[share > 0.99].tolist()) <= first.owners
+    flat = each["first.weight"].flatten(1)
+    ratios = [float(row.norm() / (flat.sum(0) - row).norm()) for row in flat]
+    assert first.snr == pytest.approx(max(ratios), rel=1e-3)
+
+
+LOCAL = {
+    "one step": Local(batch=32, lr=0.1, steps=1),
+    "an epoch": Local(batch=32, lr=0.1, epochs=1),
+    "poisson": Local(batch=32, lr=0.1, steps=1, sampling="poisson"),
+}
+
+
+@pytest.mark.parametrize("name", LOCAL)
+def test_first_gradient_is_that_of_the_first_step(name: str) -> None:
+    local = LOCAL[name]
+    net, batch = perceptron(), some(64)
+    client = Client(net, local=replace(local, steps=1, epochs=None))
+    params = client.params()
+    task = Task(batch, Key(3), client.init(params))
+    with torch.no_grad():
+        sent, _ = drawn_update(client, params, *task)
+    given, noise = first_gradient(client, params, task)
+    assert noise == {}
+    total = F.cross_entropy(net(given.inputs), given.targets, reduction="sum") / local.batch
+    (expected,) = torch.autograd.grad(total, [net.get_parameter("first.weight")])
+    torch.testing.assert_close(sent["first.weight"], local.lr * expected)
+
+
+def test_first_gradient_has_what_batch_defences_made_of_the_examples() -> None:
+    lower, upper = PRIVATE.inputs.min().view(1, 1, 1), PRIVATE.inputs.max().view(1, 1, 1)
+    client = parse("ats")(Client(perceptron(), domain=Domain(lower, upper, 10)))
+    params, batch = client.params(), some(8)
+    task = Task(batch, Key(3), client.init(params))
+    with torch.no_grad():
+        sent, _ = drawn_update(client, params, *task)
+    given, _ = first_gradient(client, params, task)
+    assert not torch.equal(given.inputs, batch.inputs)
+    torch.testing.assert_close(sent, gradient(client.model, given))
+    assert exposure(client, params, batch, sent, first=(given, {})).share == 1, "what was trained on is read"
+
+
+@pytest.mark.parametrize("name", ["one step", "an epoch", "poisson"])
+def test_local_training_at_crafted_model_is_measured_by_what_is_sent(name: str) -> None:
+    """After several steps rows are sums over other examples: fewer are read, and the sum decides."""
+    client = Client(quantile(32).model, local=LOCAL[name])
+    params, batch = client.params(), some(64)
+    task = Task(batch, Key(3), client.init(params))
+    with torch.no_grad():
+        sent, _ = drawn_update(client, params, *task)
+    exposed = exposure(client, params, batch, sent, first=first_gradient(client, params, task))
+    assert exposed.share > 0.25
+    assert bool(exposed.malice)
+    wrong = exposure(client, params, some(64, 300), sent)
+    assert wrong.share <= 0.05
+    assert not wrong.malice
+
+
+def test_all_of_a_clients_examples_count_and_not_those_of_one_step_alone() -> None:
+    """Steps of one example each: what the first one shows is one of eight, and the sum shows them all."""
+    net, batch = quantile(8).model, some(8)
+    client = Client(net, local=Local(batch=1, lr=1e-4, steps=8))
+    params = client.params()
+    order = torch.arange(8).reshape(8, 1)
+    with torch.no_grad():
+        sent, _ = client.update(params, batch, {"schedule": order}, client.init(params))
+    exposed = exposure(client, params, batch, sent)
+    assert exposed.examples == 1
+    assert exposed.share >= 0.5
+
+
+def test_look_changes_nothing_and_draws_nothing() -> None:
+    made = CRAFTED["running_mean"](32)
+    before = {name: value.clone() for name, value in made.model.state_dict().items()}
+    state = torch.random.get_rng_state()
+    first, second = shown(made.model, some(32)), shown(made.model, some(32))
+    assert first == second
+    assert torch.equal(state, torch.random.get_rng_state())
+    assert all(torch.equal(value, before[name]) for name, value in made.model.state_dict().items())
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in made.model.modules())
+
+
+class PairNorm(nn.Module):
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return x, x
+
+
+class Odd(nn.Module):
+    """What a look has to bear: a layer that runs twice, one that never runs, a padding by name, an embedding.
+
+    One layer gets all tokens of the batch in one dimension, and a module that is called a norm returns a pair.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(16, 8)
+        self.conv = nn.Conv1d(8, 8, 3, padding="same")
+        self.twice, self.never, self.head = nn.Linear(8, 8), nn.Linear(3, 3), nn.Linear(8, 4)
+        self.flat, self.norm = nn.Linear(8, 8), PairNorm()
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.conv(self.embed(tokens).transpose(1, 2)).transpose(1, 2).relu()
+        x = self.twice(self.twice(x).relu()).relu()
+        x = self.flat(x.flatten(0, 1)).view_as(x)
+        return self.head(self.norm(x)[0].mean(1))
+
+
+def test_layers_that_run_twice_or_never_and_tokens_are_borne() -> None:
+    net = Odd()
+    for parameter in net.parameters():
+        nn.init.normal_(parameter, std=0.3, generator=Key(0).generator())
+    tokens = torch.arange(120).reshape(20, 6) % 16
+    batch = Batch(tokens, torch.arange(20) % 4)
+    client = Client(net)
+    loss = F.cross_entropy(net(tokens), batch.targets)
+    names = [name for name, _ in net.named_parameters() if "never" not in name]
+    sent = dict(zip(names, torch.autograd.grad(loss, [net.get_parameter(name) for name in names]), strict=True))
+    exposed = exposure(client, client.params(), batch, sent)
+    assert [layer.layer for layer in exposed.layers] == ["conv", "twice", "head"]
+    assert not exposed.malice
