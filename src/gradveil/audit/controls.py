@@ -74,7 +74,7 @@ def controls_of(guessing: Guessing | None, scene: Scene, matched: Tensor, places
     where there is none); of each target with the mean image, the mean of its class, and public images of its class.
     `OTHERS` images at most stand for all of a class.
     """
-    gallery = scene.victims.pixels.double()
+    gallery = scene.victims.pixels
     wrong = list(_mismatched(scene, matched, places, gallery))
     controls = {"wrong_victim": _average(wrong)} if wrong else {}
     if guessing is None:
@@ -84,10 +84,11 @@ def controls_of(guessing: Guessing | None, scene: Scene, matched: Tensor, places
         by_class.setdefault(int(scene.victims.targets[place]), []).append(place)
     kinds: dict[str, list[dict[str, Tensor]]] = {"mean_image": [], "class_mean": [], "class_image": []}
     for label, own in by_class.items():
-        targets = torch.tensor(own)
-        for name, guess in (("mean_image", guessing.mean()), ("class_mean", guessing.class_mean(label))):
-            kinds[name].append(_compared(scene, guess[None], targets, gallery))
-        kinds["class_image"].append(_passing(scene, guessing.images(label)[:OTHERS], gallery[targets]))
+        means = torch.stack([guessing.mean(), guessing.class_mean(label)])
+        scores = _compared(scene, means, torch.tensor(own), gallery, _nearest(means, gallery))
+        for number, name in enumerate(("mean_image", "class_mean")):
+            kinds[name].append({key: values[number : number + 1] for key, values in scores.items()})
+        kinds["class_image"].append(_passing(scene, guessing.images(label)[:OTHERS], gallery[own]))
     return controls | {name: _average(scores) for name, scores in kinds.items()}
 
 
@@ -95,26 +96,32 @@ def _mismatched(scene: Scene, matched: Tensor, places: Tensor, gallery: Tensor) 
     """Compare each reconstruction with private images that other clients hold."""
     targets = scene.victims.targets
     count = max(8, min(OTHERS, 20_000 // places.numel()))
-    for own, images in zip(places, matched, strict=True):
+    pointed = _nearest(matched.flatten(0, 1), gallery).view(places.shape)
+    for v, own in enumerate(places):
         outside = torch.ones(len(gallery), dtype=torch.bool)
         outside[own] = False
-        for place, image in zip(own.tolist(), images, strict=True):
+        for b, place in enumerate(own.tolist()):
             others = (outside & (targets == targets[place])).nonzero().flatten()
             others = others if len(others) else outside.nonzero().flatten()
             if not len(others):
                 return
             key = Key(0, ("control", "mismatch", place))
-            yield _compared(
-                scene, image[None], others[torch.randperm(len(others), generator=key.generator())[:count]], gallery
-            )
+            chosen = others[torch.randperm(len(others), generator=key.generator())[:count]]
+            yield _compared(scene, matched[v, b : b + 1], chosen, gallery, pointed[v, b : b + 1])
 
 
-def _compared(scene: Scene, guess: Tensor, places: Tensor, gallery: Tensor) -> dict[str, Tensor]:
-    """Score a guess [1, C, H, W] against the images at these places of the gallery, and whether it points at them."""
-    scores = _passing(scene, guess, gallery[places])
-    distances = (gallery - guess).square().flatten(1).sum(1)
-    nearest = (distances[places] <= distances.min())[None]
-    return scores | {"identified": nearest, "identifiable": nearest & scores["asr"]}
+def _compared(scene: Scene, guesses: Tensor, places: Tensor, gallery: Tensor, nearest: Tensor) -> dict[str, Tensor]:
+    """Score guesses against the images at these places of the gallery, and whether they point at them."""
+    scores = _passing(scene, guesses, gallery[places])
+    identified = nearest[:, None] == places
+    return scores | {"identified": identified, "identifiable": identified & scores["asr"]}
+
+
+def _nearest(images: Tensor, gallery: Tensor) -> Tensor:
+    """Return the place of the gallery image nearest in L2 to each image [N, C, H, W]; -1 for one that is not finite."""
+    flat = images.nan_to_num(0, 0, 0).float().flatten(1)
+    nearest = torch.cat([torch.cdist(part, gallery.flatten(1)).argmin(1) for part in flat.split(256)])
+    return torch.where(finite(images), nearest, -1)
 
 
 def _passing(scene: Scene, guesses: Tensor, truth: Tensor) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""Whether an attack worked as an attack: "0% because broken" must not look like "0% because defended"."""
+"""The attack check: whether a low rate can be blamed on the defence, or comes from a broken attack."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ PASSED = frozenset[State]({"effective", "converged", "ambiguous"})
 
 @dataclass(frozen=True)
 class Health:
-    """How an attack did as an attack, and why that is said."""
+    """The outcome of an attack check, with its reasons."""
 
     state: State
     reasons: tuple[str, ...] = ()
@@ -60,12 +60,12 @@ class Health:
 
     @property
     def doubts(self) -> tuple[str, ...]:
-        """The reasons not to take a low rate for the defence's doing."""
+        """The reasons why a low rate may not be the defence's doing."""
         return self.reasons if self.state in ("under-optimised", "suspect") else ()
 
 
 def examine(row: Row, rows: Sequence[Row]) -> Health:
-    """Judge the attack of a cell, beside the other cells of its run.
+    """Check the attack of a trial against the other trials of its run.
 
     A rate that is high was not reached by a broken attack. A low one may be low because the attack is broken, because
     it stopped early, or because its objective prefers other images: then the update does not say enough.
@@ -115,13 +115,13 @@ def _misled(row: Row) -> str:
         why = "the closed form takes local steps for one gradient, and a search that simulates them may do better"
     elif row.info.get("in_parts") and not _ORDERS & _told_secrets(row):
         why = (
-            "he does not know which examples the client took in which local step, and supposes what the true images do "
-            "not fit; order=drawn with restarts supposes others, order=told tells what that knowledge is worth"
+            "the attacker does not know which examples the client took in which local step, and the true images do not "
+            "fit its assumption; order=drawn with restarts tries other orders, order=told measures what knowing it adds"
         )
     elif row.attacker in ("naive", "aware"):
-        why = "by what he believes of the client they fit, and an attacker who knows the defence may do better"
+        why = "they fit the client that the attack simulates, and an attacker who knows the defence may do better"
     elif row.info.get("in_parts", True) and row.setting.client.startswith("local") and row.attacker != "informed":
-        why = "by what he believes of the client they fit, and its local steps that he guesses may be others"
+        why = "they fit the client that the attack simulates, and its local steps, which are guessed, may be others"
     return f"the attacker's objective is satisfied by other images ({_compared(row)}): {why}"
 
 
@@ -199,11 +199,10 @@ def coincidence(row: Row) -> str:
 
 
 def guesses(row: Row) -> bool:
-    """Say whether an attacker who knows the defence leaves to chance what it randomises inside the client's model.
+    """Report whether an adaptive attack leaves to chance what the defence randomises inside the client's model.
 
     Masks and bottleneck samples can be searched for, and a network can be trained on what every draw of them does to an
-    update. An attacker who draws them afresh, or takes them to be off, does not do better than one who ignores the
-    defence, whatever he believes.
+    update. An attack that draws them again, or takes them to be off, does no better than a non-adaptive one.
     """
     if row.attacker != "adaptive" or _learns(row):
         return False
