@@ -92,7 +92,7 @@ def test_fail_above_is_a_gate(small: Path, capsys: pytest.CaptureFixture[str]) -
     err = capsys.readouterr().err
     assert "--fail-above 50%: failed. 1 of 1 setting is above it." in err
     (line,) = [line for line in err.splitlines() if line.startswith("prune(0.9)")]
-    assert line.split()[-4:-1] == ["2/2", "100%", "34.2–100%"]
+    assert line.split()[-5:-1] == ["2/2", "100%", "recovered", "34.2–100%"]
     assert "runs/small/report.html" in err
     assert audit("--out", "other", "--fail-above", "0.1") == 1
     err = capsys.readouterr().err
@@ -113,9 +113,9 @@ def test_cells_above_the_gate_say_where_they_stand() -> None:
     cells = [each.cell for each in (row(8, trained=20, seed=1), row(1, trained=0, belief="naive"))]
     console.print(above_table(gate(Run({"cells": []}, cells), 0.01).above))
     assert [" ".join(line.split()) for line in console.export_text().splitlines()] == [
-        "defence verdict attack seed client round attacker recovered 95% CI baseline",
-        "dgp LEAKS ig 1 gradient 20 knows the defence 8/32 25% 13.3–42.1% 0%",
-        "dgp LEAKS ig 0 gradient 0 ignores the defence 1/32 3.1% 0.6–15.7% 0%",
+        "defence verdict attack seed client round attacker images 95% CI baseline",
+        "dgp LEAKS ig 1 gradient 20 knows the defence 8/32 25% recovered 13.3–42.1% 0%",
+        "dgp LEAKS ig 0 gradient 0 ignores the defence 1/32 3.1% recovered 0.6–15.7% 0%",
     ]
 
 

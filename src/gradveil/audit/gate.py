@@ -41,7 +41,9 @@ class Counted:
     verdict: Verdict
     row: Row
     hits: int
-    """Images recovered; or those identified, or recovered as trained on, where more are and that is a leak."""
+    """The images that count."""
+    criterion: str = "recovered"
+    """How they were hit: recovered; or by another criterion, where that is a leak and hits more."""
 
     @property
     def rate(self) -> float:
@@ -60,8 +62,8 @@ class Counted:
 
     @property
     def baseline(self) -> float | None:
-        """The share of images that the best guess is expected to recover; None where that is not known."""
-        expected = expected_of(self.row, "recovered")
+        """The share of images that the best guess is expected to hit; None where that is not known."""
+        expected = expected_of(self.row, self.criterion)
         return None if expected is None else expected / self.row.images
 
 
@@ -141,13 +143,13 @@ def _that_count(found: Findings) -> list[Verdict | Gap]:
 
 def _most(verdict: Verdict) -> Counted:
     """Find the judged trial with the highest rate, whatever the seed."""
-    return max((Counted(verdict, row, _hits(verdict, row)) for row in verdict.judged), key=lambda one: one.rate)
+    return max((_counted(verdict, row) for row in verdict.judged), key=lambda one: one.rate)
 
 
-def _hits(verdict: Verdict, row: Row) -> int:
+def _counted(verdict: Verdict, row: Row) -> Counted:
     """Count the images of a trial that were recovered, or hit by another criterion where that beats its baseline."""
-    leaked = (test.observed for test in verdict.tests if test.leaks and test.number == row.number)
-    return max(row.recovered, *leaked, 0)
+    leaked = [(t.observed, t.criterion) for t in verdict.tests if t.leaks and t.number == row.number]
+    return Counted(verdict, row, *max([(row.recovered, "recovered"), *leaked], key=lambda hit: hit[0]))
 
 
 def _lost(row: Row) -> int:
@@ -178,7 +180,13 @@ def _failed(row: Row) -> str:
 
 
 def _no_score(gap: Gap) -> str:
-    return f"{gap.defence} ({gap.setting.client}) is {LEVELS[gap.level][0].lower()}. {' '.join(gap.reasons)}"
+    return f"{_named(gap)} is {LEVELS[gap.level][0].lower()}. {' '.join(gap.reasons)}"
+
+
+def _named(each: Verdict | Gap) -> str:
+    rounds = each.setting.trained
+    when = "" if rounds is None else f", after {plural(rounds, 'round')}"
+    return f"{each.defence} ({each.setting.client}{when})"
 
 
 def _is_open(verdict: Verdict, accepted: Sequence[Accepted]) -> bool:
@@ -187,7 +195,7 @@ def _is_open(verdict: Verdict, accepted: Sequence[Accepted]) -> bool:
 
 
 def _undecided(verdict: Verdict) -> str:
-    told = f"{verdict.defence} ({verdict.setting.client}) is {LEVELS[verdict.level][0].lower()}."
+    told = f"{_named(verdict)} is {LEVELS[verdict.level][0].lower()}."
     doubts = f" {verdict.best.attack}: {'; '.join(verdict.doubts)}." if verdict.doubts else ""
     return f"{told} {' '.join(verdict.reasons)}{doubts} {_remedy(verdict)}"
 
@@ -208,14 +216,14 @@ def _too_few(one: Counted, limit: float) -> str:
     enough = "No number of images shows a rate of 0."
     if needed is not None:
         enough = f"With none recovered, {needed} images show {percent(limit)}: --victims {needed}."
-    count = f"{one.hits} of {plural(one.row.images, 'image')} recovered"
+    count = f"{one.hits} of {plural(one.row.images, 'image')} {one.criterion}"
     return f"{called(one.row)}: {count}, and the 95% interval reaches {percent(one.upper)}. {enough}"
 
 
 def _diverged(verdict: Verdict, limit: float, accepted: Sequence[Accepted]) -> Iterator[str]:
     """Take what diverged for recovered: a run that broke shows no protection."""
     for row in verdict.judged if verdict.best.attacker != "informed" else ():
-        hits, lost = _hits(verdict, row), _lost(row)
+        hits, lost = _counted(verdict, row).hits, _lost(row)
         worst = _reach(hits + lost, row, accepted)
         if lost and _reach(hits, row, accepted) <= limit < worst:
             count = row.statuses["diverged"]

@@ -41,7 +41,9 @@ def show_gate(found: Gate, page: Path) -> None:
         )
     if found.passed:
         top = max(found.counted, key=lambda one: one.upper)
-        count = f"{top.hits} of {plural(top.row.images, 'image')} recovered, 95% interval up to {percent(top.upper)}"
+        count = (
+            f"{top.hits} of {plural(top.row.images, 'image')} {top.criterion}, 95% interval up to {percent(top.upper)}"
+        )
         console.print(f"{limit}: passed. Of {plural(len(found.counted), 'setting')} the least sure is", soft_wrap=True)
         console.print(f"  {called(top.row)}: {count}.", soft_wrap=True)
     if (needed := images_needed(found.limit)) and not found.above:
@@ -49,7 +51,8 @@ def show_gate(found: Gate, page: Path) -> None:
             f"To show {percent(found.limit)} takes {plural(needed, 'image')} per setting with none recovered.",
             soft_wrap=True,
         )
-    console.print("Recovered images count, identifiable or not.", soft_wrap=True)
+    told = "Recovered images count, identifiable or not; where identification alone is a leak, identified ones do."
+    console.print(told, soft_wrap=True)
     if found.accepted:
         console.print(weakened, style="bold yellow", soft_wrap=True)
 
@@ -65,13 +68,13 @@ def above_table(above: Sequence[Counted]) -> Table:
     for title in ("attack", *(("seed", "client") if settings else ()), *(("round",) if trained else ())):
         table.add_column(title, overflow="fold")
     table.add_column("attacker", no_wrap=True)
-    for title in ("recovered", "95% CI", "baseline"):
+    for title in ("images", "95% CI", "baseline"):
         table.add_column(title, justify="right", no_wrap=True)
     for one in above:
         row = one.row
         where = [str(row.seed), row.setting.client] if settings else []
         where += [str(row.setting.trained)] if trained else []
-        count = f"{one.hits}/{row.images} {percent(one.rate)}"
+        count = f"{one.hits}/{row.images} {percent(one.rate)} {one.criterion}"
         ends = interval(*one.ends)
         label = LEVELS[one.verdict.level][0].upper()
         table.add_row(
