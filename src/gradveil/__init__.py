@@ -55,11 +55,8 @@ def audit(
     be attacked is replaced: BatchNorm in training mode, hidden dropout, in-place operations; every result and the
     report say what was replaced. `progress` is told on standard error: None does so on a terminal only, True also
     elsewhere, in plain lines, False never. Further settings are those of a run file: `iterations`, `restarts`,
-    `threshold`, `precision`, `device`, `images`, `control`.
-
-    The result has the verdict in a sentence (`result.verdict`), one verdict per defence (`result.verdicts`), and prints
-    both. If no defence is `"none"`, a short control attacks a few examples without a defence, to show that the attacks
-    work; `control=False` leaves it out.
+    `threshold`, `precision`, `device`, `images`, `control` (False: no undefended control where no defence is `"none"`).
+    The result prints the verdict, and has it as `verdict` (a sentence) and `verdicts` (one per defence).
 
     Everything wrong with model, batch and names is raised at once, before any attack, as a `GradveilError` with its
     `problems`.
