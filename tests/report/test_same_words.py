@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from gradveil.audit import evidence
 from gradveil.audit.api import Result
 from gradveil.audit.findings import Findings, findings, sentence_of
 from gradveil.audit.outcome import print_outcome, trained_on
@@ -168,10 +167,19 @@ def test_sentences_of_runs_without_a_defence_or_a_result() -> None:
     )
 
 
-def test_what_a_batch_defence_trained_on_is_reported() -> None:
-    found = of(BARE, row(0))
-    seen = evidence.Test("ig", 1, "recovered as trained on", 30, 32, 0.5, 1e-9, 1e-9)
-    verdict = found.verdicts[1]
-    object.__setattr__(verdict, "tests", (*verdict.tests, seen))
+def test_what_a_batch_defence_trained_on_counts_on_every_surface() -> None:
+    mixed = row(0, defence="ats")
+    for record in mixed.cell.records[:30]:
+        record["per_image"][0] |= {"success_transformed": 1, "identified_transformed": True}
+    for record in mixed.cell.records[30:]:
+        record["per_image"][0] |= {"success_transformed": 0, "identified_transformed": False}
+    for record in mixed.cell.records:
+        record["per_image"][0]["expected_transformed"] = {"recovered": 0.01, "identified": 0.01}
+    found = of(BARE, mixed)
     (line,) = trained_on(found)
-    assert line.startswith("dgp: 30 of 32 images recovered as the client trained on them (ig)")
+    assert line.startswith("ats: 30 of 32 images recovered as the client trained on them (ig)")
+    assert line in printed(found)
+    entry = found.settings[-1]
+    assert (entry["verdict"], entry["recovered"], entry["recovered_as_trained_on"]) == ("broken", 0, 30)
+    assert found.trials[-1]["identified_as_trained_on"] == 30
+    assert found.settings[0]["recovered_as_trained_on"] is None

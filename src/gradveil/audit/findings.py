@@ -18,6 +18,8 @@ from gradveil.core.words import listing, plural
 
 SCHEMA = "gradveil.summary/1"
 """The schema of what `gradveil summary --json` prints."""
+_TRAINED_ON = {"recovered_as_trained_on": "success_transformed", "identified_as_trained_on": "identified_transformed"}
+"""Counts of images as a batch defence made them, and the flag of an image's scores; None where there is none."""
 _NAMED = 3
 """More defences than these are counted in a sentence instead of named."""
 _VERBS: Mapping[Level, tuple[str, str]] = {
@@ -114,6 +116,12 @@ def findings(cells: Sequence[Cell]) -> Findings:
     return Findings(tuple(Row(place, cell) for place, cell in enumerate(cells)))
 
 
+def hits(row: Row, flag: str) -> int | None:
+    """Count the images whose scores have a flag set; None where they do not have it."""
+    flags = [scores[flag] for _, _, scores in row.scores() if scores.get(flag) is not None]
+    return sum(map(bool, flags)) if flags else None
+
+
 def sentence_of(found: Sequence[Findings]) -> str:
     """Put the verdict on these runs into a sentence."""
     every = [entry for each in found for entry in each.entries]
@@ -163,6 +171,7 @@ def _plain(verdict: Verdict) -> dict[str, Any]:
         "recovered": verdict.recovered,
         "identified": verdict.identified,
         "identifiable": verdict.identifiable,
+        **_trained_on(verdict.best),
         "images": verdict.images,
         "ci": list(verdict.interval),
         "baseline": verdict.baseline,
@@ -175,9 +184,25 @@ def _plain(verdict: Verdict) -> dict[str, Any]:
 
 
 def _plain_gap(gap: Gap) -> dict[str, Any]:
-    none = ("seed", "recovered", "identified", "identifiable", "images", "ci", "baseline", "risk", "attack", "attacker")
+    none = (
+        "seed",
+        "recovered",
+        "identified",
+        "identifiable",
+        *_TRAINED_ON,
+        "images",
+        "ci",
+        "baseline",
+        "risk",
+        "attack",
+        "attacker",
+    )
     told = {"defence": gap.defence, "verdict": gap.level, "reasons": list(gap.reasons)}
     return {**_where(gap.setting), **dict.fromkeys((*none, "attack_check")), **told}
+
+
+def _trained_on(row: Row) -> dict[str, int | None]:
+    return {name: hits(row, flag) for name, flag in _TRAINED_ON.items()}
 
 
 def _where(setting: Setting) -> dict[str, Any]:
@@ -193,6 +218,7 @@ def _of_trial(row: Row, beside: Sequence[Row], level: Level | None) -> dict[str,
         "recovered": row.recovered if scored else None,
         "identified": row.identified if scored else None,
         "identifiable": row.identifiable if scored else None,
+        **_trained_on(row),
         "baseline": baseline(row) if scored else None,
         "risk": risk.value if risk else None,
         "risk_low": risk.low if risk else None,

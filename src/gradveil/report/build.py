@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from gradveil.audit.attacker import ATTACKERS, POSITIONS
-from gradveil.audit.findings import Findings, findings
+from gradveil.audit.findings import Findings, findings, hits
 from gradveil.audit.health import STATES, descent, examine, guesses
 from gradveil.audit.layout import RUN
 from gradveil.audit.outcome import headline, strongest
@@ -38,7 +38,7 @@ _WORDS = {
     "positions": POSITIONS,
     "states": STATES,
 }
-_WORDS |= {"hits": table.hits, "trained_on": table.TRAINED_ON}
+_WORDS |= {"hits": hits, "trained_on": table.TRAINED_ON}
 _WORDS |= {
     "headline": headline,
     "strongest": strongest,

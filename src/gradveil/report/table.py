@@ -10,6 +10,7 @@ from typing import Any
 
 from gradveil.audit.attacker import ATTACKERS
 from gradveil.audit.evidence import baseline, risk_of
+from gradveil.audit.findings import hits
 from gradveil.audit.health import examine
 from gradveil.audit.price import price
 from gradveil.audit.privacy import proven
@@ -61,12 +62,6 @@ def _score(key: str, title: str, meaning: str) -> Column:
 def _guess(name: str) -> Column:
     title, meaning = FLOORS[name]
     return Column(name, title, f"ASR of {meaning}", lambda row: row.control(name), percent)
-
-
-def hits(row: Row, flag: str) -> int | None:
-    """Count the images whose scores have a flag set; None where they do not have it."""
-    flags = [scores[flag] for _, _, scores in row.scores() if scores.get(flag) is not None]
-    return sum(map(bool, flags)) if flags else None
 
 
 TRAINED_ON = {"Recovered as trained on": "success_transformed", "Identified as trained on": "identified_transformed"}
