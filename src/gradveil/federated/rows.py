@@ -128,9 +128,12 @@ class Inputs:
 
     @property
     def variance(self) -> Tensor:
-        """Their variance over the examples; over the entries where there is one example."""
-        centre = self.x.mean(0) if len(self.x) > 1 else self.x.mean()
-        return (self.x - centre).square().mean().clamp(min=1e-30)
+        """Their variance over the examples, that of the median example; over the entries where there is one example.
+
+        One example out of scale would make every other one look close to anything.
+        """
+        centre = self.x.median(0).values if len(self.x) > 2 else self.x.mean(0) if len(self.x) > 1 else self.x.mean()
+        return (self.x - centre).square().mean(1).median().clamp(min=1e-30)
 
     def pooled(self, rows: Tensor, owner: Tensor, errors: Tensor, most: float) -> set[int]:
         """Return the owners that are read from all of their rows at once, weighted by their errors: noise averages."""

@@ -12,7 +12,7 @@ from flwr.app import Context, Message, MetricRecord
 from torch import Tensor, nn
 
 from gradveil.client import Client, Task, drawn_update, first_gradient, scheduled
-from gradveil.core.errors import Problem, refuse
+from gradveil.core.errors import GradveilError, Problem, fail, refuse
 from gradveil.core.noise import Key
 from gradveil.core.tree import Tensors
 from gradveil.core.types import Batch, Transform
@@ -54,9 +54,12 @@ def answer(
     `guard` says what happens if the model looks manipulated (`gradveil.federated.guard`), or if the update singles out
     far more examples than the batch does at honest models; `leak` what happens if more than a quarter of the examples
     can be read from what would be sent (`gradveil.federated.exposure`): by default a warning, unless the guard ignores.
-    What is refused is neither stored nor sent. `folder` is where the client keeps its files, `~/.gradveil/flower` if
-    neither it nor `--node-config gradveil-folder=...` says otherwise. `training` is a name that lets the state follow
-    when a run is started again and has another id; without it each run starts with an empty state.
+    What is refused is neither stored nor sent. A reply with a formal guarantee is never refused for what the own update
+    shows: that would be a message which no noise covers.
+
+    `folder` is where the client keeps its files, `~/.gradveil/flower` if neither it nor
+    `--node-config gradveil-folder=...` says otherwise. `training` is a name that lets the state follow when a run is
+    started again and has another id; without it each run starts with an empty state.
 
     What differential privacy the client has spent is counted in the ledger of the training, and reported in the log at
     this `delta` (`gradveil.integrations.flower.budget`). A round that would bring it above `epsilon` is refused.
@@ -64,6 +67,7 @@ def answer(
     refuse([*_misused(client, batch)])
     refuse([*unsupported(client), *_unheard(message)])
     batch = Batch(*batch)
+    leak = leak or _at_most_warn(guard)
     limit = Limit.of(epsilon, delta, training, key)
     obey(context, Asked(client, batch, limit, guard, training, key, folder))
     question = Question.of(message)
@@ -79,6 +83,8 @@ def answer(
         look(client.model, question.number, params | buffers, mine, memory, guard)
         with torch.no_grad():
             task = Task(batch, memory.key(question.number, key), state)
+            if charge is not None and charge.epsilon:  # a refusal depends on the examples, and no noise covers it
+                guard, leak = _at_most_warn(guard), _at_most_warn(leak)
             update, state = watched(here, params, task, memory, question.number, guard, leak)
         sent = encoded(update)
         told = {"metrics": MetricRecord({"num-examples": len(batch.targets), **(metrics or {})})}
@@ -156,7 +162,7 @@ def look(
 
 
 def watched(
-    client: Client, params: Tensors, task: Task, memory: Memory, number: int, guard: Policy, leak: Policy | None
+    client: Client, params: Tensors, task: Task, memory: Memory, number: int, guard: Policy, leak: Policy
 ) -> tuple[Tensors, Tensors]:
     """Compute an update and the next state, and look at what the update shows before anybody gets it."""
 
@@ -164,13 +170,23 @@ def watched(
         LOG.warning("%s", finding.problem("warning"))
 
     update, state = drawn_update(client, params, *task)
-    leak = leak or ("ignore" if guard == "ignore" else "warn")
     if (guard, leak) != ("ignore", "ignore"):
         before = memory.previous(number)
         previous = None if before is None else before[0].received
         first = first_gradient(client, params, task)
-        guarded_update(exposure(client, params, task.batch, update, previous, first), guard, leak, tell)
+        try:
+            guarded_update(exposure(client, params, task.batch, update, previous, first), guard, leak, tell)
+        except GradveilError as error:  # Flower sends the text of an error to the server: it must not count examples
+            for problem in error.problems:
+                LOG.error("%s", problem)
+            raise fail(
+                "update", "is not sent: the client's guard refuses it", "ask its operator, who has the log"
+            ) from None
     return update, state
+
+
+def _at_most_warn(policy: Policy) -> Policy:
+    return "warn" if policy == "refuse" else policy
 
 
 def unsupported(client: Client) -> list[Problem]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -26,7 +26,7 @@ from gradveil.federated.guard import POLICY, Policy
 from gradveil.federated.wire import Layout
 from gradveil.integrations.flower.budget import Limit, charged
 from gradveil.integrations.flower.client import NO_MESSAGES, look, needs_messages, prepared, spend
-from gradveil.integrations.flower.memory import Memory, opened
+from gradveil.integrations.flower.memory import LOG, Memory, opened
 from gradveil.integrations.flower.policy import Asked, obey
 from gradveil.integrations.flower.records import (
     MARK,
@@ -135,7 +135,7 @@ class _Protect:
         state: Tensors,
     ) -> Message:
         """Apply the transform to the update, keep its state, and reply."""
-        rest = self._rest(question.received, returned, params)
+        rest = self._rest(question.received, returned, params, self._promises(client))
         update = {name: value - returned[name] for name, value in params.items()}
         charge = None
         with torch.no_grad():
@@ -154,8 +154,15 @@ class _Protect:
         memory.keep(question, sent, told, client, state)
         return question.reply(sent, told)
 
-    def _rest(self, received: Tensors, returned: Tensors, params: Tensors) -> Tensors:
-        """Return the statistics to be sent; refuse what changed and may not be sent."""
+    def _promises(self, client: Client) -> bool:
+        return self.key is None and bool(examine(client, _FEW).sound)
+
+    def _rest(self, received: Tensors, returned: Tensors, params: Tensors, promised: bool) -> Tensors:
+        """Return the statistics to be sent; refuse what changed and may not be sent.
+
+        Whether something changed depends on the examples. Where a guarantee is `promised`, it is left out, and only the
+        log has it: an error would be a message to the server which no noise covers.
+        """
         changed = [name for name in received if name not in params and not torch.equal(received[name], returned[name])]
         problems = [
             Problem(f"arrays.{name}", "was changed, and is not among what is trained", "name it in `trainable`")
@@ -166,8 +173,12 @@ class _Protect:
             what = "was changed: it is a mean over private examples, which no defence of the update covers"
             remedy = "say statistics='keep' (the server's stay) or 'send' (undefended), or normalise without them"
             problems += [Problem(f"arrays.{name}", what, remedy) for name in changed if is_statistic(name)]
-        refuse(problems)
-        if self.statistics == "keep":
+        if promised:
+            for problem in problems:
+                LOG.warning("%s", replace(problem, remedy=f"it is left out; {problem.remedy}"))
+        else:
+            refuse(problems)
+        if self.statistics != "send":
             return {}
         # All or none: the server tells from the encoding alone which of the two it is.
         means = [name for name, value in received.items() if name not in params and is_mean(name, value)]
