@@ -58,12 +58,9 @@ def audit(
     only, True also elsewhere, in plain lines, False never. Further settings are those of a run file: `iterations`,
     `restarts`, `threshold`, `precision`, `device`, `images`, `control`.
 
-    The result has the verdict in a sentence (`result.verdict`), one verdict per defence (`result.verdicts`), and prints
-    both. If no defence is `"none"`, a short control attacks a few examples without a defence, to show that the attacks
-    work; `control=False` leaves it out.
-
-    Everything wrong with model, batch and names is raised at once, before any attack, as a `GradveilError` with its
-    `problems`.
+    The result has the verdict in a sentence (`result.verdict`), and one per defence (`result.verdicts`). If no defence
+    is `"none"`, a short control attacks a few examples without one (`control=False` leaves it out). Everything wrong
+    with model, batch and names is raised at once, before any attack, as a `GradveilError` with its `problems`.
     """
     from gradveil.audit.api import audit_model
     from gradveil.client import cross_entropy

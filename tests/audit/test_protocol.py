@@ -37,6 +37,10 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"status": "converged"}, "status: is 'converged' -> return one word a victim"),
     ({"status": ("fine",) * 3}, "status: is ('fine', 'fine', 'fine')"),
     ({"trace": {4: ZEROS}}, "trace[4]: is (3,)"),
+    ({"trace": {"start": FOUND.inputs}}, "trace: has the key 'start'"),
+    ({"seconds": None}, "seconds: is None -> return the seconds that the attack took"),
+    ({"seconds": -1.0}, "seconds: is -1.0"),
+    ({"iterations": ZEROS.long() - 1}, "iterations: is negative"),
 ]
 
 

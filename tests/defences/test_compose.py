@@ -255,3 +255,9 @@ def test_guarantee_names_every_stage():
     assert "clip: bounds the norm" in text.step.guarantee
     assert "noise: differential privacy only after a clip" in text.step.guarantee
     assert isinstance(text + Defence("none"), Defence)
+
+
+def test_what_changes_a_client_is_not_named_none():
+    """Its trials would count as those of the undefended client, and vouch for attacks on other defences."""
+    with pytest.raises(GradveilError, match=r"defence\.name: is 'none'"):
+        Defence("none", send=parse("prune(0.5)").send)

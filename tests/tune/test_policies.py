@@ -131,7 +131,8 @@ def test_the_policy_runs_in_an_audit(tmp_path: Path, capsys) -> None:
         sent = parse(text)(judge.trained)
         assert sent.batch
         inputs = (batch.inputs[:2], batch.targets[:2])
-        cells = gradveil.audit(judge.trained.model, inputs, defences=[text], attacks=attacks).summary()
+        run = gradveil.audit(judge.trained.model, inputs, defences=[text], attacks=attacks, control=False)
+        cells = run.summary()
         assert [cell["failed"] for cell in cells] == [None]
         assert cells[0]["distance"] > 0.01
 

@@ -29,6 +29,7 @@ from gradveil.audit.undefended import UNDEFENDED, control_attacks, first_met, ta
 from gradveil.audit.utility import pruned, worth
 from gradveil.client import Client
 from gradveil.core.noise import Key
+from gradveil.core.own import users
 from gradveil.core.streams import Stream
 from gradveil.core.tree import Tensors
 from gradveil.core.types import Batch
@@ -220,6 +221,7 @@ def _facts(scene: Scene, client: Client, made: Made, sent: Tensors, first: Batch
         "params": sum(value[0].numel() for value in sent.values()),
         **privacy_facts(scene, client, first),
         "belief": made.attack.belief,
+        "custom": users(made.attack),
         "grants": [*scene.facts, *made.grants],
         "knowledge": told(made.attack),
         "in_parts": _in_parts(client, first),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, cast, get_args
@@ -118,6 +119,13 @@ def _wrong(where: str, found: Reconstruction, victims: int, examples: int, knowl
             yield Problem(f"{where}: {name}", f"is {tuple(value.shape)}", f"return {said}, {shape} here")
         elif name in ("targets", "iterations", "restart") and value.is_floating_point():
             yield Problem(f"{where}: {name}", f"is {value.dtype}", "return whole numbers: .long()")
+        elif name == "iterations" and bool((value < 0).any()):
+            yield Problem(f"{where}: {name}", "is negative", "count the iterations that were made")
+    seconds: Any = found.seconds
+    if not isinstance(seconds, int | float) or not 0 <= seconds < math.inf:
+        yield Problem(f"{where}: seconds", f"is {seconds!r}", "return the seconds that the attack took")
+    if odd := [count for count in found.trace if not isinstance(count, int) or count < 1]:
+        yield Problem(f"{where}: trace", f"has the key {odd[0]!r}", "name each by the number of iterations, from 1 on")
     status: Any = found.status
     if isinstance(status, str) or len(status) != victims or any(word not in _STATUSES for word in status):
         remedy = f"return one word a victim: ({', '.join(map(repr, _STATUSES))})"

@@ -193,6 +193,9 @@ class Defence:
     def __post_init__(self) -> None:
         """Refuse what stands in the wrong slot or without its wrapping, with every problem."""
         problems = list(wrong_slots(self.model, self.batch))
+        if self.name == "none" and (self.model or self.batch or self.step or self.send):
+            what = "is 'none', the name of the undefended client, and it changes the client"
+            problems.append(Problem("defence.name", what, "give it another name"))
         slots: list[tuple[str, Any]] = [("step", self.step), ("send", self.send)]
         for slot, held in slots:
             if not (held is None or isinstance(held, Chain)):

@@ -46,7 +46,6 @@ def answer(
     Its state (residuals, moments) comes from the node's disk and goes back there before the reply is made. A round that
     is asked again with the same model gets the same reply, and nothing is computed; an older round, or another model,
     is refused. `metrics` go with the reply beside `num-examples`, as they are: no defence covers them.
-
     Whatever it draws comes from a secret that the operating system gives for this one answer, and noise that proves
     something is put on a grid (`gradveil.defences.lattice`). A `key` is for tests and simulations that have to be
     repeatable: it draws as the engine does, and no privacy is promised or counted.
@@ -54,15 +53,11 @@ def answer(
     `guard` says what happens if the model looks manipulated (`gradveil.federated.guard`), or if the update singles out
     far more examples than the batch does at honest models; `leak` what happens if more than a quarter of the examples
     can be read from what would be sent (`gradveil.federated.exposure`): by default a warning, unless the guard ignores.
-    What is refused is neither stored nor sent. A reply with a formal guarantee is never refused for what the own update
-    shows: that would be a message which no noise covers.
+    A reply with a formal guarantee is never refused for that: a refusal is a message which no noise covers.
 
-    `folder` is where the client keeps its files, `~/.gradveil/flower` if neither it nor
-    `--node-config gradveil-folder=...` says otherwise. `training` is a name that lets the state follow when a run is
-    started again and has another id; without it each run starts with an empty state.
-
-    What differential privacy the client has spent is counted in the ledger of the training, and reported in the log at
-    this `delta` (`gradveil.integrations.flower.budget`). A round that would bring it above `epsilon` is refused.
+    `folder` is the place of the client's files (default: the node's `gradveil-folder`, or `~/.gradveil/flower`).
+    `training` lets the state follow when a run is started again with another id. The ledger of the training counts the
+    differential privacy spent, at this `delta`; a round that would bring it above `epsilon` is refused.
     """
     refuse([*_misused(client, batch)])
     refuse([*unsupported(client), *_unheard(message)])
