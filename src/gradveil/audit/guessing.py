@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -65,8 +67,8 @@ class Guessing:
     """The number of classes that share the budget of pairs."""
     _fields: dict[int | None, _Field] = field(default_factory=dict["int | None", "_Field"])
 
-    def chance(self, label: int, guesses: int = 1) -> Chance:
-        """Return the chance that an image of a class is passed for by one of so many guesses at the same class.
+    def chance(self, label: int | None, guesses: int = 1) -> Chance:
+        """Return the chance that an image of a class (None: any) is passed for by one of so many guesses at that class.
 
         Of a batch it is not known which reconstruction shows which image, so each may be passed for by any guess at its
         class. The guesses are chosen greedily to cover the public images.
@@ -74,14 +76,27 @@ class Guessing:
         chances = self._field(label).chances
         return chances[min(guesses, len(chances)) - 1]
 
+    def of_batch(self, labels: Sequence[int]) -> list[Chance]:
+        """Return the chance of each image of a batch, given the labels of the batch.
+
+        Any guess of the batch may be matched with any of its images. So an image has the larger of two chances: by as
+        many guesses at its class as the batch has images of it, and by all guesses of the batch at any class.
+        """
+        of_class = Counter(labels)
+        chances = {label: self.chance(label, count) for label, count in of_class.items()}
+        if len(of_class) > 1:
+            anything = self.chance(None, len(labels))
+            chances = {label: max(chance, anything, key=lambda one: one.share) for label, chance in chances.items()}
+        return [chances[label] for label in labels]
+
     def sample(self, label: int) -> Sample:
         """Count what the chance of a class rests on."""
         found = self._field(label)
         guesses, images = found.passes.shape
         return Sample(guesses, images, found.of)
 
-    def images(self, label: int) -> Tensor:
-        """Return the public images of a class that guesses are compared with, as pixels."""
+    def images(self, label: int | None) -> Tensor:
+        """Return the public images of a class (None: of any) that guesses are compared with, as pixels."""
         return self._field(label).tested
 
     def class_mean(self, label: int) -> Tensor:
@@ -108,6 +123,53 @@ class Guessing:
 
     def _pairs(self, pixels: Tensor) -> int:
         return PAIRS * 1024 // pixels[0].numel() // self.classes
+
+
+class Named(NamedTuple):
+    """The chance that a guess names an image, by being nearer to it than to any other private image."""
+
+    share: float
+    gallery: int
+    """The number of private images of its class."""
+    exact: bool
+    """Whether each guess names one image of so many, all equally likely; otherwise the share is an upper bound."""
+
+    def record(self) -> dict[str, float | int]:
+        """Return the chance as an image's record holds it."""
+        return {"identified": self.share, **({"gallery": self.gallery} if self.exact else {})}
+
+
+class Gallery:
+    """The private images that a guess can name: exact copies are one image, and naming it identifies all of them."""
+
+    def __init__(self, pixels: Tensor, targets: Tensor) -> None:
+        """Find the exact copies among images [N, C, H, W] of these classes."""
+        known: dict[bytes, int] = {}
+        flat = pixels.detach().cpu().contiguous().flatten(1) + 0.0  # no negative zeros
+        self._image = torch.tensor([known.setdefault(one.numpy().tobytes(), len(known)) for one in flat])
+        self._targets, self._distinct = targets.cpu(), len(known)
+
+    def of_batch(self, labels: Sequence[int]) -> list[Named]:
+        """Return the chance of each image of a batch to be named by a guess, given the labels of the batch.
+
+        An image of a class is equally likely to be any private image of it. The guesses at a class name the images of
+        it that have the most copies. A batch's guesses may also all go where they hit the most images of the batch: the
+        chance of an image is at least the average share that these reach.
+        """
+        members = {label: self._targets == label for label in set(labels)}
+        weights, found = torch.zeros(len(self._targets), dtype=torch.double), dict[int, Named]()
+        for label, count in Counter(labels).items():
+            size = int(members[label].sum())
+            weights[members[label]] = count / size
+            copies = torch.bincount(self._image[members[label]])
+            share = min(1.0, int(copies.topk(min(count, len(copies))).values.sum()) / size)
+            found[label] = Named(share, size, int(copies.max()) == 1)
+        hits = torch.zeros(self._distinct, dtype=torch.double).index_add_(0, self._image, weights)
+        average = float(hits.topk(min(len(labels), self._distinct)).values.sum()) / len(labels)
+        for label, one in found.items():
+            if average > one.share + 1e-9:
+                found[label] = Named(min(1.0, average), one.gallery, False)
+        return [found[label] for label in labels]
 
 
 @dataclass(frozen=True)
