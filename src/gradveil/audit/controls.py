@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradveil.audit.guessing import Gallery, Guessing
+from gradveil.audit.guessing import EXACT, Gallery, Guessing
 from gradveil.audit.scene import Scene
 from gradveil.core.noise import Key
 from gradveil.core.streams import Stream
@@ -24,8 +24,8 @@ def expected_of(guessing: Guessing | None, scene: Scene, places: Tensor) -> list
 
     `public` and `gallery` are the numbers of images behind the two chances: public images that the best guess was
     compared with, private images of the class that it could be taken for (not there where some of these are copies of
-    each other, or the guesses of a batch do better elsewhere). Without auxiliary data there is no chance of recovery,
-    without a second private image none of identification.
+    each other, or the guesses of a batch do better elsewhere). `exact` is the chance to be recovered almost exactly.
+    Without auxiliary data there is no chance of recovery, without a second private image none of identification.
     """
     targets = scene.victims.targets
     gallery = Gallery(scene.victims.pixels, targets) if len(targets) > 1 else None
@@ -39,6 +39,7 @@ def _expected(
     found: list[dict[str, float | int]] = [{} for _ in labels]
     named = gallery.of_batch(labels) if gallery else [None] * len(labels)
     chances = guessing.of_batch(labels) if guessing else [None] * len(labels)
+    exactly = guessing.of_batch(labels, exact=True) if guessing and guessing.threshold < EXACT else []
     for record, name, chance in zip(found, named, chances, strict=True):
         record |= name.record() if name else {}
         if chance is None:
@@ -46,6 +47,8 @@ def _expected(
         # The image nearest to a guess is one of its gallery, and one at most of those that the guess passes for.
         nearest = name.share * (1 - (1 - chance.share) ** name.gallery) if name else 1.0
         record |= {"recovered": chance.share, "public": chance.images, "identifiable": min(chance.share, nearest)}
+    for record, chance in zip(found, exactly, strict=False):
+        record |= {"exact": chance.share, "public_exact": chance.images}
     return found
 
 

@@ -23,6 +23,9 @@ TESTED = 400
 AVERAGED = 1000
 """So many images of a class that its mean is taken over."""
 
+EXACT = 0.9
+"""An image is recovered almost exactly where its SSIM is above this: hardly any guess is, whatever its class."""
+
 CONTRASTS = (1.0, 1.3, 1.7)
 """The mean of a class is also tried with its contrast raised: SSIM asks for the contrast of a single image."""
 
@@ -67,25 +70,26 @@ class Guessing:
     """The number of classes that share the budget of pairs."""
     _fields: dict[int | None, _Field] = field(default_factory=dict["int | None", "_Field"])
 
-    def chance(self, label: int | None, guesses: int = 1) -> Chance:
+    def chance(self, label: int | None, guesses: int = 1, *, exact: bool = False) -> Chance:
         """Return the chance that an image of a class (None: any) is passed for by one of so many guesses at that class.
 
         Of a batch it is not known which reconstruction shows which image, so each may be passed for by any guess at its
-        class. The guesses are chosen greedily to cover the public images.
+        class. The guesses are chosen greedily to cover the public images. `exact`: above `EXACT`, not the threshold.
         """
-        chances = self._field(label).chances
+        found = self._field(label)
+        chances = found.exactly if exact else found.chances
         return chances[min(guesses, len(chances)) - 1]
 
-    def of_batch(self, labels: Sequence[int]) -> list[Chance]:
+    def of_batch(self, labels: Sequence[int], *, exact: bool = False) -> list[Chance]:
         """Return the chance of each image of a batch, given the labels of the batch.
 
         Any guess of the batch may be matched with any of its images. So an image has the larger of two chances: by as
         many guesses at its class as the batch has images of it, and by all guesses of the batch at any class.
         """
         of_class = Counter(labels)
-        chances = {label: self.chance(label, count) for label, count in of_class.items()}
+        chances = {label: self.chance(label, count, exact=exact) for label, count in of_class.items()}
         if len(of_class) > 1:
-            anything = self.chance(None, len(labels))
+            anything = self.chance(None, len(labels), exact=exact)
             chances = {label: max(chance, anything, key=lambda one: one.share) for label, chance in chances.items()}
         return [chances[label] for label in labels]
 
@@ -182,6 +186,8 @@ class _Field:
     """[guesses, images], false for a guess and itself."""
     chances: tuple[Chance, ...]
     """For one guess, two, and so on, until more are of no use."""
+    exactly: tuple[Chance, ...]
+    """The same above `EXACT` instead of the threshold."""
     of: int
 
 
@@ -191,17 +197,18 @@ def _compare(pixels: Tensor, overall: Tensor, threshold: float, pairs: int, of: 
     few = count * count <= pairs
     tested = pixels if few else pixels[: max(16, min(TESTED, math.isqrt(6 * pairs)))]
     guesses = torch.arange(len(tested)) if few else _candidates(tested, max(8, pairs // len(tested)))
-    alike = ssim_pairs(tested[guesses], tested) > threshold
-    alike[torch.arange(len(guesses)), guesses] = False
+    alike = ssim_pairs(tested[guesses], tested)
+    alike[torch.arange(len(guesses)), guesses] = -1
     mean = pixels.mean(0)
     others = (mean * count - tested) / max(1, count - 1)
     level = others.mean((-3, -2, -1), keepdim=True)
     means = [(level + contrast * (others - level)).clamp(0, 1) for contrast in CONTRASTS]
-    passed = ssim_pairs(torch.stack([*means, overall.expand_as(tested)]), tested) > threshold
+    averaged = ssim_pairs(torch.stack([*means, overall.expand_as(tested)]), tested)
     # Places of the candidates among the images; the means are none of them.
-    places = torch.cat([guesses, torch.full((len(passed),), -1)])
-    passes = torch.cat([alike, passed])
-    return _Field(tested, mean, passes, tuple(_cover(passes, places)), of)
+    places = torch.cat([guesses, torch.full((len(averaged),), -1)])
+    similarity = torch.cat([alike, averaged])
+    chances, exactly = (tuple(_cover(similarity > least, places)) for least in (threshold, EXACT))
+    return _Field(tested, mean, similarity > threshold, chances, exactly, of)
 
 
 def _candidates(tested: Tensor, count: int) -> Tensor:
