@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from gradveil.audit.evidence import tests_of
-from gradveil.audit.guessing import Guessing
+from gradveil.audit.guessing import Gallery, Guessing
 from gradveil.audit.rows import Row
 from gradveil.audit.store import Cell
 from gradveil.core.assign import match
@@ -98,11 +98,11 @@ class Split:
         order = torch.from_numpy(rng.permutation(len(pool.data)))
         public, private = order[: len(order) // 2], order[len(order) // 2 :]
         self.labels = pool.data.targets[private].tolist()
-        self.sizes = Counter(self.labels)
-        self.guessing = Guessing(pool.data.subset(public.tolist()), THRESHOLD, len(self.sizes))
+        self.classes = sorted(set(self.labels))
+        self.guessing = Guessing(pool.data.subset(public.tolist()), THRESHOLD, len(self.classes))
         pixels = pool.data.pixels.float()
+        self.gallery = Gallery(pixels[private], pool.data.targets[private])
         # Guesses: every public image, the mean of each class, the mean image; the last columns of `passes` are theirs.
-        self.classes = sorted(self.sizes)
         means = torch.stack(
             [*(self.guessing.class_mean(label) for label in self.classes), self.guessing.mean()]
         ).float()
@@ -133,21 +133,11 @@ class Split:
 
     def expected(self, targets: Sequence[int], batch: int) -> list[dict[str, float]]:
         """Compute the chances that an audit records."""
-        found = []
+        found: list[dict[str, float]] = []
         for first in range(0, len(targets), batch):
-            together = Counter(self.labels[target] for target in targets[first : first + batch])
-            for target in targets[first : first + batch]:
-                label = self.labels[target]
-                chance = self.guessing.chance(label, together[label])
-                gallery = self.sizes[label]
-                found.append(
-                    {
-                        "recovered": chance.share,
-                        "public": chance.images,
-                        "gallery": gallery,
-                        "identified": min(1.0, together[label] / gallery),
-                    }
-                )
+            labels = [self.labels[target] for target in targets[first : first + batch]]
+            chances = zip(self.guessing.of_batch(labels), self.gallery.of_batch(labels), strict=True)
+            found += [{"recovered": one.share, "public": one.images, **named.record()} for one, named in chances]
         return found
 
     def guesses(self, kind: str, targets: Sequence[int], batch: int, rng: np.random.Generator) -> list[int]:

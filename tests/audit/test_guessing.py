@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from itertools import combinations
+
 import pytest
 import torch
 
 from gradveil.audit import guessing as module
-from gradveil.audit.guessing import Guessing
+from gradveil.audit.guessing import Gallery, Guessing
 from gradveil.data import Dataset, load
 from gradveil.metrics import ssim, ssim_pairs
 
@@ -82,3 +85,44 @@ def test_large_classes_are_sampled_within_a_budget(monkeypatch: pytest.MonkeyPat
     assert (images < of, of) == (True, 120)
     assert sampled.chance(1) == Guessing(public, 0.5, 4).chance(1)
     assert sampled.chance(1).share == pytest.approx(whole.chance(1).share, abs=0.15)
+
+
+def test_guesses_of_a_batch_pass_for_images_of_other_labels_too() -> None:
+    """Where labels say nothing about images, ten guesses cover the images of ten labels together."""
+    public = load("digits", size=16).public
+    order = torch.randperm(len(public), generator=torch.Generator().manual_seed(0))
+    unrelated = replace(public.subset(order), targets=torch.arange(len(public)) % 10)
+    guessing = Guessing(unrelated.subset(range(600)), 0.5, 10)
+    others = unrelated.pixels[600:]
+    # The guesses are chosen greedily, as an attacker can, and never see the others.
+    images = guessing.images(None)[:120]
+    alike, chosen = ssim_pairs(images, images) > 0.5, list[int]()
+    for _ in range(10):
+        covered = alike[chosen].any(0)
+        chosen.append(int((alike & ~covered).sum(1).argmax()))
+    reached = float((ssim_pairs(images[chosen], others) > 0.5).any(0).double().mean())
+    chances = guessing.of_batch(range(10))
+    assert reached > 1.3 * sum(guessing.chance(label).share for label in range(10)) / 10
+    assert min(chance.share for chance in chances) >= reached - 0.05
+    assert guessing.of_batch([7, 7]) == [guessing.chance(7, 2)] * 2
+
+
+@pytest.mark.parametrize("labels", [[0], [1], [0, 1], [0, 0], [1, 1, 0], [0, 1, 2]])
+@pytest.mark.parametrize("images", ["aaabcdefg", "abcdefghi", "aabbccaac", "aaaaaaaaa", "abacadaea"])
+def test_no_choice_of_guesses_names_more_images_than_expected(labels: list[int], images: str) -> None:
+    """All ways to deal the images of a class, all choices of guesses: one for each image of the batch."""
+    targets = [0, 0, 0, 1, 1, 1, 1, 2, 0]
+    pixels = torch.tensor([float(ord(image)) for image in images]).view(-1, 1, 1, 1)
+    named = Gallery(pixels, torch.tensor(targets)).of_batch(labels)
+    own = [[image for image, target in zip(images, targets, strict=True) if target == label] for label in labels]
+    distinct = sorted(set(images))
+    best = 0.0
+    for guesses in combinations(distinct, min(len(labels), len(distinct))):
+        best = max(best, sum(sum(image in guesses for image in each) / len(each) for each in own))
+    assert sum(one.share for one in named) >= best - 1e-9
+    if len(set(labels)) == 1:
+        assert sum(one.share for one in named) == pytest.approx(best)
+    for label, one in zip(labels, named, strict=True):
+        assert one.gallery == targets.count(label)
+        if one.exact:
+            assert one.share == pytest.approx(min(1, labels.count(label) / one.gallery))

@@ -337,3 +337,47 @@ def test_mixed_images_have_no_class_that_a_guess_could_be_of(defence: str, mixes
     assert set(expected) == {"identified", "recovered", "public"} | (set() if mixes else {"gallery"})
     if mixes:
         assert expected["identified"] == pytest.approx(2 / len(scene.victims), rel=0.01)
+
+
+@pytest.mark.parametrize("public", [True, False])
+def test_one_answer_for_all_is_no_leak_where_half_of_the_images_are_copies(public: bool) -> None:
+    """A black image is identified as often as the private images have blank slices among them."""
+    scene = open_scene(config(defences=["none"], victims=40, data=DIGITS, client={"batch": 1}))
+    private, blank = scene.victims, torch.arange(len(scene.victims)) % 10 < 5
+    inputs, targets = private.inputs.clone(), private.targets % 2
+    inputs[blank] = private.bounds[0]
+    targets[blank] = torch.arange(len(private))[blank] // 2 % 2
+    scene = dataclasses.replace(scene, victims=dataclasses.replace(private, inputs=inputs, targets=targets))
+    scene = scene if public else dataclasses.replace(scene, public=None)
+    truth = scene.batch(scene.examples(0, range(40)))
+    black = torch.full_like(truth.inputs, float(private.bounds[0]))
+    guessed, honest = (
+        Row(0, score(scene, cells(scene.config)[0], recovered(answer, truth.targets), NAMED))
+        for answer in (black, truth.inputs)
+    )
+    assert guessed.identified >= 8
+    tests = {test.criterion: test for test in evidence.tests_of([guessed])}
+    assert not tests["identified"].leaks
+    assert tests["identified"].expected >= guessed.identified - 8
+    assert leaks(honest)
+
+
+def test_ten_perfect_digits_are_a_leak_though_class_means_recover_as_many() -> None:
+    """One digit of each class, and no other private image: each is named by its class, and passed for by its mean."""
+    scene = open_scene(config(defences=["none"], victims=10, data={"name": "digits"}, client={"batch": 1}))
+    private = scene.victims
+    first = torch.tensor([int((private.targets == label).nonzero()[0]) for label in range(10)])
+    scene = dataclasses.replace(scene, victims=private.subset(first))
+    truth = scene.batch(scene.examples(0, range(10)))
+    means = torch.stack([scene.public.inputs[scene.public.targets == t].mean(0)[None] for t in truth.targets.flatten()])
+    right, guessed = (
+        Row(0, score(scene, cells(scene.config)[0], recovered(answer, truth.targets), NAMED))
+        for answer in (truth.inputs, means)
+    )
+    found = {test.criterion: test for test in evidence.tests_of([right])}
+    assert not found["recovered"].leaks
+    assert not found["identified"].leaks
+    assert found["recovered almost exactly"].observed == 10
+    assert found["recovered almost exactly"].expected < 1
+    assert [verdicts([row])[0].level for row in (right, guessed)] == ["broken", "inconclusive"]
+    assert not leaks(guessed)

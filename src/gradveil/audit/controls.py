@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from gradveil.audit.guessing import Guessing
+from gradveil.audit.guessing import EXACT, Gallery, Guessing
 from gradveil.audit.scene import Scene
 from gradveil.core.noise import Key
 from gradveil.core.streams import Stream
@@ -23,36 +22,33 @@ OTHERS = 64
 def expected_of(guessing: Guessing | None, scene: Scene, places: Tensor) -> list[list[dict[str, float | int]]]:
     """Compute for each target image [V, B] its chance to be recovered and identified by a guess.
 
-    `public` and `gallery` are the numbers of images behind the two chances: public images of the class that the best
-    guess was compared with, private images of the class that it could be taken for. Without auxiliary data there is no
-    chance of recovery, without a second private image none of identification.
+    `public` and `gallery` are the numbers of images behind the two chances: public images that the best guess was
+    compared with, private images of the class that it could be taken for (not there where some of these are copies of
+    each other, or the guesses of a batch do better elsewhere). `exact` is the chance to be recovered almost exactly.
+    Without auxiliary data there is no chance of recovery, without a second private image none of identification.
     """
     targets = scene.victims.targets
-    sizes = Counter(targets.tolist())
-    found = []
-    for batch in targets[places].tolist():
-        of_class = Counter(batch)
-        found.append([_expected(guessing, label, of_class[label], sizes[label], len(targets)) for label in batch])
-    return found
+    gallery = Gallery(scene.victims.pixels, targets) if len(targets) > 1 else None
+    return [_expected(guessing, gallery, labels) for labels in targets[places].tolist()]
 
 
 def _expected(
-    guessing: Guessing | None, label: int, guesses: int, gallery: int, private: int
-) -> dict[str, float | int]:
-    """Compute the chances of one image, among so many of its class in its batch and in the private data."""
-    found: dict[str, float | int] = {}
-    if private > 1:
-        found |= {"identified": min(1.0, guesses / gallery), "gallery": gallery}
-    if guessing is None:
-        return found
-    chance = guessing.chance(label, guesses)
-    found |= {"recovered": chance.share, "public": chance.images}
-    if private > 1:
+    guessing: Guessing | None, gallery: Gallery | None, labels: Sequence[int]
+) -> list[dict[str, float | int]]:
+    """Compute the chances of the images of one batch."""
+    found: list[dict[str, float | int]] = [{} for _ in labels]
+    named = gallery.of_batch(labels) if gallery else [None] * len(labels)
+    chances = guessing.of_batch(labels) if guessing else [None] * len(labels)
+    exactly = guessing.of_batch(labels, exact=True) if guessing and guessing.threshold < EXACT else []
+    for record, name, chance in zip(found, named, chances, strict=True):
+        record |= name.record() if name else {}
+        if chance is None:
+            continue
         # The image nearest to a guess is one of its gallery, and one at most of those that the guess passes for.
-        nearest = found["identified"] * (1 - (1 - chance.share) ** gallery)
-        found["identifiable"] = min(chance.share, nearest)
-    else:
-        found["identifiable"] = chance.share
+        nearest = name.share * (1 - (1 - chance.share) ** name.gallery) if name else 1.0
+        record |= {"recovered": chance.share, "public": chance.images, "identifiable": min(chance.share, nearest)}
+    for record, chance in zip(found, exactly, strict=False):
+        record |= {"exact": chance.share, "public_exact": chance.images}
     return found
 
 

@@ -19,18 +19,21 @@ LEVEL = 0.05
 
 
 class Criterion(NamedTuple):
-    """One way in which an image can leak: the field of an image's score, and that of its chance by a guess."""
+    """One way in which an image can leak: the field of an image's score, and those of its chance by a guess."""
 
     flag: str
     expected: str
     control: str
+    size: str
+    """The number of images behind the chance."""
 
 
 CRITERIA = {
-    "recovered": Criterion("success", "expected", "recovered"),
-    "identified": Criterion("identified", "expected", "identified"),
-    "recovered as trained on": Criterion("success_transformed", "expected_transformed", "recovered"),
-    "identified as trained on": Criterion("identified_transformed", "expected_transformed", "identified"),
+    "recovered": Criterion("success", "expected", "recovered", "public"),
+    "recovered almost exactly": Criterion("exact", "expected", "exact", "public_exact"),
+    "identified": Criterion("identified", "expected", "identified", "gallery"),
+    "recovered as trained on": Criterion("success_transformed", "expected_transformed", "recovered", "public"),
+    "identified as trained on": Criterion("identified_transformed", "expected_transformed", "identified", "gallery"),
 }
 """Criteria of a leak: of the private images, and of what a batch defence made of them, where one was used."""
 
@@ -126,9 +129,8 @@ def _chance(row: Row, scores: Mapping[str, Any], criterion: Criterion) -> _Chanc
     """Look up the probability that a guess hits one image."""
     expected = scores.get(criterion.expected) or {}
     if criterion.control in expected:
-        size = "gallery" if criterion.control == "identified" else "public"
-        return _Chance(float(expected[criterion.control]), expected.get(size))
-    if expected or criterion.expected != "expected":
+        return _Chance(float(expected[criterion.control]), expected.get(criterion.size))
+    if expected or criterion.expected != "expected" or criterion.control == "exact":
         return None
     # An earlier version recorded one draw of each guess.
     floor = row.floor if criterion.control == "recovered" else row.floor_of("identified")

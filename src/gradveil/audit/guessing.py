@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -20,6 +22,9 @@ TESTED = 400
 """So many images of a class that a guess may pass for are enough: a share of them is known to 2.5 points."""
 AVERAGED = 1000
 """So many images of a class that its mean is taken over."""
+
+EXACT = 0.9
+"""An image is recovered almost exactly where its SSIM is above this: hardly any guess is, whatever its class."""
 
 CONTRASTS = (1.0, 1.3, 1.7)
 """The mean of a class is also tried with its contrast raised: SSIM asks for the contrast of a single image."""
@@ -65,14 +70,28 @@ class Guessing:
     """The number of classes that share the budget of pairs."""
     _fields: dict[int | None, _Field] = field(default_factory=dict["int | None", "_Field"])
 
-    def chance(self, label: int, guesses: int = 1) -> Chance:
-        """Return the chance that an image of a class is passed for by one of so many guesses at the same class.
+    def chance(self, label: int | None, guesses: int = 1, *, exact: bool = False) -> Chance:
+        """Return the chance that an image of a class (None: any) is passed for by one of so many guesses at that class.
 
         Of a batch it is not known which reconstruction shows which image, so each may be passed for by any guess at its
-        class. The guesses are chosen greedily to cover the public images.
+        class. The guesses are chosen greedily to cover the public images. `exact`: above `EXACT`, not the threshold.
         """
-        chances = self._field(label).chances
+        found = self._field(label)
+        chances = found.exactly if exact else found.chances
         return chances[min(guesses, len(chances)) - 1]
+
+    def of_batch(self, labels: Sequence[int], *, exact: bool = False) -> list[Chance]:
+        """Return the chance of each image of a batch, given the labels of the batch.
+
+        Any guess of the batch may be matched with any of its images. So an image has the larger of two chances: by as
+        many guesses at its class as the batch has images of it, and by all guesses of the batch at any class.
+        """
+        of_class = Counter(labels)
+        chances = {label: self.chance(label, count, exact=exact) for label, count in of_class.items()}
+        if len(of_class) > 1:
+            anything = self.chance(None, len(labels), exact=exact)
+            chances = {label: max(chance, anything, key=lambda one: one.share) for label, chance in chances.items()}
+        return [chances[label] for label in labels]
 
     def sample(self, label: int) -> Sample:
         """Count what the chance of a class rests on."""
@@ -80,8 +99,8 @@ class Guessing:
         guesses, images = found.passes.shape
         return Sample(guesses, images, found.of)
 
-    def images(self, label: int) -> Tensor:
-        """Return the public images of a class that guesses are compared with, as pixels."""
+    def images(self, label: int | None) -> Tensor:
+        """Return the public images of a class (None: of any) that guesses are compared with, as pixels."""
         return self._field(label).tested
 
     def class_mean(self, label: int) -> Tensor:
@@ -110,6 +129,53 @@ class Guessing:
         return PAIRS * 1024 // pixels[0].numel() // self.classes
 
 
+class Named(NamedTuple):
+    """The chance that a guess names an image, by being nearer to it than to any other private image."""
+
+    share: float
+    gallery: int
+    """The number of private images of its class."""
+    exact: bool
+    """Whether each guess names one image of so many, all equally likely; otherwise the share is an upper bound."""
+
+    def record(self) -> dict[str, float | int]:
+        """Return the chance as an image's record holds it."""
+        return {"identified": self.share, **({"gallery": self.gallery} if self.exact else {})}
+
+
+class Gallery:
+    """The private images that a guess can name: exact copies are one image, and naming it identifies all of them."""
+
+    def __init__(self, pixels: Tensor, targets: Tensor) -> None:
+        """Find the exact copies among images [N, C, H, W] of these classes."""
+        known: dict[bytes, int] = {}
+        flat = pixels.detach().cpu().contiguous().flatten(1) + 0.0  # no negative zeros
+        self._image = torch.tensor([known.setdefault(one.numpy().tobytes(), len(known)) for one in flat])
+        self._targets, self._distinct = targets.cpu(), len(known)
+
+    def of_batch(self, labels: Sequence[int]) -> list[Named]:
+        """Return the chance of each image of a batch to be named by a guess, given the labels of the batch.
+
+        An image of a class is equally likely to be any private image of it. The guesses at a class name the images of
+        it that have the most copies. A batch's guesses may also all go where they hit the most images of the batch: the
+        chance of an image is at least the average share that these reach.
+        """
+        members = {label: self._targets == label for label in set(labels)}
+        weights, found = torch.zeros(len(self._targets), dtype=torch.double), dict[int, Named]()
+        for label, count in Counter(labels).items():
+            size = int(members[label].sum())
+            weights[members[label]] = count / size
+            copies = torch.bincount(self._image[members[label]])
+            share = min(1.0, int(copies.topk(min(count, len(copies))).values.sum()) / size)
+            found[label] = Named(share, size, int(copies.max()) == 1)
+        hits = torch.zeros(self._distinct, dtype=torch.double).index_add_(0, self._image, weights)
+        average = float(hits.topk(min(len(labels), self._distinct)).values.sum()) / len(labels)
+        for label, one in found.items():
+            if average > one.share + 1e-9:
+                found[label] = Named(min(1.0, average), one.gallery, False)
+        return [found[label] for label in labels]
+
+
 @dataclass(frozen=True)
 class _Field:
     """The public images of a class, and which of them each candidate passes for."""
@@ -120,6 +186,8 @@ class _Field:
     """[guesses, images], false for a guess and itself."""
     chances: tuple[Chance, ...]
     """For one guess, two, and so on, until more are of no use."""
+    exactly: tuple[Chance, ...]
+    """The same above `EXACT` instead of the threshold."""
     of: int
 
 
@@ -129,17 +197,18 @@ def _compare(pixels: Tensor, overall: Tensor, threshold: float, pairs: int, of: 
     few = count * count <= pairs
     tested = pixels if few else pixels[: max(16, min(TESTED, math.isqrt(6 * pairs)))]
     guesses = torch.arange(len(tested)) if few else _candidates(tested, max(8, pairs // len(tested)))
-    alike = ssim_pairs(tested[guesses], tested) > threshold
-    alike[torch.arange(len(guesses)), guesses] = False
+    alike = ssim_pairs(tested[guesses], tested)
+    alike[torch.arange(len(guesses)), guesses] = -1
     mean = pixels.mean(0)
     others = (mean * count - tested) / max(1, count - 1)
     level = others.mean((-3, -2, -1), keepdim=True)
     means = [(level + contrast * (others - level)).clamp(0, 1) for contrast in CONTRASTS]
-    passed = ssim_pairs(torch.stack([*means, overall.expand_as(tested)]), tested) > threshold
+    averaged = ssim_pairs(torch.stack([*means, overall.expand_as(tested)]), tested)
     # Places of the candidates among the images; the means are none of them.
-    places = torch.cat([guesses, torch.full((len(passed),), -1)])
-    passes = torch.cat([alike, passed])
-    return _Field(tested, mean, passes, tuple(_cover(passes, places)), of)
+    places = torch.cat([guesses, torch.full((len(averaged),), -1)])
+    similarity = torch.cat([alike, averaged])
+    chances, exactly = (tuple(_cover(similarity > least, places)) for least in (threshold, EXACT))
+    return _Field(tested, mean, similarity > threshold, chances, exactly, of)
 
 
 def _candidates(tested: Tensor, count: int) -> Tensor:

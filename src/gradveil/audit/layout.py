@@ -175,6 +175,7 @@ class _Image(_Held):
     ssim: float
     ssim_transformed: float | None = None
     lpips: float | None = None
+    exact: bool | None = None
     identified: bool | None = None
     expected: dict[str, float] = {}
     success_transformed: Annotated[int, Field(ge=0, le=1)] | None = None

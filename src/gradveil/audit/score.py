@@ -14,6 +14,7 @@ from gradveil.attacks.base import Remark, in_words
 from gradveil.audit.bound import mse_bound
 from gradveil.audit.cell import Address, Recovered
 from gradveil.audit.controls import best_guesses, controls_of, expected_of
+from gradveil.audit.guessing import EXACT
 from gradveil.audit.scene import Scene
 from gradveil.audit.store import Cell
 from gradveil.audit.trained import trained_on
@@ -114,6 +115,7 @@ def _record(
         {
             **{name: float(values[v, b]) for name, values in scores.items()},
             "success": int(scores["ssim"][v, b] > scene.config.threshold),
+            "exact": bool(scores["ssim"][v, b] > EXACT),
             "identified": None if identified is None else bool(identified[v, b]),
             "matched": int(order[v, b]),
         }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -11,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gradveil.audit.cell import Address
-from gradveil.audit.guessing import Guessing
+from gradveil.audit.guessing import Gallery, Guessing
 from gradveil.audit.scene import Scene
 from gradveil.client import Client
 from gradveil.core.noise import Key
@@ -64,7 +63,7 @@ def trained_on(scene: Scene, cell: Address, tensors: Mapping[str, Tensor], place
         {"psnr_transformed": psnr(matched, view), "ssim_transformed": similarity},
         similarity > scene.config.threshold,
         identification(matched, own, gallery).bool() if len(gallery) > 1 else None,
-        _expected(scene, cell, client, places, others),
+        _expected(scene, cell, client, places, others, gallery),
     )
 
 
@@ -90,7 +89,7 @@ def _made(client: Client, inputs: Tensor, size: int, seed: int) -> Tensor:
 
 
 def _expected(
-    scene: Scene, cell: Address, client: Client, places: Tensor, others: Tensor
+    scene: Scene, cell: Address, client: Client, places: Tensor, others: Tensor, gallery: Tensor
 ) -> list[list[dict[str, float | int]]]:
     """Compute the chances of a guess for each image trained on.
 
@@ -98,21 +97,16 @@ def _expected(
     an image of any class may then be guessed, and is one of all in the gallery.
     """
     mixes, targets = _mixes(client, scene.batch(places[0]).inputs), scene.victims.targets
+    targets = torch.zeros_like(targets) if mixes else targets
     guessing = _guessing(scene, cell, client, mixes)
-    sizes = Counter(targets[torch.cat([places.flatten(), others])].tolist())
+    images = Gallery(gallery, targets[torch.cat([places.flatten(), others])])
     found: list[list[dict[str, float | int]]] = []
     for labels in targets[places].tolist():
-        of_class = Counter(labels)
-        found.append([])
-        for label in labels:
-            guesses, gallery = (len(labels), sizes.total()) if mixes else (of_class[label], sizes[label])
-            chances: dict[str, float | int] = {"identified": min(1.0, guesses / gallery)}
-            if not mixes:
-                chances["gallery"] = gallery
-            if guessing is not None:
-                chance = guessing.chance(0 if mixes else label, guesses)
-                chances |= {"recovered": chance.share, "public": chance.images}
-            found[-1].append(chances)
+        each = [{"identified": one.share} if mixes else one.record() for one in images.of_batch(labels)]
+        if guessing is not None:
+            for record, chance in zip(each, guessing.of_batch(labels), strict=True):
+                record |= {"recovered": chance.share, "public": chance.images}
+        found.append(each)
     return found
 
 

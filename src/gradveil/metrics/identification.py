@@ -13,7 +13,8 @@ def identification(candidate: Tensor, truth_index: Tensor, gallery: Tensor) -> T
     """Say whether the nearest image of the client's whole data set is the victim: 1 or 0, shape [...].
 
     `candidate` is [..., C, H, W], `truth_index` [...] is the victim's place in `gallery` [G, C, H, W]. Nearest in l2;
-    an exact copy of the victim in the gallery counts as the victim. Guessing succeeds with probability 1 / G.
+    an exact copy of the victim in the gallery counts as the victim. One guess succeeds with probability 1 / G at a
+    gallery without copies, and with the share of the image that has the most copies otherwise.
     """
     return (rank(candidate, truth_index, gallery) == 0).to(torch.get_default_dtype())
 
