@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
+from torch import Tensor
 
+from gradveil.audit.cell import cells, recover
 from gradveil.audit.health import STATES, coincidence, complaints, descent, examine
 from gradveil.audit.rows import Row
+from gradveil.audit.scene import open_scene
+from gradveil.audit.score import Named, score
 from gradveil.audit.store import load_run
 from gradveil.audit.verdict import verdicts
+from gradveil.core.types import Stage, Transform
+from gradveil.defences import Defence, chain
 from gradveil.report import page
 from gradveil.report.build import cards
+from tests.audit.runs import config
 from tests.report.cells import BARE, CONTROLS, HEALTHY, row
 from tests.report.runs import CASES, played, write_run
 
@@ -178,3 +187,84 @@ def test_the_control_is_the_same_attack_with_any_belief() -> None:
     bare = [row(2, defence="none", belief="naive", attack="dlg"), BARE]
     assert complaints(row(0, attack="ig(belief=full)"), bare) == []
     assert "only 2 of 32" in complaints(row(0, attack="dlg(belief=full)"), bare)[0]
+
+
+def matched(match: float, layers: float, truth: float = 0.0, **change: Any) -> Row:
+    """A cell whose objective reached that of the truth, with so much left of it where priors do not count."""
+    reached = {"objective": 0.01, "objective_truth": 0.01}
+    without = {"match": match, "match_truth": truth, "layers": layers, "layers_truth": truth}
+    return row(0, health=HEALTHY | reached | without, **change)
+
+
+@pytest.mark.parametrize(
+    ("match", "layers", "truth", "state"),
+    [
+        (0.0, 0.0, 0.0, "ambiguous"),
+        (0.00009, 0.0, 0.0, "ambiguous"),
+        (0.00011, 0.0, 0.0, "suspect"),
+        (0.0, 0.0009, 0.0, "ambiguous"),
+        (0.0, 0.0011, 0.0, "suspect"),
+        (0.6, 0.85, 0.6, "ambiguous"),
+        (0.91, 0.6, 0.6, "suspect"),
+        (0.6, 0.91, 0.6, "suspect"),
+        (0.1, 0.1, 0.6, "ambiguous"),
+    ],
+)
+def test_images_that_priors_alone_prefer_show_nothing_of_the_update(
+    match: float, layers: float, truth: float, state: str
+) -> None:
+    cell = matched(match, layers, truth)
+    assert examine(cell, [BARE]).state == state
+    cell.info["health"]["objective"] = 0.012  # neither as low as that of the truth, nor far above it
+    assert examine(cell, [BARE]).state == ("converged" if state == "ambiguous" else state)
+
+
+def test_a_prior_that_decides_leaves_the_verdict_open() -> None:
+    (prior,) = examine(matched(0.2, 0.0), [BARE]).doubts
+    assert "its prior decides" in prior
+    assert "0.2 at the answer and 0 at the true images" in prior
+    (layers,) = examine(matched(0.0, 0.3), [BARE]).doubts
+    assert "in the median layer the distance from the update is 0.3 at the answer" in layers
+    levels = [
+        next(v for v in verdicts([cell, BARE]) if not v.undefended).level
+        for cell in (matched(0.2, 0.0), matched(0.0, 0.3), matched(0.0, 0.0))
+    ]
+    assert levels == ["inconclusive", "inconclusive", "not broken"]
+
+
+def test_an_attacker_who_ignores_the_defence_is_not_held_to_the_fit_of_the_true_images() -> None:
+    assert examine(matched(0.2, 0.3, belief="naive"), [BARE]).state == "ambiguous"
+    assert examine(matched(0.2, 0.3, belief="naive", defence="none"), [BARE]).state == "suspect"
+
+
+@dataclass(frozen=True)
+class Louder(Transform):
+    """Multiply the last parameter's entries by a public number."""
+
+    stage: ClassVar[Stage] = Stage.QUANTISE
+    factor: float = 1e6
+
+    def apply(
+        self, update: Mapping[str, Tensor], state: Mapping[str, Tensor], noise: Mapping[str, Tensor], context: Any
+    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        last = list(update)[-1]
+        return {n: value * self.factor if n == last else value for n, value in update.items()}, dict(state)
+
+
+louder = Defence("louder", send=chain(louder=Louder()))
+
+
+@pytest.mark.parametrize(
+    ("defence", "said"),
+    [("none", "its prior decides"), ("tests.audit.test_health:louder", "few layers decide its objective")],
+)
+def test_where_a_strong_prior_ends_below_the_truth_the_update_is_not_to_blame(defence: str, said: str) -> None:
+    attack = "ig(iterations=40, tv=1, belief=full)"
+    scene = open_scene(config(defences=[defence], data={"name": "digits", "size": 16}, attacks=[attack]))
+    address = cells(scene.config)[0]
+    found = score(scene, address, recover(scene, address, range(2), lambda step: None), Named("", "", ()))
+    health = found.info["health"]
+    assert health["objective"] < health["objective_truth"]
+    assert max(health["match_truth"], health["layers_truth"]) < 1e-6
+    assert [said in each for each in complaints(Row(0, found), [BARE])].count(True) == 1
+    assert (health["match"] > 1e-3) is (defence == "none")

@@ -120,6 +120,8 @@ class Reconstruction:
     """What the attack says of its answers."""
     before_undoing: Tensor | None = None
     """[V, B, C, H, W] what the client trained on, where a batch defence was undone to get `inputs`."""
+    match: Tensor | None = None
+    """[V, 2] distance of the simulated update without priors: the objective's, and 1 - cosine of the median layer."""
 
 
 def in_closed_form(
@@ -216,6 +218,28 @@ class Judge(Protocol):
 
         The knowledge holds the true labels, whether the attack asks for them or not.
         """
+        ...
+
+
+@runtime_checkable
+class Matcher(Judge, Protocol):
+    """A judge that also computes how far an update is from what was observed, without the priors of its objective.
+
+    Its reconstructions hold the same at the answer. An answer that priors alone put below the truth does not explain
+    the update.
+    """
+
+    def match(
+        self,
+        observations: Sequence[Observation],
+        belief: Client,
+        knowledge: Knowledge,
+        key: Key,
+        inputs: Tensor,
+        noise: Mapping[str, Tensor],
+        plan: Sequence[int] = (),
+    ) -> Tensor:
+        """Return `Reconstruction.match` [V, 2] at given inputs, as `evaluate` takes them."""
         ...
 
 

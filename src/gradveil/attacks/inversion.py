@@ -31,6 +31,7 @@ from gradveil.client import Client
 from gradveil.core.errors import Problem, fail, refuse
 from gradveil.core.noise import Key
 from gradveil.core.streams import Stream
+from gradveil.core.tree import take
 from gradveil.core.written import written_bytes
 from gradveil.nn.paths import downstream
 
@@ -192,9 +193,26 @@ class Inversion:
     ) -> Tensor:
         """Return the objective [V] at inputs [V, B, ...]; what is optimised besides takes its value in `noise`."""
         scene = Rows(self, observations, belief, knowledge, key)
-        size = max(1, max(plan, default=1))
-        places = torch.arange(scene.victims).split(size)
-        return torch.cat([scene.at(some.tolist(), inputs, noise) for some in places])
+        return torch.cat([scene.at(some, inputs, noise) for some in _chunks(range(scene.victims), plan)])
+
+    def match(
+        self,
+        observations: Sequence[Observation],
+        belief: Client,
+        knowledge: Knowledge,
+        key: Key,
+        inputs: Tensor,
+        noise: Mapping[str, Tensor],
+        plan: Sequence[int] = (),
+    ) -> Tensor:
+        """Return the distances without priors [V, 2] at inputs [V, B, ...], as `evaluate` takes them."""
+        scene = Rows(self, observations, belief, knowledge, key)
+        return torch.cat([scene.match_at(some, inputs, noise) for some in _chunks(range(scene.victims), plan)])
+
+
+def _chunks(rows: Sequence[int], plan: Sequence[int]) -> list[list[int]]:
+    """Part rows, so that no more of them are worked on at once than the plan has it."""
+    return [some.tolist() for some in torch.tensor(list(rows)).split(max(1, max(plan, default=1)))]
 
 
 def _plan(attack: Inversion, scene: Rows) -> tuple[int, ...]:
@@ -247,6 +265,7 @@ def _reconstruction(
         plan=plan,
         trace=trace,
         remarks=_remarks(attack, scene),
+        match=torch.cat([scene.match(some, take(solution.variables, some)) for some in _chunks(rows.tolist(), plan)]),
     )
 
 

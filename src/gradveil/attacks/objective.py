@@ -44,6 +44,11 @@ def layerwise_cosine(simulated: Mapping[str, Tensor], observed: Mapping[str, Ten
     return _total(cosine({n: simulated[n]}, {n: observed[n]}) for n in observed) / len(observed)
 
 
+def median_cosine(simulated: Mapping[str, Tensor], observed: Mapping[str, Tensor]) -> Tensor:
+    """Median over the layers of 1 - cosine: no layer decides by its length."""
+    return torch.stack([cosine({n: simulated[n]}, {n: observed[n]}) for n in observed], 1).median(1).values
+
+
 def tokenwise_cosine(simulated: Mapping[str, Tensor], observed: Mapping[str, Tensor]) -> Tensor:
     """Mean over the layers of 1 - cosine, where each row of an embedding [1, T, D] is compared by itself, and averaged.
 

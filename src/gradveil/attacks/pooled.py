@@ -121,6 +121,20 @@ class Pooled(Inversion):
         pooled = self.pooled(observations, belief, knowledge, key)
         return super().evaluate([pooled], belief.undefended_update(), knowledge, key, inputs, noise, plan)
 
+    def match(
+        self,
+        observations: Sequence[Observation],
+        belief: Client,
+        knowledge: Knowledge,
+        key: Key,
+        inputs: Tensor,
+        noise: Mapping[str, Tensor],
+        plan: Sequence[int] = (),
+    ) -> Tensor:
+        """Return the distances without priors [V, 2] at inputs [V, B, ...]."""
+        pooled = self.pooled(observations, belief, knowledge, key)
+        return super().match([pooled], belief.undefended_update(), knowledge, key, inputs, noise, plan)
+
 
 def _sent(observations: Sequence[Observation], name: str) -> Iterator[Tensor]:
     """Go through a parameter's updates [V, N], round after round: there may be too many to hold twice."""

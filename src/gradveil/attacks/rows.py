@@ -20,7 +20,7 @@ from gradveil.attacks.evolve import CMAES
 from gradveil.attacks.images import INPUTS, TARGETS, WEIGHTS, Canvas
 from gradveil.attacks.infer import find_labels
 from gradveil.attacks.knowledge import How, Infer, Knowledge, Known, Neutral, Optimise, Sample
-from gradveil.attacks.objective import OBJECTIVES, of_gradients
+from gradveil.attacks.objective import OBJECTIVES, Distance, median_cosine, of_gradients
 from gradveil.attacks.prior import Consensus, energy, statistics_distance, statistics_wanted
 from gradveil.attacks.whiten import Whitening
 from gradveil.client import Client
@@ -225,10 +225,7 @@ class Rows:
         iteration: int = 0,
     ) -> Tensor:
         """Objective of each row at its images."""
-        targets = constants[TARGETS] if logits is None else torch.softmax(logits, -1)
-        batch = Batch(inputs, targets)
-        noise = select(constants, "noise")
-        noise |= {n: v for n, v in variables.items() if n in self.noise} | self.draws.fresh(rows, streams)
+        batch, noise = self._believed(inputs, logits, variables, constants, rows, streams)
         value = self._distance(batch, noise, constants, rows, iteration)
         attack = self.attack
         if attack.tv:
@@ -246,15 +243,55 @@ class Rows:
                 value = value + how.weight * self.noise[name].law.penalty(variables[name])
         return value
 
-    def _distance(self, batch: Batch, noise: Tensors, constants: Tensors, rows: Tensor, iteration: int) -> Tensor:
-        """Compare the client's simulated updates with what was observed: the mean over the rounds."""
+    def _believed(
+        self,
+        inputs: Tensor,
+        logits: Tensor | None,
+        variables: Tensors,
+        constants: Tensors,
+        rows: Tensor,
+        streams: Streams,
+    ) -> tuple[Batch, Tensors]:
+        """Return what the believed client trains on, and its noise."""
+        targets = constants[TARGETS] if logits is None else torch.softmax(logits, -1)
+        noise = select(constants, "noise")
+        noise |= {n: v for n, v in variables.items() if n in self.noise} | self.draws.fresh(rows, streams)
+        return Batch(inputs, targets), noise
+
+    def _match(
+        self,
+        inputs: Tensor,
+        logits: Tensor | None,
+        variables: Tensors,
+        constants: Tensors,
+        rows: Tensor,
+        streams: Streams,
+    ) -> Tensor:
+        """Distance of the simulated updates without priors [N, 2]: the objective's, and that of the median layer."""
+        batch, noise = self._believed(inputs, logits, variables, constants, rows, streams)
+        whole = self._distance(batch, noise, constants, rows, 0)
+        return torch.stack([whole, self._distance(batch, noise, constants, rows, 0, median_cosine)], 1)
+
+    def _distance(
+        self,
+        batch: Batch,
+        noise: Tensors,
+        constants: Tensors,
+        rows: Tensor,
+        iteration: int,
+        distance: Distance | None = None,
+    ) -> Tensor:
+        """Compare the client's simulated updates with what was observed: the mean over the rounds.
+
+        The distance is that of the attack's objective, unless another is given.
+        """
         state = watched = select(constants, "state")
         observed = select(constants, "observed")
         total: Tensor | None = None
         for r in self.rounds:
             own = {n: noise[r.of(n)] for n in self.inputs_of_a_round if r.of(n) in noise}
             seen = {n: observed[r.of(n)] for n in r.observed}
-            if self.angle:
+            if self.angle and distance is None:
                 off = [n for n in self.spec if r.of(n) in self.off]
                 value = r.belief.cosines(r.params, batch, own, seen, constants[f"squares.{r.number}"], off)
                 if value is not None:
@@ -267,8 +304,12 @@ class Rows:
                 given = r.number, r.belief, r.params, batch, own, watched, rows, iteration
                 found, watched = self.whitening(*given)
                 sent, seen = ({n: part[n] * found[n] for n in seen} for part in (sent, seen))
-            value, state = OBJECTIVES[self.attack.objective](sent, seen), after
-            value = of_gradients(value, self.attack.objective, r.belief, self.examples)
+            state = after
+            if distance is None:
+                value = OBJECTIVES[self.attack.objective](sent, seen)
+                value = of_gradients(value, self.attack.objective, r.belief, self.examples)
+            else:
+                value = distance(sent, seen)
             total = value if total is None else total + value
         assert total is not None, "at least one round is observed"
         return total / len(self.rounds) if len(self.rounds) > 1 else total
@@ -278,6 +319,25 @@ class Rows:
 
         Labels that are known count before those that were read off or are optimised.
         """
+        with torch.no_grad():
+            return self._cost(*self._given(victims, inputs, noise))
+
+    def match_at(self, victims: Sequence[int], inputs: Tensor, noise: Mapping[str, Tensor]) -> Tensor:
+        """Return the distances without priors [V, 2] of some victims at given inputs, as `at` takes them."""
+        with torch.no_grad():
+            return self._match(*self._given(victims, inputs, noise))
+
+    def match(self, rows: Sequence[int], found: Tensors) -> Tensor:
+        """Return the distances without priors [N, 2] of these rows at what they found: one value a row of each."""
+        _, constants = self.start(rows)
+        numbers = torch.tensor(rows, device=self.device)
+        with torch.no_grad():
+            return self._match(found[INPUTS], found.get(TARGETS), found, constants, numbers, self.draws.streams(rows))
+
+    def _given(
+        self, victims: Sequence[int], inputs: Tensor, noise: Mapping[str, Tensor]
+    ) -> tuple[Tensor, Tensor | None, Tensors, Tensors, Tensor, Streams]:
+        """Put together what a row at given inputs is computed from."""
         rows = [victim * self.attack.restarts for victim in victims]
         variables, constants = self.start(rows)
         variables |= {n: noise[n][victims].to(self.example) for n in variables if n in noise}
@@ -290,8 +350,7 @@ class Rows:
             else:
                 constants[TARGETS] = labels
         numbers, given = torch.tensor(rows, device=self.device), inputs[victims].to(self.example)
-        with torch.no_grad():
-            return self._cost(given, logits, variables, constants, numbers, self.draws.streams(rows))
+        return given, logits, variables, constants, numbers, self.draws.streams(rows)
 
     def shown(self, variables: Tensors, constants: Tensors) -> Tensors:
         """Say what is kept of rows that have ended: their images first, and what is searched besides."""

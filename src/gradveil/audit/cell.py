@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradveil.attacks.base import Attack, Judge, Observation, Persistent, Planner, Progress, Reconstruction
+from gradveil.attacks.base import Attack, Judge, Matcher, Observation, Persistent, Planner, Progress, Reconstruction
 from gradveil.attacks.knowledge import Knowledge
 from gradveil.attacks.learned import Learned
 from gradveil.audit.active import active_facts, received, resent
@@ -119,7 +119,7 @@ def recover(
     raw = raw_update(client, plain, seen[-1].params, truth)
     tensors = {
         **tensors_of(made.found, seen[-1]),
-        "at_truth": at_truth(made, seen, truth),
+        **judged(made, seen, truth),
         "distance": relative_distance(sent, raw),
         "cosine": cosine(sent, raw),
         **worth(sent, raw),
@@ -196,6 +196,8 @@ def tensors_of(found: Reconstruction, seen: Observation) -> Tensors:
     }
     if found.before_undoing is not None:
         tensors["before_undoing"] = found.before_undoing
+    if found.match is not None:
+        tensors["match"] = found.match
     return tensors | {f"trace.{count}": value for count, value in found.trace.items()}
 
 
@@ -310,14 +312,23 @@ def at_truth(made: Made, seen: Sequence[Observation], truth: Truth) -> Tensor:
     At their labels too, whatever he made of them: those that he read off an update are in no order. An attack that
     undoes a batch defence afterwards searches what the client trained on.
     """
+    return judged(made, seen, truth)["at_truth"]
+
+
+def judged(made: Made, seen: Sequence[Observation], truth: Truth) -> Tensors:
+    """Return `at_truth`, and `match_at_truth` [V, 2] of attacks that compute it: the same without priors."""
     attack, found = made.attack, made.found
     if not isinstance(attack, Judge):
-        return torch.full_like(found.objective, torch.nan)
+        return {"at_truth": torch.full_like(found.objective, torch.nan)}
     inputs = (
         truth.raw.inputs if attack.belief == "full" and not getattr(attack, "undo", False) else truth.transformed.inputs
     )
     knowledge = replace(made.knowledge, targets=truth.raw.targets)
-    return attack.evaluate(seen, made.belief, knowledge, made.key, inputs, truth.noise, found.plan)
+    given = seen, made.belief, knowledge, made.key, inputs, truth.noise, found.plan
+    tensors = {"at_truth": attack.evaluate(*given)}
+    return tensors | (
+        {"match_at_truth": attack.match(*given)} if isinstance(attack, Matcher) and found.match is not None else {}
+    )
 
 
 def _name(config: RunConfig, seed: int, index: int, defence: str, attack: str, stage: int | None, control: bool) -> str:

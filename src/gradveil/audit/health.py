@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -20,6 +20,9 @@ FELL = 0.9
 SOUND = 0.5
 """An attack that recovers fewer undefended images than this is no measure of a defence."""
 
+WORSE = 1e-3
+"""An answer fits the median layer worse than an exact truth does if it is this far from the update (1 - cosine)."""
+
 _ORDERS = frozenset({"schedule", "inclusion"})
 """The tensors that say which examples were in which local step."""
 
@@ -34,7 +37,11 @@ STATES: dict[State, tuple[str, str]] = {
         "under-optimised",
         "it stopped above the objective of the true images: a low rate does not show protection",
     ),
-    "suspect": ("suspect", "it diverged, or does no better without a defence: a low rate does not show protection"),
+    "suspect": (
+        "suspect",
+        "it diverged, does no better without a defence, or fits the update worse than the true images do: "
+        "a low rate does not show protection",
+    ),
     "no ground truth": (
         "no ground truth",
         "the true images were not recorded: see how far the objective fell, and look at the images",
@@ -68,7 +75,9 @@ def examine(row: Row, rows: Sequence[Row]) -> Health:
     """Check the attack of a trial against the other trials of its run.
 
     A rate that is high was not reached by a broken attack. A low one may be low because the attack is broken, because
-    it stopped early, or because its objective prefers other images: then the update does not say enough.
+    it stopped early, or because its objective prefers other images: then the update does not say enough. That takes
+    images which fit the update as well as the true ones do: priors of the objective that outweigh a worse fit show
+    nothing of the update.
     """
     if row.cell.unscored is not None:
         return Health("no ground truth", (row.cell.unscored,))
@@ -87,11 +96,41 @@ def _side(row: Row) -> Literal["above", "below", "between", "unknown"]:
     end, truth = row.health("objective"), row.health("objective_truth")
     if end is None or truth is None:
         return "unknown"
-    start = row.health("objective_initial")
-    unit = 1.0 if start is None else min(abs(start), 1.0)  # squares of short updates are small everywhere
+    unit = _unit(row)
     if end <= truth + 0.05 * abs(truth) + 1e-6 * unit:
         return "below"
-    return "above" if end > truth + max(0.5 * abs(truth), 1e-4 * unit) else "between"
+    return "above" if _exceeds(end, truth, 1e-4 * unit) else "between"
+
+
+def _unit(row: Row) -> float:
+    start = row.health("objective_initial")
+    return 1.0 if start is None else min(abs(start), 1.0)  # squares of short updates are small everywhere
+
+
+def _exceeds(end: float, truth: float, least: float) -> bool:
+    return end > truth + max(0.5 * abs(truth), least)
+
+
+def _unexplained(row: Row) -> Iterator[str]:
+    """List where the answer fits the update worse than the true images do, though its objective reached theirs.
+
+    An attacker who ignores a defence simulates another update, which the true images need not fit at all.
+    """
+    if _side(row) not in ("below", "between") or (row.attacker in ("naive", "aware") and not row.undefended):
+        return
+    end, truth = row.health("match"), row.health("match_truth")
+    if end is not None and truth is not None and _exceeds(end, truth, 1e-4 * _unit(row)):
+        yield (
+            "its prior decides, and not the update: without priors the distance from the update is "
+            f"{number(end)} at the answer and {number(truth)} at the true images, so a weaker prior may do better"
+        )
+    end, truth = row.health("layers"), row.health("layers_truth")
+    if end is not None and truth is not None and _exceeds(end, truth, WORSE):
+        yield (
+            "few layers decide its objective: in the median layer the distance from the update is "
+            f"{number(end)} at the answer and {number(truth)} at the true images (1 - cosine), "
+            "so an attack that weighs the layers otherwise may do better"
+        )
 
 
 def _compared(row: Row) -> str:
@@ -153,7 +192,7 @@ def _preset(row: Row) -> str:
 
 def complaints(row: Row, rows: Sequence[Row]) -> list[str]:
     """List the reasons to distrust a low success rate of this cell, in words; none for an attack in good health."""
-    found = []
+    found = [*_unexplained(row)]
     start, end = row.health("objective_initial"), row.health("objective")
     # Where noise drowns the update, even the true images have nearly the objective of random ones.
     if start is not None and end is not None and end > FELL * start and _side(row) != "below":

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 
 from gradveil.attacks.base import Observation, Progress
-from gradveil.audit.cell import Address, Made, Recovered, at_truth, attacked, recovered, tensors_of
+from gradveil.audit.cell import Address, Made, Recovered, attacked, judged, recovered, tensors_of
 from gradveil.audit.plans import UNPLANNED, Plans
 from gradveil.audit.records import Observed, fitted
 from gradveil.audit.rounds import Truth, updates
@@ -66,7 +66,7 @@ def _beside_truth(made: Made, client: Client, seen: Observation, raw: Batch) -> 
     found: Tensors = {}
     if _determined(made.belief, seen.params, own):
         noise = _off(made.belief, seen.params, raw)
-        found["at_truth"] = at_truth(made, [seen], Truth(raw, raw, noise, noise, {}))
+        found |= judged(made, [seen], Truth(raw, raw, noise, noise, {}))
     if _determined(plain, seen.params, own):
         state = {name: value.expand(len(raw.targets), *value.shape) for name, value in plain.init(seen.params).items()}
         bare = updates(plain, seen.params, raw, _off(plain, seen.params, raw), state)[0]

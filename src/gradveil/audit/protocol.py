@@ -110,6 +110,7 @@ def _wrong(where: str, found: Reconstruction, victims: int, examples: int, knowl
             if found.before_undoing is not None
             else ()
         ),
+        *((("match", found.match, (victims, 2), "[V, 2]"),) if found.match is not None else ()),
         *((f"trace[{count}]", value, images, "[V, B, C, H, W]") for count, value in found.trace.items()),
     )
     for name, value, shape, said in wanted:

@@ -187,8 +187,22 @@ def info_of(scene: Scene, cell: Address, found: Recovered, named: Named) -> dict
             "objective": _median(tensors["objective"]),
             "objective_initial": _median(tensors["initial"]),
             "objective_truth": _median(tensors["at_truth"]),
+            **_matches(tensors),
             "diverged": sum(status == "diverged" for status in found.statuses) / len(found.statuses),
         },
+    }
+
+
+def _matches(tensors: Mapping[str, Tensor]) -> dict[str, float | None]:
+    """Summarise how well the answers and the true images explain the update without priors, where that is known."""
+    if "match" not in tensors or "match_at_truth" not in tensors:
+        return {}
+    answer, truth = tensors["match"], tensors["match_at_truth"]
+    return {
+        "match": _median(answer[:, 0]),
+        "match_truth": _median(truth[:, 0]),
+        "layers": _median(answer[:, 1]),
+        "layers_truth": _median(truth[:, 1]),
     }
 
 
