@@ -69,6 +69,8 @@ class Crafted(NamedTuple):
     """Units whose bins follow each other, where examples are in the differences of rows."""
     scale: Tensor | None = None
     """What each unit's row is multiplied by before that."""
+    solve: Tensor | None = None
+    """Inverses [bins, r, r] of what the r units of a bin, `order` [bins, r], pass on: rows are solved before that."""
 
 
 def outputs(net: nn.Module, path: str, inputs: Tensor) -> Tensor:
@@ -308,6 +310,36 @@ def split(batch: int) -> Crafted:
     return Crafted(honest, net, "second", torch.arange(128))
 
 
+def pencil(_batch: int, honest_units: int = 64) -> Crafted:
+    """Three units per bin, with noise of their own where images differ least, that pass on three numbers.
+
+    No row and no difference of two rows shows an image: only those of three solved rows do. A quarter of the units
+    stays honest.
+    """
+    honest = perceptron()
+    net, generator = copy.deepcopy(honest), Key(11).generator()
+    pixels = PUBLIC.inputs.flatten(1)
+    _, _, axes = torch.linalg.svd(pixels - pixels.mean(0))
+    measure = torch.randn(40, generator=generator) @ axes[:40]
+    measure /= measure.norm()
+    bins = (WIDTH - honest_units) // 3
+    order = torch.randperm(WIDTH, generator=generator)[: 3 * bins].view(bins, 3)
+    cuts = (pixels @ measure).quantile(torch.linspace(0, 0.85, bins)).repeat_interleave(3)
+    noise = torch.randn(3 * bins, 96, generator=generator) @ axes[-96:]
+    noise *= 5 / noise.norm(dim=1, keepdim=True)
+    mixed = torch.linalg.qr(torch.randn(bins, 3, 3, generator=generator)).Q
+    mixed += 0.3 * torch.randn(bins, 3, 3, generator=generator)
+    first, second = linear(net, "first"), linear(net, "second")
+    with torch.no_grad():
+        first.weight[order.flatten()] = 0.35 * (measure + noise)
+        first.bias[order.flatten()] = -0.35 * (cuts + noise @ pixels.mean(0))
+        second.weight *= (WIDTH / honest_units) ** 0.5
+        three = torch.randn(len(second.weight), 3, generator=generator)
+        second.weight[:, order.flatten()] = 0.01 * three @ mixed.flatten(0, 1).T
+        second.bias.add_(0.3)
+    return Crafted(honest, net, "first", order, solve=torch.linalg.inv(mixed))
+
+
 CRAFTED: dict[str, Callable[[int], Crafted]] = {
     made.__name__: made
     for made in (
@@ -325,6 +357,7 @@ CRAFTED: dict[str, Callable[[int], Crafted]] = {
         latent,
         flipped,
         split,
+        pencil,
     )
 }
 
@@ -341,7 +374,10 @@ def candidates(made: Crafted, update: dict[str, Tensor]) -> Tensor:
     weight, normed = update[f"{made.layer}.weight"], "norm.bias" in update
     shift = update["norm.bias"] if normed else update[f"{made.layer}.bias"]
     rows, shifts = [weight], [shift]
-    if made.order is not None:
+    if made.order is not None and made.solve is not None:
+        rows.append((made.solve @ weight[made.order]).diff(dim=0).flatten(0, 1))
+        shifts.append((made.solve @ shift[made.order][..., None]).diff(dim=0).flatten())
+    elif made.order is not None:
         scale = torch.ones(len(weight)) if made.scale is None else made.scale
         rows.append((weight * scale[:, None])[made.order].diff(dim=0))
         shifts.append((shift * scale)[made.order].diff())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -30,15 +31,16 @@ from tests.federated.crafted import (
     gradient,
     linear,
     outputs,
+    pencil,
     perceptron,
     quantile,
     reconstructed,
 )
-from tests.federated.honest import HONEST, batches, trained
+from tests.federated.honest import HONEST, batches, initialised, trained
 
 LOOSE = {"norm_bias": 0.1, "batch_norm_bias": 0.2}
 """Norms mix a layer's errors: what is read is near the image, and the same share of the variance off no other one."""
-UNSEEN_IN_WEIGHTS = {"some_quantiles", "norm_bias", "running_mean", "split"}
+UNSEEN_IN_WEIGHTS = {"some_quantiles", "norm_bias", "running_mean", "split", "pencil"}
 """What the inspection of weights does not find."""
 QUICK = (
     *("mlp", "mlp, orthogonal", "mlp, layer norm", "mlp, 5 epochs", "wide mlp, 5 epochs", "cnn, group norm"),
@@ -115,6 +117,42 @@ def test_rounds_of_honest_training_raise_no_alarm(name: str) -> None:
             assert not exposure(client, client.params(), batch, gradient(net, batch), before).malice
         before = {key: value.detach().clone() for key, value in net.state_dict().items()}
         net = trained(net, 1)
+
+
+@pytest.mark.parametrize("count", [20, 32, 64])
+def test_rows_that_are_solved_together_are_malice_where_no_two_show_an_image(count: int) -> None:
+    made, batch = pencil(count), some(count)
+    assert reconstructed(made, gradient(made.model, batch), batch, 1e-3) >= 12
+    exposed = shown(made.model, batch)
+    assert exposed.share <= 0.25
+    assert re.search(r"1\d\d of 2\d\d units have an error of just the same examples", exposed.malice[0].what)
+    assert not shown(made.model, batch, "gaussian(1e-2)").malice
+
+
+def test_copies_of_images_do_not_make_units_alike() -> None:
+    twice = Batch(some(17).inputs.repeat(2, 1, 1, 1), some(17).targets.repeat(2))
+    once, copied = (shown(perceptron(), batch).layers[0] for batch in (some(17), twice))
+    assert (once.partial, once.shared, once.told_apart) == (copied.partial, copied.shared, copied.told_apart)
+    assert once.told_apart == 17
+
+
+def test_units_are_alike_at_honest_models_of_two_inputs() -> None:
+    """Lines part 32 points in few ways: fresh units are as alike as the received ones."""
+    net = Net(0, flat=nn.Flatten(), first=nn.Linear(1, 256), a=nn.ReLU(), head=nn.Linear(256, 10))
+    exposed = shown(net, Batch(torch.randn(32, 1, generator=Key(0).generator()), PRIVATE.targets[:32]))
+    assert exposed.layers[0].shared > 0.8 * exposed.layers[0].partial > 64
+    assert not exposed.malice
+
+
+@pytest.mark.parametrize("blank", [23, 28])
+def test_blank_images_before_zero_biases_raise_no_alarm(blank: int) -> None:
+    """Their errors are zero at every unit, whatever the weights are."""
+    net = initialised(perceptron(), nn.init.kaiming_normal_)
+    inputs = some(32).inputs.clone()
+    inputs[-blank:] = 0
+    exposed = shown(net, Batch(inputs, PRIVATE.targets[:32]))
+    assert exposed.layers[0].heard < 0.3
+    assert not exposed.malice
 
 
 def test_leaky_activations_hide_nobody() -> None:

@@ -31,10 +31,13 @@ ALLOWED = 0.25
 """The share of a batch that may be read from an update."""
 JUDGED = 16
 """Malice is judged in batches of more examples: up to here honest models single out nearly all of them."""
-_FEW, _SOON, _MANY, _SDS = 0.15, 0.25, 0.4, 3.0
+_FEW, _SOON, _MANY, _SDS = 0.15, 0.25, 0.5, 3.0
 """Excesses that are malice, as shares of the batch: over fresh parameters and those without biases, over fresh ones and
 the round before, over fresh ones alone. And the standard deviations that each of them has to exceed."""
 _HEARD, _AGREES = 0.5, 0.2
+_ALIKE, _GROUPS, _UNITS = 0.3, 13, 64
+"""The share of units with the same examples as another one that is malice, in large batches; the least share times the
+groups of examples in smaller ones, where units are alike by chance; and the least number of units."""
 
 
 First = tuple[Batch, Tensors]
@@ -138,7 +141,15 @@ def _of_all(client: Client, batch: Batch, sent: Mapping[str, Tensor]) -> int:
 
 def _suspect(layer: Isolated, examples: int) -> bool:
     """Whether a layer shows so much that a comparison is worth its time."""
-    return layer.agreement > _AGREES or (examples > JUDGED and len(layer.visible) > _FEW * examples)
+    judged = examples > JUDGED and (len(layer.visible) > _FEW * examples or _alike(layer))
+    return layer.agreement > _AGREES or judged
+
+
+def _alike(layer: Isolated) -> bool:
+    """Whether more units share their examples with another unit than honest ones do by chance."""
+    groups = layer.told_apart
+    often = groups > JUDGED and layer.shared > max(_ALIKE, _GROUPS / groups) * layer.partial
+    return often and layer.partial >= _UNITS
 
 
 @dataclass
@@ -160,6 +171,10 @@ class _Comparison:
         examples, fresh = len(self.first[0].inputs), self._at("fresh", layer)
         if layer.agreement > _AGREES and fresh.heard >= _HEARD:
             what = f"learns from {layer.heard:.0%} of {examples} examples, at fresh parameters from {fresh.heard:.0%}"
+            return Finding("malice", f"update.{layer.layer}", what)
+        if _alike(layer) and layer.shared * max(fresh.partial, 1) > 2 * fresh.shared * layer.partial:
+            what = f"{layer.shared} of {layer.partial} units have an error of just the same examples as another unit, "
+            what += f"at fresh parameters {fresh.shared} of {fresh.partial}: their rows can be solved for single ones"
             return Finding("malice", f"update.{layer.layer}", what)
         if not self._exceeds(layer, len(fresh.singled), _FEW):
             return None
@@ -187,8 +202,7 @@ class _Comparison:
         if which not in self._made:
             params = self._before() if which == "before" else None
             if which == "without biases":  # honest layers open about as many units so
-                biases = {name for name in self.params if name.rpartition(".")[2] == "bias"}
-                params = {n: torch.zeros_like(v) if n in biases else v for n, v in self.params.items()}
+                params = {n: torch.zeros_like(v) if _is_bias(n) else v for n, v in self.params.items()}
             if params is None:
                 params = freshened(self.client.model, self.params, Key(0, (which,)))
             # Fresh running statistics are 0 and 1. The other fresh parameters get the batch's means.
@@ -206,10 +220,15 @@ class _Comparison:
         return {**self.params, **{name: value.to(like.device) for name, value in before.items()}}
 
 
+def _is_bias(name: str) -> bool:
+    return name.rpartition(".")[2] == "bias"
+
+
 def freshened(model: nn.Module, params: Tensors, key: Key) -> Tensors:
     """Return parameters and running statistics as they are before any training.
 
-    They are drawn by the library's law, or by the modules' own where it has none.
+    They are drawn by the library's law, or by the modules' own where it has none. Biases that are zero as a whole stay
+    zero: without biases a blank image has no error at any unit, whatever the weights are.
     """
     fresh = copy.deepcopy(model)
     try:
@@ -220,5 +239,6 @@ def freshened(model: nn.Module, params: Tensors, key: Key) -> Tensors:
                 if callable(again := getattr(module, "reset_parameters", None)):
                     again()
     drawn = {name: value.detach().to(params[name]) for name, value in fresh.named_parameters()}
+    drawn |= {n: torch.zeros_like(v) for n, v in params.items() if n in drawn and _is_bias(n) and not bool(v.any())}
     places = {name: getattr(module, local) for name, module, local in buffer_places(fresh)}
     return drawn | {name: value for name, value in places.items() if is_statistic(name)}

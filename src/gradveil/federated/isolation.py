@@ -18,7 +18,17 @@ from torch import Tensor, nn
 from gradveil.client import Client
 from gradveil.core.tree import Tensors, peak, single
 from gradveil.core.types import Batch
-from gradveil.federated.rows import CONVOLUTIONS, Inputs, Owned, WeightGradients, chosen, difference, divided, partners
+from gradveil.federated.rows import (
+    CONVOLUTIONS,
+    Inputs,
+    Owned,
+    WeightGradients,
+    chosen,
+    difference,
+    divided,
+    partners,
+    shared_support,
+)
 from gradveil.nn.calls import call_on
 from gradveil.nn.norms import BatchStatistics
 from gradveil.nn.stochastic import collect_penalties
@@ -31,6 +41,10 @@ _READ, _VISIBLE = 0.02, 0.1
 
 Behind ReLU what is read is exact. Leaky activations mix a little of all other examples in.
 """
+_KEPT = 0.5
+"""Most of a row that a defence may have changed, as 1 - cos^2, so that it still counts as the row of the batch."""
+_OFTEN = 0.25
+"""The share of units with the same examples as another one above which their rows are compared with what is sent."""
 _ALONE, _SINGLED = 0.99, 0.98
 """The share of a unit's absolute errors, or of their squares, that makes it one example's own."""
 _SURE = 1e-6
@@ -67,6 +81,14 @@ class Isolated:
     """Singled out examples that the update which is sent still shows, if not exactly."""
     agreement: float = 0.0
     """cos^2 of the layer's update with its gradient, where it learns from few examples."""
+    partial: int = 0
+    """Units with an error of some examples, and none of others (`gradveil.federated.rows.shared_support`)."""
+    shared: int = 0
+    """Those that have just the examples of another unit; of what is sent, those whose row is still that of the batch.
+
+    Their rows span what one example adds: differences of solved groups of rows show it where no two rows do."""
+    told_apart: int = 0
+    """Groups of examples that the layer's open units tell apart."""
 
 
 @dataclass
@@ -171,6 +193,11 @@ class Pass:
         elif sent is not None:
             read, visible = gradients.shown(raw, sent, _READ), gradients.shown(relative, sent, _VISIBLE)
             found = replace(found, read=read, visible=visible)
+        partial, alike, groups = shared_support(sizes)
+        shared = len(alike) if sent is not None or not self.sent else 0
+        if sent is not None and shared > _OFTEN * partial:
+            shared = len(gradients.kept(Owned(alike, alike), sent, _KEPT))
+        found = replace(found, partial=partial, shared=shared, told_apart=groups)
         if path in self._normed:
             found = _behind_norm(found, gradients, sent, *self._normed[path])
         if sent is not None and found.heard < SILENT:

@@ -21,6 +21,8 @@ _SAME = 1 - 1e-6
 _ROUNDING = 1e-10
 _PARTNERS, _LOOKED = 3, 256
 """How many partners a unit has, and the units that have any: at least so many, or twice the examples."""
+_SEVERAL = 4
+"""The fewest examples (or groups of them) that units are compared by: many units have the same two or three."""
 _BLOCK = 1024
 """Units that are compared at once, so that wide layers take little memory."""
 
@@ -52,6 +54,27 @@ class Owned:
     def examples(self) -> frozenset[int]:
         """The examples."""
         return frozenset(self.owner.tolist())
+
+
+def shared_support(sizes: Tensor) -> tuple[int, Tensor, int]:
+    """Compare units by the examples that have an error there at all, from sizes of errors [B, K].
+
+    Returns the number of units with an error of four or more examples but not of all, the places of those that have
+    just the examples of another such unit, and the number of groups of examples. Examples that no unit tells apart
+    are one group: copies of an image would make units alike. Groups without any error do not count.
+
+    >>> first_four = torch.tensor([[1.0], [1.0], [1.0], [1.0], [0.0], [0.0]])
+    >>> shared_support(torch.cat([torch.eye(6), first_four, 2 * first_four], 1))
+    (2, tensor([6, 7]), 6)
+    """
+    support = (sizes != 0).unique(dim=0)
+    support = support[support.any(1)]
+    count = support.sum(0)
+    places = ((count >= _SEVERAL) & (count < len(support))).nonzero().flatten()
+    if not len(places):
+        return 0, places, len(support)
+    _, group, units = support[:, places].unique(dim=1, return_inverse=True, return_counts=True)
+    return len(places), places[units[group] > 1], len(support)
 
 
 def partners(errors: Tensor, scaled: Tensor) -> Pairs:
