@@ -268,3 +268,12 @@ def test_where_a_strong_prior_ends_below_the_truth_the_update_is_not_to_blame(de
     assert max(health["match_truth"], health["layers_truth"]) < 1e-6
     assert [said in each for each in complaints(Row(0, found), [BARE])].count(True) == 1
     assert (health["match"] > 1e-3) is (defence == "none")
+
+
+def test_a_custom_attack_without_an_objective_at_the_truth_vouches_for_no_defence() -> None:
+    """A closed form that ignores what it believes recovers the undefended images, and nothing behind an offset."""
+    assert examine(ended(0.0, None), [BARE]).state == "converged"
+    found = examine(ended(0.0, None, custom=True), [BARE])
+    assert found.state == "suspect"
+    assert "no objective that can be computed at the true images" in found.doubts[0]
+    assert examine(ended(0.1, 0.1, custom=True), [BARE]).state == "ambiguous"

@@ -86,6 +86,10 @@ def examine(row: Row, rows: Sequence[Row]) -> Health:
     found = complaints(row, rows)
     if _side(row) == "above":
         return Health("under-optimised", (_short(row), *found))
+    if not found and row.info.get("custom") and _side(row) == "unknown":
+        found = [
+            "it has no objective that can be computed at the true images, so nothing shows that it aims at this client"
+        ]
     if found:
         return Health("suspect", tuple(found))
     return Health("ambiguous", (_misled(row),)) if _side(row) == "below" else Health("converged")
