@@ -63,6 +63,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "recorded": (
         *("audit", "--observed", "seen", "--set", "model.name=scheliga-cnn", "--set", "data.channels=1"),
         *("--set", "data.classes=10", "--set", "data.size=32", "--iterations", "10", *_ONE),
+        *("--set", "data.mean=[0.31]", "--set", "data.std=[0.32]"),
         *_attacks("ig(labels=restore)"),
     ),
 }

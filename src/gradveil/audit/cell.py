@@ -309,7 +309,7 @@ def raw_update(client: Client, base: Client, params: Tensors, truth: Truth) -> T
 def at_truth(made: Made, seen: Sequence[Observation], truth: Truth) -> Tensor:
     """Return the attacker's own objective [V] at the true examples, NaN if he cannot say: never used to choose.
 
-    At their labels too, whatever he made of them: those that he read off an update are in no order. An attack that
+    At their labels too, not at those that the attack read off an update, which are in no order. An attack that
     undoes a batch defence afterwards searches what the client trained on.
     """
     return judged(made, seen, truth)["at_truth"]
