@@ -3,9 +3,11 @@
     python -m benchmarks.null_verdicts --runs 100 --out benchmarks/results
 
 Null runs: bundled digits (32x32 pixels) and faces are split at random into auxiliary and private images; attackers
-answer with guesses from the auxiliary images; their answers are scored and tested as an audit does. Synthetic null
-runs draw the chance of each candidate guess instead, and its share among few public images from that. Verdicts are
-those of `gradveil.audit.evidence.tests_of`, Holm's correction over attackers and criteria included.
+answer with guesses from the auxiliary images; their answers are scored and tested as an audit does. In the sources
+with near copies, 30% of the private images have one among the auxiliary images. In the source with an easy class, all
+digits but the ones are half noise, and about half of the targets are ones. Synthetic null runs draw the chance of each
+candidate guess instead, and its share among few public images from that. Verdicts are those of
+`gradveil.audit.evidence.tests_of`, Holm's correction over attackers and criteria included.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,7 +27,7 @@ import torch
 from torch import Tensor
 
 from gradveil.audit.evidence import tests_of
-from gradveil.audit.guessing import Gallery, Guessing
+from gradveil.audit.guessing import EXACT, Gallery, Guessing
 from gradveil.audit.rows import Row
 from gradveil.audit.store import Cell
 from gradveil.core.assign import match
@@ -32,9 +35,15 @@ from gradveil.data import Dataset, load
 from gradveil.metrics import ssim_pairs
 
 KINDS = ("one image", "random images", "class mean", "best guess", "mix")
+ALMOST = "almost exact"
+"""The guesses that pass most often at the SSIM of the criterion 'recovered almost exactly'."""
+BATCHES = ("easiest class", "best of batch")
+"""Guesses at a batch: all at the class where they hit most, or each where it adds most."""
 IMAGES = (8, 32, 128)
 ATTACKERS = (1, 2, 5)
 THRESHOLD = 0.5
+COPIED = 0.3
+"""The share of private images with a near copy among the auxiliary images, in the sources with copies."""
 
 
 class Hits(NamedTuple):
@@ -42,6 +51,7 @@ class Hits(NamedTuple):
 
     success: Sequence[bool]
     identified: Sequence[bool] | None
+    exact: Sequence[bool] | None = None
 
 
 def row(number: int, hits: Hits, expected: Sequence[dict[str, float]], labels: Sequence[int], batch: int = 1) -> Row:
@@ -53,6 +63,7 @@ def row(number: int, hits: Hits, expected: Sequence[dict[str, float]], labels: S
             {
                 "success": int(hits.success[place]),
                 "identified": None if hits.identified is None else bool(hits.identified[place]),
+                "exact": None if hits.exact is None else bool(hits.exact[place]),
                 "expected": expected[place],
             }
             for place in places
@@ -68,97 +79,143 @@ def called_a_leak(rows: Sequence[Row]) -> bool:
 
 @dataclass(frozen=True)
 class Pool:
-    """All images of a data set, with what does not depend on how they are split."""
+    """All images of a data set and a near copy of each, with what does not depend on how they are split."""
 
     data: Dataset
-    passes: Tensor
-    """Whether an image passes for another of its class [images, images]."""
+    """The images, then their near copies in the same order."""
+    similarity: Tensor
+    """SSIM of images and all data [images, 2 * images]."""
     distance: Tensor
-    """Squared distances [images, images]."""
+    """Squared distances [images, 2 * images]."""
 
     @staticmethod
-    def of(name: str, size: int) -> Pool:
-        """Pool both splits of a bundled data set."""
+    def of(name: str, size: int, easy: int | None = None) -> Pool:
+        """Pool both splits of a bundled data set; with `easy`, noise makes the images of all other classes unlike."""
         splits = load(name, size=size)
         inputs = torch.cat([splits.public.inputs, splits.victims.inputs])
         targets = torch.cat([splits.public.targets, splits.victims.targets])
+        (low, high), draw = splits.public.bounds, torch.Generator().manual_seed(0)
+        if easy is not None:
+            noise = torch.rand(inputs.shape, generator=draw) * (high - low)
+            inputs = torch.where((targets == easy)[:, None, None, None], inputs, (inputs + low + noise) / 2)
+        # Copies differ by noise that no eye sees: their SSIM is about 0.97.
+        noise = 0.005 * torch.randn(inputs.shape, generator=draw) * (high - low)
+        inputs, targets = torch.cat([inputs, (inputs + noise).clamp(low, high)]), targets.repeat(2)
         data = replace(splits.public, inputs=inputs, targets=targets, marks=())
-        pixels, passes = data.pixels.float(), torch.zeros(len(data), len(data), dtype=torch.bool)
-        for label in data.targets.unique():
-            own = (data.targets == label).nonzero().flatten()
-            passes[own[:, None], own] = ssim_pairs(pixels[own], pixels[own]) > THRESHOLD
-        return Pool(data, passes, torch.cdist(pixels.flatten(1), pixels.flatten(1)).square())
+        pixels = data.pixels.float()
+        images = pixels[: len(data) // 2]
+        alike = torch.cat([ssim_pairs(part, pixels) for part in images.split(64)])
+        return Pool(data, alike, torch.cdist(images.flatten(1), pixels.flatten(1)).square())
+
+    @property
+    def images(self) -> int:
+        """The number of images, copies left out."""
+        return len(self.data) // 2
+
+
+class Cover(NamedTuple):
+    """Guesses at a class, each for the most auxiliary images that none before passes for, and how many it adds."""
+
+    guesses: list[int]
+    gains: list[float]
+
+    @staticmethod
+    def of(passes: Tensor, places: Sequence[int], count: int = 8) -> Cover:
+        """Choose guesses by what they pass for [guesses, images]; `places` are the guesses' numbers."""
+        left, guesses, gains = torch.ones(passes.shape[1], dtype=torch.bool), list[int](), list[float]()
+        for _ in range(count):
+            adds = (passes & left).sum(1)
+            best = int(adds.argmax())
+            left &= ~passes[best]
+            guesses.append(places[best])
+            gains.append(float(adds[best]) / passes.shape[1])
+        return Cover(guesses, gains)
 
 
 class Split:
     """A random split of a pool into auxiliary and private images, and the guesses at the private ones."""
 
-    def __init__(self, pool: Pool, rng: np.random.Generator) -> None:
-        """Split a pool in half, and compare all guesses with the private images."""
-        order = torch.from_numpy(rng.permutation(len(pool.data)))
-        public, private = order[: len(order) // 2], order[len(order) // 2 :]
+    def __init__(self, pool: Pool, rng: np.random.Generator, copied: float = 0.0, easy: int | None = None) -> None:
+        """Split a pool in half, replace a share of the private images by near copies of auxiliary ones, and compare.
+
+        Half of the target images are of the `easy` class, if one is named.
+        """
+        order = torch.from_numpy(rng.permutation(pool.images))
+        public, private = order[: pool.images // 2], order[pool.images // 2 :].clone()
+        count = int(copied * len(public))
+        private[:count] = public[:count] + pool.images
         self.labels = pool.data.targets[private].tolist()
         self.classes = sorted(set(self.labels))
+        members = np.array(self.labels) == easy
+        self.odds = np.where(members, members.sum().clip(1) ** -1.0, (~members).sum() ** -1.0)
+        self.odds /= self.odds.sum()
         self.guessing = Guessing(pool.data.subset(public.tolist()), THRESHOLD, len(self.classes))
         pixels = pool.data.pixels.float()
         self.gallery = Gallery(pixels[private], pool.data.targets[private])
-        # Guesses: every public image, the mean of each class, the mean image; the last columns of `passes` are theirs.
-        means = torch.stack(
-            [*(self.guessing.class_mean(label) for label in self.classes), self.guessing.mean()]
-        ).float()
+        # Guesses: every public image, the mean of each class, the mean image.
+        means = torch.stack([*(self.guessing.class_mean(label) for label in self.classes), self.guessing.mean()])
+        means = means.float()
         self.means = {label: len(public) + place for place, label in enumerate(self.classes)}
-        flat = pixels[private].flatten(1)
-        self.passes = torch.cat([pool.passes[public[:, None], private], ssim_pairs(means, pixels[private]) > THRESHOLD])
-        self.distance = torch.cat(
-            [pool.distance[public[:, None], private], torch.cdist(means.flatten(1), flat).square()]
-        )
+        similarity = torch.cat([pool.similarity[public][:, private], ssim_pairs(means, pixels[private])])
+        self.passes, self.exactly = similarity > THRESHOLD, similarity > EXACT
+        apart = torch.cdist(means.flatten(1), pixels[private].flatten(1)).square()
+        self.distance = torch.cat([pool.distance[public][:, private], apart])
         self.nearest = self.distance.argmin(1)
         targets = pool.data.targets[public]
         self.own = {label: (targets == label).nonzero().flatten().numpy() for label in self.classes}
-        self.best: dict[int, list[int]] = {}
+        self.best: dict[int, Cover] = {}
+        self.almost: dict[int, Cover] = {}
         for label, own in self.own.items():
-            among = pool.passes[public[own][:, None], public[own]].double()
-            found = among.sum(1).sub(1).argsort(descending=True)
-            mean = float(
-                (ssim_pairs(means[self.means[label] - len(public)][None], pixels[public[own]]) > THRESHOLD)
-                .double()
-                .mean()
-            )
-            top = own[found.numpy()].tolist()
-            first = float(among[found[0]].sum() - 1) / max(1, len(own) - 1)
-            self.best[label] = [self.means[label], *top] if mean >= first else [top[0], self.means[label], *top[1:]]
-        # One image for all targets passes for images of other classes too.
-        self.fixed = rng.choice(len(public), 8, replace=False)
-        self.passes[torch.from_numpy(self.fixed)] = ssim_pairs(pixels[public[self.fixed]], pixels[private]) > THRESHOLD
+            images = public[torch.from_numpy(own)]
+            among = pool.similarity[images][:, images].fill_diagonal_(-1)
+            mean = ssim_pairs(means[self.means[label] - len(public)][None], pixels[images])
+            alike, places = torch.cat([among, mean]), [*own.tolist(), self.means[label]]
+            self.best[label] = Cover.of(alike > THRESHOLD, places)
+            self.almost[label] = Cover.of(alike > EXACT, places)
 
     def expected(self, targets: Sequence[int], batch: int) -> list[dict[str, float]]:
         """Compute the chances that an audit records."""
         found: list[dict[str, float]] = []
         for first in range(0, len(targets), batch):
             labels = [self.labels[target] for target in targets[first : first + batch]]
-            chances = zip(self.guessing.of_batch(labels), self.gallery.of_batch(labels), strict=True)
-            found += [{"recovered": one.share, "public": one.images, **named.record()} for one, named in chances]
+            levels = self.guessing.of_batch(labels), self.guessing.of_batch(labels, exact=True)
+            for one, exact, named in zip(*levels, self.gallery.of_batch(labels), strict=True):
+                chances = {"recovered": one.share, "public": one.images}
+                found.append(chances | {"exact": exact.share, "public_exact": exact.images} | named.record())
         return found
 
     def guesses(self, kind: str, targets: Sequence[int], batch: int, rng: np.random.Generator) -> list[int]:
         """Answer without an update."""
         if kind == "one image":
-            return [int(rng.choice(self.fixed))] * len(targets)
+            return [int(rng.integers(sum(map(len, self.own.values()))))] * len(targets)
         if kind == "mix":
             each = [self.guesses(other, targets, batch, rng) for other in KINDS[:-1]]
             return [each[int(rng.integers(len(each)))][place] for place in range(len(targets))]
         found: list[int] = []
         for first in range(0, len(targets), batch):
-            used: Counter[int] = Counter()
-            for target in targets[first : first + batch]:
-                label = self.labels[target]
-                if kind == "random images":
-                    found.append(int(rng.choice(self.own[label])))
-                elif kind == "class mean":
-                    found.append(self.means[label])
-                else:  # the best guess; of a batch, the next best ones for further images of a class
-                    found.append(self.best[label][used[label] % len(self.best[label])])
-                used[label] += 1
+            labels = [self.labels[target] for target in targets[first : first + batch]]
+            if kind == "random images":
+                found += [int(rng.choice(self.own[label])) for label in labels]
+            elif kind == "class mean":
+                found += [self.means[label] for label in labels]
+            else:
+                found += self.aimed(kind, labels)
+        return found
+
+    def aimed(self, kind: str, labels: Sequence[int]) -> list[int]:
+        """Choose the guesses at one batch that are expected to pass for the most images, in one of several ways."""
+        counts, cover = Counter(labels), self.almost if kind == ALMOST else self.best
+        chosen = labels
+        if kind == "easiest class":
+            chosen = [max(counts, key=lambda label: counts[label] * sum(cover[label].gains[: len(labels)]))]
+            chosen *= len(labels)
+        elif kind == "best of batch":
+            gains = [(counts[label] * gain, label) for label in counts for gain in cover[label].gains]
+            chosen = [label for _, label in sorted(gains, reverse=True)[: len(labels)]]
+        used, found = Counter[int](), list[int]()
+        for label in chosen:
+            found.append(cover[label].guesses[used[label]])
+            used[label] += 1
         return found
 
     def score(self, guesses: Sequence[int], targets: Sequence[int], batch: int) -> Hits:
@@ -167,7 +224,10 @@ class Split:
         if batch > 1:
             order = match(self.distance[guess[:, None, :], target[:, :, None]].double())
             guess = guess.gather(1, order)
-        return Hits(self.passes[guess, target].flatten().tolist(), (self.nearest[guess] == target).flatten().tolist())
+        named = (self.nearest[guess] == target).flatten().tolist()
+        return Hits(
+            self.passes[guess, target].flatten().tolist(), named, self.exactly[guess, target].flatten().tolist()
+        )
 
 
 def real_runs(
@@ -176,7 +236,7 @@ def real_runs(
     """Yield for each null run whether it is called a leak."""
     for run in range(runs):
         split = splits[run % len(splits)]
-        targets = rng.choice(len(split.labels), n, replace=False).tolist()
+        targets = rng.choice(len(split.labels), n, replace=False, p=split.odds).tolist()
         expected, labels = split.expected(targets, batch), [split.labels[target] for target in targets]
         yield called_a_leak(
             [
@@ -262,17 +322,21 @@ def null_table(runs: int, seed: int) -> list[dict[str, Any]]:
         rows.append({**cell, "runs": runs, "leaks": leaks, "rate": leaks / runs})
         print(*rows[-1].values(), flush=True)
 
-    cells = [(kind, attackers, n) for kind in KINDS for attackers in ATTACKERS for n in IMAGES]
-    for name, count in (("digits", 20), ("faces", 50)):
-        pool = Pool.of(name, 32)
-        splits = [Split(pool, rng) for _ in range(count)]
-        private = len(pool.data) // 2
-        for batch in (1, 8):
-            for kind, attackers, n in cells:
-                most = min(n, private - private % 8)
-                add(name, kind, attackers, most, batch, real_runs(splits, most, attackers, kind, batch, runs, rng))
+    cells = [(attackers, n) for attackers in ATTACKERS for n in IMAGES]
+    singly, together = (1, (*KINDS, ALMOST)), (8, (*KINDS, ALMOST, *BATCHES))
+    for name, count, easy in (("digits", 20, None), ("faces", 50, None), ("digits", 20, 1)):
+        pool = Pool.of(name, 32, easy)
+        private = pool.images // 2
+        sources = {name: 0.0, f"{name}, near copies": COPIED} if easy is None else {f"{name}, one easy class": 0.0}
+        for source, copied in sources.items():
+            splits = [Split(pool, rng, copied, easy) for _ in range(count)]
+            for batch, kinds in (singly, together) if easy is None else (together,):
+                for kind, (attackers, n) in product(kinds, cells):
+                    most = min(n, private - private % 8)
+                    outcomes = real_runs(splits, most, attackers, kind, batch, runs, rng)
+                    add(source, kind, attackers, most, batch, outcomes)
     for public in (20, 50, 200, None):
-        for kind, attackers, n in cells:
+        for kind, (attackers, n) in product(KINDS, cells):
             source = f"synthetic, {public or 'all'} public"
             add(source, kind, attackers, n, 1, synthetic_runs(n, attackers, kind, public, runs, rng))
     return rows
@@ -313,7 +377,7 @@ def write(file: Path, rows: Sequence[dict[str, Any]], note: str) -> None:
 def main() -> None:
     """Run and record both tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--runs", type=int, default=100, help="null runs in each of the 360 cells")
+    parser.add_argument("--runs", type=int, default=100, help="null runs in each of the 756 cells")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, help="folder for null-verdicts.csv and verdict-power.csv")
     parser.add_argument("--note", default="", help="date and machine")

@@ -126,3 +126,19 @@ def test_no_choice_of_guesses_names_more_images_than_expected(labels: list[int],
         assert one.gallery == targets.count(label)
         if one.exact:
             assert one.share == pytest.approx(min(1, labels.count(label) / one.gallery))
+
+
+def test_a_batch_of_guesses_at_its_easiest_class_passes_for_no_more_than_expected() -> None:
+    """Images of class 0 are one of eight patterns, all others are noise: eight guesses at class 0 hit all of it."""
+    draw = torch.Generator().manual_seed(0)
+    patterns = torch.rand(8, 1, 16, 16, generator=draw)
+    targets = torch.arange(400) % 10
+    pixels = torch.rand(400, 1, 16, 16, generator=draw)
+    easy = (targets == 0).nonzero().flatten()
+    pixels[easy] = (patterns[torch.arange(len(easy)) % 8] + 0.01 * pixels[easy]).clamp(0, 1)
+    guessing = Guessing(Dataset("patterns", pixels, targets, tuple("0123456789")), 0.5, 10)
+    for labels in ([0, 0, 0, 0, 1, 2, 3, 4], [0, 0, 0, 0, 0, 0, 1, 1], [0, 0, 1, 2, 3, 4, 5, 6]):
+        hit = int((ssim_pairs(patterns, patterns[: labels.count(0)]) > 0.5).any(0).sum())
+        assert hit == labels.count(0)
+        assert sum(chance.share for chance in guessing.of_batch(labels)) >= hit - 1e-6
+        assert sum(chance.share for chance in guessing.of_batch(labels)) <= hit + 1

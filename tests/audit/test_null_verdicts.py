@@ -7,14 +7,31 @@ from functools import cache
 
 import numpy as np
 import pytest
-from benchmarks.null_verdicts import KINDS, Pool, Split, beyond_error, power, real_runs, synthetic_runs
+from benchmarks.null_verdicts import (
+    ALMOST,
+    BATCHES,
+    COPIED,
+    KINDS,
+    Pool,
+    Split,
+    beyond_error,
+    power,
+    real_runs,
+    synthetic_runs,
+)
+
+
+@cache
+def pool(easy: int | None = None) -> Pool:
+    """The bundled faces and backgrounds."""
+    return Pool.of("faces", 25, easy)
 
 
 @cache
 def splits(batch: int) -> tuple[Split, ...]:
     """Random splits of the bundled faces into auxiliary and private images."""
-    pool, rng = Pool.of("faces", 25), np.random.default_rng(batch)
-    return tuple(Split(pool, rng) for _ in range(3))
+    rng = np.random.default_rng(batch)
+    return tuple(Split(pool(), rng) for _ in range(3))
 
 
 @pytest.mark.parametrize("batch", [1, 8])
@@ -30,6 +47,27 @@ def test_guesses_at_real_faces_are_no_leak(batch: int) -> None:
     assert sum(map(len, leaks.values())) == 3 * 150
     for found in leaks.values():
         assert not beyond_error({"rate": np.mean(found), "runs": len(found)})
+
+
+@pytest.mark.parametrize(("kind", "batch"), [(ALMOST, 1), (ALMOST, 8), *((kind, 8) for kind in BATCHES)])
+@pytest.mark.parametrize(("copied", "easy"), [(0.0, None), (COPIED, None), (0.0, 1)])
+def test_guesses_at_copies_and_at_easy_classes_are_no_leak(
+    kind: str, batch: int, copied: float, easy: int | None
+) -> None:
+    rng = np.random.default_rng(0)
+    some = [Split(pool(easy), rng, copied, easy) for _ in range(3)]
+    for attackers, n in ((1, 32), (5, 32), (1, 96)):
+        found = [*real_runs(some, n, attackers, kind, batch, 9, rng)]
+        assert not beyond_error({"rate": np.mean(found), "runs": len(found)})
+        hit = some[0].score(some[0].guesses(kind, range(32), batch, rng), range(32), batch)
+        assert hit.exact is not None
+        assert sum(hit.exact) <= sum(hit.success)
+
+
+def test_a_share_of_the_private_images_has_a_near_copy_among_the_auxiliary_ones() -> None:
+    split = Split(pool(), np.random.default_rng(0), COPIED)
+    auxiliary = split.exactly[: -len(split.means) - 1]
+    assert COPIED <= float(auxiliary.any(0).double().mean()) < COPIED + 0.2
 
 
 @pytest.mark.parametrize("public", [20, 200, None])

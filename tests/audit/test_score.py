@@ -14,6 +14,7 @@ from torch import Tensor
 from gradveil.audit import evidence
 from gradveil.audit import score as scoring
 from gradveil.audit.cell import Recovered, cells, recover
+from gradveil.audit.controls import controls_of
 from gradveil.audit.evidence import expected_of, leaks
 from gradveil.audit.health import examine
 from gradveil.audit.rows import FLOORS, Row
@@ -118,6 +119,21 @@ def test_controls_are_exact_averages() -> None:
     wrong = controls["wrong_victim"]
     assert wrong["asr"] == pytest.approx(np.mean(rates), abs=0.1)
     assert wrong["identified"] == wrong["identifiable"] == 0
+
+
+def test_all_copies_of_an_image_count_as_that_image_in_the_mismatch_control() -> None:
+    """Client 0 answers with an image that clients 1 and 2 hold; client 3 answers with its own, which 4 holds too."""
+    scene = open_scene(config(defences=["none"], victims=5, client={"batch": 1}, data=DIGITS))
+    places, inputs = scene.examples(0, range(5)).flatten(), scene.victims.inputs.clone()
+    inputs[places[2]], inputs[places[4]] = inputs[places[1]], inputs[places[3]]
+    few = dataclasses.replace(scene.victims.subset(places), inputs=inputs[places], targets=torch.zeros(5).long())
+    copied = dataclasses.replace(scene, victims=few, public=None)
+    truth = few.pixels[:, None]
+    answers = truth[[1, 1, 1, 3, 3]]
+    wrong = controls_of(None, copied, answers, torch.arange(5)[:, None])["wrong_victim"]
+    # An average over pairs: two of 4 for client 0; none of 3 for each of the others, whose copies are left out.
+    assert wrong["identified"] == pytest.approx(2 / 16)
+    assert wrong["identifiable"] == pytest.approx(2 / 16)
 
 
 def test_the_floor_is_the_best_of_the_guesses_that_see_no_update() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradveil.audit.guessing import EXACT, Gallery, Guessing
+from gradveil.audit.guessing import EXACT, Gallery, Guessing, without_copies
 from gradveil.audit.scene import Scene
 from gradveil.core.noise import Key
 from gradveil.core.streams import Stream
@@ -68,11 +68,13 @@ def controls_of(guessing: Guessing | None, scene: Scene, matched: Tensor, places
     """Score what proves nothing: the right answers for the wrong targets, and answers that need no update at all.
 
     Exact averages over pairs: of each reconstruction with private images of its class from other clients (of any class
-    where there is none); of each target with the mean image, the mean of its class, and public images of its class.
+    where there is none; exact copies are one image); of each target with the mean image, the mean of its class, and
+    public images of its class.
     `OTHERS` images at most stand for all of a class.
     """
     gallery = scene.victims.pixels
-    wrong = list(_mismatched(scene, matched, places, gallery))
+    numbers = without_copies(gallery)
+    wrong = list(_mismatched(scene, matched, places, gallery, numbers))
     controls = {"wrong_victim": _average(wrong)} if wrong else {}
     if guessing is None:
         return controls
@@ -82,21 +84,23 @@ def controls_of(guessing: Guessing | None, scene: Scene, matched: Tensor, places
     kinds: dict[str, list[dict[str, Tensor]]] = {"mean_image": [], "class_mean": [], "class_image": []}
     for label, own in by_class.items():
         means = torch.stack([guessing.mean(), guessing.class_mean(label)])
-        scores = _compared(scene, means, torch.tensor(own), gallery, _nearest(means, gallery))
+        truth = torch.tensor(own)
+        scores = _compared(scene, means, gallery[truth], numbers[truth], _nearest(means, gallery, numbers))
         for number, name in enumerate(("mean_image", "class_mean")):
             kinds[name].append({key: values[number : number + 1] for key, values in scores.items()})
         kinds["class_image"].append(_passing(scene, guessing.images(label)[:OTHERS], gallery[own]))
     return controls | {name: _average(scores) for name, scores in kinds.items()}
 
 
-def _mismatched(scene: Scene, matched: Tensor, places: Tensor, gallery: Tensor) -> Iterator[dict[str, Tensor]]:
-    """Compare each reconstruction with private images that other clients hold."""
+def _mismatched(
+    scene: Scene, matched: Tensor, places: Tensor, gallery: Tensor, numbers: Tensor
+) -> Iterator[dict[str, Tensor]]:
+    """Compare each reconstruction with private images that other clients hold; copies of its own client's are none."""
     targets = scene.victims.targets
     count = max(8, min(OTHERS, 20_000 // places.numel()))
-    pointed = _nearest(matched.flatten(0, 1), gallery).view(places.shape)
+    pointed = _nearest(matched.flatten(0, 1), gallery, numbers).view(places.shape)
     for v, own in enumerate(places):
-        outside = torch.ones(len(gallery), dtype=torch.bool)
-        outside[own] = False
+        outside = ~torch.isin(numbers, numbers[own])
         for b, place in enumerate(own.tolist()):
             others = (outside & (targets == targets[place])).nonzero().flatten()
             others = others if len(others) else outside.nonzero().flatten()
@@ -104,21 +108,24 @@ def _mismatched(scene: Scene, matched: Tensor, places: Tensor, gallery: Tensor) 
                 return
             key = Key(0, (Stream.CONTROL, Stream.MISMATCH, place))
             chosen = others[torch.randperm(len(others), generator=key.generator())[:count]]
-            yield _compared(scene, matched[v, b : b + 1], chosen, gallery, pointed[v, b : b + 1])
+            yield _compared(scene, matched[v, b : b + 1], gallery[chosen], numbers[chosen], pointed[v, b : b + 1])
 
 
-def _compared(scene: Scene, guesses: Tensor, places: Tensor, gallery: Tensor, nearest: Tensor) -> dict[str, Tensor]:
-    """Score guesses against the images at these places of the gallery, and whether they point at them."""
-    scores = _passing(scene, guesses, gallery[places])
-    identified = nearest[:, None] == places
+def _compared(scene: Scene, guesses: Tensor, truth: Tensor, numbers: Tensor, nearest: Tensor) -> dict[str, Tensor]:
+    """Score guesses against images of these numbers, and whether they point at them."""
+    scores = _passing(scene, guesses, truth)
+    identified = nearest[:, None] == numbers
     return scores | {"identified": identified, "identifiable": identified & scores["asr"]}
 
 
-def _nearest(images: Tensor, gallery: Tensor) -> Tensor:
-    """Return the place of the gallery image nearest in L2 to each image [N, C, H, W]; -1 for one that is not finite."""
+def _nearest(images: Tensor, gallery: Tensor, numbers: Tensor) -> Tensor:
+    """Return the number of the gallery image nearest in L2 to each image [N, C, H, W]; -1 for one that is not finite.
+
+    All copies of an image have its number.
+    """
     flat = images.nan_to_num(0, 0, 0).float().flatten(1)
     nearest = torch.cat([torch.cdist(part, gallery.flatten(1)).argmin(1) for part in flat.split(256)])
-    return torch.where(finite(images), nearest, -1)
+    return torch.where(finite(images), numbers[nearest], -1)
 
 
 def _passing(scene: Scene, guesses: Tensor, truth: Tensor) -> dict[str, Tensor]:

@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -28,6 +29,9 @@ EXACT = 0.9
 
 CONTRASTS = (1.0, 1.3, 1.7)
 """The mean of a class is also tried with its contrast raised: SSIM asks for the contrast of a single image."""
+
+ALIKE = 8
+"""Fewer images than this of a class say nothing about guesses at it: images of any class stand for them."""
 
 _KEY = Key(0, (Stream.BASELINE, Stream.IMAGES))
 
@@ -69,6 +73,9 @@ class Guessing:
     classes: int
     """The number of classes that share the budget of pairs."""
     _fields: dict[int | None, _Field] = field(default_factory=dict["int | None", "_Field"])
+    _batches: dict[tuple[frozenset[tuple[int, int]], bool], Chance] = field(
+        default_factory=dict["tuple[frozenset[tuple[int, int]], bool]", "Chance"]
+    )
 
     def chance(self, label: int | None, guesses: int = 1, *, exact: bool = False) -> Chance:
         """Return the chance that an image of a class (None: any) is passed for by one of so many guesses at that class.
@@ -83,20 +90,50 @@ class Guessing:
     def of_batch(self, labels: Sequence[int], *, exact: bool = False) -> list[Chance]:
         """Return the chance of each image of a batch, given the labels of the batch.
 
-        Any guess of the batch may be matched with any of its images. So an image has the larger of two chances: by as
-        many guesses at its class as the batch has images of it, and by all guesses of the batch at any class.
+        Any guess of the batch may be matched with any of its images, so an attacker may aim all of them at the easiest
+        class. Every image of the batch has the same chance: the average over its images of what the best choice of
+        guesses passes for. Among choices of the same average, one that treats all images alike is the most likely to
+        hit clearly more images than that (W. Hoeffding, 1956).
         """
-        of_class = Counter(labels)
-        chances = {label: self.chance(label, count, exact=exact) for label, count in of_class.items()}
-        if len(of_class) > 1:
-            anything = self.chance(None, len(labels), exact=exact)
-            chances = {label: max(chance, anything, key=lambda one: one.share) for label, chance in chances.items()}
-        return [chances[label] for label in labels]
+        counts = Counter(labels)
+        if len(counts) == 1:
+            return [self.chance(labels[0], len(labels), exact=exact)] * len(labels)
+        where = frozenset(counts.items()), exact
+        if where not in self._batches:
+            choices = self._aimed(counts, exact), self._anywhere(counts, exact)
+            self._batches[where] = max(choices, key=lambda one: one.share)
+        return [self._batches[where]] * len(labels)
+
+    def _aimed(self, counts: Counter[int], exact: bool) -> Chance:
+        """Return the average chance where each guess aims at one class, and as many guesses do so as is best."""
+        gains, images = list[float](), list[int]()
+        for label, count in counts.items():
+            found = self._field(label)
+            curve = (found.exactly if exact else found.chances)[: counts.total()]
+            shares = [0.0, *(chance.share for chance in curve)]
+            gains += [count * (after - before) for before, after in pairwise(shares)]
+            images.append(curve[min(count, len(curve)) - 1].images)
+        # A class's gains fall from guess to guess; if one rises, the largest ones add up to more than can be had.
+        most = sum(sorted(gains, reverse=True)[: counts.total()])
+        return Chance(min(1.0, most / counts.total()), min(images), "guesses at the easiest classes")
+
+    def _anywhere(self, counts: Counter[int], exact: bool) -> Chance:
+        """Return the average chance where a guess may pass for images of any class, weighted as the batch's labels."""
+        found = self._field(None)
+        weights = torch.zeros(len(found.targets), dtype=torch.double)
+        for label, count in counts.items():
+            members = found.targets == label
+            if int(members.sum()) < ALIKE:
+                members = torch.ones_like(members)
+            weights[members] += count / int(members.sum())
+        passes = found.similarity > (EXACT if exact else self.threshold)
+        curve = _cover(passes, found.places, weights)
+        return curve[min(counts.total(), len(curve)) - 1]
 
     def sample(self, label: int) -> Sample:
         """Count what the chance of a class rests on."""
         found = self._field(label)
-        guesses, images = found.passes.shape
+        guesses, images = found.similarity.shape
         return Sample(guesses, images, found.of)
 
     def images(self, label: int | None) -> Tensor:
@@ -120,9 +157,9 @@ class Guessing:
         if label not in self._fields:
             key = _KEY.child(Stream.ALL if label is None else label)
             order = members[torch.randperm(len(members), generator=key.generator())[:AVERAGED]]
-            pixels = self.public.subset(order).pixels.double()
-            mean = pixels.mean(0) if label is None else self.mean()
-            self._fields[label] = _compare(pixels, mean, self.threshold, self._pairs(pixels), len(members))
+            public = self.public.subset(order)
+            mean = public.pixels.double().mean(0) if label is None else self.mean()
+            self._fields[label] = _compare(public, mean, self.threshold, self._pairs(public.pixels), len(members))
         return self._fields[label]
 
     def _pairs(self, pixels: Tensor) -> int:
@@ -148,10 +185,8 @@ class Gallery:
 
     def __init__(self, pixels: Tensor, targets: Tensor) -> None:
         """Find the exact copies among images [N, C, H, W] of these classes."""
-        known: dict[bytes, int] = {}
-        flat = pixels.detach().cpu().contiguous().flatten(1) + 0.0  # no negative zeros
-        self._image = torch.tensor([known.setdefault(one.numpy().tobytes(), len(known)) for one in flat])
-        self._targets, self._distinct = targets.cpu(), len(known)
+        self._image, self._targets = without_copies(pixels), targets.cpu()
+        self._distinct = int(self._image.max()) + 1
 
     def of_batch(self, labels: Sequence[int]) -> list[Named]:
         """Return the chance of each image of a batch to be named by a guess, given the labels of the batch.
@@ -176,14 +211,29 @@ class Gallery:
         return [found[label] for label in labels]
 
 
+def without_copies(pixels: Tensor) -> Tensor:
+    """Assign numbers to images [N, C, H, W], from 0 on; exact copies get the same one.
+
+    >>> without_copies(torch.tensor([3.0, 5.0, 3.0]).view(3, 1, 1, 1)).tolist()
+    [0, 1, 0]
+    """
+    known: dict[bytes, int] = {}
+    flat = pixels.detach().cpu().contiguous().flatten(1) + 0.0  # no negative zeros
+    return torch.tensor([known.setdefault(one.numpy().tobytes(), len(known)) for one in flat])
+
+
 @dataclass(frozen=True)
 class _Field:
     """The public images of a class, and which of them each candidate passes for."""
 
     tested: Tensor
+    targets: Tensor
+    """The labels of these images."""
     mean: Tensor
-    passes: Tensor
-    """[guesses, images], false for a guess and itself."""
+    similarity: Tensor
+    """SSIM [guesses, images], -1 for a guess and itself."""
+    places: Tensor
+    """Places of the guesses among the images, -1 for one that is none of them."""
     chances: tuple[Chance, ...]
     """For one guess, two, and so on, until more are of no use."""
     exactly: tuple[Chance, ...]
@@ -191,8 +241,9 @@ class _Field:
     of: int
 
 
-def _compare(pixels: Tensor, overall: Tensor, threshold: float, pairs: int, of: int) -> _Field:
+def _compare(public: Dataset, overall: Tensor, threshold: float, pairs: int, of: int) -> _Field:
     """Compare the candidates of a class with its images, as far as the budget of pairs goes."""
+    pixels = public.pixels.double()
     count = len(pixels)
     few = count * count <= pairs
     tested = pixels if few else pixels[: max(16, min(TESTED, math.isqrt(6 * pairs)))]
@@ -204,11 +255,11 @@ def _compare(pixels: Tensor, overall: Tensor, threshold: float, pairs: int, of: 
     level = others.mean((-3, -2, -1), keepdim=True)
     means = [(level + contrast * (others - level)).clamp(0, 1) for contrast in CONTRASTS]
     averaged = ssim_pairs(torch.stack([*means, overall.expand_as(tested)]), tested)
-    # Places of the candidates among the images; the means are none of them.
     places = torch.cat([guesses, torch.full((len(averaged),), -1)])
     similarity = torch.cat([alike, averaged])
-    chances, exactly = (tuple(_cover(similarity > least, places)) for least in (threshold, EXACT))
-    return _Field(tested, mean, similarity > threshold, chances, exactly, of)
+    even = torch.ones(len(tested), dtype=torch.double)
+    chances, exactly = (tuple(_cover(similarity > least, places, even)) for least in (threshold, EXACT))
+    return _Field(tested, public.targets[: len(tested)], mean, similarity, places, chances, exactly, of)
 
 
 def _candidates(tested: Tensor, count: int) -> Tensor:
@@ -218,27 +269,27 @@ def _candidates(tested: Tensor, count: int) -> Tensor:
     return chosen.unique()
 
 
-def _cover(passes: Tensor, places: Tensor) -> list[Chance]:
-    """Choose guesses greedily, each for the most images that none before passes for; return the share after each."""
-    count = passes.shape[1]
-    covered, left = torch.zeros(count, dtype=torch.bool), torch.ones(count, dtype=torch.bool)
+def _cover(passes: Tensor, places: Tensor, weights: Tensor) -> list[Chance]:
+    """Choose guesses greedily, each for the most images that none before passes for; return the share after each.
+
+    Shares are of the weights of those images that are no guesses themselves.
+    """
+    covered, left = torch.zeros(len(weights), dtype=torch.bool), weights.clone()
     found: list[Chance] = []
     while left.any():
-        # A share is of the images that are not guesses themselves.
-        inside = (places >= 0) & left[places]
+        itself = torch.where(places >= 0, left[places], 0.0)
         reached = covered | passes
-        itself = inside & reached[torch.arange(len(places)), places]
-        gains = (reached & left).sum(1) - itself.long()
-        shares = gains / (left.sum() - inside.long()).clamp(min=1)
+        own = reached[torch.arange(len(places)), places]
+        gains = reached.double() @ left - itself * own
+        shares = gains / (left.sum() - itself).clamp(min=1e-12)
         best = int(shares.argmax())
         covered = covered | passes[best]
         if places[best] >= 0:
-            left[places[best]] = False
-        images = int(left.sum())
-        share = int((covered & left).sum()) / images if images else 1.0
-        if found and share <= found[-1].share:
+            left[places[best]] = 0
+        share = float(left[covered].sum() / left.sum()) if left.any() else 1.0
+        if found and share <= found[-1].share + 1e-12:
             break
-        found.append(Chance(share, images, _name(best - len(passes))))
+        found.append(Chance(share, int((left > 0).sum()), _name(best - len(passes))))
     return found or [Chance(1.0, 0, "")]
 
 
