@@ -71,7 +71,7 @@ def test_a_round_whose_client_kept_something_is_inverted():
 def test_how_many_updates_are_simulated_at_once_changes_nothing(monkeypatch):
     text = "learned(epochs=1, width=50, features=256)"
     whole = learned("dropout + gaussian(0.01)", text, victims=2)[3].tensors["inputs"]
-    monkeypatch.setattr("gradveil.attacks.learned._VALUES", 10**6)
+    monkeypatch.setattr("gradveil.attacks.simulated._VALUES", 10**6)
     torch.testing.assert_close(
         learned("dropout + gaussian(0.01)", text, victims=2)[3].tensors["inputs"], whole, rtol=1e-3, atol=1e-3
     )

@@ -277,3 +277,14 @@ def test_a_custom_attack_without_an_objective_at_the_truth_vouches_for_no_defenc
     assert found.state == "suspect"
     assert "no objective that can be computed at the true images" in found.doubts[0]
     assert examine(ended(0.1, 0.1, custom=True), [BARE]).state == "ambiguous"
+
+
+@pytest.mark.parametrize("attack", ["analytic", "r-gap", "learned(epochs=1)"])
+def test_attacks_without_a_search_compute_how_well_their_answer_explains_the_whole_update(attack: str) -> None:
+    model = {"name": "vit" if attack == "analytic" else "scheliga-cnn"}
+    scene = open_scene(config(defences=["none"], data={"name": "digits"}, model=model, attacks=[attack]))
+    address = cells(scene.config)[0]
+    found = score(scene, address, recover(scene, address, range(2), lambda step: None), Named("", "", ()))
+    health = found.info["health"]
+    assert max(health["match_truth"], health["layers_truth"]) < 1e-6
+    assert (max(health["match"], health["layers"]) < 1e-3) is (attack != "learned(epochs=1)")

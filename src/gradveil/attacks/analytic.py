@@ -26,6 +26,7 @@ from gradveil.attacks.base import Observation, Progress, Prospect, Reconstructio
 from gradveil.attacks.infer import Labels, find_labels, label_problems
 from gradveil.attacks.knowledge import How, Knowledge, Known
 from gradveil.attacks.likely import equations, prior_problems, weighed
+from gradveil.attacks.simulated import Simulated
 from gradveil.attacks.undo import undoing, undone
 from gradveil.client import Client
 from gradveil.core.errors import Problem, refuse
@@ -100,7 +101,26 @@ class Analytic:
         lower, upper = knowledge.lower.to(inputs), knowledge.upper.to(inputs)
         inputs = torch.clamp(inputs.nan_to_num(0.0), lower, upper)
         found = in_closed_form(inputs, targets, misfit, sound, began, progress)
+        found = replace(found, match=self.match([seen], defended, replace(knowledge, targets=targets), key, inputs, {}))
         return undone(found, defended, knowledge) if self.undo else found
+
+    def match(
+        self,
+        observations: Sequence[Observation],
+        belief: Client,
+        knowledge: Knowledge,
+        key: Key,
+        inputs: Tensor,
+        noise: Mapping[str, Tensor],
+        plan: Sequence[int] = (),
+    ) -> Tensor:
+        """Return 1 - cosine of the whole update and what was sent, and of the median layer: [V, 2].
+
+        The objective looks at the first layer alone.
+        """
+        assert knowledge.targets is not None, "the true labels are told"
+        belief = replace(belief, batch=()) if self.undo else belief
+        return Simulated(belief, observations[-1:]).match(inputs, knowledge.targets.to(inputs.device), key)
 
     def evaluate(
         self,

@@ -20,19 +20,17 @@ from torch.func import functional_call
 from gradveil.attacks.base import Observation, Progress, Prospect, Reconstruction
 from gradveil.attacks.infer import Labels, find_labels, label_problems
 from gradveil.attacks.knowledge import How, Knowledge, Known
-from gradveil.attacks.objective import cosine
+from gradveil.attacks.simulated import Simulated
 from gradveil.client import Client
 from gradveil.core.errors import Problem, refuse
 from gradveil.core.noise import Key
 from gradveil.core.streams import Stream
-from gradveil.core.tree import Tensors, stack
+from gradveil.core.tree import Tensors
 from gradveil.core.types import Batch
 from gradveil.nn.init import initialise
 
 _AT_ONCE = 64
 """Updates that one step of the network learns from."""
-_VALUES = 2**26
-"""Numbers of updates that are simulated at once."""
 
 
 @dataclass(frozen=True)
@@ -71,11 +69,12 @@ class Learned:
         assert public is not None
         targets = find_labels(self.labels, seen, seen.believed(belief), knowledge, key.child(Stream.LABELS))
         assert targets is not None, "labels are given or read off the update"
-        client = _Client(belief, observations)
+        client = Simulated(belief, observations)
         student = _Student(self, client, knowledge, public, key)
         student.learn(progress, len(seen.victims))
         inputs = student.invert(seen.update, targets)
-        objective = client.distance(inputs, targets, key)
+        match = client.match(inputs, targets, key)
+        objective = match[:, 0]
         victims = len(seen.victims)
         zero = torch.zeros(victims, dtype=torch.long, device=inputs.device)
         return Reconstruction(
@@ -87,7 +86,8 @@ class Learned:
             seconds=time.perf_counter() - began,
             restart=zero,
             objectives=objective.unsqueeze(1),
-            initial=client.distance(student.average(targets), targets, key),
+            initial=client.match(student.average(targets), targets, key)[:, 0],
+            match=match,
         )
 
     def evaluate(
@@ -101,8 +101,21 @@ class Learned:
         plan: Sequence[int] = (),
     ) -> Tensor:
         """Return 1 - cosine [V] of what inputs [V, B, ...] would send, with noise of his own, and what was sent."""
+        return self.match(observations, belief, knowledge, key, inputs, noise, plan)[:, 0]
+
+    def match(
+        self,
+        observations: Sequence[Observation],
+        belief: Client,
+        knowledge: Knowledge,
+        key: Key,
+        inputs: Tensor,
+        noise: Mapping[str, Tensor],
+        plan: Sequence[int] = (),
+    ) -> Tensor:
+        """Return 1 - cosine of `evaluate`, which has no priors, and that of the median layer: [V, 2]."""
         assert knowledge.targets is not None, "the true labels are told"
-        return _Client(belief, observations).distance(inputs, knowledge.targets.to(inputs.device), key)
+        return Simulated(belief, observations).match(inputs, knowledge.targets.to(inputs.device), key)
 
 
 def _public_problems(images: int, examples: int) -> Iterator[Problem]:
@@ -119,50 +132,10 @@ def _count(public: Batch | None) -> int:
     return 0 if public is None else len(public.inputs)
 
 
-class _Client:
-    """The believed client of the round that is inverted: who keeps something has been in the rounds before it."""
-
-    def __init__(self, belief: Client, observations: Sequence[Observation]) -> None:
-        self.seen = observations[-1]
-        keeps = bool(belief.init(self.seen.params))
-        rounds = observations if keeps else observations[-1:]
-        self.rounds = [(seen.round, seen.params, seen.believed(belief)) for seen in rounds]
-        self.at_once = max(1, _VALUES // sum(value[0].numel() for value in self.seen.update.values()))
-
-    def send(self, batch: Batch, key: Key) -> Iterator[Tensors]:
-        """Let clients send updates for batches [N, B, ...], with fresh noise: some of the N after the other."""
-        rows = torch.arange(len(batch.inputs)).split(self.at_once)
-        for some in rows:
-            yield self._send(Batch(batch.inputs[some], batch.targets[some]), [key.child(row) for row in some.tolist()])
-
-    def _send(self, batch: Batch, keys: Sequence[Key]) -> Tensors:
-        one = Batch(batch.inputs[0], batch.targets[0])
-        state: Tensors = {}
-        sent: Tensors = {}
-        for place, (number, params, belief) in enumerate(self.rounds):
-            spec = belief.noise_spec(params, one)
-            drawn = stack([spec.sample(key.child(Stream.ROUND, number) if number else key) for key in keys])
-            noise = {name: value.to(batch.inputs.device) for name, value in drawn.items()}
-            if not place:
-                state = {n: v.expand(len(keys), *v.shape) for n, v in belief.init(params).items()}
-            elif "kept.joined" in state:  # what a client keeps to itself it has drawn in its first round
-                noise |= torch.func.vmap(belief.own)(noise, state)
-            sent, state = belief.updates(params, batch, noise, state)
-            state = {name: value.detach() for name, value in state.items()}
-        return {name: value.detach() for name, value in sent.items()}
-
-    def distance(self, inputs: Tensor, targets: Tensor, key: Key) -> Tensor:
-        """Return 1 - cosine [V] of what images would send and what was observed; infinite where that is no number."""
-        parts = list(self.send(Batch(inputs, targets), key.child(Stream.CHECK)))
-        sent = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
-        value = cosine(sent, self.seen.update)
-        return torch.where(torch.isfinite(value), value, torch.inf)
-
-
 class _Student:
     """The network, what it sees of an update, and how it is taught."""
 
-    def __init__(self, attack: Learned, client: _Client, knowledge: Knowledge, public: Batch, key: Key) -> None:
+    def __init__(self, attack: Learned, client: Simulated, knowledge: Knowledge, public: Batch, key: Key) -> None:
         self.attack, self.client, self.key = attack, client, key
         seen = client.seen
         self.examples, self.classes = seen.examples, knowledge.classes

@@ -114,7 +114,8 @@ class Recursive:
                 progress(Progress(place + 1, len(sound) - place - 1, place + 1, len(sound), float("nan")))
         inputs, misfit = self._best(tries or [grey], observations, belief, knowledge, key)
         found = in_closed_form(inputs, targets, misfit, sound, began, progress)
-        found = replace(found, remarks=_remarks(links, shares, scales))
+        match = self.match(observations, belief, replace(knowledge, targets=targets), key, inputs, {})
+        found = replace(found, remarks=_remarks(links, shares, scales), match=match)
         return undone(found, defended, knowledge) if self.undo else found
 
     def _solved(self, belief: Client) -> Client:
@@ -144,10 +145,31 @@ class Recursive:
         plan: Sequence[int] = (),
     ) -> Tensor:
         """Return the squared distance [V] of what inputs would send from what was sent, in units of the latter."""
-        judge = Inversion(self.name, objective="l2", labels=self.labels)
-        sizes = [value.flatten(1).square().sum(1) for value in observations[-1].update.values()]
-        squares = torch.stack(sizes).sum(0).clamp_min(torch.finfo(sizes[0].dtype).tiny)
-        return judge.evaluate(observations, self._solved(belief), knowledge, key, inputs, noise) / squares
+        given = observations, self._solved(belief), knowledge, key, inputs, noise
+        return self._judge().evaluate(*given) / _squares(observations[-1])
+
+    def match(
+        self,
+        observations: Sequence[Observation],
+        belief: Client,
+        knowledge: Knowledge,
+        key: Key,
+        inputs: Tensor,
+        noise: Mapping[str, Tensor],
+        plan: Sequence[int] = (),
+    ) -> Tensor:
+        """Return the distance of `evaluate`, which has no priors, and that of the median layer: [V, 2]."""
+        found = self._judge().match(observations, self._solved(belief), knowledge, key, inputs, noise)
+        return torch.stack([found[:, 0] / _squares(observations[-1]), found[:, 1]], 1)
+
+    def _judge(self) -> Inversion:
+        return Inversion(self.name, objective="l2", labels=self.labels)
+
+
+def _squares(seen: Observation) -> Tensor:
+    """Return the squared length [V] of what was sent."""
+    sizes = [value.flatten(1).square().sum(1) for value in seen.update.values()]
+    return torch.stack(sizes).sum(0).clamp_min(torch.finfo(sizes[0].dtype).tiny)
 
 
 def _update_problems(belief: Client, examples: int) -> Iterator[Problem]:
