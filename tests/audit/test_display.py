@@ -57,7 +57,7 @@ def test_plain_lines_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
     play(Screen(out), [Progress(0, 2, i, 10, 0.5) for i in range(1, 9)])
     assert text(out).splitlines() == [
         "2 cells of 2 victims",
-        "[1/2] ig(iterations=6, report=2) against none, seed 0: ASR 75%, SSIM 0.60, 2.0 s",
+        "[1/2] ig(iterations=6, report=2) against none, seed 0: 75% recovered, SSIM 0.60, 2.0 s",
     ]
     monkeypatch.setattr("time.monotonic", iter(range(0, 10_000, 20)).__next__)
     slow = console(terminal=False)
@@ -237,4 +237,4 @@ def test_the_legend_says_the_threat_model_with_the_budget() -> None:
     said = legend([result("none", "ig", 1)], {"budget": "64000"})
     assert "Threat model: An honest-but-curious server keeps the global parameters" in said
     assert "share 64,000 victim-iterations" in said
-    assert "share" not in legend([result("none", "ig", 1)]).partition("ASR:")[0]
+    assert "share" not in legend([result("none", "ig", 1)]).partition("Recovered:")[0]

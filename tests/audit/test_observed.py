@@ -91,7 +91,7 @@ def test_without_the_truth_there_is_no_score_and_it_is_said(tmp_path: Path) -> N
     with console.capture() as shown:
         console.print(result_table(run.cells), legend(run.cells, run.info["config"]))
     assert "No score: the truth was not recorded" in shown.get()
-    assert "ASR: the share" not in shown.get()
+    assert "Recovered: SSIM" not in shown.get()
     assert load_run(tmp_path / "run").cells[0].records == cell.records
 
 

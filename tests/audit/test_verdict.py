@@ -11,6 +11,7 @@ from gradveil.audit.price import price
 from gradveil.audit.rows import Row
 from gradveil.audit.store import Cell
 from gradveil.audit.verdict import Verdict, verdicts
+from gradveil.core.words import percent
 from gradveil.metrics import risk, wilson
 from gradveil.report.build import cards
 from tests.report.cells import BARE, CONTROLS, HEALTHY, row
@@ -300,9 +301,20 @@ def test_cards_name_the_best_defence_that_was_really_tested() -> None:
     assert best["detail"].startswith("dgp")
     assert best["value"] == "12.5%"
     assert best["detail"].endswith(" · lower, but not proven: dp and precode")
-    assert found["Recovered without a defence"]["value"] == "100%"
+    assert found["Identifiable without a defence"]["value"] == "100%"
     assert found["Its price: bytes of an update"]["value"] == "10 B"
     assert "Lowest rate, not proven" in {card["label"] for card in cards(verdicts([BARE, naive]), [])}
+
+
+def test_cards_count_images_that_are_recovered_and_identified() -> None:
+    """A defence whose images are recovered, but not told apart, is better than one whose are."""
+    alike = row(8, defence="dgp")
+    for place, image in enumerate(image for record in alike.cell.records for image in record["per_image"]):
+        image["identified"] = place == 0
+    found = {card["label"]: card for card in cards(verdicts([BARE, alike, row(4, defence="dp")]), [])}
+    best = found["Best defence against attackers who know it"]
+    assert best["value"] == percent(1 / 32)
+    assert best["detail"].startswith("dgp · 1 of 32 images recovered and identified, 95% CI ")
 
 
 def told_price(*rows: Row) -> str:

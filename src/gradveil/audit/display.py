@@ -121,7 +121,8 @@ class Screen:
         if result.unscored is not None:
             return text.append(f": no score, {descent(Row(0, result))}, {duration(summary['seconds'])}")
         told = (
-            f": ASR {percent(summary['asr'])}, SSIM {_fixed(summary['ssim_mean'], 2)}, {duration(summary['seconds'])}"
+            f": {percent(summary['asr'])} recovered, SSIM {_fixed(summary['ssim_mean'], 2)}, "
+            f"{duration(summary['seconds'])}"
         )
         return text.append(told, style="default")
 
@@ -195,7 +196,7 @@ def result_table(cells: Sequence[Cell]) -> Table:
     for header in ("defence", "attack", *(("seed", "client") if several else ()), *(("round",) if trained else ())):
         table.add_column(header, overflow="fold")
     table.add_column("attacker", no_wrap=True)
-    for header in (*(("accuracy",) if trained else ()), "ASR", "95% CI", "floor", "SSIM", "PSNR", "distance"):
+    for header in (*(("accuracy",) if trained else ()), "recovered", "95% CI", "floor", "SSIM", "PSNR", "distance"):
         table.add_column(header, justify="right", no_wrap=True)
     table.add_column("attack check", no_wrap=True)
     order = list(dict.fromkeys(cell.info["defence"] for cell in cells if not cell.info.get("control")))

@@ -76,7 +76,7 @@ def headline(verdict: Verdict) -> tuple[str, str, str, str]:
     """Write the numbers of a verdict: identifiable images, interval, baseline, risk."""
     risk = verdict.risk
     return (
-        f"{verdict.identifiable}/{verdict.images} {percent(verdict.identifiable / verdict.images):>5}",
+        f"{verdict.identifiable}/{verdict.images} {percent(verdict.rate):>5}",
         interval(*verdict.interval),
         percent(verdict.baseline),
         f"{percent(risk.value)} ({interval(risk.low, risk.high)})",
@@ -148,11 +148,11 @@ def definitions(found: Findings, config: Mapping[str, Any]) -> Iterator[str]:
     if rows:
         yield f"Threat model: {threat_model(rows, config)}"
     if any(row.images for row in rows):
-        yield f"Recovered: SSIM to the true image above {threshold:g}. ASR: the share of images recovered."
+        yield f"Recovered: SSIM to the true image above {threshold:g}."
     yield from explained(found)
     if any(row.attacker == "informed" for row in rows):
         yield "Rates of informed attackers are upper bounds, no part of a verdict."
-    yield "Floor: the ASR of the best guess that sees no update."
+    yield "Floor: the share of images that the best guess, which sees no update, recovers."
     yield "Distance: of the sent update to the same model's without noise, clipping and pruning, relative."
     if any(row.setting.trained is not None for row in rows):
         yield "Round: of the training, after which clients were attacked. Accuracy: the model's then."

@@ -261,7 +261,7 @@ class Row:
 
     @property
     def floor(self) -> float | None:
-        """The highest ASR of the prior-only guesses, which use nothing of the update."""
+        """The highest share recovered by the prior-only guesses, which use nothing of the update."""
         return self.floor_of("asr")
 
     @property

@@ -116,6 +116,11 @@ class Verdict:
         return self.best.identifiable
 
     @property
+    def rate(self) -> float:
+        """The headline as a share of the images."""
+        return self.identifiable / self.images
+
+    @property
     def doubts(self) -> tuple[str, ...]:
         """Why a low rate may come from a broken attack."""
         return self.health.doubts
@@ -157,7 +162,7 @@ def verdicts(rows: Sequence[Row]) -> list[Verdict]:
 def _order(verdict: Verdict) -> tuple[bool, int, float, float, float]:
     best = verdict.best
     rank = _RANK.index(verdict.level)
-    return not verdict.undefended, rank, -best.identifiable / best.images, -best.asr, -(best.mean("ssim") or 0)
+    return not verdict.undefended, rank, -verdict.rate, -best.asr, -(best.mean("ssim") or 0)
 
 
 def strength(row: Row) -> tuple[float, bool, float]:

@@ -100,7 +100,7 @@ def audit(
     no_control: Annotated[bool, typer.Option("--no-control", help=_HELP["control"])] = False,
     no_images: Annotated[bool, typer.Option("--no-images", help="Keep scores only, no private images.")] = False,
     device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, mps.")] = None,
-    fail_above: Annotated[float | None, typer.Option(metavar="ASR", min=0, max=1, help=_HELP["fail"])] = None,
+    fail_above: Annotated[float | None, typer.Option(metavar="RATE", min=0, max=1, help=_HELP["fail"])] = None,
     accept: Annotated[list[Accepted] | None, typer.Option(metavar="WHAT", help=_HELP["accept"])] = None,
     data_dir: Annotated[Path | None, typer.Option(help=_HELP["data"])] = None,
     workers: Annotated[int | None, typer.Option(min=1, help=_HELP["workers"])] = None,

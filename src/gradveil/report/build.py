@@ -192,24 +192,24 @@ def cards(judged: Sequence[Verdict], failed: Sequence[Cell], unscored: int = 0) 
     """
     found = []
     runs = sum(len(v.rows) for v in judged) + unscored
-    bare = max((v for v in judged if v.undefended), key=lambda v: v.best.asr, default=None)
-    worst = bare or max(judged, key=lambda v: v.best.asr, default=None)
+    bare = max((v for v in judged if v.undefended), key=lambda v: v.rate, default=None)
+    worst = bare or max(judged, key=lambda v: v.rate, default=None)
     judged = [v for v in judged if worst is not None and v.setting == worst.setting]
     if bare is not None:
-        found.append(_rate_card("Recovered without a defence", bare, f"{bare.best.attack} is the strongest attack"))
+        found.append(_rate_card("Identifiable without a defence", bare, f"{bare.best.attack} is the strongest attack"))
     defended = [v for v in judged if not v.undefended]
     held = [v for v in defended if v.level in ("not broken", "leaks") and not v.doubts]
     known = [v for v in held if any(r.attacker == "adaptive" and not guesses(r) for r in v.judged)]
     if known:
-        best = min(known, key=lambda v: (v.best.asr, v.price.order))
+        best = min(known, key=lambda v: (v.rate, v.price.order))
         card = _rate_card("Best defence against attackers who know it", best, best.best.defence_name)
         # The table below has them, and whoever reads it should not wonder.
-        lower = [v.best.defence_name for v in defended if v.best.asr < best.best.asr]
+        lower = [v.best.defence_name for v in defended if v.rate < best.rate]
         card["detail"] += f" · lower, but not proven: {listing(lower)}" if lower else ""
         found.append(card)
         found.append(_price_card(best))
     elif defended:
-        best = min(defended, key=lambda v: (v.best.asr, v.price.order))
+        best = min(defended, key=lambda v: (v.rate, v.price.order))
         found.append(_rate_card("Lowest rate, not proven", best, f"{best.best.defence_name}: see its verdict"))
         found.append(_price_card(best))
     detail = plural(len(failed), "failed attack run") + ", listed below" if failed else "none failed"
@@ -233,11 +233,11 @@ def side_by_side(judged: Sequence[Verdict], shots: Sequence[Mapping[str, Any]]) 
 
 
 def _rate_card(label: str, verdict: Verdict, detail: str) -> dict[str, str]:
-    best = verdict.best
-    counted = f"{best.recovered} of {best.images} images, 95% CI {interval(*best.bounds)}"
+    images = plural(verdict.images, "image")
+    counted = f"{verdict.identifiable} of {images} recovered and identified, 95% CI {interval(*verdict.interval)}"
     return {
         "label": label,
-        "value": percent(best.asr),
+        "value": percent(verdict.rate),
         "detail": f"{detail} · {counted}",
         "level": verdict.level,
     }

@@ -61,7 +61,7 @@ def _score(key: str, title: str, meaning: str) -> Column:
 
 def _guess(name: str) -> Column:
     title, meaning = FLOORS[name]
-    return Column(name, title, f"ASR of {meaning}", lambda row: row.control(name), percent)
+    return Column(name, title, f"share of images recovered by {meaning}", lambda row: row.control(name), percent)
 
 
 TRAINED_ON = {"Recovered as trained on": "success_transformed", "Identified as trained on": "identified_transformed"}
@@ -76,7 +76,7 @@ COLUMNS: tuple[Column, ...] = (
     _text("defence", "Defence", "what the client does to its update", lambda row: row.defence or "none"),
     _text("attack", "Attack", "the attack that was run", _info("attack")),
     _text("attacker", "Attacker", "what they know of the defence", lambda row: ATTACKERS[row.attacker][0]),
-    Column("asr", "ASR", "share of images with an SSIM above the threshold", lambda row: row.asr, percent),
+    Column("asr", "Share recovered", "share of images with an SSIM above the threshold", lambda row: row.asr, percent),
     Column("asr_low", "CI low", "lower end of the 95% Wilson interval", lambda row: row.bounds[0], percent),
     Column("asr_high", "CI high", "upper end of the 95% Wilson interval", lambda row: row.bounds[1], percent),
     Column("recovered", "Recovered", "images recovered", lambda row: row.recovered, number),
@@ -90,7 +90,7 @@ COLUMNS: tuple[Column, ...] = (
     Column(
         "wrong_victim",
         "Mismatch control",
-        "ASR when reconstructions are scored against another client's image",
+        "share recovered when reconstructions are scored against another client's image",
         lambda row: row.control("wrong_victim"),
         percent,
     ),
