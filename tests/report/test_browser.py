@@ -386,7 +386,7 @@ def test_fronts_are_drawn_named_and_follow_the_chosen_round(browser: Browser, fr
     assert [line.get_attribute("d") for line in all_of(browser, ".plot .front")] != lines
     assert [node.text for node in all_of(browser, "#front .advice")] != before
     browser.execute_script("arguments[0].focus()", one(browser, ".plot[data-price='bytes'] .point"))
-    assert "recovered after 4 rounds, the mean of 2 seeds" in one(browser, "#tip").text
+    assert "identifiable after 4 rounds, the mean of 2 seeds" in one(browser, "#tip").text
     one(browser, "#front-legend button:last-child").click()
     assert len(all_of(browser, ".plot[data-price='bytes'] .point")) == 6
 

@@ -117,6 +117,11 @@ def test_attackers_who_were_told_secrets_do_not_count() -> None:
     assert [mark(one, marks(rows)) for one in rows] == ["accuracy, bytes, seconds", "upper bound"]
 
 
+def test_the_leak_is_the_share_of_images_recovered_and_identified() -> None:
+    (one,) = chart(cell(8, 0.8, 50, identified=False)).worst.spots
+    assert (one.rate, one.bounds) == (0.0, wilson(0, 32))
+
+
 def test_seeds_are_averaged_and_their_intervals_reach_over_all() -> None:
     found = chart(
         cell(4, 0.8, 50, 1.0, seed=0), cell(12, 0.6, 70, 2.0, seed=1), cell(8, 0.8, 50, 1.0, seed=0, attack="x")

@@ -15,6 +15,7 @@ from gradveil.audit.rows import Row, Setting
 from gradveil.audit.store import UNFIT, Cell
 from gradveil.audit.verdict import Verdict, verdicts
 from gradveil.core.words import DASH, listing, number, percent, plural, size
+from gradveil.metrics import wilson
 from gradveil.report.front import beaten_by, front
 
 
@@ -74,8 +75,8 @@ class Spot:
 
     @property
     def rates(self) -> list[float]:
-        """What the strongest attacker recovers with each seed."""
-        return [row.asr for _, row in self.verdict.seeds]
+        """The share of images that the strongest attacker recovers and identifies, with each seed."""
+        return [row.identifiable / row.images for _, row in self.verdict.seeds]
 
     @property
     def rate(self) -> float:
@@ -85,7 +86,7 @@ class Spot:
     @property
     def bounds(self) -> tuple[float, float]:
         """From the lowest to the highest end of the seeds' Wilson intervals: seeds share victims and do not add up."""
-        ends = [row.bounds for _, row in self.verdict.seeds]
+        ends = [wilson(row.identifiable, row.images) for _, row in self.verdict.seeds]
         return min(low for low, _ in ends), max(high for _, high in ends)
 
     @property

@@ -108,7 +108,7 @@ def _drawn(spot: Spot, view: View, chart: Chart, places: Mapping[str, int]) -> d
 def _lines(spot: Spot, view: View, chart: Chart) -> Iterator[str]:
     low, high = spot.bounds
     seeds = f", the mean of {len(spot.rates)} seeds" if len(spot.rates) > 1 else ""
-    yield f"{percent(spot.rate)} recovered {when(spot.stage)}{seeds} ({interval(low, high)})"
+    yield f"{percent(spot.rate)} identifiable {when(spot.stage)}{seeds} ({interval(low, high)})"
     yield f"{LEVELS[spot.verdict.level][0]} · {spot.verdict.best.attack}"
     if view is chart.worst:
         yield ", ".join(chart.trail(spot))

@@ -47,8 +47,8 @@ const CHARTS = (() => {
   const shares = (measure, lowest) => (bottom, top) => ({
     at: (value) => bottom - ((value - lowest) / (1 - lowest)) * (bottom - top),
     ticks: [0, 0.25, 0.5, 0.75, 1],
-    name: (tick) => (measure === "asr" ? `${tick * 100}%` : String(tick)),
-    title: measure === "asr" ? "images recovered" : "mean SSIM",
+    name: (tick) => (measure !== "ssim" ? `${tick * 100}%` : String(tick)),
+    title: { asr: "images recovered", identifiable: "images identifiable", ssim: "mean SSIM" }[measure],
   });
 
   // The grid with its labels. An axis is told its two ends in pixels and answers {at, ticks, name(tick), title}.

@@ -43,7 +43,7 @@
     const shown = now.spots.filter((s) => s.prices[key] && !hidden.has(s.series));
     if (!every.length) { box.replaceChildren(element("p", { className: "fine", textContent: "No price is known." })); return; }
     const { picture, left, right, top, bottom, y, at } = CHARTS.frame({
-      label: `Images recovered against ${TITLES[key]}`, width: Math.max(box.clientWidth, 240), y: CHARTS.shares("asr", 0),
+      label: `Identifiable images against ${TITLES[key]}`, width: Math.max(box.clientWidth, 240), y: CHARTS.shares("identifiable", 0),
       x: across(key, every.flatMap((s) => s.prices[key].slice(1))),
     });
     const bare = now.spots.find((s) => s.bare && s.prices[key]);
