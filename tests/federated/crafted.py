@@ -29,6 +29,12 @@ PRIVATE = Batch(_DIGITS.victims.inputs, _DIGITS.victims.targets)
 """Images of the clients."""
 
 
+def unscaled(batch: Batch) -> Batch:
+    """Return images as their files have them, with pixels from 0 to 255."""
+    least, most = PUBLIC.inputs.min(), PUBLIC.inputs.max()
+    return Batch(255 * (batch.inputs - least) / (most - least), batch.targets)
+
+
 class Net(nn.Module):
     """A chain of layers with names."""
 
@@ -168,9 +174,9 @@ def kept_by_kernel(batch: int) -> Crafted:
     return Crafted(honest, net, "first")
 
 
-def fishing(_batch: int) -> Crafted:
+def fishing(_batch: int, norm: Callable[[int], nn.Module] | None = None) -> Crafted:
     """The last layer's rows of all classes but one times 0.002, its bias lower: one class moves the other layers."""
-    honest = perceptron()
+    honest = perceptron(norm=norm)
     net = copy.deepcopy(honest)
     head = linear(net, "head")
     with torch.no_grad():

@@ -22,12 +22,14 @@ from gradveil.defences import parse
 from gradveil.federated.exposure import Exposure, exposure, guarded_update
 from gradveil.federated.guard import inspect
 from gradveil.federated.rows import Owned, difference, partners
+from gradveil.nn.norms import BatchStatistics
 from tests.federated.crafted import (
     CRAFTED,
     PRIVATE,
     PUBLIC,
     Crafted,
     Net,
+    fishing,
     gradient,
     linear,
     outputs,
@@ -35,8 +37,9 @@ from tests.federated.crafted import (
     perceptron,
     quantile,
     reconstructed,
+    unscaled,
 )
-from tests.federated.honest import HONEST, batches, initialised, trained
+from tests.federated.honest import HONEST, UNSCALED, batches, initialised, trained
 
 LOOSE = {"norm_bias": 0.1, "batch_norm_bias": 0.2}
 """Norms mix a layer's errors: what is read is near the image, and the same share of the variance off no other one."""
@@ -106,6 +109,22 @@ def test_honest_model_raises_no_alarm_of_malice(name: str) -> None:
         client = Client(net)
         exposed = exposure(client, client.params(), batch, gradient(net, batch))
         assert not exposed.malice, exposed.malice
+
+
+@pytest.mark.parametrize("name", UNSCALED)
+def test_inputs_that_are_not_scaled_raise_no_alarm_behind_norms_of_the_batch(name: str) -> None:
+    """A norm of the batch hands errors on to examples of which the model is sure, and has next to none of its own."""
+    net = UNSCALED[name]()
+    for start in (0, 300):
+        for size in (20, 32, 64):
+            assert not shown(net, unscaled(some(size, start))).malice
+
+
+@pytest.mark.parametrize("size", [8, 20, 32, 64])
+def test_fishing_is_malice_behind_norms_of_the_batch(size: int) -> None:
+    net = fishing(size, norm=BatchStatistics).model
+    for batch in (some(size), unscaled(some(size))):
+        assert any("learns from 1" in finding.what for finding in shown(net, batch).malice)
 
 
 @pytest.mark.parametrize("name", ["mlp", "cnn"])

@@ -104,6 +104,8 @@ class Pass:
     """The update that is about to leave; without it only errors are counted."""
     centred: bool = False
     """Whether running means are replaced by those of the batch."""
+    even: bool = False
+    """Whether each example starts back with an error of size 1 at the model's output, as sure as the model is of it."""
     only: frozenset[str] | None = None
     """The layers that are looked at; all if None."""
     found: dict[str, Isolated] = field(default_factory=dict[str, Isolated])
@@ -141,9 +143,11 @@ class Pass:
             self._made.clear()
         return [self.found[path] for path in self._calls if path in self.found]
 
-    def _outputs(self, errors: Tensor) -> None:
+    def _outputs(self, errors: Tensor) -> Tensor | None:
         size = _wide(errors).flatten(1).norm(dim=1)
-        self._errors = torch.where(size > _SURE * size.max(), size, torch.inf)
+        size = torch.where(size > _SURE * size.max(), size, torch.inf)
+        self._errors = torch.where(size.isfinite(), 1.0, size) if self.even else size
+        return (errors.transpose(0, -1) / size.to(errors)).transpose(0, -1) if self.even else None
 
     def _by_example(self, value: object) -> bool:
         """Whether a value is a tensor whose first dimension is the batch: of others nothing is said here."""
