@@ -204,6 +204,14 @@ def trap(batch: int) -> Crafted:
     return Crafted(honest, net, "first")
 
 
+def trap_without_biases(batch: int) -> Crafted:
+    """The same for images whose pixels are not negative, such as `unscaled`: nothing is left without the weights."""
+    made = trap(batch)
+    with torch.no_grad():
+        linear(made.model, "first").bias.zero_()
+    return made
+
+
 def _bins(count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     """Return a measure [256] and the thresholds that cut its range on public images into equal bins."""
     measure = torch.randn(256, generator=generator) / 16

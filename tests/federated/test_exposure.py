@@ -37,6 +37,7 @@ from tests.federated.crafted import (
     perceptron,
     quantile,
     reconstructed,
+    trap_without_biases,
     unscaled,
 )
 from tests.federated.honest import HONEST, UNSCALED, batches, initialised, trained
@@ -118,6 +119,27 @@ def test_inputs_that_are_not_scaled_raise_no_alarm_behind_norms_of_the_batch(nam
     for start in (0, 300):
         for size in (20, 32, 64):
             assert not shown(net, unscaled(some(size, start))).malice
+
+
+@pytest.mark.parametrize(
+    ("size", "start", "malice"), [(32, 300, False), (64, 300, False), (64, 0, True), (32, 0, True)]
+)
+def test_an_excess_over_fresh_parameters_alone_is_malice_from_half_of_the_batch_on(
+    size: int, start: int, malice: bool
+) -> None:
+    """Nothing else tells: there are no biases to leave out, and the round before came with the same weights."""
+    made, batch = trap_without_biases(size), unscaled(some(size, start))
+    batch = Batch(batch.inputs / 255, batch.targets)
+    exposed = shown(made.model, batch, previous=dict(made.model.state_dict()))
+    assert bool(exposed.malice) is malice
+
+
+def test_an_honest_model_exceeds_fresh_ones_by_a_quarter_of_the_batch() -> None:
+    """It learned features that few examples have; without its biases it singles out as many."""
+    exposed = shown(trained(perceptron(), 10), some(24))
+    fresh = shown(perceptron(), some(24))
+    assert len(exposed.layers[1].visible) >= len(fresh.layers[1].visible) + 5
+    assert not exposed.malice
 
 
 @pytest.mark.parametrize("size", [8, 20, 32, 64])
