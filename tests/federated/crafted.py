@@ -58,6 +58,12 @@ def perceptron(seed: int = 0, *, norm: Callable[[int], nn.Module] | None = None,
     return Net(seed, flat=nn.Flatten(), first=first, **between, a=nn.ReLU(), second=second, b=nn.ReLU(), head=last)
 
 
+def leaky(net: Net) -> Net:
+    """Put leaky activations behind the first layer: no error is zero any more."""
+    net.add_module("a", nn.LeakyReLU())
+    return net
+
+
 def network(seed: int = 0) -> Net:
     """A convolution before the hidden layer."""
     conv = nn.Conv2d(1, 4, 3, padding=1)

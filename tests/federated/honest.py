@@ -13,7 +13,7 @@ from gradveil.core.noise import Key
 from gradveil.core.types import Batch
 from gradveil.nn.models import build
 from gradveil.nn.norms import BatchStatistics, FrozenNorm, LayerNorm
-from tests.federated.crafted import PUBLIC, Net, entering, network, perceptron, unscaled
+from tests.federated.crafted import PUBLIC, Net, entering, leaky, network, perceptron, unscaled
 
 Initialisation = Callable[..., Any]
 
@@ -190,6 +190,8 @@ HONEST: dict[str, Callable[[], nn.Module]] = {
     "mlp, 5 epochs, layer norm": lambda: trained(perceptron(norm=LayerNorm), 5),
     "mlp, 5 epochs, frozen norm": lambda: trained(measured(perceptron(norm=FrozenNorm)), 5, lr=0.005),
     "mlp, 5 epochs, batch statistics": lambda: trained(perceptron(norm=BatchStatistics), 5),
+    "mlp, leaky": lambda: leaky(perceptron()),
+    "wide mlp, 5 epochs, leaky": lambda: trained(leaky(wide()), 5),
     "mlp, 20 epochs": lambda: trained(perceptron(), 20),
     "mlp, 5 epochs of Adam": lambda: trained(perceptron(), 5, lr=0.003, adam=True),
     "mlp, 5 epochs, decay": lambda: trained(perceptron(), 5, decay=5e-3),

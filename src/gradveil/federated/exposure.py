@@ -36,7 +36,7 @@ _FEW, _SOON, _MANY, _SDS, _LEAST = 0.15, 0.25, 0.5, 3.0, 5
 the round before, over fresh ones alone. And the standard deviations and examples that each of them has to exceed: of
 few examples no standard deviation says what is chance."""
 _HEARD, _AGREES = 0.5, 0.2
-_ALIKE, _GROUPS, _UNITS = 0.3, 13, 64
+_ALIKE, _GROUPS, _UNITS = 0.1, 13, 64
 """The share of units with the same examples as another one that is malice, in large batches; the least share times the
 groups of examples in smaller ones, where units are alike by chance; and the least number of units."""
 
