@@ -29,6 +29,12 @@ PRIVATE = Batch(_DIGITS.victims.inputs, _DIGITS.victims.targets)
 """Images of the clients."""
 
 
+def unscaled(batch: Batch) -> Batch:
+    """Return images as their files have them, with pixels from 0 to 255."""
+    least, most = PUBLIC.inputs.min(), PUBLIC.inputs.max()
+    return Batch(255 * (batch.inputs - least) / (most - least), batch.targets)
+
+
 class Net(nn.Module):
     """A chain of layers with names."""
 
@@ -50,6 +56,12 @@ def perceptron(seed: int = 0, *, norm: Callable[[int], nn.Module] | None = None,
     first, second = nn.Linear(256, WIDTH), nn.Linear(WIDTH, hidden)
     last = nn.Linear(hidden, 10)
     return Net(seed, flat=nn.Flatten(), first=first, **between, a=nn.ReLU(), second=second, b=nn.ReLU(), head=last)
+
+
+def leaky(net: Net) -> Net:
+    """Put leaky activations behind the first layer: no error is zero any more."""
+    net.add_module("a", nn.LeakyReLU())
+    return net
 
 
 def network(seed: int = 0) -> Net:
@@ -168,9 +180,9 @@ def kept_by_kernel(batch: int) -> Crafted:
     return Crafted(honest, net, "first")
 
 
-def fishing(_batch: int) -> Crafted:
+def fishing(_batch: int, norm: Callable[[int], nn.Module] | None = None) -> Crafted:
     """The last layer's rows of all classes but one times 0.002, its bias lower: one class moves the other layers."""
-    honest = perceptron()
+    honest = perceptron(norm=norm)
     net = copy.deepcopy(honest)
     head = linear(net, "head")
     with torch.no_grad():
@@ -196,6 +208,14 @@ def trap(batch: int) -> Crafted:
             row[places[negative:]] *= ratios.quantile(1 / batch)
         first.bias.copy_(-PUBLIC.inputs.min() * first.weight.sum(1))
     return Crafted(honest, net, "first")
+
+
+def trap_without_biases(batch: int) -> Crafted:
+    """The same for images whose pixels are not negative, such as `unscaled`: nothing is left without the weights."""
+    made = trap(batch)
+    with torch.no_grad():
+        linear(made.model, "first").bias.zero_()
+    return made
 
 
 def _bins(count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:

@@ -13,7 +13,7 @@ from gradveil.core.noise import Key
 from gradveil.core.types import Batch
 from gradveil.nn.models import build
 from gradveil.nn.norms import BatchStatistics, FrozenNorm, LayerNorm
-from tests.federated.crafted import PUBLIC, Net, entering, network, perceptron
+from tests.federated.crafted import PUBLIC, Net, entering, leaky, network, perceptron, unscaled
 
 Initialisation = Callable[..., Any]
 
@@ -113,7 +113,15 @@ def initialised(net: nn.Module, how: Initialisation, bias: float | None = 0.0, *
     return net
 
 
-def trained(net: Any, epochs: int, lr: float = 0.05, adam: bool = False, decay: float = 0.0, batch: int = 32) -> Any:
+def trained(
+    net: Any,
+    epochs: int,
+    lr: float = 0.05,
+    adam: bool = False,
+    decay: float = 0.0,
+    batch: int = 32,
+    public: Batch = PUBLIC,
+) -> Any:
     """Train on public images."""
     parameters = [parameter for parameter in net.parameters() if parameter.requires_grad]
     how = torch.optim.Adam(parameters, lr=lr, weight_decay=decay)
@@ -121,9 +129,9 @@ def trained(net: Any, epochs: int, lr: float = 0.05, adam: bool = False, decay: 
         how = torch.optim.SGD(parameters, lr=lr, momentum=0.9, weight_decay=decay)
     generator = Key(4).generator()
     for _ in range(epochs):
-        for places in torch.randperm(len(PUBLIC.inputs), generator=generator).split(batch):
+        for places in torch.randperm(len(public.inputs), generator=generator).split(batch):
             how.zero_grad()
-            F.cross_entropy(net(PUBLIC.inputs[places]), PUBLIC.targets[places]).backward()
+            F.cross_entropy(net(public.inputs[places]), public.targets[places]).backward()
             how.step()
     return net
 
@@ -181,6 +189,9 @@ HONEST: dict[str, Callable[[], nn.Module]] = {
     "mlp, 5 epochs": lambda: trained(perceptron(), 5),
     "mlp, 5 epochs, layer norm": lambda: trained(perceptron(norm=LayerNorm), 5),
     "mlp, 5 epochs, frozen norm": lambda: trained(measured(perceptron(norm=FrozenNorm)), 5, lr=0.005),
+    "mlp, 5 epochs, batch statistics": lambda: trained(perceptron(norm=BatchStatistics), 5),
+    "mlp, leaky": lambda: leaky(perceptron()),
+    "wide mlp, 5 epochs, leaky": lambda: trained(leaky(wide()), 5),
     "mlp, 20 epochs": lambda: trained(perceptron(), 20),
     "mlp, 5 epochs of Adam": lambda: trained(perceptron(), 5, lr=0.003, adam=True),
     "mlp, 5 epochs, decay": lambda: trained(perceptron(), 5, decay=5e-3),
@@ -193,6 +204,7 @@ HONEST: dict[str, Callable[[], nn.Module]] = {
     "cnn, group norm": lambda: convnet(norm=lambda n: nn.GroupNorm(4, n)),
     "cnn, 5 epochs": lambda: trained(convnet(), 5),
     "cnn, 5 epochs, frozen norm": lambda: trained(measured(convnet(norm=FrozenNorm)), 5, lr=0.005),
+    "cnn, 1 epoch, batch statistics": lambda: trained(convnet(norm=BatchStatistics), 1),
     "one convolution, 3 epochs": lambda: trained(network(), 3),
     "lenet": named("lenet-zhu"),
     "lenet, 5 epochs": lambda: trained(named("lenet-zhu")(), 5),
@@ -201,6 +213,7 @@ HONEST: dict[str, Callable[[], nn.Module]] = {
     "resnet, zero norms": lambda: resnet(zero="norm2"),
     "resnet, zero convolutions": lambda: resnet(zero="conv2"),
     "resnet, 3 epochs": lambda: trained(resnet(), 3),
+    "resnet, 3 epochs, batch statistics": lambda: trained(resnet(norm=BatchStatistics), 3),
     "vit": vit,
     "vit, 3 epochs of Adam": lambda: trained(vit(), 3, lr=0.002, adam=True),
     "lora": adapted,
@@ -214,6 +227,21 @@ HONEST: dict[str, Callable[[], nn.Module]] = {
     "binary cnn": lambda: changed(trained(convnet(), 3), _binary),
 }
 """Honest models by name."""
+
+UNSCALED: dict[str, Callable[[], nn.Module]] = {
+    "mlp, batch statistics": lambda: perceptron(norm=BatchStatistics),
+    "mlp, 5 epochs, batch statistics": lambda: _on_pixels(perceptron(norm=BatchStatistics), 5),
+    "mlp, a step of 0.2, batch statistics": lambda: _on_pixels(perceptron(norm=BatchStatistics), 5, lr=0.2),
+    "mlp, 20 epochs, batch norm in evaluation": lambda: _on_pixels(perceptron(norm=nn.BatchNorm1d), 20).eval(),
+    "cnn, 1 epoch, batch statistics": lambda: _on_pixels(convnet(norm=BatchStatistics), 1),
+    "resnet, 3 epochs, batch statistics": lambda: _on_pixels(resnet(norm=BatchStatistics), 3),
+    "resnet, zero norms, batch statistics": lambda: resnet(norm=BatchStatistics, zero="norm2"),
+}
+"""Honest models of pixels from 0 to 255, whose norms have to make up for that."""
+
+
+def _on_pixels(net: nn.Module, epochs: int, lr: float = 0.05) -> nn.Module:
+    return trained(net, epochs, lr=lr, public=unscaled(PUBLIC))
 
 
 def batches(source: Batch, sizes: tuple[int, ...]) -> Iterator[Batch]:

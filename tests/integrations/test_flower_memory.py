@@ -192,6 +192,27 @@ def test_a_damaged_answer_is_refused_and_says_how_to_go_on(tmp_path):
         answer(asked(1, own), context(), own, BATCH, folder=tmp_path)
 
 
+@pytest.mark.parametrize("place", [*(f"{tenth} of 10" for tenth in range(10)), "cut off", "missing"])
+def test_an_answer_that_is_not_what_was_written_is_never_sent_again(place, tmp_path):
+    own = client()
+    answer(asked(1, own), context(), own, BATCH, folder=tmp_path, metrics={"loss": 0.25})
+    file = tmp_path / "partition-0" / "run-77" / "answer-1"
+    content = bytearray(file.read_bytes())
+    if place == "missing":
+        file.unlink()
+    elif place == "cut off":
+        file.write_bytes(content[:-1])
+    else:
+        content[8 + int(place[0]) * (len(content) - 8) // 10] ^= 1
+        file.write_bytes(content)
+    before = files(tmp_path)
+    with pytest.raises(GradveilError, match=r"answer-1: .* -> wait for round 2"):
+        answer(asked(1, own), context(), own, BATCH, folder=tmp_path, metrics={"loss": 0.25})
+    with pytest.raises(GradveilError, match=r"answer-1: .* -> put a copy of it back, or let the guard ignore"):
+        answer(asked(2, own), context(), own, BATCH, folder=tmp_path)
+    assert files(tmp_path) == before
+
+
 def test_another_model_is_refused_with_its_description(tmp_path):
     own, other = client(), client(model=nn.Linear(4, 2))
     with pytest.raises(GradveilError, match=r"arrays\.0\.weight: is missing, expected float32 \[3, 4\] -> .*params"):

@@ -22,7 +22,7 @@ from gradveil.core.noise import Key
 from gradveil.core.tree import Tensors
 from gradveil.core.types import Batch
 from gradveil.federated.guard import POLICY, Finding, Policy
-from gradveil.federated.isolation import Isolated, Pass, read_from
+from gradveil.federated.isolation import SILENT, Isolated, Pass, read_from
 from gradveil.nn.init import drawing_from, initialise
 from gradveil.nn.stochastic import buffer_places, switched_off
 from gradveil.nn.weights import is_statistic
@@ -31,11 +31,12 @@ ALLOWED = 0.25
 """The share of a batch that may be read from an update."""
 JUDGED = 16
 """Malice is judged in batches of more examples: up to here honest models single out nearly all of them."""
-_FEW, _SOON, _MANY, _SDS = 0.15, 0.25, 0.5, 3.0
+_FEW, _SOON, _MANY, _SDS, _LEAST = 0.15, 0.25, 0.5, 3.0, 5
 """Excesses that are malice, as shares of the batch: over fresh parameters and those without biases, over fresh ones and
-the round before, over fresh ones alone. And the standard deviations that each of them has to exceed."""
+the round before, over fresh ones alone. And the standard deviations and examples that each of them has to exceed: of
+few examples no standard deviation says what is chance."""
 _HEARD, _AGREES = 0.5, 0.2
-_ALIKE, _GROUPS, _UNITS = 0.3, 13, 64
+_ALIKE, _GROUPS, _UNITS = 0.1, 13, 64
 """The share of units with the same examples as another one that is malice, in large batches; the least share times the
 groups of examples in smaller ones, where units are alike by chance; and the least number of units."""
 
@@ -169,7 +170,7 @@ class _Comparison:
     def judge(self, layer: Isolated) -> Finding | None:
         """Compare a layer with itself at fresh parameters first: most honest models end there."""
         examples, fresh = len(self.first[0].inputs), self._at("fresh", layer)
-        if layer.agreement > _AGREES and fresh.heard >= _HEARD:
+        if layer.agreement > _AGREES and fresh.heard >= _HEARD and self._at("even", layer).heard < SILENT:
             what = f"learns from {layer.heard:.0%} of {examples} examples, at fresh parameters from {fresh.heard:.0%}"
             return Finding("malice", f"update.{layer.layer}", what)
         if _alike(layer) and layer.shared * max(fresh.partial, 1) > 2 * fresh.shared * layer.partial:
@@ -194,20 +195,26 @@ class _Comparison:
         """Whether more examples are visible than a baseline explains: by a share of the batch, and by chance."""
         examples = len(self.first[0].inputs)
         rate = (baseline + 1) / (examples + 2)
-        chance = _SDS * sqrt(examples * rate * (1 - rate))
+        chance = max(_LEAST, _SDS * sqrt(examples * rate * (1 - rate)))
         return examples > JUDGED and len(layer.visible) - baseline > max(least * examples, chance)
 
     def _at(self, which: str, layer: Isolated) -> Isolated:
-        """Return a layer at fresh parameters, at those received without biases, or at those of the round before."""
+        """Return a layer at fresh parameters, at those received without biases, or at those of the round before.
+
+        "even" are the received ones, with every example as unsure as the others: a norm of the batch hands errors on to
+        examples of which the model is sure, and those would count as all that a layer learns from.
+        """
         if which not in self._made:
             params = self._before() if which == "before" else None
             if which == "without biases":  # honest layers open about as many units so
                 params = {n: torch.zeros_like(v) if _is_bias(n) else v for n, v in self.params.items()}
+            if which == "even":
+                params = self.params
             if params is None:
                 params = freshened(self.client.model, self.params, Key(0, (which,)))
             # Fresh running statistics are 0 and 1. The other fresh parameters get the batch's means.
-            centred = which in ("fresh again", "without biases")
-            found = Pass(self.client, params, *self.first, centred=centred, only=self.layers).run()
+            centred, even = which in ("fresh again", "without biases"), which == "even"
+            found = Pass(self.client, params, *self.first, centred=centred, even=even, only=self.layers).run()
             self._made[which] = {other.layer: other for other in found}
         return self._made[which].get(layer.layer, Isolated(layer.layer))
 

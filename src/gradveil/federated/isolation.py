@@ -28,6 +28,7 @@ from gradveil.federated.rows import (
     divided,
     partners,
     shared_support,
+    solved,
 )
 from gradveil.nn.calls import call_on
 from gradveil.nn.norms import BatchStatistics
@@ -104,6 +105,8 @@ class Pass:
     """The update that is about to leave; without it only errors are counted."""
     centred: bool = False
     """Whether running means are replaced by those of the batch."""
+    even: bool = False
+    """Whether each example starts back with an error of size 1 at the model's output, as sure as the model is of it."""
     only: frozenset[str] | None = None
     """The layers that are looked at; all if None."""
     found: dict[str, Isolated] = field(default_factory=dict[str, Isolated])
@@ -114,6 +117,7 @@ class Pass:
         self._parts: dict[str, list[tuple[Tensor, Tensor]]] = {}
         self._made: dict[int, tuple[str, Tensor]] = {}
         self._errors = torch.ones(len(self.batch.inputs), device=self.batch.inputs.device)
+        self._passed: dict[str, Tensor] = {}
         self._normed: dict[str, tuple[Owned, bool]] = {}
 
     def run(self) -> list[Isolated]:
@@ -141,9 +145,11 @@ class Pass:
             self._made.clear()
         return [self.found[path] for path in self._calls if path in self.found]
 
-    def _outputs(self, errors: Tensor) -> None:
+    def _outputs(self, errors: Tensor) -> Tensor | None:
         size = _wide(errors).flatten(1).norm(dim=1)
-        self._errors = torch.where(size > _SURE * size.max(), size, torch.inf)
+        size = torch.where(size > _SURE * size.max(), size, torch.inf)
+        self._errors = torch.where(size.isfinite(), 1.0, size) if self.even else size
+        return (errors.transpose(0, -1) / size.to(errors)).transpose(0, -1) if self.even else None
 
     def _by_example(self, value: object) -> bool:
         """Whether a value is a tensor whose first dimension is the batch: of others nothing is said here."""
@@ -160,6 +166,7 @@ class Pass:
             self._calls[path] = self._calls.get(path, 0) + 1
             before, _ = self._made.get(id(given), ("", given))
             self._made[id(output)] = path, output
+            self._passed[path] = output.detach() > 0
 
             def back(errors: Tensor) -> None:
                 parts = self._parts.setdefault(path, [])
@@ -189,11 +196,11 @@ class Pass:
         found = replace(found, effective=float(mixed), heard=self._heard([errors for _, errors in parts]))
         gradients, sent = WeightGradients(module, parts), _maybe_wide(self.sent.get(f"{path}.weight"))
         if isinstance(module, nn.Linear) and len(parts) == 1 and _affordable(parts[0][1]):
-            found = self._tokens(found, *parts[0], sent)
+            found = self._tokens(found, *parts[0], sent, self._support(path, parts[0][1].flatten(0, -2)))
         elif sent is not None:
             read, visible = gradients.shown(raw, sent, _READ), gradients.shown(relative, sent, _VISIBLE)
             found = replace(found, read=read, visible=visible)
-        partial, alike, groups = shared_support(sizes)
+        partial, alike, groups = shared_support(self._support(path, sizes))
         shared = len(alike) if sent is not None or not self.sent else 0
         if sent is not None and shared > _OFTEN * partial:
             shared = len(gradients.kept(Owned(alike, alike), sent, _KEPT))
@@ -212,7 +219,13 @@ class Pass:
         squares = float(gains.square().sum())
         return float(gains.sum().square()) / squares / sure if squares and sure >= _FEWEST else 1.0
 
-    def _tokens(self, found: Isolated, x: Tensor, errors: Tensor, sent: Tensor | None) -> Isolated:
+    def _support(self, path: str, sizes: Tensor) -> Tensor:
+        """Tell which units each example opens [B, K]: by errors, or if none is zero (leaky activations) by outputs."""
+        support, passed = sizes != 0, self._passed[path]
+        leaky = bool(support[support.any(1)].all()) and passed.shape == support.shape
+        return support & passed if leaky else support
+
+    def _tokens(self, found: Isolated, x: Tensor, errors: Tensor, sent: Tensor | None, support: Tensor) -> Isolated:
         """Count a linear layer's units and differences of two, token by token, and solve for its inputs."""
         examples = len(x)
         x, errors = x.flatten(0, -2), errors.flatten(0, -2)
@@ -229,6 +242,13 @@ class Pass:
                 read |= inputs.pooled(rows, raw.owner, own[raw.owner, raw.rows], _READ)
                 rows = difference(sent, chosen(pairs, relative.rows))
                 visible |= inputs.near(rows, relative.owner, _VISIBLE)
+        combined, owner = solved(errors / size, support)
+        owners |= set(owner.tolist())
+        singled |= set(owner.tolist())
+        if sent is not None:
+            rows = combined @ sent
+            read |= inputs.near(rows, owner, _READ)
+            visible |= inputs.near(rows, owner, _VISIBLE)
         if sent is not None and (shift := _maybe_wide(self.sent.get(f"{found.layer}.bias"))) is not None:
             read |= inputs.solved(divided(sent, shift), _READ)
         snr = inputs.snr(errors) if each == 1 else None

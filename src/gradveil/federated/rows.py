@@ -19,6 +19,8 @@ _LIVE = 1e-9
 _SAME = 1 - 1e-6
 """The cosine of two units' errors that are one and the same up to a factor."""
 _ROUNDING = 1e-10
+_MADE = 1e-4
+"""What is left of errors that are made of others, as a share of them."""
 _PARTNERS, _LOOKED = 3, 256
 """How many partners a unit has, and the units that have any: at least so many, or twice the examples."""
 _SEVERAL = 4
@@ -56,18 +58,18 @@ class Owned:
         return frozenset(self.owner.tolist())
 
 
-def shared_support(sizes: Tensor) -> tuple[int, Tensor, int]:
-    """Compare units by the examples that have an error there at all, from sizes of errors [B, K].
+def shared_support(support: Tensor) -> tuple[int, Tensor, int]:
+    """Compare units by the examples that have an error there at all [B, K].
 
     Returns the number of units with an error of four or more examples but not of all, the places of those that have
     just the examples of another such unit, and the number of groups of examples. Examples that no unit tells apart
     are one group: copies of an image would make units alike. Groups without any error do not count.
 
     >>> first_four = torch.tensor([[1.0], [1.0], [1.0], [1.0], [0.0], [0.0]])
-    >>> shared_support(torch.cat([torch.eye(6), first_four, 2 * first_four], 1))
+    >>> shared_support(torch.cat([torch.eye(6), first_four, 2 * first_four], 1) != 0)
     (2, tensor([6, 7]), 6)
     """
-    support = (sizes != 0).unique(dim=0)
+    support = support.unique(dim=0)
     support = support[support.any(1)]
     count = support.sum(0)
     places = ((count >= _SEVERAL) & (count < len(support))).nonzero().flatten()
@@ -75,6 +77,53 @@ def shared_support(sizes: Tensor) -> tuple[int, Tensor, int]:
         return 0, places, len(support)
     _, group, units = support[:, places].unique(dim=1, return_inverse=True, return_counts=True)
     return len(places), places[units[group] > 1], len(support)
+
+
+def solved(errors: Tensor, support: Tensor) -> tuple[Tensor, Tensor]:
+    """Find what is left of one example where a group of units is made of another one, by relative errors [B, K].
+
+    The units of a group are open for the same examples (`support`). Where another group is open for one example more,
+    and its errors of all others are combinations of the first one's, the same combinations of rows leave that example's
+    input alone. Errors of more examples than units are not made of others by chance. Returns the combinations [n, K]
+    and the examples [n]. Of single rows and pairs of them (`partners`) it says nothing.
+
+    >>> own = torch.arange(6.0)[:, None]
+    >>> group = torch.cat([1 + own, own.square() + 1], 1)
+    >>> errors = torch.cat([(own < 4) * group, (own < 5) * group], 1)
+    >>> solved(errors, errors != 0)[1]
+    tensor([4, 4])
+    """
+    errors, support, device = errors.cpu().double(), support.cpu(), errors.device
+    sure = errors.any(1)
+    place = ((support & sure[:, None]).sum(0) >= _SEVERAL).nonzero().flatten()
+    found, owner = [errors.new_zeros(0, errors.shape[1])], list[int]()
+    if len(place):
+        kinds = support[:, place] & sure[:, None]
+        kinds, group, units = kinds.unique(dim=1, return_inverse=True, return_counts=True)
+        for less, more in _nested(kinds, units):
+            rest = kinds[:, less] == kinds[:, more]
+            base, others = place[group == less], place[group == more]
+            own, wanted = errors[rest][:, base], errors[rest][:, others]
+            factors = torch.linalg.pinv(own) @ wanted
+            made = (wanted - own @ factors).norm(dim=0) < _MADE * wanted.norm(dim=0)
+            rows = errors.new_zeros(int(made.sum()), errors.shape[1])
+            rows[torch.arange(len(rows)), others[made]] = 1.0
+            rows[:, base] = -factors[:, made].T
+            found.append(rows)
+            owner += [int((~rest).nonzero())] * len(rows)
+    return torch.cat(found).float().to(device), torch.tensor(owner, dtype=torch.long, device=device)
+
+
+def _nested(kinds: Tensor, units: Tensor) -> list[list[int]]:
+    """Pair the groups of several units with those that have one example more, if fewer units than examples are shared.
+
+    `kinds` [B, G] tells the examples of each group.
+    """
+    several = (units > 1).nonzero().flatten()
+    own = kinds[:, several].double()
+    count = own.sum(0)
+    within = (own.T @ own == count[:, None]) & (count == count[:, None] + 1) & (units[several] < count)[:, None]
+    return several[within.nonzero()[:_LOOKED]].tolist()
 
 
 def partners(errors: Tensor, scaled: Tensor) -> Pairs:

@@ -1,6 +1,6 @@
 """What a client keeps on its own disk: its state, and what it answered last. No seed: its noise is drawn once.
 
-    <folder>/<identity>/run-<id>/answer-<round>         what it received and sent
+    <folder>/<identity>/run-<id>/answer-<round>         what it received and sent (`gradveil.core.sealed`)
     <folder>/<identity>/run-<id>/state-<round>          its state after that (`gradveil.client.state`)
     <folder>/<identity>/training-<name>                 which runs are one training, where the app says so
     <folder>/_ledgers/<identity>/<name>                 what differential privacy it has spent (`federated.ledger`)
@@ -18,18 +18,16 @@ from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from flwr.app import ConfigRecord, Context, MetricRecord
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save
 from torch import Tensor
 
 from gradveil.client import Client, load_state, save_state
 from gradveil.core.errors import fail
 from gradveil.core.files import locked, make_private, sync, unreadable, write_private
 from gradveil.core.noise import Address, Key
+from gradveil.core.sealed import seal, unseal
 from gradveil.core.secure import SecretKey
 from gradveil.core.streams import Stream
 from gradveil.core.tree import Tensors, select, under
@@ -89,7 +87,7 @@ class Memory:
             return None
         if question.number < self.last:
             raise fail("message", f"asks for round {question.number}, and {self.last} has been answered", _TRUST)
-        before = self.answer()
+        before = _read_answer(self.folder / f"answer-{self.last}", f"wait for round {self.last + 1}")
         same = before.received.keys() == question.received.keys() and all(
             value.dtype == (now := question.received[name]).dtype and torch.equal(value, now)
             for name, value in before.received.items()
@@ -98,22 +96,19 @@ class Memory:
             raise fail("message", f"asks for round {self.last} again, with another model than before", _TRUST)
         return before
 
-    def answer(self) -> Answer:
-        """Read what was received and sent in the last round that was answered."""
-        return _read_answer(self.folder / f"answer-{self.last}", f"wait for round {self.last + 1}")
-
     def previous(self, number: int) -> tuple[Answer, int] | None:
         """Return what was received and sent before round `number`, and how many rounds ago; None before the first.
 
         That may have been in the run before. How far that run went on without this client nobody knows here: rounds are
         those of this run.
         """
+        remedy = "put a copy of it back, or let the guard ignore"
         if self.last:
-            return (self.answer(), number - self.last) if number > self.last else None
+            file, rounds = self.folder / f"answer-{self.last}", number - self.last
+            return (_read_answer(file, remedy), rounds) if rounds > 0 else None
         if self._before is None:
             return None
-        file = self._before.with_name(self._before.name.replace("state-", "answer-"))
-        return _read_answer(file, "put a copy of it back, or let the guard ignore"), number
+        return _read_answer(self._before.with_name(self._before.name.replace("state-", "answer-")), remedy), number
 
     def state(self, client: Client, params: Tensors) -> Tensors:
         """Return the client's state: after its last round, here or in the run before, or before its first."""
@@ -133,7 +128,7 @@ class Memory:
         """Write what this round leaves behind, and remove what the last one did."""
         own = {name: value.contiguous() for name, value in under("received", question.received).items()}
         own["sent"] = torch.frombuffer(bytearray(sent), dtype=torch.uint8)
-        write_private(self.folder / f"answer-{question.number}", save(own, {"told": _write_told(told)}))
+        write_private(self.folder / f"answer-{question.number}", seal(own, {"told": _write_told(told)}))
         save_state(self.folder / f"state-{question.number}", client, state)
         sync(self.folder)
         for kind in ("answer", "state"):
@@ -143,16 +138,14 @@ class Memory:
 
 def _read_answer(file: Path, remedy: str) -> Answer:
     try:
-        opened: Any = safe_open(file, framework="pt")
-        with opened as held:
-            told = _read_told(held.metadata()["told"])
-            found = {name: held.get_tensor(name) for name in held.keys()}  # noqa: SIM118
-        sent = bytes(found.pop("sent").numpy())
-    except PermissionError as error:
+        found, said = unseal(file.read_bytes(), str(file), remedy)
+        return Answer(select(found, "received"), bytes(found["sent"].numpy()), _read_told(said["told"]))
+    except FileNotFoundError as error:
+        raise fail(str(file), "is missing", remedy) from error
+    except OSError as error:
         raise unreadable(file, error) from error
-    except (SafetensorError, OSError, KeyError, TypeError, ValueError) as error:
-        raise fail(str(file), f"is damaged: {error}", remedy) from error
-    return Answer(select(found, "received"), sent, told)
+    except (KeyError, TypeError, ValueError) as error:
+        raise fail(str(file), f"is no answer: {error}", remedy) from error
 
 
 @contextmanager
