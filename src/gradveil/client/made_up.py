@@ -26,6 +26,12 @@ def numbers(like: Tensor, *address: str | int) -> Tensor:
     return torch.randint(2, like.shape, generator=generator).to(like)
 
 
+def pair(like: Tensor, *address: str | int) -> tuple[Tensor, Tensor]:
+    """Draw two tensors of a tensor's shape that differ in every entry."""
+    one, other = (numbers(like, *address, place) for place in range(2))
+    return (one / 2, (1 + other) / 2) if like.dtype.is_floating_point else (one, 1 - one)
+
+
 def parameters(like: Mapping[str, Tensor]) -> Tensors:
     """Draw weights that keep the size of what goes through them, and biases and factors between 1/4 and 3/4."""
 
