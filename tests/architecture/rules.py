@@ -156,6 +156,7 @@ CALLERS_OF_FOREIGN_CODE = {
         "gradveil.audit.given",
         "gradveil.core.own",
         "gradveil.defences.contract",
+        "gradveil.integrations.flower.own_look",
         "gradveil.integrations.flower.recording",
     ),
 }

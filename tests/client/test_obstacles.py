@@ -76,6 +76,24 @@ def test_a_loss_that_divides_by_the_labels_of_all_victims_is_seen_though_the_fir
     assert "mixes" in (client.batched_obstacle(client.params(), Batch(inputs, targets), {}) or "")
 
 
+@pytest.mark.parametrize("first", [float("nan"), 3e38, 0.0])
+def test_what_is_found_depends_neither_on_the_weights_nor_on_the_examples_of_the_first_call(first: float) -> None:
+    """Where nothing is finite, or all is zero, a mean weighted by class looks as if it came apart by victim."""
+    client = Client(nn.Linear(6, 4), nn.CrossEntropyLoss(weight=torch.tensor([1.0, 1e3, 1.0, 1.0])))
+    batch = Batch(torch.full((4, 2, 6), first), torch.tensor([[0, 0], [0, 1], [0, 0], [0, 0]]))
+    params = {name: torch.full_like(value, first) for name, value in client.params().items()}
+    assert client.batched_obstacle(params, batch, {}) is not None
+    plain = Client(nn.Linear(6, 4))
+    poisoned = {name: torch.full_like(value, first) for name, value in plain.params().items()}
+    assert plain.batched_obstacle(poisoned, batch, {}) is None
+
+
+def test_a_trial_that_is_not_finite_is_an_obstacle() -> None:
+    client = Client(nn.Linear(6, 4), lambda outputs, targets: (outputs - outputs).sum() / 0)
+    batch = Batch(torch.rand(3, 2, 6), torch.zeros(3, 2, dtype=torch.long))
+    assert "not finite" in (client.batched_obstacle(client.params(), batch, {}) or "")
+
+
 class Mixed(nn.Module):
     """Looks at the other examples of the batch: no victim's gradient comes apart."""
 

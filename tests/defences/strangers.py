@@ -45,6 +45,15 @@ class Peeking(Transform):
         return tmap(lambda value: value * context.batch.inputs.mean(), update), state
 
 
+class Counting(Transform):
+    """Scales by the number of classes in the private batch."""
+
+    stage = Stage.QUANTISE
+
+    def apply(self, update, state, noise, context: Context):
+        return tmap(lambda value: value * len(context.batch.targets.unique()), update), state
+
+
 class Differentiating(Transform):
     """Sends the gradient once more, beside the noise."""
 

@@ -92,6 +92,51 @@ def test_neighbours_stay_within_what_is_accounted_for(text, bound):
     assert far > bound, "the bound is not merely loose"
 
 
+class Centred(nn.Module):
+    """Takes the mean of the batch off: one example reaches the outputs of all."""
+
+    def forward(self, x):
+        return x - x.mean(0, keepdim=True)
+
+
+class Neighbour(nn.Module):
+    """Adds the example before, where the weights are large enough."""
+
+    def __init__(self):
+        super().__init__()
+        self.switch = nn.Parameter(torch.zeros(4))
+
+    def forward(self, x):
+        return x + torch.relu(self.switch - 10) * x.roll(1, 0)
+
+
+MIXING = {
+    "a mean over the batch": (Centred(), nn.CrossEntropyLoss()),
+    "its neighbour, at some weights": (Neighbour(), nn.CrossEntropyLoss()),
+    "a loss weighted by class": (nn.Identity(), nn.CrossEntropyLoss(weight=torch.tensor([1.0, 1e3, 1.0]))),
+}
+
+
+@pytest.mark.parametrize("case", MIXING)
+@pytest.mark.parametrize("before", [None, 0.1, math.nan, 3e38])
+@pytest.mark.parametrize("local", [None, Local(batch=8, lr=1.0, epochs=1)])
+def test_examples_that_meet_in_a_forward_pass_or_a_loss_are_clipped_each_alone(case, before, local):
+    """Whatever weights came first: an example's gradient is computed without the others, so it cannot reach theirs."""
+    mixing, loss = MIXING[case]
+    model, alike = nn.Sequential(mixing, nn.Linear(4, 3)), torch.zeros(8, dtype=torch.long)
+    net = deployed(parse("dp(clip=0.1, sigma=1)")(Client(model, loss, local=local)), EXAMPLES).client
+    params = {name: torch.full_like(value, 20.0 if "switch" in name else 0.1) for name, value in net.params().items()}
+    if before is not None:
+        poisoned = {name: torch.full_like(value, before) for name, value in params.items()}
+        silent(net, poisoned, Batch(EXAMPLES.inputs, alike))
+    base = silent(net, params, Batch(EXAMPLES.inputs, alike))
+    for value, label in ((1e3, 1), (-3.0, 1), (0.0, 2), (math.nan, 0)):
+        inputs, targets = EXAMPLES.inputs.clone(), alike.clone()
+        inputs[3], targets[3] = value, label
+        moved = silent(net, params, Batch(inputs, targets)) - base
+        assert moved.norm() <= 2 * 0.1 / 8 * (1 + SLACK)
+
+
 @pytest.mark.parametrize("entries", [3, 1000, 100_000])
 def test_rounding_brings_no_two_vectors_further_apart_than_the_slack(entries):
     """Vectors at the middle between two points of the grid, moved by C: each entry may round away from the other."""

@@ -20,6 +20,7 @@ from tests.defences.strangers import (
     LAYERS,
     PLAIN,
     TRAINED,
+    Counting,
     Differentiating,
     Documented,
     Even,
@@ -156,6 +157,27 @@ def test_examples_that_are_mixed_before_the_clip_void_it():
     for mixed in (Defence("mix", batch=(Mixing(),)), parse("mixup(1)"), parse("instahide")):
         assert "examples are mixed" in (found(parse("dp(sigma=2)") + mixed, known).void("example") or "")
     assert found("dp(sigma=2) + label-smoothing(0.1)", known).sound
+
+
+@pytest.mark.parametrize("text", ["mixup(2)", "instahide(2)"])
+@pytest.mark.parametrize("shape", [(1, 8, 8), (64, 1)])
+def test_no_image_hides_that_examples_are_mixed(text, shape):
+    """What is found must not depend on the examples: a refusal would tell of them."""
+    domain = Domain(torch.tensor(0.0), torch.tensor(1.0), 2)
+    own = Client(torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 2)), domain=domain)
+    draw = torch.Generator().manual_seed(0)
+    inputs, targets = torch.rand(8, *shape, generator=draw), torch.arange(8) % 2
+    for first in (inputs[0], torch.zeros(shape), inputs[0] + inputs[0].flip(-1), torch.full(shape, math.nan)):
+        batch = Batch(torch.cat([first.unsqueeze(0), inputs[1:]]), targets)
+        assert not examine(parse(f"dp(sigma=2) + {text}")(own), batch).sound
+
+
+def test_no_batch_hides_that_a_stage_looks_at_it():
+    """Neither examples that are their own mirror images plus one, as far as numbers go, nor labels of one class."""
+    for inputs in (BATCH.inputs, torch.full_like(BATCH.inputs, math.inf), torch.full_like(BATCH.inputs, 1e30)):
+        batch = Batch(inputs, torch.zeros_like(BATCH.targets))
+        for transform in (Peeking(), Counting()):
+            assert data_dependent(transform, PLAIN, batch)
 
 
 def test_a_lock_that_is_trained_without_noise_voids_the_privacy_of_examples():

@@ -462,3 +462,47 @@ def test_layers_that_run_twice_or_never_and_tokens_are_borne() -> None:
     exposed = exposure(client, client.params(), batch, sent)
     assert [layer.layer for layer in exposed.layers] == ["conv", "twice", "head"]
     assert not exposed.malice
+
+
+def _alike(flat: nn.Module, tall: nn.Module) -> None:
+    """Compare a model of sequences with the same one of images of one row; its units are open for few examples."""
+    nn.init.constant_(flat.get_submodule("1").bias, -2.2)  # pyright: ignore
+    tall.load_state_dict({name: value.view_as(tall.state_dict()[name]) for name, value in flat.state_dict().items()})
+    draw = Key(5).generator()
+    batch = Batch(torch.randn(20, 3, 12, generator=draw), torch.arange(20) % 4)
+    wide = Batch(batch.inputs.unsqueeze(2), batch.targets)
+    for found, expected in zip(shown(flat, batch).layers, shown(tall, wide).layers, strict=True):
+        rounded = {"effective": 0.0, "agreement": 0.0, "snr": None}
+        assert replace(found, **rounded) == replace(expected, **rounded)
+
+
+NORMS = {
+    "groups": (nn.GroupNorm(2, 4), nn.GroupNorm(2, 4)),
+    "batch": (nn.BatchNorm1d(4).eval(), nn.BatchNorm2d(4).eval()),
+    "instance": (nn.InstanceNorm1d(4, affine=True), nn.InstanceNorm2d(4, affine=True)),
+    "layer": (nn.LayerNorm(10), nn.LayerNorm(10)),
+}
+
+
+@pytest.mark.parametrize("name", NORMS)
+def test_units_of_a_norm_are_those_of_the_convolution_before_it(name: str) -> None:
+    """[B, C, L] is no row of tokens."""
+    flat, tall = NORMS[name]
+    head = nn.Linear(40, 4)
+    _alike(
+        nn.Sequential(nn.Conv1d(3, 4, 3), flat, nn.ReLU(), nn.Flatten(), head),
+        nn.Sequential(nn.Conv2d(3, 4, (1, 3)), tall, nn.ReLU(), nn.Flatten(), nn.Linear(40, 4)),
+    )
+
+
+def test_units_of_a_norm_are_those_of_the_linear_layer_before_it() -> None:
+    """Of [B, H, W, C] the last dimension, whatever is before it."""
+    draw = Key(6).generator()
+    batch = Batch(torch.randn(20, 9, 6, generator=draw), torch.arange(20) % 4)
+    norm = nn.LayerNorm(5)
+    nn.init.constant_(norm.bias, -1.7)
+    layers = nn.Linear(6, 5), norm, nn.ReLU(), nn.Flatten(), nn.Linear(45, 4)
+    rows, field = (
+        shown(net, batch).layers for net in (nn.Sequential(*layers), nn.Sequential(nn.Unflatten(1, (3, 3)), *layers))
+    )
+    assert [(one.live, one.singled, one.visible) for one in rows] == [(o.live, o.singled, o.visible) for o in field]

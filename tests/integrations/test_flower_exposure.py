@@ -1,9 +1,11 @@
 """A client in a Flower app looks at its own update before it is stored or sent."""
 
+import json
 import logging
 
 import pytest
 import torch
+from torch import nn
 
 from gradveil.client import Client, Local
 from gradveil.core.errors import GradveilError
@@ -11,10 +13,10 @@ from gradveil.core.noise import Key
 from gradveil.core.types import Batch
 from gradveil.defences import parse
 from gradveil.federated.exposure import exposure
-from gradveil.integrations.flower import answer
+from gradveil.integrations.flower import answer, own_look
 from gradveil.integrations.flower.records import record
 from tests.federated.crafted import CRAFTED, PRIVATE, perceptron
-from tests.integrations.scenes import asked, context
+from tests.integrations.scenes import asked, bits, context, ledger
 
 BATCH = Batch(PRIVATE.inputs[:32], PRIVATE.targets[:32])
 
@@ -81,6 +83,63 @@ def test_whether_a_private_reply_comes_does_not_depend_on_one_example(text, scal
     own = parse(text)(Client(made.honest, local=Local(batch=32, lr=0.1, steps=1)))
     batch = Batch(inputs, BATCH.targets)
     reply = answer(asking(made.model), context(), own, batch, folder=tmp_path, guard="refuse", leak="refuse")
+    assert reply.content.array_records
+
+
+def _broken(*_):
+    raise IndexError("position 3 of 32")
+
+
+@pytest.mark.parametrize("place", ["exposure", "first_gradient", "guarded_update"])
+@pytest.mark.parametrize("policy", ["warn", "refuse"])
+def test_a_private_reply_comes_whatever_becomes_of_the_look_at_it(place, policy, tmp_path, caplog, monkeypatch):
+    """What fails there depends on the examples. It is logged, when the reply has been counted and stored."""
+    monkeypatch.setattr(own_look, place, _broken)
+    own = parse("dp(clip=1, sigma=16)")(Client(perceptron(), local=Local(batch=32, lr=0.1, steps=1)))
+    file = ledger(tmp_path)
+    reply = answer(asking(own.model), context(), own, BATCH, folder=tmp_path, training="lungs", guard=policy)
+    assert "IndexError: position 3 of 32" in caplog.text
+    assert json.loads(file.read_text())["rounds"] == 1
+    again = answer(asking(own.model), context(), own, BATCH, folder=tmp_path, training="lungs", guard=policy)
+    assert bits(reply) == bits(again)
+    plain = Client(perceptron())
+    with pytest.raises(IndexError):
+        answer(asking(plain.model), context(), plain, BATCH, folder=tmp_path / "plain", guard=policy)
+
+
+def test_a_private_reply_that_cannot_be_computed_is_counted_and_its_error_says_nothing(tmp_path, caplog):
+    """A label out of range, a model that raises for some examples: the server learns that there was an error."""
+    own = parse("dp(clip=1, sigma=16)")(Client(perceptron(), local=Local(batch=32, lr=0.1, steps=1)))
+    file, wrong = ledger(tmp_path), BATCH.targets.clone()
+    wrong[5] = 77
+    with pytest.raises(GradveilError, match="update: cannot be computed -> ask its operator") as caught:
+        answer(asking(own.model), context(), own, Batch(BATCH.inputs, wrong), folder=tmp_path, training="lungs")
+    assert "77" in caplog.text
+    assert "77" not in str(caught.value)
+    assert caught.value.__cause__ is None
+    assert caught.value.__suppress_context__
+    assert json.loads(file.read_text())["rounds"] == 1
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_a_norm_behind_a_convolution_of_sequences_tells_no_server_who_is_in_the_batch(inside, tmp_path):
+    """A filter that one example alone sets off: the look at the update failed if and only if it was there."""
+    draw = Key(0).generator()
+    inputs = torch.randn(65, 1, 128, generator=draw)
+    net = nn.Sequential(
+        nn.Conv1d(1, 8, 25, padding=12), nn.GroupNorm(8, 8), nn.ReLU(), nn.Flatten(), nn.Linear(1024, 2)
+    )
+    crafted = {name: torch.zeros_like(value) for name, value in net.state_dict().items()}
+    crafted["0.weight"][0, 0] = inputs[0, 0, 58:83]
+    crafted["1.weight"] += 1
+    crafted["1.bias"] -= 1e3
+    crafted["1.bias"][0] = -3.5
+    crafted["4.weight"][0, 70], crafted["4.weight"][1, 70] = 1, -1
+    message = asked(1, Client(net))
+    message.content["arrays"] = record(crafted)
+    rows = slice(0, 64) if inside else slice(1, 65)
+    own = parse("dp(clip=1, sigma=1)")(Client(net, local=Local(batch=64, lr=0.1, epochs=1)))
+    reply = answer(message, context(), own, Batch(inputs[rows], torch.arange(64) % 2), folder=tmp_path)
     assert reply.content.array_records
 
 

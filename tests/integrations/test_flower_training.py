@@ -121,7 +121,7 @@ def test_what_the_run_before_answered_is_read_whole_or_not_at_all(tmp_path):
 def test_the_state_comes_from_the_last_run_that_left_one(tmp_path, monkeypatch):
     told(tmp_path, 1, run=1)
     with monkeypatch.context() as patched:
-        patched.setattr("gradveil.integrations.flower.client.drawn_update", killed)
+        patched.setattr("gradveil.integrations.flower.own_look.drawn_update", killed)
         with pytest.raises(KeyboardInterrupt):
             told(tmp_path, 1, run=2)
     assert bits(told(tmp_path, 1, run=3)) == bits(second(tmp_path / "other"))

@@ -1,7 +1,9 @@
 """Per-victim gradients of shared weights in one batched sweep, several times as fast as `vmap(grad)`.
 
-The two guards against hidden randomness and missing noise live in `vmap` and `strict=True`. So a client's first step of
-each shape is computed both ways: `obstacle` says why the batched sweep may not be used, or None.
+The two guards against hidden randomness and missing noise live in `vmap` and `strict=True`. So the first step of each
+shape is computed both ways, with made-up weights and examples (`gradveil.client.made_up`): `obstacle` says why the
+batched sweep may not be used, or None. That is a trial. Where a guarantee depends on it that examples do not meet, each
+one's gradient is computed alone (`gradveil.client.defended`).
 """
 
 from __future__ import annotations
@@ -15,9 +17,11 @@ import torch
 from torch import Tensor, nn
 from torch.func import vmap
 
+from gradveil.client import made_up
 from gradveil.client.gradient import Objective, caught_outputs, mean_gradient
 from gradveil.client.layers import RULES
 from gradveil.client.recording import Recorder, Unsupported
+from gradveil.core.errors import UNFIT
 from gradveil.core.tree import Tensors, plain, straight_through
 from gradveil.core.types import Batch
 from gradveil.nn.stochastic import collect_penalties
@@ -199,7 +203,13 @@ def _found(
     noise: Tensors,
 ) -> str | None:
     """Look for a difference; again in float64, where rounding does not say on which side of a kink a value is."""
-    found = difference(objective, trained, frozen, batch, noise)
+    real = trained, frozen, batch, noise
+    try:
+        objective, trained, frozen, batch = _made_up(objective, trained, frozen, batch, noise)
+        found = difference(objective, trained, frozen, batch, noise)
+    except (*UNFIT, AssertionError) as error:
+        reference_gradients(objective, *real)  # a model that nothing fits is refused
+        return f"a trial with made-up examples fails: {error}"
     if found is None or batch.inputs.dtype != torch.float32 or batch.inputs.device.type == "mps":
         return found
 
@@ -212,6 +222,37 @@ def _found(
         return difference(exact, wide(trained), wide(frozen), Batch(batch.inputs.double(), targets), wide(noise))
     except (RuntimeError, TypeError):  # a model that computes in float32 only
         return found
+
+
+def _made_up(
+    objective: Objective, trained: Tensors, frozen: Tensors, batch: Batch, noise: Tensors
+) -> tuple[Objective, Tensors, Tensors, Batch]:
+    """Return weights, statistics and examples to try, of the same shapes; labels are of every class there is."""
+    given = objective.buffers()
+    own = {n: v.to(given[n].dtype) for n, v in replace(objective, replaced={}).buffers().items()}
+    objective = replace(objective, replaced=own | made_up.statistics(given))
+    trained, frozen = made_up.parameters(trained), made_up.parameters(frozen)
+    inputs = made_up.numbers(batch.inputs, "inputs")
+    if batch.targets.dtype.is_floating_point:
+        return objective, trained, frozen, Batch(inputs, made_up.numbers(batch.targets, "targets"))
+
+    def outputs(x: Tensor, own_noise: Tensors) -> Tensor:
+        return objective.outputs({**trained, **frozen}, x, own_noise)
+
+    shape = vmap(outputs)(inputs[:1], {name: value[:1] for name, value in noise.items()})[0].shape
+    return objective, trained, frozen, Batch(inputs, _labels(batch.targets, batch.targets[0], shape))
+
+
+def _labels(like: Tensor, examples: Tensor, outputs: torch.Size) -> Tensor:
+    """Make labels of victims [V, B, ...] that go through all classes of outputs [B, ...]."""
+    places = torch.arange(like.numel(), device=like.device)
+    return (places % _classes(examples, outputs)).view(like.shape).to(like.dtype)
+
+
+def _classes(examples: Tensor, outputs: torch.Size) -> int:
+    """Count the classes of outputs [B, K, ...] with labels [B, ...], as torch has it, or of outputs [B, ..., K]."""
+    behind = len(outputs) > 1 and outputs[2:] == examples.shape[1:]
+    return max(1, outputs[1] if behind else outputs[-1])
 
 
 _OBSTACLES: WeakKeyDictionary[nn.Module, dict[Any, str | None]] = WeakKeyDictionary()
@@ -252,9 +293,9 @@ def _disagreement(found: Tensors, reference: Tensors) -> str | None:
     whole = torch.stack([_sizes(value) for value in reference.values()]).square().sum(0).sqrt()
     for name, value in reference.items():
         allowed = torch.maximum(_sizes(value), _SMALL_SHARE * whole) * _RELATIVE_ERROR.get(value.dtype, 0.03)
-        # A diverged victim has no finite reference: nothing to compare with.
-        wrong = ~(_sizes(found[name] - value) <= allowed) & torch.isfinite(_sizes(value))
-        if bool(torch.any(wrong)):
+        if not bool(torch.isfinite(_sizes(value)).all()):
+            return f"the gradient of '{name}' is not finite at made-up weights, so nothing can be compared"
+        if not bool((_sizes(found[name] - value) <= allowed).all()):
             return f"the batched gradient of '{name}' differs from the reference: the model mixes examples, or worse"
     return None
 
@@ -272,26 +313,22 @@ def _loss_obstacle(
     with torch.no_grad():
         outputs = objective.outputs({**trained, **frozen}, batch.inputs[0], {k: v[0] for k, v in noise.items()})
     # As many rows as show every class, where the batch has fewer.
-    count = max(len(batch.targets), -(-outputs.shape[-1] // max(1, examples.numel())))
-    victims = torch.arange(count, device=examples.device)
-    labels = (victims * len(examples)).view(-1, *[1] * examples.dim()) + torch.arange(
-        examples.numel(), device=examples.device
-    ).view(examples.shape)
-    labels = (labels % outputs.shape[-1]).to(examples.dtype)
+    count = max(len(batch.targets), -(-_classes(examples, outputs.shape) // max(1, examples.numel())))
+    labels = _labels(examples.new_empty((count, *examples.shape)), examples, outputs.shape)
 
     def mean(given: Tensor, targets: Tensor) -> Tensor:
         return objective.total(given, targets, [])
 
     try:
-        rows = outputs.detach().repeat(len(victims), *[1] * outputs.dim()).requires_grad_()
+        rows = outputs.detach().repeat(count, *[1] * outputs.dim()).requires_grad_()
         apart = vmap(torch.func.grad(mean))(rows.detach(), labels)
         with torch.enable_grad():
-            total = mean(rows.flatten(0, 1), labels.flatten(0, 1)) * len(victims)
+            total = mean(rows.flatten(0, 1), labels.flatten(0, 1)) * count
         (together,) = torch.autograd.grad(total, rows)
     except (RuntimeError, LookupError, ValueError) as error:
         return f"the loss fails for other labels than those of the batch: {error}"
     tolerance = _RELATIVE_ERROR.get(apart.dtype, 0.03) * apart.abs().amax()
-    if bool(((together - apart).abs() > tolerance).any()):
+    if not bool(((together - apart).abs() <= tolerance).all()):
         return "the loss mixes the examples of all victims"
     return None
 

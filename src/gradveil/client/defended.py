@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.func import vmap
 
 from gradveil.client.at import At
-from gradveil.client.gradient import Objective, last_inputs, mean_gradient
+from gradveil.client.gradient import Objective, example_gradients, last_inputs, mean_gradient
 from gradveil.client.probing import example_squared_row_norms
 from gradveil.core.tree import Tensors, alike, plain, select, single, wide
 from gradveil.core.types import Batch, Context, Domain, Features, Public, Transform
@@ -87,7 +87,8 @@ class Defended:
             own = slice(start, start + some)
             part = Batch(*(value[own] for value in batch))
             inner = {name: noise[name][own] for name in by_example}
-            rows = wide(At(self.objective, *self.parted(params), part, select(inner, "model")).each())
+            # Each alone, and in no sweep: a trial of whether examples meet in a model says nothing of other weights.
+            rows = wide(example_gradients(self.objective, *self.parted(params), part, select(inner, "model")))
             squares = {name: _squares(value) for name, value in rows.items()}
             factors = each.factors(squares)
             if factors is None:  # it does more than multiply

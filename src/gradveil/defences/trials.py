@@ -1,4 +1,8 @@
-"""What a stage does with a client's data and noise, found out by trying it: nothing here goes by a defence's name."""
+"""What a stage does with a client's data and noise, found out by trying it: nothing here goes by a defence's name.
+
+It is tried on made-up examples and parameters. Of the client's own only the shapes count: a blank image hides what is
+done to it, and what is refused for what was found must not tell of the data.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +13,7 @@ import torch
 from torch import Tensor
 
 from gradveil.client import Client
+from gradveil.client.made_up import pair, parameters
 from gradveil.core.noise import Key
 from gradveil.core.streams import Stream
 from gradveil.core.tree import Tensors, tmap, wide
@@ -20,8 +25,8 @@ _COPIES = 8
 def data_dependent(stage: Transform, client: Client, batch: Batch) -> bool:
     """Find out whether a stage looks at the examples again, beyond the update it is handed.
 
-    It is run on one random update and two batches, and may neither differ nor ask for gradients or features, but for
-    those at public examples.
+    It is run on one random update and on batches that have nothing in common, and may neither differ nor ask for
+    gradients or features, but for those at public examples.
     """
     if stage.directions(batch) and not stage.needs_public:
         return True
@@ -30,7 +35,7 @@ def data_dependent(stage: Transform, client: Client, batch: Batch) -> bool:
     noise = (stage.noise(sent) | stage.directions(batch)).sample(Key(0, (Stream.STAGE,)), batch.inputs.device)
     update = {name: _normal(value, name) for name, value in sent.items()}
     results: list[Tensors] = []
-    for own in (batch, Batch(batch.inputs.flip(-1) + 1, torch.zeros_like(batch.targets))):
+    for own in _apart(batch):
         context = Context(
             sent, own, gradient=ask, features=ask, sensitivity=ask, public=public_of(client, batch, update)
         )
@@ -38,7 +43,17 @@ def data_dependent(stage: Transform, client: Client, batch: Batch) -> bool:
             results.append(stage.apply(update, stage.init(sent), noise, context)[0])
         except AskedError:
             return True
-    return any(not torch.equal(value, results[1][name]) for name, value in results[0].items())
+    return any(not torch.equal(value, other[name]) for other in results[1:] for name, value in results[0].items())
+
+
+def _apart(batch: Batch) -> list[Batch]:
+    """Make up batches of this shape that differ in every entry, and in the classes that there are."""
+    rows = torch.arange(len(batch.inputs), device=batch.inputs.device) % _COPIES  # a few examples, again and again
+    few = {name: pair(value[:_COPIES], name) for name, value in batch._asdict().items()}
+    (one, other), targets = ([value[rows] for value in few[name]] for name in ("inputs", "targets"))
+    if not batch.targets.dtype.is_floating_point:
+        targets = [torch.zeros_like(batch.targets), torch.ones_like(batch.targets), targets[0]]
+    return [Batch(one, targets[0]), *(Batch(other, own) for own in targets[1:])]
 
 
 def mixes(transform: BatchTransform, client: Client, batch: Batch) -> bool:
@@ -46,17 +61,23 @@ def mixes(transform: BatchTransform, client: Client, batch: Batch) -> bool:
 
     One of many copies of an example is changed, under several draws of the noise.
     """
-    rows = torch.zeros(_COPIES, dtype=torch.long, device=batch.inputs.device)
-    copies = Batch(batch.inputs[rows], batch.targets[rows])
-    changed = Batch(copies.inputs.clone(), copies.targets)
-    changed.inputs[0] = copies.inputs[0].flip(-1)
+    inputs, targets = (pair(value[:1], name) for name, value in batch._asdict().items())
+    copies = Batch(*(torch.cat([one] * _COPIES) for one, _ in (inputs, targets)))
+    changed = [
+        Batch(_first(copies.inputs, inputs[1]), own) for own in (copies.targets, _first(copies.targets, targets[1]))
+    ]
     spec = transform.noise(copies)
     for number in range(_COPIES):
         noise = spec.sample(Key(0, (Stream.COPIES, number)), batch.inputs.device)
-        before, after = (transform.apply(own, noise, client.domain) for own in (copies, changed))
-        if any(not torch.equal(a[1:], b[1:]) for a, b in zip(before, after, strict=True)):
+        before, *after = (transform.apply(own, noise, client.domain) for own in (copies, *changed))
+        if any(not torch.equal(a[1:], b[1:]) for own in after for a, b in zip(before, own, strict=True)):
             return True
     return False
+
+
+def _first(copies: Tensor, other: Tensor) -> Tensor:
+    """Put another one in the place of the first of many copies."""
+    return torch.cat([other, copies[1:]])
 
 
 def noise_is_shared(stage: Transform, client: Client, batch: Batch) -> bool:
@@ -69,7 +90,8 @@ def noise_is_shared(stage: Transform, client: Client, batch: Batch) -> bool:
 
     sent = sent_by(client)
     public, nothing = public_of(client, batch, sent), tmap(torch.zeros_like, sent)
-    context = Context(sent, batch, gradient=ask, features=ask, sensitivity=ask, public=public)
+    own = _apart(batch)[0]
+    context = Context(sent, own, gradient=ask, features=ask, sensitivity=ask, public=public)
     try:
         keys, device = [Key(0, (Stream.CLIENT, number)) for number in range(2)], batch.inputs.device
         added = [
@@ -100,9 +122,9 @@ def ask(*asked: object) -> NoReturn:
 
 
 def sent_by(client: Client) -> Mapping[str, Tensor]:
-    """Return the parameters that a client trains and sends, as transforms see them."""
+    """Make up the parameters that a client trains and sends, as transforms see them."""
     params = client.params()
-    return wide({name: params[name] for name in client.trained()})
+    return wide(parameters({name: params[name] for name in client.trained()}))
 
 
 def _normal(value: Tensor, name: str) -> Tensor:

@@ -183,7 +183,9 @@ class Pass:
         """Count what a layer isolates, once all of its errors have come."""
         if self.only is not None and self.only.isdisjoint((path, before)):
             return
-        by_unit = [_by_unit(errors, _units_last(module, errors)) for _, errors in parts]
+        # A norm has its units where the layer before it has them: 1 of [B, C, L], the last of [B, H, W, C].
+        layer = module if isinstance(module, (nn.Linear, *CONVOLUTIONS)) else self.client.model.get_submodule(before)
+        by_unit = [_by_unit(errors, isinstance(layer, nn.Linear)) for _, errors in parts]
         sizes = torch.stack(by_unit).sum(0)
         raw, relative = Owned.of(sizes, _ALONE), Owned.of((sizes / self._errors[:, None]).square(), _SINGLED)
         if not isinstance(module, (nn.Linear, *CONVOLUTIONS)):
@@ -306,11 +308,6 @@ def _wide(value: Tensor) -> Tensor:
 
 def _maybe_wide(value: Tensor | None) -> Tensor | None:
     return None if value is None else _wide(value)
-
-
-def _units_last(module: nn.Module, errors: Tensor) -> bool:
-    """Whether a module's units are the last dimension of its errors, and not the second."""
-    return isinstance(module, nn.Linear) or (not isinstance(module, CONVOLUTIONS) and errors.ndim == 3)
 
 
 def _by_unit(errors: Tensor, last: bool) -> Tensor:

@@ -11,19 +11,19 @@ import torch
 from flwr.app import Context, Message, MetricRecord
 from torch import Tensor, nn
 
-from gradveil.client import Client, Task, drawn_update, first_gradient, scheduled
-from gradveil.core.errors import GradveilError, Problem, fail, refuse
+from gradveil.client import Client, Task, scheduled
+from gradveil.core.errors import Problem, refuse
 from gradveil.core.noise import Key
 from gradveil.core.tree import Tensors
 from gradveil.core.types import Batch, Transform
 from gradveil.defences.lattice import deployed
-from gradveil.federated.exposure import exposure, guarded_update
-from gradveil.federated.guard import Finding, Policy, guarded
+from gradveil.federated.guard import POLICY, Policy, guarded
 from gradveil.federated.wire import Layout
 from gradveil.integrations.flower.budget import Charge, Limit, charged, uncounted
 from gradveil.integrations.flower.memory import LOG, Memory, opened
+from gradveil.integrations.flower.own_look import OwnUpdate, tell
 from gradveil.integrations.flower.policy import Asked, obey
-from gradveil.integrations.flower.records import Question, decoded, encoded
+from gradveil.integrations.flower.records import Question, Told, decoded, encoded
 
 
 def answer(
@@ -53,16 +53,18 @@ def answer(
     `guard` says what happens if the model looks manipulated (`gradveil.federated.guard`), or if the update singles out
     far more examples than the batch does at honest models; `leak` what happens if more than a quarter of the examples
     can be read from what would be sent (`gradveil.federated.exposure`): by default a warning, unless the guard ignores.
-    A reply with a formal guarantee is never refused for that: a refusal is a message which no noise covers.
+    A reply with a formal guarantee is never refused for that: a refusal is a message which no noise covers. There the
+    look comes after the reply is counted and stored, and what it finds or fails at goes to the log. An update that
+    cannot be computed is counted, and its error has a constant text.
 
     `folder` is the place of the client's files (default: the node's `gradveil-folder`, or `~/.gradveil/flower`).
     `training` lets the state follow when a run is started again with another id. The ledger of the training counts the
     differential privacy spent, at this `delta`; a round that would bring it above `epsilon` is refused.
     """
     refuse([*_misused(client, batch)])
-    refuse([*unsupported(client), *_unheard(message)])
+    leak = leak or ("ignore" if guard == "ignore" else "warn")
+    refuse([*unsupported(client), *_unheard(message), *POLICY.problems("leak", leak)])
     batch = Batch(*batch)
-    leak = leak or _at_most_warn(guard)
     limit = Limit.of(epsilon, delta, training, key)
     obey(context, Asked(client, batch, limit, guard, training, key, folder))
     question = Question.of(message)
@@ -78,14 +80,27 @@ def answer(
         look(client.model, question.number, params | buffers, mine, memory, guard)
         with torch.no_grad():
             task = Task(batch, memory.key(question.number, key), state)
-            if charge is not None and charge.epsilon:  # a refusal depends on the examples, and no noise covers it
-                guard, leak = _at_most_warn(guard), _at_most_warn(leak)
-            update, state = watched(here, params, task, memory, question.number, guard, leak)
-        sent = encoded(update)
-        told = {"metrics": MetricRecord({"num-examples": len(batch.targets), **(metrics or {})})}
-        spend(charge)
-        memory.keep(question, sent, told, client, state)
-        return question.reply(sent, told)
+            last = memory.previous(question.number) if (guard, leak) != ("ignore", "ignore") else None
+            own = OwnUpdate(here, params, task, None if last is None else last[0].received, guard, leak)
+            told = {"metrics": MetricRecord({"num-examples": len(batch.targets), **(metrics or {})})}
+            return _answered(question, memory, client, own, charge, told)
+
+
+def _answered(
+    question: Question, memory: Memory, client: Client, own: OwnUpdate, charge: Charge | None, told: Told
+) -> Message:
+    """Count the reply, compute it and store it; where a guarantee covers it, look at it only then.
+
+    It is counted before anything of the examples is computed: whatever comes of it, an error too, has been counted.
+    """
+    spend(charge)
+    guarantee = charge is not None and bool(charge.epsilon)
+    update, state = own.private() if guarantee else own.judged()
+    sent = encoded(update)
+    memory.keep(question, sent, told, client, state)
+    if guarantee:
+        own.told(update)
+    return question.reply(sent, told)
 
 
 def _misused(client: object, batch: object) -> Iterator[Problem]:
@@ -141,10 +156,6 @@ def look(
     That may be rounds ago, or in the run that this one continues: a server chooses whom it asks and when a run ends,
     and could leave a client out before it jumps.
     """
-
-    def tell(finding: Finding) -> None:
-        LOG.warning("%s", finding.problem("warning"))
-
     previous: Tensors | None = None
     sent: Tensors | None = None
     rounds = 1
@@ -154,34 +165,6 @@ def look(
         sent = decoded(before.sent, trained, before.received)
     cpu = {name: value.cpu() for name, value in received.items()}
     guarded(model, cpu, guard, tell, previous, sent, rounds)
-
-
-def watched(
-    client: Client, params: Tensors, task: Task, memory: Memory, number: int, guard: Policy, leak: Policy
-) -> tuple[Tensors, Tensors]:
-    """Compute an update and the next state, and look at what the update shows before anybody gets it."""
-
-    def tell(finding: Finding) -> None:
-        LOG.warning("%s", finding.problem("warning"))
-
-    update, state = drawn_update(client, params, *task)
-    if (guard, leak) != ("ignore", "ignore"):
-        before = memory.previous(number)
-        previous = None if before is None else before[0].received
-        first = first_gradient(client, params, task)
-        try:
-            guarded_update(exposure(client, params, task.batch, update, previous, first), guard, leak, tell)
-        except GradveilError as error:  # Flower sends the text of an error to the server: it must not count examples
-            for problem in error.problems:
-                LOG.error("%s", problem)
-            raise fail(
-                "update", "is not sent: the client's guard refuses it", "ask its operator, who has the log"
-            ) from None
-    return update, state
-
-
-def _at_most_warn(policy: Policy) -> Policy:
-    return "warn" if policy == "refuse" else policy
 
 
 def unsupported(client: Client) -> list[Problem]:

@@ -137,20 +137,19 @@ class _Protect:
         """Apply the transform to the update, keep its state, and reply."""
         rest = self._rest(question.received, returned, params, self._promises(client))
         update = {name: value - returned[name] for name, value in params.items()}
-        charge = None
         with torch.no_grad():
             if self.send is not None:
                 used = _count(told)
                 beside = _SENT if rest else None
                 here = scheduled(client, question.number - 1)
                 here, charge = prepared(memory, client, here, used, self.limit, self.key, beside)
+                spend(charge)
                 assert here.send is not None
                 spec = here.send.noise(params).under("send").to(next(iter(params.values())).dtype)
                 noise = select(spec.sample(memory.key(question.number, self.key)), "send")
                 update, after = here.send.apply(update, select(state, "send"), noise, Seen(params, used))
                 state = steady(update, under("send", after), state)
         sent = encoded(update | rest)
-        spend(charge)
         memory.keep(question, sent, told, client, state)
         return question.reply(sent, told)
 

@@ -1,0 +1,74 @@
+"""A client's own update, computed and looked at: what goes wrong on the way must not tell the server of the examples.
+
+Flower sends the text of an error to the server, and that there is an error is a message too. Without a guarantee the
+look comes before the update is stored or sent, and may refuse it, in a constant text. With one it comes when the reply
+has been counted and stored, and nothing that it finds, or fails at, changes the reply.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from gradveil.client import Client, Task, drawn_update, first_gradient
+from gradveil.core.errors import FOREIGN, GradveilError, fail
+from gradveil.core.tree import Tensors
+from gradveil.federated.exposure import exposure, guarded_update
+from gradveil.federated.guard import Finding, Policy
+from gradveil.integrations.flower.memory import LOG
+
+_ASK = "ask its operator, who has the log"
+
+
+@dataclass(frozen=True)
+class OwnUpdate:
+    """How a client computes the update of a round, and what it does about what the update shows."""
+
+    client: Client
+    params: Tensors
+    task: Task
+    previous: Tensors | None
+    """What the round before began with."""
+    guard: Policy
+    leak: Policy
+
+    def private(self) -> tuple[Tensors, Tensors]:
+        """Compute an update that a guarantee covers, and the next state. Errors go to the log, and say nothing here."""
+        try:
+            return drawn_update(self.client, self.params, *self.task)
+        except FOREIGN as error:
+            LOG.error("the update cannot be computed: %s: %s", type(error).__name__, error)
+            raise fail("update", "cannot be computed", _ASK) from None
+
+    def told(self, update: Tensors) -> None:
+        """Write into the log what an update shows that is stored and covered by a guarantee; refuse nothing."""
+        try:
+            self._look(update, _at_most_warn(self.guard), _at_most_warn(self.leak))
+        except FOREIGN as error:
+            LOG.warning("no look at the own update: %s: %s", type(error).__name__, error)
+
+    def judged(self) -> tuple[Tensors, Tensors]:
+        """Compute an update and the next state, and refuse it if the policies say so; no guarantee covers it."""
+        update, state = drawn_update(self.client, self.params, *self.task)
+        try:
+            self._look(update, self.guard, self.leak)
+        except GradveilError as error:  # the server must not learn how many examples were found
+            for problem in error.problems:
+                LOG.error("%s", problem)
+            raise fail("update", "is not sent: the client's guard refuses it", _ASK) from None
+        return update, state
+
+    def _look(self, update: Tensors, guard: Policy, leak: Policy) -> None:
+        if (guard, leak) == ("ignore", "ignore"):
+            return
+        first = first_gradient(self.client, self.params, self.task)
+        found = exposure(self.client, self.params, self.task.batch, update, self.previous, first)
+        guarded_update(found, guard, leak, tell)
+
+
+def tell(finding: Finding) -> None:
+    """Write a finding into the log."""
+    LOG.warning("%s", finding.problem("warning"))
+
+
+def _at_most_warn(policy: Policy) -> Policy:
+    return "warn" if policy == "refuse" else policy
