@@ -361,3 +361,17 @@ def test_of_equal_rates_the_cheapest_defence_is_the_best() -> None:
 
     assert best(("dp", 20.0, 0.1), ("dgp", 10.0, 0.9), ("clip(1)", 20.0, 0.05)) == "dgp"
     assert best(("dp", 10.0, 0.1), ("dgp", 10.0, 0.9), ("clip(1)", 10.0, 0.05)) == "clip(1)"
+
+
+def test_images_of_a_class_without_public_images_are_no_leak_by_recovery() -> None:
+    """A guess at a class that nobody knows may pass for all of it; who singles images out leaks all the same."""
+    rare = {"recovered": 1.0, "public": 0, "identified": 0.05, "gallery": 20, "identifiable": 0.05}
+    guessed = row(20, 20, identified=False, expected=rare)
+    (verdict,) = [each for each in verdicts([guessed, BARE]) if not each.undefended]
+    assert verdict.level == "not broken"
+    assert (
+        "20 of 20 images cannot be tested for recovery: there are fewer than two public images" in verdict.reasons[-1]
+    )
+    (named,) = [each for each in verdicts([row(20, 20, expected=rare), BARE]) if not each.undefended]
+    assert "20 of 20 images identified" in named.reasons[0]
+    assert named.level == "broken"

@@ -114,7 +114,7 @@ class _Image(NamedTuple):
 class _Chance(NamedTuple):
     share: float
     images: int | None
-    """The number of images behind the share; None where it is known exactly."""
+    """The number of images behind the share; None where it is known exactly, or an upper bound."""
 
 
 def _images(row: Row) -> Iterator[_Image]:
@@ -129,7 +129,7 @@ def _chance(row: Row, scores: Mapping[str, Any], criterion: Criterion) -> _Chanc
     """Look up the probability that a guess hits one image."""
     expected = scores.get(criterion.expected) or {}
     if criterion.control in expected:
-        return _Chance(float(expected[criterion.control]), expected.get(criterion.size))
+        return _Chance(float(expected[criterion.control]), expected.get(criterion.size) or None)
     if expected or criterion.expected != "expected" or criterion.control == "exact":
         return None
     # An earlier version recorded one draw of each guess.

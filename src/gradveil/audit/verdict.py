@@ -38,6 +38,9 @@ UNKNOWN = (
     "mismatch control stands in for the baseline in the risk."
 )
 
+RARE = "there are fewer than two public images of a class, so that a guess is taken to pass for all of them"
+"""Why recovery cannot be tested for images of a rare class, or of a batch with one."""
+
 _RANK: list[Level] = ["broken", "leaks", "inconclusive", "not tested", "not broken"]
 
 
@@ -190,6 +193,9 @@ def _judge(setting: Setting, defence: str, here: Sequence[Row]) -> Verdict:
     level, reasons = _level(judged, here, tests, max(map(_weight, by_trial), default=0))
     if expected_of(best, "recovered") is None:
         reasons = (*reasons, UNKNOWN)
+    if rare := sum((scores.get("expected") or {}).get("public") == 0 for _, _, scores in best.scores()):
+        count = f"{rare} of {plural(best.images, 'image')}"
+        reasons = (*reasons, f"{count} cannot be tested for recovery: {RARE}.")
     return Verdict(
         setting=setting,
         defence=defence,
