@@ -375,3 +375,25 @@ def test_images_of_a_class_without_public_images_are_no_leak_by_recovery() -> No
     (named,) = [each for each in verdicts([row(20, 20, expected=rare), BARE]) if not each.undefended]
     assert "20 of 20 images identified" in named.reasons[0]
     assert named.level == "broken"
+
+
+def test_half_recovered_by_guessing_alone_is_not_broken_where_a_few_are_identified() -> None:
+    """20 of 36 recovered is what guessing reaches; 6 of 36 identified is the leak, and 3 are both."""
+    half = {"recovered": 0.55, "public": 200, "identified": 0.01, "gallery": 100, "identifiable": 0.01}
+    trial = row(20, 36, expected=half)
+    for place, record in enumerate(trial.cell.records):
+        record["per_image"][0]["identified"] = 17 <= place < 23
+    verdict = judge(trial)
+    assert (verdict.recovered, verdict.identified, verdict.identifiable) == (20, 6, 3)
+    assert verdict.level == "leaks"
+    assert "6 of 36 images identified" in verdict.reasons[0]
+    assert judge(row(20, 36, expected=half)).level == "broken", "20 of 36 are identifiable"
+
+
+def test_an_attack_that_identifies_is_effective_whatever_else_fits_the_update() -> None:
+    health = HEALTHY | {"objective_truth": 0.01}
+    verdict = judge(row(0, health=health, identified=True))
+    assert (verdict.level, verdict.health.state, verdict.health.reasons) == ("leaks", "effective", ())
+    assert judge(row(0, health=health)).health.state == "ambiguous"
+    short = judge(row(0, health=HEALTHY | {"objective": 0.5, "objective_truth": 0.1}, identified=True))
+    assert short.health.state == "under-optimised"

@@ -83,6 +83,11 @@ def leaks(row: Row) -> bool:
     return any(test.leaks for test in tests_of([row]))
 
 
+def identifies(row: Row) -> bool:
+    """Report whether one trial alone identifies more images than guessing explains."""
+    return any(test.leaks and test.criterion.startswith("identified") for test in tests_of([row]))
+
+
 def expected_of(row: Row, criterion: str) -> float | None:
     """Compute how many images of a trial the best guess hits on average; None where that is not known."""
     test = _test(row, criterion)

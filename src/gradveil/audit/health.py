@@ -9,7 +9,7 @@ from typing import Literal
 
 from gradveil.attacks.inversion import Inversion
 from gradveil.attacks.presets import make_attack
-from gradveil.audit.evidence import expected_of, leaks
+from gradveil.audit.evidence import expected_of, identifies, leaks
 from gradveil.audit.rounds import plain_name
 from gradveil.audit.rows import Row
 from gradveil.core.errors import GradveilError
@@ -33,7 +33,10 @@ State = Literal["effective", "converged", "ambiguous", "under-optimised", "suspe
 """The outcomes of an attack check; `STATES` has the words."""
 
 STATES: dict[State, tuple[str, str]] = {
-    "effective": ("effective", "it recovers at least half of the images, beyond what guessing explains"),
+    "effective": (
+        "effective",
+        "it recovers at least half of the images, or identifies some, beyond what guessing explains",
+    ),
     "converged": ("converged", "it recovers few images, or those that a guess does, and nothing points to a fault"),
     "ambiguous": ("ambiguous", "other images fit the update as well as the true ones: more iterations do not help"),
     "under-optimised": (
@@ -97,6 +100,8 @@ def examine(row: Row, rows: Sequence[Row]) -> Health:
         ]
     if found:
         return Health("suspect", tuple(found))
+    if identifies(row):  # the update singles images out, whatever else fits it
+        return Health("effective")
     return Health("ambiguous", (_misled(row),)) if _side(row) == "below" else Health("converged")
 
 
