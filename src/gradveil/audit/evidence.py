@@ -61,6 +61,16 @@ class Test:
         return self.criterion.startswith("recovered") and 2 * self.observed >= self.images
 
     @property
+    def baseline(self) -> float:
+        """The share of images that the best guess is expected to hit."""
+        return self.expected / self.images
+
+    def plain(self) -> dict[str, Any]:
+        """Return it as one plain object, its p-value corrected for all attackers and criteria."""
+        counts = {"criterion": self.criterion, "observed": self.observed, "images": self.images}
+        return counts | {"baseline": self.baseline, "p": self.adjusted}
+
+    @property
     def leaks(self) -> bool:
         """Whether guessing is rejected at 5%."""
         return self.adjusted <= LEVEL

@@ -127,6 +127,20 @@ class Verdict:
         return self.identifiable / self.images
 
     @property
+    def leak(self) -> Test | None:
+        """The test of the quoted trial that rejects guessing most clearly; None where none does."""
+        mine = [test for test in self.tests if test.number == self.best.number and test.leaks]
+        return min(mine, key=lambda test: (test.adjusted, -test.observed), default=None)
+
+    @property
+    def leaked(self) -> str:
+        """The count that made it a leak, where that is another number than the headline's; otherwise empty."""
+        test = self.leak
+        if test is None or test.observed == self.identifiable:
+            return ""
+        return f"{test.observed} of {test.images} {test.criterion}"
+
+    @property
     def doubts(self) -> tuple[str, ...]:
         """Why a low rate may come from a broken attack."""
         return self.health.doubts
