@@ -198,3 +198,19 @@ def test_where_an_objective_is_no_number_outside_the_box_the_row_goes_on_inside(
     torch.testing.assert_close(solution.variables["x"], torch.full((2, 2), 0.25), atol=0.03, rtol=0)
     without = descend(loss, starts, {}, descent, keep)
     assert words(without) == ["diverged", "budget"]
+
+
+@pytest.mark.parametrize("cut", ["y", "everything"])
+def test_what_has_no_derivative_cannot_be_searched_for(cut):
+    variables = {name: torch.ones(2, 3) for name in ("x", "y")}
+
+    def loss(live, constants, rows, iteration):
+        x = live["x"].detach() if cut == "everything" else live["x"]
+        return (x + (live["y"] > 0.5)).square().sum(1)
+
+    with pytest.raises(GradveilError) as caught:
+        descend(loss, variables, {}, Descent(iterations=2), keep)
+    places = [problem.where for problem in caught.value.problems]
+    assert places == (["knowledge.y"] if cut == "y" else ["knowledge.x", "knowledge.y"])
+    assert "has none with respect to it" in str(caught.value)
+    assert "ig(belief=full)" in str(caught.value)

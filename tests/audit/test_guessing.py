@@ -67,11 +67,15 @@ def test_more_guesses_at_a_class_cover_more_of_it() -> None:
     assert shares[1] >= best - 0.1
 
 
-def test_a_class_without_images_to_spare_is_guessed_by_all() -> None:
+@pytest.mark.parametrize("spare", [0, 1])
+def test_guesses_at_a_class_without_images_to_spare_are_taken_to_pass_always(spare: int) -> None:
     public = few()
-    guessing = Guessing(public, 0.5, 2)
-    assert guessing.chance(3) == guessing.chance(4)
-    assert guessing.sample(3)[2] == len(public)
+    rare = (public.targets == 1).nonzero().flatten()[:spare]
+    guessing = Guessing(public.subset(torch.cat([(public.targets == 7).nonzero().flatten(), rare])), 0.5, 2)
+    assert guessing.chance(1)[:2] == guessing.chance(1, exact=True)[:2] == (1.0, 0)
+    assert [chance[:2] for chance in guessing.of_batch([1, 7])] == [(1.0, 0)] * 2
+    assert guessing.chance(7).images > 0
+    assert guessing.sample(1)[2] == len(guessing.public)
 
 
 def test_large_classes_are_sampled_within_a_budget(monkeypatch: pytest.MonkeyPatch) -> None:

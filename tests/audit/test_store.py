@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import stat
 from pathlib import Path
 
@@ -178,7 +179,8 @@ def test_two_processes_do_not_share_a_run(tmp_path: Path) -> None:
 def test_a_failed_cell_is_kept_and_tried_again(tmp_path: Path) -> None:
     with Store(tmp_path / "run").open(info()) as store:
         cell = str(store.info()["cells"][0])
-        facts = {"model": "m", "data": "d", "seed": 0, "round": 0, "client": "c", "batch": 1, "attack": "ig"}
+        facts = {"model": "lenet-zhu", "data": "faces", "seed": 0, "round": 0, "client": "c", "batch": 1}
+        facts |= {"attack": "ig(iterations=6, report=2)"}
         store.write(cell, Cell({"cell": cell, "defence": "none", **facts, "failed": "broke"}, []))
         assert store.survey([cell]) == (set(), [])
     assert load_run(tmp_path / "run").cells[0].failed == "broke"
@@ -222,3 +224,20 @@ def test_summary_counts_images() -> None:
     assert (row["victims"], row["images"], row["label_accuracy"]) == (2, 4, 0.75)
     assert row["statuses"] == {"budget": 1, "stalled": 1}
     assert row["ssim_mean"] == pytest.approx(0.7)
+
+
+def test_a_cell_of_another_run_is_refused_and_made_anew(tmp_path: Path) -> None:
+    mine, _ = execute(config(), tmp_path / "run")
+    other, _ = execute(config(seeds=[5]), tmp_path / "other")
+    name, place, foreign = mine.cells[0].info["cell"], mine.cells[0].path, other.cells[0].path
+    assert place is not None
+    assert foreign is not None
+    shutil.rmtree(place)
+    shutil.copytree(foreign, place)
+    with pytest.raises(GradveilError) as caught:
+        load_run(tmp_path / "run")
+    assert "is no cell of this run: cell is" in str(caught.value)
+    assert "seed is '5', and the run's 0" in str(caught.value)
+    again, display = execute(config(), tmp_path / "run")
+    assert [cell.info["cell"] for cell in display.finished] == [name]
+    assert [cell.info["seed"] for cell in again.cells] == [0, 0]

@@ -361,3 +361,39 @@ def test_of_equal_rates_the_cheapest_defence_is_the_best() -> None:
 
     assert best(("dp", 20.0, 0.1), ("dgp", 10.0, 0.9), ("clip(1)", 20.0, 0.05)) == "dgp"
     assert best(("dp", 10.0, 0.1), ("dgp", 10.0, 0.9), ("clip(1)", 10.0, 0.05)) == "clip(1)"
+
+
+def test_images_of_a_class_without_public_images_are_no_leak_by_recovery() -> None:
+    """A guess at a class that nobody knows may pass for all of it; who singles images out leaks all the same."""
+    rare = {"recovered": 1.0, "public": 0, "identified": 0.05, "gallery": 20, "identifiable": 0.05}
+    guessed = row(20, 20, identified=False, expected=rare)
+    (verdict,) = [each for each in verdicts([guessed, BARE]) if not each.undefended]
+    assert verdict.level == "not broken"
+    assert (
+        "20 of 20 images cannot be tested for recovery: there are fewer than two public images" in verdict.reasons[-1]
+    )
+    (named,) = [each for each in verdicts([row(20, 20, expected=rare), BARE]) if not each.undefended]
+    assert "20 of 20 images identified" in named.reasons[0]
+    assert named.level == "broken"
+
+
+def test_half_recovered_by_guessing_alone_is_not_broken_where_a_few_are_identified() -> None:
+    """20 of 36 recovered is what guessing reaches; 6 of 36 identified is the leak, and 3 are both."""
+    half = {"recovered": 0.55, "public": 200, "identified": 0.01, "gallery": 100, "identifiable": 0.01}
+    trial = row(20, 36, expected=half)
+    for place, record in enumerate(trial.cell.records):
+        record["per_image"][0]["identified"] = 17 <= place < 23
+    verdict = judge(trial)
+    assert (verdict.recovered, verdict.identified, verdict.identifiable) == (20, 6, 3)
+    assert verdict.level == "leaks"
+    assert "6 of 36 images identified" in verdict.reasons[0]
+    assert judge(row(20, 36, expected=half)).level == "broken", "20 of 36 are identifiable"
+
+
+def test_an_attack_that_identifies_is_effective_whatever_else_fits_the_update() -> None:
+    health = HEALTHY | {"objective_truth": 0.01}
+    verdict = judge(row(0, health=health, identified=True))
+    assert (verdict.level, verdict.health.state, verdict.health.reasons) == ("leaks", "effective", ())
+    assert judge(row(0, health=health)).health.state == "ambiguous"
+    short = judge(row(0, health=HEALTHY | {"objective": 0.5, "objective_truth": 0.1}, identified=True))
+    assert short.health.state == "under-optimised"

@@ -221,7 +221,7 @@ def write_run(folder: Path, cells: Sequence[Mapping[str, Any]], images: bool = T
     for number, entry in enumerate(cells):
         place = folder / "cells" / f"{number:03d}"
         place.mkdir(parents=True)
-        (place / "cell.json").write_text(json.dumps(entry["info"]), "utf-8")
+        (place / "cell.json").write_text(json.dumps({**entry["info"], "cell": place.name}), "utf-8")
         (place / "records.json").write_text(json.dumps(entry["records"]), "utf-8")
         if images and entry["images"]:
             kept = {name: value.contiguous() for name, value in entry["images"].items()}

@@ -48,9 +48,9 @@ def test_seeds_are_pooled_and_the_strongest_is_bold():
         cell("prune(ratio=0.9)", "cdia", 3, seed=1),
     )
     caption, _, head, _, none, pruned, *_ = lines(both)
-    assert caption.startswith("net on mnist, one gradient of 1 image: share of images recovered (SSIM above 0.5)")
+    assert caption.startswith("net on mnist, one gradient of 1 image: share of images identifiable (recovered, with an")
     assert "8 images over 2 seeds, each attack counted as one of its own, unless said otherwise" in caption
-    assert caption.endswith("A guess that sees no update: 25%.")
+    assert caption.endswith("Baseline: a guess that sees no update is expected to make 25% identifiable.")
     assert head == "| defence | verdict | `ig` | `cdia` |"
     low, high = wilson(8, 8)
     assert none == f"| `none` | broken | 100% ({100 * low:.1f}–100%), 0.90 |  |", (low, high)

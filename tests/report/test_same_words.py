@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,13 @@ from rich.console import Console
 
 from gradveil.audit.api import Result
 from gradveil.audit.findings import Findings, findings, sentence_of
+from gradveil.audit.gate import gate
 from gradveil.audit.outcome import print_outcome, trained_on
 from gradveil.audit.rows import Row
 from gradveil.audit.store import Cell, load_run
 from gradveil.audit.verdict import LEVELS, Level
 from gradveil.cli.app import run as command
+from gradveil.cli.gate import show_gate
 from gradveil.report import write_report
 from tests.report.cells import BARE, HEALTHY, row
 from tests.report.reading import read
@@ -51,10 +54,13 @@ def of(*rows: Row) -> Findings:
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """These trials as a run directory."""
-    place = tmp_path / "run"
-    names = [f"trial-{number}" for number in range(len(ROWS))]
+    return write(tmp_path / "run", ROWS)
+
+
+def write(place: Path, rows: Sequence[Row]) -> Path:
+    names = [f"trial-{number}" for number in range(len(rows))]
     info = {"format": 1, "name": "five", "config": {"images": False}, "cells": names, "command": "gradveil audit five"}
-    for name, each in zip(names, ROWS, strict=True):
+    for name, each in zip(names, rows, strict=True):
         (place / "cells" / name).mkdir(parents=True)
         facts = {**each.info, "cell": name, "threshold": 0.5, "attack_title": "an attack"}
         records = [
@@ -101,6 +107,37 @@ def test_every_surface_shows_the_same_verdicts(folder: Path, capsys: pytest.Capt
     assert result.verdict == SENTENCE
     assert {verdict.defence: verdict.level for verdict in result.verdicts} == {"none": "broken", **levels}
     assert str(result).startswith(f"Verdict: {SENTENCE[:60]}")
+
+
+def test_the_headline_its_baseline_and_the_count_that_leaks_are_the_same_everywhere(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """20 of 36 are recovered, which guessing reaches; 28 are identified, which is the leak; 12 are both."""
+    chances = {"recovered": 0.75, "public": 100, "identified": 0.02, "gallery": 50, "identifiable": 0.0175}
+    rows = [row(32, defence="none", belief="naive", expected=chances), row(20, 36, expected=chances)]
+    rows[1].info["controls"]["class_mean"]["asr"] = 0.8
+    for place, record in enumerate(rows[1].cell.records):
+        record["per_image"][0]["identified"] = not 12 <= place < 20
+    folder, leaked = write(tmp_path / "run", rows), "28 of 36 identified"
+    for options in ([], ["--markdown", "-"], ["--latex", "-"]):
+        assert command(["summary", str(folder), *options]) == 0
+        shown = " ".join(capsys.readouterr().out.replace("\\", "").split())
+        assert "33.3%" in shown, options
+        assert leaked in shown.replace("images ", ""), options
+        assert "1.8%" in shown, options
+        assert "75%" not in shown, options
+        assert "80%" not in shown, options
+    assert command(["summary", str(folder), "--json"]) == 0
+    (entry,) = [each for each in json.loads(capsys.readouterr().out)["settings"] if each["defence"] == "dgp"]
+    assert (entry["verdict"], entry["identifiable"]) == ("leaks", 12)
+    assert entry["baselines"]["identifiable"] == entry["baseline"] == pytest.approx(0.0175)
+    assert entry["baselines"]["recovered"] == pytest.approx(0.75, abs=0.01)
+    assert (entry["leak"]["criterion"], entry["leak"]["observed"]) == ("identified", 28)
+    show_gate(gate(load_run(folder), 0.1), folder / "report.html")
+    shown = " ".join(capsys.readouterr().err.split())
+    assert "28/36 77.8% identified" in shown
+    assert " 2% identified" in shown, "the baseline of what the gate counts"
+    assert leaked in read(write_report(folder).read_text("utf-8")).text
 
 
 def test_settings_hold_the_numbers_of_the_table() -> None:

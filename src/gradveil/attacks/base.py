@@ -121,7 +121,8 @@ class Reconstruction:
     before_undoing: Tensor | None = None
     """[V, B, C, H, W] what the client trained on, where a batch defence was undone to get `inputs`."""
     match: Tensor | None = None
-    """[V, 2] distance of the simulated update without priors: the objective's, and 1 - cosine of the median layer."""
+    """[V, 2 or 3] the simulated update without priors: the objective's distance, 1 - cosine of the median layer, and
+    the mean log-likelihood of an entry given the noise that the client adds (NaN where it adds none)."""
 
 
 def in_closed_form(
@@ -239,7 +240,7 @@ class Matcher(Judge, Protocol):
         noise: Mapping[str, Tensor],
         plan: Sequence[int] = (),
     ) -> Tensor:
-        """Return `Reconstruction.match` [V, 2] at given inputs, as `evaluate` takes them."""
+        """Return `Reconstruction.match` at given inputs, as `evaluate` takes them."""
         ...
 
 

@@ -35,6 +35,9 @@ from gradveil.core.tree import take
 from gradveil.core.written import written_bytes
 from gradveil.nn.paths import downstream
 
+_VALUES = 2**26
+"""Numbers of updates that are compared at once."""
+
 
 @dataclass(frozen=True)
 class Inversion:
@@ -205,14 +208,20 @@ class Inversion:
         noise: Mapping[str, Tensor],
         plan: Sequence[int] = (),
     ) -> Tensor:
-        """Return the distances without priors [V, 2] at inputs [V, B, ...], as `evaluate` takes them."""
+        """Return `Reconstruction.match` [V, 3] at inputs [V, B, ...], as `evaluate` takes them."""
         scene = Rows(self, observations, belief, knowledge, key)
-        return torch.cat([scene.match_at(some, inputs, noise) for some in _chunks(range(scene.victims), plan)])
+        rows = _chunks(range(scene.victims), [min(_at_once(scene), max(plan, default=1))])
+        return torch.cat([scene.match_at(some, inputs, noise) for some in rows])
 
 
 def _chunks(rows: Sequence[int], plan: Sequence[int]) -> list[list[int]]:
     """Part rows, so that no more of them are worked on at once than the plan has it."""
     return [some.tolist() for some in torch.tensor(list(rows)).split(max(1, max(plan, default=1)))]
+
+
+def _at_once(scene: Rows) -> int:
+    """Count the rows whose updates are compared at once: a search need not make them, and makes do with less memory."""
+    return max(1, _VALUES // sum(value[0].numel() for r in scene.rounds for value in r.observed.values()))
 
 
 def _plan(attack: Inversion, scene: Rows) -> tuple[int, ...]:
@@ -250,6 +259,7 @@ def _reconstruction(
     targets = scene.labels if joint is None else joint[rows].argmax(-1)
     assert targets is not None
     final = solution.variables[INPUTS][rows]
+    compared = _chunks(rows.tolist(), [min(_at_once(scene), max(plan))])
     # After the last row had ended, nothing changed any more.
     trace = {n: _best_of(*solution.trace[n], shape) if n in solution.trace else final for n in attack.points()}
     return Reconstruction(
@@ -265,7 +275,7 @@ def _reconstruction(
         plan=plan,
         trace=trace,
         remarks=_remarks(attack, scene),
-        match=torch.cat([scene.match(some, take(solution.variables, some)) for some in _chunks(rows.tolist(), plan)]),
+        match=torch.cat([scene.match(some, take(solution.variables, some)) for some in compared]),
     )
 
 

@@ -30,6 +30,13 @@ Show = Callable[[Tensors, Tensors], Tensors]
 """(variables [n, ...], constants [n, ...]) -> what is kept of rows that have ended: first of all, their answer."""
 
 
+_NO_SLOPE = "is searched for by its derivative, and the simulated update has none with respect to it"
+_SLOPE = (
+    "let the client's model or defence compute with it in a way that can be differentiated (no detach, rounding or "
+    "comparison); or attack with one that draws it instead: ig(belief=full)"
+)
+
+
 @dataclass(frozen=True)
 class Steps:
     """Multiply the step size by `factor` at these shares of the budget."""
@@ -170,7 +177,10 @@ def _evaluate(
     live = {name: value.detach().requires_grad_() for name, value in variables.items()}
     value = loss(live, constants, rows, iteration)
     total = value.sum() if len(value) > 1 else value.view(())
-    grads = dict(zip(live, torch.autograd.grad(total, list(live.values())), strict=True))
+    every = [None] * len(live)
+    found = torch.autograd.grad(total, list(live.values()), allow_unused=True) if total.requires_grad else every
+    grads = {name: slope for name, slope in zip(live, found, strict=True) if slope is not None}
+    refuse([Problem(f"knowledge.{name}", _NO_SLOPE, _SLOPE) for name in live if name not in grads])
     return {name: v.detach() for name, v in live.items()}, value.detach(), grads
 
 

@@ -20,6 +20,7 @@ from gradveil.attacks.evolve import CMAES
 from gradveil.attacks.images import INPUTS, TARGETS, WEIGHTS, Canvas
 from gradveil.attacks.infer import find_labels
 from gradveil.attacks.knowledge import How, Infer, Knowledge, Known, Neutral, Optimise, Sample
+from gradveil.attacks.likelihood import log_likelihood
 from gradveil.attacks.objective import OBJECTIVES, Distance, median_cosine, of_gradients
 from gradveil.attacks.prior import Consensus, energy, statistics_distance, statistics_wanted
 from gradveil.attacks.whiten import Whitening
@@ -34,6 +35,9 @@ from gradveil.nn.paths import downstream
 
 if TYPE_CHECKING:
     from gradveil.attacks.inversion import Inversion
+
+_DRAWS = 4
+"""Updates with fresh noise from which the noise of each entry is estimated."""
 
 
 @dataclass(frozen=True)
@@ -267,10 +271,45 @@ class Rows:
         rows: Tensor,
         streams: Streams,
     ) -> Tensor:
-        """Distance of the simulated updates without priors [N, 2]: the objective's, and that of the median layer."""
+        """Compare without priors [N, 3]: the objective's distance, the median layer's, and the log-likelihood."""
         batch, noise = self._believed(inputs, logits, variables, constants, rows, streams)
         whole = self._distance(batch, noise, constants, rows, 0)
-        return torch.stack([whole, self._distance(batch, noise, constants, rows, 0, median_cosine)], 1)
+        layers = self._distance(batch, noise, constants, rows, 0, median_cosine)
+        return torch.stack([whole, layers, self._likelihood(batch, noise, constants, rows)], 1)
+
+    def _likelihood(self, batch: Batch, noise: Tensors, constants: Tensors, rows: Tensor) -> Tensor:
+        """Return the mean log-likelihood of an entry of what was observed [N], NaN where no noise is left to chance.
+
+        What is drawn after the update was computed is left to chance even where the attack searches for it: such noise
+        explains any update. A victim's draws are the same whatever the images are.
+        """
+        after = {r.of(n) for r in self.rounds for n in self.spec if n.startswith("send.")}
+        found = [
+            n for n, how in self.how.items() if isinstance(how, Known) or (isinstance(how, Optimise) and n not in after)
+        ]
+        left = [n for n in self.how if n not in found]
+        if not left:
+            return torch.full((len(rows),), torch.nan, dtype=self.dtype, device=self.device)
+        state, observed = select(constants, "state"), select(constants, "observed")
+        victims = [self.draws.victims[row // self.attack.restarts] for row in rows.tolist()]
+        keys = [self.key.child(Stream.DISTURBANCE, victim) for victim in victims]
+        off = {n: self.noise[n].off().to(self.device) for n in left}
+        quiet = {n: value.expand(len(rows), *value.shape) for n, value in off.items()}
+        drawn = (
+            {n: torch.stack([self.noise[n].sample(key.child(number, n)) for key in keys]).to(self.device) for n in left}
+            for number in range(_DRAWS)
+        )
+        sent, *noisy = (self._sent(batch, {**noise, **own}, state) for own in (quiet, *drawn))
+        return log_likelihood(sent, noisy, observed)
+
+    def _sent(self, batch: Batch, noise: Tensors, state: Tensors) -> Tensors:
+        """Simulate what the client sends in all rounds."""
+        sent: Tensors = {}
+        for r in self.rounds:
+            own = {n: noise[r.of(n)] for n in self.inputs_of_a_round if r.of(n) in noise}
+            found, state = r.belief.updates(r.params, batch, own, state)
+            sent |= {r.of(n): found[n] for n in r.observed}
+        return sent
 
     def _distance(
         self,
@@ -323,12 +362,12 @@ class Rows:
             return self._cost(*self._given(victims, inputs, noise))
 
     def match_at(self, victims: Sequence[int], inputs: Tensor, noise: Mapping[str, Tensor]) -> Tensor:
-        """Return the distances without priors [V, 2] of some victims at given inputs, as `at` takes them."""
+        """Compare without priors [V, 3] some victims at given inputs, as `at` takes them."""
         with torch.no_grad():
             return self._match(*self._given(victims, inputs, noise))
 
     def match(self, rows: Sequence[int], found: Tensors) -> Tensor:
-        """Return the distances without priors [N, 2] of these rows at what they found: one value a row of each."""
+        """Compare without priors [N, 3] these rows at what they found: one value a row of each."""
         _, constants = self.start(rows)
         numbers = torch.tensor(rows, device=self.device)
         with torch.no_grad():

@@ -316,7 +316,7 @@ def at_truth(made: Made, seen: Sequence[Observation], truth: Truth) -> Tensor:
 
 
 def judged(made: Made, seen: Sequence[Observation], truth: Truth) -> Tensors:
-    """Return `at_truth`, and `match_at_truth` [V, 2] of attacks that compute it: the same without priors."""
+    """Return `at_truth`, and `match_at_truth` [V, 2 or 3] of attacks that compute it: the same without priors."""
     attack, found = made.attack, made.found
     if not isinstance(attack, Judge):
         return {"at_truth": torch.full_like(found.objective, torch.nan)}

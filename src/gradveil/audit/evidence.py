@@ -61,6 +61,16 @@ class Test:
         return self.criterion.startswith("recovered") and 2 * self.observed >= self.images
 
     @property
+    def baseline(self) -> float:
+        """The share of images that the best guess is expected to hit."""
+        return self.expected / self.images
+
+    def plain(self) -> dict[str, Any]:
+        """Return it as one plain object, its p-value corrected for all attackers and criteria."""
+        counts = {"criterion": self.criterion, "observed": self.observed, "images": self.images}
+        return counts | {"baseline": self.baseline, "p": self.adjusted}
+
+    @property
     def leaks(self) -> bool:
         """Whether guessing is rejected at 5%."""
         return self.adjusted <= LEVEL
@@ -81,6 +91,11 @@ def tests_of(rows: Sequence[Row]) -> tuple[Test, ...]:
 def leaks(row: Row) -> bool:
     """Report whether one trial alone hits more images than guessing explains, by any criterion."""
     return any(test.leaks for test in tests_of([row]))
+
+
+def identifies(row: Row) -> bool:
+    """Report whether one trial alone identifies more images than guessing explains."""
+    return any(test.leaks and test.criterion.startswith("identified") for test in tests_of([row]))
 
 
 def expected_of(row: Row, criterion: str) -> float | None:
@@ -114,7 +129,7 @@ class _Image(NamedTuple):
 class _Chance(NamedTuple):
     share: float
     images: int | None
-    """The number of images behind the share; None where it is known exactly."""
+    """The number of images behind the share; None where it is known exactly, or an upper bound."""
 
 
 def _images(row: Row) -> Iterator[_Image]:
@@ -129,7 +144,7 @@ def _chance(row: Row, scores: Mapping[str, Any], criterion: Criterion) -> _Chanc
     """Look up the probability that a guess hits one image."""
     expected = scores.get(criterion.expected) or {}
     if criterion.control in expected:
-        return _Chance(float(expected[criterion.control]), expected.get(criterion.size))
+        return _Chance(float(expected[criterion.control]), expected.get(criterion.size) or None)
     if expected or criterion.expected != "expected" or criterion.control == "exact":
         return None
     # An earlier version recorded one draw of each guess.

@@ -14,7 +14,7 @@ from gradveil.audit.rows import Row, Setting
 from gradveil.audit.store import UNFIT, Cell
 from gradveil.audit.summary import summarise
 from gradveil.audit.verdict import LEVELS, Level, Verdict, verdicts
-from gradveil.core.words import listing, plural
+from gradveil.core.words import listing, percent, plural
 
 SCHEMA = "gradveil.summary/1"
 """The schema of what `gradveil summary --json` prints."""
@@ -96,10 +96,18 @@ class Findings:
     def notes(self) -> Iterator[str]:
         """Explain each verdict that the numbers of its row do not explain, in one line each."""
         for each in self.entries:
-            if each.level not in ("broken", "not broken"):
-                reasons = " ".join(each.reasons[:1] if each.level == "leaks" else each.reasons)
+            leaked = isinstance(each, Verdict) and bool(each.leaked)
+            if leaked or each.level not in ("broken", "not broken"):
+                reasons = " ".join(each.reasons[:1] if each.level in ("broken", "leaks") else each.reasons)
                 warning = f" {each.warning}" if isinstance(each, Verdict) and each.warning else ""
                 yield f"{each.defence}: {LEVELS[each.level][0].lower()}. {reasons}{warning}"
+
+    @property
+    def guess(self) -> str:
+        """Say what the best guess is expected to reach of the headline."""
+        rates = sorted(baseline(row) for row in self.finished if row.images and not row.is_control)
+        span = " to ".join(dict.fromkeys(percent(rate) for rate in (*rates[:1], *rates[-1:])))
+        return f"Baseline: a guess that sees no update is expected to make {span} identifiable." if span else ""
 
     @property
     def control(self) -> str:
@@ -175,12 +183,20 @@ def _plain(verdict: Verdict) -> dict[str, Any]:
         "images": verdict.images,
         "ci": list(verdict.interval),
         "baseline": verdict.baseline,
+        "baselines": _baselines(verdict),
+        "leak": verdict.leak and verdict.leak.plain(),
         "risk": verdict.risk._asdict(),
         "attack": verdict.best.attack,
         "attacker": verdict.best.attacker,
         "attack_check": verdict.health.state,
         "reasons": list(verdict.reasons),
     }
+
+
+def _baselines(verdict: Verdict) -> dict[str, float]:
+    """Return the share of images that the best guess is expected to reach, by criterion."""
+    mine = [test for test in verdict.tests if test.number == verdict.best.number]
+    return {"identifiable": verdict.baseline} | {test.criterion: test.baseline for test in mine}
 
 
 def _plain_gap(gap: Gap) -> dict[str, Any]:
@@ -193,6 +209,8 @@ def _plain_gap(gap: Gap) -> dict[str, Any]:
         "images",
         "ci",
         "baseline",
+        "baselines",
+        "leak",
         "risk",
         "attack",
         "attacker",

@@ -47,6 +47,10 @@ class Chance(NamedTuple):
     """The name of the best guess."""
 
 
+UNTESTABLE = Chance(1.0, 0, "")
+"""The chance at a class with fewer than two public images: nothing bounds how many of its images a guess passes for."""
+
+
 class Sample(NamedTuple):
     """The numbers of guesses tried, of public images they were compared with, and of all public images of the class."""
 
@@ -63,7 +67,9 @@ class Guessing:
     public images. A candidate's chance is the share of the class's *other* public images that its SSIM is above the
     threshold for; the mean of a class is taken without the image that it is compared with. Two assumptions: target
     images of a class are drawn like its public images; and no guess passes for clearly more of them than the best
-    candidate. The maximum over candidates makes the chance rather too high where there are few images, never too low.
+    candidate. The maximum over candidates makes the chance rather too high where there are few images. It may be too
+    low by chance, which tests allow for by the number of images behind it. Of a class with fewer than two public images
+    nothing is known: its chance is 1, and that of every batch with an image of it.
 
     Large classes are sampled by an explicit key: `sample` has the numbers.
     """
@@ -83,6 +89,8 @@ class Guessing:
         Of a batch it is not known which reconstruction shows which image, so each may be passed for by any guess at its
         class. The guesses are chosen greedily to cover the public images. `exact`: above `EXACT`, not the threshold.
         """
+        if not self._testable(label):
+            return UNTESTABLE
         found = self._field(label)
         chances = found.exactly if exact else found.chances
         return chances[min(guesses, len(chances)) - 1]
@@ -96,6 +104,8 @@ class Guessing:
         hit clearly more images than that (W. Hoeffding, 1956).
         """
         counts = Counter(labels)
+        if not all(map(self._testable, counts)):
+            return [UNTESTABLE] * len(labels)
         if len(counts) == 1:
             return [self.chance(labels[0], len(labels), exact=exact)] * len(labels)
         where = frozenset(counts.items()), exact
@@ -148,12 +158,17 @@ class Guessing:
         """Return the mean of all public images."""
         return self._field(None).mean
 
+    def _testable(self, label: int | None) -> bool:
+        return len(self._members(label)) > 1
+
+    def _members(self, label: int | None) -> Tensor:
+        """List the places of the public images of a class (None: of any)."""
+        return torch.arange(len(self.public)) if label is None else (self.public.targets == label).nonzero().flatten()
+
     def _field(self, label: int | None) -> _Field:
-        members = (
-            torch.arange(len(self.public)) if label is None else (self.public.targets == label).nonzero().flatten()
-        )
+        members = self._members(label)
         if label is not None and len(members) < 2:
-            return self._field(None)  # the class has no image to spare: an image of any class stands for it
+            return self._field(None)  # for controls, which describe the data: an image of any class stands for it
         if label not in self._fields:
             key = _KEY.child(Stream.ALL if label is None else label)
             order = members[torch.randperm(len(members), generator=key.generator())[:AVERAGED]]

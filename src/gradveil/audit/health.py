@@ -9,7 +9,7 @@ from typing import Literal
 
 from gradveil.attacks.inversion import Inversion
 from gradveil.attacks.presets import make_attack
-from gradveil.audit.evidence import expected_of, leaks
+from gradveil.audit.evidence import expected_of, identifies, leaks
 from gradveil.audit.rounds import plain_name
 from gradveil.audit.rows import Row
 from gradveil.core.errors import GradveilError
@@ -23,6 +23,9 @@ SOUND = 0.5
 WORSE = 1e-3
 """An answer fits the median layer worse than an exact truth does if it is this far from the update (1 - cosine)."""
 
+UNLIKELY = 0.01
+"""An answer is clearly less likely than the truth if an entry's mean log-likelihood is so much smaller."""
+
 _ORDERS = frozenset({"schedule", "inclusion"})
 """The tensors that say which examples were in which local step."""
 
@@ -30,12 +33,16 @@ State = Literal["effective", "converged", "ambiguous", "under-optimised", "suspe
 """The outcomes of an attack check; `STATES` has the words."""
 
 STATES: dict[State, tuple[str, str]] = {
-    "effective": ("effective", "it recovers at least half of the images, beyond what guessing explains"),
+    "effective": (
+        "effective",
+        "it recovers at least half of the images, or identifies some, beyond what guessing explains",
+    ),
     "converged": ("converged", "it recovers few images, or those that a guess does, and nothing points to a fault"),
     "ambiguous": ("ambiguous", "other images fit the update as well as the true ones: more iterations do not help"),
     "under-optimised": (
         "under-optimised",
-        "it stopped above the objective of the true images: a low rate does not show protection",
+        "it stopped above the objective of the true images, or fits noise where they fit better what has less of it: "
+        "a low rate does not show protection",
     ),
     "suspect": (
         "suspect",
@@ -84,14 +91,17 @@ def examine(row: Row, rows: Sequence[Row]) -> Health:
     if row.asr >= SOUND and leaks(row):
         return Health("effective")
     found = complaints(row, rows)
-    if _side(row) == "above":
-        return Health("under-optimised", (_short(row), *found))
+    short = [*([_short(row)] if _side(row) == "above" else ()), *_unlikely(row)]
+    if short:
+        return Health("under-optimised", (*short, *found))
     if not found and row.info.get("custom") and _side(row) == "unknown":
         found = [
             "it has no objective that can be computed at the true images, so nothing shows that it aims at this client"
         ]
     if found:
         return Health("suspect", tuple(found))
+    if identifies(row):  # the update singles images out, whatever else fits it
+        return Health("effective")
     return Health("ambiguous", (_misled(row),)) if _side(row) == "below" else Health("converged")
 
 
@@ -116,11 +126,8 @@ def _exceeds(end: float, truth: float, least: float) -> bool:
 
 
 def _unexplained(row: Row) -> Iterator[str]:
-    """List where the answer fits the update worse than the true images do, though its objective reached theirs.
-
-    An attacker who ignores a defence simulates another update, which the true images need not fit at all.
-    """
-    if _side(row) not in ("below", "between") or (row.attacker in ("naive", "aware") and not row.undefended):
+    """List where the answer fits the update worse than the true images do, though its objective reached theirs."""
+    if _side(row) not in ("below", "between") or _ignores(row):
         return
     end, truth = row.health("match"), row.health("match_truth")
     if end is not None and truth is not None and _exceeds(end, truth, 1e-4 * _unit(row)):
@@ -135,6 +142,22 @@ def _unexplained(row: Row) -> Iterator[str]:
             f"{number(end)} at the answer and {number(truth)} at the true images (1 - cosine), "
             "so an attack that weighs the layers otherwise may do better"
         )
+
+
+def _unlikely(row: Row) -> Iterator[str]:
+    """Say where the true images explain the update better, once entries are weighed by the noise that is on them."""
+    end, truth = row.health("likelihood"), row.health("likelihood_truth")
+    if end is not None and truth is not None and end < truth - UNLIKELY and not _ignores(row):
+        yield (
+            "it fits the noise: given how much noise the client adds to each value, the mean log-likelihood of a value "
+            f"is {number(end)} at the answer and {number(truth)} at the true images, so an attack that weighs values "
+            "by their noise may do better"
+        )
+
+
+def _ignores(row: Row) -> bool:
+    """Report whether the attack simulates a client without the defence, whose updates the true images need not fit."""
+    return row.attacker in ("naive", "aware") and not row.undefended
 
 
 def _compared(row: Row) -> str:

@@ -97,6 +97,7 @@ def checked(name: str, found: Any, seen: Observation, knowledge: Knowledge) -> R
 def _wrong(where: str, found: Reconstruction, victims: int, examples: int, knowledge: Knowledge) -> Iterator[Problem]:
     images = (victims, examples, *knowledge.shape)
     restarts = tuple(getattr(found.objectives, "shape", ()))[1:2] or (1,)
+    likely = tuple(getattr(found.match, "shape", ()))[1:] == (3,)
     wanted: Sequence[tuple[str, Any, tuple[int, ...], str]] = (
         ("inputs", found.inputs, images, "[V, B, C, H, W]"),
         ("targets", found.targets, (victims, examples), "[V, B] class numbers"),
@@ -110,7 +111,7 @@ def _wrong(where: str, found: Reconstruction, victims: int, examples: int, knowl
             if found.before_undoing is not None
             else ()
         ),
-        *((("match", found.match, (victims, 2), "[V, 2]"),) if found.match is not None else ()),
+        *((("match", found.match, (victims, 3 if likely else 2), "[V, 2 or 3]"),) if found.match is not None else ()),
         *((f"trace[{count}]", value, images, "[V, B, C, H, W]") for count, value in found.trace.items()),
     )
     for name, value, shape, said in wanted:

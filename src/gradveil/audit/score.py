@@ -198,11 +198,11 @@ def _matches(tensors: Mapping[str, Tensor]) -> dict[str, float | None]:
     if "match" not in tensors or "match_at_truth" not in tensors:
         return {}
     answer, truth = tensors["match"], tensors["match_at_truth"]
+    names = ("match", "layers", "likelihood")[: answer.shape[1]]
     return {
-        "match": _median(answer[:, 0]),
-        "match_truth": _median(truth[:, 0]),
-        "layers": _median(answer[:, 1]),
-        "layers_truth": _median(truth[:, 1]),
+        name: _median(values[:, place])
+        for place, start in enumerate(names)
+        for name, values in ((start, answer), (f"{start}_truth", truth))
     }
 
 

@@ -5,15 +5,17 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
+from gradveil.audit.adaptive import stands_for_many
 from gradveil.audit.config import FREE
 from gradveil.audit.layout import (
+    AGAIN,
     CELL,
     IMAGES,
     PLANS,
@@ -29,7 +31,7 @@ from gradveil.core.errors import GradveilError, Problem, fail, refuse
 from gradveil.core.files import LOCK, DamagedError, locked, sync, write_json, write_private
 from gradveil.core.growth import refuse_others
 from gradveil.core.sealed import seal
-from gradveil.core.words import plural
+from gradveil.core.words import listing, plural
 from gradveil.federated.reading import is_training
 
 UNFIT = "does not apply"
@@ -98,7 +100,7 @@ def load_run(path: Path | str) -> Run:
     problems: list[Problem] = []
     for name in info["cells"]:
         try:
-            cells += [read_cell(found[name], keeps_images(info))] if name in found else []
+            cells += [read_cell(found[name], info)] if name in found else []
         except GradveilError as error:
             problems += error.problems
     refuse(problems)
@@ -110,9 +112,30 @@ def keeps_images(info: Mapping[str, Any]) -> bool:
     return info["config"].get("images") is True
 
 
-def read_cell(folder: Path, images: bool = False) -> Cell:
-    """Read one cell; `images` says that its images have to be there."""
-    return Cell(*read_parts(folder, images), folder)
+def read_cell(folder: Path, run: Mapping[str, Any]) -> Cell:
+    """Read one cell of a run, of which `run.json` says whether images have to be there; refuse another run's cell."""
+    cell = Cell(*read_parts(folder, keeps_images(run)), folder)
+    if wrong := listing(_foreign(cell.info, folder.name, run["config"])):
+        raise DamagedError(Problem(str(folder / CELL), f"is no cell of this run: {wrong}", AGAIN))
+    return cell
+
+
+def _foreign(info: Mapping[str, Any], name: str, config: Mapping[str, Any]) -> Iterator[str]:
+    """Say where a cell differs from its place and from the settings of its run, as far as these tell."""
+    attacks = config.get("attacks") or ()
+    many = info.get("control") or any(map(stands_for_many, attacks))
+    planned: dict[str, Sequence[Any]] = {
+        "cell": [name],
+        "model": [value for value in [(config.get("model") or {}).get("name")] if value],
+        "data": [value for value in [(config.get("data") or {}).get("name")] if value],
+        "seed": config.get("seeds") or (),
+        "threshold": [value for value in [config.get("threshold")] if value is not None],
+        "defence": () if info.get("control") else config.get("defences") or (),
+        "attack": () if many else attacks,
+    }
+    for key, values in planned.items():
+        if values and key in info and info[key] not in values:
+            yield f"{key} is '{info[key]}', and the run's {listing(map(str, values))}"
 
 
 class Store:
@@ -166,14 +189,14 @@ class Store:
         Equal settings give equal records, so a damaged cell may be made again, and its remains lie there until the new
         one is whole. A file that cannot be read is no such case: it may be whole, and is refused.
         """
-        images = keeps_images(self.info())
+        run = self.info()
         done: set[str] = set()
         damaged: list[Problem] = []
         unread: list[Problem] = []
         for name in names:
             folder = self.folder / "cells" / name
             try:
-                if folder.exists() and read_cell(folder, images).failed is None:
+                if folder.exists() and read_cell(folder, run).failed is None:
                     done.add(name)
             except DamagedError as error:
                 damaged += error.problems

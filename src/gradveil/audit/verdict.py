@@ -19,7 +19,10 @@ Level = Literal["broken", "leaks", "not broken", "inconclusive", "not tested"]
 """The levels of a verdict; `LEVELS` has the words."""
 
 LEVELS: dict[Level, tuple[str, str]] = {
-    "broken": ("Broken", "the update leaks, and an attacker recovers at least half of the images"),
+    "broken": (
+        "Broken",
+        "the update leaks, and at least half of the images are identifiable, or recovered where that is the leak",
+    ),
     "leaks": ("Leaks", "an attacker recovers or identifies more images than guessing explains"),
     "not broken": (
         "Not broken",
@@ -37,6 +40,9 @@ UNKNOWN = (
     "The baseline of recovery is unknown, because the run has no auxiliary data: recovery is not tested, and the "
     "mismatch control stands in for the baseline in the risk."
 )
+
+RARE = "there are fewer than two public images of a class, so that a guess is taken to pass for all of them"
+"""Why recovery cannot be tested for images of a rare class, or of a batch with one."""
 
 _RANK: list[Level] = ["broken", "leaks", "inconclusive", "not tested", "not broken"]
 
@@ -121,6 +127,20 @@ class Verdict:
         return self.identifiable / self.images
 
     @property
+    def leak(self) -> Test | None:
+        """The test of the quoted trial that rejects guessing most clearly; None where none does."""
+        mine = [test for test in self.tests if test.number == self.best.number and test.leaks]
+        return min(mine, key=lambda test: (test.adjusted, -test.observed), default=None)
+
+    @property
+    def leaked(self) -> str:
+        """The count that made it a leak, where that is another number than the headline's; otherwise empty."""
+        test = self.leak
+        if test is None or test.observed == self.identifiable:
+            return ""
+        return f"{test.observed} of {test.images} {test.criterion}"
+
+    @property
     def doubts(self) -> tuple[str, ...]:
         """Why a low rate may come from a broken attack."""
         return self.health.doubts
@@ -178,7 +198,7 @@ def _judge(setting: Setting, defence: str, here: Sequence[Row]) -> Verdict:
     found = {id(row): tests for row, tests in zip(tested, by_trial, strict=True)}
 
     def shows(row: Row) -> tuple[int, float, tuple[float, bool, float]]:
-        return _weight(found.get(id(row), ())), row.identifiable / row.images, strength(row)
+        return _weight(row, found.get(id(row), ())), row.identifiable / row.images, strength(row)
 
     mine = sorted(sorted(rows, key=shows, reverse=True), key=lambda row: row.attacker == "informed")
     judged = eligible(mine)
@@ -187,9 +207,12 @@ def _judge(setting: Setting, defence: str, here: Sequence[Row]) -> Verdict:
     ]
     best = max((row for _, row in strongest), key=shows)
     tests = tuple(test for each in by_trial for test in each)
-    level, reasons = _level(judged, here, tests, max(map(_weight, by_trial), default=0))
+    level, reasons = _level(judged, here, tests, max(map(_weight, tested, by_trial), default=0))
     if expected_of(best, "recovered") is None:
         reasons = (*reasons, UNKNOWN)
+    if rare := sum((scores.get("expected") or {}).get("public") == 0 for _, _, scores in best.scores()):
+        count = f"{rare} of {plural(best.images, 'image')}"
+        reasons = (*reasons, f"{count} cannot be tested for recovery: {RARE}.")
     return Verdict(
         setting=setting,
         defence=defence,
@@ -211,15 +234,16 @@ def _judge(setting: Setting, defence: str, here: Sequence[Row]) -> Verdict:
     )
 
 
-def _weight(tests: Sequence[Test]) -> Literal[0, 1, 2]:
-    """Weigh the tests of a trial: 1 for a leak, 2 for one where at least half of the images were recovered.
+def _weight(row: Row, tests: Sequence[Test]) -> Literal[0, 1, 2]:
+    """Weigh a trial by its tests: 1 for a leak, 2 for one that breaks the defence.
 
-    Recovered are private images, or what a batch defence made of them where that is the leak.
+    At least half of the images are then identifiable, or were recovered (as private images, or as a batch defence made
+    them) where that recovery is a leak itself.
     """
-    if not any(test.leaks for test in tests):
+    leaking = [test for test in tests if test.leaks]
+    if not leaking:
         return 0
-    half = (test for test in tests if test.hits_half and (test.criterion == "recovered" or test.leaks))
-    return 2 if any(half) else 1
+    return 2 if 2 * row.identifiable >= row.images or any(test.hits_half for test in leaking) else 1
 
 
 def _level(
@@ -232,7 +256,9 @@ def _level(
         leaking = sorted((test for test in tests if test.leaks), key=lambda test: test.adjusted)
         reasons = tuple(_words(test) for test in leaking)
         return (
-            ("broken", (*reasons, "At least half of the images were recovered.")) if weight > 1 else ("leaks", reasons)
+            ("broken", (*reasons, "At least half of the images are identifiable, or recovered where that is the leak."))
+            if weight > 1
+            else ("leaks", reasons)
         )
     adaptive = [r for r in judged if r.undefended or (r.attacker == "adaptive" and not guesses(r))]
     if not adaptive:

@@ -12,7 +12,7 @@ from rich.table import Table
 from gradveil.audit.attacker import ATTACKERS
 from gradveil.audit.gate import Counted, Gate, called, images_needed
 from gradveil.audit.verdict import LEVELS
-from gradveil.core.words import interval, listing, percent, plural
+from gradveil.core.words import DASH, interval, listing, percent, plural
 
 
 def show_gate(found: Gate, page: Path) -> None:
@@ -77,7 +77,6 @@ def above_table(above: Sequence[Counted]) -> Table:
         count = f"{one.hits}/{row.images} {percent(one.rate)} {one.criterion}"
         ends = interval(*one.ends)
         label = LEVELS[one.verdict.level][0].upper()
-        table.add_row(
-            row.defence, label, row.attack, *where, ATTACKERS[row.attacker][0], count, ends, percent(one.baseline)
-        )
+        guess = DASH if one.baseline is None else f"{percent(one.baseline)} {one.criterion}"
+        table.add_row(row.defence, label, row.attack, *where, ATTACKERS[row.attacker][0], count, ends, guess)
     return table

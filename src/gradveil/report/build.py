@@ -238,7 +238,7 @@ def _rate_card(label: str, verdict: Verdict, detail: str) -> dict[str, str]:
     return {
         "label": label,
         "value": percent(verdict.rate),
-        "detail": f"{detail} · {counted}",
+        "detail": " · ".join(filter(None, (detail, counted, verdict.leaked))),
         "level": verdict.level,
     }
 

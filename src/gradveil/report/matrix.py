@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from statistics import fmean
@@ -14,7 +14,7 @@ from gradveil.audit.findings import Findings
 from gradveil.audit.health import examine
 from gradveil.audit.rows import Row, Setting
 from gradveil.audit.store import UNFIT, Run
-from gradveil.audit.verdict import LEVELS, Level
+from gradveil.audit.verdict import LEVELS, Verdict
 from gradveil.core.errors import Problem, refuse
 from gradveil.core.words import DASH, interval, listing, percent, plural
 from gradveil.metrics import wilson
@@ -47,9 +47,14 @@ class Entry:
         return sum(row.images for row in self.rows)
 
     @cached_property
-    def asr(self) -> float | None:
-        """The share that was recovered."""
-        return sum(row.recovered for row in self.rows) / self.images if self.images else None
+    def identifiable(self) -> int:
+        """How many of them were recovered and identified."""
+        return sum(row.identifiable for row in self.rows)
+
+    @cached_property
+    def rate(self) -> float | None:
+        """The share that is identifiable: the headline."""
+        return self.identifiable / self.images if self.images else None
 
     @cached_property
     def ssim(self) -> float | None:
@@ -80,10 +85,8 @@ class Matrix:
     defences: tuple[str, ...]
     attacks: tuple[str, ...]
     entries: dict[tuple[str, str], Entry]
-    levels: Mapping[str, Level]
-    """The verdict on each defence."""
-    control: str = ""
-    """What the control shows, in a sentence; empty where there is none."""
+    found: Findings
+    """The verdicts, the baseline and the control."""
 
     @cached_property
     def usual(self) -> int:
@@ -92,22 +95,22 @@ class Matrix:
         return counts.most_common(1)[0][0] if counts else 0
 
     def strongest(self, defence: str) -> str | None:
-        """Name the attack on a defence that recovers most without being told secrets; by SSIM where several do."""
+        """Name the attack with the highest rate that was told no secrets; by mean SSIM where several have it."""
         rated = [(attack, self.entries.get((defence, attack))) for attack in self.attacks]
-        open_ones = [(e.asr, e.ssim or 0.0, attack) for attack, e in rated if e and e.asr is not None and not e.told]
+        open_ones = [(e.rate, e.ssim or 0.0, attack) for attack, e in rated if e and e.rate is not None and not e.told]
         return max(open_ones, key=lambda one: one[:2])[2] if len(open_ones) > 1 else None
 
     def caption(self) -> str:
         """Say what is shown."""
         seeds = f" over {self.seeds} seeds, each attack counted as one of its own," if self.seeds > 1 else ""
-        guesses = sorted({row.floor for entry in self.entries.values() for row in entry.rows if row.floor is not None})
-        floor = " to ".join(dict.fromkeys(percent(one) for one in (*guesses[:1], *guesses[-1:])))
-        return (
-            f"{self.title}: share of images recovered (SSIM above {self.threshold:g}) with its 95% interval, "
-            f"and mean SSIM; {plural(self.usual, 'image')}{seeds} unless said otherwise. Bold: the strongest attacker."
-            + (f" A guess that sees no update: {floor}." if floor else "")
-            + (f" {self.control}" if self.control else "")
-        )
+        what = f"images identifiable (recovered, with an SSIM above {self.threshold:g}, and identified)"
+        count = f"{plural(self.usual, 'image')}{seeds} unless said otherwise"
+        told = [
+            f"{self.title}: share of {what} with its 95% interval, and mean SSIM; {count}.",
+            "Bold: the strongest attacker.",
+            *filter(None, (self.found.guess, self.found.control)),
+        ]
+        return " ".join(told)
 
     def notes(self) -> Iterator[tuple[str, str]]:
         """Explain the marks that occur."""
@@ -121,8 +124,10 @@ class Matrix:
         return Sheet(self.caption(), columns, rows, list(self.notes()))
 
     def verdict(self, defence: str) -> str:
-        """Write the verdict on a defence."""
-        return LEVELS[self.levels[defence]][0].lower()
+        """Write the verdict on a defence, and the count that made it a leak where that is not the headline's."""
+        (entry,) = (each for each in self.found.entries if each.defence == defence)
+        leaked = entry.leaked if isinstance(entry, Verdict) else ""
+        return LEVELS[entry.level][0].lower() + (f" ({leaked})" if leaked else "")
 
     def line(self, defence: str) -> list[Text]:
         """Write the entries of a defence, the strongest attacker's bold."""
@@ -134,13 +139,13 @@ class Matrix:
         entry = self.entries.get((defence, attack))
         if entry is None:
             return Text("")
-        if entry.asr is None:
+        if entry.rate is None:
             return Text("failed" if entry.failed else UNFIT if entry.unfit else DASH)
-        low, high = wilson(round(entry.asr * entry.images), entry.images)
+        low, high = wilson(entry.identifiable, entry.images)
         rest = f"{entry.marks} ({interval(low, high)})"
         rest += f", {entry.ssim:.2f}" if entry.ssim is not None else ""
         rest += f", {plural(entry.images, 'image')}" if entry.images != self.usual else ""
-        return Text(percent(entry.asr), rest + (", a seed failed" if entry.failed else ""), bold)
+        return Text(percent(entry.rate), rest + (", a seed failed" if entry.failed else ""), bold)
 
 
 def matrices(runs: Sequence[Run]) -> list[Matrix]:
@@ -195,9 +200,8 @@ def _matrix(setting: Setting, title: str, rows: Sequence[Row]) -> Matrix:
         groups.setdefault((row.defence, row.attack), []).append(row)
     entries = {place: _entry(group, sound) for place, group in groups.items()}
     defences, attacks = (tuple(dict.fromkeys(place[side] for place in groups)) for side in (0, 1))
-    levels: dict[str, Level] = {entry.defence: entry.level for entry in found.entries}
     seeds = len({row.seed for row in rows})
-    return Matrix(setting, title, _threshold(rows[0]), seeds, defences, attacks, entries, levels, found.control)
+    return Matrix(setting, title, _threshold(rows[0]), seeds, defences, attacks, entries, found)
 
 
 def _threshold(row: Row) -> float:
