@@ -186,6 +186,7 @@ class _Image(_Held):
 class _Record(_Held):
     victim: int
     status: str
+    label: list[int] | None = None
     label_accuracy: Share | None
     identified: bool | float | None = None
     iterations: Count | None = None
