@@ -177,10 +177,10 @@ class _Image(_Held):
     lpips: float | None = None
     exact: bool | None = None
     identified: bool | None = None
-    expected: dict[str, float] = {}
+    expected: dict[str, Share] = {}
     success_transformed: Annotated[int, Field(ge=0, le=1)] | None = None
     identified_transformed: bool | None = None
-    expected_transformed: dict[str, float] = {}
+    expected_transformed: dict[str, Share] = {}
 
 
 class _Record(_Held):
