@@ -29,6 +29,7 @@ from tests.federated.crafted import (
     PUBLIC,
     Crafted,
     Net,
+    faint,
     fishing,
     gradient,
     leaky,
@@ -45,7 +46,7 @@ from tests.federated.honest import HONEST, UNSCALED, batches, initialised, train
 
 LOOSE = {"norm_bias": 0.1, "batch_norm_bias": 0.2}
 """Norms mix a layer's errors: what is read is near the image, and the same share of the variance off no other one."""
-UNSEEN_IN_WEIGHTS = {"some_quantiles", "norm_bias", "running_mean", "split", "pencil"}
+UNSEEN_IN_WEIGHTS = {"some_quantiles", "norm_bias", "running_mean", "split", "pencil", "faint"}
 """What the inspection of weights does not find."""
 QUICK = (
     *("mlp", "mlp, orthogonal", "mlp, layer norm", "mlp, 5 epochs", "wide mlp, 5 epochs", "cnn, group norm"),
@@ -121,6 +122,14 @@ def test_inputs_that_are_not_scaled_raise_no_alarm_behind_norms_of_the_batch(nam
     for start in (0, 300):
         for size in (20, 32, 64):
             assert not shown(net, unscaled(some(size, start))).malice
+
+
+@pytest.mark.parametrize("size", [1e-9, 1e-11, 1e-25])
+def test_rows_of_any_size_are_as_exact_as_others(size: float) -> None:
+    made, batch = faint(32, size=size), some(32)
+    exposed = shown(made.model, batch)
+    assert len(exposed.read) >= reconstructed(made, gradient(made.model, batch), batch) >= 20
+    assert exposed.malice
 
 
 @pytest.mark.parametrize(
@@ -207,7 +216,7 @@ def test_groups_are_solved_where_their_errors_are_made_of_others_and_nowhere_els
     errors = torch.cat(bins, 1)
     rows, owner = solved(errors, errors != 0)
     assert owner.tolist() == [8, 8, 8], "the third bin has three examples more than the second"
-    left = rows @ errors.T
+    left = rows.float() @ errors.T
     assert left[:, torch.arange(20) != 8].abs().max() < 1e-5 < 0.1 < left[:, 8].abs().max()
     others = [(torch.arange(20) < cut)[:, None] * torch.randn(20, 3, generator=generator) for cut in (8, 9)]
     assert solved(torch.cat(others, 1), torch.cat(others, 1) != 0)[1].tolist() == []

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from gradveil.client import Client
-from gradveil.core.tree import Tensors, peak, single
+from gradveil.core.tree import Tensors, single
 from gradveil.core.types import Batch
 from gradveil.federated.rows import (
     CONVOLUTIONS,
@@ -29,6 +29,8 @@ from gradveil.federated.rows import (
     partners,
     shared_support,
     solved,
+    unit_scales,
+    unscaled,
 )
 from gradveil.nn.calls import call_on
 from gradveil.nn.norms import BatchStatistics
@@ -148,7 +150,7 @@ class Pass:
     def _outputs(self, errors: Tensor) -> Tensor | None:
         size = _wide(errors).flatten(1).norm(dim=1)
         size = torch.where(size > _SURE * size.max(), size, torch.inf)
-        self._errors = torch.where(size.isfinite(), 1.0, size) if self.even else size
+        self._errors = torch.where(size.isfinite(), 1.0, size) if self.even else size / size.amin()
         return (errors.transpose(0, -1) / size.to(errors)).transpose(0, -1) if self.even else None
 
     def _by_example(self, value: object) -> bool:
@@ -185,12 +187,13 @@ class Pass:
             return
         by_unit = [_by_unit(errors, _units_last(module, errors)) for _, errors in parts]
         sizes = torch.stack(by_unit).sum(0)
+        sizes = sizes / unit_scales(sizes)
         raw, relative = Owned.of(sizes, _ALONE), Owned.of((sizes / self._errors[:, None]).square(), _SINGLED)
         if not isinstance(module, (nn.Linear, *CONVOLUTIONS)):
             self._normed[before] = relative, _mixes(module)
             return
         total = sizes.sum(0)
-        live = total > 1e-9 * peak(total)
+        live = total > 0
         found = Isolated(path, int(live.sum()), len(raw.rows), raw.examples, relative.examples)
         mixed = (total.square() / sizes.square().sum(0))[live].median() if bool(live.any()) else 0.0
         found = replace(found, effective=float(mixed), heard=self._heard([errors for _, errors in parts]))
@@ -213,7 +216,8 @@ class Pass:
 
     def _heard(self, errors: list[Tensor]) -> float:
         """Return the share of the examples that a layer learns from; 1 if hardly an example has an error."""
-        energy = torch.stack([part.flatten(1).square().sum(1) for part in errors]).sum(0)
+        largest = max(float(part.abs().amax()) for part in errors) or 1.0
+        energy = torch.stack([(part / largest).flatten(1).square().sum(1) for part in errors]).sum(0)
         gains = energy.sqrt() / self._errors
         sure = int(self._errors.isfinite().sum())
         squares = float(gains.square().sum())
@@ -229,24 +233,26 @@ class Pass:
         """Count a linear layer's units and differences of two, token by token, and solve for its inputs."""
         examples = len(x)
         x, errors = x.flatten(0, -2), errors.flatten(0, -2)
-        each = len(x) // examples
+        each, scales = len(x) // examples, unit_scales(errors)
+        scaled = errors / scales
         inputs, size = Inputs(x), self._errors.repeat_interleave(each)[:, None]
         owners, singled, read, visible = set[int](), set[int](), set[int](), set[int]()
-        for pairs in (None, partners(errors, errors / size)):
-            own = difference(errors.T, pairs).T
+        for pairs in (None, partners(scaled, scaled / size)):
+            own, as_sent = difference(scaled.T, pairs).T, unscaled(pairs, scales)
             raw, relative = Owned.of(own.abs(), _ALONE), Owned.of((own / size).square(), _SINGLED)
             owners |= raw.examples
             singled |= relative.examples
             if sent is not None:
-                rows = difference(sent, chosen(pairs, raw.rows))
-                read |= inputs.pooled(rows, raw.owner, own[raw.owner, raw.rows], _READ)
-                rows = difference(sent, chosen(pairs, relative.rows))
+                rows, weights = difference(sent, chosen(as_sent, raw.rows)), own[raw.owner, raw.rows].double()
+                weights *= (scales if pairs is None else scales[pairs[0]])[raw.rows].double()
+                read |= inputs.pooled(rows, raw.owner, weights, _READ)
+                rows = difference(sent, chosen(as_sent, relative.rows))
                 visible |= inputs.near(rows, relative.owner, _VISIBLE)
-        combined, owner = solved(errors / size, support)
+        combined, owner = solved(scaled / size, support)
         owners |= set(owner.tolist())
         singled |= set(owner.tolist())
-        if sent is not None:
-            rows = combined @ sent
+        if sent is not None and len(owner):
+            rows = (combined / scales.double()) @ sent.double()
             read |= inputs.near(rows, owner, _READ)
             visible |= inputs.near(rows, owner, _VISIBLE)
         if sent is not None and (shift := _maybe_wide(self.sent.get(f"{found.layer}.bias"))) is not None:
