@@ -39,6 +39,7 @@ from tests.federated.crafted import (
     perceptron,
     quantile,
     reconstructed,
+    silent,
     trap_without_biases,
     unscaled,
 )
@@ -130,6 +131,18 @@ def test_rows_of_any_size_are_as_exact_as_others(size: float) -> None:
     exposed = shown(made.model, batch)
     assert len(exposed.read) >= reconstructed(made, gradient(made.model, batch), batch) >= 20
     assert exposed.malice
+
+
+def test_columns_tell_where_rows_are_silent() -> None:
+    """Those of a unit that one image passes are the image's errors; of these follows what passes the other units."""
+    large, small = shown(silent(32), some(32)), shown(silent(8), some(8))
+    assert not large.layers[0].singled
+    assert [finding.where for finding in large.malice] == ["update.second, columns"]
+    assert len(small.layers[1].read) >= 6
+    assert small.leak() is not None
+    hidden = shown(silent(32), some(32), "gaussian(1e-2)")
+    assert not hidden.malice
+    assert not hidden.read
 
 
 @pytest.mark.parametrize(

@@ -100,8 +100,9 @@ def exposure(
     share = len(read) / len(inputs)
     if client.local is not None:
         share = max(share, _of_all(client, batch, sent) / len(batch.inputs))
-    suspects = [layer for layer in layers if _suspect(layer, len(inputs))]
-    compared = _Comparison(client, params, first, previous, frozenset(layer.layer for layer in suspects))
+    suspects = [side for layer in layers for side in layer.sides if _suspect(side, len(inputs))]
+    looked = frozenset(layer.layer for layer in layers if not set(suspects).isdisjoint(layer.sides))
+    compared = _Comparison(client, params, first, previous, looked)
     malice = tuple(finding for layer in suspects if (finding := compared.judge(layer)) is not None)
     return Exposure(tuple(layers), len(inputs), read, share, malice)
 
@@ -215,7 +216,7 @@ class _Comparison:
             # Fresh running statistics are 0 and 1. The other fresh parameters get the batch's means.
             centred, even = which in ("fresh again", "without biases"), which == "even"
             found = Pass(self.client, params, *self.first, centred=centred, even=even, only=self.layers).run()
-            self._made[which] = {other.layer: other for other in found}
+            self._made[which] = {side.layer: side for other in found for side in other.sides}
         return self._made[which].get(layer.layer, Isolated(layer.layer))
 
     def _before(self) -> Tensors | None:

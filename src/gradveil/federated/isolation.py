@@ -92,6 +92,15 @@ class Isolated:
     Their rows span what one example adds: differences of solved groups of rows show it where no two rows do."""
     told_apart: int = 0
     """Groups of examples that the layer's open units tell apart."""
+    columns: Isolated | None = None
+    """The same of the columns of a linear layer's weight: which inputs are those of one example, whatever errors are.
+
+    Of the columns an example's error is what is read, and with it, where enough are known, its input."""
+
+    @property
+    def sides(self) -> tuple[Isolated, ...]:
+        """Rows, and columns where they were looked at."""
+        return (self,) if self.columns is None else (self, self.columns)
 
 
 @dataclass
@@ -231,35 +240,81 @@ class Pass:
 
     def _tokens(self, found: Isolated, x: Tensor, errors: Tensor, sent: Tensor | None, support: Tensor) -> Isolated:
         """Count a linear layer's units and differences of two, token by token, and solve for its inputs."""
-        examples = len(x)
+        each = len(x.flatten(0, -2)) // len(x)
         x, errors = x.flatten(0, -2), errors.flatten(0, -2)
-        each, scales = len(x) // examples, unit_scales(errors)
-        scaled = errors / scales
-        inputs, size = Inputs(x), self._errors.repeat_interleave(each)[:, None]
-        owners, singled, read, visible = set[int](), set[int](), set[int](), set[int]()
-        for pairs in (None, partners(scaled, scaled / size)):
-            own, as_sent = difference(scaled.T, pairs).T, unscaled(pairs, scales)
-            raw, relative = Owned.of(own.abs(), _ALONE), Owned.of((own / size).square(), _SINGLED)
-            owners |= raw.examples
-            singled |= relative.examples
-            if sent is not None:
-                rows, weights = difference(sent, chosen(as_sent, raw.rows)), own[raw.owner, raw.rows].double()
-                weights *= (scales if pairs is None else scales[pairs[0]])[raw.rows].double()
-                read |= inputs.pooled(rows, raw.owner, weights, _READ)
-                rows = difference(sent, chosen(as_sent, relative.rows))
-                visible |= inputs.near(rows, relative.owner, _VISIBLE)
-        combined, owner = solved(scaled / size, support)
-        owners |= set(owner.tolist())
-        singled |= set(owner.tolist())
-        if sent is not None and len(owner):
-            rows = (combined / scales.double()) @ sent.double()
-            read |= inputs.near(rows, owner, _READ)
-            visible |= inputs.near(rows, owner, _VISIBLE)
+        size = self._errors.repeat_interleave(each)
+        sets = _sets(Inputs(x), errors, size, sent, support)
         if sent is not None and (shift := _maybe_wide(self.sent.get(f"{found.layer}.bias"))) is not None:
-            read |= inputs.solved(divided(sent, shift), _READ)
-        snr = inputs.snr(errors) if each == 1 else None
-        sets = (("owners", owners), ("singled", singled), ("read", read), ("visible", visible))
-        return replace(found, snr=snr, **{name: frozenset(token // each for token in own) for name, own in sets})
+            sets["read"] |= Inputs(x).solved(divided(sent, shift), _READ)
+        columns = self._columns(found.layer, x, errors, sent)
+        if sent is not None:
+            sets["read"] |= _unmixed(x, errors, columns["read"], sent)
+        side = replace(Isolated(f"{found.layer}, columns"), **_examples(columns, each))
+        snr = Inputs(x).snr(errors) if each == 1 else None
+        return replace(found, snr=snr, columns=side, **_examples(sets, each))
+
+    def _columns(self, path: str, x: Tensor, errors: Tensor, sent: Tensor | None) -> dict[str, set[int]]:
+        """Find the tokens that columns isolate: the weight's gradient turned round is one of inputs D_e and errors x_e.
+
+        An input that is active for one example counts. As visible count those that no error reaches: the rows of the
+        layer before show the others.
+        """
+        length = errors.double().norm(dim=1)
+        length = torch.where(length > _SURE * length.amax(), length, torch.inf).to(x)
+        turned = torch.where(length.isfinite()[:, None], x * length[:, None], 0.0)
+        inputs, update = Inputs(errors / length[:, None]), None if sent is None else sent.T
+        found, weight = (
+            _sets(inputs, turned, length, update, turned != 0),
+            _maybe_wide(self.params.get(f"{path}.weight")),
+        )
+        if update is not None and weight is not None:
+            silent = ((errors @ weight == 0) | (turned == 0)).all(0) & (turned != 0).any(0)
+            quiet = turned[:, silent]
+            found["visible"] = _sets(inputs, quiet, length, update[silent], quiet != 0)["visible"]
+        return found
+
+
+def _sets(inputs: Inputs, errors: Tensor, size: Tensor, sent: Tensor | None, support: Tensor) -> dict[str, set[int]]:
+    """Find the tokens that rows, differences of two rows and solved groups of rows isolate, and show in what is sent.
+
+    `size` are the tokens' errors at the model's output.
+    """
+    scales, size = unit_scales(errors), size[:, None]
+    scaled = errors / scales
+    owners, singled, read, visible = set[int](), set[int](), set[int](), set[int]()
+    for pairs in (None, partners(scaled, scaled / size)):
+        own, as_sent = difference(scaled.T, pairs).T, unscaled(pairs, scales)
+        raw, relative = Owned.of(own.abs(), _ALONE), Owned.of((own / size).square(), _SINGLED)
+        owners |= raw.examples
+        singled |= relative.examples
+        if sent is not None:
+            rows, weights = difference(sent, chosen(as_sent, raw.rows)), own[raw.owner, raw.rows].double()
+            weights *= (scales if pairs is None else scales[pairs[0]])[raw.rows].double()
+            read |= inputs.pooled(rows, raw.owner, weights, _READ)
+            rows = difference(sent, chosen(as_sent, relative.rows))
+            visible |= inputs.near(rows, relative.owner, _VISIBLE)
+    combined, owner = solved(scaled / size, support)
+    owners |= set(owner.tolist())
+    singled |= set(owner.tolist())
+    if sent is not None and len(owner):
+        rows = (combined / scales.double()) @ sent.double()
+        read |= inputs.near(rows, owner, _READ)
+        visible |= inputs.near(rows, owner, _VISIBLE)
+    return {"owners": owners, "singled": singled, "read": read, "visible": visible}
+
+
+def _examples(sets: Mapping[str, set[int]], each: int) -> dict[str, Any]:
+    """Return the examples of tokens, of which each has so many."""
+    return {name: frozenset(token // each for token in own) for name, own in sets.items()}
+
+
+def _unmixed(x: Tensor, errors: Tensor, known: set[int], sent: Tensor) -> set[int]:
+    """Return those whose input is solved for by the errors [B, K] that columns show of some: dW = sum_e D_e x_e^T."""
+    tokens = torch.tensor(sorted(known), dtype=torch.long, device=sent.device)
+    own = errors[tokens].double()
+    own = own / own.norm(dim=1, keepdim=True)
+    rows = torch.linalg.pinv(own @ own.T, hermitian=True) @ (own @ sent.double())
+    return Inputs(x).near(rows, tokens, _READ)
 
 
 def read_from(weight: Tensor, bias: Tensor, x: Tensor) -> int:
