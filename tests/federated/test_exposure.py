@@ -422,6 +422,19 @@ def test_local_training_at_crafted_model_is_measured_by_what_is_sent(name: str) 
     assert not wrong.malice
 
 
+def test_few_of_each_of_many_local_steps_are_malice() -> None:
+    batch = some(320)
+    for net, bad in ((quantile(320, 0.45).model, True), (trained(perceptron(), 5), False)):
+        client = Client(net, local=Local(batch=32, lr=0.05, epochs=1))
+        task = Task(batch, Key(3), client.init(params := client.params()))
+        with torch.no_grad():
+            sent, _ = drawn_update(client, params, *task)
+        exposed = exposure(client, params, batch, sent, first=first_gradient(client, params, task))
+        assert exposed.summed > 8, "trained models show some too"
+        assert exposed.share > 0.25
+        assert bool(exposed.malice) is bad
+
+
 def test_all_of_a_clients_examples_count_and_not_those_of_one_step_alone() -> None:
     """Steps of one example each: what the first one shows is one of eight, and the sum shows them all."""
     net, batch = quantile(8).model, some(8)

@@ -1,8 +1,7 @@
 """Single examples in the rows of a gradient: which units belong to one example, and what of it an update still shows.
 
 Each row of a layer's gradient is a sum over the batch, dW_i = sum_e D_ei x_e, with the error D_ei of example e at unit
-i. If one example has nearly all of a unit's error, the row is that example's input up to a factor, whatever trick of
-the weights brought this about. The same holds for differences of two rows (imprints). The client knows D. It therefore
+i. If one example has nearly all of a unit's error, the row is that example's input up to a factor. The same holds for differences of two rows (imprints). The client knows D. It therefore
 needs no model of an attack to count isolated examples. One pass over the batch is enough, without weight gradients.
 """
 
@@ -37,7 +36,7 @@ from gradveil.nn.norms import BatchStatistics
 from gradveil.nn.stochastic import collect_penalties
 from gradveil.nn.surgery import BatchNorm
 
-SILENT = 0.3
+SILENT = 0.2
 """A layer that learns from a smaller share of the examples is compared with its gradient as a whole."""
 _READ, _VISIBLE = 0.02, 0.1
 """Mean squared errors, as shares of the variance of a layer's inputs, of what was read and of what is still visible.
