@@ -135,6 +135,32 @@ def some_quantiles(batch: int) -> Crafted:
     return quantile(batch, 0.25)
 
 
+def faint(batch: int, share: float = 0.45, size: float = 1e-11) -> Crafted:
+    """Quantile biases in units whose outgoing weights are next to nothing, and with them their rows: but each is exact.
+
+    All images pass the other units.
+    """
+    made, count = quantile(batch, share), round(share * WIDTH)
+    first, second = linear(made.model, "first"), linear(made.model, "second")
+    with torch.no_grad():
+        second.weight[:, :count] *= size
+        first.bias[count:] -= outputs(made.model, "first", PUBLIC.inputs).amin(0)[count:]
+    return made
+
+
+def silent(batch: int, share: float = 0.6) -> Net:
+    """Quantile biases in units that nothing goes out from: no error reaches them, and the next layer's columns tell.
+
+    All images pass the other units, and half of them each unit of the layer behind.
+    """
+    net, count = faint(batch, share, 0.0).model, round(share * WIDTH)
+    second = linear(net, "second")
+    with torch.no_grad():
+        second.weight[:, count:] /= (1 - share) ** 0.5
+        second.bias.sub_(outputs(net, "second", PUBLIC.inputs).median(0).values)
+    return net
+
+
 def norm_bias(batch: int) -> Crafted:
     """The biases of a layer normalisation in the place of those of the layer."""
     honest = perceptron(norm=LayerNorm)
@@ -365,6 +391,7 @@ CRAFTED: dict[str, Callable[[int], Crafted]] = {
     for made in (
         quantile,
         some_quantiles,
+        faint,
         norm_bias,
         batch_norm_bias,
         running_mean,
@@ -402,7 +429,7 @@ def candidates(made: Crafted, update: dict[str, Tensor]) -> Tensor:
         rows.append((weight * scale[:, None])[made.order].diff(dim=0))
         shifts.append((shift * scale)[made.order].diff())
     row, by = torch.cat(rows), torch.cat(shifts)
-    sound = by.abs() > 1e-6 * by.abs().max()
+    sound = by != 0
     images = row[sound] / by[sound][:, None]
     if isinstance(made.model.get_submodule("norm") if normed else None, BatchStatistics):
         # A norm over the batch takes off the mean and the trend along the unit: public images have nearly the same.
@@ -416,6 +443,7 @@ def candidates(made: Crafted, update: dict[str, Tensor]) -> Tensor:
 def reconstructed(made: Crafted, update: dict[str, Tensor], batch: Batch, most: float = 0.05) -> int:
     """Count the examples that a candidate is, but for its scale and this share of the inputs' variance."""
     truth, images = entering(made.model, made.layer, batch.inputs), candidates(made, update)
+    images = images[images.isfinite().all(1)]
     factor = images @ truth.T / images.square().sum(1)[:, None].clamp(min=1e-30)
     errors = (truth.square().sum(1) - factor * (images @ truth.T)) / truth.shape[1]
     return int((errors.amin(0) < most * (truth - truth.mean(0)).square().mean()).sum())

@@ -29,6 +29,7 @@ from tests.federated.crafted import (
     PUBLIC,
     Crafted,
     Net,
+    faint,
     fishing,
     gradient,
     leaky,
@@ -38,6 +39,7 @@ from tests.federated.crafted import (
     perceptron,
     quantile,
     reconstructed,
+    silent,
     trap_without_biases,
     unscaled,
 )
@@ -45,7 +47,7 @@ from tests.federated.honest import HONEST, UNSCALED, batches, initialised, train
 
 LOOSE = {"norm_bias": 0.1, "batch_norm_bias": 0.2}
 """Norms mix a layer's errors: what is read is near the image, and the same share of the variance off no other one."""
-UNSEEN_IN_WEIGHTS = {"some_quantiles", "norm_bias", "running_mean", "split", "pencil"}
+UNSEEN_IN_WEIGHTS = {"some_quantiles", "norm_bias", "running_mean", "split", "pencil", "faint"}
 """What the inspection of weights does not find."""
 QUICK = (
     *("mlp", "mlp, orthogonal", "mlp, layer norm", "mlp, 5 epochs", "wide mlp, 5 epochs", "cnn, group norm"),
@@ -121,6 +123,26 @@ def test_inputs_that_are_not_scaled_raise_no_alarm_behind_norms_of_the_batch(nam
     for start in (0, 300):
         for size in (20, 32, 64):
             assert not shown(net, unscaled(some(size, start))).malice
+
+
+@pytest.mark.parametrize("size", [1e-9, 1e-11, 1e-25])
+def test_rows_of_any_size_are_as_exact_as_others(size: float) -> None:
+    made, batch = faint(32, size=size), some(32)
+    exposed = shown(made.model, batch)
+    assert len(exposed.read) >= reconstructed(made, gradient(made.model, batch), batch) >= 20
+    assert exposed.malice
+
+
+def test_columns_tell_where_rows_are_silent() -> None:
+    """Those of a unit that one image passes are the image's errors; of these follows what passes the other units."""
+    large, small = shown(silent(32), some(32)), shown(silent(8), some(8))
+    assert not large.layers[0].singled
+    assert [finding.where for finding in large.malice] == ["update.second, columns"]
+    assert len(small.layers[1].read) >= 6
+    assert small.leak() is not None
+    hidden = shown(silent(32), some(32), "gaussian(1e-2)")
+    assert not hidden.malice
+    assert not hidden.read
 
 
 @pytest.mark.parametrize(
@@ -207,7 +229,7 @@ def test_groups_are_solved_where_their_errors_are_made_of_others_and_nowhere_els
     errors = torch.cat(bins, 1)
     rows, owner = solved(errors, errors != 0)
     assert owner.tolist() == [8, 8, 8], "the third bin has three examples more than the second"
-    left = rows @ errors.T
+    left = rows.float() @ errors.T
     assert left[:, torch.arange(20) != 8].abs().max() < 1e-5 < 0.1 < left[:, 8].abs().max()
     others = [(torch.arange(20) < cut)[:, None] * torch.randn(20, 3, generator=generator) for cut in (8, 9)]
     assert solved(torch.cat(others, 1), torch.cat(others, 1) != 0)[1].tolist() == []
@@ -398,6 +420,19 @@ def test_local_training_at_crafted_model_is_measured_by_what_is_sent(name: str) 
     wrong = exposure(client, params, some(64, 300), sent)
     assert wrong.share <= 0.05
     assert not wrong.malice
+
+
+def test_few_of_each_of_many_local_steps_are_malice() -> None:
+    batch = some(320)
+    for net, bad in ((quantile(320, 0.45).model, True), (trained(perceptron(), 5), False)):
+        client = Client(net, local=Local(batch=32, lr=0.05, epochs=1))
+        task = Task(batch, Key(3), client.init(params := client.params()))
+        with torch.no_grad():
+            sent, _ = drawn_update(client, params, *task)
+        exposed = exposure(client, params, batch, sent, first=first_gradient(client, params, task))
+        assert exposed.summed > 8, "trained models show some too"
+        assert exposed.share > 0.25
+        assert bool(exposed.malice) is bad
 
 
 def test_all_of_a_clients_examples_count_and_not_those_of_one_step_alone() -> None:

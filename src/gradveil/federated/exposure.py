@@ -36,6 +36,8 @@ _FEW, _SOON, _MANY, _SDS, _LEAST = 0.15, 0.25, 0.5, 3.0, 5
 the round before, over fresh ones alone. And the standard deviations and examples that each of them has to exceed: of
 few examples no standard deviation says what is chance."""
 _HEARD, _AGREES = 0.5, 0.2
+_WHOLE = 4096
+"""A client with more examples is judged by the first gradient alone."""
 _ALIKE, _GROUPS, _UNITS = 0.1, 13, 64
 """The share of units with the same examples as another one that is malice, in large batches; the least share times the
 groups of examples in smaller ones, where units are alike by chance; and the least number of units."""
@@ -55,8 +57,11 @@ class Exposure:
     read: frozenset[int]
     """Those of them that can be read from what is sent."""
     share: float
-    """The share of the first gradient's examples, or of all of the client's, that can be read: the larger of both."""
+    """The share of the first gradient's examples that can be read, or of that many all that the sum of local steps
+    shows: the larger of both."""
     malice: tuple[Finding, ...] = ()
+    summed: int = 0
+    """Examples that the sum of local steps shows, of all that the client has."""
 
     @property
     def judged(self) -> bool:
@@ -71,6 +76,8 @@ class Exposure:
         where = "update" if worst is None else f"update.{worst.layer}"
         count = f"{len(self.read)} of {self.examples} examples"
         what = f"{count} of a gradient can be read in closed form ({self.share:.0%}; {allowed:.0%} allowed)"
+        if self.summed:
+            what += f"; the sum of local steps shows {self.summed} examples"
         if not self.judged:
             what += (
                 f"; batches of up to {JUDGED} examples leak at honest models too, so this says nothing of the server"
@@ -97,13 +104,30 @@ def exposure(
         return Exposure((), 0, frozenset(), 0.0)
     layers = Pass(client, params, *first, sent).run()
     read = frozenset[int]().union(*(layer.read for layer in layers))
-    share = len(read) / len(inputs)
-    if client.local is not None:
-        share = max(share, _of_all(client, batch, sent) / len(batch.inputs))
-    suspects = [layer for layer in layers if _suspect(layer, len(inputs))]
-    compared = _Comparison(client, params, first, previous, frozenset(layer.layer for layer in suspects))
+    summed = _of_all(client, batch, sent) if client.local is not None else 0
+    share = max(len(read) / len(inputs), min(1.0, summed / len(inputs)))
+    suspects = [side for layer in layers for side in layer.sides if _suspect(side, len(inputs))]
+    looked = frozenset(layer.layer for layer in layers if not set(suspects).isdisjoint(layer.sides))
+    compared = _Comparison(client, params, first, previous, looked)
     malice = tuple(finding for layer in suspects if (finding := compared.judge(layer)) is not None)
-    return Exposure(tuple(layers), len(inputs), read, share, malice)
+    if not malice and summed > ALLOWED * len(inputs) and len(inputs) < len(batch.inputs) <= _WHOLE:
+        malice = _over_all_steps(client, params, batch, sent, previous, len(inputs))
+    return Exposure(tuple(layers), len(inputs), read, share, malice, summed)
+
+
+def _over_all_steps(
+    client: Client,
+    params: Tensors,
+    batch: Batch,
+    sent: Mapping[str, Tensor],
+    previous: Mapping[str, Tensor] | None,
+    step: int,
+) -> tuple[Finding, ...]:
+    """Judge whom the first layer singles out among all of a client's examples, by excesses in shares of one step's."""
+    whole = batch, switched_off(client.model, batch.inputs)
+    first = Pass(client, params, *whole, sent).run()[:1]
+    compared = _Comparison(client, params, whole, previous, frozenset(layer.layer for layer in first), step)
+    return tuple(finding for layer in first if (finding := compared.excess(layer)) is not None)
 
 
 def guarded_update(
@@ -162,6 +186,8 @@ class _Comparison:
     first: First
     previous: Mapping[str, Tensor] | None
     layers: frozenset[str]
+    step: int = 0
+    """Examples that excesses are shares of; all if 0."""
 
     def __post_init__(self) -> None:
         """Look at nothing yet."""
@@ -177,6 +203,11 @@ class _Comparison:
             what = f"{layer.shared} of {layer.partial} units have an error of just the same examples as another unit, "
             what += f"at fresh parameters {fresh.shared} of {fresh.partial}: their rows can be solved for single ones"
             return Finding("malice", f"update.{layer.layer}", what)
+        return self.excess(layer)
+
+    def excess(self, layer: Isolated) -> Finding | None:
+        """Report a layer that shows more examples than it does at parameters to compare with."""
+        examples, fresh = len(self.first[0].inputs), self._at("fresh", layer)
         if not self._exceeds(layer, len(fresh.singled), _FEW):
             return None
         count = max(len(fresh.singled), len(self._at("fresh again", layer).singled))
@@ -196,7 +227,7 @@ class _Comparison:
         examples = len(self.first[0].inputs)
         rate = (baseline + 1) / (examples + 2)
         chance = max(_LEAST, _SDS * sqrt(examples * rate * (1 - rate)))
-        return examples > JUDGED and len(layer.visible) - baseline > max(least * examples, chance)
+        return examples > JUDGED and len(layer.visible) - baseline > max(least * (self.step or examples), chance)
 
     def _at(self, which: str, layer: Isolated) -> Isolated:
         """Return a layer at fresh parameters, at those received without biases, or at those of the round before.
@@ -215,7 +246,7 @@ class _Comparison:
             # Fresh running statistics are 0 and 1. The other fresh parameters get the batch's means.
             centred, even = which in ("fresh again", "without biases"), which == "even"
             found = Pass(self.client, params, *self.first, centred=centred, even=even, only=self.layers).run()
-            self._made[which] = {other.layer: other for other in found}
+            self._made[which] = {side.layer: side for other in found for side in other.sides}
         return self._made[which].get(layer.layer, Isolated(layer.layer))
 
     def _before(self) -> Tensors | None:

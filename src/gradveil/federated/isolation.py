@@ -1,9 +1,9 @@
 """Single examples in the rows of a gradient: which units belong to one example, and what of it an update still shows.
 
 Each row of a layer's gradient is a sum over the batch, dW_i = sum_e D_ei x_e, with the error D_ei of example e at unit
-i. If one example has nearly all of a unit's error, the row is that example's input up to a factor, whatever trick of
-the weights brought this about. The same holds for differences of two rows (imprints). The client knows D. It therefore
-needs no model of an attack to count isolated examples. One pass over the batch is enough, without weight gradients.
+i. If one example has nearly all of a unit's error, the row is that example's input up to a factor. The same holds for
+differences of two rows (imprints). The client knows D. It therefore needs no model of an attack to count isolated
+examples. One pass over the batch is enough, without weight gradients.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from gradveil.client import Client
-from gradveil.core.tree import Tensors, peak, single
+from gradveil.core.tree import Tensors, single
 from gradveil.core.types import Batch
 from gradveil.federated.rows import (
     CONVOLUTIONS,
@@ -29,13 +29,15 @@ from gradveil.federated.rows import (
     partners,
     shared_support,
     solved,
+    unit_scales,
+    unscaled,
 )
 from gradveil.nn.calls import call_on
 from gradveil.nn.norms import BatchStatistics
 from gradveil.nn.stochastic import collect_penalties
 from gradveil.nn.surgery import BatchNorm
 
-SILENT = 0.3
+SILENT = 0.2
 """A layer that learns from a smaller share of the examples is compared with its gradient as a whole."""
 _READ, _VISIBLE = 0.02, 0.1
 """Mean squared errors, as shares of the variance of a layer's inputs, of what was read and of what is still visible.
@@ -90,6 +92,15 @@ class Isolated:
     Their rows span what one example adds: differences of solved groups of rows show it where no two rows do."""
     told_apart: int = 0
     """Groups of examples that the layer's open units tell apart."""
+    columns: Isolated | None = None
+    """The same of the columns of a linear layer's weight: which inputs are those of one example, whatever errors are.
+
+    Of the columns an example's error is what is read, and with it, where enough are known, its input."""
+
+    @property
+    def sides(self) -> tuple[Isolated, ...]:
+        """Rows, and columns where they were looked at."""
+        return (self,) if self.columns is None else (self, self.columns)
 
 
 @dataclass
@@ -148,7 +159,7 @@ class Pass:
     def _outputs(self, errors: Tensor) -> Tensor | None:
         size = _wide(errors).flatten(1).norm(dim=1)
         size = torch.where(size > _SURE * size.max(), size, torch.inf)
-        self._errors = torch.where(size.isfinite(), 1.0, size) if self.even else size
+        self._errors = torch.where(size.isfinite(), 1.0, size) if self.even else size / size.amin()
         return (errors.transpose(0, -1) / size.to(errors)).transpose(0, -1) if self.even else None
 
     def _by_example(self, value: object) -> bool:
@@ -187,12 +198,13 @@ class Pass:
         layer = module if isinstance(module, (nn.Linear, *CONVOLUTIONS)) else self.client.model.get_submodule(before)
         by_unit = [_by_unit(errors, isinstance(layer, nn.Linear)) for _, errors in parts]
         sizes = torch.stack(by_unit).sum(0)
+        sizes = sizes / unit_scales(sizes)
         raw, relative = Owned.of(sizes, _ALONE), Owned.of((sizes / self._errors[:, None]).square(), _SINGLED)
         if not isinstance(module, (nn.Linear, *CONVOLUTIONS)):
             self._normed[before] = relative, _mixes(module)
             return
         total = sizes.sum(0)
-        live = total > 1e-9 * peak(total)
+        live = total > 0
         found = Isolated(path, int(live.sum()), len(raw.rows), raw.examples, relative.examples)
         mixed = (total.square() / sizes.square().sum(0))[live].median() if bool(live.any()) else 0.0
         found = replace(found, effective=float(mixed), heard=self._heard([errors for _, errors in parts]))
@@ -215,7 +227,8 @@ class Pass:
 
     def _heard(self, errors: list[Tensor]) -> float:
         """Return the share of the examples that a layer learns from; 1 if hardly an example has an error."""
-        energy = torch.stack([part.flatten(1).square().sum(1) for part in errors]).sum(0)
+        largest = max(float(part.abs().amax()) for part in errors) or 1.0
+        energy = torch.stack([(part / largest).flatten(1).square().sum(1) for part in errors]).sum(0)
         gains = energy.sqrt() / self._errors
         sure = int(self._errors.isfinite().sum())
         squares = float(gains.square().sum())
@@ -229,33 +242,81 @@ class Pass:
 
     def _tokens(self, found: Isolated, x: Tensor, errors: Tensor, sent: Tensor | None, support: Tensor) -> Isolated:
         """Count a linear layer's units and differences of two, token by token, and solve for its inputs."""
-        examples = len(x)
+        each = len(x.flatten(0, -2)) // len(x)
         x, errors = x.flatten(0, -2), errors.flatten(0, -2)
-        each = len(x) // examples
-        inputs, size = Inputs(x), self._errors.repeat_interleave(each)[:, None]
-        owners, singled, read, visible = set[int](), set[int](), set[int](), set[int]()
-        for pairs in (None, partners(errors, errors / size)):
-            own = difference(errors.T, pairs).T
-            raw, relative = Owned.of(own.abs(), _ALONE), Owned.of((own / size).square(), _SINGLED)
-            owners |= raw.examples
-            singled |= relative.examples
-            if sent is not None:
-                rows = difference(sent, chosen(pairs, raw.rows))
-                read |= inputs.pooled(rows, raw.owner, own[raw.owner, raw.rows], _READ)
-                rows = difference(sent, chosen(pairs, relative.rows))
-                visible |= inputs.near(rows, relative.owner, _VISIBLE)
-        combined, owner = solved(errors / size, support)
-        owners |= set(owner.tolist())
-        singled |= set(owner.tolist())
-        if sent is not None:
-            rows = combined @ sent
-            read |= inputs.near(rows, owner, _READ)
-            visible |= inputs.near(rows, owner, _VISIBLE)
+        size = self._errors.repeat_interleave(each)
+        sets = _sets(Inputs(x), errors, size, sent, support)
         if sent is not None and (shift := _maybe_wide(self.sent.get(f"{found.layer}.bias"))) is not None:
-            read |= inputs.solved(divided(sent, shift), _READ)
-        snr = inputs.snr(errors) if each == 1 else None
-        sets = (("owners", owners), ("singled", singled), ("read", read), ("visible", visible))
-        return replace(found, snr=snr, **{name: frozenset(token // each for token in own) for name, own in sets})
+            sets["read"] |= Inputs(x).solved(divided(sent, shift), _READ)
+        columns = self._columns(found.layer, x, errors, sent)
+        if sent is not None:
+            sets["read"] |= _unmixed(x, errors, columns["read"], sent)
+        side = replace(Isolated(f"{found.layer}, columns"), **_examples(columns, each))
+        snr = Inputs(x).snr(errors) if each == 1 else None
+        return replace(found, snr=snr, columns=side, **_examples(sets, each))
+
+    def _columns(self, path: str, x: Tensor, errors: Tensor, sent: Tensor | None) -> dict[str, set[int]]:
+        """Find the tokens that columns isolate: the weight's gradient turned round is one of inputs D_e and errors x_e.
+
+        An input that is active for one example counts. As visible count those that no error reaches: the rows of the
+        layer before show the others.
+        """
+        length = errors.double().norm(dim=1)
+        length = torch.where(length > _SURE * length.amax(), length, torch.inf).to(x)
+        turned = torch.where(length.isfinite()[:, None], x * length[:, None], 0.0)
+        inputs, update = Inputs(errors / length[:, None]), None if sent is None else sent.T
+        found, weight = (
+            _sets(inputs, turned, length, update, turned != 0),
+            _maybe_wide(self.params.get(f"{path}.weight")),
+        )
+        if update is not None and weight is not None:
+            silent = ((errors @ weight == 0) | (turned == 0)).all(0) & (turned != 0).any(0)
+            quiet = turned[:, silent]
+            found["visible"] = _sets(inputs, quiet, length, update[silent], quiet != 0)["visible"]
+        return found
+
+
+def _sets(inputs: Inputs, errors: Tensor, size: Tensor, sent: Tensor | None, support: Tensor) -> dict[str, set[int]]:
+    """Find the tokens that rows, differences of two rows and solved groups of rows isolate, and show in what is sent.
+
+    `size` are the tokens' errors at the model's output.
+    """
+    scales, size = unit_scales(errors), size[:, None]
+    scaled = errors / scales
+    owners, singled, read, visible = set[int](), set[int](), set[int](), set[int]()
+    for pairs in (None, partners(scaled, scaled / size)):
+        own, as_sent = difference(scaled.T, pairs).T, unscaled(pairs, scales)
+        raw, relative = Owned.of(own.abs(), _ALONE), Owned.of((own / size).square(), _SINGLED)
+        owners |= raw.examples
+        singled |= relative.examples
+        if sent is not None:
+            rows, weights = difference(sent, chosen(as_sent, raw.rows)), own[raw.owner, raw.rows].double()
+            weights *= (scales if pairs is None else scales[pairs[0]])[raw.rows].double()
+            read |= inputs.pooled(rows, raw.owner, weights, _READ)
+            rows = difference(sent, chosen(as_sent, relative.rows))
+            visible |= inputs.near(rows, relative.owner, _VISIBLE)
+    combined, owner = solved(scaled / size, support)
+    owners |= set(owner.tolist())
+    singled |= set(owner.tolist())
+    if sent is not None and len(owner):
+        rows = (combined / scales.double()) @ sent.double()
+        read |= inputs.near(rows, owner, _READ)
+        visible |= inputs.near(rows, owner, _VISIBLE)
+    return {"owners": owners, "singled": singled, "read": read, "visible": visible}
+
+
+def _examples(sets: Mapping[str, set[int]], each: int) -> dict[str, Any]:
+    """Return the examples of tokens, of which each has so many."""
+    return {name: frozenset(token // each for token in own) for name, own in sets.items()}
+
+
+def _unmixed(x: Tensor, errors: Tensor, known: set[int], sent: Tensor) -> set[int]:
+    """Return those whose input is solved for by the errors [B, K] that columns show of some: dW = sum_e D_e x_e^T."""
+    tokens = torch.tensor(sorted(known), dtype=torch.long, device=sent.device)
+    own = errors[tokens].double()
+    own = own / own.norm(dim=1, keepdim=True)
+    rows = torch.linalg.pinv(own @ own.T, hermitian=True) @ (own @ sent.double())
+    return Inputs(x).near(rows, tokens, _READ)
 
 
 def read_from(weight: Tensor, bias: Tensor, x: Tensor) -> int:

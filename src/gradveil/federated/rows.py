@@ -10,12 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import grad
 
-from gradveil.core.tree import peak
-
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _GRADIENTS: dict[int, Callable[..., Tensor]] = {3: grad.conv1d_weight, 4: grad.conv2d_weight, 5: grad.conv3d_weight}
-_LIVE = 1e-9
-"""What is a smaller share of the largest is rounding."""
 _SAME = 1 - 1e-6
 """The cosine of two units' errors that are one and the same up to a factor."""
 _ROUNDING = 1e-10
@@ -32,6 +28,19 @@ Pairs = tuple[Tensor, Tensor, Tensor]
 """Places of first and second rows, and the factors that the second ones are multiplied by."""
 
 
+def unit_scales(errors: Tensor) -> Tensor:
+    """Return each unit's largest error of [..., K], or 1 where it has none.
+
+    Each row of a gradient is as exact as its own numbers: a unit whose errors are 1e-25 times those of the others shows
+    its examples as well as they do. Units are therefore judged each on its own scale.
+
+    >>> unit_scales(torch.tensor([[1.0, 1e-25, 0.0], [-4.0, 0.0, 0.0]])).tolist() == [4.0, torch.tensor(1e-25), 1.0]
+    True
+    """
+    largest = errors.abs().flatten(0, -2).amax(0) if len(errors) else errors.new_ones(errors.shape[-1])
+    return torch.where(largest > 0, largest, 1.0)
+
+
 @dataclass(frozen=True)
 class Owned:
     """Units, or differences of units, of which one example has nearly all the error."""
@@ -43,13 +52,13 @@ class Owned:
 
     @staticmethod
     def of(sizes: Tensor, least: float) -> Owned:
-        """Find them in sizes of errors [B, K], by an example's least share of a unit's sum.
+        """Find them in sizes of errors [B, K], on each unit's own scale, by an example's least share of a unit's sum.
 
         >>> Owned.of(torch.tensor([[1.0, 1.0, 0.0], [0.0, 1.0, 0.0]]), 0.99).rows
         tensor([0])
         """
         total, (most, owner) = sizes.sum(0), sizes.max(0)
-        rows = ((most > least * total) & (total > _LIVE * peak(total))).nonzero().flatten()
+        rows = ((most > least * total) & (total > 0)).nonzero().flatten()
         return Owned(rows, owner[rows])
 
     @property
@@ -111,7 +120,7 @@ def solved(errors: Tensor, support: Tensor) -> tuple[Tensor, Tensor]:
             rows[:, base] = -factors[:, made].T
             found.append(rows)
             owner += [int((~rest).nonzero())] * len(rows)
-    return torch.cat(found).float().to(device), torch.tensor(owner, dtype=torch.long, device=device)
+    return torch.cat(found).to(device), torch.tensor(owner, dtype=torch.long, device=device)
 
 
 def _nested(kinds: Tensor, units: Tensor) -> list[list[int]]:
@@ -175,21 +184,30 @@ def difference(rows: Tensor, pairs: Pairs | None) -> Tensor:
     if pairs is None:
         return rows
     first, second, factor = pairs
-    return rows[first] - factor.view(-1, *[1] * (rows.ndim - 1)) * rows[second]
+    factor = factor.view(-1, *[1] * (rows.ndim - 1))
+    return rows[first].to(factor) - factor * rows[second].to(factor)
+
+
+def unscaled(pairs: Pairs | None, scales: Tensor) -> Pairs | None:
+    """Return pairs that were found in units on a scale of their own as they are without it, in double precision."""
+    if pairs is None:
+        return None
+    first, second, factor = pairs
+    return first, second, factor.double() * scales[first].double() / scales[second].double()
 
 
 def chosen(pairs: Pairs | None, rows: Tensor) -> Pairs:
     """Return the pairs at some places, or single rows as pairs without a second."""
     if pairs is None:
-        return rows, rows, torch.zeros(len(rows), device=rows.device)
+        return rows, rows, torch.zeros(len(rows), dtype=torch.double, device=rows.device)
     first, second, factor = pairs
     return first[rows], second[rows], factor[rows]
 
 
 def divided(rows: Tensor, by: Tensor) -> Tensor:
-    """Divide rows [K, n] by numbers [K] that are more than rounding."""
-    sound = by.abs() > _LIVE * peak(by.abs())
-    return rows[sound] / by[sound][:, None]
+    """Divide rows [K, n] by numbers [K] that are not zero, each as exact as it is by itself."""
+    quotients = rows.double() / by.double()[:, None]
+    return quotients[quotients.isfinite().all(1)]
 
 
 @dataclass(frozen=True)
@@ -210,13 +228,14 @@ class Inputs:
     def pooled(self, rows: Tensor, owner: Tensor, errors: Tensor, most: float) -> set[int]:
         """Return the owners that are read from all of their rows at once, weighted by their errors: noise averages."""
         examples, place = owner.unique(return_inverse=True)
-        sums = rows.new_zeros(len(examples), rows.shape[1]).index_add_(0, place, errors[:, None].to(rows) * rows)
+        weighted = errors.double()[:, None] * rows.double()
+        sums = weighted.new_zeros(len(examples), rows.shape[1]).index_add_(0, place, weighted)
         return self.near(sums, examples, most)
 
     def near(self, rows: Tensor, owner: Tensor, most: float) -> set[int]:
         """Return the owners of rows that are their input, up to a factor and this share of the variance."""
-        truth = self.x[owner]
-        factor = (rows * truth).sum(1) / rows.square().sum(1).clamp(min=1e-60)
+        truth, rows = self.x[owner].double(), rows.double()
+        factor = (rows * truth).sum(1) / rows.square().sum(1).clamp(min=1e-300)
         error = (truth - factor[:, None] * rows).square().mean(1)
         return set(owner[error < most * self.variance].tolist())
 
@@ -224,7 +243,8 @@ class Inputs:
         """Return the examples that lie at one of the candidates [n, ...]."""
         if not len(candidates):
             return set()
-        apart = candidates.square().sum(1)[:, None] - 2 * candidates @ self.x.T + self.x.square().sum(1)
+        x = self.x.to(candidates)
+        apart = candidates.square().sum(1)[:, None] - 2 * candidates @ x.T + x.square().sum(1)
         return set((apart.amin(0) / self.x.shape[1] < most * self.variance).nonzero().flatten().tolist())
 
     def snr(self, errors: Tensor) -> float:
@@ -283,5 +303,6 @@ class WeightGradients:
 
 def _agreement(own: Tensor, sent: Tensor) -> Tensor:
     """Return cos^2 of each pair of rows."""
-    sizes = own.square().sum(1) * sent.square().sum(1)
-    return (own * sent).sum(1).square() / sizes.clamp(min=1e-60)
+    own, sent = own.double(), sent.double()
+    sizes = own.norm(dim=1) * sent.norm(dim=1)
+    return ((own * sent).sum(1) / sizes.clamp(min=1e-300)).square()
