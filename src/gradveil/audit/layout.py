@@ -168,6 +168,16 @@ class _Finished(_Address):
     training: _Training | None = None
 
 
+class _Expected(_Held):
+    recovered: Share = 0.0
+    identified: Share = 0.0
+    identifiable: Share = 0.0
+    exact: Share = 0.0
+    public: Count = 0
+    public_exact: Count = 0
+    gallery: Count = 0
+
+
 class _Image(_Held):
     success: Annotated[int, Field(ge=0, le=1)]
     mse: Amount
@@ -177,10 +187,10 @@ class _Image(_Held):
     lpips: float | None = None
     exact: bool | None = None
     identified: bool | None = None
-    expected: dict[str, Share] = {}
+    expected: _Expected = _Expected()
     success_transformed: Annotated[int, Field(ge=0, le=1)] | None = None
     identified_transformed: bool | None = None
-    expected_transformed: dict[str, Share] = {}
+    expected_transformed: _Expected = _Expected()
 
 
 class _Record(_Held):
