@@ -1,6 +1,6 @@
 """What knowing more costs: processor time of targeted attacks in units of the plain attack's, interleaved in one run.
 
-    python benchmarks/attack_cost.py [--model scheliga-cnn] [--victims 32] [--rounds 7] [--output FILE]
+    python benchmarks/attack_cost.py [--model scheliga-cnn] [--target-clients 32] [--rounds 7] [--output FILE]
 
 Joint optimisation (dropout masks, bottleneck noise) is compared with the attack on the same model that leaves the
 randomness alone; local training with T = 4 steps with the attack on one gradient that `vmap` computes, as it computes
@@ -21,9 +21,9 @@ from statistics import median, quantiles
 import torch
 from loops import CLASSES, SHAPE, model_of, truth_of
 
-from gradveil.attacks.base import Observation
+from gradveil.attacks.attack_catalogue import make_attack
 from gradveil.attacks.knowledge import Knowledge
-from gradveil.attacks.presets import make_attack
+from gradveil.attacks.protocol import Observation
 from gradveil.client import Client, Local
 from gradveil.core.noise import Key
 from gradveil.core.tree import stack
@@ -42,7 +42,7 @@ CASES = {
 
 
 class Looped(Client):
-    """A client whose gradients are always computed by `vmap` over the victims."""
+    """A client whose gradients are always computed by `vmap` over the target clients."""
 
     def updates(self, *arguments):
         """Take the reference."""
@@ -50,20 +50,20 @@ class Looped(Client):
 
 
 def runner(
-    model: str, defence: str, attack: str, victims: int, local: Local | None, looped: bool
+    model: str, defence: str, attack: str, target_clients: int, local: Local | None, looped: bool
 ) -> Callable[[int], float]:
     """Set up one attack; a function of the iterations to processor seconds."""
     kind = Looped if looped else Client
     client = parse(defence)(kind(model_of(model), local=local), Key(0))
-    images, labels = truth_of(victims)
+    images, labels = truth_of(target_clients)
     params = client.params()
     spec = client.noise_spec(params, Batch(images[0], labels[0]))
-    noise = stack([spec.sample(Key(1, (victim,))) for victim in range(victims)])
-    state = {n: v.expand(victims, *v.shape) for n, v in client.init(params).items()}
+    noise = stack([spec.sample(Key(1, (target_client,))) for target_client in range(target_clients)])
+    state = {n: v.expand(target_clients, *v.shape) for n, v in client.init(params).items()}
     sent, _ = client.updates(params, Batch(images, labels), noise, state)
-    seen = Observation(params, {n: v.detach() for n, v in sent.items()}, 1, tuple(range(victims)))
+    seen = Observation(params, {n: v.detach() for n, v in sent.items()}, 1, tuple(range(target_clients)))
     tuned = make_attack(attack)
-    belief = client if tuned.belief == "full" else client.undefended_update()
+    simulated_client = client if tuned.simulated_client == "full" else client.undefended_update()
     # The same optimiser for both, and nothing drawn afresh: what is compared is the work of an iteration.
     tuned = replace(tuned, descent=make_attack("ig-scheliga").descent)
     tensors = {n: w for n, w in tuned.knowledge.items() if attack not in ("gpia", "ig-scheliga") or n != "model.*"}
@@ -73,7 +73,7 @@ def runner(
     def run(iterations: int) -> float:
         short = replace(tuned, descent=replace(tuned.descent, iterations=iterations))
         began = time.process_time()
-        short([seen], belief, knowledge, Key(0), plan=(victims,))
+        short([seen], simulated_client, knowledge, Key(0), plan=(target_clients,))
         return time.process_time() - began
 
     return run
@@ -82,9 +82,9 @@ def runner(
 def main() -> None:
     """Measure, print a table, write the numbers."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", default="scheliga-cnn", help="resnet18: give four victims")
+    parser.add_argument("--model", default="scheliga-cnn", help="resnet18: give four target clients")
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
-    parser.add_argument("--victims", type=int, default=32)
+    parser.add_argument("--target-clients", type=int, default=32)
     parser.add_argument("--iterations", type=int, default=20)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--output", type=Path)
@@ -94,8 +94,8 @@ def main() -> None:
     print("| case | cost | quartiles | allowed |\n|---|---|---|---|")
     for case in given.cases:
         defence, attack, against, local, allowed = CASES[case]
-        costly = runner(given.model, defence, attack, given.victims, local, looped=False)
-        plain = runner(given.model, defence, against, given.victims, None, looped=local is not None)
+        costly = runner(given.model, defence, attack, given.target_clients, local, looped=False)
+        plain = runner(given.model, defence, against, given.target_clients, None, looped=local is not None)
         costly(2), plain(2)
         ratios = [costly(given.iterations) / plain(given.iterations) for _ in range(given.rounds)]
         low, _, high = quantiles(ratios, n=4)
@@ -105,7 +105,7 @@ def main() -> None:
     if given.output:
         facts = {
             "model": given.model,
-            "victims": given.victims,
+            "target_clients": given.target_clients,
             "iterations": given.iterations,
             "torch": torch.__version__,
         }

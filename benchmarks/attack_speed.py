@@ -1,11 +1,11 @@
-"""How fast the attack loop is, against the loops that people use: victim-iterations a second, interleaved in one run.
+"""How fast the attack loop is, against the loops that people use: target-iterations a second, interleaved in one run.
 
     python benchmarks/attack_speed.py [--peer FOLDER/bin/python] [--models lenet-zhu ...] [--output FILE]
 
-Compared are a plain loop over one victim (`loops.plain_loop`), the published `breaching` package if `--peer` names the
-Python of an environment that has it (`sh benchmarks/peer_environment.sh FOLDER`), and Gradveil's `Inversion`. Every
-contender is a process that waits while another works. A ratio is taken within one round and the median over the rounds
-is reported with its quartiles. Per core: one thread each, processor seconds, which other programs on the machine
+Compared are a plain loop over one target client (`loops.plain_loop`), the published `breaching` package if `--peer`
+names the Python of an environment that has it (`sh benchmarks/peer_environment.sh FOLDER`), and Gradveil's `Inversion`.
+Every contender is a process that waits while another works. A ratio is taken within one round and the median over the
+rounds is reported with its quartiles. Per core: one thread each, processor seconds, which other programs on the machine
 disturb less. Whole machine: one Gradveil process a core with one thread each, wall seconds, against the plain loop as
 it ships (one process) with one thread or with all, whichever is faster in that round.
 """
@@ -48,10 +48,10 @@ class Loop:
             command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, text=True, env=environment
         )
 
-    def start(self, victims: int, iterations: int) -> None:
+    def start(self, target_clients: int, iterations: int) -> None:
         """Give it work."""
         assert self.process.stdin is not None
-        print(victims, iterations, file=self.process.stdin, flush=True)
+        print(target_clients, iterations, file=self.process.stdin, flush=True)
 
     def seconds(self) -> tuple[float, float]:
         """Wait for its answer: wall and processor seconds."""
@@ -62,11 +62,11 @@ class Loop:
         wall, busy = map(float, answer.split())
         return wall, busy
 
-    def rates(self, victims: int, iterations: int) -> tuple[float, float]:
-        """Victim-iterations per wall second and per processor second of one call."""
-        self.start(victims, iterations)
+    def rates(self, target_clients: int, iterations: int) -> tuple[float, float]:
+        """Target-iterations per wall second and per processor second of one call."""
+        self.start(target_clients, iterations)
         wall, busy = self.seconds()
-        return victims * iterations / wall, victims * iterations / busy
+        return target_clients * iterations / wall, target_clients * iterations / busy
 
     def stop(self) -> None:
         """End it."""
@@ -93,14 +93,14 @@ def contenders(model: str, peer: str | None, *, one_thread: bool) -> Iterator[di
         yield loops
 
 
-def together(loops: Sequence[Loop], victims: int, iterations: int) -> float:
-    """Victim-iterations a second of several processes that work at the same time, each on its own victims."""
+def together(loops: Sequence[Loop], target_clients: int, iterations: int) -> float:
+    """Target-iterations a second of several processes that work at the same time, each on its own target clients."""
     began = time.perf_counter()
     for loop in loops:
-        loop.start(victims, iterations)
+        loop.start(target_clients, iterations)
     for loop in loops:
         loop.seconds()
-    return len(loops) * victims * iterations / (time.perf_counter() - began)
+    return len(loops) * target_clients * iterations / (time.perf_counter() - began)
 
 
 def measure(
@@ -108,12 +108,12 @@ def measure(
 ) -> tuple[list[dict[str, float]], list[dict[str, float]]]:
     """Measure every contender once a round, each call for about `seconds`.
 
-    Returns for each round the victim-iterations a second of one core, and of the whole machine.
+    Returns for each round the target-iterations a second of one core, and of the whole machine.
     """
     ours = [loop for name, loop in loops.items() if name.startswith("gradveil")]
     peers = {name: loop for name, loop in loops.items() if not name.startswith("gradveil")}
     calls = {name: (loop, 1) for name, loop in peers.items()}
-    calls |= {f"gradveil, {count} victims": (ours[0], count) for count in counts}
+    calls |= {f"gradveil, {count} target clients": (ours[0], count) for count in counts}
     for loop in ours[1:]:
         loop.rates(counts[-1], 2)
     warm = {name: loop.rates(count, 2) for name, (loop, count) in calls.items()}
@@ -130,7 +130,7 @@ def measure(
             if not name.endswith("all threads"):
                 alone[name] = busy
         iterations = max(4, round(seconds * speed[name] / counts[-1]))
-        whole[f"gradveil, {counts[-1]} victims, a process a core"] = together(ours, counts[-1], iterations)
+        whole[f"gradveil, {counts[-1]} target clients, a process a core"] = together(ours, counts[-1], iterations)
         core.append(alone)
         machine.append(whole)
     return core, machine
@@ -161,11 +161,11 @@ def agreement(model: str, iterations: int = 50) -> float:
     images, labels = truth_of(3, torch.float64)
     found = gradveil_attack(network, images, labels)(iterations).objective
     errors = []
-    for victim, (image, label) in enumerate(zip(images, labels, strict=True)):
-        generator = Key(0).child(victim, 0, "inputs").generator()
+    for target_client, (image, label) in enumerate(zip(images, labels, strict=True)):
+        generator = Key(0).child(target_client, 0, "inputs").generator()
         start = torch.rand(image.shape, generator=generator, dtype=torch.float64)
         value = plain_loop(network, image, label, start, iterations)[-1]
-        errors.append(abs(float(found[victim]) / value - 1))
+        errors.append(abs(float(found[target_client]) / value - 1))
     return max(errors)
 
 
@@ -206,7 +206,9 @@ def main() -> None:
     """Measure, print, write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=TARGETS, default=list(TARGETS))
-    parser.add_argument("--victims", nargs="+", type=int, help="default: 1 2 4 8 32 128, 1 2 4 8 for the large models")
+    parser.add_argument(
+        "--target-clients", nargs="+", type=int, help="default: 1 2 4 8 32 128, 1 2 4 8 for the large models"
+    )
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--seconds", type=float, default=1.0, help="about the length of one measurement")
     parser.add_argument("--peer", help="Python of the environment with the breaching package")
@@ -229,7 +231,7 @@ def main() -> None:
     results = {}
     for model in options.models:
         small = TARGETS[model][1] is not None
-        counts = options.victims or ([1, 2, 4, 8, 32, 128] if small else [1, 2, 4, 8])
+        counts = options.target_clients or ([1, 2, 4, 8, 32, 128] if small else [1, 2, 4, 8])
         error = agreement(model)
         with contenders(model, options.peer, one_thread=options.one_thread) as loops:
             core, machine = measure(loops, counts, options.rounds, options.seconds)

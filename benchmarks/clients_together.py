@@ -7,7 +7,7 @@ through the defence, and the server encodes, averages, and looks at 100 test ima
 `together=False` it takes turns in one process with one thread, from the same standing; the ratio of a turn is taken
 within the turn, shown are median and quartiles over the turns. Above 1 clients at once are faster. The first turn, in
 which shapes are looked at once, is left out. `at once` says how many clients shared a gradient, `auto` whether the rule
-of `gradveil.federated.together` has them do so by itself.
+of `gradveil.federated.parallel_clients` has them do so by itself.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from typing import Any
 
 import torch
 
-from gradveil.attacks.plan import keep_freed_memory
+from gradveil.attacks.inversion.solve import keep_freed_memory
 from gradveil.client import Client, Local
 from gradveil.core.noise import Key
 from gradveil.core.types import Batch
 from gradveil.defences import parse
-from gradveil.federated.engine import Federation, Share
-from gradveil.federated.together import groups
+from gradveil.federated.engine import ClientShare, Federation
+from gradveil.federated.parallel_clients import groups
 from gradveil.nn.models import build
 
 STEPS = 5
@@ -39,7 +39,7 @@ DEFENCES = ("none", "dp(clip=1, sigma=0.1)", "dgp(feedback=true)")
 CHANNELS = {"lenet-zhu": 1, "scheliga-cnn": 1, "cnn6": 3, "mnist-conv": 1, "resnet18": 3}
 
 
-def scene(name: str, defence: str, clients: int, batch: int, steps: int) -> Federation:
+def experiment(name: str, defence: str, clients: int, batch: int, steps: int) -> Federation:
     """Set up clients with as many images as their steps take, whose updates move nothing far."""
     key, channels = Key(0), CHANNELS[name]
     net = build(name, channels=channels, size=32, classes=10, generator=key.child("model").generator())
@@ -51,7 +51,7 @@ def scene(name: str, defence: str, clients: int, batch: int, steps: int) -> Fede
         return Batch(inputs, torch.randint(10, (count,), generator=generator))
 
     client = parse(defence)(Client(net, local=local), key.child("defence"))
-    return Federation(client, [Share(images(batch * steps)) for _ in range(clients)], images(100))
+    return Federation(client, [ClientShare(images(batch * steps)) for _ in range(clients)], images(100))
 
 
 def ratio_of(federation: Federation, turns: int) -> dict[str, Any]:
@@ -103,7 +103,7 @@ def main() -> None:
                 for batch in given.batches:
                     for steps in (1, STEPS):
                         case = {"model": name, "defence": defence, "clients": clients, "batch": batch, "steps": steps}
-                        row = case | ratio_of(scene(name, defence, clients, batch, steps), given.turns)
+                        row = case | ratio_of(experiment(name, defence, clients, batch, steps), given.turns)
                         rows.append(row)
                         low, high = row["quartiles"]
                         print(

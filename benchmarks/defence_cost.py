@@ -24,7 +24,7 @@ from statistics import median, quantiles
 
 import torch
 
-from gradveil.attacks.plan import keep_freed_memory
+from gradveil.attacks.inversion.solve import keep_freed_memory
 from gradveil.client import Client
 from gradveil.core.noise import Key
 from gradveil.core.types import Batch, Domain

@@ -26,13 +26,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from gradveil.attacks.plan import keep_freed_memory
+from gradveil.attacks.inversion.solve import keep_freed_memory
 from gradveil.client import Client, Local
 from gradveil.core.noise import Key
 from gradveil.core.types import Batch
-from gradveil.federated.checkpoint import pack_standing
-from gradveil.federated.engine import Federation, Share
-from gradveil.federated.standing import Standing
+from gradveil.federated.engine import ClientShare, Federation
+from gradveil.federated.training_state import Standing, pack_standing
 from gradveil.nn.models import build
 
 BATCH, CLIENTS = 64, 2
@@ -54,7 +53,7 @@ CASES = {
 }
 
 
-def scene(name: str, case: Case) -> Federation:
+def experiment(name: str, case: Case) -> Federation:
     """Set up two clients with images of noise."""
     key = Key(0)
     net = build(name, channels=case.channels, size=32, classes=10, generator=key.child("model").generator())
@@ -66,7 +65,7 @@ def scene(name: str, case: Case) -> Federation:
         inputs = torch.randn(count, case.channels, 32, 32, generator=generator)
         return Batch(inputs, torch.randint(10, (count,), generator=generator))
 
-    return Federation(Client(net, local=local), [Share(images(case.examples)) for _ in range(CLIENTS)], images(8))
+    return Federation(Client(net, local=local), [ClientShare(images(case.examples)) for _ in range(CLIENTS)], images(8))
 
 
 def engine(federation: Federation) -> dict[str, Tensor]:
@@ -105,7 +104,7 @@ def by_hand(federation: Federation, orders: list[Tensor]) -> dict[str, Tensor]:
 
 def measure(name: str, rounds: int) -> dict[str, object]:
     """Let both take turns."""
-    federation = scene(name, CASES[name])
+    federation = experiment(name, CASES[name])
     params = federation.client.params()
     keys = [federation.key.child("client", i, "round", 1) for i in range(CLIENTS)]
     specs = [federation.client.round_spec(params, share.train) for share in federation.shares]

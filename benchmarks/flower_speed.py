@@ -35,14 +35,14 @@ from gradveil.client import Client, Local, drawn_update
 from gradveil.core.noise import Key
 from gradveil.core.types import Batch
 from gradveil.federated.aggregate import Server
-from gradveil.federated.engine import Federation, Share
+from gradveil.federated.engine import ClientShare, Federation
 from gradveil.nn.models import build
 
 EXAMPLES, WARM = 320, 2
 LOADS = {"one gradient": None, "one epoch": Local(batch=64, lr=0.01, epochs=1)}
 
 
-def scene(load: str, clients: int) -> Federation:
+def experiment(load: str, clients: int) -> Federation:
     """Set up clients of the small CNN with images of noise."""
     key = Key(0)
     net = build("scheliga-cnn", channels=1, size=32, classes=10, generator=key.child("model").generator())
@@ -52,7 +52,7 @@ def scene(load: str, clients: int) -> Federation:
         inputs = torch.randn(count, 1, 32, 32, generator=generator)
         return Batch(inputs, torch.randint(10, (count,), generator=generator))
 
-    shares = [Share(images(i, EXAMPLES)) for i in range(clients)]
+    shares = [ClientShare(images(i, EXAMPLES)) for i in range(clients)]
     # A long step on images of noise would amplify the last bits, in which the two may differ.
     server = Server(lr=1.0 if LOADS[load] else 0.05)
     return Federation(Client(net, local=LOADS[load]), shares, images(clients, 8), server, key.child("train"))
@@ -83,7 +83,7 @@ def by_flower(load: str, clients: int, rounds: int, cores: int) -> tuple[list[fl
     @client.train()
     def train(message: Message, context: Any) -> Message:
         torch.set_num_threads(1)
-        federation = known.get(load) or known.setdefault(load, scene(load, clients))
+        federation = known.get(load) or known.setdefault(load, experiment(load, clients))
         number, turn = int(context.node_config["partition-id"]), int(message.content["config"]["server-round"])
         params = {name: value.clone() for name, value in message.content["arrays"].to_torch_state_dict().items()}
         batch, key = federation.shares[number].train, federation.key.child("client", number, "round", turn)
@@ -107,7 +107,7 @@ def by_flower(load: str, clients: int, rounds: int, cores: int) -> tuple[list[fl
         strategy = Timed(
             fraction_train=1.0, fraction_evaluate=0.0, min_train_nodes=clients, min_available_nodes=clients
         )
-        start = ArrayRecord(scene(load, clients).client.params())
+        start = ArrayRecord(experiment(load, clients).client.params())
         result = strategy.start(grid, start, num_rounds=rounds + 1)  # the last only ends the one before it
         found["arrays"] = None if result is None else result.arrays.to_torch_state_dict()
 
@@ -123,7 +123,7 @@ def by_flower(load: str, clients: int, rounds: int, cores: int) -> tuple[list[fl
 def compare(load: str, clients: int, rounds: int, cores: int) -> dict[str, Any]:
     """Time both, one after the other, and hold their parameters together."""
     theirs, their_params = by_flower(load, clients, rounds, cores)
-    federation = scene(load, clients)
+    federation = experiment(load, clients)
     wide, _ = by_engine(federation, rounds, cores)
     ours, params = by_engine(federation, rounds + 1, 1)
     ours = ours[:rounds]

@@ -25,12 +25,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from gradveil.client import Client, Local, Task, drawn_update, first_gradient
+from gradveil.client import Client, ClientTask, Local, drawn_update, first_gradient
 from gradveil.core.noise import Key
 from gradveil.core.types import Batch
 from gradveil.data import load
-from gradveil.federated.exposure import Exposure, exposure
-from gradveil.federated.guard import inspect
+from gradveil.federated.model_inspection import inspect
+from gradveil.federated.update_inspection import Exposure, exposure
 from gradveil.nn.models import build
 from tests.federated.crafted import CRAFTED, PRIVATE, PUBLIC, Net, gradient, reconstructed
 from tests.federated.honest import HONEST, convnet
@@ -147,7 +147,7 @@ def closed_form(net: Net, batch: Batch) -> int:
 
 def mnist(folder: str) -> Iterator[dict[str, Any]]:
     """Look at a perceptron on MNIST: the first 64 training images are the client's, the others train and calibrate."""
-    images = load("mnist", data_dir=folder, size=28, limit_public=6000, limit_victims=32).public
+    images = load("mnist", data_dir=folder, size=28, limit_public=6000, limit_private=32).public
     pixels, targets = images.pixels, images.targets
     fresh, trained = perceptron(), perceptron()
     how, generator = torch.optim.SGD(trained.parameters(), lr=0.05, momentum=0.9), Key(SEED).generator()
@@ -179,7 +179,7 @@ def cost() -> Iterator[dict[str, Any]]:
     for name, net, batch in (("small cnn", convnet(), small), ("wide mlp", wide, small), ("resnet18", resnet, large)):
         client = Client(net, local=Local(batch=len(batch.targets), lr=0.1, steps=1))
         params = client.params()
-        task = Task(batch, Key(2), client.init(params))
+        task = ClientTask(batch, Key(2), client.init(params))
         step, look = [], []
         for _ in range(5):
             began = time.process_time()

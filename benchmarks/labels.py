@@ -3,10 +3,10 @@
     python benchmarks/labels.py [--data-dir FOLDER] [--scenes scheliga-cnn/mnist ...] [--output FILE]
 
 Compared are `restore` (without and with public images), `unique` and, for one image, `idlg`, on untrained weights and
-after some steps of SGD on the public images. Batches are drawn from the victims' images at random, so that labels
-repeat, and with distinct labels where there are enough classes. Two floors see no update of the batch: labels spread
-evenly over the classes, and what `restore` said of another batch. Without data files the bundled digits take the place
-of each data set.
+after some steps of SGD on the public images. Batches are drawn from the target clients' images at random, so that
+labels repeat, and with distinct labels where there are enough classes. Two baselines see no update of the batch: labels
+spread evenly over the classes, and what `restore` said of another batch. Without data files the bundled digits take the
+place of each data set.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from statistics import mean
 import torch
 from torch import Tensor, nn
 
-from gradveil.attacks.base import Observation
-from gradveil.attacks.infer import Labels, find_labels
 from gradveil.attacks.knowledge import Knowledge
+from gradveil.attacks.labels import Labels, find_labels
+from gradveil.attacks.protocol import Observation
 from gradveil.client import Client, Local
 from gradveil.core.noise import Key
 from gradveil.core.tree import stack
 from gradveil.core.types import Batch
 from gradveil.data import DATA_DIR, Dataset, Splits, load
 from gradveil.defences import parse
-from gradveil.metrics.labels import label_accuracy
+from gradveil.metrics.label_scores import label_accuracy
 from gradveil.nn.models import build
 
 DEFENCES = ("none", "dp(clip=20, sigma=1e-3)", "prune(0.99)")
@@ -42,7 +42,7 @@ PUBLIC = 2000
 
 
 @dataclass(frozen=True)
-class Scene:
+class Experiment:
     """A model on a data set, how it is trained, and how much of it is affordable."""
 
     model: str
@@ -54,14 +54,14 @@ class Scene:
     """Largest batch whose examples' gradients are taken one by one (DP-SGD): more do not fit into memory."""
 
 
-SCENES = {
-    f"{scene.model}/{scene.data}": scene
-    for scene in (
-        Scene("scheliga-cnn", "mnist"),
-        Scene("scheliga-cnn", "cifar10"),
-        Scene("scheliga-cnn", "cifar100"),
-        Scene("lenet-zhu", "cifar100"),
-        Scene("resnet18", "cifar10", lr=0.005, share=0.25, each=16),
+EXPERIMENTS = {
+    f"{experiment.model}/{experiment.data}": experiment
+    for experiment in (
+        Experiment("scheliga-cnn", "mnist"),
+        Experiment("scheliga-cnn", "cifar10"),
+        Experiment("scheliga-cnn", "cifar100"),
+        Experiment("lenet-zhu", "cifar100"),
+        Experiment("resnet18", "cifar10", lr=0.005, share=0.25, each=16),
     )
 }
 COLUMNS = ((1, False), (4, False), (4, True), (16, False), (16, True), (64, False), (64, True))
@@ -73,11 +73,11 @@ def named(examples: int, distinct: bool) -> str:
     return f"{examples} distinct" if distinct else str(examples)
 
 
-def opened(scene: Scene, folder: str | None, examples: int) -> Splits:
+def opened(experiment: Experiment, folder: str | None, examples: int) -> Splits:
     """Load the data set, or the bundled digits where no folder is named."""
     if folder is None:
         return load("digits")
-    return load(scene.data, data_dir=folder, limit_public=max(examples, PUBLIC), limit_victims=4000)
+    return load(experiment.data, data_dir=folder, limit_public=max(examples, PUBLIC), limit_private=4000)
 
 
 def trained(net: nn.Module, data: Dataset, steps: int, lr: float, key: Key) -> None:
@@ -91,7 +91,7 @@ def trained(net: nn.Module, data: Dataset, steps: int, lr: float, key: Key) -> N
 
 
 def right(net: nn.Module, data: Dataset) -> float:
-    """Share of 500 victims' images that the model names rightly."""
+    """Share of 500 target clients' images that the model names rightly."""
     with torch.no_grad():
         return float((net(data.inputs[:500]).argmax(1) == data.targets[:500]).float().mean())
 
@@ -117,8 +117,8 @@ def observed(client: Client, batch: Batch, last: str, key: Key) -> Observation:
     params, state = client.params(), client.init(client.params())
     spec = client.noise_spec(params, Batch(batch.inputs[0], batch.targets[0]))
     rows = []
-    for victim, own in enumerate(zip(*batch, strict=True)):
-        noise = {name: value.unsqueeze(0) for name, value in spec.sample(key.child(victim)).items()}
+    for target_client, own in enumerate(zip(*batch, strict=True)):
+        noise = {name: value.unsqueeze(0) for name, value in spec.sample(key.child(target_client)).items()}
         first = {name: value.unsqueeze(0) for name, value in state.items()}
         sent, _ = client.updates(params, Batch(*(value.unsqueeze(0) for value in own)), noise, first)
         rows.append({name: value[0] for name, value in sent.items() if name.rpartition(".")[0] == last})
@@ -130,7 +130,7 @@ def percent(found: Tensor, truth: Tensor) -> float:
     return round(100 * float(label_accuracy(found, truth).mean()), 1)
 
 
-def floors(data: Dataset, draws: dict[str, Batch]) -> dict[str, float]:
+def baselines(data: Dataset, draws: dict[str, Batch]) -> dict[str, float]:
     """Spread the labels evenly over the classes: what everybody can say who sees nothing."""
     classes, found = len(data.classes), {}
     for column, batch in draws.items():
@@ -141,19 +141,19 @@ def floors(data: Dataset, draws: dict[str, Batch]) -> dict[str, float]:
 
 
 def measured(
-    net: nn.Module, data: Splits, draws: dict[str, Batch], text: str, scene: Scene, key: Key
+    net: nn.Module, data: Splits, draws: dict[str, Batch], text: str, experiment: Experiment, key: Key
 ) -> dict[str, dict[str, float]]:
     """Read labels off the updates of one defence: way -> column -> percent."""
     last = [path for path, module in net.named_modules() if isinstance(module, nn.Linear)][-1]
-    client, belief = parse(text)(Client(net), key), Client(net)
-    lower, upper = data.victims.bounds
-    channels, height, width = data.victims.inputs.shape[1:]
-    blind = Knowledge((channels, height, width), lower, upper, len(data.victims.classes))
+    client, simulated_client = parse(text)(Client(net), key), Client(net)
+    lower, upper = data.private.bounds
+    channels, height, width = data.private.inputs.shape[1:]
+    blind = Knowledge((channels, height, width), lower, upper, len(data.private.classes))
     told = replace(blind, public=Batch(data.public.inputs[:PUBLIC], data.public.targets[:PUBLIC]))
     found: dict[str, dict[str, float]] = {}
     for column, batch in draws.items():
-        victims, examples = batch.targets.shape
-        if text.startswith("dp") and examples > scene.each:
+        target_clients, examples = batch.targets.shape
+        if text.startswith("dp") and examples > experiment.each:
             continue
         seen = observed(client, batch, last, key.child("noise", column))
         ways: dict[str, tuple[Labels, Knowledge]] = {"restore": ("restore", blind), "public": ("restore", told)}
@@ -162,16 +162,16 @@ def measured(
         if examples == 1:
             ways["idlg"] = ("idlg", blind)
         for name, (way, facts) in ways.items():
-            labels = find_labels(way, seen, belief, facts, key.child("attacker"))
+            labels = find_labels(way, seen, simulated_client, facts, key.child("attacker"))
             assert labels is not None
             found.setdefault(name, {})[column] = percent(labels, batch.targets)
-            if name == "restore" and victims > 1:
+            if name == "restore" and target_clients > 1:
                 found.setdefault("wrong batch", {})[column] = percent(labels.roll(1, 0), batch.targets)
     return found
 
 
-def cells(found: dict[str, dict[str, float]], ways: tuple[str, ...]) -> str:
-    """Write one row's cells: the ways of each column with a slash between them."""
+def trials(found: dict[str, dict[str, float]], ways: tuple[str, ...]) -> str:
+    """Write one row's trials: the ways of each column with a slash between them."""
     shown = []
     for column in COLUMNS:
         values = [found.get(way, {}).get(named(*column)) for way in ways]
@@ -191,10 +191,10 @@ def table(results: list[dict]) -> str:
     for result in results:
         start = f"| {result['model']} | {result['data']} |"
         if "even" in result:
-            lines.append(f"{start} | spread evenly | {cells({'even': result['even']}, ('even',))} |")
+            lines.append(f"{start} | spread evenly | {trials({'even': result['even']}, ('even',))} |")
             continue
         weights = "untrained" if not result["steps"] else f"{result['steps']} steps, {100 * result['right']:.0f}% right"
-        lines.append(f"{start} {weights} | {result['defence']} | {cells(result['found'], ways)} |")
+        lines.append(f"{start} {weights} | {result['defence']} | {trials(result['found'], ways)} |")
     return "\n".join(lines)
 
 
@@ -202,8 +202,8 @@ def main() -> None:
     """Measure, print, write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data-dir", default=os.environ.get(DATA_DIR), help=f"data files; default: {DATA_DIR}")
-    parser.add_argument("--scenes", nargs="+", choices=SCENES, default=list(SCENES))
-    parser.add_argument("--batches", type=int, default=32, help="batches a cell; a quarter of them for resnet18")
+    parser.add_argument("--scenes", nargs="+", choices=EXPERIMENTS, default=list(EXPERIMENTS))
+    parser.add_argument("--batches", type=int, default=32, help="batches a trial; a quarter of them for resnet18")
     parser.add_argument("--steps", type=int, default=200, help="steps of 64 images that the trained weights come from")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path, help="a JSON file")
@@ -218,26 +218,26 @@ def main() -> None:
         "batches": options.batches,
     }
     for name in options.scenes:
-        scene, key = SCENES[name], Key(options.seed, (name,))
-        data = opened(scene, options.data_dir, 64 * options.steps)
-        kinds, count = len(data.victims.classes), max(2, round(options.batches * scene.share))
+        experiment, key = EXPERIMENTS[name], Key(options.seed, (name,))
+        data = opened(experiment, options.data_dir, 64 * options.steps)
+        kinds, count = len(data.private.classes), max(2, round(options.batches * experiment.share))
         draws = {
-            named(*column): batches(data.victims, count, *column, key.child("draw", *column))
+            named(*column): batches(data.private, count, *column, key.child("draw", *column))
             for column in COLUMNS
             if not column[1] or column[0] <= kinds
         }
-        shape = data.victims.inputs.shape
+        shape = data.private.inputs.shape
         net = build(
-            scene.model, channels=shape[1], size=shape[2], classes=kinds, generator=key.child("model").generator()
+            experiment.model, channels=shape[1], size=shape[2], classes=kinds, generator=key.child("model").generator()
         ).eval()
-        source = {"model": scene.model, "data": data.victims.name.partition("/")[0], "count": count}
-        results.append(source | {"even": floors(data.victims, draws)})
+        source = {"model": experiment.model, "data": data.private.name.partition("/")[0], "count": count}
+        results.append(source | {"even": baselines(data.private, draws)})
         for steps in (0, options.steps):
             if steps:
-                trained(net, data.public, steps, scene.lr, key.child("training"))
-            weights = source | {"steps": steps, "right": round(right(net, data.victims), 3)}
+                trained(net, data.public, steps, experiment.lr, key.child("training"))
+            weights = source | {"steps": steps, "right": round(right(net, data.private), 3)}
             for text in DEFENCES:
-                results.append(weights | {"defence": text, "found": measured(net, data, draws, text, scene, key)})
+                results.append(weights | {"defence": text, "found": measured(net, data, draws, text, experiment, key)})
     facts["processor_seconds"] = round(time.process_time() - began)
     wrong = [mean(r["found"]["wrong batch"].values()) for r in results if "found" in r]
     print(f"{table(results)}\n\nanother batch's answers, mean over the columns: {min(wrong):.0f} to {max(wrong):.0f}%")

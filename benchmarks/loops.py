@@ -1,7 +1,7 @@
 """The loops that the speed benchmark compares, each as a process of its own that waits for work.
 
-Started by `attack_speed.py`: `python loops.py KIND MODEL THREADS`. Reads lines `victims iterations`, writes the wall
-and processor seconds that these took. `breaching` runs in an environment of its own (`peer_environment.sh`), which
+Started by `attack_speed.py`: `python loops.py KIND MODEL THREADS`. Reads lines `target_clients iterations`, writes the
+wall and processor seconds that these took. `breaching` runs in an environment of its own (`peer_environment.sh`), which
 needs nothing but torch and that package: Gradveil's models are imported there without the rest of Gradveil.
 """
 
@@ -26,7 +26,7 @@ TV = 1e-4
 LR = 0.1
 
 Work = Callable[[int, int], None]
-"""(victims, iterations): attack that many victims for that many iterations."""
+"""(target clients, iterations): attack that many target clients for that many iterations."""
 
 
 def model_of(name: str) -> nn.Module:
@@ -36,11 +36,11 @@ def model_of(name: str) -> nn.Module:
     return build(name, channels=SHAPE[0], size=SHAPE[1], classes=CLASSES, generator=torch.Generator().manual_seed(0))
 
 
-def truth_of(victims: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+def truth_of(target_clients: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
     """Make images [V, 1, C, H, W] and labels [V, 1]: their content does not matter for speed."""
     generator = torch.Generator().manual_seed(1)
-    images = torch.rand((victims, 1, *SHAPE), generator=generator, dtype=torch.float64).to(dtype)
-    return images, torch.randint(CLASSES, (victims, 1), generator=generator)
+    images = torch.rand((target_clients, 1, *SHAPE), generator=generator, dtype=torch.float64).to(dtype)
+    return images, torch.randint(CLASSES, (target_clients, 1), generator=generator)
 
 
 def plain_loop(model: nn.Module, image: Tensor, label: Tensor, x: Tensor, iterations: int) -> list[float]:
@@ -74,11 +74,11 @@ def plain_loop(model: nn.Module, image: Tensor, label: Tensor, x: Tensor, iterat
 
 
 def plain(name: str) -> Work:
-    """One victim after the other."""
+    """One target client after the other."""
     model = model_of(name)
 
-    def work(victims: int, iterations: int) -> None:
-        images, labels = truth_of(victims)
+    def work(target_clients: int, iterations: int) -> None:
+        images, labels = truth_of(target_clients)
         for image, label in zip(images, labels, strict=True):
             plain_loop(model, image, label, torch.rand(1, *SHAPE), iterations)
 
@@ -87,18 +87,18 @@ def plain(name: str) -> Work:
 
 def inversion(iterations: int) -> Any:
     """Make the same attack as a setting of Gradveil's loop."""
-    from gradveil.attacks.inversion import Inversion
-    from gradveil.attacks.optimise import Descent
-    from gradveil.attacks.steps import Adam
+    from gradveil.attacks.inversion.descent import Descent
+    from gradveil.attacks.inversion.inversion import Inversion
+    from gradveil.attacks.inversion.optimisers import Adam
 
     descent = Descent(Adam(lr=LR, sign="signed"), iterations=iterations, keep="last")
     return Inversion("speed", objective="cosine", tv=TV, descent=descent, start="uniform")
 
 
 def gradveil_attack(model: nn.Module, images: Tensor, labels: Tensor) -> Callable[..., Any]:
-    """Set up Gradveil's attack on all victims: a function of the iterations and the plan, to a `Reconstruction`."""
-    from gradveil.attacks.base import Observation
+    """Set up Gradveil's attack on all targets: a function of the iterations and the plan, to a `Reconstruction`."""
     from gradveil.attacks.knowledge import Knowledge
+    from gradveil.attacks.protocol import Observation
     from gradveil.client import Client
     from gradveil.core.noise import Key
     from gradveil.core.types import Batch
@@ -107,7 +107,7 @@ def gradveil_attack(model: nn.Module, images: Tensor, labels: Tensor) -> Callabl
     params = client.params()
     with torch.no_grad():
         sent, _ = client.updates(params, Batch(images, labels), {}, {})
-    seen = Observation(params=params, update=sent, examples=1, victims=tuple(range(len(images))))
+    seen = Observation(params=params, update=sent, examples=1, target_clients=tuple(range(len(images))))
     bounds = images.new_zeros(3, 1, 1), images.new_ones(3, 1, 1)
     knowledge = Knowledge(SHAPE, *bounds, CLASSES, targets=labels)
 
@@ -118,29 +118,29 @@ def gradveil_attack(model: nn.Module, images: Tensor, labels: Tensor) -> Callabl
 
 
 def gradveil(name: str) -> Work:
-    """All victims at once, as many in a batch as the attack chooses.
+    """All target clients at once, as many in a batch as the attack chooses.
 
     It chooses once for thousands of iterations, so that is done before the clock runs. As the command line and its
     workers do, the process keeps the memory that it frees.
     """
-    from gradveil.attacks.plan import keep_freed_memory
+    from gradveil.attacks.inversion.solve import keep_freed_memory
 
     keep_freed_memory()
     model = model_of(name)
     ready: dict[int, tuple[Callable[..., Any], tuple[int, ...]]] = {}
 
-    def work(victims: int, iterations: int) -> None:
-        if victims not in ready:
-            attack = gradveil_attack(model, *truth_of(victims))
-            ready[victims] = attack, attack(1).plan
-        attack, plan = ready[victims]
+    def work(target_clients: int, iterations: int) -> None:
+        if target_clients not in ready:
+            attack = gradveil_attack(model, *truth_of(target_clients))
+            ready[target_clients] = attack, attack(1).plan
+        attack, plan = ready[target_clients]
         attack(iterations, plan)
 
     return work
 
 
 def breaching(name: str) -> Work:
-    """One victim after the other by the published package, with its own "inverting gradients" settings."""
+    """One target client after the other by the published package, with its own "inverting gradients" settings."""
     if not torch._C._dispatch_has_kernel("torchvision::nms"):
         # torchvision does not import beside a torch without its compiled operators, none of which is needed here.
         library = torch.library.Library("torchvision", "DEF")
@@ -157,13 +157,13 @@ def breaching(name: str) -> Work:
     loss = nn.CrossEntropyLoss()
     settings = peer.get_attack_config("invertinggradients")
 
-    def work(victims: int, iterations: int) -> None:
+    def work(target_clients: int, iterations: int) -> None:
         settings.optim.max_iterations = iterations
         attacker = peer.attacks.prepare_attack(model, loss, settings)
         facts = SimpleNamespace(shape=SHAPE, modality="vision", mean=(0.0,) * 3, std=(1.0,) * 3)
         weights = list(model.parameters())
         payload = [{"parameters": [w.detach() for w in weights], "buffers": list(model.buffers()), "metadata": facts}]
-        for image, label in zip(*truth_of(victims), strict=True):
+        for image, label in zip(*truth_of(target_clients), strict=True):
             sent = torch.autograd.grad(loss(model(image), label), weights)
             known = {"num_data_points": 1, "labels": label, "local_hyperparams": None}
             attacker.reconstruct(payload, [{"gradients": sent, "buffers": None, "metadata": known}], {})
@@ -175,14 +175,14 @@ KINDS: dict[str, Callable[[str], Work]] = {"plain": plain, "gradveil": gradveil,
 
 
 def serve(kind: str, model: str, threads: int) -> None:
-    """Answer `victims iterations` with the wall and processor seconds they took, until the input ends."""
+    """Answer `target_clients iterations` with the wall and processor seconds they took, until the input ends."""
     torch.set_num_threads(threads)
     answers, sys.stdout = sys.stdout, sys.stderr
     work = KINDS[kind](model)
     for line in sys.stdin:
-        victims, iterations = map(int, line.split())
+        target_clients, iterations = map(int, line.split())
         wall, busy = time.perf_counter(), time.process_time()
-        work(victims, iterations)
+        work(target_clients, iterations)
         print(time.perf_counter() - wall, time.process_time() - busy, file=answers, flush=True)
 
 

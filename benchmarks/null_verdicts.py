@@ -7,7 +7,7 @@ answer with guesses from the auxiliary images; their answers are scored and test
 with near copies, 30% of the private images have one among the auxiliary images. In the source with an easy class, all
 digits but the ones are half noise, and about half of the targets are ones. Synthetic null runs draw the chance of each
 candidate guess instead, and its share among few public images from that. Verdicts are those of
-`gradveil.audit.evidence.tests_of`, Holm's correction over attackers and criteria included.
+`gradveil.audit.baselines.tests_of`, Holm's correction over attackers and criteria included.
 """
 
 from __future__ import annotations
@@ -26,13 +26,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gradveil.audit.evidence import tests_of
-from gradveil.audit.guessing import EXACT, Gallery, Guessing
-from gradveil.audit.rows import Row
-from gradveil.audit.store import Cell
-from gradveil.core.assign import match
+from gradveil.audit.baselines import EXACT, Gallery, Guessing, tests_of
+from gradveil.audit.result_rows import Row
+from gradveil.audit.run_directory import Trial
 from gradveil.data import Dataset, load
 from gradveil.metrics import ssim_pairs
+from gradveil.metrics.matching import match
 
 KINDS = ("one image", "random images", "class mean", "best guess", "mix")
 ALMOST = "almost exact"
@@ -68,8 +67,8 @@ def row(number: int, hits: Hits, expected: Sequence[dict[str, float]], labels: S
             }
             for place in places
         ]
-        records.append({"victim": client, "label": [labels[place] for place in places], "per_image": images})
-    return Row(number, Cell({"attack": f"guess-{number}", "seed": 0, "controls": {}}, records))
+        records.append({"target_client": client, "label": [labels[place] for place in places], "per_image": images})
+    return Row(number, Trial({"attack": f"guess-{number}", "seed": 0, "controls": {}}, records))
 
 
 def called_a_leak(rows: Sequence[Row]) -> bool:
@@ -92,8 +91,8 @@ class Pool:
     def of(name: str, size: int, easy: int | None = None) -> Pool:
         """Pool both splits of a bundled data set; with `easy`, noise makes the images of all other classes unlike."""
         splits = load(name, size=size)
-        inputs = torch.cat([splits.public.inputs, splits.victims.inputs])
-        targets = torch.cat([splits.public.targets, splits.victims.targets])
+        inputs = torch.cat([splits.public.inputs, splits.private.inputs])
+        targets = torch.cat([splits.public.targets, splits.private.targets])
         (low, high), draw = splits.public.bounds, torch.Generator().manual_seed(0)
         if easy is not None:
             noise = torch.rand(inputs.shape, generator=draw) * (high - low)
@@ -293,17 +292,17 @@ def synthetic_runs(
         yield called_a_leak(rows)
 
 
-def power(floor: float, excess: float, attackers: int, n: int, runs: int, rng: np.random.Generator) -> float:
-    """Compute how often one attacker above a known floor is found among others that only guess.
+def power(baseline: float, excess: float, attackers: int, n: int, runs: int, rng: np.random.Generator) -> float:
+    """Compute how often one attacker above a known baseline is found among others that only guess.
 
     Identification is tested as well, with attackers that are right by chance among 100 images.
     """
     found = 0
-    expected: list[dict[str, Any]] = [{"recovered": floor, "public": None, "identified": 0.01, "gallery": None}] * n
+    expected: list[dict[str, Any]] = [{"recovered": baseline, "public": None, "identified": 0.01, "gallery": None}] * n
     for _ in range(runs):
         rows = []
         for number in range(attackers):
-            rate = floor + (excess if number == 0 else 0)
+            rate = baseline + (excess if number == 0 else 0)
             rows.append(
                 row(number, Hits((rng.random(n) < rate).tolist(), (rng.random(n) < 0.01).tolist()), expected, [0] * n)
             )
@@ -312,17 +311,17 @@ def power(floor: float, excess: float, attackers: int, n: int, runs: int, rng: n
 
 
 def null_table(runs: int, seed: int) -> list[dict[str, Any]]:
-    """Run so many null runs in every cell of source, batch, kind of guess, number of attackers and of images."""
+    """Run so many null runs in every trial of source, batch, kind of guess, number of attackers and of images."""
     rng = np.random.default_rng(seed)
     rows: list[dict[str, Any]] = []
 
     def add(source: str, kind: str, attackers: int, n: int, batch: int, outcomes: Iterator[bool]) -> None:
         leaks = sum(outcomes)
-        cell = {"source": source, "kind": kind, "attackers": attackers, "n": n, "batch": batch}
-        rows.append({**cell, "runs": runs, "leaks": leaks, "rate": leaks / runs})
+        trial = {"source": source, "kind": kind, "attackers": attackers, "n": n, "batch": batch}
+        rows.append({**trial, "runs": runs, "leaks": leaks, "rate": leaks / runs})
         print(*rows[-1].values(), flush=True)
 
-    cells = [(attackers, n) for attackers in ATTACKERS for n in IMAGES]
+    trials = [(attackers, n) for attackers in ATTACKERS for n in IMAGES]
     singly, together = (1, (*KINDS, ALMOST)), (8, (*KINDS, ALMOST, *BATCHES))
     for name, count, easy in (("digits", 20, None), ("faces", 50, None), ("digits", 20, 1)):
         pool = Pool.of(name, 32, easy)
@@ -331,30 +330,30 @@ def null_table(runs: int, seed: int) -> list[dict[str, Any]]:
         for source, copied in sources.items():
             splits = [Split(pool, rng, copied, easy) for _ in range(count)]
             for batch, kinds in (singly, together) if easy is None else (together,):
-                for kind, (attackers, n) in product(kinds, cells):
+                for kind, (attackers, n) in product(kinds, trials):
                     most = min(n, private - private % 8)
                     outcomes = real_runs(splits, most, attackers, kind, batch, runs, rng)
                     add(source, kind, attackers, most, batch, outcomes)
     for public in (20, 50, 200, None):
-        for kind, (attackers, n) in product(KINDS, cells):
+        for kind, (attackers, n) in product(KINDS, trials):
             source = f"synthetic, {public or 'all'} public"
             add(source, kind, attackers, n, 1, synthetic_runs(n, attackers, kind, public, runs, rng))
     return rows
 
 
 def power_table(runs: int, seed: int) -> list[dict[str, Any]]:
-    """Compute the power for several floors, excesses and numbers of attackers."""
+    """Compute the power for several baselines, excesses and numbers of attackers."""
     rng = np.random.default_rng(seed)
     return [
         {
-            "floor": floor,
+            "baseline": baseline,
             "excess": excess,
             "attackers": attackers,
             "n": n,
             "runs": runs,
-            "power": round(power(floor, excess, attackers, n, runs, rng), 4),
+            "power": round(power(baseline, excess, attackers, n, runs, rng), 4),
         }
-        for floor in (0.0, 0.1, 0.3, 0.5)
+        for baseline in (0.0, 0.1, 0.3, 0.5)
         for excess in (0.1, 0.25, 0.4)
         for attackers in (1, 5)
         for n in IMAGES
@@ -362,7 +361,7 @@ def power_table(runs: int, seed: int) -> list[dict[str, Any]]:
 
 
 def beyond_error(row: dict[str, Any], level: float = 0.05) -> bool:
-    """Report whether a cell has more false leaks than its Monte-Carlo error explains (three standard errors)."""
+    """Report whether a trial has more false leaks than its Monte-Carlo error explains (three standard errors)."""
     return row["rate"] > level + 3 * math.sqrt(level * (1 - level) / row["runs"])
 
 
@@ -377,7 +376,7 @@ def write(file: Path, rows: Sequence[dict[str, Any]], note: str) -> None:
 def main() -> None:
     """Run and record both tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--runs", type=int, default=100, help="null runs in each of the 756 cells")
+    parser.add_argument("--runs", type=int, default=100, help="null runs in each of the 756 trials")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, help="folder for null-verdicts.csv and verdict-power.csv")
     parser.add_argument("--note", default="", help="date and machine")
@@ -388,7 +387,7 @@ def main() -> None:
     bad = [line for line in nulls if beyond_error(line)]
     print(
         f"{sum(line['leaks'] for line in nulls)} of {sum(line['runs'] for line in nulls)} null runs are called a leak; "
-        f"{len(bad)} of {len(nulls)} cells exceed 5% beyond their error",
+        f"{len(bad)} of {len(nulls)} trials exceed 5% beyond their error",
         *bad,
         sep="\n",
     )

@@ -26,18 +26,18 @@ import torch
 from defence_cost import step
 from torch.func import jvp
 
-from gradveil.attacks.plan import keep_freed_memory
+from gradveil.attacks.inversion.solve import keep_freed_memory
 from gradveil.client import Client
-from gradveil.client.gradient import mean_gradient
-from gradveil.client.probing import example_squared_row_norms
 from gradveil.core.noise import Key
 from gradveil.core.tree import Tensors, tmap
 from gradveil.core.types import Batch
 from gradveil.data import DATA_DIR, Dataset, load
 from gradveil.defences import parse
+from gradveil.gradients.input_sensitivity import example_squared_row_norms
+from gradveil.gradients.objective import mean_gradient
 from gradveil.nn.models import build
-from gradveil.theory.sensitivity import squared_row_norms
-from gradveil.theory.utility import privacy_loss
+from gradveil.theory.first_order_utility import privacy_loss
+from gradveil.theory.input_jacobian import squared_row_norms
 
 MODEL, EXAMPLES, ROUNDS = "scheliga-cnn", 64, 10
 TRAINED = (0, 100, 600)

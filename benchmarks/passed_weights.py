@@ -46,7 +46,7 @@ def main() -> None:
             torch.nn.functional.cross_entropy(net(public.inputs[some].float()), public.targets[some]).backward()
             sgd.step()
     with torch.no_grad():
-        right = net.eval()(images.victims.inputs.float()).argmax(1) == images.victims.targets
+        right = net.eval()(images.private.inputs.float()).argmax(1) == images.private.targets
     print(f"{float(right.float().mean()):.1%} of {len(right)} test images are named rightly")
     save_file({name: value.contiguous() for name, value in net.state_dict().items()}, given.file)
 

@@ -13,13 +13,11 @@ from decimal import Context, Decimal, localcontext
 
 import torch
 
-from gradveil.core.draws import halves
-from gradveil.core.lattice import tail
-from gradveil.core.noise import Normal
-from gradveil.core.secure import SecretKey
+from gradveil.core.noise import Normal, halves
+from gradveil.core.secure_noise import SecretKey, tail
 from gradveil.core.types import Batch
 from gradveil.core.types import Context as Seen
-from gradveil.defences.lattice import Grid, LatticeGaussian
+from gradveil.defences.deployed_noise import Grid, LatticeGaussian
 
 BITS = 1 << 20
 """Words at once."""

@@ -23,15 +23,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from gradveil.attacks.base import in_closed_form
 from gradveil.attacks.knowledge import Knowledge
+from gradveil.attacks.protocol import in_closed_form
 from gradveil.attacks.undo import undone
-from gradveil.audit.cell import cells, recover
-from gradveil.audit.evidence import baseline, expected_of
-from gradveil.audit.reader import resolve
-from gradveil.audit.rows import Row
-from gradveil.audit.scene import open_scene
-from gradveil.audit.score import Named, score
+from gradveil.audit.attack_selection import trials
+from gradveil.audit.baselines import baseline, expected_of
+from gradveil.audit.preflight import open_experiment
+from gradveil.audit.result_rows import Row
+from gradveil.audit.run_file import resolve
+from gradveil.audit.score import TrialNames, score
+from gradveil.audit.trial import recover
 from gradveil.client import Client
 from gradveil.core.noise import Key
 from gradveil.core.types import Batch, Domain
@@ -57,16 +58,16 @@ def attacked(data: str, folder: Path) -> Iterator[dict[str, Any]]:
             "data": {"name": data, "size": 32, "public": PUBLIC, "gallery": IMAGES * 8},
             "model": {"name": model},
             "client": [{"batch": batch}],
-            "victims": clients,
+            "target_clients": clients,
             "defences": ["none", *POLICIES],
             "attacks": list(attacks),
             "seeds": [SEED],
             "images": False,
         }
-        scene = open_scene(resolve(wanted), folder)
-        for cell in cells(scene.config):
-            found = recover(scene, cell, range(clients), lambda step: None)
-            row = Row(0, score(scene, cell, found, Named(cell.defence, cell.attack)))
+        experiment = open_experiment(resolve(wanted), folder)
+        for trial in trials(experiment.config):
+            found = recover(experiment, trial, range(clients), lambda step: None)
+            row = Row(0, score(experiment, trial, found, TrialNames(trial.defence, trial.attack)))
             trained = row.trained_on
             guessed = expected_of(row, "recovered as trained on")
             yield {
@@ -74,8 +75,8 @@ def attacked(data: str, folder: Path) -> Iterator[dict[str, Any]]:
                 "model": model,
                 "batch": batch,
                 "images": row.images,
-                "defence": cell.defence,
-                "attack": cell.attack,
+                "defence": trial.defence,
+                "attack": trial.attack,
                 "recovered": row.recovered,
                 "identifiable": row.identifiable,
                 "ssim": _rounded(row.mean("ssim")),
@@ -90,8 +91,8 @@ def attacked(data: str, folder: Path) -> Iterator[dict[str, Any]]:
 
 def transformed(data: str, folder: Path) -> Iterator[dict[str, Any]]:
     """Undo each transform of the 50 alone that differs from those before; yield a row per transform."""
-    splits = load(data, data_dir=folder, limit_public=PUBLIC, limit_victims=IMAGES)
-    private, names, seen = splits.victims, {kind: name for name, kind in KINDS.items()}, set[tuple[str, int]]()
+    splits = load(data, data_dir=folder, limit_public=PUBLIC, limit_private=IMAGES)
+    private, names, seen = splits.private, {kind: name for name, kind in KINDS.items()}, set[tuple[str, int]]()
     lower, upper = private.bounds
     channels, height, width = private.inputs.shape[1:]
     knowledge = Knowledge((channels, height, width), lower, upper, 10, public=Batch(*_tensors(splits.public)))

@@ -32,9 +32,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gradveil.federated import header
-from gradveil.federated.layout import DIGEST, DTYPES, Described
-from gradveil.federated.wire import WORKING_BYTES, Layout, WireError, decode, encode, inspect
+from gradveil.wire import header
+from gradveil.wire.codec import WORKING_BYTES, Layout, WireError, decode, encode, inspect
+from gradveil.wire.header import DIGEST, DTYPES, Described
 
 SMALL = 1 << 14
 """Entries that a mutated header's own model may have for it to be decoded as that."""

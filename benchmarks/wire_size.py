@@ -29,9 +29,9 @@ from torch import Tensor, nn
 
 from gradveil.core.tree import Tensors, tmap
 from gradveil.data import load
-from gradveil.defences.selection import smallest_mask
-from gradveil.federated.wire import Layout, decode, encode, inspect
+from gradveil.defences.pruning import smallest_mask
 from gradveil.nn.models import build
+from gradveil.wire.codec import Layout, decode, encode, inspect
 
 MODELS = ("lenet-zhu", "resnet18", "vgg13")
 DENSITIES = (0.01, 0.05, 0.1, 0.2, 0.3, 0.38, 0.5, 0.9, 1.0)
@@ -97,7 +97,7 @@ def sizes(name: str, rounds: int) -> dict[str, Any]:
 
 def gradients(model: nn.Module) -> list[Tensors]:
     """Compute one gradient a user."""
-    data = load("patches").victims
+    data = load("patches").private
     names, params = zip(*model.named_parameters(), strict=True)
     users = []
     for user in range(USERS):

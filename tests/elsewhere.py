@@ -1,8 +1,8 @@
 """A device that is not the CPU, for machines that have none: its tensors say that they lie there, and the CPU computes.
 
 What mixes tensors of two devices, makes one on the wrong device, or reads one's memory fails as it would on a GPU. Run
-as a program it attacks the same victims on the CPU and there, and prints what came out (JSON). In a process of its own:
-torch knows of the device from then on.
+as a program it attacks the same target clients on the CPU and there, and prints what came out (JSON). In a process of
+its own: torch knows of the device from then on.
 
 Forward-mode derivatives do not work on such tensors: bounds are left out.
 """
@@ -21,11 +21,12 @@ from torch.utils import backend_registration
 from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
 from torch.utils._pytree import tree_leaves, tree_map
 
-from gradveil.audit import cell as cell_module
-from gradveil.audit.cell import cells, recover
-from gradveil.audit.config import RunConfig
-from gradveil.audit.reader import resolve
-from gradveil.audit.scene import open_scene
+from gradveil.audit import trial as trial_module
+from gradveil.audit.attack_selection import trials
+from gradveil.audit.audit_config import RunConfig
+from gradveil.audit.preflight import open_experiment
+from gradveil.audit.run_file import resolve
+from gradveil.audit.trial import recover
 from gradveil.core.errors import GradveilError
 
 NAME = "elsewhere"
@@ -126,15 +127,15 @@ def elsewhere() -> Iterator[None]:
 
 
 def attacked(config: RunConfig) -> dict[str, Any]:
-    """Attack what a run asks for: the images of each cell, or why there are none."""
+    """Attack what a run asks for: the images of each trial, or why there are none."""
     found: dict[str, Any] = {}
-    scene = open_scene(config)
-    for cell in cells(scene.config):
+    experiment = open_experiment(config)
+    for trial in trials(experiment.config):
         try:
-            parts = recover(scene, cell, range(config.victims), lambda _: None)
-            found[f"{cell.attack} on {cell.defence}"] = parts.tensors["inputs"].double().tolist()
+            parts = recover(experiment, trial, range(config.target_clients), lambda _: None)
+            found[f"{trial.attack} on {trial.defence}"] = parts.tensors["inputs"].double().tolist()
         except (RuntimeError, TypeError, GradveilError) as error:
-            found[f"{cell.attack} on {cell.defence}"] = f"{type(error).__name__}: {error}"
+            found[f"{trial.attack} on {trial.defence}"] = f"{type(error).__name__}: {error}"
     return found
 
 
@@ -142,7 +143,7 @@ def main(settings: str) -> None:
     """Print what came back on either device."""
     torch.set_num_threads(1)
     backend_registration._setup_privateuseone_for_python_backend(NAME, backend_module=_Module())
-    cell_module.leaked = lambda *_: ({}, "forward-mode derivatives do not work there")  # type: ignore[assignment]
+    trial_module.leaked = lambda *_: ({}, "forward-mode derivatives do not work there")  # type: ignore[assignment]
     config = resolve(json.loads(settings))
     here = attacked(config)
     with elsewhere():

@@ -1,13 +1,13 @@
 """Optimal noise and pruning against isotropic noise and magnitude pruning at equal utility, before any attack.
 
-    python papers/optimal-defenses/utility.py [--data mnist] [--data-dir FOLDER] [--victims 8]
+    python papers/optimal-defenses/utility.py [--data mnist] [--data-dir FOLDER] [--target-clients 8]
 
-Untrained weights of the small CNN, one image a client, seed 0: the victims of `pruning.toml`. Pruning: the ratio of
-optimal pruning that keeps as much first-order utility (the mean share of sum g_i^2 that is kept) as magnitude pruning,
-and the share of sum ||dg_i/dx||^2 that what is kept tells. Noise: second-order utility -sum g_i^2 s_i^2 and what is
-told, tr F = sum ||dg_i/dx||^2 / s_i^2, of both noises at the same mean variance, and what is told at the same utility.
-d / tr F would bound the mean squared error of unbiased estimates of d pixels, if the gradient did not jump and the
-variances did not depend on the image; both are otherwise here, so no attacker is bound by it.
+Untrained weights of the small CNN, one image a client, seed 0: the target clients of `pruning.toml`. Pruning: the ratio
+of optimal pruning that keeps as much first-order utility (the mean share of sum g_i^2 that is kept) as magnitude
+pruning, and the share of sum ||dg_i/dx||^2 that what is kept tells. Noise: second-order utility -sum g_i^2 s_i^2 and
+what is told, tr F = sum ||dg_i/dx||^2 / s_i^2, of both noises at the same mean variance, and what is told at the same
+utility. d / tr F would bound the mean squared error of unbiased estimates of d pixels, if the gradient did not jump and
+the variances did not depend on the image; both are otherwise here, so no attacker is bound by it.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from gradveil.attacks.plan import keep_freed_memory
+from gradveil.attacks.inversion.solve import keep_freed_memory
 from gradveil.client import Client
-from gradveil.client.gradient import mean_gradient
-from gradveil.client.probing import example_squared_row_norms
 from gradveil.core.noise import Key
 from gradveil.core.tree import Tensors, tmap
 from gradveil.core.types import Batch
 from gradveil.data import DATA_DIR, load
 from gradveil.defences import OptimalPruning, parse
+from gradveil.gradients.input_sensitivity import example_squared_row_norms
+from gradveil.gradients.objective import mean_gradient
 from gradveil.nn.models import build
-from gradveil.theory.bound import information_trace, trace_bound
-from gradveil.theory.sensitivity import squared_row_norms
-from gradveil.theory.utility import noise_utility
+from gradveil.theory.first_order_utility import noise_utility
+from gradveil.theory.input_jacobian import squared_row_norms
+from gradveil.theory.reconstruction_bound import information_trace, trace_bound
 
 RATIOS = (0.5, 0.6, 0.7, 0.8, 0.9, 0.95)
 STD = 0.01
@@ -43,20 +43,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", default="mnist")
     parser.add_argument("--data-dir", type=Path, help=f"folder of data files (or {DATA_DIR})")
-    parser.add_argument("--victims", type=int, default=8)
+    parser.add_argument("--target-clients", type=int, default=8)
     options = parser.parse_args()
     torch.set_num_threads(1)
     keep_freed_memory()
-    data = load(options.data, data_dir=options.data_dir, size=32).victims
+    data = load(options.data, data_dir=options.data_dir, size=32).private
     shape = data.inputs.shape[1:]
     generator = Key(0).child("model").generator()
     net = build("scheliga-cnn", channels=shape[0], size=32, classes=len(data.classes), generator=generator)
     client = Client(net)
-    victims = [Batch(data.inputs[i : i + 1], data.targets[i : i + 1]) for i in range(options.victims)]
-    gradients = [client.update(client.params(), batch, {}, {})[0] for batch in victims]
-    squares = [exact(client, batch, Key(0, ("exact", i))) for i, batch in enumerate(victims)]
+    target_clients = [Batch(data.inputs[i : i + 1], data.targets[i : i + 1]) for i in range(options.target_clients)]
+    gradients = [client.update(client.params(), batch, {}, {})[0] for batch in target_clients]
+    squares = [exact(client, batch, Key(0, ("exact", i))) for i, batch in enumerate(target_clients)]
     print("magnitude pruning  first-order utility  optimal pruning that keeps as much  told: magnitude  optimal")
-    worths = [worth(client, *given) for given in zip(victims, gradients, strict=True)]
+    worths = [worth(client, *given) for given in zip(target_clients, gradients, strict=True)]
     for ratio in RATIOS:
         kept, told = kept_by(gradients, squares, gradients, ratio)
         low, high = 0.0, 1.0
@@ -65,11 +65,11 @@ def main() -> None:
             low, high = (middle, high) if kept_by(worths, squares, gradients, middle)[0] > kept else (low, middle)
         own, told_by_optimal = kept_by(worths, squares, gradients, round(low, 4))
         print(f"{ratio:17}  {kept:19.2%}  {round(low, 4):18} ({own:.2%})  {told:25.2%}  {told_by_optimal:7.2%}")
-    rows = [noises(client, *given) for given in zip(victims, gradients, squares, strict=True)]
+    rows = [noises(client, *given) for given in zip(target_clients, gradients, squares, strict=True)]
     middle = torch.tensor(rows, dtype=torch.float64).quantile(torch.tensor([0.0, 0.5, 1.0]).double(), dim=0)
     names = ("second-order cost, optimal / isotropic", "told at the same mean variance, optimal / isotropic")
     names = (*names, "told at the same utility, optimal / isotropic", "d / tr F, isotropic", "d / tr F, optimal")
-    print(f"\nnoise of mean variance {STD}^2, over {len(rows)} victims: least, median, most")
+    print(f"\nnoise of mean variance {STD}^2, over {len(rows)} target clients: least, median, most")
     for name, column in zip(names, middle.t().tolist(), strict=True):
         print(f"{name:52} {column[0]:9.3g} {column[1]:9.3g} {column[2]:9.3g}")
 
@@ -103,7 +103,7 @@ def kept_by(
 
 
 def noises(client: Client, batch: Batch, gradient: Tensors, squares: Tensors) -> list[float]:
-    """Compare both noises for one victim."""
+    """Compare both noises for one target client."""
     defended = parse(f"optimal-noise({STD})")(client)
     noise = defended.noise_spec(client.params(), batch).sample(Key(0, ("noise",)))
     ones = {name: torch.ones_like(value) if ".normal." in name else value for name, value in noise.items()}

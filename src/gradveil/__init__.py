@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
-    from gradveil.attacks.base import Attack
+    from gradveil.attacks.protocol import Attack
     from gradveil.audit.api import Result
     from gradveil.core.types import Loss
     from gradveil.defences import Defence
@@ -44,19 +44,19 @@ def audit(
 ) -> Result:
     """Attack a model on private examples, once for each defence and attack, and return what came back.
 
-    `batch` is (inputs [N, C, H, W], targets [N] class numbers); every `client_batch` examples are one victim (the
-    last are nobody's where a defence lets other clients speak before a round: `adgp`). `loss`
-    takes (outputs, targets), cross-entropy if none is given. Defences and attacks are texts as on the command line
-    (`"dp(clip=20, sigma=1e-3)"`, `"ig(iterations=500)"`) or objects. Inputs are (pixel - mean) / std with pixels in
-    [0, 1]; without mean and std, `bounds` is the range of the inputs: `"unit"` for [0, 1], a pair, or None to take it
-    from what is given. `public` is (inputs, targets) like the batch's own, none of them in it: for attackers who learn
-    from such data, for defences that use it, and for the guesses that a rate is held against. `out` keeps the run
-    directory, and calling again with the same settings resumes it. `prepare=True` attacks a copy in which what cannot
-    be attacked is replaced: BatchNorm in training mode, hidden dropout, in-place operations. Outputs and gradients are
-    compared before and after on the batch, and a replacement that changes them is rejected by the module's name; every
-    result and the report list what was replaced. `progress` is printed on standard error: None does so on a terminal
-    only, True also elsewhere, in plain lines, False never. Further settings are those of a run file: `iterations`,
-    `restarts`, `threshold`, `precision`, `device`, `images`, `control`.
+    `batch` is (inputs [N, C, H, W], targets [N] class numbers); every `client_batch` examples are one target client
+    (the last are nobody's where a defence lets other clients speak before a round: `adgp`). `loss` takes (outputs,
+    targets), cross-entropy if none is given. Defences and attacks are texts as on the command line (`"dp(clip=20,
+    sigma=1e-3)"`, `"ig(iterations=500)"`) or objects. Inputs are (pixel - mean) / std with pixels in [0, 1]; without
+    mean and std, `bounds` is the range of the inputs: `"unit"` for [0, 1], a pair, or None to take it from what is
+    given. `public` is (inputs, targets) like the batch's own, none of them in it: for attackers who learn from such
+    data, for defences that use it, and for the guesses that a rate is held against. `out` keeps the run directory, and
+    calling again with the same settings resumes it. `prepare=True` attacks a copy in which what cannot be attacked is
+    replaced: BatchNorm in training mode, hidden dropout, in-place operations. Outputs and gradients are compared before
+    and after on the batch, and a replacement that changes them is rejected by the module's name; every result and the
+    report list what was replaced. `progress` is printed on standard error: None does so on a terminal only, True also
+    elsewhere, in plain lines, False never. Further settings are those of a run file: `iterations`, `restarts`,
+    `threshold`, `precision`, `device`, `images`, `control`.
 
     The result has the verdict in a sentence (`result.verdict`), and one per defence (`result.verdicts`). If no defence
     is `"none"`, a short control attacks a few examples without one (`control=False` leaves it out). Everything wrong

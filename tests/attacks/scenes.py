@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from gradveil.attacks.base import Observation
 from gradveil.attacks.knowledge import Knowledge
+from gradveil.attacks.protocol import Observation
 from gradveil.client import Client
 from gradveil.core.noise import Key
 from gradveil.core.types import Batch, Domain
@@ -26,27 +26,27 @@ class Scene:
     truth: Batch
 
 
-def tiny(victims: int = 3, examples: int = 1, dtype: torch.dtype = torch.float64, seed: int = 0) -> Scene:
+def tiny(target_clients: int = 3, examples: int = 1, dtype: torch.dtype = torch.float64, seed: int = 0) -> Scene:
     """Build a smooth net on 1x6x6 inputs with four classes: milliseconds an iteration."""
     generator = Key(seed, ("tiny",)).generator()
     model = nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.Sigmoid(), nn.Flatten(), nn.Linear(144, 4)).to(dtype)
     for parameter in model.parameters():
         nn.init.normal_(parameter.data, std=0.3, generator=generator)
-    inputs = torch.rand(victims, examples, 1, 6, 6, dtype=dtype, generator=generator)
-    targets = torch.randint(0, 4, (victims, examples), generator=generator)
+    inputs = torch.rand(target_clients, examples, 1, 6, 6, dtype=dtype, generator=generator)
+    targets = torch.randint(0, 4, (target_clients, examples), generator=generator)
     return observed(Client(model), Batch(inputs, targets), torch.zeros(1, 1, 1), torch.ones(1, 1, 1), 4)
 
 
-def pictures(model: str, data: str, victims: int, examples: int = 1) -> Scene:
+def pictures(model: str, data: str, target_clients: int, examples: int = 1) -> Scene:
     """Take real bundled images and an untrained net of the library."""
-    dataset = load(data).victims
-    count = victims * examples
+    dataset = load(data).private
+    count = target_clients * examples
     shape = tuple(dataset.inputs.shape[1:])
     net = build(
         model, channels=shape[0], size=32, classes=len(dataset.classes), generator=Key(0).child("model").generator()
     )
-    inputs = dataset.inputs[:count].view(victims, examples, *shape)
-    batch = Batch(inputs, dataset.targets[:count].view(victims, examples))
+    inputs = dataset.inputs[:count].view(target_clients, examples, *shape)
+    batch = Batch(inputs, dataset.targets[:count].view(target_clients, examples))
     lower, upper = dataset.bounds
     return observed(Client(net), batch, lower, upper, len(dataset.classes))
 
@@ -56,14 +56,14 @@ def observed(client: Client, batch: Batch, lower: Tensor, upper: Tensor, classes
     client = replace(client, domain=Domain(lower, upper, classes))
     params = client.params()
     sent, _ = client.updates(params, batch, {}, {})
-    victims, examples = batch.targets.shape
+    target_clients, examples = batch.targets.shape
     shape = tuple(batch.inputs.shape[2:])
     knowledge = Knowledge((shape[0], shape[1], shape[2]), lower, upper, classes, targets=batch.targets)
-    return Scene(client, Observation(params, sent, examples, tuple(range(victims))), knowledge, batch)
+    return Scene(client, Observation(params, sent, examples, tuple(range(target_clients))), knowledge, batch)
 
 
 def psnr(candidate: Tensor, truth: Tensor, lower: Tensor, upper: Tensor) -> Tensor:
-    """Peak signal-to-noise ratio of each victim with the valid range as the peak."""
+    """Peak signal-to-noise ratio of each target client with the valid range as the peak."""
     scale = (upper - lower).to(candidate)
     error = ((candidate.clamp(lower.to(candidate), upper.to(candidate)) - truth) / scale).square().flatten(1).mean(1)
     return -10 * torch.log10(error)

@@ -6,14 +6,15 @@ from fnmatch import fnmatchcase
 import pytest
 import torch
 
-from gradveil.attacks.base import Prospect
+from gradveil.attacks.attack_catalogue import make_attack
+from gradveil.attacks.inversion.problem import Rows
 from gradveil.attacks.knowledge import Known, Neutral
-from gradveil.attacks.presets import make_attack
-from gradveil.attacks.rows import Rows
-from gradveil.audit.cell import cells, recover
-from gradveil.audit.granted import grant
-from gradveil.audit.rounds import observe
-from gradveil.audit.scene import open_scene
+from gradveil.attacks.protocol import Prospect
+from gradveil.audit.attack_selection import trials
+from gradveil.audit.grants import grant
+from gradveil.audit.observe import observe
+from gradveil.audit.preflight import open_experiment
+from gradveil.audit.trial import recover
 from gradveil.core.errors import GradveilError
 from gradveil.core.noise import Key
 from tests.audit.runs import config
@@ -24,11 +25,11 @@ SUBTRACTED = "wiig(additive=subtracted)"
 def seen_by(defence, attack=SUBTRACTED, **changes):
     """Return the attacker's rows, the client, its updates and the truth, of two digits."""
     base = {"data": {"name": "digits"}, "model": {"name": "lenet-zhu"}, "iterations": 5}
-    scene = open_scene(config(**{**base, "defences": [defence], "attacks": [attack], **changes}))
-    (cell,) = cells(scene.config)
-    client = scene.client(0, cell.defence, 0)
-    seen, truth = observe(scene, cell, client, range(2))
-    attack = scene.attacks[cell.attack]
+    scene = open_experiment(config(**{**base, "defences": [defence], "attacks": [attack], **changes}))
+    (trial,) = trials(scene.config)
+    client = scene.client(0, trial.defence, 0)
+    seen, truth = observe(scene, trial, client, range(2))
+    attack = scene.attacks[trial.attack]
     knowledge, _ = grant(scene, attack, client, client.params(), truth)
     return Rows(attack, seen, client, knowledge, Key(0)), client, seen, truth
 
@@ -94,7 +95,7 @@ def test_nothing_is_taken_off_that_nobody_told():
 def test_who_ignores_the_noise_is_refused_where_he_would_take_it_off():
     with pytest.raises(GradveilError, match="additive=subtracted: is about a defence, and this attacker ignores it"):
         make_attack("ig(additive=subtracted)")
-    rows, client, seen, _ = seen_by("gaussian(0.1)", "ig(additive=subtracted, belief=full)")
+    rows, client, seen, _ = seen_by("gaussian(0.1)", "ig(additive=subtracted, simulated_client=full)")
     assert not any(torch.equal(rows.rounds[0].observed[n], v) for n, v in seen[0].update.items())
     from_python = replace(make_attack("ig"), subtract=True)
     (problem,) = from_python.problems(Prospect(client, (1, 16, 16), 1, 10, 0))
@@ -107,10 +108,10 @@ def test_who_ignores_the_noise_is_refused_where_he_would_take_it_off():
 def test_what_is_said_of_a_defence_that_is_ignored_is_refused(setting):
     with pytest.raises(GradveilError, match=f"{setting}: is about a defence, and this attacker ignores it"):
         make_attack(f"ig({setting})")
-    make_attack(f"ig({setting}, belief=full)")
+    make_attack(f"ig({setting}, simulated_client=full)")
     make_attack(f"cdia({setting})")
     with pytest.raises(GradveilError, match=setting):
-        make_attack(f"cdia({setting}, belief=naive)")
+        make_attack(f"cdia({setting}, simulated_client=naive)")
 
 
 @pytest.mark.parametrize("name", ["wiig", "cdia", "dpia"])
@@ -135,9 +136,9 @@ def test_who_takes_the_noise_off_attacks_an_undefended_client():
         ("dp(clip=1, sigma=0.3)", "wiig"),
     ):
         changes = {"data": {"name": "digits"}, "model": {"name": "lenet-zhu"}, "iterations": 30, "precision": "float64"}
-        scene = open_scene(config(defences=[defence], attacks=[attack], **changes))
-        (cell,) = cells(scene.config)
-        found[attack] = recover(scene, cell, range(2), lambda _: None).tensors
+        scene = open_experiment(config(defences=[defence], attacks=[attack], **changes))
+        (trial,) = trials(scene.config)
+        found[attack] = recover(scene, trial, range(2), lambda _: None).tensors
     naive, off, added = (found[name]["inputs"] for name in ("ig-scheliga", SUBTRACTED, "wiig"))
     torch.testing.assert_close(off, naive, rtol=0, atol=1e-3)
     assert (added - naive).abs().mean() > 0.1

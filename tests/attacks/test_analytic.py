@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from gradveil.attacks.analytic import Analytic
-from gradveil.attacks.presets import make_attack
+from gradveil.attacks.attack_catalogue import make_attack
+from gradveil.attacks.closed_form.first_layer import Analytic
 from gradveil.client import Client, Local
 from gradveil.core.errors import GradveilError
 from gradveil.core.noise import Key
@@ -16,7 +16,7 @@ from gradveil.defences import parse
 from tests.attacks.scenes import observed, tiny
 
 
-def dense(*layers, victims=3, labels=((0,), (1,), (3,))):
+def dense(*layers, target_clients=3, labels=((0,), (1,), (3,))):
     """A net that begins with a linear layer of the pixels, and what its clients sent."""
     generator = Key(3).generator()
     model = nn.Sequential(nn.Flatten(), *layers).double()
@@ -164,14 +164,14 @@ class Embedded(nn.Module):
         return self.head(mixed[:, 0] + torch.sin(mixed).sum(1))
 
 
-def patches(*, victims=3, examples=1, **options):
+def patches(*, target_clients=3, examples=1, **options):
     """A net that begins with an embedding of patches, and what its clients sent."""
     generator = Key(4).generator()
     model = Embedded(**options).double()
     for parameter in model.parameters():
         nn.init.normal_(parameter.data, std=0.4, generator=generator)
-    targets = torch.randint(0, 4, (victims, examples), generator=generator)
-    inputs = torch.rand(victims, examples, 1, 6, 6, dtype=torch.float64, generator=generator)
+    targets = torch.randint(0, 4, (target_clients, examples), generator=generator)
+    inputs = torch.rand(target_clients, examples, 1, 6, 6, dtype=torch.float64, generator=generator)
     return observed(Client(model), Batch(inputs, targets), torch.zeros(1, 1, 1), torch.ones(1, 1, 1), 4)
 
 

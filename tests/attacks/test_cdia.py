@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from gradveil.attacks.presets import make_attack
+from gradveil.attacks.attack_catalogue import make_attack
 from gradveil.client import Client, announced, proposer, speakers
 from gradveil.core.noise import Key
 from gradveil.core.tree import stack
@@ -15,12 +15,12 @@ from gradveil.defences import parse
 from tests.attacks.scenes import pictures, psnr
 
 
-def defended(text, iterations, attacks=("ig-scheliga", "cdia"), victims=2):
+def defended(text, iterations, attacks=("ig-scheliga", "cdia"), target_clients=2):
     """Some digits, defended; what the attackers, a naive and a knowing one, recover of them.
 
     Where somebody has to speak in public first, they are clients with other digits.
     """
-    scene = pictures("scheliga-cnn", "digits", victims)
+    scene = pictures("scheliga-cnn", "digits", target_clients)
     client: Client = parse(text)(scene.client, Key(0))
     params = client.params()
     if speakers(client):
@@ -29,17 +29,17 @@ def defended(text, iterations, attacks=("ig-scheliga", "cdia"), victims=2):
         client = announced(client, proposer(client).updates(params, batch, {}, drawn)[0], {}, 0)
         assert client.messages
     spec = client.noise_spec(params, Batch(scene.truth.inputs[0], scene.truth.targets[0]))
-    noise = stack([spec.sample(Key(0).child("client", victim)) for victim in range(victims)])
-    state = {name: value.expand(victims, *value.shape) for name, value in client.init(params).items()}
+    noise = stack([spec.sample(Key(0).child("client", target_client)) for target_client in range(target_clients)])
+    state = {name: value.expand(target_clients, *value.shape) for name, value in client.init(params).items()}
     sent, _ = client.updates(params, scene.truth, noise, state)
     observation = replace(scene.observation, params=params, update=sent)
     found = {}
     for name in attacks:
         attack = make_attack(name)
         attack = replace(attack, descent=replace(attack.descent, iterations=iterations))
-        belief = client if attack.belief == "full" else client.undefended_update()
+        simulated_client = client if attack.simulated_client == "full" else client.undefended_update()
         knowledge = replace(scene.knowledge, tensors=attack.knowledge)
-        found[name] = attack([observation], belief, knowledge, Key(0))
+        found[name] = attack([observation], simulated_client, knowledge, Key(0))
     return scene, found
 
 

@@ -1,15 +1,14 @@
-"""CMA-ES on functions whose minimum is known: every victim has a population, and none sees another's."""
+"""CMA-ES on functions whose minimum is known: every target client has a population, and none sees another's."""
 
 from dataclasses import replace
 
 import pytest
 import torch
 
-from gradveil.attacks.evolve import CMAES
-from gradveil.attacks.inversion import Inversion
-from gradveil.attacks.optimise import Descent, Plateau, descend
-from gradveil.attacks.presets import make_attack
-from gradveil.attacks.solution import STATUSES
+from gradveil.attacks.attack_catalogue import make_attack
+from gradveil.attacks.inversion.cma_es import CMAES
+from gradveil.attacks.inversion.descent import STATUSES, Descent, Plateau, descend
+from gradveil.attacks.inversion.inversion import Inversion
 from gradveil.core.errors import GradveilError
 from gradveil.core.noise import Key
 
@@ -28,9 +27,9 @@ def rosenbrock(x):
     return (100 * (x[:, 1:] - x[:, :-1].square()).square() + (1 - x[:, :-1]).square()).sum(1)
 
 
-def evolve(function, victims=3, size=8, population=12, generations=200, tolerance=0.0, first=0, **settings):
-    """Let every victim's population look for its own minimum, which lies at the victim's number."""
-    rows = victims * population
+def evolve(function, target_clients=3, size=8, population=12, generations=200, tolerance=0.0, first=0, **settings):
+    """Let every target client's population look for its own minimum, which lies at the target client's number."""
+    rows = target_clients * population
 
     def streams(key):
         return [Key(5, (key, first + row)).generator() for row in range(rows)]
@@ -75,7 +74,7 @@ def test_the_step_size_falls_as_fast_as_is_known_on_the_sphere():
 
 def test_populations_do_not_see_each_other():
     together = evolve(rosenbrock, generations=60)
-    alone = evolve(rosenbrock, victims=1, generations=60, first=24)
+    alone = evolve(rosenbrock, target_clients=1, generations=60, first=24)
     torch.testing.assert_close(alone.objective, together.objective[24:], rtol=1e-6, atol=0)
 
 
@@ -129,7 +128,7 @@ def test_what_means_nothing_to_a_population_is_refused():
     with pytest.raises(GradveilError, match="candidates of a population here -> give at least 2"):
         Inversion("mine", descent=Descent(CMAES(population=20)))
     with pytest.raises(GradveilError, match="5000 numbers go together"):
-        evolve(sphere, victims=1, size=5000, generations=1)
+        evolve(sphere, target_clients=1, size=5000, generations=1)
 
 
 def test_a_population_loses_no_half():

@@ -6,24 +6,24 @@ import pytest
 import torch
 from torch import nn
 
-from gradveil.attacks.base import Active, Observation, Persistent, Prospect
-from gradveil.attacks.catch import catches, count
+from gradveil.attacks.attack_catalogue import make_attack
 from gradveil.attacks.knowledge import Knowledge
-from gradveil.attacks.presets import make_attack
+from gradveil.attacks.malicious.caught_examples import catches, count
+from gradveil.attacks.protocol import Active, Observation, Persistent, Prospect
 from gradveil.client import Client, Local
 from gradveil.core.errors import GradveilError
 from gradveil.core.noise import Key
 from gradveil.core.types import Batch
 from gradveil.data import load
 from gradveil.defences import parse
-from gradveil.federated.guard import inspect
+from gradveil.federated.model_inspection import inspect
 from gradveil.nn.models import build
-from gradveil.nn.paths import last_layer
+from gradveil.nn.module_paths import last_layer
 from gradveil.nn.surgery import replace_batchnorm
 
 DIGITS = load("digits")
-LOWER, UPPER = DIGITS.victims.bounds
-SHAPE = tuple(DIGITS.victims.inputs.shape[1:])
+LOWER, UPPER = DIGITS.private.bounds
+SHAPE = tuple(DIGITS.private.inputs.shape[1:])
 KNOWN = Knowledge(SHAPE, LOWER, UPPER, 10, public=Batch(DIGITS.public.inputs, DIGITS.public.targets))
 
 
@@ -36,9 +36,9 @@ def digits(labels, skip=0):
     """Take a batch of digits with these labels."""
     found = []
     for label in labels:
-        of_class = (DIGITS.victims.targets == label).nonzero().flatten().tolist()
+        of_class = (DIGITS.private.targets == label).nonzero().flatten().tolist()
         found.append(next(place for place in of_class[skip:] if place not in found))
-    return Batch(DIGITS.victims.inputs[found], DIGITS.victims.targets[found])
+    return Batch(DIGITS.private.inputs[found], DIGITS.private.targets[found])
 
 
 def sent_by(crafted, *batches, params=None):
@@ -197,9 +197,11 @@ def test_the_true_images_have_the_least_objective():
         sent_by(crafted, batch, other),
         replace(KNOWN, targets=torch.stack([batch.targets, other.targets])),
     )
-    belief = crafted.undefended_update()
-    found = fishing([seen], belief, knowledge, Key(0))
-    at_truth = fishing.evaluate([seen], belief, knowledge, Key(0), torch.stack([batch.inputs, other.inputs]), {})
+    simulated_client = crafted.undefended_update()
+    found = fishing([seen], simulated_client, knowledge, Key(0))
+    at_truth = fishing.evaluate(
+        [seen], simulated_client, knowledge, Key(0), torch.stack([batch.inputs, other.inputs]), {}
+    )
     assert float(at_truth[0]) < 1e-3 < float(found.objective[0])
     assert bool(at_truth[1].isnan())
 
@@ -207,12 +209,12 @@ def test_the_true_images_have_the_least_objective():
 @pytest.mark.parametrize("text", ["prune(0.9)", "dgp", "sign"])
 def test_who_knows_the_defence_explains_what_it_left_of_the_catch(text):
     batch, at_truth = digits([1, 3, 7, 7, 0, 4, 5, 9]), []
-    for settings in ("belief=full", "belief=naive"):
+    for settings in ("simulated_client=full", "simulated_client=naive"):
         fishing = make_attack(f"fishing(target=3, tv=0, {settings})")
         crafted = fishing.craft(parse(text)(client()), KNOWN, Key(0))
-        belief = crafted if fishing.belief == "full" else crafted.undefended_update()
+        simulated_client = crafted if fishing.simulated_client == "full" else crafted.undefended_update()
         knowledge = replace(KNOWN, targets=batch.targets[None])
-        given = [sent_by(crafted, batch)], belief, knowledge, Key(0), batch.inputs[None], {}
+        given = [sent_by(crafted, batch)], simulated_client, knowledge, Key(0), batch.inputs[None], {}
         at_truth.append(float(fishing.evaluate(*given)))
     assert at_truth[0] < 0.02
     assert at_truth[0] < at_truth[1] / 3

@@ -6,18 +6,18 @@ import pytest
 import torch
 from torch import nn
 
-from gradveil.attacks.generator import Generator, drawn_by, taught
-from gradveil.attacks.images import INPUTS, LATENT, TARGETS, WEIGHTS, Pixels, Trained, Untrained
-from gradveil.attacks.inversion import Inversion
+from gradveil.attacks.attack_catalogue import ATTACKS, make_attack
+from gradveil.attacks.inversion.descent import Descent
+from gradveil.attacks.inversion.generators import Generator, drawn_by, taught
+from gradveil.attacks.inversion.image_sources import INPUTS, LATENT, TARGETS, WEIGHTS, Pixels, Trained, Untrained
+from gradveil.attacks.inversion.inversion import Inversion
+from gradveil.attacks.inversion.optimisers import Adam
+from gradveil.attacks.inversion.problem import Rows
 from gradveil.attacks.knowledge import Known
-from gradveil.attacks.optimise import Descent
-from gradveil.attacks.presets import ATTACKS, make_attack
-from gradveil.attacks.rows import Rows
-from gradveil.attacks.steps import Adam
 from gradveil.core.errors import GradveilError
 from gradveil.core.noise import Key
 from gradveil.core.types import Batch
-from gradveil.nn.init import initialise
+from gradveil.nn.initial_weights import initialise
 from tests.attacks.scenes import tiny
 
 PUBLIC = Batch(torch.rand(40, 1, 6, 6, generator=Key(3).generator()), torch.arange(40) % 4)

@@ -4,20 +4,20 @@ import pytest
 import torch
 from torch import nn
 
-from gradveil.attacks.base import Active, Progress
-from gradveil.attacks.infer import restore_labels, smallest_row
-from gradveil.attacks.inversion import Inversion
+from gradveil.attacks.attack_catalogue import ATTACKS, InversionEntry, make_attack
+from gradveil.attacks.inversion.descent import Descent
+from gradveil.attacks.inversion.inversion import Inversion
+from gradveil.attacks.inversion.optimisers import LBFGS, Adam
 from gradveil.attacks.knowledge import Knowledge, Optimise, Sample
-from gradveil.attacks.optimise import Descent
-from gradveil.attacks.presets import ATTACKS, InversionEntry, make_attack
-from gradveil.attacks.steps import LBFGS, Adam
+from gradveil.attacks.labels import restore_labels, smallest_row
+from gradveil.attacks.protocol import Active, Progress
 from gradveil.client import Client, Local
 from gradveil.core.errors import GradveilError
 from gradveil.core.noise import Key
 from gradveil.core.tree import stack
 from gradveil.core.types import Batch
-from gradveil.nn.bottleneck import VariationalBottleneck
-from gradveil.nn.paths import last_layer
+from gradveil.nn.module_paths import last_layer
+from gradveil.nn.stochastic_layers import VariationalBottleneck
 from tests.attacks.scenes import observed, pictures, tiny
 
 ZERO = Key(0)
@@ -44,10 +44,12 @@ def test_the_same_plan_gives_the_same_bits_and_another_plan_agrees():
         torch.testing.assert_close(other.inputs, first.inputs, rtol=1e-6, atol=1e-6)
 
 
-def test_draws_belong_to_the_victim_not_to_its_place():
+def test_draws_belong_to_the_target_client_not_to_its_place():
     scene = tiny()
     whole = run(scene, SHORT)
-    last = replace(scene.observation, update={n: v[2:] for n, v in scene.observation.update.items()}, victims=(2,))
+    last = replace(
+        scene.observation, update={n: v[2:] for n, v in scene.observation.update.items()}, target_clients=(2,)
+    )
     knowledge = replace(scene.knowledge, targets=scene.truth.targets[2:])
     alone = SHORT([last], scene.client, knowledge, Key(0))
     torch.testing.assert_close(alone.inputs[0], whole.inputs[2], rtol=1e-6, atol=1e-6)
@@ -62,7 +64,7 @@ def test_what_is_drawn_each_iteration_belongs_to_the_row():
     nn.init.normal_(bottleneck[-1].weight, std=0.3, generator=Key(2).generator())
     client = Client(bottleneck)
     spec = client.noise_spec(client.params(), Batch(scene.truth.inputs[0], scene.truth.targets[0]))
-    noise = stack([spec.sample(Key(5, (victim,))) for victim in range(3)])
+    noise = stack([spec.sample(Key(5, (target_client,))) for target_client in range(3)])
     params = client.params()
     sent, _ = client.updates(params, scene.truth, noise, {})
     observation = replace(scene.observation, params=params, update=sent)
@@ -77,36 +79,36 @@ def test_what_is_drawn_each_iteration_belongs_to_the_row():
         assert torch.equal(other.iterations, whole.iterations)
 
 
-def test_the_loop_agrees_with_a_plain_loop_over_one_victim():
-    scene = tiny(victims=2)
+def test_the_loop_agrees_with_a_plain_loop_over_one_target_client():
+    scene = tiny(target_clients=2)
     attack = replace(SHORT, restarts=1, box=False)
     ours = run(scene, attack)
-    for victim in range(2):
-        start = attack_start(scene, attack, victim)
+    for target_client in range(2):
+        start = attack_start(scene, attack, target_client)
         x = start.clone().requires_grad_()
         optimiser = torch.optim.Adam([x], lr=0.1)
         best = float("inf")
         for _ in range(50):
             optimiser.zero_grad()
-            value = plain_objective(scene, x, victim)
+            value = plain_objective(scene, x, target_client)
             best = min(best, value.item())
             value.backward()
             optimiser.step()
-        assert abs(ours.objective[victim].item() - best) < 1e-6 * best
+        assert abs(ours.objective[target_client].item() - best) < 1e-6 * best
 
 
-def attack_start(scene, attack, victim):
-    key = Key(0).child(victim, 0).child("inputs")
+def attack_start(scene, attack, target_client):
+    key = Key(0).child(target_client, 0).child("inputs")
     return torch.randn(scene.truth.inputs.shape[1:], dtype=torch.float64, generator=key.generator())
 
 
-def plain_objective(scene, x, victim):
+def plain_objective(scene, x, target_client):
     """The published recipe: double backward through an ordinary forward, cosine by its formula, TV by differences."""
     model = scene.client.model
-    loss = nn.functional.cross_entropy(model(x), scene.truth.targets[victim])
+    loss = nn.functional.cross_entropy(model(x), scene.truth.targets[target_client])
     grads = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
     ours = torch.cat([g.flatten() for g in grads])
-    theirs = torch.cat([v[victim].flatten() for v in scene.observation.update.values()])
+    theirs = torch.cat([v[target_client].flatten() for v in scene.observation.update.values()])
     distance = 1 - ours @ theirs / (ours.norm() * theirs.norm())
     variation = (x[..., 1:, :] - x[..., :-1, :]).abs().mean() + (x[..., 1:] - x[..., :-1]).abs().mean()
     return distance + 1e-3 * variation
@@ -120,7 +122,7 @@ def test_restarts_are_chosen_by_the_attackers_objective():
     assert torch.equal(found.restart, found.objectives.argmin(1))
 
 
-def test_the_plan_does_not_choose_the_restart_of_a_solved_victim():
+def test_the_plan_does_not_choose_the_restart_of_a_solved_target_client():
     scene = tiny()
     attack = replace(
         ATTACKS["dlg"].make(), descent=Descent(LBFGS(), iterations=300, tolerance=1e-6, patience=100, report=10)
@@ -143,7 +145,7 @@ INVERSIONS = [n for n, made in MADE.items() if n != "glaus" and not isinstance(m
 
 @pytest.mark.parametrize("name", INVERSIONS)
 def test_every_preset_survives_weights_that_are_not_numbers(name):
-    scene = tiny(victims=2)
+    scene = tiny(target_clients=2)
     with torch.no_grad():
         scene.client.model[0].weight[0] = torch.nan
     broken = observed(scene.client, scene.truth, scene.knowledge.lower, scene.knowledge.upper, 4)
@@ -156,7 +158,7 @@ def test_every_preset_survives_weights_that_are_not_numbers(name):
 
 
 def test_every_preset_moves_its_dummies_and_lowers_its_objective():
-    scene = tiny(victims=2)
+    scene = tiny(target_clients=2)
     for name in INVERSIONS:
         attack = quick(name)
         attack = replace(attack, descent=replace(attack.descent, iterations=60), restarts=8 if attack.evolves else 1)
@@ -170,7 +172,7 @@ def test_progress_counts_up_to_the_budget():
     counts = [p.row_iterations for p in seen]
     assert counts == sorted(counts)
     assert counts[-1] == seen[-1].row_budget == 6 * 50
-    assert seen[-1].victims == 3
+    assert seen[-1].target_clients == 3
 
 
 def test_labels_that_were_never_granted_are_refused():
@@ -191,7 +193,7 @@ def test_impossible_knowledge_is_refused_all_at_once():
 
 
 def test_the_order_of_examples_cannot_be_optimised():
-    scene = tiny(victims=1, examples=2)
+    scene = tiny(target_clients=1, examples=2)
     client = Client(scene.client.model, local=Local(batch=1, lr=0.1, steps=2))
     knowledge = replace(scene.knowledge, tensors={"schedule": Optimise()})
     with pytest.raises(GradveilError, match="discrete"):
@@ -200,7 +202,7 @@ def test_the_order_of_examples_cannot_be_optimised():
 
 def test_local_training_is_simulated_by_the_believed_client():
     """The update of three local steps is inverted by an attacker who simulates them."""
-    scene = tiny(victims=1)
+    scene = tiny(target_clients=1)
     client = Client(scene.client.model, local=Local(batch=1, lr=0.1, steps=3))
     params = client.params()
     noise = {"schedule": torch.zeros(1, 3, 1, dtype=torch.long)}
@@ -213,7 +215,7 @@ def test_local_training_is_simulated_by_the_believed_client():
 
 @pytest.mark.parametrize("bias", [True, False])
 def test_idlg_reads_single_labels(bias):
-    scene = tiny(victims=8)
+    scene = tiny(target_clients=8)
     model = scene.client.model
     if not bias:
         model[3] = nn.Linear(144, 4, bias=False).double()

@@ -6,10 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from gradveil.attacks.base import Observation, Prospect
-from gradveil.attacks.infer import find_labels, label_problems, smallest_entries
 from gradveil.attacks.knowledge import Knowledge
-from gradveil.attacks.restore import _complete, _proved
+from gradveil.attacks.labels import _complete, _proved, find_labels, label_problems, smallest_entries
+from gradveil.attacks.protocol import Observation, Prospect
 from gradveil.client import Client, Local, summed
 from gradveil.core.errors import GradveilError
 from gradveil.core.noise import Key
@@ -17,18 +16,18 @@ from gradveil.core.tree import stack
 from gradveil.core.types import Batch
 from gradveil.data import load
 from gradveil.defences import parse
-from gradveil.metrics.labels import label_accuracy
+from gradveil.metrics.label_scores import label_accuracy
 from gradveil.nn.models import build
 
-VICTIMS = 6
+TARGET_CLIENTS = 6
 KEY = Key(0)
 DIGITS = load("digits")
 
 
-def digits(examples, victims=VICTIMS):
-    count = victims * examples
-    inputs = DIGITS.victims.inputs[:count].view(victims, examples, 1, 32, 32)
-    return Batch(inputs, DIGITS.victims.targets[:count].view(victims, examples))
+def digits(examples, target_clients=TARGET_CLIENTS):
+    count = target_clients * examples
+    inputs = DIGITS.private.inputs[:count].view(target_clients, examples, 1, 32, 32)
+    return Batch(inputs, DIGITS.private.targets[:count].view(target_clients, examples))
 
 
 def model(classes=10, gain=1.0, name="scheliga-cnn"):
@@ -41,17 +40,17 @@ def model(classes=10, gain=1.0, name="scheliga-cnn"):
 def sent(client, batch, hidden=()):
     """What the server sees of these batches; parameters whose name ends in `hidden` are not sent."""
     params = client.params()
-    victims, examples = batch.targets.shape
+    target_clients, examples = batch.targets.shape
     spec = client.noise_spec(params, Batch(batch.inputs[0], batch.targets[0]))
-    noise = stack([spec.sample(KEY.child("noise", victim)) for victim in range(victims)])
-    state = {name: value.expand(victims, *value.shape) for name, value in client.init(params).items()}
+    noise = stack([spec.sample(KEY.child("noise", target_client)) for target_client in range(target_clients)])
+    state = {name: value.expand(target_clients, *value.shape) for name, value in client.init(params).items()}
     update, _ = client.updates(params, batch, noise, state)
     kept = {name: value.detach() for name, value in update.items() if not name.endswith(hidden or ("?",))}
-    return Observation(params, kept, examples, tuple(range(victims)))
+    return Observation(params, kept, examples, tuple(range(target_clients)))
 
 
 def knowledge(classes=10, public=None):
-    lower, upper = DIGITS.victims.bounds
+    lower, upper = DIGITS.private.bounds
     return Knowledge((1, 32, 32), lower, upper, classes, public=public)
 
 
@@ -69,7 +68,7 @@ def test_every_label_of_sixteen_is_restored_repeats_included():
     assert accuracy(Client(model()), batch) == 1
 
 
-def test_labels_of_another_victims_update_are_not_restored():
+def test_labels_of_another_target_clients_update_are_not_restored():
     client, batch = Client(model()), digits(16)
     other = label_accuracy(restored(client, sent(client, batch)).roll(1, 0), batch.targets)
     assert float(other.mean()) < 0.85
@@ -79,10 +78,10 @@ def test_labels_of_another_victims_update_are_not_restored():
     assert float(label_accuracy(wrong, batch.targets).mean()) < 0.25
 
 
-def many(examples, classes, victims=VICTIMS):
+def many(examples, classes, target_clients=TARGET_CLIENTS):
     """Digits with labels of many classes, drawn at random."""
-    targets = torch.randint(classes, (victims, examples), generator=KEY.child("targets").generator())
-    return Batch(digits(examples, victims).inputs, targets)
+    targets = torch.randint(classes, (target_clients, examples), generator=KEY.child("targets").generator())
+    return Batch(digits(examples, target_clients).inputs, targets)
 
 
 @pytest.mark.parametrize(("examples", "settings"), [(24, {"batch": 24, "steps": 1}), (16, {"batch": 4, "epochs": 4})])
@@ -113,7 +112,7 @@ def test_unique_refuses_more_examples_than_classes():
 
 
 def test_unique_reads_distinct_labels_and_cannot_repeat_one():
-    targets = torch.stack([torch.randperm(10, generator=KEY.child(v).generator())[:4] for v in range(VICTIMS)])
+    targets = torch.stack([torch.randperm(10, generator=KEY.child(v).generator())[:4] for v in range(TARGET_CLIENTS)])
     batch = Batch(digits(4).inputs, targets)
     client = Client(model())
     assert accuracy(client, batch, "unique") == 1
@@ -125,23 +124,23 @@ def test_unique_reads_distinct_labels_and_cannot_repeat_one():
 
 @pytest.mark.parametrize("hidden", [(), ("head.bias",)])
 def test_the_signs_of_confident_outputs_prove_labels(hidden):
-    """With outputs as sure as a trained net's, random images say nothing of the victims': the signs do."""
+    """With outputs as sure as a trained net's, random images say nothing of the target clients': the signs do."""
     net = model(gain=200.0)
-    batch = Batch(digits(4).inputs, torch.stack([torch.arange(v, v + 4) for v in range(VICTIMS)]))
+    batch = Batch(digits(4).inputs, torch.stack([torch.arange(v, v + 4) for v in range(TARGET_CLIENTS)]))
     client = Client(net, trainable=tuple(n for n, _ in net.named_parameters() if not n.endswith(hidden or ("?",))))
     assert accuracy(client, batch) == 1
 
 
 def test_the_bias_proves_repeats_of_confident_mistakes():
-    targets = torch.stack([torch.tensor([v, v, v + 1, v + 1, v + 1, v + 2, 9, 9]) for v in range(VICTIMS)])
+    targets = torch.stack([torch.tensor([v, v, v + 1, v + 1, v + 1, v + 2, 9, 9]) for v in range(TARGET_CLIENTS)])
     client = Client(model(gain=1000.0), trainable=("head.bias",))
     observation = sent(client, Batch(digits(8).inputs, targets))
     bias = observation.update["head.bias"].unsqueeze(2).double()
-    proved = _proved(bias, 8, noise=torch.zeros(VICTIMS), signs=torch.ones(1), biased=True)
+    proved = _proved(bias, 8, noise=torch.zeros(TARGET_CLIENTS), signs=torch.ones(1), biased=True)
     counts = nn.functional.one_hot(targets, 10).sum(1)
     assert bool((proved <= counts).all())
     assert bool((proved.sum(1) >= 3).all())
-    assert int((proved > 1).sum()) > VICTIMS
+    assert int((proved > 1).sum()) > TARGET_CLIENTS
     assert float(label_accuracy(restored(client, observation), targets).mean()) > 0.65
 
 
@@ -158,7 +157,7 @@ def test_what_sums_cannot_tell_is_spread_evenly():
     nothing = sent(client, batch)
     blank = {name: torch.zeros_like(value) for name, value in nothing.update.items()}
     found = find_labels("restore", replace(nothing, update=blank), client, knowledge(), KEY)
-    assert torch.equal(found, torch.arange(10).expand(VICTIMS, 10))
+    assert torch.equal(found, torch.arange(10).expand(TARGET_CLIENTS, 10))
 
 
 def test_signs_prove_nothing_where_features_may_be_negative():
@@ -185,8 +184,8 @@ def test_pruned_sums_are_completed_from_the_weight(text, classes, least):
 
 def test_repeats_survive_pruning():
     """One entry of the bias is left; what the others were follows from the weight, of rank one for a single image."""
-    image = digits(1).inputs.expand(VICTIMS, 7, 1, 32, 32)
-    targets = torch.stack([torch.tensor([v] * 4 + [v + 20] * 2 + [v + 30]) for v in range(VICTIMS)])
+    image = digits(1).inputs.expand(TARGET_CLIENTS, 7, 1, 32, 32)
+    targets = torch.stack([torch.tensor([v] * 4 + [v + 20] * 2 + [v + 30]) for v in range(TARGET_CLIENTS)])
     client, batch = parse("prune(0.98)")(Client(model(50))), Batch(image, targets)
     assert bool(((sent(client, batch).update["head.bias"] != 0).sum(1) == 1).all())
     assert accuracy(client, batch, facts=knowledge(50)) == 1

@@ -5,11 +5,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from gradveil.attacks.presets import make_attack
-from gradveil.audit.cell import cells, recover
-from gradveil.audit.granted import grant
-from gradveil.audit.rounds import observe
-from gradveil.audit.scene import open_scene
+from gradveil.attacks.attack_catalogue import make_attack
+from gradveil.audit.attack_selection import trials
+from gradveil.audit.grants import grant
+from gradveil.audit.observe import observe
+from gradveil.audit.preflight import open_experiment
+from gradveil.audit.trial import recover
 from gradveil.core.errors import GradveilError
 from gradveil.core.noise import Key
 from gradveil.core.types import Batch
@@ -19,12 +20,17 @@ from tests.audit.runs import config
 QUICK = "learned(epochs=6, width=300, features=1024)"
 
 
-def learned(defence, text=QUICK, victims=8, **changes):
-    """Attack some digits; squared errors of the reconstruction, of the class's mean image, and for another victim."""
-    base = {"data": {"name": "digits", "size": 16}, "attacks": [text], "defences": [defence], "victims": victims}
-    scene = open_scene(config(**{**base, **changes}))
-    found = recover(scene, cells(scene.config)[0], range(victims), lambda _: None)
-    batch = scene.batch(scene.examples(0, range(victims)))
+def learned(defence, text=QUICK, target_clients=8, **changes):
+    """Attack some digits; squared errors of the reconstruction, of the class's mean image, and for another target."""
+    base = {
+        "data": {"name": "digits", "size": 16},
+        "attacks": [text],
+        "defences": [defence],
+        "target_clients": target_clients,
+    }
+    scene = open_experiment(config(**{**base, **changes}))
+    found = recover(scene, trials(scene.config)[0], range(target_clients), lambda _: None)
+    batch = scene.batch(scene.examples(0, range(target_clients)))
     assert scene.public is not None
     classes = torch.stack([scene.public.inputs[scene.public.targets == c].mean(0) for c in range(10)])
     inputs = found.tensors["inputs"]
@@ -46,15 +52,15 @@ def test_it_learns_to_invert_any_client_it_can_simulate(defence):
 @pytest.mark.parametrize("defence", ["prune(0.8, feedback=true)", "standin", "adgp(selection=previous)"])
 def test_who_watched_the_rounds_knows_what_the_client_kept(defence):
     """Alone, the last round of such a client would be taken for its first."""
-    scene = open_scene(
+    scene = open_experiment(
         config(
             data={"name": "digits", "size": 16}, attacks=["learned(epochs=1, width=8, features=16)"],
             defences=[defence], rounds=3, precision="float64",
         )
     )  # fmt: skip
-    cell = cells(scene.config)[0]
-    attack, client = scene.attacks[cell.attack], scene.client(0, cell.defence, 0)
-    seen, truth = observe(scene, cell, client, range(2))
+    trial = trials(scene.config)[0]
+    attack, client = scene.attacks[trial.attack], scene.client(0, trial.defence, 0)
+    seen, truth = observe(scene, trial, client, range(2))
     knowledge = replace(grant(scene, attack, client, client.params(), truth)[0], targets=truth.raw.targets)
     at_truth = attack.evaluate(seen, client, knowledge, Key(0), truth.raw.inputs, truth.noise)
     alone = attack.evaluate(seen[-1:], client, knowledge, Key(0), truth.raw.inputs, truth.noise)
@@ -70,21 +76,21 @@ def test_a_round_whose_client_kept_something_is_inverted():
 
 def test_how_many_updates_are_simulated_at_once_changes_nothing(monkeypatch):
     text = "learned(epochs=1, width=50, features=256)"
-    whole = learned("dropout + gaussian(0.01)", text, victims=2)[3].tensors["inputs"]
-    monkeypatch.setattr("gradveil.attacks.simulated._VALUES", 10**6)
+    whole = learned("dropout + gaussian(0.01)", text, target_clients=2)[3].tensors["inputs"]
+    monkeypatch.setattr("gradveil.attacks.simulated_updates._VALUES", 10**6)
     torch.testing.assert_close(
-        learned("dropout + gaussian(0.01)", text, victims=2)[3].tensors["inputs"], whole, rtol=1e-3, atol=1e-3
+        learned("dropout + gaussian(0.01)", text, target_clients=2)[3].tensors["inputs"], whole, rtol=1e-3, atol=1e-3
     )
 
 
 def test_the_same_key_learns_the_same():
     text = "learned(epochs=1, width=50, features=256)"
-    first, again = (learned("dropout", text, victims=2)[3].tensors["inputs"] for _ in range(2))
+    first, again = (learned("dropout", text, target_clients=2)[3].tensors["inputs"] for _ in range(2))
     assert torch.equal(first, again)
 
 
 def test_batches_keep_the_order_of_their_labels():
-    own, guess, _, found = learned("none", client={"batch": 2}, victims=4)
+    own, guess, _, found = learned("none", client={"batch": 2}, target_clients=4)
     assert own < guess
     assert found.tensors["inputs"].shape[:2] == (4, 2)
 

@@ -6,9 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from gradveil.attacks.likely import images_like, likeliest, prior_problems, uncertain
-from gradveil.attacks.presets import make_attack
-from gradveil.attacks.rehearse import Disturbance
+from gradveil.attacks.attack_catalogue import make_attack
+from gradveil.attacks.closed_form.disturbed import Disturbance, images_like, likeliest, prior_problems, uncertain
 from gradveil.core.errors import GradveilError
 from gradveil.core.noise import Key
 from gradveil.core.tree import stack
@@ -18,23 +17,23 @@ from tests.attacks.scenes import observed
 from tests.attacks.test_analytic import attack, dense, patches
 
 
-def sent_by(defence, victims=6):
+def sent_by(defence, target_clients=6):
     """A defended client's updates of smooth images, which public images of the same kind resemble."""
-    scene = patches(convolution=False, token=True, victims=victims)
+    scene = patches(convolution=False, token=True, target_clients=target_clients)
     basis = torch.linspace(0, 3, 6, dtype=torch.float64)
     draw = Key(5).generator()
-    slopes, turns = (torch.rand(victims + 64, 2, 1, 1, dtype=torch.float64, generator=draw) for _ in range(2))
+    slopes, turns = (torch.rand(target_clients + 64, 2, 1, 1, dtype=torch.float64, generator=draw) for _ in range(2))
     waves = torch.sin(basis.view(1, 6, 1) * slopes[:, 0] + 6 * turns[:, 0])
     waves = waves * torch.cos(basis.view(1, 1, 6) * slopes[:, 1] + 6 * turns[:, 1])
     images = ((1 + waves) / 2).view(-1, 1, 1, 6, 6)
-    truth = Batch(images[:victims], torch.randint(0, 4, (victims, 1), generator=draw))
+    truth = Batch(images[:target_clients], torch.randint(0, 4, (target_clients, 1), generator=draw))
     client = parse(defence)(scene.client)
     scene = observed(replace(client, step=None, send=None), truth, torch.zeros(1, 1, 1), torch.ones(1, 1, 1), 4)
-    public = Batch(images[victims:, 0], torch.randint(0, 4, (64,), generator=draw))
+    public = Batch(images[target_clients:, 0], torch.randint(0, 4, (64,), generator=draw))
     scene.knowledge = replace(scene.knowledge, public=public)
     params = scene.observation.params
     spec = client.noise_spec(params, Batch(truth.inputs[0], truth.targets[0]))
-    noise = stack([spec.sample(Key(6).child(row)) for row in range(victims)])
+    noise = stack([spec.sample(Key(6).child(row)) for row in range(target_clients)])
     sent, _ = client.updates(params, truth, noise, {})
     scene.observation = replace(scene.observation, update=sent)
     scene.client = client

@@ -3,14 +3,15 @@
 import pytest
 import torch
 
-from gradveil.attacks.presets import make_attack
-from gradveil.audit.cell import cells, recover
-from gradveil.audit.granted import grant
-from gradveil.audit.rounds import observe
-from gradveil.audit.scene import open_scene
-from gradveil.core.arguments import literal
+from gradveil.attacks.attack_catalogue import make_attack
+from gradveil.audit.attack_selection import trials
+from gradveil.audit.grants import grant
+from gradveil.audit.observe import observe
+from gradveil.audit.preflight import open_experiment
+from gradveil.audit.trial import recover
 from gradveil.core.errors import GradveilError
 from gradveil.core.noise import Key
+from gradveil.core.settings import literal
 from tests.attacks.scenes import psnr
 from tests.audit.runs import config
 
@@ -19,10 +20,10 @@ FEDAVG = {"batch": 4, "local": {"lr": 0.5, "epochs": 2, "batch": 2, "momentum": 
 
 def at_truth(settings, **changes):
     base = {"data": {"name": "digits", "size": 16}, "precision": "float64", "client": FEDAVG, "defences": ["none"]}
-    scene = open_scene(config(**{**base, "attacks": [f"ig(tv=0, {settings})"], **changes}))
-    cell = cells(scene.config)[0]
-    client, attack = scene.client(0, "none", 0), scene.attacks[cell.attack]
-    seen, truth = observe(scene, cell, client, range(2))
+    scene = open_experiment(config(**{**base, "attacks": [f"ig(tv=0, {settings})"], **changes}))
+    trial = trials(scene.config)[0]
+    client, attack = scene.client(0, "none", 0), scene.attacks[trial.attack]
+    seen, truth = observe(scene, trial, client, range(2))
     knowledge, grants = grant(scene, attack, client, seen[0].params, truth)
     return attack.evaluate(seen, client, knowledge, Key(0), truth.raw.inputs, truth.noise), grants
 
@@ -51,13 +52,13 @@ def test_one_small_step_is_as_hard_to_invert_as_its_gradient(distance, members):
     """Priors and tolerances are set for gradients: they drowned it, and GI recovered nothing where lr was 0.001."""
     found = []
     for local in ({}, {"local": {"lr": 1e-3, "steps": 1}}):
-        scene = open_scene(
+        scene = open_experiment(
             config(
                 attacks=[f"ig(objective={literal(distance)}, sign=plain, labels=joint, tolerance=1e-4, iterations=20)"],
                 defences=["none"], client={"batch": 2, "members": members, **local}, precision="float64",
             )
         )  # fmt: skip
-        found.append(recover(scene, cells(scene.config)[0], range(2), lambda _: None).tensors)
+        found.append(recover(scene, trials(scene.config)[0], range(2), lambda _: None).tensors)
     for name in ("inputs", "objective", "initial", "at_truth"):
         torch.testing.assert_close(found[1][name], found[0][name], rtol=1e-4, atol=1e-4)
 
@@ -69,37 +70,37 @@ def test_one_small_step_is_as_hard_to_invert_as_its_gradient(distance, members):
 def test_images_come_back_from_local_training(local, gain):
     """Steps of one example each with momentum blur them: no closer than the public mean, but each nearest to itself."""
     text = "ig-scheliga(iterations=150, order=told)"
-    scene = open_scene(
+    scene = open_experiment(
         config(
             data={"name": "digits"}, model={"name": "scheliga-cnn"}, client={"batch": 2, "local": local},
-            attacks=[text], defences=["none"], victims=1,
+            attacks=[text], defences=["none"], target_clients=1,
         )
     )  # fmt: skip
-    found = recover(scene, cells(scene.config)[0], range(1), lambda _: None).tensors["inputs"]
+    found = recover(scene, trials(scene.config)[0], range(1), lambda _: None).tensors["inputs"]
     truth = scene.batch(scene.examples(0, range(1))).inputs
-    lower, upper = scene.victims.bounds
+    lower, upper = scene.target_clients.bounds
     mean = scene.public.inputs.mean(0).expand_as(truth)
-    own, floor, wrong = (float(psnr(x, truth, lower, upper)) for x in (found, mean, found.flip(1)))
-    assert own > floor + gain
+    own, baseline, wrong = (float(psnr(x, truth, lower, upper)) for x in (found, mean, found.flip(1)))
+    assert own > baseline + gain
     assert own > wrong + 3
 
 
 def test_images_come_back_from_a_partly_frozen_model():
-    scene = open_scene(
+    scene = open_experiment(
         config(
             data={"name": "digits"}, model={"name": "scheliga-cnn"}, client={"trainable": ["body.*"]},
             attacks=["ig-scheliga(iterations=60)"], defences=["none"],
         )
     )  # fmt: skip
-    cell = cells(scene.config)[0]
+    trial = trials(scene.config)[0]
     client = scene.client(0, "none", 0)
-    assert not any(name.startswith("head") for name in observe(scene, cell, client, range(2))[0][0].update)
-    found = recover(scene, cell, range(2), lambda _: None).tensors["inputs"]
+    assert not any(name.startswith("head") for name in observe(scene, trial, client, range(2))[0][0].update)
+    found = recover(scene, trial, range(2), lambda _: None).tensors["inputs"]
     truth = scene.batch(scene.examples(0, range(2))).inputs
-    lower, upper = scene.victims.bounds
+    lower, upper = scene.target_clients.bounds
     mean = scene.public.inputs.mean(0).expand_as(truth)
-    own, floor, wrong = (psnr(x, truth, lower, upper) for x in (found, mean, found.flip(0)))
-    assert bool((own > floor + 1).all()), (own, floor)
+    own, baseline, wrong = (psnr(x, truth, lower, upper) for x in (found, mean, found.flip(0)))
+    assert bool((own > baseline + 1).all()), (own, baseline)
     assert bool((own > wrong + 5).all()), (own, wrong)
 
 

@@ -1,9 +1,8 @@
 import pytest
 import torch
 
-from gradveil.attacks.objective import OBJECTIVES, cosine
-from gradveil.attacks.prior import energy
-from gradveil.core.fused import total_variation
+from gradveil.attacks.inversion.distances import OBJECTIVES, cosine, energy
+from gradveil.gradients.fused import total_variation
 
 
 def pair(generator, dtype=torch.float64):

@@ -3,9 +3,8 @@ import itertools
 import pytest
 import torch
 
-from gradveil.attacks.optimise import Descent, Plateau, Steps, descend
-from gradveil.attacks.solution import STATUSES
-from gradveil.attacks.steps import LBFGS, Adam
+from gradveil.attacks.inversion.descent import STATUSES, Descent, Plateau, StepSchedule, descend
+from gradveil.attacks.inversion.optimisers import LBFGS, Adam
 from gradveil.core.errors import GradveilError
 
 
@@ -52,7 +51,7 @@ def test_a_diverged_row_does_not_change_the_others():
     assert torch.equal(pair.variables["x"][0], alone.variables["x"][0])
 
 
-def test_restarts_of_a_solved_victim_stop():
+def test_restarts_of_a_solved_target_client_stop():
     constants = {"centre": torch.tensor([[0.0], [9.0], [9.0], [9.0]])}
     descent = Descent(Adam(lr=0.1), iterations=30, tolerance=1e-6, report=10)
     groups = torch.tensor([0, 0, 1, 1])
@@ -114,7 +113,7 @@ def test_step_schedule_drops_at_its_shares():
         path.append(variables["x"].item())
         return variables["x"].sum(1)
 
-    descent = Descent(Adam(lr=1.0), Steps((0.5,), 0.1), iterations=10)
+    descent = Descent(Adam(lr=1.0), StepSchedule((0.5,), 0.1), iterations=10)
     descend(loss, {"x": torch.zeros(1, 1, dtype=torch.float64)}, {}, descent, keep)
     steps = [round(a - b, 3) for a, b in itertools.pairwise(path)]
     assert steps == [1.0] * 4 + [0.1] * 5
@@ -213,4 +212,4 @@ def test_what_has_no_derivative_cannot_be_searched_for(cut):
     places = [problem.where for problem in caught.value.problems]
     assert places == (["knowledge.y"] if cut == "y" else ["knowledge.x", "knowledge.y"])
     assert "has none with respect to it" in str(caught.value)
-    assert "ig(belief=full)" in str(caught.value)
+    assert "ig(simulated_client=full)" in str(caught.value)

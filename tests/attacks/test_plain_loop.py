@@ -1,4 +1,4 @@
-"""The batched attack takes the same path as a plain one-victim loop, to the last digits."""
+"""The batched attack takes the same path as a plain one-target client loop, to the last digits."""
 
 import pytest
 import torch
@@ -12,9 +12,9 @@ def test_fifty_iterations_agree_with_a_plain_loop(name: str) -> None:
     model = model_of(name).double()
     images, labels = truth_of(3, torch.float64)
     found = gradveil_attack(model, images, labels)(50).objective
-    for victim, (image, label) in enumerate(zip(images, labels, strict=True)):
-        generator = Key(0).child(victim, 0, "inputs").generator()
+    for target_client, (image, label) in enumerate(zip(images, labels, strict=True)):
+        generator = Key(0).child(target_client, 0, "inputs").generator()
         start = torch.rand(image.shape, generator=generator, dtype=torch.float64)
         values = plain_loop(model, image, label, start, 50)
         assert values[-1] < values[0] / 2
-        assert float(found[victim]) == pytest.approx(values[-1], rel=1e-6)
+        assert float(found[target_client]) == pytest.approx(values[-1], rel=1e-6)

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from gradveil.attacks.plan import keep_freed_memory, rows_at_once
+from gradveil.attacks.inversion.solve import keep_freed_memory, rows_at_once
 
 
 @pytest.mark.parametrize(

@@ -7,26 +7,23 @@ import torch
 from scipy import stats
 from torch import nn
 
-from gradveil.attacks.base import Active, Observation, Prospect
-from gradveil.attacks.imprint import Imprint
+from gradveil.attacks.attack_catalogue import make_attack
 from gradveil.attacks.knowledge import Knowledge
-from gradveil.attacks.planted import BIAS, WEIGHT
-from gradveil.attacks.presets import make_attack
-from gradveil.attacks.trap import Trap
+from gradveil.attacks.malicious.planted_block import BIAS, WEIGHT, Imprint, Planted, Trap
+from gradveil.attacks.protocol import Active, Observation, Prospect
 from gradveil.client import Client, summed
 from gradveil.core.errors import GradveilError
 from gradveil.core.noise import Key
 from gradveil.core.types import Batch
 from gradveil.data import load
 from gradveil.defences import parse
-from gradveil.federated.guard import inspect
+from gradveil.federated.model_inspection import inspect
 from gradveil.nn.models import build
-from gradveil.nn.planted import Planted
 from gradveil.nn.surgery import prepare
 
 DIGITS = load("digits")
-LOWER, UPPER = DIGITS.victims.bounds
-SHAPE = tuple(DIGITS.victims.inputs.shape[1:])
+LOWER, UPPER = DIGITS.private.bounds
+SHAPE = tuple(DIGITS.private.inputs.shape[1:])
 PUBLIC = Batch(DIGITS.public.inputs, DIGITS.public.targets)
 
 
@@ -36,7 +33,7 @@ def known(**changes):
 
 def digits(count, first=0):
     rows = slice(first, first + count)
-    return Batch(DIGITS.victims.inputs[rows], DIGITS.victims.targets[rows])
+    return Batch(DIGITS.private.inputs[rows], DIGITS.private.targets[rows])
 
 
 def client(name="scheliga-cnn", defence="none"):

@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from gradveil.attacks.base import Prospect
-from gradveil.attacks.pooled import Pooled
-from gradveil.attacks.presets import make_attack
+from gradveil.attacks.attack_catalogue import make_attack
+from gradveil.attacks.many_rounds import Pooled
+from gradveil.attacks.protocol import Prospect
 from gradveil.core.errors import GradveilError
 from gradveil.core.noise import Key
 from gradveil.core.types import Batch
@@ -22,12 +22,12 @@ PUBLIC = Batch(DIGITS.public.inputs, DIGITS.public.targets)
 def watched(scene, defence, rounds):
     """Let the clients send again and again, from the same parameters."""
     client = parse(defence)(scene.client)
-    params, victims = client.params(), len(scene.truth.targets)
+    params, target_clients = client.params(), len(scene.truth.targets)
     spec = client.noise_spec(params, Batch(scene.truth.inputs[0], scene.truth.targets[0]))
-    state = {n: v.expand(victims, *v.shape) for n, v in client.init(params).items()}
+    state = {n: v.expand(target_clients, *v.shape) for n, v in client.init(params).items()}
     seen = []
     for number in range(rounds):
-        drawn = [spec.sample(Key(0, ("client", victim, number))) for victim in range(victims)]
+        drawn = [spec.sample(Key(0, ("client", target_client, number))) for target_client in range(target_clients)]
         noise = {n: torch.stack([each[n] for each in drawn]) for n in spec}
         with torch.no_grad():
             sent, _ = client.updates(params, scene.truth, noise, state)
@@ -36,7 +36,7 @@ def watched(scene, defence, rounds):
 
 
 def angle(scene, attack, client, seen):
-    """The cosine between the estimate and the gradient that nothing was done to, of the worst victim."""
+    """The cosine between the estimate and the gradient that nothing was done to, of the worst target client."""
     knowledge = replace(scene.knowledge, public=PUBLIC)
     found = attack.pooled(seen, client, knowledge, Key(0)).update
     pair = [torch.cat([v.flatten(1) for v in update.values()], 1) for update in (found, scene.observation.update)]
@@ -93,7 +93,7 @@ def test_the_angle_to_the_gradient_is_smaller_by_ranks_and_of_many_rounds_by_thr
 
 @pytest.mark.parametrize("estimate", ["mean", "ranks", "thresholds"])
 def test_who_else_is_watched_changes_no_estimate(estimate):
-    """One of the victims sends too little of a layer to learn its threshold from."""
+    """One of the target clients sends too little of a layer to learn its threshold from."""
     scene, attack = pictures("scheliga-cnn", "digits", 2), Pooled("x", estimate=estimate)
     client, seen = watched(scene, "minmax(0.95)", 4)
     for each in seen:
@@ -101,7 +101,9 @@ def test_who_else_is_watched_changes_no_estimate(estimate):
     knowledge = replace(scene.knowledge, public=PUBLIC)
     both = attack.pooled(seen, client, knowledge, Key(0)).update
     for row in range(2):
-        own = [replace(s, update={n: v[row : row + 1] for n, v in s.update.items()}, victims=(row,)) for s in seen]
+        own = [
+            replace(s, update={n: v[row : row + 1] for n, v in s.update.items()}, target_clients=(row,)) for s in seen
+        ]
         alone = attack.pooled(own, client, knowledge, Key(0)).update
         assert all(torch.equal(alone[name][0], value[row]) for name, value in both.items())
 

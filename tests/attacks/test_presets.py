@@ -4,14 +4,13 @@ from fnmatch import fnmatchcase
 
 import pytest
 
-from gradveil.attacks.evolve import CMAES
-from gradveil.attacks.generative import grnn
-from gradveil.attacks.images import Untrained
+from gradveil.attacks.attack_catalogue import InversionEntry, make_attack
+from gradveil.attacks.inversion.cma_es import CMAES
+from gradveil.attacks.inversion.descent import Cosine, Descent, Plateau, StepSchedule
+from gradveil.attacks.inversion.image_sources import Untrained
+from gradveil.attacks.inversion.optimisers import LBFGS, Adam, RMSprop
+from gradveil.attacks.inversion_presets import grnn
 from gradveil.attacks.knowledge import Infer, Known, Optimise
-from gradveil.attacks.optimise import Cosine, Descent, Plateau, Steps
-from gradveil.attacks.presets import make_attack
-from gradveil.attacks.settings import InversionEntry
-from gradveil.attacks.steps import LBFGS, Adam, RMSprop
 from gradveil.core.errors import GradveilError
 
 SIGNED = Adam(lr=1.0, sign="signed")
@@ -23,14 +22,14 @@ PUBLISHED = {
     "idlg": {"objective": "l2", "tv": 0.0, "labels": "idlg", "box": False, "start": "normal"},
     "ig": {
         "objective": "cosine", "tv": 1e-4, "labels": "given", "box": True,
-        "descent": Descent(Adam(lr=0.1, sign="signed"), Steps((3 / 8, 5 / 8, 7 / 8), 0.1), iterations=24_000),
+        "descent": Descent(Adam(lr=0.1, sign="signed"), StepSchedule((3 / 8, 5 / 8, 7 / 8), 0.1), iterations=24_000),
     },
     "grnn": {
         "objective": "l2-and-norm", "tv": 1e-3, "labels": "joint", "images": Untrained(latent=128),
         "descent": Descent(RMSprop(lr=1e-4, momentum=0.99), iterations=1000),
     },
     "ggl": {
-        "objective": "l2", "labels": "idlg", "belief": "full", "restarts": 50,
+        "objective": "l2", "labels": "idlg", "simulated_client": "full", "restarts": 50,
         "descent": Descent(CMAES(), iterations=500),
     },
     "gi": {
@@ -66,7 +65,11 @@ def test_knowledge_is_the_published_one():
     assert all(isinstance(how, Optimise) and how.weight > 0 and not how.signed for how in noise)
     assert treated("wiig") == [Known(), Known(), Known(), Known(), Infer()]
     assert treated("cdia") == [Optimise(weight=1e-4), Optimise(), None, None, Infer()]
-    assert (treated("pig"), make_attack("pig").ignore, make_attack("pig").belief) == (drawn, "stochastic", "naive")
+    assert (treated("pig"), make_attack("pig").ignore, make_attack("pig").simulated_client) == (
+        drawn,
+        "stochastic",
+        "naive",
+    )
 
 
 def test_step_size_and_sign_reach_the_optimiser():

@@ -6,32 +6,32 @@ import pytest
 import torch
 from torch import nn
 
-from gradveil.attacks.base import in_words
-from gradveil.attacks.images import INPUTS
-from gradveil.attacks.inversion import Inversion
+from gradveil.attacks.attack_catalogue import make_attack
+from gradveil.attacks.inversion.descent import Cosine, Descent
+from gradveil.attacks.inversion.distances import Consensus, shifted_onto, statistics_distance
+from gradveil.attacks.inversion.image_sources import INPUTS
+from gradveil.attacks.inversion.inversion import Inversion
+from gradveil.attacks.inversion.optimisers import Adam
+from gradveil.attacks.inversion.problem import Rows
+from gradveil.attacks.inversion.solve import searched
 from gradveil.attacks.knowledge import Known
-from gradveil.attacks.optimise import Cosine, Descent
-from gradveil.attacks.presets import make_attack
-from gradveil.attacks.prior import Consensus, shifted_onto, statistics_distance
-from gradveil.attacks.rows import Rows
-from gradveil.attacks.searched import searched
-from gradveil.attacks.steps import Adam
-from gradveil.audit.cell import at_truth, attacked, cells, recover
-from gradveil.audit.plans import UNPLANNED
-from gradveil.audit.rounds import observe
-from gradveil.audit.scene import open_scene
+from gradveil.attacks.protocol import in_words
+from gradveil.audit.attack_selection import trials
+from gradveil.audit.budgets import UNPLANNED
+from gradveil.audit.observe import observe
+from gradveil.audit.preflight import open_experiment
+from gradveil.audit.trial import at_truth, attacked, recover
 from gradveil.client import Client, Local, summed
 from gradveil.core.noise import Key
 from gradveil.core.types import Batch
-from gradveil.nn.dropout import Dropout
-from gradveil.nn.norms import BatchStatistics, FrozenNorm
-from gradveil.nn.statistics import running_statistics
+from gradveil.nn.normalisation import BatchStatistics, FrozenNorm, running_statistics
+from gradveil.nn.stochastic_layers import Dropout
 from gradveil.nn.surgery import prepare
 from tests.attacks.scenes import observed, psnr, tiny
 from tests.audit.runs import config
 
 
-def normed(examples=4, victims=2):
+def normed(examples=4, target_clients=2):
     """A net with a frozen and a batch normalisation, and batches it has seen."""
     generator = Key(5).generator()
     frozen = FrozenNorm(4)
@@ -41,8 +41,8 @@ def normed(examples=4, victims=2):
     ).double()  # fmt: skip
     for parameter in model.parameters():
         nn.init.normal_(parameter.data, std=0.3, generator=generator)
-    inputs = torch.rand(victims, examples, 1, 6, 6, dtype=torch.float64, generator=generator)
-    targets = torch.arange(examples).expand(victims, examples) % 4
+    inputs = torch.rand(target_clients, examples, 1, 6, 6, dtype=torch.float64, generator=generator)
+    targets = torch.arange(examples).expand(target_clients, examples) % 4
     return observed(Client(model), Batch(inputs, targets), torch.zeros(1, 1, 1), torch.ones(1, 1, 1), 4)
 
 
@@ -51,12 +51,12 @@ def test_statistics_are_those_that_enter_the_layers():
     found = scene.client.statistics(scene.observation.params, scene.truth, {})
     assert list(found) == ["1.mean", "1.var", "3.mean", "3.var"]
     model = scene.client.model
-    for victim in range(2):
-        first = model[0](scene.truth.inputs[victim])
-        second = model[:3](scene.truth.inputs[victim])
+    for target_client in range(2):
+        first = model[0](scene.truth.inputs[target_client])
+        second = model[:3](scene.truth.inputs[target_client])
         for name, x in (("1", first), ("3", second)):
-            torch.testing.assert_close(found[f"{name}.mean"][victim], x.mean((0, 2, 3)))
-            torch.testing.assert_close(found[f"{name}.var"][victim], x.var((0, 2, 3), unbiased=False))
+            torch.testing.assert_close(found[f"{name}.mean"][target_client], x.mean((0, 2, 3)))
+            torch.testing.assert_close(found[f"{name}.var"][target_client], x.var((0, 2, 3), unbiased=False))
     assert list(running_statistics(model)) == ["1.mean", "1.var"]
 
 
@@ -96,7 +96,7 @@ def test_layers_that_do_not_run_have_no_statistics_to_fit():
 @pytest.mark.parametrize("rounds", ["first", "last", "all"])
 @pytest.mark.parametrize("defence", ["none", "ats"])
 def test_the_true_statistics_are_a_grant_and_fit_only_the_true_batch(rounds: str, defence: str):
-    scene = open_scene(
+    scene = open_experiment(
         config(
             data={"name": "faces", "size": 16}, model={"name": "convnet", "prepare": True, "options": {"width": 8}},
             client={"batch": 2}, attacks=[f"gi-strong(tv=0, l2=0, group=0, labels=given, iterations=1, "
@@ -104,10 +104,10 @@ def test_the_true_statistics_are_a_grant_and_fit_only_the_true_batch(rounds: str
             defences=[defence], rounds=2, server_lr=1.0,
         )
     )  # fmt: skip
-    cell = cells(scene.config)[0]
+    trial = trials(scene.config)[0]
     client = scene.client(0, defence, 0)
-    seen, truth = observe(scene, cell, client, range(2))
-    made = attacked(scene, cell, client, seen, truth, range(2), lambda _: None, UNPLANNED)
+    seen, truth = observe(scene, trial, client, range(2))
+    made = attacked(scene, trial, client, seen, truth, range(2), lambda _: None, UNPLANNED)
     granted = [name for name in made.grants if name.startswith("statistics.")]
     assert granted
     assert all(isinstance(made.knowledge.tensors[name.partition(":")[0]], Known) for name in granted)
@@ -171,9 +171,9 @@ def test_shifted_images_are_brought_back(shift):
     torch.testing.assert_close(shifted_onto(moved, image[0]), image)
 
 
-def test_restarts_are_pulled_to_their_own_victims_mean():
+def test_restarts_are_pulled_to_their_own_target_clients_mean():
     x = torch.rand(5, 1, 1, 4, 4, generator=Key(2).generator())
-    rows = torch.tensor([0, 1, 2, 4, 5])  # three restarts of the first victim, two of the second are left
+    rows = torch.tensor([0, 1, 2, 4, 5])  # three restarts of the first target client, two of the second are left
     pull = Consensus(3, register=False)
     expected = torch.cat([x[:3] - x[:3].mean(0), x[3:] - x[3:].mean(0)]).square().flatten(1).mean(1)
     torch.testing.assert_close(pull(x, rows, 0), expected)
@@ -202,7 +202,7 @@ def test_agreeing_restarts_stay_in_one_chunk():
 
 def test_restarts_end_nearer_to_each_other_the_stronger_the_pull():
     """Group consistency, in the loop: where little was sent, every restart otherwise keeps what it started with."""
-    scene, spread = tiny(victims=1), []
+    scene, spread = tiny(target_clients=1), []
     client = replace(scene.client, trainable=("3.bias",))
     seen = replace(scene.observation, update={"3.bias": scene.observation.update["3.bias"]})
     for weight in (0.0, 0.1, 10.0):
@@ -230,7 +230,7 @@ def test_langevin_noise_moves_the_inputs_within_their_box_and_belongs_to_the_row
 
 
 def test_the_step_size_warms_up_and_falls_along_a_cosine():
-    from gradveil.attacks.optimise import _scale
+    from gradveil.attacks.inversion.descent import _scale
 
     state = {"control.scale": torch.ones(1)}
     descent = Descent(schedule=Cosine(warmup=10), iterations=110)
@@ -258,16 +258,16 @@ def test_halving_spends_less_and_keeps_the_best_restart():
 
 
 def test_gradinversion_recovers_a_batch():
-    scene = open_scene(
+    scene = open_experiment(
         config(
-            data={"name": "digits"}, model={"name": "scheliga-cnn"}, client={"batch": 4}, victims=1,
-            attacks=["gi(iterations=1000, restarts=1)"], defences=["none"], first_victim=0,
+            data={"name": "digits"}, model={"name": "scheliga-cnn"}, client={"batch": 4}, target_clients=1,
+            attacks=["gi(iterations=1000, restarts=1)"], defences=["none"], first_target_client=0,
         )
     )  # fmt: skip
-    found = recover(scene, cells(scene.config)[0], range(1), lambda _: None).tensors
+    found = recover(scene, trials(scene.config)[0], range(1), lambda _: None).tensors
     batch = scene.batch(scene.examples(0, range(1)))
     assert torch.equal(found["targets"].sort().values, batch.targets.sort().values)
-    lower, upper = scene.victims.bounds
+    lower, upper = scene.target_clients.bounds
     order = batch.targets.argsort(1)
     truth = batch.inputs[torch.arange(1)[:, None], order]
     own = psnr(found["inputs"], truth, lower, upper)

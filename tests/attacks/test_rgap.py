@@ -7,28 +7,28 @@ import torch
 from torch import nn
 from torch.nn.functional import interpolate
 
-from gradveil.attacks.base import Observation, Prospect, in_words
+from gradveil.attacks.attack_catalogue import make_attack
+from gradveil.attacks.closed_form.layer_by_layer import Recursive
 from gradveil.attacks.knowledge import Knowledge
-from gradveil.attacks.presets import make_attack
-from gradveil.attacks.rgap import Recursive
+from gradveil.attacks.protocol import Observation, Prospect, in_words
 from gradveil.client import Client, Local
 from gradveil.core.errors import GradveilError
 from gradveil.core.noise import Key
 from gradveil.core.types import Batch
 from gradveil.data import load
-from gradveil.nn.init import initialise
+from gradveil.nn.initial_weights import initialise
 from gradveil.nn.models import build
 from tests.attacks.scenes import Scene, observed, pictures, psnr
 
 _ZERO, _ONE = torch.zeros(1, 1, 1, dtype=torch.float64), torch.ones(1, 1, 1, dtype=torch.float64)
 
 
-def _scene(model: nn.Module, side: int = 8, classes: int = 5, victims: int = 3, **client) -> Scene:
+def _scene(model: nn.Module, side: int = 8, classes: int = 5, target_clients: int = 3, **client) -> Scene:
     """Let a net send the gradients of random images, in double precision."""
     draw = Key(0, ("rgap",)).generator()
     net = initialise(model.double(), draw)
-    inputs = torch.rand(victims, 1, 1, side, side, dtype=torch.float64, generator=draw)
-    targets = torch.randint(0, classes, (victims, 1), generator=draw)
+    inputs = torch.rand(target_clients, 1, 1, side, side, dtype=torch.float64, generator=draw)
+    targets = torch.randint(0, classes, (target_clients, 1), generator=draw)
     return observed(Client(net, **client), Batch(inputs, targets), _ZERO, _ONE, classes)
 
 
@@ -81,7 +81,7 @@ def test_the_scheliga_cnn_in_single_precision():
 
 @pytest.mark.parametrize("model", ["lenet-zhu", "cnn6"])
 def test_the_studies_models_in_single_precision(model):
-    data = load("digits").victims
+    data = load("digits").private
     inputs = interpolate(data.inputs[:2], 16).unsqueeze(1)
     net = build(model, channels=1, size=16, classes=10, generator=Key(0).generator())
     lower, upper = data.bounds
@@ -155,7 +155,7 @@ def test_one_output_may_leave_a_second_scale_and_the_misfit_decides():
         return torch.nn.functional.softplus(-margin)
 
     net = _convolutions(nn.LeakyReLU, False, classes=1)
-    scene = _scene(net, classes=2, victims=24, loss=logistic)
+    scene = _scene(net, classes=2, target_clients=24, loss=logistic)
     found = _attack(scene)
     assert float((found.inputs - scene.truth.inputs).abs().max()) < 1e-5
     assert any("2 scales of the last layer's error fit" in said for said in in_words(found.remarks))
@@ -176,7 +176,7 @@ def test_labels_can_be_read_off():
     assert float((found.inputs - scene.truth.inputs).abs().max()) < 1e-6
 
 
-def test_an_update_that_is_no_number_is_one_victims_affair():
+def test_an_update_that_is_no_number_is_one_target_clients_affair():
     scene = _scene(_convolutions(nn.Sigmoid, True))
     seen = scene.observation
     sent = {name: value.clone() for name, value in seen.update.items()}

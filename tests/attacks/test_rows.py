@@ -6,22 +6,22 @@ import pytest
 import torch
 from torch import nn
 
-from gradveil.attacks.inversion import Inversion
+from gradveil.attacks.inversion.distances import cosine
+from gradveil.attacks.inversion.inversion import Inversion
+from gradveil.attacks.inversion.problem import INPUTS, TARGETS, Rows
+from gradveil.attacks.inversion_presets import MASKS
 from gradveil.attacks.knowledge import Optimise
-from gradveil.attacks.objective import cosine
-from gradveil.attacks.rows import INPUTS, TARGETS, Rows
-from gradveil.attacks.targeted import MASKS
 from gradveil.client import Client
 from gradveil.core.noise import Key
 from gradveil.core.tree import select
 from gradveil.core.types import Batch
 from gradveil.defences import parse
-from gradveil.nn.bottleneck import VariationalBottleneck
+from gradveil.nn.stochastic_layers import VariationalBottleneck
 from tests.attacks.scenes import tiny
 
 
 def rows(attack, scene=None, client=None, tensors=None):
-    """Open the rows of an attack on three victims."""
+    """Open the rows of an attack on three target clients."""
     scene = scene or tiny()
     seen, client = scene.observation, client or scene.client
     if client is not scene.client:
@@ -105,8 +105,8 @@ def test_several_rounds_count_their_mean():
     torch.testing.assert_close(values["all"], (values["first"] + values["last"]) / 2)
 
 
-def test_the_objective_at_the_truth_is_each_victims_own():
-    """With several restarts the rows of a victim are not its number; jointly optimised labels are taken as certain."""
+def test_the_objective_at_the_truth_is_each_target_clients_own():
+    """With several restarts the rows of a target are not its number; jointly optimised labels are taken as certain."""
     scene = tiny()
     for labels in ("given", "joint"):
         opened = rows(Inversion("a", restarts=3, labels=labels), scene)
@@ -117,7 +117,7 @@ def test_the_objective_at_the_truth_is_each_victims_own():
         assert bool((opened.at(range(3), scene.truth.inputs.flip(0), {})[[0, 2]] > 1e-4).all())
 
 
-def test_what_is_compared_is_the_victims_own_update():
+def test_what_is_compared_is_the_target_clients_own_update():
     scene = tiny()
     opened = rows(Inversion("a", restarts=2), scene)
     variables, constants = opened.start([1, 4])
@@ -147,10 +147,10 @@ def test_the_objective_of_a_large_network_is_the_angle_of_its_updates(ignore, de
     batch = Batch(variables[INPUTS], constants[TARGETS])
     seen = select(constants, "observed")
     squares = constants["squares.0"]
-    params = opened.belief.params()
-    short = opened.belief.cosines(params, batch, noise, seen, squares, opened.off)
+    params = opened.simulated_client.params()
+    short = opened.simulated_client.cosines(params, batch, noise, seen, squares, opened.off)
     assert short is not None, "the scene takes the short way"
-    sent, _ = opened.belief.updates(params, batch, noise, {})
+    sent, _ = opened.simulated_client.updates(params, batch, noise, {})
     found = opened.loss(variables, constants, torch.arange(3), {})
     torch.testing.assert_close(found, short, rtol=0, atol=0)
     torch.testing.assert_close(found, cosine(sent, seen), rtol=1e-10, atol=0)

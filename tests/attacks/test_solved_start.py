@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import nn
 
-from gradveil.attacks.base import Prospect
+from gradveil.attacks.attack_catalogue import make_attack
 from gradveil.attacks.knowledge import Known
-from gradveil.attacks.presets import make_attack
+from gradveil.attacks.protocol import Prospect
 from gradveil.client import Client
 from tests.attacks.test_analytic import attack, dense
 from tests.attacks.test_likely import mean_error, sent_by

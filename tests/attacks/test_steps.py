@@ -3,8 +3,8 @@ from functools import partial
 import pytest
 import torch
 
-from gradveil.attacks.optimise import Descent, descend
-from gradveil.attacks.steps import LBFGS, Adam, RMSprop
+from gradveil.attacks.inversion.descent import Descent, descend
+from gradveil.attacks.inversion.optimisers import LBFGS, Adam, RMSprop
 
 
 def keep(name, value):

@@ -6,19 +6,20 @@ import pytest
 import torch
 from torch import nn
 
-from gradveil.attacks.presets import make_attack
-from gradveil.attacks.rows import Rows
-from gradveil.audit.cell import cells, recover
-from gradveil.audit.granted import grant
-from gradveil.audit.rounds import observe
-from gradveil.audit.scene import open_scene
+from gradveil.attacks.attack_catalogue import make_attack
+from gradveil.attacks.inversion.problem import Rows
+from gradveil.audit.attack_selection import trials
+from gradveil.audit.grants import grant
+from gradveil.audit.observe import observe
+from gradveil.audit.preflight import open_experiment
+from gradveil.audit.trial import recover
 from gradveil.client import Client
 from gradveil.core.errors import GradveilError
 from gradveil.core.noise import Key
 from gradveil.core.types import Batch
 from gradveil.defences import parse
-from gradveil.nn.bottleneck import ConvBottleneck, VariationalBottleneck
-from gradveil.nn.paths import downstream
+from gradveil.nn.module_paths import downstream
+from gradveil.nn.stochastic_layers import ConvBottleneck, VariationalBottleneck
 from tests.attacks.scenes import pictures, psnr, tiny
 from tests.audit.runs import config
 
@@ -28,18 +29,18 @@ TARGETED = ("wiig", "gpia", "vbia", "dpia", "pig", "cdia")
 def audit(defence, attacks, iterations=150, **changes):
     """Open the scene of a run on two digits."""
     base = {"data": {"name": "digits"}, "model": {"name": "scheliga-cnn"}, "iterations": iterations}
-    return open_scene(config(**{**base, "defences": [defence], "attacks": list(attacks), **changes}))
+    return open_experiment(config(**{**base, "defences": [defence], "attacks": list(attacks), **changes}))
 
 
 def quality(defence, *attacks, **changes):
     """Defend two digits; the mean PSNR that each attack recovers of them, and what it found."""
     scene = audit(defence, attacks, **changes)
-    lower, upper = scene.victims.bounds
+    lower, upper = scene.target_clients.bounds
     found = {}
-    for cell in cells(scene.config):
-        tensors = recover(scene, cell, range(2), lambda _: None).tensors
+    for trial in trials(scene.config):
+        tensors = recover(scene, trial, range(2), lambda _: None).tensors
         truth = scene.batch(scene.examples(0, range(2))).inputs
-        found[cell.attack] = (float(psnr(tensors["inputs"], truth, lower, upper).mean()), tensors)
+        found[trial.attack] = (float(psnr(tensors["inputs"], truth, lower, upper).mean()), tensors)
     return found
 
 
@@ -135,10 +136,10 @@ def test_ignoring_needs_a_layer_before_the_noise():
 
 def test_the_attacker_who_is_told_everything_is_granted_what_is_secret_and_reads_off_the_rest():
     scene = audit("dp(clip=20, sigma=1e-3) + prune(0.5) + dropout", ["wiig"])
-    cell = cells(scene.config)[0]
-    attack, client = scene.attacks["wiig"], scene.client(0, cell.defence, 0)
+    trial = trials(scene.config)[0]
+    attack, client = scene.attacks["wiig"], scene.client(0, trial.defence, 0)
     params = client.params()
-    seen, truth = observe(scene, cell, client, range(2))
+    seen, truth = observe(scene, trial, client, range(2))
     knowledge, grants = grant(scene, attack, client, params, truth)
     told = {grant.partition(":")[0] for grant in grants}
     assert set(client.noise_spec(params, Batch(truth.raw.inputs[0], truth.raw.targets[0]))) <= told
@@ -167,10 +168,10 @@ def test_the_order_of_magnitudes_is_read_where_it_is_asked_for():
     """`pruned=ordered` pins the borders beside the masks; nobody else does, told everything or not."""
     scene = audit("dgp", ["cdia", "cdia(pruned=ordered)", "wiig"])
     params = scene.client(0, "dgp", 0).params()
-    for cell in cells(scene.config):
-        attack, client = scene.attacks[cell.attack], scene.client(0, cell.defence, 0)
-        seen, truth = observe(scene, cell, client, range(2))
+    for trial in trials(scene.config):
+        attack, client = scene.attacks[trial.attack], scene.client(0, trial.defence, 0)
+        seen, truth = observe(scene, trial, client, range(2))
         knowledge, _ = grant(scene, attack, client, params, truth)
         (one,) = Rows(attack, seen, client, knowledge, Key(0)).rounds
         kinds = {name.split(".")[2] for name in one.pinned}
-        assert kinds == ({"mask", "border"} if "ordered" in cell.attack else {"mask"})
+        assert kinds == ({"mask", "border"} if "ordered" in trial.attack else {"mask"})

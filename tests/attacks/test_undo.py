@@ -9,15 +9,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gradveil.attacks.base import Reconstruction, in_closed_form
+from gradveil.attacks.attack_catalogue import make_attack
 from gradveil.attacks.knowledge import Knowledge
-from gradveil.attacks.presets import make_attack
+from gradveil.attacks.protocol import Reconstruction, in_closed_form
 from gradveil.attacks.undo import policy_of, undone
-from gradveil.audit.adaptive import aimed_at, planted_for
-from gradveil.audit.cell import cells, recover
-from gradveil.audit.rows import Row
-from gradveil.audit.scene import open_scene
-from gradveil.audit.score import Named, score
+from gradveil.audit.attack_selection import aimed_at, planted_for, trials
+from gradveil.audit.preflight import open_experiment
+from gradveil.audit.result_rows import Row
+from gradveil.audit.score import TrialNames, score
+from gradveil.audit.trial import recover
 from gradveil.client import Client, Local
 from gradveil.core.errors import GradveilError
 from gradveil.core.noise import Key
@@ -35,7 +35,7 @@ def digits() -> Splits:
 
 def client(defence: str, **settings) -> tuple[Client, Knowledge, Batch]:
     """A client behind a defence, public knowledge, and eight private images."""
-    public, private = digits().public, digits().victims
+    public, private = digits().public, digits().private
     lower, upper = private.bounds
     model = nn.Sequential(nn.Flatten(), nn.Linear(256, 10))
     plain = Client(model, domain=Domain(lower, upper, 10), **settings)
@@ -56,7 +56,7 @@ def similarities(defence: str, public: bool = True) -> tuple[Tensor, Tensor]:
     made = known.transformed(batch, known.batch_spec(batch).sample(Key(3))).inputs
     found = undone(read_off(made), known, knowledge)
     assert torch.equal(found.before_undoing, made.unsqueeze(0))
-    pixels = digits().victims.denormalise
+    pixels = digits().private.denormalise
     return tuple(ssim(pixels(images), pixels(batch.inputs)) for images in (made, found.inputs[0]))
 
 
@@ -110,11 +110,18 @@ def test_draws_of_local_training_are_undone_like_those_of_one_gradient() -> None
 @pytest.fixture(scope="module")
 def audited() -> dict[str, Row]:
     attacks = ["rob(bins=128)", "rob(bins=128, undo=true)", "cdia(iterations=1, undo=true)"]
-    settings = {"data": {"name": "digits", "size": 16}, "client": {"batch": 4}, "victims": 2, "defences": ["ats"]}
-    scene = open_scene(config(attacks=attacks, **settings))
+    settings = {
+        "data": {"name": "digits", "size": 16},
+        "client": {"batch": 4},
+        "target_clients": 2,
+        "defences": ["ats"],
+    }
+    scene = open_experiment(config(attacks=attacks, **settings))
     return {
-        cell.attack: Row(0, score(scene, cell, recover(scene, cell, range(2), lambda step: None), Named("a", "b")))
-        for cell in cells(scene.config)
+        trial.attack: Row(
+            0, score(scene, trial, recover(scene, trial, range(2), lambda step: None), TrialNames("a", "b"))
+        )
+        for trial in trials(scene.config)
     }
 
 
@@ -135,14 +142,14 @@ def test_the_search_for_what_was_trained_on_is_judged_at_what_was_trained_on(aud
 @pytest.mark.parametrize("attack", ["analytic", "r-gap"])
 def test_a_closed_form_of_what_was_trained_on_is_undone(attack: str) -> None:
     model = {"name": f"{__name__}:linear"}
-    scene = open_scene(
+    scene = open_experiment(
         config(model=model, data={"name": "digits", "size": 16}, attacks=[attack, f"{attack}(undo=true)"],
-               defences=['ats(policy="0-43")'], victims=4)
+               defences=['ats(policy="0-43")'], target_clients=4)
     )  # fmt: skip
-    plain, undoing = (recover(scene, cell, range(4), lambda step: None) for cell in cells(scene.config))
+    plain, undoing = (recover(scene, trial, range(4), lambda step: None) for trial in trials(scene.config))
     assert torch.equal(undoing.tensors["before_undoing"], plain.tensors["inputs"])
     assert torch.equal(undoing.tensors["at_truth"], plain.tensors["at_truth"])
-    row = Row(0, score(scene, cells(scene.config)[1], undoing, Named("a", "b")))
+    row = Row(0, score(scene, trials(scene.config)[1], undoing, TrialNames("a", "b")))
     assert (row.recovered, row.trained_on.recovered, row.attacker) == (4, 4, "adaptive")
 
 
@@ -151,8 +158,10 @@ def linear(channels: int, size: int) -> nn.Module:
 
 
 def test_without_a_batch_defence_the_attack_is_the_same() -> None:
-    scene = open_scene(config(attacks=["rob(bins=64)", "rob(bins=64, undo=true)"], defences=["none"], victims=2))
-    first, second = (recover(scene, cell, range(2), lambda step: None).tensors for cell in cells(scene.config))
+    scene = open_experiment(
+        config(attacks=["rob(bins=64)", "rob(bins=64, undo=true)"], defences=["none"], target_clients=2)
+    )
+    first, second = (recover(scene, trial, range(2), lambda step: None).tensors for trial in trials(scene.config))
     assert torch.equal(first["inputs"], second["inputs"])
     assert "before_undoing" not in second
 
@@ -163,6 +172,6 @@ def test_ats_is_attacked_by_attackers_who_undo_its_policy() -> None:
 
 
 def test_an_attacker_who_ignores_the_defence_cannot_undo_it() -> None:
-    assert make_attack("ig(undo=true)").belief == "full"
+    assert make_attack("ig(undo=true)").simulated_client == "full"
     with pytest.raises(GradveilError, match=r"undo: undoes a batch defence, and this attacker ignores the defence"):
-        make_attack("ig(undo=true, belief=naive)")
+        make_attack("ig(undo=true, simulated_client=naive)")

@@ -6,18 +6,19 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gradveil.attacks.presets import make_attack
-from gradveil.attacks.whiten import LEAST, REFRESH, Whitening, deviations, weights
+from gradveil.attacks.attack_catalogue import make_attack
+from gradveil.attacks.inversion.known_noise import LEAST_WEIGHT as LEAST
+from gradveil.attacks.inversion.known_noise import REFRESH, Whitening, deviations, weights
 from gradveil.client import Client
 from gradveil.core.noise import Key
 from gradveil.core.tree import stack, tmap
 from gradveil.core.types import Batch
 from gradveil.defences import parse
-from gradveil.metrics.image import ssim
+from gradveil.metrics.image_similarity import ssim
 from tests.attacks.scenes import Scene, observed
 from tests.attacks.test_cdia import defended
 
-VICTIMS, SIDE, FEATURES = 12, 5, 80
+TARGET_CLIENTS, SIDE, FEATURES = 12, 5, 80
 SETTINGS = 'iterations=150, objective="l2", tv=0, lr=0.1, sign=plain, patience=300'
 
 
@@ -34,24 +35,24 @@ def linear(text: str) -> Scene:
     model = nn.Sequential(nn.Flatten(), nn.Linear(SIDE**2, FEATURES, bias=False), nn.Linear(FEATURES, 3)).double()
     for parameter in model.parameters():
         nn.init.normal_(parameter.data, std=SIDE**-1.0, generator=generator)
-    inputs = torch.randn(VICTIMS, 1, 1, SIDE, SIDE, generator=generator, dtype=torch.float64)
-    targets = torch.randint(0, 3, (VICTIMS, 1), generator=generator)
+    inputs = torch.randn(TARGET_CLIENTS, 1, 1, SIDE, SIDE, generator=generator, dtype=torch.float64)
+    targets = torch.randint(0, 3, (TARGET_CLIENTS, 1), generator=generator)
     client = Client(model, loss=Minus(), trainable=("2.weight",))
     wide = torch.full((1, 1, 1), 9.0)
     scene = observed(client, Batch(inputs, targets), -wide, wide, 3)
     client = parse(text)(scene.client)
-    state = stack([client.init(client.params())] * VICTIMS)
+    state = stack([client.init(client.params())] * TARGET_CLIENTS)
     sent, _ = client.updates(client.params(), scene.truth, drawn(client, scene.truth), state)
     return replace(scene, client=client, observation=replace(scene.observation, update=sent))
 
 
 def drawn(client: Client, truth: Batch):
     spec = client.noise_spec(client.params(), Batch(truth.inputs[0], truth.targets[0]))
-    return stack([spec.sample(Key(1).child("client", victim)) for victim in range(VICTIMS)])
+    return stack([spec.sample(Key(1).child("client", target_client)) for target_client in range(TARGET_CLIENTS)])
 
 
 def errors(scene: Scene, text: str) -> Tensor:
-    """Mean squared error of each victim's reconstruction."""
+    """Mean squared error of each target client's reconstruction."""
     attack = make_attack(text)
     found = attack([scene.observation], scene.client, replace(scene.knowledge, tensors=attack.knowledge), Key(0))
     return (found.inputs - scene.truth.inputs).square().flatten(1).mean(1)
@@ -63,16 +64,19 @@ def test_weighing_by_the_inferred_noise_recovers_more_of_a_linear_model():
     plain = errors(scene, f"cdia({SETTINGS})")
     whitened = errors(scene, f"cdia({SETTINGS}, whiten=true)")
     assert whitened.mean() < 0.7 * plain.mean(), (whitened.mean(), plain.mean())
-    assert int((whitened < plain).sum()) >= VICTIMS - 1
+    assert int((whitened < plain).sum()) >= TARGET_CLIENTS - 1
     params, own = scene.client.params(), drawn(scene.client, scene.truth)
     spread = deviations(scene.client, params, scene.truth, own, {})[0]["2.weight"]
     exact = []
-    for victim in range(VICTIMS):
-        row = int(scene.truth.targets[victim])
-        scale = spread[victim, row].reciprocal()
-        design, seen = -params["1.weight"] * scale[:, None], scene.observation.update["2.weight"][victim, row] * scale
+    for target_client in range(TARGET_CLIENTS):
+        row = int(scene.truth.targets[target_client])
+        scale = spread[target_client, row].reciprocal()
+        design, seen = (
+            -params["1.weight"] * scale[:, None],
+            scene.observation.update["2.weight"][target_client, row] * scale,
+        )
         best = torch.linalg.lstsq(design, seen[:, None]).solution.view(SIDE, SIDE)
-        exact.append((best - scene.truth.inputs[victim, 0, 0]).square().mean())
+        exact.append((best - scene.truth.inputs[target_client, 0, 0]).square().mean())
     assert torch.stack(exact).mean() < 1.1 * whitened.mean()
 
 
@@ -116,7 +120,7 @@ def test_weights_are_bounded_and_fall_with_the_noise():
 
 def test_it_looks_now_and_then():
     scene = linear("optimal-noise(0.2)")
-    whitening, rows = Whitening(), torch.arange(VICTIMS)
+    whitening, rows = Whitening(), torch.arange(TARGET_CLIENTS)
     params, own = scene.client.params(), drawn(scene.client, scene.truth)
     moved = Batch(scene.truth.inputs + 1, scene.truth.targets)
 
@@ -137,10 +141,12 @@ def in_rounds(text: str, count: int) -> list[Scene]:
     """The scene in each round that the server sees; the parameters stay, the client's state runs on."""
     scene = linear(text)
     params, scenes = scene.client.params(), []
-    state = stack([scene.client.init(params)] * VICTIMS)
+    state = stack([scene.client.init(params)] * TARGET_CLIENTS)
     for number in range(count):
         spec = scene.client.noise_spec(params, Batch(scene.truth.inputs[0], scene.truth.targets[0]))
-        own = stack([spec.sample(Key(1).child("round", number, victim)) for victim in range(VICTIMS)])
+        own = stack(
+            [spec.sample(Key(1).child("round", number, target_client)) for target_client in range(TARGET_CLIENTS)]
+        )
         sent, after = scene.client.updates(params, scene.truth, own, state)
         scenes.append(replace(scene, observation=replace(scene.observation, update=sent, round=number)))
         spread = deviations(scene.client, params, scene.truth, own, state)[0]["2.weight"]
@@ -165,23 +171,25 @@ def test_who_saw_the_rounds_infers_noise_that_is_scaled_by_earlier_ones(cheap: s
     plain = error(f"cdia({SETTINGS}, rounds=all)")
     whitened = error(f"cdia({SETTINGS}, rounds=all, whiten=true)")
     assert whitened.mean() < 0.75 * plain.mean(), (whitened.mean(), plain.mean())
-    assert int((whitened < plain).sum()) >= VICTIMS - 4
+    assert int((whitened < plain).sum()) >= TARGET_CLIENTS - 4
 
 
 def test_weighing_by_what_rounding_spreads_gains_nothing(monkeypatch: pytest.MonkeyPatch):
     """Rounding up or down leaves the mean alone, so an entry's variance is (up - mean) (mean - down)."""
 
-    def rounding(belief: Client, params, batch: Batch, noise, state):
+    def rounding(simulated_client: Client, params, batch: Batch, noise, state):
         own = {n: v for n, v in noise.items() if n.startswith("send.quantise.")}
         assert own.keys() == {f"send.quantise.{n}" for n in params}
         mean, up, down = (
-            belief.updates(params, batch, {**noise, **{n: torch.full_like(v, u) for n, v in own.items()}}, state)
+            simulated_client.updates(
+                params, batch, {**noise, **{n: torch.full_like(v, u) for n, v in own.items()}}, state
+            )
             for u in (1.0, 0.0, 1 - 2**-24)
         )
         return {n: ((up[0][n] - v) * (v - down[0][n])).clamp_min(0).sqrt() for n, v in mean[0].items()}, mean[1]
 
-    monkeypatch.setattr("gradveil.attacks.whiten.deviations", rounding)
-    scene, found = defended("quantise(bits=3)", 60, ("cdia", "cdia(whiten=true)"), victims=4)
+    monkeypatch.setattr("gradveil.attacks.inversion.known_noise.deviations", rounding)
+    scene, found = defended("quantise(bits=3)", 60, ("cdia", "cdia(whiten=true)"), target_clients=4)
     low, high = scene.knowledge.lower, scene.knowledge.upper
     alike, weighed = (
         ssim(*(((x.flatten(0, 1) - low) / (high - low)).clamp(0, 1) for x in (f.inputs, scene.truth.inputs))).mean()

@@ -11,13 +11,13 @@ from contextlib import suppress
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-WORKER = b"gradveil.schedule.worker"
+WORKER = b"gradveil.runs.worker"
 
 
 def begin(folder: Path, arguments: Sequence[str]) -> BaseProcess:
     """Start `gradveil ARGUMENTS` in this folder, as a copy of a process that has imported everything before."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["gradveil.cli.app", "gradveil.report.build"])
+    context.set_forkserver_preload(["gradveil.cli.app", "gradveil.report.page"])
     process = context.Process(target=_command, args=(str(folder), list(arguments)))
     process.start()
     return process

@@ -7,15 +7,15 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from gradveil.attacks.base import Progress
-from gradveil.audit.cell import Address, sharing
-from gradveil.audit.config import RunConfig
-from gradveil.audit.findings import findings
-from gradveil.audit.outcome import definitions, remarks_on
-from gradveil.audit.reader import resolve
-from gradveil.audit.run import describe, run
-from gradveil.audit.scene import open_scene
-from gradveil.audit.store import Cell, Run, Store, load_run
+from gradveil.attacks.protocol import Progress
+from gradveil.audit.attack_selection import TrialAddress
+from gradveil.audit.audit_config import RunConfig
+from gradveil.audit.audit_run import describe, run
+from gradveil.audit.findings import definitions, findings, remarks_on
+from gradveil.audit.preflight import open_experiment
+from gradveil.audit.run_directory import Run, Store, Trial, load_run
+from gradveil.audit.run_file import resolve
+from gradveil.audit.trial import sharing
 from gradveil.core.errors import Problem
 
 
@@ -27,7 +27,7 @@ def settings(**changes: Any) -> dict[str, Any]:
         "model": {"name": "lenet-zhu"},
         "attacks": ["ig(iterations=6, report=2)"],
         "defences": ["none", "gaussian(0.01)"],
-        "victims": 2,
+        "target_clients": 2,
         "control": False,
         **changes,
     }
@@ -37,9 +37,9 @@ def config(**changes: Any) -> RunConfig:
     return resolve(settings(**changes))
 
 
-def legend(cells: Sequence[Cell], settings: Mapping[str, Any] = MappingProxyType({})) -> str:
+def legend(trials: Sequence[Trial], settings: Mapping[str, Any] = MappingProxyType({})) -> str:
     """Everything that stands below the tables with --explain."""
-    found = findings(cells)
+    found = findings(trials)
     return "\n".join([*remarks_on(found, settings), *definitions(found, settings)])
 
 
@@ -51,31 +51,33 @@ class Silent:
         self.skipped: set[str] = set()
         self.damaged: list[Problem] = []
         self.steps: list[Progress] = []
-        self.finished: list[Cell] = []
+        self.finished: list[Trial] = []
 
     def start(
         self,
-        planned: Sequence[Address],
+        planned: Sequence[TrialAddress],
         finished: set[str],
-        victims: int,
+        target_clients: int,
         damaged: Sequence[Problem] = (),
         work: Mapping[str, float] = MappingProxyType({}),
     ) -> None:
         self.started, self.skipped, self.damaged = [address.id for address in planned], finished, list(damaged)
 
-    def progress(self, cell: Address, share: int, step: Progress) -> None:
+    def progress(self, trial: TrialAddress, share: int, step: Progress) -> None:
         self.steps.append(step)
 
-    def done(self, cell: Address, result: Cell) -> None:
+    def done(self, trial: TrialAddress, result: Trial) -> None:
         self.finished.append(result)
 
 
 def execute(chosen: RunConfig, folder: Path, share: int = 10**6, fresh: bool = False) -> tuple[Run, Silent]:
     """Run an audit in this process and read it back."""
     display = Silent()
-    scene = open_scene(chosen)
-    with Store(folder).open(describe(chosen, share, "gradveil audit small", sharing=sharing(scene)), fresh) as store:
-        run(scene, store, display, share)
+    experiment = open_experiment(chosen)
+    with Store(folder).open(
+        describe(chosen, share, "gradveil audit small", sharing=sharing(experiment)), fresh
+    ) as store:
+        run(experiment, store, display, share)
     return load_run(folder), display
 
 

@@ -4,13 +4,12 @@ from pathlib import Path
 
 import pytest
 
-from gradveil.attacks.imprint import Imprint
-from gradveil.audit.active import active_facts, received
-from gradveil.audit.price import price
-from gradveil.audit.rows import Row
-from gradveil.audit.scene import open_scene
-from gradveil.audit.threat import threat_model
-from gradveil.audit.verdict import verdicts
+from gradveil.attacks.malicious.planted_block import Imprint
+from gradveil.audit.grants import active_facts, received
+from gradveil.audit.preflight import open_experiment
+from gradveil.audit.result_rows import Row
+from gradveil.audit.threat_model import threat_model
+from gradveil.audit.verdict import price, verdicts
 from gradveil.core.errors import GradveilError
 from gradveil.report.method import bounds
 from tests.audit.recording import record, simulated, watching
@@ -23,7 +22,7 @@ SMALL = {"client": {"batch": 4}, "defences": ["none", "prune(0.5)", "gaussian(0.
 def rows(tmp_path_factory) -> list[Row]:
     chosen = config(**SMALL, attacks=["rob(bins=32)", "curious", "fishing(iterations=2)", "ig(iterations=2)"])
     run, _ = execute(chosen, tmp_path_factory.mktemp("active"))
-    return [Row(place, cell) for place, cell in enumerate(run.cells)]
+    return [Row(place, trial) for place, trial in enumerate(run.trials)]
 
 
 def test_only_who_changes_the_model_is_malicious(rows):
@@ -59,32 +58,37 @@ def test_what_was_planted_is_told_and_whether_a_guard_finds_it(rows):
 def test_of_several_rounds_the_first_is_read_whose_block_is_as_it_was_planted(tmp_path):
     chosen = config(defences=["none"], attacks=["rob"], rounds=2, server_lr=10.0)
     run, _ = execute(chosen, tmp_path)
-    rows = [Row(place, cell) for place, cell in enumerate(run.cells)]
+    rows = [Row(place, trial) for place, trial in enumerate(run.trials)]
     assert rows[0].asr == 1
     assert "every attack uses the first one" in threat_model(rows, {})
 
 
 def test_who_changes_the_model_in_every_round_is_let_and_shares_the_budget(tmp_path):
     chosen = config(
-        defences=["none"], attacks=["fishing(iterations=50)"], rounds=2, client={"batch": 4}, budget="40", victims=2
+        defences=["none"],
+        attacks=["fishing(iterations=50)"],
+        rounds=2,
+        client={"batch": 4},
+        budget="40",
+        target_clients=2,
     )
     run, _ = execute(chosen, tmp_path)
-    (cell,) = run.cells
-    for told in cell.records:  # the classes of both rounds are all there are
+    (trial,) = run.trials
+    for told in trial.records:  # the classes of both rounds are all there are
         assert sorted(told["predicted"]) == sorted(told["label"])
         assert told["iterations"] == 10
-    row = Row(0, cell)
+    row = Row(0, trial)
     assert row.info["grants"] == []
     assert row.info["row_iterations"] <= 40
     assert "every attack uses all of them" in threat_model([row], {})
 
 
-def test_how_many_victims_lost_an_image_is_told_where_not_all_came_back(rows):
+def test_how_many_target_clients_lost_an_image_is_told_where_not_all_came_back(rows):
     told = [verdict for row in rows if row.attacker == "active" for verdict in verdicts([row])]
     parts = [verdict for verdict in told if 0 < verdict.best.recovered < verdict.best.images]
     assert parts
     for verdict in told:
-        said = f"It recovers at least one image of {verdict.best.exposed} of 2 victims."
+        said = f"It recovers at least one image of {verdict.best.exposed} of 2 target clients."
         assert (said in verdict.notes) is (verdict in parts)
 
 
@@ -111,9 +115,9 @@ def test_an_attack_of_ones_own_that_crafts_no_client_is_named() -> None:
         def craft(self, client, knowledge, key):
             return None
 
-    scene = open_scene(config(defences=["none"], attacks=["rob"]))
+    experiment = open_experiment(config(defences=["none"], attacks=["rob"]))
     with pytest.raises(GradveilError, match=r"attack rob: craft\(\) returned nothing"):
-        received(scene, Mine(), scene.undefended(0, 0), 0)
+        received(experiment, Mine(), experiment.undefended(0, 0), 0)
 
 
 def test_a_change_that_its_attack_does_not_name_is_told_all_the_same() -> None:
@@ -121,15 +125,15 @@ def test_a_change_that_its_attack_does_not_name_is_told_all_the_same() -> None:
         def planted(self) -> str:
             return ""
 
-    scene = open_scene(config(defences=["none"], attacks=["rob"]))
-    told = active_facts(Mute(), received(scene, Mute(), scene.undefended(0, 0), 0))
+    experiment = open_experiment(config(defences=["none"], attacks=["rob"]))
+    told = active_facts(Mute(), received(experiment, Mute(), experiment.undefended(0, 0), 0))
     assert told["planted"] == "something that it does not name"
 
 
 def test_recorded_updates_and_trained_clients_are_of_the_honest_model(tmp_path: Path):
     record(simulated(), tmp_path, truth=True)
     with pytest.raises(GradveilError, match="recorded of the model as it was"):
-        open_scene(watching(tmp_path, attacks=["rob"]))
+        open_experiment(watching(tmp_path, attacks=["rob"]))
     plan = {"clients": 2, "rounds": 1, "images": 40, "batch": 4}
     with pytest.raises(GradveilError, match="of a training keep is of the model as it was"):
-        open_scene(config(defences=["none"], attacks=["rob"], train=plan))
+        open_experiment(config(defences=["none"], attacks=["rob"], train=plan))

@@ -15,13 +15,13 @@ import torch
 from torch import Tensor, nn
 
 import gradveil
-from gradveil.attacks.inversion import Inversion
-from gradveil.attacks.optimise import Descent
-from gradveil.attacks.presets import make_attack
+from gradveil.attacks.attack_catalogue import make_attack
+from gradveil.attacks.inversion.descent import Descent
+from gradveil.attacks.inversion.inversion import Inversion
 from gradveil.audit.api import Result, audit_model
 from gradveil.core.errors import GradveilError
 from gradveil.defences import NONE, parse
-from gradveil.defences.clip import Clip
+from gradveil.defences.dp import Clip
 from gradveil.nn.models import build
 
 ATTACK = "ig(iterations=4)"
@@ -54,7 +54,7 @@ def audited(**changes: Any) -> Result:
 def test_the_package_offers_the_function_after_its_modules_were_imported() -> None:
     assert callable(gradveil.audit)
     result = gradveil.audit(network(), examples(), attacks=[ATTACK])
-    assert [row["victims"] for row in result.summary()] == [2]
+    assert [row["target_clients"] for row in result.summary()] == [2]
 
 
 def test_a_model_and_a_batch_of_ones_own(tmp_path: Path) -> None:
@@ -91,8 +91,8 @@ def test_objects_serve_as_well_as_texts() -> None:
 def test_examples_are_grouped_into_clients() -> None:
     result = audited(batch=examples(4), client_batch=2)
     (row,) = result.summary()
-    assert (row["victims"], row["images"]) == (2, 4)
-    assert [record["index"] for record in result.cells[0].records] == [0, 2]
+    assert (row["target_clients"], row["images"]) == (2, 4)
+    assert [record["index"] for record in result.trials[0].records] == [0, 2]
 
 
 def test_any_loss() -> None:
@@ -101,7 +101,7 @@ def test_any_loss() -> None:
         return (torch.softmax(outputs, -1) - hot).square().sum(-1)
 
     first, second = audited(), audited(loss=squares)
-    assert first.cells[0].info["health"] != second.cells[0].info["health"]
+    assert first.trials[0].info["health"] != second.trials[0].info["health"]
 
 
 def test_the_callers_model_stays_as_it_is() -> None:
@@ -114,11 +114,11 @@ def test_the_callers_model_stays_as_it_is() -> None:
 def test_bounds_that_are_read_off_the_batch_are_a_grant() -> None:
     inputs, targets = examples()
     measured = audited(batch=(inputs * 4 - 2, targets))
-    assert "bounds: the least and greatest value of the batch" in measured.cells[0].info["grants"]
+    assert "bounds: the least and greatest value of the batch" in measured.trials[0].info["grants"]
     for given in ({"bounds": (-2.0, 2.0)}, {"mean": [0.5], "std": [0.25]}):
         told = audited(batch=(inputs * 4 - 2, targets), **given)
-        assert told.cells[0].info["grants"] == ["targets: the true labels"]
-        truth = told.cells[0].images()
+        assert told.trials[0].info["grants"] == ["targets: the true labels"]
+        truth = told.trials[0].images()
         assert truth is not None
         torch.testing.assert_close(truth["truth"][:, 0], inputs, rtol=0, atol=1e-5)
 
@@ -242,36 +242,36 @@ def test_models_and_losses_that_fail_are_told_before_any_attack(change: dict[str
 @pytest.mark.parametrize(
     "error", [_OwnError("my trouble"), OSError("my trouble"), MemoryError("my trouble"), SystemExit("my trouble")]
 )
-def test_an_attack_that_fails_on_one_defence_fails_its_cell_alone(error: BaseException) -> None:
+def test_an_attack_that_fails_on_one_defence_fails_its_trial_alone(error: BaseException) -> None:
     @dataclass(frozen=True)
     class Mine(Inversion):
-        def __call__(self, observations: Any, belief: Any, knowledge: Any, key: Any, *more: Any) -> Any:
+        def __call__(self, observations: Any, simulated_client: Any, knowledge: Any, key: Any, *more: Any) -> Any:
             if any((value == 0).any() for value in observations[-1].update.values()):
                 raise error
-            return super().__call__(observations, belief, knowledge, key, *more)
+            return super().__call__(observations, simulated_client, knowledge, key, *more)
 
     attack = Mine("mine", descent=Descent(iterations=4))
     rows = audited(attacks=(attack,), defences=("none", "prune(0.9)")).summary()
     first, second = (row["failed"] for row in rows)
     assert first is None
     assert second.startswith(f"{type(error).__name__}: my trouble (test_api.py, line ")
-    assert rows[0]["victims"] == 2
+    assert rows[0]["target_clients"] == 2
 
 
-def changes_the_update(observations: Any, belief: Any, knowledge: Any) -> None:
+def changes_the_update(observations: Any, simulated_client: Any, knowledge: Any) -> None:
     next(iter(observations[-1].update.values())).mul_(2)
 
 
-def changes_the_parameters(observations: Any, belief: Any, knowledge: Any) -> None:
+def changes_the_parameters(observations: Any, simulated_client: Any, knowledge: Any) -> None:
     observations[-1].params["head.weight"].zero_()
 
 
-def changes_the_model(observations: Any, belief: Any, knowledge: Any) -> None:
+def changes_the_model(observations: Any, simulated_client: Any, knowledge: Any) -> None:
     with torch.no_grad():
-        belief.model.get_parameter("head.weight").zero_()
+        simulated_client.model.get_parameter("head.weight").zero_()
 
 
-def draws_where_it_likes(observations: Any, belief: Any, knowledge: Any) -> None:
+def draws_where_it_likes(observations: Any, simulated_client: Any, knowledge: Any) -> None:
     torch.rand(2)
 
 
@@ -287,18 +287,18 @@ def draws_where_it_likes(observations: Any, belief: Any, knowledge: Any) -> None
 def test_an_attack_that_changes_what_others_count_on_is_told(does: Any, said: str) -> None:
     @dataclass(frozen=True)
     class Mine(Inversion):
-        def __call__(self, observations: Any, belief: Any, knowledge: Any, key: Any, *more: Any) -> Any:
-            does(observations, belief, knowledge)
-            return super().__call__(observations, belief, knowledge, key, *more)
+        def __call__(self, observations: Any, simulated_client: Any, knowledge: Any, key: Any, *more: Any) -> Any:
+            does(observations, simulated_client, knowledge)
+            return super().__call__(observations, simulated_client, knowledge, key, *more)
 
     result = audited(attacks=(Mine("mine", descent=Descent(iterations=4)),), defences=("none",))
-    (row,), (cell,) = result.summary(), result.cells
+    (row,), (trial,) = result.summary(), result.trials
     if said:
         assert re.search(f"attack mine: changes what it is handed {said}", row["failed"])
     else:
         assert row["failed"] is None
-        assert any("it drew from torch's global generator" in remark for remark in cell.info["remarks"])
-    (honest,) = audited(attacks=(Inversion("own", descent=Descent(iterations=4)),), defences=("none",)).cells
+        assert any("it drew from torch's global generator" in remark for remark in trial.info["remarks"])
+    (honest,) = audited(attacks=(Inversion("own", descent=Descent(iterations=4)),), defences=("none",)).trials
     assert not any("global generator" in remark for remark in honest.info["remarks"])
 
 
@@ -347,21 +347,21 @@ def test_progress_is_told_where_it_is_wanted(
     audited(progress=progress)
     out, err = capsys.readouterr()
     assert out == ""
-    assert ("1 cell of 2 victims" in err, "[1/1]" in err) == (said, said)
+    assert ("1 trial of 2 target clients" in err, "[1/1]" in err) == (said, said)
 
 
-def test_damaged_cells_are_made_anew_with_a_warning(tmp_path: Path) -> None:
+def test_damaged_trials_are_made_anew_with_a_warning(tmp_path: Path) -> None:
     first = audited(out=tmp_path / "run")
-    (file,) = (tmp_path / "run").glob("cells/*/records.json")
+    (file,) = (tmp_path / "run").glob("trials/*/records.json")
     file.write_text("[3]")
-    with pytest.warns(UserWarning, match=r"Damaged, its cell is done again: .*records\.json: \[0\] is 3"):
+    with pytest.warns(UserWarning, match=r"Damaged, its trial is done again: .*records\.json: \[0\] is 3"):
         again = audited(out=tmp_path / "run")
     assert again.summary()[0]["ssim_mean"] == first.summary()[0]["ssim_mean"]
 
 
 def test_other_weights_are_another_run(tmp_path: Path) -> None:
     audited(out=tmp_path / "run")
-    assert len(audited(out=tmp_path / "run").cells) == 1
+    assert len(audited(out=tmp_path / "run").trials) == 1
     other = network()
     with torch.no_grad():
         next(other.parameters()).add_(0.1)

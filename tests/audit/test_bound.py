@@ -12,28 +12,29 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gradveil.attacks.base import Active
-from gradveil.attacks.inversion import Inversion
-from gradveil.attacks.presets import ATTACKS, make_attack
-from gradveil.audit.bound import mse_bound
-from gradveil.audit.cell import cells, recover
-from gradveil.audit.run import finish
-from gradveil.audit.scene import Scene, open_scene
-from gradveil.audit.summary import summarise
+from gradveil.attacks.attack_catalogue import ATTACKS, make_attack
+from gradveil.attacks.inversion.inversion import Inversion
+from gradveil.attacks.protocol import Active
+from gradveil.audit.attack_selection import trials
+from gradveil.audit.audit_run import finish
+from gradveil.audit.error_bound import mse_bound
+from gradveil.audit.experiment import Experiment
+from gradveil.audit.preflight import open_experiment
+from gradveil.audit.result_rows import summarise
+from gradveil.audit.trial import recover
 from gradveil.cli.app import run
-from gradveil.cli.bound import _rows
+from gradveil.cli.privacy_commands import _rows
 from gradveil.client import Client
 from gradveil.core.noise import Key
 from gradveil.core.types import Batch, Domain
 from gradveil.data import Dataset
 from gradveil.defences import parse
-from gradveil.report.build import page
-from gradveil.theory.bound import rate_bound
-from gradveil.theory.spectrum import spectrum
+from gradveil.report.page import page
+from gradveil.theory.reconstruction_bound import rate_bound, spectrum
 from tests.audit.runs import config, execute
-from tests.audit.test_cell import Recorder
+from tests.audit.test_trial import Recorder
 
-SIDE, SPREAD, STD, VICTIMS = 11, 0.1, 0.4, 100
+SIDE, SPREAD, STD, TARGET_CLIENTS = 11, 0.1, 0.4, 100
 
 
 def images(count: int, key: str) -> Dataset:
@@ -72,17 +73,19 @@ def audited(
     attack: Any, defence: str = f"gaussian({STD})", bias: bool = False, weight: float = 0.0, **changes: Any
 ) -> dict[str, Any]:
     """Audit the linear model. The gradient of its bias says nothing of the image, and nor do its weights."""
-    chosen = config(defences=[defence], victims=VICTIMS, attacks=["ig"], **changes)
+    chosen = config(defences=[defence], target_clients=TARGET_CLIENTS, attacks=["ig"], **changes)
     net = nn.Sequential(nn.Flatten(), nn.Linear(SIDE * SIDE, 2, bias=bias))
     for parameter in net.parameters():
         nn.init.constant_(parameter, weight)
-    data = images(VICTIMS * chosen.client[0].batch, "victims"), images(4000, "public")
-    scene = Scene(chosen, *data, lambda seed: copy.deepcopy(net), {defence: parse(defence)}, {"ig": attack}, linear)
-    (cell,) = cells(chosen)
-    shares = [range(VICTIMS // 2), range(VICTIMS // 2, VICTIMS)]
-    found = finish(scene, cell, [recover(scene, cell, numbers, lambda step: None) for numbers in shares])
+    data = images(TARGET_CLIENTS * chosen.client[0].batch, "target_clients"), images(4000, "public")
+    experiment = Experiment(
+        chosen, *data, lambda seed: copy.deepcopy(net), {defence: parse(defence)}, {"ig": attack}, linear
+    )
+    (trial,) = trials(chosen)
+    shares = [range(TARGET_CLIENTS // 2), range(TARGET_CLIENTS // 2, TARGET_CLIENTS)]
+    found = finish(experiment, trial, [recover(experiment, trial, numbers, lambda step: None) for numbers in shares])
     assert found.failed is None, found.failed
-    error = sum(record["mse"] for record in found.records) / VICTIMS
+    error = sum(record["mse"] for record in found.records) / TARGET_CLIENTS
     return {**(found.info["bound"] or {}), "measured": error, "why": found.info["unbounded"]}
 
 
@@ -197,7 +200,7 @@ def test_noise_that_is_fitted_to_public_images_has_a_bound(attack: Any, reaches:
 def test_the_command_knows_the_bound_of_fitted_noise(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["bound", "faces", "--set", "model.name=lenet-zhu", "--set", "model.options={}", "--set", "data.size=16"]
     words += [w for std in (0.003, 0.03) for w in ("--defence", f"optimal-noise({std}, form=global, batches=3)")]
-    assert run([*words, "--victims", "2", "--defence", "optimal-noise(0.03)", "--json"]) == 0
+    assert run([*words, "--target-clients", "2", "--defence", "optimal-noise(0.03)", "--json"]) == 0
     weak, strong, local = json.loads(capsys.readouterr().out)
     assert 0 < weak["mse_bound"] < strong["mse_bound"] < strong["mse_prior"]
     assert local["mse_bound"] is None
@@ -217,11 +220,11 @@ def test_the_images_of_a_batch_hide_each_other() -> None:
 
 
 def test_nats_of_a_batch_are_shared_by_its_images() -> None:
-    scene = open_scene(config())
-    assert scene.public is not None
+    experiment = open_experiment(config())
+    assert experiment.public is not None
     told = {"information": torch.full((2, 3), torch.nan), "nats": torch.tensor([10.0, 30.0]).double()}
-    found = mse_bound(scene, told, 2)
-    wanted = rate_bound(spectrum(scene.public.pixels).variances, torch.tensor(10.0).double())
+    found = mse_bound(experiment, told, 2)
+    wanted = rate_bound(spectrum(experiment.public.pixels).variances, torch.tensor(10.0).double())
     assert found["mse"] == pytest.approx(float(wanted))
     assert found["by"] == "mutual information"
 
@@ -234,7 +237,7 @@ def test_without_a_bound_the_reason_is_told() -> None:
 def test_where_gradients_jump_mutual_information_bounds_alone(capsys: pytest.CaptureFixture[str]) -> None:
     """The run's own network has ReLU."""
     defences = [word for text in ("dp(clip=1, sigma=0.3)", "laplace(0.1)") for word in ("--defence", text)]
-    assert run(["bound", "faces", "--victims", "1", *defences, "--json"]) == 0
+    assert run(["bound", "faces", "--target-clients", "1", *defences, "--json"]) == 0
     for found in json.loads(capsys.readouterr().out):
         assert found["by"] == "mutual information"
         assert 0 < found["mse_bound"] < found["mse_prior"]
@@ -244,7 +247,7 @@ def test_the_report_and_the_summary_tell_it(tmp_path: Path) -> None:
     defences = ["none", "gaussian(0.1)", "dp(clip=1, sigma=1)", "prune(0.9)"]
     chosen = config(attacks=["ig(iterations=2)"], defences=defences, client={"batch": 2})
     found, _ = execute(chosen, tmp_path / "run")
-    told = {cell.info["defence"]: summarise(cell)["mse_bound"] for cell in found.cells}
+    told = {trial.info["defence"]: summarise(trial)["mse_bound"] for trial in found.trials}
     assert [name for name, value in told.items() if value] == defences[1:3]
     assert 0 < told["gaussian(0.1)"] < told["dp(clip=1, sigma=1)"]
     html = page(found)
@@ -266,8 +269,8 @@ def test_the_command_tells_the_utilities_that_an_audit_measures(tmp_path: Path) 
     """Of the same updates: `gradveil bound` draws what an audit would."""
     chosen = config(attacks=["ig(iterations=2)"], defences=["none", "gaussian(0.1)", "prune(0.9)"], rounds=2)
     found, _ = execute(chosen, tmp_path / "run")
-    measured = {cell.info["defence"]: summarise(cell) for cell in found.cells}
-    rows = {row["defence"]: row for row in _rows(open_scene(chosen))}
+    measured = {trial.info["defence"]: summarise(trial) for trial in found.trials}
+    rows = {row["defence"]: row for row in _rows(open_experiment(chosen))}
     keys = ("first_order_utility", "second_order_utility")
     for name, row in rows.items():
         assert [row[key] for key in keys] == pytest.approx([measured[name][key] for key in keys], rel=1e-4), name
@@ -281,7 +284,7 @@ def test_the_command_tells_it_and_attacks_nothing(
     monkeypatch.setattr(Inversion, "__call__", lambda *_: pytest.fail("attacked"))
     monkeypatch.chdir(tmp_path)
     words = ["bound", "faces", "--set", "model.name=lenet-zhu", "--set", "model.options={}", "--set", "data.size=16"]
-    words += ["--victims", "2", "--defence", "gaussian(0.1)", "--defence", "gaussian(0.3)", "--defence", "none"]
+    words += ["--target-clients", "2", "--defence", "gaussian(0.1)", "--defence", "gaussian(0.3)", "--defence", "none"]
     assert run([*words, "--json"]) == 0
     weak, strong, none = json.loads(capsys.readouterr().out)
     assert 0 < weak["mse_bound"] < strong["mse_bound"] < strong["mse_prior"]

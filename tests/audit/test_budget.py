@@ -7,32 +7,41 @@ from functools import partial
 import pytest
 import torch
 
-from gradveil.attacks.analytic import Analytic
-from gradveil.attacks.inversion import Inversion
+from gradveil.attacks.closed_form.first_layer import Analytic
+from gradveil.attacks.inversion.descent import Descent
+from gradveil.attacks.inversion.inversion import Inversion
 from gradveil.attacks.learned import Learned
-from gradveil.attacks.optimise import Descent
-from gradveil.audit.budget import Budget, Share, read_budget, restarts_worth, within
-from gradveil.audit.cell import cells, recover
-from gradveil.audit.plans import Plans, read_plans, write_plan
-from gradveil.audit.scene import open_scene
-from gradveil.audit.source import Source
-from gradveil.audit.work import Task, recovered, site
+from gradveil.audit.attack_selection import trials
+from gradveil.audit.audit_run import AuditTask, recovered, site
+from gradveil.audit.budgets import (
+    Budget,
+    BudgetShare,
+    Plans,
+    read_budget,
+    read_plans,
+    restarts_worth,
+    within,
+    write_plan,
+)
+from gradveil.audit.preflight import open_experiment
+from gradveil.audit.sources import Source
+from gradveil.audit.trial import recover
 from gradveil.core.errors import GradveilError
-from gradveil.schedule.work import arrive
+from gradveil.runs.task import arrive
 from tests.audit.runs import config, execute
 
 
 def ran(**changes):
-    """Iterations of the first victim in every cell of a small run."""
+    """Iterations of the first target client in every trial of a small run."""
     base = {"defences": ["none"], "attacks": ["ig(report=1)"]}
-    scene = open_scene(config(**{**base, **changes}))
+    experiment = open_experiment(config(**{**base, **changes}))
     return {
-        cell.attack: recover(scene, cell, range(2), lambda _: None).tensors["iterations"].tolist()
-        for cell in cells(scene.config)
+        trial.attack: recover(experiment, trial, range(2), lambda _: None).tensors["iterations"].tolist()
+        for trial in trials(experiment.config)
     }
 
 
-def test_victim_iterations_are_shared():
+def test_target_client_iterations_are_shared():
     assert ran(budget="40") == {"ig(report=1)": [20, 20]}
     both = ran(budget="40", attacks=["ig(report=1)", "gi(restarts=1, report=1)"])
     assert set(map(tuple, both.values())) == {(10, 10)}
@@ -47,13 +56,13 @@ def test_who_does_not_apply_takes_no_share(tmp_path):
         defences=["precode"], attacks=["ig(report=1)", "pig(report=1)"], budget="40",
     )  # fmt: skip
     run, _ = execute(chosen, tmp_path / "run")
-    alone, left_out, *both = run.cells
+    alone, left_out, *both = run.trials
     assert [record["iterations"] for record in alone.records] == [20, 20]
     assert left_out.unfit
-    assert [[record["iterations"] for record in cell.records] for cell in both] == [[10, 10], [10, 10]]
-    scene = open_scene(chosen)
-    elsewhere = arrive(site(scene, None), torch.get_num_threads())
-    order = Task(cells(chosen)[0], 0, range(2)).order({}, Source())
+    assert [[record["iterations"] for record in trial.records] for trial in both] == [[10, 10], [10, 10]]
+    experiment = open_experiment(chosen)
+    elsewhere = arrive(site(experiment, None), torch.get_num_threads())
+    order = AuditTask(trials(chosen)[0], 0, range(2)).order({}, Source())
     assert not isinstance(elsewhere, str)
     assert recovered(elsewhere(order, lambda _: None)).tensors["iterations"].tolist() == [20, 20]
 
@@ -68,20 +77,20 @@ def test_halving_pays_for_few_restarts():
 
 def test_seconds_become_iterations_that_are_written_down(tmp_path):
     (tmp_path / "plans").mkdir()
-    folder, numbers = tmp_path / "plans" / "cell", range(2)
+    folder, numbers = tmp_path / "plans" / "trial", range(2)
 
     def plans():
         return Plans(read_plans(folder, numbers), partial(write_plan, folder, numbers))
 
     attack = Inversion("slow", descent=Descent(iterations=10**12))
     tried = []
-    first = within(Budget(60, "seconds"), attack, Share(1, 2, 2), tried.append, plans())
+    first = within(Budget(60, "seconds"), attack, BudgetShare(1, 2, 2), tried.append, plans())
     assert [run.descent.iterations for run in tried] == [10, 10]
     assert first.descent.iterations > 1000
-    again = within(Budget(60, "seconds"), attack, Share(1, 2, 2), tried.append, plans())
+    again = within(Budget(60, "seconds"), attack, BudgetShare(1, 2, 2), tried.append, plans())
     assert (again, len(tried)) == (first, 2)
     assert json.loads((folder / "0-1-iterations.json").read_text()) == [first.descent.iterations]
-    half = within(Budget(60, "seconds"), attack, Share(2, 1, 2), lambda _: None, Plans())
+    half = within(Budget(60, "seconds"), attack, BudgetShare(2, 1, 2), lambda _: None, Plans())
     assert half.descent.iterations > 1
 
 
@@ -89,17 +98,17 @@ SMALL = "learned(epochs=9, width=8, features=16)"
 
 
 def test_a_learner_shares_the_budget_too():
-    """An update that it simulates is worth an iteration on a victim; one pass goes ahead of the first epoch."""
-    scene = open_scene(config(defences=["none"], attacks=[SMALL]))
-    assert scene.public is not None
-    images = len(scene.public)
+    """An update that it simulates is worth an iteration on a target client; one pass goes ahead of the first epoch."""
+    experiment = open_experiment(config(defences=["none"], attacks=[SMALL]))
+    assert experiment.public is not None
+    images = len(experiment.public)
     assert ran(budget=str(4 * images), attacks=[SMALL]) == {SMALL: [3, 3]}
     both = ran(budget=str(8 * images), attacks=[SMALL, "ig(report=1, iterations=5)"])
     assert both == {SMALL: [3, 3], "ig(report=1, iterations=5)": [5, 5]}
     assert ran(budget=str(4 * images), attacks=[SMALL], client={"batch": 2}) == {SMALL: [7, 7]}
     assert ran(budget="1", attacks=[SMALL]) == {SMALL: [1, 1]}
     assert ran(budget=str(99 * images), attacks=[SMALL]) == {SMALL: [9, 9]}
-    found = recover(scene, cells(scene.config)[0], range(2), lambda _: None)
+    found = recover(experiment, trials(experiment.config)[0], range(2), lambda _: None)
     assert found.facts["simulated"] == 10 * images
 
 
@@ -108,22 +117,22 @@ def test_the_seconds_of_a_learner_are_measured_once(monkeypatch):
     monkeypatch.setattr("time.perf_counter", lambda: next(clock))
     tried, kept = [], {}
     attack = Learned(epochs=30)
-    first = within(Budget(40, "seconds"), attack, Share(2, 1, 1, 100), tried.append, Plans({}, kept.__setitem__))
+    first = within(Budget(40, "seconds"), attack, BudgetShare(2, 1, 1, 100), tried.append, Plans({}, kept.__setitem__))
     assert [run.epochs for run in tried] == [1]
     assert first.epochs == 9  # ten passes of two seconds, one of them ahead of the first epoch
-    again = within(Budget(40, "seconds"), attack, Share(2, 1, 1, 100), tried.append, Plans(kept))
+    again = within(Budget(40, "seconds"), attack, BudgetShare(2, 1, 1, 100), tried.append, Plans(kept))
     assert (again, len(tried)) == (first, 1)
 
 
 def test_time_is_about_kept():
-    scene = open_scene(config(defences=["none"], attacks=["ig"], budget="3s"))
-    found = recover(scene, cells(scene.config)[0], range(2), lambda _: None)
+    experiment = open_experiment(config(defences=["none"], attacks=["ig"], budget="3s"))
+    found = recover(experiment, trials(experiment.config)[0], range(2), lambda _: None)
     assert 0.3 < found.facts["seconds"] < 15
 
 
 def test_attacks_without_iterations_stay_as_they_are():
     for attackers in (0, 1):
-        share = Share(attackers, 1, 1)
+        share = BudgetShare(attackers, 1, 1)
         assert within(Budget(1, "seconds"), Analytic(), share, lambda _: None, Plans()) == Analytic()
 
 
@@ -135,13 +144,15 @@ def test_what_is_no_budget_is_refused(text):
 
 def test_a_budget_is_part_of_the_run(tmp_path):
     run, _ = execute(config(defences=["none"], attacks=["ig(report=1)"], budget="8"), tmp_path / "run")
-    assert run.cells[0].records[0]["iterations"] == 4
-    assert [point["iterations"] for point in run.cells[0].info["trace"]] == [1, 2]
+    assert run.trials[0].records[0]["iterations"] == 4
+    assert [point["iterations"] for point in run.trials[0].info["trace"]] == [1, 2]
     with pytest.raises(GradveilError, match="budget"):
         config(budget="soon")
 
 
 def test_shares_that_measured_apart_are_put_together(tmp_path):
-    run, _ = execute(config(defences=["none"], attacks=["ig"], budget="2s", victims=3), tmp_path / "run", share=2)
-    assert run.cells[0].failed is None
-    assert len(run.cells[0].records) == 3
+    run, _ = execute(
+        config(defences=["none"], attacks=["ig"], budget="2s", target_clients=3), tmp_path / "run", share=2
+    )
+    assert run.trials[0].failed is None
+    assert len(run.trials[0].records) == 3

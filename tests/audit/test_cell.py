@@ -1,4 +1,4 @@
-"""How a cell's updates are made, and what its attack is told."""
+"""How a trial's updates are made, and what its attack is told."""
 
 from __future__ import annotations
 
@@ -11,19 +11,21 @@ import pytest
 import torch
 from torch import Tensor
 
-from gradveil.attacks.base import Observation, Progress, Reconstruction, Remark
 from gradveil.attacks.knowledge import How, Knowledge, Known, Neutral, Sample
-from gradveil.audit import rounds
-from gradveil.audit.cell import Recovered, cells, merge, recover
-from gradveil.audit.granted import told
-from gradveil.audit.rounds import Truth, observe, updates
-from gradveil.audit.scene import Scene, open_scene
-from gradveil.audit.score import Named, score
+from gradveil.attacks.protocol import Observation, Progress, Reconstruction, Remark
+from gradveil.audit import observe as observing
+from gradveil.audit.attack_selection import trials
+from gradveil.audit.experiment import Experiment
+from gradveil.audit.grants import told
+from gradveil.audit.observe import Truth, observe, updates
+from gradveil.audit.preflight import open_experiment
+from gradveil.audit.score import TrialNames, score
+from gradveil.audit.trial import Recovered, merge, recover
 from gradveil.client import Client
 from gradveil.core.errors import GradveilError
 from gradveil.core.noise import Key
 from gradveil.core.types import Batch
-from gradveil.federated.wire import Layout, decode, encode
+from gradveil.wire.codec import Layout, decode, encode
 from tests.audit.runs import config
 
 
@@ -32,46 +34,48 @@ class Recorder:
     """An attack that remembers what it was given and answers with grey images."""
 
     knowledge: Mapping[str, How] = field(default_factory=dict)
-    belief: Literal["naive", "full"] = "naive"
+    simulated_client: Literal["naive", "full"] = "naive"
     name: str = "recorder"
     calls: list[dict[str, Any]] = field(default_factory=list)
 
     def __call__(
         self,
         observations: Sequence[Observation],
-        belief: Client,
+        simulated_client: Client,
         knowledge: Knowledge,
         key: Key,
         progress: Callable[[Progress], None] | None = None,
         plan: Sequence[int] = (),
     ) -> Reconstruction:
-        self.calls.append({"seen": observations, "belief": belief, "knowledge": knowledge, "key": key})
-        victims, examples = len(observations[-1].victims), observations[-1].examples
+        self.calls.append(
+            {"seen": observations, "simulated_client": simulated_client, "knowledge": knowledge, "key": key}
+        )
+        target_clients, examples = len(observations[-1].target_clients), observations[-1].examples
         assert progress is not None
-        progress(Progress(0, victims, 5 * victims, 10 * victims, 0.5))
-        zeros = torch.zeros(victims)
+        progress(Progress(0, target_clients, 5 * target_clients, 10 * target_clients, 0.5))
+        zeros = torch.zeros(target_clients)
         return Reconstruction(
-            torch.zeros(victims, examples, *knowledge.shape),
-            torch.zeros(victims, examples, dtype=torch.long),
+            torch.zeros(target_clients, examples, *knowledge.shape),
+            torch.zeros(target_clients, examples, dtype=torch.long),
             zeros,
-            ("budget",) * victims,
+            ("budget",) * target_clients,
             zeros.long(),
             0.1,
             zeros.long(),
             zeros[:, None],
             zeros,
-            (victims,),
+            (target_clients,),
         )
 
 
-def scene_with(attack: Recorder, **changes: Any) -> Scene:
-    scene = open_scene(config(**changes))
-    return dataclasses.replace(scene, attacks=dict.fromkeys(scene.attacks, attack))
+def experiment_with(attack: Recorder, **changes: Any) -> Experiment:
+    experiment = open_experiment(config(**changes))
+    return dataclasses.replace(experiment, attacks=dict.fromkeys(experiment.attacks, attack))
 
 
-def attacked(attack: Recorder, defence: str = "none", victims: int = 2, **changes: Any) -> Recovered:
-    scene = scene_with(attack, defences=[defence], victims=victims, **changes)
-    return recover(scene, cells(scene.config)[0], range(victims), lambda step: None)
+def attacked(attack: Recorder, defence: str = "none", target_clients: int = 2, **changes: Any) -> Recovered:
+    experiment = experiment_with(attack, defences=[defence], target_clients=target_clients, **changes)
+    return recover(experiment, trials(experiment.config)[0], range(target_clients), lambda step: None)
 
 
 def holds_truth(value: Any, truth: Tensor) -> bool:
@@ -90,46 +94,53 @@ def holds_truth(value: Any, truth: Tensor) -> bool:
 
 
 def test_no_attack_receives_the_truth() -> None:
-    attack = Recorder(belief="full")
-    scene = scene_with(attack, defences=["gaussian(0.1)"])
-    address = cells(scene.config)[0]
-    recover(scene, address, range(2), lambda step: None)
-    truth = scene.batch(scene.examples(0, range(2))).inputs
+    attack = Recorder(simulated_client="full")
+    experiment = experiment_with(attack, defences=["gaussian(0.1)"])
+    address = trials(experiment.config)[0]
+    recover(experiment, address, range(2), lambda step: None)
+    truth = experiment.batch(experiment.examples(0, range(2))).inputs
     assert holds_truth({"a": [truth.clone()]}, truth)
     assert not holds_truth(attack.calls[0], truth)
-    client = scene.client(0, address.defence, 0)
-    noise = observe(scene, address, client, range(2))[1].noise
+    client = experiment.client(0, address.defence, 0)
+    noise = observe(experiment, address, client, range(2))[1].noise
     assert not any(holds_truth(attack.calls[0], value) for value in noise.values())
     assert attack.calls[0]["knowledge"].targets is None
 
 
-def test_observation_is_the_defended_update_of_the_victims() -> None:
+def test_observation_is_the_defended_update_of_the_target_clients() -> None:
     attack = Recorder()
-    scene = scene_with(attack, defences=["gaussian(0.1)"], first_victim=3)
-    address = cells(scene.config)[0]
-    recover(scene, address, range(2), lambda step: None)
+    experiment = experiment_with(attack, defences=["gaussian(0.1)"], first_target_client=3)
+    address = trials(experiment.config)[0]
+    recover(experiment, address, range(2), lambda step: None)
     (seen,) = attack.calls[0]["seen"]
-    client = scene.client(0, "gaussian(0.1)", 0)
+    client = experiment.client(0, "gaussian(0.1)", 0)
     params = client.params()
-    spec = client.noise_spec(params, Batch(scene.victims.inputs[:1], scene.victims.targets[:1]))
-    for row, victim in enumerate((3, 4)):
-        example = Batch(scene.victims.inputs[victim : victim + 1], scene.victims.targets[victim : victim + 1])
-        expected, _ = client.update(params, example, spec.sample(Key(0, ("client", victim))), client.init(params))
+    spec = client.noise_spec(params, Batch(experiment.private.inputs[:1], experiment.private.targets[:1]))
+    for row, target_client in enumerate((3, 4)):
+        example = Batch(
+            experiment.private.inputs[target_client : target_client + 1],
+            experiment.private.targets[target_client : target_client + 1],
+        )
+        expected, _ = client.update(
+            params, example, spec.sample(Key(0, ("client", target_client))), client.init(params)
+        )
         for name, value in expected.items():
             torch.testing.assert_close(seen.update[name][row], value, rtol=1e-5, atol=1e-6)
-    assert (seen.victims, seen.examples) == ((3, 4), 1)
+    assert (seen.target_clients, seen.examples) == ((3, 4), 1)
 
 
-@pytest.mark.parametrize(("belief", "sends"), [("naive", False), ("full", True)])
-def test_belief_decides_whether_the_attacker_simulates_the_defence(belief: Any, sends: bool) -> None:
-    attack = Recorder(belief=belief)
+@pytest.mark.parametrize(("simulated_client", "sends"), [("naive", False), ("full", True)])
+def test_simulated_client_decides_whether_the_attacker_simulates_the_defence(
+    simulated_client: Any, sends: bool
+) -> None:
+    attack = Recorder(simulated_client=simulated_client)
     found = attacked(attack, "prune(0.9)")
-    assert (attack.calls[0]["belief"].send is not None) == sends
-    assert found.facts["belief"] == belief
+    assert (attack.calls[0]["simulated_client"].send is not None) == sends
+    assert found.facts["simulated_client"] == simulated_client
 
 
 def test_grants_are_given_and_named() -> None:
-    attack = Recorder({"targets": Known(), "model.*": Known(), "send.*": Neutral()}, belief="full")
+    attack = Recorder({"targets": Known(), "model.*": Known(), "send.*": Neutral()}, simulated_client="full")
     found = attacked(attack, "dropout(0.5)")
     knowledge: Knowledge = attack.calls[0]["knowledge"]
     masks = [name for name in found.facts["grants"] if name.startswith("model.")]
@@ -152,17 +163,17 @@ def test_what_was_not_asked_for_is_not_granted() -> None:
 
 def test_an_intermediate_cannot_be_granted() -> None:
     with pytest.raises(GradveilError, match="intermediate"):
-        attacked(Recorder({"send.prune.*": Known()}, belief="full"), "prune(0.9)")
+        attacked(Recorder({"send.prune.*": Known()}, simulated_client="full"), "prune(0.9)")
     for everything in ("*", "send.*"):  # whatever is random, and here nothing is
-        attacked(Recorder({everything: Known()}, belief="full"), "clip(norm=1)")
+        attacked(Recorder({everything: Known()}, simulated_client="full"), "clip(norm=1)")
 
 
-def test_shares_of_the_victims_make_the_same_updates() -> None:
+def test_shares_of_the_target_clients_make_the_same_updates() -> None:
     attack = Recorder()
-    scene = scene_with(attack, defences=["dp(clip=1, sigma=0.1)"], victims=3)
-    address = cells(scene.config)[0]
-    whole = recover(scene, address, range(3), lambda step: None)
-    parts = [recover(scene, address, numbers, lambda step: None) for numbers in (range(2), range(2, 3))]
+    experiment = experiment_with(attack, defences=["dp(clip=1, sigma=0.1)"], target_clients=3)
+    address = trials(experiment.config)[0]
+    whole = recover(experiment, address, range(3), lambda step: None)
+    parts = [recover(experiment, address, numbers, lambda step: None) for numbers in (range(2), range(2, 3))]
     both = merge(parts)
     full, first, second = (call["seen"][0] for call in attack.calls)
     for name, value in full.update.items():
@@ -173,23 +184,23 @@ def test_shares_of_the_victims_make_the_same_updates() -> None:
     assert both.facts["plan"] == [2, 1]
 
 
-def test_shares_of_the_victims_say_what_is_true_of_all() -> None:
-    """What a closed form leaves open differs from victim to victim: one share's number is not another's."""
+def test_shares_of_the_target_clients_say_what_is_true_of_all() -> None:
+    """What a closed form leaves open differs from target to target: one share's number is not another's."""
 
     class Talker(Recorder):
         def __call__(self, observations, *args, **kwargs):
-            numbers = tuple(float(number) for number in observations[-1].victims)
+            numbers = tuple(float(number) for number in observations[-1].target_clients)
             found = super().__call__(observations, *args, **kwargs)
             return dataclasses.replace(
                 found, remarks=(Remark("{} values are open", numbers), Remark("{} twice", numbers, 0))
             )
 
-    scene = scene_with(Talker(), victims=3)
-    address = cells(scene.config)[0]
-    parts = [recover(scene, address, numbers, lambda step: None) for numbers in (range(1), range(1, 3))]
-    whole = recover(scene, address, range(3), lambda step: None)
+    experiment = experiment_with(Talker(), target_clients=3)
+    address = trials(experiment.config)[0]
+    parts = [recover(experiment, address, numbers, lambda step: None) for numbers in (range(1), range(1, 3))]
+    whole = recover(experiment, address, range(3), lambda step: None)
     for some in (parts, [whole]):
-        info = score(scene, address, merge(some), Named("", "", ())).info
+        info = score(experiment, address, merge(some), TrialNames("", "", ())).info
         assert info["remarks"] == ["0 to 2 values are open", "0 to 2 twice"]
 
 
@@ -197,17 +208,19 @@ def test_distance_is_that_of_the_noise() -> None:
     """Gaussian noise of std s on P numbers has norm about s sqrt(P), and none without it."""
     assert float(attacked(Recorder()).tensors["distance"].max()) == 0
     attack = Recorder()
-    scene = scene_with(attack, defences=["gaussian(0.5)"], victims=1)
-    found = recover(scene, cells(scene.config)[0], range(1), lambda step: None)
-    client = scene.client(0, "gaussian(0.5)", 0).undefended_update()
-    raw = client.update(client.params(), Batch(scene.victims.inputs[:1], scene.victims.targets[:1]), {}, {})[0]
+    experiment = experiment_with(attack, defences=["gaussian(0.5)"], target_clients=1)
+    found = recover(experiment, trials(experiment.config)[0], range(1), lambda step: None)
+    client = experiment.client(0, "gaussian(0.5)", 0).undefended_update()
+    raw = client.update(client.params(), Batch(experiment.private.inputs[:1], experiment.private.targets[:1]), {}, {})[
+        0
+    ]
     norm = sum(float(value.square().sum()) for value in raw.values()) ** 0.5
     entries = sum(value.numel() for value in raw.values())
     assert float(found.tensors["distance"][0]) == pytest.approx(0.5 * entries**0.5 / norm, rel=0.05)
 
 
 @pytest.mark.parametrize("defence", ["none", "prune(0.9)", "sign"])
-def test_bytes_are_what_the_wire_makes_of_each_victims_update(defence: str) -> None:
+def test_bytes_are_what_the_wire_makes_of_each_target_clients_update(defence: str) -> None:
     attack = Recorder()
     found = attacked(attack, defence)
     sent = attack.calls[0]["seen"][0].update
@@ -236,18 +249,18 @@ def test_updates_that_are_not_finite_have_their_bytes_too() -> None:
     assert float(attacked(Recorder(), "gaussian(1e39)").tensors["bytes_sent"].min()) > 1000
 
 
-def test_seeds_change_weights_and_noise_but_not_victims() -> None:
+def test_seeds_change_weights_and_noise_but_not_target_clients() -> None:
     attack = Recorder()
-    scene = scene_with(attack, defences=["none"], seeds=[0, 1])
-    for address in cells(scene.config):
-        recover(scene, address, range(2), lambda step: None)
+    experiment = experiment_with(attack, defences=["none"], seeds=[0, 1])
+    for address in trials(experiment.config):
+        recover(experiment, address, range(2), lambda step: None)
     first, second = (call["seen"][0] for call in attack.calls)
     assert all(not torch.equal(first.params[name], second.params[name]) for name in first.params)
     assert [call["key"] for call in attack.calls] == [Key(0, ("attack",)), Key(1, ("attack",))]
 
 
-def test_cells_are_distinct_and_follow_the_run_file() -> None:
-    planned = cells(config(seeds=[0, 1], client=[{"batch": 1}, {"batch": 2}], attacks=["ig", "gi"]))
+def test_trials_are_distinct_and_follow_the_run_file() -> None:
+    planned = trials(config(seeds=[0, 1], client=[{"batch": 1}, {"batch": 2}], attacks=["ig", "gi"]))
     assert len({address.id for address in planned}) == len(planned) == 16
     assert [address.defence for address in planned[:2]] == ["none", "gaussian(0.01)"]
     assert all(address.id.startswith("lenet-zhu-faces-s") for address in planned)
@@ -261,12 +274,12 @@ def test_precision_reaches_model_noise_and_data() -> None:
     assert attack.calls[0]["knowledge"].lower.dtype == torch.float64
 
 
-def test_large_models_are_updated_a_few_victims_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    scene = open_scene(config(defences=["none"], victims=3))
-    client = scene.client(0, "none", 0)
-    raw = scene.batch(scene.examples(0, range(3)))
+def test_large_models_are_updated_a_few_target_clients_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    experiment = open_experiment(config(defences=["none"], target_clients=3))
+    client = experiment.client(0, "none", 0)
+    raw = experiment.batch(experiment.examples(0, range(3)))
     whole = updates(client, client.params(), raw, {}, {})[0]
-    monkeypatch.setattr(rounds, "_UPDATE_VALUES", 1)
+    monkeypatch.setattr(observing, "_UPDATE_VALUES", 1)
     for name, value in updates(client, client.params(), raw, {}, {})[0].items():
         torch.testing.assert_close(value, whole[name], rtol=1e-5, atol=1e-6)
 
@@ -286,7 +299,7 @@ def test_clients_that_train_locally_keep_their_schedule_in_the_raw_update() -> N
     ("change", "in_parts"),
     [({}, False), ({"batch": 3}, False), ({"batch": 2}, True), ({"batch": 3, "sampling": "poisson"}, True)],
 )
-def test_a_cell_says_whether_local_steps_took_the_examples_in_parts(change: dict[str, Any], in_parts: bool) -> None:
+def test_a_trial_says_whether_local_steps_took_the_examples_in_parts(change: dict[str, Any], in_parts: bool) -> None:
     local = {"local": {"lr": 0.1, "steps": 2, **change}} if change else {}
     assert attacked(Recorder({}), client={"batch": 3, **local}).facts["in_parts"] is in_parts
 
@@ -294,14 +307,14 @@ def test_a_cell_says_whether_local_steps_took_the_examples_in_parts(change: dict
 @pytest.mark.parametrize("labels", ["given", "restore", "joint"])
 def test_the_objective_at_the_truth_is_at_the_true_labels(labels: str) -> None:
     """Labels that were read off are sorted, and the examples are not; who optimises them starts from random ones."""
-    scene = open_scene(
+    experiment = open_experiment(
         config(
             data={"name": "digits", "size": 16}, client={"batch": 3}, defences=["none"],
             attacks=[f"ig(iterations=1, tv=0, labels={labels})"], precision="float64",
         )
     )  # fmt: skip
-    truth = scene.batch(scene.examples(0, range(2)))
+    truth = experiment.batch(experiment.examples(0, range(2)))
     assert not torch.equal(truth.targets, truth.targets.sort(1).values)
-    found = recover(scene, cells(scene.config)[0], range(2), lambda step: None).tensors
+    found = recover(experiment, trials(experiment.config)[0], range(2), lambda step: None).tensors
     assert bool((found["at_truth"] < 1e-9).all())
     assert bool((found["objective"] > 1e-3).all())

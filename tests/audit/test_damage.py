@@ -12,12 +12,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from gradveil.audit.layout import read_images
-from gradveil.audit.store import Run, load_run
+from gradveil.audit.run_directory import Run, load_run, read_images
 from gradveil.cli.app import run as command
 from gradveil.core.errors import GradveilError
-from gradveil.core.files import DamagedError
-from gradveil.core.sealed import seal
+from gradveil.core.private_files import DamagedError, seal
 from tests.audit.runs import config, execute
 from tests.audit.test_store import assert_same
 
@@ -39,83 +37,85 @@ def folder(tmp_path: Path, whole: Run) -> Path:
 
 
 def first(folder: Path) -> Path:
-    return folder / "cells" / json.loads((folder / "run.json").read_text())["cells"][0]
+    return folder / "trials" / json.loads((folder / "run.json").read_text())["trials"][0]
 
 
 def changed(name: str, change: Callable[[list[dict]], object]) -> Damage:
-    """Change what a JSON file of a cell holds, within a list."""
+    """Change what a JSON file of a trial holds, within a list."""
 
-    def damage(cell: Path) -> None:
-        held = [json.loads((cell / name).read_text())]
+    def damage(trial: Path) -> None:
+        held = [json.loads((trial / name).read_text())]
         change(held)
-        (cell / name).write_text(json.dumps(held[0]))
+        (trial / name).write_text(json.dumps(held[0]))
 
     return damage
 
 
 def text(name: str, content: str) -> Damage:
-    return lambda cell: (cell / name).write_text(content)
+    return lambda trial: (trial / name).write_text(content)
 
 
-def cut(cell: Path) -> None:
-    file = cell / "images.safetensors"
+def cut(trial: Path) -> None:
+    file = trial / "images.safetensors"
     file.write_bytes(file.read_bytes()[:-7])
 
 
-def other_images(cell: Path) -> None:
+def other_images(trial: Path) -> None:
     images = {name: torch.zeros(3, 1, 1, 16, 16) for name in ("truth", "reconstruction")}
-    (cell / "images.safetensors").write_bytes(seal(images))
+    (trial / "images.safetensors").write_bytes(seal(images))
 
 
-def no_reconstruction(cell: Path) -> None:
-    (cell / "images.safetensors").write_bytes(seal({"truth": torch.zeros(2, 1, 1, 16, 16)}))
+def no_reconstruction(trial: Path) -> None:
+    (trial / "images.safetensors").write_bytes(seal({"truth": torch.zeros(2, 1, 1, 16, 16)}))
 
 
-def no_digest(cell: Path) -> None:
-    save_file({name: torch.zeros(2, 1, 1, 16, 16) for name in ("truth", "reconstruction")}, cell / "images.safetensors")
+def no_digest(trial: Path) -> None:
+    save_file(
+        {name: torch.zeros(2, 1, 1, 16, 16) for name in ("truth", "reconstruction")}, trial / "images.safetensors"
+    )
 
 
-CELLS: dict[str, tuple[Damage, str, str]] = {
-    "a list": (text("cell.json", "[1]"), "cell.json", "is [1], not an object"),
-    "an empty object": (text("cell.json", "{}"), "cell.json", "cell is missing; model is missing"),
-    "half a cell": (text("cell.json", '{"cell": "a'), "cell.json", "is not valid JSON"),
-    "bytes": (lambda cell: (cell / "cell.json").write_bytes(b"\xff\xfe"), "cell.json", "is not valid JSON"),
-    "no cell": (lambda cell: (cell / "cell.json").unlink(), "cell.json", "is missing"),
-    "no seed": (changed("cell.json", lambda held: held[0].pop("seed")), "cell.json", "seed is missing"),
+TRIALS: dict[str, tuple[Damage, str, str]] = {
+    "a list": (text("trial.json", "[1]"), "trial.json", "is [1], not an object"),
+    "an empty object": (text("trial.json", "{}"), "trial.json", "trial is missing; model is missing"),
+    "half a trial": (text("trial.json", '{"trial": "a'), "trial.json", "is not valid JSON"),
+    "bytes": (lambda trial: (trial / "trial.json").write_bytes(b"\xff\xfe"), "trial.json", "is not valid JSON"),
+    "no trial": (lambda trial: (trial / "trial.json").unlink(), "trial.json", "is missing"),
+    "no seed": (changed("trial.json", lambda held: held[0].pop("seed")), "trial.json", "seed is missing"),
     "a wrong kind": (
-        changed("cell.json", lambda held: held[0].update(batch="x")),
-        "cell.json",
+        changed("trial.json", lambda held: held[0].update(batch="x")),
+        "trial.json",
         "batch is 'x', not a whole number",
     ),
     "a control without a rate": (
-        changed("cell.json", lambda held: held[0].update(controls={"mean_image": {}})),
-        "cell.json",
+        changed("trial.json", lambda held: held[0].update(controls={"mean_image": {}})),
+        "trial.json",
         "controls.mean_image.asr is missing",
     ),
-    "no records": (lambda cell: (cell / "records.json").unlink(), "records.json", "is missing"),
+    "no records": (lambda trial: (trial / "records.json").unlink(), "records.json", "is missing"),
     "empty records": (text("records.json", "[]"), "records.json", "is empty"),
-    "half the records": (text("records.json", '[{"victim": 0}'), "records.json", "is not valid JSON"),
-    "no list": (text("records.json", '{"victim": 0}'), "records.json", "is {'victim': 0}, not a list"),
+    "half the records": (text("records.json", '[{"target_client": 0}'), "records.json", "is not valid JSON"),
+    "no list": (text("records.json", '{"target_client": 0}'), "records.json", "is {'target_client': 0}, not a list"),
     "no objects": (text("records.json", "[1, 2]"), "records.json", "[0] is 1, not an object; [1] is 2, not an object"),
     "a score is missing": (
         changed("records.json", lambda held: held[0][1]["per_image"][0].pop("ssim")),
         "records.json",
         "[1].per_image[0].ssim is missing",
     ),
-    "no images": (lambda cell: (cell / "images.safetensors").unlink(), "images.safetensors", "the run keeps images"),
+    "no images": (lambda trial: (trial / "images.safetensors").unlink(), "images.safetensors", "the run keeps images"),
     "half the images": (cut, "images.safetensors", "is damaged"),
-    "no bytes": (lambda cell: (cell / "images.safetensors").write_bytes(b""), "images.safetensors", "is damaged"),
+    "no bytes": (lambda trial: (trial / "images.safetensors").write_bytes(b""), "images.safetensors", "is damaged"),
     "no digest": (no_digest, "images.safetensors", "holds no digest"),
     "other images": (other_images, "images.safetensors", "(3, 1) images 'truth', the records tell of (2, 1)"),
     "half the names": (no_reconstruction, "images.safetensors", "holds no images 'reconstruction'"),
 }
 
 
-@pytest.mark.parametrize("case", CELLS)
-def test_a_damaged_cell_is_named_and_resuming_makes_it_anew(
+@pytest.mark.parametrize("case", TRIALS)
+def test_a_damaged_trial_is_named_and_resuming_makes_it_anew(
     folder: Path, whole: Run, case: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    damage, file, said = CELLS[case]
+    damage, file, said = TRIALS[case]
     damage(first(folder))
     for name in ("summary", "report"):
         assert command([name, str(folder)]) == 2
@@ -126,13 +126,13 @@ def test_a_damaged_cell_is_named_and_resuming_makes_it_anew(
         assert "Traceback" not in out + err
     _, display = execute(config(), folder)
     assert [said in problem.what for problem in display.damaged] == [True]
-    assert [result.info["cell"] for result in display.finished] == [first(folder).name]
+    assert [result.info["trial"] for result in display.finished] == [first(folder).name]
     assert_same(folder, whole.path)
 
 
 def test_every_damaged_file_is_named_at_once(folder: Path) -> None:
-    one, two = sorted((folder / "cells").iterdir())
-    (one / "cell.json").write_text("{")
+    one, two = sorted((folder / "trials").iterdir())
+    (one / "trial.json").write_text("{")
     (one / "records.json").unlink()
     (two / "records.json").write_text("[3]")
     cut(two)
@@ -141,7 +141,7 @@ def test_every_damaged_file_is_named_at_once(folder: Path) -> None:
     assert {problem.where for problem in caught.value.problems} == {
         str(path / name)
         for path, name in (
-            (one, "cell.json"),
+            (one, "trial.json"),
             (one, "records.json"),
             (two, "records.json"),
             (two, "images.safetensors"),
@@ -151,22 +151,22 @@ def test_every_damaged_file_is_named_at_once(folder: Path) -> None:
     assert (len(display.damaged), len(display.finished)) == (4, 2)
 
 
-def test_a_cell_that_is_a_file_is_made_anew(folder: Path, whole: Run) -> None:
-    cell = first(folder)
-    shutil.rmtree(cell)
-    cell.write_text("no folder")
-    with pytest.raises(GradveilError, match=r"cell\.json: is missing"):
+def test_a_trial_that_is_a_file_is_made_anew(folder: Path, whole: Run) -> None:
+    trial = first(folder)
+    shutil.rmtree(trial)
+    trial.write_text("no folder")
+    with pytest.raises(GradveilError, match=r"trial\.json: is missing"):
         load_run(folder)
     execute(config(), folder)
     assert_same(folder, whole.path)
 
 
 def test_a_file_that_cannot_be_read_may_be_whole_and_is_kept(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    cell = first(folder)
-    before, read = (cell / "records.json").read_bytes(), Path.read_bytes
+    trial = first(folder)
+    before, read = (trial / "records.json").read_bytes(), Path.read_bytes
 
     def refused(file: Path) -> bytes:
-        if file == cell / "records.json":
+        if file == trial / "records.json":
             raise PermissionError(13, "Permission denied")
         return read(file)
 
@@ -175,17 +175,17 @@ def test_a_file_that_cannot_be_read_may_be_whole_and_is_kept(folder: Path, monke
         with pytest.raises(GradveilError, match=r"records\.json: cannot be read: Permission denied -> give the right"):
             attempt()
     monkeypatch.undo()
-    assert (cell / "records.json").read_bytes() == before
+    assert (trial / "records.json").read_bytes() == before
 
 
 RUNS = {
     "[]": "is [], not an object",
-    "{}": "config is missing; cells is missing",
+    "{}": "config is missing; trials is missing",
     "": "is not valid JSON",
-    '{"format": 1, "config": {': "is not valid JSON",
-    '{"format": 1, "config": {}, "cells": []}': "cells is empty",
-    '{"format": 99}': "has format 99, this version reads 1",
-    '{"format": 1, "config": [], "cells": [3]}': "config is [], not an object; cells[0] is 3, not a text",
+    '{"format": 2, "config": {': "is not valid JSON",
+    '{"format": 2, "config": {}, "trials": []}': "trials is empty",
+    '{"format": 99}': "has format 99, this version reads 2",
+    '{"format": 2, "config": [], "trials": [3]}': "config is [], not an object; trials[0] is 3, not a text",
 }
 
 
@@ -201,24 +201,24 @@ def test_without_its_settings_a_run_is_neither_read_nor_resumed(
         assert "Traceback" not in out + err
     with pytest.raises(GradveilError, match=r"run\.json"):
         execute(config(), folder)
-    assert len(list((folder / "cells").iterdir())) == 2
+    assert len(list((folder / "trials").iterdir())) == 2
     execute(config(), folder, fresh=True)
     assert_same(folder, whole.path)
 
 
-def test_cells_of_unknown_settings_are_not_taken_for_finished(folder: Path) -> None:
+def test_trials_of_unknown_settings_are_not_taken_for_finished(folder: Path) -> None:
     (folder / "run.json").unlink()
     for fresh in (False, True):
-        with pytest.raises(GradveilError, match=r"run\.json: is missing, .* the 2 cells there were made"):
+        with pytest.raises(GradveilError, match=r"run\.json: is missing, .* the 2 trials there were made"):
             execute(config(iterations=3), folder, fresh=fresh)
-    assert len(list((folder / "cells").iterdir())) == 2
+    assert len(list((folder / "trials").iterdir())) == 2
 
 
 def test_a_run_without_its_division_is_not_resumed(folder: Path) -> None:
     info = json.loads((folder / "run.json").read_text())
     del info["share"]
     (folder / "run.json").write_text(json.dumps(info))
-    assert len(load_run(folder).cells) == 2
+    assert len(load_run(folder).trials) == 2
     with pytest.raises(GradveilError, match=r"run\.json: share is missing"):
         execute(config(), folder)
 
@@ -227,7 +227,7 @@ def test_images_damaged_after_the_run_was_read_are_named(folder: Path) -> None:
     run = load_run(folder)
     cut(first(folder))
     with pytest.raises(GradveilError, match="is damaged"):
-        run.cells[0].images()
+        run.trials[0].images()
 
 
 def test_no_flipped_bit_of_images_is_read_as_good(folder: Path) -> None:
@@ -246,4 +246,4 @@ def test_no_flipped_bit_of_images_is_read_as_good(folder: Path) -> None:
 def test_scores_alone_are_whole_where_no_images_were_kept(tmp_path: Path) -> None:
     run, _ = execute(config(images=False), tmp_path / "run")
     _, display = execute(config(images=False), tmp_path / "run")
-    assert (len(run.cells), display.finished, display.damaged) == (2, [], [])
+    assert (len(run.trials), display.finished, display.damaged) == (2, [], [])

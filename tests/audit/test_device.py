@@ -36,14 +36,14 @@ RUNS: dict[str, dict[str, Any]] = {
 )
 @pytest.mark.parametrize("name", RUNS)
 def test_an_audit_finds_the_same_on_another_device(name: str) -> None:
-    settings = {"name": "r", "data": DATA, "model": {"name": "lenet-zhu"}, "client": {"batch": 2}, "victims": 2}
+    settings = {"name": "r", "data": DATA, "model": {"name": "lenet-zhu"}, "client": {"batch": 2}, "target_clients": 2}
     settings |= {"iterations": 3} | RUNS[name]
     words = [sys.executable, "-m", "tests.elsewhere", json.dumps(settings)]
     done = subprocess.run(words, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert found["here"].keys() == found["there"].keys()
-    for cell, images in found["here"].items():
-        assert not isinstance(images, str), f"{cell}: {images}"
-        assert not isinstance(found["there"][cell], str), f"{cell}, elsewhere: {found['there'][cell]}"
-        torch.testing.assert_close(torch.tensor(found["there"][cell]), torch.tensor(images), rtol=0, atol=1e-4)
+    for trial, images in found["here"].items():
+        assert not isinstance(images, str), f"{trial}: {images}"
+        assert not isinstance(found["there"][trial], str), f"{trial}, elsewhere: {found['there'][trial]}"
+        torch.testing.assert_close(torch.tensor(found["there"][trial]), torch.tensor(images), rtol=0, atol=1e-4)

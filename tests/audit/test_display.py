@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from gradveil.attacks.base import Progress
-from gradveil.audit.cell import cells
+from gradveil.attacks.protocol import Progress
+from gradveil.audit.attack_selection import trials
+from gradveil.audit.audit_run import expected_work
 from gradveil.audit.display import Screen, result_table
-from gradveil.audit.expected import expected_work
-from gradveil.audit.scene import open_scene
-from gradveil.audit.store import Cell
+from gradveil.audit.preflight import open_experiment
+from gradveil.audit.run_directory import Trial
 from gradveil.core.errors import Problem
-from gradveil.core.words import interval, percent
+from gradveil.core.formatting import interval, percent
 from gradveil.metrics import wilson
 from tests.audit.runs import config, legend
 
@@ -29,24 +29,24 @@ def text(of: Console) -> str:
     return of.file.getvalue()
 
 
-def result(defence: str, attack: str, successes: int, status: str = "budget", truth: float | None = None) -> Cell:
+def result(defence: str, attack: str, successes: int, status: str = "budget", truth: float | None = None) -> Trial:
     info = {"defence": defence, "attack": attack, "seed": 0, "client": "gradient", "threshold": 0.5, "seconds": 2.0}
-    controls = {"wrong_victim": {"asr": 0.9}, "mean_image": {"asr": 0.0}, "class_image": {"asr": 0.25}}
-    info |= {"model": "lenet", "data": "faces", "batch": 1, "round": 0, "belief": "full", "knowledge": {}}
+    controls = {"wrong_target_client": {"asr": 0.9}, "mean_image": {"asr": 0.0}, "class_image": {"asr": 0.25}}
+    info |= {"model": "lenet", "data": "faces", "batch": 1, "round": 0, "simulated_client": "full", "knowledge": {}}
     info["health"] = {"objective": 0.1, "objective_initial": 1.0, "objective_truth": truth, "diverged": 0.0}
     scores = {"mse": 0.1, "psnr": 10.0, "ssim": 0.6, "expected": {"recovered": 0.25}}
     images = [scores | {"success": int(i < successes)} for i in range(4)]
     records = [
-        {"victim": victim, "status": status, "label_accuracy": 1.0, "per_image": [image]}
-        for victim, image in enumerate(images)
+        {"target_client": target_client, "status": status, "label_accuracy": 1.0, "per_image": [image]}
+        for target_client, image in enumerate(images)
     ]
-    return Cell({**info, "distance": 0.5, "row_iterations": 8, "controls": controls}, records)
+    return Trial({**info, "distance": 0.5, "row_iterations": 8, "controls": controls}, records)
 
 
 def play(screen: Screen, steps: list[Progress]) -> None:
-    address = cells(config())[0]
+    address = trials(config())[0]
     with screen:
-        screen.start(cells(config()), set(), 2)
+        screen.start(trials(config()), set(), 2)
         for step in steps:
             screen.progress(address, 0, step)
         screen.done(address, result("none", "ig", 3))
@@ -56,14 +56,14 @@ def test_plain_lines_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
     out = console(terminal=False)
     play(Screen(out), [Progress(0, 2, i, 10, 0.5) for i in range(1, 9)])
     assert text(out).splitlines() == [
-        "2 cells of 2 victims",
+        "2 trials of 2 target clients",
         "[1/2] ig(iterations=6, report=2) against none, seed 0: 75% recovered, SSIM 0.60, 2.0 s",
     ]
     monkeypatch.setattr("time.monotonic", iter(range(0, 10_000, 20)).__next__)
     slow = console(terminal=False)
     play(Screen(slow), [Progress(1, 1, 5, 10, 0.5)])
     line = text(slow).splitlines()[1]
-    assert "1/2 victims, 50%, objective 0.5" in line
+    assert "1/2 target clients, 50%, objective 0.5" in line
     assert "iterations/s" in line
     assert "left" in line
 
@@ -71,26 +71,26 @@ def test_plain_lines_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_terminal_shows_what_is_under_way() -> None:
     out = console(terminal=True)
     play(Screen(out), [Progress(1, 1, 5, 10, 0.25), Progress(2, 0, 10, 10, float("nan"))])
-    assert "1 of 2 cells done" in text(out)
+    assert "1 of 2 trials done" in text(out)
     assert "nan" not in text(out)
 
 
-def test_the_time_left_goes_by_the_work_of_each_cell(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_time_left_goes_by_the_work_of_each_trial(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = config(attacks=["ig(iterations=10)", "ig(iterations=90)"], defences=["none"])
-    short, long = cells(plan)
+    short, long = trials(plan)
     clock = iter((0.0, 0.0, 30.0, 30.0, 60.0, 60.0))
     monkeypatch.setattr("time.monotonic", lambda: next(clock))
     screen = Screen(console(terminal=False))
-    screen.start([short, long], set(), 2, (), expected_work(open_scene(plan)))
+    screen.start([short, long], set(), 2, (), expected_work(open_experiment(plan)))
     screen.done(short, result("none", "ig", 1))
     assert "30 s so far, about 4 min 30 s left" in screen._rest()
     screen.progress(long, 0, Progress(0, 2, 30, 180, 0.5))
     assert text(screen.console).splitlines()[-1].endswith("1 min 0 s so far, about 3 min 0 s left")
 
 
-def test_a_cell_under_way_takes_as_long_as_its_own_pace_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its iterations may each take longer than those of the cells before it."""
-    first, second = cells(config(attacks=["ig", "cdia"], defences=["none"]))
+def test_a_trial_under_way_takes_as_long_as_its_own_pace_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its iterations may each take longer than those of the trials before it."""
+    first, second = trials(config(attacks=["ig", "cdia"], defences=["none"]))
     now = [0.0]
     monkeypatch.setattr("time.monotonic", lambda: now[0])
     screen = Screen(console(terminal=False))
@@ -103,9 +103,9 @@ def test_a_cell_under_way_takes_as_long_as_its_own_pace_says(monkeypatch: pytest
     assert "30 s so far, about 1 min 20 s left" in screen._rest()
 
 
-def test_the_work_of_a_cell_is_what_its_attack_may_take() -> None:
+def test_the_work_of_a_trial_is_what_its_attack_may_take() -> None:
     def work(**changes: Any) -> list[float]:
-        return [*expected_work(open_scene(config(defences=["none"], **changes), checked=False)).values()]
+        return [*expected_work(open_experiment(config(defences=["none"], **changes), checked=False)).values()]
 
     attacks = ["ig(iterations=10, restarts=3)", "ig(iterations=40)"]
     assert work(attacks=attacks) == [30, 40]
@@ -124,8 +124,8 @@ def test_an_objective_that_is_no_number_is_a_dash(
     screen = Screen(out)
     monkeypatch.setattr("time.monotonic", iter(range(0, 10_000, 20)).__next__)
     with screen:
-        screen.start(cells(config()), set(), 2)
-        screen.progress(cells(config())[0], 0, Progress(2, 0, 10, 10, objective))
+        screen.start(trials(config()), set(), 2)
+        screen.progress(trials(config())[0], 0, Progress(2, 0, 10, 10, objective))
         if screen.live:
             screen.live.refresh()
     assert "objective –" in text(out)
@@ -145,8 +145,8 @@ def test_scores_that_are_no_numbers_are_dashes() -> None:
 def test_a_failure_is_shown() -> None:
     out = console(terminal=False)
     screen = Screen(out)
-    screen.start(cells(config()), {"a"}, 2)
-    screen.done(cells(config())[0], Cell({"failed": "out of [memory]"}, []))
+    screen.start(trials(config()), {"a"}, 2)
+    screen.done(trials(config())[0], Trial({"failed": "out of [memory]"}, []))
     assert "1 of them already done" in text(out)
     assert "[2/2]" in text(out)
     assert "failed: out of [memory]" in text(out)
@@ -154,13 +154,13 @@ def test_a_failure_is_shown() -> None:
 
 def test_what_is_damaged_and_done_again_is_said() -> None:
     out = console(terminal=False)
-    Screen(out).start(cells(config()), set(), 2, [Problem("run/cells/a/records.json", "[0] is 1, not an object", "")])
-    said = "Damaged, its cell is done again: run/cells/a/records.json: [0] is 1, not an object"
-    assert text(out).splitlines() == [said, "2 cells of 2 victims"]
+    Screen(out).start(trials(config()), set(), 2, [Problem("run/trials/a/records.json", "[0] is 1, not an object", "")])
+    said = "Damaged, its trial is done again: run/trials/a/records.json: [0] is 1, not an object"
+    assert text(out).splitlines() == [said, "2 trials of 2 target clients"]
 
 
 def test_the_table_has_the_strongest_attack_first() -> None:
-    failed = Cell({**result("dgp", "gi", 0).info, "failed": "broke"}, [])
+    failed = Trial({**result("dgp", "gi", 0).info, "failed": "broke"}, [])
     rows: list[Any] = [result("none", "ig", 1), result("dgp", "ig", 0), result("none", "dlg", 4), failed]
     out = console(terminal=False)
     out.print(result_table(rows))
@@ -196,20 +196,20 @@ def test_a_defence_that_is_not_broken_and_an_attack_that_is_under_optimised_look
 
 def test_the_legend_names_diverged_attacks() -> None:
     assert "SSIM to the true image above 0.5" in legend([result("none", "ig", 1)])
-    assert "ig against none: scored against other victims" in legend([result("none", "ig", 2)])
-    assert "other victims" not in legend([result("none", "ig", 4)])
-    assert "4 victims' attacks diverged and count as failed" in legend([result("none", "ig", 0, "diverged")])
+    assert "ig against none: scored against other target clients" in legend([result("none", "ig", 2)])
+    assert "other target clients" not in legend([result("none", "ig", 4)])
+    assert "4 target clients' attacks diverged and count as failed" in legend([result("none", "ig", 0, "diverged")])
 
 
-def attacked(defence: str, attack: str, successes: int = 0, **change: Any) -> Cell:
-    cell = result(defence, attack, successes)
-    cell.info.update(change)
-    return cell
+def attacked(defence: str, attack: str, successes: int = 0, **change: Any) -> Trial:
+    trial = result(defence, attack, successes)
+    trial.info.update(change)
+    return trial
 
 
 def test_a_defence_that_nobody_knows_carries_a_warning() -> None:
     out = console(terminal=False)
-    naive = {"belief": "naive", "grants": []}
+    naive = {"simulated_client": "naive", "grants": []}
     rows = [attacked("none", "ig", 4, **naive), attacked("dgp", "ig", **naive), attacked("dp", "ig", **naive)]
     rows += [attacked("dp", "cdia"), attacked("cvb", "ig", **naive), attacked("clip(1)", "ig", **naive)]
     out.print(result_table([*rows, attacked("cvb", "pig", **naive)]))
@@ -236,5 +236,5 @@ def test_upper_bounds_stand_last_and_are_named() -> None:
 def test_the_legend_says_the_threat_model_with_the_budget() -> None:
     said = legend([result("none", "ig", 1)], {"budget": "64000"})
     assert "Threat model: An honest-but-curious server keeps the global parameters" in said
-    assert "share 64,000 victim-iterations" in said
+    assert "share 64,000 target-iterations" in said
     assert "share" not in legend([result("none", "ig", 1)]).partition("Recovered:")[0]

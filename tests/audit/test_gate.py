@@ -8,18 +8,18 @@ from typing import Any
 import pytest
 
 from gradveil.audit.gate import Accepted, Gate, gate, images_needed
-from gradveil.audit.rows import Row
-from gradveil.audit.store import Cell, Run
+from gradveil.audit.result_rows import Row
+from gradveil.audit.run_directory import Run, Trial
 from gradveil.metrics import wilson
-from tests.report.cells import BARE, HEALTHY, row
+from tests.report.trials import BARE, HEALTHY, row
 
 ORACLE: dict[str, Any] = {"grants": ["targets: the true labels", "send.noise.w: its true value"]}
 AMBIGUOUS = {**HEALTHY, "objective": 0.01, "objective_truth": 0.01}
 
 
 def judged(limit: float, *rows: Row, planned: int = 0, accepted: tuple[Accepted, ...] = ()) -> Gate:
-    cells = [Cell({**each.info, "cell": f"cell-{place}"}, each.cell.records) for place, each in enumerate(rows)]
-    run = Run({"cells": [f"cell-{place}" for place in range(planned or len(rows))]}, cells)
+    trials = [Trial({**each.info, "trial": f"trial-{place}"}, each.trial.records) for place, each in enumerate(rows)]
+    run = Run({"trials": [f"trial-{place}" for place in range(planned or len(rows))]}, trials)
     return gate(run, limit, accepted)
 
 
@@ -29,36 +29,36 @@ def code(found: Gate) -> int:
 
 def diverged(won: int, lost: int, of: int = 64, **change: Any) -> Row:
     made = row(won, of, **change)
-    for record in made.cell.records[of - lost :]:
+    for record in made.trial.records[of - lost :]:
         record["status"] = "diverged"
     return made
 
 
 def failed(**change: Any) -> Row:
-    return Row(0, Cell({**row(0, **change).info, "failed": "out of memory"}, []))
+    return Row(0, Trial({**row(0, **change).info, "failed": "out of memory"}, []))
 
 
 def bare(won: int, of: int = 32, **change: Any) -> Row:
-    return row(won, of, defence="none", belief="naive", **change)
+    return row(won, of, defence="none", simulated_client="naive", **change)
 
 
 def unscored(**change: Any) -> Row:
     blind = row(0, observed=[], unscored="no score: the truth was not recorded", **change)
-    for record in blind.cell.records:
+    for record in blind.trial.records:
         del record["per_image"]
     return blind
 
 
 def as_trained_on(made: Row) -> Row:
     """Let every image come back as the client trained on it."""
-    for record in made.cell.records:
+    for record in made.trial.records:
         record["per_image"][0] |= {"success_transformed": 1, "expected_transformed": {"recovered": 0.01, "public": 50}}
     return made
 
 
 def test_an_ambiguous_control_and_no_adaptive_attacker_do_not_pass() -> None:
     """The run that used to pass: 0% without a defence, 0% by an attacker who ignores the defence."""
-    found = judged(0.1, bare(0, 64, health=AMBIGUOUS), row(0, 64, belief="naive"))
+    found = judged(0.1, bare(0, 64, health=AMBIGUOUS), row(0, 64, simulated_client="naive"))
     assert code(found) == 1
     assert [line.partition(".")[0] for line in found.obstacles] == ["dgp (gradient) is not tested"]
     assert found.obstacles[0].endswith("Add --attack adaptive.")
@@ -71,14 +71,14 @@ RUNS: dict[str, tuple[Callable[[], Gate], int, str]] = {
         "dgp (gradient) is inconclusive. No adaptive attack shows that it would find a leak (ig: suspect).",
     ),
     "no adaptive attacker": (
-        lambda: judged(0.1, BARE, row(0, 64, belief="naive")),
+        lambda: judged(0.1, BARE, row(0, 64, simulated_client="naive")),
         1,
         "dgp (gradient) is not tested. No adaptive attack was run",
     ),
     "one target client": (
         lambda: judged(0.1, BARE, row(0, 1)),
         1,
-        "Only 1 image attacked: at least 8 are needed. Attack at least 8 images: --victims 8.",
+        "Only 1 image attacked: at least 8 are needed. Attack at least 8 images: --target-clients 8.",
     ),
     "diverged": (
         lambda: judged(0.1, BARE, row(0, 64, health=HEALTHY | {"diverged": 1.0})),
@@ -88,7 +88,7 @@ RUNS: dict[str, tuple[Callable[[], Gate], int, str]] = {
     "a few runs diverged": (
         lambda: judged(0.1, BARE, diverged(0, 6)),
         1,
-        "ig against dgp, gradient, seed 0: 6 of 64 victims ended in divergence, and had they been recovered, the rate "
+        "ig against dgp, gradient, seed 0: 6 of 64 targets ended in divergence, and had they been recovered, the rate "
         "would reach 19%.",
     ),
     "failed": (lambda: judged(0.1, BARE, row(0, 64), failed(attack="dlg")), 1, "seed 0 failed: out of memory."),
@@ -102,7 +102,7 @@ RUNS: dict[str, tuple[Callable[[], Gate], int, str]] = {
         lambda: judged(0.1, BARE, row(0, 8)),
         1,
         "0 of 8 images recovered, and the 95% interval reaches 32.4%. With none recovered, 35 images show 10%: "
-        "--victims 35.",
+        "--target-clients 35.",
     ),
     "above the limit": (lambda: judged(0.1, BARE, row(8, 64)), 3, ""),
     "oracle only": (
@@ -126,7 +126,7 @@ RUNS: dict[str, tuple[Callable[[], Gate], int, str]] = {
         1,
         "ig against dgp, gradient, seed 1: 2 of 64 images recovered, and the 95% interval reaches 10.7%.",
     ),
-    "not done": (lambda: judged(0.1, BARE, row(0, 64), planned=4), 1, "2 of 4 cells are not done"),
+    "not done": (lambda: judged(0.1, BARE, row(0, 64), planned=4), 1, "2 of 4 trials are not done"),
     "recorded updates without the truth": (
         lambda: judged(1, unscored()),
         1,
@@ -174,7 +174,7 @@ def test_a_weakened_gate_passes_what_was_accepted_and_nothing_else() -> None:
     one = judged(0.1, BARE, row(0, 1), accepted=(Accepted.FEW_IMAGES,))
     assert not one.passed
     assert judged(0.1, BARE, row(0, 1), accepted=(Accepted.FEW_IMAGES, Accepted.INCONCLUSIVE)).passed
-    naive = BARE, row(0, 64, belief="naive")
+    naive = BARE, row(0, 64, simulated_client="naive")
     assert judged(0.1, *naive, accepted=(Accepted.NOT_TESTED,)).passed
     assert not judged(0.1, *naive, accepted=(Accepted.FEW_IMAGES, Accepted.INCONCLUSIVE)).passed
     assert code(judged(0.1, BARE, row(8, 64), accepted=tuple(Accepted))) == 3

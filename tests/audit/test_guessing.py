@@ -8,8 +8,8 @@ from itertools import combinations
 import pytest
 import torch
 
-from gradveil.audit import guessing as module
-from gradveil.audit.guessing import Gallery, Guessing
+from gradveil.audit import baselines as module
+from gradveil.audit.baselines import Gallery, Guessing
 from gradveil.data import Dataset, load
 from gradveil.metrics import ssim, ssim_pairs
 

@@ -10,24 +10,25 @@ from typing import Any, ClassVar
 import pytest
 from torch import Tensor
 
-from gradveil.audit.cell import cells, recover
-from gradveil.audit.health import STATES, coincidence, complaints, descent, examine
-from gradveil.audit.rows import Row
-from gradveil.audit.scene import open_scene
-from gradveil.audit.score import Named, score
-from gradveil.audit.store import load_run
+from gradveil.audit.attack_check import STATES, coincidence, complaints, descent, examine
+from gradveil.audit.attack_selection import trials
+from gradveil.audit.preflight import open_experiment
+from gradveil.audit.result_rows import Row
+from gradveil.audit.run_directory import load_run
+from gradveil.audit.score import TrialNames, score
+from gradveil.audit.trial import recover
 from gradveil.audit.verdict import verdicts
 from gradveil.core.types import Stage, Transform
 from gradveil.defences import Defence, chain
 from gradveil.report import page
-from gradveil.report.build import cards
+from gradveil.report.page import cards
 from tests.audit.runs import config
-from tests.report.cells import BARE, CONTROLS, HEALTHY, row
 from tests.report.runs import CASES, played, write_run
+from tests.report.trials import BARE, CONTROLS, HEALTHY, row
 
 
 def ended(reached: float | None, truth: float | None, won: int = 0, **change: Any) -> Row:
-    """A cell whose attack reached an objective, where the true images have another."""
+    """A trial whose attack reached an objective, where the true images have another."""
     return row(won, health=HEALTHY | {"objective": reached, "objective_truth": truth}, **change)
 
 
@@ -63,8 +64,8 @@ def test_small_objectives_are_judged_by_where_they_started(reached: float, state
 
 
 def test_a_search_and_a_changed_model_do_not_vouch_for_each_other() -> None:
-    planted = {"attack": "rob", "belief": "naive", "planted": "an imprint block"}
-    robbed, searched = row(32, defence="none", **planted), row(0, defence="none", belief="naive")
+    planted = {"attack": "rob", "simulated_client": "naive", "planted": "an imprint block"}
+    robbed, searched = row(32, defence="none", **planted), row(0, defence="none", simulated_client="naive")
     cdia, sparse = row(0, attack="cdia"), row(0, **{**planted, "attack": "curious"})
     assert "only 0 of 32" in complaints(cdia, [robbed, searched])[0]
     assert "was not attacked by such an attacker in this run" in complaints(cdia, [robbed])[0]
@@ -101,15 +102,15 @@ def test_what_is_said_of_each() -> None:
     grants = ["targets: the true labels", "round0.schedule: its true value"]
     (ordered,) = examine(ended(0.1, 0.1, in_parts=True, grants=grants), [BARE]).reasons
     assert "the update does not say enough" in ordered
-    (naive,) = examine(ended(0.1, 0.1, belief="naive"), [BARE]).reasons
+    (naive,) = examine(ended(0.1, 0.1, simulated_client="naive"), [BARE]).reasons
     assert "an attacker who knows the defence may do better" in naive
     steps = {"client": "local T=4 sgd lr=0.1"}
     (guessed,) = examine(
-        ended(0.1, 0.1, **steps), [row(32, defence="none", belief="naive", number=90, **steps)]
+        ended(0.1, 0.1, **steps), [row(32, defence="none", simulated_client="naive", number=90, **steps)]
     ).reasons
     assert "its local steps, which are guessed, may be others" in guessed
     (solved,) = examine(
-        ended(0.1, 0.1, attack="analytic(labels=idlg)", defence="none", belief="naive", **steps), []
+        ended(0.1, 0.1, attack="analytic(labels=idlg)", defence="none", simulated_client="naive", **steps), []
     ).reasons
     assert "a search that simulates them may do better" in solved
     assert descent(ended(0.5, 0.1)) == "objective 1 → 0.5, true images 0.1"
@@ -125,18 +126,18 @@ def test_an_attack_that_fell_short_proves_nothing() -> None:
 
 
 def test_falling_short_comes_with_the_other_complaints() -> None:
-    poor = row(3, defence="none", belief="naive")
+    poor = row(3, defence="none", simulated_client="naive")
     assert len(examine(ended(0.95, 0.1), [poor]).reasons) == 3
     assert examine(ended(0.1, 0.1), [poor]).state == "suspect"
 
 
 def test_the_page_tells_them_apart(tmp_path: Path) -> None:
-    cells = played(victims=4, cases=(CASES[0], CASES[6], CASES[5]))
-    for cell in cells:
-        objective = cell["info"]["health"]["objective"]
-        strong = "dp(" in cell["info"]["defence"]
-        cell["info"]["health"]["objective_truth"] = objective * (1.0 if strong else 0.25)
-    html = page(load_run(write_run(tmp_path / "run", cells)))
+    trials = played(target_clients=4, cases=(CASES[0], CASES[6], CASES[5]))
+    for trial in trials:
+        objective = trial["info"]["health"]["objective"]
+        strong = "dp(" in trial["info"]["defence"]
+        trial["info"]["health"]["objective_truth"] = objective * (1.0 if strong else 0.25)
+    html = page(load_run(write_run(tmp_path / "run", trials)))
     text = " ".join(html.split())
     assert "<strong>Attack ambiguous.</strong> The attacker&#39;s objective is satisfied by other images" in text
     assert "<strong>Attack under-optimised.</strong> The rate here may not be the defence's doing: it did not" in text
@@ -145,13 +146,15 @@ def test_the_page_tells_them_apart(tmp_path: Path) -> None:
     assert 'data-key="objective_truth"' in html
 
 
-def test_reconstructions_that_fit_other_victims_as_well_are_no_recovery() -> None:
-    wrong = {**CONTROLS, "wrong_victim": CONTROLS["wrong_victim"] | {"asr": 0.5}}
-    assert "other victims, the same reconstructions pass as often (50%)" in coincidence(row(16, controls=wrong))
+def test_reconstructions_that_fit_other_target_clients_as_well_are_no_recovery() -> None:
+    wrong = {**CONTROLS, "wrong_target_client": CONTROLS["wrong_target_client"] | {"asr": 0.5}}
+    assert "other target clients, the same reconstructions pass as often (50%)" in coincidence(row(16, controls=wrong))
     assert coincidence(row(17, controls=wrong)) == ""
     assert coincidence(row(0)) == coincidence(row(16, controls={})) == ""
     (verdict,) = [v for v in verdicts([row(16, controls=wrong), BARE]) if not v.undefended]
-    assert "Scored against other victims, the same reconstructions pass as often (50%)" in " ".join(verdict.notes)
+    assert "Scored against other target clients, the same reconstructions pass as often (50%)" in " ".join(
+        verdict.notes
+    )
 
 
 @pytest.mark.parametrize(
@@ -169,12 +172,15 @@ def test_a_broken_attack_is_complained_about(health: dict[str, Any], said: str) 
 
 def test_an_attack_that_only_guesses_without_a_defence_is_no_measure_of_one() -> None:
     easy = {"recovered": 0.7, "identified": 0.1, "identifiable": 0.1}
-    bare = [row(won, defence="none", belief="naive", number=90, expected=easy, identified=False) for won in (24, 30)]
+    bare = [
+        row(won, defence="none", simulated_client="naive", number=90, expected=easy, identified=False)
+        for won in (24, 30)
+    ]
     assert (
         "no more than guessing explains (the best guess is expected to recover 70%)" in complaints(row(0), bare[:1])[0]
     )
     assert complaints(row(0), bare) == []
-    known = row(20, defence="none", belief="naive", number=90, expected=easy)
+    known = row(20, defence="none", simulated_client="naive", number=90, expected=easy)
     assert complaints(row(0), [known]) == []
     assert [examine(each, bare).label for each in bare] == ["suspect", "effective"]
     assert "no more than guessing explains" in examine(bare[0], bare).doubts[0]
@@ -183,14 +189,14 @@ def test_an_attack_that_only_guesses_without_a_defence_is_no_measure_of_one() ->
     assert [examine(each, [BARE]).label for each in defended] == ["converged", "effective"]
 
 
-def test_the_control_is_the_same_attack_with_any_belief() -> None:
-    bare = [row(2, defence="none", belief="naive", attack="dlg"), BARE]
-    assert complaints(row(0, attack="ig(belief=full)"), bare) == []
-    assert "only 2 of 32" in complaints(row(0, attack="dlg(belief=full)"), bare)[0]
+def test_the_control_is_the_same_attack_with_any_simulated_client() -> None:
+    bare = [row(2, defence="none", simulated_client="naive", attack="dlg"), BARE]
+    assert complaints(row(0, attack="ig(simulated_client=full)"), bare) == []
+    assert "only 2 of 32" in complaints(row(0, attack="dlg(simulated_client=full)"), bare)[0]
 
 
 def matched(match: float, layers: float, truth: float = 0.0, **change: Any) -> Row:
-    """A cell whose objective reached that of the truth, with so much left of it where priors do not count."""
+    """A trial whose objective reached that of the truth, with so much left of it where priors do not count."""
     reached = {"objective": 0.01, "objective_truth": 0.01}
     without = {"match": match, "match_truth": truth, "layers": layers, "layers_truth": truth}
     return row(0, health=HEALTHY | reached | without, **change)
@@ -213,10 +219,10 @@ def matched(match: float, layers: float, truth: float = 0.0, **change: Any) -> R
 def test_images_that_priors_alone_prefer_show_nothing_of_the_update(
     match: float, layers: float, truth: float, state: str
 ) -> None:
-    cell = matched(match, layers, truth)
-    assert examine(cell, [BARE]).state == state
-    cell.info["health"]["objective"] = 0.012  # neither as low as that of the truth, nor far above it
-    assert examine(cell, [BARE]).state == ("converged" if state == "ambiguous" else state)
+    trial = matched(match, layers, truth)
+    assert examine(trial, [BARE]).state == state
+    trial.info["health"]["objective"] = 0.012  # neither as low as that of the truth, nor far above it
+    assert examine(trial, [BARE]).state == ("converged" if state == "ambiguous" else state)
 
 
 def test_a_prior_that_decides_leaves_the_verdict_open() -> None:
@@ -226,15 +232,15 @@ def test_a_prior_that_decides_leaves_the_verdict_open() -> None:
     (layers,) = examine(matched(0.0, 0.3), [BARE]).doubts
     assert "in the median layer the distance from the update is 0.3 at the answer" in layers
     levels = [
-        next(v for v in verdicts([cell, BARE]) if not v.undefended).level
-        for cell in (matched(0.2, 0.0), matched(0.0, 0.3), matched(0.0, 0.0))
+        next(v for v in verdicts([trial, BARE]) if not v.undefended).level
+        for trial in (matched(0.2, 0.0), matched(0.0, 0.3), matched(0.0, 0.0))
     ]
     assert levels == ["inconclusive", "inconclusive", "not broken"]
 
 
 def test_an_attacker_who_ignores_the_defence_is_not_held_to_the_fit_of_the_true_images() -> None:
-    assert examine(matched(0.2, 0.3, belief="naive"), [BARE]).state == "ambiguous"
-    assert examine(matched(0.2, 0.3, belief="naive", defence="none"), [BARE]).state == "suspect"
+    assert examine(matched(0.2, 0.3, simulated_client="naive"), [BARE]).state == "ambiguous"
+    assert examine(matched(0.2, 0.3, simulated_client="naive", defence="none"), [BARE]).state == "suspect"
 
 
 @dataclass(frozen=True)
@@ -259,10 +265,12 @@ louder = Defence("louder", send=chain(louder=Louder()))
     [("none", "its prior decides"), ("tests.audit.test_health:louder", "few layers decide its objective")],
 )
 def test_where_a_strong_prior_ends_below_the_truth_the_update_is_not_to_blame(defence: str, said: str) -> None:
-    attack = "ig(iterations=40, tv=1, belief=full)"
-    scene = open_scene(config(defences=[defence], data={"name": "digits", "size": 16}, attacks=[attack]))
-    address = cells(scene.config)[0]
-    found = score(scene, address, recover(scene, address, range(2), lambda step: None), Named("", "", ()))
+    attack = "ig(iterations=40, tv=1, simulated_client=full)"
+    experiment = open_experiment(config(defences=[defence], data={"name": "digits", "size": 16}, attacks=[attack]))
+    address = trials(experiment.config)[0]
+    found = score(
+        experiment, address, recover(experiment, address, range(2), lambda step: None), TrialNames("", "", ())
+    )
     health = found.info["health"]
     assert health["objective"] < health["objective_truth"]
     assert max(health["match_truth"], health["layers_truth"]) < 1e-6
@@ -282,9 +290,11 @@ def test_a_custom_attack_without_an_objective_at_the_truth_vouches_for_no_defenc
 @pytest.mark.parametrize("attack", ["analytic", "r-gap", "learned(epochs=1)"])
 def test_attacks_without_a_search_compute_how_well_their_answer_explains_the_whole_update(attack: str) -> None:
     model = {"name": "vit" if attack == "analytic" else "scheliga-cnn"}
-    scene = open_scene(config(defences=["none"], data={"name": "digits"}, model=model, attacks=[attack]))
-    address = cells(scene.config)[0]
-    found = score(scene, address, recover(scene, address, range(2), lambda step: None), Named("", "", ()))
+    experiment = open_experiment(config(defences=["none"], data={"name": "digits"}, model=model, attacks=[attack]))
+    address = trials(experiment.config)[0]
+    found = score(
+        experiment, address, recover(experiment, address, range(2), lambda step: None), TrialNames("", "", ())
+    )
     health = found.info["health"]
     assert max(health["match_truth"], health["layers_truth"]) < 1e-6
     assert (max(health["match"], health["layers"]) < 1e-3) is (attack != "learned(epochs=1)")

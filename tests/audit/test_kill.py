@@ -20,14 +20,14 @@ pytestmark = pytest.mark.processes
 
 RUN = """
 name = "killed"
-victims = 2
+target_clients = 2
 seeds = [0, 1, 2, 3]
 attacks = ["ig(iterations=16, restarts=2)", "cdia(iterations=12)"]
 defences = ["none", "gaussian(0.01) + topk(0.2, feedback=true)", "dropout"]
 data = { name = "faces", size = 16 }
 model = { name = "lenet-zhu" }
 """
-KILLS, CELLS = 20, 24
+KILLS, TRIALS = 20, 24
 State = dict[Path, tuple[int, int]]
 """Files, and what changes when one is written again."""
 
@@ -43,13 +43,13 @@ def state(folder: Path, *patterns: str) -> State:
 
 
 def finished(folder: Path) -> State:
-    return state(folder, "cells/*/*")
+    return state(folder, "trials/*/*")
 
 
 def results(folder: Path) -> dict[str, Any]:
-    """What a run came to: records, facts and images of every cell, but for what the clock decides."""
+    """What a run came to: records, facts and images of every trial, but for what the clock decides."""
     found: dict[str, Any] = {}
-    for file in sorted(folder.glob("cells/*/*")):
+    for file in sorted(folder.glob("trials/*/*")):
         name = str(file.relative_to(folder))
         found[name] = without_times(json.loads(file.read_bytes())) if file.suffix == ".json" else file.read_bytes()
     return found
@@ -57,7 +57,7 @@ def results(folder: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, float]:
-    """An audit that was left alone, and the seconds that each of its cells took."""
+    """An audit that was left alone, and the seconds that each of its trials took."""
     folder = tmp_path_factory.mktemp("audits")
     (folder / "killed.toml").write_text(RUN)
     started = time.monotonic()
@@ -67,8 +67,8 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, float]:
         assert process.exitcode == 0
     finally:
         process.kill()
-    assert len(finished(folder / "whole")) == 3 * CELLS
-    return folder / "whole", (time.monotonic() - started) / CELLS
+    assert len(finished(folder / "whole")) == 3 * TRIALS
+    return folder / "whole", (time.monotonic() - started) / TRIALS
 
 
 class Audit:
@@ -91,9 +91,9 @@ class Audit:
             time.sleep(0.005)
 
     def get_on(self) -> None:
-        """Wait until it has planned or finished a cell."""
-        before = state(self.out, "cells/*", "plans/*/*")
-        self.wait(lambda: state(self.out, "cells/*", "plans/*/*") != before)
+        """Wait until it has planned or finished a trial."""
+        before = state(self.out, "trials/*", "plans/*/*")
+        self.wait(lambda: state(self.out, "trials/*", "plans/*/*") != before)
 
     def find_workers(self) -> list[int]:
         found = workers_of(self.process.pid or 0)
@@ -153,5 +153,5 @@ def test_twenty_kills_change_nothing_and_lose_nothing(whole: tuple[Path, float])
 
 
 def test_killed_workers_and_their_killed_parents_change_nothing(whole: tuple[Path, float]) -> None:
-    # Two at the most before the whole: a cell that costs three workers is given up.
+    # Two at the most before the whole: a trial that costs three workers is given up.
     disturb(*whole, [*["worker", "worker", "whole"] * 2, "worker", "worker"], workers=2)

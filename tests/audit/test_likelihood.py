@@ -10,18 +10,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from gradveil.attacks.likelihood import log_likelihood
-from gradveil.audit.cell import cells, recover
-from gradveil.audit.health import examine
-from gradveil.audit.rows import Row
-from gradveil.audit.scene import open_scene
-from gradveil.audit.score import Named, score
+from gradveil.attacks.noise_likelihood import log_likelihood
+from gradveil.audit.attack_check import examine
+from gradveil.audit.attack_selection import trials
+from gradveil.audit.preflight import open_experiment
+from gradveil.audit.result_rows import Row
+from gradveil.audit.score import TrialNames, score
+from gradveil.audit.trial import recover
 from gradveil.audit.verdict import verdicts
 from gradveil.core.noise import Noise, NoiseSpec, Normal
 from gradveil.core.types import Stage, Transform
 from gradveil.defences import Defence, chain
 from tests.audit.runs import config
-from tests.report.cells import BARE, HEALTHY, row
+from tests.report.trials import BARE, HEALTHY, row
 
 
 @dataclass(frozen=True)
@@ -61,14 +62,18 @@ def test_noise_on_a_half_hides_nothing_and_noise_on_everything_does(
     defence: str, attack: str, worse: bool | None
 ) -> None:
     data = {"name": "digits", "size": 16}
-    scene = open_scene(config(defences=[defence], data=data, attacks=[attack], victims=4))
-    address = cells(scene.config)[0]
-    found = score(scene, address, recover(scene, address, range(4), lambda step: None), Named("", "", ()))
+    experiment = open_experiment(config(defences=[defence], data=data, attacks=[attack], target_clients=4))
+    address = trials(experiment.config)[0]
+    found = score(
+        experiment, address, recover(experiment, address, range(4), lambda step: None), TrialNames("", "", ())
+    )
     health = found.info["health"]
     if worse is None:
         assert health["likelihood"] is health["likelihood_truth"] is None
         return
-    control = row(32, defence="none", belief="naive", **{n: found.info[n] for n in ("model", "data", "client")})
+    control = row(
+        32, defence="none", simulated_client="naive", **{n: found.info[n] for n in ("model", "data", "client")}
+    )
     trial = Row(0, found)
     assert any("it fits the noise" in doubt for doubt in examine(trial, [control]).doubts) is worse
     assert examine(trial, [control]).state == ("under-optimised" if worse else "ambiguous")
@@ -82,7 +87,7 @@ def test_noise_on_a_half_hides_nothing_and_noise_on_everything_does(
         (0.98, {}, "under-optimised"),
         (2.0, {}, "ambiguous"),
         (None, {}, "ambiguous"),
-        (0.5, {"belief": "naive"}, "ambiguous"),
+        (0.5, {"simulated_client": "naive"}, "ambiguous"),
     ],
 )
 def test_a_clearly_less_likely_answer_leaves_the_verdict_open(

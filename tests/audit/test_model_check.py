@@ -1,4 +1,4 @@
-"""What would fail in every cell is told before the first one, with a remedy that works."""
+"""What would fail in every trial is told before the first one, with a remedy that works."""
 
 import sys
 
@@ -8,24 +8,24 @@ from torch import nn
 
 import gradveil
 from gradveil.audit.api import _one_thread
-from gradveil.audit.reader import resolve
-from gradveil.audit.scene import open_scene
+from gradveil.audit.preflight import open_experiment
+from gradveil.audit.run_file import resolve
 from gradveil.core.errors import GradveilError
 from gradveil.core.noise import Key
 from gradveil.nn.models import MODELS, build
 from tests.audit.runs import config, execute
 
 
-def scene(model, **settings):
+def experiment(model, **settings):
     config = {
         "name": "models",
         "data": {"name": "digits"},
         "model": {"name": model, **settings},
-        "victims": 1,
+        "target_clients": 1,
         "defences": ["none"],
         "attacks": ["ig(iterations=1)"],
     }
-    return open_scene(resolve(config))
+    return open_experiment(resolve(config))
 
 
 def network(name):
@@ -36,16 +36,16 @@ def network(name):
 def test_every_model_is_accepted_or_its_remedy_works(name):
     if any(isinstance(module, torch.nn.BatchNorm2d) for module in network(name).modules()):
         with pytest.raises(GradveilError, match=r"model\.prepare=true"):
-            scene(name)
-        scene(name, prepare=True)
+            experiment(name)
+        experiment(name, prepare=True)
     else:
-        assert scene(name).model(0).training
+        assert experiment(name).model(0).training
 
 
-def test_batchnorm_in_training_mode_is_refused_before_any_cell():
+def test_batchnorm_in_training_mode_is_refused_before_any_trial():
     with pytest.raises(GradveilError, match=r"model: .*BatchNorm"):
-        scene("resnet20")
-    prepared = scene("resnet20", prepare=True, batchnorm="group").model(0)
+        experiment("resnet20")
+    prepared = experiment("resnet20", prepare=True, batchnorm="group").model(0)
     assert not any(isinstance(module, torch.nn.BatchNorm2d) for module in prepared.modules())
 
 
@@ -82,8 +82,8 @@ def test_an_interrupted_audit_leaves_no_private_images(monkeypatch, tmp_path):
 
 
 def test_what_was_changed_in_the_model_is_recorded():
-    assert scene("resnet20", prepare=True).prepared[0].startswith("BatchNorm replaced (batch_statistics): ")
-    assert scene("lenet-zhu", prepare=True).prepared == ()
+    assert experiment("resnet20", prepare=True).prepared[0].startswith("BatchNorm replaced (batch_statistics): ")
+    assert experiment("lenet-zhu", prepare=True).prepared == ()
 
 
 def test_an_audit_from_python_prepares_a_copy():
@@ -94,7 +94,7 @@ def test_an_audit_from_python_prepares_a_copy():
     with pytest.raises(GradveilError, match="prepare=True"):
         gradveil.audit(net, batch, **given)
     result = gradveil.audit(net, batch, prepare=True, **given)
-    assert result.cells[0].info["prepared"] == ["hidden dropout made explicit: module '2'"]
+    assert result.trials[0].info["prepared"] == ["hidden dropout made explicit: module '2'"]
     assert result.summary()[0]["prepared"] == "hidden dropout made explicit: module '2'"
     assert "Changed in the model: hidden dropout made explicit: module '2'." in str(result)
     assert isinstance(net[2], torch.nn.Dropout)
@@ -106,7 +106,7 @@ def test_a_model_may_have_more_outputs_than_the_data_have_classes(tmp_path):
     attacks = ["dlg(iterations=2)", "ig(iterations=2, labels=restore)", "learned(epochs=1, width=8, features=16)"]
     settings = {"client": {"batch": 2}, "defences": ["none", "label-smoothing(0.1)"]}
     made = config(model={"name": f"{__name__}:of_five"}, attacks=[*attacks, "analytic"], **settings)
-    assert [cell.failed for cell in execute(made, tmp_path / "run")[0].cells] == [None] * 8
+    assert [trial.failed for trial in execute(made, tmp_path / "run")[0].trials] == [None] * 8
 
 
 def of_five(channels: int, size: int) -> nn.Module:

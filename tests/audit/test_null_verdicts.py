@@ -42,8 +42,8 @@ def test_guesses_at_real_faces_are_no_leak(batch: int) -> None:
     for kind in KINDS:
         for attackers, n in ((1, 8), (1, 96), (2, 32), (5, 8), (5, 96)):
             found = [*real_runs(splits(batch), n, attackers, kind, batch, 6, rng)]
-            for cell in (kind, attackers, n):
-                leaks[cell] += found
+            for trial in (kind, attackers, n):
+                leaks[trial] += found
     assert sum(map(len, leaks.values())) == 3 * 150
     for found in leaks.values():
         assert not beyond_error({"rate": np.mean(found), "runs": len(found)})
@@ -78,7 +78,7 @@ def test_guesses_of_known_and_of_estimated_chances_are_no_leak(public: int | Non
         assert not beyond_error({"rate": np.mean(found), "runs": len(found)})
 
 
-def test_an_attacker_25_points_above_a_floor_of_10_is_found() -> None:
+def test_an_attacker_25_points_above_a_baseline_of_10_is_found() -> None:
     rng = np.random.default_rng(0)
     assert power(0.1, 0.25, 1, 32, 400, rng) >= 0.88
     assert power(0.1, 0.25, 5, 32, 200, rng) > 0.7

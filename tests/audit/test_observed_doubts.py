@@ -8,16 +8,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gradveil.audit.config import RunConfig
-from gradveil.audit.records import fitted, settled
+from gradveil.audit.audit_config import RunConfig
+from gradveil.audit.recorded_updates import fitted, settled
 from gradveil.client import Client
 from gradveil.core.errors import GradveilError
-from gradveil.federated.config import LocalConfig
-from gradveil.federated.recorded import Recorder, read_recorded
-from gradveil.federated.wire import encode
-from gradveil.nn.statistics import running_statistics
+from gradveil.federated.training_config import LocalConfig
+from gradveil.federated.update_records import UpdateRecorder, read_recorded
+from gradveil.nn.normalisation import running_statistics
 from gradveil.nn.surgery import prepare
-from gradveil.nn.weights import put_weights
+from gradveil.nn.weight_files import put_weights
+from gradveil.wire.codec import encode
 from tests.audit.recording import UNSEEN, notes, record, simulated, watching
 
 
@@ -25,7 +25,7 @@ def halved(update: dict[str, Tensor]) -> bytes:
     return encode(update, values=torch.float16)
 
 
-def test_what_contradicts_the_belief_is_noted(tmp_path: Path) -> None:
+def test_what_contradicts_the_simulated_client_is_noted(tmp_path: Path) -> None:
     record(simulated(defences=["prune(0.9)"]), tmp_path / "pruned")
     told = notes(tmp_path / "pruned", tmp_path / "a", defences=["none"])
     assert "recorded as sent with the defence 'prune(0.9)', attacked as if with 'none'" in told
@@ -64,10 +64,10 @@ def test_positions_are_read_as_the_models_names_and_buffers_are_left_out(tmp_pat
     held = {name: value.clone() for name, value in model.state_dict().items()}
     held["1.running_mean"] += 1
     floats = {name: torch.ones_like(value) for name, value in held.items() if value.is_floating_point()}
-    Recorder(tmp_path / "named").write(1, "a", held, floats, 1)
+    UpdateRecorder(tmp_path / "named").write(1, "a", held, floats, 1)
     order = {name: str(place) for place, name in enumerate(held)}
     numbered = ({order[name]: value for name, value in part.items()} for part in (held, floats))
-    Recorder(tmp_path / "numbered").write(1, "a", *numbered, 1)
+    UpdateRecorder(tmp_path / "numbered").write(1, "a", *numbered, 1)
     client = Client(model)
     named, counted = (fitted(read_recorded(tmp_path / kind)[0], client) for kind in ("named", "numbered"))
     assert named.left_out == counted.left_out == ("1.running_mean", "1.running_var")
@@ -91,7 +91,7 @@ def test_a_record_of_a_state_dictionary_that_names_tensors_twice_fits(tmp_path: 
     inner = nn.Linear(4, 4)
     model = nn.Sequential(nn.Flatten(), inner, nn.Tanh(), inner, nn.Linear(4, 3))
     held = {name: value.clone() for name, value in model.state_dict().items()}
-    Recorder(tmp_path / "seen").write(1, "a", held, {n: torch.ones_like(v) for n, v in held.items()}, 1)
+    UpdateRecorder(tmp_path / "seen").write(1, "a", held, {n: torch.ones_like(v) for n, v in held.items()}, 1)
     found = fitted(read_recorded(tmp_path / "seen")[0], Client(model))
     assert list(found.update) == list(found.received) == [name for name, _ in model.named_parameters()]
     assert found.left_out == ()

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from gradveil.audit.reader import read, resolve
-from gradveil.audit.scene import open_scene
+from gradveil.audit.preflight import open_experiment
+from gradveil.audit.run_file import read, resolve
 from gradveil.cli.app import run
 from gradveil.core.errors import GradveilError
 from tests.audit.runs import config, settings
@@ -18,9 +18,9 @@ DECIDED = {"classes": 3, "channels": 1, "size": 16, "generator": 0, "name": "a"}
 @pytest.mark.parametrize("model", ["lenet-zhu", "tests.nn.users_models:plain"])
 def test_options_that_the_run_decides_are_refused_by_name(model: str) -> None:
     with pytest.raises(GradveilError) as caught:
-        resolve(settings(model={"name": model, "options": {**DECIDED, "norm": "none"}}, victims=0))
+        resolve(settings(model={"name": model, "options": {**DECIDED, "norm": "none"}}, target_clients=0))
     wanted = {f"model.options.{key}" for key in DECIDED}
-    assert {problem.where for problem in caught.value.problems} == wanted | {"victims"}
+    assert {problem.where for problem in caught.value.problems} == wanted | {"target_clients"}
     said = {problem.where: problem.what for problem in caught.value.problems}
     assert said["model.options.channels"] == "is no option: the data say it: set data.channels"
 
@@ -47,9 +47,9 @@ def test_options_that_the_run_decides_are_refused_on_the_command_line(capsys: py
 )
 def test_options_of_the_wrong_kind_are_told(options: dict[str, Any], said: str) -> None:
     with pytest.raises(GradveilError, match=said):
-        open_scene(config(model={"name": "resnet18", "options": options}))
+        open_experiment(config(model={"name": "resnet18", "options": options}))
 
 
 def test_good_options_are_taken() -> None:
-    scene = open_scene(config(model={"name": "resnet18", "options": {"width": 2, "stem": "cifar"}}))
-    assert sum(p.numel() for p in scene.model(0).parameters()) < 20_000
+    experiment = open_experiment(config(model={"name": "resnet18", "options": {"width": 2, "stem": "cifar"}}))
+    assert sum(p.numel() for p in experiment.model(0).parameters()) < 20_000

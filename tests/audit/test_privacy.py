@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from gradveil.audit.privacy import proven
-from gradveil.audit.summary import summarise
+from gradveil.audit.result_rows import summarise
+from gradveil.audit.run_warnings import proven
 from gradveil.cli.app import run
 from gradveil.core.errors import GradveilError
-from gradveil.report.build import page
-from gradveil.theory.accounting import Training, epsilon
+from gradveil.report.page import page
+from gradveil.theory.accounting import Participation, epsilon
 from tests.audit.runs import config, execute, legend
 
 DEFENCES = [
@@ -29,7 +29,7 @@ TRAINING = {"steps": 1000, "rate": 0.01}
 
 def test_without_a_training_no_epsilon_is_told(tmp_path: Path) -> None:
     found, _ = execute(config(defences=["dp(clip=1, sigma=1)", "prune(0.9)"]), tmp_path / "run")
-    private, heuristic = (cell.info for cell in found.cells)
+    private, heuristic = (trial.info for trial in found.trials)
     assert private["epsilon"] == heuristic["epsilon"] == {}
     assert private["guarantee"].startswith("differential privacy of each example (noise multiplier 1)")
     assert heuristic["guarantee"] == proven(heuristic) == "no formal guarantee"
@@ -43,19 +43,19 @@ class TestWithATraining:
     def test_epsilon_stands_beside_private_defences_only(self, tmp_path: Path) -> None:
         chosen = config(defences=DEFENCES, privacy=TRAINING, attacks=["ig(iterations=2)"])
         found, _ = execute(chosen, tmp_path / "run")
-        facts = {cell.info["defence"]: cell.info for cell in found.cells}
+        facts = {trial.info["defence"]: trial.info for trial in found.trials}
         assert {name for name, info in facts.items() if info["epsilon"]} == set(PRIVATE)
-        wanted = epsilon(1.0, Training(**TRAINING))
+        wanted = epsilon(1.0, Participation(**TRAINING))
         assert facts["dp(clip=1, sigma=1)"]["epsilon"] == {"example": pytest.approx(wanted)}
         assert facts["user-dp(clip=1, sigma=1)"]["epsilon"] == {"client": pytest.approx(wanted)}
         assert facts["fed-cdp(clip=1, sigma=2)"]["epsilon"]["example"] > wanted
-        html, told = page(found), legend(found.cells)
+        html, told = page(found), legend(found.trials)
         for name, info in facts.items():
             short = proven(info)
             assert short.startswith("epsilon ") == (name in PRIVATE), name
             assert ("epsilon" in info["guarantee"]) == (name in PRIVATE), name
             assert name == "none" or short in html
-            assert summarise(next(c for c in found.cells if c.info is info))["guarantee"] == info["guarantee"]
+            assert summarise(next(c for c in found.trials if c.info is info))["guarantee"] == info["guarantee"]
         assert "No formal guarantee: prune(0.9), gaussian(0.01) and optimal-noise(0.1, clamp=1)." in told
         assert "looks at the data again" in told
         assert told.count("Privacy warning: fed-cdp(clip=1, sigma=2): noise: the noise is scaled") == 1

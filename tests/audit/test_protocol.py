@@ -1,4 +1,4 @@
-"""An attack of a user's own that keeps to no protocol: its cell fails and says why; NaN is no success."""
+"""An attack of a user's own that keeps to no protocol: its trial fails and says why; NaN is no success."""
 
 from dataclasses import replace
 from typing import Any
@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 import torch
 
-from gradveil.attacks.base import Observation, Reconstruction
+from gradveil.attacks.attack_catalogue import make_attack
 from gradveil.attacks.knowledge import Knowledge, Neutral
-from gradveil.attacks.presets import make_attack
-from gradveil.audit.protocol import checked, declared
+from gradveil.attacks.protocol import Observation, Reconstruction
+from gradveil.audit.argument_checks import checked, declared
 from gradveil.core.errors import GradveilError
 
 KNOWLEDGE = Knowledge((1, 4, 4), torch.zeros(1, 1, 1), torch.ones(1, 1, 1), 3)
@@ -34,7 +34,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"objective": 0.0}, "objective: is float -> return a tensor [V]"),
     ({"objectives": ZEROS}, "objectives: is (3,)"),
     ({"iterations": 3, "initial": None}, "initial: is NoneType"),
-    ({"status": "converged"}, "status: is 'converged' -> return one word a victim"),
+    ({"status": "converged"}, "status: is 'converged' -> return one word a target client"),
     ({"status": ("fine",) * 3}, "status: is ('fine', 'fine', 'fine')"),
     ({"trace": {4: ZEROS}}, "trace[4]: is (3,)"),
     ({"trace": {"start": FOUND.inputs}}, "trace: has the key 'start'"),
@@ -69,10 +69,10 @@ def test_an_image_that_is_none_has_diverged():
 def test_an_attack_says_what_it_believes_and_knows_in_words_there_are():
     mine = make_attack("ig")
     assert list(declared(mine)) == []
-    wrong = replace(mine, belief="adaptive", knowledge={"model.*": "optimise", "send.*": Neutral()})
-    assert [problem.where for problem in declared(wrong)] == ["belief", "knowledge['model.*']"]
+    wrong = replace(mine, simulated_client="adaptive", knowledge={"model.*": "optimise", "send.*": Neutral()})
+    assert [problem.where for problem in declared(wrong)] == ["simulated_client", "knowledge['model.*']"]
     bare = type("Bare", (), {"name": "bare", "__call__": lambda self: None})()
-    assert [problem.where for problem in declared(bare)] == ["belief", "knowledge"]
+    assert [problem.where for problem in declared(bare)] == ["simulated_client", "knowledge"]
     for there, missing in (("craft", "planted()"), ("planted", "craft()")):
-        half = type("Half", (), {"belief": "naive", "knowledge": {}, there: lambda self: ""})()
+        half = type("Half", (), {"simulated_client": "naive", "knowledge": {}, there: lambda self: ""})()
         assert [problem.where for problem in declared(half)] == [missing]

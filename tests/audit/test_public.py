@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from gradveil.audit.rows import FLOORS
+from gradveil.audit.result_rows import BASELINES
 from gradveil.core.errors import GradveilError
 from tests.audit.test_api import ATTACK, audited, examples
 
@@ -21,25 +21,25 @@ def public(count: int = 12, seed: int = 5) -> tuple[Tensor, Tensor]:
 def test_adaptive_attackers_learn_from_public_examples() -> None:
     settings = {"defences": ("none", "prune(0.5)"), "attacks": (ATTACK, "adaptive"), "iterations": 2}
     alone = audited(**settings)
-    assert "learned" not in {cell.info["attack"] for cell in alone.cells}
-    assert set(alone.cells[0].info["controls"]) == {"wrong_victim"}
+    assert "learned" not in {trial.info["attack"] for trial in alone.trials}
+    assert set(alone.trials[0].info["controls"]) == {"wrong_target_client"}
     beside = audited(public=public(), **settings)
-    (learned,) = [c for c in beside.cells if (c.info["attack"], c.info["defence"]) == ("learned", "prune(0.5)")]
+    (learned,) = [c for c in beside.trials if (c.info["attack"], c.info["defence"]) == ("learned", "prune(0.5)")]
     assert learned.failed is None
-    assert "public: 12 images of the same kind, none of a victim" in learned.info["grants"]
-    assert set(beside.cells[0].info["controls"]) == {"wrong_victim", *FLOORS}
+    assert "public: 12 images of the same kind, none of a target client" in learned.info["grants"]
+    assert set(beside.trials[0].info["controls"]) == {"wrong_target_client", *BASELINES}
 
 
 def test_a_defence_may_need_them() -> None:
     with pytest.raises(GradveilError, match="mixes with public images, and there are none"):
         audited(defences=("instahide(mix=public)",))
-    assert audited(defences=("instahide(mix=public)",), public=public()).cells[0].failed is None
+    assert audited(defences=("instahide(mix=public)",), public=public()).trials[0].failed is None
 
 
 def test_their_range_counts_beside_the_batchs() -> None:
     inputs, targets = public()
     found = audited(public=(3 * inputs, targets), attacks=("learned(epochs=1, width=8)",))
-    assert found.cells[0].info["grants"][0].startswith("bounds: ")
+    assert found.trials[0].info["grants"][0].startswith("bounds: ")
     with pytest.raises(GradveilError, match=r"data 'public': pixels reach from .* outside \[0, 1\]"):
         audited(public=(3 * inputs, targets), bounds="unit")
 

@@ -12,11 +12,11 @@ import pytest
 import torch
 from PIL import Image
 
-from gradveil.attacks.presets import ATTACKS
-from gradveil.audit.cell import cells
-from gradveil.audit.reader import bundled, read, resolve, with_defaults
-from gradveil.audit.run import name
-from gradveil.audit.scene import open_scene
+from gradveil.attacks.attack_catalogue import ATTACKS
+from gradveil.audit.attack_selection import trials
+from gradveil.audit.audit_run import name
+from gradveil.audit.preflight import open_experiment
+from gradveil.audit.run_file import bundled, read, resolve, with_defaults
 from gradveil.core.errors import GradveilError
 from gradveil.defences import DEFENCES
 from tests.audit.runs import config, settings
@@ -25,13 +25,13 @@ LOCAL = {"lr": 0.1, "steps": 2}
 
 # (changes of a good run, key that is named, words of the message, words of the remedy)
 BAD: list[tuple[dict[str, Any], str, str, str]] = [
-    ({"victim": 3}, "victim", "is not a setting", "did you mean 'victims'?"),
+    ({"target_client": 3}, "target_client", "is not a setting", "did you mean 'target_clients'?"),
     ({"zzz": 3}, "zzz", "is not a setting", "allowed here: name, data, model"),
-    ({"victims": 0}, "victims", "is 0", "give at least 1"),
-    ({"victims": "4"}, "victims", "is '4'", "give a whole number"),
-    ({"victims": 2.5}, "victims", "is 2.5", "give a whole number"),
-    ({"victims": True}, "victims", "is True", "give a whole number"),
-    ({"first_victim": -1}, "first_victim", "is -1", "give at least 0"),
+    ({"target_clients": 0}, "target_clients", "is 0", "give at least 1"),
+    ({"target_clients": "4"}, "target_clients", "is '4'", "give a whole number"),
+    ({"target_clients": 2.5}, "target_clients", "is 2.5", "give a whole number"),
+    ({"target_clients": True}, "target_clients", "is True", "give a whole number"),
+    ({"first_target_client": -1}, "first_target_client", "is -1", "give at least 0"),
     ({"attacks": []}, "attacks", "is empty", "give at least 1"),
     ({"attacks": "ig"}, "attacks", "is 'ig'", "give a list"),
     ({"attacks": [1]}, "attacks[0]", "is 1", "give a string in quotes"),
@@ -98,11 +98,11 @@ BAD: list[tuple[dict[str, Any], str, str, str]] = [
 ]
 
 # The same for what only shows when data and model are there.
-BAD_SCENES: list[tuple[dict[str, Any], str, str, str]] = [
-    ({"victims": 500}, "victims", "'faces' has 100", "at most 100 victims"),
-    ({"victims": 30, "client": {"batch": 4}}, "victims", "need 120 images", "at most 25 victims"),
-    ({"client": {"batch": 400}}, "victims", "'faces' has 100 for victims", "client.batch: one update of at most 100"),
-    ({"victims": 4, "first_victim": 99}, "victims", "from number 99", "lower victims"),
+BAD_EXPERIMENTS: list[tuple[dict[str, Any], str, str, str]] = [
+    ({"target_clients": 500}, "target_clients", "'faces' has 100", "at most 100 target clients"),
+    ({"target_clients": 30, "client": {"batch": 4}}, "target_clients", "need 120 images", "at most 25 target clients"),
+    ({"client": {"batch": 400}}, "target_clients", "'faces' has 100 for ", "client.batch: one update of at most 100"),
+    ({"target_clients": 4, "first_target_client": 99}, "target_clients", "from number 99", "lower target clients"),
     (
         {"data": {"name": "faces", "size": 1_000_000}},
         "data: size",
@@ -145,9 +145,9 @@ def test_columns_of_any_name_are_read_and_runs_without_them_stay_the_same_runs(t
     pq.write_table(pa.table({"scan": encoded, "finding": [n % 2 for n in range(8)]}), tmp_path / "test.parquet")
     data = {"name": f"parquet:{tmp_path}", "size": 16}
     with pytest.raises(GradveilError, match=r"has no image column .*set data.image_column to one of: scan, finding"):
-        open_scene(config(data=data))
+        open_experiment(config(data=data))
     named = config(data={**data, "image_column": "scan", "label_column": "finding"})
-    assert len(open_scene(named).victims) == 2
+    assert len(open_experiment(named).private) == 2
     assert named.digest() != config(data=data).digest()
     assert named.resolved()["data"]["image_column"] == "scan"
     assert not {"image_column", "label_column"} & config(data=data).resolved()["data"].keys()
@@ -169,28 +169,28 @@ def test_order_of_a_chain_is_no_repetition() -> None:
 
 
 def test_there_are_thirty_distinct_bad_inputs() -> None:
-    assert len({str(case) for case in [*BAD, *BAD_SCENES]}) >= 30
+    assert len({str(case) for case in [*BAD, *BAD_EXPERIMENTS]}) >= 30
 
 
-@pytest.mark.parametrize(("changes", "where", "what", "remedy"), BAD_SCENES)
+@pytest.mark.parametrize(("changes", "where", "what", "remedy"), BAD_EXPERIMENTS)
 def test_bad_scenes_are_named(changes: dict[str, Any], where: str, what: str, remedy: str) -> None:
     with pytest.raises(GradveilError) as caught:
-        open_scene(config(**changes))
+        open_experiment(config(**changes))
     problem = next(problem for problem in caught.value.problems if problem.where == where)
     assert what in problem.what
     assert remedy in problem.remedy
 
 
 def test_every_problem_is_reported_at_once() -> None:
-    changes = {"victims": 0, "attacks": ["idg"], "data": {"name": "face"}, "seeds": ["a"], "x": 1}
+    changes = {"target_clients": 0, "attacks": ["idg"], "data": {"name": "face"}, "seeds": ["a"], "x": 1}
     with pytest.raises(GradveilError) as caught:
         resolve(settings(**changes))
-    assert {p.where for p in caught.value.problems} == {"victims", "attacks[0]", "data.name", "seeds[0]", "x"}
+    assert {p.where for p in caught.value.problems} == {"target_clients", "attacks[0]", "data.name", "seeds[0]", "x"}
 
 
 def test_syntax_errors_say_the_line(tmp_path: Path) -> None:
     file = tmp_path / "bad.toml"
-    file.write_text('name = "a"\nvictims = = 3\n')
+    file.write_text('name = "a"\ntarget_clients = = 3\n')
     with pytest.raises(GradveilError, match="line 2"):
         read(str(file))
 
@@ -217,12 +217,12 @@ def test_bundled_runs_are_good(name: str) -> None:
 
 def test_options_win_over_the_file() -> None:
     given = ("client.batch=2", "data.normalise=none", 'defences=["none"]')
-    found = read("faces", {"victims": 3, "seeds": None}, given)
-    assert (found.victims, found.seeds, found.client[0].batch) == (3, [0], 2)
+    found = read("faces", {"target_clients": 3, "seeds": None}, given)
+    assert (found.target_clients, found.seeds, found.client[0].batch) == (3, [0], 2)
     assert (found.data.normalise, found.defences) == ("none", ["none"])
 
 
-@pytest.mark.parametrize("setting", ["victims", "=3", "client..batch=2", "victims.x=2"])
+@pytest.mark.parametrize("setting", ["target_clients", "=3", "client..batch=2", "target_clients.x=2"])
 def test_bad_options_are_refused(setting: str) -> None:
     with pytest.raises(GradveilError, match="--set"):
         read("faces", {}, (setting,))
@@ -230,7 +230,7 @@ def test_bad_options_are_refused(setting: str) -> None:
 
 def test_the_name_is_the_files_where_none_is_given(tmp_path: Path) -> None:
     file = tmp_path / "study.toml"
-    file.write_text(bundled()["faces"].replace('name = "faces"\nvictims', "victims"))
+    file.write_text(bundled()["faces"].replace('name = "faces"\ntarget_clients', "target_clients"))
     assert read(str(file)).name == "study"
 
 
@@ -241,7 +241,7 @@ def test_numbers_are_read_however_they_are_written(text: str, value: float) -> N
 
 def test_digest_depends_on_every_setting_but_those_that_grow() -> None:
     assert config().digest() == config().digest() == config(seeds=[0, 1]).digest() == config(defences=["none"]).digest()
-    changes: list[dict[str, Any]] = [{}, {"victims": 3}, {"precision": "float64"}, {"images": False}]
+    changes: list[dict[str, Any]] = [{}, {"target_clients": 3}, {"precision": "float64"}, {"images": False}]
     assert len({config(**change).digest() for change in changes}) == 4
 
 
@@ -250,13 +250,13 @@ def test_run_settings_are_defaults_of_attacks() -> None:
     assert with_defaults("ig", 5, 2) == "ig(iterations=5, restarts=2)"
     assert with_defaults(" ig( iterations = 9 ) ", 5, 2) == "ig(iterations = 9, restarts=2)"
     assert with_defaults("ig()", 5, None) == "ig(iterations=5)"
-    scene = open_scene(config(iterations=7, attacks=["ig", "gi(iterations=3)"]))
-    assert [attack.descent.iterations for attack in scene.attacks.values()] == [7, 3]
+    experiment = open_experiment(config(iterations=7, attacks=["ig", "gi(iterations=3)"]))
+    assert [attack.descent.iterations for attack in experiment.attacks.values()] == [7, 3]
 
 
 def test_titles_are_found_however_a_name_is_written() -> None:
-    scene = open_scene(config(attacks=["IG_Scheliga (iterations=2)"], defences=["None", "Dropout"]))
-    first, second = (name(scene, cell) for cell in cells(scene.config))
+    experiment = open_experiment(config(attacks=["IG_Scheliga (iterations=2)"], defences=["None", "Dropout"]))
+    first, second = (name(experiment, trial) for trial in trials(experiment.config))
     assert first.attack_title == ATTACKS["ig-scheliga"].description
     assert ATTACKS["ig-scheliga"].citation in first.citations
     assert second.defence_title == DEFENCES["dropout"].description

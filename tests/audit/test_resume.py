@@ -11,14 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from gradveil.audit.store import load_run
+from gradveil.audit.run_directory import load_run
 from tests.audit.test_store import assert_same
 
 pytestmark = pytest.mark.processes
 
 RUN = """
 name = "small"
-victims = 3
+target_clients = 3
 attacks = ["ig(iterations=150, report=10)"]
 defences = ["none", "gaussian(0.01)", "prune(0.9)", "dgp"]
 data = { name = "faces", size = 16 }
@@ -55,12 +55,12 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "whole"
 
 
-# Once as soon as the directory is there, then shortly after a new cell, at different points of the next one.
+# Once as soon as the directory is there, then shortly after a new trial, at different points of the next one.
 @pytest.mark.parametrize(
     ("workers", "kills"),
-    [("1", (("run.json", 0.0), ("cells/*/cell.json", 0.05))), ("2", (("cells/*/cell.json", 0.3),))],
+    [("1", (("run.json", 0.0), ("trials/*/trial.json", 0.05))), ("2", (("trials/*/trial.json", 0.3),))],
 )
-def test_kills_lose_nothing_but_the_cells_in_flight(
+def test_kills_lose_nothing_but_the_trials_in_flight(
     tmp_path: Path, undisturbed: Path, workers: str, kills: tuple[tuple[str, float], ...]
 ) -> None:
     finished: list[str] = []
@@ -69,29 +69,29 @@ def test_kills_lose_nothing_but_the_cells_in_flight(
         before = len(finished)
         wait_for(tmp_path / "killed", pattern, process)
         end = time.monotonic() + 120
-        while "cells" in pattern and process.poll() is None and time.monotonic() < end:
-            if len(cells_in(tmp_path / "killed")) > before:
+        while "trials" in pattern and process.poll() is None and time.monotonic() < end:
+            if len(trials_in(tmp_path / "killed")) > before:
                 break
             time.sleep(0.01)
         time.sleep(delay)
         process.send_signal(signal.SIGKILL)
         process.wait()
-        now = cells_in(tmp_path / "killed")
-        assert set(finished) <= set(now), "a finished cell was lost"
+        now = trials_in(tmp_path / "killed")
+        assert set(finished) <= set(now), "a finished trial was lost"
         finished = now
     done = run(tmp_path, "killed", "--workers", workers)
     assert done.returncode == 0, done.stderr
-    assert len(cells_in(tmp_path / "killed")) == 4
+    assert len(trials_in(tmp_path / "killed")) == 4
     assert not list((tmp_path / "killed").rglob("*.tmp-*"))
     assert_same(tmp_path / "killed", undisturbed)
 
 
-def cells_in(folder: Path) -> list[str]:
-    return sorted(file.parent.name for file in folder.glob("cells/*/cell.json") if ".tmp-" not in file.parent.name)
+def trials_in(folder: Path) -> list[str]:
+    return sorted(file.parent.name for file in folder.glob("trials/*/trial.json") if ".tmp-" not in file.parent.name)
 
 
 def test_interrupt_says_how_to_go_on(tmp_path: Path) -> None:
-    # Long enough that cells are left when the first one is there, also where this test is kept waiting.
+    # Long enough that trials are left when the first one is there, also where this test is kept waiting.
     long = ("--attack", "ig(iterations=1000, report=10)")
     process = subprocess.Popen(
         command(tmp_path, "out", *long),
@@ -101,19 +101,19 @@ def test_interrupt_says_how_to_go_on(tmp_path: Path) -> None:
         # What a shell starts in the background ignores interrupts, and its children with it.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
-    wait_for(tmp_path / "out", "cells/*/cell.json", process)  # pyright: ignore[reportArgumentType]
+    wait_for(tmp_path / "out", "trials/*/trial.json", process)  # pyright: ignore[reportArgumentType]
     process.send_signal(signal.SIGINT)
     _, said = process.communicate(timeout=120)
     assert process.returncode == 130
     assert said.count("run the same command again") == 1
     assert said.count(str(tmp_path / "small.toml")) == 1
     assert "Traceback" not in said
-    assert load_run(tmp_path / "out").cells
+    assert load_run(tmp_path / "out").trials
     assert run(tmp_path, "out", *long).returncode == 0
-    assert len(load_run(tmp_path / "out").cells) == 4
+    assert len(load_run(tmp_path / "out").trials) == 4
 
 
-def test_a_worker_that_dies_fails_its_cell_only(tmp_path: Path) -> None:
+def test_a_worker_that_dies_fails_its_trial_only(tmp_path: Path) -> None:
     """The model ends its process, as the kernel does when memory runs out, whenever its update is made in a worker."""
     source = """
 import os
@@ -139,10 +139,10 @@ def net(channels, size, classes, generator):
     environment.pop("OMP_NUM_THREADS", None)
     done = subprocess.run(words, capture_output=True, text=True, timeout=300, check=False, env=environment)
     assert done.returncode == 1, done.stderr
-    (cell,) = load_run(tmp_path / "out").cells
-    assert cell.failed is not None
-    assert "ended with code 9" in cell.failed
+    (trial,) = load_run(tmp_path / "out").trials
+    assert trial.failed is not None
+    assert "ended with code 9" in trial.failed
     environment.pop("DIES")
     again = subprocess.run(words, capture_output=True, text=True, timeout=300, check=False, env=environment)
     assert again.returncode == 0, again.stderr
-    assert load_run(tmp_path / "out").cells[0].failed is None
+    assert load_run(tmp_path / "out").trials[0].failed is None

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from gradveil.attacks.knowledge import Known, Sample
-from gradveil.audit.cell import cells, recover
-from gradveil.audit.granted import grant
-from gradveil.audit.obstacles import obstacles
-from gradveil.audit.rounds import observe, plain_name
-from gradveil.audit.scene import open_scene
+from gradveil.audit.attack_selection import trials
+from gradveil.audit.grants import grant
+from gradveil.audit.observe import observe, plain_name
+from gradveil.audit.preflight import obstacles, open_experiment
+from gradveil.audit.trial import recover
 from gradveil.client import Client
 from gradveil.core.errors import GradveilError
 from gradveil.core.noise import Key
@@ -20,16 +20,16 @@ from tests.audit.runs import config
 
 
 def opened(defence="none", attack="ig", **changes):
-    """A scene of two digits, its only cell and its client, in double precision."""
+    """A experiment of two digits, its only trial and its client, in double precision."""
     base = {"data": {"name": "digits", "size": 16}, "precision": "float64", "defences": [defence], "attacks": [attack]}
-    scene = open_scene(config(**{**base, **changes}))
-    cell = cells(scene.config)[0]
-    return scene, cell, scene.client(0, cell.defence, 0)
+    experiment = open_experiment(config(**{**base, **changes}))
+    trial = trials(experiment.config)[0]
+    return experiment, trial, experiment.client(0, trial.defence, 0)
 
 
 def test_one_round_is_the_first():
-    scene, cell, client = opened("gaussian(0.1)")
-    (once,), truth = observe(scene, cell, client, range(2))
+    experiment, trial, client = opened("gaussian(0.1)")
+    (once,), truth = observe(experiment, trial, client, range(2))
     several, more = observe(*opened("gaussian(0.1)", rounds=3)[:2], client, range(2))
     assert [seen.round for seen in several] == [0, 1, 2]
     for name, value in once.update.items():
@@ -43,15 +43,15 @@ def test_one_round_is_the_first():
 
 @pytest.mark.parametrize(("rate", "expected"), [(None, 0.1), (0.0, 0.0), (2.0, 2.0)])
 def test_the_server_moves_by_the_mean_update(rate, expected):
-    scene, cell, client = opened("prune(0.5, feedback=true)", rounds=2, server_lr=rate)
-    (first, second), _ = observe(scene, cell, client, range(2))
+    experiment, trial, client = opened("prune(0.5, feedback=true)", rounds=2, server_lr=rate)
+    (first, second), _ = observe(experiment, trial, client, range(2))
     for name, value in first.params.items():
         torch.testing.assert_close(second.params[name], value - expected * first.update[name].mean(0))
 
 
 def test_the_clients_state_runs_through_the_rounds():
-    scene, cell, client = opened("prune(0.5, feedback=true)", rounds=2)
-    seen, truth = observe(scene, cell, client, range(2))
+    experiment, trial, client = opened("prune(0.5, feedback=true)", rounds=2)
+    seen, truth = observe(experiment, trial, client, range(2))
     state = client.init(seen[0].params)
     for number, observation in enumerate(seen):
         example = Batch(truth.raw.inputs[1], truth.raw.targets[1])
@@ -60,12 +60,12 @@ def test_the_clients_state_runs_through_the_rounds():
             torch.testing.assert_close(observation.update[name][1], value, msg=f"{name} in round {number}")
 
 
-def test_a_share_of_the_victims_sees_the_same_federation():
-    scene, cell, client = opened("gaussian(0.1) + prune(0.5, feedback=true)", rounds=3, victims=3)
-    whole, everything = observe(scene, cell, client, range(3))
-    part, truth = observe(scene, cell, client, range(1, 3))
+def test_a_share_of_the_target_clients_sees_the_same_federation():
+    experiment, trial, client = opened("gaussian(0.1) + prune(0.5, feedback=true)", rounds=3, target_clients=3)
+    whole, everything = observe(experiment, trial, client, range(3))
+    part, truth = observe(experiment, trial, client, range(1, 3))
     for ours, theirs in zip(part, whole, strict=True):
-        assert ours.victims == (1, 2)
+        assert ours.target_clients == (1, 2)
         for name, value in theirs.update.items():
             assert torch.equal(ours.update[name], value[1:])
         for name, value in theirs.params.items():
@@ -74,10 +74,10 @@ def test_a_share_of_the_victims_sees_the_same_federation():
 
 
 def objective_at_truth(which, **changes):
-    scene, cell, client = opened("prune(0.8, feedback=true)", f"cdia(rounds={which}, tv=0)", **changes)
-    attack = scene.attacks[cell.attack]
-    seen, truth = observe(scene, cell, client, range(2))
-    knowledge, _ = grant(scene, attack, client, client.params(), truth)
+    experiment, trial, client = opened("prune(0.8, feedback=true)", f"cdia(rounds={which}, tv=0)", **changes)
+    attack = experiment.attacks[trial.attack]
+    seen, truth = observe(experiment, trial, client, range(2))
+    knowledge, _ = grant(experiment, attack, client, client.params(), truth)
     return attack.evaluate(seen, client, knowledge, Key(0), truth.raw.inputs, truth.noise)
 
 
@@ -89,10 +89,10 @@ def test_an_attacker_who_saw_every_round_accounts_for_the_residual():
 
 
 def test_noise_that_is_told_is_that_of_its_round():
-    scene, cell, client = opened("gaussian(0.1)", "wiig(rounds=all, tv=0)", rounds=3)
-    attack = scene.attacks[cell.attack]
-    seen, truth = observe(scene, cell, client, range(2))
-    knowledge, grants = grant(scene, attack, client, client.params(), truth)
+    experiment, trial, client = opened("gaussian(0.1)", "wiig(rounds=all, tv=0)", rounds=3)
+    attack = experiment.attacks[trial.attack]
+    seen, truth = observe(experiment, trial, client, range(2))
+    knowledge, grants = grant(experiment, attack, client, client.params(), truth)
     assert sum(name.startswith("round2.send.") for name in grants) == len(client.trained())
     value = attack.evaluate(seen, client, knowledge, Key(0), truth.raw.inputs, truth.noise)
     assert bool((value < 1e-9).all())
@@ -103,50 +103,50 @@ def test_averaging_rounds_beats_zero_mean_noise():
     error = {}
     for rounds in ("last", "all"):
         text = f"ig-scheliga(rounds={rounds}, iterations=80)"
-        scene, cell, _ = opened(
+        experiment, trial, _ = opened(
             "gaussian(0.02)", text, rounds=8, server_lr=0.001, precision="float32", model={"name": "scheliga-cnn"},
             data={"name": "digits"},
         )  # fmt: skip
-        found = recover(scene, cell, range(2), lambda _: None).tensors["inputs"]
-        truth = scene.batch(scene.examples(0, range(2))).inputs
+        found = recover(experiment, trial, range(2), lambda _: None).tensors["inputs"]
+        truth = experiment.batch(experiment.examples(0, range(2))).inputs
         error[rounds] = float((found - truth).square().mean())
     assert error["all"] < 0.7 * error["last"], error
 
 
 def test_a_sum_over_clients_is_the_mean_of_their_updates():
-    settings = {"client": {"batch": 2, "members": 3}, "victims": 2}
-    scene, cell, client = opened("prune(0.5, feedback=true) + dropout(0.5)", **settings)
-    assert (client.members, scene.config.images_needed) == (3, 12)
-    (seen,), truth = observe(scene, cell, client, range(2))
+    settings = {"client": {"batch": 2, "members": 3}, "target_clients": 2}
+    experiment, trial, client = opened("prune(0.5, feedback=true) + dropout(0.5)", **settings)
+    assert (client.members, experiment.config.images_needed) == (3, 12)
+    (seen,), truth = observe(experiment, trial, client, range(2))
     assert seen.examples == 6
-    alone: Client = parse(cell.defence)(scene.undefended(0, 0), Key(0, ("model",)))
+    alone: Client = parse(trial.defence)(experiment.undefended(0, 0), Key(0, ("model",)))
     alone = Client(alone.model, send=alone.send)
-    for victim in range(2):
+    for target_client in range(2):
         sent = []
         for member in range(3):
             part = slice(2 * member, 2 * member + 2)
-            example = Batch(truth.raw.inputs[victim, part], truth.raw.targets[victim, part])
-            noise = {name: value[victim, member] for name, value in truth.noise.items()}
+            example = Batch(truth.raw.inputs[target_client, part], truth.raw.targets[target_client, part])
+            noise = {name: value[target_client, member] for name, value in truth.noise.items()}
             sent.append(alone.update(seen.params, example, noise, alone.init(seen.params))[0])
         for name, value in seen.update.items():
-            torch.testing.assert_close(value[victim], sum(part[name] for part in sent) / 3)
+            torch.testing.assert_close(value[target_client], sum(part[name] for part in sent) / 3)
     assert not client.intermediates(seen.params)
 
 
 def test_clients_of_unequal_size_are_refused():
-    _, _, client = opened(client={"batch": 2, "members": 3}, victims=1)
+    _, _, client = opened(client={"batch": 2, "members": 3}, target_clients=1)
     batch = Batch(torch.zeros(4, 1, 16, 16), torch.zeros(4, dtype=torch.long))
     with pytest.raises(GradveilError, match="4 examples do not divide"):
         client.update(client.params(), batch, {}, {})
 
 
 def test_each_image_of_a_sum_is_found_in_its_members_place():
-    scene, cell, _ = opened(
-        attack="ig-scheliga(iterations=150)", client={"members": 2}, victims=1, precision="float32",
+    experiment, trial, _ = opened(
+        attack="ig-scheliga(iterations=150)", client={"members": 2}, target_clients=1, precision="float32",
         model={"name": "scheliga-cnn"}, data={"name": "digits"},
     )  # fmt: skip
-    found = recover(scene, cell, range(1), lambda _: None).tensors["inputs"]
-    truth = scene.batch(scene.examples(0, range(1))).inputs
+    found = recover(experiment, trial, range(1), lambda _: None).tensors["inputs"]
+    truth = experiment.batch(experiment.examples(0, range(1))).inputs
     own, swapped = ((guess - truth).square().mean() for guess in (found, found.flip(1)))
     assert own < 0.5 * swapped, (own, swapped)
 
@@ -158,14 +158,14 @@ LEARNER = "learned(epochs=1, width=8, features=16)"
 @pytest.mark.parametrize("attack", ["ig(iterations=2)", "cdia(rounds=all, iterations=2)", LEARNER])
 def test_what_a_client_keeps_is_the_same_in_every_round(attack, client):
     """A lock is drawn in the first round, and is the truth in the second one too; in a sum each member has its own."""
-    scene, cell, client = opened("keylock", attack, rounds=2, victims=2, client=client)
-    seen, truth = observe(scene, cell, client, range(2))
+    experiment, trial, client = opened("keylock", attack, rounds=2, target_clients=2, client=client)
+    seen, truth = observe(experiment, trial, client, range(2))
     kept = [name for name in truth.noise if ".lock." in name and not name.startswith("round")]
     assert kept
     assert all(torch.equal(truth.state[f"kept.{name}"], truth.noise[name]) for name in kept)
     assert all(torch.equal(truth.noise[name], truth.noise[f"round1.{name}"]) for name in kept)
     assert len(seen) == 2
-    found = recover(scene, cell, range(2), lambda step: None)
+    found = recover(experiment, trial, range(2), lambda step: None)
     assert bool(torch.isfinite(found.tensors["distance"]).all())
 
 
@@ -174,13 +174,15 @@ def test_what_a_client_keeps_is_the_same_in_every_round(attack, client):
 def test_a_lock_that_local_training_moved_is_told_as_it_was_before_each_round(which, members):
     """Who is told of it explains each round exactly; who has a lock of his own does not."""
     local = {"batch": 2, "members": members, "local": {"lr": 0.05, "steps": 3, "batch": 1}}
-    scene, cell, client = opened("keylock(width=16)", f"wiig(rounds={which}, tv=0)", rounds=2, victims=2, client=local)
-    attack = scene.attacks[cell.attack]
-    seen, truth = observe(scene, cell, client, range(2))
+    experiment, trial, client = opened(
+        "keylock(width=16)", f"wiig(rounds={which}, tv=0)", rounds=2, target_clients=2, client=local
+    )
+    attack = experiment.attacks[trial.attack]
+    seen, truth = observe(experiment, trial, client, range(2))
     (secret,) = (name for name in truth.noise if ".lock." in name and not name.startswith("round"))
     assert float((truth.noise[secret] - truth.noise[f"round1.{secret}"]).abs().max()) > 1e-3
     assert torch.equal(truth.noise[f"round1.{secret}"], truth.state[f"kept.{secret}"])
-    knowledge, _ = grant(scene, attack, client, client.params(), truth)
+    knowledge, _ = grant(experiment, attack, client, client.params(), truth)
     told = attack.evaluate(seen, client, knowledge, Key(0), truth.raw.inputs, truth.noise)
     assert bool((told < 1e-12).all())
     drawn = replace(knowledge, tensors={"model.*": Sample(every_iteration=False), **knowledge.tensors})
@@ -190,15 +192,15 @@ def test_a_lock_that_local_training_moved_is_told_as_it_was_before_each_round(wh
 
 @pytest.mark.parametrize("client", [{"batch": 2}, {"batch": 2, "local": {"lr": 0.05, "steps": 3, "batch": 1}}])
 def test_public_images_that_a_defence_mixes_with_are_named_and_not_which_it_drew(client):
-    scene, cell, defended = opened("instahide(mix=public)", "cdia(iterations=2)", client=client)
-    assert scene.public is not None
-    assert torch.equal(defended.domain.public, scene.public.inputs.double())
-    attack = scene.attacks[cell.attack]
-    seen, truth = observe(scene, cell, defended, range(2))
+    experiment, trial, defended = opened("instahide(mix=public)", "cdia(iterations=2)", client=client)
+    assert experiment.public is not None
+    assert torch.equal(defended.domain.public, experiment.public.inputs.double())
+    attack = experiment.attacks[trial.attack]
+    seen, truth = observe(experiment, trial, defended, range(2))
     assert truth.transformed.inputs.shape == truth.raw.inputs.shape
     assert not torch.equal(truth.transformed.inputs, truth.raw.inputs)
-    knowledge, grants = grant(scene, attack, defended, defended.params(), truth)
-    told = f"public: the {len(scene.public)} images that the defence mixes with, not which it drew"
+    knowledge, grants = grant(experiment, attack, defended, defended.params(), truth)
+    told = f"public: the {len(experiment.public)} images that the defence mixes with, not which it drew"
     assert [grant for grant in grants if grant.startswith(("public", "batch"))] == [told]
     guessed = attack.evaluate(seen, defended, knowledge, Key(0), truth.raw.inputs, truth.noise)
     assert bool((guessed > 0.01).all())
@@ -208,7 +210,7 @@ def test_public_images_that_a_defence_mixes_with_are_named_and_not_which_it_drew
 
 
 def test_without_public_images_such_a_defence_is_refused():
-    scene, _, _ = opened("instahide(mix=public)", "cdia(iterations=2)")
-    (problem,) = obstacles(replace(scene, public=None)).problems
+    experiment, _, _ = opened("instahide(mix=public)", "cdia(iterations=2)")
+    (problem,) = obstacles(replace(experiment, public=None)).problems
     assert problem.where == "defences[0] 'instahide(mix=public)', client"
     assert "mixes with public images, and there are none" in problem.what

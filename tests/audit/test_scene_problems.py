@@ -1,18 +1,18 @@
-"""What stands in an attack's way is told before the first cell, with its place."""
+"""What stands in an attack's way is told before the first trial, with its place."""
 
 import pytest
 import torch
 from torch import nn
 
 import gradveil
-from gradveil.audit.scene import open_scene
+from gradveil.audit.preflight import open_experiment
 from gradveil.core.errors import GradveilError
 from tests.audit.runs import config
 
 
 def problems(**changes):
     with pytest.raises(GradveilError) as caught:
-        open_scene(config(**changes))
+        open_experiment(config(**changes))
     return [str(problem) for problem in caught.value.problems]
 
 
@@ -59,7 +59,7 @@ def test_learning_needs_the_public_images_of_two_updates():
     run = {"attacks": ["learned", "ig"], "client": {"batch": 4}, "defences": ["none"]}
     (found,) = problems(data={"name": "faces", "size": 16, "public": 7}, budget="100", **run)
     assert "too few public images to learn from: 7, and an update is made from 4 -> give at least 8" in found
-    open_scene(config(data={"name": "faces", "size": 16, "public": 8}, **run))
+    open_experiment(config(data={"name": "faces", "size": 16, "public": 8}, **run))
 
 
 def test_who_asked_for_all_that_aim_at_a_defence_may_leave_out_one_that_cannot():
@@ -77,8 +77,8 @@ def test_only_an_attack_that_was_named_may_fit_some_clients_and_not_others():
     run = {"client": [{"trainable": ["head.*"]}, {}], "defences": ["precode"], "data": {"name": "faces"}}
     run["model"] = {"name": "scheliga-cnn"}
     assert problems(attacks=["adaptive"], **run)
-    scene = open_scene(config(attacks=["pig"], **run))
-    ((meeting, why),) = scene.unfit.items()
+    experiment = open_experiment(config(attacks=["pig"], **run))
+    ((meeting, why),) = experiment.unfit.items()
     assert meeting == (0, "precode", "pig")
     assert "leaves out" in why
     assert " -> " in why

@@ -11,17 +11,17 @@ import torch
 from skimage.metrics import peak_signal_noise_ratio, structural_similarity
 from torch import Tensor
 
-from gradveil.audit import evidence
+from gradveil.audit import baselines
 from gradveil.audit import score as scoring
-from gradveil.audit.cell import Recovered, cells, recover
-from gradveil.audit.controls import controls_of
-from gradveil.audit.evidence import expected_of, leaks
-from gradveil.audit.health import examine
-from gradveil.audit.rows import FLOORS, Row
-from gradveil.audit.scene import Scene, open_scene
-from gradveil.audit.score import Named, failure, score
-from gradveil.audit.store import Cell
-from gradveil.audit.summary import summarise
+from gradveil.audit.attack_check import examine
+from gradveil.audit.attack_selection import trials
+from gradveil.audit.baselines import expected_of, leaks
+from gradveil.audit.experiment import Experiment
+from gradveil.audit.preflight import open_experiment
+from gradveil.audit.result_rows import BASELINES, Row, summarise
+from gradveil.audit.run_directory import Trial
+from gradveil.audit.score import TrialNames, controls_of, failure, score
+from gradveil.audit.trial import Recovered, recover
 from gradveil.audit.verdict import verdicts
 from gradveil.core.noise import Key
 from gradveil.core.types import Batch
@@ -29,41 +29,43 @@ from gradveil.metrics import Missing, ssim
 from tests.audit.runs import config
 
 DIGITS = {"name": "digits", "size": 16}
-NAMED = Named("no defence", "an attack", ("A paper",))
+NAMED = TrialNames("no defence", "an attack", ("A paper",))
 
 
 def recovered(inputs: Tensor, targets: Tensor, **extra: Tensor) -> Recovered:
-    victims = inputs.shape[0]
-    ones = torch.ones(victims)
+    target_clients = inputs.shape[0]
+    ones = torch.ones(target_clients)
     names = ("objective", "initial", "at_truth", "distance", "cosine", "bytes_dense", "bytes_sent")
     names += ("first_order_utility", "second_order_utility")
     tensors = {"inputs": inputs, "targets": targets, **{name: ones.clone() for name in names}}
     tensors |= {"iterations": ones.long(), "restart": ones.long(), "objectives": ones[:, None]}
-    facts = {"seconds": 2.0, "row_iterations": 10, "restarts": 1, "plan": [victims], "grants": [], "remarks": []}
-    return Recovered(tensors | extra, facts, ("budget",) * victims)
+    facts = {"seconds": 2.0, "row_iterations": 10, "restarts": 1, "plan": [target_clients], "grants": [], "remarks": []}
+    return Recovered(tensors | extra, facts, ("budget",) * target_clients)
 
 
-def scored(change: Any = lambda inputs: inputs, **settings: Any) -> tuple[Scene, Cell]:
-    scene = open_scene(config(defences=["none"], **{"victims": 3, "client": {"batch": 2}, **settings}))
-    truth = scene.batch(scene.examples(0, range(scene.config.victims)))
-    return scene, score(scene, cells(scene.config)[0], recovered(change(truth.inputs), truth.targets), NAMED)
+def scored(change: Any = lambda inputs: inputs, **settings: Any) -> tuple[Experiment, Trial]:
+    experiment = open_experiment(config(defences=["none"], **{"target_clients": 3, "client": {"batch": 2}, **settings}))
+    truth = experiment.batch(experiment.examples(0, range(experiment.config.target_clients)))
+    return experiment, score(
+        experiment, trials(experiment.config)[0], recovered(change(truth.inputs), truth.targets), NAMED
+    )
 
 
 def test_the_truth_scores_perfectly_in_any_order() -> None:
-    _, cell = scored(lambda inputs: inputs.flip(1))
-    summary = summarise(cell)
-    assert (summary["asr"], summary["victims"], summary["images"], summary["label_accuracy"]) == (1.0, 3, 6, 1.0)
+    _, trial = scored(lambda inputs: inputs.flip(1))
+    summary = summarise(trial)
+    assert (summary["asr"], summary["target_clients"], summary["images"], summary["label_accuracy"]) == (1.0, 3, 6, 1.0)
     assert summary["ssim_mean"] == pytest.approx(1)
-    assert [image["matched"] for image in cell.records[0]["per_image"]] == [1, 0]
-    assert all(record["identified"] for record in cell.records)
-    assert torch.equal(cell.kept["truth"], cell.kept["reconstruction"])
+    assert [image["matched"] for image in trial.records[0]["per_image"]] == [1, 0]
+    assert all(record["identified"] for record in trial.records)
+    assert torch.equal(trial.kept["truth"], trial.kept["reconstruction"])
 
 
 def test_scores_agree_with_scikit_image() -> None:
     noise = torch.randn(3, 2, 1, 16, 16, generator=torch.Generator().manual_seed(1)) * 0.5
-    _, cell = scored(lambda inputs: inputs + noise)
-    images = {name: value.double().numpy() for name, value in cell.kept.items()}
-    for v, record in enumerate(cell.records):
+    _, trial = scored(lambda inputs: inputs + noise)
+    images = {name: value.double().numpy() for name, value in trial.kept.items()}
+    for v, record in enumerate(trial.records):
         for b, image in enumerate(record["per_image"]):
             truth, found = images["truth"][v, b, 0], images["reconstruction"][v, b, 0]
             expected = structural_similarity(
@@ -81,27 +83,27 @@ def test_a_reconstruction_that_is_not_finite_fails_and_stays_in_the_results() ->
         inputs[1] = torch.nan
         return inputs
 
-    _, cell = scored(broken)
-    assert [record["success"] for record in cell.records] == [1, 0, 1]
-    assert summarise(cell)["asr"] == pytest.approx(4 / 6)
-    assert bool(torch.isfinite(cell.kept["reconstruction"]).all())
+    _, trial = scored(broken)
+    assert [record["success"] for record in trial.records] == [1, 0, 1]
+    assert summarise(trial)["asr"] == pytest.approx(4 / 6)
+    assert bool(torch.isfinite(trial.kept["reconstruction"]).all())
 
 
 def test_where_one_attack_began_with_no_number_the_others_tell_where_they_did() -> None:
-    scene = open_scene(config(defences=["none"], victims=2))
-    truth = scene.batch(scene.examples(0, range(2)))
+    experiment = open_experiment(config(defences=["none"], target_clients=2))
+    truth = experiment.batch(experiment.examples(0, range(2)))
     found = recovered(truth.inputs, truth.targets, initial=torch.tensor([torch.nan, 0.7]))
-    health = score(scene, cells(scene.config)[0], found, NAMED).info["health"]
+    health = score(experiment, trials(experiment.config)[0], found, NAMED).info["health"]
     assert health["objective_initial"] == pytest.approx(0.7)
 
 
 def test_controls_are_exact_averages() -> None:
-    scene, cell = scored(victims=6, client={"batch": 1}, data=DIGITS)
-    controls, public = cell.info["controls"], scene.public
+    experiment, trial = scored(target_clients=6, client={"batch": 1}, data=DIGITS)
+    controls, public = trial.info["controls"], experiment.public
     assert public is not None
-    places = scene.examples(0, range(6)).flatten()
-    truth, gallery = scene.victims.pixels.double()[places], scene.victims.pixels.double()
-    labels = scene.victims.targets[places].tolist()
+    places = experiment.examples(0, range(6)).flatten()
+    truth, gallery = experiment.private.pixels.double()[places], experiment.private.pixels.double()
+    labels = experiment.private.targets[places].tolist()
     mean = public.pixels.double().mean(0).expand_as(truth)
     assert controls["mean_image"]["ssim_mean"] == pytest.approx(float(ssim(mean, truth).mean()), abs=1e-2)
     few = [public.pixels.double()[public.targets == label] for label in labels]
@@ -111,164 +113,177 @@ def test_controls_are_exact_averages() -> None:
     ]
     assert controls["class_image"]["asr"] == pytest.approx(np.mean(shares), abs=0.1)
     # The truth as a reconstruction passes for others of its class as often as these are alike.
-    alike = [gallery[(scene.victims.targets == label)] for label in labels]
+    alike = [gallery[(experiment.private.targets == label)] for label in labels]
     rates = [
         (float((ssim(images, one.expand_as(images)) > 0.5).sum()) - 1) / (len(images) - 1)
         for images, one in zip(alike, truth, strict=True)
     ]
-    wrong = controls["wrong_victim"]
+    wrong = controls["wrong_target_client"]
     assert wrong["asr"] == pytest.approx(np.mean(rates), abs=0.1)
     assert wrong["identified"] == wrong["identifiable"] == 0
 
 
 def test_all_copies_of_an_image_count_as_that_image_in_the_mismatch_control() -> None:
     """Client 0 answers with an image that clients 1 and 2 hold; client 3 answers with its own, which 4 holds too."""
-    scene = open_scene(config(defences=["none"], victims=5, client={"batch": 1}, data=DIGITS))
-    places, inputs = scene.examples(0, range(5)).flatten(), scene.victims.inputs.clone()
+    experiment = open_experiment(config(defences=["none"], target_clients=5, client={"batch": 1}, data=DIGITS))
+    places, inputs = experiment.examples(0, range(5)).flatten(), experiment.private.inputs.clone()
     inputs[places[2]], inputs[places[4]] = inputs[places[1]], inputs[places[3]]
-    few = dataclasses.replace(scene.victims.subset(places), inputs=inputs[places], targets=torch.zeros(5).long())
-    copied = dataclasses.replace(scene, victims=few, public=None)
+    few = dataclasses.replace(experiment.private.subset(places), inputs=inputs[places], targets=torch.zeros(5).long())
+    copied = dataclasses.replace(experiment, private=few, public=None)
     truth = few.pixels[:, None]
     answers = truth[[1, 1, 1, 3, 3]]
-    wrong = controls_of(None, copied, answers, torch.arange(5)[:, None])["wrong_victim"]
+    wrong = controls_of(None, copied, answers, torch.arange(5)[:, None])["wrong_target_client"]
     # An average over pairs: two of 4 for client 0; none of 3 for each of the others, whose copies are left out.
     assert wrong["identified"] == pytest.approx(2 / 16)
     assert wrong["identifiable"] == pytest.approx(2 / 16)
 
 
-def test_the_floor_is_the_best_of_the_guesses_that_see_no_update() -> None:
+def test_the_baseline_is_the_best_of_the_guesses_that_see_no_update() -> None:
     """Digits are so alike that the mean of their class is a better guess than one of them, and than the mean of all."""
-    scene, cell = scored(victims=12, client={"batch": 1}, data=DIGITS)
-    public, controls = scene.public, cell.info["controls"]
+    experiment, trial = scored(target_clients=12, client={"batch": 1}, data=DIGITS)
+    public, controls = experiment.public, trial.info["controls"]
     assert public is not None
-    places = scene.examples(0, range(12))
-    targets, truth = scene.victims.targets[places], scene.pixels(scene.batch(places).inputs)
+    places = experiment.examples(0, range(12))
+    targets, truth = experiment.private.targets[places], experiment.pixels(experiment.batch(places).inputs)
     means = torch.stack([public.pixels[public.targets == int(t)].double().mean(0)[None] for t in targets.flatten()])
     assert controls["class_mean"]["asr"] == pytest.approx(float((ssim(means, truth) > 0.5).double().mean()))
-    rates = [controls[name]["asr"] for name in FLOORS]
+    rates = [controls[name]["asr"] for name in BASELINES]
     assert max(rates) == controls["class_mean"]["asr"] > max(rates[0], rates[2])
-    assert (Row(0, cell).floor, Row(0, cell).guess) == (max(rates), "class mean")
-    best = max(controls[name]["ssim_mean"] for name in FLOORS)
-    assert Row(0, cell).floor_of("ssim_mean") == best
+    assert (Row(0, trial).baseline, Row(0, trial).guess) == (max(rates), "class mean")
+    best = max(controls[name]["ssim_mean"] for name in BASELINES)
+    assert Row(0, trial).baseline_of("ssim_mean") == best
 
 
 def test_a_class_without_a_public_image_is_guessed_as_the_mean_of_all() -> None:
-    scene, _ = scored(victims=1, client={"batch": 1})
-    assert scene.public is not None
-    truth = scene.batch(scene.examples(0, range(1)))
-    others = scene.public.subset((scene.public.targets != int(truth.targets[0, 0])).nonzero().flatten().tolist())
-    fewer = dataclasses.replace(scene, public=others)
-    found = score(fewer, cells(scene.config)[0], recovered(truth.inputs, truth.targets), NAMED).info["controls"]
+    experiment, _ = scored(target_clients=1, client={"batch": 1})
+    assert experiment.public is not None
+    truth = experiment.batch(experiment.examples(0, range(1)))
+    others = experiment.public.subset(
+        (experiment.public.targets != int(truth.targets[0, 0])).nonzero().flatten().tolist()
+    )
+    fewer = dataclasses.replace(experiment, public=others)
+    found = score(fewer, trials(experiment.config)[0], recovered(truth.inputs, truth.targets), NAMED).info["controls"]
     assert found["class_mean"] == found["mean_image"]
 
 
-def test_controls_without_a_public_set_or_a_second_victim() -> None:
-    scene, cell = scored(victims=1, client={"batch": 1})
-    assert "wrong_victim" in cell.info["controls"]
-    lonely = dataclasses.replace(scene, public=None, victims=scene.victims.subset([0]))
+def test_controls_without_a_public_set_or_a_second_target_client() -> None:
+    experiment, trial = scored(target_clients=1, client={"batch": 1})
+    assert "wrong_target_client" in trial.info["controls"]
+    lonely = dataclasses.replace(experiment, public=None, private=experiment.private.subset([0]))
     truth = lonely.batch(lonely.examples(0, range(1)))
-    alone = score(lonely, cells(scene.config)[0], recovered(truth.inputs, truth.targets), NAMED)
+    alone = score(lonely, trials(experiment.config)[0], recovered(truth.inputs, truth.targets), NAMED)
     assert alone.info["controls"] == {}
     assert alone.records[0]["identified"] is None
 
 
 def test_a_batch_of_64_is_attacked_and_matched_one_to_one() -> None:
-    digits = {"data": {"name": "digits"}, "model": {"name": "scheliga-cnn"}, "client": {"batch": 64}, "victims": 1}
-    scene = open_scene(config(defences=["none"], attacks=["ig(iterations=15, labels=restore)"], **digits))
-    cell = cells(scene.config)[0]
-    found = recover(scene, cell, range(1), lambda step: None)
+    digits = {
+        "data": {"name": "digits"},
+        "model": {"name": "scheliga-cnn"},
+        "client": {"batch": 64},
+        "target_clients": 1,
+    }
+    experiment = open_experiment(config(defences=["none"], attacks=["ig(iterations=15, labels=restore)"], **digits))
+    trial = trials(experiment.config)[0]
+    found = recover(experiment, trial, range(1), lambda step: None)
     assert found.tensors["inputs"].shape[:2] == (1, 64)
     assert bool((found.tensors["objective"] < 0.7 * found.tensors["initial"]).all())
-    record = score(scene, cell, found, NAMED).records[0]
+    record = score(experiment, trial, found, NAMED).records[0]
     assert sorted(image["matched"] for image in record["per_image"]) == list(range(64))
     assert record["label_accuracy"] == 1
 
 
 def test_labels_follow_their_images() -> None:
-    scene = open_scene(config(defences=["none"], victims=1, client={"batch": 4}))
-    truth = scene.batch(scene.examples(0, range(1)))
+    experiment = open_experiment(config(defences=["none"], target_clients=1, client={"batch": 4}))
+    truth = experiment.batch(experiment.examples(0, range(1)))
     order = torch.tensor([2, 0, 3, 1])
     found = recovered(truth.inputs[:, order], truth.targets[:, order])
-    record = score(scene, cells(scene.config)[0], found, NAMED).records[0]
+    record = score(experiment, trials(experiment.config)[0], found, NAMED).records[0]
     assert record["predicted"] == record["label"] == truth.targets[0].tolist()
 
 
 def test_scores_only_where_no_images_are_wanted() -> None:
-    _, cell = scored(images=False)
-    assert cell.images() is None
-    assert len(cell.records) == 3
+    _, trial = scored(images=False)
+    assert trial.images() is None
+    assert len(trial.records) == 3
 
 
 def test_transformed_truth_is_kept() -> None:
-    scene = open_scene(config(defences=["none"], victims=2))
-    truth = scene.batch(scene.examples(0, range(2)))
+    experiment = open_experiment(config(defences=["none"], target_clients=2))
+    truth = experiment.batch(experiment.examples(0, range(2)))
     found = recovered(truth.inputs, truth.targets, transformed=truth.inputs.flip(-1))
-    kept = score(scene, cells(scene.config)[0], found, NAMED).kept
+    kept = score(experiment, trials(experiment.config)[0], found, NAMED).kept
     torch.testing.assert_close(kept["truth_transformed"], kept["truth"].flip(-1))
 
 
 def test_both_views_are_scored() -> None:
     """Success is what is recovered of the images, not of what a batch defence made of them."""
-    scene = open_scene(config(defences=["none"], victims=1, client={"batch": 2}))
-    truth = scene.batch(scene.examples(0, range(1)))
+    experiment = open_experiment(config(defences=["none"], target_clients=1, client={"batch": 2}))
+    truth = experiment.batch(experiment.examples(0, range(1)))
     turned = truth.inputs.flip(-1)
     found = recovered(turned.flip(1), truth.targets, transformed=turned)
-    record = score(scene, cells(scene.config)[0], found, NAMED).records[0]
+    record = score(experiment, trials(experiment.config)[0], found, NAMED).records[0]
     assert record["ssim_transformed"] == pytest.approx(1)
     assert record["ssim"] < 0.9
     assert record["success"] == 0
     assert all(image["psnr_transformed"] > 60 > image["psnr"] for image in record["per_image"])
-    plain = score(scene, cells(scene.config)[0], recovered(truth.inputs, truth.targets), NAMED)
+    plain = score(experiment, trials(experiment.config)[0], recovered(truth.inputs, truth.targets), NAMED)
     assert "ssim_transformed" not in plain.records[0]
     assert Row(0, plain).trained_on is None
 
 
-def ats_scene(**settings: Any) -> tuple[Scene, Batch, Tensor]:
+def ats_experiment(**settings: Any) -> tuple[Experiment, Batch, Tensor]:
     """Open digits behind ATS; return the private examples and what the clients trained on."""
-    scene = open_scene(config(**{"defences": ['ats(policy="0-3")'], "attacks": ["ig"], "victims": 2} | settings))
-    truth = scene.batch(scene.examples(0, range(scene.config.victims)))
-    client = scene.client(0, scene.config.defences[0], 0)
+    experiment = open_experiment(
+        config(**{"defences": ['ats(policy="0-3")'], "attacks": ["ig"], "target_clients": 2} | settings)
+    )
+    truth = experiment.batch(experiment.examples(0, range(experiment.config.target_clients)))
+    client = experiment.client(0, experiment.config.defences[0], 0)
     one = [Batch(inputs, targets) for inputs, targets in zip(*truth, strict=True)]
     made = [client.transformed(batch, client.batch_spec(batch).sample(Key(5, (v,)))) for v, batch in enumerate(one)]
-    return scene, truth, torch.stack([each.inputs for each in made])
+    return experiment, truth, torch.stack([each.inputs for each in made])
 
 
 def test_images_trained_on_count_as_recovered_and_identified_in_their_own_view() -> None:
-    scene, truth, made = ats_scene(client={"batch": 2})
+    experiment, truth, made = ats_experiment(client={"batch": 2})
     found = recovered(made.flip(1), truth.targets, transformed=made)
-    cell = score(scene, cells(scene.config)[0], found, NAMED)
-    assert Row(0, cell).recovered == 0
-    assert Row(0, cell).trained_on == (4, 4, 4, 4)
-    assert [image["identified_transformed"] for image in cell.records[0]["per_image"]] == [True, True]
+    trial = score(experiment, trials(experiment.config)[0], found, NAMED)
+    assert Row(0, trial).recovered == 0
+    assert Row(0, trial).trained_on == (4, 4, 4, 4)
+    assert [image["identified_transformed"] for image in trial.records[0]["per_image"]] == [True, True]
 
 
 def test_an_image_of_another_client_is_not_identified_among_those_trained_on() -> None:
-    scene, truth, made = ats_scene(client={"batch": 2})
-    cell = score(scene, cells(scene.config)[0], recovered(made.roll(1, 0), truth.targets, transformed=made), NAMED)
-    counts = Row(0, cell).trained_on
+    experiment, truth, made = ats_experiment(client={"batch": 2})
+    trial = score(
+        experiment, trials(experiment.config)[0], recovered(made.roll(1, 0), truth.targets, transformed=made), NAMED
+    )
+    counts = Row(0, trial).trained_on
     assert counts is not None
     assert counts.identified == counts.identifiable == 0
 
 
 def test_the_gallery_of_images_trained_on_holds_other_private_images_after_the_same_transforms() -> None:
     """What is nearest to an image that no target client holds, transformed, is that image."""
-    scene, truth, made = ats_scene(defences=['ats(policy="0")'])  # inversion, which draws nothing
-    stranger = next(i for i in range(len(scene.victims)) if i not in scene.examples(0, range(2)).flatten().tolist())
-    other = scene.batch(torch.tensor([[stranger]])).inputs
-    lower, upper = scene.victims.bounds
+    experiment, truth, made = ats_experiment(defences=['ats(policy="0")'])  # inversion, which draws nothing
+    stranger = next(
+        i for i in range(len(experiment.private)) if i not in experiment.examples(0, range(2)).flatten().tolist()
+    )
+    other = experiment.batch(torch.tensor([[stranger]])).inputs
+    lower, upper = experiment.private.bounds
     aimed = (lower + upper - other).expand_as(made)
-    cell = score(scene, cells(scene.config)[0], recovered(aimed, truth.targets, transformed=made), NAMED)
-    assert Row(0, cell).trained_on.identified == 0
-    cell = score(scene, cells(scene.config)[0], recovered(made, truth.targets, transformed=made), NAMED)
-    assert Row(0, cell).trained_on.identified == 2
+    trial = score(experiment, trials(experiment.config)[0], recovered(aimed, truth.targets, transformed=made), NAMED)
+    assert Row(0, trial).trained_on.identified == 0
+    trial = score(experiment, trials(experiment.config)[0], recovered(made, truth.targets, transformed=made), NAMED)
+    assert Row(0, trial).trained_on.identified == 2
 
 
 def test_a_failure_is_a_status() -> None:
-    scene = open_scene(config(defences=["none"]))
-    cell = failure(scene, cells(scene.config)[0], NAMED, "out of memory")
-    assert cell.failed == "out of memory"
-    assert summarise(cell)["statuses"] == {"failed": 1}
-    assert summarise(cell)["asr"] is None
+    experiment = open_experiment(config(defences=["none"]))
+    trial = failure(experiment, trials(experiment.config)[0], NAMED, "out of memory")
+    assert trial.failed == "out of memory"
+    assert summarise(trial)["statuses"] == {"failed": 1}
+    assert summarise(trial)["asr"] is None
 
 
 def test_lpips_is_a_score_or_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -282,26 +297,26 @@ def test_lpips_is_a_score_or_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     assert without.info["missing"] == {"lpips": 'not asked for: set lpips = "alex" (or "vgg") in the run file'}
     assert "lpips" not in without.records[0]
     monkeypatch.setattr(scoring, "lpips", found)
-    _, cell = scored(lpips="vgg")
-    assert (asked, cell.info["missing"]) == (["vgg"], {})
-    assert [image["lpips"] for record in cell.records for image in record["per_image"]] == [0.25] * 6
-    assert cell.records[0]["lpips"] == 0.25
+    _, trial = scored(lpips="vgg")
+    assert (asked, trial.info["missing"]) == (["vgg"], {})
+    assert [image["lpips"] for record in trial.records for image in record["per_image"]] == [0.25] * 6
+    assert trial.records[0]["lpips"] == 0.25
     monkeypatch.setattr(scoring, "lpips", lambda *_: Missing("no weights here"))
-    _, cell = scored(lpips="alex")
-    assert cell.info["missing"] == {"lpips": "no weights here"}
-    assert "lpips" not in cell.records[0]
+    _, trial = scored(lpips="alex")
+    assert trial.info["missing"] == {"lpips": "no weights here"}
+    assert "lpips" not in trial.records[0]
 
 
 def test_an_attack_that_answers_with_the_mean_of_the_class_recovers_most_digits_and_shows_nothing() -> None:
     """At 32x32 pixels the class mean alone recovers three quarters of the digits, which looked like a leak."""
-    settings = {"victims": 32, "client": {"batch": 1}, "data": {"name": "digits"}}
-    scene = open_scene(config(defences=["none"], **settings))
-    public, targets = scene.public, scene.victims.targets[scene.examples(0, range(32))]
+    settings = {"target_clients": 32, "client": {"batch": 1}, "data": {"name": "digits"}}
+    experiment = open_experiment(config(defences=["none"], **settings))
+    public, targets = experiment.public, experiment.private.targets[experiment.examples(0, range(32))]
     assert public is not None
     means = torch.stack([public.inputs[public.targets == int(t)].mean(0)[None] for t in targets.flatten()])
-    truth, cell = scene.batch(scene.examples(0, range(32))), cells(scene.config)[0]
+    truth, trial = experiment.batch(experiment.examples(0, range(32))), trials(experiment.config)[0]
     guessed, honest = (
-        Row(0, score(scene, cell, recovered(answer, truth.targets), NAMED)) for answer in (means, truth.inputs)
+        Row(0, score(experiment, trial, recovered(answer, truth.targets), NAMED)) for answer in (means, truth.inputs)
     )
     assert guessed.asr > 0.5
     seven = guessed.info["best_guesses"]["7"]
@@ -317,10 +332,10 @@ def test_an_attack_that_answers_with_the_mean_of_the_class_recovers_most_digits_
 
 
 def test_chances_without_auxiliary_data_and_without_a_gallery() -> None:
-    scene, _ = scored()
-    truth = scene.batch(scene.examples(0, range(3)))
+    experiment, _ = scored()
+    truth = experiment.batch(experiment.examples(0, range(3)))
     found = recovered(truth.inputs, truth.targets)
-    blind = score(dataclasses.replace(scene, public=None), cells(scene.config)[0], found, NAMED)
+    blind = score(dataclasses.replace(experiment, public=None), trials(experiment.config)[0], found, NAMED)
     assert set(blind.records[0]["per_image"][0]["expected"]) == {"identified", "gallery"}
     (verdict,) = verdicts([Row(0, blind)])
     assert [test.criterion for test in verdict.tests] == ["identified"]
@@ -329,9 +344,11 @@ def test_chances_without_auxiliary_data_and_without_a_gallery() -> None:
 
 def test_guesses_that_look_like_what_was_trained_on_are_no_leak() -> None:
     """Public images of the right class, after the same transforms, pass as often as the expected chance says."""
-    scene, truth, made = ats_scene(defences=["ats"], victims=8, data=DIGITS, client={"batch": 1})
-    client = scene.client(0, "ats", 0)
-    guesses = torch.stack([scene.public.inputs[scene.public.targets == label][:1] for label in truth.targets.flatten()])
+    experiment, truth, made = ats_experiment(defences=["ats"], target_clients=8, data=DIGITS, client={"batch": 1})
+    client = experiment.client(0, "ats", 0)
+    guesses = torch.stack(
+        [experiment.public.inputs[experiment.public.targets == label][:1] for label in truth.targets.flatten()]
+    )
     drawn = [client.batch_spec(Batch(one, one)).sample(Key(7, (v,))) for v, one in enumerate(guesses)]
     guesses = torch.stack(
         [client.transformed(Batch(one, one), n).inputs for one, n in zip(guesses, drawn, strict=True)]
@@ -339,40 +356,44 @@ def test_guesses_that_look_like_what_was_trained_on_are_no_leak() -> None:
     outcome = {}
     for name, images in (("guess", guesses), ("right", made)):
         found = recovered(images, truth.targets, transformed=made)
-        row = Row(0, score(scene, cells(scene.config)[0], found, NAMED))
-        outcome[name] = {test.criterion: test.leaks for test in evidence.tests_of([row]) if "trained" in test.criterion}
+        row = Row(0, score(experiment, trials(experiment.config)[0], found, NAMED))
+        outcome[name] = {
+            test.criterion: test.leaks for test in baselines.tests_of([row]) if "trained" in test.criterion
+        }
     assert outcome["guess"] == {"recovered as trained on": False, "identified as trained on": False}
     assert outcome["right"] == {"recovered as trained on": True, "identified as trained on": True}
 
 
 @pytest.mark.parametrize(("defence", "mixes"), [("ats", False), ("mixup", True)])
 def test_mixed_images_have_no_class_that_a_guess_could_be_of(defence: str, mixes: bool) -> None:
-    scene, truth, made = ats_scene(defences=[defence], client={"batch": 2})
+    experiment, truth, made = ats_experiment(defences=[defence], client={"batch": 2})
     found = recovered(made, truth.targets, transformed=made)
-    expected = score(scene, cells(scene.config)[0], found, NAMED).records[0]["per_image"][0]["expected_transformed"]
+    expected = score(experiment, trials(experiment.config)[0], found, NAMED).records[0]["per_image"][0][
+        "expected_transformed"
+    ]
     assert set(expected) == {"identified", "recovered", "public"} | (set() if mixes else {"gallery"})
     if mixes:
-        assert expected["identified"] == pytest.approx(2 / len(scene.victims), rel=0.01)
+        assert expected["identified"] == pytest.approx(2 / len(experiment.private), rel=0.01)
 
 
 @pytest.mark.parametrize("public", [True, False])
 def test_one_answer_for_all_is_no_leak_where_half_of_the_images_are_copies(public: bool) -> None:
     """A black image is identified as often as the private images have blank slices among them."""
-    scene = open_scene(config(defences=["none"], victims=40, data=DIGITS, client={"batch": 1}))
-    private, blank = scene.victims, torch.arange(len(scene.victims)) % 10 < 5
+    experiment = open_experiment(config(defences=["none"], target_clients=40, data=DIGITS, client={"batch": 1}))
+    private, blank = experiment.private, torch.arange(len(experiment.private)) % 10 < 5
     inputs, targets = private.inputs.clone(), private.targets % 2
     inputs[blank] = private.bounds[0]
     targets[blank] = torch.arange(len(private))[blank] // 2 % 2
-    scene = dataclasses.replace(scene, victims=dataclasses.replace(private, inputs=inputs, targets=targets))
-    scene = scene if public else dataclasses.replace(scene, public=None)
-    truth = scene.batch(scene.examples(0, range(40)))
+    experiment = dataclasses.replace(experiment, private=dataclasses.replace(private, inputs=inputs, targets=targets))
+    experiment = experiment if public else dataclasses.replace(experiment, public=None)
+    truth = experiment.batch(experiment.examples(0, range(40)))
     black = torch.full_like(truth.inputs, float(private.bounds[0]))
     guessed, honest = (
-        Row(0, score(scene, cells(scene.config)[0], recovered(answer, truth.targets), NAMED))
+        Row(0, score(experiment, trials(experiment.config)[0], recovered(answer, truth.targets), NAMED))
         for answer in (black, truth.inputs)
     )
     assert guessed.identified >= 8
-    tests = {test.criterion: test for test in evidence.tests_of([guessed])}
+    tests = {test.criterion: test for test in baselines.tests_of([guessed])}
     assert not tests["identified"].leaks
     assert tests["identified"].expected >= guessed.identified - 8
     assert leaks(honest)
@@ -380,17 +401,21 @@ def test_one_answer_for_all_is_no_leak_where_half_of_the_images_are_copies(publi
 
 def test_ten_perfect_digits_are_a_leak_though_class_means_recover_as_many() -> None:
     """One digit of each class, and no other private image: each is named by its class, and passed for by its mean."""
-    scene = open_scene(config(defences=["none"], victims=10, data={"name": "digits"}, client={"batch": 1}))
-    private = scene.victims
+    experiment = open_experiment(
+        config(defences=["none"], target_clients=10, data={"name": "digits"}, client={"batch": 1})
+    )
+    private = experiment.private
     first = torch.tensor([int((private.targets == label).nonzero()[0]) for label in range(10)])
-    scene = dataclasses.replace(scene, victims=private.subset(first))
-    truth = scene.batch(scene.examples(0, range(10)))
-    means = torch.stack([scene.public.inputs[scene.public.targets == t].mean(0)[None] for t in truth.targets.flatten()])
+    experiment = dataclasses.replace(experiment, private=private.subset(first))
+    truth = experiment.batch(experiment.examples(0, range(10)))
+    means = torch.stack(
+        [experiment.public.inputs[experiment.public.targets == t].mean(0)[None] for t in truth.targets.flatten()]
+    )
     right, guessed = (
-        Row(0, score(scene, cells(scene.config)[0], recovered(answer, truth.targets), NAMED))
+        Row(0, score(experiment, trials(experiment.config)[0], recovered(answer, truth.targets), NAMED))
         for answer in (truth.inputs, means)
     )
-    found = {test.criterion: test for test in evidence.tests_of([right])}
+    found = {test.criterion: test for test in baselines.tests_of([right])}
     assert not found["recovered"].leaks
     assert not found["identified"].leaks
     assert found["recovered almost exactly"].observed == 10

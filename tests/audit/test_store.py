@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from gradveil.audit.run import describe
-from gradveil.audit.store import Cell, Store, load_run
-from gradveil.audit.summary import summarise
+from gradveil.audit.audit_run import describe
+from gradveil.audit.result_rows import summarise
+from gradveil.audit.run_directory import Store, Trial, load_run
 from gradveil.core.errors import GradveilError
-from gradveil.core.files import plain
+from gradveil.core.private_files import plain
 from gradveil.metrics import wilson
 from tests.audit.runs import Silent, config, execute, without_times
 
@@ -29,21 +29,21 @@ def mode(path: Path) -> int:
 
 def test_a_run_lies_on_disk_as_the_format_says(tmp_path: Path) -> None:
     run, display = execute(config(), tmp_path / "run")
-    assert [cell.info["defence"] for cell in run.cells] == ["none", "gaussian(0.01)"]
+    assert [trial.info["defence"] for trial in run.trials] == ["none", "gaussian(0.01)"]
     assert run.info["format"] == 1
-    assert run.info["config"]["victims"] == 2
+    assert run.info["config"]["target_clients"] == 2
     assert run.info["packages"]["torch"] == torch.__version__
-    for cell in run.cells:
-        assert cell.path is not None
-        assert {file.name for file in cell.path.iterdir()} == {"cell.json", "records.json", "images.safetensors"}
-        images = cell.images()
+    for trial in run.trials:
+        assert trial.path is not None
+        assert {file.name for file in trial.path.iterdir()} == {"trial.json", "records.json", "images.safetensors"}
+        images = trial.images()
         assert images is not None
         assert {name: tuple(value.shape) for name, value in images.items()} == {
             "truth": (2, 1, 1, 16, 16),
             "reconstruction": (2, 1, 1, 16, 16),
         }
         assert all(0 <= float(value.min()) <= float(value.max()) <= 1 for value in images.values())
-    assert display.finished[0].info["cell"] == run.cells[0].info["cell"]
+    assert display.finished[0].info["trial"] == run.trials[0].info["trial"]
     assert display.steps[-1].row_iterations == 12
 
 
@@ -57,30 +57,30 @@ def test_everything_is_private(tmp_path: Path) -> None:
 def test_no_images_keeps_scores_only(tmp_path: Path) -> None:
     run, _ = execute(config(images=False), tmp_path / "run")
     assert not list((tmp_path / "run").rglob("*.safetensors"))
-    assert all(cell.images() is None and len(cell.records) == 2 for cell in run.cells)
+    assert all(trial.images() is None and len(trial.records) == 2 for trial in run.trials)
 
 
-def test_finished_cells_are_not_run_again(tmp_path: Path) -> None:
+def test_finished_trials_are_not_run_again(tmp_path: Path) -> None:
     first, _ = execute(config(), tmp_path / "run")
     second, display = execute(config(), tmp_path / "run")
-    assert display.skipped == {cell.info["cell"] for cell in first.cells}
+    assert display.skipped == {trial.info["trial"] for trial in first.trials}
     assert display.finished == []
-    assert [cell.info for cell in second.cells] == [cell.info for cell in first.cells]
+    assert [trial.info for trial in second.trials] == [trial.info for trial in first.trials]
 
 
 def test_an_interrupted_run_ends_with_the_same_records(tmp_path: Path) -> None:
     class Stops(Silent):
-        def done(self, cell: object, result: Cell) -> None:
+        def done(self, trial: object, result: Trial) -> None:
             raise KeyboardInterrupt
 
-    from gradveil.audit.run import run
-    from gradveil.audit.scene import open_scene
+    from gradveil.audit.audit_run import run
+    from gradveil.audit.preflight import open_experiment
 
     chosen, folder = config(), tmp_path / "stopped"
-    scene = open_scene(chosen)
+    experiment = open_experiment(chosen)
     with pytest.raises(KeyboardInterrupt), Store(folder).open(describe(chosen, 2, "")) as store:
-        run(scene, store, Stops(), 2)
-    assert len(load_run(folder).cells) == 1
+        run(experiment, store, Stops(), 2)
+    assert len(load_run(folder).trials) == 1
     resumed, display = execute(chosen, folder)
     whole, _ = execute(chosen, tmp_path / "whole")
     assert len(display.finished) == 1
@@ -88,13 +88,15 @@ def test_an_interrupted_run_ends_with_the_same_records(tmp_path: Path) -> None:
 
 
 def assert_same(first: Path | None, second: Path | None) -> None:
-    """Every record, cell and image is the same, but for the clock's."""
+    """Every record, trial and image is the same, but for the clock's."""
     assert first is not None
     assert second is not None
     one, two = load_run(first), load_run(second)
-    assert without_times([cell.info for cell in one.cells]) == without_times([cell.info for cell in two.cells])
-    assert without_times([cell.records for cell in one.cells]) == without_times([cell.records for cell in two.cells])
-    for a, b in zip(one.cells, two.cells, strict=True):
+    assert without_times([trial.info for trial in one.trials]) == without_times([trial.info for trial in two.trials])
+    assert without_times([trial.records for trial in one.trials]) == without_times(
+        [trial.records for trial in two.trials]
+    )
+    for a, b in zip(one.trials, two.trials, strict=True):
         images, others = a.images(), b.images()
         assert images is not None
         assert others is not None
@@ -104,9 +106,9 @@ def assert_same(first: Path | None, second: Path | None) -> None:
 def test_other_settings_are_refused_by_name(tmp_path: Path) -> None:
     execute(config(), tmp_path / "run")
     with pytest.raises(GradveilError) as caught:
-        execute(config(victims=1, seeds=[3]), tmp_path / "run")
+        execute(config(target_clients=1, seeds=[3]), tmp_path / "run")
     said = str(caught.value)
-    assert "victims (2 there, 1 now)" in said
+    assert "target clients (2 there, 1 now)" in said
     assert "seeds (without 0)" in said
     assert "--fresh" in said
     assert "--out" in said
@@ -117,7 +119,7 @@ def test_a_run_grows_by_defences_attacks_and_seeds(tmp_path: Path) -> None:
     few, more = config(), config(defences=["clip(1)", "none", "gaussian(0.01)"], seeds=[0, 1])
     first, _ = execute(few, tmp_path / "run")
     grown, display = execute(more, tmp_path / "run")
-    assert display.skipped == {cell.info["cell"] for cell in first.cells}
+    assert display.skipped == {trial.info["trial"] for trial in first.trials}
     assert len(display.finished) == 4
     assert grown.info["created"] == first.info["created"]
     assert grown.info["config"]["seeds"] == [0, 1]
@@ -132,37 +134,37 @@ def test_a_run_grows_by_defences_attacks_and_seeds(tmp_path: Path) -> None:
 def test_attacks_that_share_a_budget_stay_as_they_are(tmp_path: Path) -> None:
     execute(config(budget="40", defences=["none"]), tmp_path / "run")
     run, _ = execute(config(budget="40"), tmp_path / "run")
-    assert len(run.cells) == 2
+    assert len(run.trials) == 2
     with pytest.raises(GradveilError, match="the budget of 'none' was shared by 1 attack in the run that is there"):
         execute(config(budget="40", attacks=[*config().attacks, "dlg(iterations=2)"]), tmp_path / "run")
     more, display = execute(config(budget="40", attacks=[*config().attacks, "r-gap"]), tmp_path / "run")
-    assert len(more.cells) == 4, "who takes no share may come"
+    assert len(more.trials) == 4, "who takes no share may come"
     assert len(display.finished) == 2
 
 
 def test_fresh_starts_again(tmp_path: Path) -> None:
     execute(config(), tmp_path / "run")
-    run, display = execute(config(victims=1), tmp_path / "run", fresh=True)
+    run, display = execute(config(target_clients=1), tmp_path / "run", fresh=True)
     assert len(display.finished) == 2
-    assert [len(cell.records) for cell in run.cells] == [1, 1]
+    assert [len(trial.records) for trial in run.trials] == [1, 1]
 
 
 def test_what_a_killed_process_left_is_removed(tmp_path: Path) -> None:
     execute(config(), tmp_path / "run")
-    half = tmp_path / "run" / "cells" / "x.tmp-1"
+    half = tmp_path / "run" / "trials" / "x.tmp-1"
     half.mkdir()
     (half / "records.json").write_text("[")
     (tmp_path / "run" / "run.json.tmp-1").write_text("{")
     run, display = execute(config(), tmp_path / "run")
     assert not list((tmp_path / "run").rglob("*.tmp-*"))
-    assert (len(run.cells), display.finished) == (2, [])
+    assert (len(run.trials), display.finished) == (2, [])
 
 
 def test_a_start_that_was_killed_early_is_no_obstacle(tmp_path: Path) -> None:
-    (tmp_path / "run" / "cells").mkdir(parents=True)
+    (tmp_path / "run" / "trials").mkdir(parents=True)
     (tmp_path / "run" / ".lock").touch()
     (tmp_path / "run" / "run.json.tmp-9").write_text("{")
-    assert len(execute(config(), tmp_path / "run")[0].cells) == 2
+    assert len(execute(config(), tmp_path / "run")[0].trials) == 2
 
 
 def test_two_processes_do_not_share_a_run(tmp_path: Path) -> None:
@@ -176,16 +178,16 @@ def test_two_processes_do_not_share_a_run(tmp_path: Path) -> None:
         assert store.info()["name"] == "small"
 
 
-def test_a_failed_cell_is_kept_and_tried_again(tmp_path: Path) -> None:
+def test_a_failed_trial_is_kept_and_tried_again(tmp_path: Path) -> None:
     with Store(tmp_path / "run").open(info()) as store:
-        cell = str(store.info()["cells"][0])
+        trial = str(store.info()["trials"][0])
         facts = {"model": "lenet-zhu", "data": "faces", "seed": 0, "round": 0, "client": "c", "batch": 1}
         facts |= {"attack": "ig(iterations=6, report=2)"}
-        store.write(cell, Cell({"cell": cell, "defence": "none", **facts, "failed": "broke"}, []))
-        assert store.survey([cell]) == (set(), [])
-    assert load_run(tmp_path / "run").cells[0].failed == "broke"
+        store.write(trial, Trial({"trial": trial, "defence": "none", **facts, "failed": "broke"}, []))
+        assert store.survey([trial]) == (set(), [])
+    assert load_run(tmp_path / "run").trials[0].failed == "broke"
     run, display = execute(config(), tmp_path / "run")
-    assert [result.failed for result in run.cells] == [None, None]
+    assert [result.failed for result in run.trials] == [None, None]
     assert (len(display.finished), display.damaged) == (2, [])
 
 
@@ -205,9 +207,9 @@ def test_folders_that_are_no_runs_are_refused(tmp_path: Path) -> None:
 
 def test_json_never_holds_nan(tmp_path: Path) -> None:
     with Store(tmp_path / "run").open(info()) as store:
-        cell = str(store.info()["cells"][0])
-        store.write(cell, Cell({"cell": cell, "distance": float("inf"), "x": float("nan")}, []))
-    text = (tmp_path / "run" / "cells" / cell / "cell.json").read_text()
+        trial = str(store.info()["trials"][0])
+        store.write(trial, Trial({"trial": trial, "distance": float("inf"), "x": float("nan")}, []))
+    text = (tmp_path / "run" / "trials" / trial / "trial.json").read_text()
     assert json.loads(text, parse_constant=lambda name: pytest.fail(name))["distance"] is None
     assert plain({"a": (float("-inf"), 1.5)}) == {"a": [None, 1.5]}
 
@@ -218,26 +220,26 @@ def test_summary_counts_images() -> None:
         {"status": "budget", "label_accuracy": 1.0, "per_image": [{**image, "success": 1}, {**image, "success": 1}]},
         {"status": "stalled", "label_accuracy": 0.5, "per_image": [{**image, "success": 1}, {**image, "success": 0}]},
     ]
-    row = summarise(Cell({"cell": "a", "defence": "none", "seconds": 3.0}, records))
+    row = summarise(Trial({"trial": "a", "defence": "none", "seconds": 3.0}, records))
     low, high = wilson(3, 4)
     assert (row["asr"], row["asr_low"], row["asr_high"]) == (0.75, low, high)
-    assert (row["victims"], row["images"], row["label_accuracy"]) == (2, 4, 0.75)
+    assert (row["target_clients"], row["images"], row["label_accuracy"]) == (2, 4, 0.75)
     assert row["statuses"] == {"budget": 1, "stalled": 1}
     assert row["ssim_mean"] == pytest.approx(0.7)
 
 
-def test_a_cell_of_another_run_is_refused_and_made_anew(tmp_path: Path) -> None:
+def test_a_trial_of_another_run_is_refused_and_made_anew(tmp_path: Path) -> None:
     mine, _ = execute(config(), tmp_path / "run")
     other, _ = execute(config(seeds=[5]), tmp_path / "other")
-    name, place, foreign = mine.cells[0].info["cell"], mine.cells[0].path, other.cells[0].path
+    name, place, foreign = mine.trials[0].info["trial"], mine.trials[0].path, other.trials[0].path
     assert place is not None
     assert foreign is not None
     shutil.rmtree(place)
     shutil.copytree(foreign, place)
     with pytest.raises(GradveilError) as caught:
         load_run(tmp_path / "run")
-    assert "is no cell of this run: cell is" in str(caught.value)
+    assert "is no trial of this run: trial is" in str(caught.value)
     assert "seed is '5', and the run's 0" in str(caught.value)
     again, display = execute(config(), tmp_path / "run")
-    assert [cell.info["cell"] for cell in display.finished] == [name]
-    assert [cell.info["seed"] for cell in again.cells] == [0, 0]
+    assert [trial.info["trial"] for trial in display.finished] == [name]
+    assert [trial.info["seed"] for trial in again.trials] == [0, 0]

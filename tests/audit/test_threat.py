@@ -7,19 +7,27 @@ from typing import Any
 
 import pytest
 
-from gradveil.audit.config import ClientConfig
-from gradveil.audit.rows import Row
-from gradveil.audit.store import Cell
-from gradveil.audit.threat import threat_model
+from gradveil.audit.audit_config import ClientConfig
+from gradveil.audit.result_rows import Row
+from gradveil.audit.run_directory import Trial
+from gradveil.audit.threat_model import threat_model
 from tests.audit.runs import config, execute
 
 LABELS = "targets: the true labels"
 
 
 def row(attack: str, *grants: str, **change: Any) -> Row:
-    """A cell without victims."""
-    info = {"model": "m", "data": "d", "client": "gradient", "batch": 1, "round": 0, "defence": "dp", "belief": "full"}
-    return Row(0, Cell(info | {"attack": attack, "grants": list(grants), "knowledge": {}} | change, []))
+    """A trial without target clients."""
+    info = {
+        "model": "m",
+        "data": "d",
+        "client": "gradient",
+        "batch": 1,
+        "round": 0,
+        "defence": "dp",
+        "simulated_client": "full",
+    }
+    return Row(0, Trial(info | {"attack": attack, "grants": list(grants), "knowledge": {}} | change, []))
 
 
 @pytest.mark.parametrize(
@@ -44,7 +52,7 @@ def test_the_rounds_that_were_watched_and_used(attacks: list[str], said: str) ->
 
 @pytest.mark.parametrize(
     ("budget", "said"),
-    [("64000", "share 64,000 victim-iterations."), ("10m", "share 10 min 0 s of working time."), (None, "")],
+    [("64000", "share 64,000 target-iterations."), ("10m", "share 10 min 0 s of working time."), (None, "")],
 )
 def test_the_budget(budget: str | None, said: str) -> None:
     assert said in threat_model([row("ig")], {"budget": budget})
@@ -57,9 +65,9 @@ def test_a_budget_that_was_too_small_for_one_iteration_is_told() -> None:
     assert "took" not in threat_model(short, {"budget": "2s"})
     assert "on one defence they took 11 s of working time." in threat_model([*short, learned], {"budget": "2s"})
     assert "took" not in threat_model([*short, learned], {"budget": "16"})
-    assert "in any case: on one defence they took 16 victim-iterations." in threat_model(short, {"budget": "15"})
+    assert "in any case: on one defence they took 16 target-iterations." in threat_model(short, {"budget": "15"})
     student = row("learned", row_iterations=2, simulated=2394)
-    assert "on one defence they took 2,402 victim-iterations." in threat_model([short[0], student], {"budget": "400"})
+    assert "on one defence they took 2,402 target-iterations." in threat_model([short[0], student], {"budget": "400"})
     halved = row("ig(restarts=8, halving=true)", row_iterations=800, restarts=8)
     assert "took" not in threat_model([halved], {"budget": "250"})
     apart = [short[0], row("cdia", seconds=1.2, row_iterations=8, defence="clip(1)")]
@@ -86,17 +94,17 @@ def test_clients_of_other_settings_are_told_apart() -> None:
 def test_a_run_of_two_clients_of_which_one_trains_less_judges_them_apart(tmp_path: Path) -> None:
     clients = [{"trainable": ["body.*"]}, {}]
     run, _ = execute(config(client=clients, defences=["none"], attacks=["ig(iterations=1)"]), tmp_path / "run")
-    settings = {Row(place, cell).setting for place, cell in enumerate(run.cells)}
+    settings = {Row(place, trial).setting for place, trial in enumerate(run.trials)}
     assert len(settings) == 2
 
 
 def test_what_was_given_and_to_whom() -> None:
-    public = "public: 100 images of the same kind, none of a victim"
+    public = "public: 100 images of the same kind, none of a target client"
     eps = "model.eps: its true value"
     rows = [row("ig", LABELS), row("dlg"), row("learned(epochs=9)", LABELS, public), row("wiig", LABELS, eps)]
     said = threat_model(rows, {})
     assert "Handed over besides: the true labels (to ig, learned and wiig)." in said
-    assert "Public data for learned: 100 images of the same kind, none of a victim." in said
+    assert "Public data for learned: 100 images of the same kind, none of a target client." in said
     assert said.endswith("Only as an upper bound, wiig was told the true values of model.eps.")
     many = row("wiig", LABELS, *(f"round{i}.{eps}" for i in range(5)))
     told = threat_model([many], {})
@@ -108,10 +116,10 @@ def test_what_was_given_and_to_whom() -> None:
 
 def test_a_run_of_sums_over_several_rounds_says_so(tmp_path: Path) -> None:
     wanted = config(attacks=["ig(iterations=1)", "cdia(iterations=1, rounds=all)"], defences=["none"], rounds=2)
-    wanted = config(**{**wanted.resolved(), "client": {"batch": 1, "members": 2}, "victims": 2, "budget": "100"})
+    wanted = config(**{**wanted.resolved(), "client": {"batch": 1, "members": 2}, "target_clients": 2, "budget": "100"})
     run, _ = execute(wanted, tmp_path / "run")
-    rows = [Row(number, cell) for number, cell in enumerate(run.cells)]
+    rows = [Row(number, trial) for number, trial in enumerate(run.trials)]
     said = threat_model(rows, run.info["config"])
     assert "what it receives: the sum over 2 clients of one gradient of 1 image each." in said
     assert "It watches 2 rounds, used as follows: the last one by ig; all of them by cdia." in said
-    assert "All attacks on one defence that search or learn share 100 victim-iterations." in said
+    assert "All attacks on one defence that search or learn share 100 target-iterations." in said

@@ -10,20 +10,21 @@ import pytest
 import torch
 from torch import Tensor
 
-from gradveil.audit.cell import Address, cells
-from gradveil.audit.config import RunConfig, TrainPlan
-from gradveil.audit.layout import TRAINING
-from gradveil.audit.reader import read, resolve
-from gradveil.audit.rounds import Truth, observe
-from gradveil.audit.scene import Scene, open_scene
-from gradveil.audit.training import Training, training_config
+from gradveil.audit.attack_selection import TrialAddress, trials
+from gradveil.audit.audit_config import RunConfig, TrainPlan
+from gradveil.audit.experiment import Experiment
+from gradveil.audit.observe import Truth, observe
+from gradveil.audit.preflight import open_experiment
+from gradveil.audit.run_directory import TRAINING
+from gradveil.audit.run_file import read, resolve
+from gradveil.audit.sources import TrainingSource, training_config
 from gradveil.cli.app import run
 from gradveil.core.errors import GradveilError
 from gradveil.core.types import Batch
-from gradveil.federated.run import describe, opened
-from gradveil.federated.run import run as run_training
-from gradveil.federated.setting import Cell
-from gradveil.federated.standing import Standing
+from gradveil.federated.training_run import describe, opened
+from gradveil.federated.training_run import run as run_training
+from gradveil.federated.training_setup import TrainingTrial
+from gradveil.federated.training_state import Standing
 from tests.audit.runs import without_times
 
 TOPK = "topk(0.1, feedback=true)"
@@ -40,7 +41,7 @@ def config(defence: str = TOPK, plan: dict[str, Any] | None = None, **changes: A
             "model": {"name": "lenet-zhu"},
             "attacks": ["ig(iterations=4)"],
             "defences": [defence],
-            "victims": 4,
+            "target_clients": 4,
             "precision": "float64",
             "train": {**PLAN, **(plan or {})},
             "control": False,
@@ -51,39 +52,39 @@ def config(defence: str = TOPK, plan: dict[str, Any] | None = None, **changes: A
 
 def test_a_control_attacks_clients_of_a_training_without_a_defence() -> None:
     chosen = config(control=True)
-    assert [(cell.trained, cell.control) for cell in cells(chosen)] == [
+    assert [(trial.trained, trial.control) for trial in trials(chosen)] == [
         (n, c) for c in (False, True) for n in (0, 1, 2)
     ]
     assert training_config(chosen).defences == [TOPK, "none"]
     assert training_config(config()).defences == [TOPK]
 
 
-def trained(folder: Path, **changes: Any) -> tuple[Scene, Training, list[tuple[str, int]]]:
+def trained(folder: Path, **changes: Any) -> tuple[Experiment, TrainingSource, list[tuple[str, int]]]:
     """Train what is missing, and say which rounds that were."""
-    scene, told = open_scene(config(**changes), trained=folder), list[tuple[str, int]]()
-    assert isinstance(scene.source, Training)
-    assert scene.config.train is not None
+    experiment, told = open_experiment(config(**changes), trained=folder), list[tuple[str, int]]()
+    assert isinstance(experiment.source, TrainingSource)
+    assert experiment.config.train is not None
 
-    setting = scene.source.setting
+    setting = experiment.source.setting
     with opened(folder, describe(setting.config, "command")):
         run_training(
             setting,
             folder,
-            lambda cell, record, status: told.append((cell.title, record.number)),
-            at=scene.config.train.stages,
+            lambda trial, record, status: told.append((trial.title, record.number)),
+            at=experiment.config.train.stages,
         )
-    return scene, scene.source, told
+    return experiment, experiment.source, told
 
 
-def stood(training: Training, defence: str, number: int) -> Standing:
+def stood(training: TrainingSource, defence: str, number: int) -> Standing:
     return training.standing(training.kept(defence, 0, number), defence, 0)
 
 
-def seen(scene: Scene, cell: Address) -> tuple[Any, Truth, Any]:
-    assert isinstance(scene.source, Training)
-    standing = stood(scene.source, cell.defence, cell.trained or 0)
-    client = scene.client(cell.client, cell.defence, cell.seed, standing)
-    (watched,), truth = observe(scene, cell, client, range(4), standing)
+def seen(experiment: Experiment, trial: TrialAddress) -> tuple[Any, Truth, Any]:
+    assert isinstance(experiment.source, TrainingSource)
+    standing = stood(experiment.source, trial.defence, trial.trained or 0)
+    client = experiment.client(trial.client, trial.defence, trial.seed, standing)
+    (watched,), truth = observe(experiment, trial, client, range(4), standing)
     return watched, truth, client
 
 
@@ -92,10 +93,10 @@ def pixels(images: Tensor) -> set[bytes]:
 
 
 def test_clients_are_looked_at_untrained_early_and_late():
-    assert [cell.trained for cell in cells(config())] == [0, 1, 2]
-    assert [cell.trained for cell in cells(config(plan={"audit_at": [2, 0]}))] == [0, 2]
-    assert [cell.trained for cell in cells(config(train=None))] == [None]
-    assert len({cell.id for cell in cells(config())}) == 3
+    assert [trial.trained for trial in trials(config())] == [0, 1, 2]
+    assert [trial.trained for trial in trials(config(plan={"audit_at": [2, 0]}))] == [0, 2]
+    assert [trial.trained for trial in trials(config(train=None))] == [None]
+    assert len({trial.id for trial in trials(config())}) == 3
 
 
 @pytest.mark.parametrize("only", [None, ["head.*"]])
@@ -103,68 +104,68 @@ def test_clients_are_looked_at_untrained_early_and_late():
 def test_a_client_sends_what_it_would_in_the_next_round_of_the_training(
     tmp_path: Path, defence: str, only: list[str] | None
 ):
-    scene, training, _ = trained(tmp_path, defence=defence, client={"trainable": only})
-    federation = training.setting.federation(Cell(defence, 0))
-    for cell in cells(scene.config)[1:]:
-        watched, truth, client = seen(scene, cell)
-        standing = stood(training, defence, cell.trained or 0)
-        assert len(standing.records) == cell.trained
+    experiment, training, _ = trained(tmp_path, defence=defence, client={"trainable": only})
+    federation = training.setting.federation(TrainingTrial(defence, 0))
+    for trial in trials(experiment.config)[1:]:
+        watched, truth, client = seen(experiment, trial)
+        standing = stood(training, defence, trial.trained or 0)
+        assert len(standing.records) == trial.trained
         assert all(torch.equal(standing.params[name], value) for name, value in client.params().items())
-        for victim, owner in enumerate([0, 1, 2, 0]):
-            example = Batch(truth.raw.inputs[victim], truth.raw.targets[victim])
+        for target_client, owner in enumerate([0, 1, 2, 0]):
+            example = Batch(truth.raw.inputs[target_client], truth.raw.targets[target_client])
             assert pixels(example.inputs) <= pixels(federation.shares[owner].train.inputs)
             sent, _ = federation.client.update(standing.params, example, {}, standing.clients[owner])
-            assert sent.keys() == (scene.client(0, defence, 0).params().keys() if only is None else {*HEAD})
+            assert sent.keys() == (experiment.client(0, defence, 0).params().keys() if only is None else {*HEAD})
             for name, value in sent.items():
-                torch.testing.assert_close(watched.update[name][victim], value)
+                torch.testing.assert_close(watched.update[name][target_client], value)
         assert len(pixels(truth.raw.inputs.flatten(0, 1))) == 4
 
 
 def test_before_the_first_round_the_model_is_that_of_an_audit_without_training(tmp_path: Path):
-    scene, _, _ = trained(tmp_path)
-    watched, _, _ = seen(scene, cells(scene.config)[0])
-    plain = open_scene(config(train=None)).client(0, TOPK, 0).params()
+    experiment, _, _ = trained(tmp_path)
+    watched, _, _ = seen(experiment, trials(experiment.config)[0])
+    plain = open_experiment(config(train=None)).client(0, TOPK, 0).params()
     assert all(torch.equal(value, plain[name]) for name, value in watched.params.items())
 
 
 def test_attackers_are_given_no_image_that_a_client_trains_on(tmp_path: Path):
-    scene, training, _ = trained(tmp_path)
-    assert scene.public is not None
-    shares = training.setting.federation(Cell(TOPK, 0)).shares
+    experiment, training, _ = trained(tmp_path)
+    assert experiment.public is not None
+    shares = training.setting.federation(TrainingTrial(TOPK, 0)).shares
     held = set[bytes]().union(*(pixels(share.train.inputs) for share in shares))
     assert len(held) == 60
-    assert pixels(scene.victims.inputs) <= held
-    assert not pixels(scene.public.inputs) & held
+    assert pixels(experiment.private.inputs) <= held
+    assert not pixels(experiment.public.inputs) & held
 
 
 def test_what_is_announced_before_a_round_follows_from_the_training(tmp_path: Path):
     text = "adgp(0.2, selection=previous)"
-    scene, training, _ = trained(tmp_path, defence=text)
-    first, late = cells(scene.config)[0], cells(scene.config)[2]
-    assert seen(scene, first)[0].messages == {}
-    heard, _ = training.setting.federation(Cell(text, 0)).heard(stood(training, text, 2), (0, 1, 2), 3)
-    watched = seen(scene, late)[0]
+    experiment, training, _ = trained(tmp_path, defence=text)
+    first, late = trials(experiment.config)[0], trials(experiment.config)[2]
+    assert seen(experiment, first)[0].messages == {}
+    heard, _ = training.setting.federation(TrainingTrial(text, 0)).heard(stood(training, text, 2), (0, 1, 2), 3)
+    watched = seen(experiment, late)[0]
     assert watched.messages.keys() == heard.messages.keys() != set()
     assert all(torch.equal(watched.messages[name], value) for name, value in heard.messages.items())
 
 
 def test_what_a_client_drew_in_its_first_round_is_the_truth_in_later_ones(tmp_path: Path):
-    scene, _, _ = trained(tmp_path, defence="keylock(width=4)", attacks=["ig(iterations=2)"])
-    _, truth, _ = seen(scene, cells(scene.config)[2])
+    experiment, _, _ = trained(tmp_path, defence="keylock(width=4)", attacks=["ig(iterations=2)"])
+    _, truth, _ = seen(experiment, trials(experiment.config)[2])
     kept = {name.removeprefix("kept."): value for name, value in truth.state.items() if name.startswith("kept.model")}
     assert kept
     assert bool((truth.state["kept.joined"] == 1).all())
     for name, value in kept.items():
         assert torch.equal(truth.noise[name], value)
         assert not torch.equal(value[0], value[1])
-        assert torch.equal(value[0], value[3])  # victims 0 and 3 are the same client
+        assert torch.equal(value[0], value[3])  # target clients 0 and 3 are the same client
 
 
 def test_nothing_is_trained_twice_and_a_round_that_is_gone_is_made_again(tmp_path: Path):
     _, training, told = trained(tmp_path)
     assert told == [(TOPK, 1), (TOPK, 2)]
     assert trained(tmp_path)[2] == []
-    kept = list((tmp_path / "cells").glob("*.round-*.safetensors"))
+    kept = list((tmp_path / "trials").glob("*.round-*.safetensors"))
     assert len(kept) == 3
     for number, again in ((2, [2]), (1, [1, 2]), (0, [])):
         before = stood(training, TOPK, number)
@@ -187,7 +188,7 @@ def test_a_training_that_diverged_is_told_and_not_attacked(tmp_path: Path):
     ("changes", "told"),
     [
         ({"plan": {"audit_at": [3]}}, "audits after round 3, and there are 2"),
-        ({"victims": 100}, "the smallest has 20"),
+        ({"target_clients": 100}, "the smallest has 20"),
         ({"client": {"batch": 2, "members": 2}}, "client.members"),
         (
             {"client": {"batch": 2, "trainable": ["*weight"]}, "plan": {"trainable": ["head.*"]}},
@@ -204,13 +205,13 @@ def test_a_training_that_diverged_is_told_and_not_attacked(tmp_path: Path):
 )
 def test_what_does_not_fit_is_told_before_anything_is_trained(changes: dict[str, Any], told: str):
     with pytest.raises(GradveilError) as caught:
-        open_scene(config(**changes))
+        open_experiment(config(**changes))
     assert told in str(caught.value)
 
 
 def test_a_defence_that_keeps_nothing_may_be_trained_in_another_way():
     other = {"batch": None, "local": {"lr": 0.1, "epochs": 1, "batch": 4}}
-    assert isinstance(open_scene(config("topk(0.1)", plan=other)).source, Training)
+    assert isinstance(open_experiment(config("topk(0.1)", plan=other)).source, TrainingSource)
 
 
 def test_clients_train_as_the_audited_one_does_unless_the_plan_says_otherwise():
@@ -225,7 +226,7 @@ def test_clients_train_as_the_audited_one_does_unless_the_plan_says_otherwise():
 
 RUN = """
 name = "little"
-victims = 2
+target_clients = 2
 attacks = ["ig(iterations=4)"]
 defences = ["none", "topk(0.1, feedback=true)"]
 data = { name = "digits", size = 16 }
@@ -254,7 +255,7 @@ def test_a_plan_trains_only_where_that_is_asked_for(tmp_path: Path):
 )
 def test_what_is_wrong_with_a_plan_is_told_by_its_place_in_the_file(plan: dict[str, Any], told: str):
     with pytest.raises(GradveilError, match=told):
-        open_scene(config(plan=plan))
+        open_experiment(config(plan=plan))
 
 
 def test_the_command_trains_attacks_and_tells_accuracy_and_costs(
@@ -271,7 +272,7 @@ def test_the_command_trains_attacks_and_tells_accuracy_and_costs(
     wanted = [(defence, number) for defence in ("none", TOPK) for number in (0, 1, 2)]
     assert sorted((row["defence"], row["trained"]) for row in rows) == wanted
     bare = [row for row in rows if row["defence"] == "none"]
-    (summary,) = (Path("runs/little") / TRAINING / "cells").glob("none-*.json")
+    (summary,) = (Path("runs/little") / TRAINING / "trials").glob("none-*.json")
     curve = json.loads(summary.read_text())
     assert [row["accuracy"] for row in bare] == [point["accuracy"] for point in (curve["start"], *curve["curve"])]
     assert {row["round_bytes_up"] for row in bare} == {curve["bytes_up"]}
@@ -295,7 +296,7 @@ def test_the_command_trains_attacks_and_tells_accuracy_and_costs(
 def test_processes_and_shares_attack_the_same_clients(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    """With what they have kept. How many victims are computed at once moves the last bits of what they send."""
+    """With what they have kept. How many target clients are computed at once moves the last bits of what they send."""
     (tmp_path / "little.toml").write_text(RUN)
     monkeypatch.chdir(tmp_path)
     found = []

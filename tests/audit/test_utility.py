@@ -7,16 +7,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from gradveil.audit.cell import cells, recover
-from gradveil.audit.summary import summarise
-from gradveil.audit.utility import left_out, pruned, worth
-from gradveil.cli.summing import as_csv
+from gradveil.audit.attack_selection import trials
+from gradveil.audit.result_rows import summarise
+from gradveil.audit.trial import left_out, pruned, recover, worth
+from gradveil.cli.results_commands import as_csv
 from gradveil.core.tree import tmap
 from gradveil.defences import parse
-from gradveil.report.build import page
-from gradveil.theory.pruning import gamma, least_gamma
+from gradveil.report.page import page
+from gradveil.theory.first_order_utility import gamma, least_gamma
 from tests.audit.runs import config, execute
-from tests.audit.test_cell import Recorder, scene_with
+from tests.audit.test_trial import Recorder, experiment_with
 from tests.laws.cases import CLIENTS
 
 DEFENCES = ["none", "dgp", "dgp(feedback=true)", "prune(0.9)", "gaussian(0.1)", "clip(norm=0.5) + dgp"]
@@ -25,11 +25,11 @@ DEFENCES = ["none", "dgp", "dgp(feedback=true)", "prune(0.9)", "gaussian(0.1)", 
 @pytest.mark.parametrize("defence", DEFENCES)
 def test_facts_are_those_of_the_raw_gradient(defence: str):
     attack = Recorder()
-    scene = scene_with(attack, defences=[defence])
-    address = cells(scene.config)[0]
-    found = recover(scene, address, range(2), lambda step: None)
+    experiment = experiment_with(attack, defences=[defence])
+    address = trials(experiment.config)[0]
+    found = recover(experiment, address, range(2), lambda step: None)
     seen = attack.calls[0]["seen"][-1]
-    batch, model = scene.batch(scene.examples(0, range(2))), scene.undefended(0, 0).model
+    batch, model = experiment.batch(experiment.examples(0, range(2))), experiment.undefended(0, 0).model
     for v in range(2):
         loss = torch.nn.functional.cross_entropy(model(batch.inputs[v]), batch.targets[v])
         g = dict(zip(seen.params, torch.autograd.grad(loss, [*model.parameters()]), strict=True))
@@ -63,14 +63,14 @@ def test_it_is_told_where_a_client_prunes_and_does_nothing_else():
 
 
 def test_later_rounds_with_feedback_tell_nothing():
-    scene = scene_with(Recorder(), defences=["dgp", "dgp(feedback=true)"], rounds=2)
-    facts = [recover(scene, address, range(2), lambda step: None).facts for address in cells(scene.config)]
+    experiment = experiment_with(Recorder(), defences=["dgp", "dgp(feedback=true)"], rounds=2)
+    facts = [recover(experiment, address, range(2), lambda step: None).facts for address in trials(experiment.config)]
     assert [each["pruned"] is None for each in facts] == [False, True]
 
 
 def test_noise_lowers_the_second_order_utility():
-    scene = scene_with(Recorder(), defences=["gaussian(0.5)"], victims=40)
-    tensors = recover(scene, cells(scene.config)[0], range(40), lambda step: None).tensors
+    experiment = experiment_with(Recorder(), defences=["gaussian(0.5)"], target_clients=40)
+    tensors = recover(experiment, trials(experiment.config)[0], range(40), lambda step: None).tensors
     first, second = tensors["first_order_utility"], tensors["second_order_utility"]
     assert float(second.mean()) < -(float(first.mean()) ** 2) - 0.5 * float(first.var())
 
@@ -78,14 +78,14 @@ def test_noise_lowers_the_second_order_utility():
 def test_summary_table_and_verdict_tell_it(tmp_path: Path):
     chosen = config(attacks=["ig(iterations=2)"], defences=["none", "dgp", "gaussian(0.1)", "prune(0.5)"])
     found, _ = execute(chosen, tmp_path / "run")
-    rows = {row["defence"]: row for row in map(summarise, found.cells)}
+    rows = {row["defence"]: row for row in map(summarise, found.trials)}
     assert rows["none"]["first_order_utility"] == pytest.approx(1)
     assert rows["none"]["second_order_utility"] == pytest.approx(-1)
     assert rows["dgp"]["gamma_1"] == pytest.approx(1 - rows["dgp"]["first_order_utility"], rel=1e-4)
     assert rows["gaussian(0.1)"]["gamma_1"] is None
     head = as_csv([*rows.values()]).splitlines()[0].split(",")
     assert {"first_order_utility", "second_order_utility", "gamma_1", "cosine_worst", "cosine_promised"} <= {*head}
-    records = found.cells[1].records
+    records = found.trials[1].records
     assert [record["first_order_utility"] for record in records] == pytest.approx(
         [1 - record["distance"] ** 2 for record in records], rel=1e-4
     )

@@ -1,20 +1,19 @@
-"""The sentences, what must stand beside them, and which cell they quote."""
+"""The sentences, what must stand beside them, and which trial they quote."""
 
 from typing import Any
 
 import numpy as np
 import pytest
 
-from gradveil.audit.evidence import interval_of
-from gradveil.audit.health import complaints
-from gradveil.audit.price import price
-from gradveil.audit.rows import Row
-from gradveil.audit.store import Cell
-from gradveil.audit.verdict import Verdict, verdicts
-from gradveil.core.words import percent
+from gradveil.audit.attack_check import complaints
+from gradveil.audit.baselines import interval_of
+from gradveil.audit.result_rows import Row
+from gradveil.audit.run_directory import Trial
+from gradveil.audit.verdict import Verdict, price, verdicts
+from gradveil.core.formatting import percent
 from gradveil.metrics import risk, wilson
-from gradveil.report.build import cards
-from tests.report.cells import BARE, CONTROLS, HEALTHY, row
+from gradveil.report.page import cards
+from tests.report.trials import BARE, CONTROLS, HEALTHY, row
 
 
 def judge(*rows: Row) -> Verdict:
@@ -41,24 +40,24 @@ def test_images_that_are_identified_without_being_recovered_are_part_of_the_sent
 
 
 def test_a_naive_attacker_alone_is_no_evidence_of_safety() -> None:
-    verdict = judge(row(0, belief="naive"))
+    verdict = judge(row(0, simulated_client="naive"))
     assert "An attacker who ignores this defence recovers 0 of 32 images, 0 of them" in verdict.sentence
     assert "(0%, 95% CI 0–10.7%)" in verdict.sentence
     assert verdict.warning == "No attacker who knows this defence was run: add --attack adaptive."
     assert verdict.level == "not tested"
     assert judge(row(0)).warning == ""
-    assert judge(row(20, belief="naive")).warning == verdict.warning
+    assert judge(row(20, simulated_client="naive")).warning == verdict.warning
     (bare,) = [v for v in verdicts([row(0), BARE]) if v.undefended]
     assert bare.warning == ""
 
 
 def test_the_strongest_attacker_comes_first_and_equal_rates_prefer_him_who_knows() -> None:
-    weak, strong = row(3), row(20, belief="naive", attack="dlg")
+    weak, strong = row(3), row(20, simulated_client="naive", attack="dlg")
     verdict = judge(weak, strong)
     assert verdict.best is strong
     assert [r.recovered for r in verdict.rows] == [20, 3]
     assert any("less than one who ignores the defence" in note for note in verdict.notes)
-    equal = judge(row(3, belief="naive", ssim=0.4), row(3, ssim=0.2))
+    equal = judge(row(3, simulated_client="naive", ssim=0.4), row(3, ssim=0.2))
     assert equal.best.attacker == "adaptive"
 
 
@@ -80,8 +79,10 @@ def test_handed_over_randomness_is_an_upper_bound_only() -> None:
 
 
 def test_true_statistics_are_an_upper_bound_without_a_defence_too() -> None:
-    told = row(32, defence="none", belief="naive", grants=["statistics.bn.mean: its true value"], attack="gi-strong")
-    plain = row(5, defence="none", belief="naive", grants=["targets: the true labels"], attack="gi")
+    told = row(
+        32, defence="none", simulated_client="naive", grants=["statistics.bn.mean: its true value"], attack="gi-strong"
+    )
+    plain = row(5, defence="none", simulated_client="naive", grants=["targets: the true labels"], attack="gi")
     (verdict,) = verdicts([told, plain])
     assert verdict.undefended
     assert verdict.best is plain
@@ -94,7 +95,7 @@ def test_true_statistics_are_an_upper_bound_without_a_defence_too() -> None:
 
 
 def test_the_verdict_is_the_worst_case_of_all_who_were_told_no_secrets() -> None:
-    strong = {"defence": "cvb", "belief": "naive"}
+    strong = {"defence": "cvb", "simulated_client": "naive"}
     rows = [row(2, defence="cvb"), row(9, **strong, attack="pig"), row(4, **strong), BARE]
     (verdict,) = [v for v in verdicts(rows) if not v.undefended]
     assert verdict.best.attack == "pig"
@@ -106,7 +107,7 @@ def test_the_verdict_is_the_worst_case_of_all_who_were_told_no_secrets() -> None
 
 def test_a_healthy_naive_attacker_does_not_vouch_for_a_broken_one_who_knows() -> None:
     broken = row(0, health=HEALTHY | {"diverged": 1.0})
-    naive = row(1, belief="naive", attack="dlg", expected=TENTH, identified=False)
+    naive = row(1, simulated_client="naive", attack="dlg", expected=TENTH, identified=False)
     verdict = judge(broken, naive)
     assert (verdict.best.attack, verdict.doubts) == ("dlg", ())
     assert verdict.level == "inconclusive"
@@ -135,7 +136,7 @@ def test_seeds_are_never_pooled() -> None:
     assert verdict.best.bounds == wilson(5, 32)
 
 
-def test_the_union_counts_victims_of_the_quoted_seed_once() -> None:
+def test_the_union_counts_target_clients_of_the_quoted_seed_once() -> None:
     verdict = judge(row(0, which={0, 1}), row(0, which={1, 5}, attack="dlg"), row(0, which={9}, seed=1))
     assert verdict.union is not None
     assert (verdict.union.recovered, verdict.union.images, verdict.union.attackers) == (3, 32, 2)
@@ -162,7 +163,7 @@ ALIKE = {"recovered": 0.8, "identified": 0.1, "identifiable": 0.1}
         ({"won": 31, "expected": ALIKE, "identified": False}, "broken"),
         ({"won": 20, "expected": ALIKE, "identified": True}, "broken"),
         ({"won": 20, "expected": ALIKE | {"identified": 1.0}, "identified": True}, "not broken"),
-        ({"won": 0, "belief": "naive"}, "not tested"),
+        ({"won": 0, "simulated_client": "naive"}, "not tested"),
         ({"won": 0, "health": HEALTHY | {"objective": 0.95}}, "inconclusive"),
         ({"won": 0, "health": HEALTHY | {"diverged": 0.5}}, "inconclusive"),
         ({"won": 0, "of": 7}, "inconclusive"),
@@ -208,13 +209,13 @@ def test_the_view_that_a_client_trained_on_counts_and_is_named() -> None:
     plain = row(0)
     changed = {"success_transformed": 1, "identified_transformed": True}
     unlikely = {"expected_transformed": {"recovered": 0.1, "public": 200, "identified": 0.1, "gallery": 10}}
-    records = [r | {"per_image": [r["per_image"][0] | changed | unlikely]} for r in plain.cell.records]
-    trained = judge(Row(0, Cell(plain.cell.info, records)))
+    records = [r | {"per_image": [r["per_image"][0] | changed | unlikely]} for r in plain.trial.records]
+    trained = judge(Row(0, Trial(plain.trial.info, records)))
     assert trained.level == "broken"
     assert "ig: 32 of 32 images recovered as trained on, where guessing" in " ".join(trained.reasons)
     assert (trained.recovered, trained.identifiable) == (0, 0)
     hidden = [r | {"per_image": [r["per_image"][0] | {"success_transformed": 0}]} for r in records]
-    singled = judge(Row(0, Cell(plain.cell.info, hidden)))
+    singled = judge(Row(0, Trial(plain.trial.info, hidden)))
     assert singled.level == "leaks"
     assert {test.criterion for test in singled.tests if test.leaks} == {"identified as trained on"}
 
@@ -230,13 +231,13 @@ def test_tests_are_of_attackers_without_secrets_only() -> None:
 def test_an_undefended_client_is_not_broken_only_where_other_images_fit_as_well(
     health: dict[str, float], level: str
 ) -> None:
-    (verdict,) = verdicts([row(0, defence="none", belief="naive", health=HEALTHY | health)])
+    (verdict,) = verdicts([row(0, defence="none", simulated_client="naive", health=HEALTHY | health)])
     assert (verdict.undefended, verdict.level) == (True, level)
     assert ("undefended client shows" in verdict.reasons[0]) is (level == "inconclusive")
 
 
 def test_trials_of_an_earlier_version_are_tested_against_their_recorded_guesses() -> None:
-    guessed = {"class_mean": {"asr": 0.7, "identified": 0.05}, "wrong_victim": {"asr": 0.0}}
+    guessed = {"class_mean": {"asr": 0.7, "identified": 0.05}, "wrong_target_client": {"asr": 0.0}}
     (verdict,) = verdicts([row(24, defence="none", expected={}, controls=guessed, identified=False)])
     assert [(test.criterion, round(test.expected, 3)) for test in verdict.tests] == [
         ("recovered", 22.4),
@@ -247,7 +248,7 @@ def test_trials_of_an_earlier_version_are_tested_against_their_recorded_guesses(
 
 
 def test_risk_is_over_the_larger_of_baseline_and_mismatch_control() -> None:
-    wrong = CONTROLS | {"wrong_victim": {"asr": 0.5, "identifiable": 0.3}}
+    wrong = CONTROLS | {"wrong_target_client": {"asr": 0.5, "identifiable": 0.3}}
     assert judge(row(20, expected=TENTH)).risk == risk(20, 32, 0.02)
     assert judge(row(20, expected=TENTH, controls=wrong)).risk == risk(20, 32, 0.3)
 
@@ -265,7 +266,7 @@ def test_the_interval_of_the_best_of_many_attackers_covers_luck() -> None:
 
 
 def test_an_attack_that_fails_without_a_defence_proves_nothing() -> None:
-    poor = row(3, defence="none", belief="naive")
+    poor = row(3, defence="none", simulated_client="naive")
     (verdict,) = [v for v in verdicts([row(0), poor]) if v.best.defence == "dgp"]
     assert verdict.level == "inconclusive"
     assert "it recovers only 3 of 32 images without any defence" in verdict.doubts
@@ -274,9 +275,9 @@ def test_an_attack_that_fails_without_a_defence_proves_nothing() -> None:
 
 
 def test_no_defence_is_known_however_it_was_written() -> None:
-    (first, *_) = verdicts([row(0), row(32, defence="None", belief="full")])
+    (first, *_) = verdicts([row(0), row(32, defence="None", simulated_client="full")])
     assert first.undefended
-    assert complaints(row(0), [row(32, defence=" none ", belief="naive")]) == []
+    assert complaints(row(0), [row(32, defence=" none ", simulated_client="naive")]) == []
 
 
 def test_settings_are_judged_apart() -> None:
@@ -285,16 +286,16 @@ def test_settings_are_judged_apart() -> None:
     assert len({v.setting for v in found}) == 3
 
 
-def test_a_batch_counts_images_not_victims() -> None:
-    cell = row(0, of=1).cell
+def test_a_batch_counts_images_not_target_clients() -> None:
+    trial = row(0, of=1).trial
     images = [{"ssim": s, "success": int(s > 0.5), "identified": None, "matched": 0} for s in (0.9, 0.8, 0.1)]
-    batch = Row(0, Cell(cell.info | {"batch": 3}, [cell.records[0] | {"per_image": images}]))
+    batch = Row(0, Trial(trial.info | {"batch": 3}, [trial.records[0] | {"per_image": images}]))
     assert (batch.recovered, batch.images, batch.asr) == (2, 3, 2 / 3)
     assert "2 of 3 images" in verdicts([batch])[0].sentence
 
 
 def test_cards_name_the_best_defence_that_was_really_tested() -> None:
-    naive = row(0, belief="naive", defence="precode")
+    naive = row(0, simulated_client="naive", defence="precode")
     doubted = row(0, defence="dp", health=HEALTHY | {"objective": 0.99})
     found = {card["label"]: card for card in cards(verdicts([BARE, naive, doubted, row(4)]), [])}
     best = found["Best defence against attackers who know it"]
@@ -309,7 +310,7 @@ def test_cards_name_the_best_defence_that_was_really_tested() -> None:
 def test_cards_count_images_that_are_recovered_and_identified() -> None:
     """A defence whose images are recovered, but not told apart, is better than one whose are."""
     alike = row(8, defence="dgp")
-    for place, image in enumerate(image for record in alike.cell.records for image in record["per_image"]):
+    for place, image in enumerate(image for record in alike.trial.records for image in record["per_image"]):
         image["identified"] = place == 0
     found = {card["label"]: card for card in cards(verdicts([BARE, alike, row(4, defence="dp")]), [])}
     best = found["Best defence against attackers who know it"]
@@ -327,10 +328,10 @@ SEARCHED = {"targets": "known", "model.*": "optimise"}
 
 def test_the_price_of_a_changed_model_is_held_against_the_undefended_client() -> None:
     changed = row(0, defence="precode", knowledge=SEARCHED, bytes_sent=150.0, bytes_dense=150.0, distance=0.25)
-    bare = row(32, defence="none", belief="naive", bytes_sent=100.0)
+    bare = row(32, defence="none", simulated_client="naive", bytes_sent=100.0)
     noise = "update moved by 0.25, by the noise in the changed model"
     assert told_price(changed, bare) == f"150% of the 100 B without a defence · {noise}"
-    other_seed = row(32, defence="none", belief="naive", bytes_sent=120.0, seed=1)
+    other_seed = row(32, defence="none", simulated_client="naive", bytes_sent=120.0, seed=1)
     assert told_price(changed, other_seed, bare).startswith("150% of the 100 B")
     alone = told_price(changed)
     assert alone == f"this run has no client without a defence to compare with · {noise}"
@@ -340,9 +341,11 @@ def test_the_price_of_a_changed_model_is_held_against_the_undefended_client() ->
 
 def test_the_price_of_a_defence_is_that_of_the_honest_model() -> None:
     def planted(won: int, attack: str, sent: float, **more: Any) -> Row:
-        return row(won, attack=attack, belief="naive", planted="a block", bytes_sent=sent, bytes_dense=900.0, **more)
+        return row(
+            won, attack=attack, simulated_client="naive", planted="a block", bytes_sent=sent, bytes_dense=900.0, **more
+        )
 
-    honest = [row(0, bytes_sent=10.0), row(32, defence="none", belief="naive", bytes_sent=20.0)]
+    honest = [row(0, bytes_sent=10.0), row(32, defence="none", simulated_client="naive", bytes_sent=20.0)]
     bare = [planted(32, "rob", 900.0, defence="none"), planted(32, "rob(sparse=true)", 300.0, defence="none")]
     sparse = planted(32, "rob(sparse=true)", 150.0)
     (verdict,) = [v for v in verdicts([*bare, *honest, sparse]) if not v.undefended]
@@ -381,7 +384,7 @@ def test_half_recovered_by_guessing_alone_is_not_broken_where_a_few_are_identifi
     """20 of 36 recovered is what guessing reaches; 6 of 36 identified is the leak, and 3 are both."""
     half = {"recovered": 0.55, "public": 200, "identified": 0.01, "gallery": 100, "identifiable": 0.01}
     trial = row(20, 36, expected=half)
-    for place, record in enumerate(trial.cell.records):
+    for place, record in enumerate(trial.trial.records):
         record["per_image"][0]["identified"] = 17 <= place < 23
     verdict = judge(trial)
     assert (verdict.recovered, verdict.identified, verdict.identifiable) == (20, 6, 3)

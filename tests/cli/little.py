@@ -6,7 +6,7 @@ from gradveil.cli.app import run
 
 RUN = """
 name = "small"
-victims = 2
+target_clients = 2
 attacks = ["ig(iterations=4)"]
 defences = ["none", "prune(0.9)"]
 data = { name = "faces", size = 16 }

@@ -11,14 +11,14 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from gradveil.attacks import inversion
+from gradveil.attacks.inversion import inversion
 from gradveil.cli.app import run
 from gradveil.core.noise import Key
 from gradveil.nn.models import build
 
 RUN = """
 name = "study"
-victims = 2
+target_clients = 2
 attacks = ["ig(iterations=4)"]
 defences = ["none", "prune(0.9)"]
 data = { name = "faces", size = 16 }
@@ -59,7 +59,7 @@ def found(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, list[di
 
 def test_a_run_file_is_checked_whole(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["check", "study.toml"]) == 0
-    said = "can be audited with faces, in the run 'study': 2 clients, 2 defences, 1 attack, 2 victims"
+    said = "can be audited with faces, in the run 'study': 2 clients, 2 defences, 1 attack, 2 target clients"
     assert said in capsys.readouterr().out
     assert [child.name for child in folder.iterdir() if child.is_dir() and child.name != "__pycache__"] == []
 
@@ -75,9 +75,9 @@ def test_options_win_over_the_run_file(capsys: pytest.CaptureFixture[str]) -> No
 
 
 @pytest.mark.usefixtures("folder")
-def test_problems_of_the_scene_are_found(capsys: pytest.CaptureFixture[str]) -> None:
-    code, problems = found(capsys, "check", "study.toml", "--set", "victims=90")
-    assert (code, problems[0]["where"]) == (1, "victims")
+def test_problems_of_the_experiment_are_found(capsys: pytest.CaptureFixture[str]) -> None:
+    code, problems = found(capsys, "check", "study.toml", "--set", "target_clients=90")
+    assert (code, problems[0]["where"]) == (1, "target_clients")
     clients = 'client=[{trainable=["tail.*"]}, {trainable=["tail"]}]'
     code, problems = found(capsys, "check", "study.toml", "--set", clients)
     tried = ("defences[0] 'none'", "defences[1] 'prune(0.9)'")
@@ -142,7 +142,7 @@ def test_warnings_are_shown_and_stop_nothing(folder: Path, capsys: pytest.Captur
         (["check"], "--model: is missing"),
         (["check", "--model", "lenet-zhu"], "--data: is missing"),
         (["check", "studi.toml"], "is neither a file nor a bundled run"),
-        (["check", "study.toml", "--set", "victims=0"], "victims: is 0"),
+        (["check", "study.toml", "--set", "target_clients=0"], "target clients: is 0"),
         (["check", "study.toml", "--set", "model.options.classes=3"], "model.options.classes: is no option"),
         (["check", "study.toml", "--defence", "gausian(1)"], "gaussian"),
         (["check", "study.toml", "--data", "parquet:nowhere"], "is not there"),

@@ -13,15 +13,15 @@ import pytest
 from rich.console import Console
 
 import gradveil
-from gradveil.audit import work
+from gradveil.audit import audit_run
 from gradveil.audit.gate import gate
-from gradveil.audit.store import Run, load_run
-from gradveil.cli import INTERRUPTED, main
+from gradveil.audit.run_directory import Run, load_run
+from gradveil.cli import main
 from gradveil.cli.app import run
-from gradveil.cli.gate import above_table
-from gradveil.core.errors import GradveilError
+from gradveil.cli.audit_command import above_table
+from gradveil.core.errors import INTERRUPTED, GradveilError
 from tests.cli.little import audit
-from tests.report.cells import row
+from tests.report.trials import row
 
 
 def test_audit_writes_a_run_and_its_report(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -30,19 +30,30 @@ def test_audit_writes_a_run_and_its_report(small: Path, capsys: pytest.CaptureFi
     assert "prune(0.9)" in out
     assert out.startswith("Verdict: 1 of 1 defence is not tested (prune(0.9)).")
     assert "runs/small/report.html" in out
-    assert "2 cells of 2 victims" in err
+    assert "2 trials of 2 target clients" in err
     assert "[2/2]" in err
     assert (small / "runs/small/report.html").read_text().startswith("<!")
 
 
 def test_options_win_over_the_file(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["--victims", "1", "--defence", "none", "--seed", "3", "--set", "data.size=20", "--no-images", "--json"]
+    words = [
+        "--target-clients",
+        "1",
+        "--defence",
+        "none",
+        "--seed",
+        "3",
+        "--set",
+        "data.size=20",
+        "--no-images",
+        "--json",
+    ]
     assert audit(*words, "--out", "here") == 0
     (row,) = json.loads(capsys.readouterr().out)["trials"]
-    assert (row["victims"], row["defence"], row["seed"]) == (1, "none", 3)
+    assert (row["target_clients"], row["defence"], row["seed"]) == (1, "none", 3)
     info = json.loads((small / "here/run.json").read_text())
     assert info["config"]["data"]["size"] == 20
-    assert info["command"].startswith("gradveil audit small.toml --victims 1 --defence none --seed 3")
+    assert info["command"].startswith("gradveil audit small.toml --target-clients 1 --defence none --seed 3")
     assert not list((small / "here").rglob("*.safetensors"))
 
 
@@ -50,9 +61,9 @@ def test_attacks_on_a_defence_share_a_budget(small: Path, capsys: pytest.Capture
     assert (
         audit("--defence", "none", "--attack", "ig", "--attack", "gi(restarts=1)", "--budget", "24", "--explain") == 0
     )
-    cells = load_run(small / "runs/small").cells
-    assert [[record["iterations"] for record in cell.records] for cell in cells] == [[6, 6], [6, 6]]
-    assert "share 24 victim-iterations" in " ".join(capsys.readouterr().out.split())
+    trials = load_run(small / "runs/small").trials
+    assert [[record["iterations"] for record in trial.records] for trial in trials] == [[6, 6], [6, 6]]
+    assert "share 24 target-iterations" in " ".join(capsys.readouterr().out.split())
     assert audit("--budget", "a lot") == 2
 
 
@@ -82,7 +93,7 @@ def test_an_interrupt_says_once_how_to_go_on(monkeypatch: pytest.MonkeyPatch) ->
         "[1/2] ig(iterations=4) against none, seed 0"
     ]
     assert lines[-2:] == [
-        "Stopped. Finished cells are kept in runs/small. To go on, run the same command again:",
+        "Stopped. Finished trials are kept in runs/small. To go on, run the same command again:",
         "  gradveil audit small.toml",
     ]
 
@@ -108,10 +119,10 @@ def test_fail_above_is_a_gate(small: Path, capsys: pytest.CaptureFixture[str]) -
     assert audit("--out", "bare", "--defence", "none", "--set", "threshold=-0.99", "--fail-above", "0.5") == 3
 
 
-def test_cells_above_the_gate_say_where_they_stand() -> None:
+def test_trials_above_the_gate_say_where_they_stand() -> None:
     console = Console(width=120, record=True, file=io.StringIO())
-    cells = [each.cell for each in (row(8, trained=20, seed=1), row(1, trained=0, belief="naive"))]
-    console.print(above_table(gate(Run({"cells": []}, cells), 0.01).above))
+    trials = [each.trial for each in (row(8, trained=20, seed=1), row(1, trained=0, simulated_client="naive"))]
+    console.print(above_table(gate(Run({"trials": []}, trials), 0.01).above))
     assert [" ".join(line.split()) for line in console.export_text().splitlines()] == [
         "defence verdict attack seed client round attacker images 95% CI baseline",
         "dgp LEAKS ig 1 gradient 20 knows the defence 8/32 25% recovered 13.3–42.1% 0%",
@@ -126,7 +137,7 @@ def test_what_failed_does_not_pass_the_gate(
     def broken(*_: object) -> None:
         raise MemoryError("too large")
 
-    monkeypatch.setattr(work, "recover", broken)
+    monkeypatch.setattr(audit_run, "recover", broken)
     assert audit("--fail-above", "1") == 1
     err = capsys.readouterr().err
     assert "--fail-above 100%: not shown." in err
@@ -146,9 +157,9 @@ def test_report(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
     [
         (["audit", "facs"], "did you mean 'faces'"),
         (["audit", "small.toml", "--attack", "idg"], "'idg'"),
-        (["audit", "small.toml", "--victims", "0"], "give at least 1"),
+        (["audit", "small.toml", "--target-clients", "0"], "give at least 1"),
         (["audit", "small.toml", "--set", "x"], "is not key=value"),
-        (["audit", "small.toml", "--victims", "many"], "--victims"),
+        (["audit", "small.toml", "--target-clients", "many"], "--target-clients"),
         (["audit", "small.toml", "--fail-above", "2"], "--fail-above"),
         (["audit", "small.toml", "--device", "cuda:77"], "is not there"),
         (["audit"], "RUN"),
@@ -172,7 +183,7 @@ def test_wrong_use_exits_with_2_and_no_traceback(
 
 @pytest.mark.usefixtures("small")
 def test_all_problems_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["audit", "small.toml", "--victims", "0", "--attack", "idg", "--set", "data.siz=3"]) == 2
+    assert run(["audit", "small.toml", "--target-clients", "0", "--attack", "idg", "--set", "data.siz=3"]) == 2
     err = capsys.readouterr().err
     assert "3 problems:" in err
     assert "did you mean 'size'?" in err

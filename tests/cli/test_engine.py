@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from gradveil.cli.app import run
-from gradveil.cli.engine import Engine, Place
+from gradveil.cli.shared_options import Engine, Place
 from gradveil.core.errors import GradveilError
-from gradveil.schedule.cluster import Cluster
-from gradveil.schedule.processes import Processes
-from gradveil.schedule.work import Site, in_process
+from gradveil.runs.pool import Processes
+from gradveil.runs.ray_pool import Cluster
+from gradveil.runs.task import Site, in_process
 from tests.cli.little import RUN
 
 SITE = Site("package.module:function", {})

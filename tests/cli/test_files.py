@@ -9,17 +9,17 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from gradveil.audit import work as audit_work
-from gradveil.audit.reader import read, read_training
-from gradveil.audit.scene import open_scene
+from gradveil.audit import audit_run as audit_work
+from gradveil.audit.preflight import open_experiment
+from gradveil.audit.run_file import read, read_training
 from gradveil.cli.app import run
-from gradveil.federated import work as train_work
-from gradveil.federated.setting import open_setting
-from gradveil.schedule.work import arrive
+from gradveil.federated import training_run as train_work
+from gradveil.federated.training_setup import open_setting
+from gradveil.runs.task import arrive
 
 STUDY = """
 name = "study"
-victims = 1
+target_clients = 1
 iterations = 1
 attacks = ["dlg"]
 defences = ["none"]
@@ -123,7 +123,7 @@ def test_a_run_of_an_earlier_version_learns_what_its_files_hold(
 @pytest.mark.parametrize("command", ["audit", "train"])
 def test_a_worker_elsewhere_has_to_have_the_same_images(scans: Path, command: str) -> None:
     if command == "audit":
-        told = audit_work.site(open_scene(read("study.toml")), None)
+        told = audit_work.site(open_experiment(read("study.toml")), None)
     else:
         told = train_work.site(open_setting(read_training("little.toml")), None)
     assert not isinstance(arrive(told, 1), str)

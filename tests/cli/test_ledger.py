@@ -6,8 +6,8 @@ import stat
 import pytest
 
 from gradveil.cli.app import run
-from gradveil.federated.ledger import Ledger, Spent, keep, place
-from gradveil.theory.accounting import Training, epsilon
+from gradveil.federated.privacy_ledger import Ledger, SpentNoise, keep, place
+from gradveil.theory.accounting import Participation, epsilon
 
 pytest.importorskip("dp_accounting", reason="the environment is older than pyproject.toml: make")
 
@@ -26,10 +26,10 @@ def test_a_ledger_is_made_once_and_shown(tmp_path, capsys):
     assert run(words(tmp_path)) == 0
     assert "0 rounds counted: nothing is spent" in capsys.readouterr().out
 
-    client = Spent(mechanism=0, unit="client", multiplier=8.0, sampling="shuffled", rate=1.0, sums=3, times=3)
+    client = SpentNoise(mechanism=0, unit="client", multiplier=8.0, sampling="shuffled", rate=1.0, sums=3, times=3)
     keep(file, Ledger(rounds=3, spent=[client]))
     assert run([*words(tmp_path), "--json", "--delta", "1e-6"]) == 0
-    value = epsilon(8.0, Training(3, delta=1e-6, sampling="shuffled", at_most=3))
+    value = epsilon(8.0, Participation(3, delta=1e-6, sampling="shuffled", at_most=3))
     found = json.loads(capsys.readouterr().out)
     assert (found["rounds"], found["delta"], found["epsilon"]) == (3, 1e-6, {"client": pytest.approx(value)})
     assert run(words(tmp_path)) == 0

@@ -8,12 +8,11 @@ from typing import Any
 
 import pytest
 
-from gradveil.attacks.presets import ATTACKS, make_attack
-from gradveil.attacks.settings import KNOWN_BY_WORD, SETTINGS, GenerativeEntry, known_as
-from gradveil.attacks.steps import LBFGS
+from gradveil.attacks.attack_catalogue import ATTACKS, KNOWN_BY_WORD, SETTINGS, GenerativeEntry, known_as, make_attack
+from gradveil.attacks.inversion.optimisers import LBFGS
 from gradveil.cli.app import run
-from gradveil.cli.entries import KINDS, TOPICS, everything
-from gradveil.core.arguments import REQUIRED
+from gradveil.cli.list_command import KINDS, TOPICS, everything
+from gradveil.core.settings import REQUIRED
 from gradveil.defences import DEFENCES, parse
 
 
@@ -131,7 +130,7 @@ def test_every_setting_that_an_attack_takes_is_shown(name: str, capsys: pytest.C
     for setting, (_, words) in KNOWN_BY_WORD.items():
         assert shown_with[setting] == known_as(make_attack(name), setting)
         for word in set(words.values()) - {"simulated"}:  # which leaves a preset as it is
-            built = known_as(make_attack(f"{name}({setting}={word}, belief=full)"), setting)
+            built = known_as(make_attack(f"{name}({setting}={word}, simulated_client=full)"), setting)
             assert built == word
 
 
@@ -186,7 +185,7 @@ def test_an_unknown_name_gives_the_nearest(name: str, near: str, capsys: pytest.
 
 def test_an_attack_says_whom_it_believes_in_and_what_it_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     (dia,) = plain(capsys, "dia")["attacks"]
-    assert dia["belief"] == "full"
+    assert dia["simulated_client"] == "full"
     drawn = {"model.*.lock.*": "sample", "model.*": "sample"}
     assert dia["knowledge"] == {"targets": "known", "model.*.mask": "optimise", **drawn}
     text = " ".join(shown(capsys, "dia").split())

@@ -7,7 +7,7 @@ from importlib import import_module
 
 import pytest
 
-from gradveil.audit import work
+from gradveil.audit import audit_run
 
 
 class KeptError(Exception):
@@ -30,6 +30,6 @@ def test_the_command_line_keeps_freed_memory(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_worker_keeps_freed_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(work, "keep_freed_memory", kept)
+    monkeypatch.setattr(audit_run, "keep_freed_memory", kept)
     with pytest.raises(KeptError):
-        work.open_work({})
+        audit_run.open_work({})

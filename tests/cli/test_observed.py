@@ -40,14 +40,14 @@ def seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_record_alone_is_enough(seen: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run([*UNNAMED, "--workers", "2"]) == 0  # a process for each victim reads the record by itself
+    assert run([*UNNAMED, "--workers", "2"]) == 0  # a process for each target client reads the record by itself
     out = capsys.readouterr().out
     assert "No score: the truth was not recorded" in out
     assert "data.mean and data.std were not said" in out
     assert (seen / "runs/observed/report.html").is_file()
     whole = json.loads((seen / "runs/observed/run.json").read_text())
     assert whole["config"]["client"][0]["batch"] == 1
-    assert whole["config"]["victims"] == 2
+    assert whole["config"]["target_clients"] == 2
     assert "--set 'observed.folder=\"seen\"'" in whole["command"]
     assert run([*UNNAMED, "--json", "--workers", "1"]) == 0
     told = json.loads(capsys.readouterr().out)["trials"]
@@ -93,13 +93,24 @@ def test_adaptive_finds_labels_and_leaves_out_who_needs_what_is_not_there(
     seen: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Labels were not recorded, and there are no public images to learn from."""
-    words = [*UNNAMED, "--workers", "1", "--iterations", "2", "--attack", "adaptive", "--json", "--set", "victims=1"]
+    words = [
+        *UNNAMED,
+        "--workers",
+        "1",
+        "--iterations",
+        "2",
+        "--attack",
+        "adaptive",
+        "--json",
+        "--set",
+        "target_clients=1",
+    ]
     assert run([*words, "--defence", "none", "--defence", "gaussian(1e-3)"]) == 0
     told = {(row["defence"], row["attack"]): row for row in json.loads(capsys.readouterr().out)["trials"]}
     assert told["gaussian(1e-3)", "learned"]["statuses"] == {"does not apply": 1}
     assert told["gaussian(1e-3)", "cdia(rounds=all)"]["failed"] is None
     assert told["none", "ig-scheliga"]["failed"] is None
-    (cell,) = (seen / "runs/observed/cells").glob("*--none--ig-scheliga--*/cell.json")
-    assert json.loads(cell.read_text())["knowledge"]["targets"] == "infer"
+    (trial,) = (seen / "runs/observed/trials").glob("*--none--ig-scheliga--*/trial.json")
+    assert json.loads(trial.read_text())["knowledge"]["targets"] == "infer"
     assert run([*words, "--defence", "none", "--attack", "ig", "--fresh"]) == 2
     assert "labels=restore" in capsys.readouterr().err

@@ -10,16 +10,28 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from gradveil.audit.reader import resolve
-from gradveil.audit.scene import Scene, open_scene
-from gradveil.audit.showing import with_closed_forms
+from gradveil.audit.experiment import Experiment
+from gradveil.audit.preflight import open_experiment
+from gradveil.audit.run_file import resolve
+from gradveil.audit.run_warnings import with_closed_forms
 from gradveil.cli.app import run
 from gradveil.core.noise import Key
 from gradveil.core.types import Batch
-from gradveil.federated.recorded import Recorder
+from gradveil.federated.update_records import UpdateRecorder
 from gradveil.nn.models import build
 
-WORDS = ["audit", "faces", "--set", "model.name=vit", "--set", "data.size=16", "--victims", "2", "--workers", "1"]
+WORDS = [
+    "audit",
+    "faces",
+    "--set",
+    "model.name=vit",
+    "--set",
+    "data.size=16",
+    "--target-clients",
+    "2",
+    "--workers",
+    "1",
+]
 WORDS += ["--no-control"]
 CONTINUED = "cdia(start=solved, lr=0.01, tv=0.0001)"
 BY_TOKEN = 'cdia(start=solved, lr=0.01, tv=0.0001, objective="tokenwise-cosine")'
@@ -57,10 +69,10 @@ def test_the_attack_recovers_behind_every_model_defence(capsys: pytest.CaptureFi
     assert min(row["ssim_mean"] for row in rows) > 0.99
 
 
-def with_added(**settings: object) -> Scene:
+def with_added(**settings: object) -> Experiment:
     """A run of this model, with the attacks in closed form."""
-    raw = {"name": "r", "data": {"name": "faces", "size": 16}, "model": {"name": "vit"}, "victims": 1}
-    return with_closed_forms(open_scene(resolve(raw | {"attacks": ["ig"]} | settings), checked=False))
+    raw = {"name": "r", "data": {"name": "faces", "size": 16}, "model": {"name": "vit"}, "target_clients": 1}
+    return with_closed_forms(open_experiment(resolve(raw | {"attacks": ["ig"]} | settings), checked=False))
 
 
 def added(**settings: object) -> list[str]:
@@ -105,10 +117,20 @@ def test_chains_of_layers_are_solved_where_a_defence_leaves_them_one() -> None:
     assert added(model={"name": "convnet"}, **sized) == [], "pooling is no step back"
 
 
-def test_an_attack_that_does_not_apply_is_told_in_its_cell_and_the_others_are_made(
+def test_an_attack_that_does_not_apply_is_told_in_its_trial_and_the_others_are_made(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    words = ["audit", "faces", "--set", "model.name=lenet-zhu", "--set", "data.size=16", "--victims", "2", "--json"]
+    words = [
+        "audit",
+        "faces",
+        "--set",
+        "model.name=lenet-zhu",
+        "--set",
+        "data.size=16",
+        "--target-clients",
+        "2",
+        "--json",
+    ]
     words += ["--workers", "1", "--attack", "r-gap"]
     assert run([*words, "--defence", "precode"]) == 2
     assert "attack 'r-gap' on 'precode', client: " in capsys.readouterr().err
@@ -134,7 +156,7 @@ def test_an_attack_that_does_not_apply_is_told_in_its_cell_and_the_others_are_ma
 
 @pytest.mark.parametrize("model", ["lenet-zhu", "scheliga-cnn"])
 def test_what_is_said_of_a_chain_is_true(model: str, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["audit", "faces", "--set", f"model.name={model}", "--victims", "2", "--workers", "1", "--json"]
+    words = ["audit", "faces", "--set", f"model.name={model}", "--target-clients", "2", "--workers", "1", "--json"]
     for name in ("ig(iterations=1)", "r-gap"):
         assert run([*words, "--defence", "none", "--attack", name, "--out", name[:2]]) == 0
     out, err = capsys.readouterr()
@@ -163,14 +185,14 @@ def test_adaptive_pulls_to_running_statistics_where_the_model_carries_some(
 ) -> None:
     save_file(passed().state_dict(), tmp_path / "weights.safetensors")
     model = ["--set", "model.name=lenet-zhu", "--set", 'model.options={norm="batch"}', "--set", "model.prepare=true"]
-    few = ["--victims", "1", "--iterations", "2", "--workers", "1", "--attack", "adaptive", "--json"]
+    few = ["--target-clients", "1", "--iterations", "2", "--workers", "1", "--attack", "adaptive", "--json"]
     words = ["audit", "faces", *model, "--set", "data.size=16", "--set", "client.batch=2", *few, "--defence", "none"]
     weights = ["--set", f"model.weights={tmp_path / 'weights.safetensors'}"]
     assert run([*words, *weights, "--out", "trained"]) == 0
     out, err = capsys.readouterr()
     assert "adaptive: cdia(batchnorm=0.01) too, since the model carries running statistics" in err
     assert json.loads(out)["trials"][-1]["attack"] == "cdia(batchnorm=0.01)"
-    (info,) = (json.loads(p.read_text()) for p in Path("trained").glob("cells/*cdia-batchnorm*/cell.json"))
+    (info,) = (json.loads(p.read_text()) for p in Path("trained").glob("trials/*cdia-batchnorm*/trial.json"))
     assert info["remarks"] == []
     assert run([*words, "--out", "fresh"]) == 0
     assert "running statistics" not in capsys.readouterr().err
@@ -183,7 +205,9 @@ def test_recorded_running_statistics_are_pulled_to_as_well(tmp_path: Path, capsy
     inputs, targets = torch.rand(2, 1, 16, 16, generator=Key(2).generator()), torch.tensor([0, 1])
     nn.functional.cross_entropy(net(inputs), targets).backward()
     update = {name: value.grad for name, value in net.named_parameters() if value.grad is not None}
-    Recorder(tmp_path / "seen", truth=True).write(1, "a", net.state_dict(), update, 2, truth=Batch(inputs, targets))
+    UpdateRecorder(tmp_path / "seen", truth=True).write(
+        1, "a", net.state_dict(), update, 2, truth=Batch(inputs, targets)
+    )
     model = ["--set", "model.name=lenet-zhu", "--set", 'model.options={norm="batch"}', "--set", "model.prepare=true"]
     data = [word for fact in ("channels=1", "size=16", "classes=2") for word in ("--set", f"data.{fact}")]
     few = ["--iterations", "2", "--workers", "1", "--attack", "adaptive", "--json"]

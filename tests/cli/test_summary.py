@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from gradveil.audit.attack_check import STATES
 from gradveil.audit.findings import findings
-from gradveil.audit.health import STATES
-from gradveil.audit.store import load_run
+from gradveil.audit.run_directory import load_run
 from gradveil.cli.app import run
-from gradveil.cli.summing import as_csv
+from gradveil.cli.results_commands import as_csv
 from tests.audit.runs import config, execute
 from tests.cli.little import audit
 
@@ -34,7 +34,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "run"
 
 
-def test_every_cell_tells_its_health_and_its_attacker(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_trial_tells_its_health_and_its_attacker(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["summary", str(folder), "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)["trials"]
     assert len(rows) == 2
@@ -45,18 +45,18 @@ def test_every_cell_tells_its_health_and_its_attacker(folder: Path, capsys: pyte
     assert [line["attack_check"] for line in table] == [row["attack_check"] for row in rows]
 
 
-def test_health_is_judged_beside_the_other_cells(folder: Path) -> None:
-    bare, noisy = load_run(folder).cells
+def test_health_is_judged_beside_the_other_trials(folder: Path) -> None:
+    bare, noisy = load_run(folder).trials
     for image in (image for record in bare.records for image in record["per_image"]):
         image["success"], image["identified"] = 1, True
-    for cell in (bare, noisy):
-        cell.info["health"] = {"objective": 0.1, "objective_initial": 1.0, "objective_truth": 0.08, "diverged": 0.0}
+    for trial in (bare, noisy):
+        trial.info["health"] = {"objective": 0.1, "objective_initial": 1.0, "objective_truth": 0.08, "diverged": 0.0}
     assert [row["attack_check"] for row in findings([bare, noisy]).trials] == ["effective", "converged"]
     assert [row["attack_check"] for row in findings([noisy]).trials] == ["suspect"]
 
 
-def test_a_failed_cell_has_no_health(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for file in (folder / "cells").glob("*/cell.json"):
+def test_a_failed_trial_has_no_health(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for file in (folder / "trials").glob("*/trial.json"):
         file.write_text(json.dumps({**json.loads(file.read_text()), "failed": "broke"}))
         (file.parent / "records.json").write_text("[]")
     assert run(["summary", str(folder), "--json"]) == 1
@@ -67,7 +67,17 @@ def test_an_audit_that_ends_in_json_tells_it_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    words = ["--victims", "1", "--attack", "ig(iterations=2)", "--defence", "none", "--workers", "1", "--no-images"]
+    words = [
+        "--target-clients",
+        "1",
+        "--attack",
+        "ig(iterations=2)",
+        "--defence",
+        "none",
+        "--workers",
+        "1",
+        "--no-images",
+    ]
     assert run(["audit", "faces", *words, "--json"]) == 0
     (row,) = json.loads(capsys.readouterr().out)["trials"]
     assert row["attack_check"] in LABELS
@@ -78,7 +88,9 @@ def test_summary(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
     capsys.readouterr()
     assert run(["summary", "runs/small", "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)["trials"]
-    wanted = "model data seed round client defence attack victims asr asr_low asr_high ssim_mean psnr_mean mse_mean"
+    wanted = (
+        "model data seed round client defence attack target clients asr asr_low asr_high ssim_mean psnr_mean mse_mean"
+    )
     assert len(rows) == 2
     assert set(f"{wanted} label_accuracy seconds statuses".split()) <= set(rows[0])
     assert rows[0]["statuses"] == {"budget": 2}
@@ -93,27 +105,27 @@ def test_summary(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_summary_of_a_run_that_is_not_done_says_how_to_go_on(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
     audit("--defence", "none", "--defence", "prune(0.9)")
-    one, two = sorted((small / "runs/small/cells").iterdir())
+    one, two = sorted((small / "runs/small/trials").iterdir())
     shutil.rmtree(one)
     capsys.readouterr()
     assert run(["summary", "runs/small"]) == 0
     out, err = capsys.readouterr()
     assert out.startswith("Verdict: 1 of 1 defence is ")
     again = "To go on:\n  gradveil audit small.toml --defence none --defence 'prune(0.9)'"
-    assert err == f"1 of 2 cells is finished: 1 not done yet. {again}\n"
+    assert err == f"1 of 2 trials is finished: 1 not done yet. {again}\n"
     shutil.rmtree(two)
     (small / "runs/small").rename(small / "else where")
-    for words, printed in (([], ""), (["--json"], _NOTHING), (["--csv", "-"], "cell,model,data,seed,round")):
+    for words, printed in (([], ""), (["--json"], _NOTHING), (["--csv", "-"], "trial,model,data,seed,round")):
         assert run(["summary", "else where", *words]) == 1
         out, err = capsys.readouterr()
-        assert err == f"None of 2 cells are finished: 2 not done yet. {again} --out 'else where'\n"
+        assert err == f"None of 2 trials are finished: 2 not done yet. {again} --out 'else where'\n"
         assert out.startswith(printed)
         assert len(out.splitlines()) <= max(1, printed.count("\n"))
 
 
-def test_summary_of_failed_cells(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_summary_of_failed_trials(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
     audit()
-    for file in (small / "runs/small/cells").glob("*/cell.json"):
+    for file in (small / "runs/small/trials").glob("*/trial.json"):
         file.write_text(json.dumps({**json.loads(file.read_text()), "failed": "broke"}))
         (file.parent / "records.json").write_text("[]")
     capsys.readouterr()
@@ -121,13 +133,13 @@ def test_summary_of_failed_cells(small: Path, capsys: pytest.CaptureFixture[str]
     out, err = capsys.readouterr()
     assert "NOT TESTED" in out
     assert out.count("failed: broke.") == 2
-    assert err.startswith("None of 2 cells are finished: 2 failed. To go on:\n  gradveil audit small.toml")
+    assert err.startswith("None of 2 trials are finished: 2 failed. To go on:\n  gradveil audit small.toml")
 
 
 def test_summary_of_an_audit_from_python_names_its_folder(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
     audit()
     info = json.loads((small / "runs/small/run.json").read_text())
-    info |= {"command": "gradveil.audit(...)", "cells": [*info["cells"], "another"]}
+    info |= {"command": "gradveil.audit(...)", "trials": [*info["trials"], "another"]}
     (small / "runs/small/run.json").write_text(json.dumps(info))
     capsys.readouterr()
     assert run(["summary", "runs/small"]) == 0

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from gradveil.cli.app import run
-from gradveil.federated.config import LocalConfig
-from gradveil.federated.recorded import read_recorded
+from gradveil.federated.training_config import LocalConfig
+from gradveil.federated.update_records import read_recorded
 
 RUN = """
 name = "little"

@@ -1,4 +1,4 @@
-"""Batched per-victim gradients equal a loop over victims, to the last digits, and so do their derivatives."""
+"""Batched per-target gradients equal a loop over targets, to the last digits, and so do their derivatives."""
 
 from collections.abc import Callable, Mapping
 
@@ -8,15 +8,15 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from gradveil.client import Client, cross_entropy
-from gradveil.client.batched import obstacle, reference_gradients, victim_gradients
-from gradveil.client.gradient import Objective
 from gradveil.core.noise import Key, Noise, Normal
 from gradveil.core.tree import Tensors
 from gradveil.core.types import Batch
-from gradveil.nn.dropout import Dropout, with_dropout
+from gradveil.gradients.objective import Objective
+from gradveil.gradients.per_client import obstacle, per_client_gradients, reference_gradients
 from gradveil.nn.models import MODELS, build
-from gradveil.nn.norms import FrozenNorm, InstanceNorm, LayerNorm
+from gradveil.nn.normalisation import FrozenNorm, InstanceNorm, LayerNorm
 from gradveil.nn.stochastic import Stochastic, model_noise, penalise
+from gradveil.nn.stochastic_layers import Dropout, with_dropout
 
 SMALL = {"width": 8, "blocks": 1, "heads": 2, "mlp": 8}
 
@@ -24,7 +24,7 @@ SMALL = {"width": 8, "blocks": 1, "heads": 2, "mlp": 8}
 def looped(
     objective: Objective, trained: Tensors, frozen: Tensors, batch: Batch, noise: Mapping[str, Tensor]
 ) -> Tensors:
-    """The plain loop of every existing tool: ordinary reverse mode, one victim after the other."""
+    """The plain loop of every existing tool: ordinary reverse mode, one target client after the other."""
     rows: list[tuple[Tensor, ...]] = []
     live = {name: value.detach().requires_grad_() for name, value in trained.items()}
     for v in range(batch.inputs.shape[0]):
@@ -47,7 +47,7 @@ def assert_agrees(
 ) -> None:
     """Compare gradients, and their derivatives with respect to inputs, soft targets and noise."""
     model = model.double()
-    victims, examples = shape[:2]
+    target_clients, examples = shape[:2]
     g = torch.Generator().manual_seed(5)
     with torch.no_grad():
         for name, buffer in model.named_buffers():
@@ -56,18 +56,18 @@ def assert_agrees(
         for parameter in model.parameters():  # norms start at 1 and 0, which would hide mistakes
             parameter.add_(0.05 * torch.randn(parameter.shape, generator=g, dtype=torch.float64))
     inputs = torch.randn(shape, generator=g, dtype=torch.float64).requires_grad_()
-    targets = torch.randint(0, 4, (victims, examples), generator=g)
+    targets = torch.randint(0, 4, (target_clients, examples), generator=g)
     if soft:
-        targets = torch.rand((victims, examples, 4), generator=g, dtype=torch.float64).requires_grad_()
+        targets = torch.rand((target_clients, examples, 4), generator=g, dtype=torch.float64).requires_grad_()
     spec = model_noise(model, inputs[0]).to(torch.float64)
-    rows = [spec.sample(Key(0, ("victim", v))) for v in range(victims)]
+    rows = [spec.sample(Key(0, ("target_client", v))) for v in range(target_clients)]
     noise = {name: torch.stack([row[name] for row in rows]).requires_grad_() for name in spec}
     params = {name: value.detach() for name, value in model.named_parameters()}
     trained = {name: value for name, value in params.items() if name not in frozen}
     rest = {name: value for name, value in params.items() if name in frozen}
     objective, batch = Objective(model, loss), Batch(inputs, targets)
 
-    found = victim_gradients(objective, trained, rest, batch, noise)
+    found = per_client_gradients(objective, trained, rest, batch, noise)
     expected = looped(objective, trained, rest, batch, noise)
     leaves = [inputs, *noise.values(), *([targets] if soft else [])]
     directions = {n: torch.randn(v.shape, generator=g, dtype=torch.float64) for n, v in expected.items()}
@@ -173,7 +173,7 @@ HAND_MADE: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "own instance norm": (lambda: Norms(InstanceNorm(4)), (2, 2, 3, 7, 6)),
     "frozen norm": (lambda: Norms(FrozenNorm(4)), (2, 2, 3, 7, 6)),
     "batch norm, evaluation": (lambda: Norms(nn.BatchNorm2d(4)).eval(), (2, 2, 3, 7, 6)),
-    "large images, one convolution a victim": (lambda: Norms(nn.Conv2d(4, 4, 1)), (2, 1, 3, 60, 60)),
+    "large images, one convolution a target client": (lambda: Norms(nn.Conv2d(4, 4, 1)), (2, 1, 3, 60, 60)),
     "dropout": (lambda: nn.Sequential(nn.Linear(6, 5), Dropout(0.5), nn.Tanh(), nn.Linear(5, 4)), (3, 2, 6)),
     "penalty": (lambda: nn.Sequential(nn.Linear(6, 5), KL(), nn.Tanh(), nn.Linear(5, 4)), (3, 2, 6)),
 }
@@ -186,8 +186,8 @@ def test_hand_made_models_agree_with_the_loop(case: str) -> None:
 
 
 def test_own_convolutions_of_large_layers_agree_with_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gradveil.client.convolution._OWN_FLOP", 0)
-    monkeypatch.setattr("gradveil.client.convolution._OWN_POSITIONS", 0)
+    monkeypatch.setattr("gradveil.gradients.convolution._OWN_FLOP", 0)
+    monkeypatch.setattr("gradveil.gradients.convolution._OWN_POSITIONS", 0)
     assert_agrees(small("scheliga-cnn", norm="group"), (3, 2, 3, 32, 32))
 
 
@@ -205,7 +205,7 @@ def test_observations_need_no_graph(generator: torch.Generator) -> None:
     params = {name: value.detach() for name, value in model.named_parameters()}
     batch = Batch(torch.randn((2, 1, 3, 32, 32), generator=generator), torch.tensor([[0], [1]]))
     with torch.no_grad():
-        found = victim_gradients(Objective(model, cross_entropy), params, {}, batch, {})
+        found = per_client_gradients(Objective(model, cross_entropy), params, {}, batch, {})
     assert not any(value.requires_grad for value in found.values())
     expected = reference_gradients(Objective(model, cross_entropy), params, {}, batch, {})
     torch.testing.assert_close(found, expected)

@@ -11,8 +11,8 @@ from gradveil.core.noise import Key
 from gradveil.core.tree import stack
 from gradveil.core.types import Batch
 from gradveil.defences import parse
-from gradveil.defences.noise import Gaussian
-from gradveil.nn.dropout import Dropout
+from gradveil.defences.additive_noise import Gaussian
+from gradveil.nn.stochastic_layers import Dropout
 from tests.laws.cases import Tiny, V, draw, draw_batch
 
 

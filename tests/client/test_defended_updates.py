@@ -1,4 +1,4 @@
-"""Defended clients take the batched sweep too, and send what the loop over victims sends."""
+"""Defended clients take the batched sweep too, and send what the loop over target clients sends."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from gradveil.core.types import Batch
 from gradveil.defences import parse
 from gradveil.nn.models import build
 
-VICTIMS = 3
+TARGET_CLIENTS = 3
 
 
 @pytest.mark.parametrize("examples", [1, 2])
@@ -23,11 +23,11 @@ def test_the_sweep_and_the_loop_send_the_same(text, examples):
     client: Client = parse(text)(Client(model), Key(1))
     params = client.params()
     draw = Key(2).generator()
-    inputs = torch.rand(VICTIMS, examples, 1, 16, 16, dtype=torch.float64, generator=draw).requires_grad_()
-    batch = Batch(inputs, torch.randint(0, 4, (VICTIMS, examples), generator=draw))
+    inputs = torch.rand(TARGET_CLIENTS, examples, 1, 16, 16, dtype=torch.float64, generator=draw).requires_grad_()
+    batch = Batch(inputs, torch.randint(0, 4, (TARGET_CLIENTS, examples), generator=draw))
     spec = client.noise_spec(params, Batch(inputs[0], batch.targets[0]))
-    noise = stack([spec.sample(Key(3, (victim,))) for victim in range(VICTIMS)])
-    state = {name: value.expand(VICTIMS, *value.shape) for name, value in client.init(params).items()}
+    noise = stack([spec.sample(Key(3, (target_client,))) for target_client in range(TARGET_CLIENTS)])
+    state = {name: value.expand(TARGET_CLIENTS, *value.shape) for name, value in client.init(params).items()}
     assert client.batched_obstacle(params, batch, noise) is None
     results = []
     for compute in (client.updates, client.updates_reference):

@@ -5,12 +5,12 @@ import torch
 from torch import nn
 
 from gradveil.client import Client
-from gradveil.core.fused import cosine_distance, squared_lengths
 from gradveil.core.types import Batch
 from gradveil.defences import parse
-from gradveil.defences.clip import Clip
-from gradveil.defences.search import Unchanged
-from tests.client.test_inner import scene
+from gradveil.defences.ats_scores import Unchanged
+from gradveil.defences.dp import Clip
+from gradveil.gradients.fused import cosine_distance, squared_lengths
+from tests.client.test_inner import experiment
 
 
 class Never(Unchanged):
@@ -22,7 +22,7 @@ class Never(Unchanged):
 
 def test_what_is_clipped_and_without_its_noise_goes_around():
     """Its direction is the gradient's, and so is the distance; what is done beside that needs the gradient."""
-    given, _, targets = scene(examples=1)
+    given, _, targets = experiment(examples=1)
     objective, params, _, batch, _ = given
     client = parse("dp(clip=0.01, sigma=1)")(Client(objective.model))
     spec = client.noise_spec(params, Batch(*(value[0] for value in batch)))
@@ -43,7 +43,7 @@ def test_what_is_clipped_and_without_its_noise_goes_around():
     "text", ["prune(0.9)", "clip(0.01) + dgp(top=0.2, bottom=0.6)", "clip-example(0.01) + topk(0.2)"]
 )
 def test_what_is_pruned_by_known_masks_goes_around(text):
-    objective, params, _, batch, _ = scene(examples=1)[0]
+    objective, params, _, batch, _ = experiment(examples=1)[0]
     client = parse(text)(Client(objective.model))
     observed = client.updates(params, Batch(batch.inputs.detach() + 0.3, batch.targets), {}, {})[0]
     pinned = torch.func.vmap(client.evidence)(observed)
@@ -64,7 +64,7 @@ def test_what_is_pruned_by_known_masks_goes_around(text):
 
 
 def test_only_directions_of_large_networks_go_around():
-    given, _, targets = scene()
+    given, _, targets = experiment()
     objective, params, _, batch, _ = given
     rest = params, batch, {}, targets, squared_lengths(list(targets.values()))
     assert Client(objective.model).cosines(*rest) is not None

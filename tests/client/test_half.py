@@ -7,12 +7,12 @@ import torch
 from torch import nn
 
 from gradveil.client import Client, Local, load_state, save_state
-from gradveil.client.drawn import drawn_update
-from gradveil.client.gradient import cross_entropy
+from gradveil.client.seeded_update import drawn_update
 from gradveil.core.noise import Key
 from gradveil.core.tree import norm
 from gradveil.core.types import Batch, Domain
 from gradveil.defences import parse
+from gradveil.gradients.objective import cross_entropy
 from tests.laws.cases import COMBINED, LAWS
 
 HALVES = (torch.float16, torch.bfloat16)

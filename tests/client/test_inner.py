@@ -8,13 +8,12 @@ from torch import nn
 from torch.nn import functional as F
 
 from gradveil.client import Client, cross_entropy
-from gradveil.client.batched import obstacle, shortens, victim_cosines, victim_gradients
-from gradveil.client.convolution import Geometry, only_position
-from gradveil.client.gradient import Objective
-from gradveil.client.inner import cut, products, shorter
-from gradveil.core.fused import cosine_distance, squared_lengths
 from gradveil.core.types import Batch
-from gradveil.core.written import written_bytes
+from gradveil.gradients.convolution import Geometry, only_position
+from gradveil.gradients.fused import cosine_distance, squared_lengths, written_bytes
+from gradveil.gradients.inner_products import cut, products, shorter
+from gradveil.gradients.objective import Objective
+from gradveil.gradients.per_client import obstacle, per_client_cosines, per_client_gradients, shortens
 
 SHAPE = (3, 8, 8)
 
@@ -42,30 +41,30 @@ class Large(nn.Module):
         return self.last(torch.tanh(self.twice(torch.tanh(self.twice(x)))))
 
 
-def scene(victims=2, examples=2):
+def experiment(target_clients=2, examples=2):
     g = torch.Generator().manual_seed(3)
     model = Large().double()
     for parameter in model.parameters():
         parameter.data = 0.1 * torch.randn(parameter.shape, generator=g, dtype=torch.float64)
-    inputs = torch.rand((victims, examples, *SHAPE), generator=g, dtype=torch.float64).requires_grad_()
-    batch = Batch(inputs, torch.randint(10, (victims, examples), generator=g))
+    inputs = torch.rand((target_clients, examples, *SHAPE), generator=g, dtype=torch.float64).requires_grad_()
+    batch = Batch(inputs, torch.randint(10, (target_clients, examples), generator=g))
     params = {name: value.detach() for name, value in model.named_parameters()}
     given = Objective(model, cross_entropy), params, {}, batch, {}
     assert obstacle(*given) is None
-    gradients = victim_gradients(*given)
+    gradients = per_client_gradients(*given)
     noise = {n: torch.randn(v.shape, generator=g, dtype=torch.float64) for n, v in gradients.items()}
     size = {n: v.detach().square().mean().sqrt() for n, v in gradients.items()}
     targets = {n: v.detach() + size[n] * noise[n] for n, v in gradients.items()}
     return given, gradients, targets
 
 
-@pytest.mark.parametrize(("victims", "examples"), [(1, 1), (3, 1), (2, 3)])
+@pytest.mark.parametrize(("target_clients", "examples"), [(1, 1), (3, 1), (2, 3)])
 @pytest.mark.parametrize("left_out", [(), ("once.weight", "first.bias")], ids=["whole", "part"])
-def test_factors_give_the_angle_and_its_slope(victims, examples, left_out):
-    given, gradients, targets = scene(victims, examples)
+def test_factors_give_the_angle_and_its_slope(target_clients, examples, left_out):
+    given, gradients, targets = experiment(target_clients, examples)
     targets = {n: v for n, v in targets.items() if n not in left_out}
     assert shortens(*given)
-    found = victim_cosines(*given, targets, squared_lengths(list(targets.values())))
+    found = per_client_cosines(*given, targets, squared_lengths(list(targets.values())))
     expected = cosine_distance([gradients[n] for n in targets], list(targets.values()))
     assert float(expected.detach().min()) > 0.05, "the angle is one that could be got wrong"
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)
@@ -73,14 +72,14 @@ def test_factors_give_the_angle_and_its_slope(victims, examples, left_out):
     torch.testing.assert_close(*slopes, rtol=0, atol=1e-11 * float(slopes[1].abs().max()))
 
 
-@pytest.mark.parametrize(("victims", "examples"), [(1, 1), (2, 2), (2, 7)])
-def test_factors_give_the_angle_of_what_a_mask_leaves(victims, examples):
+@pytest.mark.parametrize(("target_clients", "examples"), [(1, 1), (2, 2), (2, 7)])
+def test_factors_give_the_angle_of_what_a_mask_leaves(target_clients, examples):
     """Seven examples at one position have too many pairs: their gradient is made."""
-    given, gradients, targets = scene(victims, examples)
+    given, gradients, targets = experiment(target_clients, examples)
     g = torch.Generator().manual_seed(9)
     masks = {n: (torch.rand(v.shape, generator=g) < 0.3).double() for n, v in targets.items() if n != "covered.weight"}
     assert len(masks) == len(targets) - 1, "one parameter is whole"
-    found = victim_cosines(*given, targets, squared_lengths(list(targets.values())), masks)
+    found = per_client_cosines(*given, targets, squared_lengths(list(targets.values())), masks)
     left = [v * masks[n] if n in masks else v for n, v in gradients.items()]
     expected = cosine_distance(left, list(targets.values()))
     assert float(expected.detach().min()) > 0.05, "the angle is one that could be got wrong"
@@ -103,24 +102,24 @@ def test_what_was_masked_once_is_known_until_it_is_written_to():
 
 
 def test_no_gradient_of_a_large_layer_is_written():
-    given, gradients, targets = scene()
+    given, gradients, targets = experiment()
     squares = squared_lengths(list(targets.values()))
-    victim_cosines(*given, targets, squares)  # cuts the target
+    per_client_cosines(*given, targets, squares)  # cuts the target
     size = sum(value.numel() * value.element_size() for value in gradients.values())
     twice = 2 * sum(gradients[n].numel() * 8 for n in gradients if n.startswith("twice"))
     with torch.no_grad():
-        assert written_bytes(lambda: victim_cosines(*given, targets, squares)) < 0.5 * size + twice
-    given, gradients, targets = scene(examples=1)
+        assert written_bytes(lambda: per_client_cosines(*given, targets, squares)) < 0.5 * size + twice
+    given, gradients, targets = experiment(examples=1)
     masks = {n: torch.ones_like(v) for n, v in targets.items()}
-    victim_cosines(*given, targets, squares, masks)  # cuts and masks
+    per_client_cosines(*given, targets, squares, masks)  # cuts and masks
     with torch.no_grad():
-        assert written_bytes(lambda: victim_cosines(*given, targets, squares, masks)) < 0.5 * size + 2 * twice
+        assert written_bytes(lambda: per_client_cosines(*given, targets, squares, masks)) < 0.5 * size + 2 * twice
 
 
 def test_nothing_observed_is_a_right_angle_without_a_slope():
-    given, _, targets = scene()
+    given, _, targets = experiment()
     silent = {n: v * torch.tensor([0.0, 1.0]).view(-1, *[1] * (v.dim() - 1)) for n, v in targets.items()}
-    found = victim_cosines(*given, silent, squared_lengths(list(silent.values())))
+    found = per_client_cosines(*given, silent, squared_lengths(list(silent.values())))
     (slope,) = torch.autograd.grad(found.sum(), given[3].inputs)
     assert float(found[0].detach()) == 1
     assert float(slope[0].abs().max()) == 0
@@ -157,15 +156,15 @@ class Viewed(nn.Module):
         return self.head(torch.tanh(once + few).mean((2, 3)))
 
 
-def judged(model, shape, victims=2, dtype=torch.float64, far=1.0, classes=4):
+def judged(model, shape, target_clients=2, dtype=torch.float64, far=1.0, classes=4):
     """Return what `cosines` says of updates that are this far off, and the angle of the updates themselves."""
     g = torch.Generator().manual_seed(5)
     model = model.to(dtype)
     for parameter in model.parameters():
         parameter.data = 0.1 * torch.randn(parameter.shape, generator=g, dtype=torch.float64).to(dtype)
     client = Client(model)
-    inputs = torch.rand((victims, 2, *shape), generator=g, dtype=torch.float64).to(dtype).requires_grad_()
-    batch = Batch(inputs, torch.randint(classes, (victims, 2), generator=g))
+    inputs = torch.rand((target_clients, 2, *shape), generator=g, dtype=torch.float64).to(dtype).requires_grad_()
+    batch = Batch(inputs, torch.randint(classes, (target_clients, 2), generator=g))
     sent, _ = client.updates(client.params(), batch, {}, {})
     noise = {n: torch.randn(v.shape, generator=g, dtype=torch.float64).to(dtype) for n, v in sent.items()}
     targets = {n: (v + far * v.std() * noise[n]).detach() for n, v in sent.items()}
@@ -224,14 +223,14 @@ class Opaque(nn.Linear):
     ],
     ids=["plain", "batch statistics", "groups"],
 )
-def test_one_victim_goes_around_only_where_many_could(first, shape):
+def test_one_target_client_goes_around_only_where_many_could(first, shape):
     """His gradients come by plain double backward, for models that the sweep for many refuses, too."""
-    found, _ = judged(nn.Sequential(first, nn.Linear(300, 300), nn.Tanh(), nn.Linear(300, 4)), shape, victims=1)
+    found, _ = judged(nn.Sequential(first, nn.Linear(300, 300), nn.Tanh(), nn.Linear(300, 4)), shape, target_clients=1)
     assert (found is not None) == isinstance(first, nn.Identity)
 
 
-def test_one_victim_does_not_go_around_what_the_sweep_gets_wrong():
-    assert judged(nn.Sequential(Opaque(300, 300), nn.Tanh(), nn.Linear(300, 4)), (300,), victims=1)[0] is None
+def test_one_target_client_does_not_go_around_what_the_sweep_gets_wrong():
+    assert judged(nn.Sequential(Opaque(300, 300), nn.Tanh(), nn.Linear(300, 4)), (300,), target_clients=1)[0] is None
 
 
 GEOMETRIES = [

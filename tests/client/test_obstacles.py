@@ -7,13 +7,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from gradveil.client import Client, batched, cross_entropy
-from gradveil.client.batched import obstacle, victim_gradients
-from gradveil.client.gradient import Objective
-from gradveil.client.recording import Unsupported
+from gradveil.client import Client, cross_entropy
 from gradveil.core.types import Batch
-from gradveil.nn.dropout import Dropout
-from gradveil.nn.norms import BatchStatistics
+from gradveil.gradients import per_client
+from gradveil.gradients.objective import Objective
+from gradveil.gradients.per_client import obstacle, per_client_gradients
+from gradveil.gradients.recorder import Unsupported
+from gradveil.nn.normalisation import BatchStatistics
+from gradveil.nn.stochastic_layers import Dropout
 
 
 class Clamped(nn.Module):
@@ -64,7 +65,7 @@ def test_overwriting_a_recorded_tensor_is_never_silently_wrong(where: str, gener
     [nn.CrossEntropyLoss(weight=torch.arange(1.0, 5.0).double()), nn.CrossEntropyLoss(ignore_index=0)],
     ids=["weighted", "ignored class"],
 )
-def test_a_loss_that_divides_by_the_labels_of_all_victims_is_seen_though_the_first_labels_are_alike(
+def test_a_loss_that_divides_by_the_labels_of_all_target_clients_is_seen_though_the_first_labels_are_alike(
     loss: nn.Module, generator: torch.Generator
 ) -> None:
     client = Client(nn.Linear(6, 4).double(), loss)
@@ -78,7 +79,7 @@ def test_a_loss_that_divides_by_the_labels_of_all_victims_is_seen_though_the_fir
 
 @pytest.mark.parametrize("first", [float("nan"), 3e38, 0.0])
 def test_what_is_found_depends_neither_on_the_weights_nor_on_the_examples_of_the_first_call(first: float) -> None:
-    """Where nothing is finite, or all is zero, a mean weighted by class looks as if it came apart by victim."""
+    """Where nothing is finite, or all is zero, a mean weighted by class looks as if it came apart by target client."""
     client = Client(nn.Linear(6, 4), nn.CrossEntropyLoss(weight=torch.tensor([1.0, 1e3, 1.0, 1.0])))
     batch = Batch(torch.full((4, 2, 6), first), torch.tensor([[0, 0], [0, 1], [0, 0], [0, 0]]))
     params = {name: torch.full_like(value, first) for name, value in client.params().items()}
@@ -95,7 +96,7 @@ def test_a_trial_that_is_not_finite_is_an_obstacle() -> None:
 
 
 class Mixed(nn.Module):
-    """Looks at the other examples of the batch: no victim's gradient comes apart."""
+    """Looks at the other examples of the batch: no target client's gradient comes apart."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -164,7 +165,7 @@ def test_hidden_randomness_and_missing_noise_are_refused(generator: torch.Genera
 def test_unsupported_uses_name_the_parameter(generator: torch.Generator) -> None:
     model = nn.Bilinear(6, 6, 4)
     with pytest.raises(Unsupported, match=r"'inner\.weight' goes into bilinear"):
-        victim_gradients(
+        per_client_gradients(
             Objective(_Both(model), cross_entropy),
             {"inner.weight": model.weight, "inner.bias": model.bias},
             {},
@@ -191,7 +192,7 @@ class Single(nn.Module):
 
 def test_rounding_is_no_obstacle_but_mixing_is(monkeypatch: pytest.MonkeyPatch) -> None:
     """On which side of a kink a float32 value falls, rounding may decide: float64 has the last word."""
-    monkeypatch.setitem(batched._RELATIVE_ERROR, torch.float32, -1.0)
+    monkeypatch.setitem(per_client._RELATIVE_ERROR, torch.float32, -1.0)
     g = torch.Generator().manual_seed(0)
     batch = Batch(torch.randn(3, 2, 3, 2, 2, generator=g), torch.randint(4, (3, 2), generator=g))
     head = nn.Sequential(nn.Conv2d(3, 3, 1), nn.ReLU(), nn.Flatten())
@@ -203,5 +204,5 @@ def test_rounding_is_no_obstacle_but_mixing_is(monkeypatch: pytest.MonkeyPatch) 
         model = nn.Sequential(head, *layers)
         params = {name: value.detach() for name, value in model.named_parameters()}
         given = Objective(model, cross_entropy), params, {}, batch, {}
-        assert batched._difference(*given) is not None, "float32 alone would object"
+        assert per_client._difference(*given) is not None, "float32 alone would object"
         assert (obstacle(*given) is None) == fine

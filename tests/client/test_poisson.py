@@ -5,18 +5,18 @@ from dataclasses import replace
 import pytest
 import torch
 
+from gradveil.attacks.attack_catalogue import make_attack
 from gradveil.attacks.knowledge import Known
-from gradveil.attacks.presets import make_attack
 from gradveil.client import Client, Local
 from gradveil.core.errors import GradveilError
 from gradveil.core.noise import Key
 from gradveil.core.tree import norm, squared_norm, stack, tmap
 from gradveil.core.types import Batch
 from gradveil.defences import parse
-from gradveil.defences.information import obstacle
-from gradveil.defences.lint import suspicions
-from gradveil.defences.privacy import examine
-from gradveil.theory.accounting import Training
+from gradveil.defences.fisher_information import obstacle
+from gradveil.defences.guarantees import examine
+from gradveil.defences.privacy_warnings import suspicions
+from gradveil.theory.accounting import Participation
 from tests.laws.cases import DOMAIN, B, T, Tiny, V, draw, draw_batch
 
 POISSON = Client(Tiny(), local=Local(batch=2, lr=0.3, steps=T, momentum=0.9, sampling="poisson"), domain=DOMAIN)
@@ -120,13 +120,13 @@ def test_the_clip_and_the_noise_are_those_of_the_accounting():
 @pytest.mark.parametrize(
     ("sampling", "training", "place"),
     [
-        ("poisson", Training(T, rate=0.5, sampling="poisson"), None),
-        ("poisson", Training(T, rate=0.25, sampling="poisson"), "privacy.rate"),
-        ("batches", Training(T, rate=0.5, sampling="poisson"), "privacy.sampling"),
-        ("batches", Training(T, rate=0.5, sampling="shuffled"), None),
-        ("batches", Training(T, rate=0.25, sampling="shuffled"), "privacy.rate"),
-        ("poisson", Training(T, rate=0.5, sampling="shuffled"), "privacy.sampling"),
-        ("poisson", Training(T, rate=1.0, sampling="shuffled"), None),
+        ("poisson", Participation(T, rate=0.5, sampling="poisson"), None),
+        ("poisson", Participation(T, rate=0.25, sampling="poisson"), "privacy.rate"),
+        ("batches", Participation(T, rate=0.5, sampling="poisson"), "privacy.sampling"),
+        ("batches", Participation(T, rate=0.5, sampling="shuffled"), None),
+        ("batches", Participation(T, rate=0.25, sampling="shuffled"), "privacy.rate"),
+        ("poisson", Participation(T, rate=0.5, sampling="shuffled"), "privacy.sampling"),
+        ("poisson", Participation(T, rate=1.0, sampling="shuffled"), None),
     ],
 )
 def test_a_sampling_that_is_not_the_clients_is_warned_of(sampling, training, place):

@@ -7,13 +7,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from gradveil.client import Client, probing
+from gradveil.client import Client
 from gradveil.core.noise import Key
 from gradveil.core.tree import select
 from gradveil.core.types import Batch
 from gradveil.defences import parse
+from gradveil.gradients import input_sensitivity
 from gradveil.nn.models import build
-from gradveil.theory.sensitivity import exact_squared_row_norms
+from gradveil.theory.input_jacobian import exact_squared_row_norms
 from tests.laws.cases import B, Tiny, draw_batch
 
 
@@ -53,8 +54,8 @@ def test_the_sum_is_that_of_each_examples_own_jacobian(loss):
 
         _, moved = torch.autograd.functional.jvp(own, batch.inputs[b : b + 1], probe[b : b + 1])
         expected = expected + factor[b] * torch.cat([value.flatten() for value in moved]).square()
-    torch.testing.assert_close(flat(probing.reference(*rest, probe, factor)), expected)
-    torch.testing.assert_close(flat(probing._swept(*rest, probe, factor)), expected)
+    torch.testing.assert_close(flat(input_sensitivity.reference(*rest, probe, factor)), expected)
+    torch.testing.assert_close(flat(input_sensitivity._swept(*rest, probe, factor)), expected)
 
 
 @pytest.mark.parametrize(
@@ -74,10 +75,10 @@ def test_the_sweep_is_the_reference_on_models_of_the_studies(model: str, text: s
     batch = Batch(normal(6, 3, 32, 32, key="x", dtype=torch.float32), torch.arange(6))
     noise = client.noise_spec(client.params(), batch).sample(Key(2))
     arguments = given(client, batch, noise)
-    found, expected = probing._swept(*arguments), probing.reference(*arguments)
+    found, expected = input_sensitivity._swept(*arguments), input_sensitivity.reference(*arguments)
     for name, value in expected.items():
         torch.testing.assert_close(found[name], value, rtol=1e-3, atol=1e-6 * float(value.max()) + 1e-30)
-    assert probing._serves(*arguments)
+    assert input_sensitivity._serves(*arguments)
 
 
 def test_a_model_that_the_sweep_does_not_fit_is_computed_by_the_reference():
@@ -93,8 +94,8 @@ def test_a_model_that_the_sweep_does_not_fit_is_computed_by_the_reference():
 
     client, batch = Client(Twice()), draw_batch(Key(1))
     arguments = given(client, batch)
-    assert not probing._serves(*arguments)
-    found = probing.example_squared_row_norms(*arguments[:-2], arguments[-2], torch.tensor(0.5).double())
+    assert not input_sensitivity._serves(*arguments)
+    found = input_sensitivity.example_squared_row_norms(*arguments[:-2], arguments[-2], torch.tensor(0.5).double())
     assert bool((flat(found) > 0).any())
 
 
@@ -112,7 +113,7 @@ def test_the_estimate_is_unbiased_and_narrower_than_that_of_whole_batches():
         key = Key(number, ("trial",))
         probe = torch.randn(8, *Tiny.input_shape, generator=key.generator(), dtype=torch.float64)
         offset = torch.rand((), generator=key.child("offset").generator(), dtype=torch.float64)
-        rows.append(flat(probing.example_squared_row_norms(*arguments, probe, offset)) / exact)
+        rows.append(flat(input_sensitivity.example_squared_row_norms(*arguments, probe, offset)) / exact)
     ratios = torch.stack(rows)
     torch.testing.assert_close(ratios.mean(), torch.ones(()).double(), rtol=0.02, atol=0)
     assert float((ratios.mean(0) - 1).abs().max()) < 0.3
@@ -123,10 +124,10 @@ def test_the_estimate_is_unbiased_and_narrower_than_that_of_whole_batches():
 def test_examples_that_a_model_is_sure_of_get_few_directions():
     client = Client(Tiny())
     outputs = torch.tensor([[20.0, 0.0, 0.0], [0.0, 0.0, 0.0], [0.0, 20.0, 0.0]]).double()
-    share = probing.shares(client.objective, outputs, torch.tensor([0, 0, 0]))
+    share = input_sensitivity.shares(client.objective, outputs, torch.tensor([0, 0, 0]))
     gradients = (outputs.softmax(1) - F.one_hot(torch.zeros(3, dtype=torch.long), 3)).norm(dim=1)
     torch.testing.assert_close(share, 0.9 * gradients / gradients.sum() + 0.1 / 3)
-    same = probing.shares(client.objective, 1000 * outputs[:1].repeat(4, 1), torch.zeros(4, dtype=torch.long))
+    same = input_sensitivity.shares(client.objective, 1000 * outputs[:1].repeat(4, 1), torch.zeros(4, dtype=torch.long))
     torch.testing.assert_close(same, torch.full((4,), 0.25).double())
 
 

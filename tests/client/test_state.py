@@ -137,7 +137,7 @@ def test_state_that_is_not_finite_is_neither_written_nor_read(written, tmp_path,
         save_state(tmp_path / "other", client, bad)
     assert not (tmp_path / "other").exists()
     with monkeypatch.context() as patched:  # as an earlier version, or another program, may have written it
-        patched.setattr("gradveil.client.state._not_finite", lambda _: [])
+        patched.setattr("gradveil.client.state_file._not_finite", lambda _: [])
         save_state(file, client, bad)
     with pytest.raises(GradveilError, match=f"'{name}' with 16 values that are not finite"):
         load_state(file, client)

@@ -5,13 +5,13 @@ import torch
 from torch import nn
 
 from gradveil.client import Client, cross_entropy
-from gradveil.client.batched import weighted_sum
-from gradveil.client.convolution import Geometry, squared_weight_gradients, weight_gradient
-from gradveil.client.gradient import Objective
 from gradveil.core.noise import Key
 from gradveil.core.tree import Tensors
 from gradveil.core.types import Batch
 from gradveil.defences import parse
+from gradveil.gradients.convolution import Geometry, squared_weight_gradients, weight_gradient
+from gradveil.gradients.objective import Objective
+from gradveil.gradients.per_client import weighted_sum
 from gradveil.nn.models import MODELS
 from gradveil.nn.stochastic import model_noise
 from tests.client.test_batched import HAND_MADE, looped, small
@@ -79,10 +79,10 @@ def test_a_client_who_clips_examples_holds_none_of_their_gradients(text: str, mo
     batch = Batch(images, torch.randint(0, 4, (12,), generator=draw))
     noise = client.noise_spec(params, batch).sample(Key(3))
     with monkeypatch.context() as patched:
-        patched.setattr("gradveil.client.at.weighted_sum", lambda *_: None)
+        patched.setattr("gradveil.client.defended_gradient.weighted_sum", lambda *_: None)
         expected, _ = client.update(params, batch, noise, client.init(params))
-    for rows in ("example_gradients", "victim_gradients"):
-        monkeypatch.setattr(f"gradveil.client.at.{rows}", None)
+    for rows in ("example_gradients", "per_client_gradients"):
+        monkeypatch.setattr(f"gradveil.client.defended_gradient.{rows}", None)
     found, _ = client.update(params, batch, noise, client.init(params))
     for name, value in expected.items():
         torch.testing.assert_close(found[name], value, rtol=1e-9, atol=1e-14)

@@ -5,8 +5,8 @@ from itertools import permutations
 import pytest
 import torch
 
-from gradveil.core.assign import match
 from gradveil.core.errors import GradveilError
+from gradveil.metrics.matching import match
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5])
@@ -40,7 +40,7 @@ def test_a_finite_choice_is_taken_however_dear() -> None:
     assert match(cost).tolist() == [[1, 0]]
 
 
-def test_all_costs_broken_and_no_victims() -> None:
+def test_all_costs_broken_and_no_target_clients() -> None:
     assert sorted(match(torch.full((1, 3, 3), torch.nan))[0].tolist()) == [0, 1, 2]
     assert match(torch.zeros(0, 3, 3)).shape == (0, 3)
 

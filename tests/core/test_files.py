@@ -6,42 +6,45 @@ from pathlib import Path
 
 import pytest
 
-from gradveil.core import files
+from gradveil.core import private_files
 from gradveil.core.errors import GradveilError
 
 
 def test_a_full_disk_is_a_message_and_the_old_file_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = tmp_path / "cell.json"
-    files.write_private(file, b"old")
+    file = tmp_path / "trial.json"
+    private_files.write_private(file, b"old")
 
     def full(handle: int) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(files.os, "fsync", full)
+    monkeypatch.setattr(private_files.os, "fsync", full)
     with pytest.raises(GradveilError, match="cannot be written: No space left on device"):
-        files.write_private(file, b"new")
+        private_files.write_private(file, b"new")
     assert file.read_bytes() == b"old"
-    assert [child.name for child in tmp_path.iterdir()] == ["cell.json"]
+    assert [child.name for child in tmp_path.iterdir()] == ["trial.json"]
 
 
 def test_a_folder_that_cannot_be_written_to_is_a_message(tmp_path: Path) -> None:
-    with pytest.raises(GradveilError, match="cannot be written to: No such file"), files.locked(tmp_path / "gone"):
+    with (
+        pytest.raises(GradveilError, match="cannot be written to: No such file"),
+        private_files.locked(tmp_path / "gone"),
+    ):
         pass
 
 
 @pytest.fixture
 def planted(tmp_path: Path) -> Path:
     """The name that the unfinished file will have."""
-    return tmp_path / f"cell.json.tmp-{os.getpid()}"
+    return tmp_path / f"trial.json.tmp-{os.getpid()}"
 
 
 def test_a_link_in_the_place_of_the_unfinished_file_is_not_written_through(tmp_path: Path, planted: Path) -> None:
     (tmp_path / "precious").write_bytes(b"kept")
     planted.symlink_to(tmp_path / "precious")
-    files.write_private(tmp_path / "cell.json", b"secret")
+    private_files.write_private(tmp_path / "trial.json", b"secret")
     assert (tmp_path / "precious").read_bytes() == b"kept"
-    assert (tmp_path / "cell.json").read_bytes() == b"secret"
-    assert not (tmp_path / "cell.json").is_symlink()
+    assert (tmp_path / "trial.json").read_bytes() == b"secret"
+    assert not (tmp_path / "trial.json").is_symlink()
 
 
 def test_a_link_that_comes_at_the_last_moment_is_refused(
@@ -56,9 +59,9 @@ def test_a_link_that_comes_at_the_last_moment_is_refused(
 
     monkeypatch.setattr(Path, "unlink", outrun)
     with pytest.raises(GradveilError, match="cannot be written: File exists"):
-        files.write_private(tmp_path / "cell.json", b"secret")
+        private_files.write_private(tmp_path / "trial.json", b"secret")
     assert (tmp_path / "precious").read_bytes() == b"kept"
-    assert not (tmp_path / "cell.json").exists()
+    assert not (tmp_path / "trial.json").exists()
 
 
 def test_a_file_is_private_from_its_first_byte_whatever_lay_there(
@@ -67,11 +70,11 @@ def test_a_file_is_private_from_its_first_byte_whatever_lay_there(
     planted.write_bytes(b"left by a killed process")
     planted.chmod(0o666)
     modes: list[int] = []
-    monkeypatch.setattr(files.os, "fsync", lambda handle: modes.append(stat.S_IMODE(os.fstat(handle).st_mode)))
+    monkeypatch.setattr(private_files.os, "fsync", lambda handle: modes.append(stat.S_IMODE(os.fstat(handle).st_mode)))
     before = os.umask(0)
     try:
-        files.write_private(tmp_path / "cell.json", b"secret")
+        private_files.write_private(tmp_path / "trial.json", b"secret")
     finally:
         os.umask(before)
     assert modes == [0o600]
-    assert stat.S_IMODE((tmp_path / "cell.json").stat().st_mode) == 0o600
+    assert stat.S_IMODE((tmp_path / "trial.json").stat().st_mode) == 0o600

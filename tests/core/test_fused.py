@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Generator, Tensor
 
-from gradveil.core.fused import cosine_distance, in_blocks, squared_distance, total_variation
 from gradveil.core.noise import Key
+from gradveil.gradients.fused import cosine_distance, in_blocks, squared_distance, total_variation
 
 SHAPES = [(4, 3, 2, 5), (4, 7), (4,), (4, 1)]
 

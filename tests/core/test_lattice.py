@@ -10,11 +10,10 @@ import pytest
 import torch
 from scipy import stats
 
-from gradveil.core import lattice
+from gradveil.core import secure_noise
 from gradveil.core.errors import GradveilError
-from gradveil.core.lattice import LARGEST, Rounded, tail
 from gradveil.core.noise import Key
-from gradveil.core.secure import SecretKey
+from gradveil.core.secure_noise import LARGEST, Rounded, SecretKey, tail
 from tests.core.test_secure import Scripted
 
 COUNT = 1_000_000
@@ -103,12 +102,12 @@ def test_the_short_way_finds_what_all_digits_find():
     words = SecretKey().stream().words(60)
     words[:20] >>= np.arange(0, 40, 2, dtype=np.uint64)
     for scale in (0.7, 1000.0, 3.3e6):
-        nearest, unsure = lattice._nearest(words, scale)
+        nearest, unsure = secure_noise._nearest(words, scale)
         sure = set(range(len(words))) - set(unsure.tolist())
         assert len(sure) >= 45
         for place in sure:
             for more in (0, 2**64 - 1):
-                number = lattice._exact(int(words[place]), 0, scale, np.array([more] * 2, np.uint64))
+                number = secure_noise._exact(int(words[place]), 0, scale, np.array([more] * 2, np.uint64))
                 assert number == nearest[place]
 
 
@@ -116,14 +115,14 @@ def test_the_short_way_finds_what_all_digits_find():
 def test_where_two_numbers_meet_more_digits_decide(n):
     """A word of u whose interval holds the border of two numbers: the digits after it say on which side it is."""
     scale = 1000.0
-    with localcontext(lattice._PRECISE):
+    with localcontext(secure_noise._PRECISE):
         border = tail((n + Decimal("0.5")) / Decimal(scale)) * 2**64
     word = int(border) * 2 + 1
-    _, unsure = lattice._nearest(np.array([word], np.uint64), scale)
+    _, unsure = secure_noise._nearest(np.array([word], np.uint64), scale)
     assert unsure.tolist() == [0]
     ends = [Rounded(scale).sample((1,), torch.int64, Scripted(word, more, more)).item() for more in (0, 2**64 - 1)]
     assert ends == [-n - 1, -n]
-    assert lattice._nearest(np.array([word + 2 * 10**9], np.uint64), scale).unsure.tolist() == []
+    assert secure_noise._nearest(np.array([word + 2 * 10**9], np.uint64), scale).unsure.tolist() == []
 
 
 def test_the_farthest_word_has_a_number_too():

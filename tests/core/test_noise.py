@@ -4,8 +4,8 @@ from torch import nn
 
 from gradveil.core.errors import GradveilError
 from gradveil.core.noise import Bernoulli, Key, Laplace, Noise, NoiseSpec, Normal, Schedule, Uniform
-from gradveil.nn.dropout import Dropout
 from gradveil.nn.stochastic import model_noise, noise_names
+from gradveil.nn.stochastic_layers import Dropout
 
 SPEC = NoiseSpec({"a": Noise((2, 3), Normal(2.0)), "b": Noise((4,), Bernoulli(0.3), neutral=1.0, lower=0.0, upper=1.0)})
 

@@ -14,11 +14,23 @@ import torch
 from scipy import stats
 from scipy.special import betainc
 
-from gradveil.core.draws import integers, normal, permutation, uniform
+from gradveil.core.distributions import Agreed, Beta, OneOf, Shares, Signs
 from gradveil.core.errors import GradveilError
-from gradveil.core.laws import Agreed, Beta, OneOf, Shares, Signs
-from gradveil.core.noise import Bernoulli, Key, Laplace, Noise, NoiseSpec, Normal, Schedule, Uniform
-from gradveil.core.secure import CipherStream, SecretKey
+from gradveil.core.noise import (
+    Bernoulli,
+    Key,
+    Laplace,
+    Noise,
+    NoiseSpec,
+    Normal,
+    Schedule,
+    Uniform,
+    integers,
+    normal,
+    permutation,
+    uniform,
+)
+from gradveil.core.secure_noise import CipherStream, SecretKey
 from gradveil.nn.keylock import Locked
 
 ROOT = Path(__file__).parents[2]
@@ -58,7 +70,7 @@ def test_the_secret_is_not_shown_copied_or_stored(monkeypatch):
 
 FORKS = """
 import os
-from gradveil.core.secure import SecretKey
+from gradveil.core.secure_noise import SecretKey
 from gradveil.core.errors import GradveilError
 key = SecretKey()
 if not os.fork():

@@ -2,7 +2,7 @@
 
 import torch
 
-from gradveil.core.written import written_bytes
+from gradveil.gradients.fused import written_bytes
 
 
 def test_written_bytes_counts_results_and_not_views() -> None:

@@ -27,8 +27,8 @@ def write(
     path: Path, pictures: list[np.ndarray], labels: list, columns=("image", "label"), names=None, encoded=None
 ) -> None:
     """Write a Parquet file as the hub stores images, two rows a row group."""
-    cells = [{"bytes": encode(picture), "path": None} for picture in pictures] if encoded is None else encoded
-    table = pa.table({columns[0]: cells, "extra": list(range(len(labels))), columns[1]: labels})
+    trials = [{"bytes": encode(picture), "path": None} for picture in pictures] if encoded is None else encoded
+    table = pa.table({columns[0]: trials, "extra": list(range(len(labels))), columns[1]: labels})
     if names:
         features = {columns[1]: {"names": names, "_type": "ClassLabel"}, columns[0]: {"_type": "Image"}}
         features["extra"] = {"dtype": "int64", "_type": "Value"}

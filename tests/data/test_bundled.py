@@ -12,10 +12,10 @@ COUNTS = {"digits": (1197, 600), "faces": (100, 100), "patches": (405, 139)}
 
 @pytest.mark.parametrize("name", BUNDLED)
 def test_counts_sizes_and_labels(name: str) -> None:
-    public, victims = load(name)
-    assert (len(public), len(victims)) == COUNTS[name]
-    assert victims.inputs.shape[1:] == ((3 if name == "patches" else 1), 32, 32)
-    for split in (public, victims):
+    public, private = load(name)
+    assert (len(public), len(private)) == COUNTS[name]
+    assert private.inputs.shape[1:] == ((3 if name == "patches" else 1), 32, 32)
+    for split in (public, private):
         assert len(split.targets.unique()) == len(split.classes)
         assert split.task == (name != "patches")
         assert split.source == DATASETS[name].source
@@ -23,63 +23,63 @@ def test_counts_sizes_and_labels(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", BUNDLED)
-def test_no_image_is_in_both_splits_and_none_is_flat_among_the_first_victims(name: str) -> None:
-    public, victims = load(name, size=None, normalise="none")
+def test_no_image_is_in_both_splits_and_none_is_flat_among_the_first_private_images(name: str) -> None:
+    public, private = load(name, size=None, normalise="none")
     distance = torch.cdist(
-        victims.inputs.flatten(1), public.inputs.flatten(1), compute_mode="donot_use_mm_for_euclid_dist"
+        private.inputs.flatten(1), public.inputs.flatten(1), compute_mode="donot_use_mm_for_euclid_dist"
     )
     assert distance.min() > 0.05
-    assert victims.inputs[:32].flatten(1).std(1).min() > 0.1
-    assert len(victims.targets[:32].unique()) == len(victims.classes)
+    assert private.inputs[:32].flatten(1).std(1).min() > 0.1
+    assert len(private.targets[:32].unique()) == len(private.classes)
 
 
 def test_faces_come_first_and_are_labelled_as_scikit_image_orders_them() -> None:
     from skimage.data import lfw_subset
 
-    public, victims = load("faces", size=None, normalise="none")
+    public, private = load("faces", size=None, normalise="none")
     originals = torch.from_numpy(lfw_subset()).float()
-    for split in (public, victims):
+    for split in (public, private):
         for image, label in zip(split.inputs[:, 0], split.targets, strict=True):
             place = (originals - image).abs().amax((1, 2)).argmin()
             assert split.classes[label] == ("face" if place < 100 else "background")
-    assert victims.targets[:8].tolist() == [0, 0, 0, 1, 0, 0, 0, 1]
-    assert victims.targets.bincount().tolist() == [50, 50]
+    assert private.targets[:8].tolist() == [0, 0, 0, 1, 0, 0, 0, 1]
+    assert private.targets.bincount().tolist() == [50, 50]
 
 
 def test_patches_take_turns_over_photographs() -> None:
     from skimage.data import astronaut
 
-    victims = load("patches", size=None, normalise="none").victims
+    private = load("patches", size=None, normalise="none").private
     tiles = torch.from_numpy(astronaut().copy()).permute(2, 0, 1)[:, :480, :480].float() / 255
     tiles = tiles.unfold(1, 80, 80).unfold(2, 80, 80).permute(1, 2, 0, 3, 4).reshape(-1, 3, 80, 80)
-    cut_from_it = [bool((tiles == crop).flatten(1).all(1).any()) for crop in victims.inputs[:8]]
+    cut_from_it = [bool((tiles == crop).flatten(1).all(1).any()) for crop in private.inputs[:8]]
     assert cut_from_it == [True, False, False, False, True, False, False, False]
 
 
 @pytest.mark.parametrize("name", BUNDLED)
 def test_statistics_come_from_the_public_split_and_a_limit_changes_nothing(name: str) -> None:
-    public, victims = load(name)
+    public, private = load(name)
     torch.testing.assert_close(public.inputs.mean((0, 2, 3)), torch.zeros(public.channels), atol=1e-3, rtol=0)
     torch.testing.assert_close(public.inputs.std((0, 2, 3)), torch.ones(public.channels), atol=1e-3, rtol=0)
-    few = load(name, limit_public=3, limit_victims=2)
+    few = load(name, limit_public=3, limit_private=2)
     assert torch.equal(few.public.inputs, public.inputs[:3])
-    assert torch.equal(few.victims.inputs, victims.inputs[:2])
+    assert torch.equal(few.private.inputs, private.inputs[:2])
 
 
 @pytest.mark.parametrize("size", [8, 28, 64])
 @pytest.mark.parametrize("channels", [1, 3])
 def test_any_size_and_colour(size: int, channels: int) -> None:
-    victims = load("faces", size=size, channels=channels, limit_victims=2, limit_public=1).victims
-    assert victims.inputs.shape == (2, channels, size, size)
-    assert (victims.inputs >= victims.bounds[0] - 1e-5).all()
-    assert (victims.inputs <= victims.bounds[1] + 1e-5).all()
+    private = load("faces", size=size, channels=channels, limit_private=2, limit_public=1).private
+    assert private.inputs.shape == (2, channels, size, size)
+    assert (private.inputs >= private.bounds[0] - 1e-5).all()
+    assert (private.inputs <= private.bounds[1] + 1e-5).all()
 
 
 def test_given_statistics_are_taken() -> None:
-    victims = load("digits", normalise=((0.5,), (0.25,)), limit_victims=4).victims
-    assert [bound.flatten().tolist() for bound in victims.bounds] == [[-2.0], [2.0]]
-    raw = load("digits", normalise="none", limit_victims=4).victims
-    torch.testing.assert_close(victims.pixels, raw.inputs)
+    private = load("digits", normalise=((0.5,), (0.25,)), limit_private=4).private
+    assert [bound.flatten().tolist() for bound in private.bounds] == [[-2.0], [2.0]]
+    raw = load("digits", normalise="none", limit_private=4).private
+    torch.testing.assert_close(private.pixels, raw.inputs)
 
 
 @pytest.mark.parametrize(("settings", "message"), [
@@ -91,7 +91,7 @@ def test_given_statistics_are_taken() -> None:
     ({"normalise": "imagenet"}, "choose dataset, none"),
     ({"normalise": ((0.5,), (0.0,))}, "every std above 0"),
     ({"normalise": 0.5}, "give a pair"),
-    ({"limit_victims": 0}, "keep at least 1 image"),
+    ({"limit_private": 0}, "keep at least 1 image"),
     ({"limit_public": -1}, "keep at least 1 image"),
 ])  # fmt: skip
 def test_wrong_settings_are_refused(settings: dict, message: str) -> None:
@@ -102,6 +102,6 @@ def test_wrong_settings_are_refused(settings: dict, message: str) -> None:
 
 def test_every_wrong_setting_is_named_at_once() -> None:
     with pytest.raises(GradveilError) as caught:
-        load("nothing", size=-1, channels=4, normalise="x", limit_public=0, limit_victims=0)
+        load("nothing", size=-1, channels=4, normalise="x", limit_public=0, limit_private=0)
     named = [problem.where for problem in caught.value.problems]
-    assert named == ["data", "size", "channels", "normalise", "limit_public", "limit_victims"]
+    assert named == ["data", "size", "channels", "normalise", "limit_public", "limit_private"]

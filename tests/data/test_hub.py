@@ -11,18 +11,18 @@ from PIL import Image
 
 from gradveil.core.errors import GradveilError
 from gradveil.data import DATA_DIR, hub, load
-from gradveil.data.pixels import recolour, resize
+from gradveil.data.hub import recolour, resize
 from tests.data.files import NAMES, encode, images, write
 
 
 def test_pixels_labels_and_published_constants(home: Path) -> None:
-    public, victims = load("cifar10", data_dir=home, size=None)
+    public, private = load("cifar10", data_dir=home, size=None)
     expected = torch.from_numpy(np.stack(images(6, seed=1))).permute(0, 3, 1, 2) / 255
-    torch.testing.assert_close(victims.pixels, expected, atol=1e-6, rtol=0)
-    assert victims.targets.tolist() == [2, 1, 0, 2, 1, 0]
+    torch.testing.assert_close(private.pixels, expected, atol=1e-6, rtol=0)
+    assert private.targets.tolist() == [2, 1, 0, 2, 1, 0]
     assert len(public) == 9
-    assert victims.classes == tuple(NAMES)
-    assert victims.mean == (0.4914, 0.4822, 0.4465)
+    assert private.classes == tuple(NAMES)
+    assert private.mean == (0.4914, 0.4822, 0.4465)
 
 
 def test_images_are_known_by_what_lies_in_their_files(home: Path, tmp_path: Path) -> None:
@@ -34,14 +34,14 @@ def test_images_are_known_by_what_lies_in_their_files(home: Path, tmp_path: Path
     write(tmp_path / "copy/test.parquet", images(6, seed=1), [2 - i % 3 for i in range(6)], names=NAMES)
     write(tmp_path / "copy/train.parquet", images(9), [i % 3 for i in range(9)], names=NAMES)
     assert load(f"parquet:{tmp_path / 'copy'}", size=16, channels=1, normalise="none").identities() == held
-    victims = splits.victims
+    private = splits.private
     assert (
-        victims.identity(4)
-        == victims.subset(range(4)).identity()
-        == load("cifar10", data_dir=home, limit_victims=4).victims.identity()
+        private.identity(4)
+        == private.subset(range(4)).identity()
+        == load("cifar10", data_dir=home, limit_private=4).private.identity()
     )
-    assert victims.identity(4) != victims.identity(5)
-    assert load("digits").victims.identity() is None
+    assert private.identity(4) != private.identity(5)
+    assert load("digits").private.identity() is None
 
 
 @pytest.mark.parametrize("change", ["pixel", "label", "order"])
@@ -56,14 +56,14 @@ def test_whatever_changes_in_the_files_is_another_set_of_images(home: Path, chan
         pictures[:2] = pictures[1::-1]
     write(home / "cifar10/test.parquet", pictures, labels, names=NAMES)
     after = load("cifar10", data_dir=home).identities()
-    assert after["victims"] != before["victims"]
+    assert after["private"] != before["private"]
     assert after["public"] == before["public"]
 
 
 def test_the_environment_variable_names_the_folder(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(DATA_DIR, str(home))
-    assert len(load("cifar10").victims) == 6
-    assert len(load("parquet:cifar10").victims) == 6
+    assert len(load("cifar10").private) == 6
+    assert len(load("parquet:cifar10").private) == 6
 
 
 def test_a_limit_decodes_no_other_image(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -75,10 +75,10 @@ def test_a_limit_decodes_no_other_image(home: Path, monkeypatch: pytest.MonkeyPa
 
     decode = hub.decode
     monkeypatch.setattr(hub, "decode", counted)
-    few = load("cifar10", data_dir=home, limit_public=1, limit_victims=3)
+    few = load("cifar10", data_dir=home, limit_public=1, limit_private=3)
     assert len(decoded) == 4
     everything = load("cifar10", data_dir=home)
-    assert torch.equal(few.victims.inputs, everything.victims.inputs[:3])
+    assert torch.equal(few.private.inputs, everything.private.inputs[:3])
 
 
 def test_shards_other_columns_and_string_labels(tmp_path: Path) -> None:
@@ -86,10 +86,10 @@ def test_shards_other_columns_and_string_labels(tmp_path: Path) -> None:
         path = tmp_path / f"data/train-0000{shard}-of-00002.parquet"
         write(path, images(3, 1, seed=shard), ["owl", "cat", "dog"], columns=("img", "fine_label"))
     write(tmp_path / "data/validation.parquet", images(2, 1, seed=5), ["dog", "cat"], columns=("img", "fine_label"))
-    public, victims = load(f"parquet:{tmp_path}", size=None, normalise="none")
+    public, private = load(f"parquet:{tmp_path}", size=None, normalise="none")
     assert public.classes == ("cat", "dog", "owl")
     assert public.targets.tolist() == [2, 0, 1, 2, 0, 1]
-    assert victims.targets.tolist() == [1, 0]
+    assert private.targets.tolist() == [1, 0]
     expected = np.stack(images(3, 1) + images(3, 1, seed=1))
     torch.testing.assert_close(public.inputs[:, 0], torch.from_numpy(expected) / 255)
 
@@ -100,25 +100,25 @@ def test_columns_can_be_named(tmp_path: Path) -> None:
         load(f"parquet:{tmp_path}")
     with pytest.raises(GradveilError, match="set label_column"):
         load(f"parquet:{tmp_path}", image_column="scan")
-    assert len(load(f"parquet:{tmp_path}", image_column="scan", label_column="finding").victims) == 1
+    assert len(load(f"parquet:{tmp_path}", image_column="scan", label_column="finding").private) == 1
 
 
 def test_a_single_split_is_divided_without_overlap(tmp_path: Path) -> None:
     write(tmp_path / "all.parquet", images(9), list(range(9)))
-    public, victims = load(f"parquet:{tmp_path / 'all.parquet'}", size=None, normalise="none", limit_public=5)
+    public, private = load(f"parquet:{tmp_path / 'all.parquet'}", size=None, normalise="none", limit_public=5)
     assert public.targets.tolist() == [0, 1, 2, 4, 5]
-    assert victims.targets.tolist() == [3, 7]
+    assert private.targets.tolist() == [3, 7]
     expected = torch.from_numpy(np.stack([images(9)[3], images(9)[7]])).permute(0, 3, 1, 2) / 255
-    torch.testing.assert_close(victims.inputs, expected)
+    torch.testing.assert_close(private.inputs, expected)
 
 
 def test_a_single_split_in_shards_is_divided(tmp_path: Path) -> None:
     for shard in range(3):
         write(tmp_path / f"train-{shard}.parquet", images(3, seed=shard), [3 * shard, 3 * shard + 1, 3 * shard + 2])
-    victims = load(f"parquet:{tmp_path}", size=None, normalise="none").victims
-    assert victims.targets.tolist() == [3, 7]
+    private = load(f"parquet:{tmp_path}", size=None, normalise="none").private
+    assert private.targets.tolist() == [3, 7]
     expected = torch.from_numpy(np.stack([images(3, seed=1)[0], images(3, seed=2)[1]])).permute(0, 3, 1, 2) / 255
-    torch.testing.assert_close(victims.inputs, expected)
+    torch.testing.assert_close(private.inputs, expected)
 
 
 def test_folders_keep_classes_balanced_and_mix_sizes_and_colours(tmp_path: Path) -> None:
@@ -130,11 +130,11 @@ def test_folders_keep_classes_balanced_and_mix_sizes_and_colours(tmp_path: Path)
                 picture = images(1, 1 if place == 0 else 3, side=20 + 4 * index, seed=place)[0]
                 Image.fromarray(picture[:, : 18 + index]).save(home / f"{index}.png")
     (tmp_path / "test" / "cat" / "notes.txt").write_text("not an image")
-    public, victims = load(f"folder:{tmp_path}", size=16, limit_public=4)
+    public, private = load(f"folder:{tmp_path}", size=16, limit_public=4)
     assert public.targets.tolist() == [0, 1, 2, 0]
     assert public.inputs.shape == (4, 3, 16, 16)
-    assert victims.targets.tolist() == [0, 1, 2, 0, 1, 2]
-    assert victims.classes == tuple(NAMES)
+    assert private.targets.tolist() == [0, 1, 2, 0, 1, 2]
+    assert private.classes == tuple(NAMES)
     with pytest.raises(GradveilError, match="different sizes"):
         load(f"folder:{tmp_path}", size=None)
 
@@ -144,17 +144,17 @@ def test_a_folder_of_classes_alone_is_divided(tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
         for index, picture in enumerate(images(4)):
             Image.fromarray(picture).save(tmp_path / name / f"{index}.png")
-    public, victims = load(f"folder:{tmp_path}")
-    assert (len(public), len(victims)) == (9, 3)
+    public, private = load(f"folder:{tmp_path}")
+    assert (len(public), len(private)) == (9, 3)
 
 
 def test_hugging_face_names(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    public, victims = load(f"hf:{home / 'cifar10'}", size=None, normalise="none", limit_victims=4)
+    public, private = load(f"hf:{home / 'cifar10'}", size=None, normalise="none", limit_private=4)
     local = load("cifar10", data_dir=home, size=None, normalise="none")
     assert torch.equal(public.inputs, local.public.inputs)
-    assert torch.equal(victims.inputs, local.victims.inputs[:4])
-    assert victims.classes == tuple(NAMES)
+    assert torch.equal(private.inputs, local.private.inputs[:4])
+    assert private.classes == tuple(NAMES)
 
 
 def test_other_image_modes(tmp_path: Path) -> None:
@@ -164,9 +164,9 @@ def test_other_image_modes(tmp_path: Path) -> None:
     Image.fromarray(images(1, side=2)[0]).quantize(4).save(palette, "PNG")
     write(tmp_path / "train.parquet", [], [0], encoded=[encode(deep)])
     write(tmp_path / "test.parquet", [], [0], encoded=[palette.getvalue()])
-    public, victims = load(f"parquet:{tmp_path}", size=None, normalise="none", channels=1)
+    public, private = load(f"parquet:{tmp_path}", size=None, normalise="none", channels=1)
     torch.testing.assert_close(public.inputs[0, 0], torch.from_numpy(deep.astype(np.float32) / 65535))
-    assert victims.channels == 1
+    assert private.channels == 1
     write(tmp_path / "test.parquet", [], [0], encoded=[encode(real, "TIFF")])
     with pytest.raises(GradveilError, match="NaN or infinite pixels"):
         load(f"parquet:{tmp_path}", size=None, normalise="none")
@@ -195,8 +195,8 @@ def test_grey_is_luma_and_other_channels_are_refused() -> None:
         recolour(torch.zeros(1, 2, 1, 1), 3, "x")
 
 
-def test_a_single_split_gives_victims_of_every_class():
-    rows = hub.Rows([0, 1] * 8 + [2, 2], None, lambda places: [np.zeros((2, 2), np.uint8)] * len(places), "here")
-    public, victims = hub.two_splits({"train": rows})
-    assert sorted(victims.labels) == [0, 0, 1, 1, 2]
+def test_a_single_split_gives_target_clients_of_every_class():
+    rows = hub.SourceSplit([0, 1] * 8 + [2, 2], None, lambda places: [np.zeros((2, 2), np.uint8)] * len(places), "here")
+    public, private = hub.two_splits({"train": rows})
+    assert sorted(private.labels) == [0, 0, 1, 1, 2]
     assert sorted(public.labels) == [0] * 6 + [1] * 6 + [2]

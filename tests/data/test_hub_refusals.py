@@ -12,11 +12,11 @@ from tests.data.files import NAMES, encode, images, write
 
 
 def test_a_broken_image_past_the_limit_does_no_harm_and_is_named_within_it(tmp_path: Path) -> None:
-    cells = [{"bytes": encode(picture), "path": None} for picture in images(3)] + [{"bytes": b"broken", "path": None}]
-    write(tmp_path / "test.parquet", [], [0, 1, 0, 1], encoded=cells)
+    trials = [{"bytes": encode(picture), "path": None} for picture in images(3)] + [{"bytes": b"broken", "path": None}]
+    write(tmp_path / "test.parquet", [], [0, 1, 0, 1], encoded=trials)
     write(tmp_path / "train.parquet", images(2), [0, 1])
     where = f"parquet:{tmp_path}"
-    assert len(load(where, limit_victims=3).victims) == 3
+    assert len(load(where, limit_private=3).private) == 3
     with pytest.raises(GradveilError, match="row 3: is not an image"):
         load(where)
 
@@ -75,7 +75,7 @@ def test_bad_labels_are_refused(tmp_path: Path, labels: list, message: str) -> N
         load(f"parquet:{tmp_path}")
 
 
-def test_cells_that_are_no_images_are_refused(tmp_path: Path) -> None:
+def test_trials_that_are_no_images_are_refused(tmp_path: Path) -> None:
     write(tmp_path / "train.parquet", [], [0, 1], encoded=[1.0, 2.0])
     with pytest.raises(GradveilError, match="holds no encoded image"):
         load(f"parquet:{tmp_path}", limit_public=1)
@@ -86,7 +86,7 @@ def test_splits_of_different_shapes_are_refused(tmp_path: Path) -> None:
     write(tmp_path / "test.parquet", images(2, 1), [0, 1])
     with pytest.raises(GradveilError, match="give size and channels"):
         load(f"parquet:{tmp_path}")
-    assert load(f"parquet:{tmp_path}", channels=3).victims.channels == 3
+    assert load(f"parquet:{tmp_path}", channels=3).private.channels == 3
 
 
 def test_what_is_no_image_is_told_without_what_lies_in_memory(tmp_path: Path) -> None:

@@ -10,9 +10,9 @@ from gradveil.core.noise import Key, Noise, NoiseSpec, Normal, Uniform
 from gradveil.core.tree import tmap
 from gradveil.core.types import Batch, BatchTransform, Context, Stage, Transform
 from gradveil.defences import Chain, Clip, Defence, Gaussian, chain, parse
-from gradveil.defences.lint import suspicions
-from gradveil.defences.privacy import examine
-from gradveil.theory.accounting import Training
+from gradveil.defences.guarantees import examine
+from gradveil.defences.privacy_warnings import suspicions
+from gradveil.theory.accounting import Participation
 from tests.laws.cases import Tiny, draw_batch
 
 PLAIN = Client(Tiny())
@@ -30,7 +30,7 @@ def multipliers(defence: str | Defence, client: Client = PLAIN):
     return {m.unit: m.multiplier for m in found(defence, client).mechanisms}
 
 
-def warned(defence: str | Defence, training: Training | None = None, client: Client = PLAIN) -> list[str]:
+def warned(defence: str | Defence, training: Participation | None = None, client: Client = PLAIN) -> list[str]:
     problems = [*suspicions((parse(defence) if isinstance(defence, str) else defence)(client), BATCH, training)]
     assert all(problem.severity == "warning" for problem in problems)
     return [f"{problem.where}: {problem.what}" for problem in problems]

@@ -7,11 +7,10 @@ import torch
 from torch import nn
 
 import gradveil
-from gradveil.attacks.base import Active
+from gradveil.attacks.attack_catalogue import make_attack
 from gradveil.attacks.knowledge import Known
-from gradveil.attacks.presets import make_attack
-from gradveil.audit.adaptive import aimed_at, attacks_against, planted_for
-from gradveil.audit.cell import cells, pairs
+from gradveil.attacks.protocol import Active
+from gradveil.audit.attack_selection import aimed_at, attacks_against, pairs, planted_for, trials
 from gradveil.cli.app import run
 from gradveil.core.errors import GradveilError
 from gradveil.defences import DEFENCES
@@ -29,7 +28,7 @@ def test_every_defence_has_an_attacker_who_knows_it(name):
     attacks = [make_attack(text) for text in DEFENCES[name].adaptive]
     assert attacks, f"{name} names no attacker that aims at it"
     if DEFENCES[name].changes:
-        knows = [attack.belief == "full" and not told(attack) for attack in attacks]
+        knows = [attack.simulated_client == "full" and not told(attack) for attack in attacks]
         assert any(knows), f"whoever aims at {name} ignores it, or is told its secrets"
 
 
@@ -106,7 +105,7 @@ def test_adaptive_is_spelled_out_for_each_defence():
         "dia",
     }
     assert "learned" in {text for text, defence in met if defence == "dgp"}
-    assert len(cells(run)) == len(met) == len({cell.id for cell in cells(run)})
+    assert len(trials(run)) == len(met) == len({trial.id for trial in trials(run)})
 
 
 def test_an_attacker_that_is_named_already_is_not_run_twice():
@@ -135,7 +134,7 @@ def test_both_words_stand_side_by_side():
 def test_what_a_malicious_server_gets_of_the_defence_that_is_pruned_for_it(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     words = ["audit", "faces", "--attack", "malicious", "--defence", "none", "--defence", "dgp", "--json"]
-    words += ["--set", "data.size=32", "--set", "client.batch=4", "--victims", "1", "--workers", "1"]
+    words += ["--set", "data.size=32", "--set", "client.batch=4", "--target-clients", "1", "--workers", "1"]
     assert run([*words, "--iterations", "1"]) == 0
     rates = {(row["defence"], row["attack"]): row["asr"] for row in json.loads(capsys.readouterr().out)["trials"]}
     assert rates["none", "rob(bins=512)"] == 1.0
@@ -149,6 +148,6 @@ def test_python_spells_it_out_too():
     model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.Sigmoid(), nn.Flatten(), nn.Linear(2 * 12 * 12, 3))
     batch = torch.rand(2, 1, 14, 14, generator=torch.Generator().manual_seed(1)), torch.tensor([0, 2])
     result = gradveil.audit(model, batch, defences=["none", "prune(0.5)"], attacks=["ig", "adaptive"], iterations=2)
-    tried = {(cell.info["attack"], cell.info["defence"]) for cell in result.cells}
+    tried = {(trial.info["attack"], trial.info["defence"]) for trial in result.trials}
     assert ("cdia(rounds=all)", "prune(0.5)") in tried
     assert ("ig", "none") in tried

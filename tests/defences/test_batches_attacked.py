@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from gradveil.attacks.presets import make_attack
+from gradveil.attacks.attack_catalogue import make_attack
 from gradveil.core.noise import Key
 from gradveil.core.tree import stack
 from gradveil.core.types import Batch
@@ -13,22 +13,22 @@ from gradveil.defences import parse
 from tests.attacks.scenes import pictures, psnr
 
 
-def against_raw(text: str, settings: str, examples: int, victims: int):
+def against_raw(text: str, settings: str, examples: int, target_clients: int):
     """What the naive and the knowing attacker recover of the images themselves, in decibel, by equal means."""
-    scene = pictures("scheliga-cnn", "digits", victims, examples)
-    known, raw = scene.knowledge, scene.truth
-    client = parse(text)(scene.client, Key(0))
+    experiment = pictures("scheliga-cnn", "digits", target_clients, examples)
+    known, raw = experiment.knowledge, experiment.truth
+    client = parse(text)(experiment.client, Key(0))
     params = client.params()
     spec = client.noise_spec(params, Batch(raw.inputs[0], raw.targets[0]))
-    noise = stack([spec.sample(Key(0).child("client", victim)) for victim in range(victims)])
-    state = {name: value.expand(victims, *value.shape) for name, value in client.init(params).items()}
+    noise = stack([spec.sample(Key(0).child("client", target_client)) for target_client in range(target_clients)])
+    state = {name: value.expand(target_clients, *value.shape) for name, value in client.init(params).items()}
     sent, _ = client.updates(params, raw, noise, state)
-    observation = replace(scene.observation, params=params, update=sent)
+    observation = replace(experiment.observation, params=params, update=sent)
     found = {}
     for name in ("ig-scheliga", "cdia"):
         attack = make_attack(f"{name}({settings})")
-        belief = client if attack.belief == "full" else client.undefended_update()
-        guess = attack([observation], belief, replace(known, tensors=attack.knowledge), Key(0)).inputs
+        simulated_client = client if attack.simulated_client == "full" else client.undefended_update()
+        guess = attack([observation], simulated_client, replace(known, tensors=attack.knowledge), Key(0)).inputs
         assert bool(torch.isfinite(guess).all())
         found[name] = psnr(guess, raw.inputs, known.lower, known.upper).mean()
     return found
@@ -44,12 +44,12 @@ def against_raw(text: str, settings: str, examples: int, victims: int):
     ],
 )
 def test_knowing_how_images_are_changed_helps(defence: str, examples: int, settings: str, gain: float):
-    found = against_raw(defence, f"{settings}, lr=0.1", examples, victims=6)
+    found = against_raw(defence, f"{settings}, lr=0.1", examples, target_clients=6)
     assert found["cdia"] > found["ig-scheliga"] + gain, found
 
 
 def test_a_lock_that_is_optimised_hides_little():
     """Against the same search where there is no lock."""
     settings = "iterations=100, lr=0.1"
-    found, without = (against_raw(defence, settings, 1, victims=4) for defence in ("keylock", "none"))
+    found, without = (against_raw(defence, settings, 1, target_clients=4) for defence in ("keylock", "none"))
     assert found["cdia"] > without["cdia"] - 2.5, (found, without)

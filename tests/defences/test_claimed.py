@@ -9,10 +9,9 @@ from gradveil.client import Client
 from gradveil.core.noise import Key, Laplace, Noise, NoiseSpec, Normal, Uniform
 from gradveil.core.tree import tmap
 from gradveil.defences import Defence, Gaussian, Laplacian, chain
-from gradveil.defences.claimed import misstated
-from gradveil.defences.contract import faults
-from gradveil.defences.information import obstacle
-from gradveil.defences.noise import Additive
+from gradveil.defences.additive_noise import Additive
+from gradveil.defences.fisher_information import obstacle
+from gradveil.defences.user_defence import faults, misstated
 from tests.laws.cases import Tiny, draw_batch
 
 PLAIN = Client(Tiny())

@@ -27,7 +27,7 @@ from gradveil.defences import (
     chain,
     parse,
 )
-from gradveil.defences.prune import share
+from gradveil.defences.pruning import share
 from gradveil.nn.models import build
 from tests.laws.cases import CLIENTS, Tiny, draw
 

@@ -13,8 +13,8 @@ from gradveil.core.errors import GradveilError
 from gradveil.core.noise import Key, Noise, NoiseSpec, Normal
 from gradveil.core.types import Batch, BatchTransform, Stage, Transform
 from gradveil.defences import Defence, chain, parse
-from gradveil.defences.contract import faults
-from gradveil.defences.feedback import Feedback
+from gradveil.defences.error_feedback import Feedback
+from gradveil.defences.user_defence import faults
 
 BATCH = Batch(torch.rand(2, 1, 4, 4, generator=torch.Generator().manual_seed(0)), torch.tensor([2, 0]))
 

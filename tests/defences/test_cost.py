@@ -12,8 +12,8 @@ from gradveil.core.types import Batch, Domain
 from gradveil.data import load
 from gradveil.defences import DEFENCES, parse
 from gradveil.defences.entry import DefenceEntry
-from gradveil.federated.wire import encoded_size
 from gradveil.nn.models import build
+from gradveil.wire.codec import encoded_size
 
 NEEDED = {"norm": 1.0, "std": 0.001, "scale": 0.001, "ratio": 0.8, "keep": 0.2}
 """What is set where an argument has no default."""
@@ -22,7 +22,7 @@ NEEDED = {"norm": 1.0, "std": 0.001, "scale": 0.001, "ratio": 0.8, "keep": 0.2}
 @cache
 def sent_bytes(text: str) -> int:
     """Encode the first update of 64 digits, by the small CNN of the cost benchmark."""
-    key, data = Key(0), load("digits").victims
+    key, data = Key(0), load("digits").private
     net = build("scheliga-cnn", channels=1, size=32, classes=10, generator=key.child("model").generator())
     domain = Domain(torch.full((1, 1, 1), -2.0), torch.full((1, 1, 1), 2.0), 10, data.inputs[64:80])
     client, batch = parse(text)(Client(net, domain=domain), key), Batch(data.inputs[:64], data.targets[:64])

@@ -7,15 +7,14 @@ import torch
 from scipy import stats
 from torch import nn
 
-from gradveil.client import Client, Local, defended, drawn_update, scheduled
-from gradveil.core.lattice import Rounded
+from gradveil.client import Client, Local, defended_gradient, drawn_update, scheduled
 from gradveil.core.noise import Key
-from gradveil.core.secure import SecretKey
+from gradveil.core.secure_noise import Rounded, SecretKey
 from gradveil.core.types import Batch, Context
 from gradveil.defences import chain, parse
-from gradveil.defences.base import Defence
-from gradveil.defences.lattice import SLACK, ExactClip, Grid, LatticeGaussian, deployed
-from gradveil.defences.noise import Gaussian
+from gradveil.defences.additive_noise import Gaussian
+from gradveil.defences.composition import Defence
+from gradveil.defences.deployed_noise import SLACK, ExactClip, Grid, LatticeGaussian, deployed
 from tests.defences.strangers import Faint
 
 EXAMPLES = Batch(torch.linspace(-2, 2, 32).reshape(8, 4).sin(), torch.arange(8) % 3)
@@ -51,7 +50,7 @@ def silent(own, params, batch, **noise):
 @pytest.mark.parametrize("at_once", [1, 1 << 24])
 def test_but_for_the_grid_it_is_the_simulated_client(text, local, at_once, monkeypatch):
     """The same clips and sums, also where examples are taken one at a time: each entry is less than a step away."""
-    monkeypatch.setattr(defended, "_AT_ONCE", at_once)
+    monkeypatch.setattr(defended_gradient, "_AT_ONCE", at_once)
     own = client(text, local=local)
     placed = deployed(own, EXAMPLES)
     assert placed.without is None

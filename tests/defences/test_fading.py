@@ -6,16 +6,16 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
-from gradveil.audit.bound import leaked
-from gradveil.audit.granted import grant
-from gradveil.audit.rounds import observe
+from gradveil.audit.error_bound import leaked
+from gradveil.audit.grants import grant
+from gradveil.audit.observe import observe
 from gradveil.client import Client, Local, scheduled
 from gradveil.core.errors import GradveilError
 from gradveil.core.noise import Key
 from gradveil.defences import Clip, Feedback, Gaussian, Magnitude, chain, parse
-from gradveil.defences.fading import FLOOR, FadingClip, FadingNoise
-from gradveil.defences.privacy import NOTHING, examine
-from gradveil.federated.privacy import guarantee
+from gradveil.defences.dp import BASELINE, FadingClip, FadingNoise
+from gradveil.defences.guarantees import NOTHING, examine
+from gradveil.federated.privacy_ledger import guarantee
 from tests.audit.test_rounds import opened
 from tests.federated.scenes import federation
 from tests.laws.cases import Tiny, draw, draw_batch
@@ -58,7 +58,7 @@ def test_every_round_promises_what_the_first_does():
     for number in (0, 1, 30, 10**6):
         (mechanism,) = examine(scheduled(fading, number), BATCH).mechanisms
         assert mechanism.multiplier == pytest.approx(wanted.multiplier, rel=1e-12)
-        assert mechanism.bound == pytest.approx(wanted.bound * max(0.9**number, FLOOR))
+        assert mechanism.bound == pytest.approx(wanted.bound * max(0.9**number, BASELINE))
     assert examine(fading, BATCH).promise() == examine(fixed, BATCH).promise()
 
 
@@ -118,12 +118,12 @@ def test_a_training_follows_it_and_proves_as_much():
 
 
 def test_attackers_know_the_round_that_they_see():
-    scene, cell, client = opened(
+    experiment, trial, client = opened(
         "fed-cdp(clip=0.01, sigma=0.1, decay=0.5)", "wiig(rounds=all, tv=0, objective=l2)", rounds=3
     )
-    seen, truth = observe(scene, cell, client, range(2))
-    attack = scene.attacks[cell.attack]
-    knowledge, _ = grant(scene, attack, client, client.params(), truth)
+    seen, truth = observe(experiment, trial, client, range(2))
+    attack = experiment.attacks[trial.attack]
+    knowledge, _ = grant(experiment, attack, client, client.params(), truth)
 
     def value(since: int) -> torch.Tensor:
         watched = [replace(one, since=since) for one in seen]
@@ -137,9 +137,9 @@ def test_the_bound_takes_each_round_as_it_is():
     """Clip and noise shrink together, so that a long gradient tells as much as it did in the first round."""
     told = {}
     for text in ("fed-cdp(clip=1e-4, sigma=1, decay=0.5)", "fed-cdp(clip=1e-4, sigma=1)", "gaussian(1e-4)"):
-        scene, cell, client = opened(text, rounds=3, server_lr=0.0, model={"name": "lenet-zhu"})
-        seen, truth = observe(scene, cell, client, range(2))
-        told[text] = leaked(scene, 0, client, seen, truth)[0]["nats"]
+        experiment, trial, client = opened(text, rounds=3, server_lr=0.0, model={"name": "lenet-zhu"})
+        seen, truth = observe(experiment, trial, client, range(2))
+        told[text] = leaked(experiment, 0, client, seen, truth)[0]["nats"]
     fading, fixed, _ = told.values()
     torch.testing.assert_close(fading, fixed, rtol=1e-4, atol=0)
 

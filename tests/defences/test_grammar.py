@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradveil.core.arguments import REQUIRED, literal
 from gradveil.core.errors import GradveilError, Problem
+from gradveil.core.settings import REQUIRED, literal
 from gradveil.defences import DEFENCES, NONE, Clip, Defence, Dual, Feedback, Gaussian, Magnitude, parse
 from tests.laws.cases import TEXTS
 

@@ -14,9 +14,9 @@ from gradveil.core.noise import Key
 from gradveil.core.tree import select, squared_norm, tmap
 from gradveil.core.types import Batch, Context, Domain, Stage, Transform
 from gradveil.defences import Clip, Defence, Gaussian, chain, parse
-from gradveil.defences.batch import LabelSmoothing
-from gradveil.defences.information import information, obstacle, sight
-from gradveil.theory.sensitivity import jacobian
+from gradveil.defences.batch_defences import LabelSmoothing
+from gradveil.defences.fisher_information import information, obstacle, sight
+from gradveil.theory.input_jacobian import jacobian
 from tests.laws.cases import B, Tiny, draw_batch
 
 PLAIN = Client(Tiny())

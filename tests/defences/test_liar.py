@@ -11,7 +11,7 @@ from gradveil.core.tree import Tensors, take, tmap
 from gradveil.core.types import Batch
 from gradveil.data import load
 from gradveil.defences import parse
-from gradveil.nn.init import initialise
+from gradveil.nn.initial_weights import initialise
 
 USERS, ROUNDS, BATCH, LR = 10, 60, 16, 0.5
 LIAR = 0
@@ -21,7 +21,7 @@ LIAR = 0
 def digits():
     splits = load("digits", size=8)
     assert splits.public is not None
-    return splits.public, splits.victims
+    return splits.public, splits.private
 
 
 def lie(honest: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:

@@ -7,8 +7,8 @@ import pytest
 from gradveil.client import Local, summed
 from gradveil.core.types import Batch
 from gradveil.defences import Clip, Defence, chain, parse
-from gradveil.defences.lint import MEANINGLESS, suspicions
-from gradveil.theory.accounting import Training, epsilon
+from gradveil.defences.privacy_warnings import MEANINGLESS, suspicions
+from gradveil.theory.accounting import Participation, epsilon
 from tests.defences.strangers import (
     BATCH,
     PLAIN,
@@ -40,7 +40,7 @@ class TestWithAnAccountant:
             "dp(clip=1, sigma=2) + prune(0.5, feedback=true)",
         ):
             assert warned(text) == []
-        assert warned("dp(clip=1, sigma=1)", Training(1000, 0.01)) == []
+        assert warned("dp(clip=1, sigma=1)", Participation(1000, 0.01)) == []
 
     def test_sensitivity_and_clip_that_disagree(self):
         (told,) = warned("fed-cdp(clip=4, sigma=6)")
@@ -57,7 +57,7 @@ class TestWithAnAccountant:
         (told,) = warned("dp(clip=20, sigma=1e-3)")
         assert "epsilon of one update alone is " in told
         assert "no guarantee to rely on" in told
-        (told,) = warned("dp(clip=1, sigma=1)", Training(1000))
+        (told,) = warned("dp(clip=1, sigma=1)", Participation(1000))
         assert "epsilon of a training of 1,000 sums" in told
         (told,) = warned("dp(clip=1, sigma=1)", client=replace(TRAINED, local=Local(2, 0.3, steps=30)))
         assert "of one update alone" in told
@@ -66,8 +66,8 @@ class TestWithAnAccountant:
     def test_an_update_is_accounted_as_its_examples_are_drawn(self, sampling, sigma):
         """Of 100 steps each example is in one, by chance or in turn: not in all of them."""
         many = Batch(BATCH.inputs.repeat(25, 1, 1, 1), BATCH.targets.repeat(25))
-        drawn = Training(100, 0.01) if sampling == "poisson" else Training(100, 0.01, sampling="shuffled")
-        assert epsilon(sigma, drawn) < 3 < MEANINGLESS < epsilon(sigma, Training(100))
+        drawn = Participation(100, 0.01) if sampling == "poisson" else Participation(100, 0.01, sampling="shuffled")
+        assert epsilon(sigma, drawn) < 3 < MEANINGLESS < epsilon(sigma, Participation(100))
         for strength in (sigma, 0.01):
             trained = replace(PLAIN, local=Local(1, 0.3, steps=100, sampling=sampling))
             said = [*suspicions(parse(f"dp(clip=1, sigma={strength})")(trained), many)]
@@ -75,9 +75,12 @@ class TestWithAnAccountant:
 
     def test_a_training_that_is_shorter_than_one_update(self):
         trained = replace(TRAINED, local=Local(2, 0.3, steps=30))
-        texts = warned("dp(clip=1, sigma=90)", Training(10, sampling="shuffled"), trained)
+        texts = warned("dp(clip=1, sigma=90)", Participation(10, sampling="shuffled"), trained)
         assert texts == ["privacy.steps: are 10, and one update alone is made of 30 noisy sums"]
-        for text, training in (("dp(clip=1, sigma=90)", Training(30)), ("user-dp(clip=1, sigma=90)", Training(10))):
+        for text, training in (
+            ("dp(clip=1, sigma=90)", Participation(30)),
+            ("user-dp(clip=1, sigma=90)", Participation(10)),
+        ):
             assert not any("privacy.steps" in line for line in warned(text, training, trained))
 
     def test_noise_from_a_shared_seed(self):
@@ -97,7 +100,7 @@ class TestWithAnAccountant:
         assert told.startswith("batch: mixes examples before the clip")
 
     def test_promises_with_a_training_name_their_epsilon_and_what_they_assume(self):
-        training = Training(1000, 0.01)
+        training = Participation(1000, 0.01)
         said = found("dp(clip=1, sigma=1)").promise(training)
         assert said.startswith(f"epsilon {epsilon(1.0, training):.4g} at delta 1e-05 of each example")
         assert "(Poisson)" in said
@@ -117,6 +120,6 @@ class TestWithAnAccountant:
 )
 def test_drawing_clients_amplifies_nothing_for_who_sees_each_update(text, members, rate, warned):
     client = summed(parse(text)(PLAIN), members)
-    said = [str(problem) for problem in suspicions(client, BATCH, Training(10, rate=rate))]
+    said = [str(problem) for problem in suspicions(client, BATCH, Participation(10, rate=rate))]
     assert [each for each in said if "privacy.rate" in each and "sees each one's update" in each] == said[: int(warned)]
     assert len(said) == int(warned)

@@ -10,14 +10,14 @@ from gradveil.core.errors import GradveilError
 from gradveil.core.noise import Key
 from gradveil.core.tree import tmap
 from gradveil.core.types import Batch
-from gradveil.core.written import written_bytes
 from gradveil.defences import parse
-from gradveil.defences.information import information, obstacle, sight
-from gradveil.defences.lint import suspicions
-from gradveil.defences.privacy import NOTHING, examine, stages
-from gradveil.defences.trials import data_dependent
-from gradveil.theory.sensitivity import exact_squared_row_norms, jacobian, squared_row_norms
-from gradveil.theory.utility import global_masks, global_ratio
+from gradveil.defences.fisher_information import information, obstacle, sight
+from gradveil.defences.guarantees import NOTHING, examine, stages
+from gradveil.defences.privacy_warnings import suspicions
+from gradveil.defences.stage_probes import data_dependent
+from gradveil.gradients.fused import written_bytes
+from gradveil.theory.first_order_utility import global_masks, global_ratio
+from gradveil.theory.input_jacobian import exact_squared_row_norms, jacobian, squared_row_norms
 from tests.laws.cases import DOMAIN, Tiny, draw, draw_batch
 
 TEXT = "optimal-noise(std=0.1, probes=4000, form=global, batches=3)"

@@ -5,15 +5,15 @@ import torch
 from torch import Tensor
 
 from gradveil.client import Client, load_state, save_state
-from gradveil.client.probing import example_squared_row_norms
 from gradveil.core.errors import GradveilError
 from gradveil.core.noise import Key
 from gradveil.core.tree import select, tmap
 from gradveil.core.types import Batch
 from gradveil.defences import parse
-from gradveil.defences.probed import SHRINK
-from gradveil.theory.sensitivity import exact_squared_row_norms
-from gradveil.theory.utility import privacy_loss
+from gradveil.defences.optimal import SHRINK
+from gradveil.gradients.input_sensitivity import example_squared_row_norms
+from gradveil.theory.first_order_utility import privacy_loss
+from gradveil.theory.input_jacobian import exact_squared_row_norms
 from tests.defences.informed import context_of, flat, relu_net
 from tests.laws.cases import Tiny, draw_batch
 

@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from gradveil.attacks.inversion import Inversion
-from gradveil.attacks.presets import make_attack
-from gradveil.audit.adaptive import aimed_at
-from gradveil.audit.reader import read
-from gradveil.audit.store import load_run
+from gradveil.attacks.attack_catalogue import make_attack
+from gradveil.attacks.inversion.inversion import Inversion
+from gradveil.audit.attack_selection import aimed_at
+from gradveil.audit.run_directory import load_run
+from gradveil.audit.run_file import read
 from gradveil.cli.app import app
 from gradveil.core.errors import GradveilError
 from gradveil.defences import entries, parse
@@ -18,8 +18,8 @@ from gradveil.defences import entries, parse
 CODE = '''"""Defences and attacks of a user."""
 from dataclasses import dataclass, field, replace
 import torch
-from gradveil.attacks.inversion import Inversion
-from gradveil.attacks.presets import make_attack
+from gradveil.attacks.inversion.inversion import Inversion
+from gradveil.attacks.attack_catalogue import make_attack
 from gradveil.core.types import Stage, Transform
 from gradveil.defences import parse
 
@@ -45,7 +45,7 @@ def surgery(module, generator):
     return module
 def compress(update, state):
     return update
-def search(observations, belief, knowledge, key):
+def search(observations, simulated client, knowledge, key):
     return None
 def scaled(sizes=torch.ones(3), std=1.0):
     return parse(f"gaussian({std * float(sizes.sum())})")
@@ -60,12 +60,12 @@ def slow(lr, name="ours"):
     return make_attack(f"ig(iterations=3, lr={lr})")
 class Guess:
     """Sees nothing."""
-    belief = "naive"
+    simulated_client = "naive"
     knowledge = {}
     def __init__(self, level=0.5):
         self.name, self.level = "guess", level
-    def __call__(self, observations, belief, knowledge, key, progress=None, plan=()):
-        found = make_attack("ig(iterations=1, labels=restore)")(observations, belief, knowledge, key)
+    def __call__(self, observations, simulated client, knowledge, key, progress=None, plan=()):
+        found = make_attack("ig(iterations=1, labels=restore)")(observations, simulated client, knowledge, key)
         return replace(found, inputs=found.inputs * 0 + self.level)
 print("imported")
 '''
@@ -180,13 +180,13 @@ def test_check_tells_what_a_stage_of_ones_own_does_wrong(mine):
 def test_an_audit_of_ones_own_from_the_command_line(mine):
     own = ["--defence", "mine:both(std=0.001)", "--attack", "mine:quick", "--attack", "mine:Guess(level=0)"]
     own += ["--no-control"]
-    told = _told("audit", "digits", "--victims", "1", *own, "--out", "run", "--workers", "1")
+    told = _told("audit", "digits", "--target-clients", "1", *own, "--out", "run", "--workers", "1")
     assert "mine:both(std=0.001)" in told, told
     assert "has changed since" not in told
     (mine / "mine.py").write_text(CODE + "# changed")
-    again = _told("audit", "digits", "--victims", "1", *own, "--out", "run", "--workers", "1")
-    assert "warning: module mine: has changed since 2 cells of this run were made" in again
-    recorded = {(cell.info["defence"], cell.info["attack"]) for cell in load_run("run").cells}
+    again = _told("audit", "digits", "--target-clients", "1", *own, "--out", "run", "--workers", "1")
+    assert "warning: module mine: has changed since 2 trials of this run were made" in again
+    recorded = {(trial.info["defence"], trial.info["attack"]) for trial in load_run("run").trials}
     assert recorded == {
         ("mine:both(std=0.001)", "mine:quick"),
         ("mine:both(std=0.001)", "mine:Guess(level=0)"),
@@ -213,9 +213,9 @@ def test_a_training_with_ones_own_tells_what_its_code_was(mine):
     assert "has changed since" not in _told(*own, "--rounds", "1", "--seed", "0")
     (mine / "mine.py").write_text(CODE + "# changed")
     more = _told(*own, "--rounds", "2", "--seed", "0", "--seed", "1")
-    assert "warning: module mine: has changed since 1 cell of this run was made -> if that matters" in more
+    assert "warning: module mine: has changed since 1 trial of this run was made -> if that matters" in more
     again = _told(*own, "--rounds", "2", "--seed", "0", "--seed", "1")
-    assert "has changed since 1 cell of" in again, "its first round was, though its last is of the new code"
+    assert "has changed since 1 trial of" in again, "its first round was, though its last is of the new code"
     (mine / "mine.py").write_text(CODE)
-    assert "has changed since 1 cell of" in _told(*own, "--rounds", "2", "--seed", "0", "--seed", "1"), "the other one"
+    assert "has changed since 1 trial of" in _told(*own, "--rounds", "2", "--seed", "0", "--seed", "1"), "the other one"
     assert "has changed since" not in _told(*own, "--rounds", "1", "--seed", "0", "--fresh")

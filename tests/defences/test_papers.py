@@ -7,13 +7,13 @@ import pytest
 import torch
 from torch import nn
 
-from gradveil.audit.reader import assemble
+from gradveil.audit.run_file import assemble
 from gradveil.core.errors import GradveilError
 from gradveil.core.noise import Key
 from gradveil.core.types import Batch
 from gradveil.defences import parse
-from gradveil.defences.papers import PAPERS, spelled_out
-from gradveil.theory.accounting import Training, epsilon
+from gradveil.defences.paper_presets import PAPERS, spelled_out
+from gradveil.theory.accounting import Participation, epsilon
 from tests.audit.runs import config, settings
 from tests.laws.cases import CLIENTS, Tiny, draw
 
@@ -81,7 +81,9 @@ def test_the_noise_of_aligned_pruning_has_its_epsilon():
     pytest.importorskip("dp_accounting", reason="the environment is older than pyproject.toml: make")
     (text,) = (text for text in PAPERS["aligned-dual-gradient-pruning"].tables["comparison"] if "dp" in text[:7])
     stages = dict(parse(text).send)
-    assert epsilon(stages["noise"].std / stages["clip"].norm, Training(1, delta=1e-5)) == pytest.approx(10.7, abs=0.05)
+    assert epsilon(stages["noise"].std / stages["clip"].norm, Participation(1, delta=1e-5)) == pytest.approx(
+        10.7, abs=0.05
+    )
 
 
 def test_dual_pruning_removes_what_its_table_says():
@@ -112,7 +114,7 @@ def test_noises_are_compared_at_one_scale():
 
 
 def test_a_run_file_names_a_table():
-    run = assemble(settings(defences=["none", "Gradient-Stand-In/optimisers", "standin"]), ["victims=1"])
+    run = assemble(settings(defences=["none", "Gradient-Stand-In/optimisers", "standin"]), ["target_clients=1"])
     assert run.defences == ["none", "standin", "standin(optimiser=adagrad)", "standin(optimiser=yogi)"]
     assert config(defences=["none"]).defences == ["none"]
 

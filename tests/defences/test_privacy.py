@@ -11,10 +11,10 @@ from gradveil.core.errors import GradveilError
 from gradveil.core.tree import norm, tmap
 from gradveil.core.types import Batch, Domain, Stage, Transform
 from gradveil.defences import DEFENCES, Chain, Clip, Defence, Gaussian, chain, parse
-from gradveil.defences.lint import suspicions
-from gradveil.defences.privacy import NOTHING, examine
-from gradveil.defences.trials import data_dependent
-from gradveil.theory.accounting import Training
+from gradveil.defences.guarantees import NOTHING, examine
+from gradveil.defences.privacy_warnings import suspicions
+from gradveil.defences.stage_probes import data_dependent
+from gradveil.theory.accounting import Participation
 from tests.defences.strangers import (
     BATCH,
     LAYERS,
@@ -130,9 +130,9 @@ def test_optimal_defences_void_what_comes_before(text):
     """Their noise, or their mask, is fitted to the private gradient's own derivative."""
     privacy = found(f"dp(clip=1, sigma=2) + {text}")
     assert privacy.mechanisms
-    assert privacy.promise(Training(10)).startswith(f"{NOTHING}: ")
+    assert privacy.promise(Participation(10)).startswith(f"{NOTHING}: ")
     assert "looks at the data again" in privacy.promise()
-    assert found(text).promise(Training(10)) == NOTHING
+    assert found(text).promise(Participation(10)) == NOTHING
 
 
 @pytest.mark.parametrize("transform", [Peeking(), Differentiating()])

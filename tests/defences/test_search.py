@@ -11,15 +11,15 @@ from gradveil.core.errors import GradveilError
 from gradveil.core.noise import Key
 from gradveil.core.types import Batch, Domain
 from gradveil.data import load
-from gradveil.defences import Ats, parse, search
-from gradveil.defences.search import POINTS, judge, privacy_score, random_policies, utility_score
+from gradveil.defences import Ats, ats_scores, parse
+from gradveil.defences.ats_scores import POINTS, judge, privacy_score, random_policies, utility_score
 from gradveil.nn.models import build
 
 NOTHING = "28-39-28"
 """Solarise from a level that there is not, and colour by nothing."""
 
 
-def scene(count: int = 8):
+def experiment(count: int = 8):
     public = load("digits").public
     lower, upper = public.bounds
     net = build("scheliga-cnn", channels=1, size=32, classes=10, generator=Key(0).generator())
@@ -31,7 +31,7 @@ def gradient(model: nn.Module, x: torch.Tensor, y: torch.Tensor):
 
 
 def test_privacy_is_the_area_under_the_similarity():
-    client, batch = scene(2)
+    client, batch = experiment(2)
     key, lower, upper = Key(4), client.domain.lower, client.domain.upper
     found = privacy_score(client, Ats("3-1-7"), batch, key)
     noise = Ats("3-1-7").noise(batch).sample(key.child("policy"))
@@ -49,15 +49,15 @@ def test_privacy_is_the_area_under_the_similarity():
 
 
 def test_a_large_network_is_scored_a_few_gradients_at_a_time(monkeypatch):
-    client, batch = scene(3)
+    client, batch = experiment(3)
     whole = privacy_score(client, Ats("3-1-7"), batch, Key(4))
     for rows in (50, 5):  # two images at once, and parts of one
-        monkeypatch.setattr(search, "_ROWS", rows)
+        monkeypatch.setattr(ats_scores, "_ROWS", rows)
         torch.testing.assert_close(privacy_score(client, Ats("3-1-7"), batch, Key(4)), whole, rtol=1e-4, atol=1e-5)
 
 
 def test_utility_is_that_of_the_correlations():
-    client, batch = scene()
+    client, batch = experiment()
     rows = []
     for x in Ats("0").apply(batch, {}, client.domain).inputs:
         x = x[None].clone().requires_grad_()
@@ -69,20 +69,20 @@ def test_utility_is_that_of_the_correlations():
 
 
 def test_examples_that_cannot_be_told_apart_are_no_use():
-    client, batch = scene()
+    client, batch = experiment()
     same = Batch(batch.inputs[:1] + 1e-3 * batch.inputs, batch.targets)
     assert utility_score(client, Ats(NOTHING), same, Key(0)) < utility_score(client, Ats(NOTHING), batch, Key(0)) - 100
 
 
 def test_what_changes_nothing_is_ranked_behind_what_hides():
-    client, batch = scene()
+    client, batch = experiment()
     found = judge(client, client, [NOTHING, "3-1-7"], batch, Key(0), least=-1e9)
     assert [each.policy for each in found] == ["3-1-7", NOTHING]
     assert found[0].privacy < found[1].privacy - 0.03
 
 
 def test_policies_that_cannot_be_learnt_from_are_left_out():
-    client, batch = scene(4)
+    client, batch = experiment(4)
     utilities = {policy: utility_score(client, Ats(policy), batch, Key(0)) for policy in (NOTHING, "3-1-7")}
     worse, better = sorted(utilities, key=lambda policy: utilities[policy])
     middle = sum(utilities.values()) / 2
@@ -90,7 +90,7 @@ def test_policies_that_cannot_be_learnt_from_are_left_out():
 
 
 def test_a_model_with_noise_is_judged_with_its_noise_off():
-    client, batch = scene(3)
+    client, batch = experiment(3)
     dropped = parse("dropout(0.5) + ats")(client)
     plain, off = (privacy_score(each, Ats("3"), batch, Key(1)) for each in (client, dropped))
     torch.testing.assert_close(off, plain, rtol=1e-4, atol=1e-5)
@@ -115,6 +115,6 @@ def test_no_two_random_policies_do_the_same():
 
 
 def test_without_a_domain_it_says_what_it_needs():
-    client, batch = scene(2)
+    client, batch = experiment(2)
     with pytest.raises(GradveilError, match="domain"):
         privacy_score(Client(client.model), Ats("3"), batch, Key(0))

@@ -5,14 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from gradveil.attacks.inversion import Inversion
+from gradveil.attacks.attack_catalogue import ATTACKS
+from gradveil.attacks.inversion.descent import Descent
+from gradveil.attacks.inversion.inversion import Inversion
 from gradveil.attacks.knowledge import Known, Optimise
-from gradveil.attacks.optimise import Descent
-from gradveil.attacks.presets import ATTACKS
-from gradveil.audit.attacker import ATTACKERS
-from gradveil.audit.budget import restarts_worth
-from gradveil.audit.health import STATES
-from gradveil.report.budget import RISING
+from gradveil.audit.attack_check import STATES
+from gradveil.audit.attack_selection import ATTACKERS
+from gradveil.audit.budgets import restarts_worth
+from gradveil.report.plots import RISING
 
 PAGE = (Path(__file__).parents[2] / "docs" / "threat-models.md").read_text("utf-8")
 LINES = [[part.strip() for part in line.strip("|").split("|")] for line in PAGE.splitlines() if line.startswith("| `")]
@@ -24,10 +24,10 @@ def test_every_attack_has_its_line():
 
 
 @pytest.mark.parametrize("name", ATTACKS)
-def test_belief_grants_and_what_is_optimised(name):
+def test_simulated_client_grants_and_what_is_optimised(name):
     attack = ATTACKS[name].make()
     believes, told, optimised, *_ = TABLE[name]
-    assert believes == {"naive": "undefended", "full": "defended"}[attack.belief]
+    assert believes == {"naive": "undefended", "full": "defended"}[attack.simulated_client]
     secret = [pattern for pattern, how in attack.knowledge.items() if isinstance(how, Known) and pattern != "public"]
     assert told.startswith("**") is bool(secret)
     assert ("public" in attack.knowledge) is ("public images" in told)

@@ -7,15 +7,25 @@ from pathlib import Path
 import pytest
 
 from gradveil.cli.app import run
-from gradveil.defences.lint import MEANINGLESS
-from gradveil.theory.accounting import Training, epsilon
+from gradveil.defences.privacy_warnings import MEANINGLESS
+from gradveil.theory.accounting import Participation, epsilon
 
 PAGE = (Path(__file__).parents[2] / "docs" / "guarantees.md").read_text("utf-8")
 ROWS = re.findall(r"^\| ([\d.]+) \| ([\d.]+) \| (\d+)% \|$", PAGE, re.MULTILINE)
 
 
 def test_bounds_of_the_table(capsys):
-    words = ["bound", "faces", "--victims", "8", "--set", "model.name=lenet-zhu", "--set", "model.options={}", "--json"]
+    words = [
+        "bound",
+        "faces",
+        "--target-clients",
+        "8",
+        "--set",
+        "model.name=lenet-zhu",
+        "--set",
+        "model.options={}",
+        "--json",
+    ]
     for sigma, _, _ in ROWS:
         words += ["--defence", f"dp(clip=1, sigma={sigma})"]
     assert run(words) == 0
@@ -28,6 +38,6 @@ def test_bounds_of_the_table(capsys):
 def test_epsilons_of_the_page():
     pytest.importorskip("dp_accounting", reason="the environment is older than pyproject.toml: make")
     for sigma, told, _ in ROWS:
-        assert epsilon(float(sigma), Training(1)) == pytest.approx(float(told), rel=0.02)
-    assert f"# epsilon {epsilon(1.0, Training(1000, 0.01)):.4g}" in PAGE
+        assert epsilon(float(sigma), Participation(1)) == pytest.approx(float(told), rel=0.02)
+    assert f"# epsilon {epsilon(1.0, Participation(1000, 0.01)):.4g}" in PAGE
     assert f"epsilon is above {MEANINGLESS:g}" in PAGE

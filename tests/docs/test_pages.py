@@ -29,19 +29,19 @@ def test_adding_one_takes_at_most_thirty_lines(page):
 
 
 def test_a_defence_of_the_page_meets_naive_and_knowing_attackers():
-    cells = {(c["defence"], c["attack"]): c for c in execute("add-a-defence.md")["result"].summary()}
-    assert {name for name, _ in cells} == {"none", "sign-bits", "gaussian(std=0.01) + sign-bits"}
-    assert all(cell["failed"] is None for cell in cells.values())
-    naive, knowing = (cells["sign-bits", f"{name}(iterations=300)"] for name in ("ig", "cdia"))
+    trials = {(c["defence"], c["attack"]): c for c in execute("add-a-defence.md")["result"].summary()}
+    assert {name for name, _ in trials} == {"none", "sign-bits", "gaussian(std=0.01) + sign-bits"}
+    assert all(trial["failed"] is None for trial in trials.values())
+    naive, knowing = (trials["sign-bits", f"{name}(iterations=300)"] for name in ("ig", "cdia"))
     assert knowing["distance"] == naive["distance"] > 0.1
 
 
 def test_attacks_of_the_page_recover_and_pruning_changes_that():
-    cells = {(c["defence"], c["attack"]): c for c in execute("add-an-attack.md")["result"].summary()}
-    assert all(cell["failed"] is None for cell in cells.values())
-    assert cells["none", "first-layer"]["psnr_mean"] > 40
-    assert cells["prune(0.9)", "first-layer"]["psnr_mean"] < 30
-    assert cells["none", "patient"]["label_accuracy"] == 1.0
+    trials = {(c["defence"], c["attack"]): c for c in execute("add-an-attack.md")["result"].summary()}
+    assert all(trial["failed"] is None for trial in trials.values())
+    assert trials["none", "first-layer"]["psnr_mean"] > 40
+    assert trials["prune(0.9)", "first-layer"]["psnr_mean"] < 30
+    assert trials["none", "patient"]["label_accuracy"] == 1.0
 
 
 def test_the_reference_has_functions_classes_and_tables(monkeypatch):

@@ -4,7 +4,7 @@ import json
 import re
 from pathlib import Path
 
-from gradveil.federated.together import MOST_EXAMPLES
+from gradveil.federated.parallel_clients import MOST_EXAMPLES
 
 HERE = Path(__file__).parents[2]
 NAMES = {
@@ -25,9 +25,9 @@ def test_memory_of_defences_is_what_was_recorded():
     peaks = {(row["model"], row["defence"]): row["peak_bytes"] for row in recorded}
     page = (HERE / "docs/performance.md").read_text("utf-8")
     rows = {
-        cells[0]: cells[1:]
+        trials[0]: trials[1:]
         for line in page.splitlines()
-        if line.startswith("|") and len(cells := [cell.strip() for cell in line.strip("|").split("|")]) == 5
+        if line.startswith("|") and len(trials := [trial.strip() for trial in line.strip("|").split("|")]) == 5
     }
     for name, defence in NAMES.items():
         for column, model in ((1, "scheliga-cnn"), (3, "resnet18")):
@@ -85,9 +85,9 @@ def test_sizes_on_the_wire_are_what_was_recorded():
     names = {"0.01": "1%", "0.1": "10%", "0.2": "20%", "0.38": "38%, the worst", "0.5": "50%", "0.9": "90%", "1": "all"}
     for share, name in names.items():
         row = next(line for line in page.splitlines() if line.startswith(f"| {name} |"))
-        cells = [cell.strip() for cell in row.strip("|").split("|")]
+        trials = [trial.strip() for trial in row.strip("|").split("|")]
         kinds = [models["resnet18"]["sizes"][share][kind] for kind in ("float32", "float16", "float32 deflated")]
-        assert cells[1::2] == [f"{kind['of_bound']:.3f}" for kind in kinds]
+        assert trials[1::2] == [f"{kind['of_bound']:.3f}" for kind in kinds]
         assert all(kind["encode_ms"] + kind["decode_ms"] <= 250 for kind in kinds), "the aim"
     kept = [size for model in models.values() for share, size in model["sizes"].items() if 0.01 <= float(share) <= 0.5]
     assert max(size[kind]["of_bound"] for size in kept for kind in ("float32", "float16", "bfloat16")) < 1.1, "the aim"
@@ -101,7 +101,7 @@ def test_gain_of_clients_at_once_is_what_was_recorded_and_backs_the_rule():
     file = HERE / "benchmarks/results/cpu-2-cores-clients-together.json"
     recorded = json.loads(file.read_text("utf-8"))["rows"]
     page = (HERE / "docs/performance.md").read_text("utf-8").partition("### Clients of a round at once")[2]
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in page.splitlines() if line[:1] == "|"]
+    rows = [[trial.strip() for trial in line.strip("|").split("|")] for line in page.splitlines() if line[:1] == "|"]
     printed = {(CLIENTS[row[0]], DEFENCES[row[1]]): row[2:] for row in rows if row[0] in CLIENTS}
     assert len(printed) == 12
     for (model, defence), told in printed.items():

@@ -6,7 +6,7 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import NamedTuple
 
-from gradveil.core.words import size
+from gradveil.core.formatting import size
 
 HERE = Path(__file__).parents[2]
 UPDATES = {"none": "raw", "dp(clip=20, sigma=1e-3)": "DP-SGD", "prune(0.99)": "pruned 0.99"}
@@ -21,16 +21,16 @@ def test_labels_of_a_batch_are_what_was_recorded():
     recorded = json.loads((HERE / "benchmarks/results/labels-cpu-2-cores.json").read_text("utf-8"))["results"]
     page = (HERE / "docs/results.md").read_text("utf-8").partition("## Labels of a batch")[2].partition("\n## ")[0]
     lines = [line for line in page.splitlines() if line.startswith("| ") and "%" in line]
-    printed = [[cell.strip(" ,") for cell in line.strip("|").split("|")] for line in lines]
+    printed = [[trial.strip(" ,") for trial in line.strip("|").split("|")] for line in lines]
     expected = []
     for row in recorded:
         if "found" not in row:  # what drawing evenly gives
             continue
         found, other = row["found"]["restore"], row["found"]["wrong batch"]
         weights = f"{row['steps']} steps, {100 * row['right']:.0f}% right" if row["steps"] else "untrained"
-        floors = ", ".join(share(other[column]) for column in ("16", "64") if column in other)
+        baselines = ", ".join(share(other[column]) for column in ("16", "64") if column in other)
         numbers = [share(found.get(column)) for column in COLUMNS]
-        expected.append([f"{row['model']}, {row['data']}", weights, UPDATES[row["defence"]], *numbers, floors])
+        expected.append([f"{row['model']}, {row['data']}", weights, UPDATES[row["defence"]], *numbers, baselines])
     assert printed == expected
 
 
@@ -76,7 +76,7 @@ def tables(heading: str) -> list[list[list[str]]]:
     """Read the tables of a section, each without its head: rows of texts."""
     page = (HERE / "docs/results.md").read_text("utf-8").partition(f"## {heading}\n")[2].partition("\n## ")[0]
     blocks = [block.splitlines()[2:] for block in page.split("\n\n") if block.startswith("|")]
-    return [[[cell.strip(" *") for cell in line.strip("|").split("|")] for line in block] for block in blocks]
+    return [[[trial.strip(" *") for trial in line.strip("|").split("|")] for line in block] for block in blocks]
 
 
 def gap(own: str, bare: str) -> float:
@@ -93,13 +93,13 @@ def test_accuracies_of_the_ablation_are_what_was_recorded():
     recorded = curves("mnist")
     assert [row[0] for row in whole] == list(SHOWN.values())
     bare = whole[0][1:4]
-    for title, *cells in whole:
+    for title, *trials in whole:
         after = [reached(recorded[names[title], seed], 30) for seed in range(3)]
         for seed, one in enumerate(after):
-            assert (cells[seed], cells[4].split(", ")[seed]) == (one.accuracy, one.number), (title, seed)
-        gaps = [gap(own, other) for own, other in zip(cells, bare, strict=False)]
-        assert cells[3] == ("" if title == "none" else f"{signed(fmean(gaps))} ± {stdev(gaps):.2f}"), title
-        assert cells[5] == size(fmean(one.sent for one in after)), title
+            assert (trials[seed], trials[4].split(", ")[seed]) == (one.accuracy, one.number), (title, seed)
+        gaps = [gap(own, other) for own, other in zip(trials, bare, strict=False)]
+        assert trials[3] == ("" if title == "none" else f"{signed(fmean(gaps))} ± {stdev(gaps):.2f}"), title
+        assert trials[5] == size(fmean(one.sent for one in after)), title
     for seed, none, best, private, last, difference in ended[:-1]:
         pairs = ("none", none, best), ("dp(clip=20, sigma=1e-4) + cvb", private, last)
         for defence, accuracy, number in pairs:

@@ -9,7 +9,7 @@ from flwr.cli.run import run
 from flwr.superlink.cli import flower_superlink
 from flwr.supernode.cli import flower_supernode
 
-from gradveil.integrations.flower import policy
+from gradveil.integrations.flower import node_policy
 from tests.docs.test_pages import DOCS, execute
 
 TEXT = (DOCS / "trust.md").read_text("utf-8")
@@ -44,7 +44,7 @@ def test_every_option_of_the_page_is_checked():
 
 
 def test_keys_of_the_page_are_the_ones_that_are_obeyed():
-    assert set(re.findall(r"gradveil-[a-z]+", TEXT)) == policy._KNOWN
+    assert set(re.findall(r"gradveil-[a-z]+", TEXT)) == node_policy._KNOWN
 
 
 def test_the_server_of_the_page_is_one():

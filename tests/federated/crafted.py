@@ -17,15 +17,15 @@ from torch.nn import functional as F
 from gradveil.core.noise import Key
 from gradveil.core.types import Batch
 from gradveil.data import load
-from gradveil.nn.init import initialise
-from gradveil.nn.norms import BatchStatistics, FrozenNorm, LayerNorm
-from gradveil.nn.paths import caught_inputs
+from gradveil.nn.initial_weights import initialise
+from gradveil.nn.module_paths import caught_inputs
+from gradveil.nn.normalisation import BatchStatistics, FrozenNorm, LayerNorm
 
 WIDTH = 256
 _DIGITS = load("digits", size=16)
 PUBLIC = Batch(_DIGITS.public.inputs, _DIGITS.public.targets)
 """Images of the server."""
-PRIVATE = Batch(_DIGITS.victims.inputs, _DIGITS.victims.targets)
+PRIVATE = Batch(_DIGITS.private.inputs, _DIGITS.private.targets)
 """Images of the clients."""
 
 

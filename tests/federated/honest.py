@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from gradveil.core.noise import Key
 from gradveil.core.types import Batch
 from gradveil.nn.models import build
-from gradveil.nn.norms import BatchStatistics, FrozenNorm, LayerNorm
+from gradveil.nn.normalisation import BatchStatistics, FrozenNorm, LayerNorm
 from tests.federated.crafted import PUBLIC, Net, entering, leaky, network, perceptron, unscaled
 
 Initialisation = Callable[..., Any]

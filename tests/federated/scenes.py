@@ -7,7 +7,7 @@ from gradveil.client import Client, Local
 from gradveil.core.noise import Key
 from gradveil.core.types import Batch
 from gradveil.defences import parse
-from gradveil.federated.engine import Federation, Share
+from gradveil.federated.engine import ClientShare, Federation
 
 
 def blobs(count, seed, classes=3):
@@ -30,7 +30,7 @@ def net(seed=0):
 
 def federation(text="none", clients=4, local=Local(batch=5, lr=0.1, epochs=1), validation=True, **settings):  # noqa: B008
     """A federation of clients with 20, 21, 22, ... examples."""
-    shares = [Share(blobs(20 + i, 10 + i), blobs(9, 50 + i) if validation else None) for i in range(clients)]
+    shares = [ClientShare(blobs(20 + i, 10 + i), blobs(9, 50 + i) if validation else None) for i in range(clients)]
     client = parse(text)(Client(net(), local=local), Key(3))
     settings.setdefault("key", Key(7))
     return Federation(client, shares, blobs(90, 5), **settings)

@@ -9,11 +9,10 @@ import pytest
 from safetensors.torch import save_file
 
 from gradveil.core.errors import GradveilError
-from gradveil.core.files import DamagedError, write_private
-from gradveil.core.sealed import seal, unseal
+from gradveil.core.private_files import DamagedError, seal, unseal, write_private
 from gradveil.federated.aggregate import Server
-from gradveil.federated.checkpoint import load_standing, pack_standing, unpack_standing
 from gradveil.federated.engine import train
+from gradveil.federated.training_state import load_standing, pack_standing, unpack_standing
 from tests.federated.scenes import federation
 from tests.federated.test_engine import same
 
@@ -24,8 +23,8 @@ def save_standing(file, standing, training):
 
 @pytest.fixture
 def standing():
-    scene = federation("adgp", server=Server("adam", weights="angles"))
-    return train(scene, 3)
+    experiment = federation("adgp", server=Server("adam", weights="angles"))
+    return train(experiment, 3)
 
 
 def test_what_is_read_is_what_was_written(tmp_path, standing):
@@ -53,9 +52,9 @@ def test_tensors_keep_their_order(tmp_path, standing):
 def test_the_next_round_from_disk_is_the_next_round(tmp_path, standing):
     file = tmp_path / "a.safetensors"
     save_standing(file, standing, "digest")
-    scene = federation("adgp", server=Server("adam", weights="angles"))
-    one = scene.round(replace(standing, status="running"))
-    other = scene.round(replace(load_standing(file, "digest"), status="running"))
+    experiment = federation("adgp", server=Server("adam", weights="angles"))
+    one = experiment.round(replace(standing, status="running"))
+    other = experiment.round(replace(load_standing(file, "digest"), status="running"))
     assert same(one.params, other.params)
     assert same(one.server, other.server)
 
@@ -78,11 +77,11 @@ def test_a_training_that_is_read_again_every_round_ends_with_the_same_bits(tmp_p
 
 def test_a_round_in_which_nobody_answers_is_written_as_any_other(tmp_path):
     """Its parameters and the best ones are the same tensors."""
-    file, scene = tmp_path / "a.safetensors", federation(clients=2, absent=0.9)
-    before = scene.round(scene.start())
-    while scene.chosen(len(before.records) + 1)[0] or not before.records[-1].clients:
-        before = scene.round(before)
-    standing = scene.round(before)
+    file, experiment = tmp_path / "a.safetensors", federation(clients=2, absent=0.9)
+    before = experiment.round(experiment.start())
+    while experiment.chosen(len(before.records) + 1)[0] or not before.records[-1].clients:
+        before = experiment.round(before)
+    standing = experiment.round(before)
     save_standing(file, standing, "digest")
     assert same(load_standing(file, "digest").best, standing.best)
     assert standing.best

@@ -8,9 +8,9 @@ import pytest
 import torch
 from benchmarks.wire_fuzz import fuzz, sealed
 
-from gradveil.federated import header
-from gradveil.federated.layout import Described
-from gradveil.federated.wire import WORKING_BYTES, Layout, WireError, decode, digest, encode, inspect
+from gradveil.wire import header
+from gradveil.wire.codec import WORKING_BYTES, Layout, WireError, decode, digest, encode, inspect
+from gradveil.wire.header import Described
 
 UPDATE = {"w": torch.tensor([0.0] * 40 + [1.5, 0.0, -2.0] + [0.0] * 20), "b": torch.ones(3)}
 LAYOUT = Layout.of(UPDATE)
@@ -38,7 +38,9 @@ def rewritten(
     return sealed(header.write(layout, entries, found.mask, found.deflated, described) + body)
 
 
-def one(entry: header.Entry, shape: tuple[int, ...], dtype: torch.dtype, mask: Any = None) -> tuple[bytes, Layout]:
+def one(
+    entry: header.TensorEntry, shape: tuple[int, ...], dtype: torch.dtype, mask: Any = None
+) -> tuple[bytes, Layout]:
     """Write the header of one tensor, and the layout that it has."""
     layout = Layout({"w": Described(shape, dtype)})
     return header.write(layout, [entry], digest(mask) if mask else b"", bool(entry.planes), False), layout
@@ -96,7 +98,7 @@ def test_each_damage_of_a_digested_layout_has_its_name() -> None:
 
 def test_what_is_coded_together_is_bounded() -> None:
     layout = Layout({name: Described((1 << 15,), torch.float32) for name in "abc"})
-    entry = header.Entry(("a", "b", "c"), torch.float32, 3 << 15, 0, 0, 0)
+    entry = header.TensorEntry(("a", "b", "c"), torch.float32, 3 << 15, 0, 0, 0)
     data = sealed(header.write(layout, [entry], b"", False, False))
     with pytest.raises(WireError, match=r"update\.a and 2 more: codes 98304 entries together, at most 65536"):
         decode(data, layout)
@@ -108,7 +110,7 @@ def test_what_is_coded_together_is_bounded() -> None:
 
 def test_a_dtype_that_no_sender_has_is_refused() -> None:
     layout = Layout({"n": Described((3,), torch.int64)})
-    entry = header.Entry(("n",), torch.float32, 3, 0, 0, 0)
+    entry = header.TensorEntry(("n",), torch.float32, 3, 0, 0, 0)
     with pytest.raises(WireError, match=r"update\.n: has values that are wider"):
         decode(sealed(header.write(layout, [entry], b"", False, False)), layout)
 
@@ -163,7 +165,7 @@ def test_a_plane_without_its_end_is_refused() -> None:
     raw = bytes(5000)
     stream = zlib.compressobj(1, zlib.DEFLATED, -zlib.MAX_WBITS)
     open_ended = stream.compress(raw) + stream.flush(zlib.Z_SYNC_FLUSH)
-    entry = header.Entry(("w",), torch.float16, 5000, 5000, None, 0, (len(open_ended), 0))
+    entry = header.TensorEntry(("w",), torch.float16, 5000, 5000, None, 0, (len(open_ended), 0))
     for planes, ends in ((open_ended, False), (open_ended + stream.flush(), True)):
         said, layout = one(entry._replace(planes=(len(planes), 0)), (5000,), torch.float16)
         data = sealed(said + planes + raw)
@@ -177,7 +179,7 @@ def test_a_plane_without_its_end_is_refused() -> None:
 def test_a_mask_has_as_many_entries_as_the_header_says() -> None:
     mask = {"w": torch.arange(8) < 4}
     for among in (3, 4, 5):
-        entry = header.Entry(("w",), torch.float32, among, among, None, 0)
+        entry = header.TensorEntry(("w",), torch.float32, among, among, None, 0)
         said, layout = one(entry, (8,), torch.float32, mask)
         data = sealed(said + bytes(4 * among))
         if among == 4:
@@ -189,7 +191,7 @@ def test_a_mask_has_as_many_entries_as_the_header_says() -> None:
 
 def test_a_few_bytes_cannot_claim_memory() -> None:
     claimed = Described((1 << 15, 1 << 16), torch.float32)
-    entry = header.Entry(("w",), torch.float32, 1 << 31, 0, 0, 0)
+    entry = header.TensorEntry(("w",), torch.float32, 1 << 31, 0, 0, 0)
     data = sealed(header.write(Layout({"w": claimed}), [entry], b"", False, True))
     assert len(data) < 40
     assert inspect(data).layout["w"] == claimed
@@ -199,7 +201,7 @@ def test_a_few_bytes_cannot_claim_memory() -> None:
 @pytest.mark.parametrize("low", [0, 1, 16])
 def test_working_memory_is_bounded_for_the_most_wasteful_code(low: int) -> None:
     entries = 1 << 17
-    entry = header.Entry(("w",), torch.float64, entries, entries, low, entries)
+    entry = header.TensorEntry(("w",), torch.float64, entries, entries, low, entries)
     content = bytes(low * entries // 8) + b"\xff" * (entries // 8) + torch.ones(entries).double().numpy().tobytes()
     for mask in (None, {"w": torch.ones(entries, dtype=torch.bool)}):
         said, layout = one(entry, (entries,), torch.float64, mask)
@@ -228,7 +230,7 @@ def test_a_header_of_many_tensors_takes_little_memory() -> None:
 def test_a_digested_header_of_many_tensors_takes_little_memory() -> None:
     """Each tensor is coded for itself, which takes two bytes where a sender would have coded all together."""
     layout = Layout({f"{i:x}": Described((), torch.float32) for i in range(header.MOST_TENSORS)})
-    entries = [header.Entry((name,), torch.float32, 1, 1, None, 0) for name in sorted(layout)]
+    entries = [header.TensorEntry((name,), torch.float32, 1, 1, None, 0) for name in sorted(layout)]
     data = sealed(header.write(layout, entries, b"", False, False) + bytes(4 * len(layout)))
     tracemalloc.start()
     before = tracemalloc.get_traced_memory()[0]
@@ -256,6 +258,6 @@ def test_mutated_inputs_are_refused_or_decoded_within_the_bound(form: str) -> No
 
 
 def test_a_decoder_that_lets_damage_through_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gradveil.federated.values.all_finite", lambda bits, dtype: True)
+    monkeypatch.setattr("gradveil.wire.positions_and_values.all_finite", lambda bits, dtype: True)
     with pytest.raises(AssertionError, match="not finite came through"):
         fuzz(10_000, 1)

@@ -15,11 +15,11 @@ from gradveil.core.errors import GradveilError
 from gradveil.core.noise import Key
 from gradveil.core.types import Batch
 from gradveil.federated.aggregate import Server
-from gradveil.federated.checkpoint import pack_standing, unpack_standing
-from gradveil.federated.config import LocalConfig
-from gradveil.federated.engine import Federation, Share, train
-from gradveil.federated.recorded import Recorder, read_recorded
-from gradveil.federated.wire import encoded_size
+from gradveil.federated.engine import ClientShare, Federation, train
+from gradveil.federated.training_config import LocalConfig
+from gradveil.federated.training_state import pack_standing, unpack_standing
+from gradveil.federated.update_records import UpdateRecorder, read_recorded
+from gradveil.wire.codec import encoded_size
 from tests.federated.scenes import blobs, federation, net
 
 
@@ -27,18 +27,18 @@ def same(one, other):
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
-def by_hand(scene, rounds, optimiser):
+def by_hand(experiment, rounds, optimiser):
     """Federated averaging as a loop over torch's own optimisers, with the engine's order of examples."""
-    model = copy.deepcopy(scene.client.model)
-    total = sum(len(share.train.targets) for share in scene.shares)
+    model = copy.deepcopy(experiment.client.model)
+    total = sum(len(share.train.targets) for share in experiment.shares)
     for number in range(1, rounds + 1):
         before = [p.detach().clone() for p in model.parameters()]
         sums = [torch.zeros_like(p) for p in before]
-        for i, share in enumerate(scene.shares):
+        for i, share in enumerate(experiment.shares):
             own = copy.deepcopy(model)
             step = optimiser(own.parameters())
-            key = scene.key.child("client", i, "round", number)
-            order = scene.client.round_spec(scene.client.params(), share.train).sample(key)["schedule"]
+            key = experiment.key.child("client", i, "round", number)
+            order = experiment.client.round_spec(experiment.client.params(), share.train).sample(key)["schedule"]
             for rows in order:
                 step.zero_grad()
                 F.cross_entropy(own(share.train.inputs[rows]), share.train.targets[rows]).backward()
@@ -62,39 +62,41 @@ def by_hand(scene, rounds, optimiser):
     ],
 )
 def test_three_rounds_equal_a_loop_written_by_hand(local, optimiser):
-    scene = federation(local=local)
-    found = train(scene, 3).params
-    expected = by_hand(scene, 3, optimiser)
+    experiment = federation(local=local)
+    found = train(experiment, 3).params
+    expected = by_hand(experiment, 3, optimiser)
     for name, value in expected.items():
         torch.testing.assert_close(found[name], value.detach(), rtol=1e-9, atol=1e-9)
 
 
 def test_step_sizes_change_after_so_many_rounds():
     """Four clients a round, so the fifth of torch's optimisers is the first of the second round."""
-    scene = federation(local=Local(batch=5, lr=0.1, epochs=1, momentum=0.9), pace=((1, 0.1), (2, 0.5)))
+    experiment = federation(local=Local(batch=5, lr=0.1, epochs=1, momentum=0.9), pace=((1, 0.1), (2, 0.5)))
     made = itertools.count()
 
     def optimiser(parameters):
         return torch.optim.SGD(parameters, lr=(0.1, 0.01, 0.05)[next(made) // 4], momentum=0.9)
 
-    found, expected = train(scene, 3).params, by_hand(scene, 3, optimiser)
+    found, expected = train(experiment, 3).params, by_hand(experiment, 3, optimiser)
     for name, value in expected.items():
         torch.testing.assert_close(found[name], value.detach(), rtol=1e-9, atol=1e-9)
-    assert same(train(scene, 3, replace(train(scene, 2), status="running")).params, found), "a training that goes on"
-    assert not same(train(replace(scene, pace=()), 3).params, found)
+    assert same(train(experiment, 3, replace(train(experiment, 2), status="running")).params, found), (
+        "a training that goes on"
+    )
+    assert not same(train(replace(experiment, pace=()), 3).params, found)
 
 
 def test_without_local_training_it_is_the_server_whose_steps_change():
-    scene = federation(local=None, server=Server(lr=0.5, momentum=0.9), pace=((1, 0.1),))
-    first = replace(train(scene, 1), status="running")
-    slower = replace(scene, server=Server(lr=0.05, momentum=0.9), pace=())
-    assert same(train(scene, 2, first).params, train(slower, 2, first).params)
-    assert not same(train(scene, 2, first).params, train(replace(scene, pace=()), 2, first).params)
+    experiment = federation(local=None, server=Server(lr=0.5, momentum=0.9), pace=((1, 0.1),))
+    first = replace(train(experiment, 1), status="running")
+    slower = replace(experiment, server=Server(lr=0.05, momentum=0.9), pace=())
+    assert same(train(experiment, 2, first).params, train(slower, 2, first).params)
+    assert not same(train(experiment, 2, first).params, train(replace(experiment, pace=()), 2, first).params)
 
 
 def test_a_record_has_the_step_size_of_its_round(tmp_path):
     local = LocalConfig(lr=0.1, batch=5, epochs=1)
-    recorder = Recorder(tmp_path / "record", local=local, sends="difference", rounds=None, clients=("0",))
+    recorder = UpdateRecorder(tmp_path / "record", local=local, sends="difference", rounds=None, clients=("0",))
     train(federation(local=Local(batch=5, lr=0.1, epochs=1), pace=((1, 0.1),), recorder=recorder), 2)
     told = [seen.facts.local for seen in read_recorded(tmp_path / "record")]
     assert [each.lr for each in told] == pytest.approx([0.1, 0.01])
@@ -102,15 +104,15 @@ def test_a_record_has_the_step_size_of_its_round(tmp_path):
 
 
 def test_federated_sgd_moves_by_the_weighted_mean_gradient():
-    scene = federation(local=None, server=Server(lr=0.5))
-    after = train(scene, 1).params
-    whole = [share.train for share in scene.shares]
+    experiment = federation(local=None, server=Server(lr=0.5))
+    after = train(experiment, 1).params
+    whole = [share.train for share in experiment.shares]
     inputs, targets = (torch.cat([batch[i] for batch in whole]) for i in (0, 1))
-    model = copy.deepcopy(scene.client.model)
+    model = copy.deepcopy(experiment.client.model)
     F.cross_entropy(model(inputs), targets).backward()
     for name, p in model.named_parameters():
         torch.testing.assert_close(after[name], (p - 0.5 * p.grad).detach())
-    fewer = train(replace(scene, batch=4), 1).params
+    fewer = train(replace(experiment, batch=4), 1).params
     assert not same(after, fewer)
 
 
@@ -119,43 +121,43 @@ def test_learning_is_measured_on_examples_nobody_trained_on():
     accuracies = [record.accuracy for record in done.records]
     assert accuracies[-1] > 0.85 > accuracies[0]
     assert done.status == "finished"
-    scene = federation()
-    model = copy.deepcopy(scene.client.model)
+    experiment = federation()
+    model = copy.deepcopy(experiment.client.model)
     model.load_state_dict(done.params)
-    outputs = model(scene.test.inputs)
-    assert accuracies[-1] == (outputs.argmax(1) == scene.test.targets).double().mean().item()
-    assert done.records[-1].loss == pytest.approx(F.cross_entropy(outputs, scene.test.targets).item())
+    outputs = model(experiment.test.inputs)
+    assert accuracies[-1] == (outputs.argmax(1) == experiment.test.targets).double().mean().item()
+    assert done.records[-1].loss == pytest.approx(F.cross_entropy(outputs, experiment.test.targets).item())
 
 
 @pytest.mark.parametrize(
     "text", ["none", 'dp(clip=1, sigma=0.1) + dropout(0.25, where="2")', "dgp(feedback=true)", "adgp"]
 )
 def test_a_training_that_is_taken_up_again_ends_with_the_same_bits(text):
-    scene = federation(text, participation=0.75, server=Server("yogi", lr=0.05))
-    whole = train(scene, 4)
+    experiment = federation(text, participation=0.75, server=Server("yogi", lr=0.05))
+    whole = train(experiment, 4)
     part = train(federation(text, participation=0.75, server=Server("yogi", lr=0.05)), 2)
     assert part.status == "finished"
-    resumed = train(scene, 4, replace(part, status="running"))
+    resumed = train(experiment, 4, replace(part, status="running"))
     assert same(whole.params, resumed.params)
     assert whole.clients.keys() == resumed.clients.keys()
     assert all(same(whole.clients[i], resumed.clients[i]) for i in whole.clients)
-    assert not same(whole.params, train(replace(scene, key=Key(8)), 4).params)
+    assert not same(whole.params, train(replace(experiment, key=Key(8)), 4).params)
 
 
 def test_every_client_and_round_draws_noise_of_its_own():
-    scene = federation("gaussian(0.1)", local=None)
-    start = scene.start()
+    experiment = federation("gaussian(0.1)", local=None)
+    start = experiment.start()
     quiet = federation(local=None)
     noise = {}
     for client, number in ((0, 1), (1, 1), (0, 2)):
-        sent, _ = scene.local_update(start, client, number)
+        sent, _ = experiment.local_update(start, client, number)
         plain, _ = quiet.local_update(start, client, number)
         noise[client, number] = (sent["1.weight"] - plain["1.weight"]).flatten()
     assert all(0.05 < value.std() < 0.2 for value in noise.values())
     for one, other in (((0, 1), (1, 1)), ((0, 1), (0, 2))):
         assert abs(torch.corrcoef(torch.stack([noise[one], noise[other]]))[0, 1]) < 0.4
-    again, _ = scene.local_update(start, 0, 1)
-    assert torch.equal(again["1.weight"], scene.local_update(start, 0, 1)[0]["1.weight"])
+    again, _ = experiment.local_update(start, 0, 1)
+    assert torch.equal(again["1.weight"], experiment.local_update(start, 0, 1)[0]["1.weight"])
 
 
 def test_error_feedback_keeps_a_residual_for_each_client():
@@ -167,37 +169,37 @@ def test_error_feedback_keeps_a_residual_for_each_client():
 
 
 def test_a_server_chooses_some_clients_and_some_of_them_do_not_answer():
-    scene = federation(clients=8, participation=0.5, absent=0.3)
-    rounds = [scene.chosen(number) for number in range(1, 60)]
+    experiment = federation(clients=8, participation=0.5, absent=0.3)
+    rounds = [experiment.chosen(number) for number in range(1, 60)]
     assert all(len(answers) + len(absent) == 4 for answers, absent in rounds)
     assert all(not set(answers) & set(absent) for answers, absent in rounds)
     assert {client for answers, _ in rounds for client in answers} == set(range(8))
     share = sum(len(absent) for _, absent in rounds) / (4 * len(rounds))
     assert 0.2 < share < 0.4
-    done = train(scene, 3)
+    done = train(experiment, 3)
     assert set(done.clients) == {client for record in done.records for client in record.clients}
     assert federation(clients=8, participation=0.01).chosen(1)[0]
 
 
 def test_a_round_in_which_nobody_answers_changes_nothing():
-    scene = federation(clients=2, absent=0.9)
-    empty = next(number for number in range(1, 200) if not scene.chosen(number)[0])
-    standing = scene.start()
+    experiment = federation(clients=2, absent=0.9)
+    empty = next(number for number in range(1, 200) if not experiment.chosen(number)[0])
+    standing = experiment.start()
     standing = replace(standing, records=tuple(train(federation(), 1).records) * (empty - 1))
-    after = scene.round(standing)
+    after = experiment.round(standing)
     assert after.records[-1].clients == ()
     assert same(after.params, standing.params)
     assert after.records[-1].bytes_up == 0
 
 
 def test_training_stops_when_validation_does_not_get_better_and_keeps_the_best():
-    scene = federation(local=Local(batch=5, lr=3.0, epochs=3), patience=2)
-    done = train(scene, 50)
+    experiment = federation(local=Local(batch=5, lr=3.0, epochs=3), patience=2)
+    done = train(experiment, 50)
     assert done.status == "stopped early"
     losses = [record.validation_loss for record in done.records]
     assert done.best_round == losses.index(min(losses)) + 1
     assert len(losses) == done.best_round + 2
-    at_best = train(scene, done.best_round)
+    at_best = train(experiment, done.best_round)
     assert same(done.final, at_best.params)
     assert not same(done.final, done.params)
 
@@ -235,45 +237,47 @@ def test_bytes_are_those_of_what_is_sent():
 
 def test_the_whole_model_is_encoded_only_for_who_needs_it(monkeypatch):
     """Everybody was there: the round encodes what each sends and what it changed, and nothing else."""
-    scene = federation(clients=3)
-    standing = scene.round(scene.start())
+    experiment = federation(clients=3)
+    standing = experiment.round(experiment.start())
     asked = []
     monkeypatch.setattr("gradveil.federated.engine.encoded_size", lambda update, *_: asked.append(update) or 7)
-    after = scene.round(standing)
+    after = experiment.round(standing)
     assert len(asked) == 3 + 1
     assert after.records[-1].bytes_down == 3 * standing.moved
 
 
 def test_who_was_sent_a_round_and_did_not_answer_it_needs_no_whole_model():
-    scene = federation(absent=0.5)
-    standing = scene.round(scene.start())
+    experiment = federation(absent=0.5)
+    standing = experiment.round(experiment.start())
     assert standing.records[0].absent
     assert standing.records[0].clients
-    assert scene.round(standing).records[-1].bytes_down == 4 * standing.moved
+    assert experiment.round(standing).records[-1].bytes_down == 4 * standing.moved
 
 
 def test_what_speakers_say_before_a_round_is_paid_for():
     """One client's mask goes up, a bit an entry; everybody is sent it."""
     quiet, loud = (train(federation(text), 1).records[0] for text in ("dgp(feedback=true)", "adgp"))
-    scene = federation("adgp")
-    bits = sum(-(-value.numel() // 8) for value in scene.client.params().values())
-    assert speakers(scene.client) == 1
+    experiment = federation("adgp")
+    bits = sum(-(-value.numel() // 8) for value in experiment.client.params().values())
+    assert speakers(experiment.client) == 1
     assert loud.bytes_down - quiet.bytes_down == 4 * bits
-    sent = scene.heard(scene.start(), range(4), 1)
+    sent = experiment.heard(experiment.start(), range(4), 1)
     assert sent[1] == bits
-    updates = [scene.local_update(scene.start(), i, 1, sent[0])[0] for i in range(4)]
+    updates = [experiment.local_update(experiment.start(), i, 1, sent[0])[0] for i in range(4)]
     kept = sum(int((value != 0).sum()) for update in updates for value in update.values())
     assert loud.bytes_up > bits + 4 * kept
 
 
 def test_evaluation_switches_randomness_off_and_leaves_the_model_as_it_was():
-    scene = federation('dropout(0.5, where="2")')
-    scene.client.model.train()
-    params = scene.client.params()
-    assert scene.evaluate(params, scene.test) == scene.evaluate(params, scene.test)
-    assert scene.client.model.training
-    outputs = net()(scene.test.inputs)
-    assert scene.evaluate(params, scene.test)[0] == pytest.approx(F.cross_entropy(outputs, blobs(90, 5).targets).item())
+    experiment = federation('dropout(0.5, where="2")')
+    experiment.client.model.train()
+    params = experiment.client.params()
+    assert experiment.evaluate(params, experiment.test) == experiment.evaluate(params, experiment.test)
+    assert experiment.client.model.training
+    outputs = net()(experiment.test.inputs)
+    assert experiment.evaluate(params, experiment.test)[0] == pytest.approx(
+        F.cross_entropy(outputs, blobs(90, 5).targets).item()
+    )
 
 
 class Louder(nn.Module):
@@ -284,16 +288,16 @@ class Louder(nn.Module):
 
 
 def test_a_users_module_is_evaluated_as_one_that_is_not_trained():
-    scene = federation()
-    loud = replace(scene, client=Client(nn.Sequential(*net(), Louder()).train(), local=scene.client.local))
-    params = scene.client.params()
-    assert loud.evaluate(params, loud.test) == scene.evaluate(params, scene.test)
+    experiment = federation()
+    loud = replace(experiment, client=Client(nn.Sequential(*net(), Louder()).train(), local=experiment.client.local))
+    params = experiment.client.params()
+    assert loud.evaluate(params, loud.test) == experiment.evaluate(params, experiment.test)
 
 
 def test_the_validation_loss_is_the_mean_over_all_clients_whoever_takes_part():
-    scene = federation(participation=0.5)
-    after = scene.round(scene.start())
-    told = [scene.evaluate(after.params, share.validation) for share in scene.shares]
+    experiment = federation(participation=0.5)
+    after = experiment.round(experiment.start())
+    told = [experiment.evaluate(after.params, share.validation) for share in experiment.shares]
     assert len({loss for loss, _ in told}) == 4
     record = after.records[0]
     assert record.validation_loss == pytest.approx(sum(loss for loss, _ in told) / 4)
@@ -306,19 +310,19 @@ def test_settings_that_cannot_be_meant_are_refused_at_once():
     assert len(caught.value.problems) == 7
     with pytest.raises(GradveilError, match="no validation loss"):
         federation(validation=False, patience=3)
-    scene = federation()
-    none = Batch(scene.test.inputs[:0], scene.test.targets[:0])
+    experiment = federation()
+    none = Batch(experiment.test.inputs[:0], experiment.test.targets[:0])
     with pytest.raises(GradveilError, match=r"test: holds no examples.*\n.*shares\[0\].validation: holds no examples"):
-        replace(scene, test=none, shares=[replace(scene.shares[0], validation=none), *scene.shares[1:]])
+        replace(experiment, test=none, shares=[replace(experiment.shares[0], validation=none), *experiment.shares[1:]])
 
 
 def test_a_training_that_diverges_ends_with_its_best_parameters():
-    scene = federation()
-    first = scene.round(scene.start())
+    experiment = federation()
+    first = experiment.round(experiment.start())
     torn = tuple(
-        replace(share, train=Batch(share.train.inputs * math.nan, share.train.targets)) for share in scene.shares
+        replace(share, train=Batch(share.train.inputs * math.nan, share.train.targets)) for share in experiment.shares
     )
-    done = replace(scene, shares=torn).round(first)
+    done = replace(experiment, shares=torn).round(first)
     assert (done.status, done.best_round) == ("diverged", 1)
     assert same(done.final, first.params)
 
@@ -331,42 +335,43 @@ def test_parameters_beyond_all_numbers_are_not_what_a_training_ends_with():
 
 
 def test_a_validation_loss_that_is_no_number_is_worse_than_any():
-    scene = federation(patience=3)
-    first = scene.round(scene.start())
+    experiment = federation(patience=3)
+    first = experiment.round(experiment.start())
     for odd in (math.nan, math.inf):
         standing = replace(first, records=(replace(first.records[0], validation_loss=odd),))
-        assert scene.round(standing).best_round == 2
+        assert experiment.round(standing).best_round == 2
     torn = [
-        replace(share, validation=Batch(share.train.inputs * math.nan, share.train.targets)) for share in scene.shares
+        replace(share, validation=Batch(share.train.inputs * math.nan, share.train.targets))
+        for share in experiment.shares
     ]
-    assert replace(scene, shares=torn).round(first).best_round == 1
+    assert replace(experiment, shares=torn).round(first).best_round == 1
 
 
-def spoilt(scene: Federation, *clients: int) -> Federation:
+def spoilt(experiment: Federation, *clients: int) -> Federation:
     """The same federation with images that hold NaN in the hands of these clients."""
 
-    def torn(share: Share) -> Share:
+    def torn(share: ClientShare) -> ClientShare:
         inputs = share.train.inputs.clone()
         inputs[:, 0, 0, 0] = math.nan
         return replace(share, train=Batch(inputs, share.train.targets))
 
-    return replace(scene, shares=[torn(s) if i in clients else s for i, s in enumerate(scene.shares)])
+    return replace(experiment, shares=[torn(s) if i in clients else s for i, s in enumerate(experiment.shares)])
 
 
 def test_an_update_that_is_not_finite_is_left_out_and_said():
     whole = federation("dgp(feedback=true)", together=False)
-    scene = spoilt(whole, 1, 2)
-    done = train(scene, 2)
+    experiment = spoilt(whole, 1, 2)
+    done = train(experiment, 2)
     assert done.status == "finished"
     assert [(record.clients, record.refused) for record in done.records] == [((0, 3), (1, 2))] * 2
     sent = {client: whole.local_update(whole.start(), client, 1)[0] for client in (0, 3)}
     counts = {client: len(whole.shares[client].train.targets) for client in sent}
     mean, _ = whole.server.mean(sent, counts, {})
     expected, _ = whole.server.step(whole.client.params(), mean, {})
-    assert same(scene.round(scene.start()).params, expected)
+    assert same(experiment.round(experiment.start()).params, expected)
     assert done.records[0].bytes_up == sum(encoded_size(update) for update in sent.values())
     assert all(bool(value.isfinite().all()) for state in done.clients.values() for value in state.values())
-    assert same(done.clients[1], scene.client.init(scene.client.params())), "what it carries stays as it was"
+    assert same(done.clients[1], experiment.client.init(experiment.client.params())), "what it carries stays as it was"
 
 
 def test_where_nothing_is_finite_the_training_diverges():

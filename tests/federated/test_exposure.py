@@ -13,16 +13,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from gradveil.client import Client, Local, Task, drawn_update, first_gradient
-from gradveil.client.gradient import example_gradients
+from gradveil.client import Client, ClientTask, Local, drawn_update, first_gradient
 from gradveil.core.errors import GradveilError
 from gradveil.core.noise import Key
 from gradveil.core.types import Batch, Domain
 from gradveil.defences import parse
-from gradveil.federated.exposure import Exposure, exposure, guarded_update
-from gradveil.federated.guard import inspect
-from gradveil.federated.rows import Owned, difference, partners, solved
-from gradveil.nn.norms import BatchStatistics
+from gradveil.federated.isolation import Owned, difference, partners, solved
+from gradveil.federated.model_inspection import inspect
+from gradveil.federated.update_inspection import Exposure, exposure, guarded_update
+from gradveil.gradients.objective import example_gradients
+from gradveil.nn.normalisation import BatchStatistics
 from tests.federated.crafted import (
     CRAFTED,
     PRIVATE,
@@ -63,7 +63,7 @@ def some(count: int, start: int = 0) -> Batch:
 def shown(net: nn.Module, batch: Batch, text: str = "none", previous: Mapping[str, Tensor] | None = None) -> Exposure:
     client = parse(text)(Client(net))
     params = client.params()
-    task = Task(batch, Key(1), client.init(params))
+    task = ClientTask(batch, Key(1), client.init(params))
     with torch.no_grad():
         sent, _ = drawn_update(client, params, *task)
     return exposure(client, params, batch, sent, previous, first_gradient(client, params, task))
@@ -383,7 +383,7 @@ def test_first_gradient_is_that_of_the_first_step(name: str) -> None:
     net, batch = perceptron(), some(64)
     client = Client(net, local=replace(local, steps=1, epochs=None))
     params = client.params()
-    task = Task(batch, Key(3), client.init(params))
+    task = ClientTask(batch, Key(3), client.init(params))
     with torch.no_grad():
         sent, _ = drawn_update(client, params, *task)
     given, noise = first_gradient(client, params, task)
@@ -397,7 +397,7 @@ def test_first_gradient_has_what_batch_defences_made_of_the_examples() -> None:
     lower, upper = PRIVATE.inputs.min().view(1, 1, 1), PRIVATE.inputs.max().view(1, 1, 1)
     client = parse("ats")(Client(perceptron(), domain=Domain(lower, upper, 10)))
     params, batch = client.params(), some(8)
-    task = Task(batch, Key(3), client.init(params))
+    task = ClientTask(batch, Key(3), client.init(params))
     with torch.no_grad():
         sent, _ = drawn_update(client, params, *task)
     given, _ = first_gradient(client, params, task)
@@ -411,7 +411,7 @@ def test_local_training_at_crafted_model_is_measured_by_what_is_sent(name: str) 
     """After several steps rows are sums over other examples: fewer are read, and the sum decides."""
     client = Client(quantile(32).model, local=LOCAL[name])
     params, batch = client.params(), some(64)
-    task = Task(batch, Key(3), client.init(params))
+    task = ClientTask(batch, Key(3), client.init(params))
     with torch.no_grad():
         sent, _ = drawn_update(client, params, *task)
     exposed = exposure(client, params, batch, sent, first=first_gradient(client, params, task))
@@ -426,7 +426,7 @@ def test_few_of_each_of_many_local_steps_are_malice() -> None:
     batch = some(320)
     for net, bad in ((quantile(320, 0.45).model, True), (trained(perceptron(), 5), False)):
         client = Client(net, local=Local(batch=32, lr=0.05, epochs=1))
-        task = Task(batch, Key(3), client.init(params := client.params()))
+        task = ClientTask(batch, Key(3), client.init(params := client.params()))
         with torch.no_grad():
             sent, _ = drawn_update(client, params, *task)
         exposed = exposure(client, params, batch, sent, first=first_gradient(client, params, task))

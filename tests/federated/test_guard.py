@@ -15,8 +15,8 @@ from gradveil.core.noise import Key
 from gradveil.core.types import Batch
 from gradveil.data import load
 from gradveil.federated.aggregate import Server
-from gradveil.federated.engine import Federation, Share
-from gradveil.federated.guard import guarded, inspect
+from gradveil.federated.engine import ClientShare, Federation
+from gradveil.federated.model_inspection import guarded, inspect
 from gradveil.nn.models import MODELS, build
 from gradveil.nn.surgery import prepare
 from tests.federated.manipulations import (
@@ -159,24 +159,24 @@ def test_wide_layers_are_compared_in_blocks() -> None:
 
 
 def federation(net: nn.Module, server: Server, size: int) -> Federation:
-    images = load("digits", size=size, limit_public=240, limit_victims=40)
+    images = load("digits", size=size, limit_public=240, limit_private=40)
     inputs, targets = images.public.inputs, images.public.targets
-    shares = [Share(Batch(inputs[i::4], targets[i::4])) for i in range(4)]
+    shares = [ClientShare(Batch(inputs[i::4], targets[i::4])) for i in range(4)]
     local = Local(batch=12, lr=0.01, epochs=1, optimiser="adam")
-    test = Batch(images.victims.inputs, images.victims.targets)
+    test = Batch(images.private.inputs, images.private.targets)
     return Federation(Client(net, local=local), shares, test, server, Key(1))
 
 
 @pytest.mark.parametrize("name", ["lenet-zhu", "scheliga-cnn", "resnet20", "perceptron"])
 def test_honest_models_at_five_stages_of_training_raise_no_alarm(name: str) -> None:
     net = Perceptron() if name == "perceptron" else prepare(model(name), batchnorm="group")[0]
-    scene = federation(net, Server("adam", lr=0.05) if name == "scheliga-cnn" else Server(), SIZES.get(name, 16))
-    standing = scene.start()
+    experiment = federation(net, Server("adam", lr=0.05) if name == "scheliga-cnn" else Server(), SIZES.get(name, 16))
+    standing = experiment.start()
     assert inspect(net, standing.params) == []
     for number in range(1, 5):
         with torch.no_grad():
-            own, _ = scene.local_update(standing, 0, number)
-        after = scene.round(standing)
+            own, _ = experiment.local_update(standing, 0, number)
+        after = experiment.round(standing)
         assert inspect(net, after.params, standing.params, own) == []
         assert inspect(net, after.params, standing.params) == []
         assert inspect(None, after.params, standing.params, own) == []
@@ -189,16 +189,16 @@ def test_honest_models_at_five_stages_of_training_raise_no_alarm(name: str) -> N
 def test_a_server_that_goes_on_where_gradients_vanish_raises_no_alarm(server: Server) -> None:
     """One client has one class: once it is learned its gradient is nothing, and the model moves on as fast."""
     net = model()
-    images = load("digits", size=16, limit_public=240, limit_victims=40)
+    images = load("digits", size=16, limit_public=240, limit_private=40)
     inputs, targets = images.public.inputs, images.public.targets
-    shares = [Share(Batch(inputs[part], targets[part])) for part in targets.argsort(stable=True).tensor_split(6)]
-    test = Batch(images.victims.inputs, images.victims.targets)
-    scene = Federation(Client(net), shares, test, server, Key(1))
-    standing, farthest = scene.start(), 0.0
+    shares = [ClientShare(Batch(inputs[part], targets[part])) for part in targets.argsort(stable=True).tensor_split(6)]
+    test = Batch(images.private.inputs, images.private.targets)
+    experiment = Federation(Client(net), shares, test, server, Key(1))
+    standing, farthest = experiment.start(), 0.0
     for number in range(1, 9):
         with torch.no_grad():
-            own, _ = scene.local_update(standing, 0, number)
-        after = scene.round(standing)
+            own, _ = experiment.local_update(standing, 0, number)
+        after = experiment.round(standing)
         moved = {name: float((value - standing.params[name]).norm()) for name, value in after.params.items()}
         farthest = max([farthest, *(moved[name] / float(own[name].norm()) for name in moved)])
         assert inspect(net, after.params, standing.params, own) == []

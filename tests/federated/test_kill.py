@@ -10,13 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from gradveil.audit.reader import read_training
+from gradveil.audit.run_file import read_training
 from gradveil.core.tree import Tensors
-from gradveil.federated.checkpoint import load_standing
-from gradveil.federated.setting import cells, open_setting
-from gradveil.federated.standing import Standing
-from gradveil.federated.together import FEWEST, groups
-from gradveil.federated.work import identity
+from gradveil.federated.parallel_clients import FEWEST, groups
+from gradveil.federated.training_run import identity
+from gradveil.federated.training_setup import open_setting, trials
+from gradveil.federated.training_state import Standing, load_standing
 from tests.audit.forks import begin
 
 pytestmark = pytest.mark.processes
@@ -43,8 +42,8 @@ def start(folder: Path, out: str) -> BaseProcess:
 def standings(folder: Path) -> list[Standing]:
     setting = open_setting(read_training(str(folder.parent / "killed.toml")))
     found = []
-    for cell in cells(setting.config):
-        standing = load_standing(folder / "cells" / f"{cell.id}.safetensors", identity(setting, cell))
+    for trial in trials(setting.config):
+        standing = load_standing(folder / "trials" / f"{trial.id}.safetensors", identity(setting, trial))
         assert standing is not None
         found.append(standing)
     return found
@@ -54,10 +53,10 @@ def at_once(folder: Path) -> list[int]:
     """How many clients of each training compute at once in its first round."""
     setting = open_setting(read_training(str(folder / "killed.toml")))
     found = []
-    for cell in cells(setting.config):
-        scene = setting.federation(cell)
-        batches = {i: scene.shares[i].train for i in scene.chosen(1)[0]}
-        found.append(max(map(len, groups(scene.client, scene.client.params(), batches, "auto"))))
+    for trial in trials(setting.config):
+        experiment = setting.federation(trial)
+        batches = {i: experiment.shares[i].train for i in experiment.chosen(1)[0]}
+        found.append(max(map(len, groups(experiment.client, experiment.client.params(), batches, "auto"))))
     return found
 
 
@@ -71,11 +70,11 @@ def test_twenty_kills_change_nothing(tmp_path: Path):
     chance, kills = random.Random(0), 0
     process = start(tmp_path, "killed")
     while kills < KILLS:
-        cells_there = tmp_path / "killed" / "cells"
-        before = {file: file.stat().st_mtime_ns for file in cells_there.glob("*.safetensors")} if kills else {}
+        trials_there = tmp_path / "killed" / "trials"
+        before = {file: file.stat().st_mtime_ns for file in trials_there.glob("*.safetensors")} if kills else {}
         end = time.monotonic() + 60
         while time.monotonic() < end and process.is_alive():  # it has to get on, or nothing would ever end
-            now = {file: file.stat().st_mtime_ns for file in cells_there.glob("*.safetensors")}
+            now = {file: file.stat().st_mtime_ns for file in trials_there.glob("*.safetensors")}
             if now != before:
                 break
             time.sleep(0.005)
@@ -99,4 +98,4 @@ def test_twenty_kills_change_nothing(tmp_path: Path):
         assert equal(one.server, other.server)
         assert one.clients.keys() == other.clients.keys()
         assert all(equal(one.clients[i], other.clients[i]) for i in one.clients)
-    assert not [file for file in (tmp_path / "killed" / "cells").iterdir() if ".tmp-" in file.name]
+    assert not [file for file in (tmp_path / "killed" / "trials").iterdir() if ".tmp-" in file.name]

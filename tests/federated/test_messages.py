@@ -9,9 +9,9 @@ from gradveil.core.errors import GradveilError
 from gradveil.core.noise import Key
 from gradveil.core.types import Batch
 from gradveil.defences import parse
-from gradveil.federated.engine import Federation, Share, train
-from gradveil.federated.wire import encoded_size
-from gradveil.nn.init import initialise
+from gradveil.federated.engine import ClientShare, Federation, train
+from gradveil.nn.initial_weights import initialise
+from gradveil.wire.codec import encoded_size
 
 CLIENTS = 4
 
@@ -21,7 +21,7 @@ def federation(defence: str, **settings):
     inputs = torch.randn(CLIENTS, 6, 12, generator=generator)
     targets = torch.randint(3, (CLIENTS, 6), generator=generator)
     model = initialise(nn.Sequential(nn.Linear(12, 20), nn.Tanh(), nn.Linear(20, 3)), Key(0).generator())
-    shares = [Share(Batch(*pair)) for pair in zip(inputs, targets, strict=True)]
+    shares = [ClientShare(Batch(*pair)) for pair in zip(inputs, targets, strict=True)]
     return Federation(parse(defence)(Client(model)), shares, shares[0].train, **settings)
 
 

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradveil.federated import positions
+from gradveil.wire import positions_and_values
 
 
 def written(places: list[int], low: int) -> tuple[list[str], str]:
@@ -20,10 +20,10 @@ def packed(bits: str) -> bytes:
     return bytes(int(bits[start : start + 8].ljust(8, "0"), 2) for start in range(0, len(bits), 8))
 
 
-def of(places: list[int], entries: int) -> positions.Coded:
+def of(places: list[int], entries: int) -> positions_and_values.Coded:
     support = np.zeros(entries, dtype=np.bool_)
     support[places] = True
-    return positions.code(support, np.flatnonzero(support))
+    return positions_and_values.code(support, np.flatnonzero(support))
 
 
 @given(st.integers(1, 3000).flatmap(lambda n: st.tuples(st.just(n), st.sets(st.integers(0, n - 1), max_size=80))))
@@ -33,12 +33,12 @@ def test_code_is_the_best_of_all_and_reads_back(case: tuple[int, set[int]]) -> N
     content = b"".join(part.tobytes() for part in coded.content)
     planes, unary = written(places, coded.low)
     assert content == b"".join(packed(bits) for bits in [*planes, unary])
-    assert len(unary) == coded.unary <= positions.longest(entries, len(places), coded.low)
-    assert len(content) == positions.size(len(places), coded.low, coded.unary)
+    assert len(unary) == coded.unary <= positions_and_values.longest(entries, len(places), coded.low)
+    assert len(content) == positions_and_values.size(len(places), coded.low, coded.unary)
     for low in range(12):
         planes, other = written(places, low)
         assert len(content) <= sum(len(packed(bits)) for bits in [*planes, other])
-    read = positions.read(np.frombuffer(content, np.uint8), entries, len(places), coded.low, coded.unary)
+    read = positions_and_values.read(np.frombuffer(content, np.uint8), entries, len(places), coded.low, coded.unary)
     assert read is not None
     assert read.tolist() == places
 
@@ -50,12 +50,12 @@ def test_random_positions_take_little_more_than_their_entropy(density: float, ge
     places = np.flatnonzero(support)
     d = len(places) / entries
     entropy = -entries * (d * np.log2(d) + (1 - d) * np.log2(1 - d))
-    coded = positions.code(support, places)
-    assert entropy < 8 * positions.size(len(places), coded.low, coded.unary) < 1.05 * entropy
+    coded = positions_and_values.code(support, places)
+    assert entropy < 8 * positions_and_values.size(len(places), coded.low, coded.unary) < 1.05 * entropy
 
 
 def damaged(content: bytes, kept: int, low: int, unary: int, entries: int = 100) -> bool:
-    return positions.read(np.frombuffer(content, np.uint8), entries, kept, low, unary) is None
+    return positions_and_values.read(np.frombuffer(content, np.uint8), entries, kept, low, unary) is None
 
 
 def test_bits_that_nobody_writes_are_noticed() -> None:

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from gradveil.audit.reader import read_training
+from gradveil.audit.run_file import read_training
 from gradveil.client import Local
-from gradveil.defences.privacy import NOTHING
-from gradveil.federated.privacy import guarantee
-from gradveil.theory.accounting import Training, epsilon
+from gradveil.defences.guarantees import NOTHING
+from gradveil.federated.privacy_ledger import guarantee
+from gradveil.theory.accounting import Participation, epsilon
 from tests.federated.scenes import federation
 from tests.laws.cases import DOMAIN
 
@@ -27,7 +27,7 @@ def proven(text: str = DP, rounds: int = 6, **settings: Any) -> dict[str, Any]:
 
 def replaced(multiplier: float, times: int) -> float:
     """The epsilon of so many Gaussian mechanisms whose neighbours differ by two clip norms."""
-    return epsilon(multiplier / 2, Training(times))
+    return epsilon(multiplier / 2, Participation(times))
 
 
 def test_an_example_is_in_one_sum_of_each_epoch():
@@ -47,7 +47,7 @@ def test_steps_that_begin_another_epoch_count_as_one():
 
 def test_poisson_sampling_amplifies_and_the_client_with_the_fewest_examples_is_told():
     told = proven(local=Local(batch=5, lr=0.1, steps=4, sampling="poisson"))
-    assert told["epsilon"]["example"] == pytest.approx(epsilon(16.0, Training(24, rate=5 / 20)))
+    assert told["epsilon"]["example"] == pytest.approx(epsilon(16.0, Participation(24, rate=5 / 20)))
     assert told["epsilon"]["example"] < proven(local=Local(batch=5, lr=0.1, steps=4))["epsilon"]["example"]
 
 
@@ -57,15 +57,15 @@ def test_one_gradient_a_round_is_one_sum():
 
 
 def test_the_client_who_answers_most_often_is_told():
-    scene = federation(DP, participation=0.5, absent=0.3)
-    often = max(sum(client in scene.chosen(number)[0] for number in range(1, 13)) for client in range(4))
+    experiment = federation(DP, participation=0.5, absent=0.3)
+    often = max(sum(client in experiment.chosen(number)[0] for number in range(1, 13)) for client in range(4))
     assert 0 < often < 12
-    assert guarantee(scene, 12, DELTA)["epsilon"]["example"] == pytest.approx(replaced(16, often))
+    assert guarantee(experiment, 12, DELTA)["epsilon"]["example"] == pytest.approx(replaced(16, often))
 
 
 def test_what_voids_the_examples_privacy_leaves_the_clients():
-    scene = federation("dp(clip=1, sigma=16) + user-dp(clip=1, sigma=24) + mixup")
-    told = guarantee(replace(scene, client=replace(scene.client, domain=DOMAIN)), 6, DELTA)
+    experiment = federation("dp(clip=1, sigma=16) + user-dp(clip=1, sigma=24) + mixup")
+    told = guarantee(replace(experiment, client=replace(experiment.client, domain=DOMAIN)), 6, DELTA)
     assert told["epsilon"] == {"client": pytest.approx(replaced(24, 6))}
     assert told["guarantee"].startswith("epsilon")
     assert f"; {NOTHING} of each example: examples are mixed" in told["guarantee"]

@@ -13,10 +13,10 @@ from safetensors.torch import save_file
 
 from gradveil.core.errors import GradveilError
 from gradveil.core.types import Batch
-from gradveil.federated.config import LocalConfig
 from gradveil.federated.engine import train
-from gradveil.federated.recorded import RECORD, Recorder, read_recorded
-from gradveil.federated.wire import Layout, decode, encode
+from gradveil.federated.training_config import LocalConfig
+from gradveil.federated.update_records import RECORD, UpdateRecorder, read_recorded
+from gradveil.wire.codec import Layout, decode, encode
 from tests.federated.scenes import federation
 
 PARAMS = {"w": torch.arange(6.0).view(2, 3), "b": torch.zeros(2)}
@@ -27,8 +27,8 @@ def files(folder: Path) -> list[Path]:
     return sorted(file for file in folder.rglob("*") if file.is_file())
 
 
-def recorded(folder: Path, *clients: str, **settings) -> Recorder:
-    recorder = Recorder(folder, **settings)
+def recorded(folder: Path, *clients: str, **settings) -> UpdateRecorder:
+    recorder = UpdateRecorder(folder, **settings)
     for client in clients or ("0",):
         recorder.write(1, client, PARAMS, UPDATE, 2, truth=Batch(torch.full((2, 1, 3, 3), 0.625), torch.tensor([1, 0])))
     return recorder
@@ -45,7 +45,7 @@ def refused(folder: Path, *patterns: str) -> None:
 def test_a_training_records_what_its_server_received_and_is_not_changed_by_it(tmp_path):
     plain = train(federation("topk(0.2, feedback=true)", participation=0.5), 3)
     watched = federation("topk(0.2, feedback=true)", participation=0.5)
-    watched = replace(watched, recorder=Recorder(tmp_path / "r", rounds=(2,), sends="difference"))
+    watched = replace(watched, recorder=UpdateRecorder(tmp_path / "r", rounds=(2,), sends="difference"))
     after = train(watched, 3)
     assert all(torch.equal(after.params[name], value) for name, value in plain.params.items())
 
@@ -63,7 +63,7 @@ def test_a_training_records_what_its_server_received_and_is_not_changed_by_it(tm
 
 
 def test_the_examples_of_a_gradient_are_those_it_was_made_from(tmp_path):
-    watched = federation(local=None, batch=6, together=False, recorder=Recorder(tmp_path, truth=True))
+    watched = federation(local=None, batch=6, together=False, recorder=UpdateRecorder(tmp_path, truth=True))
     train(watched, 1)
     for one in read_recorded(tmp_path):
         assert one.truth is not None
@@ -85,7 +85,7 @@ def test_the_examples_of_a_gradient_are_those_it_was_made_from(tmp_path):
 def test_what_would_record_others_than_is_meant_is_refused(tmp_path, settings, told):
     """Of a text each letter would be a client: '12' would record 1, 2 and 12."""
     with pytest.raises(GradveilError, match=told):
-        Recorder(tmp_path, **settings)
+        UpdateRecorder(tmp_path, **settings)
 
 
 def test_a_folder_that_cannot_be_looked_at_is_a_message(tmp_path):
@@ -105,7 +105,9 @@ def test_private_examples_are_kept_only_where_that_was_asked_for(tmp_path):
 
 def test_an_update_is_kept_as_the_bytes_that_left(tmp_path):
     block = encode(UPDATE, values=torch.float16, deflate=True)
-    recorder = Recorder(tmp_path, defence="topk(0.5)", local=LocalConfig(lr=0.1, steps=2, batch=1), sends="difference")
+    recorder = UpdateRecorder(
+        tmp_path, defence="topk(0.5)", local=LocalConfig(lr=0.1, steps=2, batch=1), sends="difference"
+    )
     recorder.write(1, "../../x", PARAMS, block, None, {"send.mask.w": torch.ones(2, 3)})
     one = read_recorded(tmp_path)[0]
     assert one.sent == block
@@ -122,13 +124,13 @@ def test_an_update_that_does_not_describe_itself_is_kept_with_the_names_of_its_t
     received = {"frozen": torch.zeros(4), **PARAMS, "b": torch.zeros(2, dtype=torch.float64)}
     update = {**UPDATE, "b": UPDATE["b"].double()}
     block = encode(update, deflate=True)
-    Recorder(tmp_path).write(1, "0", received, block, 2, tensors=list(update))
+    UpdateRecorder(tmp_path).write(1, "0", received, block, 2, tensors=list(update))
     one = read_recorded(tmp_path)[0]
     assert one.sent == block
     assert set(one.facts.tensors) == set(update)
     assert all(torch.equal(one.update[name], value) for name, value in update.items())
     with pytest.raises(GradveilError, match=r"is of the layout with the digest .* expected"):
-        Recorder(tmp_path).write(1, "0", received, block, 2)
+        UpdateRecorder(tmp_path).write(1, "0", received, block, 2)
     refused_names(tmp_path, None, "does not describe its layout")
     refused_names(tmp_path, ["w"], "is of the layout with the digest")
 
@@ -160,7 +162,7 @@ def test_a_repeated_round_replaces_its_record_and_another_run_does_not(tmp_path)
 
 
 def test_rounds_and_clients_are_chosen_when_recording_and_when_reading(tmp_path):
-    recorder = Recorder(tmp_path, rounds=(2, 3), clients=("a",))
+    recorder = UpdateRecorder(tmp_path, rounds=(2, 3), clients=("a",))
     for number in (1, 2, 3):
         for client in ("a", "b"):
             assert (recorder.write(number, client, PARAMS, UPDATE) is None) == (number == 1 or client == "b")
@@ -186,11 +188,11 @@ def test_clients_may_begin_a_record_at_the_same_moment(tmp_path, monkeypatch):
     def late(path):
         if path == folder:
             monkeypatch.setattr(Path, "is_dir", look)
-            Recorder(folder).ready()
+            UpdateRecorder(folder).ready()
         return look(path)
 
     monkeypatch.setattr(Path, "is_dir", late)
-    Recorder(folder).ready()
+    UpdateRecorder(folder).ready()
     assert {file.name for file in folder.iterdir()} == {"recorded.json", "models"}
 
 
@@ -216,13 +218,13 @@ def rewritten(file: Path, tensors=None, **facts) -> None:
 
 def test_an_update_of_another_model_is_refused(tmp_path):
     lying = encode({"w": torch.zeros(64, 64)}, described=True)
-    Recorder(tmp_path).write(1, "0", PARAMS, lying, 1)
+    UpdateRecorder(tmp_path).write(1, "0", PARAMS, lying, 1)
     refused(tmp_path, "update w: is float32 [64, 64], which is no tensor of its model")
 
 
 def test_values_that_are_not_finite_are_recorded_and_refused_when_read(tmp_path):
     broken = {**UPDATE, "b": torch.tensor([float("nan"), 0.0])}
-    Recorder(tmp_path).write(1, "0", {**PARAMS, "b": torch.tensor([1.0, float("inf")])}, broken, 1)
+    UpdateRecorder(tmp_path).write(1, "0", {**PARAMS, "b": torch.tensor([1.0, float("inf")])}, broken, 1)
     refused(tmp_path, "update.b: has values that are not finite", "received b: has values that are not finite")
 
 
@@ -236,7 +238,7 @@ def test_a_model_file_that_was_exchanged_is_refused(tmp_path):
 
 
 def test_a_truth_that_fits_no_update_is_refused(tmp_path):
-    Recorder(tmp_path, truth=True).write(
+    UpdateRecorder(tmp_path, truth=True).write(
         1, "0", PARAMS, UPDATE, 3, truth=Batch(torch.zeros(2, 9), torch.zeros(2, dtype=torch.int64))
     )
     refused(tmp_path, "has inputs torch.float32", "has 2 inputs, targets (2,), and 3 examples")

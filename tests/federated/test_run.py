@@ -9,17 +9,15 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from gradveil.audit.reader import read_training
+from gradveil.audit.run_file import read_training
 from gradveil.core.errors import GradveilError
-from gradveil.federated.checkpoint import load_standing
-from gradveil.federated.config import LocalConfig
 from gradveil.federated.engine import Federation, train
-from gradveil.federated.reading import load_training
-from gradveil.federated.run import describe, load_summaries, opened, run
-from gradveil.federated.setting import cells, open_setting
-from gradveil.federated.work import identity, summarise
-from gradveil.nn.weights import read_weights
-from gradveil.report.kinds import kinds
+from gradveil.federated.training_config import LocalConfig
+from gradveil.federated.training_run import describe, identity, load_summaries, load_training, opened, run, summarise
+from gradveil.federated.training_setup import open_setting, trials
+from gradveil.federated.training_state import load_standing
+from gradveil.nn.weight_files import read_weights
+from gradveil.report.training_groups import kinds
 
 FEW = ["data.public=80", "data.gallery=40", "data.size=16", "clients=3", "model.name=lenet-zhu", "local.batch=8"]
 
@@ -31,7 +29,7 @@ def config(*settings, **overrides):
 def trained(folder, told, info=None, fresh=False):
     seen = []
     with opened(folder, info or describe(told.config, "command"), fresh):
-        summaries = run(told, folder, lambda cell, record, status: seen.append((cell.title, record.number)))
+        summaries = run(told, folder, lambda trial, record, status: seen.append((trial.title, record.number)))
     return summaries, seen
 
 
@@ -53,7 +51,7 @@ PARTITIONS = {
 @pytest.mark.parametrize("kind", PARTITIONS)
 def test_every_image_belongs_to_one_client_which_trains_on_it_or_keeps_it_apart(kind):
     told = open_setting(config(f"partition.kind={kind}", "validation=0.2", "local.batch=1", *PARTITIONS[kind]))
-    shares = told.federation(cells(told.config)[0]).shares
+    shares = told.federation(trials(told.config)[0]).shares
     images = torch.cat([b.inputs for share in shares for b in (share.train, share.validation) if b is not None])
     everything = told.data.public.inputs
     assert len(images) == len(everything)
@@ -70,10 +68,10 @@ def test_every_image_belongs_to_one_client_which_trains_on_it_or_keeps_it_apart(
 
 def test_the_seed_decides_data_weights_and_clients_and_the_defence_does_not():
     told = open_setting(config(defences=["none", "dgp"], seeds=[0, 1]))
-    plain, pruned, other, _ = (told.federation(cell) for cell in cells(told.config))
+    plain, pruned, other, _ = (told.federation(trial) for trial in trials(told.config))
     assert torch.equal(plain.shares[1].train.inputs, pruned.shares[1].train.inputs)
     assert not torch.equal(plain.shares[1].train.inputs[:5], other.shares[1].train.inputs[:5])
-    weights = [scene.client.params() for scene in (plain, pruned, other)]
+    weights = [experiment.client.params() for experiment in (plain, pruned, other)]
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
     assert not any(torch.equal(weights[0][name], weights[2][name]) for name in weights[0] if "weight" in name)
     assert plain.chosen(3) == pruned.chosen(3)
@@ -81,7 +79,7 @@ def test_the_seed_decides_data_weights_and_clients_and_the_defence_does_not():
 
 def test_central_training_has_all_examples_in_one_hand():
     told = open_setting(config("central=true", "participation=0.5", "absent=0.2"))
-    central, federated = (told.federation(cell) for cell in cells(told.config))
+    central, federated = (told.federation(trial) for trial in trials(told.config))
     assert len(central.shares) == 1
     assert len(central.shares[0].train.targets) == sum(len(share.train.targets) for share in federated.shares)
     assert len(central.shares[0].validation.targets) == sum(len(s.validation.targets) for s in federated.shares)
@@ -91,7 +89,7 @@ def test_central_training_has_all_examples_in_one_hand():
 def test_central_training_is_what_a_client_does_on_all_examples_whatever_the_server():
     """It is what federation is measured by: neither a server's short steps nor its one huge batch may hold it back."""
     told = open_setting(config("central=true", "server.optimiser=adam", "local.epochs=1", "local.batch="))
-    central, federated = (told.federation(cell) for cell in cells(told.config))
+    central, federated = (told.federation(trial) for trial in trials(told.config))
     assert (central.server.optimiser, central.server.lr) == ("sgd", 1.0)
     assert federated.server.optimiser == "adam"
     assert central.client.local.batch == federated.client.local.batch
@@ -102,8 +100,8 @@ def test_central_training_is_what_a_client_does_on_all_examples_whatever_the_ser
 def test_local_steps_without_a_batch_take_what_the_smallest_client_has(kind):
     plain = config(f"partition.kind={kind}")
     told = open_setting(plain.model_copy(update={"local": LocalConfig(lr=0.01, epochs=1)}))
-    scene = told.federation(cells(told.config)[0])
-    assert scene.client.local.batch == min(len(share.train.targets) for share in scene.shares)
+    experiment = told.federation(trials(told.config)[0])
+    assert experiment.client.local.batch == min(len(share.train.targets) for share in experiment.shares)
 
 
 def test_a_longer_training_goes_on_where_a_shorter_one_ended(tmp_path):
@@ -122,7 +120,7 @@ def test_a_training_goes_on_with_clients_at_once_or_one_after_the_other(tmp_path
     """It changes nothing but rounding, as the number of threads does."""
     settings = ([], ["together=true"], ["together=false"])
     told = [open_setting(config("local.batch=4", *more, rounds=2 + i)) for i, more in enumerate(settings)]
-    assert [setting.federation(cells(setting.config)[0]).together for setting in told] == ["auto", True, False]
+    assert [setting.federation(trials(setting.config)[0]).together for setting in told] == ["auto", True, False]
     assert len({setting.config.digest() for setting in told}) == 1
     for i, setting in enumerate(told):
         (summary,), _ = trained(tmp_path / "a", setting)
@@ -135,17 +133,17 @@ def test_a_training_that_fails_is_a_status_and_the_others_are_done(tmp_path, mon
     told = open_setting(config(defences=["none", "topk(0.1)"], rounds=2))
     rounds = Federation.round
 
-    def fails(scene, standing):
-        if len(standing.records) == 1 and scene.client.send is not None:
+    def fails(experiment, standing):
+        if len(standing.records) == 1 and experiment.client.send is not None:
             raise MemoryError("no room")
-        return rounds(scene, standing)
+        return rounds(experiment, standing)
 
     monkeypatch.setattr(Federation, "round", fails)
     summaries, _ = trained(tmp_path / "a", told)
     assert [row["status"] for row in summaries] == ["finished", "failed"]
     assert summaries[0].get("failed") is None
     assert re.fullmatch(r"MemoryError: no room \(test_run\.py, line \d+\)", summaries[1]["failed"])
-    bare, failed = kinds(load_training(tmp_path / "a").cells)
+    bare, failed = kinds(load_training(tmp_path / "a").trials)
     assert [len(kind.counted) for kind in (bare, failed)] == [1, 0]
     assert failed.mean("accuracy") is None
     monkeypatch.undo()
@@ -157,7 +155,7 @@ def test_a_training_that_fails_is_a_status_and_the_others_are_done(tmp_path, mon
 def test_every_damaged_file_is_told_before_the_first_round(tmp_path):
     told = open_setting(config(defences=["none", "topk(0.1)"], rounds=1))
     trained(tmp_path / "a", told)
-    for file in (tmp_path / "a" / "cells").glob("*.safetensors"):
+    for file in (tmp_path / "a" / "trials").glob("*.safetensors"):
         file.write_bytes(b"x")
     with pytest.raises(GradveilError) as caught:
         trained(tmp_path / "a", told)
@@ -166,7 +164,7 @@ def test_every_damaged_file_is_told_before_the_first_round(tmp_path):
 
 def test_a_training_that_was_stopped_late_is_finished_when_fewer_rounds_are_asked_for(tmp_path):
     told = open_setting(config(rounds=3))
-    info, cell = describe(told.config, "command"), cells(told.config)[0]
+    info, trial = describe(told.config, "command"), trials(told.config)[0]
 
     def stop(_, record, status):
         if record.number == 2:
@@ -174,8 +172,8 @@ def test_a_training_that_was_stopped_late_is_finished_when_fewer_rounds_are_aske
 
     with pytest.raises(KeyboardInterrupt), opened(tmp_path / "a", info):
         run(told, tmp_path / "a", stop)
-    file = tmp_path / "a" / "cells" / f"{cell.id}.safetensors"
-    assert load_standing(file, identity(told, cell)).status == "running"
+    file = tmp_path / "a" / "trials" / f"{trial.id}.safetensors"
+    assert load_standing(file, identity(told, trial)).status == "running"
     summaries, seen = trained(tmp_path / "a", open_setting(config(rounds=1)))
     assert [(row["status"], row["rounds"]) for row in summaries] == [("finished", 2)]
     assert seen == []
@@ -214,9 +212,9 @@ def test_who_stops_earlier_than_was_planned_has_no_smaller_epsilon(tmp_path):
 
 def test_weights_that_a_training_starts_from_are_part_of_what_its_files_belong_to(tmp_path):
     told = open_setting(config())
-    cell = cells(told.config)[0]
+    trial = trials(told.config)[0]
     with_weights = [replace(told, weights={"w": torch.full((2,), value)}) for value in (0.0, 1.0)]
-    assert len({identity(setting, cell) for setting in (told, *with_weights)}) == 3
+    assert len({identity(setting, trial) for setting in (told, *with_weights)}) == 3
 
 
 def test_other_settings_are_refused_until_a_fresh_start(tmp_path):
@@ -242,7 +240,7 @@ def test_a_training_grows_by_defences_seeds_and_all_data_in_one_hand(tmp_path):
     assert "defences (without clip(1))" in str(caught.value)
 
 
-@pytest.mark.parametrize("said", ["{}", '{"config": 3, "cells": []}', "[", '{"config": {}, "cells": []}'])
+@pytest.mark.parametrize("said", ["{}", '{"config": 3, "trials": []}', "[", '{"config": {}, "trials": []}'])
 def test_a_damaged_file_of_a_training_is_refused_and_stays(tmp_path, said):
     trained(tmp_path / "a", open_setting(config(rounds=1)))
     (tmp_path / "a" / "train.json").write_text(said)
@@ -274,7 +272,7 @@ def test_summaries_tell_the_seeds_apart_and_together(tmp_path):
         ("none", 1),
         ("topk(0.1)", 1),
     ]
-    bare, sparse = kinds(load_training(tmp_path / "a").cells)
+    bare, sparse = kinds(load_training(tmp_path / "a").trials)
     assert [len(kind.counted) for kind in (bare, sparse)] == [2, 2]
     assert bare.mean("accuracy") == pytest.approx((summaries[0]["accuracy"] + summaries[2]["accuracy"]) / 2)
     assert bare.deviation is not None
@@ -287,12 +285,12 @@ def test_summaries_tell_the_seeds_apart_and_together(tmp_path):
 def test_a_processs_slow_first_round_is_no_price_of_a_defence():
     """What torch and the checks of a shape take once is not what each round of this training takes."""
     told = open_setting(config(rounds=1))
-    (cell,) = cells(told.config)
-    standing = train(told.federation(cell), 1)
+    (trial,) = trials(told.config)
+    standing = train(told.federation(trial), 1)
     (one,) = standing.records
     rounds = [replace(one, seconds=10 * own, client_seconds=own) for own in (0.6, 0.02, 0.01, 0.03)]
     for count, each in ((1, 0.6), (2, 0.02), (4, 0.02)):
-        summary = summarise(cell, replace(standing, records=tuple(rounds[:count])), {})
+        summary = summarise(trial, replace(standing, records=tuple(rounds[:count])), {})
         assert (summary["client_seconds"], summary["seconds"]) == (each, 10 * each)
 
 
@@ -351,7 +349,7 @@ def test_pace_makes_another_training():
     plain, slower = config(), config("pace=[{after=3, times=0.1}]")
     assert plain.digest() != slower.digest()
     assert plain.digest() == config(rounds=7, delta=1e-7, seeds=[5]).digest(), "which these do not"
-    assert open_setting(slower).federation(cells(slower)[0]).pace == ((3, 0.1),)
+    assert open_setting(slower).federation(trials(slower)[0]).pace == ((3, 0.1),)
 
 
 def test_every_defence_that_does_not_fit_is_told_at_once():
@@ -373,9 +371,9 @@ def normed(classes: int) -> nn.Module:
 def test_training_can_start_from_weights_in_a_file_such_as_an_earlier_training(tmp_path):
     plain = open_setting(config())
     trained(tmp_path / "first", plain)
-    (file,) = (tmp_path / "first" / "cells").glob("*.safetensors")
+    (file,) = (tmp_path / "first" / "trials").glob("*.safetensors")
     told = open_setting(config(f"model.weights={file}"))
-    start = told.federation(cells(told.config)[0]).client.params()
+    start = told.federation(trials(told.config)[0]).client.params()
     ended = read_weights(file)
     assert all(torch.equal(value, ended[name]) for name, value in start.items())
     hashes = {describe(told.config, "", weights)["config_hash"] for weights in ({}, told.weights, plain.weights)}
@@ -393,7 +391,7 @@ def test_a_training_has_no_public_images_to_mix_with():
 @pytest.mark.parametrize("text", ["mixup", "label-smoothing", "ats"])
 def test_batch_defences_know_the_domain(text):
     told = open_setting(config(defences=[text], rounds=1))
-    federation = told.federation(cells(told.config)[0])
+    federation = told.federation(trials(told.config)[0])
     after = federation.round(federation.start())
     assert after.status == "running"
 
@@ -403,13 +401,13 @@ def test_batch_defences_know_the_domain(text):
 def test_what_is_not_trained_stays_as_it_was_and_is_not_sent(defence, setting):
     head = open_setting(config('trainable=["head.*"]', *setting, defences=[defence], rounds=2))
     whole = open_setting(config(*setting, defences=[defence], rounds=2))
-    (cell,) = cells(head.config)
-    federation = head.federation(cell)
+    (trial,) = trials(head.config)
+    federation = head.federation(trial)
     start, end = federation.client.params(), train(federation, 2)
     moved = {name for name, value in end.params.items() if not torch.equal(value, start[name])}
     assert moved == {"head.weight", "head.bias"}
     assert end.mean.keys() == moved
-    assert end.records[1].bytes_up < 0.6 * train(whole.federation(cell), 2).records[1].bytes_up
+    assert end.records[1].bytes_up < 0.6 * train(whole.federation(trial), 2).records[1].bytes_up
 
 
 def test_a_pattern_that_matches_nothing_is_told_with_the_parameters():

@@ -11,12 +11,12 @@ from gradveil.client import Client, Local
 from gradveil.core.noise import Key
 from gradveil.core.types import Batch, Domain
 from gradveil.defences import parse
-from gradveil.federated import together
+from gradveil.federated import parallel_clients
 from gradveil.federated.aggregate import Server
-from gradveil.federated.checkpoint import pack_standing, unpack_standing
-from gradveil.federated.engine import Federation, Share, train
-from gradveil.federated.recorded import Recorder, read_recorded
-from gradveil.federated.together import FEWEST, MOST_EXAMPLES, groups
+from gradveil.federated.engine import ClientShare, Federation, train
+from gradveil.federated.parallel_clients import FEWEST, MOST_EXAMPLES, groups
+from gradveil.federated.training_state import pack_standing, unpack_standing
+from gradveil.federated.update_records import UpdateRecorder, read_recorded
 from tests.federated.scenes import federation
 
 LOCALS = {
@@ -43,7 +43,7 @@ def images(count: int, *address: str | int, dtype: torch.dtype = torch.float64) 
     return Batch(inputs, torch.randint(3, (count,), generator=key.child("labels").generator()))
 
 
-def scene(
+def experiment(
     text: str = "none",
     local: Local | None = None,
     sizes: tuple[int, ...] = (12, 12, 12, 12, 12),
@@ -54,7 +54,7 @@ def scene(
     net = nn.Sequential(nn.Conv2d(1, 3, 3, stride=2), nn.Tanh(), nn.Flatten(), nn.Linear(27, 3)).to(dtype)
     for parameter in net.parameters():
         nn.init.normal_(parameter.data, std=0.3, generator=Key(0).generator())
-    shares = [Share(images(size, "client", i, dtype=dtype)) for i, size in enumerate(sizes)]
+    shares = [ClientShare(images(size, "client", i, dtype=dtype)) for i, size in enumerate(sizes)]
     domain = Domain(torch.full((1, 1, 1), -4.0), torch.full((1, 1, 1), 4.0), 3)
     client = parse(text)(Client(net, local=local, domain=domain), Key(3))
     given: dict[str, object] = {"key": Key(7), "server": Server(lr=0.5), "together": True, **settings}
@@ -75,7 +75,7 @@ def same(one, other):
 @pytest.mark.parametrize("kind", LOCALS)
 def test_clients_at_once_train_as_one_after_the_other(text: str, kind: str):
     sizes = (9, 14, 12, 11, 17) if kind in ("sgd", "adam") else (12,) * 5
-    at_once = scene(text, LOCALS[kind], sizes)
+    at_once = experiment(text, LOCALS[kind], sizes)
     assert max(len(group) for group in said(at_once)) == len(sizes)
     found, expected = train(at_once, 3), train(replace(at_once, together=False), 3)
     torch.testing.assert_close(found.params, expected.params, rtol=1e-9, atol=1e-9)
@@ -90,12 +90,12 @@ def test_clients_at_once_train_as_one_after_the_other(text: str, kind: str):
 
 @pytest.mark.parametrize("kind", LOCALS)
 def test_who_is_refused_is_who_would_be_alone(kind: str):
-    whole = scene("topk(0.2, feedback=true)", LOCALS[kind], dtype=torch.float32)
+    whole = experiment("topk(0.2, feedback=true)", LOCALS[kind], dtype=torch.float32)
     shares = list(whole.shares)
     for client in (1, 3):
         torn = shares[client].train.inputs.clone()
         torn[:, 0, 0, 0] = math.nan
-        shares[client] = Share(Batch(torn, shares[client].train.targets))
+        shares[client] = ClientShare(Batch(torn, shares[client].train.targets))
     spoilt = replace(whole, shares=shares)
     found, expected = (train(replace(spoilt, together=which), 2) for which in (True, False))
     assert [(r.clients, r.refused) for r in found.records] == [((0, 2, 4), (1, 3))] * 2
@@ -104,38 +104,38 @@ def test_who_is_refused_is_who_would_be_alone(kind: str):
 
 
 def test_who_has_more_steps_is_in_front_and_groups_are_about_equal(monkeypatch):
-    long = scene(local=LOCALS["sgd"], sizes=(8, 20, 12, 16, 9, 30, 11))
+    long = experiment(local=LOCALS["sgd"], sizes=(8, 20, 12, 16, 9, 30, 11))
     assert said(long) == [(5, 1, 3, 2, 0, 4, 6)]
-    each = together._written(long.client, long.client.params(), images(4, "client", 0))
+    each = parallel_clients._written(long.client, long.client.params(), images(4, "client", 0))
     monkeypatch.setitem(
-        together._BUDGET, "cpu", 5 * (each + 8 * 8 * sum(p.numel() for p in long.client.params().values()))
+        parallel_clients._BUDGET, "cpu", 5 * (each + 8 * 8 * sum(p.numel() for p in long.client.params().values()))
     )
     assert [len(group) for group in said(long)] == [4, 3]
-    monkeypatch.setitem(together._BUDGET, "cpu", each)
+    monkeypatch.setitem(parallel_clients._BUDGET, "cpu", each)
     assert said(long) == [(i,) for i in (5, 1, 3, 2, 0, 4, 6)], "each alone where two would be too many"
 
 
 def test_clients_of_other_shapes_are_apart():
-    assert said(scene(sizes=(12, 9, 12, 9, 12, 10, 12))) == [(0, 2, 4, 6), (1,), (3,), (5,)]
-    poisson = scene(local=LOCALS["poisson"], sizes=(12, 9, 12, 9, 12, 9, 9, 12))
+    assert said(experiment(sizes=(12, 9, 12, 9, 12, 10, 12))) == [(0, 2, 4, 6), (1,), (3,), (5,)]
+    poisson = experiment(local=LOCALS["poisson"], sizes=(12, 9, 12, 9, 12, 9, 9, 12))
     assert said(poisson) == [(0, 2, 4, 7), (1, 3, 5, 6)]
-    assert said(scene(sizes=(12,) * (FEWEST - 1))) == [(0,), (1,), (2,)]
+    assert said(experiment(sizes=(12,) * (FEWEST - 1))) == [(0,), (1,), (2,)]
 
 
 def test_clients_with_something_of_their_own_are_alone():
-    lenet = scene('keylock(act=tanh, width=8, position="0")', LOCALS["sgd"])
+    lenet = experiment('keylock(act=tanh, width=8, position="0")', LOCALS["sgd"])
     assert said(lenet) == [(i,) for i in range(5)]
     assert train(lenet, 1).status == "finished"
 
 
 def test_auto_is_for_few_small_images(monkeypatch):
     few, many = (Local(batch=size, lr=0.1, epochs=1) for size in (MOST_EXAMPLES, MOST_EXAMPLES + 1))
-    assert len(said(scene(local=few, sizes=(40,) * 4, together="auto"))) == 1
-    assert len(said(scene(local=many, sizes=(40,) * 4, together="auto"))) == 4
-    assert len(said(scene(local=many, sizes=(40,) * 4, together=True))) == 1
-    assert len(said(scene(local=few, sizes=(40,) * 4, together=False))) == 4
-    monkeypatch.setattr(together, "MOST_WRITTEN", 1000)
-    assert len(said(scene(local=few, sizes=(40,) * 4, together="auto"))) == 4
+    assert len(said(experiment(local=few, sizes=(40,) * 4, together="auto"))) == 1
+    assert len(said(experiment(local=many, sizes=(40,) * 4, together="auto"))) == 4
+    assert len(said(experiment(local=many, sizes=(40,) * 4, together=True))) == 1
+    assert len(said(experiment(local=few, sizes=(40,) * 4, together=False))) == 4
+    monkeypatch.setattr(parallel_clients, "MOST_WRITTEN", 1000)
+    assert len(said(experiment(local=few, sizes=(40,) * 4, together="auto"))) == 4
 
 
 @pytest.mark.parametrize("text", ["none", "dgp(feedback=true)", "standin", "dgc"])
@@ -143,25 +143,27 @@ def test_auto_is_for_few_small_images(monkeypatch):
 def test_a_training_taken_up_again_has_the_bits_of_one_left_alone(text: str, kind: str):
     """From the bytes of its checkpoint, as another process with another model object would."""
     settings = {"participation": 0.8, "absent": 0.2, "sizes": (12,) * 8, "dtype": torch.float32}
-    whole = train(scene(text, LOCALS[kind], **settings), 4)
-    part = train(scene(text, LOCALS[kind], **settings), 2)
+    whole = train(experiment(text, LOCALS[kind], **settings), 4)
+    part = train(experiment(text, LOCALS[kind], **settings), 2)
     read = unpack_standing(pack_standing(part, "same"), "same")
-    resumed = train(scene(text, LOCALS[kind], **settings), 4, replace(read, status="running"))
+    resumed = train(experiment(text, LOCALS[kind], **settings), 4, replace(read, status="running"))
     assert same(whole.params, resumed.params)
     assert all(same(whole.clients[i], resumed.clients[i]) for i in whole.clients)
 
 
 def test_seconds_of_a_client_are_its_share_of_its_group(monkeypatch):
     ticks = iter(range(0, 1000, 10))
-    monkeypatch.setattr(together.time, "perf_counter", lambda: next(ticks))
-    at_once = scene(local=LOCALS["sgd"])
+    monkeypatch.setattr(parallel_clients.time, "perf_counter", lambda: next(ticks))
+    at_once = experiment(local=LOCALS["sgd"])
     tasks = {i: at_once.task(at_once.start(), i, 1, at_once.client) for i in range(5)}
-    found = list(together.compute(at_once.client, at_once.client.params(), tasks, True))
+    found = list(parallel_clients.compute(at_once.client, at_once.client.params(), tasks, True))
     assert [(sent.client, sent.seconds) for sent in found] == [(i, 2.0) for i in range(5)]
 
 
 def test_what_is_recorded_is_what_each_client_sends(tmp_path):
-    at_once = scene("topk(0.2)", LOCALS["sgd"], recorder=Recorder(tmp_path / "seen", rounds=None, sends="difference"))
+    at_once = experiment(
+        "topk(0.2)", LOCALS["sgd"], recorder=UpdateRecorder(tmp_path / "seen", rounds=None, sends="difference")
+    )
     start = at_once.start()
     at_once.round(start)
     found = {int(seen.facts.client): seen for seen in read_recorded(tmp_path / "seen")}

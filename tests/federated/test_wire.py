@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from gradveil.core.errors import GradveilError
-from gradveil.federated import header
-from gradveil.federated.layout import DTYPES
-from gradveil.federated.wire import Layout, WireError, decode, encode, encoded_size, fits, inspect
 from gradveil.nn.models import build
+from gradveil.wire import header
+from gradveil.wire.codec import Layout, WireError, decode, encode, encoded_size, fits, inspect
+from gradveil.wire.header import DTYPES
 
 
 def sparse(shape: tuple[int, ...], density: float, generator: torch.Generator) -> Tensor:

@@ -8,12 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from gradveil.federated.checkpoint import load_standing
-from gradveil.federated.run import describe, opened, run
-from gradveil.federated.setting import Cell, cells, open_setting
-from gradveil.federated.standing import Round, Status
-from gradveil.federated.work import identity, site
-from gradveil.schedule.processes import Processes
+from gradveil.federated.training_run import describe, identity, opened, run, site
+from gradveil.federated.training_setup import TrainingTrial, open_setting, trials
+from gradveil.federated.training_state import RoundResult, Status, load_standing
+from gradveil.runs.pool import Processes
 from tests.federated.test_engine import same
 from tests.federated.test_run import config, timeless, trained
 from tests.schedule.test_processes import workers
@@ -24,11 +22,11 @@ pytestmark = pytest.mark.processes
 def test_a_killed_worker_changes_nothing_and_no_round_is_done_twice(tmp_path: Path) -> None:
     told = open_setting(config("validation=0.2", rounds=6, defences=["none", "topk(0.2, feedback=true)"]))
     whole, _ = trained(tmp_path / "whole", told)
-    seen: dict[str, list[int]] = {cell.id: [] for cell in cells(told.config)}
+    seen: dict[str, list[int]] = {trial.id: [] for trial in trials(told.config)}
     killed: list[int] = []
 
-    def tell(cell: Cell, record: Round, status: Status) -> None:
-        seen[cell.id].append(record.number)
+    def tell(trial: TrainingTrial, record: RoundResult, status: Status) -> None:
+        seen[trial.id].append(record.number)
         if record.number == 2 and len(killed) < 2:
             killed.append(workers()[0])
             os.kill(killed[-1], signal.SIGKILL)
@@ -38,9 +36,9 @@ def test_a_killed_worker_changes_nothing_and_no_round_is_done_twice(tmp_path: Pa
     assert len(killed) == 2
     assert set(map(tuple, seen.values())) == {(1, 2, 3, 4, 5, 6)}
     assert [timeless(row) for row in found] == [timeless(row) for row in whole]
-    for cell in cells(told.config):
+    for trial in trials(told.config):
         one, other = (
-            load_standing(tmp_path / out / "cells" / f"{cell.id}.safetensors", identity(told, cell))
+            load_standing(tmp_path / out / "trials" / f"{trial.id}.safetensors", identity(told, trial))
             for out in ("whole", "killed")
         )
         assert one is not None

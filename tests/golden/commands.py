@@ -15,11 +15,11 @@ from typing import Any
 
 from typer.testing import CliRunner
 
-from gradveil.audit.store import load_run
+from gradveil.audit.run_directory import load_run
 from gradveil.cli.app import app
 
 _ONE = ("--workers", "1")
-_AUDIT = ("audit", "digits", "--victims", "2", "--set", "data.size=16", "--set", "model.name=lenet-zhu", *_ONE)
+_AUDIT = ("audit", "digits", "--target-clients", "2", "--set", "data.size=16", "--set", "model.name=lenet-zhu", *_ONE)
 _LOCAL = ("--set", "client.batch=4", "--set", "client.local.lr=0.05", "--set", "client.local.steps=2")
 _TRAIN = ("train", "digits", "--rounds", "2", "--set", "clients=4", *_ONE)
 
@@ -46,7 +46,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     ),
     "local": (*_AUDIT, *_LOCAL, "--iterations", "10", *_attacks("ig", "cdia"), *_defences("none", "topk(0.3)")),
     "closed": (
-        *("audit", "digits", "--victims", "2", *_ONE, *_attacks("r-gap")),
+        *("audit", "digits", "--target-clients", "2", *_ONE, *_attacks("r-gap")),
         *_defences("none", "prune(0.5)"),
     ),
     "malicious": (
@@ -84,16 +84,16 @@ def numbers(folder: Path, names: Iterable[str] = tuple(COMMANDS)) -> dict[str, d
 
 def _audited(out: Path) -> Iterator[tuple[str, Any]]:
     kinds = ("status", "iterations", "objective", "mse", "ssim", "label_accuracy", "distance", "cosine")
-    for cell in load_run(out).cells:
-        info = cell.info
+    for trial in load_run(out).trials:
+        info = trial.info
         name = f"{info['defence']} | {info['attack']} | round {info.get('trained')}"
-        values = [{kind: record.get(kind) for kind in kinds} for record in cell.records]
-        yield name, {"failed": cell.failed, "bytes": info.get("bytes_sent"), "targets": values}
+        values = [{kind: record.get(kind) for kind in kinds} for record in trial.records]
+        yield name, {"failed": trial.failed, "bytes": info.get("bytes_sent"), "targets": values}
 
 
 def _trained(out: Path) -> Iterator[tuple[str, Any]]:
     kinds = ("accuracy", "loss", "validation_loss", "bytes_up", "bytes_down")
-    for file in sorted((out / "cells").glob("*.json")):
+    for file in sorted((out / "trials").glob("*.json")):
         held = json.loads(file.read_text())
         rounds = [{kind: passed[kind] for kind in kinds} for passed in held["curve"]]
         yield held["defence"], {"rounds": rounds, "epsilon": held["epsilon"]}

@@ -15,9 +15,9 @@ from gradveil.client import Client
 from gradveil.core.noise import Key
 from gradveil.core.types import Batch
 from gradveil.defences import parse
-from gradveil.federated.ledger import place
+from gradveil.federated.privacy_ledger import place
 from gradveil.integrations.flower import answer
-from gradveil.integrations.flower.records import MARK, mark, record, unpacked
+from gradveil.integrations.flower.flower_records import MARK, mark, record, unpacked
 from tests.federated.scenes import blobs
 
 RUN = 77

@@ -21,7 +21,7 @@ from flwr.supercore.privacy_accounting import NeighboringRelation, PrivacyConfig
 from gradveil.core.errors import GradveilError
 from gradveil.core.noise import Key
 from gradveil.integrations.flower import Protected
-from gradveil.integrations.flower.records import MARK, PACKED, STYPE, encoded, mark, packed, record, tensors
+from gradveil.integrations.flower.flower_records import MARK, PACKED, STYPE, encoded, mark, packed, record, tensors
 from tests.integrations.scenes import Loopback, copied
 from tests.integrations.test_flower_strategy import START, UPDATE, changed, good, server
 

@@ -20,12 +20,11 @@ from gradveil.cli.app import run as command_line
 from gradveil.client import Client, Local
 from gradveil.core.errors import GradveilError
 from gradveil.core.noise import Key
-from gradveil.defences.privacy import NOTHING
-from gradveil.federated.ledger import place
-from gradveil.federated.privacy import guarantee
+from gradveil.defences.guarantees import NOTHING
+from gradveil.federated.privacy_ledger import guarantee, place
 from gradveil.integrations.flower import Protected, answer, protect
-from gradveil.integrations.flower.records import record, tensors
-from gradveil.theory.accounting import Training, composed, epsilon
+from gradveil.integrations.flower.flower_records import record, tensors
+from gradveil.theory.accounting import Participation, composed, epsilon
 from tests.federated.scenes import federation
 from tests.integrations.scenes import BATCH, Loopback, asked, bits, client, context, helping, ledger
 from tests.integrations.test_flower_training import idles
@@ -173,7 +172,7 @@ def spending(folder, number, run=1, bound=None, own=None, **settings):
 
 
 def test_a_round_beyond_the_limit_is_refused_and_leaves_everything_as_it_was(tmp_path):
-    two = epsilon(32.0, Training(2, sampling="shuffled", at_most=2))
+    two = epsilon(32.0, Participation(2, sampling="shuffled", at_most=2))
     ledger(tmp_path)
     spending(tmp_path, 1, bound=two)
     last = spending(tmp_path, 1, run=2, bound=two)
@@ -197,7 +196,7 @@ def test_the_mod_keeps_the_limit_before_the_app_trains(tmp_path):
         calls.append(message)
         return idles(message, given)
 
-    one = epsilon(32.0, Training(1, sampling="shuffled", at_most=1))
+    one = epsilon(32.0, Participation(1, sampling="shuffled", at_most=1))
     ledger(tmp_path)
     mod = protect(USER, folder=tmp_path, training="lungs", epsilon=one)
     first = mod(asked(1, own), context(), app)
@@ -268,9 +267,9 @@ def test_more_examples_or_other_batches_are_another_rate_and_add_up(tmp_path, ca
     with caplog.at_level(logging.INFO, "flwr"):
         ask(1, batch=1, steps=2, sampling="poisson")
         ask(2, batch=2, steps=3, sampling="poisson")
-    value = composed([(16.0, Training(2, rate=1 / 3)), (16.0, Training(3, rate=2 / 3))])
+    value = composed([(16.0, Participation(2, rate=1 / 3)), (16.0, Participation(3, rate=2 / 3))])
     assert f"epsilon {value:.4g} at delta 1e-05 of each example" in told(caplog)
-    assert max(epsilon(16.0, Training(2, rate=1 / 3)), epsilon(16.0, Training(3, rate=2 / 3))) < value
+    assert max(epsilon(16.0, Participation(2, rate=1 / 3)), epsilon(16.0, Participation(3, rate=2 / 3))) < value
     with pytest.raises(GradveilError, match="counts sums of poisson batches, and this round's are shuffled"):
         ask(3, batch=1, steps=1)
     assert counted(tmp_path)["rounds"] == 2

@@ -12,9 +12,9 @@ from gradveil.core.errors import GradveilError
 from gradveil.core.noise import Key
 from gradveil.core.types import Batch
 from gradveil.defences import parse
-from gradveil.federated.exposure import exposure
+from gradveil.federated.update_inspection import exposure
 from gradveil.integrations.flower import answer, own_look
-from gradveil.integrations.flower.records import record
+from gradveil.integrations.flower.flower_records import record
 from tests.federated.crafted import CRAFTED, PRIVATE, perceptron
 from tests.integrations.scenes import asked, bits, context, ledger
 

@@ -12,13 +12,13 @@ from torch import nn
 
 from gradveil.client import summed
 from gradveil.core.errors import GradveilError
-from gradveil.core.files import locked
 from gradveil.core.noise import Key
+from gradveil.core.private_files import locked
 from gradveil.core.types import Batch
-from gradveil.federated.wire import Layout, decode
-from gradveil.integrations.flower import answer, memory, protect
-from gradveil.integrations.flower.memory import identity, opened
-from gradveil.integrations.flower.records import MARK, Question, mark, record
+from gradveil.integrations.flower import answer, client_memory, protect
+from gradveil.integrations.flower.client_memory import identity, opened
+from gradveil.integrations.flower.flower_records import MARK, Question, mark, record
+from gradveil.wire.codec import Layout, decode
 from tests.integrations.scenes import BATCH, asked, bits, client, context, ledger
 
 
@@ -124,7 +124,7 @@ def test_a_crash_before_the_state_is_written_leaves_the_round_unanswered(tmp_pat
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr(memory, "save_state", killed)
+        patched.setattr(client_memory, "save_state", killed)
         with pytest.raises(KeyboardInterrupt):
             answer(asked(2, own), context(), own, BATCH, folder=tmp_path, key=KEY)
     assert "partition-0/run-77/answer-2" in files(tmp_path)

@@ -13,9 +13,9 @@ from torch import nn
 from gradveil.core.errors import GradveilError
 from gradveil.core.noise import Key
 from gradveil.federated.engine import train as run
-from gradveil.federated.wire import Layout, decode
 from gradveil.integrations.flower import Protected, protect
-from gradveil.integrations.flower.records import MARK, mark, record, tensors, unpacked
+from gradveil.integrations.flower.flower_records import MARK, mark, record, tensors, unpacked
+from gradveil.wire.codec import Layout, decode
 from tests.federated.scenes import federation, net
 from tests.integrations.scenes import Loopback, context, copied, examples
 

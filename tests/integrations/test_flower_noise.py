@@ -14,14 +14,14 @@ from torch import nn
 from gradveil.client import Local
 from gradveil.core.errors import GradveilError
 from gradveil.core.noise import Key, Noise, NoiseSpec
-from gradveil.core.secure import SecretKey
+from gradveil.core.secure_noise import SecretKey
 from gradveil.core.types import Domain
 from gradveil.defences import chain
-from gradveil.defences.base import Defence
-from gradveil.defences.noise import Gaussian
-from gradveil.federated.wire import Layout, decode
+from gradveil.defences.additive_noise import Gaussian
+from gradveil.defences.composition import Defence
 from gradveil.integrations.flower import answer, protect
-from gradveil.nn.dropout import Dropout
+from gradveil.nn.stochastic_layers import Dropout
+from gradveil.wire.codec import Layout, decode
 from tests.core.test_secure import Own
 from tests.integrations.scenes import BATCH, asked, bits, client, context
 from tests.integrations.test_flower_training import trains
@@ -127,7 +127,7 @@ def test_no_secret_is_in_a_file_a_log_or_a_record(tmp_path, monkeypatch, caplog)
         roots.append(genuine(count))
         return roots[-1]
 
-    monkeypatch.setattr("gradveil.core.secure.os.urandom", recorded)
+    monkeypatch.setattr("gradveil.core.secure_noise.os.urandom", recorded)
     own = client(f"{USER} + topk(0.3, feedback=true)")
     with caplog.at_level(logging.DEBUG):
         replies = [answer(asked(number, own), context(), own, BATCH, folder=tmp_path) for number in (1, 2)]

@@ -10,15 +10,15 @@ from flwr.serverapp.strategy import FedAvg
 from torch import nn
 
 from gradveil.client import Client
-from gradveil.core.arguments import REQUIRED
 from gradveil.core.errors import GradveilError
 from gradveil.core.noise import Key
+from gradveil.core.settings import REQUIRED
 from gradveil.core.types import Domain
 from gradveil.defences import DEFENCES, parse
-from gradveil.federated.recorded import read_recorded
+from gradveil.federated.update_records import read_recorded
 from gradveil.integrations.flower import protect
-from gradveil.integrations.flower.client import unsupported
-from gradveil.integrations.flower.records import record, tensors
+from gradveil.integrations.flower.answer import unsupported
+from gradveil.integrations.flower.flower_records import record, tensors
 from gradveil.nn.models import build
 from tests.docs.test_pages import DOCS, blocks
 from tests.federated.scenes import blobs

@@ -21,8 +21,8 @@ from safetensors.torch import load_file
 
 from gradveil.core.noise import Key
 from gradveil.federated.aggregate import Server
-from gradveil.federated.engine import Federation, Share, train
-from gradveil.integrations.flower.records import decoded
+from gradveil.federated.engine import ClientShare, Federation, train
+from gradveil.integrations.flower.flower_records import decoded
 from tests.federated.scenes import federation
 
 pytestmark = pytest.mark.processes
@@ -178,7 +178,7 @@ def test_the_example_in_simulation_ends_with_the_engines_parameters(tmp_path, su
     with torch.random.fork_rng():
         torch.manual_seed(0)  # as the example's server does
         client = make_client()
-    engine = OfKeys(client, [Share(examples(number, 2)) for number in (0, 1)], held_out())
+    engine = OfKeys(client, [ClientShare(examples(number, 2)) for number in (0, 1)], held_out())
     standing = train(engine, 5)
     # Of the end the clients know the last round: what they received, and what they sent.
     left = [load_file(home / name / "answer-5") for home in homes]
@@ -268,11 +268,16 @@ def test_clients_killed_at_any_moment_lose_nothing(tmp_path, surroundings):
         wait(rounds.exists, running, "the first round", *told)
         for _ in range(kills):
             time.sleep(draw.uniform(0, 6))
-            victim = draw.randrange(2)
-            kill(living[victim])
-            logs[victim].write_text("")
-            living[victim] = start(nodes[victim], logs[victim])
-            wait(lambda log=logs[victim]: node(log), living[victim], "the SuperNode again", logs[victim])
+            target_client = draw.randrange(2)
+            kill(living[target_client])
+            logs[target_client].write_text("")
+            living[target_client] = start(nodes[target_client], logs[target_client])
+            wait(
+                lambda log=logs[target_client]: node(log),
+                living[target_client],
+                "the SuperNode again",
+                logs[target_client],
+            )
         (tmp_path / "enough").touch()
         wait(final.exists, running, "the end", *told)
 

@@ -11,11 +11,11 @@ from torch.nn import functional as F
 from gradveil.cli.app import run
 from gradveil.core.noise import Key
 from gradveil.data import load
-from gradveil.federated.config import LocalConfig
-from gradveil.federated.recorded import read_recorded
+from gradveil.federated.training_config import LocalConfig
+from gradveil.federated.update_records import read_recorded
 from gradveil.integrations.flower import protect
 from gradveil.integrations.flower import record as recording
-from gradveil.integrations.flower.records import MARK, mark, record, tensors, unpacked
+from gradveil.integrations.flower.flower_records import MARK, mark, record, tensors, unpacked
 from gradveil.nn.models import build
 from tests.integrations.scenes import context
 
@@ -125,7 +125,7 @@ def test_a_number_of_examples_that_is_none_stops_no_training(tmp_path, caplog, c
 def test_what_a_plain_app_sent_gives_its_image_back(tmp_path, monkeypatch: pytest.MonkeyPatch, capsys):
     """A Flower app trains one step on one digit by itself; whoever believes that, recovers the digit."""
     monkeypatch.chdir(tmp_path)
-    digits = load("digits", size=16).victims
+    digits = load("digits", size=16).private
     net = build("lenet-zhu", channels=1, size=16, classes=10, generator=Key(3).generator())
     start = {name: value.detach().clone() for name, value in net.named_parameters()}
 

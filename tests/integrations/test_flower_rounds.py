@@ -23,7 +23,7 @@ from gradveil.core.errors import GradveilError
 from gradveil.core.types import Batch
 from gradveil.federated.engine import train
 from gradveil.integrations.flower import Protected, answer
-from gradveil.integrations.flower.records import record, tensors
+from gradveil.integrations.flower.flower_records import record, tensors
 from tests.federated.scenes import federation
 from tests.integrations.scenes import Loopback, context, helping
 

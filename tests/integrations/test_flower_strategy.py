@@ -9,9 +9,9 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Error, Message, MetricRec
 from flwr.clientapp import ClientApp
 from flwr.serverapp.strategy import DifferentialPrivacyServerSideFixedClipping, FedAvg
 
-from gradveil.federated.wire import encode
 from gradveil.integrations.flower import Protected
-from gradveil.integrations.flower.records import MARK, PACKED, encoded, mark, packed, record, tensors
+from gradveil.integrations.flower.flower_records import MARK, PACKED, encoded, mark, packed, record, tensors
+from gradveil.wire.codec import encode
 from tests.integrations.scenes import Loopback
 
 START = {"w": torch.arange(6.0).reshape(2, 3), "b": torch.zeros(2)}

@@ -12,9 +12,9 @@ from torch import nn
 from gradveil.client import load_state
 from gradveil.core.errors import GradveilError
 from gradveil.core.noise import Key
-from gradveil.federated.wire import Layout, decode
 from gradveil.integrations.flower import answer, protect
-from gradveil.integrations.flower.records import record
+from gradveil.integrations.flower.flower_records import record
+from gradveil.wire.codec import Layout, decode
 from tests.integrations.scenes import BATCH, asked, bits, client, context
 
 SPARSE = "topk(0.3, feedback=true)"

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from gradveil.client import Client, Local, Task, drawn_update, drawn_updates, summed
+from gradveil.client import Client, ClientTask, Local, drawn_update, drawn_updates, summed
 from gradveil.core.noise import Key
 from gradveil.core.types import Batch
 from gradveil.defences import parse
@@ -22,14 +22,14 @@ SIZES = (7, 6, 5, 4)
 """Examples of each client, where local trainings may differ in length."""
 
 
-def tasks(client: Client, kind: str) -> list[Task]:
+def tasks(client: Client, kind: str) -> list[ClientTask]:
     found = []
     for number, size in enumerate(SIZES if kind in ("sgd", "adam") else [B] * len(SIZES)):
         key = Key(5, ("client", number))
         several = [draw_batch(key.child("batch", i)) for i in range(-(-size // B))]
         batch = Batch(*(torch.cat(values)[:size] for values in zip(*several, strict=True)))
         state = draw_state(client, client.params(), key.child("state")) if number else client.init(client.params())
-        found.append(Task(batch, key.child("noise"), state))
+        found.append(ClientTask(batch, key.child("noise"), state))
     return found
 
 

@@ -12,8 +12,8 @@ from gradveil.client import Client
 from gradveil.core.noise import Key
 from gradveil.core.tree import Tensors
 from gradveil.core.types import Context, Stage, Transform
-from gradveil.core.written import written_bytes
 from gradveil.defences import chain, parse
+from gradveil.gradients.fused import written_bytes
 from tests.laws.cases import DOMAIN, TEXTS, Tiny, draw_batch, draw_messages
 
 NARROW, WIDE = 4, 8

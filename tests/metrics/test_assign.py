@@ -23,9 +23,11 @@ def test_a_shuffled_noisy_batch_is_put_in_order(batch: int, generator: torch.Gen
 def test_the_total_error_is_the_least_of_all_orders(generator: torch.Generator) -> None:
     candidate, truth = (torch.rand(2, 4, 1, 5, 5, generator=generator, dtype=torch.float64) for _ in range(2))
     _, matched = match_batch(candidate, truth)
-    for victim in range(2):
-        totals = [(candidate[victim, list(p)] - truth[victim]).square().mean() for p in permutations(range(4))]
-        torch.testing.assert_close((matched[victim] - truth[victim]).square().mean(), min(totals))
+    for target_client in range(2):
+        totals = [
+            (candidate[target_client, list(p)] - truth[target_client]).square().mean() for p in permutations(range(4))
+        ]
+        torch.testing.assert_close((matched[target_client] - truth[target_client]).square().mean(), min(totals))
 
 
 def test_pairwise_errors_are_the_naive_ones(generator: torch.Generator) -> None:

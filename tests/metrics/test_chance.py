@@ -9,7 +9,15 @@ import pytest
 
 from gradveil.core.noise import Key
 from gradveil.metrics import risk, wilson
-from gradveil.metrics.chance import added, beta_binomial, bootstrap_maximum, holm, matches, poisson_binomial, upper_tail
+from gradveil.metrics.statistics import (
+    added,
+    beta_binomial,
+    bootstrap_maximum,
+    holm,
+    matches,
+    poisson_binomial,
+    upper_tail,
+)
 
 
 def test_trials_of_their_own_probabilities_are_counted_exactly() -> None:

@@ -15,7 +15,7 @@ WORST = {"mse": 1.0, "psnr": 0.0, "ssim": -1.0, "ssim_torchmetrics": -1.0, "ssim
 
 
 def pair(channels: int, noise: float = 0.1, size: tuple[int, int] = (32, 32)) -> tuple[torch.Tensor, torch.Tensor]:
-    """Two victims with two images each, smooth truths with noisy candidates."""
+    """Two target clients with two images each, smooth truths with noisy candidates."""
     generator = torch.Generator().manual_seed(channels)
     truth = torch.rand(4, channels, 8, 8, generator=generator, dtype=torch.float64)
     truth = torch.nn.functional.interpolate(truth, size=size, mode="bicubic").clamp(0, 1)

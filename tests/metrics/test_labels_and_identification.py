@@ -39,7 +39,7 @@ def test_labels_of_other_shapes_are_refused() -> None:
 
 
 def test_a_noisy_face_is_found_in_the_gallery_and_noise_is_not(generator: torch.Generator) -> None:
-    gallery = load("faces", normalise="none").victims.pixels
+    gallery = load("faces", normalise="none").private.pixels
     index = torch.tensor([[0, 5], [9, 40]])
     noisy = gallery[index] + 0.1 * torch.randn(2, 2, 1, 32, 32, generator=generator)
     assert torch.equal(identification(noisy, index, gallery), torch.ones(2, 2))
@@ -54,7 +54,7 @@ def test_rank_counts_nearer_images_naively(generator: torch.Generator) -> None:
         assert found == sum(distance < distances[place] for distance in distances)
 
 
-def test_a_copy_in_the_gallery_does_not_hide_the_victim() -> None:
+def test_a_copy_in_the_gallery_does_not_hide_the_target_client() -> None:
     gallery = torch.stack([torch.zeros(1, 2, 2), torch.ones(1, 2, 2), torch.ones(1, 2, 2)])
     near = torch.full((2, 1, 2, 2), 0.9)
     assert identification(near, torch.tensor([1, 2]), gallery).tolist() == [1.0, 1.0]

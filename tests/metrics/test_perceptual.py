@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from gradveil.core.errors import GradveilError
-from gradveil.metrics import Missing, lpips, perceptual
+from gradveil.metrics import Missing, image_similarity, lpips
 
 
 class Distance(torch.nn.Module):
@@ -32,9 +32,9 @@ def install(monkeypatch: pytest.MonkeyPatch):
         package.LPIPS = constructor
         monkeypatch.setitem(sys.modules, "lpips", package)
 
-    perceptual._network.cache_clear()
+    image_similarity._network.cache_clear()
     yield put
-    perceptual._network.cache_clear()
+    image_similarity._network.cache_clear()
 
 
 def test_grey_pixels_reach_the_network_as_colour_in_minus_one_to_one(install) -> None:
@@ -50,7 +50,7 @@ def test_a_broken_candidate_gets_the_worst_score(install) -> None:
     install(Distance())
     candidate, truth = torch.zeros(1, 2, 3, 32, 32), torch.zeros(1, 2, 3, 32, 32)
     candidate[0, 1, 0, 0, 0] = torch.nan
-    assert lpips(candidate, truth).tolist() == [[0.0, perceptual.WORST]]
+    assert lpips(candidate, truth).tolist() == [[0.0, image_similarity.WORST]]
 
 
 @pytest.mark.parametrize(("error", "reason"), [

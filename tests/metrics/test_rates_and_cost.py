@@ -20,7 +20,7 @@ def test_wilson_is_scipys(successes: int, n: int, confidence: float) -> None:
 
 
 @pytest.mark.parametrize(("arguments", "message"), [
-    ((0, 0), "at least one victim"), ((3, 2), "between 0 and n"), ((-1, 2), "between 0 and n"),
+    ((0, 0), "at least one target client"), ((3, 2), "between 0 and n"), ((-1, 2), "between 0 and n"),
     ((1, 2, 95), "say 0.95"), ((1, 2, float("nan")), "say 0.95"),
 ])  # fmt: skip
 def test_wilson_refuses_what_is_no_share(arguments: tuple, message: str) -> None:
@@ -40,17 +40,17 @@ def update(generator: torch.Generator, kept: float = 1.0) -> dict[str, torch.Ten
     return {name: value * (torch.rand(value.shape, generator=generator) < kept) for name, value in made.items()}
 
 
-def test_dense_bytes_are_four_a_value_for_every_victim() -> None:
+def test_dense_bytes_are_four_a_value_for_every_target_client() -> None:
     sent = {"w": torch.zeros(3, 100, 10, dtype=torch.float64), "b": torch.zeros(3, 9)}
     assert dense_bytes(sent).tolist() == [4 * 1009] * 3
 
 
 def test_distances_against_one_long_vector(generator: torch.Generator) -> None:
     raw, sent = update(generator), update(generator, kept=0.5)
-    for victim in range(3):
-        x, y = (torch.cat([part[name][victim].flatten().double() for name in raw]) for part in (sent, raw))
-        assert relative_distance(sent, raw)[victim].item() == pytest.approx(((x - y).norm() / y.norm()).item())
-        assert cosine(sent, raw)[victim].item() == pytest.approx((x @ y / x.norm() / y.norm()).item())
+    for target_client in range(3):
+        x, y = (torch.cat([part[name][target_client].flatten().double() for name in raw]) for part in (sent, raw))
+        assert relative_distance(sent, raw)[target_client].item() == pytest.approx(((x - y).norm() / y.norm()).item())
+        assert cosine(sent, raw)[target_client].item() == pytest.approx((x @ y / x.norm() / y.norm()).item())
     assert relative_distance(raw, raw).tolist() == [0.0] * 3
     torch.testing.assert_close(cosine(raw, raw), torch.ones(3, dtype=torch.float64))
 
@@ -67,7 +67,7 @@ def test_updates_that_do_not_fit_are_refused_all_at_once() -> None:
     with pytest.raises(GradveilError) as caught:
         cosine(sent, raw)
     assert [problem.where for problem in caught.value.problems] == ["update.a", "update.b", "update.w"]
-    with pytest.raises(GradveilError, match="one number of victims"):
+    with pytest.raises(GradveilError, match="one number of target clients"):
         dense_bytes({"w": torch.zeros(1, 2), "b": torch.zeros(2)})
-    with pytest.raises(GradveilError, match="one number of victims"):
+    with pytest.raises(GradveilError, match="one number of target clients"):
         dense_bytes({})

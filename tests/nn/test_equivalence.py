@@ -11,8 +11,8 @@ import gradveil
 from gradveil.core.errors import GradveilError
 from gradveil.core.types import Batch
 from gradveil.nn.check import check
-from gradveil.nn.dropout import Dropout
-from gradveil.nn.norms import BatchStatistics, LayerNorm
+from gradveil.nn.normalisation import BatchStatistics, LayerNorm
+from gradveil.nn.stochastic_layers import Dropout
 from gradveil.nn.surgery import prepare
 from tests.nn.test_surgery import filled, gradient
 
@@ -83,7 +83,7 @@ def test_a_channels_first_layer_norm_keeps_its_forward(batch: Batch) -> None:
 def test_a_channels_first_layer_norm_is_refused_by_name_in_an_audit(batch: Batch) -> None:
     """It calls F.layer_norm, whose batched derivatives are wrong in torch."""
     net = network(nn.Conv2d(6, 6, 3, padding=1), nn.Tanh(), LayerNorm2d(6))
-    assert [(p.where, "gradveil.nn.norms" in p.remedy) for p in check(net, batch)] == [("2", True)]
+    assert [(p.where, "gradveil.nn.normalisation" in p.remedy) for p in check(net, batch)] == [("2", True)]
     images = torch.rand(3, 6, 12, 12, generator=torch.Generator().manual_seed(0))
     net = nn.Sequential(nn.Conv2d(6, 6, 3, 2), LayerNorm2d(6), nn.Flatten(), nn.Linear(150, 3))
     with pytest.raises(GradveilError, match=r"module '1' \(LayerNorm2d\): the derivative of the gradient in batched"):
@@ -111,7 +111,7 @@ def test_an_inherited_forward_is_refused_since_it_is_torchs(batch: Batch) -> Non
 
     problems = check(network(Renamed(6)), batch)
     assert {problem.where for problem in problems} == {"0"}
-    assert problems[0].remedy.startswith("write it with gradveil.nn.norms")
+    assert problems[0].remedy.startswith("write it with gradveil.nn.normalisation")
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,9 @@ from torch.func import functional_call, grad, vmap
 from torch.nn import functional as F
 
 from gradveil.core.errors import GradveilError
-from gradveil.nn.init import initialise
+from gradveil.nn.initial_weights import initialise
 from gradveil.nn.models import MODELS, build
-from gradveil.nn.norms import LayerNorm
+from gradveil.nn.normalisation import LayerNorm
 
 COUNTS = {
     "lenet-zhu": 15_826,
@@ -118,23 +118,23 @@ def looped_distance(model: nn.Module, targets: list[Tensor], label: Tensor, x: T
 
 
 def assert_batched_equals_looped(model: nn.Module, shape: tuple[int, ...], generator: torch.Generator) -> None:
-    """vmap(grad), then reverse mode for the inputs, against one victim at a time without torch.func."""
+    """vmap(grad), then reverse mode for the inputs, against one target client at a time without torch.func."""
     model = model.double()
-    victims, examples = 2, 2
-    x = torch.rand(victims, examples, *shape, generator=generator, dtype=torch.float64)
+    target_clients, examples = 2, 2
+    x = torch.rand(target_clients, examples, *shape, generator=generator, dtype=torch.float64)
     label = torch.zeros(examples, dtype=torch.long)
     params = {name: value.detach() for name, value in model.named_parameters()}
     targets = [torch.randn(value.shape, generator=generator, dtype=torch.float64) for value in params.values()]
     batched_x = x.clone().requires_grad_()
     batched = vmap(partial(cosine_distance, model, targets, label, params))(batched_x)
     (batched_slope,) = torch.autograd.grad(batched.sum(), batched_x)
-    for victim in range(victims):
-        single = x[victim].clone().requires_grad_()
+    for target_client in range(target_clients):
+        single = x[target_client].clone().requires_grad_()
         distance = looped_distance(model, targets, label, single)
         (slope,) = torch.autograd.grad(distance, single)
         assert slope.abs().max() > 0
-        torch.testing.assert_close(batched[victim], distance, rtol=1e-9, atol=1e-12)
-        torch.testing.assert_close(batched_slope[victim], slope, rtol=1e-7, atol=1e-9 * slope.abs().max().item())
+        torch.testing.assert_close(batched[target_client], distance, rtol=1e-9, atol=1e-12)
+        torch.testing.assert_close(batched_slope[target_client], slope, rtol=1e-7, atol=1e-9 * slope.abs().max().item())
 
 
 @pytest.mark.parametrize("name", MODELS)

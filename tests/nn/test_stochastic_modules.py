@@ -10,12 +10,18 @@ from torch.nn import functional as F
 
 from gradveil.core.errors import GradveilError
 from gradveil.core.noise import Key
-from gradveil.nn.bottleneck import ConvBottleneck, VariationalBottleneck, with_cvb, with_precode
-from gradveil.nn.dropout import Dropout, with_dropout
-from gradveil.nn.init import initialise
+from gradveil.nn.initial_weights import initialise
 from gradveil.nn.models import MODELS, build
-from gradveil.nn.paths import caught_by_linear, features, last_layer
+from gradveil.nn.module_paths import caught_by_linear, features, last_layer
 from gradveil.nn.stochastic import collect_penalties, model_noise, noise_names
+from gradveil.nn.stochastic_layers import (
+    ConvBottleneck,
+    Dropout,
+    VariationalBottleneck,
+    with_cvb,
+    with_dropout,
+    with_precode,
+)
 
 
 def make(name: str = "scheliga-cnn", **options) -> nn.Module:
@@ -282,9 +288,9 @@ def test_batched_equals_looped_with_noise(defence: str, generator: torch.Generat
     inputs = {"x": x.clone().requires_grad_(), **{n: v.clone().requires_grad_() for n, v in noise.items()}}
     total = vmap(lambda d: square(d["x"], {k: v for k, v in d.items() if k != "x"}))(inputs).sum()
     batched = torch.autograd.grad(total, list(inputs.values()))
-    for victim in (0, 1):
-        alone = {name: value[victim].detach().clone().requires_grad_() for name, value in inputs.items()}
+    for target_client in (0, 1):
+        alone = {name: value[target_client].detach().clone().requires_grad_() for name, value in inputs.items()}
         value = square(alone["x"], {k: v for k, v in alone.items() if k != "x"}, by_autograd)
         for one, many in zip(torch.autograd.grad(value, list(alone.values())), batched, strict=True):
             assert one.abs().max() > 0
-            torch.testing.assert_close(many[victim], one, rtol=1e-7, atol=1e-9 * one.abs().max().item())
+            torch.testing.assert_close(many[target_client], one, rtol=1e-7, atol=1e-9 * one.abs().max().item())

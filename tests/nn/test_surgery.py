@@ -9,8 +9,8 @@ from torch.nn import functional as F
 
 from gradveil.core.errors import GradveilError
 from gradveil.core.noise import Key
-from gradveil.nn.check.layers import layer_problems
-from gradveil.nn.norms import BatchStatistics, FrozenNorm, InstanceNorm, LayerNorm
+from gradveil.nn.check.static import layer_problems
+from gradveil.nn.normalisation import BatchStatistics, FrozenNorm, InstanceNorm, LayerNorm
 from gradveil.nn.stochastic import model_noise, noise_names
 from gradveil.nn.surgery import (
     prepare,

@@ -6,9 +6,17 @@ from safetensors.torch import save_file
 from torch import nn
 
 from gradveil.core.errors import GradveilError
-from gradveil.nn.statistics import running_statistics
+from gradveil.nn.normalisation import running_statistics
 from gradveil.nn.surgery import prepare
-from gradveil.nn.weights import fingerprint, misfits, names_in_order, once, put_weights, read_received, read_weights
+from gradveil.nn.weight_files import (
+    fingerprint,
+    misfits,
+    names_in_order,
+    once,
+    put_weights,
+    read_received,
+    read_weights,
+)
 
 
 def net():

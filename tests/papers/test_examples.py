@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from gradveil.audit.reader import read
+from gradveil.audit.run_file import read
 from gradveil.defences import entries
-from gradveil.defences.presets import DEFENCES
+from gradveil.defences.defence_catalogue import DEFENCES
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 NEEDS_A_BATCH = {"mixup"}

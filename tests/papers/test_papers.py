@@ -1,16 +1,16 @@
-"""Every paper's runs can be read, and every expected figure belongs to a cell of one of them."""
+"""Every paper's runs can be read, and every expected figure belongs to a trial of one of them."""
 
 import csv
 from pathlib import Path
 
 import pytest
 
-from gradveil.attacks.presets import make_attack
-from gradveil.audit.reader import read, read_training
+from gradveil.attacks.attack_catalogue import make_attack
+from gradveil.audit.run_file import read, read_training
 from gradveil.core.noise import Key
 from gradveil.defences import parse
-from gradveil.nn.bottleneck import KL_VARIANTS
 from gradveil.nn.models import build
+from gradveil.nn.stochastic_layers import KL_VARIANTS
 
 PAPERS = Path(__file__).parents[2] / "papers"
 METRICS = {"asr", "ssim_mean", "psnr_mean", "mse_mean", "label_accuracy"}
@@ -31,7 +31,7 @@ def test_run_files_are_sound_and_explained(run):
 
 
 @pytest.mark.parametrize(("folder", "row"), list(figures()))
-def test_expected_figures_belong_to_a_cell(folder, row):
+def test_expected_figures_belong_to_a_trial(folder, row):
     config = read(str(folder / f"{row['run']}.toml"))
     assert parse(row["defence"]).name in {parse(text).name for text in config.defences}
     assert make_attack(row["attack"]).name in {make_attack(text).name for text in config.attacks}

@@ -1,11 +1,11 @@
-"""Every attack must succeed on its easiest case, and only on the victim it attacks."""
+"""Every attack must succeed on its easiest case, and only on the target client it attacks."""
 
 from dataclasses import replace
 
 import pytest
 import torch
 
-from gradveil.attacks.presets import make_attack
+from gradveil.attacks.attack_catalogue import make_attack
 from gradveil.core.noise import Key
 from gradveil.core.types import Batch
 from gradveil.data import load
@@ -28,44 +28,50 @@ from tests.attacks.test_pooled import PUBLIC, watched
     ],
 )
 def test_attack_recovers_what_it_should(attack, model, data, iterations, decibel):
-    scene = pictures(model, data, 2)
+    experiment = pictures(model, data, 2)
     settings = make_attack(attack)
     settings = replace(settings, descent=replace(settings.descent, iterations=iterations))
     settings = settings if settings.evolves else replace(settings, restarts=2)
     public = load(data).public
-    knowledge = replace(scene.knowledge, public=Batch(public.inputs, public.targets))
-    found = settings([scene.observation], scene.client, knowledge, Key(0))
-    lower, upper = scene.knowledge.lower, scene.knowledge.upper
-    right = psnr(found.inputs, scene.truth.inputs, lower, upper)
-    wrong = psnr(found.inputs, scene.truth.inputs.flip(0), lower, upper)
-    floor = psnr(scene.truth.inputs.mean(0, keepdim=True).expand_as(found.inputs), scene.truth.inputs, lower, upper)
+    knowledge = replace(experiment.knowledge, public=Batch(public.inputs, public.targets))
+    found = settings([experiment.observation], experiment.client, knowledge, Key(0))
+    lower, upper = experiment.knowledge.lower, experiment.knowledge.upper
+    right = psnr(found.inputs, experiment.truth.inputs, lower, upper)
+    wrong = psnr(found.inputs, experiment.truth.inputs.flip(0), lower, upper)
+    baseline = psnr(
+        experiment.truth.inputs.mean(0, keepdim=True).expand_as(found.inputs), experiment.truth.inputs, lower, upper
+    )
     assert bool((right > decibel).all()), right
-    assert bool((right > floor + 3).all()), "no better than the mean of the victims"
+    assert bool((right > baseline + 3).all()), "no better than the mean of the target clients"
     assert bool((wrong < right - 5).all()), "just as good on somebody else's update"
-    assert torch.equal(found.targets, scene.truth.targets)
+    assert torch.equal(found.targets, experiment.truth.targets)
 
 
 def test_fishing_gets_the_image_that_a_search_of_the_whole_batch_does_not():
-    scene = pictures("scheliga-cnn", "digits", 2, 8)
-    lower, upper, truth = scene.knowledge.lower, scene.knowledge.upper, scene.truth
+    experiment = pictures("scheliga-cnn", "digits", 2, 8)
+    lower, upper, truth = experiment.knowledge.lower, experiment.knowledge.upper, experiment.truth
     fishing, plain = make_attack("fishing(target=8, iterations=250)"), make_attack("ig(iterations=250)")
-    sent = fishing.craft(scene.client, scene.knowledge, Key(1))
+    sent = fishing.craft(experiment.client, experiment.knowledge, Key(1))
     sight = observed(sent, truth, lower, upper, 10).observation
-    found = fishing([sight], sent, replace(scene.knowledge, targets=None), Key(0))
+    found = fishing([sight], sent, replace(experiment.knowledge, targets=None), Key(0))
     own = truth.inputs[truth.targets == 8]  # one of each batch
     right, wrong = (psnr(found.inputs[:, 0], images, lower, upper) for images in (own, own.flip(0)))
     assert bool((right > 16).all()), right
     assert bool((wrong < right - 3).all()), "just as good on somebody else's update"
-    first = replace(scene.observation, update={n: v[:1] for n, v in scene.observation.update.items()}, victims=(0,))
-    searched = plain([first], scene.client, replace(scene.knowledge, targets=truth.targets[:1]), Key(0)).inputs[0]
+    first = replace(
+        experiment.observation, update={n: v[:1] for n, v in experiment.observation.update.items()}, target_clients=(0,)
+    )
+    searched = plain(
+        [first], experiment.client, replace(experiment.knowledge, targets=truth.targets[:1]), Key(0)
+    ).inputs[0]
     assert float(psnr(searched, own[:1].expand_as(searched), lower, upper).max()) < right[0] - 3
 
 
 def test_a_sampler_gives_away_over_many_rounds_what_it_hides_in_one():
-    scene, glaus = pictures("scheliga-cnn", "digits", 2), make_attack("glaus(iterations=150)")
-    client, seen = watched(scene, "minmax(0.9)", 10)
-    lower, upper, truth = scene.knowledge.lower, scene.knowledge.upper, scene.truth.inputs
-    known = replace(scene.knowledge, public=PUBLIC)
+    experiment, glaus = pictures("scheliga-cnn", "digits", 2), make_attack("glaus(iterations=150)")
+    client, seen = watched(experiment, "minmax(0.9)", 10)
+    lower, upper, truth = experiment.knowledge.lower, experiment.knowledge.upper, experiment.truth.inputs
+    known = replace(experiment.knowledge, public=PUBLIC)
     once, often = (glaus(rounds, client, known, Key(0)).inputs for rounds in (seen[:1], seen))
     right, wrong = (psnr(often, images, lower, upper) for images in (truth, truth.flip(0)))
     assert bool((right > 14.5).all()), right

@@ -8,7 +8,8 @@ from PIL import Image, ImageEnhance, ImageOps
 from gradveil.core.errors import GradveilError
 from gradveil.core.noise import Key
 from gradveil.core.types import Batch, Domain
-from gradveil.defences import Ats, parse, pixels
+from gradveil.defences import Ats, parse
+from gradveil.defences import ats as pixels
 from gradveil.defences.ats import KINDS, TRANSFORMS, Numbered
 
 LEVELS = {

@@ -9,8 +9,8 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from gradveil.client import Client, summed
+from gradveil.core.distributions import Beta, OneOf, Shares, Signs
 from gradveil.core.errors import GradveilError
-from gradveil.core.laws import Beta, OneOf, Shares, Signs
 from gradveil.core.noise import Key, Uniform
 from gradveil.core.tree import select
 from gradveil.core.types import Batch, Domain

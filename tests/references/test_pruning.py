@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from gradveil.core.noise import Key
 from gradveil.core.types import Batch, Context
 from gradveil.defences import Dual, Magnitude, chain
-from gradveil.defences.quantise import Quantise
-from gradveil.defences.selection import LARGE, ends_mask, ends_mask_by_order, without_ends
+from gradveil.defences.compression import Quantise
+from gradveil.defences.pruning import LARGE, ends_mask, ends_mask_by_order, without_ends
 
 CONTEXT = Context({}, Batch(torch.zeros(1), torch.zeros(1)))
 SHAPES = {"conv.weight": (6, 5, 3, 3), "conv.bias": (7,), "one": (1,), "head": (40, 25)}

@@ -10,7 +10,7 @@ from gradveil.core.errors import GradveilError
 from gradveil.core.noise import Key
 from gradveil.core.types import Batch, Context
 from gradveil.defences import Soteria, parse
-from gradveil.defences.soteria import AT_ONCE
+from gradveil.defences.feature_hiding import AT_ONCE
 from gradveil.nn.models import build
 
 
@@ -95,7 +95,7 @@ def test_clients_that_do_not_ask_compute_no_features(monkeypatch):
     def forbidden(*_):
         raise AssertionError("features were computed")
 
-    monkeypatch.setattr("gradveil.client.defended.last_inputs", forbidden)
+    monkeypatch.setattr("gradveil.client.defended_gradient.last_inputs", forbidden)
     model, examples = wide(), batch()
     defended = parse("prune(0.5) + dp(sigma=1)")(Client(model))
     params = defended.params()

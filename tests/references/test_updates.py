@@ -6,10 +6,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from gradveil.client import Client, Local
-from gradveil.client.gradient import example_gradients
 from gradveil.core.noise import Key
 from gradveil.core.types import Batch
 from gradveil.defences import parse
+from gradveil.gradients.objective import example_gradients
 from tests.laws.cases import B, Tiny, draw
 
 

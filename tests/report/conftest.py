@@ -10,13 +10,13 @@ from tests.report.trainings import DP, TOPK, trained
 
 
 @pytest.fixture(scope="module")
-def cells() -> list[dict[str, Any]]:
-    return played(victims=4, cases=CASES[:6])
+def trials() -> list[dict[str, Any]]:
+    return played(target_clients=4, cases=CASES[:6])
 
 
 @pytest.fixture
-def run(tmp_path: Path, cells: list[dict[str, Any]]) -> Path:
-    return write_run(tmp_path / "run", cells)
+def run(tmp_path: Path, trials: list[dict[str, Any]]) -> Path:
+    return write_run(tmp_path / "run", trials)
 
 
 @pytest.fixture(scope="session")

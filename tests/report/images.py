@@ -18,10 +18,10 @@ def faces(count: int, channels: int = 1, size: int = 32) -> Tensor:
 
 
 def degrade(truth: Tensor, quality: float, generator: torch.Generator) -> Tensor:
-    """Mix a truth with noise: every victim gets its own share around `quality`."""
-    victims = truth.shape[0]
+    """Mix a truth with noise: every target client gets its own share around `quality`."""
+    target_clients = truth.shape[0]
     noise = torch.rand(truth.shape, generator=generator)
-    own = (quality + 0.22 * torch.randn(victims, generator=generator) * (1 - quality) ** 0.5).clamp(0, 1)
+    own = (quality + 0.22 * torch.randn(target_clients, generator=generator) * (1 - quality) ** 0.5).clamp(0, 1)
     share = own.reshape(-1, 1, 1, 1, 1) ** 0.7
     smooth = avg_pool2d(truth.flatten(0, 1), 3, 1, 1).reshape(truth.shape)
     return (share * (quality * truth + (1 - quality) * smooth) + (1 - share) * noise).clamp(0, 1)
@@ -35,10 +35,10 @@ def scores(candidate: Tensor, truth: Tensor) -> dict[str, float]:
 
 
 def controls(candidate: Tensor, truth: Tensor) -> dict[str, dict[str, float]]:
-    """Wrong victim and guesses, from faces that are nobody's."""
-    victims, batch, channels = truth.shape[:3]
+    """Wrong target client and guesses, from faces that are nobody's."""
+    target_clients, batch, channels = truth.shape[:3]
     public = faces(100, channels)[60:].expand(-1, batch, -1, -1, -1)
-    mean, other = public.mean(0, keepdim=True).expand_as(truth), public[:victims].contiguous()
-    named = {"wrong_victim": candidate.roll(1, 0), "mean_image": mean.contiguous(), "class_image": other}
+    mean, other = public.mean(0, keepdim=True).expand_as(truth), public[:target_clients].contiguous()
+    named = {"wrong_target_client": candidate.roll(1, 0), "mean_image": mean.contiguous(), "class_image": other}
     named["class_mean"] = ((mean + other) / 2).contiguous()
     return {name: scores(guess, truth) for name, guess in named.items()}

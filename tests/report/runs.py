@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradveil.core.sealed import seal
+from gradveil.core.private_files import seal
 from gradveil.metrics import mse, psnr, ssim
 from tests.report.images import controls, degrade, faces
 
@@ -83,7 +83,7 @@ Change = Mapping[str, Any]
 
 
 def records(candidate: Tensor, truth: Tensor, case: Case) -> list[dict[str, Any]]:
-    """Score every victim."""
+    """Score every target client."""
     found = []
     tables = {"mse": mse(candidate, truth), "psnr": psnr(candidate, truth), "ssim": ssim(candidate, truth)}
     for v in range(truth.shape[0]):
@@ -96,7 +96,7 @@ def records(candidate: Tensor, truth: Tensor, case: Case) -> list[dict[str, Any]
         mean = {name: sum(image[name] for image in images) / len(images) for name in tables}
         found.append(
             {
-                "victim": v,
+                "target_client": v,
                 "index": v,
                 "label": [0] * len(images),
                 "predicted": [0] * len(images),
@@ -127,18 +127,20 @@ def trace(truth: Tensor, quality: float) -> list[dict[str, float]]:
     return found
 
 
-def cell(case: Case, attack: tuple[str, str, float], belief: str, seed: int, truth: Tensor) -> dict[str, Any]:
-    """Play one cell: its `info`, `records` and `images`."""
+def trial(
+    case: Case, attack: tuple[str, str, float], simulated_client: str, seed: int, truth: Tensor
+) -> dict[str, Any]:
+    """Play one trial: its `info`, `records` and `images`."""
     name, title, skill = attack
-    quality = (case.naive if belief == "naive" or case.full is None else case.full) * skill
-    key = sum(map(ord, case.text + name + belief)) + 1000 * seed
+    quality = (case.naive if simulated_client == "naive" or case.full is None else case.full) * skill
+    key = sum(map(ord, case.text + name + simulated_client)) + 1000 * seed
     candidate = degrade(truth, quality, torch.Generator().manual_seed(key))
-    full = belief == "full"
+    full = simulated_client == "full"
     knowledge = {"targets": "known"} | (
         {"model.*" if "precode" in case.text else "send.*": case.knowledge} if full else {}
     )
     info = {
-        "cell": f"lenet-zhu-faces-s{seed}-r0--{case.text}--{name}-{belief}".replace(" ", "")[:60],
+        "trial": f"lenet-zhu-faces-s{seed}-r0--{case.text}--{name}-{simulated_client}".replace(" ", "")[:60],
         "model": "lenet-zhu",
         "data": "faces",
         "seed": seed,
@@ -148,9 +150,9 @@ def cell(case: Case, attack: tuple[str, str, float], belief: str, seed: int, tru
         "defence": case.text,
         "defence_title": case.title,
         "guarantee": case.guarantee,
-        "attack": f"{name}(belief=full)" if full else name,
+        "attack": f"{name}(simulated_client=full)" if full else name,
         "attack_title": title,
-        "belief": belief,
+        "simulated_client": simulated_client,
         "threshold": 0.5,
         "grants": ["targets: the true labels"],
         "knowledge": knowledge,
@@ -180,35 +182,35 @@ def cell(case: Case, attack: tuple[str, str, float], belief: str, seed: int, tru
     }
 
 
-def beliefs(case: Case) -> Sequence[str]:
+def simulated_clients(case: Case) -> Sequence[str]:
     """Which attackers a case was attacked by."""
     return ("naive",) if case.full is None else ("naive", "full")
 
 
 def played(
-    victims: int = 16, seeds: Sequence[int] = (0,), cases: Sequence[Case] = CASES, batch: int = 1
+    target_clients: int = 16, seeds: Sequence[int] = (0,), cases: Sequence[Case] = CASES, batch: int = 1
 ) -> list[dict[str, Any]]:
-    """Play defences x attacks x beliefs x seeds."""
-    flat = faces(victims * batch)
-    truth = flat.reshape(victims, batch, *flat.shape[2:])
+    """Play defences x attacks x simulated clients x seeds."""
+    flat = faces(target_clients * batch)
+    truth = flat.reshape(target_clients, batch, *flat.shape[2:])
     return [
-        cell(case, attack, belief, seed, truth)
+        trial(case, attack, simulated_client, seed, truth)
         for seed in seeds
         for case in cases
         for attack in ATTACKS
-        for belief in beliefs(case)
+        for simulated_client in simulated_clients(case)
     ]
 
 
-def write_run(folder: Path, cells: Sequence[Mapping[str, Any]], images: bool = True, **change: Any) -> Path:
+def write_run(folder: Path, trials: Sequence[Mapping[str, Any]], images: bool = True, **change: Any) -> Path:
     """Write a run directory in the audit's format."""
-    names = [entry["info"]["cell"] for entry in cells]
+    names = [entry["info"]["trial"] for entry in trials]
     info = {
-        "format": 1,
+        "format": 2,
         "name": "faces",
         "created": "2025-06-01T09:30:00+00:00",
-        "cells": [f"{number:03d}" for number in range(len(names))],
-        "config": {"name": "faces", "data": {"name": "faces"}, "victims": 16, "threshold": 0.5},
+        "trials": [f"{number:03d}" for number in range(len(names))],
+        "config": {"name": "faces", "data": {"name": "faces"}, "target_clients": 16, "threshold": 0.5},
         "config_hash": "0123456789abcdef",
         "gradveil": "0.1.0",
         "packages": {"torch": "2.13.0", "numpy": "2.4.6"},
@@ -218,10 +220,10 @@ def write_run(folder: Path, cells: Sequence[Mapping[str, Any]], images: bool = T
     }
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "run.json").write_text(json.dumps(info), "utf-8")
-    for number, entry in enumerate(cells):
-        place = folder / "cells" / f"{number:03d}"
+    for number, entry in enumerate(trials):
+        place = folder / "trials" / f"{number:03d}"
         place.mkdir(parents=True)
-        (place / "cell.json").write_text(json.dumps({**entry["info"], "cell": place.name}), "utf-8")
+        (place / "trial.json").write_text(json.dumps({**entry["info"], "trial": place.name}), "utf-8")
         (place / "records.json").write_text(json.dumps(entry["records"]), "utf-8")
         if images and entry["images"]:
             kept = {name: value.contiguous() for name, value in entry["images"].items()}
@@ -229,11 +231,11 @@ def write_run(folder: Path, cells: Sequence[Mapping[str, Any]], images: bool = T
     return folder
 
 
-def trained(cells: Sequence[Mapping[str, Any]], stages: Sequence[int] = (0, 4)) -> list[dict[str, Any]]:
-    """Play the same cells before a training and after some of its rounds, where less comes out of them."""
+def trained(trials: Sequence[Mapping[str, Any]], stages: Sequence[int] = (0, 4)) -> list[dict[str, Any]]:
+    """Play the same trials before a training and after some of its rounds, where less comes out of them."""
     found: list[dict[str, Any]] = []
     for stage in stages:
-        for entry in cells:
+        for entry in trials:
             place = [case.text for case in CASES].index(entry["info"]["defence"])
             accuracy = 0.95 - 0.04 * place - 0.01 * entry["info"]["seed"]
             facts = {"round": stage, "accuracy": accuracy if stage else 0.1, "loss": 1.0, "final_accuracy": accuracy}
@@ -245,12 +247,13 @@ def trained(cells: Sequence[Mapping[str, Any]], stages: Sequence[int] = (0, 4)) 
             }
             proof = {"guarantee": "no formal guarantee", "epsilon": {}, "delta": None}
             info = {**entry["info"], "trained": stage, "training": {**facts, **costs, **proof}}
-            info["cell"] = f"t{stage}-{info['cell']}"
+            info["trial"] = f"t{stage}-{info['trial']}"
             records = [
                 {
                     **r,
                     "per_image": [
-                        {**i, "success": i["success"] * (r["victim"] % 3 > 0 or not stage)} for i in r["per_image"]
+                        {**i, "success": i["success"] * (r["target_client"] % 3 > 0 or not stage)}
+                        for i in r["per_image"]
                     ],
                 }
                 for r in entry["records"]
@@ -259,10 +262,10 @@ def trained(cells: Sequence[Mapping[str, Any]], stages: Sequence[int] = (0, 4)) 
     return found
 
 
-def failed_cell(message: str) -> dict[str, Any]:
-    """A cell that could not be finished."""
+def failed_trial(message: str) -> dict[str, Any]:
+    """A trial that could not be finished."""
     keys = (
-        "cell",
+        "trial",
         "model",
         "data",
         "seed",
@@ -274,5 +277,5 @@ def failed_cell(message: str) -> dict[str, Any]:
         "attack",
         "attack_title",
     )
-    whole = cell(CASES[3], ATTACKS[0], "naive", 0, faces(2))["info"]
+    whole = trial(CASES[3], ATTACKS[0], "naive", 0, faces(2))["info"]
     return {"info": {key: whole[key] for key in keys} | {"failed": message}, "records": [], "images": {}}

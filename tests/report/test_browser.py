@@ -13,7 +13,7 @@ from selenium.webdriver.remote.webelement import WebElement
 from selenium.webdriver.support.ui import Select, WebDriverWait
 
 from gradveil.report import write_report
-from tests.report.runs import failed_cell, played, trained, write_run
+from tests.report.runs import failed_trial, played, trained, write_run
 from tests.report.trainings import trained as real_training
 
 pytestmark = pytest.mark.processes
@@ -35,7 +35,7 @@ Browser = webdriver.Chrome
 @pytest.fixture(scope="module")
 def address(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A report with every kind of content."""
-    run = write_run(tmp_path_factory.mktemp("runs") / "run", [*played(seeds=(0, 1)), failed_cell("boom")])
+    run = write_run(tmp_path_factory.mktemp("runs") / "run", [*played(seeds=(0, 1)), failed_trial("boom")])
     return write_report(run).as_uri()
 
 
@@ -98,9 +98,9 @@ def one(browser: Browser, selector: str) -> WebElement:
 def column(browser: Browser, key: str) -> list[str]:
     """The shown values of a column, top to bottom."""
     script = """
-        const heads = [...document.querySelectorAll('#cells thead th')];
+        const heads = [...document.querySelectorAll('#trials thead th')];
         const at = heads.findIndex((head) => head.dataset.key === arguments[0]);
-        return [...document.querySelectorAll('#cells tbody tr')].map((row) => row.cells[at].dataset.sort);
+        return [...document.querySelectorAll('#trials tbody tr')].map((row) => row.trials[at].dataset.sort);
     """
     return browser.execute_script(script, key)
 
@@ -138,26 +138,26 @@ def test_opens_without_console_messages_or_requests(browser: Browser, address: s
 @pytest.mark.parametrize("key", ["ssim", "bytes_sent", "defence"])
 def test_table_sorts_both_ways_by_keyboard(browser: Browser, address: str, key: str) -> None:
     visit(browser, address)
-    before = column(browser, "cell")
-    head = one(browser, f"#cells th[data-key='{key}']")
+    before = column(browser, "trial")
+    head = one(browser, f"#trials th[data-key='{key}']")
     first, second = ("ascending", "descending") if key == "defence" else ("descending", "ascending")
     for order in (first, second):
         head.find_element(By.TAG_NAME, "button").send_keys(Keys.ENTER)
         assert head.get_attribute("aria-sort") == order
-        assert len(all_of(browser, "#cells th[aria-sort]")) == 1
+        assert len(all_of(browser, "#trials th[aria-sort]")) == 1
         shown = column(browser, key)
         values = shown if key == "defence" else [float(value) for value in shown]
         assert values == sorted(values, reverse=order == "descending")
         assert len(set(values)) > 1
-    assert sorted(column(browser, "cell")) == sorted(before)
-    assert column(browser, "cell") != before
+    assert sorted(column(browser, "trial")) == sorted(before)
+    assert column(browser, "trial") != before
 
 
 def test_sorting_moves_whole_rows(browser: Browser, address: str) -> None:
     visit(browser, address)
-    before = set(zip(column(browser, "cell"), column(browser, "ssim"), column(browser, "distance"), strict=True))
-    one(browser, "#cells th[data-key='distance'] button").click()
-    after = zip(column(browser, "cell"), column(browser, "ssim"), column(browser, "distance"), strict=True)
+    before = set(zip(column(browser, "trial"), column(browser, "ssim"), column(browser, "distance"), strict=True))
+    one(browser, "#trials th[data-key='distance'] button").click()
+    after = zip(column(browser, "trial"), column(browser, "ssim"), column(browser, "distance"), strict=True)
     assert set(after) == before
     assert len(before) == 48
 
@@ -322,13 +322,13 @@ def test_works_without_scripts(browser: Browser, address: str) -> None:
         browser.get(address)
         assert one(browser, ".sheets img").is_displayed()
         assert "recovers" in one(browser, ".sentence").text
-        assert len(all_of(browser, "#cells tbody tr")) == 48
+        assert len(all_of(browser, "#trials tbody tr")) == 48
     finally:
         browser.execute_cdp_cmd("Emulation.setScriptExecutionDisabled", {"value": False})
 
 
 def test_scripted_text_stays_text(browser: Browser, tmp_path: Path) -> None:
-    entries = played(victims=2)[:4]
+    entries = played(target_clients=2)[:4]
     for entry in entries:
         for key in ("defence", "defence_title", "attack", "attack_title", "model"):
             entry["info"][key] = "<img src=x onerror='window.hacked = 1'></script><script>window.hacked = 1</script>"
@@ -405,6 +405,6 @@ def test_curves_of_a_training_have_bands_marks_and_a_legend(browser: Browser, tr
     assert [line.get_attribute("d") for line in all_of(browser, f"{accuracy} .curve")] != lines
     one(browser, "#curves-legend button").click()
     assert len(all_of(browser, ".plot[data-curve='loss'] .curve")) == 2
-    one(browser, "#cells th[data-key='bytes_up'] button").click()
+    one(browser, "#trials th[data-key='bytes_up'] button").click()
     sent = [float(value) for value in column(browser, "bytes_up") if value]
     assert sent == sorted(sent, reverse=True)

@@ -8,42 +8,42 @@ from typing import Any
 
 import pytest
 
-from gradveil.audit.rows import Row, Spent
-from gradveil.audit.store import load_run
+from gradveil.audit.result_rows import BudgetPoint, Row
+from gradveil.audit.run_directory import load_run
 from gradveil.audit.verdict import verdicts
 from gradveil.report import page
-from gradveil.report.budget import charts, curves
+from gradveil.report.plots import charts, curves
 from tests.audit.runs import config, execute
-from tests.report.cells import CONTROLS, HEALTHY, row
 from tests.report.runs import CASES, played, write_run
+from tests.report.trials import CONTROLS, HEALTHY, row
 
 
 def traced(won: int, *ssims: float | None, final: float, **change: Any) -> Row:
-    """A cell whose attack had these mean SSIMs on the way to its 400 iterations."""
+    """A trial whose attack had these mean SSIMs on the way to its 400 iterations."""
     counts = [400 >> halving for halving in range(len(ssims), 0, -1)]
     noted = [{"iterations": count, "asr": 0.25, "ssim_mean": value} for count, value in zip(counts, ssims, strict=True)]
     return row(won, trace=noted, ssim=final, **change)
 
 
-BARE = traced(32, 0.2, 0.6, 0.8, final=0.9, defence="none", belief="naive", number=90)
+BARE = traced(32, 0.2, 0.6, 0.8, final=0.9, defence="none", simulated_client="naive", number=90)
 
 
 def test_the_final_answer_is_the_last_point() -> None:
-    cell = traced(8, 0.1, 0.2, 0.25, final=0.3)
-    assert cell.curve[:2] == (Spent(50, 0.1, 0.25), Spent(100, 0.2, 0.25))
-    assert cell.curve[-1].iterations == 400
-    assert (cell.curve[-1].asr, cell.curve[-1].ssim) == (0.25, pytest.approx(0.3))
-    assert cell.last_doubling == pytest.approx(0.05)
-    cell.cell.records[3]["iterations"] = 401  # an odd budget is noted at its half, rounded down
-    assert Row(0, cell.cell).curve[-1].iterations == 401
+    trial = traced(8, 0.1, 0.2, 0.25, final=0.3)
+    assert trial.curve[:2] == (BudgetPoint(50, 0.1, 0.25), BudgetPoint(100, 0.2, 0.25))
+    assert trial.curve[-1].iterations == 400
+    assert (trial.curve[-1].asr, trial.curve[-1].ssim) == (0.25, pytest.approx(0.3))
+    assert trial.last_doubling == pytest.approx(0.05)
+    trial.trial.records[3]["iterations"] = 401  # an odd budget is noted at its half, rounded down
+    assert Row(0, trial.trial).curve[-1].iterations == 401
     assert row(8).curve == ()
     assert row(8).last_doubling is None
 
 
 def test_real_attacks_have_a_curve_and_the_closed_form_has_none(tmp_path: Path) -> None:
-    wanted = config(attacks=["ig(iterations=7)", "learned(epochs=1, width=8)"], defences=["none"], victims=1)
+    wanted = config(attacks=["ig(iterations=7)", "learned(epochs=1, width=8)"], defences=["none"], target_clients=1)
     run, _ = execute(wanted, tmp_path / "run")
-    ig, learned = (Row(number, cell) for number, cell in enumerate(run.cells))
+    ig, learned = (Row(number, trial) for number, trial in enumerate(run.trials))
     assert [spot.iterations for spot in ig.curve] == [1, 3, 7]
     assert ig.curve[-1].ssim == ig.mean("ssim")
     assert learned.curve == ()
@@ -65,7 +65,7 @@ def test_every_defence_shows_its_strongest_attacker_who_iterates() -> None:
     assert [line["series"] for line in told["lines"]] == [0, 1]
     assert told["lines"][0]["points"][0]["lines"][0] == "after 50 iterations of 400"
     assert told["lines"][0]["points"][-1]["lines"] == ["after 400 iterations", "mean SSIM 0.9 · 100% recovered"]
-    assert told["floor"] == {"asr": 0.0, "ssim": 0.1}
+    assert told["baseline"] == {"asr": 0.0, "ssim": 0.1}
 
 
 def test_settings_have_charts_of_their_own_and_colours_in_common() -> None:
@@ -91,7 +91,7 @@ def test_settings_have_charts_of_their_own_and_colours_in_common() -> None:
     ],
 )
 def test_what_is_said_of_more_budget(halves: tuple[float | None, float], said: str) -> None:
-    bare = traced(32, 0.2, halves[0], final=0.9, defence="none", belief="naive", number=90)
+    bare = traced(32, 0.2, halves[0], final=0.9, defence="none", simulated_client="naive", number=90)
     defended = traced(0, 0.2, halves[1], final=0.28 if halves[1] != 0.25 else 0.265)
     (chart,) = charts(verdicts([bare, defended]))
     assert said in chart.advice
@@ -119,14 +119,14 @@ def test_numbers_stand_below_the_picture() -> None:
 
 
 def test_the_page_has_the_picture_where_an_attack_iterated(tmp_path: Path) -> None:
-    cells = played(victims=4, cases=CASES[:3])
-    html = page(load_run(write_run(tmp_path / "with", cells)))
+    trials = played(target_clients=4, cases=CASES[:3])
+    html = page(load_run(write_run(tmp_path / "with", trials)))
     assert "Quality against budget" in html
     assert html.count('data-chart="') == 1
     assert "More iterations would" in html
-    bare = copy.deepcopy(cells)
-    for cell in bare:
-        del cell["info"]["trace"]
+    bare = copy.deepcopy(trials)
+    for trial in bare:
+        del trial["info"]["trace"]
     without = page(load_run(write_run(tmp_path / "without", bare)))
     assert "Quality against budget" not in without
     assert 'data-chart="' not in without

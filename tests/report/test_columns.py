@@ -9,20 +9,20 @@ from typing import Any
 
 import pytest
 
-from gradveil.audit.store import load_run
+from gradveil.audit.run_directory import load_run
 from gradveil.report import page
-from gradveil.report.table import COLUMNS
+from gradveil.report.trial_table import COLUMNS
 from tests.report.reading import read
 from tests.report.runs import write_run
 
 
-def test_csv_holds_the_table(run: Path, cells: list[dict[str, Any]]) -> None:
+def test_csv_holds_the_table(run: Path, trials: list[dict[str, Any]]) -> None:
     html = page(load_run(run))
     (address,) = [a for a in read(html).addresses if a.startswith("data:text/csv")]
     with urllib.request.urlopen(address) as answer:
         rows = list(csv.DictReader(io.StringIO(answer.read().decode("utf-8"))))
-    assert len(rows) == len(cells)
-    for row, entry in zip(rows, cells, strict=True):
+    assert len(rows) == len(trials)
+    for row, entry in zip(rows, trials, strict=True):
         images = [image for record in entry["records"] for image in record["per_image"]]
         assert float(row["asr"]) == sum(image["ssim"] > 0.5 for image in images) / len(images)
         assert float(row["ssim"]) == pytest.approx(sum(image["ssim"] for image in images) / len(images))
@@ -30,16 +30,16 @@ def test_csv_holds_the_table(run: Path, cells: list[dict[str, Any]]) -> None:
         assert float(row["mean_image"]) == entry["info"]["controls"]["mean_image"]["asr"]
 
 
-def test_csv_disarms_formulas(tmp_path: Path, cells: list[dict[str, Any]]) -> None:
-    armed = copy.deepcopy(cells[4])
+def test_csv_disarms_formulas(tmp_path: Path, trials: list[dict[str, Any]]) -> None:
+    armed = copy.deepcopy(trials[4])
     armed["info"]["defence"] = "=1+1"
     (address,) = [a for a in read(page(load_run(write_run(tmp_path / "run", [armed])))).addresses if "csv" in a]
     with urllib.request.urlopen(address) as answer:
         assert answer.read().decode("utf-8").splitlines()[1].startswith("'=1+1,")
 
 
-def test_lpips_is_a_column_or_a_reason(tmp_path: Path, cells: list[dict[str, Any]]) -> None:
-    with_score, with_reason = copy.deepcopy(cells[0]), copy.deepcopy(cells[0])
+def test_lpips_is_a_column_or_a_reason(tmp_path: Path, trials: list[dict[str, Any]]) -> None:
+    with_score, with_reason = copy.deepcopy(trials[0]), copy.deepcopy(trials[0])
     for record in with_score["records"]:
         record["lpips"] = 0.25
     with_reason["info"]["missing"] = {"lpips": "the package lpips is not installed"}
@@ -50,8 +50,8 @@ def test_lpips_is_a_column_or_a_reason(tmp_path: Path, cells: list[dict[str, Any
     assert "No LPIPS column: the package lpips is not installed." in read(second).text
 
 
-def test_legacy_readings_are_not_columns(tmp_path: Path, cells: list[dict[str, Any]]) -> None:
-    legacy = copy.deepcopy(cells[0])
+def test_legacy_readings_are_not_columns(tmp_path: Path, trials: list[dict[str, Any]]) -> None:
+    legacy = copy.deepcopy(trials[0])
     for record in legacy["records"]:
         record["ssim_rescaled"] = record["mse_adadefense"] = 77.25
     html = page(load_run(write_run(tmp_path / "run", [legacy])))

@@ -9,7 +9,7 @@ import pytest
 
 from gradveil.cli.app import run as command
 from gradveil.core.errors import GradveilError
-from gradveil.federated.setting import open_setting
+from gradveil.federated.training_setup import open_setting
 from gradveil.report import write_report
 from tests.audit.runs import config, execute
 from tests.federated.test_run import config as training_config
@@ -29,8 +29,8 @@ def read(folder: Path, out: Path) -> int:
     return refused
 
 
-def test_no_crafted_audit_raises_anything_but_the_programs_own_errors(tmp_path, cells, capsys):
-    folder = write_run(tmp_path / "run", cells[:2])
+def test_no_crafted_audit_raises_anything_but_the_programs_own_errors(tmp_path, trials, capsys):
+    folder = write_run(tmp_path / "run", trials[:2])
     refused = [read(folder, tmp_path) for _ in crafted(folder, 80, seed=7)]
     assert {0, 3} <= set(refused)
 
@@ -64,7 +64,7 @@ def test_names_in_a_run_directory_are_not_imported_by_reading(kind, tmp_path, ru
     monkeypatch.syspath_prepend(tmp_path)
     folder = tmp_path / kind
     shutil.copytree(run if kind == "audit" else runs[0], folder)
-    for file in (folder / "run.json", folder / "train.json", *folder.rglob("cell.json")):
+    for file in (folder / "run.json", folder / "train.json", *folder.rglob("trial.json")):
         if file.is_file():
             info = json.loads(file.read_text())
             for held in (info, info.get("config", {})):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradveil.report.front import beaten_by, dominates, front
+from gradveil.report.pareto import beaten_by, dominates, front
 
 # A small grid, so that many points are equal in one respect or in all.
 POINTS = st.integers(1, 4).flatmap(lambda n: st.lists(st.tuples(*[st.integers(0, 4)] * n), max_size=25))

@@ -7,30 +7,38 @@ from pathlib import Path
 
 import pytest
 
-from gradveil.audit.store import Cell, Run, load_run
+from gradveil.audit.run_directory import Run, Trial, load_run
 from gradveil.cli.app import run as command
 from gradveil.core.errors import GradveilError
 from gradveil.metrics import wilson
-from gradveil.report.matrix import matrices
-from gradveil.report.sheet import Sheet, as_latex, as_markdown
+from gradveil.report.paper_table import PaperTable, as_latex, as_markdown, matrices
 from tests.audit.runs import config, execute
 
 
-def cell(defence: str, attack: str, recovered: int, of: int = 4, seed: int = 0, **more: object) -> Cell:
+def trial(defence: str, attack: str, recovered: int, of: int = 4, seed: int = 0, **more: object) -> Trial:
     info: dict[str, object] = {"model": "net", "data": "mnist", "client": "gradient", "batch": 1, "round": 0}
-    info |= {"seed": seed, "defence": defence, "attack": attack, "threshold": 0.5, "belief": "full", "knowledge": {}}
+    info |= {
+        "seed": seed,
+        "defence": defence,
+        "attack": attack,
+        "threshold": 0.5,
+        "simulated_client": "full",
+        "knowledge": {},
+    }
     info |= {"health": {"objective": 0.1, "objective_initial": 1.0, "objective_truth": 0.1, "diverged": 0.0}}
-    info |= {"controls": {"mean_image": {"asr": 0.0}, "class_image": {"asr": 0.25}, "wrong_victim": {"asr": 0.0}}}
+    info |= {
+        "controls": {"mean_image": {"asr": 0.0}, "class_image": {"asr": 0.25}, "wrong_target_client": {"asr": 0.0}}
+    }
     images = [{"ssim": 0.9 if i < recovered else 0.1, "success": int(i < recovered)} for i in range(of)]
-    records = [{"victim": i, "status": "budget", "per_image": [image]} for i, image in enumerate(images)]
-    return Cell({**info, **more}, records)
+    records = [{"target_client": i, "status": "budget", "per_image": [image]} for i, image in enumerate(images)]
+    return Trial({**info, **more}, records)
 
 
-def run(*cells: Cell, name: str = "a", weights: str | None = None, **settings: object) -> Run:
-    return Run({"cells": [], "config": settings, "weights": weights}, [*cells], Path(name))
+def run(*trials: Trial, name: str = "a", weights: str | None = None, **settings: object) -> Run:
+    return Run({"trials": [], "config": settings, "weights": weights}, [*trials], Path(name))
 
 
-def sheets(*runs: Run) -> list[Sheet]:
+def sheets(*runs: Run) -> list[PaperTable]:
     return [table.sheet() for table in matrices(runs)]
 
 
@@ -40,12 +48,12 @@ def lines(*runs: Run) -> list[str]:
 
 def test_seeds_are_pooled_and_the_strongest_is_bold():
     both = run(
-        cell("none", "ig", 4),
-        cell("none", "ig", 4, seed=1),
-        cell("prune(ratio=0.9)", "ig", 0),
-        cell("prune(ratio=0.9)", "ig", 1, seed=1),
-        cell("prune(ratio=0.9)", "cdia", 2),
-        cell("prune(ratio=0.9)", "cdia", 3, seed=1),
+        trial("none", "ig", 4),
+        trial("none", "ig", 4, seed=1),
+        trial("prune(ratio=0.9)", "ig", 0),
+        trial("prune(ratio=0.9)", "ig", 1, seed=1),
+        trial("prune(ratio=0.9)", "cdia", 2),
+        trial("prune(ratio=0.9)", "cdia", 3, seed=1),
     )
     caption, _, head, _, none, pruned, *_ = lines(both)
     assert caption.startswith("net on mnist, one gradient of 1 image: share of images identifiable (recovered, with an")
@@ -62,7 +70,7 @@ def test_seeds_are_pooled_and_the_strongest_is_bold():
 def test_what_proves_nothing_is_marked_and_explained():
     short = {"objective": 0.5, "objective_initial": 1.0, "objective_truth": 0.01, "diverged": 0.0}
     told = {"knowledge": {"send.noise": "known"}, "grants": ["send.noise: its true value"]}
-    table = lines(run(cell("dp", "ig", 0, health=short), cell("dp", "wiig", 4, **told), cell("dp", "cdia", 1)))
+    table = lines(run(trial("dp", "ig", 0, health=short), trial("dp", "wiig", 4, **told), trial("dp", "cdia", 1)))
     row = next(line for line in table if line.startswith("| `dp`"))
     first, second, third = row.split("|")[3:6]
     assert "0%†" in first
@@ -73,33 +81,33 @@ def test_what_proves_nothing_is_marked_and_explained():
 
 
 def test_who_changed_the_model_is_marked():
-    both = run(cell("dp", "rob", 4, planted="an imprint block"), cell("dp", "cdia", 1))
+    both = run(trial("dp", "rob", 4, planted="an imprint block"), trial("dp", "cdia", 1))
     assert "| **100%**§ (" in lines(both)[4]
     assert lines(both)[-1].endswith("§ a malicious server, which changes the model that it sends.")
     assert "\\textbf{100\\%}$^\\S$" in as_latex(sheets(both))
 
 
 def test_what_failed_is_said_and_what_was_not_run_is_empty():
-    broken = cell("dp", "ig", 0)
+    broken = trial("dp", "ig", 0)
     broken = replace(broken, info={**broken.info, "failed": "out of memory"}, records=[])
     half = replace(broken, info={**broken.info, "defence": "none"})
-    table = lines(run(broken, cell("none", "cdia", 4), half, cell("none", "ig", 2, of=2, seed=1)))
+    table = lines(run(broken, trial("none", "cdia", 4), half, trial("none", "ig", 2, of=2, seed=1)))
     assert "| `dp` | not tested | failed |  |" in table
     none = next(line for line in table if line.startswith("| `none`"))
     assert "2 images, a seed failed" in none
 
 
 def test_each_setting_has_a_table_and_runs_join_where_they_do_not_overlap():
-    one, two = run(cell("none", "ig", 4)), run(cell("dp", "ig", 0), cell("dp", "ig", 0, data="cifar10"), name="b")
+    one, two = run(trial("none", "ig", 4)), run(trial("dp", "ig", 0), trial("dp", "ig", 0, data="cifar10"), name="b")
     assert [table.setting.data for table in matrices([one, two])] == ["mnist", "cifar10"]
     assert matrices([one, two])[0].defences == ("none", "dp")
     with pytest.raises(GradveilError, match="b: has 'ig' against 'none' with seed 0, and so has a"):
-        matrices([one, run(cell("none", "ig", 3), name="b")])
+        matrices([one, run(trial("none", "ig", 3), name="b")])
 
 
-def test_cells_of_other_images_or_weights_are_never_pooled():
+def test_trials_of_other_images_or_weights_are_never_pooled():
     small, large = (
-        run(cell("none", "ig", 4 * seed, seed=seed), name=str(seed), data={"name": "mnist", "size": 16 * (1 + seed)})
+        run(trial("none", "ig", 4 * seed, seed=seed), name=str(seed), data={"name": "mnist", "size": 16 * (1 + seed)})
         for seed in (0, 1)
     )
     assert [table.caption().partition(": ")[0] for table in matrices([small, large])] == [
@@ -107,32 +115,32 @@ def test_cells_of_other_images_or_weights_are_never_pooled():
         "net on mnist, one gradient of 1 image (data.size = 32)",
     ]
     of_file = {"name": "net", "weights": "w.safetensors"}
-    one, other = (run(cell("none", "ig", 4, seed=ord(w)), name=w, weights=20 * w, model=of_file) for w in "ab")
+    one, other = (run(trial("none", "ig", 4, seed=ord(w)), name=w, weights=20 * w, model=of_file) for w in "ab")
     assert [table.caption().partition(": ")[0].partition(" (")[2] for table in matrices([one, other])] == [
         'initial weights = "aaaaaaaaaaaa")',
         'initial weights = "bbbbbbbbbbbb")',
     ]
     assert len(matrices([one, replace(other, info={**other.info, "weights": 20 * "a"})])) == 1
-    here, there = (replace(one, info={**one.info, "images": {"public": 16 * w, "victims": w}}) for w in "ab")
-    other = replace(there, cells=[*run(cell("none", "ig", 4, seed=9)).cells])
+    here, there = (replace(one, info={**one.info, "images": {"public": 16 * w, "target_clients": w}}) for w in "ab")
+    other = replace(there, trials=[*run(trial("none", "ig", 4, seed=9)).trials])
     assert [table.caption().partition(": ")[0].partition(" (")[2] for table in matrices([here, other])] == [
         'images = "aaaaaaaaaaaa/a")',
         'images = "bbbbbbbbbbbb/b")',
     ]
-    tested = replace(other, info={**here.info, "images": {"public": 16 * "a", "victims": "b"}})
+    tested = replace(other, info={**here.info, "images": {"public": 16 * "a", "target_clients": "b"}})
     assert len(matrices([here, tested])) == 2
 
 
 def test_rates_above_different_thresholds_are_not_set_beside_each_other():
     with pytest.raises(GradveilError, match=r"threshold: is 0.5 in a and 0.9 in b"):
-        matrices([run(cell("none", "ig", 4)), run(cell("dp", "ig", 0, threshold=0.9), name="b")])
+        matrices([run(trial("none", "ig", 4)), run(trial("dp", "ig", 0, threshold=0.9), name="b")])
 
 
 def test_latex_reads_every_character_as_itself():
-    text = as_latex(sheets(run(cell('mine:half_of("a|b")', "ig", 1), cell("none", "ig", 4))))
+    text = as_latex(sheets(run(trial('mine:half_of("a|b")', "ig", 1), trial("none", "ig", 4))))
     assert "mine:half\\_of(''a\\textbar{}b'') & inconclusive & 25\\% (4.6--69.9\\%), 0.30 \\\\" in text
     assert text.count("\\begin{") == text.count("\\end{") == 2
-    assert "a\\|b" in as_markdown(sheets(run(cell('mine:half_of("a|b")', "ig", 1))))
+    assert "a\\|b" in as_markdown(sheets(run(trial('mine:half_of("a|b")', "ig", 1))))
 
 
 def test_the_command_writes_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -143,6 +151,6 @@ def test_the_command_writes_them(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert out.startswith("lenet-zhu on faces, one gradient of 1 image")
     assert "| `gaussian(std=0.01)` |" in out or "| `gaussian(0.01)` |" in out
     assert (tmp_path / "t.tex").read_text().startswith("% needs \\usepackage{booktabs}\n\\begin{table}")
-    assert len(load_run(folder).cells) == 2
+    assert len(load_run(folder).trials) == 2
     assert command(["summary", str(folder), str(folder), "--json"]) == 0
     assert f'"run": "{folder}"' in capsys.readouterr().out

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from gradveil.report.build import context, page
+from gradveil.report.page import context, page
 from tests.audit.recording import UNSEEN, record, simulated, watching
 from tests.audit.runs import execute
 
@@ -17,7 +17,10 @@ def test_a_page_without_scores_says_so_and_shows_what_came_back(tmp_path: Path) 
     told = context(run)
     assert told["verdicts"] == []
     assert told["rows"] == []
-    assert [victim["who"] for victim in told["guesses"][0]["victims"]] == ["client 0, round 1", "client 1, round 1"]
+    assert [target_client["who"] for target_client in told["guesses"][0]["target_clients"]] == [
+        "client 0, round 1",
+        "client 1, round 1",
+    ]
     assert told["cards"] == [{"label": "Attacks run", "value": "1", "detail": "none failed", "level": ""}]
     text = page(run)
     assert "No score." in text
@@ -48,5 +51,5 @@ def test_pictures_are_shown_only_where_they_were_kept(tmp_path: Path, images: bo
 def test_a_stranger_s_names_do_no_harm(tmp_path: Path) -> None:
     record(simulated(), tmp_path / "seen", defence=None, run="<script>alert(1)</script>")
     run, _ = execute(watching(tmp_path / "seen", data=UNSEEN), tmp_path / "run")
-    run.cells[0].info["observed"][0]["client"] = "<img src=x onerror=alert(1)>"
+    run.trials[0].info["observed"][0]["client"] = "<img src=x onerror=alert(1)>"
     assert "<img src=x" not in page(run)

@@ -10,14 +10,13 @@ from typing import Any
 
 import pytest
 
-from gradveil.audit.rows import Row
-from gradveil.audit.store import Cell, load_run
-from gradveil.audit.summary import summarise
+from gradveil.audit.result_rows import Row, summarise
+from gradveil.audit.run_directory import Trial, load_run
 from gradveil.core.errors import GradveilError
 from gradveil.report import page, write_report
 from gradveil.report.plots import points
 from tests.report.reading import EVIL, read
-from tests.report.runs import CASES, failed_cell, played, write_run
+from tests.report.runs import CASES, failed_trial, played, write_run
 
 
 def test_report_lies_in_the_run_directory_for_its_owner_only(run: Path) -> None:
@@ -43,7 +42,7 @@ def test_nothing_is_loaded_from_outside(run: Path) -> None:
     assert "default-src 'none'" in html
 
 
-def test_what_a_reader_must_find(run: Path, cells: list[dict[str, Any]]) -> None:
+def test_what_a_reader_must_find(run: Path, trials: list[dict[str, Any]]) -> None:
     text = read(page(load_run(run))).text
     for said in (
         "lenet-zhu on faces, one gradient of 1 image",
@@ -63,7 +62,7 @@ def test_what_a_reader_must_find(run: Path, cells: list[dict[str, Any]]) -> None
         "0123456789abcdef",
         "NeurIPS 2019",
         "bounds the update's norm",
-        f"{4 * len(cells)} victim runs",
+        f"{4 * len(trials)} target client runs",
         "EPYC, 2 cores, cpu",
         "2025-06-01 09:30 UTC",
     ):
@@ -83,12 +82,12 @@ def test_the_attack_with_the_highest_rate_stands_first(run: Path) -> None:
     assert rates[0] > rates[-1]
 
 
-def test_the_union_is_said_where_it_is_more_than_the_strongest(tmp_path: Path, cells: list[dict[str, Any]]) -> None:
+def test_the_union_is_said_where_it_is_more_than_the_strongest(tmp_path: Path, trials: list[dict[str, Any]]) -> None:
     def told(place: Path, winners: tuple[int, int]) -> str:
-        pair = copy.deepcopy([cell for cell in cells if cell["info"]["defence"] == CASES[2].text][:2])
-        for cell, winner in zip(pair, winners, strict=True):
-            for record in cell["records"]:
-                record["per_image"][0]["success"] = int(record["victim"] == winner)
+        pair = copy.deepcopy([trial for trial in trials if trial["info"]["defence"] == CASES[2].text][:2])
+        for trial, winner in zip(pair, winners, strict=True):
+            for record in trial["records"]:
+                record["per_image"][0]["success"] = int(record["target_client"] == winner)
         return read(page(load_run(write_run(place, pair)))).text
 
     assert "Upper bound, not an attacker: at least one of the 2 attackers recovers 2 of 4" in told(
@@ -105,8 +104,8 @@ def test_undefended_rows_need_no_attacker_in_brackets(run: Path) -> None:
     assert all(who[name] for name in who if name != "No defence")
 
 
-def test_every_grant_is_named(tmp_path: Path, cells: list[dict[str, Any]]) -> None:
-    told = copy.deepcopy(cells[:1])
+def test_every_grant_is_named(tmp_path: Path, trials: list[dict[str, Any]]) -> None:
+    told = copy.deepcopy(trials[:1])
     names = [f"round{i}.step.noise.w" for i in range(1, 9)]
     told[0]["info"]["grants"] = ["targets: the true labels", *(f"{name}: its true value" for name in names)]
     html = page(load_run(write_run(tmp_path / "run", told)))
@@ -118,9 +117,9 @@ def test_every_grant_is_named(tmp_path: Path, cells: list[dict[str, Any]]) -> No
 
 
 def test_a_budget_is_told_and_then_the_server_may_not_compute_for_ever(
-    tmp_path: Path, run: Path, cells: list[dict[str, Any]]
+    tmp_path: Path, run: Path, trials: list[dict[str, Any]]
 ) -> None:
-    limited = write_run(tmp_path / "limited", cells[:3], config={"budget": "2h"})
+    limited = write_run(tmp_path / "limited", trials[:3], config={"budget": "2h"})
     text = read(page(load_run(limited))).text
     assert text.count("All attacks on one defence that search or learn share 2 h 0 min of working time.") == 2
     assert "as long as it likes" not in text
@@ -140,10 +139,10 @@ def test_verdicts_stand_at_a_glance(run: Path) -> None:
     assert all(f'id="{target}"' in html for target in targets)
 
 
-def test_plots_start_with_the_strongest_attack_of_each_kind(cells: list[dict[str, Any]]) -> None:
-    rows = [Row(number, Cell(entry["info"], entry["records"])) for number, entry in enumerate(cells)]
+def test_plots_start_with_the_strongest_attack_of_each_kind(trials: list[dict[str, Any]]) -> None:
+    rows = [Row(number, Trial(entry["info"], entry["records"])) for number, entry in enumerate(trials)]
     dots = points(rows)
-    assert len(dots) == len(cells)
+    assert len(dots) == len(trials)
     for case in CASES[:6]:
         for attacker in ("undefended", "naive", "adaptive"):
             same = [dot for dot in dots if dot["attacker"] == attacker and dot["group"].startswith(f"{case.text}|")]
@@ -151,18 +150,18 @@ def test_plots_start_with_the_strongest_attack_of_each_kind(cells: list[dict[str
             assert all(dot["asr"] <= best["asr"] for best in same if best["best"] for dot in same)
 
 
-def test_every_foreign_text_is_escaped(tmp_path: Path, cells: list[dict[str, Any]]) -> None:
-    bad = copy.deepcopy(cells[4:8])
+def test_every_foreign_text_is_escaped(tmp_path: Path, trials: list[dict[str, Any]]) -> None:
+    bad = copy.deepcopy(trials[4:8])
     for entry in bad:
         for key, value in entry["info"].items():
-            if isinstance(value, str) and key != "belief":
+            if isinstance(value, str) and key != "simulated_client":
                 entry["info"][key] = value + EVIL
         entry["info"]["knowledge"] = {EVIL: EVIL}
         entry["info"]["grants"] = [EVIL]
         entry["info"]["citations"] = [EVIL]
         for record in entry["records"]:
             record["status"] = EVIL
-    broken = failed_cell(EVIL)
+    broken = failed_trial(EVIL)
     changes = {
         "name": EVIL,
         "command": EVIL,
@@ -171,7 +170,7 @@ def test_every_foreign_text_is_escaped(tmp_path: Path, cells: list[dict[str, Any
         "config": {EVIL: EVIL},
     }
     html = page(load_run(write_run(tmp_path / "run", [*bad, broken], gradveil=EVIL, **changes)))
-    plain = page(load_run(write_run(tmp_path / "plain", cells[4:8])))
+    plain = page(load_run(write_run(tmp_path / "plain", trials[4:8])))
     assert "<script>alert" not in html
     assert read(html).tags.count("script") == read(plain).tags.count("script")
     assert "alert(1)" in read(html).text
@@ -180,16 +179,16 @@ def test_every_foreign_text_is_escaped(tmp_path: Path, cells: list[dict[str, Any
     assert EVIL in json.loads(data[1])["rows"][0]["defence"]
 
 
-def test_no_images_is_said(tmp_path: Path, cells: list[dict[str, Any]]) -> None:
-    html = page(load_run(write_run(tmp_path / "run", cells[:3], images=False)))
+def test_no_images_is_said(tmp_path: Path, trials: list[dict[str, Any]]) -> None:
+    html = page(load_run(write_run(tmp_path / "run", trials[:3], images=False)))
     assert "This run kept no images" in read(html).text
     assert "<img" not in html
 
 
-def test_failed_and_unfinished_cells_are_named(tmp_path: Path, cells: list[dict[str, Any]]) -> None:
-    run = write_run(tmp_path / "run", [*cells[:2], failed_cell("RuntimeError: out of memory")])
+def test_failed_and_unfinished_trials_are_named(tmp_path: Path, trials: list[dict[str, Any]]) -> None:
+    run = write_run(tmp_path / "run", [*trials[:2], failed_trial("RuntimeError: out of memory")])
     info = json.loads((run / "run.json").read_text("utf-8"))
-    (run / "run.json").write_text(json.dumps(info | {"cells": [*info["cells"], "later-1", "later-2"]}), "utf-8")
+    (run / "run.json").write_text(json.dumps(info | {"trials": [*info["trials"], "later-1", "later-2"]}), "utf-8")
     text = read(page(load_run(run))).text
     assert "1 of 3 attack runs failed" in text
     assert "RuntimeError: out of memory" in text
@@ -198,13 +197,13 @@ def test_failed_and_unfinished_cells_are_named(tmp_path: Path, cells: list[dict[
 
 
 def test_a_run_in_which_everything_failed_still_gives_a_page(tmp_path: Path) -> None:
-    text = read(page(load_run(write_run(tmp_path / "run", [failed_cell("boom")])))).text
+    text = read(page(load_run(write_run(tmp_path / "run", [failed_trial("boom")])))).text
     assert "there is nothing to judge" in text
     assert "boom" in text
 
 
 def test_colour_images_and_batches(tmp_path: Path) -> None:
-    entries = played(victims=2, cases=CASES[:2], batch=2)
+    entries = played(target_clients=2, cases=CASES[:2], batch=2)
     for entry in entries:
         entry["images"] = {name: value.expand(-1, -1, 3, -1, -1) for name, value in entry["images"].items()}
     text = read(page(load_run(write_run(tmp_path / "run", entries)))).text
@@ -212,8 +211,8 @@ def test_colour_images_and_batches(tmp_path: Path) -> None:
     assert "recovers 4 of 4 images" in text
 
 
-def test_a_place_that_cannot_be_written_is_refused(tmp_path: Path, cells: list[dict[str, Any]]) -> None:
-    run = write_run(tmp_path / "run", [cells[0]])
+def test_a_place_that_cannot_be_written_is_refused(tmp_path: Path, trials: list[dict[str, Any]]) -> None:
+    run = write_run(tmp_path / "run", [trials[0]])
     (tmp_path / "file").touch()
     with pytest.raises(GradveilError, match="is a folder"):
         write_report(run, tmp_path)
@@ -221,9 +220,9 @@ def test_a_place_that_cannot_be_written_is_refused(tmp_path: Path, cells: list[d
         write_report(run, tmp_path / "file" / "report.html")
 
 
-def test_a_full_disk_leaves_the_last_report_and_nothing_else(tmp_path: Path, cells: list[dict[str, Any]]) -> None:
+def test_a_full_disk_leaves_the_last_report_and_nothing_else(tmp_path: Path, trials: list[dict[str, Any]]) -> None:
     """A limit on the size of files makes the write itself fail."""
-    run = write_run(tmp_path / "run", [cells[0]])
+    run = write_run(tmp_path / "run", [trials[0]])
     whole = write_report(run).read_bytes()
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, before[1]))
@@ -232,7 +231,7 @@ def test_a_full_disk_leaves_the_last_report_and_nothing_else(tmp_path: Path, cel
             write_report(run)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert {path.name for path in run.iterdir()} == {"run.json", "cells", "report.html"}
+    assert {path.name for path in run.iterdir()} == {"run.json", "trials", "report.html"}
     assert (run / "report.html").read_bytes() == whole
 
 
@@ -242,12 +241,12 @@ def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_bound_stands_beside_the_measured_error(tmp_path: Path, cells: list[dict[str, Any]]) -> None:
-    own = copy.deepcopy(cells)
-    for cell in own:
-        noisy = cell["info"]["defence"].startswith("gaussian")
-        cell["info"]["bound"] = {"mse": 0.0123, "prior": 0.07, "by": "Cramér-Rao"} if noisy else None
-        cell["info"]["unbounded"] = None if noisy else "no noise is added <at all>"
+def test_the_bound_stands_beside_the_measured_error(tmp_path: Path, trials: list[dict[str, Any]]) -> None:
+    own = copy.deepcopy(trials)
+    for trial in own:
+        noisy = trial["info"]["defence"].startswith("gaussian")
+        trial["info"]["bound"] = {"mse": 0.0123, "prior": 0.07, "by": "Cramér-Rao"} if noisy else None
+        trial["info"]["unbounded"] = None if noisy else "no noise is added <at all>"
     html = page(load_run(write_run(tmp_path / "run", own)))
     seen = 0
     for article in re.findall(r'<article class="verdict.*?</article>', html, re.S):
@@ -263,11 +262,11 @@ def test_the_bound_stands_beside_the_measured_error(tmp_path: Path, cells: list[
     keys = re.findall(r'data-key="([^"]*)"', table)
     assert keys.index("mse_bound") == keys.index("mse") + 1
     bound = [re.findall(r"<td[^>]*>(.*?)</td>", line)[keys.index("mse_bound")] for line in table.split("<tr>")[2:]]
-    noisy = [cell["info"]["defence"].startswith("gaussian") for cell in own]
+    noisy = [trial["info"]["defence"].startswith("gaussian") for trial in own]
     assert sorted(each == "0.0123" for each in bound) == sorted(noisy)
     assert "No MSE bound: <b>No defence, clip(norm=1.0), prune(ratio=0.9)" in table
     assert "and precode(k=64)</b>, no noise is added &lt;at all&gt;." in table
-    rows = [summarise(cell) for cell in load_run(tmp_path / "run").cells]
+    rows = [summarise(trial) for trial in load_run(tmp_path / "run").trials]
     assert {(row["mse_bound"], row["unbounded"]) for row in rows} == {
         (0.0123, None),
         (None, "no noise is added <at all>"),

@@ -12,26 +12,26 @@ from typing import Any
 
 import pytest
 
-from gradveil.audit.privacy import proven
-from gradveil.audit.rows import Row
-from gradveil.audit.store import Cell, load_run
+from gradveil.audit.result_rows import Row
+from gradveil.audit.run_directory import Trial, load_run
+from gradveil.audit.run_warnings import proven
 from gradveil.audit.verdict import verdicts
 from gradveil.cli.app import run as command
 from gradveil.metrics import wilson
 from gradveil.report import page
-from gradveil.report.build import context
 from gradveil.report.method import guarantees
-from gradveil.report.pareto import AXES, Chart, Spot, charts, mark, marks
+from gradveil.report.page import context
+from gradveil.report.pareto import AXES, ParetoChart, Spot, charts, mark, marks
 from gradveil.report.plots import fronts
 from tests.audit.test_training import RUN
-from tests.report.cells import row
 from tests.report.reading import read
+from tests.report.trials import row
 
 ACCURACY, BYTES, SECONDS = AXES
 SECRET = {"knowledge": {"send.*": "known"}, "grants": ["send.noise: its true value"]}
 
 
-def cell(won: int, accuracy: float, sent: float, seconds: float = 1.0, stage: int = 4, **change: Any) -> Row:
+def trial(won: int, accuracy: float, sent: float, seconds: float = 1.0, stage: int = 4, **change: Any) -> Row:
     """A defence that leaks so many of 32 images after so many rounds, and what its training costs."""
     facts = {"round": stage, "accuracy": accuracy / (2 if stage == 0 else 1), "final_accuracy": accuracy}
     costs = {"bytes_up": sent, "bytes_down": 2 * sent, "seconds": 9.0, "client_seconds": seconds}
@@ -39,21 +39,21 @@ def cell(won: int, accuracy: float, sent: float, seconds: float = 1.0, stage: in
 
 
 def bare(won: int = 32, **change: Any) -> Row:
-    return cell(won, 0.9, 100.0, defence="none", belief="naive", **change)
+    return trial(won, 0.9, 100.0, defence="none", simulated_client="naive", **change)
 
 
-def chart(*rows: Row) -> Chart:
-    numbered = [Row(number, one.cell) for number, one in enumerate(rows)]
+def chart(*rows: Row) -> ParetoChart:
+    numbered = [Row(number, one.trial) for number, one in enumerate(rows)]
     (found,) = charts(verdicts(numbered), (), {})
     return found
 
 
-def spot(found: Chart, name: str) -> Spot:
+def spot(found: ParetoChart, name: str) -> Spot:
     return next(one for one in found.worst.spots if one.name == name)
 
 
 def test_a_defence_stands_where_it_leaks_most_and_every_round_has_its_view() -> None:
-    found = chart(bare(stage=0), bare(20, stage=4), cell(3, 0.8, 50, stage=0), cell(9, 0.8, 50, stage=4))
+    found = chart(bare(stage=0), bare(20, stage=4), trial(3, 0.8, 50, stage=0), trial(9, 0.8, 50, stage=4))
     assert [view.title for view in found.views] == ["Worst round", "Untrained", "After 4 rounds"]
     assert [(one.name, one.stage, one.rate) for one in found.worst.spots] == [
         ("No defence", 0, 1.0),
@@ -66,19 +66,19 @@ def test_a_defence_stands_where_it_leaks_most_and_every_round_has_its_view() -> 
 def test_the_price_is_that_of_the_whole_training_at_every_stage() -> None:
     found = chart(bare(stage=0), bare(stage=4))
     assert [one.prices["accuracy"][0] for view in found.views for one in view.spots] == [0.9] * 3
-    older = [cell(1, 0.8, 50, stage=stage) for stage in (0, 4)]
+    older = [trial(1, 0.8, 50, stage=stage) for stage in (0, 4)]
     for one in older:
-        del one.cell.info["training"]["final_accuracy"]
+        del one.trial.info["training"]["final_accuracy"]
     assert spot(chart(*older), "dgp").prices["accuracy"] == (0.8, 0.8, 0.8)
 
 
 def test_who_is_on_the_front_and_who_dominates_whom_is_said() -> None:
     found = chart(
         bare(),
-        cell(8, 0.8, 50, defence="dgp"),
-        cell(8, 0.7, 40, defence="prune"),
-        cell(0, 0.5, 120, defence="dp"),
-        cell(12, 0.6, 60, 3.0, defence="clip"),
+        trial(8, 0.8, 50, defence="dgp"),
+        trial(8, 0.7, 40, defence="prune"),
+        trial(0, 0.5, 120, defence="dp"),
+        trial(12, 0.6, 60, 3.0, defence="clip"),
     )
     members = {axis.key: found.worst.members[axis.key] for axis in AXES}
     assert members["accuracy"] == {"No defence", "dgp", "dp"}
@@ -93,38 +93,38 @@ def test_who_is_on_the_front_and_who_dominates_whom_is_said() -> None:
 
 def test_a_member_whose_rate_shows_little_is_named() -> None:
     """An attacker who ignores the defence shows no protection by failing."""
-    found = chart(bare(), cell(2, 0.8, 50, belief="naive", knowledge={}))
+    found = chart(bare(), trial(2, 0.8, 50, simulated_client="naive", knowledge={}))
     assert "More may come out of dgp, see the verdicts: this front may flatter." in found.worst.sentence(BYTES)
-    assert "flatter" not in chart(bare(), cell(2, 0.8, 50)).worst.sentence(BYTES)
+    assert "flatter" not in chart(bare(), trial(2, 0.8, 50)).worst.sentence(BYTES)
 
 
 def test_equal_defences_share_the_front() -> None:
-    found = chart(cell(8, 0.8, 50, defence="dgp"), cell(8, 0.8, 50, defence="prune"))
+    found = chart(trial(8, 0.8, 50, defence="dgp"), trial(8, 0.8, 50, defence="prune"))
     assert all(found.worst.members[axis.key] == {"dgp", "prune"} for axis in AXES)
     assert found.worst.sentence(BYTES) == "On the front: dgp and prune. Nothing is dominated."
 
 
 def test_attackers_who_were_told_secrets_do_not_count() -> None:
-    told = cell(32, 0.8, 50, attack="dia", **SECRET)
-    found = chart(bare(), cell(4, 0.8, 50), told)
+    told = trial(32, 0.8, 50, attack="dia", **SECRET)
+    found = chart(bare(), trial(4, 0.8, 50), told)
     assert spot(found, "dgp").rate == 4 / 32
     alone = chart(bare(), told)
     assert spot(alone, "dgp").is_bound
     assert alone.worst.members["bytes"] == {"No defence"}
     assert alone.worst.beaten["bytes"] == {}
     assert "Upper bounds, not compared: dgp." in alone.worst.sentence(BYTES)
-    rows = [Row(0, bare().cell), Row(1, told.cell)]
+    rows = [Row(0, bare().trial), Row(1, told.trial)]
     assert [mark(one, marks(rows)) for one in rows] == ["accuracy, bytes, seconds", "upper bound"]
 
 
 def test_the_leak_is_the_share_of_images_recovered_and_identified() -> None:
-    (one,) = chart(cell(8, 0.8, 50, identified=False)).worst.spots
+    (one,) = chart(trial(8, 0.8, 50, identified=False)).worst.spots
     assert (one.rate, one.bounds) == (0.0, wilson(0, 32))
 
 
 def test_seeds_are_averaged_and_their_intervals_reach_over_all() -> None:
     found = chart(
-        cell(4, 0.8, 50, 1.0, seed=0), cell(12, 0.6, 70, 2.0, seed=1), cell(8, 0.8, 50, 1.0, seed=0, attack="x")
+        trial(4, 0.8, 50, 1.0, seed=0), trial(12, 0.6, 70, 2.0, seed=1), trial(8, 0.8, 50, 1.0, seed=0, attack="x")
     )
     (one,) = found.worst.spots
     assert one.rates == [8 / 32, 12 / 32]
@@ -134,8 +134,8 @@ def test_seeds_are_averaged_and_their_intervals_reach_over_all() -> None:
 
 
 def test_the_script_draws_what_the_sentences_say() -> None:
-    rows = [bare(stage=0), bare(stage=4), cell(3, 0.8, 50, stage=0), cell(9, 0.8, 50, stage=4)]
-    numbered = [Row(number, one.cell) for number, one in enumerate(rows)]
+    rows = [bare(stage=0), bare(stage=4), trial(3, 0.8, 50, stage=0), trial(9, 0.8, 50, stage=4)]
+    numbered = [Row(number, one.trial) for number, one in enumerate(rows)]
     found = charts(verdicts(numbered), (), {})
     (told,) = fronts(found, numbered)
     worst = {one["name"]: one for one in told["views"][0]["spots"]}
@@ -148,7 +148,7 @@ def test_the_script_draws_what_the_sentences_say() -> None:
 
 
 def test_who_has_no_rate_at_some_round_is_not_compared() -> None:
-    found = chart(bare(stage=0), bare(stage=4), cell(0, 0.8, 10, stage=0))
+    found = chart(bare(stage=0), bare(stage=4), trial(0, 0.8, 10, stage=0))
     assert not spot(found, "dgp").whole
     assert found.worst.members["bytes"] == {"No defence"}
     assert "Without a rate at some round, not compared: dgp." in found.worst.sentence(BYTES)
@@ -156,34 +156,34 @@ def test_who_has_no_rate_at_some_round_is_not_compared() -> None:
 
 
 def test_a_failed_attack_leaves_the_rate_in_doubt() -> None:
-    info = cell(0, 0.8, 50, attack="dia").cell.info
-    done = [Row(0, bare().cell), Row(1, cell(2, 0.8, 50).cell)]
-    doubtful = [charts(verdicts(done), failed, {})[0] for failed in ((), (Cell(info | {"failed": "boom"}, []),))]
+    info = trial(0, 0.8, 50, attack="dia").trial.info
+    done = [Row(0, bare().trial), Row(1, trial(2, 0.8, 50).trial)]
+    doubtful = [charts(verdicts(done), failed, {})[0] for failed in ((), (Trial(info | {"failed": "boom"}, []),))]
     assert [spot(one, "dgp").is_vague for one in doubtful] == [False, True]
 
 
 def test_a_price_that_nobody_knows_is_left_out() -> None:
-    rows = [bare(), cell(8, 0.9, 50)]
+    rows = [bare(), trial(8, 0.9, 50)]
     for one in rows:
-        del one.cell.info["training"]["client_seconds"]
+        del one.trial.info["training"]["client_seconds"]
     found = chart(*rows)
     assert found.overall == "Beaten in leak, accuracy and bytes at once: No defence, by dgp."
     assert found.worst.sentence(SECONDS) == "No defence has both a rate and a price."
 
 
 def test_what_is_proven_is_that_of_the_training_unless_another_is_planned() -> None:
-    one = cell(3, 0.8, 50, defence="dp", guarantee="differential privacy of each example")
-    one.cell.info["training"] |= {"epsilon": {"example": 2.5}, "guarantee": "epsilon 2.5 of each example (...)"}
+    one = trial(3, 0.8, 50, defence="dp", guarantee="differential privacy of each example")
+    one.trial.info["training"] |= {"epsilon": {"example": 2.5}, "guarantee": "epsilon 2.5 of each example (...)"}
     assert proven(one.info) == "epsilon 2.5 of each example"
     assert guarantees([one]) == [("dp", "epsilon 2.5 of each example (...)")]
-    one.cell.info["epsilon"] = {"example": 1.25}
+    one.trial.info["epsilon"] = {"example": 1.25}
     assert proven(one.info) == "epsilon 1.25 of each example"
     assert guarantees([one]) == [("dp", "differential privacy of each example")]
 
 
 def test_settings_are_compared_within_themselves() -> None:
-    rows = [bare(), cell(4, 0.8, 50), bare(batch=2), cell(2, 0.8, 50, batch=2)]
-    numbered = [Row(number, one.cell) for number, one in enumerate(rows)]
+    rows = [bare(), trial(4, 0.8, 50), bare(batch=2), trial(2, 0.8, 50, batch=2)]
+    numbered = [Row(number, one.trial) for number, one in enumerate(rows)]
     assert [found.setting.batch for found in charts(verdicts(numbered), (), {})] == [1, 2]
 
 
@@ -193,11 +193,11 @@ def test_an_audit_without_a_training_has_no_such_charts() -> None:
 
 
 def test_what_has_no_rate_is_a_status() -> None:
-    info = {key: value for key, value in cell(0, 0.5, 1).cell.info.items() if key != "training"}
-    failed = Cell(info | {"defence": "clip", "failed": "diverged in round 2"}, [])
-    done = [Row(0, bare().cell)]
-    left_out = Cell(info | {"defence": "cvb", "failed": "is no plain chain", "unfit": True, "attack": "r-gap"}, [])
-    other = Cell({**left_out.info, "attack": "analytic"}, [])
+    info = {key: value for key, value in trial(0, 0.5, 1).trial.info.items() if key != "training"}
+    failed = Trial(info | {"defence": "clip", "failed": "diverged in round 2"}, [])
+    done = [Row(0, bare().trial)]
+    left_out = Trial(info | {"defence": "cvb", "failed": "is no plain chain", "unfit": True, "attack": "r-gap"}, [])
+    other = Trial({**left_out.info, "attack": "analytic"}, [])
     (found,) = charts(verdicts(done), [failed, left_out, other], {"defences": ["none", "clip", "dp", "cvb"]})
     assert found.missing == (
         ("clip", "failed: diverged in round 2"),
@@ -207,9 +207,9 @@ def test_what_has_no_rate_is_a_status() -> None:
 
 
 def test_an_attack_that_does_not_apply_leaves_no_doubt() -> None:
-    info = cell(0, 0.8, 50, attack="r-gap").cell.info
-    done = [Row(0, bare().cell), Row(1, cell(2, 0.8, 50).cell)]
-    (found,) = charts(verdicts(done), (Cell(info | {"failed": "is no plain chain", "unfit": True}, []),), {})
+    info = trial(0, 0.8, 50, attack="r-gap").trial.info
+    done = [Row(0, bare().trial), Row(1, trial(2, 0.8, 50).trial)]
+    (found,) = charts(verdicts(done), (Trial(info | {"failed": "is no plain chain", "unfit": True}, []),), {})
     assert not spot(found, "dgp").is_vague
 
 
@@ -232,7 +232,7 @@ def test_the_page_of_a_real_audit_has_the_charts_the_table_and_the_csv(audited: 
     assert all(title in text for title in ("Leak against price", "Worst round", "Untrained", "After 2 rounds"))
     assert "On the front: " in text
     (found,) = context(run)["fronts"]
-    told = json.loads((audited / "training" / "cells").glob("topk*.json").__next__().read_text())
+    told = json.loads((audited / "training" / "trials").glob("topk*.json").__next__().read_text())
     sparse = spot(found, "topk(0.1, feedback=true)")
     assert sparse.prices["accuracy"][0] == told["accuracy"]
     assert sparse.prices["bytes"][0] == told["bytes_up"]

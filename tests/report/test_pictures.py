@@ -7,11 +7,11 @@ import pytest
 import torch
 from imageio.v3 import imread
 
-from gradveil.audit.rows import Row
-from gradveil.audit.store import Cell
-from gradveil.report.pictures import Album, contact_sheet, pairs, png
+from gradveil.audit.result_rows import Row
+from gradveil.audit.run_directory import Trial
+from gradveil.report.rendering import Album, contact_sheet, pairs, png
 from tests.report.images import faces
-from tests.report.runs import ATTACKS, CASES, cell
+from tests.report.runs import ATTACKS, CASES, trial
 
 
 @pytest.mark.parametrize("channels", [1, 3])
@@ -47,8 +47,8 @@ def test_equal_sheets_are_kept_once() -> None:
 
 def rows(batch: int = 1) -> list[Row]:
     truth = faces(4 * batch).reshape(4, batch, 1, 32, 32)
-    made = [cell(case, ATTACKS[1], "naive", 0, truth) for case in CASES[:3]]
-    return [Row(n, Cell(m["info"], m["records"], None, m["images"])) for n, m in enumerate(made)]
+    made = [trial(case, ATTACKS[1], "naive", 0, truth) for case in CASES[:3]]
+    return [Row(n, Trial(m["info"], m["records"], None, m["images"])) for n, m in enumerate(made)]
 
 
 def test_pairs_show_the_worst_leak_first_with_its_own_tile_and_score() -> None:
@@ -58,11 +58,11 @@ def test_pairs_show_the_worst_leak_first_with_its_own_tile_and_score() -> None:
     assert similarities == sorted(similarities, reverse=True)
     assert len(found) == 24
     for pair in found:
-        victim, place = divmod(pair["tile"], 2)
-        record = played[pair["row"]].cell.records[victim]
+        target_client, place = divmod(pair["tile"], 2)
+        record = played[pair["row"]].trial.records[target_client]
         assert pair["ssim"] == record["per_image"][place]["ssim"]
         assert pair["recovered"] == (pair["ssim"] > 0.5)
-        assert pair["victim"] == f"{victim}.{place}"
+        assert pair["target_client"] == f"{target_client}.{place}"
 
 
 def test_truths_are_shared_and_transformed_truths_are_shown() -> None:
@@ -72,13 +72,13 @@ def test_truths_are_shared_and_transformed_truths_are_shown() -> None:
     assert len({pair["truth"] for pair in found}) == 1
     assert len(album.sheets) == 4
     assert {pair["trained"] for pair in found} == {None}
-    kept = dict(played[0].cell.kept)
+    kept = dict(played[0].trial.kept)
     changed = Row(
-        0, Cell(played[0].cell.info, played[0].cell.records, None, kept | {"truth_transformed": 1 - kept["truth"]})
+        0, Trial(played[0].trial.info, played[0].trial.records, None, kept | {"truth_transformed": 1 - kept["truth"]})
     )
     assert None not in {pair["trained"] for pair in pairs([changed], Album())}
 
 
-def test_cells_without_images_give_no_pairs() -> None:
+def test_trials_without_images_give_no_pairs() -> None:
     bare = rows()[0]
-    assert pairs([Row(0, Cell(bare.cell.info, bare.cell.records))], Album()) == []
+    assert pairs([Row(0, Trial(bare.trial.info, bare.trial.records))], Album()) == []

@@ -13,19 +13,18 @@ import pytest
 from rich.console import Console
 
 from gradveil.audit.api import Result
-from gradveil.audit.findings import Findings, findings, sentence_of
+from gradveil.audit.findings import Findings, findings, print_outcome, sentence_of, trained_on
 from gradveil.audit.gate import gate
-from gradveil.audit.outcome import print_outcome, trained_on
-from gradveil.audit.rows import Row
-from gradveil.audit.store import Cell, load_run
+from gradveil.audit.result_rows import Row
+from gradveil.audit.run_directory import Trial, load_run
 from gradveil.audit.verdict import LEVELS, Level
 from gradveil.cli.app import run as command
-from gradveil.cli.gate import show_gate
+from gradveil.cli.audit_command import show_gate
 from gradveil.report import write_report
-from tests.report.cells import BARE, HEALTHY, row
 from tests.report.reading import read
+from tests.report.trials import BARE, HEALTHY, row
 
-NAIVE: dict[str, Any] = {"belief": "naive"}
+NAIVE: dict[str, Any] = {"simulated_client": "naive"}
 ROWS = (
     BARE,
     row(20, defence="prune(0.9)"),
@@ -48,7 +47,7 @@ def printed(found: Findings, **options: bool) -> str:
 
 
 def of(*rows: Row) -> Findings:
-    return findings([each.cell for each in rows])
+    return findings([each.trial for each in rows])
 
 
 @pytest.fixture
@@ -59,17 +58,17 @@ def folder(tmp_path: Path) -> Path:
 
 def write(place: Path, rows: Sequence[Row]) -> Path:
     names = [f"trial-{number}" for number in range(len(rows))]
-    info = {"format": 1, "name": "five", "config": {"images": False}, "cells": names, "command": "gradveil audit five"}
+    info = {"format": 2, "name": "five", "config": {"images": False}, "trials": names, "command": "gradveil audit five"}
     for name, each in zip(names, rows, strict=True):
-        (place / "cells" / name).mkdir(parents=True)
-        facts = {**each.info, "cell": name, "threshold": 0.5, "attack_title": "an attack"}
+        (place / "trials" / name).mkdir(parents=True)
+        facts = {**each.info, "trial": name, "threshold": 0.5, "attack_title": "an attack"}
         records = [
             {**record, "label_accuracy": 1.0, "per_image": [{"mse": 0.1, "psnr": 9.0, **image} for image in images]}
-            for record in each.cell.records
+            for record in each.trial.records
             for images in [record["per_image"]]
         ]
-        (place / "cells" / name / "cell.json").write_text(json.dumps(facts))
-        (place / "cells" / name / "records.json").write_text(json.dumps(records))
+        (place / "trials" / name / "trial.json").write_text(json.dumps(facts))
+        (place / "trials" / name / "records.json").write_text(json.dumps(records))
     (place / "run.json").write_text(json.dumps(info))
     return place
 
@@ -103,7 +102,7 @@ def test_every_surface_shows_the_same_verdicts(folder: Path, capsys: pytest.Capt
 
     page = read(write_report(folder).read_text("utf-8")).text
     assert SENTENCE in page
-    result = Result(load_run(folder).cells, folder, lambda _, out: out, {})
+    result = Result(load_run(folder).trials, folder, lambda _, out: out, {})
     assert result.verdict == SENTENCE
     assert {verdict.defence: verdict.level for verdict in result.verdicts} == {"none": "broken", **levels}
     assert str(result).startswith(f"Verdict: {SENTENCE[:60]}")
@@ -114,9 +113,9 @@ def test_the_headline_its_baseline_and_the_count_that_leaks_are_the_same_everywh
 ) -> None:
     """20 of 36 are recovered, which guessing reaches; 28 are identified, which is the leak; 12 are both."""
     chances = {"recovered": 0.75, "public": 100, "identified": 0.02, "gallery": 50, "identifiable": 0.0175}
-    rows = [row(32, defence="none", belief="naive", expected=chances), row(20, 36, expected=chances)]
+    rows = [row(32, defence="none", simulated_client="naive", expected=chances), row(20, 36, expected=chances)]
     rows[1].info["controls"]["class_mean"]["asr"] = 0.8
-    for place, record in enumerate(rows[1].cell.records):
+    for place, record in enumerate(rows[1].trial.records):
         record["per_image"][0]["identified"] = not 12 <= place < 20
     folder, leaked = write(tmp_path / "run", rows), "28 of 36 identified"
     for options in ([], ["--markdown", "-"], ["--latex", "-"]):
@@ -164,7 +163,7 @@ def test_the_table_has_a_row_per_defence_and_all_trials_on_demand() -> None:
 
 
 def test_the_control_is_a_line_and_no_row_and_never_judged() -> None:
-    control = row(8, 8, defence="none", belief="naive", control=True)
+    control = row(8, 8, defence="none", simulated_client="naive", control=True)
     shown = printed(of(row(0), control))
     assert "Control: ig recovers 8 of 8 without a defence." in shown
     assert not any(line.startswith("none") for line in shown.splitlines())
@@ -172,17 +171,17 @@ def test_the_control_is_a_line_and_no_row_and_never_judged() -> None:
     assert [(verdict.defence, verdict.level) for verdict in found.verdicts] == [("dgp", "not broken")]
     assert [trial["verdict"] for trial in found.trials] == ["not broken", None]
     assert of(row(0)).verdicts[0].level == "inconclusive"
-    failed = Row(0, Cell({**control.info, "failed": "broke"}, []))
+    failed = Row(0, Trial({**control.info, "failed": "broke"}, []))
     assert "Control: ig failed without a defence." in printed(of(row(0), failed))
 
 
 def test_a_defence_that_nobody_scored_is_in_the_table_with_its_reason() -> None:
-    failed = Row(0, Cell({**row(0, defence="dp").info, "failed": "out of memory"}, []))
+    failed = Row(0, Trial({**row(0, defence="dp").info, "failed": "out of memory"}, []))
     found = of(BARE, row(0), failed)
     assert "dp: not tested. Ig failed: out of memory." in printed(found)
     assert found.settings[-1]["verdict"] == "not tested"
     assert found.settings[-1]["images"] is None
-    unfit = Row(0, Cell({**failed.info, "unfit": True}, []))
+    unfit = Row(0, Trial({**failed.info, "unfit": True}, []))
     assert "No attack of this run applies to it: add --attack adaptive." in printed(of(BARE, unfit))
 
 
@@ -206,11 +205,11 @@ def test_sentences_of_runs_without_a_defence_or_a_result() -> None:
 
 def test_what_a_batch_defence_trained_on_counts_on_every_surface() -> None:
     mixed = row(0, defence="ats")
-    for record in mixed.cell.records[:30]:
+    for record in mixed.trial.records[:30]:
         record["per_image"][0] |= {"success_transformed": 1, "identified_transformed": True}
-    for record in mixed.cell.records[30:]:
+    for record in mixed.trial.records[30:]:
         record["per_image"][0] |= {"success_transformed": 0, "identified_transformed": False}
-    for record in mixed.cell.records:
+    for record in mixed.trial.records:
         record["per_image"][0]["expected_transformed"] = {"recovered": 0.01, "identified": 0.01}
     found = of(BARE, mixed)
     (line,) = trained_on(found)

@@ -15,12 +15,11 @@ import pytest
 
 from gradveil.cli.app import run as command
 from gradveil.core.errors import GradveilError
-from gradveil.federated.reading import load_training
-from gradveil.federated.setting import cells
-from gradveil.federated.work import failure
+from gradveil.federated.training_run import failure, load_training
+from gradveil.federated.training_setup import trials
 from gradveil.report import write_report
-from gradveil.report.kinds import kinds
-from gradveil.report.training import context, training_page
+from gradveil.report.training_groups import kinds
+from gradveil.report.training_page import context, training_page
 from tests.report.reading import EVIL, read
 from tests.report.trainings import DP, LOST, TOPK, trained
 
@@ -34,18 +33,18 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def copied(whole: Path, folder: Path) -> Path:
-    (folder / "cells").mkdir(parents=True)
+    (folder / "trials").mkdir(parents=True)
     for file in whole.rglob("*.json"):
         (folder / file.relative_to(whole)).write_bytes(file.read_bytes())
     return folder
 
 
 def summaries(folder: Path) -> list[dict[str, Any]]:
-    return [dict(told) for _, told in load_training(folder).cells if told is not None]
+    return [dict(told) for _, told in load_training(folder).trials if told is not None]
 
 
 def test_costs_are_means_over_the_seeds_and_differences_within_them(whole: Path) -> None:
-    bare, private, sparse, lost = kinds(load_training(whole).cells)
+    bare, private, sparse, lost = kinds(load_training(whole).trials)
     rows = summaries(whole)
     own = {row["seed"]: row["accuracy"] for row in rows if row["defence"] == DP}
     base = {row["seed"]: row["accuracy"] for row in rows if row["defence"] == "none"}
@@ -138,11 +137,11 @@ def test_both_csvs_hold_what_the_files_say(whole: Path) -> None:
 
 def test_failed_and_missing_trainings_are_statuses_and_no_gaps(whole: Path, tmp_path: Path) -> None:
     folder = copied(whole, tmp_path / "run")
-    told = {(cell.title, cell.seed): cell for cell in cells(load_training(folder).config)}
+    told = {(trial.title, trial.seed): trial for trial in trials(load_training(folder).config)}
     broken, gone, other = told[DP, 0], told[TOPK, 0], told[TOPK, 1]
-    (folder / "cells" / f"{broken.id}.json").write_text(json.dumps(failure(broken, "RuntimeError: out of memory")))
-    for cell in (gone, other):
-        (folder / "cells" / f"{cell.id}.json").unlink()
+    (folder / "trials" / f"{broken.id}.json").write_text(json.dumps(failure(broken, "RuntimeError: out of memory")))
+    for trial in (gone, other):
+        (folder / "trials" / f"{trial.id}.json").unlink()
     text = read(training_page(folder)).text
     assert "1 of 8 trainings failed" in text
     assert f"{DP} , seed 0: RuntimeError: out of memory" in text
@@ -152,12 +151,12 @@ def test_failed_and_missing_trainings_are_statuses_and_no_gaps(whole: Path, tmp_
     statuses = [(row["defence"], row["status"]) for row in csv_of(folder, 0)]
     assert len(statuses) == 8
     assert statuses[1:3] == [(DP, "failed"), (TOPK, "not finished")]
-    assert kinds(load_training(folder).cells)[1].differences == kinds(load_training(whole).cells)[1].differences[1:]
+    assert kinds(load_training(folder).trials)[1].differences == kinds(load_training(whole).trials)[1].differences[1:]
 
 
 def test_a_training_in_which_nothing_is_done_still_gives_a_page(whole: Path, tmp_path: Path) -> None:
     folder = copied(whole, tmp_path / "run")
-    for file in (folder / "cells").iterdir():
+    for file in (folder / "trials").iterdir():
         file.unlink()
     html = training_page(folder)
     assert "8 of 8 trainings are not done yet" in read(html).text
@@ -195,7 +194,7 @@ def test_every_foreign_text_is_escaped(whole: Path, tmp_path: Path) -> None:
     folder = copied(whole, tmp_path / "run")
     info = json.loads((folder / "train.json").read_text())
     (folder / "train.json").write_text(json.dumps(info | {"command": EVIL, "gradveil": EVIL, "created": EVIL}))
-    file = next((folder / "cells").glob("none-*.json"))
+    file = next((folder / "trials").glob("none-*.json"))
     file.write_text(json.dumps(json.loads(file.read_text()) | {"status": EVIL, "guarantee": EVIL}))
     html = training_page(folder)
     assert "<script>alert" not in html
@@ -206,8 +205,8 @@ def test_every_foreign_text_is_escaped(whole: Path, tmp_path: Path) -> None:
     ("file", "change", "said"),
     [
         ("train.json", {"config": {}}, "config.rounds"),
-        ("cells/none-*.json", {"curve": [{}]}, "curve.0.number"),
-        ("cells/none-*.json", {"accuracy": "high"}, "accuracy"),
+        ("trials/none-*.json", {"curve": [{}]}, "curve.0.number"),
+        ("trials/none-*.json", {"accuracy": "high"}, "accuracy"),
     ],
 )
 def test_damaged_files_are_named(whole: Path, tmp_path: Path, file: str, change: dict[str, Any], said: str) -> None:
@@ -221,7 +220,7 @@ def test_damaged_files_are_named(whole: Path, tmp_path: Path, file: str, change:
 
 def test_what_an_earlier_version_wrote_has_no_proof(whole: Path, tmp_path: Path) -> None:
     folder = copied(whole, tmp_path / "run")
-    for file in (folder / "cells").iterdir():
+    for file in (folder / "trials").iterdir():
         told = json.loads(file.read_text())
         file.write_text(json.dumps({k: v for k, v in told.items() if k not in ("guarantee", "epsilon", "delta")}))
     assert "an earlier version wrote it" in read(training_page(folder)).text

@@ -16,14 +16,13 @@ import pytest
 from rich.console import Console
 
 from gradveil.cli.app import run as command
-from gradveil.cli.train import table, wide
+from gradveil.cli.train_command import table, wide
 from gradveil.core.errors import GradveilError
-from gradveil.federated.reading import load_training
-from gradveil.federated.setting import Cell
-from gradveil.report.kinds import Cells, Told, idle, kinds
-from gradveil.report.sheet import Sheet, Text, as_latex, as_markdown
-from gradveil.report.training import training_page
-from gradveil.report.trainings import Table, fewer, gap, tables
+from gradveil.federated.training_run import load_training
+from gradveil.federated.training_setup import TrainingTrial
+from gradveil.report.paper_table import PaperTable, PlacedText, as_latex, as_markdown
+from gradveil.report.training_groups import Told, Trials, idle, kinds
+from gradveil.report.training_page import Table, fewer, gap, tables, training_page
 from tests.audit.runs import config, execute
 from tests.report.trainings import DP, TOPK, changed, trained
 
@@ -35,7 +34,7 @@ def of(*folders: Path) -> list[Table]:
 
 
 def accuracies(*folders: Path) -> dict[tuple[str, int], float]:
-    found = [told for folder in folders for _, told in load_training(folder).cells if told is not None]
+    found = [told for folder in folders for _, told in load_training(folder).trials if told is not None]
     return {(told["defence"], told["seed"]): told["accuracy"] for told in found}
 
 
@@ -62,10 +61,10 @@ def test_two_answers_to_one_question_are_refused(runs: tuple[Path, Path], tmp_pa
     twin = shutil.copytree(one, tmp_path / "twin")
     with pytest.raises(GradveilError, match=f"twin: has 'none' with seed 0, and so has {one}"):
         of(one, twin)
-    for file in (twin / "cells").glob("*.json"):
+    for file in (twin / "trials").glob("*.json"):
         file.unlink()
     (table,) = of(one, twin)
-    assert [len(kind.cells) for kind in table.kinds] == [1, 1], "what one run left undone, the other did"
+    assert [len(kind.trials) for kind in table.kinds] == [1, 1], "what one run left undone, the other did"
 
 
 def test_other_settings_make_another_table_whose_title_tells_it_apart(runs: tuple[Path, Path], tmp_path: Path):
@@ -125,7 +124,7 @@ def test_settings_that_only_a_later_run_has_tell_it_apart(runs: tuple[Path, Path
 
 def test_epsilons_of_other_deltas_are_no_table(runs: tuple[Path, Path], tmp_path: Path):
     loose = shutil.copytree(runs[1], tmp_path / "loose")
-    for file in (loose / "cells").glob("dp*.json"):
+    for file in (loose / "trials").glob("dp*.json"):
         changed(file, delta=0.01)
     with pytest.raises(GradveilError, match=r"delta of 0\.01, and .* for one of 1e-05 -> run it again with --set"):
         of(runs[0], loose)
@@ -135,13 +134,13 @@ def test_epsilons_of_other_deltas_are_no_table(runs: tuple[Path, Path], tmp_path
     assert "delta" not in bare.caption()
 
 
-def test_own_code_that_changed_between_cells_is_told(runs: tuple[Path, Path], tmp_path: Path, capsys: Any):
+def test_own_code_that_changed_between_trials_is_told(runs: tuple[Path, Path], tmp_path: Path, capsys: Any):
     copies = [shutil.copytree(folder, tmp_path / folder.name) for folder in runs]
     for folder, version in zip(copies, "ab", strict=True):
-        for file in (folder / "cells").glob("dp*.json"):
+        for file in (folder / "trials").glob("dp*.json"):
             changed(file, code={"mine": version})
     assert command(["summary", *map(str, copies), "--csv", str(tmp_path / "t.csv")]) == 0
-    assert "warning: module mine: was changed in between: these cells were made by 2" in capsys.readouterr().err
+    assert "warning: module mine: was changed in between: these trials were made by 2" in capsys.readouterr().err
     assert command(["summary", str(copies[0]), "--csv", str(tmp_path / "t.csv")]) == 0
     assert capsys.readouterr().err == ""
 
@@ -158,8 +157,8 @@ def test_a_difference_is_to_a_training_as_long_and_says_of_how_many_seeds():
 
     bare = [told(0, 2, 0.5), told(1, 3, 0.5), told(3, 2, 0.4)]
     own = [told(0, 2, 0.4), told(1, 2, 0.1), told(2, 2, 0.1), told(3, 1, 0.1, "diverged")]
-    cells = [(Cell(name, one["seed"]), one) for name, some in (("none", bare), ("dp", own)) for one in some]
-    none, private = kinds(cells)
+    trials = [(TrainingTrial(name, one["seed"]), one) for name, some in (("none", bare), ("dp", own)) for one in some]
+    none, private = kinds(trials)
     assert private.differences == pytest.approx([-0.1, -0.3])
     assert (gap(none), fewer(none), fewer(private)) == ("", "", " (2 seeds)")
 
@@ -174,14 +173,14 @@ def test_what_is_no_run_is_told_as_such(runs: tuple[Path, Path], tmp_path: Path,
 
 def test_defences_with_brackets_and_bars_are_shown_as_written(runs: tuple[Path, Path], tmp_path: Path, capsys: Any):
     name = "my.defences:noise(layers='[a-z]|[/b]')"
-    sheet = Sheet("", [Text("defence")], [[Text(name, code=True)]])
+    sheet = PaperTable("", [PlacedText("defence")], [[PlacedText(name, code=True)]])
     assert "`my.defences:noise(layers='[a-z]\\|[/b]')`" in as_markdown([sheet])
     assert "[a-z]\\textbar{}[/b]" in as_latex([sheet])
     own = shutil.copytree(runs[0], tmp_path / "own")
     config = json.loads((own / "train.json").read_text())["config"]
     changed(own / "train.json", config={**config, "defences": ["none", name]})
-    file = own / "cells" / f"{Cell(name, 0).id}.json"
-    next((own / "cells").glob("dp*.json")).rename(file)
+    file = own / "trials" / f"{TrainingTrial(name, 0).id}.json"
+    next((own / "trials").glob("dp*.json")).rename(file)
     changed(file, defence=name)
     assert command(["summary", str(own)]) == 0
     shown = capsys.readouterr().out
@@ -193,7 +192,7 @@ def test_no_number_is_folded_and_no_defence_cut_off(runs: tuple[Path, Path], mon
     monkeypatch.setenv("COLUMNS", "40")
     console = Console(width=wide().width, color_system=None, markup=False)
     config = [
-        (replace(cell, defence=cell.defence * 3), told) for run in runs for cell, told in load_training(run).cells
+        (replace(trial, defence=trial.defence * 3), told) for run in runs for trial, told in load_training(run).trials
     ]
     with console.capture() as captured:
         console.print(table(kinds(config)))
@@ -217,23 +216,23 @@ def test_of_several_seeds_the_largest_epsilon_is_told():
     row = {"status": "finished", "delta": 1e-5}
     told = [{**row, "guarantee": f"epsilon {e}", "epsilon": {"example": e}} for e in (1.0, 3.0, 2.0)]
     failed = {"status": "failed", "guarantee": None, "epsilon": {}}
-    (kind,) = kinds([(Cell("dp", seed), one) for seed, one in enumerate([failed, *told])])
+    (kind,) = kinds([(TrainingTrial("dp", seed), one) for seed, one in enumerate([failed, *told])])
     assert kind.worst == told[1]
-    (lost,) = kinds([(Cell("dp", 0), failed)])
+    (lost,) = kinds([(TrainingTrial("dp", 0), failed)])
     assert lost.worst is None
 
 
 def test_what_has_learnt_nothing_is_told_before_anybody_compares_it(tmp_path: Path):
-    def one(defence: str, right: float, seeds: int = 1) -> Cells:
+    def one(defence: str, right: float, seeds: int = 1) -> Trials:
         told = {"status": "finished", "tested": 100, "constant": 0.15, "accuracy": right}
-        return [(Cell(defence, seed), told) for seed in range(seeds)]
+        return [(TrainingTrial(defence, seed), told) for seed in range(seeds)]
 
     by_chance = "none and dp named no more images rightly than one class for all does (15%): nothing is learnt yet"
     assert idle(kinds([*one("none", 0.22), *one("dp", 0.1), *one("cvb", 0.23)])).startswith(by_chance)
     assert idle(kinds([*one("none", 0.22, seeds=3)])) == "", "three times as many images"
     assert idle(kinds([*one("none", 0.5), *one("dp", 0.1)])).endswith("does (15%): nothing is learnt yet.")
     still = trained(tmp_path / "still", "local.lr=1e-9", defences=["none"])
-    ((_, told),) = load_training(still).cells
+    ((_, told),) = load_training(still).trials
     (table,) = of(still)
     assert told is not None
     assert (told["tested"], told["constant"]) == (40, 6 / 40)

@@ -6,9 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from gradveil.audit.reader import read_training
-from gradveil.federated.run import describe, opened, run
-from gradveil.federated.setting import open_setting
+from gradveil.audit.run_file import read_training
+from gradveil.federated.training_run import describe, opened, run
+from gradveil.federated.training_setup import open_setting
 
 FEW = ["data.public=80", "data.gallery=40", "data.size=16", "clients=3", "model.name=lenet-zhu", "local.batch=16"]
 DP, TOPK, LOST = "dp(clip=1, sigma=2)", "topk(0.1)", "gaussian(1e38)"
@@ -17,7 +17,7 @@ DP, TOPK, LOST = "dp(clip=1, sigma=2)", "topk(0.1)", "gaussian(1e38)"
 def trained(folder: Path, *settings: str, **overrides: Any) -> Path:
     told = open_setting(read_training("digits", {"rounds": 2, **overrides}, [*FEW, *settings]))
     with opened(folder, describe(told.config, "gradveil train digits")):
-        run(told, folder, lambda cell, record, status: None)
+        run(told, folder, lambda trial, record, status: None)
     return folder
 
 

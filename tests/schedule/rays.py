@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-DESK, BRIDGE = b"ray::Desk", b"gradveil.schedule.bridge"
+DESK, BRIDGE = b"ray::Desk", b"gradveil.runs.ray_driver"
 SETTINGS = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_register_timeout_seconds": "600", "RAY_AUTH_MODE": "token"}
 
 _KEEPER = """

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from gradveil.schedule.work import Parcel, Tell, Work
+from gradveil.runs.task import Parcel, Tell, Work
 
 
 def deadly(setting: Mapping[str, Any]) -> Work:

@@ -14,18 +14,17 @@ from typing import Any
 
 import pytest
 
-from gradveil.audit.cell import Address
-from gradveil.audit.run import describe, run
-from gradveil.audit.scene import open_scene
-from gradveil.audit.store import Store
-from gradveil.audit.work import site
+from gradveil.audit.attack_selection import TrialAddress
+from gradveil.audit.audit_run import describe, run, site
+from gradveil.audit.preflight import open_experiment
+from gradveil.audit.run_directory import Store
 from gradveil.core.errors import GradveilError
-from gradveil.federated import run as training
-from gradveil.federated.setting import Cell, open_setting
-from gradveil.federated.standing import Round, Status
-from gradveil.federated.work import site as train_site
-from gradveil.schedule.cluster import Cluster
-from gradveil.schedule.work import Job, Parcel, Schedule, Site, in_process
+from gradveil.federated import training_run as training
+from gradveil.federated.training_run import site as train_site
+from gradveil.federated.training_setup import TrainingTrial, open_setting
+from gradveil.federated.training_state import RoundResult, Status
+from gradveil.runs.ray_pool import Cluster
+from gradveil.runs.task import Job, Parcel, Scheduler, Site, in_process
 from tests.audit.runs import Silent, config
 from tests.audit.test_kill import results
 from tests.federated.test_run import config as train_config
@@ -54,15 +53,15 @@ class Killing(Silent):
         super().__init__()
         self.deed = deed
 
-    def progress(self, cell: Address, share: int, step: Any) -> None:
+    def progress(self, trial: TrialAddress, share: int, step: Any) -> None:
         if not self.steps:
             assert self.deed()
-        super().progress(cell, share, step)
+        super().progress(trial, share, step)
 
 
-def audited(folder: Path, schedule: Schedule, display: Silent) -> dict[str, Any]:
+def audited(folder: Path, schedule: Scheduler, display: Silent) -> dict[str, Any]:
     with Store(folder).open(describe(SMALL, 2, "command")) as store:
-        run(open_scene(SMALL), store, display, 2, schedule)
+        run(open_experiment(SMALL), store, display, 2, schedule)
     return results(folder)
 
 
@@ -105,12 +104,12 @@ def test_an_actor_that_is_killed_while_it_starts_is_replaced_within_seconds(tmp_
     assert times[1] - times[0] < 120
 
 
-def test_a_cluster_audits_as_one_process_does_and_a_killed_actors_cell_is_run_again(
+def test_a_cluster_audits_as_one_process_does_and_a_killed_actors_trial_is_run_again(
     tmp_path: Path, standing: tuple[str, int]
 ) -> None:
     address, session = standing
     display = Killing(lambda: kill_desk(session))
-    found = audited(tmp_path / "ray", Cluster(site(open_scene(SMALL), None), RAYS, address=address), display)
+    found = audited(tmp_path / "ray", Cluster(site(open_experiment(SMALL), None), RAYS, address=address), display)
     assert found == audited(tmp_path / "here", in_process, Silent())
     assert len(display.finished) == 3
     assert b"raylet" in b" ".join(members(session).values()), "it is not ours"
@@ -125,7 +124,7 @@ def test_a_cluster_trains_as_one_process_does_and_a_killed_actors_training_goes_
     whole, _ = trained(tmp_path / "here", told)
     killed: list[bool] = []
 
-    def tell(cell: Cell, record: Round, status: Status) -> None:
+    def tell(trial: TrainingTrial, record: RoundResult, status: Status) -> None:
         if not killed:
             killed.append(kill_desk(session))
 
@@ -163,7 +162,7 @@ def test_another_engine_finishes_what_a_lost_cluster_began(tmp_path: Path, monke
         return bool(ray)
 
     with pytest.raises(GradveilError, match=LOST) as error:
-        audited(tmp_path / "lost", Cluster(site(open_scene(SMALL), None), RAYS), Killing(lose))
+        audited(tmp_path / "lost", Cluster(site(open_experiment(SMALL), None), RAYS), Killing(lose))
     assert "give the same command again" in str(error.value)
     assert not bridges(os.getpid())
     display = Silent()
@@ -172,7 +171,7 @@ def test_another_engine_finishes_what_a_lost_cluster_began(tmp_path: Path, monke
 
 def test_an_interrupt_leaves_no_ray_behind_and_says_how_to_go_on(tmp_path: Path) -> None:
     (tmp_path / "small.toml").write_text(
-        'name = "small"\nvictims = 2\nattacks = ["ig(iterations=4)", "ig(iterations=20000)"]\n'
+        'name = "small"\ntarget_clients = 2\nattacks = ["ig(iterations=4)", "ig(iterations=20000)"]\n'
         'data = { name = "faces", size = 16 }\nmodel = { name = "lenet-zhu" }\n'
     )
     words = ["audit", "small.toml", "--engine", "ray", "--workers", "1"]
@@ -187,7 +186,7 @@ def test_an_interrupt_leaves_no_ray_behind_and_says_how_to_go_on(tmp_path: Path)
     session = 0
     try:
         end = time.monotonic() + 200
-        while not list(tmp_path.glob("runs/small/cells/*/cell.json")) and time.monotonic() < end:
+        while not list(tmp_path.glob("runs/small/trials/*/trial.json")) and time.monotonic() < end:
             assert process.poll() is None
             time.sleep(0.1)
         (session,) = bridges(process.pid)

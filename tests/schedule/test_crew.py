@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from gradveil.core.errors import GradveilError
-from gradveil.schedule.crew import TRIES, Inbox, Message, Worker, crew
-from gradveil.schedule.work import Job, Parcel
+from gradveil.runs.pool import TRIES, Inbox, Message, Worker, crew
+from gradveil.runs.task import Job, Parcel
 
 Script = Callable[[int, int], str]
 """(task, how often it was given out before) -> what a worker does with it."""

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from gradveil.core.errors import GradveilError
-from gradveil.schedule.processes import Processes
-from gradveil.schedule.work import Job, Parcel, Site, in_process
+from gradveil.runs.pool import Processes
+from gradveil.runs.task import Job, Parcel, Site, in_process
 from tests.schedule.sites import deadly
 
 pytestmark = pytest.mark.processes
@@ -20,7 +20,7 @@ def workers() -> list[int]:
     """The worker processes that this process has."""
     own = Path(f"/proc/{os.getpid()}/task")
     children = [int(pid) for task in own.iterdir() for pid in (task / "children").read_text().split()]
-    return [pid for pid in children if b"gradveil.schedule.worker" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    return [pid for pid in children if b"gradveil.runs.worker" in Path(f"/proc/{pid}/cmdline").read_bytes()]
 
 
 def job(setting: dict[str, Any], heard: list[Parcel]) -> Job[int]:

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from gradveil.core.errors import fail
-from gradveil.schedule.pipes import read, write
-from gradveil.schedule.work import Job, Parcel, Site, Tell, Work, arrive, in_process
+from gradveil.runs.messages import read, write
+from gradveil.runs.task import Job, Parcel, Site, Tell, Work, arrive, in_process
 
 
 def doubling(setting: Mapping[str, Any]) -> Work:

@@ -7,11 +7,11 @@ from statistics import NormalDist
 import pytest
 
 from gradveil.core.errors import GradveilError
-from gradveil.theory.accounting import HOPELESS, Training, assumptions, epsilon, multiplier, worst
+from gradveil.theory.accounting import HOPELESS, Participation, assumptions, epsilon, multiplier, worst
 
 pytest.importorskip("dp_accounting", reason="the environment is older than pyproject.toml: make")
 
-STANDARD = Training(steps=1000, rate=0.01)
+STANDARD = Participation(steps=1000, rate=0.01)
 
 
 def test_the_numbers_of_published_accountants():
@@ -28,44 +28,46 @@ def test_opacus_agrees():
         orders = [1 + x / 10.0 for x in range(1, 100)] + list(range(12, 64))
         spent = rdp.compute_rdp(q=rate, noise_multiplier=sigma, steps=steps, orders=orders)
         theirs, _ = rdp.get_privacy_spent(orders=orders, rdp=spent, delta=1e-5)
-        assert epsilon(sigma, Training(steps, rate, accountant="rdp")) == pytest.approx(theirs, rel=0.02)
+        assert epsilon(sigma, Participation(steps, rate, accountant="rdp")) == pytest.approx(theirs, rel=0.02)
 
 
 @pytest.mark.parametrize(("sigma", "steps"), [(1.0, 1), (3.0, 4)])
 def test_without_sampling_it_is_the_gaussian_mechanism(sigma: float, steps: int):
     """The exact delta of T sums: Phi(mu/2 - e/mu) - exp(e) Phi(-mu/2 - e/mu), mu = sqrt(T) / sigma (Balle, Wang)."""
-    found = epsilon(sigma, Training(steps))
+    found = epsilon(sigma, Participation(steps))
     mu, phi = math.sqrt(steps) / sigma, NormalDist().cdf
     delta = phi(mu / 2 - found / mu) - math.exp(found) * phi(-mu / 2 - found / mu)
     assert delta == pytest.approx(1e-5, rel=0.01)
-    assert epsilon(sigma, Training(steps, accountant="rdp")) > found
+    assert epsilon(sigma, Participation(steps, accountant="rdp")) > found
 
 
 def test_shuffled_batches_are_accounted_once_an_epoch_for_a_replaced_unit():
-    shuffled = Training(steps=30, rate=0.1, sampling="shuffled")
+    shuffled = Participation(steps=30, rate=0.1, sampling="shuffled")
     assert shuffled.epochs == 3
-    assert epsilon(4.0, shuffled) == pytest.approx(epsilon(2.0, Training(steps=3)))
-    assert Training(steps=31, rate=0.1, sampling="shuffled").epochs == 4
+    assert epsilon(4.0, shuffled) == pytest.approx(epsilon(2.0, Participation(steps=3)))
+    assert Participation(steps=31, rate=0.1, sampling="shuffled").epochs == 4
     # A third of ten examples: three whole batches an epoch, so ten steps are a little more than three epochs.
-    assert Training(steps=10, rate=0.3, sampling="shuffled").epochs == 4
+    assert Participation(steps=10, rate=0.3, sampling="shuffled").epochs == 4
 
 
 def test_a_unit_may_be_in_more_sums_than_whole_epochs_of_steps_say():
     """Ten rounds of five steps with four batches an epoch: two epochs are begun in each round."""
-    told = Training(steps=50, rate=0.25, sampling="shuffled", at_most=20)
-    assert epsilon(4.0, told) == pytest.approx(epsilon(2.0, Training(steps=20)))
+    told = Participation(steps=50, rate=0.25, sampling="shuffled", at_most=20)
+    assert epsilon(4.0, told) == pytest.approx(epsilon(2.0, Participation(steps=20)))
     assert assumptions(told).startswith("each example is in at most 20 of 50 sums")
 
 
 def test_the_worst_of_many_is_the_largest_of_all():
-    several = [(sigma, Training(steps, rate)) for sigma in (1.0, 1.4) for steps in (90, 100) for rate in (0.02, 0.05)]
+    several = [
+        (sigma, Participation(steps, rate)) for sigma in (1.0, 1.4) for steps in (90, 100) for rate in (0.02, 0.05)
+    ]
     largest, noise, training = worst(several)
     assert largest == pytest.approx(max(epsilon(*one) for one in several))
-    assert (noise, training) == (1.0, Training(100, 0.05))
+    assert (noise, training) == (1.0, Participation(100, 0.05))
 
 
 def test_the_package_tells_nobody_of_the_orders_it_leaves_out(caplog: pytest.LogCaptureFixture):
-    assert epsilon(1.0, Training(steps=90, rate=0.17, accountant="rdp")) > 1
+    assert epsilon(1.0, Participation(steps=90, rate=0.17, accountant="rdp")) > 1
     assert caplog.records == []
 
 
@@ -87,12 +89,12 @@ def test_less_noise_more_steps_a_higher_rate_and_a_smaller_delta_cost_privacy():
 
 
 def test_hopeless_settings_are_answered_and_not_computed_for_ever():
-    assert epsilon(1e-3, Training(steps=100)) > HOPELESS
+    assert epsilon(1e-3, Participation(steps=100)) > HOPELESS
 
 
 def test_every_wrong_argument_is_refused_at_once():
     with pytest.raises(GradveilError) as found:
-        Training(steps=0, rate=0.0, delta=1.0, sampling="fixed", accountant="prv")  # type: ignore[arg-type]
+        Participation(steps=0, rate=0.0, delta=1.0, sampling="fixed", accountant="prv")  # type: ignore[arg-type]
     where = [problem.where for problem in found.value.problems]
     assert where == [f"privacy.{name}" for name in ("steps", "rate", "delta", "sampling", "accountant")]
     with pytest.raises(GradveilError, match=r"privacy\.sigma"):
@@ -100,13 +102,13 @@ def test_every_wrong_argument_is_refused_at_once():
     with pytest.raises(GradveilError, match=r"privacy\.epsilon"):
         multiplier(0.0, STANDARD)
     with pytest.raises(GradveilError, match="would need noise of more than"):
-        multiplier(1e-8, Training(steps=1000))
+        multiplier(1e-8, Participation(steps=1000))
 
 
 def test_assumptions_are_said():
     assert "(Poisson)" in assumptions(STANDARD)
     assert "added or removed" in assumptions(STANDARD)
-    assert "certainly" in assumptions(Training(steps=1))
+    assert "certainly" in assumptions(Participation(steps=1))
     said = assumptions(replace(STANDARD, sampling="shuffled"), "client")
     assert "at most 10 of 1,000 sums" in said
     assert "one client replaced" in said

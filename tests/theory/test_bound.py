@@ -6,11 +6,12 @@ from torch import Tensor, nn
 from torch.func import vmap
 
 from gradveil.client import Client
-from gradveil.client.gradient import mean_gradient
 from gradveil.core.errors import GradveilError
 from gradveil.core.noise import Key
 from gradveil.core.types import Batch
-from gradveil.theory.bound import (
+from gradveil.gradients.objective import mean_gradient
+from gradveil.theory.input_jacobian import exact_squared_row_norms, jacobian
+from gradveil.theory.reconstruction_bound import (
     error_bound,
     gaussian_information,
     information,
@@ -19,7 +20,6 @@ from gradveil.theory.bound import (
     smoothed_information,
     trace_bound,
 )
-from gradveil.theory.sensitivity import exact_squared_row_norms, jacobian
 
 D, P = 5, 8
 
@@ -50,7 +50,7 @@ def test_linear_normal_model_reaches_the_bound():
 
 
 def test_attacks_on_the_linear_normal_model_respect_it():
-    x = normal(40_000, D, key="victims") @ ROOT.T
+    x = normal(40_000, D, key="target_clients") @ ROOT.T
     g = seen(x)
     fisher = information(A, VARIANCES)
     bound = error_bound(fisher, PRIOR)
@@ -105,15 +105,15 @@ def test_the_gradient_of_a_network_is_bounded_too():
     def flat(x: Tensor) -> Tensor:
         return torch.cat([value.flatten() for value in gradient(Batch(x[None], target)).values()])
 
-    draws, victims = normal(20_000, 2, key="draws"), normal(400, 2, key="unknown")
+    draws, target_clients = normal(20_000, 2, key="draws"), normal(400, 2, key="unknown")
     table = vmap(flat)(draws)
     some = Batch(draws[:500, None], target.expand(500, 1))
     jacobians = vmap(lambda x, y: jacobian(gradient, Batch(x, y)))(*some)
     for std in (0.1, 0.3, 1.0):
         variances = torch.full((table.shape[1],), std**2).double()
-        g = vmap(flat)(victims) + std * normal(400, table.shape[1], key="sent")
+        g = vmap(flat)(target_clients) + std * normal(400, table.shape[1], key="sent")
         posterior = (-torch.cdist(g, table).square() / (2 * std**2)).softmax(-1) @ draws
-        error = (posterior - victims).square().mean()
+        error = (posterior - target_clients).square().mean()
         bound = error_bound(information(jacobians, variances), torch.eye(2).double())
         assert 0.1 * error < bound < error, (std, float(bound), float(error))
 

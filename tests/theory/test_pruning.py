@@ -13,7 +13,7 @@ from gradveil.data import load
 from gradveil.defences import Dual
 from gradveil.metrics import cosine, relative_distance
 from gradveil.nn.models import build
-from gradveil.theory.pruning import degraded, degraded_cosine, gamma, least_gamma, worst_cosine
+from gradveil.theory.first_order_utility import degraded, degraded_cosine, gamma, least_gamma, worst_cosine
 
 CONTEXT = Context({}, Batch(torch.zeros(1), torch.zeros(1)))
 SETTINGS = [(0.05, 0.75), (0.1, 0.5), (0.2, 0.6)]
@@ -99,9 +99,11 @@ def counted(g, top: float, bottom: float) -> float:
 
 def real(number: int):
     """The gradient of one face: layers of a few entries, and of thousands."""
-    victims = load("faces", size=16).victims
+    target_clients = load("faces", size=16).private
     net = build("lenet-zhu", channels=1, size=16, classes=2, generator=Key(number).generator()).double()
-    loss = cross_entropy(net(victims.inputs[number : number + 1].double()), victims.targets[number : number + 1])
+    loss = cross_entropy(
+        net(target_clients.inputs[number : number + 1].double()), target_clients.targets[number : number + 1]
+    )
     names, params = zip(*net.named_parameters(), strict=True)
     return dict(zip(names, torch.autograd.grad(loss, params), strict=True))
 

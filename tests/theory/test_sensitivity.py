@@ -6,17 +6,11 @@ from torch import Tensor, nn
 from torch.func import vmap
 
 from gradveil.client import Client
-from gradveil.client.gradient import mean_gradient
 from gradveil.core.noise import Key
 from gradveil.core.types import Batch
+from gradveil.gradients.objective import mean_gradient
 from gradveil.nn.models import build
-from gradveil.theory.sensitivity import (
-    exact_squared_row_norms,
-    jacobian,
-    norms,
-    probe_noise,
-    squared_row_norms,
-)
+from gradveil.theory.input_jacobian import exact_squared_row_norms, jacobian, norms, probe_noise, squared_row_norms
 from tests.defences.informed import relu_net
 from tests.laws.cases import Tiny, draw_batch
 
@@ -98,7 +92,7 @@ def test_the_jacobian_has_these_rows():
     torch.testing.assert_close(matrix @ step.flatten(), moved, rtol=1e-4, atol=1e-12)
 
 
-def test_batches_of_probes_and_of_victims_change_nothing():
+def test_batches_of_probes_and_of_target_clients_change_nothing():
     batch = draw_batch(Key(1))
     gradient = gradient_of(Tiny())
     probe = probes(batch, 7)

@@ -6,8 +6,16 @@ from scipy.fft import dctn
 
 from gradveil.core.errors import GradveilError
 from gradveil.core.noise import Key
-from gradveil.theory.bound import block_bound, error_bound, trace_bound
-from gradveil.theory.spectrum import ROUNDING, Spectrum, cosine, from_cosine, spectrum
+from gradveil.theory.reconstruction_bound import (
+    ROUNDING,
+    Spectrum,
+    block_bound,
+    cosine,
+    error_bound,
+    from_cosine,
+    spectrum,
+    trace_bound,
+)
 
 
 def normal(*shape: int, key: str) -> torch.Tensor:

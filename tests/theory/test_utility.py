@@ -12,9 +12,7 @@ from gradveil.core.noise import Key
 from gradveil.core.tree import tmap
 from gradveil.core.types import Batch
 from gradveil.defences import OptimalNoise
-from gradveil.theory.bound import information_trace
-from gradveil.theory.sensitivity import exact_squared_row_norms
-from gradveil.theory.utility import (
+from gradveil.theory.first_order_utility import (
     first_order_utility,
     global_masks,
     global_ratio,
@@ -23,6 +21,8 @@ from gradveil.theory.utility import (
     privacy_loss,
     second_order_utility,
 )
+from gradveil.theory.input_jacobian import exact_squared_row_norms
+from gradveil.theory.reconstruction_bound import information_trace
 
 
 def normal(*shape: int, key: str) -> Tensor:

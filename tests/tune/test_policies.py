@@ -13,16 +13,26 @@ from safetensors.torch import save_file
 from torch import nn
 
 import gradveil
-from gradveil.audit.reader import read
-from gradveil.audit.scene import open_scene
-from gradveil.cli import search as command
+from gradveil.audit.preflight import open_experiment
+from gradveil.audit.run_file import read
+from gradveil.cli import search_command as command
 from gradveil.cli.app import run
 from gradveil.core.errors import GradveilError
 from gradveil.defences import parse
-from gradveil.defences.search import JITTER, Judged
-from gradveil.tune import kept as tune_kept
-from gradveil.tune.kept import FILE, read_kept
-from gradveil.tune.policies import Again, Judge, best, least_utility, lower, model_problems, open_judge, score_controls
+from gradveil.defences.ats_scores import JITTER, Judged
+from gradveil.tune import ats_policies as tune_kept
+from gradveil.tune.ats_policies import (
+    FILE,
+    Again,
+    PolicyScorer,
+    best,
+    least_utility,
+    lower,
+    model_problems,
+    open_judge,
+    read_kept,
+    score_controls,
+)
 
 SMALL = ["digits", "--set", "model.name=lenet-zhu", "--images", "8", "--keep", "2"]
 
@@ -39,23 +49,23 @@ def kept(folder: Path) -> dict[str, Any]:
     return {key: raw[key] for key in ("settings", "scores", "again")}
 
 
-def judged(images: int = 16, *settings: str) -> Judge:
-    config = read("digits", {"victims": 1, "defences": ["none"], "attacks": ["ig"]}, settings)
-    return open_judge(open_scene(config), images, 0)
+def judged(images: int = 16, *settings: str) -> PolicyScorer:
+    config = read("digits", {"target_clients": 1, "defences": ["none"], "attacks": ["ig"]}, settings)
+    return open_judge(open_experiment(config), images, 0)
 
 
 def test_resumed_equals_uninterrupted(tmp_path: Path, capsys, monkeypatch) -> None:
     whole = found(capsys, tmp_path / "whole", "--candidates", "4")
-    cut, utility = tmp_path / "cut", Judge.utility
+    cut, utility = tmp_path / "cut", PolicyScorer.utility
 
-    def stopped(judge: Judge, policy: str) -> float:
+    def stopped(judge: PolicyScorer, policy: str) -> float:
         """Score until something is on disk of which a kill would leave nothing if it were written at the end."""
         if (cut / FILE).is_file() and len(kept(cut)["scores"]) == 6:
             raise KeyboardInterrupt
         return utility(judge, policy)
 
     monkeypatch.setattr(tune_kept, "CHUNK", 0.0)
-    monkeypatch.setattr(Judge, "utility", stopped)
+    monkeypatch.setattr(PolicyScorer, "utility", stopped)
     assert run(["search", "ats", *SMALL, "--out", str(cut), "--candidates", "4"]) == 130
     assert "To go on" in capsys.readouterr().err
     assert len(kept(cut)["scores"]) == 6  # four controls and two candidates
@@ -63,7 +73,7 @@ def test_resumed_equals_uninterrupted(tmp_path: Path, capsys, monkeypatch) -> No
     assert found(capsys, cut, "--candidates", "4") == whole
     assert kept(cut) == kept(tmp_path / "whole")
     for method in ("privacy", "utility", "again"):
-        monkeypatch.setattr(Judge, method, interrupted)  # nothing is left to score
+        monkeypatch.setattr(PolicyScorer, method, interrupted)  # nothing is left to score
     assert found(capsys, cut, "--candidates", "4") == whole
 
 
@@ -132,9 +142,9 @@ def test_the_policy_runs_in_an_audit(tmp_path: Path, capsys) -> None:
         assert sent.batch
         inputs = (batch.inputs[:2], batch.targets[:2])
         run = gradveil.audit(judge.trained.model, inputs, defences=[text], attacks=attacks, control=False)
-        cells = run.summary()
-        assert [cell["failed"] for cell in cells] == [None]
-        assert cells[0]["distance"] > 0.01
+        trials = run.summary()
+        assert [trial["failed"] for trial in trials] == [None]
+        assert trials[0]["distance"] > 0.01
 
 
 def test_privacy_is_by_the_runs_weights_and_utility_by_initial_ones(tmp_path: Path) -> None:
@@ -151,7 +161,7 @@ def test_a_linear_model_is_refused() -> None:
     judge = judged(8)
     flat = nn.Sequential(nn.Flatten(), nn.Linear(1024, 10))
     linear = judge.untrained.__class__(flat, domain=judge.untrained.domain)
-    bad = Judge(linear, linear, judge.images, judge.others, judge.key)
+    bad = PolicyScorer(linear, linear, judge.images, judge.others, judge.key)
     with pytest.raises(GradveilError, match="no usable Jacobian"):
         score_controls(bad, {}, lambda: None)
     with torch.no_grad():

@@ -25,5 +25,5 @@ def examples(number: int, clients: int) -> Batch:
 
 def held_out() -> Batch:
     """Return digits that no client has."""
-    digits = load("digits", size=8).victims
+    digits = load("digits", size=8).private
     return Batch(digits.inputs, digits.targets)

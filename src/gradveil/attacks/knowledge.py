@@ -67,7 +67,7 @@ class Knowledge:
     targets: Tensor | None = None
     """[V, B] true labels, where the audit grants them."""
     public: Batch | None = None
-    """Examples [M, ...] like the victims' own, none of them a victim's, where the attacker has such data."""
+    """Examples [M, ...] like the targets' own, none of them a target's, where the attacker has such data."""
 
     def __post_init__(self) -> None:
         """Refuse impossible facts."""

@@ -1,9 +1,9 @@
 """A learned attacker: a network that maps updates to images, trained by the attacker himself.
 
-He has public images like the victims'. He lets the client that he believes in send an update for each, with fresh noise
-every time, and learns to invert that map (Wu et al. 2023, "Learning to Invert: Simple Adaptive Attacks for Gradient
-Inversion in Federated Learning"). Whatever the defence does to an update, it does to the examples he learns from: also
-what it does in a later round with what the client has kept.
+He has public images like the target clients'. He lets the client that he believes in send an update for each, with
+fresh noise every time, and learns to invert that map (Wu et al. 2023, "Learning to Invert: Simple Adaptive Attacks for
+Gradient Inversion in Federated Learning"). Whatever the defence does to an update, it does to the examples he learns
+from: also what it does in a later round with what the client has kept.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from gradveil.attacks.base import Observation, Progress, Prospect, Reconstruction
-from gradveil.attacks.infer import Labels, find_labels, label_problems
 from gradveil.attacks.knowledge import How, Knowledge, Known
-from gradveil.attacks.simulated import Simulated
+from gradveil.attacks.labels import Labels, find_labels, label_problems
+from gradveil.attacks.protocol import Observation, Progress, Prospect, Reconstruction
+from gradveil.attacks.simulated_updates import Simulated
 from gradveil.client import Client
 from gradveil.core.errors import Problem, refuse
 from gradveil.core.noise import Key
 from gradveil.core.streams import Stream
 from gradveil.core.tree import Tensors
 from gradveil.core.types import Batch
-from gradveil.nn.init import initialise
+from gradveil.nn.initial_weights import initialise
 
 _AT_ONCE = 64
 """Updates that one step of the network learns from."""
@@ -35,7 +35,7 @@ _AT_ONCE = 64
 
 @dataclass(frozen=True)
 class Learned:
-    """Train on public examples for `epochs`, then read every victim's update once."""
+    """Train on public examples for `epochs`, then read every target client's update once."""
 
     name: str = "learned"
     epochs: int = 30
@@ -44,7 +44,7 @@ class Learned:
     """An update of more entries is summed into this many groups of random entries, each entry with a random sign."""
     lr: float = 1e-3
     labels: Labels = "given"
-    belief: Literal["naive", "full"] = "full"
+    simulated_client: Literal["naive", "full"] = "full"
     knowledge: Mapping[str, How] = field(default_factory=lambda: {"public": Known()})
 
     def problems(self, prospect: Prospect) -> Iterator[Problem]:
@@ -55,7 +55,7 @@ class Learned:
     def __call__(
         self,
         observations: Sequence[Observation],
-        belief: Client,
+        simulated_client: Client,
         knowledge: Knowledge,
         key: Key,
         progress: Callable[[Progress], None] | None = None,
@@ -67,16 +67,16 @@ class Learned:
         public = knowledge.public
         refuse([replace(p, where=f"attack {self.name}") for p in _public_problems(_count(public), seen.examples)])
         assert public is not None
-        targets = find_labels(self.labels, seen, seen.believed(belief), knowledge, key.child(Stream.LABELS))
+        targets = find_labels(self.labels, seen, seen.believed(simulated_client), knowledge, key.child(Stream.LABELS))
         assert targets is not None, "labels are given or read off the update"
-        client = Simulated(belief, observations)
+        client = Simulated(simulated_client, observations)
         student = _Student(self, client, knowledge, public, key)
-        student.learn(progress, len(seen.victims))
+        student.learn(progress, len(seen.target_clients))
         inputs = student.invert(seen.update, targets)
         match = client.match(inputs, targets, key)
         objective = match[:, 0]
-        victims = len(seen.victims)
-        zero = torch.zeros(victims, dtype=torch.long, device=inputs.device)
+        target_clients = len(seen.target_clients)
+        zero = torch.zeros(target_clients, dtype=torch.long, device=inputs.device)
         return Reconstruction(
             inputs=inputs,
             targets=targets,
@@ -93,7 +93,7 @@ class Learned:
     def evaluate(
         self,
         observations: Sequence[Observation],
-        belief: Client,
+        simulated_client: Client,
         knowledge: Knowledge,
         key: Key,
         inputs: Tensor,
@@ -101,12 +101,12 @@ class Learned:
         plan: Sequence[int] = (),
     ) -> Tensor:
         """Return 1 - cosine [V] of what inputs [V, B, ...] would send, with noise of his own, and what was sent."""
-        return self.match(observations, belief, knowledge, key, inputs, noise, plan)[:, 0]
+        return self.match(observations, simulated_client, knowledge, key, inputs, noise, plan)[:, 0]
 
     def match(
         self,
         observations: Sequence[Observation],
-        belief: Client,
+        simulated_client: Client,
         knowledge: Knowledge,
         key: Key,
         inputs: Tensor,
@@ -115,7 +115,7 @@ class Learned:
     ) -> Tensor:
         """Return 1 - cosine of `evaluate`, which has no priors, and that of the median layer: [V, 2]."""
         assert knowledge.targets is not None, "the true labels are told"
-        return Simulated(belief, observations).match(inputs, knowledge.targets.to(inputs.device), key)
+        return Simulated(simulated_client, observations).match(inputs, knowledge.targets.to(inputs.device), key)
 
 
 def _public_problems(images: int, examples: int) -> Iterator[Problem]:
@@ -183,7 +183,7 @@ class _Student:
         return values.mean(0), spread + 1e-3 * spread.mean() + torch.finfo(spread.dtype).tiny
 
     def _lessons(self, epoch: int) -> Iterator[tuple[Batch, Tensor]]:
-        """Go through the public examples once, in random order: batches of a victim's kind and what they send."""
+        """Go through the public examples once, in random order: batches of a target's kind and what they send."""
         key = self.key.child(Stream.EPOCH, epoch)
         order = torch.randperm(len(self.public.inputs), generator=key.child(Stream.ORDER).generator())
         count = len(order) // self.examples
@@ -195,7 +195,7 @@ class _Student:
             sent = self.client.send(batch, key.child(Stream.NOISE, start))
             yield batch, torch.cat([self.features(update) for update in sent])
 
-    def learn(self, progress: Callable[[Progress], None] | None, victims: int) -> None:
+    def learn(self, progress: Callable[[Progress], None] | None, target_clients: int) -> None:
         """Minimise the squared error in pixels; progress tells its mean in every epoch."""
         weights = {name: value.detach().requires_grad_() for name, value in self.network.named_parameters()}
         optimiser = torch.optim.Adam(list(weights.values()), lr=self.attack.lr)
@@ -212,8 +212,8 @@ class _Student:
                 optimiser.step()
                 total, count = total + float(loss.detach()) * len(wanted), count + len(wanted)
             if progress:
-                done, whole = (epoch + 1) * victims, self.attack.epochs * victims
-                progress(Progress(0, victims, done, whole, total / count))
+                done, whole = (epoch + 1) * target_clients, self.attack.epochs * target_clients
+                progress(Progress(0, target_clients, done, whole, total / count))
         with torch.no_grad():
             for name, value in self.network.named_parameters():
                 value.copy_(weights[name])
@@ -227,5 +227,5 @@ class _Student:
         return torch.stack([image[place.argsort()] for image, place in zip(images, order, strict=True)])
 
     def average(self, targets: Tensor) -> Tensor:
-        """Return the mean public image in every victim's place: what knows nothing of the update."""
+        """Return the mean public image in every target client's place: what knows nothing of the update."""
         return self.public.inputs.mean(0).expand(*targets.shape, *self.shape[1:]).contiguous()

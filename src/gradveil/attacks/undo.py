@@ -1,14 +1,4 @@
-"""Undo a batch defence: from a reconstruction of the images a client trained on to the private images.
-
-The transforms of a batch defence are public, only what they draw is hidden. Where the draws of an image are few, every
-one is tried: with T the transforms under one draw and r the reconstruction, the private image is
-
-    argmin_x  ||T(x) - r||^2 / (2 sigma^2) + sum_k (c_k(x) - c_k(mean))^2 / (2 var_k)
-
-over the images x and the draws, c_k the cosine coefficients of x. Mean and variances are those of public images, or of
-natural images in general (a spectrum of 1 / f^2) where there are none. The prior fills what T removed, and chooses
-between draws that explain r equally well. ATS (Gao et al. 2021) is such a defence: its policy is public.
-"""
+"""Undo a batch defence: from the images that a client trained on to its private images."""
 
 from __future__ import annotations
 
@@ -21,15 +11,15 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from gradveil.attacks.base import Reconstruction, Remark
 from gradveil.attacks.knowledge import How, Infer, Knowledge
+from gradveil.attacks.protocol import Reconstruction, Remark
 from gradveil.client import Client
-from gradveil.core.laws import OneOf, Signs
+from gradveil.core.distributions import OneOf, Signs
 from gradveil.core.noise import Key, Noise
 from gradveil.core.streams import Stream
 from gradveil.core.tree import Tensors
 from gradveil.core.types import Batch
-from gradveil.theory.spectrum import cosine, from_cosine, spectrum
+from gradveil.theory.reconstruction_bound import cosine, from_cosine, spectrum
 
 DRAWS = 4096
 """Combinations of draws of one image, at most."""
@@ -63,13 +53,13 @@ class Policy:
         return (made.inputs - lower) / (upper - lower)
 
 
-def policy_of(belief: Client, knowledge: Knowledge) -> Policy | None:
+def policy_of(simulated_client: Client, knowledge: Knowledge) -> Policy | None:
     """List the draws of the client's batch defences that differ; None where they cannot be undone.
 
     They cannot where images are mixed (one image is not enough), and where an image's draws are real numbers or too
     many to try. No draw is listed where the images are not changed, such as without a batch defence.
     """
-    client = belief.member
+    client = simulated_client.member
     if not client.batch:
         return Policy(client, knowledge, ())
     probes = torch.rand(
@@ -154,13 +144,13 @@ _NATURAL = 0.25
 """Standard deviation of the pixels of natural images."""
 
 
-def undone(found: Reconstruction, belief: Client, knowledge: Knowledge) -> Reconstruction:
+def undone(found: Reconstruction, simulated_client: Client, knowledge: Knowledge) -> Reconstruction:
     """Put in the place of what a client trained on the private images that it most likely comes from.
 
     `before_undoing` keeps the images as they were found. Without a batch defence that can be undone they stay.
     """
     began = time.perf_counter()
-    policy = policy_of(belief, knowledge)
+    policy = policy_of(simulated_client, knowledge)
     if policy is None:
         kept = Remark("the batch defence is not undone: it mixes images, or its draws are too many to try", (1.0,))
         return replace(found, remarks=(*found.remarks, kept))

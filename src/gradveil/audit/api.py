@@ -21,19 +21,19 @@ from rich.console import Console
 from safetensors.torch import save
 from torch import Tensor, nn
 
-from gradveil.attacks.base import Attack
-from gradveil.attacks.presets import make_attack
-from gradveil.audit.adaptive import attacks_against, is_adaptive, stands_for_many
-from gradveil.audit.cell import sharing
+from gradveil.attacks.attack_catalogue import make_attack
+from gradveil.attacks.protocol import Attack
+from gradveil.audit.argument_checks import class_names, model_problems, named, prepared, wrong_arguments
+from gradveil.audit.attack_selection import attacks_against, is_adaptive, stands_for_many
+from gradveil.audit.audit_run import describe, run
 from gradveil.audit.display import Screen
-from gradveil.audit.findings import Findings, findings
-from gradveil.audit.given import class_names, model_problems, named, prepared, wrong_arguments
-from gradveil.audit.outcome import print_outcome
-from gradveil.audit.reader import resolve, with_defaults
-from gradveil.audit.run import describe, run
-from gradveil.audit.scene import Scene, others, unobstructed
-from gradveil.audit.showing import closed_forms, widened
-from gradveil.audit.store import Cell, Store, load_run
+from gradveil.audit.experiment import Experiment
+from gradveil.audit.findings import Findings, findings, print_outcome
+from gradveil.audit.preflight import others, unobstructed
+from gradveil.audit.run_directory import Store, Trial, load_run
+from gradveil.audit.run_file import resolve, with_defaults
+from gradveil.audit.run_warnings import closed_forms, widened
+from gradveil.audit.trial import sharing
 from gradveil.audit.verdict import Verdict
 from gradveil.core.errors import GradveilError, Problem, refuse
 from gradveil.core.types import Loss
@@ -49,7 +49,7 @@ Bounds = Literal["unit"] | tuple[float, float] | None
 class Result:
     """The outcome of an audit. `print(result)`, or a notebook, shows the verdict and one row per defence."""
 
-    cells: list[Cell]
+    trials: list[Trial]
     path: Path
     """The run directory; a temporary one is removed together with the result."""
     write_report: Callable[[Path, Path], Path]
@@ -61,7 +61,7 @@ class Result:
     @property
     def findings(self) -> Findings:
         """Everything that the surfaces show: verdicts, settings and trials as plain objects, the control."""
-        return findings(self.cells)
+        return findings(self.trials)
 
     @property
     def verdicts(self) -> list[Verdict]:
@@ -137,7 +137,7 @@ def audit_model(
         "defences": list(against) or ["none"],
         "attacks": list(tried) or ["none"],
         "seeds": [seed],
-        "victims": 1,
+        "target_clients": 1,
         **settings,
     }
     problems += list(_wrong_settings(raw, {problem.where for problem in problems}))
@@ -148,13 +148,13 @@ def audit_model(
     names = class_names(model, batch[0][:client_batch])
     data, known, facts = _datasets(names, batch, public, bounds, mean, std)
     raw["model"]["options"] = {"weights_and_batch": _fingerprint(model, *batch, *(public or ()))}
-    victims = settings.get("victims", max(len(data) // client_batch - others(against.values()), 1))
-    config = resolve({**raw, "victims": victims}, names=False)
-    scene = Scene(config, data, known, _copies(model), against, tried, loss, facts, tuple(done))
-    scene = unobstructed(scene)
+    target_clients = settings.get("target_clients", max(len(data) // client_batch - others(against.values()), 1))
+    config = resolve({**raw, "target_clients": target_clients}, names=False)
+    experiment = Experiment(config, data, known, _copies(model), against, tried, loss, facts, tuple(done))
+    experiment = unobstructed(experiment)
     if any(isinstance(attack, str) and is_adaptive(attack) for attack in attacks):
-        scene, _ = widened(scene)
-    return _run(scene, out, write_report, progress)
+        experiment, _ = widened(experiment)
+    return _run(experiment, out, write_report, progress)
 
 
 def _spelled_out(
@@ -197,24 +197,26 @@ def _copies(model: nn.Module) -> Callable[[int], nn.Module]:
 
 
 def _run(
-    scene: Scene, out: Path | str | None, write_report: Callable[[Path, Path], Path], progress: bool | None
+    experiment: Experiment, out: Path | str | None, write_report: Callable[[Path, Path], Path], progress: bool | None
 ) -> Result:
     folder = Path(tempfile.mkdtemp(prefix="gradveil-") if out is None else out)
-    warnings = tuple(str(problem) for problem in closed_forms(scene, called=True))
-    shared = sharing(scene)
-    info = describe(scene.config, scene.config.victims, "gradveil.audit(...)", sharing=shared, warnings=warnings)
+    warnings = tuple(str(problem) for problem in closed_forms(experiment, called=True))
+    shared = sharing(experiment)
+    info = describe(
+        experiment.config, experiment.config.target_clients, "gradveil.audit(...)", sharing=shared, warnings=warnings
+    )
     shown = sys.stderr.isatty() if progress is None else progress
     with ExitStack() as undo:
         if out is None:  # whatever stops the run, an interrupt too: the temporary folder holds private images
             undo.callback(shutil.rmtree, folder, ignore_errors=True)
         with (
-            _one_thread(scene.config.device),
+            _one_thread(experiment.config.device),
             Screen(Console(stderr=True, quiet=not shown, markup=False)) as screen,
             Store(folder).open(info) as store,
         ):
-            run(scene, store, screen, scene.config.victims)
+            run(experiment, store, screen, experiment.config.target_clients)
         done = load_run(folder)
-        result = Result(done.cells, folder, write_report, done.info["config"], warnings)
+        result = Result(done.trials, folder, write_report, done.info["config"], warnings)
         undo.pop_all()
     if out is None:
         weakref.finalize(result, shutil.rmtree, folder, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""What a person sees while an audit runs: a live display on a terminal, plain lines elsewhere."""
+"""Progress of an audit: a live display on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from gradveil.attacks.base import Progress
-from gradveil.audit.cell import Address
-from gradveil.audit.health import descent, examine
-from gradveil.audit.rows import Row
-from gradveil.audit.store import UNFIT, Cell
-from gradveil.audit.summary import summarise
-from gradveil.audit.threat import unknown_to_all
+from gradveil.attacks.protocol import Progress
+from gradveil.audit.attack_check import descent, examine
+from gradveil.audit.attack_selection import TrialAddress
+from gradveil.audit.result_rows import Row, summarise
+from gradveil.audit.run_directory import UNFIT, Trial
+from gradveil.audit.threat_model import unknown_to_all
 from gradveil.core.errors import Problem
-from gradveil.core.words import DASH, duration, interval, listing, number, percent, plural
+from gradveil.core.formatting import DASH, duration, interval, listing, number, percent, plural
 
 _LINE_SECONDS = 10.0
 """Plain output: at most one line of progress in this time."""
 
 
 class Screen:
-    """Progress of a run: victims done, iterations a second, remaining time.
+    """Progress of a run: target clients done, iterations a second, remaining time.
 
     The remaining time takes the rest of the work to go as fast as the work so far did, and every attack to use all of
-    its iterations: those that converge early are faster. A cell under way takes as long as its own pace says, at least.
+    its iterations: those that converge early are faster. A trial under way takes as long as its own pace says, at
+    least.
     """
 
     def __init__(self, console: Console) -> None:
@@ -40,8 +40,8 @@ class Screen:
         self.console = console
         self.live = Live(console=console, refresh_per_second=4, transient=True) if console.is_terminal else None
         self.began = time.monotonic()
-        self.planned: Sequence[Address] = ()
-        self.victims = 0
+        self.planned: Sequence[TrialAddress] = ()
+        self.target_clients = 0
         self.skipped = 0
         self.finished = 0
         self.work: Mapping[str, float] = {}
@@ -66,53 +66,53 @@ class Screen:
 
     def start(
         self,
-        planned: Sequence[Address],
+        planned: Sequence[TrialAddress],
         finished: set[str],
-        victims: int,
+        target_clients: int,
         damaged: Sequence[Problem] = (),
         work: Mapping[str, float] = MappingProxyType({}),
     ) -> None:
         """Say how much there is to do, and what is done again because its files are damaged."""
-        self.planned, self.victims, self.skipped = planned, victims, len(finished)
-        self.work = {cell.id: work.get(cell.id, 1.0) for cell in planned}
-        self.left, self.worked = sum(self.work[cell.id] for cell in planned if cell.id not in finished), 0.0
+        self.planned, self.target_clients, self.skipped = planned, target_clients, len(finished)
+        self.work = {trial.id: work.get(trial.id, 1.0) for trial in planned}
+        self.left, self.worked = sum(self.work[trial.id] for trial in planned if trial.id not in finished), 0.0
         self.began = self.told = time.monotonic()
         done = f", {len(finished)} of them already done" if finished else ""
         for problem in damaged:
-            told = f"Damaged, its cell is done again: {problem.where}: {problem.what}"
+            told = f"Damaged, its trial is done again: {problem.where}: {problem.what}"
             if self.console.quiet:
                 warnings.warn(told, stacklevel=2)
             self.console.print(Text(told, style="yellow"), soft_wrap=True)
-        some = [cell for cell in planned if cell.control]
-        control = f", {len(some)} of them an undefended control of {some[0].clients(victims)}" if some else ""
-        count = f"{plural(len(planned), 'cell')} of {plural(victims, 'victim')}"
+        some = [trial for trial in planned if trial.control]
+        control = f", {len(some)} of them an undefended control of {some[0].clients(target_clients)}" if some else ""
+        count = f"{plural(len(planned), 'trial')} of {plural(target_clients, 'target client')}"
         self.console.print(f"{count}{control}{done}", style="bold")
 
-    def progress(self, cell: Address, share: int, step: Progress) -> None:
+    def progress(self, trial: TrialAddress, share: int, step: Progress) -> None:
         """Take a report of an attack."""
-        self.steps.setdefault(cell.id, {})[share] = step
+        self.steps.setdefault(trial.id, {})[share] = step
         now = time.monotonic()
-        self.first.setdefault(cell.id, (now, self._share(cell.id)))
+        self.first.setdefault(trial.id, (now, self._share(trial.id)))
         if self.live:
             self.live.update(self._table())
         elif now - self.told >= _LINE_SECONDS:
             self.told = now
-            self.console.print(self._line(cell), soft_wrap=True)
+            self.console.print(self._line(trial), soft_wrap=True)
 
-    def done(self, cell: Address, result: Cell) -> None:
-        """Show a cell's result in one line."""
+    def done(self, trial: TrialAddress, result: Trial) -> None:
+        """Show a trial's result in one line."""
         self.finished += 1
-        self.worked += self.work[cell.id]
+        self.worked += self.work[trial.id]
         self.iterations += result.info.get("row_iterations", 0)
-        self.steps.pop(cell.id, None)
+        self.steps.pop(trial.id, None)
         self.told = time.monotonic()
         if self.live:
             self.live.update(self._table())
-        self.console.print(self._result(cell, result), soft_wrap=True)
+        self.console.print(self._result(trial, result), soft_wrap=True)
 
-    def _result(self, cell: Address, result: Cell) -> Text:
+    def _result(self, trial: TrialAddress, result: Trial) -> Text:
         number = f"[{self.skipped + self.finished}/{len(self.planned)}] "
-        text = Text(number, style="dim").append(_called(cell), style="default")
+        text = Text(number, style="dim").append(_called(trial), style="default")
         if result.unfit:
             return text.append(f": {UNFIT}: {result.failed}", style="yellow")
         if result.failed is not None:
@@ -128,21 +128,21 @@ class Screen:
 
     def _table(self) -> Table:
         table = Table.grid(padding=(0, 2))
-        for cell in self.planned:
-            if cell.id in self.steps:
-                table.add_row(*self._facts(cell))
+        for trial in self.planned:
+            if trial.id in self.steps:
+                table.add_row(*self._facts(trial))
         table.add_row(Text(self._rest(), style="dim"))
         return table
 
-    def _facts(self, cell: Address) -> tuple[str, ...]:
-        steps = self.steps[cell.id].values()
-        victims = sum(step.victims for step in steps)
+    def _facts(self, trial: TrialAddress) -> tuple[str, ...]:
+        steps = self.steps[trial.id].values()
+        target_clients = sum(step.target_clients for step in steps)
         # A share whose rows are all finished has no objective any more.
         worst = max((step.objective for step in steps if math.isfinite(step.objective)), default=None)
         return (
-            _called(cell),
-            f"{victims}/{cell.clients(self.victims)} victims",
-            percent(self._share(cell.id)),
+            _called(trial),
+            f"{target_clients}/{trial.clients(self.target_clients)} target clients",
+            percent(self._share(trial.id)),
             f"objective {number(worst)}",
         )
 
@@ -150,32 +150,32 @@ class Screen:
         under_way = [step for steps in self.steps.values() for step in steps.values()]
         iterations = self.iterations + sum(step.row_iterations for step in under_way)
         seconds = max(time.monotonic() - self.began, 1e-9)
-        worked = self.worked + sum(self.work[cell] * self._share(cell) for cell in self.steps)
-        ahead = max((self._ahead(cell) for cell in self.steps), default=0.0)
+        worked = self.worked + sum(self.work[trial] * self._share(trial) for trial in self.steps)
+        ahead = max((self._ahead(trial) for trial in self.steps), default=0.0)
         rest = ""
         if worked > 0.01 * self.left:
             rest = f", about {duration(max(ahead, seconds / worked * (self.left - worked)))} left"
-        done = f"{self.skipped + self.finished} of {len(self.planned)} cells done"
+        done = f"{self.skipped + self.finished} of {len(self.planned)} trials done"
         return f"{done}, {iterations / seconds:,.0f} iterations/s, {duration(seconds)} so far{rest}"
 
-    def _share(self, cell: str) -> float:
-        steps = self.steps[cell].values()
+    def _share(self, trial: str) -> float:
+        steps = self.steps[trial].values()
         return sum(step.row_iterations for step in steps) / max(1, sum(step.row_budget for step in steps))
 
-    def _ahead(self, cell: str) -> float:
-        """Estimate the seconds that a cell under way still takes, from its reports alone."""
-        (began, before), share = self.first[cell], self._share(cell)
+    def _ahead(self, trial: str) -> float:
+        """Estimate the seconds that a trial under way still takes, from its reports alone."""
+        (began, before), share = self.first[trial], self._share(trial)
         return (time.monotonic() - began) / (share - before) * (1 - share) if share > before else 0.0
 
-    def _line(self, cell: Address) -> str:
-        return "  " + ", ".join(self._facts(cell)) + "; " + self._rest()
+    def _line(self, trial: TrialAddress) -> str:
+        return "  " + ", ".join(self._facts(trial)) + "; " + self._rest()
 
 
-def _called(cell: Address) -> str:
-    client = f", client {cell.client}" if cell.client else ""
-    when = "" if cell.trained is None else f", after {plural(cell.trained, 'round')}"
-    what = "control, " if cell.control else ""
-    return f"{what}{cell.attack} against {cell.defence}, seed {cell.seed}{client}{when}"
+def _called(trial: TrialAddress) -> str:
+    client = f", client {trial.client}" if trial.client else ""
+    when = "" if trial.trained is None else f", after {plural(trial.trained, 'round')}"
+    what = "control, " if trial.control else ""
+    return f"{what}{trial.attack} against {trial.defence}, seed {trial.seed}{client}{when}"
 
 
 def _fixed(value: float | None, digits: int) -> str:
@@ -183,59 +183,59 @@ def _fixed(value: float | None, digits: int) -> str:
     return DASH if value is None or not math.isfinite(value) else f"{value:.{digits}f}"
 
 
-def result_table(cells: Sequence[Cell]) -> Table:
+def result_table(trials: Sequence[Trial]) -> Table:
     """Lay all trials out: the strongest attack first within each defence, upper bounds and the control last.
 
     Below stands what has to be done before a defence can be judged.
     """
-    rows = {id(cell): Row(number, cell) for number, cell in enumerate(cells) if cell.failed is None}
+    rows = {id(trial): Row(number, trial) for number, trial in enumerate(trials) if trial.failed is None}
     table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
     table.caption, table.caption_justify = warnings_of([*rows.values()]), "left"
-    several = len({(cell.info["seed"], cell.info["client"]) for cell in cells}) > 1
-    trained = any(cell.info.get("trained") is not None for cell in cells)
+    several = len({(trial.info["seed"], trial.info["client"]) for trial in trials}) > 1
+    trained = any(trial.info.get("trained") is not None for trial in trials)
     for header in ("defence", "attack", *(("seed", "client") if several else ()), *(("round",) if trained else ())):
         table.add_column(header, overflow="fold")
     table.add_column("attacker", no_wrap=True)
-    for header in (*(("accuracy",) if trained else ()), "recovered", "95% CI", "floor", "SSIM", "PSNR", "distance"):
+    for header in (*(("accuracy",) if trained else ()), "recovered", "95% CI", "baseline", "SSIM", "PSNR", "distance"):
         table.add_column(header, justify="right", no_wrap=True)
     table.add_column("attack check", no_wrap=True)
-    order = list(dict.fromkeys(cell.info["defence"] for cell in cells if not cell.info.get("control")))
+    order = list(dict.fromkeys(trial.info["defence"] for trial in trials if not trial.info.get("control")))
 
-    def place(pair: tuple[Cell, dict[str, Any]]) -> tuple[int, int, bool, float]:
+    def place(pair: tuple[Trial, dict[str, Any]]) -> tuple[int, int, bool, float]:
         row = rows.get(id(pair[0]))
         bound = row is not None and row.attacker == "informed"
         which = len(order) if pair[1]["control"] else order.index(pair[1]["defence"])
         return which, pair[1]["trained"] or 0, bound, -(pair[1]["asr"] or 0)
 
-    for cell, row in sorted(((cell, summarise(cell)) for cell in cells), key=place):
+    for trial, row in sorted(((trial, summarise(trial)) for trial in trials), key=place):
         named = "none (control)" if row["control"] else row["defence"]
         where = [named, row["attack"], *([str(row["seed"]), row["client"]] if several else [])]
         where += [str(row["trained"])] if trained else []
-        if cell.failed is not None:
-            table.add_row(*where, DASH, Text(UNFIT, style="yellow") if cell.unfit else Text("failed", style="red"))
+        if trial.failed is not None:
+            table.add_row(*where, DASH, Text(UNFIT, style="yellow") if trial.unfit else Text("failed", style="red"))
             continue
-        kind = rows[id(cell)].attacker
+        kind = rows[id(trial)].attacker
         where.append(DASH if kind == "undefended" else kind)
-        if cell.unscored is not None:
-            table.add_row(*where, *[DASH] * 6, Text(descent(rows[id(cell)])))
+        if trial.unscored is not None:
+            table.add_row(*where, *[DASH] * 6, Text(descent(rows[id(trial)])))
             continue
         numbers = (
             *((percent(row["accuracy"]),) if trained else ()),
             percent(row["asr"]),
             interval(row["asr_low"], row["asr_high"]),
-            percent(rows[id(cell)].floor),
+            percent(rows[id(trial)].baseline),
             _fixed(row["ssim_mean"], 2),
             _fixed(row["psnr_mean"], 1),
-            _distance(cell, row["distance"]),
+            _distance(trial, row["distance"]),
         )
-        health = examine(rows[id(cell)], [*rows.values()])
+        health = examine(rows[id(trial)], [*rows.values()])
         table.add_row(*where, *numbers, Text(health.label, style="yellow" if health.doubts else ""))
     return table
 
 
-def _distance(cell: Cell, distance: float | None) -> str:
+def _distance(trial: Trial, distance: float | None) -> str:
     if distance is None:  # of a recorded update it may be unknown, of a simulated one it is no number
-        return DASH if "observed" in cell.info else "inf"
+        return DASH if "observed" in trial.info else "inf"
     return f"{distance:.2g}"
 
 

@@ -1,4 +1,4 @@
-"""The findings of a run for every surface: a sentence, one entry per defence, the control, and what was not tried."""
+"""Findings of a run for every surface, and their text: the verdict first, then one table of defences."""
 
 from __future__ import annotations
 
@@ -7,14 +7,20 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from gradveil.audit.attacker import ATTACKERS
-from gradveil.audit.evidence import baseline, risk_of
-from gradveil.audit.health import STATES, examine
-from gradveil.audit.rows import Row, Setting
-from gradveil.audit.store import UNFIT, Cell
-from gradveil.audit.summary import summarise
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from gradveil.audit.attack_check import STATES, coincidence, examine
+from gradveil.audit.attack_selection import ATTACKERS
+from gradveil.audit.baselines import baseline, risk_of
+from gradveil.audit.display import result_table
+from gradveil.audit.result_rows import Row, TrialSetting, summarise
+from gradveil.audit.run_directory import UNFIT, Trial
+from gradveil.audit.threat_model import scope, threat_model
 from gradveil.audit.verdict import LEVELS, Level, Verdict, verdicts
-from gradveil.core.words import listing, percent, plural
+from gradveil.core.formatting import DASH, interval, listing, percent, plural, size
+from gradveil.defences.guarantees import NOTHING
 
 SCHEMA = "gradveil.summary/1"
 """The schema of what `gradveil summary --json` prints."""
@@ -35,7 +41,7 @@ _VERBS: Mapping[Level, tuple[str, str]] = {
 class Gap:
     """A defence in a setting that no trial has a score of."""
 
-    setting: Setting
+    setting: TrialSetting
     defence: str
     level: Level
     reasons: tuple[str, ...]
@@ -52,18 +58,18 @@ class Findings:
     @cached_property
     def finished(self) -> list[Row]:
         """The trials that did not fail."""
-        return [row for row in self.rows if row.cell.failed is None]
+        return [row for row in self.rows if row.trial.failed is None]
 
     @cached_property
     def verdicts(self) -> list[Verdict]:
         """The verdict on every defence in every setting."""
-        return verdicts([row for row in self.finished if row.cell.unscored is None])
+        return verdicts([row for row in self.finished if row.trial.unscored is None])
 
     @cached_property
     def gaps(self) -> list[Gap]:
         """The defences without a verdict."""
         judged = {(verdict.setting, verdict.defence) for verdict in self.verdicts}
-        groups: dict[tuple[Setting, str], list[Row]] = {}
+        groups: dict[tuple[TrialSetting, str], list[Row]] = {}
         for row in self.rows:
             if not row.is_control and (row.setting, row.defence) not in judged:
                 groups.setdefault((row.setting, row.defence), []).append(row)
@@ -87,9 +93,11 @@ class Findings:
     @cached_property
     def trials(self) -> list[dict[str, Any]]:
         """One flat object for each trial, with the verdict on its defence; a control is no part of a verdict."""
-        levels: dict[tuple[Setting, str], Level] = {(each.setting, each.defence): each.level for each in self.entries}
+        levels: dict[tuple[TrialSetting, str], Level] = {
+            (each.setting, each.defence): each.level for each in self.entries
+        }
         return [
-            {**summarise(row.cell), **_of_trial(row, self.finished, levels.get((row.setting, row.defence)))}
+            {**summarise(row.trial), **_of_trial(row, self.finished, levels.get((row.setting, row.defence)))}
             for row in self.rows
         ]
 
@@ -113,15 +121,17 @@ class Findings:
     def control(self) -> str:
         """Report in a line what the control shows; empty where there is none."""
         mine = [row for row in self.rows if row.is_control]
-        done = [row for row in mine if row.cell.failed is None]
+        done = [row for row in mine if row.trial.failed is None]
         told = [f"{row.attack} recovers {row.recovered} of {row.images}" for row in done]
-        told += [f"{row.attack} {UNFIT if row.cell.unfit else 'failed'}" for row in mine if row.cell.failed is not None]
+        told += [
+            f"{row.attack} {UNFIT if row.trial.unfit else 'failed'}" for row in mine if row.trial.failed is not None
+        ]
         return f"Control: {listing(dict.fromkeys(told))} without a defence." if told else ""
 
 
-def findings(cells: Sequence[Cell]) -> Findings:
+def findings(trials: Sequence[Trial]) -> Findings:
     """Collect the findings of these trials."""
-    return Findings(tuple(Row(place, cell) for place, cell in enumerate(cells)))
+    return Findings(tuple(Row(place, trial) for place, trial in enumerate(trials)))
 
 
 def hits(row: Row, flag: str) -> int | None:
@@ -142,9 +152,9 @@ def sentence_of(found: Sequence[Findings]) -> str:
     return "There is no verdict: no trial has finished."
 
 
-def _gap(setting: Setting, defence: str, group: Sequence[Row]) -> Gap:
-    failed = dict.fromkeys(f"{row.attack} failed: {row.cell.failed}." for row in group if row.cell.broken)
-    blind = dict.fromkeys(f"{row.cell.unscored}." for row in group if row.cell.failed is None and row.cell.unscored)
+def _gap(setting: TrialSetting, defence: str, group: Sequence[Row]) -> Gap:
+    failed = dict.fromkeys(f"{row.attack} failed: {row.trial.failed}." for row in group if row.trial.broken)
+    blind = dict.fromkeys(f"{row.trial.unscored}." for row in group if row.trial.failed is None and row.trial.unscored)
     unmet = "No attack of this run applies to it: add --attack adaptive."
     reasons = tuple(each[0].upper() + each[1:] for each in (*blind, *failed)) or (unmet,)
     return Gap(setting, defence, "inconclusive" if blind else "not tested", reasons, group[0].undefended)
@@ -223,13 +233,13 @@ def _trained_on(row: Row) -> dict[str, int | None]:
     return {name: hits(row, flag) for name, flag in _TRAINED_ON.items()}
 
 
-def _where(setting: Setting) -> dict[str, Any]:
+def _where(setting: TrialSetting) -> dict[str, Any]:
     return {"setting": setting.title(), **setting._asdict()}
 
 
 def _of_trial(row: Row, beside: Sequence[Row], level: Level | None) -> dict[str, Any]:
     """Name the attacker and the attack check of a trial, and its share of the verdict."""
-    scored = row.cell.failed is None and row.images > 0
+    scored = row.trial.failed is None and row.images > 0
     risk = risk_of(row) if scored else None
     return {
         "verdict": None if row.is_control else level,
@@ -241,8 +251,8 @@ def _of_trial(row: Row, beside: Sequence[Row], level: Level | None) -> dict[str,
         "risk": risk.value if risk else None,
         "risk_low": risk.low if risk else None,
         "risk_high": risk.high if risk else None,
-        "attacker": row.attacker if row.cell.failed is None else None,
-        "attack_check": examine(row, beside).state if row.cell.failed is None else None,
+        "attacker": row.attacker if row.trial.failed is None else None,
+        "attack_check": examine(row, beside).state if row.trial.failed is None else None,
     }
 
 
@@ -263,3 +273,157 @@ def explained(found: Findings) -> Iterator[str]:
     for kind, (short, _) in ATTACKERS.items():
         if kind in kinds:
             yield f"Attacker, {kind}: {short}."
+
+
+_STYLES: Mapping[Level, str] = {
+    "broken": "bold red",
+    "leaks": "bold yellow",
+    "inconclusive": "yellow",
+    "not tested": "yellow",
+    "not broken": "green",
+}
+
+
+def print_outcome(
+    console: Console, found: Findings, config: Mapping[str, Any], *, every: bool = False, explain: bool = False
+) -> None:
+    """Print verdict, tables and remarks. `config` is the run's resolved configuration."""
+    console.print(Text(f"Verdict: {found.sentence}", style="bold"), soft_wrap=True)
+    console.print()
+    console.print(verdict_table(found))
+    if every or (found.finished and not found.verdicts):
+        console.print()
+        console.print(result_table([row.trial for row in found.rows]))
+    remarks = [*remarks_on(found, config), *(definitions(found, config) if explain else ())]
+    more = [told for told, shown in (("Definitions: --explain.", explain), ("Every trial: --all.", every)) if not shown]
+    remarks += [" ".join(more)] if more else []
+    console.print()
+    console.print("\n".join(remarks), style="dim", markup=False)
+
+
+def verdict_table(found: Findings) -> Table:
+    """Lay the verdicts out: one row per defence, at its strongest trial by an attacker that knows no client secrets."""
+    rows = found.entries
+    clients = len({each.setting.client for each in rows}) > 1
+    trained = any(each.setting.trained is not None for each in rows)
+    accuracy = trained and any(verdict.best.summary["accuracy"] is not None for verdict in found.verdicts)
+    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
+    for title in ("defence", *(("client",) if clients else ()), *(("round",) if trained else ())):
+        table.add_column(title, overflow="fold")
+    table.add_column("verdict", no_wrap=True)
+    for title in ("identifiable", "95% CI", "baseline", "risk over baseline"):
+        table.add_column(title, justify="right", no_wrap=title != "risk over baseline")
+    table.add_column("strongest attack", overflow="fold")
+    for title in (*(("accuracy",) if accuracy else ()), "bytes"):
+        table.add_column(title, justify="right", no_wrap=True)
+    for each in rows:
+        where = [each.defence, *([each.setting.client] if clients else [])]
+        where += [str(each.setting.trained)] if trained else []
+        label = Text(LEVELS[each.level][0].upper(), style=_STYLES[each.level])
+        if isinstance(each, Gap):
+            table.add_row(*where, label, *[DASH] * (6 + accuracy))
+        else:
+            good = [percent(each.best.summary["accuracy"])] if accuracy else []
+            table.add_row(*where, label, *headline(each), Text(strongest(each)), *good, size(each.price.sent))
+    return table
+
+
+def headline(verdict: Verdict) -> tuple[str, str, str, str]:
+    """Write the numbers of a verdict: identifiable images, interval, baseline, risk."""
+    risk = verdict.risk
+    return (
+        f"{verdict.identifiable}/{verdict.images} {percent(verdict.rate):>5}",
+        interval(*verdict.interval),
+        percent(verdict.baseline),
+        f"{percent(risk.value)} ({interval(risk.low, risk.high)})",
+    )
+
+
+def strongest(verdict: Verdict) -> str:
+    """Name the attack that a verdict quotes, and its attacker where there is a defence to know."""
+    kind = verdict.best.attacker
+    return verdict.best.attack if kind == "undefended" else f"{verdict.best.attack} [{kind}]"
+
+
+def remarks_on(found: Findings, config: Mapping[str, Any]) -> Iterator[str]:
+    """Collect what has to be known to read the table: undecided verdicts, the control, conditions, the scope."""
+    yield from found.notes()
+    yield from trained_on(found)
+    if found.control:
+        yield found.control
+    yield from failures(found)
+    yield from conditions(found.rows)
+    yield scope([row for row in found.finished if not row.is_control], config)
+
+
+def trained_on(found: Findings) -> Iterator[str]:
+    """Report how many of the images that a batch defence made, and the client trained on, came back."""
+    for verdict in found.verdicts:
+        mine = [test for test in verdict.tests if test.criterion == "recovered as trained on"]
+        if mine:
+            most = max(mine, key=lambda test: test.observed)
+            yield (
+                f"{verdict.defence}: {most.observed} of {most.images} images recovered as the client trained on them "
+                f"({most.attack}); guessing is expected to reach {most.expected:.2g}."
+            )
+
+
+def failures(found: Findings) -> Iterator[str]:
+    """Name the trials that failed where others on the same defence did not: a gap names its own."""
+    gaps = {(gap.setting, gap.defence) for gap in found.gaps}
+    for row in found.rows:
+        if row.trial.broken and not row.is_control and (row.setting, row.defence) not in gaps:
+            yield f"{row.attack} against {row.defence}, seed {row.seed}, failed: {row.trial.failed}."
+
+
+def conditions(every: Sequence[Row]) -> Iterator[str]:
+    """Name what spoils or limits the results: guarantees, simulated clients, warnings, changes in the model."""
+    rows = [row for row in every if row.trial.failed is None]
+    yield from (f"{row.attack} against {row.defence}: {alike}." for row in rows if (alike := coincidence(row)))
+    for promise, names in _promises(rows).items():
+        if promise in ("none", NOTHING):
+            yield f"No formal guarantee: {listing(names)}."
+        else:
+            yield f"Formal guarantee of {listing(names)}: {promise}."
+    yield from (f"Believed {row.defence}: {note}." for row, note in _notes(rows))
+    doubts = dict.fromkeys(f"{row.defence}: {doubt}" for row in rows for doubt in row.info.get("suspicions", ()))
+    yield from (f"Privacy warning: {doubt}." for doubt in doubts)
+    diverged = sum(summarise(row.trial)["statuses"].get("diverged", 0) for row in rows)
+    if diverged:
+        whose = "1 target client's attack" if diverged == 1 else f"{diverged} target clients' attacks"
+        yield f"{whose} diverged and count{'s' if diverged == 1 else ''} as failed."
+    changed = list(dict.fromkeys(change for row in every for change in row.info.get("prepared", ())))
+    if changed:
+        yield f"Changed in the model: {'; '.join(changed)}."
+
+
+def definitions(found: Findings, config: Mapping[str, Any]) -> Iterator[str]:
+    """Define the threat model and the words and columns of the tables."""
+    rows = found.finished
+    threshold = next((row.info["threshold"] for row in rows if "threshold" in row.info), 0.5)
+    if rows:
+        yield f"Threat model: {threat_model(rows, config)}"
+    if any(row.images for row in rows):
+        yield f"Recovered: SSIM to the true image above {threshold:g}."
+    yield from explained(found)
+    if any(row.attacker == "informed" for row in rows):
+        yield "Rates of informed attackers are upper bounds, no part of a verdict."
+    yield "Baseline: the share of images that the best guess, which sees no update, recovers."
+    yield "Distance: of the sent update to the same model's without noise, clipping and pruning, relative."
+    if any(row.setting.trained is not None for row in rows):
+        yield "Round: of the training, after which clients were attacked. Accuracy: the model's then."
+
+
+def _notes(rows: Sequence[Row]) -> list[tuple[Row, str]]:
+    """List what contradicts the simulated client in a defence, or had to be assumed of it, once each."""
+    said = {(row.defence, note): row for row in rows for note in row.info.get("notes", ())}
+    return [(row, note) for (_, note), row in said.items()]
+
+
+def _promises(rows: Sequence[Row]) -> dict[str, list[str]]:
+    """Group the defences by what is proven of them."""
+    found: dict[str, list[str]] = {}
+    for row in rows:
+        if not row.undefended and row.info.get("guarantee") and row.defence not in found.get(row.info["guarantee"], []):
+            found.setdefault(str(row.info["guarantee"]), []).append(row.defence)
+    return found

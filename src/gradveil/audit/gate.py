@@ -1,4 +1,4 @@
-"""A gate for continuous integration: whether a run shows that every rate that counts lies within a limit."""
+"""A gate for continuous integration: whether a run shows that every rate lies within a limit."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from enum import StrEnum
 from statistics import NormalDist
 
-from gradveil.audit.evidence import expected_of
+from gradveil.audit.baselines import expected_of
 from gradveil.audit.findings import Findings, Gap, findings
-from gradveil.audit.rows import Row
-from gradveil.audit.store import Run
+from gradveil.audit.result_rows import Row
+from gradveil.audit.run_directory import Run
 from gradveil.audit.verdict import ENOUGH, LEVELS, Verdict
-from gradveil.core.words import percent, plural
+from gradveil.core.formatting import percent, plural
 from gradveil.metrics import wilson
 
 
@@ -35,7 +35,7 @@ class Accepted(StrEnum):
 
 
 @dataclass(frozen=True)
-class Counted:
+class CountedSetting:
     """A setting that the gate counts, with the trial that hit most of its images."""
 
     verdict: Verdict
@@ -72,14 +72,14 @@ class Gate:
     """A run held against a limit."""
 
     limit: float
-    counted: tuple[Counted, ...]
+    counted: tuple[CountedSetting, ...]
     """The defended settings, the highest rate first; undefended ones where nothing else was attacked."""
     obstacles: tuple[str, ...]
     """Why the run does not show that all rates lie within the limit, each with how to go on."""
     accepted: tuple[Accepted, ...] = ()
 
     @property
-    def above(self) -> tuple[Counted, ...]:
+    def above(self) -> tuple[CountedSetting, ...]:
         """The settings whose rate is above the limit."""
         return tuple(one for one in self.counted if one.rate > self.limit)
 
@@ -96,7 +96,7 @@ def gate(run: Run, limit: float, accepted: Sequence[Accepted] = ()) -> Gate:
     control, count only where nothing else was attacked; recorded updates always do. Attacks that know client secrets
     never count.
     """
-    found = findings(run.cells)
+    found = findings(run.trials)
     judged = _that_count(found)
     verdicts = [each for each in judged if isinstance(each, Verdict)]
     counted = [_most(verdict) for verdict in verdicts if verdict.best.attacker != "informed"]
@@ -104,7 +104,7 @@ def gate(run: Run, limit: float, accepted: Sequence[Accepted] = ()) -> Gate:
     named = {(gap.setting, gap.defence) for gap in gaps}
     obstacles = [
         *_missing(run),
-        *(_failed(row) for row in found.rows if row.cell.broken and (row.setting, row.defence) not in named),
+        *(_failed(row) for row in found.rows if row.trial.broken and (row.setting, row.defence) not in named),
         *map(_no_score, gaps),
         *(_undecided(each) for each in verdicts if _is_open(each, accepted)),
         *(_too_few(one, limit) for one in counted if one.rate <= limit < _reach(one.hits, one.row, accepted)),
@@ -141,22 +141,22 @@ def _that_count(found: Findings) -> list[Verdict | Gap]:
     return [each for each in every if recorded or not each.undefended] or every
 
 
-def _most(verdict: Verdict) -> Counted:
+def _most(verdict: Verdict) -> CountedSetting:
     """Find the judged trial with the highest rate, whatever the seed."""
     return max((_counted(verdict, row) for row in verdict.judged), key=lambda one: one.rate)
 
 
-def _counted(verdict: Verdict, row: Row) -> Counted:
+def _counted(verdict: Verdict, row: Row) -> CountedSetting:
     """Count the images of a trial that were recovered, or hit by another criterion where that beats its baseline."""
     leaked = [(t.observed, t.criterion) for t in verdict.tests if t.leaks and t.number == row.number]
-    return Counted(verdict, row, *max([(row.recovered, "recovered"), *leaked], key=lambda hit: hit[0]))
+    return CountedSetting(verdict, row, *max([(row.recovered, "recovered"), *leaked], key=lambda hit: hit[0]))
 
 
 def _lost(row: Row) -> int:
     """Count the images that an attack which diverged did not recover."""
     return sum(
         not image["success"]
-        for record in row.cell.records
+        for record in row.trial.records
         if record["status"] == "diverged"
         for image in record.get("per_image", ())
     )
@@ -168,15 +168,15 @@ def _reach(hits: int, row: Row, accepted: Sequence[Accepted]) -> float:
 
 
 def _missing(run: Run) -> Iterator[str]:
-    there: set[str] = {str(cell.info.get("cell")) for cell in run.cells}
-    planned = run.info["cells"]
+    there: set[str] = {str(trial.info.get("trial")) for trial in run.trials}
+    planned = run.info["trials"]
     if missing := [name for name in planned if name not in there]:
-        counted = f"{len(missing)} of {plural(len(planned), 'cell')} {'is' if len(missing) == 1 else 'are'} not done"
+        counted = f"{len(missing)} of {plural(len(planned), 'trial')} {'is' if len(missing) == 1 else 'are'} not done"
         yield f"{counted}: give the same command again."
 
 
 def _failed(row: Row) -> str:
-    return f"{called(row)} failed: {row.cell.failed}."
+    return f"{called(row)} failed: {row.trial.failed}."
 
 
 def _no_score(gap: Gap) -> str:
@@ -204,18 +204,18 @@ def _remedy(verdict: Verdict) -> str:
     if verdict.level == "not tested":
         return "Add an attack that knows no client secrets." if verdict.undefended else "Add --attack adaptive."
     if verdict.images < ENOUGH:
-        return f"Attack at least {ENOUGH} images: --victims {ENOUGH}."
+        return f"Attack at least {ENOUGH} images: --target-clients {ENOUGH}."
     if verdict.health.state == "under-optimised":
         return "Give the attacks more iterations or restarts."
     return "Use an attack that works on undefended clients, and let the control show it."
 
 
-def _too_few(one: Counted, limit: float) -> str:
+def _too_few(one: CountedSetting, limit: float) -> str:
     """Explain that the images are too few to show a limit."""
     needed = images_needed(limit)
     enough = "No number of images shows a rate of 0."
     if needed is not None:
-        enough = f"With none recovered, {needed} images show {percent(limit)}: --victims {needed}."
+        enough = f"With none recovered, {needed} images show {percent(limit)}: --target-clients {needed}."
     count = f"{one.hits} of {plural(one.row.images, 'image')} {one.criterion}"
     return f"{called(one.row)}: {count}, and the 95% interval reaches {percent(one.upper)}. {enough}"
 
@@ -228,6 +228,6 @@ def _diverged(verdict: Verdict, limit: float, accepted: Sequence[Accepted]) -> I
         if lost and _reach(hits, row, accepted) <= limit < worst:
             count = row.statuses["diverged"]
             yield (
-                f"{called(row)}: {count} of {plural(len(row.cell.records), 'victim')} ended in divergence, and had "
+                f"{called(row)}: {count} of {plural(len(row.trial.records), 'target')} ended in divergence, and had "
                 f"they been recovered, the rate would reach {percent(worst)}. Use other attacks, or smaller steps."
             )

@@ -1,24 +1,27 @@
-"""Scoring a cell: reconstructions against the truth, beside what nobody's update, or somebody else's, would give."""
+"""Scores of a trial: reconstructions against the ground truth, controls, and the images that clients trained on."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from gradveil.attacks.base import Remark, in_words
-from gradveil.audit.bound import mse_bound
-from gradveil.audit.cell import Address, Recovered
-from gradveil.audit.controls import best_guesses, controls_of, expected_of
-from gradveil.audit.guessing import EXACT
-from gradveil.audit.scene import Scene
-from gradveil.audit.store import Cell
-from gradveil.audit.trained import trained_on
-from gradveil.audit.utility import left_out
+from gradveil.attacks.protocol import Remark, in_words
+from gradveil.audit.attack_selection import TrialAddress
+from gradveil.audit.baselines import EXACT, Gallery, Guessing, without_copies
+from gradveil.audit.error_bound import mse_bound
+from gradveil.audit.experiment import Experiment
+from gradveil.audit.run_directory import Trial
+from gradveil.audit.trial import Recovered, left_out
+from gradveil.client import Client
+from gradveil.core.noise import Key
+from gradveil.core.streams import Stream
+from gradveil.core.types import Batch
+from gradveil.data import Dataset
 from gradveil.metrics import (
     Missing,
     asr,
@@ -30,11 +33,261 @@ from gradveil.metrics import (
     permute,
     psnr,
     ssim,
+    ssim_pairs,
 )
+from gradveil.metrics.image_similarity import finite
+
+GALLERY = 2048
+"""Private images of no target client that join the gallery, at most."""
+PUBLIC = 4096
+"""Public images that the chance of a guess is computed from, at most."""
 
 
 @dataclass(frozen=True)
-class Named:
+class TrainedOnScores:
+    """Scores [V, B] of reconstructions against the images trained on, and yes-or-no answers and chances of each."""
+
+    scores: dict[str, Tensor]
+    recovered: Tensor
+    identified: Tensor | None
+    """None where there is one image only."""
+    expected: Sequence[Sequence[dict[str, float | int]]]
+    """The chances of an attacker that only guesses, see `audit.controls.expected_of`."""
+
+    def of(self, v: int, b: int) -> dict[str, Any]:
+        """Return the record of one image, without its scores."""
+        identified = {} if self.identified is None else {"identified_transformed": bool(self.identified[v, b])}
+        chances = {"expected_transformed": self.expected[v][b]} if self.expected[v][b] else {}
+        return {"success_transformed": int(self.recovered[v, b]), **identified, **chances}
+
+
+def trained_on(
+    experiment: Experiment, trial: TrialAddress, tensors: Mapping[str, Tensor], places: Tensor
+) -> TrainedOnScores:
+    """Score reconstructions [V, B, C, H, W] against the images that the target clients trained on.
+
+    Each batch is matched one to one by least MSE to the images trained on, whatever its match among the private images.
+    An image is recovered where its SSIM is above the run's threshold. It is identified where the own image is nearest
+    in L2 among all images that the target clients trained on, and up to 2,048 other private images after the same
+    transforms (one draw). Where an attack undid the transforms, its reconstruction before that is scored.
+    """
+    view = experiment.pixels(tensors["transformed"])
+    matched = match_batch(experiment.pixels(tensors.get("before_undoing", tensors["inputs"])), view)[1]
+    similarity = ssim(matched, view)
+    client = experiment.client(trial.client, trial.defence, trial.seed).member
+    others = _others(experiment, trial, places)
+    inputs = experiment.batch(others).inputs
+    gallery = torch.cat(
+        [view.flatten(0, 1), experiment.pixels(_made(client, inputs, _batch(experiment, trial), trial.seed))]
+    )
+    own = torch.arange(places.numel()).view(places.shape)
+    return TrainedOnScores(
+        {"psnr_transformed": psnr(matched, view), "ssim_transformed": similarity},
+        similarity > experiment.config.threshold,
+        identification(matched, own, gallery).bool() if len(gallery) > 1 else None,
+        _expected(experiment, trial, client, places, others, gallery),
+    )
+
+
+def _batch(experiment: Experiment, trial: TrialAddress) -> int:
+    return experiment.config.client[trial.client].batch
+
+
+def _others(experiment: Experiment, trial: TrialAddress, places: Tensor) -> Tensor:
+    """List the places of private images that no target client holds, in whole batches."""
+    own, size = set(places.flatten().tolist()), _batch(experiment, trial)
+    others = [place for place in range(len(experiment.private)) if place not in own][:GALLERY]
+    return torch.tensor(others[: len(others) // size * size], dtype=torch.long)
+
+
+def _made(client: Client, inputs: Tensor, size: int, seed: int) -> Tensor:
+    """Pass images [N, C, H, W] through the client's batch transforms, batch by batch."""
+    key, made = Key(seed, (Stream.GALLERY,)), [inputs[:0]]
+    for number, some in enumerate(inputs.split(size) if len(inputs) else ()):  # no images are one empty part
+        batch = Batch(some, torch.zeros(len(some), dtype=torch.long, device=some.device))
+        noise = client.batch_spec(batch).sample(key.child(number), some.device)
+        made.append(client.transformed(batch, noise).inputs)
+    return torch.cat(made)
+
+
+def _expected(
+    experiment: Experiment, trial: TrialAddress, client: Client, places: Tensor, others: Tensor, gallery: Tensor
+) -> list[list[dict[str, float | int]]]:
+    """Compute the chances of a guess for each image trained on.
+
+    Guesses are public images after the same transforms, and their means. Where images are mixed they have no class:
+    an image of any class may then be guessed, and is one of all in the gallery.
+    """
+    mixes, targets = _mixes(client, experiment.batch(places[0]).inputs), experiment.private.targets
+    targets = torch.zeros_like(targets) if mixes else targets
+    guessing = _guessing(experiment, trial, client, mixes)
+    images = Gallery(gallery, targets[torch.cat([places.flatten(), others])])
+    found: list[list[dict[str, float | int]]] = []
+    for labels in targets[places].tolist():
+        each = [{"identified": one.share} if mixes else one.record() for one in images.of_batch(labels)]
+        if guessing is not None:
+            for record, chance in zip(each, guessing.of_batch(labels), strict=True):
+                record |= {"recovered": chance.share, "public": chance.images}
+        found.append(each)
+    return found
+
+
+def _mixes(client: Client, inputs: Tensor) -> bool:
+    """Report whether what becomes of an image depends on the others of its batch."""
+    batch = Batch(inputs, torch.zeros(len(inputs), dtype=torch.long, device=inputs.device))
+    noise = client.batch_spec(batch).sample(Key(0, (Stream.MIXING,)), inputs.device)
+    changed = torch.cat([inputs[:1], 1 - inputs[1:]])
+    each = (client.transformed(Batch(some, batch.targets), noise).inputs[0] for some in (inputs, changed))
+    return not torch.equal(*each)
+
+
+def _guessing(experiment: Experiment, trial: TrialAddress, client: Client, mixes: bool) -> Guessing | None:
+    """Return what guesses reach on images after the transforms: computed once per client and defence."""
+    known, plain = experiment.guessing_trained, experiment.guessing
+    if plain is None:
+        return None
+    where = trial.client, trial.defence
+    if where not in known:
+        public: Dataset = plain.public.subset(range(min(PUBLIC, len(plain.public))))
+        made = _made(client, public.inputs.to(experiment.config.device, experiment.dtype), _batch(experiment, trial), 0)
+        targets = torch.zeros_like(public.targets) if mixes else public.targets
+        images = replace(public, inputs=made.to("cpu", public.inputs.dtype), targets=targets)
+        known[where] = Guessing(images, plain.threshold, plain.classes)
+    return known[where]
+
+
+OTHERS = 64
+"""A reconstruction is compared with at most so many images of other clients, and a target with so many guesses."""
+
+
+def expected_of(
+    guessing: Guessing | None, experiment: Experiment, places: Tensor
+) -> list[list[dict[str, float | int]]]:
+    """Compute for each target image [V, B] its chance to be recovered and identified by a guess.
+
+    `public` and `gallery` are the numbers of images behind the two chances: public images that the best guess was
+    compared with, private images of the class that it could be taken for (not there where some of these are copies of
+    each other, or the guesses of a batch do better elsewhere). `exact` is the chance to be recovered almost exactly.
+    Without auxiliary data there is no chance of recovery, without a second private image none of identification.
+    """
+    targets = experiment.private.targets
+    gallery = Gallery(experiment.private.pixels, targets) if len(targets) > 1 else None
+    return [_exact_average(guessing, gallery, labels) for labels in targets[places].tolist()]
+
+
+def _exact_average(
+    guessing: Guessing | None, gallery: Gallery | None, labels: Sequence[int]
+) -> list[dict[str, float | int]]:
+    """Compute the chances of the images of one batch."""
+    found: list[dict[str, float | int]] = [{} for _ in labels]
+    named = gallery.of_batch(labels) if gallery else [None] * len(labels)
+    chances = guessing.of_batch(labels) if guessing else [None] * len(labels)
+    exactly = guessing.of_batch(labels, exact=True) if guessing and guessing.threshold < EXACT else []
+    for record, name, chance in zip(found, named, chances, strict=True):
+        record |= name.record() if name else {}
+        if chance is None:
+            continue
+        # The image nearest to a guess is one of its gallery, and one at most of those that the guess passes for.
+        nearest = name.share * (1 - (1 - chance.share) ** name.gallery) if name else 1.0
+        record |= {"recovered": chance.share, "public": chance.images, "identifiable": min(chance.share, nearest)}
+    for record, chance in zip(found, exactly, strict=False):
+        record |= {"exact": chance.share, "public_exact": chance.images}
+    return found
+
+
+def best_guesses(guessing: Guessing | None, experiment: Experiment, places: Tensor) -> dict[str, dict[str, Any]]:
+    """Return for each attacked class its best guess, the guess's chance, and the numbers of images that it rests on."""
+    if guessing is None:
+        return {}
+    labels = sorted(set(experiment.private.targets[places].flatten().tolist()))
+    chances = {label: guessing.chance(label) for label in labels}
+    return {
+        str(label): {"guess": chance.guess, "chance": chance.share, **guessing.sample(label)._asdict()}
+        for label, chance in chances.items()
+    }
+
+
+def controls_of(guessing: Guessing | None, experiment: Experiment, matched: Tensor, places: Tensor) -> dict[str, Any]:
+    """Score what proves nothing: the right answers for the wrong targets, and answers that need no update at all.
+
+    Exact averages over pairs: of each reconstruction with private images of its class from other clients (of any class
+    where there is none; exact copies are one image); of each target with the mean image, the mean of its class, and
+    public images of its class.
+    `OTHERS` images at most stand for all of a class.
+    """
+    gallery = experiment.private.pixels
+    numbers = without_copies(gallery)
+    wrong = list(_mismatched(experiment, matched, places, gallery, numbers))
+    controls = {"wrong_target_client": _average(wrong)} if wrong else {}
+    if guessing is None:
+        return controls
+    by_class: dict[int, list[int]] = {}
+    for place in places.flatten().tolist():
+        by_class.setdefault(int(experiment.private.targets[place]), []).append(place)
+    kinds: dict[str, list[dict[str, Tensor]]] = {"mean_image": [], "class_mean": [], "class_image": []}
+    for label, own in by_class.items():
+        means = torch.stack([guessing.mean(), guessing.class_mean(label)])
+        truth = torch.tensor(own)
+        scores = _compared(experiment, means, gallery[truth], numbers[truth], _nearest(means, gallery, numbers))
+        for number, name in enumerate(("mean_image", "class_mean")):
+            kinds[name].append({key: values[number : number + 1] for key, values in scores.items()})
+        kinds["class_image"].append(_passing(experiment, guessing.images(label)[:OTHERS], gallery[own]))
+    return controls | {name: _average(scores) for name, scores in kinds.items()}
+
+
+def _mismatched(
+    experiment: Experiment, matched: Tensor, places: Tensor, gallery: Tensor, numbers: Tensor
+) -> Iterator[dict[str, Tensor]]:
+    """Compare each reconstruction with private images that other clients hold; copies of its own client's are none."""
+    targets = experiment.private.targets
+    count = max(8, min(OTHERS, 20_000 // places.numel()))
+    pointed = _nearest(matched.flatten(0, 1), gallery, numbers).view(places.shape)
+    for v, own in enumerate(places):
+        outside = ~torch.isin(numbers, numbers[own])
+        for b, place in enumerate(own.tolist()):
+            others = (outside & (targets == targets[place])).nonzero().flatten()
+            others = others if len(others) else outside.nonzero().flatten()
+            if not len(others):
+                return
+            key = Key(0, (Stream.CONTROL, Stream.MISMATCH, place))
+            chosen = others[torch.randperm(len(others), generator=key.generator())[:count]]
+            yield _compared(experiment, matched[v, b : b + 1], gallery[chosen], numbers[chosen], pointed[v, b : b + 1])
+
+
+def _compared(
+    experiment: Experiment, guesses: Tensor, truth: Tensor, numbers: Tensor, nearest: Tensor
+) -> dict[str, Tensor]:
+    """Score guesses against images of these numbers, and whether they point at them."""
+    scores = _passing(experiment, guesses, truth)
+    identified = nearest[:, None] == numbers
+    return scores | {"identified": identified, "identifiable": identified & scores["asr"]}
+
+
+def _nearest(images: Tensor, gallery: Tensor, numbers: Tensor) -> Tensor:
+    """Return the number of the gallery image nearest in L2 to each image [N, C, H, W]; -1 for one that is not finite.
+
+    All copies of an image have its number.
+    """
+    flat = images.nan_to_num(0, 0, 0).float().flatten(1)
+    nearest = torch.cat([torch.cdist(part, gallery.flatten(1)).argmin(1) for part in flat.split(256)])
+    return torch.where(finite(images), numbers[nearest], -1)
+
+
+def _passing(experiment: Experiment, guesses: Tensor, truth: Tensor) -> dict[str, Tensor]:
+    """Score guesses against images: SSIM, and whether it is above the threshold; a guess that is not finite fails."""
+    usable = finite(guesses)[:, None]
+    similarity = torch.where(usable, ssim_pairs(guesses.nan_to_num(0, 0, 0), truth), -1.0)
+    return {"asr": similarity > experiment.config.threshold, "ssim_mean": similarity}
+
+
+def _average(scores: list[dict[str, Tensor]]) -> dict[str, float]:
+    """Average over targets, each of them over what it was compared with."""
+    each = {name: torch.cat([one[name].double().mean(0) for one in scores]) for name in scores[0]}
+    return {name: float(values.mean()) for name, values in each.items()}
+
+
+@dataclass(frozen=True)
+class TrialNames:
     """What reports call the defence and the attack, and whom to cite."""
 
     defence_title: str
@@ -42,46 +295,46 @@ class Named:
     citations: tuple[str, ...] = ()
 
 
-def score(scene: Scene, cell: Address, found: Recovered, named: Named) -> Cell:
+def score(experiment: Experiment, trial: TrialAddress, found: Recovered, named: TrialNames) -> Trial:
     """Compare in pixels: denormalised, clamped to [0, 1], and each batch matched one to one by least MSE.
 
     Where a batch defence changed the images, reconstructions are also scored against the images that the client trained
     on (`success_transformed`, `identified_transformed`); `success` is against the private images.
     """
-    places = scene.examples(cell.client, range(cell.clients(scene.config.victims)), cell.seed)
-    truth, candidate = scene.pixels(scene.batch(places).inputs), scene.pixels(found.tensors["inputs"])
+    places = experiment.examples(trial.client, range(trial.clients(experiment.config.target_clients)), trial.seed)
+    truth, candidate = experiment.pixels(experiment.batch(places).inputs), experiment.pixels(found.tensors["inputs"])
     order, matched = match_batch(candidate, truth)
     scores = {"mse": mse(matched, truth), "psnr": psnr(matched, truth), "ssim": ssim(matched, truth)}
-    trained = trained_on(scene, cell, found.tensors, places) if "transformed" in found.tensors else None
+    trained = trained_on(experiment, trial, found.tensors, places) if "transformed" in found.tensors else None
     scores |= trained.scores if trained else {}
-    reasons = _perceptual(scene, matched, truth, scores)
+    reasons = _perceptual(experiment, matched, truth, scores)
     labels = permute(found.tensors["targets"], order)
-    whole = len(scene.victims) > 1
-    identified = identification(matched, places, scene.victims.pixels.double()) if whole else None
+    whole = len(experiment.private) > 1
+    identified = identification(matched, places, experiment.private.pixels.double()) if whole else None
     records = []
     for v in range(len(places)):
-        records.append(_record(scene, found, places, labels, order, scores, identified, v))
-    chances = expected_of(scene.guessing, scene, places)
+        records.append(_record(experiment, found, places, labels, order, scores, identified, v))
+    chances = expected_of(experiment.guessing, experiment, places)
     for v, record in enumerate(records):
         for b, image in enumerate(record["per_image"]):
             image["expected"] = chances[v][b]
             image |= trained.of(v, b) if trained else {}
-    controls = controls_of(scene.guessing, scene, matched, places)
-    info = {**info_of(scene, cell, found, named), "missing": reasons, "controls": controls}
-    info["best_guesses"] = best_guesses(scene.guessing, scene, places)
-    info["trace"] = _trace(scene, found, truth)
+    controls = controls_of(experiment.guessing, experiment, matched, places)
+    info = {**info_of(experiment, trial, found, named), "missing": reasons, "controls": controls}
+    info["best_guesses"] = best_guesses(experiment.guessing, experiment, places)
+    info["trace"] = _trace(experiment, found, truth)
     kept: dict[str, Tensor] = {}
-    if scene.config.images:
+    if experiment.config.images:
         kept = {"truth": truth.float(), "reconstruction": matched.float().nan_to_num(0.5)}
         if "transformed" in found.tensors:
-            kept["truth_transformed"] = scene.pixels(found.tensors["transformed"]).float()
+            kept["truth_transformed"] = experiment.pixels(found.tensors["transformed"]).float()
         kept = {name: value.contiguous() for name, value in kept.items()}
-    return Cell(info, records, None, kept)
+    return Trial(info, records, None, kept)
 
 
-def _perceptual(scene: Scene, matched: Tensor, truth: Tensor, scores: dict[str, Tensor]) -> dict[str, str]:
+def _perceptual(experiment: Experiment, matched: Tensor, truth: Tensor, scores: dict[str, Tensor]) -> dict[str, str]:
     """Add LPIPS to the scores, or return the reason why not under its name."""
-    net = scene.config.lpips
+    net = experiment.config.lpips
     if net is None:
         return {"lpips": 'not asked for: set lpips = "alex" (or "vgg") in the run file'}
     found = lpips(matched, truth, net)
@@ -91,16 +344,16 @@ def _perceptual(scene: Scene, matched: Tensor, truth: Tensor, scores: dict[str, 
     return {}
 
 
-def failure(scene: Scene, cell: Address, named: Named, message: str, unfit: bool = False) -> Cell:
-    """Make the record of a cell without a result: a status in the results, never a gap.
+def failure(experiment: Experiment, trial: TrialAddress, named: TrialNames, message: str, unfit: bool = False) -> Trial:
+    """Make the record of a trial without a result: a status in the results, never a gap.
 
     It could not be finished; or the attack does not apply there (`unfit`), which is nobody's fault.
     """
-    return Cell({**_address(scene, cell, named), "failed": message, "unfit": unfit}, [])
+    return Trial({**_address(experiment, trial, named), "failed": message, "unfit": unfit}, [])
 
 
 def _record(
-    scene: Scene,
+    experiment: Experiment,
     found: Recovered,
     places: Tensor,
     labels: Tensor,
@@ -109,12 +362,12 @@ def _record(
     identified: Tensor | None,
     v: int,
 ) -> dict[str, Any]:
-    tensors, victims = found.tensors, places.shape[0]
-    truth = scene.victims.targets[places[v]]
+    tensors, target_clients = found.tensors, places.shape[0]
+    truth = experiment.private.targets[places[v]]
     images = [
         {
             **{name: float(values[v, b]) for name, values in scores.items()},
-            "success": int(scores["ssim"][v, b] > scene.config.threshold),
+            "success": int(scores["ssim"][v, b] > experiment.config.threshold),
             "exact": bool(scores["ssim"][v, b] > EXACT),
             "identified": None if identified is None else bool(identified[v, b]),
             "matched": int(order[v, b]),
@@ -122,13 +375,13 @@ def _record(
         for b in range(places.shape[1])
     ]
     return {
-        "victim": scene.config.first_victim + v,
+        "target_client": experiment.config.first_target_client + v,
         "index": int(places[v, 0]),
         "label": truth.tolist(),
         "predicted": labels[v].tolist(),
         "status": found.statuses[v],
         "iterations": int(tensors["iterations"][v]),
-        "seconds": found.facts["seconds"] / victims,
+        "seconds": found.facts["seconds"] / target_clients,
         "objective": float(tensors["objective"][v]),
         "restart": int(tensors["restart"][v]),
         **{name: fmean(image[name] for image in images) for name in scores},
@@ -143,37 +396,37 @@ def _record(
     }
 
 
-def _address(scene: Scene, cell: Address, named: Named) -> dict[str, Any]:
-    settings = scene.config.client[cell.client]
+def _address(experiment: Experiment, trial: TrialAddress, named: TrialNames) -> dict[str, Any]:
+    settings = experiment.config.client[trial.client]
     return {
-        "cell": cell.id,
-        "control": cell.control,
-        "model": scene.config.model.name,
-        "prepared": list(scene.prepared),
-        "data": scene.config.data.name,
-        "seed": cell.seed,
-        "round": scene.config.rounds - 1,
-        "trained": cell.trained,
+        "trial": trial.id,
+        "control": trial.control,
+        "model": experiment.config.model.name,
+        "prepared": list(experiment.prepared),
+        "data": experiment.config.data.name,
+        "seed": trial.seed,
+        "round": experiment.config.rounds - 1,
+        "trained": trial.trained,
         "client": settings.title,
         "batch": settings.examples,
-        "defence": cell.defence,
+        "defence": trial.defence,
         "defence_title": named.defence_title,
-        "attack": cell.attack,
+        "attack": trial.attack,
         "attack_title": named.attack_title,
         "citations": list(named.citations),
-        "threshold": scene.config.threshold,
+        "threshold": experiment.config.threshold,
     }
 
 
-def info_of(scene: Scene, cell: Address, found: Recovered, named: Named) -> dict[str, Any]:
+def info_of(experiment: Experiment, trial: TrialAddress, found: Recovered, named: TrialNames) -> dict[str, Any]:
     """Say what was attacked, by whom, and how the attack did as an attack."""
-    facts, tensors, settings = found.facts, found.tensors, scene.config.client[cell.client]
+    facts, tensors, settings = found.facts, found.tensors, experiment.config.client[trial.client]
     seconds = facts["seconds"]
     return {
-        **_address(scene, cell, named),
+        **_address(experiment, trial, named),
         **facts,
         "remarks": in_words(Remark(*each) for each in facts["remarks"]),
-        "training": scene.source.facts(cell.defence, cell.seed, cell.trained),
+        "training": experiment.source.facts(trial.defence, trial.seed, trial.trained),
         "bytes_dense": float(tensors["bytes_dense"].double().mean()),
         "bytes_sent": float(tensors["bytes_sent"].double().mean()),
         "distance": float(tensors["distance"].mean()),
@@ -182,7 +435,7 @@ def info_of(scene: Scene, cell: Address, found: Recovered, named: Named) -> dict
         "second_order_utility": float(tensors["second_order_utility"].mean()),
         "pruned": left_out(tensors["distance"], facts.get("pruned")),
         "iterations_per_second": facts["row_iterations"] / seconds if seconds else None,
-        "bound": mse_bound(scene, tensors, settings.examples) if len(tensors.get("nats", ())) else None,
+        "bound": mse_bound(experiment, tensors, settings.examples) if len(tensors.get("nats", ())) else None,
         "health": {
             "objective": _median(tensors["objective"]),
             "objective_initial": _median(tensors["initial"]),
@@ -206,13 +459,13 @@ def _matches(tensors: Mapping[str, Tensor]) -> dict[str, float | None]:
     }
 
 
-def _trace(scene: Scene, found: Recovered, truth: Tensor) -> list[dict[str, float]]:
+def _trace(experiment: Experiment, found: Recovered, truth: Tensor) -> list[dict[str, float]]:
     """Score what the attack would have answered earlier: quality against budget."""
     rows: list[dict[str, float]] = []
     for name, inputs in found.tensors.items():
         if name.startswith("trace."):
-            similarity = ssim(match_batch(scene.pixels(inputs), truth)[1], truth)
-            rate = asr(similarity, scene.config.threshold).rate
+            similarity = ssim(match_batch(experiment.pixels(inputs), truth)[1], truth)
+            rate = asr(similarity, experiment.config.threshold).rate
             count = int(name.removeprefix("trace."))
             rows.append({"iterations": count, "asr": rate, "ssim_mean": float(similarity.mean())})
     return sorted(rows, key=lambda row: row["iterations"])

@@ -1,19 +1,71 @@
-"""The verdict on each defence in each setting: its level, the reasons for it, and the numbers that belong to it."""
+"""The verdict on each defence in each setting: its level, the reasons for it, its numbers and its cost."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from gradveil.audit.attacker import ATTACKERS
-from gradveil.audit.evidence import Test, baseline, expected_of, interval_of, risk_of, tests_by_trial
-from gradveil.audit.health import PASSED, Health, coincidence, examine, guesses
-from gradveil.audit.price import Price, price
-from gradveil.audit.rows import Row, Setting
-from gradveil.audit.threat import unknown_to_all
-from gradveil.core.words import interval, listing, number, percent, plural
+from gradveil.audit.attack_check import PASSED, Health, coincidence, examine, guesses
+from gradveil.audit.attack_selection import ATTACKERS
+from gradveil.audit.baselines import Test, baseline, expected_of, interval_of, risk_of, tests_by_trial
+from gradveil.audit.result_rows import Row, TrialSetting
+from gradveil.audit.threat_model import unknown_to_all
+from gradveil.core.formatting import interval, listing, number, percent, plural, size
 from gradveil.metrics import Risk, wilson
+
+
+@dataclass(frozen=True)
+class Price:
+    """The cost of one update."""
+
+    sent: float | None
+    """Bytes of the defended update."""
+    plain: float | None
+    """Bytes of the same client's update without the defence; None where the run does not tell."""
+    distance: float | None
+    """How far the update moved, relative to its length without noise, clipping and pruning."""
+    own: bool
+    """The defence changes the model: the distance is to the changed model's own update, its noise switched off."""
+
+    @property
+    def share(self) -> float | None:
+        """The bytes as a share of those without the defence."""
+        return self.sent / self.plain if self.sent is not None and self.plain else None
+
+    @property
+    def order(self) -> tuple[float, float]:
+        """Sort by bytes, then by distance; what is not known is dear."""
+        sent, distance = (math.inf if value is None else float(value) for value in (self.sent, self.distance))
+        return sent, distance
+
+    def detail(self) -> str:
+        """Say what the bytes are to be held against."""
+        told = []
+        if self.share is not None:
+            told.append(f"{percent(self.share)} of the {size(self.plain)} without a defence")
+        elif self.sent is not None:
+            told.append("this run has no client without a defence to compare with")
+        if self.distance is not None:
+            noise = ", by the noise in the changed model" if self.own else ""
+            told.append(f"update moved by {number(self.distance)}{noise}")
+        return " · ".join(told)
+
+
+def price(row: Row, rows: Sequence[Row]) -> Price:
+    """Compare a defended client with the undefended one of the same setting and seed, who was sent the same model.
+
+    Where the run has none, a defence that leaves the model alone is held against its own update, every entry sent.
+    """
+    bare = [r for r in rows if r.undefended and (r.setting, r.seed) == (row.setting, row.seed)]
+    # Blocks of the same words take other bytes: most of the gradient is zero where each row is one bin.
+    bare = [r for r in bare if (r.attack == row.attack if row.planted else not r.planted)]
+    same_model = row.changes is not None and "model" not in row.changes
+    dense = row.info.get("bytes_dense") if same_model else None
+    plain = bare[0].info.get("bytes_sent") if bare else dense
+    return Price(row.info.get("bytes_sent"), plain, row.info.get("distance"), "model" in (row.changes or ()))
+
 
 Level = Literal["broken", "leaks", "not broken", "inconclusive", "not tested"]
 """The levels of a verdict; `LEVELS` has the words."""
@@ -70,7 +122,7 @@ class Union:
 class Verdict:
     """The finding on one defence in one setting."""
 
-    setting: Setting
+    setting: TrialSetting
     defence: str
     """The defence's canonical text."""
     level: Level
@@ -191,7 +243,7 @@ def strength(row: Row) -> tuple[float, bool, float]:
     return row.asr, row.attacker == "adaptive", -1.0 if mean is None else mean
 
 
-def _judge(setting: Setting, defence: str, here: Sequence[Row]) -> Verdict:
+def _judge(setting: TrialSetting, defence: str, here: Sequence[Row]) -> Verdict:
     rows = [row for row in here if row.defence == defence and not row.is_control]
     tested = [row for row in rows if row.attacker != "informed"]
     by_trial = tests_by_trial(tested)
@@ -351,7 +403,7 @@ def _of_malice(best: Row, mine: Sequence[Row]) -> Iterator[str]:
     seen = f"finds it: {found}" if found else "finds nothing in it"
     yield f"The server put {best.info['planted']} into the model; a client's guard {seen}."
     if best.setting.batch > 1 and 0 < best.recovered < best.images:
-        yield f"It recovers at least one image of {best.exposed} of {plural(len(best.cell.records), 'victim')}."
+        yield f"It recovers at least one image of {best.exposed} of {plural(len(best.trial.records), 'target client')}."
     if curious := [row for row in mine if row.attacker not in ("active", "informed")]:
         most = max(curious, key=strength)
         count = f"{most.recovered} of {most.images}"

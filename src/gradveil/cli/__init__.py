@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import sys
 
-__all__ = ["INTERRUPTED", "main"]
-
-INTERRUPTED = 130
-"""Exit code for Ctrl-C."""
+__all__ = ["main"]
 
 
 def main() -> None:
     """Run the command line and exit with its code; Ctrl-C is quiet even while torch is still being imported."""
+    from gradveil.core.errors import INTERRUPTED
+
     try:
         from gradveil.cli.app import main as begin
     except KeyboardInterrupt:

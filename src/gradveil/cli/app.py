@@ -12,18 +12,15 @@ from rich.console import Console
 from rich.text import Text
 
 import gradveil
-from gradveil.attacks.plan import keep_freed_memory
-from gradveil.cli import INTERRUPTED
-from gradveil.cli.account import account
-from gradveil.cli.audit import audit
-from gradveil.cli.bound import bound
-from gradveil.cli.check import check
-from gradveil.cli.ledger import create_ledger, ledger, show_ledger
-from gradveil.cli.results import report, summary
-from gradveil.cli.search import ats, search
-from gradveil.cli.tables import tables
-from gradveil.cli.train import train
-from gradveil.core.errors import GradveilError
+from gradveil.attacks.inversion.solve import keep_freed_memory
+from gradveil.cli.audit_command import audit
+from gradveil.cli.check_command import check
+from gradveil.cli.list_command import tables
+from gradveil.cli.privacy_commands import account, bound, create_ledger, ledger, show_ledger
+from gradveil.cli.results_commands import report, summary
+from gradveil.cli.search_command import ats, search
+from gradveil.cli.train_command import train
+from gradveil.core.errors import INTERRUPTED, GradveilError
 
 USER_ERROR = 2
 """Exit code for wrong use."""
@@ -46,7 +43,7 @@ def _examples(*commands: str) -> str:
 app.command(
     epilog=_examples(
         "gradveil audit faces",
-        'gradveil audit digits --victims 4 --attack ig --defence none --defence "dp(clip=20, sigma=1e-3)"',
+        'gradveil audit digits --target-clients 4 --attack ig --defence none --defence "dp(clip=20, sigma=1e-3)"',
         "gradveil audit study.toml --out runs/study --seed 0 --seed 1 --fail-above 0.1",
         "gradveil audit faces --set client.batch=2 --attack ig --attack cdia --iterations 500",
         "gradveil audit --observed seen --set model.name=lenet-zhu --set data.classes=10 --set data.channels=1",
@@ -90,7 +87,7 @@ app.command(
 app.command(
     epilog=_examples(
         'gradveil bound faces --defence "gaussian(0.01)" --defence "dp(clip=1, sigma=0.1)"',
-        "gradveil bound study.toml --victims 4 --json",
+        "gradveil bound study.toml --target-clients 4 --json",
     )
 )(bound)
 search.command(
@@ -118,8 +115,8 @@ def _version(wanted: bool) -> None:
 
 
 @app.callback(
-    epilog="Exit codes: 0 done; 1 check found problems, a cell failed, --fail-above could not be judged, summary "
-    "found no finished cell, or search nothing better than no defence; 2 wrong use; 3 --fail-above was exceeded; 130 "
+    epilog="Exit codes: 0 done; 1 check found problems, a trial failed, --fail-above could not be judged, summary "
+    "found no finished trial, or search nothing better than no defence; 2 wrong use; 3 --fail-above was exceeded; 130 "
     "interrupted."
 )
 def options(

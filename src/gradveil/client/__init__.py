@@ -1,18 +1,18 @@
 """The client: one gradient, per-example gradients, local steps, public messages, state on disk."""
 
 from gradveil.client.client import Client
-from gradveil.client.drawn import Task, drawn_update, drawn_updates, first_gradient
-from gradveil.client.gradient import cross_entropy
-from gradveil.client.local import Local
-from gradveil.client.messages import announced, proposer, scheduled, speakers
-from gradveil.client.state import load_state, save_state
-from gradveil.client.steady import steady
-from gradveil.client.summed import summed
+from gradveil.client.local_training import Local
+from gradveil.client.public_messages import announced, proposer, scheduled, speakers
+from gradveil.client.secure_sum import summed
+from gradveil.client.seeded_update import ClientTask, drawn_update, drawn_updates, first_gradient
+from gradveil.client.sending import steady
+from gradveil.client.state_file import load_state, save_state
+from gradveil.gradients.objective import cross_entropy
 
 __all__ = [
     "Client",
+    "ClientTask",
     "Local",
-    "Task",
     "announced",
     "cross_entropy",
     "drawn_update",

@@ -10,23 +10,19 @@ import torch
 from torch import Tensor, nn
 from torch.func import vmap
 
-from gradveil.client.abreast import Abreast, Trainee
-from gradveil.client.batching import Batching, Drawn, of_batch
-from gradveil.client.declared import Declared, trained_names
-from gradveil.client.defended import Defended
-from gradveil.client.gradient import Objective, caught_outputs, cross_entropy
-from gradveil.client.inner import LARGE
-from gradveil.client.local import Local
-from gradveil.client.many import Many
-from gradveil.client.own import Own, spread
-from gradveil.client.sending import Sending
-from gradveil.client.steady import steady
-from gradveil.client.steps import Steps
+from gradveil.client.declarations import Declared, trained_names
+from gradveil.client.defended_gradient import Defended
+from gradveil.client.local_training import Batching, Drawn, Local, LocalSteps, of_batch
+from gradveil.client.many_clients import Abreast, Many, Trainee
+from gradveil.client.private_layers import Own, spread
+from gradveil.client.sending import Sending, steady
 from gradveil.core.errors import fail
 from gradveil.core.noise import NoiseSpec
 from gradveil.core.tree import Tensors, select, under
 from gradveil.core.types import Batch, BatchTransform, Domain, Loss, Transform
-from gradveil.nn.statistics import batch_statistics, running_statistics
+from gradveil.gradients.inner_products import LARGE
+from gradveil.gradients.objective import Objective, caught_outputs, cross_entropy
+from gradveil.nn.normalisation import batch_statistics, running_statistics
 
 
 @dataclass(frozen=True)
@@ -203,7 +199,7 @@ class Client:
         else:
             outputs = []
             examples = self._batching.steps(batch, noise[self.local.order], of_epoch)
-            steps = Steps(self.local, self._defended, self._own)
+            steps = LocalSteps(self.local, self._defended, self._own)
             update, step_state, kept = steps(params, noise[self.local.order], examples, of_step, own, kept)
         after = under("kept", {"joined": torch.ones_like(state["kept.joined"]), **kept} if kept else {})
         after = under("step", step_state) | after
@@ -292,7 +288,7 @@ class Client:
     def updates_reference(
         self, params: Tensors, batch: Batch, noise: Mapping[str, Tensor], state: Tensors
     ) -> tuple[Tensors, Tensors]:
-        """Compute the same by `vmap` over victims: works for every client, and is what the fast path is held to."""
+        """Compute the same by `vmap` over targets: works for every client, and is what the fast path is held to."""
         return vmap(self.update, in_dims=(None, 0, 0, 0))(params, batch, dict(noise), state)
 
     def statistics(self, params: Tensors, batch: Batch, noise: Mapping[str, Tensor]) -> Tensors:
@@ -331,7 +327,7 @@ class Client:
         return self._many.obstacle(params, self._prepared(batch, noise), noise)
 
     def _prepared(self, batch: Batch, noise: Mapping[str, Tensor]) -> Batch:
-        """Apply the batch transforms of every victim."""
+        """Apply the batch transforms of every target client."""
         return vmap(self.trained_on)(batch, of_batch(noise)) if self.batch else batch
 
     def _sent(self, params: Mapping[str, Tensor]) -> Tensors:

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+INTERRUPTED = 130
+"""Exit code of the command line for Ctrl-C."""
+
 
 @dataclass(frozen=True)
 class Problem:

@@ -81,7 +81,7 @@ def under(prefix: str, tensors: Mapping[str, Tensor]) -> Tensors:
 
 
 def stack(rows: Sequence[Mapping[str, Tensor]]) -> Tensors:
-    """Stack dictionaries of equal names along a new first dimension (victims).
+    """Stack dictionaries of equal names along a new first dimension (target clients).
 
     >>> stack([{"w": torch.zeros(2)}, {"w": torch.ones(2)}])["w"].shape
     torch.Size([2, 2])

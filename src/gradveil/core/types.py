@@ -1,7 +1,7 @@
 """The types every layer shares.
 
-Shape legend, used as suffixes and in comments: V victims, R restarts, N = V x R rows of an attack, T local steps,
-B batch, C H W channels and image size, K classes, P entries of a parameter.
+Shape legend, used as suffixes and in comments: V target clients, R restarts, N = V x R rows of an attack, T local
+steps, B batch, C H W channels and image size, K classes, P entries of a parameter.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from gradveil.core.errors import Problem, fail
+from gradveil.core.formatting import plural
 from gradveil.core.noise import NoiseSpec
 from gradveil.core.tree import Tensors
-from gradveil.core.words import plural
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 """(outputs, targets) -> a scalar, or one loss an example."""
@@ -179,7 +179,7 @@ class Transform(ABC):
         """Return the masks an update is multiplied by, if it is by these and one positive number, and no more is done.
 
         An empty dictionary is for no masks: the update then keeps its direction. None is for all else, and says
-        nothing. `noise` may have victims in front, and `off` names what of it is off.
+        nothing. `noise` may have target clients in front, and `off` names what of it is off.
         """
         return None
 

@@ -1,8 +1,7 @@
 """Images to audit with: bundled, from a hub, or from a folder; and how clients share them."""
 
 from gradveil.data.dataset import Dataset, Splits
-from gradveil.data.partition import dirichlet, grouped, iid, pathological
-from gradveil.data.partitioner import by_flower
+from gradveil.data.partition import by_flower, dirichlet, grouped, iid, pathological
 from gradveil.data.registry import DATA_DIR, DATASETS, DatasetEntry, load, located
 
 __all__ = [

@@ -1,7 +1,7 @@
 """Real images that come inside the wheels of scikit-learn and scikit-image: nothing is downloaded.
 
-Each function returns the images in their own size as (public pixels, public labels, victim pixels, victim labels). The
-order is fixed, so "the first 32 victims" are the same images everywhere.
+Each function returns the images in their own size as (public pixels, public labels, target client pixels, target client
+labels). The order is fixed, so "the first 32 private images" are the same images everywhere.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ class Raw(NamedTuple):
 
     public: Tensor
     public_labels: Tensor
-    victims: Tensor
-    victim_labels: Tensor
+    private: Tensor
+    private_labels: Tensor
 
 
 _DIGITS_PUBLIC = 1197
@@ -31,7 +31,7 @@ _PSEUDO_CLASSES = 10
 
 
 def digits() -> Raw:
-    """1797 handwritten digits, 8x8: the first 1197 are public, the last 600 (of later writers) are victims."""
+    """1797 handwritten digits, 8x8: the first 1197 are public, the last 600 (of later writers) are private."""
     from sklearn.datasets import load_digits
 
     features, numbers = load_digits(return_X_y=True)
@@ -42,10 +42,10 @@ def digits() -> Raw:
 
 
 def faces() -> Raw:
-    """100 faces and 100 backgrounds, 25x25 and grey: half of each is public, half are victims.
+    """100 faces and 100 backgrounds, 25x25 and grey: half of each is public, half are private.
 
-    Victims come as three faces, one background, three faces, ... until the faces are used up. Backgrounds come by
-    falling contrast, because the last ones are plain black and would be "recovered" by an attack that does nothing.
+    Target clients come as three faces, one background, three faces, ... until the faces are used up. Backgrounds come
+    by falling contrast, because the last ones are plain black and would be "recovered" by an attack that does nothing.
     """
     from skimage.data import lfw_subset
 
@@ -73,7 +73,7 @@ def _faces_first(each: int) -> list[int]:
 
 
 def patches() -> Raw:
-    """80x80 crops of coloured photographs; public and victim crops are cut from different photographs.
+    """80x80 crops of coloured photographs; public and target client crops are cut from different photographs.
 
     The crops of a photograph do not overlap, come by falling contrast, and are dropped below a standard deviation of
     0.05 (plain sky). Photographs take turns. The labels mean nothing: they number the crops modulo 10.
@@ -82,9 +82,9 @@ def patches() -> Raw:
     from sklearn.datasets import load_sample_image
 
     public = (data.coffee(), load_sample_image("flower.jpg"), data.rocket(), data.retina(), data.immunohistochemistry())
-    victims = (data.astronaut(), data.chelsea(), load_sample_image("china.jpg"), data.stereo_motorcycle()[0])
+    private = (data.astronaut(), data.chelsea(), load_sample_image("china.jpg"), data.stereo_motorcycle()[0])
     splits = []
-    for photographs in (public, victims):
+    for photographs in (public, private):
         pixels = _take_turns([_crops(photograph) for photograph in photographs])
         splits += [pixels, torch.arange(len(pixels)) % _PSEUDO_CLASSES]
     return Raw(*splits)

@@ -150,9 +150,9 @@ class Splits(NamedTuple):
 
     public: Dataset
     """Training images: what clients train on and what an attacker may know about such images."""
-    victims: Dataset
+    private: Dataset
     """Test images: the ones that are attacked."""
 
     def identities(self) -> dict[str, str | None]:
         """Say what the files hold, see `Dataset.identity`."""
-        return {"public": self.public.identity(), "victims": self.victims.identity()}
+        return {"public": self.public.identity(), "private": self.private.identity()}

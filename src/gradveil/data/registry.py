@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from gradveil.core.errors import Problem, fail, refuse
-from gradveil.core.words import plural
+from gradveil.core.formatting import plural
 from gradveil.data import bundled, hub
 from gradveil.data.dataset import Dataset, Splits
-from gradveil.data.pixels import marked, recolour, resize, stack
+from gradveil.data.hub import marked, recolour, resize, stack
 
 DATA_DIR = "GRADVEIL_DATA"
 """The environment variable that says where data files lie, where `data_dir` (`--data-dir`) is not given."""
@@ -106,24 +106,24 @@ def load(
     normalise: Literal["dataset", "none"] | Statistics = "dataset",
     data_dir: Path | str | None = None,
     limit_public: int | None = None,
-    limit_victims: int | None = None,
+    limit_private: int | None = None,
     image_column: str | None = None,
     label_column: str | None = None,
     column: str | None = None,
 ) -> Splits:
-    """Load a data set by its short name, its Hugging Face name, or its path, as public images and victims.
+    """Load a data set by its short name, its Hugging Face name, or its path, as public and private images.
 
     `size` is the side the images are resized to, None for their own. `channels` 1 makes them grey, 3 coloured. The
     limits keep the first images of each split and decode no others. `normalise`: `"dataset"` takes the published mean
     and std, or else those of the public images (of those decoded, where they come from files); `"none"` leaves pixels
     in [0, 1]; a pair (means, stds) is taken as given. `column` names one more column of the public images to read.
 
-    >>> splits = load("digits", normalise="none", limit_victims=8)
-    >>> tuple(splits.victims.inputs.shape), splits.victims.targets.tolist()
+    >>> splits = load("digits", normalise="none", limit_private=8)
+    >>> tuple(splits.private.inputs.shape), splits.private.targets.tolist()
     ((8, 1, 32, 32), [8, 4, 1, 7, 7, 3, 5, 1])
     """
-    _check(name, size, channels, normalise, limit_public, limit_victims)
-    limits = (limit_public, limit_victims)
+    _check(name, size, channels, normalise, limit_public, limit_private)
+    limits = (limit_public, limit_private)
     if name in DATASETS and DATASETS[name].bundled:
         entry, loaded = DATASETS[name], _from_wheels(name, size, column)
     else:
@@ -132,11 +132,11 @@ def load(
         loaded = _from_rows(*hub.two_splits(opened), size, limits, column)
     pixels = [recolour(part, channels, f"data {name!r}") for part in loaded.pixels]
     if pixels[0].shape[1:] != pixels[1].shape[1:]:
-        what = f"public images are {tuple(pixels[0].shape[1:])}, victims {tuple(pixels[1].shape[1:])}"
+        what = f"public images are {tuple(pixels[0].shape[1:])}, private {tuple(pixels[1].shape[1:])}"
         raise fail(f"data {name!r}", what, "give size and channels")
     mean, std = _statistics(normalise, entry.statistics, pixels[0])
     scale = [torch.tensor(values).reshape(-1, 1, 1) for values in (mean, std)]
-    public, victims = (
+    public, private = (
         Dataset(
             f"{name}/{split}",
             (part[:limit] - scale[0]) / scale[1],
@@ -149,11 +149,11 @@ def load(
             marks=tuple(marks),
         )
         for split, part, targets, limit, marks in zip(
-            ("public", "victims"), pixels, loaded.targets, limits, loaded.marks, strict=True
+            ("public", "private"), pixels, loaded.targets, limits, loaded.marks, strict=True
         )
     )
     extra = loaded.targets[0].tolist() if column == LABEL else loaded.column
-    return Splits(replace(public, column=tuple(extra[:limit_public])), victims)
+    return Splits(replace(public, column=tuple(extra[:limit_public])), private)
 
 
 class _Loaded(NamedTuple):
@@ -168,23 +168,27 @@ class _Loaded(NamedTuple):
 
 def _from_wheels(name: str, size: int | None, column: str | None) -> _Loaded:
     raw: bundled.Raw = getattr(bundled, name)()
-    _affordable(len(raw.public) + len(raw.victims), size)
-    pixels = (resize(raw.public, size), resize(raw.victims, size))
+    _affordable(len(raw.public) + len(raw.private), size)
+    pixels = (resize(raw.public, size), resize(raw.private, size))
     values = hub.no_columns(column) if column not in (None, LABEL) else ()
-    return _Loaded(DATASETS[name].classes or (), pixels, (raw.public_labels, raw.victim_labels), values)
+    return _Loaded(DATASETS[name].classes or (), pixels, (raw.public_labels, raw.private_labels), values)
 
 
 def _from_rows(
-    public: hub.Rows, victims: hub.Rows, size: int | None, limits: tuple[int | None, int | None], column: str | None
+    public: hub.SourceSplit,
+    private: hub.SourceSplit,
+    size: int | None,
+    limits: tuple[int | None, int | None],
+    column: str | None,
 ) -> _Loaded:
-    classes, public_labels, victim_labels = hub.number(public, victims)
+    classes, public_labels, private_labels = hub.number(public, private)
     first = torch.tensor(public_labels[: limits[0]], dtype=torch.int64)
-    second = torch.tensor(victim_labels[: limits[1]], dtype=torch.int64)
+    second = torch.tensor(private_labels[: limits[1]], dtype=torch.int64)
     _affordable(len(first) + len(second), size)
     marks: tuple[list[int], list[int]] = ([], [])
     pixels = (
         stack(marked(public.decode(range(len(first))), marks[0]), size, public.where),
-        stack(marked(victims.decode(range(len(second))), marks[1]), size, victims.where),
+        stack(marked(private.decode(range(len(second))), marks[1]), size, private.where),
     )
     values = public.column(column) if column not in (None, LABEL) else ()
     return _Loaded(classes, pixels, (first, second), values, marks)
@@ -220,7 +224,7 @@ def _data_dir(given: Path | str | None) -> Path | None:
     return Path(chosen).expanduser() if chosen else None
 
 
-def _open(name: str, data_dir: Path | None, image: str | None, label: str | None) -> dict[str, hub.Rows]:
+def _open(name: str, data_dir: Path | None, image: str | None, label: str | None) -> dict[str, hub.SourceSplit]:
     form, _, rest = name.partition(":")
     if form == "hf":
         return hub.hugging_face(rest, image, label)
@@ -241,7 +245,7 @@ def _check(
     channels: int | None,
     normalise: object,
     limit_public: int | None,
-    limit_victims: int | None,
+    limit_private: int | None,
 ) -> None:
     problems: list[Problem] = []
     form, separator, rest = name.partition(":")
@@ -255,7 +259,7 @@ def _check(
         problems.append(Problem("normalise", f"is {normalise!r}", "choose dataset, none, or a pair (means, stds)"))
     elif not isinstance(normalise, str) and not _is_pair(normalise):
         problems.append(Problem("normalise", f"is {normalise!r}", "give a pair (means, stds) with every std above 0"))
-    for key, limit in (("limit_public", limit_public), ("limit_victims", limit_victims)):
+    for key, limit in (("limit_public", limit_public), ("limit_private", limit_private)):
         if limit is not None and limit < 1:
             problems.append(Problem(key, f"is {limit}", "keep at least 1 image, or leave it out to keep all"))
     refuse(problems)

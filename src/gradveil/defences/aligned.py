@@ -9,12 +9,11 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from gradveil.core.allowed import KEPT, SHARE, Choice, Range, collect, unused
 from gradveil.core.errors import Problem, refuse
+from gradveil.core.settings import KEPT, SHARE, Choice, Range, collect, unused
 from gradveil.core.tree import Tensors, select, tmap, under
 from gradveil.core.types import Context
-from gradveil.defences.prune import Pruning, as_written, share, within
-from gradveil.defences.selection import ends_mask, smallest_mask
+from gradveil.defences.pruning import Pruning, as_written, ends_mask, share, smallest_mask, within
 
 SELECTION = Choice(("broadcast", "vote", "previous"))
 """Who chooses the mask: one client, several, or what was sent in the round before."""
@@ -28,8 +27,8 @@ VOTERS = Range(OUTVOTING, integer=True)
 class Aligned(Pruning):
     """Aligned DGP: of g without its own largest entries, send the k largest that lie in the public mask I.
 
-    Per tensor of P entries, with the rate k = `keep`: floor(top P) entries of largest magnitude are dropped, and of the
-    others the ceil(k P) largest in I are sent (fewer if I holds fewer). I has ceil(2 k P) positions. The preprint
+    Per tensor of P entries, with the rate k = `keep`: baseline(top P) entries of largest magnitude are dropped, and of
+    the others the ceil(k P) largest in I are sent (fewer if I holds fewer). I has ceil(2 k P) positions. The preprint
     leaves the rounding open. Without a message I holds every position, and this is DGP.
 
     `selection` says where I comes from:

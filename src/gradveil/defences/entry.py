@@ -1,4 +1,4 @@
-"""What the table of defences holds for each: how to build it, what it changes, and what it promises."""
+"""An entry of the catalogue of defences: how to build it, what it changes, and what it guarantees."""
 
 from __future__ import annotations
 
@@ -6,10 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from gradveil.core.allowed import Flag
-from gradveil.core.arguments import Argument, Entry
 from gradveil.core.errors import fail
-from gradveil.defences.base import Defence
+from gradveil.core.settings import Argument, Flag, NamedEntry
+from gradveil.defences.composition import Defence
 
 Slot = Literal["model", "batch", "step", "send"]
 """The places where a client can be defended."""
@@ -30,7 +29,7 @@ PLANTED = (
     "rob(bins=512)",
     "rob(bins=512, sparse=true)",
     "curious(rows=1024, share=0.03)",
-    "fishing(belief=full)",
+    "fishing(simulated_client=full)",
 )
 """What a malicious server sends: blocks whose rows are compared or stand alone, trap weights, a last layer."""
 DECOYS = ("rob(bins=512, sparse=true, decoys=64)", "rob(bins=512, sparse=true, decoys=256)")
@@ -38,7 +37,7 @@ DECOYS = ("rob(bins=512, sparse=true, decoys=64)", "rob(bins=512, sparse=true, d
 
 
 @dataclass(frozen=True, kw_only=True)
-class DefenceEntry(Entry):
+class DefenceEntry(NamedEntry):
     """One named defence of the table. Calling it with arguments builds the defence, named by its canonical text."""
 
     changes: tuple[Slot, ...]

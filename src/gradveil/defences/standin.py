@@ -10,11 +10,11 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from gradveil.core.allowed import SHARE, Choice, Range, collect, unused
 from gradveil.core.errors import refuse
-from gradveil.core.fused import in_blocks
+from gradveil.core.settings import SHARE, Choice, Range, collect, unused
 from gradveil.core.tree import Tensors, counter, plain, straight_through, tmap, under
 from gradveil.core.types import Context, Stage, Transform
+from gradveil.gradients.fused import in_blocks
 
 OPTIMISER = Choice(("adam", "adagrad", "yogi"))
 """Whose step stands in for the gradient."""

@@ -10,8 +10,8 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from gradveil.core.allowed import Choice, collect
 from gradveil.core.errors import Problem, refuse
+from gradveil.core.settings import Choice, collect
 from gradveil.core.tree import Tensors, norm, select, tmap, under
 
 Weights = Literal["examples", "uniform", "angles"]

@@ -14,24 +14,24 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from gradveil.client import Client, Task, announced, drawn_update, proposer, scheduled, speakers
+from gradveil.client import Client, ClientTask, announced, drawn_update, proposer, scheduled, speakers
 from gradveil.core.errors import Problem, refuse
 from gradveil.core.noise import Key
 from gradveil.core.streams import Stream
 from gradveil.core.tree import Tensors, all_finite, stack
 from gradveil.core.types import Batch
 from gradveil.federated.aggregate import Server
-from gradveil.federated.recorded import Recorder
-from gradveil.federated.standing import Round, Standing, Status
-from gradveil.federated.together import Together, compute
-from gradveil.federated.wire import encoded_size
+from gradveil.federated.parallel_clients import Together, compute
+from gradveil.federated.training_state import RoundResult, Standing, Status
+from gradveil.federated.update_records import UpdateRecorder
+from gradveil.wire.codec import encoded_size
 
 _EVALUATED = 500
 """Examples that are evaluated at once."""
 
 
 @dataclass(frozen=True)
-class Share:
+class ClientShare:
     """One client's examples: what it trains on, and what it keeps apart to say how well that went."""
 
     train: Batch
@@ -43,7 +43,7 @@ class Federation:
     """A client, the examples that each of its copies has, and a server."""
 
     client: Client
-    shares: Sequence[Share]
+    shares: Sequence[ClientShare]
     test: Batch
     server: Server = field(default_factory=Server)
     key: Key = field(default_factory=lambda: Key(0))
@@ -55,7 +55,7 @@ class Federation:
     """Probability that a chosen client does not answer."""
     patience: int | None = None
     """Stop after so many rounds in which somebody answered, without a lower validation loss; None for never."""
-    recorder: Recorder | None = None
+    recorder: UpdateRecorder | None = None
     """Keeps what leaves the clients, for an audit; it changes nothing of the training."""
     pace: tuple[tuple[int, float], ...] = ()
     """(n, f): after n rounds steps are f times as long as at first; the clients' own, or where they send gradients the
@@ -118,12 +118,12 @@ class Federation:
         here = copy or scheduled(self.client, number - 1)
         return drawn_update(here, standing.params, *self.task(standing, client, number, here))
 
-    def task(self, standing: Standing, client: int, number: int, here: Client) -> Task:
+    def task(self, standing: Standing, client: int, number: int, here: Client) -> ClientTask:
         """Say what one client computes with in a round: its examples, the address of its draws, what it keeps."""
         key = self.key.child(Stream.CLIENT, client, Stream.ROUND, number)
         state = standing.clients.get(client)
         state = here.init(standing.params) if state is None else state
-        return Task(self._examples(client, key), key, state)
+        return ClientTask(self._examples(client, key), key, state)
 
     def round(self, standing: Standing) -> Standing:
         """Run one round, with the step size of its time."""
@@ -212,12 +212,12 @@ class Federation:
         params: Tensors,
         exchanged: tuple[int, int],
         began: float,
-    ) -> Round:
+    ) -> RoundResult:
         loss, accuracy = self.evaluate(params, self.test)
         kept = [share.validation for share in self.shares if share.validation is not None]
         told = [self.evaluate(params, batch) for batch in kept]
         losses, shares = ([row[i] for row in told] for i in (0, 1))
-        return Round(
+        return RoundResult(
             number,
             answers,
             absent,
@@ -236,7 +236,7 @@ class Federation:
         new = len(clients - there)
         return len(there) * before.moved + (new * encoded_size(before.params) if new else 0)
 
-    def _judged(self, after: Standing, record: Round, before: Standing) -> Standing:
+    def _judged(self, after: Standing, record: RoundResult, before: Standing) -> Standing:
         """Keep the best parameters, and say whether to go on."""
         records = (*before.records, record)
         nothing = bool(record.refused) and not record.clients

@@ -3,23 +3,25 @@
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
-from gradveil.metrics import cost, image, labels
-from gradveil.metrics.assign import match_batch, pairwise_mse, permute
-from gradveil.metrics.cost import cosine, dense_bytes, relative_distance
-from gradveil.metrics.identification import identification, rank
-from gradveil.metrics.image import (
+from gradveil.metrics import image_similarity, label_scores, update_cost
+from gradveil.metrics.image_similarity import (
+    Missing,
+    identification,
+    lpips,
     mse,
     mse_adadefense,
     psnr,
     psnr_adadefense,
+    rank,
     ssim,
     ssim_pairs,
     ssim_rescaled,
     ssim_torchmetrics,
 )
-from gradveil.metrics.labels import label_accuracy, matched_label_accuracy
-from gradveil.metrics.perceptual import Missing, lpips
-from gradveil.metrics.rates import Rate, Risk, asr, risk, wilson
+from gradveil.metrics.label_scores import label_accuracy, matched_label_accuracy
+from gradveil.metrics.matching import match_batch, pairwise_mse, permute
+from gradveil.metrics.statistics import Rate, Risk, asr, risk, wilson
+from gradveil.metrics.update_cost import cosine, dense_bytes, relative_distance
 
 
 class Metric(NamedTuple):
@@ -36,27 +38,40 @@ class Metric(NamedTuple):
 
 
 METRICS: dict[str, Metric] = {
-    "mse": Metric(image.mse, "mean squared error of pixels in [0, 1]", False, "images"),
-    "psnr": Metric(image.psnr, "peak signal-to-noise ratio in dB, range 1, at most 100", True, "images"),
-    "ssim": Metric(image.ssim, "structural similarity, Gaussian window, scikit-image's reading", True, "images"),
+    "mse": Metric(image_similarity.mse, "mean squared error of pixels in [0, 1]", False, "images"),
+    "psnr": Metric(image_similarity.psnr, "peak signal-to-noise ratio in dB, range 1, at most 100", True, "images"),
+    "ssim": Metric(
+        image_similarity.ssim, "structural similarity, Gaussian window, scikit-image's reading", True, "images"
+    ),
     "lpips": Metric(lpips, "learned perceptual distance (AlexNet or VGG), where weights are at hand", False, "images"),
     "label_accuracy": Metric(
-        labels.label_accuracy, "share of a batch's labels recovered, in any order", True, "labels"
+        label_scores.label_accuracy, "share of a batch's labels recovered, in any order", True, "labels"
     ),
     "matched_label_accuracy": Metric(
-        labels.matched_label_accuracy, "whether each matched image has its own label", True, "labels"
+        label_scores.matched_label_accuracy, "whether each matched image has its own label", True, "labels"
     ),
-    "identification": Metric(identification, "nearest image of the client's data set is the victim", True, "gallery"),
+    "identification": Metric(
+        identification, "nearest image of the client's data set is the target client", True, "gallery"
+    ),
     "relative_distance": Metric(
-        cost.relative_distance, "l2 distance of the sent to the raw update, relative to the raw", False, "updates"
+        update_cost.relative_distance,
+        "l2 distance of the sent to the raw update, relative to the raw",
+        False,
+        "updates",
     ),
-    "cosine": Metric(cost.cosine, "cosine of the sent and the raw update", True, "updates"),
-    "ssim_torchmetrics": Metric(image.ssim_torchmetrics, "SSIM with padded borders", True, "images", legacy=True),
+    "cosine": Metric(update_cost.cosine, "cosine of the sent and the raw update", True, "updates"),
+    "ssim_torchmetrics": Metric(
+        image_similarity.ssim_torchmetrics, "SSIM with padded borders", True, "images", legacy=True
+    ),
     "ssim_rescaled": Metric(
-        image.ssim_rescaled, "SSIM after each image is stretched to [0, 1]", True, "images", legacy=True
+        image_similarity.ssim_rescaled, "SSIM after each image is stretched to [0, 1]", True, "images", legacy=True
     ),
-    "mse_adadefense": Metric(image.mse_adadefense, "root mean squared error on 0 to 255", False, "images", legacy=True),
-    "psnr_adadefense": Metric(image.psnr_adadefense, "10 log10(255^2 / RMSE) on 0 to 255", True, "images", legacy=True),
+    "mse_adadefense": Metric(
+        image_similarity.mse_adadefense, "root mean squared error on 0 to 255", False, "images", legacy=True
+    ),
+    "psnr_adadefense": Metric(
+        image_similarity.psnr_adadefense, "10 log10(255^2 / RMSE) on 0 to 255", True, "images", legacy=True
+    ),
 }
 """Every metric by name. Legacy ones are named after the program whose numbers they reproduce."""
 

@@ -9,12 +9,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from gradveil.core.draws import Source, uniform
 from gradveil.core.errors import fail
-from gradveil.core.noise import Noise
+from gradveil.core.noise import Noise, Source, uniform
 from gradveil.core.tree import Tensors
-from gradveil.nn.norms import BatchStatistics
-from gradveil.nn.paths import at, insert_after
+from gradveil.nn.module_paths import at, insert_after
+from gradveil.nn.normalisation import BatchStatistics
 from gradveil.nn.stochastic import Stochastic
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"sigmoid": torch.sigmoid, "tanh": torch.tanh, "relu": torch.relu}

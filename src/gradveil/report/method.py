@@ -1,14 +1,49 @@
-"""What was run and what the attackers were given: the part of a report that makes its numbers mean something."""
+"""What was run and what the attackers knew: the method section of a report."""
 
 from __future__ import annotations
 
+import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, cast
 
-from gradveil.audit.attacker import ATTACKERS, POSITIONS, secrets
-from gradveil.audit.rows import Row
-from gradveil.core.words import listing, number, plural
+from gradveil.audit.attack_selection import ATTACKERS, POSITIONS, secrets
+from gradveil.audit.result_rows import Row
+from gradveil.core.formatting import listing, number, plural
+
+
+def contents(info: Mapping[str, Any]) -> dict[str, str]:
+    """Say what weights and images of files a run is of, by what they are: names say nothing of them."""
+    model, images = info["config"].get("model") or {}, info.get("images") or {}
+    marks = [str(mark)[:12] for mark in images.values() if mark]
+    found = {"images": "/".join(marks)} if marks else {}
+    if model.get("weights") is not None:
+        # An earlier version wrote them into the hash of all settings only.
+        found["initial weights"] = str(info.get("weights") or info.get("config_hash"))[:12]
+    return found
+
+
+def told_apart(titles: Sequence[str], settings: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Add the settings that differ to titles that are the same.
+
+    >>> told_apart(["a", "b"], [{"lr": 1}, {"lr": 2}]), told_apart(["a", "a"], [{"local": {"lr": 1}}, {"local": {}}])
+    (['a', 'b'], ['a (local.lr = 1)', 'a (local.lr = null)'])
+    """
+    if len(set(titles)) == len(titles):
+        return [*titles]
+    flat = [dict(_flat(one)) for one in settings]
+    keys = dict.fromkeys(key for one in flat for key in one)
+    differ = [key for key in keys if len({json.dumps(one.get(key)) for one in flat}) > 1]
+    said = [", ".join(f"{key} = {json.dumps(one.get(key))}" for key in differ) for one in flat]
+    return [f"{title} ({more})" if more else title for title, more in zip(titles, said, strict=True)]
+
+
+def _flat(value: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, inner in value.items():
+        if isinstance(inner, Mapping):
+            yield from _flat(cast("Mapping[str, Any]", inner), f"{prefix}{key}.")
+        else:
+            yield prefix + key, inner
 
 
 def distinct(values: Sequence[str]) -> list[str]:
@@ -82,12 +117,16 @@ def citations(rows: Sequence[Row]) -> list[str]:
 
 
 def statuses(rows: Sequence[Row], failed: int) -> str:
-    """Count how the runs of all victims ended, and the attack runs that failed as a whole."""
+    """Count how the runs of all target clients ended, and the attack runs that failed as a whole."""
     total: Counter[str] = Counter()
     for row in rows:
         total.update(row.statuses)
     parts = [f"{count:,} {status}" for status, count in total.most_common()]
-    ended = f"{plural(sum(total.values()), 'victim run')}: {listing(parts)}" if parts else "no victim was attacked"
+    ended = (
+        f"{plural(sum(total.values()), 'target client run')}: {listing(parts)}"
+        if parts
+        else "no target client was attacked"
+    )
     return ended + (f"; {plural(failed, 'whole attack run')} failed" if failed else "")
 
 

@@ -1,7 +1,4 @@
-"""Which defences are worth their price in a training: what they leak against accuracy, bytes and time.
-
-A defence leaks what the strongest attacker without secrets recovers, as its verdict says; of several seeds the mean.
-"""
+"""Which defences are worth their cost in a training: leak against accuracy, bytes and time."""
 
 from __future__ import annotations
 
@@ -11,17 +8,44 @@ from statistics import fmean
 from typing import Any
 
 from gradveil.audit.findings import SCHEMA, Findings, sentence_of
-from gradveil.audit.rows import Row, Setting
-from gradveil.audit.store import UNFIT, Cell
+from gradveil.audit.result_rows import Row, TrialSetting
+from gradveil.audit.run_directory import UNFIT, Trial
 from gradveil.audit.verdict import Verdict, verdicts
-from gradveil.core.words import DASH, listing, number, percent, plural, size
+from gradveil.core.formatting import DASH, listing, number, percent, plural, size
 from gradveil.metrics import wilson
-from gradveil.report.front import beaten_by, front
+
+Point = Sequence[float]
+"""What is to be kept small, one number a respect."""
+
+
+def dominates(one: Point, other: Point) -> bool:
+    """Say whether a point is nowhere larger than another, and somewhere smaller. Equal points leave each other alone.
+
+    >>> dominates((1, 2), (1, 3)), dominates((1, 3), (2, 2)), dominates((1, 2), (1, 2))
+    (True, False, False)
+    """
+    return all(a <= b for a, b in zip(one, other, strict=True)) and tuple(one) != tuple(other)
+
+
+def front(points: Sequence[Point]) -> list[int]:
+    """Return the places of the points that none dominates, in order.
+
+    >>> front([(0, 3), (1, 1), (2, 2), (3, 0), (1, 1)])
+    [0, 1, 3, 4]
+    """
+    return [place for place, own in enumerate(points) if not any(dominates(other, own) for other in points)]
+
+
+def beaten_by(points: Sequence[Point]) -> dict[int, list[int]]:
+    """Return, for every point that is not on the front, the places of those on it that dominate it."""
+    members = front(points)
+    found = {place: [m for m in members if dominates(points[m], own)] for place, own in enumerate(points)}
+    return {place: by for place, by in found.items() if by}
 
 
 @dataclass(frozen=True)
 class Axis:
-    """A price: its key among a cell's facts about its training, its words, and whether more of it is better."""
+    """A price: its key among a trial's facts about its training, its words, and whether more of it is better."""
 
     key: str
     title: str
@@ -85,7 +109,7 @@ class Spot:
 
     @property
     def bounds(self) -> tuple[float, float]:
-        """From the lowest to the highest end of the seeds' Wilson intervals: seeds share victims and do not add up."""
+        """From the lowest to the highest end of the seeds' Wilson intervals: seeds share targets and do not add up."""
         ends = [wilson(row.identifiable, row.images) for _, row in self.verdict.seeds]
         return min(low for low, _ in ends), max(high for _, high in ends)
 
@@ -136,10 +160,10 @@ class View:
 
 
 @dataclass(frozen=True)
-class Chart:
+class ParetoChart:
     """One setting with its views: the worst stage of each defence first, then every stage."""
 
-    setting: Setting
+    setting: TrialSetting
     views: tuple[View, ...]
     missing: tuple[tuple[str, str], ...]
     """Defences without any rate, and why."""
@@ -168,13 +192,13 @@ class Chart:
         return [f"{percent(own[stage].rate) if stage in own else 'no rate'} {when(stage)}" for stage in every]
 
 
-def charts(judged: Sequence[Verdict], empty: Sequence[Cell], config: Mapping[str, Any]) -> list[Chart]:
+def charts(judged: Sequence[Verdict], empty: Sequence[Trial], config: Mapping[str, Any]) -> list[ParetoChart]:
     """Build the charts of an audit that follows a training, one a setting whatever the round; none of another audit.
 
-    `empty` are the cells without a result: attacks that failed, or do not apply.
+    `empty` are the trials without a result: attacks that failed, or do not apply.
     """
     trained = [verdict for verdict in judged if verdict.setting.trained is not None]
-    failed = [Row(place, cell) for place, cell in enumerate(empty) if cell.broken]
+    failed = [Row(place, trial) for place, trial in enumerate(empty) if trial.broken]
     broken = {(row.setting, row.defence) for row in failed}
     found = []
     for setting in dict.fromkeys(verdict.setting._replace(trained=None) for verdict in trained):
@@ -193,7 +217,7 @@ def charts(judged: Sequence[Verdict], empty: Sequence[Cell], config: Mapping[str
         for stage in sorted(every):
             views.append(_view(when(stage).capitalize(), [of[stage] for of in stages.values() if stage in of]))
         left = tuple(_missing({row.defence for verdict in here for row in verdict.rows}, empty, config))
-        found.append(Chart(setting, tuple(views), left, stages))
+        found.append(ParetoChart(setting, tuple(views), left, stages))
     return found
 
 
@@ -248,16 +272,16 @@ def _prices(rows: Sequence[Row]) -> dict[str, dict[str, Span]]:
     return found
 
 
-def _missing(there: set[str], empty: Sequence[Cell], config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+def _missing(there: set[str], empty: Sequence[Trial], config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     for defence in config.get("defences") or ():
         if defence not in there:
-            own = [cell for cell in empty if cell.info["defence"] == defence]
-            failed = dict.fromkeys(str(cell.failed) for cell in own if cell.broken)
-            unmet = f"attacked by nobody ({UNFIT}: {listing(dict.fromkeys(cell.info['attack'] for cell in own))})"
+            own = [trial for trial in empty if trial.info["defence"] == defence]
+            failed = dict.fromkeys(str(trial.failed) for trial in own if trial.broken)
+            unmet = f"attacked by nobody ({UNFIT}: {listing(dict.fromkeys(trial.info['attack'] for trial in own))})"
             yield defence, f"failed: {'; '.join(failed)}" if failed else unmet if own else "not done yet"
 
 
-def section(found: Sequence[Chart], rows: Sequence[Row]) -> dict[str, Any]:
+def section(found: Sequence[ParetoChart], rows: Sequence[Row]) -> dict[str, Any]:
     """Say what the page's template shows of these charts."""
     return {"fronts": found, "axes": AXES, "price": price, "many_seeds": len({row.seed for row in rows}) > 1}
 
@@ -270,9 +294,9 @@ def price(spot: Spot, axis: Axis) -> tuple[str, str]:
     return mean, f"{low} to {high}" if low != high else ""
 
 
-def marks(rows: Sequence[Row]) -> dict[tuple[Setting, str], str]:
+def marks(rows: Sequence[Row]) -> dict[tuple[TrialSetting, str], str]:
     """Name the fronts that each defence is on, where it leaks most, by its setting whatever the round."""
-    found: dict[tuple[Setting, str], str] = {}
+    found: dict[tuple[TrialSetting, str], str] = {}
     for chart in charts(verdicts(rows), (), {}):
         for spot in chart.worst.spots:
             on = [axis.key for axis in AXES if spot.name in chart.worst.members[axis.key]]
@@ -281,7 +305,7 @@ def marks(rows: Sequence[Row]) -> dict[tuple[Setting, str], str]:
     return found
 
 
-def mark(row: Row, found: Mapping[tuple[Setting, str], str]) -> str | None:
+def mark(row: Row, found: Mapping[tuple[TrialSetting, str], str]) -> str | None:
     """Look up the fronts of a row's defence; None where nothing was trained, or nothing is known."""
     return found.get((row.setting._replace(trained=None), row.defence)) if row.setting.trained is not None else None
 
@@ -298,8 +322,8 @@ def as_object(found: Sequence[Findings]) -> dict[str, Any]:
 
 def trials_with_fronts(found: Findings) -> list[dict[str, Any]]:
     """Sum every trial up, with `pareto`: the fronts that its defence is on, or why it is on none."""
-    fronts = marks([row for row in found.finished if row.cell.unscored is None])
+    fronts = marks([row for row in found.finished if row.trial.unscored is None])
     return [
-        {**told, "pareto": mark(row, fronts) if row.cell.failed is None and not row.is_control else None}
+        {**told, "pareto": mark(row, fronts) if row.trial.failed is None and not row.is_control else None}
         for row, told in zip(found.rows, found.trials, strict=True)
     ]

@@ -1,15 +1,85 @@
-"""What the interactive plots are drawn from: one point a cell, or one a defence beside the price of its training."""
+"""Data of the interactive plots: leak against cost, quality against budget, curves over rounds."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from itertools import accumulate
+from statistics import fmean
 from typing import Any
 
-from gradveil.audit.attacker import ATTACKERS
-from gradveil.audit.rows import Row
-from gradveil.audit.verdict import LEVELS, strength
-from gradveil.core.words import interval, number, percent, size
-from gradveil.report.pareto import AXES, Chart, Spot, View, price, when
+from gradveil.audit.attack_check import examine
+from gradveil.audit.attack_selection import ATTACKERS
+from gradveil.audit.result_rows import BudgetPoint, Row, TrialSetting
+from gradveil.audit.verdict import LEVELS, Verdict, strength
+from gradveil.core.formatting import interval, listing, number, percent, size
+from gradveil.report.pareto import AXES, Spot, View, price, when
+from gradveil.report.pareto import ParetoChart as Chart_pareto
+from gradveil.report.training_groups import TrainingGroup
+
+
+def lines(kinds: Sequence[TrainingGroup]) -> list[dict[str, Any]]:
+    """Describe the curves for the page's script; a defence keeps its colour where an earlier one has no curve."""
+    return [
+        {"series": place, "name": kind.name, "points": list(_points(kind)), "best": list(_best(kind))}
+        for place, kind in enumerate(kinds)
+        if any(told["curve"] for told in kind.counted)
+    ]
+
+
+def _points(kind: TrainingGroup) -> Iterator[dict[str, Any]]:
+    """Average the seeds round by round: those that got so far; the model before the first round is round 0."""
+    starts = [told["start"]["accuracy"] for told in kind.counted if told["start"]]
+    if starts:
+        yield {"round": 0, "sent": 0, "loss": None, "seeds": len(starts), **_band("accuracy", starts)}
+    for place in range(max(len(told["curve"]) for told in kind.counted)):
+        here = [told["curve"] for told in kind.counted if len(told["curve"]) > place]
+        points = [curve[place] for curve in here]
+        losses = [point["validation_loss"] for point in points if point["validation_loss"] is not None]
+        yield {
+            "round": points[0]["number"],
+            "sent": fmean(list(accumulate(point["bytes_up"] for point in curve))[place] for curve in here),
+            "seeds": len(points),
+            **_band("accuracy", [point["accuracy"] for point in points]),
+            **_band("loss", losses),
+            "lines": [f"round {points[0]['number']}", *_said(points, losses)],
+        }
+
+
+def _band(key: str, values: Sequence[float]) -> dict[str, float | None]:
+    """Give the mean of the seeds, and the lowest and highest of them."""
+    if not values:
+        return dict.fromkeys((key, f"{key}_low", f"{key}_high"))
+    return {key: fmean(values), f"{key}_low": min(values), f"{key}_high": max(values)}
+
+
+def _said(points: Sequence[Mapping[str, Any]], losses: Sequence[float]) -> Iterator[str]:
+    shares = [point["accuracy"] for point in points]
+    several = f" ({percent(min(shares))} to {percent(max(shares))} of {len(shares)} seeds)" if len(shares) > 1 else ""
+    yield f"accuracy {percent(fmean(shares))}{several}"
+    if losses:
+        yield f"validation loss {number(fmean(losses))}"
+    up, down = (fmean(point[key] for point in points) for key in ("bytes_up", "bytes_down"))
+    yield f"{size(up)} sent, {size(down)} received, {fmean(point['seconds'] for point in points):.1f} s"
+
+
+def _best(kind: TrainingGroup) -> Iterator[dict[str, Any]]:
+    """Mark the round whose parameters each seed ends with."""
+    for told in kind.counted:
+        if told["best_round"]:
+            point = told["curve"][told["best_round"] - 1]
+            yield {
+                "round": point["number"],
+                "sent": sum(earlier["bytes_up"] for earlier in told["curve"][: told["best_round"]]),
+                "accuracy": point["accuracy"],
+                "loss": point["validation_loss"],
+                "lines": [f"seed {told['seed']}: best round {point['number']}", *_said([point], _known(point))],
+            }
+
+
+def _known(point: Mapping[str, Any]) -> list[float]:
+    return [] if point["validation_loss"] is None else [point["validation_loss"]]
 
 
 def series(rows: Sequence[Row]) -> dict[str, int]:
@@ -18,7 +88,7 @@ def series(rows: Sequence[Row]) -> dict[str, int]:
 
 
 def points(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """Describe every cell as a point: its series (the defence), its coordinates and what its tooltip says.
+    """Describe every trial as a point: its series (the defence), its coordinates and what its tooltip says.
 
     `best` marks the strongest attack of each kind of attacker on each defence, over attacks and seeds.
     """
@@ -44,14 +114,14 @@ def points(rows: Sequence[Row]) -> list[dict[str, Any]]:
                 "low": low,
                 "high": high,
                 "ssim": row.mean("ssim"),
-                "floor": row.floor,
+                "baseline": row.baseline,
                 "group": f"{row.defence}|{row.setting}",
                 "seed": row.seed,
                 "best": row.number in strongest,
                 "lines": [
                     *about,
                     f"{row.recovered} of {row.images} recovered, {percent(row.asr)} ({interval(low, high)})",
-                    f"mean SSIM {number(row.mean('ssim'))} · guessing {percent(row.floor)}",
+                    f"mean SSIM {number(row.mean('ssim'))} · guessing {percent(row.baseline)}",
                     f"{size(row.info.get('bytes_sent'))} sent · distance {number(row.info.get('distance'))}",
                 ],
             }
@@ -68,7 +138,7 @@ def _strongest(rows: Sequence[Row]) -> set[int]:
     return {row.number for row in best.values()}
 
 
-def fronts(found: Sequence[Chart], rows: Sequence[Row]) -> list[dict[str, Any]]:
+def fronts(found: Sequence[Chart_pareto], rows: Sequence[Row]) -> list[dict[str, Any]]:
     """Describe the charts for the page's script; a defence has the colour that it has in the other plots."""
     places = series(rows)
     return [
@@ -85,7 +155,7 @@ def fronts(found: Sequence[Chart], rows: Sequence[Row]) -> list[dict[str, Any]]:
     ]
 
 
-def _drawn(spot: Spot, view: View, chart: Chart, places: Mapping[str, int]) -> dict[str, Any]:
+def _drawn(spot: Spot, view: View, chart: Chart_pareto, places: Mapping[str, int]) -> dict[str, Any]:
     best = spot.verdict.best
     steps = [*chart.stages[spot.name].items()]
     return {
@@ -105,7 +175,7 @@ def _drawn(spot: Spot, view: View, chart: Chart, places: Mapping[str, int]) -> d
     }
 
 
-def _lines(spot: Spot, view: View, chart: Chart) -> Iterator[str]:
+def _lines(spot: Spot, view: View, chart: Chart_pareto) -> Iterator[str]:
     low, high = spot.bounds
     seeds = f", the mean of {len(spot.rates)} seeds" if len(spot.rates) > 1 else ""
     yield f"{percent(spot.rate)} identifiable {when(spot.stage)}{seeds} ({interval(low, high)})"
@@ -113,3 +183,109 @@ def _lines(spot: Spot, view: View, chart: Chart) -> Iterator[str]:
     if view is chart.worst:
         yield ", ".join(chart.trail(spot))
     yield " · ".join(f"{axis.title.lower()} {price(spot, axis)[0]}" for axis in AXES)
+
+
+RISING = 0.02
+"""A curve that gained more mean SSIM than this in its last doubling is still rising."""
+
+
+@dataclass(frozen=True)
+class ProgressChart:
+    """The curves of one setting: of every defence the strongest attacker that iterates."""
+
+    setting: TrialSetting
+    rows: tuple[Row, ...]
+    passed_over: tuple[Verdict, ...]
+    """Defences whose strongest attacker does not iterate."""
+    short: tuple[Row, ...]
+    """Curves of attacks that ended above the objective of the true images."""
+
+    @property
+    def advice(self) -> str:
+        """Say where more iterations would likely help, and where not."""
+        rising = [(row, gain) for row in self.rows if (gain := row.last_doubling) is not None and gain > RISING]
+        level = [row for row in self.rows if all(row is not other for other, _ in rising)]
+        stuck = [row for row in level if any(row is other for other in self.short)]
+        other = "; restarts or another attack may" if stuck else ""
+        if len(level) > len(stuck) > 0:
+            other += f" {_where(stuck)}"
+        if not rising:
+            flat = f"no mean SSIM rose by more than {RISING} in the last doubling"
+            return f"More iterations would hardly help: {flat}{other}."
+        who = _where([row for row, _ in rising])
+        gains = listing(number(gain, 2) for _, gain in rising)
+        rest = f", but hardly {_where(level)}{other}" if level else ""
+        return f"More iterations would likely help {who} (mean SSIM rose by {gains} in the last doubling){rest}."
+
+    @property
+    def note(self) -> str:
+        """Say for which defences the curve is not that of the strongest attacker."""
+        if not self.passed_over:
+            return ""
+        attacks = listing(dict.fromkeys(verdict.best.attack for verdict in self.passed_over))
+        where = _where([verdict.best for verdict in self.passed_over])
+        return f"The strongest attack {where} ({attacks}) does not iterate: the next strongest stands here."
+
+    @property
+    def table(self) -> list[tuple[Row, list[BudgetPoint | None]]]:
+        """The same as numbers: every curve at the shares of its budget that any curve was noted at."""
+        width = max(len(row.curve) for row in self.rows)
+        return [(row, [None] * (width - len(row.curve)) + list(row.curve)) for row in self.rows]
+
+    @property
+    def shares(self) -> list[str]:
+        """Head the columns of the table: every point is at half the budget of the next."""
+        width = max(len(row.curve) for row in self.rows)
+        return [str(Fraction(1, 2**halving)) for halving in reversed(range(width))]
+
+
+def charts(judged: Sequence[Verdict]) -> list[ProgressChart]:
+    """Choose the curves: a chart a setting, none where no attack iterated."""
+    found = []
+    for setting in dict.fromkeys(verdict.setting for verdict in judged):
+        here = [verdict for verdict in judged if verdict.setting == setting]
+        best = [(verdict, next((row for row in verdict.judged if row.curve), None)) for verdict in here]
+        rows = tuple(row for _, row in best if row is not None)
+        if rows:
+            over = tuple(verdict for verdict, row in best if row is not None and row is not verdict.best)
+            every = [row for verdict in here for row in verdict.rows]
+            short = tuple(row for row in rows if examine(row, every).state == "under-optimised")
+            found.append(ProgressChart(setting, rows, over, short))
+    return found
+
+
+def curves(found: Sequence[ProgressChart], rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """Describe the charts for the page's script; a defence has the colour that it has in the other plots."""
+    places = series(rows)
+    return [
+        {
+            "baseline": {"asr": _baseline(chart.rows, "asr"), "ssim": _baseline(chart.rows, "ssim_mean")},
+            "lines": [
+                {
+                    "series": places[row.defence],
+                    "name": row.defence_name,
+                    "attack": row.attack,
+                    "points": [{**spot._asdict(), "lines": list(_told(row, spot))} for spot in row.curve],
+                }
+                for row in chart.rows
+            ],
+        }
+        for chart in found
+    ]
+
+
+def _told(row: Row, spot: BudgetPoint) -> Iterator[str]:
+    whole = row.curve[-1].iterations
+    yield f"after {spot.iterations:,} iterations" + ("" if spot.iterations == whole else f" of {whole:,}")
+    yield f"mean SSIM {number(spot.ssim)} · {percent(spot.asr)} recovered"
+
+
+def _baseline(rows: Sequence[Row], score: str) -> float | None:
+    found = [row.baseline_of(score) for row in rows]
+    return max((value for value in found if value is not None), default=None)
+
+
+def _where(rows: Sequence[Row]) -> str:
+    bare = ["without a defence"] if any(row.undefended for row in rows) else []
+    names = [row.defence for row in rows if not row.undefended]
+    return listing([*bare, f"against {listing(names)}"] if names else bare)

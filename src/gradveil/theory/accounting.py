@@ -16,8 +16,8 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Literal
 
-from gradveil.core.allowed import COUNT, KEPT, STRENGTH, Choice, Range, collect
 from gradveil.core.errors import Problem, fail, refuse
+from gradveil.core.settings import COUNT, KEPT, STRENGTH, Choice, Range, collect
 
 Accountant = Literal["pld", "rdp"]
 """How privacy losses are composed: by their distribution, or by Rényi divergences."""
@@ -43,12 +43,12 @@ _LEAST = 1e-6
 
 
 @dataclass(frozen=True)
-class Training:
+class Participation:
     """How often a unit takes part in what is released, and which delta and accountant are wanted.
 
     With `poisson` sampling, each unit is in each of `steps` sums with probability `rate`, independently; neighbours
     differ by one unit added or removed (Abadi et al. 2016). With `shuffled` batches of fixed size, a unit is in one of
-    floor(1 / rate) sums of each epoch; it is accounted once an epoch, *without* amplification by sampling, and
+    baseline(1 / rate) sums of each epoch; it is accounted once an epoch, *without* amplification by sampling, and
     neighbours differ by one unit replaced, which can change the sum by 2 C. The schedule must not depend on the data.
     """
 
@@ -78,7 +78,7 @@ class Training:
         return self.at_most or math.ceil(self.steps / math.floor(1 / self.rate + 1e-9))
 
 
-def epsilon(multiplier: float, training: Training) -> float:
+def epsilon(multiplier: float, training: Participation) -> float:
     """Bound epsilon for a noise multiplier; infinite without noise.
 
     `rdp` takes the best order of Rényi divergence (Mironov 2017), `pld` composes privacy loss distributions
@@ -87,7 +87,7 @@ def epsilon(multiplier: float, training: Training) -> float:
     return composed([(multiplier, training)])
 
 
-def composed(parts: Sequence[tuple[float, Training]]) -> float:
+def composed(parts: Sequence[tuple[float, Participation]]) -> float:
     """Bound epsilon of noise multipliers and trainings, at least one, that follow each other on the same units.
 
     Neighbouring data have to be the same in all of them: Poisson samples and shuffled batches do not compose.
@@ -104,13 +104,13 @@ def composed(parts: Sequence[tuple[float, Training]]) -> float:
     return loose if kinds[0][2] == "rdp" or loose > HOPELESS else _epsilon(tuple(parts), "pld")
 
 
-def worst(noises: Iterable[tuple[float, Training]]) -> tuple[float, float, Training]:
+def worst(noises: Iterable[tuple[float, Participation]]) -> tuple[float, float, Participation]:
     """Find the largest epsilon of several noise multipliers and trainings: epsilon, and whose it is.
 
     What `rdp` bounds below the largest so far is not accounted exactly: hundreds of clients take a second or two.
     """
     loose = ((epsilon(noise, replace(training, accountant="rdp")), noise, training) for noise, training in set(noises))
-    found: tuple[float, float, Training] | None = None
+    found: tuple[float, float, Participation] | None = None
     for bound, noise, training in sorted(loose, key=lambda entry: -entry[0]):
         if found is not None and bound <= found[0]:
             break
@@ -120,7 +120,7 @@ def worst(noises: Iterable[tuple[float, Training]]) -> tuple[float, float, Train
     return found
 
 
-def multiplier(target: float, training: Training) -> float:
+def multiplier(target: float, training: Participation) -> float:
     """Find the smallest noise multiplier whose epsilon is at most `target`; it errs on the private side.
 
     The answer is at most 1 part in 10,000 too large.
@@ -160,7 +160,7 @@ def _crossing(excess: Callable[[float], float], low: float, high: float) -> floa
     return high
 
 
-def assumptions(training: Training, unit: Unit = "example") -> str:
+def assumptions(training: Participation, unit: Unit = "example") -> str:
     """Write out in a sentence what an epsilon of this training takes for granted."""
     if training.sampling == "shuffled":
         times = f"at most {training.epochs} of {training.steps:,} sums" if training.steps > 1 else "the one sum"
@@ -171,7 +171,7 @@ def assumptions(training: Training, unit: Unit = "example") -> str:
 
 
 @cache
-def _epsilon(parts: tuple[tuple[float, Training], ...], accountant: Accountant) -> float:
+def _epsilon(parts: tuple[tuple[float, Participation], ...], accountant: Accountant) -> float:
     # It takes a second to load, which only those wait for who ask for an epsilon.
     import dp_accounting  # pyright: ignore[reportMissingImports]
     from dp_accounting import pld, rdp  # pyright: ignore[reportMissingImports]

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from gradveil.client import Client, Task, drawn_update, first_gradient
+from gradveil.client import Client, ClientTask, drawn_update, first_gradient
 from gradveil.core.errors import FOREIGN, GradveilError, fail
 from gradveil.core.tree import Tensors
-from gradveil.federated.exposure import exposure, guarded_update
-from gradveil.federated.guard import Finding, Policy
-from gradveil.integrations.flower.memory import LOG
+from gradveil.federated.model_inspection import Finding, Policy
+from gradveil.federated.update_inspection import exposure, guarded_update
+from gradveil.integrations.flower.client_memory import LOG
 
 _ASK = "ask its operator, who has the log"
 
@@ -25,7 +25,7 @@ class OwnUpdate:
 
     client: Client
     params: Tensors
-    task: Task
+    task: ClientTask
     previous: Tensors | None
     """What the round before began with."""
     guard: Policy

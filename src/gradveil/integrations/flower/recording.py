@@ -1,4 +1,4 @@
-"""A client mod that records what leaves any Flower app, defended or not, for `gradveil audit --observed`."""
+"""A client mod that records what leaves any Flower app, for `gradveil audit --observed`."""
 
 from __future__ import annotations
 
@@ -13,12 +13,11 @@ from torch import Tensor
 from gradveil.core.errors import FOREIGN, GradveilError, fail
 from gradveil.core.tree import Tensors
 from gradveil.core.types import Batch
-from gradveil.federated.config import LocalConfig
-from gradveil.federated.recorded import Recorder, Sends
-from gradveil.federated.wire import Layout, fits
-from gradveil.integrations.flower.client import LOG
-from gradveil.integrations.flower.memory import IDENTITY
-from gradveil.integrations.flower.records import (
+from gradveil.federated.training_config import LocalConfig
+from gradveil.federated.update_records import Sends, UpdateRecorder
+from gradveil.integrations.flower.answer import LOG
+from gradveil.integrations.flower.client_memory import IDENTITY
+from gradveil.integrations.flower.flower_records import (
     COUNT,
     MARK,
     PACKED,
@@ -29,6 +28,7 @@ from gradveil.integrations.flower.records import (
     tensors,
     trained,
 )
+from gradveil.wire.codec import Layout, fits
 
 Truth = Callable[[Message, Context], tuple[Tensor, Tensor]]
 """(message, context) -> the inputs [B, C, H, W], as the model takes them, and the targets [B] of a reply."""
@@ -56,7 +56,7 @@ def record(
     partition or node numbers) choose what is kept, None for all. Private images are recorded only if `truth` is given.
     `trainable` has the patterns of `Client.trainable` and `protect`, where not all parameters are trained.
     """
-    kept = Recorder(
+    kept = UpdateRecorder(
         Path(folder).expanduser(),
         defence=defence,
         local=local,
@@ -65,12 +65,12 @@ def record(
         rounds=rounds,
         clients=clients,
     )
-    return _Record(kept, truth, trainable)
+    return _ModState(kept, truth, trainable)
 
 
 @dataclass(frozen=True)
-class _Record:
-    recorder: Recorder
+class _ModState:
+    recorder: UpdateRecorder
     truth: Truth | None
     trainable: Sequence[str] | None
 

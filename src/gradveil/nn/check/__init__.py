@@ -9,9 +9,8 @@ from torch.nn import functional as F
 
 from gradveil.core.errors import Problem
 from gradveil.core.types import Batch
-from gradveil.nn.check.batches import Bounds, batch_problems
-from gradveil.nn.check.layers import layer_problems
-from gradveil.nn.check.runs import run_problems
+from gradveil.nn.check.running import run_problems
+from gradveil.nn.check.static import Bounds, batch_problems, layer_problems
 
 __all__ = ["check"]
 

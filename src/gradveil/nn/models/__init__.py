@@ -12,12 +12,11 @@ import torch
 from torch import Generator, nn
 
 from gradveil.core.errors import FOREIGN, GradveilError, Problem, fail, refuse
-from gradveil.core.own import imported
-from gradveil.nn.init import drawing_from, initialise
-from gradveil.nn.models.cnn import cnn6, convnet, mnist_conv, scheliga_cnn
-from gradveil.nn.models.lenet import lenet_zhu, mnist_cnn_glaus
+from gradveil.core.user_code import imported
+from gradveil.nn.initial_weights import drawing_from, initialise
 from gradveil.nn.models.parts import Network
 from gradveil.nn.models.resnet import resnet18, resnet20, resnet32, resnet34
+from gradveil.nn.models.small_cnn import cnn6, convnet, lenet_zhu, mnist_cnn_glaus, mnist_conv, scheliga_cnn
 from gradveil.nn.models.vgg import vgg11, vgg13, vgg16
 from gradveil.nn.models.vit import vit
 

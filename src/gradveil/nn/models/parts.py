@@ -8,7 +8,7 @@ from collections.abc import Callable
 from torch import Tensor, nn
 
 from gradveil.core.errors import fail
-from gradveil.nn.norms import norm_layer
+from gradveil.nn.normalisation import norm_layer
 
 ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
     "relu": nn.ReLU,

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from gradveil.core.errors import fail
 from gradveil.nn.models.parts import GlobalMean, Network, activation_layer, conv_block, sequence, side_after
-from gradveil.nn.norms import norm_layer
+from gradveil.nn.normalisation import norm_layer
 
 STEMS = ("cifar", "imagenet")
 """First layers of a ResNet: a 3x3 convolution, or 7x7 with stride 2 and max-pooling."""

@@ -6,9 +6,9 @@ import torch
 from torch import Generator, Tensor, nn
 
 from gradveil.core.errors import fail
-from gradveil.nn.init import draw_normal
+from gradveil.nn.initial_weights import draw_normal
 from gradveil.nn.models.parts import Network, activation_layer, sequence
-from gradveil.nn.norms import LayerNorm
+from gradveil.nn.normalisation import LayerNorm
 
 POSITION_STD = 0.02
 """Standard deviation of the initial class token and position embedding."""

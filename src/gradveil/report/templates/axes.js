@@ -52,7 +52,7 @@ const CHARTS = (() => {
   });
 
   // The grid with its labels. An axis is told its two ends in pixels and answers {at, ticks, name(tick), title}.
-  function frame({ label, width, x, y, floor = null }) {
+  function frame({ label, width, x, y, baseline = null }) {
     const height = 320, [left, right, top, bottom] = [62, width - 10, 14, height - 48];
     const across = x(left, right), up = y(bottom, top), { at } = across;
     const picture = svg("svg", { viewBox: `0 0 ${width} ${height}`, role: "group", "aria-label": label });
@@ -72,9 +72,9 @@ const CHARTS = (() => {
     picture.append(svg("text", { x: (left + right) / 2, y: height - 6, "text-anchor": "middle" }, across.title));
     const upright = { transform: `translate(14 ${(top + bottom) / 2}) rotate(-90)`, "text-anchor": "middle" };
     picture.append(svg("text", upright, up.title));
-    if (floor !== null && floor >= 0) {
-      picture.append(svg("line", { class: "floor", x1: left, x2: right, y1: up.at(floor), y2: up.at(floor) }));
-      picture.append(svg("text", { x: left + 4, y: up.at(floor) - 5 }, "guessing"));
+    if (baseline !== null && baseline >= 0) {
+      picture.append(svg("line", { class: "baseline", x1: left, x2: right, y1: up.at(baseline), y2: up.at(baseline) }));
+      picture.append(svg("text", { x: left + 4, y: up.at(baseline) - 5 }, "guessing"));
     }
     return { picture, left, right, top, bottom, y: up.at, at };
   }

@@ -8,11 +8,11 @@
   let measure = "ssim";
 
   function draw(box) {
-    const { lines, floor } = REPORT.curves[Number(box.dataset.chart)];
+    const { lines, baseline } = REPORT.curves[Number(box.dataset.chart)];
     const counts = lines.flatMap((line) => line.points.map((p) => p.iterations));
     const low = Math.min(...counts), high = Math.max(...counts);
     const { picture, y, at } = CHARTS.frame({
-      label: "Quality against iterations", width: Math.max(box.clientWidth, 240), floor: floor[measure],
+      label: "Quality against iterations", width: Math.max(box.clientWidth, 240), baseline: baseline[measure],
       y: CHARTS.shares(measure, measure === "asr" ? 0 : Math.min(0, ...lines.flatMap((line) => line.points.map((p) => p.ssim ?? 0)))),
       x: (left, right) => ({
         at: (v) => left + 10 + (Math.log(v / low) / (Math.log(high / low) || 1)) * (right - left - 20),

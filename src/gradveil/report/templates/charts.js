@@ -28,7 +28,7 @@
     const { picture, left, right, y, at } = CHARTS.frame({
       label: `Attack runs against ${axis}`, width: Math.max(box.clientWidth, 240),
       y: CHARTS.shares(measure, measure === "asr" ? 0 : Math.min(0, ...points.map((p) => p.ssim ?? 0))),
-      floor: measure === "asr" ? Math.max(...points.map((p) => p.floor ?? -1)) : null,
+      baseline: measure === "asr" ? Math.max(...points.map((p) => p.baseline ?? -1)) : null,
       x: (from, to) => ({
         ...scale(axis, from, to),
         name: (tick) => (axis === "bytes" ? bytes(tick) : String(Number(tick.toPrecision(3)))),

@@ -39,12 +39,12 @@
 
   function figure(pair) {
     const row = rows[pair.row];
-    const tiles = element("div", { className: "tiles" }, picture(pair.truth, pair.tile, `truth, victim ${pair.victim}`));
-    if (pair.trained !== null) tiles.append(picture(pair.trained, pair.tile, `what the client trained on, victim ${pair.victim}`));
-    tiles.append(picture(pair.made, pair.tile, `reconstruction, victim ${pair.victim}`));
+    const tiles = element("div", { className: "tiles" }, picture(pair.truth, pair.tile, `truth, target client ${pair.target_client}`));
+    if (pair.trained !== null) tiles.append(picture(pair.trained, pair.tile, `what the client trained on, target client ${pair.target_client}`));
+    tiles.append(picture(pair.made, pair.tile, `reconstruction, target client ${pair.target_client}`));
     const verdict = element("span", { className: pair.recovered ? "yes" : "no", textContent: pair.recovered ? "✕ recovered" : "✓ not recovered" });
     const top = element("div", { className: "top" }, element("b", { textContent: `SSIM ${number(pair.ssim, 2)}` }), verdict);
-    const rest = `${number(pair.psnr, 1)} dB · victim ${pair.victim} · ${pair.status}`;
+    const rest = `${number(pair.psnr, 1)} dB · target client ${pair.target_client} · ${pair.status}`;
     const where = `${row.defence} · ${attackName(row)}`;
     return element("figure", { className: "pair" }, tiles, element("figcaption", {}, top, rest, element("br"), where));
   }
@@ -86,27 +86,27 @@
   document.querySelectorAll(".strip").forEach((strip) => {
     const worst = pairs.filter((pair) => pair.row === Number(strip.dataset.row)).slice(0, 5);
     strip.append(element("div", {}, ...worst.flatMap((pair) => [
-      picture(pair.truth, pair.tile, `truth, victim ${pair.victim}`),
-      picture(pair.made, pair.tile, `reconstruction, victim ${pair.victim}, SSIM ${number(pair.ssim, 2)}`),
+      picture(pair.truth, pair.tile, `truth, target client ${pair.target_client}`),
+      picture(pair.made, pair.tile, `reconstruction, target client ${pair.target_client}, SSIM ${number(pair.ssim, 2)}`),
     ])));
     if (worst.length) strip.append(element("p", { textContent: "truth above, reconstruction below: the worst leaks" }));
   });
 
-  // The first victims of the run, the same ones under every defence.
+  // The first target clients of the run, the same ones under every defence.
   document.getElementById("side-by-side").append(...REPORT.side_by_side.flatMap(({ title, rows: chosen }) => {
     const of = (row) => pairs.filter((pair) => pair.row === row).sort((a, b) => a.tile - b.tile).slice(0, 8);
-    const line = (name, note, cells) => element("tr", {}, element("th", { scope: "row" }, name, element("small", { textContent: note })),
-      ...cells.map((cell) => element("td", {}, cell)));
-    const truths = of(chosen[0]).map((pair) => picture(pair.truth, pair.tile, `truth, victim ${pair.victim}`));
+    const line = (name, note, trials) => element("tr", {}, element("th", { scope: "row" }, name, element("small", { textContent: note })),
+      ...trials.map((trial) => element("td", {}, trial)));
+    const truths = of(chosen[0]).map((pair) => picture(pair.truth, pair.tile, `truth, target client ${pair.target_client}`));
     const made = (row, pair) => {
       const result = pair.recovered ? ", recovered" : "";
-      const canvas = picture(pair.made, pair.tile, `${rows[row].defence}, victim ${pair.victim}, SSIM ${number(pair.ssim, 2)}${result}`);
+      const canvas = picture(pair.made, pair.tile, `${rows[row].defence}, target client ${pair.target_client}, SSIM ${number(pair.ssim, 2)}${result}`);
       canvas.classList.toggle("won", pair.recovered);
       return canvas;
     };
     const lines = chosen.map((row) => line(rows[row].defence, attackName(rows[row]), of(row).map((pair) => made(row, pair))));
     const where = REPORT.side_by_side.length > 1 ? `: ${title}` : "";
-    const caption = `The first victims of the run under every defence, each at its strongest attack${where}. A frame marks what counts as recovered.`;
+    const caption = `The first target clients of the run under every defence, each at its strongest attack${where}. A frame marks what counts as recovered.`;
     const table = element("table", { className: "matrix" }, element("tbody", {}, line("Truth", "what the client holds", truths), ...lines));
     const scroll = element("div", { className: "scroll", tabIndex: 0 }, table);
     scroll.setAttribute("role", "group");

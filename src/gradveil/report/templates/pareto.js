@@ -47,7 +47,7 @@
       x: across(key, every.flatMap((s) => s.prices[key].slice(1))),
     });
     const bare = now.spots.find((s) => s.bare && s.prices[key]);
-    if (bare) picture.append(svg("line", { class: "floor", x1: at(bare.prices[key][0]), x2: at(bare.prices[key][0]), y1: top, y2: bottom }));
+    if (bare) picture.append(svg("line", { class: "baseline", x1: at(bare.prices[key][0]), x2: at(bare.prices[key][0]), y1: top, y2: bottom }));
     picture.append(svg("path", { class: "front", d: stairs(now.spots.filter((s) => s.front[key]), at, y, key, { left, right, top }), fill: "none" }));
     const placed = CHARTS.spread(shown, (s) => at(s.prices[key][0]), (s) => y(s.rate), left + 7, right - 7, 4, 5);
     const nodes = placed.map(([s, px, py]) => {

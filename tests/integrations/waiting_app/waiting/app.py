@@ -16,7 +16,7 @@ from flwr.serverapp.strategy import FedAvg
 from safetensors.torch import save_file
 
 from gradveil.integrations.flower import Protected, answer
-from gradveil.integrations.flower.records import record, tensors
+from gradveil.integrations.flower.flower_records import record, tensors
 from tests.federated.scenes import federation
 
 torch.set_num_threads(1)

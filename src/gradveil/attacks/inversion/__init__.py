@@ -1,0 +1,1 @@
+"""The optimisation attack: one loop, of which the papers' attacks are settings."""

@@ -1,0 +1,198 @@
+"""Distances between simulated and observed updates, and image priors: one number per row."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+
+from gradveil.attacks.knowledge import Knowledge, Known
+from gradveil.client import Client
+from gradveil.core.tree import Tensors, root
+from gradveil.gradients.fused import cosine_distance, squared_distance
+
+Distance = Callable[[Mapping[str, Tensor], Mapping[str, Tensor]], Tensor]
+"""(simulated [N, ...], observed [N, ...]) -> [N]"""
+
+
+def l2(simulated: Mapping[str, Tensor], observed: Mapping[str, Tensor]) -> Tensor:
+    """Sum of squared differences (Zhu et al. 2019, "Deep Leakage from Gradients", eq. 4)."""
+    return squared_distance([simulated[name] for name in observed], list(observed.values()))
+
+
+def l2_and_norm(simulated: Mapping[str, Tensor], observed: Mapping[str, Tensor]) -> Tensor:
+    """Sum of squared differences and its root: d^2 + d, whose slope does not fade near the end.
+
+    GRNN (Ren et al. 2022) calls the second term a Wasserstein distance; its program computes a Euclidean norm.
+    """
+    square = l2(simulated, observed)
+    return square + root(square)
+
+
+def l1(simulated: Mapping[str, Tensor], observed: Mapping[str, Tensor]) -> Tensor:
+    """Sum of absolute differences."""
+    return _total((simulated[name] - value).flatten(1).abs().sum(1) for name, value in observed.items())
+
+
+def cosine(simulated: Mapping[str, Tensor], observed: Mapping[str, Tensor]) -> Tensor:
+    """1 - cosine over all layers concatenated (Geiping et al. 2020, eq. 4)."""
+    return cosine_distance([simulated[name] for name in observed], list(observed.values()))
+
+
+def layerwise_cosine(simulated: Mapping[str, Tensor], observed: Mapping[str, Tensor]) -> Tensor:
+    """Mean over the layers of 1 - cosine."""
+    return _total(cosine({n: simulated[n]}, {n: observed[n]}) for n in observed) / len(observed)
+
+
+def median_cosine(simulated: Mapping[str, Tensor], observed: Mapping[str, Tensor]) -> Tensor:
+    """Median over the layers of 1 - cosine: no layer decides by its length."""
+    return torch.stack([cosine({n: simulated[n]}, {n: observed[n]}) for n in observed], 1).median(1).values
+
+
+def tokenwise_cosine(simulated: Mapping[str, Tensor], observed: Mapping[str, Tensor]) -> Tensor:
+    """Mean over the layers of 1 - cosine, where each row of an embedding [1, T, D] is compared by itself, and averaged.
+
+    In a transformer the gradient of a class token is tens of times as long as those of patches, and would hide them.
+    """
+    return _total(_by_token(simulated[n], observed[n]) for n in observed) / len(observed)
+
+
+def _by_token(simulated: Tensor, observed: Tensor) -> Tensor:
+    if observed.dim() != _EMBEDDING or observed.shape[1] != 1:
+        return cosine({"": simulated}, {"": observed})
+    rows, tokens, width = len(observed), *observed.shape[2:]
+    apart = (value.reshape(rows * tokens, width) for value in (simulated, observed))
+    return cosine_distance(*([value] for value in apart)).view(rows, tokens).mean(1)
+
+
+_EMBEDDING = 4
+"""Dimensions of an embedding [1, T, D], with the rows in front."""
+
+
+def sapag(simulated: Mapping[str, Tensor], observed: Mapping[str, Tensor]) -> Tensor:
+    """Adaptive Gaussian kernel (SAPAG): sum_l Q_l (1 - exp(-mean(d_l^2) / (2 var(g_l)))), Q_l = 1 / (l + 1)."""
+    parts: list[Tensor] = []
+    for layer, (name, value) in enumerate(observed.items()):
+        difference = (simulated[name] - value).flatten(1).square().mean(1)
+        variance = value.flatten(1).var(1, unbiased=False).clamp_min(1e-20)
+        parts.append((1 - torch.exp(-difference / (2 * variance))) / (layer + 1))
+    return _total(parts)
+
+
+OBJECTIVES: dict[str, Distance] = {
+    "l2": l2,
+    "l2-and-norm": l2_and_norm,
+    "l1": l1,
+    "cosine": cosine,
+    "layerwise-cosine": layerwise_cosine,
+    "tokenwise-cosine": tokenwise_cosine,
+    "sapag": sapag,
+}
+"""The distances by name, as presets and run files write them."""
+
+
+_POWERS = {"l2": 2, "l2-and-norm": 2, "l1": 1}
+"""How these distances grow with the updates; the others do not."""
+
+
+def of_gradients(distance: Tensor, name: str, client: Client, examples: int) -> Tensor:
+    """Measure a distance between what clients send as one between gradients: local updates divided by lr T.
+
+    Priors, tolerances and optimisers are set for gradients: without this, one step of size 0.001 looks a million times
+    nearer by its squares than the very same gradient.
+    """
+    if client.local is None or name not in _POWERS:
+        return distance
+    length = client.local.lr * max(1, client.local.count(examples // client.members))
+    if name == "l2-and-norm":  # its two terms grow differently: d from d^2 + d, without a difference of near numbers
+        norm = 2 * distance / (1 + (1 + 4 * distance).sqrt()) / length
+        return norm.square() + norm
+    return distance / length ** _POWERS[name]
+
+
+def _total(parts) -> Tensor:
+    total: Tensor | None = None
+    for part in parts:
+        total = part if total is None else total + part
+    assert total is not None, "an update has at least one tensor"
+    return total
+
+
+_REFRESH = 50
+"""Iterations between two looks at the other restarts."""
+
+
+def energy(x: Tensor) -> Tensor:
+    """Mean over the images of the Euclidean norm (the l2 prior of Yin et al. 2021)."""
+    return x.flatten(2).square().sum(2).clamp_min(1e-24).sqrt().mean(1)
+
+
+def statistics_distance(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> Tensor:
+    """Sum the distances of means and of variances over the layers, the first layer ten times (Yin et al. 2021).
+
+    Names are `<layer>.mean` and `<layer>.var`; tensors are [N, channels]. `found` has the layers that ran, as they ran.
+    """
+    names = [name for name in found if name in wanted]
+    first = names[0].rpartition(".")[0]
+    total: Tensor | None = None
+    for name in names:
+        size = (found[name] - wanted[name]).square().sum(1).clamp_min(1e-24).sqrt()
+        size = 10 * size if name.rpartition(".")[0] == first else size
+        total = size if total is None else total + size
+    assert total is not None, "a model with a BatchNorm prior has a BatchNorm layer"
+    return total
+
+
+def statistics_wanted(knowledge: Knowledge, simulated_client: Client, target_clients: Tensor, like: Tensor) -> Tensors:
+    """Gather what a BatchNorm prior pulls to: the true batch statistics if granted, else the running ones.
+
+    There is nothing to pull to in a model without such layers.
+    """
+    granted = {n[11:]: how for n, how in knowledge.tensors.items() if n.startswith("statistics.")}
+    known = {n: how.value for n, how in granted.items() if isinstance(how, Known) and how.value is not None}
+    if known:
+        return {n: value.to(like)[target_clients] for n, value in known.items()}
+    return {n: v.to(like).expand(len(target_clients), *v.shape) for n, v in simulated_client.running().items()}
+
+
+class Consensus:
+    """The pull to the mean of a target's restarts, looked at afresh now and then (group consistency, Yin et al. 2021).
+
+    The distance is the mean square over the pixels. Restarts that have left the batch no longer count.
+    """
+
+    def __init__(self, restarts: int, register: bool) -> None:
+        """Start without having looked."""
+        self.restarts, self.register = restarts, register
+        self._means: dict[int, Tensor] = {}
+
+    def __call__(self, x: Tensor, rows: Tensor, iteration: int) -> Tensor:
+        """Return the distance [N] of each row from its target client's mean."""
+        target_clients = (rows // self.restarts).tolist()
+        if iteration % _REFRESH == 0:
+            self._means = {
+                target_client: self._mean(x.detach(), target_clients, target_client)
+                for target_client in set(target_clients)
+            }
+        centre = torch.stack([self._means[target_client] for target_client in target_clients])
+        return (x - centre).square().flatten(1).mean(1)
+
+    def _mean(self, x: Tensor, target_clients: list[int], target_client: int) -> Tensor:
+        own = x[[place for place, other in enumerate(target_clients) if other == target_client]]
+        return (shifted_onto(own, own.mean(0)) if self.register else own).mean(0)
+
+
+def shifted_onto(images: Tensor, reference: Tensor) -> Tensor:
+    """Shift each image [N, B, C, H, W] in whole pixels, around the border, to where it meets the reference best.
+
+    The best shift is the peak of the circular cross-correlation over all channels.
+    """
+    spectrum = torch.fft.rfft2(images).conj() * torch.fft.rfft2(reference)
+    height, width = images.shape[-2:]
+    peak = torch.fft.irfft2(spectrum, s=(height, width)).sum(2).flatten(-2).argmax(-1)
+    rows = (torch.arange(height, device=images.device) - (peak // width).unsqueeze(-1)) % height
+    columns = (torch.arange(width, device=images.device) - (peak % width).unsqueeze(-1)) % width
+    place = rows.unsqueeze(-1) * width + columns.unsqueeze(-2)
+    flat = place.flatten(-2).unsqueeze(2).expand(*images.shape[:3], -1)
+    return images.flatten(-2).gather(-1, flat).view_as(images)

@@ -1,0 +1,462 @@
+"""The rows of an inversion: start, objective and noise of each restart of each target."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Generator, Tensor
+
+from gradveil.attacks.inversion.cma_es import CMAES
+from gradveil.attacks.inversion.distances import (
+    OBJECTIVES,
+    Consensus,
+    Distance,
+    energy,
+    median_cosine,
+    of_gradients,
+    statistics_distance,
+    statistics_wanted,
+)
+from gradveil.attacks.inversion.image_sources import INPUTS, TARGETS, WEIGHTS, Canvas
+from gradveil.attacks.inversion.inversion_settings import InversionSettings
+from gradveil.attacks.inversion.known_noise import Whitening, added, candidates, stages
+from gradveil.attacks.knowledge import How, Infer, Knowledge, Known, Neutral, Optimise, Sample
+from gradveil.attacks.labels import find_labels
+from gradveil.attacks.noise_likelihood import log_likelihood
+from gradveil.attacks.protocol import Observation
+from gradveil.client import Client
+from gradveil.core.errors import fail
+from gradveil.core.noise import Key, Noise
+from gradveil.core.streams import Stream
+from gradveil.core.tree import Tensors, select, take, under
+from gradveil.core.types import Batch
+from gradveil.gradients.fused import squared_lengths, total_variation
+from gradveil.nn.module_paths import downstream
+
+Streams = Mapping[int, Generator]
+"""Row -> the stream of what it draws afresh, iteration after iteration."""
+
+
+@dataclass(frozen=True)
+class Draws:
+    """Draws are addressed by the target client's stable number and the restart."""
+
+    key: Key
+    target_clients: Sequence[int]
+    """Their stable numbers."""
+    restarts: int
+    sampled: Mapping[str, Noise]
+    """Random tensors of the client that the attacker samples afresh in every iteration."""
+    more: bool
+    """Whether rows draw in every iteration though nothing of the client is sampled."""
+    device: torch.device
+
+    def key_of(self, row: int) -> Key:
+        """Address a row's draws."""
+        target_client, restart = divmod(row, self.restarts)
+        return self.key.child(self.target_clients[target_client], restart)
+
+    def streams(self, rows: Sequence[int]) -> dict[int, Generator]:
+        """Open each row's own stream, if anything is drawn from it."""
+        if not self.sampled and not self.more:
+            return {}
+        return {row: self.key_of(row).child(Stream.ITERATIONS).generator() for row in rows}
+
+    def fresh(self, rows: Tensor, streams: Streams) -> Tensors:
+        """Draw what the attacker samples afresh each iteration: the next values of each row's stream."""
+        if not self.sampled:
+            return {}
+        drawn: dict[str, list[Tensor]] = {name: [] for name in self.sampled}
+        for row in rows.tolist():
+            for name, noise in self.sampled.items():
+                drawn[name].append(noise.law.sample(noise.shape, noise.dtype, streams[row]))
+        return {name: torch.stack(values).to(self.device) for name, values in drawn.items()}
+
+    def normal(
+        self, rows: Tensor, streams: Streams, shape: tuple[int, ...], dtype: torch.dtype | None = None
+    ) -> Tensor:
+        """Draw N(0, 1) numbers of this shape for each of these rows."""
+        drawn = [torch.randn(shape, dtype=dtype, generator=streams[row]) for row in rows.tolist()]
+        return torch.stack(drawn).to(self.device)
+
+
+_DRAWS = 4
+"""Updates with fresh noise from which the noise of each entry is estimated."""
+
+
+@dataclass(frozen=True)
+class ObservedRound:
+    """One observed round: the parameters it started from, what is compared, and how its names are told apart."""
+
+    number: int
+    params: Tensors
+    observed: Tensors
+    pinned: Tensors
+    simulated_client: Client
+    """The simulated client, with the public messages of the round."""
+
+    def of(self, name: str) -> str:
+        """Name this round's tensor: the first round's names are the client's own."""
+        return f"round{self.number}.{name}" if self.number else name
+
+
+class Rows:
+    """Everything about one call that does not change during the descent."""
+
+    def __init__(
+        self,
+        attack: InversionSettings,
+        observations: Sequence[Observation],
+        simulated_client: Client,
+        knowledge: Knowledge,
+        key: Key,
+    ) -> None:
+        """Look at what was observed, once: labels, masks, and how each random tensor is treated."""
+        simulated_client = attack.believed(simulated_client)
+        self.attack, self.simulated_client, self.knowledge, self.key = attack, simulated_client, knowledge, key
+        seen = {"first": observations[:1], "last": observations[-1:], "all": observations}[attack.rounds]
+        first = seen[0]
+        self.example = next(iter(first.params.values()))
+        self.device, self.dtype = self.example.device, self.example.dtype
+        self.examples, self.target_clients = first.examples, len(first.target_clients)
+        self.lower, self.upper = knowledge.lower.to(self.example), knowledge.upper.to(self.example)
+        blank = Batch(
+            self.example.new_zeros((self.examples, *knowledge.shape)),
+            torch.zeros(self.examples, dtype=torch.long, device=self.device),
+        )
+        self.spec = simulated_client.noise_spec(first.params, blank)
+        self.state = simulated_client.init(first.params)
+        pinnable = simulated_client.intermediates(first.params)
+        self.inputs_of_a_round = (*self.spec, *pinnable)
+        self.scales = {n: noise for n, noise in pinnable.items() if attack.whiten and ".scale." in n}
+        self.ignored = self._ignored(blank.inputs)
+        self.rounds = [self._round(observation) for observation in seen]
+        self.noise: dict[str, Noise] = {r.of(name): noise for r in self.rounds for name, noise in self.spec.items()}
+        self.how: dict[str, How] = {
+            r.of(name): knowledge.how(name, r.number) for r in self.rounds for name in self.spec
+        }
+        ways = self.how.items()
+        self.given: Tensors = {
+            n: w.value.to(self.device) for n, w in ways if isinstance(w, Known) and w.value is not None
+        }
+        if attack.subtract:
+            self._subtract()
+        self.off = {n for n, how in self.how.items() if not isinstance(how, Known | Optimise | Sample)}
+        self.labels = find_labels(
+            attack.labels, first, self.rounds[0].simulated_client, knowledge, key.child(Stream.LABELS)
+        )
+        facts = knowledge.shape, self.lower, self.upper, knowledge.classes
+        canvas = Canvas(self.examples, *facts, joint=self.labels is None, start=attack.start)
+        self.drawing = attack.images.open(canvas, key.child(Stream.IMAGES))
+        self._refuse_discrete()
+        ways = self.how.items()
+        sampled = {n: self.noise[n] for n, way in ways if isinstance(way, Sample) and way.every_iteration}
+        more = attack.langevin > 0 or isinstance(attack.descent.stepper, CMAES)
+        self.draws = Draws(key, first.target_clients, attack.restarts, sampled, more, self.device)
+        self.consensus = Consensus(attack.restarts, attack.register) if attack.group else None
+        self.whitening = Whitening() if attack.whiten else None
+        self.angle = attack.objective == "cosine" and not attack.whiten
+
+    def _refuse_discrete(self) -> None:
+        problems = [n for n, how in self.how.items() if isinstance(how, Optimise) and self.noise[n].discrete]
+        if problems:
+            remedy = "let it be known, sampled or neutral"
+            raise fail(f"knowledge.{problems[0]}", "is discrete and cannot be optimised by gradients", remedy)
+
+    def _ignored(self, inputs: Tensor) -> set[str]:
+        """Name the parameters whose gradients are left out of the distance."""
+        if self.attack.ignore == "nothing":
+            return set()
+        reached = downstream(self.simulated_client.model, inputs)
+        if not set(self.simulated_client.trained()) - reached:
+            what = "leaves out what a bottleneck's noise reaches, and that is every trained layer"
+            raise fail(f"attack {self.attack.name}", what, "choose an attack that optimises the noise: vbia, cdia")
+        return reached
+
+    def _round(self, observation: Observation) -> ObservedRound:
+        observed = {name: value for name, value in observation.update.items() if name not in self.ignored}
+        simulated_client = observation.believed(self.simulated_client)
+        return ObservedRound(
+            observation.round, observation.params, observed, self._pinned(observation), simulated_client
+        )
+
+    def _pinned(self, observation: Observation) -> Tensors:
+        """Intermediates (masks) that the attacker reads off what was sent, or was given: leading V."""
+        wanted = {n: self.knowledge.how(n) for n in self.simulated_client.intermediates(observation.params)}
+        pinned: Tensors = {
+            n: how.value for n, how in wanted.items() if isinstance(how, Known) and how.value is not None
+        }
+        if any(isinstance(how, Infer) for how in wanted.values()):
+            found = torch.func.vmap(self.simulated_client.evidence)(observation.update)
+            pinned |= {n: v for n, v in found.items() if isinstance(wanted.get(n), Infer)}
+        return pinned
+
+    def _subtract(self) -> None:
+        """Take additive noise that is known off what was observed, wherever that can be done."""
+        off, state = self._wide(self.spec.neutral()), self._wide(self.state)
+        drawn = [
+            {**off, **r.pinned, **{n: self.given[r.of(n)] for n in off if r.of(n) in self.given}} for r in self.rounds
+        ]
+        shape = (self.target_clients, self.examples, *self.knowledge.shape)
+        images = candidates(shape, (self.lower, self.upper), self.knowledge.classes, self.key.child(Stream.CANDIDATES))
+        seen = [(r.simulated_client, r.params) for r in self.rounds]
+        for own in stages(self.spec, self.rounds[0].params):
+            names = [r.of(n) for r in self.rounds for n in own]
+            known = set(names) <= self.given.keys()
+            if not known or (found := added(seen, images, drawn, own, state)) is None:
+                continue
+            for r, more in zip(self.rounds, found, strict=True):
+                r.observed.update({n: value - more[n] for n, value in r.observed.items()})
+            self.how.update(dict.fromkeys(names, Neutral()))
+            self.given = {n: value for n, value in self.given.items() if n not in names}
+
+    def _wide(self, tensors: Mapping[str, Tensor]) -> Tensors:
+        return {n: v.to(self.device).expand(self.target_clients, *v.shape) for n, v in tensors.items()}
+
+    def __len__(self) -> int:
+        """Count the rows: every restart of every target client."""
+        return self.target_clients * self.attack.restarts
+
+    def learn(self) -> None:
+        """Learn what images look like, where that is asked for: from public ones, whatever was observed."""
+        public = self.knowledge.public
+        self.drawing.learn(None if public is None else public.inputs.to(self.device), self.key.child(Stream.IMAGES))
+
+    def start(self, rows: Sequence[int]) -> tuple[Tensors, Tensors]:
+        """Draw the variables of these rows, and gather their constants."""
+        starts = [self._start_row(self.draws.key_of(row)) for row in rows]
+        stacked = {n: torch.stack([s[n] for s in starts]).to(self.device) for n in starts[0]}
+        variables = {n: v for n, v in stacked.items() if not n.startswith(("once.", "stays."))}
+        target_clients = torch.tensor([row // self.attack.restarts for row in rows], device=self.device)
+        fixed = {n: self.noise[n].off() for n in self.off}
+        wide = {n: v.to(self.device).expand(len(rows), *v.shape) for n, v in {**fixed, **self.state}.items()}
+        constants = {f"noise.{n}": wide[n] for n in fixed} | {f"state.{n}": wide[n] for n in self.state}
+        constants |= under("noise", select(stacked, "once")) | select(stacked, "stays")
+        for r in self.rounds:
+            constants |= under("observed", take({r.of(n): v for n, v in r.observed.items()}, target_clients))
+            constants |= under("noise", take({r.of(n): v for n, v in r.pinned.items()}, target_clients))
+            if self.angle:
+                constants[f"squares.{r.number}"] = squared_lengths(list(r.observed.values()))[target_clients]
+        if self.labels is not None:
+            constants[TARGETS] = self.labels[target_clients]
+        constants |= under("noise", take(self.given, target_clients))
+        if self.attack.batchnorm:
+            constants |= under(
+                "statistics", statistics_wanted(self.knowledge, self.simulated_client, target_clients, self.example)
+            )
+        return variables, constants
+
+    def _start_row(self, key: Key) -> Tensors:
+        drawn, stays = self.drawing.start(key)
+        start = drawn | under("stays", stays)
+        if self.labels is None and not self.drawing.labelled:
+            size = (self.examples, self.knowledge.classes)
+            start[TARGETS] = torch.randn(size, dtype=self.dtype, generator=key.child(TARGETS).generator())
+        for name, how in self.how.items():
+            if isinstance(how, Optimise):
+                start[name] = self.noise[name].sample(key.child(name))
+            elif isinstance(how, Sample) and not how.every_iteration:
+                start[f"once.{name}"] = self.noise[name].sample(key.child(name))
+        return start
+
+    def loss(
+        self,
+        variables: Tensors,
+        constants: Tensors,
+        rows: Tensor,
+        streams: Streams,
+        iteration: int = 0,
+    ) -> Tensor:
+        """Objective of each row: distance of the simulated updates, plus priors."""
+        inputs, logits = self.drawing.draw(variables, constants)
+        value = self._cost(inputs, variables.get(TARGETS, logits), variables, constants, rows, streams, iteration)
+        unlikely = self.drawing.penalty(variables, constants)
+        return value if unlikely is None else value + unlikely
+
+    def _cost(
+        self,
+        inputs: Tensor,
+        logits: Tensor | None,
+        variables: Tensors,
+        constants: Tensors,
+        rows: Tensor,
+        streams: Streams,
+        iteration: int = 0,
+    ) -> Tensor:
+        """Objective of each row at its images."""
+        batch, noise = self._believed(inputs, logits, variables, constants, rows, streams)
+        value = self._distance(batch, noise, constants, rows, iteration)
+        attack = self.attack
+        if attack.tv:
+            value = value + attack.tv * total_variation(inputs)
+        if attack.l2:
+            value = value + attack.l2 * energy(inputs)
+        if wanted := select(constants, "statistics"):
+            r = self.rounds[0]
+            found = self.simulated_client.statistics(r.params, batch, {n: noise[r.of(n)] for n in self.spec})
+            value = value + attack.batchnorm * statistics_distance(found, wanted)
+        if self.consensus is not None:
+            value = value + attack.group * self.consensus(inputs, rows, iteration)
+        for name, how in self.how.items():
+            if isinstance(how, Optimise) and how.weight:
+                value = value + how.weight * self.noise[name].law.penalty(variables[name])
+        return value
+
+    def _believed(
+        self,
+        inputs: Tensor,
+        logits: Tensor | None,
+        variables: Tensors,
+        constants: Tensors,
+        rows: Tensor,
+        streams: Streams,
+    ) -> tuple[Batch, Tensors]:
+        """Return what the simulated client trains on, and its noise."""
+        targets = constants[TARGETS] if logits is None else torch.softmax(logits, -1)
+        noise = select(constants, "noise")
+        noise |= {n: v for n, v in variables.items() if n in self.noise} | self.draws.fresh(rows, streams)
+        return Batch(inputs, targets), noise
+
+    def _match(
+        self,
+        inputs: Tensor,
+        logits: Tensor | None,
+        variables: Tensors,
+        constants: Tensors,
+        rows: Tensor,
+        streams: Streams,
+    ) -> Tensor:
+        """Compare without priors [N, 3]: the objective's distance, the median layer's, and the log-likelihood."""
+        batch, noise = self._believed(inputs, logits, variables, constants, rows, streams)
+        whole = self._distance(batch, noise, constants, rows, 0)
+        layers = self._distance(batch, noise, constants, rows, 0, median_cosine)
+        return torch.stack([whole, layers, self._likelihood(batch, noise, constants, rows)], 1)
+
+    def _likelihood(self, batch: Batch, noise: Tensors, constants: Tensors, rows: Tensor) -> Tensor:
+        """Return the mean log-likelihood of an entry of what was observed [N], NaN where no noise is left to chance.
+
+        What is drawn after the update was computed is left to chance even where the attack searches for it: such noise
+        explains any update. A target client's draws are the same whatever the images are.
+        """
+        after = {r.of(n) for r in self.rounds for n in self.spec if n.startswith("send.")}
+        found = [
+            n for n, how in self.how.items() if isinstance(how, Known) or (isinstance(how, Optimise) and n not in after)
+        ]
+        left = [n for n in self.how if n not in found]
+        if not left:
+            return torch.full((len(rows),), torch.nan, dtype=self.dtype, device=self.device)
+        state, observed = select(constants, "state"), select(constants, "observed")
+        target_clients = [self.draws.target_clients[row // self.attack.restarts] for row in rows.tolist()]
+        keys = [self.key.child(Stream.DISTURBANCE, target_client) for target_client in target_clients]
+        off = {n: self.noise[n].off().to(self.device) for n in left}
+        quiet = {n: value.expand(len(rows), *value.shape) for n, value in off.items()}
+        drawn = (
+            {n: torch.stack([self.noise[n].sample(key.child(number, n)) for key in keys]).to(self.device) for n in left}
+            for number in range(_DRAWS)
+        )
+        sent, *noisy = (self._sent(batch, {**noise, **own}, state) for own in (quiet, *drawn))
+        return log_likelihood(sent, noisy, observed)
+
+    def _sent(self, batch: Batch, noise: Tensors, state: Tensors) -> Tensors:
+        """Simulate what the client sends in all rounds."""
+        sent: Tensors = {}
+        for r in self.rounds:
+            own = {n: noise[r.of(n)] for n in self.inputs_of_a_round if r.of(n) in noise}
+            found, state = r.simulated_client.updates(r.params, batch, own, state)
+            sent |= {r.of(n): found[n] for n in r.observed}
+        return sent
+
+    def _distance(
+        self,
+        batch: Batch,
+        noise: Tensors,
+        constants: Tensors,
+        rows: Tensor,
+        iteration: int,
+        distance: Distance | None = None,
+    ) -> Tensor:
+        """Compare the client's simulated updates with what was observed: the mean over the rounds.
+
+        The distance is that of the attack's objective, unless another is given.
+        """
+        state = watched = select(constants, "state")
+        observed = select(constants, "observed")
+        total: Tensor | None = None
+        for r in self.rounds:
+            own = {n: noise[r.of(n)] for n in self.inputs_of_a_round if r.of(n) in noise}
+            seen = {n: observed[r.of(n)] for n in r.observed}
+            if self.angle and distance is None:
+                off = [n for n in self.spec if r.of(n) in self.off]
+                value = r.simulated_client.cosines(r.params, batch, own, seen, constants[f"squares.{r.number}"], off)
+                if value is not None:
+                    total = value if total is None else total + value
+                    continue
+            # What the noise is scaled by is of no account while the noise is off, and costly to compute.
+            quiet = {n: v.off().expand(len(rows), *v.shape).to(self.example) for n, v in self.scales.items()}
+            sent, after = r.simulated_client.updates(r.params, batch, {**own, **quiet}, state)
+            if self.whitening is not None:
+                given = r.number, r.simulated_client, r.params, batch, own, watched, rows, iteration
+                found, watched = self.whitening(*given)
+                sent, seen = ({n: part[n] * found[n] for n in seen} for part in (sent, seen))
+            state = after
+            if distance is None:
+                value = OBJECTIVES[self.attack.objective](sent, seen)
+                value = of_gradients(value, self.attack.objective, r.simulated_client, self.examples)
+            else:
+                value = distance(sent, seen)
+            total = value if total is None else total + value
+        assert total is not None, "at least one round is observed"
+        return total / len(self.rounds) if len(self.rounds) > 1 else total
+
+    def at(self, target_clients: Sequence[int], inputs: Tensor, noise: Mapping[str, Tensor]) -> Tensor:
+        """Return the objective of some targets at given inputs [V, B, ...]; what is optimised takes its given value.
+
+        Labels that are known count before those that were read off or are optimised.
+        """
+        with torch.no_grad():
+            return self._cost(*self._given(target_clients, inputs, noise))
+
+    def match_at(self, target_clients: Sequence[int], inputs: Tensor, noise: Mapping[str, Tensor]) -> Tensor:
+        """Compare without priors [V, 3] some target clients at given inputs, as `at` takes them."""
+        with torch.no_grad():
+            return self._match(*self._given(target_clients, inputs, noise))
+
+    def match(self, rows: Sequence[int], found: Tensors) -> Tensor:
+        """Compare without priors [N, 3] these rows at what they found: one value a row of each."""
+        _, constants = self.start(rows)
+        numbers = torch.tensor(rows, device=self.device)
+        with torch.no_grad():
+            return self._match(found[INPUTS], found.get(TARGETS), found, constants, numbers, self.draws.streams(rows))
+
+    def _given(
+        self, target_clients: Sequence[int], inputs: Tensor, noise: Mapping[str, Tensor]
+    ) -> tuple[Tensor, Tensor | None, Tensors, Tensors, Tensor, Streams]:
+        """Put together what a row at given inputs is computed from."""
+        rows = [target_client * self.attack.restarts for target_client in target_clients]
+        variables, constants = self.start(rows)
+        variables |= {n: noise[n][target_clients].to(self.example) for n in variables if n in noise}
+        logits = variables.get(TARGETS)
+        if self.knowledge.targets is not None:
+            labels = self.knowledge.targets[target_clients].to(self.device)
+            if self.labels is None:
+                hot = torch.nn.functional.one_hot(labels, self.knowledge.classes)
+                logits = 40.0 * hot.to(self.dtype)
+            else:
+                constants[TARGETS] = labels
+        numbers, given = torch.tensor(rows, device=self.device), inputs[target_clients].to(self.example)
+        return given, logits, variables, constants, numbers, self.draws.streams(rows)
+
+    def shown(self, variables: Tensors, constants: Tensors) -> Tensors:
+        """Say what is kept of rows that have ended: their images first, and what is searched besides."""
+        with torch.no_grad():
+            images, logits = self.drawing.draw(variables, constants)
+        besides = {n: v for n, v in variables.items() if not n.startswith(f"{WEIGHTS}.")}
+        return {INPUTS: images, **({} if logits is None else {TARGETS: logits}), **besides}
+
+    def project(self, name: str, value: Tensor) -> Tensor:
+        """Keep variables in their boxes."""
+        if name == INPUTS:
+            return torch.clamp(value, self.lower, self.upper) if self.attack.box else value
+        return self.noise[name].project(value) if name in self.noise else value

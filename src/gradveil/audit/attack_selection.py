@@ -1,0 +1,324 @@
+"""Attackers of a run.
+
+What each knows, expansion of `adaptive` and `malicious`, the undefended control, the list of trials.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from gradveil.attacks.attack_catalogue import make_attack
+from gradveil.attacks.knowledge import Known
+from gradveil.audit.audit_config import RunConfig
+from gradveil.core.errors import GradveilError
+from gradveil.defences import entries
+from gradveil.defences.entry import PLANTED
+from gradveil.federated.training_config import digest
+
+Attacker = Literal["undefended", "naive", "aware", "adaptive", "active", "informed"]
+"""Whose attack a trial is. See `attacker`."""
+
+ATTACKERS: dict[str, tuple[str, str]] = {
+    "undefended": ("no defence", "there is no defence to know"),
+    "naive": ("ignores the defence", "inverts the update as if nothing had been done to it"),
+    "aware": (
+        "knows the architecture",
+        "inverts the update as if nothing had been done to it, but leaves out the layers that the noise of a "
+        "bottleneck in the model reaches",
+    ),
+    "adaptive": (
+        "knows the defence",
+        "simulates the defence; its random values were not handed over, but sampled, optimised, inferred or left out",
+    ),
+    "active": (
+        "changed the model",
+        "sent a model that makes updates give examples away: a malicious server, where the others only watch; a client "
+        "that looks at what it is sent can refuse it",
+    ),
+    "informed": (
+        "was told the client's secrets",
+        "was handed random values or statistics of the batch that only the client knows: an upper bound, not a verdict",
+    ),
+}
+"""Short and long description of every kind of attacker."""
+
+POSITIONS = {
+    "known": "the true value was handed over by the audit",
+    "optimise": "found together with the images",
+    "sample": "drawn afresh from its public law",
+    "infer": "read off what was sent",
+    "neutral": "taken to be off",
+}
+"""What an attacker can do about a tensor that it does not see."""
+
+_OPEN = {"targets", "public", "bounds"}
+"""What may be handed over without making the result an upper bound: it is part of the stated threat model."""
+
+
+def undefended(defence: str) -> bool:
+    """Say whether a defence does nothing, however that was written.
+
+    >>> undefended("none"), undefended(" None + none()"), undefended("dp"), undefended("an object's name")
+    (True, True, False, False)
+    """
+    try:
+        return not defence or all(entry.name == "none" for entry in entries(defence))
+    except GradveilError:
+        return False
+
+
+def secrets(info: Mapping[str, Any]) -> list[str]:
+    """Name what was handed over although only the client knows it: random tensors, statistics of the batch.
+
+    What an attack asks for counts only where a trial does not list what it was granted: nothing is granted of a client
+    without randomness.
+
+    >>> secrets({"grants": ["targets: the true labels", "statistics.bn.mean: its true value"]})
+    ['statistics.bn.mean']
+    """
+    asked = [name for name, how in info.get("knowledge", {}).items() if how == "known"]
+    given = [grant.partition(": ")[0] for grant in info["grants"]] if "grants" in info else asked
+    return [name for name in given if name not in _OPEN]
+
+
+def attacker(info: Mapping[str, Any]) -> Attacker:
+    """Say whose attack a trial is, from its simulated client and from what it was handed.
+
+    >>> attacker({"defence": "dgp", "simulated_client": "full", "knowledge": {"targets": "known", "model.*": "sample"}})
+    'adaptive'
+    >>> attacker({"defence": "dropout", "simulated_client": "full", "knowledge": {"model.*": "known"}})
+    'informed'
+    >>> attacker({"defence": "cvb", "simulated_client": "naive", "attack": "pig"})
+    'aware'
+    >>> attacker({"defence": "none", "simulated_client": "naive", "attack": "rob", "planted": "an imprint block"})
+    'active'
+    """
+    if secrets(info):
+        return "informed"
+    if "planted" in info:
+        return "active"
+    if undefended(info["defence"]):
+        # Of a recorded update the defence of a trial is what is believed.
+        return "undefended" if undefended(info.get("recorded_defence") or "none") else "naive"
+    if info["simulated_client"] == "naive":
+        return "aware" if _sidesteps(str(info.get("attack", "")), info["defence"]) else "naive"
+    return "adaptive"
+
+
+def _sidesteps(attack: str, defence: str) -> bool:
+    """Whether an attack leaves out the layers behind a bottleneck, and the defence is or has one."""
+    try:
+        aims = [text for entry in entries(defence) for text in entry.adaptive]
+    except GradveilError:
+        return False
+    return _ignores_noise(attack) and any(_ignores_noise(text) for text in aims)
+
+
+def _ignores_noise(attack: str) -> bool:
+    try:
+        return getattr(make_attack(attack), "ignore", "nothing") == "stochastic"
+    except GradveilError:
+        return False
+
+
+WORDS = ADAPTIVE, MALICIOUS = "adaptive", "malicious"
+"""The words of a run file for all attackers that aim at each defence: servers that are curious, or malicious."""
+_ANY_DEFENCE = ("cdia(rounds=all)",)
+"""Against a defence that is in no table (an object from Python), or of which the table names nobody who knows it: infer
+and optimise whatever can be."""
+
+
+def aimed_at(defence: str) -> list[str]:
+    """List the attackers that aim at a defence, as texts.
+
+    >>> aimed_at("dropout"), aimed_at("dropout + what an object is called")
+    (['cdia(rounds=all)', 'learned', 'dia'], ['cdia(rounds=all)', 'learned', 'dia'])
+    """
+    try:
+        parts = entries(defence)
+    except GradveilError:
+        return _of_each(defence, aimed_at, _ANY_DEFENCE)
+    named = [text for part in parts for text in part.adaptive]
+    if any(part.changes for part in parts) and not any(_knows(text) for text in named):
+        named += _ANY_DEFENCE
+    return list(dict.fromkeys(named))
+
+
+def planted_for(defence: str) -> list[str]:
+    """List what a malicious server sends clients with a defence, as attacks in texts.
+
+    >>> planted_for("dropout")[0], len(planted_for("dgp")) - len(planted_for("dropout"))
+    ('rob(bins=512)', 2)
+    """
+    try:
+        parts = entries(defence)
+    except GradveilError:
+        return _of_each(defence, planted_for, PLANTED)
+    return list(dict.fromkeys(text for part in parts for text in part.malicious)) or list(PLANTED)
+
+
+def _of_each(defence: str, aimed: Callable[[str], list[str]], otherwise: Iterable[str]) -> list[str]:
+    """List who aims at each part of a defence that the table does not know as a whole."""
+    several = defence.split(" + ")
+    each = [aimed(part) for part in several] if len(several) > 1 else [list(otherwise)]
+    return list(dict.fromkeys(text for texts in each for text in texts))
+
+
+_AIMED: Mapping[str, Callable[[str], list[str]]] = {ADAPTIVE: aimed_at, MALICIOUS: planted_for}
+
+
+def _knows(text: str) -> bool:
+    """Whether an attacker simulates the defence, and is told none of the client's secrets."""
+    attack = make_attack(text)
+    told = [name for name, how in attack.knowledge.items() if isinstance(how, Known) and name != "public"]
+    return attack.simulated_client == "full" and not told
+
+
+def attacks_against(attacks: Iterable[str], defence: str, *, public: bool = True) -> Iterator[str]:
+    """Put the attackers of this defence in the place of `adaptive` and `malicious`; each attacker once.
+
+    Without public data those that learn from such data are left out.
+    """
+    told = [text for text in attacks if not stands_for_many(text)]
+    known = {make_name(text) for text in told}
+    for text in attacks:
+        if not stands_for_many(text):
+            yield text
+            continue
+        for aimed in _AIMED[_word(text)](defence):
+            if make_name(aimed) not in known and (public or not _needs_public(aimed)):
+                known.add(make_name(aimed))
+                yield aimed
+
+
+def is_adaptive(text: str) -> bool:
+    """Whether a text stands for the attackers of each defence who change nothing."""
+    return _word(text) == ADAPTIVE
+
+
+def stands_for_many(text: str) -> bool:
+    """Whether a text stands for attackers of each defence: `adaptive`, `malicious`."""
+    return _word(text) in _AIMED
+
+
+def _word(text: str) -> str:
+    return text.strip().lower()
+
+
+def make_name(text: str) -> str:
+    """Return an attack's canonical text; of an object's name, the name itself."""
+    try:
+        return str(make_attack(text).name)
+    except GradveilError:
+        return text
+
+
+def _needs_public(text: str) -> bool:
+    return isinstance(make_attack(text).knowledge.get("public"), Known)
+
+
+UNDEFENDED = "none"
+"""The defence of a control."""
+CLIENTS = 8
+"""Clients that a control attacks at most."""
+
+
+def has_control(config: RunConfig) -> bool:
+    """Decide whether a run adds a control by itself."""
+    return config.control and config.observed is None and not any(undefended(text) for text in config.defences)
+
+
+def control_attacks(config: RunConfig) -> list[str]:
+    """List the attacks of a control: every attack that meets a defence of the run.
+
+    Knowledge of a defence makes no difference without one: an adaptive attacker is then a non-adaptive one.
+    """
+    if not has_control(config):
+        return []
+    return list(dict.fromkeys(text for defence in config.defences for text in attacks_against(config.attacks, defence)))
+
+
+def first_met(config: RunConfig, attack: str) -> str:
+    """Return the first defence that an attack meets: its control has the budget that it has there.
+
+    The first one stays the same when a resumed run has more defences.
+    """
+    return next(text for text in config.defences if attack in attacks_against(config.attacks, text))
+
+
+def target_clients(clients: int, control: bool) -> int:
+    """Count the clients that a trial attacks, of so many in the run.
+
+    >>> target_clients(32, False), target_clients(32, True), target_clients(2, True)
+    (32, 8, 2)
+    """
+    return min(clients, CLIENTS) if control else clients
+
+
+@dataclass(frozen=True)
+class TrialAddress:
+    """The address of a trial within a run."""
+
+    id: str
+    client: int
+    defence: str
+    attack: str
+    seed: int
+    trained: int | None = None
+    """The round of the training after which the client is attacked; None where nothing is trained."""
+    control: bool = False
+    """Whether it is the undefended control of a run that asks for no undefended client."""
+
+    @property
+    def meeting(self) -> tuple[int, str, str]:
+        """Who meets whom, whatever the seed and the round: client, defence, attack."""
+        return self.client, self.defence, self.attack
+
+    def clients(self, whole: int) -> int:
+        """Count the clients that are attacked, of so many in the run."""
+        return target_clients(whole, self.control)
+
+
+def trials(config: RunConfig) -> list[TrialAddress]:
+    """List the trials of a run: seeds, rounds of the training, clients, attacks, defences (the last runs fastest).
+
+    The undefended control comes last.
+    """
+    places = [
+        (seed, stage, index) for seed in config.seeds for stage in config.stages for index in range(len(config.client))
+    ]
+    return [
+        TrialAddress(
+            _name(config, seed, index, defence, attack, stage, control), index, defence, attack, seed, stage, control
+        )
+        for control, met in ((False, pairs(config)), (True, [(text, UNDEFENDED) for text in control_attacks(config)]))
+        for seed, stage, index in places
+        for attack, defence in met
+    ]
+
+
+def pairs(config: RunConfig) -> list[tuple[str, str]]:
+    """List which attack meets which defence: all with all, and `adaptive` with the attackers of each defence."""
+    against = {defence: list(attacks_against(config.attacks, defence)) for defence in config.defences}
+    every = dict.fromkeys(text for texts in against.values() for text in texts)
+    return [(text, defence) for text in every for defence, texts in against.items() if text in texts]
+
+
+def _name(config: RunConfig, seed: int, index: int, defence: str, attack: str, stage: int | None, control: bool) -> str:
+    whole = config.resolved()
+    shared = ("data", "model", "client", "precision", "rounds", "server_lr", "budget", "observed")
+    after = [] if stage is None else [stage, {k: v for k, v in whole["train"].items() if k != "audit_at"}]
+    after += ["control"] * control
+    secret = digest([{k: whole[k] for k in shared}, seed, index, defence, attack, *after])
+    where = f"{config.model.name}-{config.data.name}-s{seed}-r{config.rounds - 1}"
+    where += "" if stage is None else f"-t{stage}"
+    where += f"-c{index}" if len(config.client) > 1 else ""
+    against = "control" if control else defence
+    return "--".join([*(_slug(part) for part in (where, against, attack)), secret[:7]])
+
+
+def _slug(text: str) -> str:
+    return re.sub(r"[^a-z0-9.]+", "-", text.lower()).strip("-.")[:48] or "x"

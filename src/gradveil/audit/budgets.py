@@ -1,0 +1,178 @@
+"""Attack budgets in iterations or seconds, and the chunks of attacks under way."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Literal
+
+from gradveil.attacks.inversion.inversion import Inversion
+from gradveil.attacks.learned import Learned
+from gradveil.attacks.protocol import Attack
+from gradveil.core.errors import fail
+from gradveil.core.private_files import read_json, write_private
+
+_MEASURED = 10
+"""Iterations of the measurement."""
+_FORM = re.compile(r"^(\d+(?:\.\d+)?)\s*(s|m|h)?$")
+_SECONDS = {"s": 1, "m": 60, "h": 3600}
+
+
+@dataclass(frozen=True)
+class Budget:
+    """How much, of what."""
+
+    amount: float
+    unit: Literal["target_client-iterations", "seconds"]
+
+
+def read_budget(text: str) -> Budget:
+    """Read a budget.
+
+    >>> read_budget("64000"), read_budget("1.5m")
+    (Budget(amount=64000.0, unit='target-iterations'), Budget(amount=90.0, unit='seconds'))
+    """
+    match = _FORM.match(text.strip())
+    if match is None or float(match[1]) <= 0:
+        raise fail("budget", f"is '{text}'", "give target-iterations (64000), or a time: 90s, 10m, 2h")
+    number, unit = float(match[1]), match[2]
+    return Budget(number * _SECONDS[unit], "seconds") if unit else Budget(number, "target_client-iterations")
+
+
+def restarts_worth(attack: Inversion) -> float:
+    """Count the restarts that an attack pays for, in whole budgets of one: halving pays for few.
+
+    >>> restarts_worth(Inversion("a", restarts=8))
+    8.0
+    """
+    if not attack.descent.halving or attack.restarts == 1:
+        return float(attack.restarts)
+    left, spent, before, budget = attack.restarts, 0.0, 0, 1024
+    rungs = sorted(budget >> rung for rung in range(1, (attack.restarts - 1).bit_length() + 1))
+    for end in (*rungs, budget):
+        spent += left * (end - before) / budget
+        left, before = (left + 1) // 2, end
+    return spent
+
+
+def spends(attack: Attack) -> bool:
+    """Say whether there is something to cut: iterations of a search, or epochs of a learner."""
+    return isinstance(attack, Inversion | Learned)
+
+
+@dataclass(frozen=True)
+class BudgetShare:
+    """Who shares the budget of a defence, and of what the attack has to do with it."""
+
+    attackers: int
+    """How many share it."""
+    target_clients: int
+    """Those attacked here."""
+    whole: int
+    """All target clients of the run."""
+    lessons: int = 0
+    """Updates that a learner simulates in an epoch, whatever the target clients."""
+    searches: int = 1
+    """How often it searches for one target, at most: once a round if it changes the model anew in every round."""
+
+
+def within(budget: Budget, attack: Attack, share: BudgetShare, run: Callable[[Attack], object], plans: Plans) -> Attack:
+    """Return the attack with as many iterations (epochs) as its share of the budget allows, at most its own.
+
+    `run` attacks once, for a measurement; `plans` keeps its result. An attack with neither stays as it is.
+    """
+    if not spends(attack):
+        return attack
+    amount = budget.amount / share.attackers
+    timed = budget.unit == "seconds"
+    seconds = amount * share.target_clients / share.whole
+    if isinstance(attack, Inversion):
+        worth = restarts_worth(attack)
+        allowed = (
+            _settled(plans, seconds / worth, _pace(attack, run))
+            if timed
+            else amount / (share.whole * worth * share.searches)
+        )
+        limit = max(1, min(int(allowed), attack.descent.iterations))
+        return replace(attack, descent=replace(attack.descent, iterations=limit))
+    if isinstance(attack, Learned):
+        # Before the first epoch the public examples are gone through once, to know the scale of what is sent.
+        passes = _settled(plans, 2 * seconds, _one_epoch(attack, run)) if timed else amount / share.lessons
+        return replace(attack, epochs=max(1, min(int(passes) - 1, attack.epochs)))
+    return attack
+
+
+def _settled(plans: Plans, seconds: float, pace: Callable[[], float]) -> int:
+    """Return how many steps of this many seconds each fit, as it was measured the first time."""
+    (allowed,) = plans.settled("iterations", lambda: (max(1, int(seconds / pace())),))
+    return allowed
+
+
+def _pace(attack: Inversion, run: Callable[[Attack], object]) -> Callable[[], float]:
+    def pace() -> float:
+        short = replace(attack, descent=replace(attack.descent, iterations=_MEASURED, halving=False))
+        run(short)  # the first run of a shape also compares with the reference
+        return _timed(lambda: run(short)) / (_MEASURED * attack.restarts)
+
+    return pace
+
+
+def _one_epoch(attack: Learned, run: Callable[[Attack], object]) -> Callable[[], float]:
+    """Measure two passes over the public examples: an epoch, and the one before it."""
+    return lambda: _timed(lambda: run(replace(attack, epochs=1)))
+
+
+def _timed(work: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    work()
+    return time.perf_counter() - began
+
+
+Plan = tuple[int, ...]
+_NAMES = {"rows": "", "iterations": "-iterations"}
+_REMEDY = "give the command of the audit again: the attack is then planned anew"
+
+
+def _forget(_name: str, _plan: Plan) -> None:
+    """Keep nothing."""
+
+
+@dataclass(frozen=True)
+class Plans:
+    """What has been settled for one share of a trial, and who writes down what is settled now."""
+
+    known: Mapping[str, Plan] = field(default_factory=dict[str, Plan])
+    keep: Callable[[str, Plan], None] = _forget
+
+    def settled(self, name: str, choose: Callable[[], Plan]) -> Plan:
+        """Return the plan of this name that is known; where there is none, choose one and have it written."""
+        if name in self.known:
+            return tuple(self.known[name])
+        plan = choose()
+        self.keep(name, plan)
+        return plan
+
+
+UNPLANNED = Plans()
+"""Nothing settled, and nobody who writes it down."""
+
+
+def read_plans(folder: Path, numbers: range) -> dict[str, Plan]:
+    """Read what was settled for these target clients of a trial, whose plans lie in `folder`."""
+    files = {name: _file(folder, numbers, name) for name in _NAMES}
+    return {name: tuple(read_json(file, _REMEDY)) for name, file in files.items() if file.is_file()}
+
+
+def write_plan(folder: Path, numbers: range, name: str, plan: Plan) -> None:
+    """Write what was settled for these target clients of a trial."""
+    for each in (folder.parent, folder):
+        each.mkdir(mode=0o700, exist_ok=True)
+    write_private(_file(folder, numbers, name), json.dumps(plan).encode())
+
+
+def _file(folder: Path, numbers: range, name: str) -> Path:
+    return folder / f"{numbers.start}-{numbers.stop - 1}{_NAMES[name]}.json"

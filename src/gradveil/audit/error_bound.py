@@ -1,0 +1,82 @@
+"""The error that no attacker can stay below, for the targets of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import reduce
+from operator import add
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradveil.attacks.protocol import Observation
+from gradveil.audit.experiment import Experiment
+from gradveil.audit.observe import Truth, in_round
+from gradveil.client import Client
+from gradveil.core.noise import Key
+from gradveil.core.streams import Stream
+from gradveil.core.tree import Tensors
+from gradveil.core.types import Batch
+from gradveil.defences.fisher_information import Told, information, obstacle, settled, sight
+from gradveil.theory.reconstruction_bound import block_bound, from_cosine, rate_bound, spectrum
+
+PROBES = 2
+"""Random directions in each group of cosine coefficients, for each target client."""
+
+
+def leaked(
+    experiment: Experiment, seed: int, client: Client, seen: Sequence[Observation], truth: Truth
+) -> tuple[Tensors, str | None]:
+    """Estimate what all rounds tell of every target client, or give the reason why no bound is known.
+
+    `information` [V, G] are the traces tr F_g over groups of cosine coefficients: the mean of v^T F v for v with random
+    signs in a group (Hutchinson 1989), not a number where the update jumps. `nats` [V] bound the mutual information.
+    """
+    first = Batch(truth.raw.inputs[0], truth.raw.targets[0])
+    why = obstacle(client, first)
+    if why is None and (experiment.public is None or len(experiment.public) < 2):
+        why = "there are no public images to learn a prior from"
+    if why is not None or experiment.public is None:
+        return {"information": torch.zeros(0, 0), "nats": torch.zeros(0)}, why
+    groups, mean = spectrum(experiment.public.pixels).groups(), experiment.public.inputs.mean(0).to(first.inputs)
+    cuts = [sight(watched.believed(client), first.inputs.shape[0]) for watched in seen]
+    cuts = [settled(cut, watched.params, first) for cut, watched in zip(cuts, seen, strict=True)]
+    rows: list[Told] = []
+    for v, number in enumerate(seen[0].target_clients):
+        batch = Batch(truth.raw.inputs[v], truth.raw.targets[v])
+        probes = _probes(experiment, groups, batch, Key(seed, (Stream.BOUND, number)))
+        parts = []
+        for r, watched in enumerate(seen):
+            names = client.noise_spec(watched.params, batch)
+            noise = {name: truth.noise[in_round(r, name)][v] for name in names}
+            parts.append(information(cuts[r], watched.params, batch, noise, probes, mean))
+        rows.append(reduce(add, parts))
+    along = torch.stack([row.along for row in rows]).reshape(len(rows), len(groups), PROBES)
+    return {"information": along.mean(2), "nats": torch.stack([row.nats for row in rows])}, None
+
+
+def mse_bound(experiment: Experiment, told: Mapping[str, Tensor], examples: int) -> dict[str, Any]:
+    """Bound the mean squared error by what the target clients' updates tell; `prior` is the error without any update.
+
+    Expectations are averages over the target clients, who stand for draws from the prior. Of both bounds the higher one
+    counts; where the update jumps there is only that of mutual information.
+    """
+    assert experiment.public is not None
+    prior = spectrum(experiment.public.pixels)
+    sizes = examples * prior.groups().flatten(1).sum(1).double()
+    found = {"mutual information": float(rate_bound(prior.variances, told["nats"].mean() / examples))}
+    fisher = told["information"].mean(0)
+    if not bool(fisher.isnan().any()):
+        found["Cramér-Rao"] = float(block_bound(fisher, examples * prior.information(), sizes))
+    best = max(found, key=lambda name: found[name])
+    return {"mse": found[best], "by": best, "prior": prior.variance}
+
+
+def _probes(experiment: Experiment, groups: Tensor, batch: Batch, key: Key) -> Tensor:
+    """Draw directions [G K, B, C, H, W] of the model's inputs, which are (pixel - mean) / std."""
+    shape = (len(groups), PROBES, *batch.inputs.shape)
+    signs = 2.0 * torch.randint(2, shape, generator=key.generator(), dtype=torch.float64) - 1
+    pixels = from_cosine(signs * groups[:, None, None].double())
+    lower, upper = experiment.private.bounds
+    return (pixels * (upper - lower).double()).flatten(0, 1).to(batch.inputs)

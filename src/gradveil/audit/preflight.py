@@ -1,0 +1,293 @@
+"""Checks before the first trial: sizes, models, defended clients, attacks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+from torch import nn
+
+from gradveil.attacks.attack_catalogue import make_attack
+from gradveil.attacks.protocol import Attack, CanRefuse, Prospect
+from gradveil.audit.argument_checks import declared
+from gradveil.audit.attack_selection import UNDEFENDED, WORDS, attacks_against, control_attacks
+from gradveil.audit.audit_config import RunConfig
+from gradveil.audit.experiment import Experiment
+from gradveil.audit.recorded_updates import observed_images, open_observed
+from gradveil.audit.run_file import with_defaults
+from gradveil.audit.sources import Source, training_of, training_setting
+from gradveil.client import Client, speakers
+from gradveil.core.errors import UNFIT, GradveilError, Problem, refuse
+from gradveil.core.formatting import listing
+from gradveil.core.types import Batch
+from gradveil.data import DATASETS, Dataset, located
+from gradveil.defences import Defence, parse
+from gradveil.defences.user_defence import faults
+from gradveil.federated.training_setup import device_problems, initial_model, open_images
+from gradveil.nn import surgery
+from gradveil.nn.check import check
+from gradveil.nn.module_paths import called
+from gradveil.nn.weight_files import misfits, read_weights
+
+SMALLEST = 11
+"""Pixels a side: SSIM's window."""
+
+
+def model_problems(experiment: Experiment) -> list[Problem]:
+    """Check the model on the first target's examples: what would fail in every trial is told once, before the first."""
+    settings = experiment.config.model
+    batch = experiment.batch(experiment.examples(0, range(1)))
+    first = Batch(batch.inputs[0], batch.targets[0])
+    model = experiment.model(experiment.config.seeds[0]).to(experiment.config.device, experiment.dtype)
+    found = check(
+        model, first, experiment.loss, bounds=experiment.private.bounds, classes=len(experiment.private.classes)
+    )
+    hint = "" if settings.prepare else "; or let it be done: --set model.prepare=true"
+    return [replace(p, remedy=p.remedy + hint) if surgery.__name__ in p.remedy else p for p in found]
+
+
+class Obstacles(NamedTuple):
+    """What stands in the way of a run."""
+
+    problems: list[Problem]
+    """Each once; those of an attack that another of its trials can be attacked with are warnings."""
+    unfit: Mapping[tuple[int, str, str], str]
+    """(client, defence, attack) -> why the attack does not apply there."""
+
+
+class _Meeting(NamedTuple):
+    """An attack on a defended client, and what stands in its way."""
+
+    client: int
+    defence: str
+    attack: str
+    problems: tuple[Problem, ...]
+
+
+def obstacles(experiment: Experiment) -> Obstacles:
+    """Find out before the first trial what would stop a later one: sizes, models, defended clients, attacks.
+
+    An attack that was asked for by name and fits some of the defended clients leaves the others out; attackers that
+    stand for `adaptive` have to fit, for a verdict counts on them. Where updates were recorded, of
+    apps that share no public images, attackers may lack what they need: they are left out, as long as somebody is left.
+    """
+    found = list(_obstacles(experiment))
+    made = [each for each in found if isinstance(each, _Meeting) and not each.problems]
+    fits, attacked = {each.attack for each in made} & {*experiment.config.attacks}, {each[:2] for each in made}
+    problems: list[Problem] = []
+    unfit: dict[tuple[int, str, str], str] = {}
+    for each in found:
+        if isinstance(each, Problem):
+            problems.append(each)
+        elif each.problems and (each.attack in fits or _spared(experiment, each, attacked)):
+            unfit[each[:3]] = "; ".join(f"{p.what} -> {p.remedy}" for p in each.problems)
+            problems += (replace(p, severity="warning") for p in each.problems)
+        else:
+            problems += each.problems
+    if not any(problem.severity == "error" for problem in problems):
+        unfit |= _unfit_controls(experiment)
+    return Obstacles(list(dict.fromkeys(problems)), unfit)
+
+
+def _unfit_controls(experiment: Experiment) -> dict[tuple[int, str, str], str]:
+    """Find the attacks that do not apply without a defence: such a control is left out, and stops nothing."""
+    attacks, unfit = control_attacks(experiment.config), dict[tuple[int, str, str], str]()
+    for index in range(len(experiment.config.client) if attacks else 0):
+        client = experiment.client(index, UNDEFENDED, experiment.config.seeds[0])
+        for each in _meetings(experiment, index, UNDEFENDED, attacks, client, "client"):
+            if each.problems:
+                unfit[each[:3]] = "; ".join(f"{p.what} -> {p.remedy}" for p in each.problems)
+    return unfit
+
+
+def _spared(experiment: Experiment, each: _Meeting, attacked: set[tuple[int, str]]) -> bool:
+    """Say whether recorded updates can do without an attacker that `adaptive` stands for."""
+    return not experiment.source.simulated and each.attack not in experiment.config.attacks and each[:2] in attacked
+
+
+def _obstacles(experiment: Experiment) -> Iterator[Problem | _Meeting]:
+    config = experiment.config
+    available = len(experiment.private)
+    if min(experiment.private.inputs.shape[-2:]) < SMALLEST:
+        what = f"images are {' x '.join(str(side) for side in experiment.private.inputs.shape[-2:])} pixels"
+        yield Problem("data.size", f"{what}, and SSIM needs {SMALLEST}", f"resize them to at least {SMALLEST} pixels")
+    if config.images_needed > available:
+        size = max(client.examples for client in config.client)
+        what = (
+            f"{config.target_clients} clients from number {config.first_target_client} with {size} examples each need "
+        )
+        what += f"{config.images_needed} images, '{config.data.name}' has {available} for targets: those of its test "
+        what += "split, or every fourth of a class where it has none"
+        remedy = (
+            f"lower target clients, first_target_client or client.batch; at most {available // size} target clients"
+        )
+        if available < size:
+            remedy = f"lower client.batch: one update of at most {available} images; or give more of them"
+        yield Problem("target_clients", what, remedy)
+        return
+    try:
+        experiment.model(config.seeds[0])
+    except GradveilError as error:
+        yield from error.problems
+        return
+    for index in range(len(config.client)):
+        where = "client" if len(config.client) == 1 else f"client[{index}]"
+        batch = experiment.batch(experiment.examples(index, range(1)))
+        first = Batch(batch.inputs[0], batch.targets[0])
+        for i, text in enumerate(experiment.defences):
+            try:
+                client = experiment.client(index, text, config.seeds[0])
+                yield from _weight_problems(experiment, client, index)
+                yield from experiment.source.client_problems(config, index, client, where, text)
+                client.trained()
+                found = list(faults(experiment.defences[text], client, first))
+                yield from (replace(p, where=f"defences[{i}] '{text}', {where}: {p.where}") for p in found)
+                if any(p.severity == "error" for p in found):
+                    continue
+                client.noise_spec(client.params(), first)
+                if experiment.source.simulated:
+                    yield from _speaker_problems(experiment, index, client, f"defences[{i}] '{text}', {where}")
+                attacks = list(attacks_against(config.attacks, text))
+                yield from _meetings(experiment, index, text, attacks, client, where)
+            except GradveilError as error:
+                yield from (
+                    Problem(f"defences[{i}] '{text}', {where}", f"{p.where}: {p.what}", p.remedy)
+                    for p in error.problems
+                )
+            except UNFIT:  # asked what stands in its way, an attack looks at what the model does with images
+                if not (found := model_problems(experiment)):
+                    raise
+                yield from (replace(p, where=called(client.model, p.where)) for p in found)
+                return
+
+
+def _weight_problems(experiment: Experiment, client: Client, index: int) -> Iterator[Problem]:
+    """Say why trained weights fit neither this model nor the one without the defence."""
+    plain = experiment.undefended(index, experiment.config.seeds[0]).model
+    if experiment.weights and misfits(plain, experiment.weights, ""):
+        yield from misfits(client.model, experiment.weights, f"model.weights '{experiment.config.model.weights}'")
+
+
+def _speaker_problems(experiment: Experiment, index: int, client: Client, where: str) -> Iterator[Problem]:
+    """Find out whether there are images for those who speak before a round: they are nobody's target clients."""
+    config, count = experiment.config, speakers(client)
+    needed = (config.first_target_client + config.target_clients + count) * config.client[index].examples
+    if count and needed > len(experiment.private):
+        who = "one other client speaks" if count == 1 else f"{count} other clients speak"
+        what = f"{who} before a round: with the targets that takes {needed} images, there are {len(experiment.private)}"
+        yield Problem(
+            where, what, "lower target clients or client.batch, or let nobody speak (adgp: selection=previous)"
+        )
+
+
+def _meetings(
+    experiment: Experiment, index: int, defence: str, attacks: Sequence[str], client: Client, where: str
+) -> Iterator[_Meeting]:
+    """Ask the attacks on a defended client what stands in their way."""
+    data, config = experiment.private, experiment.config
+    batch = experiment.batch(experiment.examples(index, range(1)))
+    first = Batch(batch.inputs[0], batch.targets[0])
+    shape = (data.channels, int(data.inputs.shape[-2]), int(data.inputs.shape[-1]))
+    facts = shape, config.client[index].examples, experiment.classes, len(experiment.public or ())
+    for text in attacks:
+        attack = experiment.attacks[text]
+        simulated_client = client if attack.simulated_client == "full" else client.undefended_update()
+        found = list(declared(attack))
+        found += (
+            attack.problems(Prospect(simulated_client, *facts)) if isinstance(attack, CanRefuse) and not found else ()
+        )
+        spec = simulated_client.noise_spec(simulated_client.params(), first)
+        found += experiment.source.attack_problems(attack, spec)
+        aside = (
+            "" if text in config.attacks else f"; or name the attacks that you want, in the place of {listing(WORDS)}"
+        )
+        place = f"attack '{text}' on '{defence}', {where}"
+        told = (Problem(f"{place}: {p.where}", p.what, p.remedy + aside) for p in found)
+        yield _Meeting(index, defence, text, tuple(told))
+
+
+def open_experiment(
+    config: RunConfig, data_dir: Path | None = None, checked: bool = True, trained: Path | None = None
+) -> Experiment:
+    """Load the data and build what a run needs; refuse with every problem at once.
+
+    A worker leaves the checks out (`checked=False`): they were made before it was started. `trained` is the folder of
+    the trainings that the run follows, if it does.
+    """
+    problems = list(device_problems(config.device, config.precision))
+    problems += _bundled_problems(config)
+    refuse(problems)
+    defences = {text: parse(text, own=True) for text in config.defences}
+    weights = read_weights(located(config.model.weights, data_dir)) if config.model.weights else {}
+    source, public, target_clients = _source(config, others(defences.values()), data_dir, checked, trained)
+
+    def model(seed: int) -> nn.Module:
+        return initial_model(config.model, target_clients, seed)[0]
+
+    experiment = Experiment(
+        config,
+        target_clients,
+        public,
+        model,
+        defences,
+        _attacks(config, source.scored),
+        source=source,
+        weights=weights,
+    )
+    if checked:
+        experiment = unobstructed(experiment)
+        net, done = initial_model(config.model, target_clients, config.seeds[0], compared=True)
+        refuse([replace(p, where=f"model: {called(net, p.where)}") for p in model_problems(experiment)])
+        experiment = replace(experiment, prepared=tuple(done))
+    return experiment
+
+
+def _source(
+    config: RunConfig, speaking: int, data_dir: Path | None, checked: bool, trained: Path | None
+) -> tuple[Source, Dataset | None, Dataset]:
+    """Open what the run's targets are, with public examples and the targets'; so many speak before a round."""
+    if config.observed:
+        observed = open_observed(config, data_dir)
+        return observed, *observed_images(config, data_dir, observed)
+    if config.train is not None:
+        setting = training_setting(config, data_dir, checked)
+        training = training_of(setting, config, speaking, trained)
+        return training, training.public.subset(range(len(training.public))[: config.data.public]), training.private
+    images = config.images_needed + speaking * max(client.examples for client in config.client)
+    gallery = None if config.data.gallery is None else max(config.data.gallery, images)
+    splits = open_images(config.data, data_dir, gallery)
+    return Source(), splits.public, splits.private
+
+
+def unobstructed(experiment: Experiment) -> Experiment:
+    """Refuse what cannot be audited, with every problem at once; note where an attack does not apply."""
+    found = obstacles(experiment)
+    refuse(found.problems)
+    return replace(experiment, unfit=found.unfit)
+
+
+def others(defences: Iterable[Defence]) -> int:
+    """Count the clients besides the target clients who have to be there to speak before a round."""
+    return max((defence.speakers() for defence in defences if isinstance(defence, Defence)), default=0)
+
+
+def _attacks(config: RunConfig, labelled: bool) -> dict[str, Attack]:
+    """Build every attack that meets a defence of the run; where nobody knows labels `adaptive` finds them."""
+    texts = (text for defence in config.defences for text in attacks_against(config.attacks, defence))
+    tuning = config.iterations, config.restarts
+    found: dict[str, Attack] = {}
+    for text in texts:
+        attack = make_attack(with_defaults(text, *tuning), own=True)
+        if not labelled and text not in config.attacks and getattr(attack, "labels", None) == "given":
+            attack = make_attack(with_defaults(text, *tuning, labels="restore"))
+        found[text] = attack
+    return found
+
+
+def _bundled_problems(config: RunConfig) -> Iterator[Problem]:
+    entry = DATASETS.get(config.data.name)
+    if entry is not None and not entry.task and config.client and any(client.local for client in config.client):
+        what = f"the labels of '{config.data.name}' mean nothing, so there is nothing to train locally"
+        yield Problem("client.local", what, "leave it out (one gradient), or choose data with a task: digits, faces")

@@ -1,0 +1,357 @@
+"""Result rows, one per trial, shared by tables, verdicts and plots."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from statistics import fmean
+from typing import Any, NamedTuple
+
+from gradveil.audit.attack_selection import Attacker, attacker, undefended
+from gradveil.audit.run_directory import UNFIT, Trial
+from gradveil.core.errors import GradveilError
+from gradveil.core.formatting import plural
+from gradveil.defences import entries
+from gradveil.metrics import wilson
+
+
+def summarise(trial: Trial) -> dict[str, Any]:
+    """Sum one trial up in one flat object.
+
+    Rates count images; means are over images; `seconds` is the attack's working time, summed over processes; an
+    unfinished trial has None. `accuracy` is the model's after `trained` rounds of training, `final_accuracy` that at
+    the end, `client_seconds` what one update takes, `round_*` what a round costs. Of pruning
+    alone, `gamma_1` is the share of the update's energy left out, `proposition_1` and `gamma_1_least` what dual pruning
+    leaves out at least (the paper's and the sharper bound), `cosine_*` how far a perfect match is off.
+    """
+    info, records = trial.info, trial.records
+    keys = ("trial", "model", "data", "seed", "round", "trained", "client", "defence", "attack")
+    training, pruned = info.get("training") or {}, info.get("pruned") or {}
+    images = [image for record in records for image in record.get("per_image", ())]
+    successes = sum(image["success"] for image in images)
+    low, high = wilson(successes, len(images)) if images else (None, None)
+    statuses: dict[str, int] = {}
+    for record in records:
+        statuses[record["status"]] = statuses.get(record["status"], 0) + 1
+    return {
+        **{key: info.get(key) for key in keys},
+        "control": bool(info.get("control")),
+        "target_clients": len(records),
+        "images": len(images),
+        "asr": successes / len(images) if images else None,
+        "asr_low": low,
+        "asr_high": high,
+        "ssim_mean": _mean(images, "ssim"),
+        "psnr_mean": _mean(images, "psnr"),
+        "mse_mean": _mean(images, "mse"),
+        "mse_bound": (info.get("bound") or {}).get("mse"),
+        "unbounded": info.get("unbounded"),
+        "label_accuracy": _mean(records, "label_accuracy"),
+        "guarantee": info.get("guarantee"),
+        "distance": info.get("distance"),
+        "first_order_utility": info.get("first_order_utility"),
+        "second_order_utility": info.get("second_order_utility"),
+        "gamma_1": pruned.get("gamma"),
+        "gamma_1_least": pruned.get("least"),
+        "proposition_1": pruned.get("proposition_1"),
+        "cosine_promised": pruned.get("promised"),
+        "cosine_worst": pruned.get("worst"),
+        "bytes_sent": info.get("bytes_sent"),
+        "seconds": info.get("seconds"),
+        "accuracy": training.get("accuracy"),
+        "final_accuracy": training.get("final_accuracy"),
+        "client_seconds": training.get("client_seconds"),
+        **{f"round_{key}": training.get(key) for key in ("bytes_up", "bytes_down", "seconds")},
+        "statuses": statuses or {UNFIT if trial.unfit else "failed": 1},
+        "prepared": "; ".join(info.get("prepared", ())),
+        "failed": trial.failed,
+        "unscored": trial.unscored,
+        "notes": "; ".join(info.get("notes", ())),
+    }
+
+
+def _mean(rows: list[dict[str, Any]], key: str) -> float | None:
+    values = [row[key] for row in rows if row.get(key) is not None]
+    return fmean(values) if values else None
+
+
+def client_words(client: str, batch: int) -> str:
+    """Say what the server receives: what an update of so many images is computed from, and over how many it is summed.
+
+    >>> client_words("gradient", 1), client_words("local T=4", 8)
+    ('one gradient of 1 image', 'local training (T=4) on 8 images')
+    >>> client_words("gradient, sum of 4", 8)
+    'the sum over 4 clients of one gradient of 2 images each'
+    >>> client_words("gradient, only head.*", 1)
+    'one gradient of 1 image (of head.* alone)'
+    """
+    summed = re.fullmatch(r"(.*), sum of (\d+)", client)
+    if summed:
+        members = int(summed[2])
+        return f"the sum over {members} clients of {client_words(summed[1], batch // members)} each"
+    trains, _, only = client.partition(", only ")
+    alone = f" (of {only} alone)" if only else ""
+    if trains == "gradient":
+        return f"one gradient of {plural(batch, 'image')}{alone}"
+    steps = trains.removeprefix("local").strip()
+    return f"local training ({steps}) on {plural(batch, 'image')}{alone}"
+
+
+class TrialSetting(NamedTuple):
+    """What is attacked. Rates are compared within a setting only."""
+
+    model: str
+    data: str
+    client: str
+    batch: int
+    round: int
+    """The last round that was watched, counted from 0."""
+    trained: int | None = None
+    """The rounds of training that came before; None where nothing is trained."""
+
+    def title(self) -> str:
+        """Say it in words."""
+        when = f", {self.round + 1} rounds watched" if self.round else ""
+        return f"{self.model} on {self.data}, {client_words(self.client, self.batch)}{when}{self._past()}"
+
+    def _past(self) -> str:
+        if self.trained is None:
+            return ""
+        return f", after {plural(self.trained, 'round')} of training" if self.trained else ", untrained"
+
+
+BASELINES = {
+    "mean_image": ("Mean image", "the public mean image"),
+    "class_mean": ("Class mean", "the mean of the public images of the same class"),
+    "class_image": ("Class image", "public images of the same class, on average"),
+}
+"""What needs no update, scored as if it were reconstructions: what tables call it, and what it is."""
+
+
+class BudgetPoint(NamedTuple):
+    """How good an attack's answer was after so many iterations of each restart."""
+
+    iterations: int
+    ssim: float | None
+    asr: float | None
+
+
+class TrainedOnCounts(NamedTuple):
+    """Counts of reconstructions against the images that a batch defence made of the private ones."""
+
+    images: int
+    recovered: int
+    """SSIM above the threshold."""
+    identified: int
+    """The own image is the nearest of those trained on (see `audit.trained`)."""
+    identifiable: int
+    """Both."""
+
+    @property
+    def rate(self) -> float:
+        """The share that is recovered."""
+        return self.recovered / self.images
+
+
+@dataclass(frozen=True)
+class Row:
+    """A finished trial with its scores."""
+
+    number: int
+    """Its place in the run: pictures and plot points refer to it."""
+    trial: Trial
+
+    @property
+    def info(self) -> Mapping[str, Any]:
+        """What `trial.json` holds."""
+        return self.trial.info
+
+    @cached_property
+    def summary(self) -> Mapping[str, Any]:
+        """The audit's own summary of the trial."""
+        return summarise(self.trial)
+
+    @cached_property
+    def setting(self) -> TrialSetting:
+        """What was attacked."""
+        info = self.info
+        return TrialSetting(
+            info["model"], info["data"], info["client"], int(info["batch"]), int(info["round"]), info.get("trained")
+        )
+
+    @cached_property
+    def attacker(self) -> Attacker:
+        """Whose attack it is."""
+        return attacker(self.info)
+
+    @property
+    def is_control(self) -> bool:
+        """Whether the run added it by itself, to show that an attack works without a defence."""
+        return bool(self.info.get("control"))
+
+    @property
+    def planted(self) -> bool:
+        """Whether the server changed the model that it sent, whatever else the attacker was told."""
+        return "planted" in self.info
+
+    @property
+    def seed(self) -> int:
+        """The run's seed."""
+        return int(self.info["seed"])
+
+    @property
+    def defence(self) -> str:
+        """The defence's canonical text."""
+        return str(self.info["defence"])
+
+    @cached_property
+    def undefended(self) -> bool:
+        """Whether the client has no defence, whoever attacks it."""
+        return undefended(self.defence) and undefended(self.info.get("recorded_defence") or "none")
+
+    @property
+    def defence_name(self) -> str:
+        """What the defence is called in the page: its canonical text, which tells its settings apart."""
+        if self.is_control:
+            return "No defence (control)"
+        return "No defence" if self.undefended else self.defence
+
+    @cached_property
+    def changes(self) -> frozenset[str] | None:
+        """The slots that the defence fills; None where it was given as an object, whose name tells nothing."""
+        try:
+            return frozenset(slot for entry in entries(self.defence) for slot in entry.changes)
+        except GradveilError:
+            return None
+
+    @property
+    def attack(self) -> str:
+        """The attack's canonical text."""
+        return str(self.info["attack"])
+
+    @cached_property
+    def successes(self) -> dict[tuple[int, int], bool]:
+        """Whether each image was recovered, by (target client, place in its batch)."""
+        return {(target_client, place): bool(scores["success"]) for target_client, place, scores in self.scores()}
+
+    @cached_property
+    def ssims(self) -> list[float]:
+        """The SSIM of every image that has one."""
+        return [float(scores["ssim"]) for _, _, scores in self.scores() if scores.get("ssim") is not None]
+
+    @property
+    def images(self) -> int:
+        """How many images were attacked."""
+        return len(self.successes)
+
+    @property
+    def recovered(self) -> int:
+        """How many of them were recovered."""
+        return sum(self.successes.values())
+
+    @property
+    def exposed(self) -> int:
+        """How many target clients lost at least one image of their batch."""
+        return len({target_client for (target_client, _), success in self.successes.items() if success})
+
+    @property
+    def identified(self) -> int:
+        """How many reconstructions lie nearer to their own image than to any other image of the private data."""
+        return sum(bool(scores.get("identified")) for _, _, scores in self.scores())
+
+    @property
+    def identifiable(self) -> int:
+        """How many images were recovered and identified; recovered where there is no gallery to identify among."""
+        return sum(self.singled_out.values())
+
+    @cached_property
+    def singled_out(self) -> dict[tuple[int, int], bool]:
+        """Whether each image was recovered and identified, by (target client, place in its batch)."""
+        return {
+            (client, place): bool(scores["success"]) and scores.get("identified") is not False
+            for client, place, scores in self.scores()
+        }
+
+    @cached_property
+    def trained_on(self) -> TrainedOnCounts | None:
+        """The counts against the images that the client trained on; None where no batch defence changed them."""
+        images = [scores for _, _, scores in self.scores() if scores.get("success_transformed") is not None]
+        if not images:
+            return None
+        passed = [bool(scores["success_transformed"]) for scores in images]
+        nearest = [bool(scores.get("identified_transformed")) for scores in images]
+        both = sum(map(all, zip(passed, nearest, strict=True)))
+        return TrainedOnCounts(len(images), sum(passed), sum(nearest), both)
+
+    @property
+    def asr(self) -> float:
+        """The attack success rate: the share of images that were recovered."""
+        return self.recovered / self.images if self.images else 0.0
+
+    @cached_property
+    def bounds(self) -> tuple[float, float]:
+        """The rate's 95% Wilson interval."""
+        return wilson(self.recovered, self.images) if self.images else (0.0, 1.0)
+
+    @cached_property
+    def statuses(self) -> Counter[str]:
+        """How many target clients ended how."""
+        return Counter(str(record["status"]) for record in self.trial.records)
+
+    @cached_property
+    def curve(self) -> tuple[BudgetPoint, ...]:
+        """Quality against budget, the final answer last; empty for an attack that does not iterate."""
+        noted = self.info.get("trace") or ()
+        passed = [BudgetPoint(int(spot["iterations"]), spot["ssim_mean"], spot["asr"]) for spot in noted]
+        if not passed:
+            return ()
+        # Half of the budget is noted last, rounded down; whoever used all of it says how much it was.
+        used = max((int(record.get("iterations") or 0) for record in self.trial.records), default=0)
+        return (*passed, BudgetPoint(max(2 * passed[-1].iterations, used), self.mean("ssim"), self.asr))
+
+    @property
+    def last_doubling(self) -> float | None:
+        """What the second half of the budget added to the mean SSIM."""
+        ends = [spot.ssim for spot in self.curve[-2:]]
+        return ends[1] - ends[0] if len(ends) == 2 and ends[0] is not None and ends[1] is not None else None
+
+    @property
+    def baseline(self) -> float | None:
+        """The highest share recovered by the prior-only guesses, which use nothing of the update."""
+        return self.baseline_of("asr")
+
+    @property
+    def guess(self) -> str:
+        """Name the guess from public data alone that the baseline is."""
+        return next(
+            (title.lower() for name, (title, _) in BASELINES.items() if self.control(name) == self.baseline), ""
+        )
+
+    def baseline_of(self, score: str) -> float | None:
+        """Look up the best score of a guess from public data alone."""
+        found = [self.control(name, score) for name in BASELINES]
+        return max((value for value in found if value is not None), default=None)
+
+    def control(self, name: str, score: str = "asr") -> float | None:
+        """Look up a control's score."""
+        scores = (self.info.get("controls") or {}).get(name) or {}
+        return scores.get(score)
+
+    def health(self, name: str) -> float | None:
+        """Look up one of the attack's vital signs."""
+        return (self.info.get("health") or {}).get(name)
+
+    def mean(self, name: str) -> float | None:
+        """Average a score over the target clients that have it."""
+        values = [record.get(name) for record in self.trial.records]
+        numbers = [float(value) for value in values if isinstance(value, int | float)]
+        return fmean(numbers) if numbers else None
+
+    def scores(self) -> Iterator[tuple[int, int, Mapping[str, Any]]]:
+        """Yield each image's target client, its place in that client's batch, and its scores."""
+        for record in self.trial.records:
+            for place, scores in enumerate(record.get("per_image", ())):
+                yield int(record["target_client"]), place, scores

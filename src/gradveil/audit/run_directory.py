@@ -1,0 +1,573 @@
+"""The run directory: records, images, configuration. Private, atomic, checked, and resumable."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from torch import Tensor
+
+from gradveil.audit.attack_selection import stands_for_many
+from gradveil.audit.audit_config import BUDGET, FREE
+from gradveil.core.errors import GradveilError, Problem, fail, refuse
+from gradveil.core.formatting import listing, plural
+from gradveil.core.private_files import (
+    LOCK,
+    DamagedError,
+    locked,
+    read_json,
+    seal,
+    sync,
+    unreadable,
+    unseal,
+    write_json,
+    write_private,
+)
+from gradveil.core.settings import refuse_others
+from gradveil.federated.training_run import is_training
+
+FORMAT = 2
+"""Version of the files of a run directory; another is refused."""
+RUN, TRIAL, RECORDS, IMAGES = "run.json", "trial.json", "records.json", "images.safetensors"
+"""File names: of the run, and of a trial's facts, its target clients' records and its images."""
+PLANS = "plans"
+"""Folder of the plans of trials in flight."""
+TRAINING = "training"
+"""Folder of the trainings that an audit follows."""
+AGAIN = "give the command of the audit again, which makes this trial anew, or remove its folder"
+"""What to do about a damaged trial: resuming replaces it, since equal settings give equal records."""
+RESTORE = "put a copy of the file back, or audit anew with --fresh, which removes the results"
+"""The remedy where the run's own file is damaged."""
+
+
+class _Stored(BaseModel):
+    """What has to be there, of the right kind; whatever else is there may be anything."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+
+Share = Annotated[float, Field(ge=0, le=1)]
+Amount = Annotated[float, Field(ge=0, le=1e15)]
+Count = Annotated[int, Field(ge=0, le=10**15)]
+
+
+class _Config(_Stored):
+    """What reports read of a run's settings; resuming compares all of them."""
+
+    data: dict[str, Any] | None = None
+    model: dict[str, Any] | None = None
+    train: dict[str, Any] | None = None
+    defences: list[str] | None = None
+    attacks: list[str] | None = None
+    threshold: Annotated[float, Field(ge=-1, le=1)] | None = None
+    budget: Annotated[str, Field(pattern=BUDGET)] | None = None
+    images: bool | None = None
+
+
+class _RunInfo(_Stored):
+    name: str = ""
+    created: str = ""
+    command: str = ""
+    config: _Config
+    config_hash: str = ""
+    gradveil: str = ""
+    growing: list[str] = []
+    trials: Annotated[list[str], Field(min_length=1)]
+    share: Annotated[int, Field(ge=1)] | None = None
+    sharing: dict[str, list[Count]] = {}
+    warnings: list[str] = []
+    weights: str | None = None
+    images: dict[str, str | None] | None = None
+    packages: dict[str, str] = {}
+    machine: dict[str, str | int | None] = {}
+
+
+class _Address(_Stored):
+    trial: str
+    model: str
+    data: str
+    seed: int
+    round: Count
+    trained: Count | None = None
+    client: str
+    batch: Annotated[int, Field(ge=1, le=10**15)]
+    defence: str
+    defence_title: str = ""
+    attack: str
+    attack_title: str = ""
+    control: bool = False
+    prepared: list[str] = []
+    citations: list[str] = []
+    code: dict[str, str] = {}
+
+
+class _Failed(_Address):
+    failed: str
+    unfit: bool = False
+
+
+class _Control(_Stored):
+    asr: Share
+    ssim_mean: float | None = None
+    psnr_mean: float | None = None
+    identified: Share | None = None
+
+
+class _Training(_Stored):
+    round: Count
+    accuracy: Share
+    bytes_up: Amount
+    bytes_down: Amount
+    seconds: Amount
+    client_seconds: Amount | None = None
+    final_accuracy: Share | None = None
+    guarantee: str | None = None
+    epsilon: dict[str, float] = {}
+    delta: Share | None = None
+
+
+class _Bound(_Stored):
+    mse: Amount | None
+    by: str = ""
+    prior: Amount | None = None
+
+
+class _Point(_Stored):
+    iterations: Count
+    asr: Share
+    ssim_mean: float | None
+
+
+class _Finished(_Address):
+    simulated_client: str
+    threshold: Annotated[float, Field(ge=-1, le=1)]
+    controls: dict[str, _Control]
+    knowledge: dict[str, str] = {}
+    in_parts: bool = False
+    grants: list[str] = []
+    remarks: list[str] = []
+    suspicions: list[str] = []
+    notes: list[str] = []
+    guarantee: str | None = None
+    epsilon: dict[str, Annotated[float, Field(ge=0)]] = {}
+    health: dict[str, float | None] | None = None
+    missing: dict[str, str] = {}
+    unbounded: str | None = None
+    unscored: str | None = None
+    planted: str = ""
+    guard: list[str] = []
+    recorded_defence: str | None = None
+    params: Count | None = None
+    restarts: Count | None = None
+    simulated: Count | None = None
+    row_iterations: Count | None = None
+    seconds: Amount | None = None
+    iterations_per_second: Amount | None = None
+    distance: Amount | None = None
+    cosine: float | None = None
+    first_order_utility: float | None = None
+    second_order_utility: float | None = None
+    bytes_sent: Amount | None = None
+    bytes_dense: Amount | None = None
+    pruned: dict[str, float | None] | None = None
+    bound: _Bound | None = None
+    trace: list[_Point] | None = None
+    training: _Training | None = None
+
+
+class _Expected(_Stored):
+    recovered: Share = 0.0
+    identified: Share = 0.0
+    identifiable: Share = 0.0
+    exact: Share = 0.0
+    public: Count = 0
+    public_exact: Count = 0
+    gallery: Count = 0
+
+
+class _ImageScores(_Stored):
+    success: Annotated[int, Field(ge=0, le=1)]
+    mse: Amount
+    psnr: float
+    ssim: float
+    ssim_transformed: float | None = None
+    lpips: float | None = None
+    exact: bool | None = None
+    identified: bool | None = None
+    expected: _Expected = _Expected()
+    success_transformed: Annotated[int, Field(ge=0, le=1)] | None = None
+    identified_transformed: bool | None = None
+    expected_transformed: _Expected = _Expected()
+
+
+class _TargetRecord(_Stored):
+    target_client: int
+    status: str
+    label: list[int] | None = None
+    label_accuracy: Share | None
+    identified: bool | float | None = None
+    iterations: Count | None = None
+    objective: float | None = None
+    initial: float | None = None
+    distance: float | None = None
+    per_image: Annotated[list[_ImageScores], Field(min_length=1)]
+
+
+class _Guess(_Stored):
+    target_client: int
+    status: str
+    objective: float | None = None
+    initial: float | None = None
+    predicted: Annotated[list[int], Field(min_length=1)]
+
+
+_RUN, _FAILED, _FINISHED = TypeAdapter(_RunInfo), TypeAdapter(_Failed), TypeAdapter(_Finished)
+_RECORDS = TypeAdapter(Annotated[list[_TargetRecord], Field(min_length=1)])
+_GUESSES = TypeAdapter(Annotated[list[_Guess], Field(min_length=1)])
+_NO_RECORDS = TypeAdapter(Annotated[list[Any], Field(max_length=0)])
+
+
+def read_run(folder: Path) -> dict[str, Any]:
+    """Read and check `run.json`."""
+    file = folder / RUN
+    info = read_json(file, RESTORE)
+    if isinstance(info, dict) and isinstance(said := info.get("format"), int) and said != FORMAT:
+        remedy = "use the version that wrote it, or choose another folder"
+        raise fail(str(file), f"has format {said}, this version reads {FORMAT}", remedy)
+    _check(_RUN, file, info, RESTORE)
+    return info
+
+
+def read_parts(folder: Path, images: bool) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Read and check `trial.json` and `records.json`, and look at the images that should be there.
+
+    Everything that is not as an audit writes it is told in one `DamagedError`. A file that the system does not let us
+    read is another error: it may be whole.
+    """
+    problems: list[Problem] = []
+    info: Any = None
+    records: Any = None
+    with _noting(problems):
+        info = read_json(folder / TRIAL, AGAIN)
+        _check(_FAILED if _failed(info) else _FINISHED, folder / TRIAL, info)
+    with _noting(problems):
+        records = read_json(folder / RECORDS, AGAIN)
+        _check(_NO_RECORDS if _failed(info) else _GUESSES if _unscored(info) else _RECORDS, folder / RECORDS, records)
+    with _noting(problems):
+        if not _failed(info) and (images or (folder / IMAGES).exists()):
+            _check_images(folder / IMAGES, None if problems else records, _unscored(info))
+    if problems:
+        raise DamagedError(problems)
+    return info, records
+
+
+def _failed(info: Any) -> bool:
+    return isinstance(info, dict) and "failed" in info
+
+
+def _unscored(info: Any) -> bool:
+    return isinstance(info, dict) and "unscored" in info
+
+
+@contextmanager
+def _noting(problems: list[Problem]) -> Iterator[None]:
+    try:
+        yield
+    except DamagedError as error:
+        problems += error.problems
+
+
+def _check(held: TypeAdapter[Any], file: Path, value: Any, remedy: str = AGAIN) -> None:
+    try:
+        held.validate_python(value)
+    except ValidationError as error:
+        found = error.errors(include_url=False, include_context=False)
+        told = "; ".join(_said(entry["type"], entry["loc"], entry["input"], entry["msg"]) for entry in found[:3])
+        more = f"; and {len(found) - 3} more" if len(found) > 3 else ""
+        raise DamagedError(Problem(str(file), f"{told}{more}", remedy)) from None
+
+
+_WANTED = {"model_type": "an object", "dict_type": "an object", "list_type": "a list", "string_type": "a text"}
+_WANTED |= {"int_type": "a whole number", "float_type": "a number"}
+
+
+def _said(kind: str, location: Sequence[str | int], value: Any, message: str) -> str:
+    where = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in location).lstrip(".")
+    if kind == "missing":
+        return f"{where} is missing"
+    if kind == "too_short":
+        return f"{where} is empty".strip()
+    shown = repr(value) if len(repr(value)) <= 40 else f"{repr(value)[:37]}..."
+    wanted = f"not {_WANTED[kind]}" if kind in _WANTED else message
+    return f"{where} is {shown}, {wanted}".strip()
+
+
+def read_images(file: Path) -> dict[str, Tensor]:
+    """Read the images of a trial, and check the digest of the file."""
+    try:
+        content = file.read_bytes()
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise DamagedError(Problem(str(file), "is missing, and the run keeps images", AGAIN)) from error
+    except OSError as error:
+        raise unreadable(file, error) from error
+    return unseal(content, str(file), AGAIN)[0]
+
+
+def _check_images(file: Path, records: Sequence[Mapping[str, Any]] | None, unscored: bool) -> None:
+    """Check the digest, and compare names and shapes with the records."""
+    shapes = {name: tuple(value.shape) for name, value in read_images(file).items()}
+    examples = "predicted" if unscored else "per_image"
+    for name in ("reconstruction",) if unscored else ("truth", "reconstruction"):
+        if len(shapes.get(name, ())) != 5:
+            raise DamagedError(Problem(str(file), f"holds no images '{name}'", AGAIN))
+        wanted = (len(records), len(records[0][examples])) if records else shapes[name][:2]
+        if shapes[name][:2] != wanted:
+            what = f"holds {shapes[name][:2]} images '{name}', the records tell of {wanted}"
+            raise DamagedError(Problem(str(file), what, AGAIN))
+
+
+UNFIT = "does not apply"
+"""The status of a trial whose attack does not apply to its defended client."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One finished (or failed) trial: what `trial.json` and `records.json` say, and where the images lie."""
+
+    info: dict[str, Any]
+    records: list[dict[str, Any]]
+    path: Path | None = None
+    kept: Mapping[str, Tensor] = field(default_factory=dict)
+    """Images that were never written (`images` of a result in memory)."""
+
+    @property
+    def failed(self) -> str | None:
+        """Why it has no result; None if it has one."""
+        return self.info.get("failed")
+
+    @property
+    def unfit(self) -> bool:
+        """Whether it has no result because the attack does not apply there."""
+        return bool(self.info.get("unfit"))
+
+    @property
+    def broken(self) -> bool:
+        """Whether it failed although the attack applies: doing it again may help."""
+        return self.failed is not None and not self.unfit
+
+    @property
+    def unscored(self) -> str | None:
+        """Why it has no scores although it did not fail; None if it has."""
+        return self.info.get("unscored")
+
+    def images(self) -> dict[str, Tensor] | None:
+        """Load truths and reconstructions, [V, B, C, H, W] in [0, 1]; None where only scores were kept."""
+        if self.path is None:
+            return dict(self.kept) or None
+        file = self.path / IMAGES
+        return read_images(file) if file.is_file() else None
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run as it lies on disk: `run.json`, and its trials in the order of the run file."""
+
+    info: dict[str, Any]
+    trials: list[Trial]
+    path: Path | None = None
+
+
+def load_run(path: Path | str) -> Run:
+    """Read a run directory, finished or not; refuse with every damaged file at once."""
+    folder = Path(path)
+    if is_training(folder) and not (folder / RUN).is_file():
+        remedy = f"gradveil report {folder} shows it, gradveil summary {folder} sums it up"
+        raise fail(str(folder), "is a training, and no audit", remedy)
+    if not (folder / RUN).is_file():
+        remedy = "give the folder that `gradveil audit` or `gradveil train` wrote, such as runs/faces"
+        raise fail(str(folder), "is not a run directory (it has no run.json)", remedy)
+    info = read_run(folder)
+    found = {child.name: child for child in _children(folder / "trials") if ".tmp-" not in child.name}
+    trials: list[Trial] = []
+    problems: list[Problem] = []
+    for name in info["trials"]:
+        try:
+            trials += [read_trial(found[name], info)] if name in found else []
+        except GradveilError as error:
+            problems += error.problems
+    refuse(problems)
+    return Run(info, trials, folder)
+
+
+def keeps_images(info: Mapping[str, Any]) -> bool:
+    """Say whether every finished trial of a run has images."""
+    return info["config"].get("images") is True
+
+
+def read_trial(folder: Path, run: Mapping[str, Any]) -> Trial:
+    """Read one trial of a run, of which `run.json` says whether images have to be there; refuse another run's trial."""
+    trial = Trial(*read_parts(folder, keeps_images(run)), folder)
+    if wrong := listing(_foreign(trial.info, folder.name, run["config"])):
+        raise DamagedError(Problem(str(folder / TRIAL), f"is no trial of this run: {wrong}", AGAIN))
+    return trial
+
+
+def _foreign(info: Mapping[str, Any], name: str, config: Mapping[str, Any]) -> Iterator[str]:
+    """Say where a trial differs from its place and from the settings of its run, as far as these tell."""
+    attacks = config.get("attacks") or ()
+    many = info.get("control") or any(map(stands_for_many, attacks))
+    planned: dict[str, Sequence[Any]] = {
+        "trial": [name],
+        "model": [value for value in [(config.get("model") or {}).get("name")] if value],
+        "data": [value for value in [(config.get("data") or {}).get("name")] if value],
+        "seed": config.get("seeds") or (),
+        "threshold": [value for value in [config.get("threshold")] if value is not None],
+        "defence": () if info.get("control") else config.get("defences") or (),
+        "attack": () if many else attacks,
+    }
+    for key, values in planned.items():
+        if values and key in info and info[key] not in values:
+            yield f"{key} is '{info[key]}', and the run's {listing(map(str, values))}"
+
+
+class Store:
+    """The writing side of a run directory. Use as a context manager: it holds the directory's lock."""
+
+    def __init__(self, folder: Path) -> None:
+        """Name the directory; nothing is touched before `open`."""
+        self.folder = folder
+
+    @contextlib.contextmanager
+    def open(self, info: Mapping[str, Any], fresh: bool = False) -> Iterator[Store]:
+        """Create or resume the run; refuse another configuration, and a second process.
+
+        What `info` says is `growing` in the configuration may have more in it than there: the run then has more trials.
+        """
+        try:
+            if self.folder.exists() and not self.folder.is_dir():
+                raise fail(str(self.folder), "is a file", "choose another --out")
+            existed = (self.folder / RUN).is_file()
+            if not existed:
+                self._only_ours()
+            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self.folder.chmod(0o700)
+        except OSError as error:
+            raise fail(str(self.folder), f"cannot be made or read: {error.strerror}", "choose another --out") from error
+        with locked(self.folder):
+            if existed and fresh:
+                shutil.rmtree(self.folder / "trials", ignore_errors=True)
+                shutil.rmtree(self.folder / PLANS, ignore_errors=True)
+                shutil.rmtree(self.folder / TRAINING, ignore_errors=True)
+                (self.folder / RUN).unlink()
+                (self.folder / "report.html").unlink(missing_ok=True)
+                existed = False
+            self._clean()
+            if existed:
+                now = self._grown(info)
+                if any(now[key] != self.info().get(key) for key in ("trials", "images")):
+                    write_json(self.folder / RUN, now)
+            else:
+                (self.folder / "trials").mkdir(mode=0o700, exist_ok=True)
+                write_json(self.folder / RUN, info)
+            yield self
+
+    def info(self) -> dict[str, Any]:
+        """Return what `run.json` says."""
+        return read_run(self.folder)
+
+    def survey(self, names: Iterable[str]) -> tuple[set[str], list[Problem]]:
+        """Say which of these trials are done, and which files are damaged: their trials are not done.
+
+        Equal settings give equal records, so a damaged trial may be made again, and its remains lie there until the new
+        one is whole. A file that cannot be read is no such case: it may be whole, and is refused.
+        """
+        run = self.info()
+        done: set[str] = set()
+        damaged: list[Problem] = []
+        unread: list[Problem] = []
+        for name in names:
+            folder = self.folder / "trials" / name
+            try:
+                if folder.exists() and read_trial(folder, run).failed is None:
+                    done.add(name)
+            except DamagedError as error:
+                damaged += error.problems
+            except GradveilError as error:
+                unread += error.problems
+        refuse(unread)
+        return done, damaged
+
+    def plans(self, trial: str) -> Path:
+        """Say where the plans of a trial's attack are kept while it is under way; a finished trial tells its own."""
+        return self.folder / PLANS / trial
+
+    def write(self, trial: str, result: Trial) -> None:
+        """Write a trial: it appears whole or not at all."""
+        folder = self.folder / "trials" / f"{trial}.tmp-{os.getpid()}"
+        folder.mkdir(mode=0o700)
+        write_json(folder / RECORDS, result.records)
+        if result.kept:
+            write_private(folder / IMAGES, seal(dict(result.kept)))
+        write_json(folder / TRIAL, result.info)
+        final = self.folder / "trials" / trial
+        if final.exists():
+            old = self.folder / "trials" / f"{trial}.tmp-old-{os.getpid()}"
+            os.replace(final, old)
+            _remove(old)
+        os.replace(folder, final)
+        sync(final.parent)
+        shutil.rmtree(self.plans(trial), ignore_errors=True)
+
+    def _only_ours(self) -> None:
+        """Refuse a folder without run.json that holds more than a start which was killed early leaves."""
+        names = {child.name for child in _children(self.folder) if ".tmp-" not in child.name}
+        orphans = [child for child in _children(self.folder / "trials") if ".tmp-" not in child.name]
+        if names - {LOCK, "trials", PLANS, TRAINING} and not orphans:
+            raise fail(str(self.folder), "holds other files and is not a run directory", "choose another --out")
+        if orphans:
+            what = f"is missing, and nothing else says with which settings the {len(orphans)} trials there were made"
+            raise fail(str(self.folder / RUN), what, "put a copy of it back, or choose another --out")
+
+    def _clean(self) -> None:
+        """Remove what a killed process left, but for the plans of the trials that were in flight."""
+        for child in _children(self.folder / PLANS):
+            if (self.folder / "trials" / child.name).exists():
+                shutil.rmtree(child)
+        for child in [*_children(self.folder), *_children(self.folder / "trials")]:
+            if ".tmp-" in child.name:
+                _remove(child)
+
+    def _grown(self, info: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what `run.json` should say now; refuse other settings, and lists without something that is there."""
+        there = self.info()
+        if there.get("share") is None:
+            raise fail(str(self.folder / RUN), "share is missing", RESTORE)
+        refuse_others(self.folder, there, info, FREE)
+        refuse(list(_shared_otherwise(there.get("sharing", {}), info["sharing"])))
+        grown = {key: info[key] for key in ("config", "trials", "command", "sharing", "warnings")}
+        # An earlier version did not say what the files held.
+        return {**there, **grown, "images": there.get("images") or info["images"]}
+
+
+def _shared_otherwise(there: Mapping[str, list[int]], now: Mapping[str, list[int]]) -> Iterator[Problem]:
+    """Find the defences whose budget would be shared by others than before: their attacks would have had less of it."""
+    for defence, counts in there.items():
+        if counts != now.get(defence, counts):
+            told = f"shared by {plural(max(counts), 'attack')} in the run that is there, and now by {max(now[defence])}"
+            remedy = "give the attacks that are there, start again with --fresh, or choose another --out"
+            yield Problem("attacks", f"the budget of '{defence}' was {told}", remedy)
+
+
+def _remove(path: Path) -> None:
+    shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+
+
+def _children(folder: Path) -> list[Path]:
+    return sorted(folder.iterdir()) if folder.is_dir() else []

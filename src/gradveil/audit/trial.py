@@ -1,0 +1,373 @@
+"""One trial of an audit: a client, a defence, an attack and a seed; its updates and the attack on them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradveil.attacks.knowledge import Knowledge
+from gradveil.attacks.learned import Learned
+from gradveil.attacks.protocol import (
+    Attack,
+    HasObjective,
+    HasPlan,
+    Matcher,
+    Observation,
+    Persistent,
+    Progress,
+    Reconstruction,
+)
+from gradveil.audit.argument_checks import answer
+from gradveil.audit.attack_selection import (
+    TrialAddress,
+    first_met,
+    pairs,
+)
+from gradveil.audit.budgets import UNPLANNED, BudgetShare, Plans, read_budget, spends, within
+from gradveil.audit.error_bound import leaked
+from gradveil.audit.experiment import Experiment
+from gradveil.audit.grants import active_facts, first, grant, looks_at_last, received, resent, told
+from gradveil.audit.observe import Truth, observe, updates
+from gradveil.audit.run_warnings import privacy_facts
+from gradveil.client import Client
+from gradveil.core.noise import Key
+from gradveil.core.streams import Stream
+from gradveil.core.tree import Tensors
+from gradveil.core.types import Batch
+from gradveil.core.user_code import users
+from gradveil.defences import Dual, Feedback, OptimalPruning, Pruning
+from gradveil.defences.guarantees import stages
+from gradveil.federated.training_state import Standing
+from gradveil.metrics import cosine, dense_bytes, relative_distance
+from gradveil.theory.first_order_utility import degraded_cosine, least_gamma, utilities, worst_cosine
+from gradveil.wire.codec import encoded_size
+
+
+def worth(sent: Tensors, raw: Tensors) -> Tensors:
+    """Compute Definition 2's two utilities [V] of Chen, Gürsoy and Lei 2024, in units of an undefended step."""
+    first, second = utilities(raw, sent)
+    return {"first_order_utility": first, "second_order_utility": second}
+
+
+def pruned(client: Client, fresh: bool) -> dict[str, float] | None:
+    """Return what is known of how much this client's pruning leaves out, None where it does not prune, or not alone.
+
+    `fresh` says that no round came before: from then on error feedback sends what was left out earlier, too. Of dual
+    pruning `proposition_1` is the lower bound of gamma_1 that the paper prints, `least` our sharper one; both hold for
+    shares that come out whole.
+    """
+    found = [stage for _, stage in stages(client.send)]
+    inner = [stage.inner if isinstance(stage, Feedback) else stage for stage in found]
+    late = not fresh and any(isinstance(stage, Feedback) for stage in found)
+    if not inner or late or client.step or client.batch or client.members > 1:
+        return None
+    if not all(isinstance(stage, Pruning) for stage in inner):
+        return None
+    if any(isinstance(stage, OptimalPruning) and stage.std for stage in inner):
+        return None
+    if len(inner) == 1 and isinstance(inner[0], Dual):
+        printed, least = least_gamma(inner[0].top, inner[0].bottom)
+        return {"least": least, "proposition_1": printed}
+    return {}
+
+
+def left_out(distance: Tensor, known: Mapping[str, float] | None) -> dict[str, Any] | None:
+    """Tell gamma_1 and Theorem 1's degradation of a perfect match, as means over the target clients.
+
+    `promised` is the cosine distance from the raw gradient that the theorem prints, sqrt(gamma_1); `worst` is what a
+    gradient equal to what was sent has, 1 - sqrt(1 - gamma_1). The Euclidean one is sqrt(gamma_1) of the raw length.
+    """
+    if known is None:
+        return None
+    gamma, perfect = distance.square(), torch.zeros_like(distance)
+    found = {
+        "gamma": gamma,
+        "promised": degraded_cosine(perfect, gamma),
+        "worst": worst_cosine(perfect, gamma),
+    }
+    return {**{name: float(value.mean()) for name, value in found.items()}, **known}
+
+
+@dataclass(frozen=True)
+class Recovered:
+    """What one share of a trial's targets gave: tensors with leading V, plain facts, and a status for every target."""
+
+    tensors: Tensors
+    facts: dict[str, Any]
+    statuses: tuple[str, ...]
+
+
+def recover(
+    experiment: Experiment,
+    trial: TrialAddress,
+    numbers: range,
+    progress: Callable[[Progress], None],
+    plans: Plans = UNPLANNED,
+    standing: Standing | None = None,
+) -> Recovered:
+    """Make the updates of these target clients, from where their training stands, and attack them.
+
+    `plans` keeps the attack's plan, which is chosen for this machine as it is now: told before the attack starts,
+    known again after an interruption. The same plan gives bit-identical results.
+    """
+    honest = (
+        experiment.client(trial.client, trial.defence, trial.seed, standing),
+        experiment.undefended(trial.client, trial.seed),
+    )
+    attack = experiment.attacks[trial.attack]
+    client, plain = (received(experiment, attack, each, trial.seed) for each in honest)
+    seen, truth = observe(experiment, trial, client, numbers, standing, resent(experiment, attack, client))
+    sent = seen[-1].update
+    made = attacked(experiment, trial, client, seen, truth, numbers, progress, plans)
+    raw = raw_update(client, plain, seen[-1].params, truth)
+    tensors = {
+        **tensors_of(made.found, seen[-1]),
+        **judged(made, seen, truth),
+        "distance": relative_distance(sent, raw),
+        "cosine": cosine(sent, raw),
+        **worth(sent, raw),
+    }
+    if client.batch:
+        tensors["transformed"] = truth.transformed.inputs
+    leak, unbounded = leaked(experiment, trial.seed, client, seen, truth)
+    known = pruned(client, fresh=experiment.config.rounds == 1 and not trial.trained)
+    facts = {"unbounded": unbounded, "pruned": known}
+    return recovered(experiment, client, made, sent, truth, tensors | leak, facts)
+
+
+@dataclass(frozen=True)
+class Made:
+    """An attack that was made: by whom, with what knowledge, and what he found."""
+
+    attack: Attack
+    simulated_client: Client
+    knowledge: Knowledge
+    grants: list[str]
+    key: Key
+    found: Reconstruction
+    row_iterations: int
+
+
+def attacked(
+    experiment: Experiment,
+    trial: TrialAddress,
+    client: Client,
+    seen: Sequence[Observation],
+    truth: Truth,
+    numbers: range,
+    progress: Callable[[Progress], None],
+    plans: Plans,
+) -> Made:
+    """Attack what was seen of these target clients; of the truth an attack gets what is granted to it by name."""
+    attack = experiment.attacks[trial.attack]
+    simulated_client = client if attack.simulated_client == "full" else client.undefended_update()
+    knowledge, grants = grant(experiment, attack, simulated_client, _looked_at(attack, seen).params, truth)
+    key = Key(trial.seed, (Stream.ATTACK,))
+    attack = _afforded(
+        experiment, trial, attack, numbers, lambda tried: tried(seen, simulated_client, knowledge, key), plans
+    )
+    done = 0
+
+    def count(step: Progress) -> None:
+        nonlocal done
+        done = step.row_iterations
+        progress(step)
+
+    plan: tuple[int, ...] = ()
+    if isinstance(attack, HasPlan):
+        plan = plans.settled("rows", partial(attack.plan, seen, simulated_client, knowledge, key))
+    found = answer(
+        attack, seen, simulated_client, knowledge, lambda: attack(seen, simulated_client, knowledge, key, count, plan)
+    )
+    done = done or int(found.iterations.sum()) * found.objectives.shape[1]
+    return Made(attack, simulated_client, knowledge, grants, key, found, done)
+
+
+def _looked_at(attack: Attack, seen: Sequence[Observation]) -> Observation:
+    """Return the round that an attack looks at, or the first of several."""
+    return seen[-1] if looks_at_last(attack) else seen[0]
+
+
+def tensors_of(found: Reconstruction, seen: Observation) -> Tensors:
+    """Name what an attack gave back, and the sizes of what it was given."""
+    tensors = {
+        "inputs": found.inputs,
+        "targets": found.targets,
+        "objective": found.objective,
+        "objectives": found.objectives,
+        "initial": found.initial,
+        "iterations": found.iterations,
+        "restart": found.restart,
+        "bytes_dense": dense_bytes(seen.update),
+        "bytes_sent": _bytes_sent(seen),
+    }
+    if found.before_undoing is not None:
+        tensors["before_undoing"] = found.before_undoing
+    if found.match is not None:
+        tensors["match"] = found.match
+    return tensors | {f"trace.{count}": value for count, value in found.trace.items()}
+
+
+def recovered(
+    experiment: Experiment,
+    client: Client,
+    made: Made,
+    sent: Tensors,
+    truth: Truth,
+    tensors: Tensors,
+    facts: Mapping[str, Any],
+) -> Recovered:
+    """Put tensors and facts together, fit to be written."""
+    whole = _facts(experiment, client, made, sent, first(truth)) | {"row_iterations": made.row_iterations, **facts}
+    # Clones: an attack may return views of one tensor, which cannot be written side by side.
+    kept = {name: value.detach().cpu().contiguous().clone() for name, value in tensors.items()}
+    return Recovered(kept, whole, tuple(made.found.status))
+
+
+def _bytes_sent(seen: Observation) -> Tensor:
+    """Count the bytes of each target client's update on the wire [V]."""
+    rows = ({name: value[row] for name, value in seen.update.items()} for row in range(len(seen.target_clients)))
+    return torch.tensor([encoded_size(row, seen.messages) for row in rows])
+
+
+def _facts(experiment: Experiment, client: Client, made: Made, sent: Tensors, first: Batch) -> dict[str, Any]:
+    """Say plainly what was attacked, by whom, what he was told, and what is proven of the client."""
+    return {
+        "params": sum(value[0].numel() for value in sent.values()),
+        **privacy_facts(experiment, client, first),
+        "simulated_client": made.attack.simulated_client,
+        "custom": users(made.attack),
+        "grants": [*experiment.facts, *made.grants],
+        "knowledge": told(made.attack),
+        "in_parts": _in_parts(client, first),
+        "remarks": [(each.words, each.numbers, each.usual) for each in made.found.remarks],
+        **active_facts(made.attack, client),
+        # Of the attack alone; of a trial in several shares their sum: working time, not what a clock on the wall shows.
+        "seconds": made.found.seconds,
+        "plan": list(made.found.plan),
+        "restarts": made.found.objectives.shape[1],
+        "simulated": _simulated(experiment, made.attack, len(first.inputs)),
+    }
+
+
+def _simulated(experiment: Experiment, attack: Attack, examples: int) -> int:
+    """Count the updates that a learner simulated to learn from: a pass more than its epochs."""
+    return (attack.epochs + 1) * lessons(experiment, examples) if isinstance(attack, Learned) else 0
+
+
+def _in_parts(client: Client, batch: Batch) -> bool:
+    """Say whether local steps take the examples in parts, so that it matters who was in which."""
+    local = client.local
+    return local is not None and (local.sampling == "poisson" or local.batch * client.members < len(batch.inputs))
+
+
+def _afforded(
+    experiment: Experiment,
+    trial: TrialAddress,
+    attack: Attack,
+    numbers: range,
+    run: Callable[[Attack], object],
+    plans: Plans,
+) -> Attack:
+    """Cut the attack down to its share of the run's budget, if there is one."""
+    config = experiment.config
+    if config.budget is None:
+        return attack
+    sharers, examples = sharers_of(experiment, trial), config.client[trial.client].examples
+    searches = min(config.rounds, examples) if isinstance(attack, Persistent) else 1
+    share = BudgetShare(sharers, len(numbers), config.target_clients, lessons(experiment, examples), searches)
+    return within(read_budget(config.budget), attack, share, run, plans)
+
+
+def sharers_of(experiment: Experiment, trial: TrialAddress) -> int:
+    """Count the attacks that share a trial's budget; a control has what its attack has on a defended client."""
+    defence = first_met(experiment.config, trial.attack) if trial.control else trial.defence
+    return spenders(experiment, trial.client, defence)
+
+
+def spenders(experiment: Experiment, client: int, defence: str) -> int:
+    """Count the attacks that share the budget of a defended client: those that apply to it, and search or learn."""
+    on_it = [text for text, whose in pairs(experiment.config) if whose == defence]
+    return sum(spends(experiment.attacks[text]) for text in on_it if (client, defence, text) not in experiment.unfit)
+
+
+def sharing(experiment: Experiment) -> dict[str, list[int]]:
+    """Count those who share the budget of each defence, client by client; nothing where there is no budget."""
+    clients = range(len(experiment.config.client)) if experiment.config.budget else ()
+    return {
+        defence: [spenders(experiment, client, defence) for client in clients] for defence in experiment.config.defences
+    }
+
+
+def lessons(experiment: Experiment, examples: int) -> int:
+    """Count the updates of so many examples that the public images are good for."""
+    return 0 if experiment.public is None else len(experiment.public) // examples
+
+
+def raw_update(client: Client, base: Client, params: Tensors, truth: Truth) -> Tensors:
+    """Return what the same model would have sent without any defence: raw examples, the defence's noise switched off.
+
+    Noise that the undefended client (`base`) has by itself is no defence: it stays.
+    """
+    plain = client.undefended_update()
+    spec, own = plain.noise_spec(params, first(truth)), base.noise_spec(base.params(), first(truth))
+    target_clients = truth.raw.inputs.shape[0]
+    noise: Tensors = {}
+    for name, described in spec.items():
+        off = described.off().to(truth.raw.inputs.device)
+        stays = name in own and own[name].shape == described.shape
+        noise[name] = truth.last[name] if stays else off.expand(target_clients, *off.shape)
+    state = {name: value.expand(target_clients, *value.shape) for name, value in plain.init(params).items()}
+    return updates(plain, params, truth.raw, noise, state)[0]
+
+
+def at_truth(made: Made, seen: Sequence[Observation], truth: Truth) -> Tensor:
+    """Return the attacker's own objective [V] at the true examples, NaN if he cannot say: never used to choose.
+
+    At their labels too, not at those that the attack read off an update, which are in no order. An attack that
+    undoes a batch defence afterwards searches what the client trained on.
+    """
+    return judged(made, seen, truth)["at_truth"]
+
+
+def judged(made: Made, seen: Sequence[Observation], truth: Truth) -> Tensors:
+    """Return `at_truth`, and `match_at_truth` [V, 2 or 3] of attacks that compute it: the same without priors."""
+    attack, found = made.attack, made.found
+    if not isinstance(attack, HasObjective):
+        return {"at_truth": torch.full_like(found.objective, torch.nan)}
+    inputs = (
+        truth.raw.inputs
+        if attack.simulated_client == "full" and not getattr(attack, "undo", False)
+        else truth.transformed.inputs
+    )
+    knowledge = replace(made.knowledge, targets=truth.raw.targets)
+    given = seen, made.simulated_client, knowledge, made.key, inputs, truth.noise, found.plan
+    tensors = {"at_truth": attack.evaluate(*given)}
+    return tensors | (
+        {"match_at_truth": attack.match(*given)} if isinstance(attack, Matcher) and found.match is not None else {}
+    )
+
+
+def merge(parts: Sequence[Recovered]) -> Recovered:
+    """Put the shares of a trial's target clients together, in order."""
+    if len(parts) == 1:
+        return parts[0]
+    first = parts[0]
+    # Shares that measured their time budgets apart looked back at different iterations.
+    shared = [name for name in first.tensors if all(name in part.tensors for part in parts)]
+    tensors = {name: torch.cat([part.tensors[name] for part in parts]) for name in shared}
+    facts: Mapping[str, Any] = {
+        **first.facts,
+        "seconds": sum(part.facts["seconds"] for part in parts),
+        "row_iterations": sum(part.facts["row_iterations"] for part in parts),
+        "plan": [rows for part in parts for rows in part.facts["plan"]],
+        "remarks": [remark for part in parts for remark in part.facts["remarks"]],
+    }
+    return replace(
+        first, tensors=tensors, facts=dict(facts), statuses=tuple(s for part in parts for s in part.statuses)
+    )

@@ -1,1 +1,0 @@
-"""Published tables, run again and compared."""

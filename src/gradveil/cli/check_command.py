@@ -1,0 +1,135 @@
+"""`gradveil check`: validate a model, data set or run file without running attacks."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from contextlib import redirect_stdout
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.text import Text
+from torch import nn
+
+from gradveil.audit.audit_config import RunConfig
+from gradveil.audit.preflight import model_problems, obstacles, open_experiment
+from gradveil.audit.run_file import assemble, read
+from gradveil.audit.run_warnings import closed_forms, privacy_problems
+from gradveil.core.errors import Problem, refuse
+from gradveil.federated.model_inspection import inspect
+from gradveil.nn.module_paths import called
+from gradveil.nn.weight_files import read_received
+
+FOUND = 1
+"""Exit code where problems were found."""
+_EXAMPLES = 4
+_FEW_PUBLIC = 64
+_HELP = {
+    "run": "A run file (TOML), or the name of a bundled run; the options win over it. Or leave it out. It "
+    "may name modules (pkg.module:name), which are imported.",
+    "model": "A model of `gradveil list models`, or pkg.module:factory.",
+    "data": "Data of `gradveil list data`, hf:NAME, parquet:PATH or folder:PATH.",
+    "size": "Side the images are resized to; 32 if nothing says it.",
+    "channels": "1 for grey, 3 for colour; the data's own if left out.",
+    "batch": f"Examples of one client; {_EXAMPLES} if nothing says it.",
+    "set": "Any setting of a run file: --set model.options.width=32 --set client.local.lr=0.1. Repeatable.",
+    "data_dir": "Folder where data files lie (or set GRADVEIL_DATA).",
+    "received": "What a server sent (safetensors; buffers too): look for traces of manipulation.",
+    "previous": "The parameters of the round before: a jump from them is told too.",
+}
+
+
+def check(
+    run: Annotated[str | None, typer.Argument(metavar="[RUN]", help=_HELP["run"], show_default=False)] = None,
+    model: Annotated[str | None, typer.Option(help=_HELP["model"])] = None,
+    data: Annotated[str | None, typer.Option(help=_HELP["data"])] = None,
+    size: Annotated[int | None, typer.Option(min=1, help=_HELP["size"])] = None,
+    channels: Annotated[int | None, typer.Option(help=_HELP["channels"])] = None,
+    batch: Annotated[int | None, typer.Option(min=1, help=_HELP["batch"])] = None,
+    defence: Annotated[list[str] | None, typer.Option(help="Defence to try it with. Repeatable.")] = None,
+    setting: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help=_HELP["set"])] = None,
+    data_dir: Annotated[Path | None, typer.Option(help=_HELP["data_dir"])] = None,
+    received: Annotated[Path | None, typer.Option(metavar="FILE", help=_HELP["received"])] = None,
+    previous: Annotated[Path | None, typer.Option(metavar="FILE", help=_HELP["previous"])] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the problems as JSON.")] = False,
+) -> int:
+    """Say whether a model can be audited with some data, or all that a run file asks for, without attacking anything.
+
+    Every problem is told with its place and its remedy. You are warned of differential privacy that is void, or whose
+    epsilon means nothing, and of a model from whose gradient an image can be computed without any search. Exit codes: 0
+    nothing in the way (warnings may be shown); 1 problems were found; 2 wrong use: a bad run file or option, data or a
+    model that is not there.
+    """
+    flags = {
+        "model.name": model,
+        "data.name": data,
+        "data.size": size,
+        "data.channels": channels,
+        "client.batch": batch,
+    }
+    flags |= {"defences": defence or None}
+    settings = [f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in flags.items() if value is not None]
+    settings += setting or []
+    config = _alone(flags, settings) if run is None else read(run, {}, settings)
+    with redirect_stdout(sys.stderr):  # What a user's model prints must not mix with what is found.
+        experiment = open_experiment(config, data_dir, checked=False)
+        net = experiment.model(config.seeds[0])  # A model that cannot be built is wrong use: it raises.
+        problems = obstacles(experiment).problems
+        problems += [] if _stopped(problems) else model_problems(experiment)
+        problems += [] if _stopped(problems) else [*privacy_problems(experiment), *closed_forms(experiment)]
+        traces = _manipulated(net, received, previous)
+        problems += traces
+    if as_json:
+        keys = ("where", "what", "remedy", "severity")
+        typer.echo(json.dumps([{key: getattr(p, key) for key in keys} for p in problems], indent=1))
+    else:
+        _show(problems, net, config, run is not None)
+        if received is not None and not traces:
+            typer.echo(f"No trace of manipulation in {received}: that is no proof of an honest server.")
+    return FOUND if _stopped(problems) else 0
+
+
+def _manipulated(net: nn.Module, received: Path | None, previous: Path | None) -> list[Problem]:
+    """Look for traces of manipulation in what a server sent: parameters, buffers, running statistics."""
+    if received is None:
+        refuse([Problem("--previous", "has nothing to be compared with", "add --received")] if previous else [])
+        return []
+    now, statistics = read_received(received, net)
+    before = None if previous is None else read_received(previous, net)[0]  # statistics may jump: data do
+    return [finding.problem("error") for finding in inspect(net, now | statistics, before)]
+
+
+def _alone(flags: dict[str, Any], settings: Sequence[str]) -> RunConfig:
+    """Make the smallest run of this model and these data."""
+    options = {"--model": flags["model.name"], "--data": flags["data.name"]}
+    remedy = "give --model and --data, or a run file: gradveil check study.toml"
+    refuse([Problem(option, "is missing", remedy) for option, value in options.items() if value is None])
+    raw = {
+        "name": "check",
+        "data": {"public": _FEW_PUBLIC, "gallery": 1},
+        "model": {},
+        "attacks": ["ig"],
+        "target_clients": 1,
+    }
+    return assemble({**raw, "client": {"batch": _EXAMPLES}}, settings)
+
+
+def _stopped(problems: Sequence[Problem]) -> bool:
+    return any(problem.severity == "error" for problem in problems)
+
+
+def _show(problems: Sequence[Problem], net: nn.Module, config: RunConfig, whole: bool) -> None:
+    console = Console(soft_wrap=True, markup=False)
+    for problem in problems:
+        style = "red" if problem.severity == "error" else "yellow"
+        console.print(Text.assemble((problem.severity, style), f": {called(net, problem.where)}: {problem.what}"))
+        console.print(Text(f"    -> {problem.remedy}", style="green"))
+    if not _stopped(problems):
+        parts = (("client", config.client), ("defence", config.defences), ("attack", config.attacks))
+        counts = ", ".join(f"{len(given)} {name}{'s' if len(given) > 1 else ''}" for name, given in parts)
+        ways = f", in the run '{config.name}': {counts}, {config.target_clients} target clients" if whole else ""
+        found = "Nothing in the way" if problems else "No problems"
+        console.print(Text(f"{found}: {config.model.name} can be audited with {config.data.name}{ways}."))

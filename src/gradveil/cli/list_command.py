@@ -1,0 +1,413 @@
+"""`gradveil list`: names that a run file can use, and the settings of each."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from difflib import get_close_matches
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console, Group, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from gradveil.attacks.attack_catalogue import ATTACKS, KNOWN_BY_WORD, AttackEntry, known_as
+from gradveil.attacks.inversion.inversion import Inversion
+from gradveil.audit.attack_selection import POSITIONS
+from gradveil.audit.grants import told
+from gradveil.audit.run_file import bundled
+from gradveil.core.errors import GradveilError, fail
+from gradveil.core.formatting import listing
+from gradveil.core.settings import Argument, NamedEntry, literal
+from gradveil.data import DATASETS
+from gradveil.defences import DEFENCES
+from gradveil.defences.paper_presets import PAPERS
+from gradveil.nn.models import MODELS
+
+Row = dict[str, Any]
+"""What `gradveil list` shows of one entry, by column."""
+
+TOPICS = {"feedback": "Error feedback: what a compressor leaves out in this round is added in the next."}
+"""Arguments that people look for by what they do."""
+
+
+def _attacks() -> list[Row]:
+    made = {name: entry.make() for name, entry in ATTACKS.items()}
+    return [
+        {
+            **_row(name, entry, _own(entry)),
+            "simulated_client": made[name].simulated_client,
+            "knowledge": told(made[name]),
+        }
+        for name, entry in ATTACKS.items()
+    ]
+
+
+def _own(entry: AttackEntry) -> Iterator[Argument]:
+    """Give every setting the value that the preset has for it; leave out what its optimiser does not have."""
+    attack = entry.make()
+    descent = getattr(attack, "descent", None)
+    for argument in entry.arguments:
+        parts = (attack, descent, getattr(descent, "stepper", None), getattr(attack, "images", None))
+        places = [place for place in parts if place is not None]
+        values = [getattr(place, argument.name) for place in places if hasattr(place, argument.name)]
+        if argument.default is not None:
+            yield argument
+        elif values:
+            yield replace(argument, default=values[0])
+        elif argument.name in KNOWN_BY_WORD and isinstance(attack, Inversion):
+            yield replace(argument, default=known_as(attack, argument.name))
+
+
+def _defences() -> list[Row]:
+    return [
+        {
+            **_row(name, entry, entry.arguments),
+            "changes": list(entry.changes),
+            "cost": entry.cost,
+            "guarantee": entry.guarantee,
+            "adaptive": list(entry.adaptive),
+            "malicious": list(entry.malicious),
+        }
+        for name, entry in DEFENCES.items()
+    ]
+
+
+def _row(name: str, entry: NamedEntry, arguments: Any) -> Row:
+    taken = tuple(arguments)
+    return {
+        "name": name,
+        "description": entry.description,
+        "citation": entry.citation,
+        "usage": replace(entry, arguments=taken).signature(),
+        "arguments": [argument.plain() for argument in taken],
+    }
+
+
+def _models() -> list[Row]:
+    sizes = ("channels", "size", "classes")
+    return [
+        {
+            "name": name,
+            "description": entry.description,
+            "citation": entry.citation,
+            "options": {key: value for key, value in entry.defaults.items() if key not in sizes},
+        }
+        for name, entry in MODELS.items()
+    ]
+
+
+def _data() -> list[Row]:
+    return [{"name": n, "description": e.description, "citation": e.source} for n, e in DATASETS.items()]
+
+
+def _runs() -> list[Row]:
+    # The first line of a bundled run file says what it shows.
+    texts = {name: text.splitlines()[0].lstrip("# ") for name, text in bundled().items()}
+    return [{"name": name, "description": text, "citation": ""} for name, text in texts.items()]
+
+
+def _papers() -> list[Row]:
+    return [
+        {
+            "name": name,
+            "description": paper.title,
+            "citation": paper.citation,
+            "tables": {table: list(texts) for table, texts in paper.tables.items()},
+        }
+        for name, paper in PAPERS.items()
+    ]
+
+
+KINDS: dict[str, tuple[str, Callable[[], list[Row]]]] = {
+    "attacks": ("an attack", _attacks),
+    "defences": ("a defence", _defences),
+    "models": ("a model", _models),
+    "data": ("data", _data),
+    "runs": ("a bundled run", _runs),
+    "papers": ("a paper", _papers),
+}
+"""What can be listed: what one of them is called, and how the rows are made."""
+
+
+def everything() -> dict[str, list[Row]]:
+    """Return the rows of every kind."""
+    return {kind: make() for kind, (_, make) in KINDS.items()}
+
+
+def called(name: str, listed: Mapping[str, list[Row]]) -> dict[str, list[Row]]:
+    """Find what has this name, whatever its kind: `faces` is data and a run."""
+    return _chosen(listed, lambda row: row["name"] == name)
+
+
+def taking(argument: str, listed: Mapping[str, list[Row]]) -> dict[str, list[Row]]:
+    """Find what takes an argument of this name."""
+    return _chosen(listed, lambda row: any(each["name"] == argument for each in row.get("arguments", ())))
+
+
+def unknown(name: str, listed: Mapping[str, list[Row]]) -> GradveilError:
+    """Say that nothing has this name, and what comes near; `listed` may be one kind alone."""
+    (kind, *others) = listed
+    rows = [row for kind in listed.values() for row in kind]
+    arguments = [argument["name"] for row in rows for argument in row.get("arguments", ())]
+    known = list(dict.fromkeys([*(KINDS if others else ()), *(row["name"] for row in rows), *arguments]))
+    near = [f"'{each}'" for each in get_close_matches(name, known, n=3)]
+    hint = f"did you mean {' or '.join(near)}? " if near else ""
+    if not others:
+        return fail(f"list {kind} {name}", f"is none of the {kind}", f"{hint}`gradveil list {kind}` shows them")
+    remedy = f"{hint}list {', '.join(KINDS)}, a name of any of these, or an argument; `gradveil list` shows them"
+    return fail(f"list {name}", "is the name of nothing here", remedy)
+
+
+def _chosen(listed: Mapping[str, list[Row]], wanted: Callable[[Row], bool]) -> dict[str, list[Row]]:
+    found = {kind: [row for row in rows if wanted(row)] for kind, rows in listed.items()}
+    return {kind: rows for kind, rows in found.items() if rows}
+
+
+_NAME = "attacks, defences, models, data, runs or papers; or one of their names; or an argument, such as feedback."
+_OF = "After a kind, one of its names: defences dgp."
+_SLOTS = {
+    "model": "the model",
+    "batch": "the examples",
+    "step": "every local gradient",
+    "send": "the update that is sent",
+}
+_SLOTS_SHORT = {"model": "the model", "batch": "the images", "step": "each gradient", "send": "the update"}
+
+
+def tables(
+    name: Annotated[str | None, typer.Argument(metavar="[NAME]", help=_NAME)] = None,
+    of: Annotated[str | None, typer.Argument(metavar="[NAME]", help=_OF)] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print as JSON.")] = False,
+) -> int:
+    """List attacks, defences, models, data, bundled runs and papers: what they do, what they take, and whom to cite.
+
+    Everything is listed unless a kind or one name is given.
+    """
+    listed = everything()
+    key, second = (text.partition("(")[0].strip().lower() for text in (name or "", of or ""))
+    if second and key not in KINDS:
+        what = "are two names" if second not in KINDS else "is the wrong way round"
+        raise fail(
+            f"list {key} {second}", what, "give one name, or a kind and a name of it: `gradveil list defences dgp`"
+        )
+    if second:
+        listed, key = {key: listed[key]}, second
+    if not key:
+        found, shown = listed, _overview(listed)
+    elif key in KINDS:
+        found, shown = listed[key], _kind(key, listed[key])
+    elif rows := called(key.replace("_", "-"), listed):
+        found, shown = rows, _single(rows)
+    elif rows := taking(key.replace("-", "_"), listed):
+        found, shown = rows, _argument(key.replace("-", "_"), rows)
+    else:
+        raise unknown(key, listed)
+    if as_json:
+        typer.echo(json.dumps(found, indent=1, ensure_ascii=False))
+        return 0
+    console = Console(highlight=False, markup=False)
+    for part in shown:
+        console.print(part)
+    return 0
+
+
+def _overview(listed: Mapping[str, Sequence[Row]]) -> Iterator[RenderableType]:
+    for kind, rows in listed.items():
+        yield Text(kind, style="bold")
+        yield _names(rows)
+        if any(row.get("arguments") for row in rows):
+            yield Text(f"`gradveil list {kind}` says what they take, `gradveil list NAME` what one does.", style="dim")
+        for note in _notes(kind, rows):
+            yield Text(note, style="dim")
+        yield ""
+
+
+def _notes(kind: str, rows: Sequence[Row]) -> Iterator[str]:
+    """Say how names become texts, and where things are that have no name of their own."""
+    if kind == "attacks":
+        yield "Settings stand in parentheses: ig(iterations=500, restarts=4)."
+        yield "`adaptive` stands for the attackers that aim at each defence; `gradveil list dp` names those of dp."
+        yield "`malicious` stands for those who change the model that is sent."
+    if kind == "papers":
+        yield "PAPER/TABLE in the place of a defence stands for those of a table: `gradveil list PAPER` shows them."
+    if kind == "defences":
+        yield "Arguments stand in parentheses, and defences join: dp(clip=20, sigma=0.001) + cvb + dropout(0.25)."
+        for topic, meaning in TOPICS.items():
+            switched = [_switched(row, topic) for row in taking(topic, {kind: list(rows)}).get(kind, ())]
+            yield f"{meaning} It is an argument: {', '.join(switched)}."
+
+
+def _switched(row: Row, flag: str) -> str:
+    needed = [f"{argument['name']}=…" for argument in row["arguments"] if argument["required"]]
+    return f"{row['name']}({', '.join([*needed, f'{flag}=true'])})"
+
+
+def _kind(kind: str, rows: Sequence[Row]) -> Iterator[RenderableType]:
+    """List one kind: arguments below each, those that most of them take once, at the end.
+
+    What costs something is compared in a table first, and its arguments are left to the page of each.
+    """
+    if any("cost" in row for row in rows):
+        yield from _compared(kind, rows)
+        return
+    counts = [argument["name"] for row in rows for argument in row.get("arguments", ())]
+    common = [name for name in dict.fromkeys(counts) if 2 * counts.count(name) > len(rows)]
+    own = {row["name"]: [each for each in row.get("arguments", ()) if each["name"] not in common] for row in rows}
+    if any(own.values()):
+        for row in rows:
+            title = row["usage"] if own[row["name"]] else row["name"]
+            yield Text(title, style="cyan")
+            yield Padding(Group(row["description"], *_lines(own[row["name"]]), _dim(row["citation"])), (0, 0, 1, 4))
+    else:
+        yield _names(rows)
+        yield ""
+    if common:
+        taken = {each["name"]: each for row in rows for each in row.get("arguments", ()) if each["name"] in common}
+        lacking = {name: [r["name"] for r in rows if all(a["name"] != name for a in r["arguments"])] for name in common}
+        yield Text(
+            f"What these {kind} take (none: its own value, as `gradveil list {rows[0]['name']}` shows)",
+            style="bold",
+        )
+        table = _grid()
+        for name in common:
+            without = f" (not {listing(lacking[name])})" if lacking[name] else ""
+            table.add_row(Text(name, style="cyan"), f"{taken[name]['allowed']}{without}")
+        yield table
+        yield ""
+    for note in _notes(kind, rows):
+        yield Text(note, style="dim")
+
+
+def _compared(kind: str, rows: Sequence[Row]) -> Iterator[RenderableType]:
+    """Put what each changes, costs and promises and who attacks it side by side; then whom to cite."""
+    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
+    for title in (kind, "changes", "costs a client", "guarantee", "adaptive attackers"):
+        table.add_column(title, ratio=1 if title == "costs a client" else None, style="cyan" if title == kind else "")
+    for row in rows:
+        changes = listing(_SLOTS_SHORT[slot] for slot in row["changes"]) or "nothing"
+        table.add_row(row["name"], changes, row["cost"], _proven(row["guarantee"]), _attackers(row["adaptive"]))
+    yield table
+    yield _dim(
+        "Costs: gradients are plain ones of 64 images (docs/performance.md); bytes are a share of those of an update "
+        "in which nothing is zero, measured with a small CNN."
+    )
+    yield ""
+    for row in rows:
+        yield Text(row["usage"], style="cyan")
+        yield Padding(Group(row["description"], _dim(row["citation"])), (0, 0, 0, 4))
+    yield ""
+    yield _dim("`gradveil list NAME` says what each argument may be, what is proven, and how attackers are set.")
+    for note in _notes(kind, rows):
+        yield _dim(note)
+
+
+def _proven(guarantee: str) -> str:
+    """Say in a word whether anything is proven."""
+    if "no formal" in guarantee:
+        return "no"
+    return "after a clip" if "only" in guarantee else "yes"
+
+
+def _attackers(texts: Sequence[str]) -> str:
+    """Name attacks once, with the number of their settings."""
+    names = [text.partition("(")[0] for text in texts]
+    return ", ".join(
+        name if names.count(name) == 1 else f"{name} ×{names.count(name)}" for name in dict.fromkeys(names)
+    )
+
+
+def _single(found: Mapping[str, Sequence[Row]]) -> Iterator[RenderableType]:
+    for kind, rows in found.items():
+        for row in rows:
+            yield Text.assemble((row["name"], "bold cyan"), f", {KINDS[kind][0]}")
+            facts = _grid()
+            for name, value in _facts(row):
+                facts.add_row(_dim(name), value)
+            arguments = [Padding(Group(*_lines(row["arguments"])), (0, 0, 0, 2))] if row.get("arguments") else []
+            yield Padding(Group(row["description"], *_usage(row), *arguments, facts), (0, 0, 1, 2))
+
+
+def _usage(row: Row) -> list[Text]:
+    """Write the text with every default; where that is long, the lines below say as much."""
+    return [Text(row["usage"], style="cyan")] if 0 < len(row.get("arguments", ())) <= 5 else []
+
+
+def _facts(row: Row) -> Iterator[tuple[str, str]]:
+    if row.get("changes"):
+        yield "changes", listing(_SLOTS[slot] for slot in row["changes"])
+    if "cost" in row:
+        yield "costs", row["cost"]
+    if "guarantee" in row:
+        yield "promises", row["guarantee"]
+    if row.get("simulated_client"):
+        yield (
+            "believes",
+            "in the client with its defence" if row["simulated_client"] == "full" else "in a client without defence",
+        )
+        # A later pattern decides only what no earlier one matches.
+        yield "treats", "; ".join(f"{name}: {POSITIONS[how]}" for name, how in row["knowledge"].items())
+    if row.get("adaptive"):
+        yield "attackers", ", ".join(row["adaptive"])
+        yield "malicious servers", ", ".join(row["malicious"])
+    if row.get("options"):
+        yield "options", ", ".join(f"{key} = {json.dumps(value)}" for key, value in row["options"].items())
+    for table, texts in row.get("tables", {}).items():
+        yield f"{row['name']}/{table}", ", ".join(texts)
+    if row["citation"]:
+        yield "cite", row["citation"]
+
+
+def _argument(name: str, found: Mapping[str, Sequence[Row]]) -> Iterator[RenderableType]:
+    """Show where an argument is, with what it is in each place."""
+    if name in TOPICS:
+        yield TOPICS[name]
+    for kind, rows in found.items():
+        yield Text.assemble((name, "bold cyan"), f" is an argument of these {kind}")
+        table = _grid()
+        for row in rows:
+            (argument,) = [each for each in row["arguments"] if each["name"] == name]
+            example = _switched(row, name) if argument["allowed"] == "true or false" else ""
+            table.add_row(Text(row["name"], style="cyan"), *_about(argument), example)
+        yield Padding(table, (0, 0, 1, 2))
+
+
+def _lines(arguments: Sequence[Mapping[str, Any]]) -> list[Table]:
+    if not arguments:
+        return []
+    table = _grid()
+    for argument in arguments:
+        table.add_row(Text(argument["name"], style="cyan"), *_about(argument))
+    return [table]
+
+
+def _about(argument: Mapping[str, Any]) -> tuple[str, str]:
+    allowed, default = argument["allowed"], argument["default"]
+    if argument["required"]:
+        return allowed, "required"
+    # JSON has no infinity, so the row has the word for it, which is no text in quotes.
+    endless = default == "inf" and "or inf" in allowed
+    return allowed, f"default {default if endless else literal(default)}"
+
+
+def _names(rows: Sequence[Row]) -> Table:
+    table = Table(box=None, pad_edge=False, show_header=False)
+    table.add_column("name", style="cyan", no_wrap=True)
+    table.add_column("description", ratio=3)
+    cited = any(row["citation"] for row in rows)
+    if cited:
+        table.add_column("citation", style="dim", ratio=2)
+    for row in rows:
+        table.add_row(row["name"], row["description"], *([row["citation"]] if cited else []))
+    return table
+
+
+def _grid() -> Table:
+    return Table(box=None, pad_edge=False, show_header=False, padding=(0, 2, 0, 0))
+
+
+def _dim(text: str) -> Text:
+    return Text(text, style="dim")

@@ -1,0 +1,232 @@
+"""`gradveil account`, `bound` and `ledger`: epsilon and noise, error bounds, spent privacy."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any, cast
+
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from gradveil.audit.attack_selection import TrialAddress
+from gradveil.audit.error_bound import leaked, mse_bound
+from gradveil.audit.experiment import Experiment
+from gradveil.audit.observe import observe
+from gradveil.audit.preflight import open_experiment
+from gradveil.audit.run_file import read
+from gradveil.audit.trial import raw_update, worth
+from gradveil.core.errors import GradveilError, fail, refuse
+from gradveil.core.formatting import number, percent, plural
+from gradveil.defences.guarantees import NOTHING
+from gradveil.federated.privacy_ledger import FOLDER, accounted, create, place
+from gradveil.federated.privacy_ledger import read as read_privacy_ledger
+from gradveil.theory.accounting import (
+    PROBABILITY,
+    Accountant,
+    Participation,
+    Sampling,
+    assumptions,
+    epsilon,
+    multiplier,
+)
+
+_ACCOUNT_HELP = {
+    "sigma": "Noise multiplier: the noise's standard deviation on the sum, over the clip norm.",
+    "epsilon": "Look for the noise multiplier with this epsilon.",
+    "steps": "Noisy sums (steps of DP-SGD, rounds of user-dp) in the whole training.",
+    "rate": "Share of the examples (of the clients, for user-dp) that is in each sum.",
+    "sampling": "poisson: each is in a sum with probability RATE; shuffled: fixed batches, no amplification.",
+    "accountant": "pld is nearly exact; rdp is what most papers print.",
+}
+
+
+def account(
+    sigma: Annotated[float | None, typer.Option(help=_ACCOUNT_HELP["sigma"])] = None,
+    target: Annotated[float | None, typer.Option("--epsilon", help=_ACCOUNT_HELP["epsilon"])] = None,
+    delta: Annotated[float, typer.Option(help="Should be well below one over the number of examples.")] = 1e-5,
+    rate: Annotated[float, typer.Option(help=_ACCOUNT_HELP["rate"])] = 1.0,
+    steps: Annotated[int, typer.Option(help=_ACCOUNT_HELP["steps"])] = 1,
+    sampling: Annotated[str, typer.Option(metavar="poisson|shuffled", help=_ACCOUNT_HELP["sampling"])] = "poisson",
+    accountant: Annotated[str, typer.Option(metavar="pld|rdp", help=_ACCOUNT_HELP["accountant"])] = "pld",
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> int:
+    """Tell the epsilon of a noise multiplier, or the noise multiplier of an epsilon.
+
+    It holds for noise that does not depend on the data, on sums of clipped vectors: `dp`, `user-dp`. Heuristic defences
+    have no epsilon.
+    """
+    if (sigma is None) == (target is None):
+        what = "needs exactly one of --sigma and --epsilon"
+        raise fail("account", what, "give the one that you know: gradveil account --sigma 1 --steps 1000 --rate 0.01")
+    with _as_options():
+        training = Participation(steps, rate, delta, cast(Sampling, sampling), cast(Accountant, accountant))
+        noise = multiplier(target, training) if sigma is None and target is not None else cast(float, sigma)
+        found = epsilon(noise, training)
+    taken = assumptions(training)
+    if as_json:
+        values = {"sigma": noise, "epsilon": found if math.isfinite(found) else None, "delta": delta}
+        values |= {"rate": rate, "steps": steps, "sampling": sampling, "accountant": accountant, "assumes": taken}
+        typer.echo(json.dumps(values, indent=1))
+        return 0
+    console = Console(soft_wrap=True, markup=False)
+    console.print(
+        f"epsilon {number(found, 4) if math.isfinite(found) else 'infinite'} at delta {delta:g}", style="bold"
+    )
+    console.print(
+        f"noise multiplier (sigma) {noise:.4g}: the noise's standard deviation on the sum, over the clip norm"
+    )
+    console.print(f"Assumed: {taken}.", style="dim")
+    return 0
+
+
+@contextmanager
+def _as_options() -> Iterator[None]:
+    """Name what is wrong as the user wrote it."""
+    try:
+        yield
+    except GradveilError as error:
+        raise GradveilError(replace(p, where=p.where.replace("privacy.", "--")) for p in error.problems) from error
+
+
+_BOUND_HELP = {
+    "run": "A run file (TOML), or the name of a bundled run.",
+    "set": "Any setting of the run file: --set model.name='\"lenet-zhu\"'. Repeatable.",
+    "data": "Folder where data files lie (or set GRADVEIL_DATA).",
+}
+
+_UTILITIES = {"utility": "first_order_utility", "2nd order": "second_order_utility"}
+
+
+def bound(
+    name: Annotated[str, typer.Argument(metavar="RUN", help=_BOUND_HELP["run"])],
+    target_clients: Annotated[
+        int | None, typer.Option(help="How many target clients the information is averaged over.")
+    ] = None,
+    defence: Annotated[list[str] | None, typer.Option(help="Defence, instead of the file's. Repeatable.")] = None,
+    setting: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help=_BOUND_HELP["set"])] = None,
+    data_dir: Annotated[Path | None, typer.Option(help=_BOUND_HELP["data"])] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object a defence.")] = False,
+) -> int:
+    """Tell how large the mean squared error of every attacker must be, for defences that add noise.
+
+    It holds for images that are normal with the public images' spectrum; labels and the model's own randomness count as
+    known. Of Bayesian Cramér-Rao and of mutual information the higher bound is told; the first needs a model without
+    ReLU. Of other defences no bound is known. Beside it stands what is left of a step's worth: its utilities of first
+    and of second order, 1 and -1 without a defence.
+    """
+    config = read(name, {"target_clients": target_clients, "defences": defence or None}, setting or ())
+    torch.set_num_threads(1)
+    rows = list(_rows(open_experiment(config, data_dir)))
+    if as_json:
+        typer.echo(json.dumps(rows, indent=1))
+        return 0
+    console = Console(width=None if Console().is_terminal else 120, markup=False)
+    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
+    several = len({(row["client"], row["seed"]) for row in rows}) > 1
+    numbers = ("MSE bound", "of guessing", *_UTILITIES)
+    for header in ("defence", *(("client", "seed") if several else ()), *numbers, "by"):
+        table.add_column(header, overflow="fold")
+    for row in rows:
+        where = [row["client"], str(row["seed"])] if several else []
+        share = row["mse_bound"] / row["mse_prior"] if row["mse_bound"] is not None else None
+        left = [number(row[key]) for key in _UTILITIES.values()]
+        why = row["by"] or row["unbounded"]
+        table.add_row(row["defence"], *where, number(row["mse_bound"]), percent(share), *left, why)
+    console.print(table)
+    told = "No attacker can have a lower mean squared error (pixels in [0, 1]) in expectation, if images are normal "
+    told += "with the public images' spectrum. Guessing: the mean image, for which no update is needed. Utility: what "
+    told += "a small step along what is sent lowers the loss by, in units of an undefended one; minus its mean square."
+    console.print(told, style="dim")
+    return 0
+
+
+def _rows(experiment: Experiment) -> Iterator[dict[str, Any]]:
+    config = experiment.config
+    for seed in config.seeds:
+        for index, settings in enumerate(config.client):
+            for text in experiment.defences:
+                client = experiment.client(index, text, seed)
+                address = TrialAddress("", index, text, "", seed)
+                seen, truth = observe(experiment, address, client, range(config.target_clients))
+                found, why = leaked(experiment, seed, client, seen, truth)
+                limit = (
+                    {"mse": None, "prior": None, "by": None} if why else mse_bound(experiment, found, settings.examples)
+                )
+                last = seen[-1]
+                left = worth(last.update, raw_update(client, experiment.undefended(index, seed), last.params, truth))
+                yield {
+                    "defence": text,
+                    "client": settings.title,
+                    "seed": seed,
+                    "target_clients": config.target_clients,
+                    "mse_bound": limit["mse"],
+                    "mse_prior": limit["prior"],
+                    "by": limit["by"],
+                    "unbounded": why,
+                    **{name: float(value.mean()) for name, value in left.items()},
+                }
+
+
+_LEDGER_HELP = {
+    "identity": "The client: the gradveil-identity of its SuperNode, or partition-NUMBER.",
+    "training": "The training's name, as the app has it.",
+    "folder": "Where the client keeps its files: the gradveil-folder of its SuperNode.",
+    "delta": "Should be well below one over the number of examples.",
+}
+
+ledger = typer.Typer(no_args_is_help=True)
+"""What can be done with a ledger."""
+
+Identity = Annotated[str, typer.Option(help=_LEDGER_HELP["identity"])]
+Name = Annotated[str, typer.Option("--training", help=_LEDGER_HELP["training"])]
+Folder = Annotated[Path, typer.Option(help=_LEDGER_HELP["folder"])]
+
+
+@ledger.callback()
+def ledgers() -> None:
+    """Count the differential privacy that a client in Flower spends, over all runs of a training.
+
+    A client with a limit (epsilon) answers only where such a ledger is.
+    """
+
+
+def create_ledger(identity: Identity, training: Name, folder: Folder = Path(FOLDER)) -> int:
+    """Make a client's ledger for a training. Do it once: what was spent before, it does not know."""
+    file = place(folder.expanduser(), identity, training)
+    create(file)
+    console = Console(soft_wrap=True, markup=False, highlight=False)
+    console.print(f"Made {file}. It counts from zero; keep a copy of it, and never remove it while the data is used.")
+    return 0
+
+
+def show_ledger(
+    identity: Identity,
+    training: Name,
+    folder: Folder = Path(FOLDER),
+    delta: Annotated[float, typer.Option(help=_LEDGER_HELP["delta"])] = 1e-5,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> int:
+    """Report what a client has spent in a training: its rounds, and the epsilon of each unit."""
+    refuse(PROBABILITY.problems("--delta", delta))
+    file = place(folder.expanduser(), identity, training)
+    found = read_privacy_ledger(file)
+    if found is None:
+        raise fail(str(file), "is missing", "make it, once for this training: gradveil ledger create")
+    epsilon, texts = accounted(found.spent, delta)
+    lost = {spent.unit for spent in found.spent} - set(epsilon)
+    texts += [f"{NOTHING} of each {unit}: a round of this training was sent without" for unit in sorted(lost)]
+    if as_json:
+        values = {"file": str(file), "rounds": found.rounds, "epsilon": epsilon, "delta": delta}
+        typer.echo(json.dumps({**values, "guarantee": "; ".join(texts)}, indent=1))
+        return 0
+    console = Console(soft_wrap=True, markup=False, highlight=False)
+    console.print(f"{plural(found.rounds, 'round')} counted: {'; '.join(texts) or 'nothing is spent'}")
+    console.print(str(file), style="dim")
+    return 0

@@ -1,0 +1,258 @@
+"""One gradient with the defences that act on it: per example, then on the mean."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+from torch.func import vmap
+
+from gradveil.core.tree import Tensors, alike, all_finite, plain, select, single, wide
+from gradveil.core.types import Batch, Context, Domain, Features, Public, Transform
+from gradveil.gradients.input_sensitivity import example_squared_row_norms
+from gradveil.gradients.objective import Objective, example_gradients, last_inputs, mean_gradient
+from gradveil.gradients.per_client import obstacle, per_client_gradients, weighted_sum
+from gradveil.nn.stochastic import switched_off
+
+_SHOWN = 4
+"""Examples whose gradients are computed both ways before the sweep that makes none of them is trusted."""
+
+
+class At(NamedTuple):
+    """A model at these parameters, with one batch [B] and the model's noise for it."""
+
+    objective: Objective
+    trained: Tensors
+    frozen: Tensors
+    batch: Batch
+    noise: Mapping[str, Tensor]
+
+    def mean(self) -> Tensors:
+        """Compute the gradient of the mean loss."""
+        return self._swept(mean_gradient, whole=True)
+
+    def each(self) -> Tensors:
+        """Compute every example's gradient: leading dimension B."""
+        return self._swept(example_gradients, whole=False)
+
+    def weighed(self, transform: Transform) -> Tensors | None:
+        """Average the examples' gradients times what `transform` multiplies them by, making none of them, or None.
+
+        Somebody who differentiates needs them, and so does a transform that does more than multiply.
+        """
+        examples = len(self.batch.inputs)
+        by_norm = transform.factors({name: value.new_ones(()) for name, value in self.trained.items()}) is not None
+        if examples < 2 or not by_norm or not plain(*self.trained.values(), *self.batch, *self.noise.values()):
+            return None
+        if any(value.dtype != single(value.dtype) for value in self.trained.values()):
+            return None  # squares in half precision tell no norm
+        # A few examples show whether the sweep serves: all of their gradients at once would fill memory.
+        if self._apart(1, _SHOWN) is None:
+            return None
+
+        def factors(squares: Tensors) -> Tensors | None:
+            # A square is a product of two here, which may overflow (or be no number) where the gradient's does not,
+            # and what is not finite has no multiple. The gradients themselves tell.
+            return transform.factors(squares) if bool(all_finite(squares)) else None
+
+        total = weighted_sum(self.objective, self.trained, self.frozen, self.batch, self.noise, factors)
+        return None if total is None else {name: value / examples for name, value in total.items()}
+
+    def _swept(self, reference: Callable[..., Tensors], *, whole: bool) -> Tensors:
+        """Compute `reference`'s gradients, of the whole batch or of each example, in one sweep where that serves."""
+        apart = self._apart(0 if whole else 1)
+        if apart is None:
+            return reference(*self)
+        found = per_client_gradients(self.objective, self.trained, self.frozen, *apart)
+        return {name: value[0] for name, value in found.items()} if whole else found
+
+    def _apart(self, place: int, first: int | None = None) -> tuple[Batch, Tensors] | None:
+        """Give examples and noise the dimension that a sweep goes over, at a place, if a sweep can do it."""
+        batch = Batch(*(value[:first].unsqueeze(place) for value in self.batch))
+        noise = {name: value[:first].unsqueeze(place) for name, value in self.noise.items()}
+        swept = obstacle(self.objective, self.trained, self.frozen, batch, noise) is None
+        return (batch, noise) if swept else None
+
+
+_AT_ONCE = 1 << 25
+"""Entries of examples' gradients that are held at once where they are added up exactly: 128 MiB of float32."""
+
+
+@dataclass(frozen=True)
+class Defended:
+    """How a client comes from a batch to a gradient: its model and loss, what is trained, the transform of a step.
+
+    Transforms get updates and all that they may ask for in single precision at least, whatever the model computes in.
+    """
+
+    objective: Objective
+    trained: Collection[str]
+    step: Transform | None
+    expected: int = 0
+    """Where Poisson sampling draws the examples of a local step: how many it draws on average."""
+    domain: Domain | None = None
+
+    def __call__(
+        self,
+        params: Tensors,
+        batch: Batch,
+        noise: Mapping[str, Tensor],
+        state: Tensors,
+        included: Tensor | None = None,
+    ) -> tuple[Tensors, Tensors]:
+        """Return the gradient, the mean over the batch or over what Poisson sampling took, and the state after it."""
+        each, mean = self.step.split() if self.step else (None, None)
+        at = At(self.objective, *self.parted(params), batch, select(noise, "model"))
+        if each is None and included is None:
+            g = at.mean()
+        elif each is not None and each.exact:
+            g = self._added_exactly(each, params, batch, noise, included)
+        else:
+            g = at.weighed(each) if each is not None and included is None else None
+            g = self.averaged(each, at.each(), params, batch, noise, included) if g is None else g
+        return self.of_mean(mean, g, params, batch, noise, state, included)
+
+    def averaged(
+        self,
+        each: Transform | None,
+        rows: Tensors,
+        params: Tensors,
+        batch: Batch,
+        noise: Mapping[str, Tensor],
+        included: Tensor | None = None,
+    ) -> Tensors:
+        """Transform every example's gradient [B, ...], and average them."""
+        if each is not None:
+            rows = self._transformed(each, rows, params, batch, noise)
+        return {name: self._mean(value, included) for name, value in rows.items()}
+
+    def _added_exactly(
+        self,
+        each: Transform,
+        params: Tensors,
+        batch: Batch,
+        noise: Mapping[str, Tensor],
+        included: Tensor | None,
+    ) -> Tensors:
+        """Return the same mean from sums in float64, without holding all examples' gradients at once."""
+        examples = len(batch.inputs)
+        by_example = [name for name in noise if name.startswith("model.")]
+        by_example += [f"step.{name}" for name in each.noise({name: params[name] for name in self.trained})]
+        some = max(1, _AT_ONCE // sum(params[name].numel() for name in self.trained))
+        total: Tensors = {}
+        for start in range(0, examples, some):
+            own = slice(start, start + some)
+            part = Batch(*(value[own] for value in batch))
+            inner = {name: noise[name][own] for name in by_example}
+            # Each alone, and in no sweep: a trial of whether examples meet in a model says nothing of other weights.
+            rows = wide(example_gradients(self.objective, *self.parted(params), part, select(inner, "model")))
+            squares = {name: _squares(value) for name, value in rows.items()}
+            factors = each.factors(squares)
+            if factors is None:  # it does more than multiply
+                rows = self._transformed(each, rows, params, part, inner)
+                factors = {name: torch.ones_like(square) for name, square in squares.items()}
+            for name, value in rows.items():
+                weights = factors[name] if included is None else factors[name] * included[own]
+                total.setdefault(name, torch.zeros_like(value[0], dtype=torch.float64))
+                for row, weight in zip(value, map(float, weights), strict=True):
+                    if weight:  # what was not drawn, or is clipped to zero, may be no number
+                        total[name].add_(row, alpha=weight)
+        return {name: value / (examples if included is None else self.expected) for name, value in total.items()}
+
+    def _transformed(
+        self, each: Transform, rows: Tensors, params: Tensors, batch: Batch, noise: Mapping[str, Tensor]
+    ) -> Tensors:
+        """Transform every example's gradient [B, ...]."""
+        drawn, inner = select(noise, "step"), wide(select(noise, "model"))
+        of_each = {name: drawn[name] for name in each.noise({n: params[n] for n in rows})}
+        context = Context(wide(params), Batch(**wide(batch._asdict())), inner)
+
+        def apply(row: Tensors, noise_1: Tensors) -> Tensors:
+            return each.apply(row, {}, noise_1, context)[0]
+
+        return vmap(apply)(wide(rows), of_each)
+
+    def of_mean(
+        self,
+        mean: Transform | None,
+        g: Tensors,
+        params: Tensors,
+        batch: Batch,
+        noise: Mapping[str, Tensor],
+        state: Tensors,
+        included: Tensor | None = None,
+    ) -> tuple[Tensors, Tensors]:
+        """Transform the mean gradient; return it with the state after it."""
+        if mean is None:
+            return alike(g, params), {}
+        context = self.context(params, batch, select(noise, "model"))
+        if included is not None:
+            context = replace(context, expected=self.expected, included=included)
+        sent, after = mean.apply(wide(g), state, select(noise, "step"), context)
+        return alike(sent, params), after
+
+    def context(
+        self,
+        params: Tensors,
+        batch: Batch,
+        inner: Mapping[str, Tensor],
+        messages: Tensors | None = None,
+        outputs: Tensor | None = None,
+    ) -> Context:
+        """Say what a transform may ask for at these parameters."""
+        objective, params, inner = self._single(), wide(params), wide(inner)
+        batch = Batch(**wide(batch._asdict()))
+        outputs = None if outputs is None else outputs.to(single(outputs.dtype))
+        trained, frozen = self.parted(params)
+        own = objective, trained, frozen, batch, inner
+
+        def gradient(examples: Batch) -> Tensors:
+            return mean_gradient(objective, trained, frozen, examples, inner)
+
+        def features(examples: Batch) -> Features:
+            return last_inputs(objective, params, examples, inner)
+
+        def sensitivity(directions: Tensor, offset: Tensor) -> Tensors:
+            return example_squared_row_norms(*own, directions, offset, outputs)
+
+        def of_public(examples: Batch) -> Tensors:
+            shown = Batch(examples.inputs.to(batch.inputs.dtype), examples.targets)
+            return mean_gradient(objective, trained, frozen, shown, switched_off(objective.model, shown.inputs))
+
+        public = Public(self.domain, of_public, batch.inputs.shape[0]) if self.domain else None
+        return Context(params, batch, inner, gradient, features, sensitivity, messages or {}, public)
+
+    def _single(self) -> Objective:
+        """Return the objective with no buffer in half precision."""
+        held = self.objective.buffers()
+        if all(value.dtype == single(value.dtype) for value in held.values() if value.is_floating_point()):
+            return self.objective
+        return replace(self.objective, replaced=wide(held))
+
+    def parted(self, params: Mapping[str, Tensor]) -> tuple[Tensors, Tensors]:
+        """Part the parameters into the trained and the frozen ones."""
+        names = set(self.trained)
+        trained = {name: value for name, value in params.items() if name in names}
+        return trained, {name: value for name, value in params.items() if name not in names}
+
+    def _mean(self, rows: Tensor, included: Tensor | None) -> Tensor:
+        """Average over examples; where some were drawn, sum over those and divide by the expected number."""
+        if included is None:
+            return rows.mean(0)
+        flat, weights = rows.reshape(len(rows), -1), included.to(rows.dtype)
+        # What was not drawn may be no number, and zero times that is none either.
+        if plain(flat, weights):
+            drawn = weights.nonzero().flatten()
+            total = weights[drawn] @ flat[drawn]
+        else:
+            total = weights @ torch.where(weights.unsqueeze(1) != 0, flat, 0.0)
+        return total.reshape(rows.shape[1:]) / self.expected
+
+
+def _squares(rows: Tensor) -> Tensor:
+    """Sum the squares of each row in float64, of which float32 numbers overflow none."""
+    linalg: Any = torch.linalg
+    return cast(Tensor, linalg.vector_norm(rows.reshape(len(rows), -1), dim=1, dtype=torch.float64).square())

@@ -1,0 +1,301 @@
+"""Local training.
+
+T optimiser steps from the global parameters, an unrolled loop, with the batch defences of each step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from gradveil.client.defended_gradient import Defended
+from gradveil.client.private_layers import Own, spread
+from gradveil.core.errors import Problem, fail, refuse
+from gradveil.core.noise import Bernoulli, Noise, NoiseSpec, Schedule
+from gradveil.core.tree import Tensors, select
+from gradveil.core.types import Anew, Batch, BatchTransform, Domain
+
+
+@dataclass(frozen=True)
+class Local:
+    """How a client trains between two messages. Give `steps` or `epochs`.
+
+    The update it sends is parameters in minus parameters out: with one step of plain SGD that is lr times the gradient.
+    """
+
+    batch: int
+    lr: float
+    steps: int | None = None
+    epochs: int | None = None
+    optimiser: Literal["sgd", "adam"] = "sgd"
+    momentum: float = 0.0
+    nesterov: bool = False
+    weight_decay: float = 0.0
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    sampling: Literal["batches", "poisson"] = "batches"
+    """`batches`: of fixed size, each epoch in a fresh order. `poisson`: each of N examples is in each step with
+    probability batch / N, and sums are divided by `batch`, the expected number (Abadi et al. 2016)."""
+
+    def __post_init__(self) -> None:
+        """Refuse settings that cannot be meant, all at once."""
+        problems = [
+            Problem(f"local.{name}", f"is {value}", f"give {expected}")
+            for name, value, expected, good in (
+                ("batch", self.batch, "at least 1", self.batch >= 1),
+                ("lr", self.lr, "a positive step size", self.lr > 0),
+                ("steps", self.steps, "at least 1, or epochs", self.steps is None or self.steps >= 1),
+                ("epochs", self.epochs, "at least 1, or steps", self.epochs is None or self.epochs >= 1),
+                ("momentum", self.momentum, "a number in [0, 1)", 0 <= self.momentum < 1),
+                ("weight_decay", self.weight_decay, "a number of at least 0", self.weight_decay >= 0),
+                ("optimiser", self.optimiser, "one of: adam, sgd", self.optimiser in ("sgd", "adam")),
+                ("sampling", self.sampling, "one of: batches, poisson", self.sampling in ("batches", "poisson")),
+            )
+            if not good
+        ]
+        if self.optimiser == "adam" and (self.momentum or self.nesterov):
+            remedy = "leave them out: Adam has moments of its own (betas), or take the optimiser sgd"
+            problems.append(Problem("local.momentum", "and nesterov mean nothing to 'adam'", remedy))
+        elif self.nesterov and not self.momentum:
+            problems.append(Problem("local.nesterov", "has no momentum to look ahead with", "give momentum, say 0.9"))
+        if (self.steps is None) == (self.epochs is None):
+            problems.append(Problem("local", "needs exactly one of steps and epochs", "remove or add one"))
+        refuse(problems)
+
+    @property
+    def order(self) -> str:
+        """Name the tensor that says who is in which step."""
+        return "inclusion" if self.sampling == "poisson" else "schedule"
+
+    def count(self, examples: int) -> int:
+        """Return T, the number of optimiser steps for this many examples; the last incomplete batch is left out."""
+        if self.steps is not None:
+            return self.steps
+        assert self.epochs is not None
+        return self.epochs * (examples // self.batch)
+
+    def at_once(self, examples: int) -> int:
+        """Count the examples that a step computes with: under Poisson sampling all, most of them for nothing."""
+        return examples if self.sampling == "poisson" else self.batch
+
+    def drawn(self, examples: int) -> NoiseSpec:
+        """Declare who is in which step: `schedule` [T, B], or `inclusion` [T, N] of Poisson sampling.
+
+        The neutral schedule takes the examples in order; the neutral inclusion is its mean, batch / N of every example.
+        """
+        if examples < self.batch:
+            raise fail("local.batch", f"is {self.batch}, the client has {examples} examples", "lower it")
+        if self.sampling == "batches":
+            return NoiseSpec({"schedule": self._schedule(examples)})
+        rate = self.batch / examples
+        shape = (self.count(examples), examples)
+        return NoiseSpec({"inclusion": Noise(shape, Bernoulli(rate), neutral=rate, lower=0, upper=1, discrete=True)})
+
+    def _schedule(self, examples: int) -> Noise:
+        shape = (self.count(examples), self.batch)
+        per_epoch = examples // self.batch * self.batch
+        order = (torch.arange(shape[0] * shape[1]) % per_epoch).reshape(shape)
+        return Noise(shape, Schedule(examples), neutral=order, dtype=torch.int64, discrete=True)
+
+
+def train(local: Local, params: Tensors, steps: int, gradient: Callable[[int, Tensors], Tensors]) -> Tensors:
+    """Run T steps. `gradient(t, params)` gives the (already defended) gradient of step t. Returns the parameters.
+
+    SGD: v <- m v + g, p <- p - lr v (Nesterov: lr (g + m v)). Adam: p <- p - lr m / (sqrt(v) + eps), bias-corrected.
+    """
+    first: Tensors = {}
+    second: Tensors = {}
+    for t in range(steps):
+        # Where nothing will be differentiated, what the first step made may be overwritten by the next ones.
+        mine = t > 0 and not torch.is_grad_enabled()
+        g = gradient(t, params)
+        if local.weight_decay:
+            g = {name: torch.add(value, params[name], alpha=local.weight_decay) for name, value in g.items()}
+        if local.optimiser == "adam":
+            (b1, b2), zero = local.betas, not first
+            first = {name: v * (1 - b1) if zero else torch.lerp(first[name], v, 1 - b1) for name, v in g.items()}
+            second = {
+                name: v * v * (1 - b2) if zero else torch.addcmul(second[name] * b2, v, v, value=1 - b2)
+                for name, v in g.items()
+            }
+            size, spread = local.lr / (1 - b1 ** (t + 1)), (1 - b2 ** (t + 1)) ** -0.5
+            below = {name: _root(v) * spread + local.eps for name, v in second.items()}
+            moved = {name: torch.addcdiv(params[name], first[name], below[name], value=-size) for name in g}
+        else:
+            if local.momentum and mine:
+                first = {n: first[n].mul_(local.momentum).add_(v) for n, v in g.items()}
+            elif local.momentum:
+                first = {n: torch.add(v, first[n], alpha=local.momentum) if first else v.clone() for n, v in g.items()}
+            move = {n: torch.add(v, first[n], alpha=local.momentum) for n, v in g.items()} if local.nesterov else first
+            subtract = Tensor.sub_ if mine else torch.sub
+            moved = {n: subtract(params[n], v, alpha=local.lr) for n, v in (move or g).items()}
+        params = {**params, **moved}
+    return params
+
+
+def _root(square: Tensor) -> Tensor:
+    """Square root whose derivative at zero is zero instead of infinite: untouched parameters stay differentiable."""
+    if not torch.is_grad_enabled():
+        return square.sqrt()
+    safe = torch.where(square > 0, square, torch.ones_like(square))
+    return torch.where(square > 0, safe.sqrt(), torch.zeros_like(square))
+
+
+Drawn = Callable[[int], Mapping[str, Tensor]]
+"""Number of an epoch or step -> the noise that was drawn for it."""
+
+
+@dataclass(frozen=True)
+class Batching:
+    """The batch transforms of a client. `batch.<i>` is before the names of the i-th one's noise.
+
+    In local training those that act on all examples, at the start of every epoch, come before those that act on each
+    step's batch. Under Poisson sampling, too, as many steps are an epoch as batches make the examples up.
+    """
+
+    transforms: tuple[BatchTransform, ...]
+    domain: Domain | None
+    local: Local | None
+
+    def spec(self, batch: Batch, anew: Anew | None = None) -> NoiseSpec:
+        """Declare what all transforms draw for a batch, or those that draw anew in every epoch (or step)."""
+        refuse([problem for each in self.transforms for problem in each.problems(self.domain)])
+        spec = NoiseSpec()
+        for i, transform in self._those(anew):
+            spec = spec | transform.noise(batch).under(f"batch.{i}")
+        return spec
+
+    def changed(self, batch: Batch, noise: Mapping[str, Tensor], anew: Anew | None = None) -> Batch:
+        """Apply all transforms, or those that draw anew in every epoch (or step)."""
+        for i, transform in self._those(anew):
+            batch = transform.apply(batch, select(noise, f"batch.{i}"), self.domain)
+        return batch
+
+    def epochs(self, examples: int) -> int:
+        """Count the epochs of local training that are begun."""
+        assert self.local is not None
+        return -(-self.local.count(examples) // self._pace(examples))
+
+    def steps(self, batch: Batch, drawn: Tensor, of_epoch: Drawn) -> Callable[[int, Mapping[str, Tensor]], Batch]:
+        """Return (step, its noise) -> the batch of the step, for steps one after the other.
+
+        `drawn` [T, B] says who is in which step; under Poisson sampling everybody is there, and weighted elsewhere.
+        """
+        assert self.local is not None
+        pace, poisson = self._pace(len(batch.inputs)), self.local.sampling == "poisson"
+        whole = batch
+
+        def at(t: int, noise: Mapping[str, Tensor]) -> Batch:
+            nonlocal whole
+            if t % pace == 0 and self.transforms:
+                whole = self.changed(batch, of_epoch(t // pace), "epoch")
+            own = whole if poisson else Batch(whole.inputs[drawn[t]], whole.targets[drawn[t]])
+            return self.changed(own, noise, "step")
+
+        return at
+
+    def by_number(self, noise: Mapping[str, Tensor], kept: Container[str] = ()) -> tuple[Drawn, Drawn]:
+        """Part what all local steps draw by steps, and what all epochs draw by epochs; what is `kept` is neither."""
+        starts = {
+            anew: tuple(f"batch.{i}." for i, each in enumerate(self.transforms) if each.anew == anew)
+            for anew in ("step", "epoch")
+        }
+        each = [n for n in noise if n.startswith(("model.", "step.", *starts["step"])) and n not in kept]
+        epoch = [n for n in noise if n.startswith(starts["epoch"])]
+        return lambda t: {n: noise[n][t] for n in each}, lambda e: {n: noise[n][e] for n in epoch}
+
+    def first_seen(self, batch: Batch, noise: Mapping[str, Tensor]) -> Batch:
+        """Return every example as it was when local training first computed with it; as it is, if it never did."""
+        assert self.local is not None
+        drawn, (of_step, of_epoch) = noise[self.local.order], self.by_number(of_batch(noise))
+        at = self.steps(batch, drawn, of_epoch)
+        made: Batch | None = None
+        left = torch.ones(len(batch.inputs), dtype=torch.bool, device=batch.inputs.device)
+        for t in range(len(drawn)):
+            own = at(t, of_step(t))
+            made = _alike(batch, own) if made is None else made
+            if self.local.sampling == "poisson":
+                new = left & (drawn[t] > 0)
+                made = Batch(*(torch.where(_wide(new, a), b, a) for a, b in zip(made, own, strict=True)))
+                left = left & ~new
+            else:
+                new = left[drawn[t]]
+                old = Batch(*(value[drawn[t]] for value in made))
+                now = Batch(*(torch.where(_wide(new, a), b, a) for a, b in zip(old, own, strict=True)))
+                made = Batch(*(a.index_copy(0, drawn[t], b) for a, b in zip(made, now, strict=True)))
+                left = left.index_fill(0, drawn[t], False)
+        return batch if made is None else made
+
+    def _pace(self, examples: int) -> int:
+        """Count the steps of an epoch."""
+        assert self.local is not None
+        return max(1, examples // self.local.batch)
+
+    def _those(self, anew: Anew | None) -> list[tuple[int, BatchTransform]]:
+        return [(i, each) for i, each in enumerate(self.transforms) if anew is None or each.anew == anew]
+
+
+def of_batch(noise: Mapping[str, Tensor]) -> Tensors:
+    """Take what says which examples are computed with: the batch transforms' draws, and who is in which step."""
+    return {n: value for n, value in noise.items() if n.startswith("batch.") or n in ("schedule", "inclusion")}
+
+
+def _wide(rows: Tensor, like: Tensor) -> Tensor:
+    return rows.view(-1, *[1] * (like.dim() - 1))
+
+
+def _alike(batch: Batch, own: Batch) -> Batch:
+    """Give the targets as probabilities where those of `own` are."""
+    if batch.targets.dtype == own.targets.dtype:
+        return batch
+    classes = torch.arange(own.targets.shape[-1], device=batch.targets.device)
+    return Batch(batch.inputs, (batch.targets.unsqueeze(-1) == classes).to(own.targets.dtype))
+
+
+@dataclass(frozen=True)
+class LocalSteps:
+    """How a client trains: its local settings, its gradients, and what it keeps to itself."""
+
+    local: Local
+    gradient: Defended
+    own: Own
+
+    def __call__(
+        self,
+        params: Tensors,
+        drawn: Tensor,
+        examples: Callable[[int, Mapping[str, Tensor]], Batch],
+        of_step: Drawn,
+        state: Tensors,
+        kept: Tensors,
+    ) -> tuple[Tensors, Tensors, Tensors]:
+        """Return parameters in minus parameters out, the state after it, and what is kept, which is trained with them.
+
+        `drawn` [T, ...] says who is in which step, `examples(t, noise)` are those of step t.
+        """
+        current, poisson = state, self.local.sampling == "poisson"
+        free = self.own.free(kept) if kept else {}
+        step = self.gradient.step
+
+        def gradient(t: int, now: Tensors) -> Tensors:
+            nonlocal current
+            included, inner = drawn[t] if poisson else None, of_step(t)
+            batch = examples(t, inner)
+            if not kept:
+                g, current = self.gradient(now, batch, inner, current, included)
+                return g
+            at, held = {name: now[name] for name in params}, spread(self.own.moved(kept, now), len(batch.inputs))
+            g, current = self.gradient(at, batch, {**inner, **held}, current, included)
+            weights = None if included is None else included / self.local.batch
+            if weights is None and step and step.split()[0]:
+                weights = batch.inputs.new_full((len(batch.inputs),), 1 / len(batch.inputs))
+            mine = {name: now[name] for name in free}
+            return g | self.own.gradient(at, batch, select(inner, "model"), kept, mine, weights)
+
+        out = train(self.local, {**params, **free}, drawn.shape[0], gradient)
+        after = self.own.moved(kept, out) if kept else {}
+        return {name: params[name] - out[name] for name in self.gradient.trained}, current, after

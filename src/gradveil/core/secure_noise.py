@@ -1,0 +1,219 @@
+"""Random numbers of deployments: secret keys, a cryptographic stream, and exact rounded normal noise."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import math
+import os
+from dataclasses import dataclass
+from decimal import Context, Decimal, localcontext
+from typing import Any, NamedTuple, NoReturn
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from gradveil.core.errors import GradveilError, fail
+from gradveil.core.noise import Law, Source, Words, halves, quantiles, tensor, words
+
+_FRESH = "make a new SecretKey() for every answer"
+
+
+class SecretKey:
+    """An address of a cryptographic stream below a 256-bit secret that `SecretKey()` draws from the operating system.
+
+    Make one for an answer, and throw it away after it. It has `child` and `draw` as `gradveil.core.noise.Key` has them,
+    but no generator of torch's. It cannot be copied, written down or used in another process than the one that made
+    it: a forked child would draw the same numbers.
+    """
+
+    __slots__ = ("_path", "_process", "_root")
+
+    def __init__(self) -> None:
+        """Draw a secret."""
+        self._root = os.urandom(32)
+        self._path: tuple[str | int, ...] = ()
+        self._process = os.getpid()
+
+    def child(self, *parts: str | int) -> SecretKey:
+        """Address a stream below this one."""
+        below = object.__new__(SecretKey)
+        below._root, below._path, below._process = self._root, (*self._path, *parts), self._process
+        return below
+
+    def draw(self, law: Law, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Draw a tensor from the stream of this address, on the CPU.
+
+        A law that wants a generator of torch's is refused, and so is one that takes its numbers from elsewhere: who
+        knows that source could subtract them. `public` laws draw what everybody knows.
+        """
+        stream = self.stream()
+        try:
+            drawn = law.sample(shape, dtype, stream)
+        except TypeError as error:
+            raise self._refused(
+                law, f"cannot draw from a cryptographic stream ({str(error).splitlines()[0]})"
+            ) from error
+        if not stream.count and drawn.numel() and not getattr(law, "public", False):
+            raise self._refused(law, "draws nothing from the stream it is given, so its numbers come from elsewhere")
+        return drawn
+
+    def stream(self) -> CipherStream:
+        """Open the stream of this address, from its beginning."""
+        if os.getpid() != self._process:
+            raise fail("secret key", "was made in another process, which may draw the same numbers", _FRESH)
+        return CipherStream(hmac.digest(self._root, json.dumps(self._path).encode(), hashlib.sha256))
+
+    def _refused(self, law: Law, what: str) -> GradveilError:
+        where = ".".join(("noise", *map(str, self._path[-1:])))
+        remedy = "let it draw by the functions of gradveil.core.noise (uniform, normal, integers, ...)"
+        return fail(where, f"its law {type(law).__name__} {what}", remedy)
+
+    def __repr__(self) -> str:
+        """Show the address alone."""
+        return f"SecretKey(path={self._path})"
+
+    def __reduce__(self) -> NoReturn:
+        """Refuse to be copied or pickled."""
+        raise fail("secret key", "cannot be copied or stored: the same noise would be drawn twice", _FRESH)
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        """Refuse it of every protocol."""
+        self.__reduce__()
+
+
+class CipherStream:
+    """Uniform words from ChaCha20 under one key."""
+
+    def __init__(self, key: bytes) -> None:
+        """Begin at the first word."""
+        try:
+            from cryptography.hazmat.primitives.ciphers import Cipher, algorithms
+        except ModuleNotFoundError as error:
+            what = "needs the package cryptography, which is not installed"
+            raise fail("secret key", what, "pip install 'gradveil[flower]'") from error
+        # One key has one stream, so the nonce may be the same for all.
+        self._cipher = Cipher(algorithms.ChaCha20(key, bytes(16)), mode=None).encryptor()
+        self.count = 0
+        """Words that were drawn."""
+
+    def words(self, count: int) -> Words:
+        """Return the next words: up to 2^35 of them, 256 GiB."""
+        self.count += count
+        drawn = bytearray(8 * count)
+        self._cipher.update_into(drawn, drawn)
+        return np.frombuffer(drawn, "<u8").astype(np.uint64, copy=False)
+
+
+TOLERANCE = (2.0**-44, 2.0**-50)
+"""What Phi^-1 in float64 may be wrong by, relatively and absolutely, and no digit of n be wrong.
+
+Measured against 60 digits, for 63-bit u as they are drawn: 2^-50.6 relatively, where |z| > 2^-3, and 2^-53 absolutely
+below (`benchmarks/secure_noise.py --error`)."""
+_FAR = 5.0
+"""Beyond it the intervals of u may be wider than the tolerance: there all numbers are found with more digits."""
+LARGEST = 2.0**40
+"""Above such a t the tolerance would be wider than a whole number."""
+_NORMALS_AT_ONCE = 1 << 14
+_MORE = 2
+"""Words of further digits of u."""
+_PRECISE = Context(prec=110)
+
+
+@dataclass(frozen=True)
+class Rounded:
+    """n = rint(scale * z) for z ~ N(0, 1), independently for each entry, as whole numbers."""
+
+    scale: float
+
+    def __post_init__(self) -> None:
+        """Refuse noise so much coarser than the grid that float64 has no digits for it."""
+        if not 0 < self.scale <= LARGEST:
+            what = f"has a standard deviation of {self.scale:.3g} steps of its grid, at most {LARGEST:.3g} can be drawn"
+            raise fail("noise", what, "give a smaller sigma")
+
+    def sample(self, shape: tuple[int, ...], dtype: torch.dtype, source: Source) -> Tensor:
+        """Draw one tensor on the CPU, block by block in the cache."""
+        out = np.empty(math.prod(shape), np.int64)
+        for start in range(0, len(out), _NORMALS_AT_ONCE):
+            block = out[start : start + _NORMALS_AT_ONCE]
+            drawn = words(len(block), source)
+            nearest, unsure = _nearest(drawn, self.scale)
+            block[:] = nearest
+            for place in unsure.tolist():
+                block[place] = _exact(int(drawn[place]), int(nearest[place]), self.scale, words(_MORE, source))
+        return tensor(out, shape).to(dtype)
+
+    def penalty(self, value: Tensor) -> Tensor:
+        """Return half the sum of squares in units of the standard deviation, a row: -log density up to a constant."""
+        return (value / self.scale).flatten(1).square().sum(1) / 2
+
+
+class _Nearest(NamedTuple):
+    nearest: NDArray[np.float64]
+    unsure: NDArray[np.int64]
+
+
+def _nearest(drawn: Words, scale: float) -> _Nearest:
+    """Find the whole numbers in float64, and the places where they may be wrong."""
+    signs, u = halves(drawn)
+    z = quantiles(u)
+    z *= signs
+    y = z * scale
+    nearest = np.rint(y)
+    size = np.abs(z, out=z)
+    relative, absolute = TOLERANCE
+    margin = 0.5 - absolute * scale - (relative * scale) * size
+    unsure = np.abs(np.subtract(y, nearest, out=y), out=y) >= margin
+    unsure |= size > _FAR
+    return _Nearest(nearest, np.flatnonzero(unsure))
+
+
+def _exact(drawn: int, guess: int, scale: float, more: Words) -> int:
+    """Find the whole number for a word of u and further digits of it: the least |n| with Phi(-(|n| + 1/2) / t) < u."""
+    digits = drawn >> 1
+    for word in more.tolist():
+        digits = (digits << 64) | word
+    with localcontext(_PRECISE):
+        u = (2 * Decimal(digits) + 1) / 2 ** (65 + 64 * len(more))
+        steps = Decimal(scale)
+
+        def reaches(n: int) -> bool:
+            return tail((n + Decimal("0.5")) / steps) < u
+
+        low, high, stride = abs(guess) - 1, abs(guess), 1
+        while not reaches(high):
+            low, high, stride = high, high + stride, 2 * stride
+        stride = 1
+        while low >= 0 and reaches(low):
+            low, high, stride = max(low - stride, -1), low, 2 * stride
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (low, middle) if reaches(middle) else (middle, high)
+    return -high if drawn & 1 else high
+
+
+def tail(x: Decimal) -> Decimal:
+    """Compute Phi(-x) for x >= 0 to the digits of the decimal context, less a few.
+
+    Phi(x) - 1/2 = phi(x) (x + x^3 / 3 + x^5 / (3 * 5) + ...), in which no term is negative.
+
+    >>> with localcontext(_PRECISE):
+    ...     round(tail(Decimal(0)), 3), round(tail(Decimal("1.959963984540054")), 16)
+    (Decimal('0.500'), Decimal('0.0250000000000000'))
+    """
+    square, term, total, odd = x * x, x, x, 1
+    while term > total * Decimal("1e-105"):
+        odd += 2
+        term = term * square / odd
+        total += term
+    return Decimal("0.5") - total * (-square / 2).exp() / _ROOT
+
+
+_ROOT = Decimal(
+    "2.5066282746310005024157652848110452530069867406099383166299235763422936546078419749465958383780572661160099726652038796"
+)
+"""sqrt(2 pi)."""

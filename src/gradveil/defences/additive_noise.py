@@ -1,0 +1,119 @@
+"""Additive noise on what is sent, declared by name with a standard distribution."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from gradveil.core.errors import refuse
+from gradveil.core.noise import Laplace, Law, Noise, NoiseSpec, Normal
+from gradveil.core.settings import BOUND, STRENGTH, Choice, collect
+from gradveil.core.tree import Tensors
+from gradveil.core.types import Context, Stage, Transform
+
+ON = Choice(("mean", "sum"))
+"""Where the standard deviation is measured: on the mean over the batch (what is sent), or on the sum before it."""
+
+
+class Additive(Transform):
+    """Base of transforms that add independent noise of one law to every entry."""
+
+    stage: ClassVar[Stage] = Stage.NOISE
+
+    @abstractmethod
+    def variance(self, examples: int) -> float:
+        """Return one over the Fisher information of an entry's place, on the mean over so many examples."""
+
+    def only_masks(
+        self, params: Mapping[str, Tensor], noise: Mapping[str, Tensor], off: Collection[str]
+    ) -> Tensors | None:
+        """There are none, and nothing is added while all of the noise is off."""
+        return {} if params.keys() <= set(off) else None
+
+
+@dataclass(frozen=True)
+class Gaussian(Additive):
+    """Add N(0, std^2) to every entry.
+
+    With `on="sum"` the noise has that standard deviation on the *sum* over the batch, so std / B on the mean that is
+    sent: DP-SGD's convention (Abadi et al. 2016, Alg. 1), with std = sigma * tau.
+    """
+
+    std: float
+    on: Literal["mean", "sum"] = "mean"
+    scaled_to: float | None = None
+    """The clip norm that the standard deviation was chosen for; checked against what the clips before it bound."""
+    guarantee: ClassVar[str] = "differential privacy only after a clip; an accountant gives epsilon"
+
+    def __post_init__(self) -> None:
+        """Refuse settings that cannot be meant, all at once."""
+        scale = [] if self.scaled_to is None else [("scaled_to", BOUND, self.scaled_to)]
+        refuse(collect("gaussian", [("std", STRENGTH, self.std), ("on", ON, self.on), *scale]))
+
+    def on_mean(self, value: float, examples: int) -> float:
+        """Convert what is measured where the standard deviation is to the mean over so many examples."""
+        return value / examples if self.on == "sum" else value
+
+    def variance(self, examples: int) -> float:
+        """Return std^2 on the mean over so many examples."""
+        return self.on_mean(self.std, examples) ** 2
+
+    def noise(self, params: Mapping[str, Tensor]) -> NoiseSpec:
+        """Declare one standard normal tensor a parameter."""
+        return _additive(params, Normal())
+
+    def apply(
+        self, update: Tensors, state: Tensors, noise: Mapping[str, Tensor], context: Context
+    ) -> tuple[Tensors, Tensors]:
+        """Add the scaled noise."""
+        std = self.on_mean(self.std, context.divisor)
+        if std > torch.finfo(next(iter(update.values())).dtype).max:  # no scalar of this dtype, and the sum is infinite
+            return {name: value + std * noise[name] for name, value in update.items()}, state
+        return {name: torch.add(value, noise[name], alpha=std) for name, value in update.items()}, state
+
+    def smallest(self) -> Mapping[str, Any]:
+        """Without spread there is no noise."""
+        return {"std": 0.0}
+
+
+@dataclass(frozen=True)
+class Laplacian(Additive):
+    """Add Laplace(0, scale) to every entry: standard deviation sqrt(2) * scale (Zhu et al. 2019, sec. 5.1).
+
+    It would be differentially private after a clip of the l1 norm. Gradveil's clips bound the l2 norm, by which the l1
+    norm of P entries can be sqrt(P) times as long: nothing is promised.
+    """
+
+    scale: float
+    guarantee: ClassVar[str] = "no formal guarantee: that takes a bound of the l1 norm, and clips bound the l2 norm"
+
+    def __post_init__(self) -> None:
+        """Refuse settings that cannot be meant, all at once."""
+        refuse(collect("laplace", (("scale", STRENGTH, self.scale),)))
+
+    def variance(self, examples: int) -> float:
+        """Return scale^2: half of what is usually called the variance."""
+        return self.scale**2
+
+    def noise(self, params: Mapping[str, Tensor]) -> NoiseSpec:
+        """Declare one Laplace(0, 1) tensor a parameter."""
+        return _additive(params, Laplace())
+
+    def apply(
+        self, update: Tensors, state: Tensors, noise: Mapping[str, Tensor], context: Context
+    ) -> tuple[Tensors, Tensors]:
+        """Add the scaled noise."""
+        return {name: torch.add(value, noise[name], alpha=self.scale) for name, value in update.items()}, state
+
+    def smallest(self) -> Mapping[str, Any]:
+        """Without scale there is no noise."""
+        return {"scale": 0.0}
+
+
+def _additive(params: Mapping[str, Tensor], law: Law) -> NoiseSpec:
+    return NoiseSpec({name: Noise(tuple(p.shape), law, neutral=0.0, dtype=p.dtype) for name, p in params.items()})

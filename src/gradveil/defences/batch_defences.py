@@ -1,0 +1,214 @@
+"""Defences of the batch: soften labels, mix images, hide signs, before anything is computed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from gradveil.core.distributions import Beta, Shares, Signs
+from gradveil.core.errors import Problem, fail, refuse
+from gradveil.core.noise import Key, Noise, NoiseSpec, Schedule, Uniform
+from gradveil.core.settings import SHARE, STRENGTH, Choice, Range, collect, unused
+from gradveil.core.streams import Stream
+from gradveil.core.types import Anew, Batch, BatchTransform, Domain
+
+MIXED = Range(2, integer=True)
+"""How many examples are mixed into one."""
+CAP = Range(0, 1, low_open=True)
+"""The largest coefficient of an example in a mixture."""
+MIX = Choice(("own", "public"))
+"""With what images are mixed: the client's others, or mostly public ones."""
+LEAST = Range(0, 0.9)
+"""What the coefficients of the client's own two images add up to at least, among public ones."""
+_DRAWS, _RARE = 4096, 1e-3
+"""Coefficients that fewer of so many draws keep to would take for ever to draw."""
+
+
+@dataclass(frozen=True)
+class LabelSmoothing(BatchTransform):
+    """Train on (1 - a) y + a / K in place of the labels y of K classes (Szegedy et al. 2016, sec. 7)."""
+
+    alpha: float
+    smooth: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        """Refuse settings that cannot be meant."""
+        refuse(collect("label-smoothing", (("alpha", SHARE, self.alpha),)))
+
+    def noise(self, batch: Batch) -> NoiseSpec:
+        """Draw nothing."""
+        return NoiseSpec()
+
+    def apply(self, batch: Batch, noise: Mapping[str, Tensor], domain: Domain | None) -> Batch:
+        """Smooth the labels."""
+        if not self.alpha:
+            return batch
+        targets = probabilities(batch, domain)
+        return Batch(batch.inputs, (1 - self.alpha) * targets + self.alpha / targets.shape[-1])
+
+
+@dataclass(frozen=True)
+class Mixup(BatchTransform):
+    """Train on c x + (1 - c) x[p], the labels mixed alike (Zhang et al. 2018, eq. 1).
+
+    One coefficient c ~ Beta(alpha, alpha) and one permutation p (`partner`) a batch: of one gradient, or anew of every
+    local step (under Poisson sampling, all of the client's examples). A batch of one example mixes with itself. An
+    attacker may optimise c; p is discrete.
+    """
+
+    alpha: float
+    anew: ClassVar[Anew] = "step"
+    smooth: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        """Refuse settings that cannot be meant."""
+        refuse(collect("mixup", (("alpha", STRENGTH, self.alpha),)))
+
+    def noise(self, batch: Batch) -> NoiseSpec:
+        """Declare the coefficient and the partners."""
+        if not self.alpha:
+            return NoiseSpec()
+        coefficient = Noise((), Beta(self.alpha), neutral=1.0, dtype=batch.inputs.dtype, lower=0.0, upper=1.0)
+        return NoiseSpec({"coefficient": coefficient, "partner": _partners(1, batch)})
+
+    def apply(self, batch: Batch, noise: Mapping[str, Tensor], domain: Domain | None) -> Batch:
+        """Mix every example with its partner."""
+        if not self.alpha:
+            return batch
+        c, other = noise["coefficient"], noise["partner"][0]
+        inputs, targets = batch.inputs, probabilities(batch, domain)
+        return Batch(c * inputs + (1 - c) * inputs[other], c * targets + (1 - c) * targets[other])
+
+
+@dataclass(frozen=True)
+class InstaHide(BatchTransform):
+    """Mix k of the client's images, and flip the signs of the pixels at random (Huang et al. 2020, Alg. 1).
+
+    Image b becomes s_b * sum_j c_bj x[p_j(b)] in the space where the bounds of the data are -1 and 1; p_0 is the
+    identity, the others (`partner`) are permutations of the batch. The coefficients are magnitudes of normal numbers
+    over their sum, none above `cap`, as in the authors' program; the labels are mixed alike, the signs s are one an
+    entry. A batch of one mixes with itself. In local training all of the client's examples are mixed with each other,
+    anew in every epoch, as the authors do.
+
+    With `mix="public"` only two images are the client's own, and k - 2 are public ones (`Domain.public`), any of which
+    is drawn for each: x[p_0], x[p_1] and the public images of the places baseline(M u), u (`public`) uniform. The
+    client's coefficients then add up to `least` or more, and labels are mixed of its two images alone: as in the
+    authors' program, the coefficients of a label add up to less than 1.
+
+    An attacker may optimise coefficients and signs (in [-1, 1]); permutations and public images are discrete. He knows
+    which images are public, not which of them were drawn.
+    """
+
+    k: int = 4
+    cap: float = 0.65
+    mix: Literal["own", "public"] = "own"
+    least: float = 0.3
+    smooth: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        """Refuse settings that cannot be meant, all at once."""
+        checks = (("k", MIXED, self.k), ("cap", CAP, self.cap), ("mix", MIX, self.mix), ("least", LEAST, self.least))
+        problems = collect("instahide", checks)
+        if not problems and self.mix == "public" and self.k < 3:
+            what = f"is {self.k}: two images of the client's own, and no public one"
+            problems.append(Problem("instahide.k", what, "give at least 3, or leave mix out"))
+        if self.mix == "own":
+            problems += unused("instahide", self, ("least",), "it is for mix=public")
+        if not problems:
+            problems += _rare(self.k, self.cap, self.least if self.needs_public else 0.0)
+        refuse(problems)
+
+    def noise(self, batch: Batch) -> NoiseSpec:
+        """Declare coefficients, partners and signs."""
+        dtype, count = batch.inputs.dtype, batch.inputs.shape[0]
+        alone, law = torch.eye(self.k)[0], Shares(self.cap, self.least if self.needs_public else 0.0)
+        shares = Noise((count, self.k), law, neutral=alone, dtype=dtype, lower=0.0, upper=1.0)
+        sign = Noise(tuple(batch.inputs.shape), Signs(), neutral=1.0, dtype=dtype, lower=-1.0, upper=1.0)
+        own = {"coefficient": shares, "partner": _partners(self._own - 1, batch), "sign": sign}
+        if not self.needs_public:
+            return NoiseSpec(own)
+        place = Noise((self.k - self._own, count), Uniform(), dtype=dtype, lower=0.0, upper=1.0, discrete=True)
+        return NoiseSpec({**own, "public": place})
+
+    @property
+    def needs_public(self) -> bool:
+        """Whether public images are mixed in."""
+        return self.mix == "public"
+
+    @property
+    def _own(self) -> int:
+        """Count the client's own images in a mixture."""
+        return 2 if self.needs_public else self.k
+
+    def apply(self, batch: Batch, noise: Mapping[str, Tensor], domain: Domain | None) -> Batch:
+        """Mix, then flip about the middle of the bounds."""
+        lower, upper = bounds(batch, domain, "instahide")
+        inputs, targets = (_mixed(value, noise) for value in (batch.inputs, probabilities(batch, domain)))
+        if self.needs_public:
+            inputs = inputs + self._strangers(noise, batch, domain)
+        middle = (lower + upper) / 2
+        return Batch(middle + noise["sign"] * (inputs - middle), targets)
+
+    def _strangers(self, noise: Mapping[str, Tensor], batch: Batch, domain: Domain | None) -> Tensor:
+        """Sum the public images that were drawn, by their coefficients."""
+        refuse(list(self.problems(domain)))
+        assert domain is not None
+        assert domain.public is not None
+        images = domain.public.to(batch.inputs)
+        places = (noise["public"] * len(images)).long().clamp(max=len(images) - 1)
+        shares = noise["coefficient"][:, self._own :].unbind(1)
+        drawn = [share.view(-1, 1, 1, 1) * images[place] for share, place in zip(shares, places.unbind(0), strict=True)]
+        return torch.stack(drawn).sum(0)
+
+
+def probabilities(batch: Batch, domain: Domain | None) -> Tensor:
+    """Return the targets as class probabilities [B, K]."""
+    targets = batch.targets
+    if targets.dtype.is_floating_point:
+        return targets
+    if domain is None:
+        what = "holds class numbers, and how many classes there are is not known"
+        raise fail("batch.targets", what, "give Client(domain=Domain(lower, upper, classes)), or probabilities")
+    return (targets.unsqueeze(-1) == torch.arange(domain.classes, device=targets.device)).to(batch.inputs.dtype)
+
+
+def bounds(batch: Batch, domain: Domain | None, owner: str) -> tuple[Tensor, Tensor]:
+    """Return the least and the greatest valid input, each [C, 1, 1]."""
+    if domain is None:
+        remedy = "give Client(domain=Domain(lower, upper, classes)): black and white as the model sees them"
+        raise fail(owner, "needs to know which inputs are valid", remedy)
+    return domain.lower.to(batch.inputs), domain.upper.to(batch.inputs)
+
+
+def _mixed(value: Tensor, noise: Mapping[str, Tensor]) -> Tensor:
+    """Compute sum_j c_bj v[p_j(b)] for values v [B, ...], over the client's own images."""
+    own, *shares = (c.view(-1, *[1] * (value.dim() - 1)) for c in noise["coefficient"].unbind(1))
+    total = own * value
+    for share, partner in zip(shares, noise["partner"].unbind(0), strict=False):
+        total = total + share * value[partner]
+    return total
+
+
+def _rare(k: int, cap: float, least: float) -> list[Problem]:
+    """Say which limit coefficients hardly ever keep: they are drawn until they do."""
+    drawn = Shares().sample((_DRAWS, k), torch.float64, Key(0, (Stream.INSTAHIDE,)).generator())
+    largest, own = drawn.amax(1), drawn[:, :2].sum(1)
+    if float((largest <= cap).double().mean()) < _RARE:
+        what = f"is {cap:g}, which {k} coefficients that add up to 1 hardly ever keep"
+        return [Problem("instahide.cap", what, f"give at least {float(largest.quantile(0.01)):.2g}")]
+    own = own[largest <= cap]
+    if float((own >= least).double().sum()) < _RARE * _DRAWS:
+        what = f"is {least:g}, which two of {k} coefficients, none above {cap:g}, hardly ever add up to"
+        return [Problem("instahide.least", what, f"give at most {float(own.quantile(0.9)):.2g}")]
+    return []
+
+
+def _partners(count: int, batch: Batch) -> Noise:
+    """Describe `count` permutations of the batch; the neutral one leaves every example in its place."""
+    examples = batch.inputs.shape[0]
+    order = torch.arange(examples).expand(count, examples)
+    return Noise((count, examples), Schedule(examples), neutral=order, dtype=torch.int64, discrete=True)

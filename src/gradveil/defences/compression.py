@@ -1,0 +1,466 @@
+"""Compression: sampling, quantisation, deep gradient compression."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from decimal import Decimal
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from gradveil.core.errors import refuse
+from gradveil.core.noise import Bernoulli, Noise, NoiseSpec, Normal, Uniform
+from gradveil.core.settings import BOUND, COUNT, KEPT, SHARE, Argument, Choice, Range, collect
+from gradveil.core.tree import Tensors, counter, peak, plain, select, straight_through, tmap, under
+from gradveil.core.types import Context, Stage, Transform
+from gradveil.defences.composition import Defence, chain
+from gradveil.defences.entry import FEEDBACK, KNOWING, PRUNED, DefenceEntry
+from gradveil.defences.error_feedback import Feedback
+from gradveil.defences.pruning import Pruning, share, smallest_mask
+from gradveil.defences.standin import EPSILON, OPTIMISER, VARIANT, StandIn
+from gradveil.gradients.fused import in_blocks
+
+
+@dataclass(frozen=True)
+class MinMax(Pruning):
+    """Keep each layer's k entries of largest w = (1/u - 1) g^2 and send g + C/g, C the (k+1)-th largest w.
+
+    u ~ U[0, 1) is named like its parameter, k = P - baseline(ratio * P) of P entries. Given the other entries one is
+    kept with probability g^2 / (g^2 + C), so the mean of what is sent is g, and its sign never changes. It is the
+    sampler that GLAUS (Yang et al. 2023) attacks.
+
+    The neutral u = 1 is never drawn. It makes w and C zero: all is sent as it is, or with a pinned mask what that
+    keeps. The zeros show the masks, but they are no `mask.*`, which attackers infer by themselves: to compare only what
+    was drawn, as with pruned entries, throws away that small entries were left out, and does worse than the mean.
+    """
+
+    ratio: float
+    prefix: ClassVar[str] = "kept"
+
+    def __post_init__(self) -> None:
+        """Refuse settings that cannot be meant."""
+        refuse(collect("minmax", (("ratio", SHARE, self.ratio),)))
+
+    def removed(self) -> float:
+        """Return the share of entries set to zero."""
+        return self.ratio
+
+    def noise(self, params: Mapping[str, Tensor]) -> NoiseSpec:
+        """Declare one uniform number an entry."""
+        return uniform(params)
+
+    def masks(self, update: Mapping[str, Tensor]) -> Tensors:
+        """Keep the largest entries of each layer's weights w."""
+        return tmap(self._keep_largest, update)
+
+    def _keep_largest(self, weight: Tensor) -> Tensor:
+        flat = weight.flatten()
+        return ~smallest_mask(flat, share(self.ratio, flat.numel())).reshape(weight.shape)
+
+    def apply(
+        self, update: Tensors, state: Tensors, noise: Mapping[str, Tensor], context: Context
+    ) -> tuple[Tensors, Tensors]:
+        """Weigh, select (or take the pinned masks), and enlarge what is kept."""
+        weights = {name: _weight(value, noise[name]) for name, value in update.items()}
+        pinned = select(noise, self.prefix)
+        missing = update.keys() - pinned.keys()
+        drawn = self.masks(tmap(torch.detach, weights)) if missing else {}
+        kept = {name: pinned[name].bool() if name in pinned else drawn[name] | (noise[name] >= 1) for name in update}
+        return {name: _enlarged(value, weights[name], kept[name]) for name, value in update.items()}, state
+
+    def evidence(self, sent: Mapping[str, Tensor], exact: bool = True) -> Tensors:
+        """Read the masks off the support, if it is still there: an entry rounded to zero would pass for C."""
+        return super().evidence(sent, exact) if exact else {}
+
+    def only_masks(
+        self, params: Mapping[str, Tensor], noise: Mapping[str, Tensor], off: Collection[str]
+    ) -> Tensors | None:
+        """Return None: what is kept is enlarged as well, by more than one number."""
+        return None
+
+    def smallest(self) -> Mapping[str, Any]:
+        """Nothing is removed."""
+        return {"ratio": 0.0}
+
+
+def _weight(value: Tensor, u: Tensor) -> Tensor:
+    return (1 / u.clamp_min(torch.finfo(u.dtype).eps / 2) - 1) * value.square()
+
+
+def _enlarged(value: Tensor, weight: Tensor, kept: Tensor) -> Tensor:
+    """Add C/g, where C is the largest weight that was left out."""
+    left = peak(torch.where(kept, torch.zeros_like(weight), weight))
+    there = kept & (value != 0)
+    safe = torch.where(there, value, torch.ones_like(value))
+    return torch.where(there, value + left / safe, torch.zeros_like(value))
+
+
+SIZE = Choice(("mean", "unit"))
+"""What a sign is multiplied by: the mean magnitude of its layer, or one."""
+_ROUNDING = 1e-5
+"""Intervals are wider by this share of a level, more than arithmetic in float32 is wrong by."""
+SCALE = Choice(("l2", "max"))
+"""What a layer's largest level stands for: the layer's norm, or its largest magnitude."""
+
+
+class Rounding(Transform):
+    """Base of transforms that round: what was sent says in which interval an entry was before.
+
+    What was sent is an intermediate `sent.<parameter>`. Where it is pinned, an entry within the interval that may be
+    rounded to it comes out as what was sent, any other as that plus what lies outside: so an attacker who compares is
+    charged for nothing that the rounding may have done.
+    """
+
+    stage: ClassVar[Stage] = Stage.QUANTISE
+
+    def intermediates(self, params: Mapping[str, Tensor]) -> NoiseSpec:
+        """Declare what was sent, which may be pinned."""
+        own = {name: Noise(tuple(p.shape), Normal(), dtype=p.dtype) for name, p in params.items()}
+        return NoiseSpec(own).under("sent")
+
+    def evidence(self, sent: Mapping[str, Tensor], exact: bool = True) -> Tensors:
+        """Return what was sent, as it is; nothing where a later transform changed it."""
+        return under("sent", sent) if exact else {}
+
+    @abstractmethod
+    def interval(self, sent: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the smallest and the largest entries that may be rounded to what was sent."""
+
+    def charged(self, value: Tensor, sent: Tensor) -> Tensor:
+        """Add to what was sent by how much an entry lies outside of its interval."""
+        low, high = self.interval(sent)
+        return sent + (value - torch.minimum(torch.maximum(value.detach(), low), high))
+
+
+@dataclass(frozen=True)
+class Sign(Rounding):
+    """Send sign(g) times the mean of |g| in each layer (Bernstein et al. 2018; with the scale Karimireddy et al. 2019).
+
+    The exact derivative is zero. An attacker's is that of g / (|g| + mean |g|), times the scale: an entry that is
+    small in its layer may still turn, so it counts more than a large one. With the identity as the surrogate instead,
+    an attacker who simulates the signs does worse than one who ignores them. He does better, too, with the masks of
+    his own update than with an earlier pruning's zeros pinned: that pruned entries are small is much of what he sees.
+    """
+
+    scale: Literal["mean", "unit"] = "mean"
+
+    def __post_init__(self) -> None:
+        """Refuse settings that cannot be meant."""
+        refuse(collect("sign", (("scale", SIZE, self.scale),)))
+
+    def apply(
+        self, update: Tensors, state: Tensors, noise: Mapping[str, Tensor], context: Context
+    ) -> tuple[Tensors, Tensors]:
+        """Replace every entry by its sign, zero by zero."""
+        seen = select(noise, "sent")
+        return {n: self._compared(v, seen[n]) if n in seen else self._signs(v) for n, v in update.items()}, state
+
+    def interval(self, sent: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the half line of each sign; zero was zero."""
+        none = torch.zeros_like(sent)
+        return torch.where(sent < 0, -torch.inf, none), torch.where(sent > 0, torch.inf, none)
+
+    def _compared(self, value: Tensor, sent: Tensor) -> Tensor:
+        """Bring a layer to the mean magnitude that was sent: an update near zero explains no sign."""
+        mean = value.abs().mean()
+        return self.charged(value * (peak(sent.abs()) / torch.where(mean > 0, mean, 1.0)), sent)
+
+    def _signs(self, value: Tensor) -> Tensor:
+        fixed = value.detach()
+        mean = fixed.abs().mean()
+        size = mean if self.scale == "mean" else torch.ones_like(mean)
+        smooth = value / (fixed.abs() + mean + torch.finfo(value.dtype).tiny)
+        return straight_through(size * fixed.sign(), size * smooth)
+
+
+@dataclass(frozen=True)
+class Quantise(Rounding):
+    """Round |g| at random to one of 0, s/L, 2s/L, ..., s, so that the mean is g (Alistarh et al. 2017, QSGD).
+
+    s is the layer's Euclidean norm or its largest magnitude, L = `levels`. An entry between two levels is rounded up
+    with the probability of its place between them: where u < frac(L |g| / s), with u ~ U[0, 1) named like its
+    parameter. One level and the largest magnitude make TernGrad (Wen et al. 2017). A finite `clip` limits |g| to so
+    many times the layer's root mean square first, which TernGrad does at 2.5 and which costs the unbiasedness; unlike
+    the standard deviation of the paper the root mean square is not zero in a layer of one entry.
+
+    The neutral u = 1 is never drawn: it stands for no rounding, so that what is sent is its mean. An attacker's
+    derivative is that of g + (1/2 - u) s/L, rounding's linear part: one in g, and there for whoever optimises u.
+
+    Zeros of an earlier pruning show. Reading an entry that was rounded to zero as pruned is wrong only in the norm.
+    """
+
+    levels: int
+    scale: Literal["l2", "max"] = "l2"
+    clip: float = float("inf")
+    shows_zeros: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        """Refuse settings that cannot be meant, all at once."""
+        checks = (("levels", COUNT, self.levels), ("scale", SCALE, self.scale), ("clip", BOUND, self.clip))
+        refuse(collect("quantise", checks))
+
+    def noise(self, params: Mapping[str, Tensor]) -> NoiseSpec:
+        """Declare one uniform number an entry."""
+        return uniform(params)
+
+    def apply(
+        self, update: Tensors, state: Tensors, noise: Mapping[str, Tensor], context: Context
+    ) -> tuple[Tensors, Tensors]:
+        """Round every entry to a level."""
+        seen = select(noise, "sent")
+        return {
+            name: self.charged(value, seen[name]) if name in seen else self._rounded(value, noise[name])
+            for name, value in update.items()
+        }, state
+
+    def interval(self, sent: Tensor) -> tuple[Tensor, Tensor]:
+        """Return one level less and one level more, of the same sign; what the clip may have cut has no upper end.
+
+        A level is the smallest magnitude of the layer: where that is several levels, the interval is only wider.
+        """
+        size = sent.abs()
+        level, top = -peak(torch.where(size > 0, -size, -torch.inf)) * (1 + _ROUNDING), peak(size)
+        low, high = size - level, size + level
+        if self.scale == "max":
+            high = torch.minimum(high, torch.where(top > 0, top * (1 + _ROUNDING), torch.inf))
+        if self.clip < float("inf"):
+            high = torch.where(size >= (top if self.scale == "max" else top - level), torch.inf, high)
+        return torch.where(sent < 0, -high, low), torch.where(sent < 0, -low, high)
+
+    def _rounded(self, value: Tensor, u: Tensor) -> Tensor:
+        if self.clip < float("inf"):
+            bound = self.clip * value.detach().square().mean().sqrt()
+            value = torch.maximum(torch.minimum(value, bound), -bound)
+        fixed = value.detach()
+        size = fixed.square().sum().sqrt() if self.scale == "l2" else peak(fixed.abs())
+        place = fixed.abs() / torch.where(size > 0, size, torch.ones_like(size)) * self.levels
+        below = place.floor()
+        step = fixed.sign() * size / self.levels
+        exact = torch.where(u < 1, step * (below + (u < place - below)), fixed)
+        return straight_through(exact, value + step * (0.5 - u))
+
+
+def uniform(params: Mapping[str, Tensor]) -> NoiseSpec:
+    """Declare U[0, 1) for every entry; 1, which is never drawn, switches the randomness off."""
+    law = Uniform()
+    return NoiseSpec(
+        {name: Noise(tuple(p.shape), law, neutral=1.0, dtype=p.dtype, lower=0, upper=1) for name, p in params.items()}
+    )
+
+
+WARMUP = Range(0, integer=True)
+"""Rounds of the warm-up."""
+
+
+@dataclass(frozen=True)
+class Dgc(Transform):
+    """Momentum correction and masking (Lin et al. 2018, Deep Gradient Compression).
+
+    u <- m u + g, v <- v + u; each layer sends its `keep` largest of |v|, and there u and v become zero. What was not
+    sent stays in v. Parameters of one dimension (biases, norms) are few: they send u itself, keep it, and have no mask.
+
+    In round e = 0, 1, ... the share is keep^((e + 1) / (warmup + 1)), and `keep` from round `warmup` on; the round is
+    counted in the state. The paper clips local gradients as well: put `clip` before it for that.
+    Masks are named `mask.<parameter>`, like those of pruning, and zeros show them.
+    """
+
+    keep: float = 0.001
+    momentum: float = 0.9
+    warmup: int = 5
+    stage: ClassVar[Stage] = Stage.PRUNE
+
+    def __post_init__(self) -> None:
+        """Refuse settings that cannot be meant, all at once."""
+        checks = (("keep", KEPT, self.keep), ("momentum", SHARE, self.momentum), ("warmup", WARMUP, self.warmup))
+        refuse(collect("dgc", checks))
+
+    def init(self, params: Mapping[str, Tensor]) -> Tensors:
+        """Start with no momentum, nothing accumulated, and no round."""
+        layers = tmap(torch.zeros_like, {n: p for n, p in params.items() if p.dim() > 1})
+        return {"rounds": counter(params), **under("momentum", tmap(torch.zeros_like, params)), **under("left", layers)}
+
+    def intermediates(self, params: Mapping[str, Tensor]) -> NoiseSpec:
+        """Declare the masks of the layers, which may be pinned."""
+        law = Bernoulli(self.keep)
+        masks = {
+            n: Noise(tuple(p.shape), law, neutral=1.0, dtype=p.dtype, lower=0.0, upper=1.0, discrete=True)
+            for n, p in params.items()
+            if p.dim() > 1
+        }
+        return NoiseSpec(masks).under("mask")
+
+    def evidence(self, sent: Mapping[str, Tensor], exact: bool = True) -> Tensors:
+        """Read the masks off the support: an entry that was kept but is zero makes no difference."""
+        return {f"mask.{n}": (value != 0).to(value.dtype) for n, value in sent.items() if value.dim() > 1}
+
+    def apply(
+        self, update: Tensors, state: Tensors, noise: Mapping[str, Tensor], context: Context
+    ) -> tuple[Tensors, Tensors]:
+        """Accumulate, send the largest entries, and forget what was sent."""
+        pinned = select(noise, "mask")
+        sent: Tensors = {}
+        left: Tensors = {}
+        momentum: Tensors = {}
+        for name, g in update.items():
+            if f"left.{name}" not in state:
+                sent[name] = momentum[name] = self._accelerated(g, state[f"momentum.{name}"])[0]
+                continue
+            given = g, state[f"momentum.{name}"], state[f"left.{name}"]
+            fast, total = in_blocks(self._accelerated, *given)
+            mask = pinned[name] if name in pinned else self._mask(total.detach(), state["rounds"])
+            sent[name], left[name], momentum[name] = in_blocks(_parted, mask, total, fast)
+        return sent, {"rounds": state["rounds"] + 1, **under("momentum", momentum), **under("left", left)}
+
+    def _accelerated(self, g: Tensor, momentum: Tensor, *left: Tensor) -> tuple[Tensor, ...]:
+        """Return u <- m u + g, and v <- v + u where something was left."""
+        fast = self.momentum * momentum + g
+        return fast, *(before + fast for before in left)
+
+    def _mask(self, total: Tensor, rounds: Tensor) -> Tensor:
+        """Mark the largest entries: as many as this round sends."""
+        flat = total.abs().flatten()
+        counts = [share(float(1 - Decimal(repr(float(kept)))), flat.numel()) for kept in self.shares()]
+        if len(set(counts)) == 1 or plain(total, rounds):
+            count = counts[min(int(rounds), len(counts) - 1)] if len(set(counts)) > 1 else counts[0]
+            return ~smallest_mask(flat, count).reshape(total.shape)
+        # The round is a tensor (each target client has its own), so the number to select is one, too: compare ranks.
+        rank = flat.argsort(stable=True).argsort()
+        removed = torch.tensor(counts, device=flat.device)[rounds.long().clamp(max=len(counts) - 1)]
+        return (rank >= removed).reshape(total.shape)
+
+    def shares(self) -> list[float]:
+        """Return the share that is kept in each round of the warm-up, and after it.
+
+        >>> [round(share, 3) for share in Dgc(keep=0.001, warmup=2).shares()]
+        [0.1, 0.01, 0.001]
+        """
+        last = int(self.warmup)
+        return [*(self.keep ** ((e + 1) / (last + 1)) for e in range(last)), self.keep]
+
+    def smallest(self) -> Mapping[str, Any]:
+        """Everything is sent, and nothing is carried over."""
+        return {"keep": 1.0, "momentum": 0.0}
+
+
+def _parted(mask: Tensor, total: Tensor, momentum: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return what is sent, what is left, and the momentum of what is left."""
+    # Torch converts bytes six times as fast as truth values.
+    kept = (mask.view(torch.uint8) if mask.dtype == torch.bool else mask).to(total.dtype)
+    rest = 1 - kept
+    return total * kept, total * rest, momentum * rest
+
+
+BITS = Range(2, 16, integer=True)
+"""One of them is the sign."""
+
+
+def _sign(scale: Literal["mean", "unit"], feedback: bool) -> Defence:
+    return Defence("sign", send=chain(sign=Feedback(Sign(scale)) if feedback else Sign(scale)))
+
+
+def _ternary(clip: float) -> Defence:
+    return Defence("ternary", send=chain(quantise=Quantise(1, "max", clip)))
+
+
+def _quantise(bits: int, scale: Literal["l2", "max"]) -> Defence:
+    return Defence("quantise", send=chain(quantise=Quantise(2 ** (bits - 1) - 1, scale)))
+
+
+def _minmax(ratio: float) -> Defence:
+    return Defence("minmax", send=chain(sample=MinMax(ratio)))
+
+
+def _standin(
+    optimiser: Literal["adam", "adagrad", "yogi"],
+    beta1: float,
+    beta2: float,
+    eps: float,
+    variant: Literal["paper", "published_code"],
+) -> Defence:
+    return Defence("standin", send=chain(standin=StandIn(optimiser, beta1, beta2, eps, variant)))
+
+
+def _dgc(keep: float, momentum: float, warmup: int) -> Defence:
+    return Defence("dgc", send=chain(dgc=Dgc(keep, momentum, warmup)))
+
+
+COMPRESSING = (
+    DefenceEntry(
+        name="sign",
+        factory=_sign,
+        description="Send one bit an entry, its sign, and the mean magnitude of each layer",
+        changes=("send",),
+        guarantee=Sign.guarantee,
+        cost="one pass over the update; 7% of the bytes",
+        citation="Bernstein et al. 2018, signSGD: Compressed Optimisation for Non-Convex Problems",
+        adaptive=KNOWING,
+        arguments=(Argument("scale", SIZE, "mean"), FEEDBACK),
+    ),
+    DefenceEntry(
+        name="ternary",
+        factory=_ternary,
+        description="Round every entry at random to minus, zero or plus its layer's largest magnitude",
+        changes=("send",),
+        guarantee=Quantise.guarantee,
+        cost="a random number an entry; 2% of the bytes",
+        citation="Wen et al. 2017, TernGrad: Ternary Gradients to Reduce Communication in Distributed Deep Learning",
+        adaptive=KNOWING,
+        arguments=(Argument("clip", BOUND, float("inf")),),
+    ),
+    DefenceEntry(
+        name="quantise",
+        factory=_quantise,
+        description="Round every entry at random to a sign and a level, in so many bits together",
+        changes=("send",),
+        guarantee=Quantise.guarantee,
+        cost="a random number an entry; 7% of the bytes",
+        citation="Alistarh et al. 2017, QSGD: Communication-Efficient SGD via Gradient Quantization and Encoding",
+        adaptive=(*KNOWING, "cdia(rounds=all, rounding=interval)"),
+        arguments=(Argument("bits", BITS, 8), Argument("scale", SCALE, "l2")),
+    ),
+    DefenceEntry(
+        name="minmax",
+        factory=_minmax,
+        description="Send a few entries drawn at random, larger ones more often, enlarged so that the mean is right",
+        changes=("send",),
+        guarantee=MinMax.guarantee,
+        cost="a random number an entry; 22% of the bytes at ratio=0.8",
+        citation="MinMax sampling, as Yang et al. 2023 (GLAUS) attack it",
+        adaptive=KNOWING,
+        arguments=(Argument("ratio", SHARE),),
+        identity={"ratio": 0.0},
+    ),
+    DefenceEntry(
+        name="dgc",
+        factory=_dgc,
+        description="Deep gradient compression: momentum kept by the client, its largest accumulated entries sent",
+        changes=("send",),
+        guarantee=Dgc.guarantee,
+        cost="a few passes, two copies of the update kept: 1.3 to 1.5 gradients; 34% of the bytes at first, later 0.4%",
+        citation="Lin et al. 2018, Deep Gradient Compression: Reducing the Communication Bandwidth (ICLR)",
+        adaptive=PRUNED,
+        arguments=(Argument("keep", KEPT, 0.001), Argument("momentum", SHARE, 0.9), Argument("warmup", WARMUP, 5)),
+        identity={"keep": 1.0, "momentum": 0.0},
+    ),
+    DefenceEntry(
+        name="standin",
+        factory=_standin,
+        description="AdaDefense: send the step of an adaptive optimiser, whose moments stay with the client",
+        changes=("send",),
+        guarantee=StandIn.guarantee,
+        cost="one pass, two copies of the update kept: 1.0 to 1.5 gradients; 44% of the bytes at first, later all",
+        citation="Hu et al., AdaDefense: Improving Federated Learning Against Gradient Leakage by a Gradient Stand-in",
+        adaptive=KNOWING,
+        arguments=(
+            Argument("optimiser", OPTIMISER, "adam"),
+            Argument("beta1", SHARE, 0.9),
+            Argument("beta2", SHARE, 0.999),
+            Argument("eps", EPSILON, 1e-8),
+            Argument("variant", VARIANT, "paper"),
+        ),
+    ),
+)
+"""Entries of the table `gradveil.defences.DEFENCES`, apart from its pruning."""

@@ -1,0 +1,126 @@
+"""Clips and noise of deployed clients: exact clips, and normal noise on a grid."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from gradveil.client import Client
+from gradveil.core.noise import Noise, NoiseSpec
+from gradveil.core.secure_noise import Rounded
+from gradveil.core.tree import Tensors
+from gradveil.core.types import Batch, Context, Transform
+from gradveil.defences.additive_noise import Gaussian
+from gradveil.defences.composition import Chain
+from gradveil.defences.dp import Clip
+from gradveil.defences.guarantees import counted, known, stages
+
+SLACK = 2.0**-8
+"""What neighbours may differ by beyond the bound, relatively: half of it for the grid, half for floating point."""
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Multiples of `step`, a power of two."""
+
+    step: float
+
+    @staticmethod
+    def of(bound: float, entries: int) -> Grid:
+        """Return the grid for vectors of so many entries, of which one unit can change no more than `bound`.
+
+        >>> Grid.of(1.0, 11_000_000).step == 2.0**-21
+        True
+        """
+        return Grid(2.0 ** math.floor(math.log2(bound * SLACK / 2 / math.sqrt(entries))))
+
+    def scale(self, std: float) -> float:
+        """Return the standard deviation of the noise in steps: for neighbours that differ by the slack more."""
+        return std * (1 + SLACK) / self.step
+
+
+@dataclass(frozen=True)
+class LatticeGaussian(Gaussian):
+    """`Gaussian` noise of `std` on the mean in whole steps of a grid, on an update that is rounded to it."""
+
+    grid: Grid = Grid(1.0)
+
+    def noise(self, params: Mapping[str, Tensor]) -> NoiseSpec:
+        """Declare whole numbers of steps for each parameter."""
+        law = Rounded(self.grid.scale(self.std))
+        return NoiseSpec({name: Noise(tuple(p.shape), law, dtype=torch.int64) for name, p in params.items()})
+
+    def apply(
+        self, update: Tensors, state: Tensors, noise: Mapping[str, Tensor], context: Context
+    ) -> tuple[Tensors, Tensors]:
+        """Round to the grid, and add whole steps: all of it exact, but for the update's own dtype in the end."""
+        sent = {
+            name: (value.double() / self.grid.step).round_().add_(noise[name]).mul_(self.grid.step)
+            for name, value in update.items()
+        }
+        return {name: value.to(context.params[name].dtype) for name, value in sent.items()}, state
+
+
+@dataclass(frozen=True)
+class ExactClip(Clip):
+    """`Clip` in float64 of what is there: no norm is found by a shorter way, and examples are added up in float64."""
+
+    exact: ClassVar[bool] = True
+
+    def apply(
+        self, update: Tensors, state: Tensors, noise: Mapping[str, Tensor], context: Context
+    ) -> tuple[Tensors, Tensors]:
+        """Scale in float64."""
+        return super().apply({name: value.double() for name, value in update.items()}, state, noise, context)
+
+
+@dataclass(frozen=True)
+class Deployed:
+    """A client as it is deployed."""
+
+    client: Client
+    without: str | None
+    """Why its noise, or some of it, is no noise on a grid, and proves nothing; None where all that counts is on one."""
+
+
+def deployed(client: Client, batch: Batch) -> Deployed:
+    """Put exact clips, and noise on a grid, in the place of those that the client's promise counts.
+
+    It is for the client of a round (`scheduled`). Noises that follow each other are drawn as one, whose variance is the
+    sum of theirs. A client whose noise proves nothing stays as it is.
+    """
+    chain = [stage for slot in (client.step, client.send) for _, stage in stages(slot)]
+    runs = counted(client, batch)
+    if not runs:
+        return Deployed(client, None)
+    params = client.params()
+    entries = sum(params[name].numel() for name in client.trained())
+    for place, stage in enumerate(chain):
+        if known(stage, Clip):
+            assert isinstance(stage, Clip)
+            chain[place] = ExactClip(**{field.name: getattr(stage, field.name) for field in fields(Clip)})
+    without = None
+    for run in runs:
+        if run.floating:
+            without = f"noise in floating point ('{run.floating}') comes before the noise that counts"
+        first, *rest = run.places
+        chain[first] = LatticeGaussian(math.sqrt(run.variance), grid=Grid.of(run.bound, entries))
+        for place in rest:
+            chain[place] = Gaussian(0.0)
+    steps = len(stages(client.step))
+    step, send = _like(client.step, chain[:steps]), _like(client.send, chain[steps:])
+    return Deployed(replace(client, step=step, send=send), without)
+
+
+def _like(slot: Transform | None, chain: list[Transform]) -> Transform | None:
+    """Put other stages into a slot, under the names that its stages have."""
+    if slot is None or chain == [slot]:
+        return slot
+    if not isinstance(slot, Chain):
+        return chain[0]
+    return Chain(tuple((name, stage) for (name, _), stage in zip(slot, chain, strict=True)))

@@ -1,0 +1,203 @@
+"""Presets by paper: the defences of a paper's table, with its settings."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from decimal import Decimal
+from difflib import get_close_matches
+
+from gradveil.core.errors import Problem, refuse
+
+
+@dataclass(frozen=True)
+class Paper:
+    """A paper that defends or attacks updates, and the defences of its tables."""
+
+    title: str
+    citation: str
+    tables: Mapping[str, tuple[str, ...]]
+    """Name of a table to the texts of its defences, without the undefended client."""
+
+
+def _dual(removed: str, ratio: int) -> str:
+    """Write DGP with k1 + k2 = `removed` and k1 / k2 = 1 / `ratio`."""
+    top = Decimal(removed) / (1 + ratio)
+    return f"dgp(top={top}, bottom={Decimal(removed) - top}, feedback=true)"
+
+
+def _bottleneck(kernel: int, beta: str) -> tuple[str, str]:
+    """Write CVB with the exact divergence, and with that of the authors' program."""
+    text = f"cvb(kernel={kernel}, beta={beta}"
+    return f"{text})", f"{text}, kl=published_code)"
+
+
+PAPERS: dict[str, Paper] = {
+    "combining-stochastic-defenses": Paper(
+        "Combining stochastic defences against inversion",
+        "Scheliga, Mäder, Seeland 2022, Combining Stochastic Defenses to Resist Gradient Inversion: An Ablation Study",
+        {
+            "ablation": (
+                "dropout(p=0.25)",
+                "dp(clip=20, sigma=1e-4)",
+                "prune(ratio=0.5)",
+                "precode",
+                "cvb",
+                "dp(clip=20, sigma=1e-4) + precode",
+                "dp(clip=20, sigma=1e-4) + cvb",
+            ),
+            "probe": (
+                "dp(clip=20, sigma=1e-3)",
+                *(f"prune(ratio={ratio})" for ratio in (0.9, 0.95, 0.99)),
+                "dropout(p=0.25)",
+                "precode",
+                "cvb",
+            ),
+        },
+    ),
+    "dual-gradient-pruning": Paper(
+        "Zeros for the largest and the smallest entries, and error feedback",
+        "Xue et al. 2024, Revisiting Gradient Pruning: A Dual Realization for Defending against Gradient Attacks",
+        {
+            "main": (_dual("0.80", 15),),
+            "ablation": tuple(_dual(removed, ratio) for removed in ("0.48", "0.80", "0.96") for ratio in (15, 7, 3)),
+        },
+    ),
+    "aligned-dual-gradient-pruning": Paper(
+        "Dual pruning within one broadcast mask",
+        "Aligned Dual Gradient Pruning (anonymous preprint)",
+        {
+            "main": ("adgp(keep=0.2, top=0.05)",),
+            # The noise: epsilon 10.7 at delta 1e-5 of one update. The preprint does not tell the clip norm.
+            "comparison": (
+                "topk(keep=0.2, feedback=true)",
+                "user-dp(clip=1, sigma=0.4733)",
+                "adgp(keep=0.2, top=0.05)",
+            ),
+            # Ours: who chooses the mask without anybody who has to be trusted.
+            "selections": ("adgp(keep=0.2, top=0.05, selection=vote)", "adgp(keep=0.2, top=0.05, selection=previous)"),
+        },
+    ),
+    "gradient-stand-in": Paper(
+        "AdaDefense: the step of an adaptive optimiser in place of the gradient",
+        "Hu et al., AdaDefense: Improving Federated Learning Against Gradient Leakage by a Gradient Stand-in",
+        {
+            "main": ("standin",),
+            "optimisers": ("standin", "standin(optimiser=adagrad)", "standin(optimiser=yogi)"),
+            "published-code": ("standin(variant=published_code)",),
+        },
+    ),
+    "optimal-defenses": Paper(
+        "Noise and pruning where they hide most for what they cost",
+        "Chen, Gürsoy, Lei 2024, Optimal Defenses Against Gradient Reconstruction Attacks",
+        {
+            "noise": tuple(
+                text.format(scale)
+                for scale in ("2e-3", "5e-3", "2e-2", "5e-2")
+                for text in ("dp(clip=1, sigma={}, on=mean)", "optimal-noise(std={}, clamp=1)")
+            ),
+            "pruning-mnist": ("prune(ratio=0.9, scope=global)", "optimal-prune(ratio=0.8)"),
+            "pruning-cifar": ("prune(ratio=0.9, scope=global)", "optimal-prune(ratio=0.7)"),
+        },
+    ),
+    "generic-model-extension": Paper(
+        "PRECODE: a variational bottleneck in front of the classifier",
+        "Scheliga, Mäder, Seeland 2022, PRECODE: A Generic Model Extension to Prevent Deep Gradient Leakage",
+        {"main": ("precode(k=256, beta=1e-3)",)},
+    ),
+    "convolutional-variational-bottlenecks": Paper(
+        "CVB: a variational bottleneck of convolutions behind an early block",
+        "Scheliga, Mäder, Seeland 2024, Privacy Preserving Federated Learning with Convolutional Variational "
+        "Bottlenecks",
+        {
+            "cnn": _bottleneck(5, "0.1"),
+            "resnet18": _bottleneck(5, "5e-5"),
+            "vit": _bottleneck(3, "0.1"),
+        },
+    ),
+    # The authors' program attacks locks that end with a sigmoid, and trains ones that end with ReLU.
+    "key-lock": Paper(
+        "FedKL: a normalisation whose scale and shift follow from a secret key",
+        "Ren et al. 2023, Gradient Leakage Defense with Key-Lock Module for Federated Learning",
+        {"main": ("keylock(width=1024)",), "training": ("keylock(width=1024, act=relu)",)},
+    ),
+    # About 50 to 60% of the features, the paper says: both ends. A notebook of the authors takes 1%.
+    "provable-defense": Paper(
+        "Soteria: hide the features that tell most of the image",
+        "Sun et al. 2021, Soteria: Provable Defense against Privacy Leakage in Federated Learning (CVPR)",
+        {
+            "main": ("soteria(percentile=50)", "soteria(percentile=60)"),
+            "published-code": ("soteria(percentile=1, variant=published_code)",),
+        },
+    ),
+    "automatic-transformation-search": Paper(
+        "ATS: two policies that were searched for, and each image by one of them",
+        "Gao et al. 2021, Privacy-preserving Collaborative Learning with Automatic Transformation Search (CVPR)",
+        {"main": ('ats(policy="3-1-7")', 'ats(policy="43-18-18")', 'ats(policy="3-1-7+43-18-18")')},
+    ),
+    "adaptive-defenses": Paper(
+        "Outpost: noise where the risk is, ever more seldom",
+        "Wang, Hugh, Li 2023, More than Enough is Too Much: Adaptive Defenses against Gradient Leakage",
+        {"main": ("outpost(scale=0.8, prune=80, phi=40, beta=0.125)",)},
+    ),
+    "gradient-leakage-resilient": Paper(
+        "Fed-CDP: each example's gradient clipped layer by layer, and noise",
+        "Wei et al. 2021, Gradient-Leakage Resilient Federated Learning (ICDCS)",
+        {"main": ("fed-cdp(clip=4, sigma=6)",)},
+    ),
+    # As the authors run their program on CIFAR-10 and on ImageNet; there the warm-up is in epochs, here in rounds.
+    "deep-gradient-compression": Paper(
+        "DGC: momentum, and what was not sent, stay with the client",
+        "Lin et al. 2018, Deep Gradient Compression: Reducing the Communication Bandwidth (ICLR)",
+        {
+            "warm-up": ("dgc(keep=0.001, momentum=0.9, warmup=5)",),
+            "no-warm-up": ("dgc(keep=0.001, momentum=0.9, warmup=0)",),
+        },
+    ),
+    # What GLAUS attacks: a twentieth of the entries is sampled.
+    "unbiased-sampling": Paper(
+        "MinMax sampling: a few entries, drawn and enlarged so that the mean is right",
+        "MinMax sampling, as Yang et al. 2023 (GLAUS) attack it",
+        {"main": ("minmax(ratio=0.95)",)},
+    ),
+    # As the authors run their program.
+    "instance-hiding": Paper(
+        "InstaHide: images mixed with the client's own, or with public ones, and signs flipped",
+        "Huang, Song, Li, Arora 2020, InstaHide: Instance-hiding Schemes for Private Distributed Learning (ICML)",
+        {
+            "inside": ("instahide(k=4, cap=0.65)",),
+            "cross": ("instahide(k=6, cap=0.65, mix=public, least=0.3)",),
+        },
+    ),
+}
+"""Every paper whose settings are known by name.
+
+QSGD is missing: its settings are of buckets of a few hundred entries, not of layers.
+"""
+
+
+def spelled_out(texts: Iterable[str]) -> list[str]:
+    """Put a table's defences in the place of `PAPER/TABLE`, each defence once; an unknown one is refused.
+
+    >>> spelled_out(["none", "gradient-stand-in/published-code"])
+    ['none', 'standin(variant=published_code)']
+    """
+    found: list[str] = []
+    tabled: set[str] = set()
+    problems: list[Problem] = []
+    known = {f"{key}/{table}": each for key, paper in PAPERS.items() for table, each in paper.tables.items()}
+    for i, text in enumerate(texts):
+        name = text.strip().lower()
+        if "/" not in name or "(" in name:
+            found += [] if text in tabled else [text]
+        elif name in known:
+            found += [each for each in known[name] if each not in found]
+            tabled.update(known[name])
+        else:
+            near = get_close_matches(name, known, n=1)
+            hint = f"did you mean '{near[0]}'? " if near else ""
+            problems.append(
+                Problem(f"defences[{i}]", f"no paper's table is called '{text}'", f"{hint}{', '.join(known)}")
+            )
+    refuse(problems)
+    return found

@@ -1,0 +1,317 @@
+"""Setup of a training: images, device, initial weights, and the federation of each trial."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from gradveil.client import Client
+from gradveil.core.errors import GradveilError, Problem, fail, refuse
+from gradveil.core.formatting import listing
+from gradveil.core.noise import Key
+from gradveil.core.streams import Stream
+from gradveil.core.tree import Tensors
+from gradveil.core.types import Batch, Domain
+from gradveil.data import Dataset, Splits, by_flower, dirichlet, grouped, iid, load, located, pathological
+from gradveil.defences import parse
+from gradveil.defences.user_defence import faults
+from gradveil.federated.engine import ClientShare, Federation
+from gradveil.federated.training_config import DataConfig, ModelConfig, ServerConfig, TrainConfig, digest
+from gradveil.nn import surgery
+from gradveil.nn.check import check
+from gradveil.nn.models import build
+from gradveil.nn.module_paths import called, count_classes
+from gradveil.nn.weight_files import misfits, put_weights, read_weights
+
+
+def open_images(config: DataConfig, data_dir: Path | None, gallery: int | None, column: str | None = None) -> Splits:
+    """Load the data of a run, `gallery` images of the targets' split (None for all); errors say that it is the data."""
+    try:
+        return load(
+            config.name,
+            size=config.size,
+            channels=config.channels,
+            normalise=(tuple(config.mean), tuple(config.std)) if config.mean and config.std else config.normalise,
+            data_dir=data_dir,
+            limit_public=config.public,
+            limit_private=gallery,
+            image_column=config.image_column,
+            label_column=config.label_column,
+            column=column,
+        )
+    except GradveilError as error:
+        raise GradveilError(
+            Problem(f"data: {p.where}", p.what, _COLUMN.sub(r"data.\1", p.remedy)) for p in error.problems
+        ) from error
+
+
+_COLUMN = re.compile(r"\b((image|label)_column)\b")
+"""What `load` calls an argument is a setting of a run file here."""
+
+
+def refuse_other_images(told: Mapping[str, str | None], here: Mapping[str, str | None]) -> None:
+    """Refuse to work for a run on other images than it was started with, see `Dataset.identity`."""
+    if told and dict(told) != dict(here):
+        what = "stands for other images or labels here than where the run was started"
+        raise fail("data.name", what, "give every machine the same files")
+
+
+def initial_model(
+    config: ModelConfig, images: Dataset, seed: int, compared: bool = False
+) -> tuple[nn.Module, list[str]]:
+    """Build a model for these images with the initial weights of a seed; return it with a list of changes.
+
+    `compared` has `prepare` compare the model before and after its changes, on the first images.
+    """
+    net = build(
+        config.name,
+        channels=images.channels,
+        size=images.inputs.shape[-1],
+        classes=len(images.classes),
+        generator=Key(seed, (Stream.MODEL,)).generator(),
+        **config.options,
+    )
+    if not config.prepare:
+        return net, []
+    batch = Batch(images.inputs[:_COMPARED], images.targets[:_COMPARED]) if compared else None
+    try:
+        return surgery.prepare(net, batchnorm=config.batchnorm, batch=batch)
+    except GradveilError as error:
+        raise GradveilError(replace(p, where=f"model: {called(net, p.where)}") for p in error.problems) from None
+
+
+_COMPARED = 4
+"""Images on which a model is compared with its prepared copy."""
+
+
+def device_problems(device: str, precision: str) -> Iterator[Problem]:
+    """Say why a run cannot compute on this device."""
+    kind, _, number = device.partition(":")
+    if kind == "cuda" and int(number or 0) >= torch.cuda.device_count():
+        found = torch.cuda.device_count()
+        yield Problem(
+            "device", f"'{device}' is not there: {found} CUDA devices are seen", "choose cpu, or another number"
+        )
+    if kind == "mps" and not torch.backends.mps.is_available():
+        yield Problem("device", "'mps' is not available on this machine", "choose cpu")
+    if kind == "mps" and precision == "float64":
+        yield Problem("precision", "float64 does not exist on mps", "choose float32, or the device cpu")
+
+
+CENTRAL = "central"
+"""The word for training on all data in one place."""
+
+
+@dataclass(frozen=True)
+class TrainingTrial:
+    """One training of a run: a defence with a seed, federated or with all data in one hand."""
+
+    defence: str
+    seed: int
+    central: bool = False
+
+    @property
+    def title(self) -> str:
+        """The defence, or what is trained instead."""
+        return CENTRAL if self.central else self.defence
+
+    @property
+    def id(self) -> str:
+        """A name for files: readable, and different for different trials."""
+        words = re.sub(r"[^A-Za-z0-9]+", "-", self.title).strip("-")[:40]
+        return f"{words}-{self.seed}-{digest([self.title, self.seed])[:8]}"
+
+
+def trials(config: TrainConfig) -> list[TrainingTrial]:
+    """List the trainings of a run, the first seed's first."""
+    central = [("none", True)] if config.central else []
+    kinds = [*central, *((defence, False) for defence in config.defences)]
+    return [TrainingTrial(defence, seed, alone) for seed in config.seeds for defence, alone in kinds]
+
+
+@dataclass(frozen=True)
+class TrainingSetting:
+    """What all trainings of a run share."""
+
+    config: TrainConfig
+    data: Splits
+    weights: Tensors = field(default_factory=dict[str, Tensor])
+    """What training starts from, where the run names a file; empty for weights drawn by the seed."""
+
+    def federation(self, trial: TrainingTrial) -> Federation:
+        """Build one training: the same seed gives every defence the same data, weights and choice of clients."""
+        config, key = self.config, Key(trial.seed)
+        client = parse(trial.defence, own=True)(self.plain(trial.seed), key.child(Stream.MODEL))
+        client.model.to(config.device, self.dtype)
+        # Who has all examples trains on them: what a server makes of steps is federation's own.
+        server = ServerConfig() if trial.central and config.local else config.server
+        return Federation(
+            client,
+            self._shares(trial),
+            self._batch(self.data.private),
+            server.build(config.local is not None),
+            key.child(Stream.TRAINING),
+            config.batch,
+            1.0 if trial.central else config.participation,
+            0.0 if trial.central else config.absent,
+            config.patience,
+            pace=tuple((entry.after, entry.times) for entry in config.pace),
+            together=config.together,
+        )
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The precision of model, data and updates."""
+        return torch.float64 if self.config.precision == "float64" else torch.float32
+
+    def plain(self, seed: int) -> Client:
+        """Build the undefended client; in one hand, too, its local batches are as large as those of the clients."""
+        config, images = self.config, self.data.public
+        net, _ = initial_model(config.model, images, seed)
+        if self.weights:
+            refuse(misfits(net, self.weights, f"model.weights '{config.model.weights}'"))
+            put_weights(net, self.weights)
+        smallest = min(len(train) for train, _ in self.hands(seed))
+        lower, upper = (bound.to(config.device, self.dtype) for bound in images.bounds)
+        domain = Domain(lower, upper, count_classes(net, images.inputs[:1], len(images.classes)))
+        local = config.local.build(smallest) if config.local else None
+        return Client(net, local=local, trainable=tuple(config.trainable) if config.trainable else None, domain=domain)
+
+    def hands(self, seed: int) -> list[tuple[Tensor, Tensor]]:
+        """Deal the training images: the places of those that each client trains on, and of those it keeps apart."""
+        config, images = self.config, self.data.public
+        key = Key(seed, (Stream.PARTITION,))
+        kind, generator = config.partition, key.generator()
+        if kind.kind == "iid":
+            parts = iid(len(images), config.clients, generator)
+        elif kind.kind == "dirichlet":
+            parts = dirichlet(images.targets, config.clients, kind.concentration, generator, at_least=self._at_least())
+        elif kind.kind == "column":
+            parts = grouped(images.column, config.clients, generator)
+        elif kind.kind == "flwr":
+            name = kind.partitioner or ""
+            parts = by_flower(images, config.clients, name, kind.options, kind.column, kind.shuffle)
+        else:
+            parts = pathological(images.targets, config.clients, kind.classes, generator)
+        return [self._parted(part, key.child(Stream.VALIDATION, i)) for i, part in enumerate(parts)]
+
+    def _shares(self, trial: TrainingTrial) -> list[ClientShare]:
+        shares = [self._share(*hand) for hand in self.hands(trial.seed)]
+        if not trial.central:
+            return shares
+        kept = [share.validation for share in shares if share.validation is not None]
+        return [ClientShare(_joined([share.train for share in shares]), _joined(kept) if kept else None)]
+
+    def _parted(self, places: Tensor, key: Key) -> tuple[Tensor, Tensor]:
+        held = round(self.config.validation * len(places))
+        if held == len(places):
+            what = f"leaves a client with {len(places)} examples none to train on"
+            raise fail("validation", f"is {self.config.validation:g} and {what}", "lower it, or take fewer clients")
+        order = torch.randperm(len(places), generator=key.generator())
+        return places[order[held:].sort().values], places[order[:held].sort().values]
+
+    def _share(self, train_on: Tensor, keep: Tensor) -> ClientShare:
+        images = self.data.public
+        return ClientShare(
+            self._batch(images.subset(train_on)), self._batch(images.subset(keep)) if len(keep) else None
+        )
+
+    def _at_least(self) -> int:
+        local = self.config.local
+        wanted = (local.batch or 1) if local else 1
+        return max(2, round(wanted / (1 - self.config.validation)) + 1)
+
+    def _batch(self, images: Dataset) -> Batch:
+        return Batch(images.inputs.to(self.config.device, self.dtype), images.targets.to(self.config.device))
+
+
+def open_setting(config: TrainConfig, data_dir: Path | None = None, checked: bool = True) -> TrainingSetting:
+    """Load the data and try everything a run needs; refuse with every problem at once.
+
+    A worker leaves the trying out (`checked=False`): it was done before it was started.
+    """
+    refuse(list(device_problems(config.device, config.precision)))
+    data = open_images(config.data, data_dir, config.data.gallery, config.partition.column)
+    weights = read_weights(located(config.model.weights, data_dir)) if config.model.weights else {}
+    setting = TrainingSetting(config, data, weights)
+    refuse(list(_problems(setting)) if checked else [])
+    return setting
+
+
+_ADAPTIVE = ("adam", "yogi", "adagrad")
+_COUNTS_FOR = {
+    "partition": {
+        "concentration": ("dirichlet",),
+        "classes": ("pathological",),
+        "column": ("column", "flwr"),
+        "partitioner": ("flwr",),
+        "options": ("flwr",),
+        "shuffle": ("flwr",),
+    },
+    "server": {"beta1": _ADAPTIVE, "beta2": _ADAPTIVE[:2], "tau": _ADAPTIVE},
+}
+"""Settings of a table that count for some of its kinds alone."""
+
+
+def _without_effect(config: TrainConfig) -> Iterator[Problem]:
+    """Find what was said and would change nothing: who says it takes it for granted that it counts."""
+    for own, decides, chosen in (
+        (config.partition, "partition.kind", config.partition.kind),
+        (config.server, "server.optimiser", config.server.optimiser),
+    ):
+        table = decides.partition(".")[0]
+        for key, kinds in _COUNTS_FOR[table].items():
+            if key in own.model_fields_set and chosen not in kinds:
+                what = f"changes nothing where {decides} is '{chosen}': it is for {listing(kinds)}"
+                yield Problem(f"{table}.{key}", what, f"say {decides} = '{kinds[0]}', or leave it out")
+    if config.batch is not None and config.local is not None:
+        what = "changes nothing where clients train locally: it is for one gradient a round"
+        yield Problem("batch", what, "say local.batch, or leave it out")
+
+
+def _problems(setting: TrainingSetting) -> Iterator[Problem]:
+    config, images = setting.config, setting.data.public
+    yield from _without_effect(config)
+    if not images.task:
+        yield Problem("data.name", f"the labels of '{config.data.name}' mean nothing", "choose data with a task")
+        return
+    try:
+        most = max(len(places) for places, _ in setting.hands(config.seeds[0]))
+        if config.batch is not None and config.batch > most:
+            what = f"is {config.batch}, and the client with the most has {most} examples to train on"
+            yield Problem("batch", what, "lower it, or leave it out: a gradient is then of all that a client has")
+        initial_model(config.model, images, config.seeds[0], compared=True)
+        setting.plain(config.seeds[0]).trained()
+    except GradveilError as error:
+        yield from (replace(p, where=p.where.removeprefix("client.")) for p in error.problems)
+        return
+    for i, trial in enumerate(trials(config.model_copy(update={"seeds": config.seeds[:1]}))):
+        where = CENTRAL if trial.central else f"defences[{i - config.central}] '{trial.defence}'"
+        try:
+            federation = setting.federation(trial)
+            smallest = min(federation.shares, key=lambda share: len(share.train.targets)).train
+            few = Batch(smallest.inputs[:2], smallest.targets[:2])
+            refuse(list(faults(parse(trial.defence, own=True), federation.client, few)))
+            federation.client.noise_spec(federation.client.params(), smallest)
+            if i == 0:
+                model = federation.client.model
+                found = check(model, few, bounds=images.bounds, classes=len(images.classes))
+                yield from (_of_model(problem, model, config) for problem in found)
+        except GradveilError as error:
+            yield from (Problem(f"{where}: {p.where}", p.what, p.remedy) for p in error.problems)
+
+
+def _of_model(problem: Problem, model: nn.Module, config: TrainConfig) -> Problem:
+    """Name a module as such, and say that what has to be replaced in it can be replaced here."""
+    hint = "; or let it be done: --set model.prepare=true"
+    hint = hint if surgery.__name__ in problem.remedy and not config.model.prepare else ""
+    return replace(problem, where=f"model: {called(model, problem.where)}", remedy=problem.remedy + hint)
+
+
+def _joined(batches: Sequence[Batch]) -> Batch:
+    return Batch(torch.cat([b.inputs for b in batches]), torch.cat([b.targets for b in batches]))

@@ -1,0 +1,210 @@
+"""The state of a training, and its checkpoint: one atomic file from which it resumes to the bit."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from torch import Tensor
+
+from gradveil.core.errors import Problem, fail
+from gradveil.core.private_files import DamagedError, plain, seal, unreadable, unseal
+from gradveil.core.tree import Tensors, select, under
+
+Status = Literal["running", "finished", "stopped early", "diverged"]
+"""What became of a training."""
+
+
+@dataclass(frozen=True)
+class RoundResult:
+    """What happened in one round; its number counts from 1."""
+
+    number: int
+    clients: tuple[int, ...]
+    """Whose updates arrived."""
+    absent: tuple[int, ...]
+    """Who was chosen and did not answer."""
+    accuracy: float
+    """Share of the test examples that the new global parameters name rightly; what is random in the model is off."""
+    loss: float
+    validation_loss: float | None
+    """Mean over all clients of the loss on what each keeps apart."""
+    validation_accuracy: float | None
+    bytes_up: int
+    """Sent by all clients together."""
+    bytes_down: int
+    """Sent by the server to all chosen clients together."""
+    seconds: float
+    """Of the whole round: all clients in one process, the server, measuring the accuracy."""
+    client_seconds: float | None = None
+    """Of one client's update, on the average (of those that compute at once each has its share); None where nobody
+    answered, or where an earlier version did not ask."""
+    refused: tuple[int, ...] = ()
+    """Whose update was not finite: it is left out, as a Flower client does not send it."""
+    spoke: tuple[int, int] | None = None
+    """How many clients spoke before it, and how many should have; None where none has to."""
+
+
+@dataclass(frozen=True)
+class Standing:
+    """Where a training stands: all that the next round depends on, and what has been recorded."""
+
+    params: Tensors
+    server: Tensors
+    clients: dict[int, Tensors] = field(default_factory=dict[int, Tensors])
+    """The state of every client that has ever taken part (residuals, moments)."""
+    best: Tensors = field(default_factory=dict[str, Tensor])
+    """The parameters after the round with the lowest validation loss; empty while that is the last round."""
+    best_round: int = 0
+    mean: Tensors = field(default_factory=dict[str, Tensor])
+    """The mean update of the last round, which is public; empty before the first."""
+    moved: int = 0
+    """Bytes of what the last round changed: what a client who took part in it is sent."""
+    records: tuple[RoundResult, ...] = ()
+    status: Status = "running"
+    planned: int = 0
+    """The most rounds that were ever asked for: what is proven counts them, whoever then stopped earlier."""
+    start: tuple[float | None, float] | None = None
+    """Loss and accuracy on the test examples before the first round."""
+    code: Mapping[str, str] = field(default_factory=dict[str, str])
+    """Digests of the user's own modules, as they were when the training began (`code_of`)."""
+
+    @property
+    def final(self) -> Tensors:
+        """The parameters that the training ends with: the best ones."""
+        return self.best or self.params
+
+
+VERSION = 1
+"""Version of a checkpoint's files; another is refused."""
+_REMEDY = "remove it: the same command then trains this part anew"
+_records = TypeAdapter(tuple[RoundResult, ...])
+_MOST = 2**53
+Count = Annotated[int, Field(ge=0, le=_MOST)]
+
+
+class _Facts(BaseModel):
+    """What the metadata say besides the tensors."""
+
+    model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
+    names: list[str]
+    clients: list[Count]
+    best_round: Count
+    moved: Count
+    status: Status
+    planned: Count = 0
+    start: Annotated[tuple[float | None, float] | None, Field(strict=False)] = None
+    code: dict[str, str] = {}
+    records: list[dict[str, Any]]
+
+
+def pack_standing(standing: Standing, training: str) -> bytes:
+    """Put where a training stands into the bytes of its file; `training` is the digest of its settings."""
+    tensors: Tensors = under("params", standing.params) | under("server", standing.server)
+    tensors |= under("best", standing.best) | under("mean", standing.mean)
+    for client, state in standing.clients.items():
+        tensors |= under(f"client.{client}", state)
+    facts = {
+        "version": VERSION,
+        "training": training,
+        "names": list(tensors),
+        "clients": sorted(standing.clients),
+        "best_round": standing.best_round,
+        "moved": standing.moved,
+        "status": standing.status,
+        "planned": standing.planned,
+        "start": plain(standing.start),
+        "code": dict(standing.code),
+        "records": [plain(dataclasses.asdict(record)) for record in standing.records],
+    }
+    # A copy of each: where nobody answered the best parameters are the last ones, and shared memory is not written.
+    own = {name: value.cpu().clone(memory_format=torch.contiguous_format) for name, value in tensors.items()}
+    return seal(own, {"gradveil": json.dumps(facts)})
+
+
+def load_standing(file: Path, training: str) -> Standing | None:
+    """Read where a training stands; None if it has not begun. Another training's file, or a damaged one, is refused."""
+    if not file.is_file():
+        return None
+    try:
+        content = file.read_bytes()
+    except OSError as error:
+        raise unreadable(file, error) from error
+    return unpack_standing(content, training, str(file))
+
+
+def unpack_standing(content: bytes, training: str, where: str = "standing", device: str = "cpu") -> Standing:
+    """Read where a training stands from the bytes of its file; `where` names them if they are refused."""
+    found, metadata = unseal(content, where, _REMEDY)
+    try:
+        facts = dict(json.loads(metadata["gradveil"]))
+        # In the order they were in, not the file's: sums over tensors have to round as they did. Copied to where
+        # torch puts its own: sums within a tensor depend on where it lies.
+        tensors = {name: found[name].clone().to(device) for name in facts["names"]}
+    except (KeyError, TypeError, ValueError, RecursionError) as error:
+        raise DamagedError(Problem(where, f"is damaged: {error}", _REMEDY)) from error
+    return _checked(where, facts, tensors, training)
+
+
+def _checked(where: str, facts: Any, tensors: Tensors, training: str) -> Standing:
+    if facts.get("version") != VERSION:
+        remedy = "go on with the version of Gradveil that wrote it, or remove it"
+        raise fail(where, f"has format {facts.get('version')!r:.40}, this program reads {VERSION}", remedy)
+    if facts.get("training") != training:
+        remedy = "give the settings it was made with, start again with --fresh, or choose another --out"
+        raise fail(where, "belongs to a training with other settings", remedy)
+    try:
+        told = _Facts.model_validate(facts)
+        records = _records.validate_python(_with_nan(told.records))
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        place = ".".join(map(str, first["loc"])) or "all of it"
+        raise DamagedError(Problem(where, f"is damaged: {place}: {first['msg']}", _REMEDY)) from None
+    if odd := [record.number for record in records if _odd(record)]:
+        raise DamagedError(Problem(where, f"is damaged: round {odd[0]} has numbers that none has", _REMEDY))
+    if not records and told.status != "running":
+        raise DamagedError(Problem(where, f"is damaged: it is {told.status} without a round", _REMEDY))
+    if [record.number for record in records] != list(range(1, len(records) + 1)) or told.best_round > len(records):
+        raise DamagedError(Problem(where, "is damaged: its rounds are not counted from 1", _REMEDY))
+    return Standing(
+        params=select(tensors, "params"),
+        server=select(tensors, "server"),
+        clients={client: select(tensors, f"client.{client}") for client in told.clients},
+        mean=select(tensors, "mean"),
+        best=select(tensors, "best"),
+        best_round=told.best_round,
+        moved=told.moved,
+        records=records,
+        status=told.status,
+        planned=told.planned,
+        start=told.start,
+        code=told.code,
+    )
+
+
+def _with_nan(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Read a loss that JSON could not hold (a diverged training's) as NaN."""
+    told = {"loss": "accuracy", "validation_loss": "validation_accuracy"}
+    return [
+        record | {loss: math.nan for loss, share in told.items() if _diverged(record, loss, share)}
+        for record in records
+    ]
+
+
+def _diverged(record: Mapping[str, Any], loss: str, share: str) -> bool:
+    return loss in record and record[loss] is None and record.get(share) is not None
+
+
+def _odd(record: RoundResult) -> bool:
+    """Return whether a round has numbers that none has; a loss may be of any size, or NaN."""
+    shares = (record.accuracy, record.validation_accuracy)
+    counts = (record.bytes_up, record.bytes_down, record.seconds, record.client_seconds)
+    within = all(0 <= share <= 1 for share in shares if share is not None)
+    return not within or not all(0 <= count <= _MOST for count in counts if count is not None)

@@ -1,0 +1,184 @@
+"""Records that travel through Flower: a mark in every message, and an update packed into one `Array`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+import torch
+from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+from torch import Tensor
+
+from gradveil.core.errors import GradveilError, Problem, fail, refuse
+from gradveil.core.tree import Tensors, all_finite
+from gradveil.nn.weight_files import is_statistic
+from gradveil.wire.codec import Layout, decode, encode, fits
+from gradveil.wire.header import place_of
+
+MARK = "gradveil"
+"""Name of the `ConfigRecord` that marks a message as one of Gradveil's."""
+STYPE = "gradveil.v1"
+"""How an `Array` says that it holds an encoded update."""
+PACKED = "update"
+"""Name of the only entry of a reply's `ArrayRecord`."""
+COUNT = "num-examples"
+"""The metric of a reply that says how many examples it is made from."""
+Told = Mapping[str, MetricRecord | ConfigRecord]
+"""Records of a reply beside the update: its metrics, and whatever else the app says. No defence covers them."""
+
+
+@dataclass(frozen=True)
+class Question:
+    """What a server asks of a client in one round."""
+
+    message: Message
+    number: int
+    """Of the round, counted from 1."""
+    name: str
+    """Of the `ArrayRecord` that holds the model, in the message and in the reply."""
+    received: Tensors
+
+    @staticmethod
+    def of(message: Message) -> Question:
+        """Read a message for training; one of a server that could not read the reply is refused."""
+        mark = message.content.config_records.get(MARK)
+        if mark is None:
+            remedy = "wrap the server's strategy: Protected(FedAvg(...))"
+            raise fail("message", "is not marked: this server would take an encoded update for a model", remedy)
+        name, record = only_arrays(message.content, "message")
+        return Question(message, _number(mark, "message"), name, tensors(record))
+
+    def reply(self, sent: bytes, told: Told) -> Message:
+        """Answer with an encoded update, and what is told besides."""
+        content = RecordDict({self.name: packed(sent), **told, MARK: mark(self.number)})
+        return Message(content, reply_to=self.message)
+
+
+def mark(number: int) -> ConfigRecord:
+    """Mark a message of round `number`."""
+    return ConfigRecord({"round": number})
+
+
+def marked(content: RecordDict) -> int:
+    """Read which round a reply says it answers; an unmarked one is refused: nothing defended it."""
+    found = content.config_records.get(MARK)
+    if found is None:
+        remedy = "let the client answer with gradveil.integrations.flower, by answer(...) or mods=[protect(...)]"
+        raise fail("reply", "is not marked: nothing says that a defence was applied", remedy)
+    return _number(found, "reply")
+
+
+def _number(found: ConfigRecord, where: str) -> int:
+    number = found.get("round")
+    if not isinstance(number, int) or isinstance(number, bool) or number < 1:
+        raise fail(f"{where}.{MARK}", "does not say which round it is", "use the same version on both sides")
+    return number
+
+
+def only_arrays(content: RecordDict, where: str) -> tuple[str, ArrayRecord]:
+    """Return the one `ArrayRecord` of a message, with its name."""
+    found = list(content.array_records.items())
+    if len(found) != 1:
+        raise fail(where, f"has {len(found)} ArrayRecords", "put the whole model into one")
+    return found[0]
+
+
+def packed(sent: bytes) -> ArrayRecord:
+    """Put an encoded update into one `Array`."""
+    return ArrayRecord({PACKED: Array("uint8", (len(sent),), STYPE, sent)})
+
+
+def unpacked(content: RecordDict) -> bytes:
+    """Take the encoded update out of a reply; anything else is refused."""
+    _, record = only_arrays(content, "reply")
+    found = record.get(PACKED)
+    if len(record) != 1 or found is None or found.stype != STYPE:
+        remedy = "let no other mod stand outside of protect(...) that changes arrays"
+        raise fail("reply", f"does not hold its update as one array of kind '{STYPE}'", remedy)
+    return found.data
+
+
+def encoded(update: Mapping[str, Tensor]) -> bytes:
+    """Encode an update as audits count it: sparse where that is smaller, deflated; one that is no number is refused."""
+    remedy = "lower the step size, or look at the examples; nothing is sent, and the client's state stays as it was"
+    refuse([Problem(place_of(n), "is not finite", remedy) for n, value in update.items() if not all_finite({n: value})])
+    return encode(update, deflate=True)
+
+
+def decoded(sent: bytes, params: Mapping[str, Tensor], statistics: Mapping[str, Tensor]) -> Tensors:
+    """Decode an update of these parameters; statistics of BatchNorm layers may come with it."""
+    return decode(sent, layout_of(sent, params, statistics))
+
+
+def layout_of(sent: bytes, params: Mapping[str, Tensor], statistics: Mapping[str, Tensor]) -> Layout:
+    """Find out which layout an update of these parameters has: with the statistics of BatchNorm layers, or without."""
+    more = {name: value for name, value in statistics.items() if name not in params and is_mean(name, value)}
+    both = Layout.of({**params, **more})
+    return both if more and fits(sent, both) else Layout.of(params)
+
+
+def tensors(record: ArrayRecord) -> Tensors:
+    """Read the arrays of a record."""
+    found: Tensors = {}
+    for name, array in record.items():
+        try:
+            found[name] = torch.from_numpy(array.numpy())
+        except (TypeError, ValueError) as error:
+            raise fail(f"arrays.{name}", f"cannot be read: {error}", "send NumPy arrays of numbers") from error
+    return found
+
+
+def record(values: Mapping[str, Tensor]) -> ArrayRecord:
+    """Write tensors as a record that every Flower app reads."""
+    return ArrayRecord({name: Array(value.detach().cpu().numpy()) for name, value in values.items()})
+
+
+def is_mean(name: str, value: Tensor) -> bool:
+    """Whether an array is a statistic that can be averaged: a running mean or variance, no count."""
+    return is_statistic(name) and value.is_floating_point()
+
+
+def trained(received: Mapping[str, Tensor], trainable: Iterable[str] | None) -> Tensors:
+    """Pick what is trained: all of floating point but statistics, or what the patterns name.
+
+    >>> names = {"w": torch.ones(1), "bn.running_mean": torch.ones(1), "steps": torch.ones(1, dtype=torch.long)}
+    >>> list(trained(names, None)), list(trained({"head.w": torch.ones(1), **names}, ["head.*"]))
+    (['w'], ['head.w'])
+    """
+    patterns = None if trainable is None else tuple(trainable)
+    unused = [p for p in patterns or () if not any(fnmatchcase(name, p) for name in received)]
+    if unused:
+        known = ", ".join(received)
+        raise GradveilError(Problem("trainable", f"'{p}' matches no array", f"arrays: {known}") for p in unused)
+    found = {
+        name: value
+        for name, value in received.items()
+        if (
+            value.dtype.is_floating_point and not is_statistic(name)
+            if patterns is None
+            else any(fnmatchcase(name, pattern) for pattern in patterns)
+        )
+    }
+    if not found:
+        raise fail(
+            "arrays", "hold nothing that is trained", "send parameters of floating point, or name what is trained"
+        )
+    return found
+
+
+def number_of_examples(told: Iterable[object], *names: str) -> int | None:
+    """Read how many examples an update is made from, where a reply says it under one of these names.
+
+    >>> number_of_examples([MetricRecord({"loss": 0.1, "num-examples": 8})])
+    8
+    """
+    metrics = (values for values in told if isinstance(values, MetricRecord))
+    found = [(name, values[name]) for values in metrics for name in names or (COUNT,) if name in values]
+    if not found:
+        return None
+    name, count = found[0]
+    if isinstance(count, list) or not (math.isfinite(count) and count >= 1):
+        raise fail(f"reply.metrics.{name}", f"is {count}", "let it say how many examples were used, at least 1")
+    return int(count)

@@ -1,0 +1,416 @@
+"""The door of the server: marked, well-formed replies within bounds; each is judged alone."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import numpy as np
+import torch
+from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+from flwr.serverapp import Grid
+from flwr.serverapp.strategy import DifferentialPrivacyClientSideAdaptiveClipping, Strategy
+from torch import Tensor
+
+from gradveil.core.errors import GradveilError, Problem, fail, refuse
+from gradveil.core.settings import BOUND, Choice, Range, collect
+from gradveil.core.tree import Tensors
+from gradveil.integrations.flower.flower_records import (
+    MARK,
+    decoded,
+    mark,
+    marked,
+    only_arrays,
+    record,
+    tensors,
+    trained,
+    unpacked,
+)
+from gradveil.nn.weight_files import is_statistic
+from gradveil.wire.header import place_of
+
+Accepted = Literal["refuse", "bounded", "accept"]
+"""Treatment of running statistics in a reply."""
+_OPTIONAL = Range(0, low_open=True, unlimited=True, optional=True)
+_USUAL = 1000.0
+"""Root mean square of an update's entries, in units of one plus that of the parameters, which no training reaches."""
+_VARIANCE = "running_var"
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """The bounds of `Protected`, checked when it is made."""
+
+    max_norm: float | None = None
+    """l2 norm of an update. None: 1000 times the norm of the parameters plus the root of their number."""
+    max_ratio: float | None = None
+    """Norm of an update in units of the round's upper median. None: no such bound."""
+    max_examples: float | None = None
+    """Weight in a mean; a larger one counts as this. None: no such bound."""
+    statistics: Accepted = "bounded"
+    max_change: float = 1e4
+    """Change of a running mean or standard deviation, in units of one plus the standard deviation before."""
+
+    def __post_init__(self) -> None:
+        """Reject bounds that are no positive numbers."""
+        optional = ("max_norm", "max_ratio", "max_examples")
+        checks = [(name, _OPTIONAL, getattr(self, name)) for name in optional]
+        rest = [
+            ("statistics", Choice(get_args(Accepted)), self.statistics),
+            ("max_change", BOUND, self.max_change),
+        ]
+        refuse(collect("Protected", [*checks, *rest]))
+
+    def problems(self, before: Mapping[str, Tensor], update: Mapping[str, Tensor]) -> Iterator[Problem]:
+        """Yield each bound that an update of these arrays exceeds."""
+        size = norm(update)
+        if not size <= (most := self._most(before, update)):
+            remedy = "give Protected another max_norm if honest clients send such updates"
+            yield Problem("reply, update", f"has the norm {size:.4g}, above {most:.4g}", remedy)
+        means = [name for name in update if is_statistic(name)]
+        if means and self.statistics == "refuse":
+            remedy = "let clients keep them, or give Protected statistics='bounded'"
+            yield Problem(f"reply, {place_of(means[0])}", "is a running statistic, and none is accepted", remedy)
+        elif means and self.statistics == "bounded":
+            for name in means:
+                yield from self._statistic(name, before, update)
+
+    def _most(self, before: Mapping[str, Tensor], update: Mapping[str, Tensor]) -> float:
+        if self.max_norm is not None:
+            return self.max_norm
+        trained = {name: before[name] for name in update if not is_statistic(name)}
+        return _USUAL * (norm(trained) + math.sqrt(sum(value.numel() for value in trained.values())))
+
+    def _statistic(self, name: str, before: Mapping[str, Tensor], update: Mapping[str, Tensor]) -> Iterator[Problem]:
+        """Compare a running mean or variance with the one that the server holds."""
+        old, new = before[name].double(), before[name].double() - update[name].double()
+        where = f"reply, {place_of(name)}"
+        if name.endswith(_VARIANCE):
+            if bool((new < 0).any()):
+                yield Problem(where, f"makes a variance negative ({float(new.min()):.4g})", "leave this reply out")
+                return
+            old, new = old.clamp(min=0).sqrt(), new.sqrt()
+            scale = 1 + old
+        else:
+            variance = before.get(name.removesuffix("running_mean") + _VARIANCE)
+            scale = 1 + old.abs() + (0 if variance is None else variance.double().clamp(min=0).sqrt())
+        change = float(((new - old).abs() / scale).max()) if new.numel() else 0.0
+        if not change <= self.max_change:
+            what = f"moves a running statistic by {change:.4g} standard deviations, above {self.max_change:g}"
+            yield Problem(where, what, "give Protected another max_change, or statistics='refuse'")
+
+    def outliers(self, norms: Sequence[float]) -> Iterator[tuple[int, str]]:
+        """Yield the replies whose update is too large beside the round's others, each with the reason.
+
+        The upper median of two norms is the larger one, so it takes more than half of the replies to exclude another.
+        """
+        if self.max_ratio is None or not norms:
+            return
+        usual = sorted(norms)[len(norms) // 2]
+        for index, size in enumerate(norms):
+            if usual > 0 and size > self.max_ratio * usual:
+                what = f"has the norm {size:.4g}, above {self.max_ratio:g} times the round's median {usual:.4g}"
+                yield index, str(Problem("reply, update", what, "give Protected another max_ratio if this is honest"))
+
+
+def norm(update: Mapping[str, Tensor]) -> float:
+    """Compute the l2 norm of what is trained, in double precision: squares of large float32 overflow."""
+    parts = [torch.linalg.vector_norm(value.double()) for name, value in update.items() if not is_statistic(name)]
+    return float(torch.linalg.vector_norm(torch.stack(parts))) if parts else 0.0
+
+
+def finite(update: Tensors, after: Mapping[str, Tensor]) -> Iterator[Problem]:
+    """Yield the arrays that an update moves beyond what their type holds; one infinity spoils the mean of all."""
+    for name in update:
+        if not bool(after[name].isfinite().all()):
+            yield Problem(f"reply, {place_of(name)}", "moves parameters beyond all numbers", "leave this reply out")
+
+
+LOG = logging.getLogger("flwr.gradveil")
+"""Flower's console shows what is written here."""
+RECORD = "metrics"
+"""Name of the one `MetricRecord` that the inner strategy sees of each reply."""
+_MOST_WEIGHT = 2.0**53
+"""Beyond this numbers are not counted any more, and two of them may add up to infinity."""
+_NORM_BIT = "norm_bit"
+Metrics = dict[str, int | float | list[int] | list[float]]
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """The metrics that a strategy needs of each reply."""
+
+    weights: frozenset[str]
+    """Those that weigh a reply."""
+    numbers: frozenset[str]
+    """Other numbers, at least 0."""
+    most: float = _MOST_WEIGHT
+    """Largest weight; a larger one counts as this."""
+    equal: bool = False
+    """Whether every reply has weight 1, because a strategy accounts for privacy with equal weights."""
+
+    @staticmethod
+    def of(strategy: Strategy, also: Sequence[str], most: float | None, training: bool = True) -> Wanted:
+        """Collect the metrics of a strategy and of those that it wraps; `also` are named by the user."""
+        chain = list(_wrapped(strategy))
+        weights = {str(key) for one in chain if (key := getattr(one, "weighted_by_key", None))}
+        losses = {str(key) for one in chain if (key := getattr(one, "train_loss_key", None))}
+        bits = {_NORM_BIT for one in chain if isinstance(one, DifferentialPrivacyClientSideAdaptiveClipping)}
+        numbers = {*also, *losses, *bits} if training else set[str]()
+        equal = any(getattr(one, "accountant", None) is not None for one in chain)
+        return Wanted(frozenset(weights), frozenset(numbers - weights), most or _MOST_WEIGHT, equal)
+
+    def read(self, content: RecordDict) -> Metrics:
+        """Read the metrics of a reply from all its records; refuse what would spoil a mean, or is missing."""
+        found: Metrics = {}
+        for name, value in _all(content):
+            if name in found and found[name] != value:
+                raise fail("reply", f"has two values of {shown(name)}", "reply with one MetricRecord")
+            found[name] = value
+        if missing := (self.weights | self.numbers) - found.keys():
+            remedy = "put it into the metrics of every reply"
+            raise fail("reply", f"does not say '{min(missing)}', which the strategy needs", remedy)
+        for name, value in found.items():
+            if not all(_is_finite(number) for number in (value if isinstance(value, list) else [value])):
+                raise fail("reply", f"has metrics that are not finite ({shown(name)})", "leave this reply out")
+        for name in self.numbers:
+            if isinstance(value := found[name], list) or value < 0:
+                raise fail("reply", f"has {value} as '{name}'", "reply with one number, at least 0")
+        for name in self.weights:
+            found[name] = self._weight(found[name])
+        return found
+
+    def _weight(self, value: float | list[int] | list[float]) -> int | float:
+        if isinstance(value, list) or not 0 < value <= _MOST_WEIGHT:
+            raise fail("reply", f"counts for {value} in the mean", "reply with a positive number of examples")
+        return 1 if self.equal else min(value, self.most)
+
+
+def alike(number: int, found: Sequence[Metrics]) -> list[MetricRecord]:
+    """Keep the metrics that all replies of a round share, and log which are dropped."""
+    forms = [{(name, len(v) if isinstance(v, list) else None) for name, v in metrics.items()} for metrics in found]
+    shared = {name for name, _ in set.intersection(*forms)} if forms else set[str]()
+    if dropped := {name for metrics in found for name in metrics} - shared:
+        names = ", ".join(shown(name) for name in sorted(dropped)[:5]) + (", ..." if len(dropped) > 5 else "")
+        LOG.warning("round %d: metrics that not all replies have are dropped: %s", number, names)
+    return [MetricRecord({name: metrics[name] for name in sorted(shared)}) for metrics in found]
+
+
+def shown(name: str) -> str:
+    r"""Quote a text of a client for a log: no control characters, at most 60 characters.
+
+    >>> shown("a\nb")
+    "'a\\nb'"
+    """
+    text = repr(name)
+    return text if len(text) <= 60 else f"{text[:57]}...'"
+
+
+def _wrapped(strategy: object) -> Iterator[Strategy]:
+    while isinstance(strategy, Strategy):
+        yield strategy
+        strategy = getattr(strategy, "strategy", None)
+
+
+def _all(content: RecordDict) -> Iterator[tuple[str, int | float | list[int] | list[float]]]:
+    records: Mapping[str, MetricRecord] = content.metric_records
+    for metrics in records.values():
+        yield from metrics.items()
+
+
+def _is_finite(number: float) -> bool:
+    try:
+        return math.isfinite(number)
+    except OverflowError:  # a whole number beyond all floats
+        return False
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A reply that was not aggregated, and why."""
+
+    number: int
+    """Of the round."""
+    node: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class _Opened:
+    """A reply that is in order."""
+
+    reply: Message
+    name: str
+    """Of its record of arrays."""
+    arrays: ArrayRecord
+    metrics: Metrics
+    norm: float
+
+
+class Protected(Strategy):
+    """A strategy that aggregates what protected clients send: `Protected(FedAvg(fraction_evaluate=0))`.
+
+    Each update u is decoded to the parameters p - u that the client would have sent without a defence, p being what the
+    server sent to it, and the inner strategy aggregates those. A reply is refused, with its reason in the log and in
+    `refusals`, if it is unmarked (nothing says that it was defended), is not of this model or round, is damaged, was
+    not asked for, lacks a metric that the strategy needs, or exceeds a bound. Where none is left the inner strategy is
+    not called, and the model stays.
+
+    Each reply is judged by itself. The inner strategy gets one `MetricRecord` of each, named "metrics", with the
+    metrics that it needs and those that all accepted replies share; a metric that some lack is dropped, unless
+    `metrics` names it: then a reply without it is refused. Other records are dropped.
+
+    `trainable` has the patterns of `Client.trainable`, where not all parameters are trained. What is not sent stays.
+
+    The bounds: `max_norm` of the l2 norm of an update (None: far beyond any training), `max_ratio` of the norm in units
+    of the round's upper median (None: none; it assumes that more than half of the replies are honest), `max_examples`
+    caps the weight of a reply. `statistics` are those of BatchNorm layers: "refuse" them, accept them "bounded"
+    (variances at least 0, means and standard deviations move by at most `max_change` standard deviations), or "accept"
+    all that are finite.
+    """
+
+    def __init__(
+        self,
+        strategy: Strategy,
+        trainable: Sequence[str] | None = None,
+        *,
+        metrics: Sequence[str] = (),
+        max_norm: float | None = None,
+        max_ratio: float | None = None,
+        max_examples: float | None = None,
+        statistics: Accepted = "bounded",
+        max_change: float = 1e4,
+    ) -> None:
+        """Wrap a strategy."""
+        self.strategy = strategy
+        self.trainable = trainable
+        self.bounds = Bounds(max_norm, max_ratio, max_examples, statistics, max_change)
+        self.wanted = Wanted.of(strategy, metrics, max_examples)
+        self.refusals: list[Refusal] = []
+        """Every reply that was not aggregated."""
+        self._asked: dict[int, tuple[str, ArrayRecord]] = {}
+        self._evaluating: set[int] = set()
+        self._round = 0
+
+    def configure_train(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        """Mark the inner strategy's messages, and remember what each node is sent."""
+        messages = list(self.strategy.configure_train(server_round, arrays, config, grid))
+        self._round, self._asked = server_round, {}
+        for message in messages:
+            message.content[MARK] = mark(server_round)
+            name, sent = only_arrays(message.content, "message")
+            if name == RECORD:
+                raise fail(
+                    "strategy.arrayrecord_key", f"is '{RECORD}', as the metrics are called", "choose another name"
+                )
+            self._asked[message.metadata.dst_node_id] = name, sent
+        return messages
+
+    def aggregate_train(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
+        """Decode the replies, and let the inner strategy aggregate those that are in order."""
+        answers = list(replies)
+        failed = [reply for reply in answers if reply.has_error()]
+        opened = list(self._opened(reply for reply in answers if not reply.has_error()))
+        large = dict(self.bounds.outliers([one.norm for one in opened]))
+        for index, reason in large.items():
+            self._refuse(opened[index].reply.metadata.src_node_id, reason)
+        kept = self._alike([one for index, one in enumerate(opened) if index not in large])
+        if len(kept) + len(failed) < len(answers):
+            number = len(answers) - len(failed) - len(kept)
+            LOG.warning("round %d: %d of %d replies were refused", server_round, number, len(answers))
+        if not kept and len(answers) > len(failed):
+            LOG.error("round %d: no reply is left, the model stays as it was", server_round)
+            return None, None
+        _, before = next(iter(self._asked.values()), ("", ArrayRecord()))
+        arrays, metrics = self.strategy.aggregate_train(server_round, [*kept, *failed])
+        after = None if arrays is None else _as_before(arrays, before)
+        if after is not None and not all(np.isfinite(array.numpy()).all() for array in after.values()):
+            LOG.error("round %d: the aggregate is not finite, the model stays as it was", server_round)
+            after = None
+        return after, metrics
+
+    def _opened(self, replies: Iterable[Message]) -> Iterator[_Opened]:
+        """Decode each reply; leave those out that are not in order."""
+        unanswered = dict(self._asked)
+        for reply in replies:
+            node = reply.metadata.src_node_id
+            try:
+                if node not in unanswered:
+                    raise fail("reply", "was not asked for, or comes a second time", "find out who sends it")
+                yield self._decoded(reply, *unanswered.pop(node))
+            except GradveilError as error:
+                self._refuse(node, str(error))
+
+    def _decoded(self, reply: Message, name: str, sent: ArrayRecord) -> _Opened:
+        """Rebuild what an app without a defence would have replied, in a record of the name of the one it was sent."""
+        content = reply.content
+        if (number := marked(content)) != self._round:
+            raise fail("reply", f"answers round {number}, not {self._round}", "leave it out: it is stale")
+        metrics = self.wanted.read(content)
+        received = tensors(sent)
+        update = decoded(unpacked(content), trained(received, self.trainable), received)
+        after = {n: value - update[n] if n in update else value for n, value in received.items()}
+        refuse([*finite(update, after)] or [*self.bounds.problems(received, update)])
+        return _Opened(reply, name, record(after), metrics, norm(update))
+
+    def _alike(self, opened: Sequence[_Opened]) -> list[Message]:
+        """Give every reply one record of arrays and one of metrics, with the same names in all."""
+        for one, metrics in zip(opened, alike(self._round, [one.metrics for one in opened]), strict=True):
+            one.reply.content = RecordDict({one.name: one.arrays, RECORD: metrics})
+        return [one.reply for one in opened]
+
+    def _refuse(self, node: int, reason: str) -> None:
+        LOG.warning("round %d: the reply of node %d is refused: %s", self._round, node, reason)
+        self.refusals.append(Refusal(self._round, node, reason))
+
+    def configure_evaluate(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        """Leave evaluation to the inner strategy, and remember who is asked."""
+        messages = list(self.strategy.configure_evaluate(server_round, arrays, config, grid))
+        self._evaluating = {message.metadata.dst_node_id for message in messages}
+        return messages
+
+    def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
+        """Let the inner strategy aggregate the metrics that are in order; the arrays of a reply are dropped."""
+        answers = list(replies)
+        failed = [reply for reply in answers if reply.has_error()]
+        wanted = Wanted.of(self.strategy, (), self.bounds.max_examples, training=False)
+        unanswered, kept, found = set(self._evaluating), list[Message](), list[Metrics]()
+        for reply in (reply for reply in answers if not reply.has_error()):
+            node = reply.metadata.src_node_id
+            try:
+                if node not in unanswered:
+                    raise fail("reply", "was not asked for, or comes a second time", "find out who sends it")
+                unanswered.remove(node)
+                found.append(wanted.read(reply.content))
+                kept.append(reply)
+            except GradveilError as error:
+                self._refuse(node, str(error))
+        for reply, metrics in zip(kept, alike(server_round, found), strict=True):
+            reply.content = RecordDict({RECORD: metrics})
+        if not kept and len(answers) > len(failed):
+            return None
+        return self.strategy.aggregate_evaluate(server_round, [*kept, *failed])
+
+    def summary(self) -> None:
+        """Log the settings."""
+        LOG.info("\t├──> Gradveil: only marked updates are aggregated, by %s", type(self.strategy).__name__)
+        self.strategy.summary()
+
+
+def _as_before(arrays: ArrayRecord, before: ArrayRecord) -> ArrayRecord:
+    """Give the aggregate the dtypes of what was sent: some strategies widen, and make numbers of counts."""
+    kept: dict[str, Array] = {}
+    for name, array in arrays.items():
+        values, dtype = array.numpy(), np.dtype(before[name].dtype if name in before else array.dtype)
+        whole = np.rint(values) if dtype.kind in "iu" else values
+        kept[name] = array if values.dtype == dtype else Array(np.asarray(whole.astype(dtype)))
+    return ArrayRecord(kept)

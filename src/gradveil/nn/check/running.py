@@ -1,0 +1,370 @@
+"""Problems that show when the model runs: the forward pass, its derivatives, and their batched forms."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import grad, vmap
+from torch.overrides import TorchFunctionMode
+
+from gradveil.core.errors import FOREIGN, GradveilError, Problem
+from gradveil.core.types import Batch
+from gradveil.nn.check.static import target_problems
+from gradveil.nn.module_paths import call_on
+from gradveil.nn.surgery import BatchNorm, InstanceNorms, prepare, uses_batch
+
+_AUGMENTED = {"__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__", "__setitem__"}
+
+
+@dataclass
+class Visit:
+    """One call of one module: its path, what went in, what came out."""
+
+    path: str
+    inputs: tuple[Tensor, ...]
+    outputs: tuple[Tensor, ...] = ()
+
+
+@dataclass(eq=False)
+class Trace(TorchFunctionMode):
+    """Record the visits of a forward pass in the order in which they end, and the in-place calls within them."""
+
+    done: list[Visit] = field(default_factory=list)
+    under_way: list[Visit] = field(default_factory=list)
+    overwriting: dict[str, list[str]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Start as a mode that is not active."""
+        super().__init__()
+
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Note a call that overwrites a tensor, with the module that makes it."""
+        name = getattr(func, "__name__", "")
+        if name in _AUGMENTED or (name.endswith("_") and not name.endswith("__")):
+            path = self.under_way[-1].path if self.under_way else "model"
+            calls = self.overwriting.setdefault(path, [])
+            calls += [name] if name not in calls else []
+        return func(*args, **(kwargs or {}))
+
+    @property
+    def where(self) -> str:
+        """The module that was running when the pass stopped."""
+        return self.under_way[-1].path if self.under_way else "model"
+
+    def enter(self, path: str, inputs: Any) -> None:
+        """Begin a visit."""
+        self.under_way.append(Visit(path or "model", tensors_in(inputs)))
+
+    def leave(self, outputs: Any) -> None:
+        """End the visit under way."""
+        visit = self.under_way.pop()
+        visit.outputs = tensors_in(outputs)
+        self.done.append(visit)
+
+
+def tensors_in(value: Any) -> tuple[Tensor, ...]:
+    """Return copies of the tensors in a (nested) argument: a later in-place call does not change them."""
+    if isinstance(value, Tensor):
+        return (value.detach().clone(),)
+    if isinstance(value, list | tuple):
+        return tuple(tensor for part in value for tensor in tensors_in(part))
+    return ()
+
+
+def follow(model: nn.Module, run: Callable[[], Any], trace: Trace) -> Any:
+    """Run something that runs the model, recording it in the trace."""
+    hooks = []
+    for path, module in model.named_modules():
+        hooks.append(module.register_forward_pre_hook(lambda _m, inputs, path=path: trace.enter(path, inputs)))
+        hooks.append(module.register_forward_hook(lambda _m, _inputs, outputs: trace.leave(outputs)))
+    try:
+        with trace:
+            return run()
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def first_random(first: Trace, second: Trace) -> str | None:
+    """Name the first module that gave different outputs for equal inputs in two passes."""
+    for one, two in zip(first.done, second.done, strict=False):
+        if one.path != two.path:
+            return one.path
+        if _same(one.inputs, two.inputs) and not _same(one.outputs, two.outputs):
+            return one.path
+    return None
+
+
+def _same(first: tuple[Tensor, ...], second: tuple[Tensor, ...]) -> bool:
+    return len(first) == len(second) and all(
+        one.shape == two.shape and torch.equal(one.nan_to_num(), two.nan_to_num())
+        for one, two in zip(first, second, strict=True)
+    )
+
+
+Loss = Callable[[Tensor, Tensor], Tensor]
+"""(outputs, targets) -> a scalar, or one loss an example."""
+TOLERANCE = 0.02
+"""Relative error of a batched derivative that counts as wrong: rounding stays far below, the known faults far above."""
+
+
+def run_problems(model: nn.Module, batch: Batch, loss: Loss) -> list[Problem]:
+    """Run a prepared copy of the model, and return what goes wrong."""
+    try:
+        copy, _ = prepare(model)
+    except FOREIGN as error:
+        what = f"cannot be copied: {_said(error)}"
+        return [Problem("model", what, "keep only parameters, buffers and modules as tensors of the model")]
+    with warnings.catch_warnings(), torch.random.fork_rng():
+        warnings.simplefilter("ignore")
+        trace = Trace()
+        problems, outputs = _forward_problems(copy, batch.inputs.detach(), trace)
+        if outputs is None:
+            return problems
+        fatal = _output_problems(outputs, batch)
+        if fatal:
+            return problems + fatal
+        found = _derivative_problems(copy, batch, loss, trace)
+        problems += found
+        if not any(problem.severity == "error" for problem in problems):
+            problems += _batching_problems(copy, batch, loss, trace)
+            problems += _probability_problems(outputs.detach(), batch.targets, loss)
+    return problems
+
+
+def _forward_problems(model: nn.Module, inputs: Tensor, trace: Trace) -> tuple[list[Problem], Tensor | None]:
+    given = inputs.clone()
+    again = Trace()
+    try:
+        outputs = follow(model, lambda: model(given), trace)
+        follow(model, lambda: model(inputs.clone()), again)
+    except GradveilError as error:
+        return list(error.problems), None
+    except FOREIGN as error:
+        shapes = ", ".join(str(tuple(t.shape)) for t in trace.under_way[-1].inputs) if trace.under_way else ""
+        what = f"its forward pass fails for inputs of shape {tuple(inputs.shape)}"
+        what += f" (here {shapes})" if shapes else ""
+        remedy = "check the number of channels, the image size and the dtype that the model expects"
+        return [Problem(trace.where, f"{what}: {_said(error)}", remedy)], None
+    problems = []
+    if not torch.equal(given.nan_to_num(), inputs.nan_to_num()):
+        path = next(iter(trace.overwriting), "model")
+        what = f"overwrites the inputs ({', '.join(trace.overwriting.get(path, []))})"
+        problems.append(Problem(path, what, "write x = x + 1 instead of x += 1"))
+    random = first_random(trace, again)
+    if random is not None:
+        what = "two passes over the same inputs differ: it draws random numbers that are not arguments"
+        remedy = "use gradveil.nn.stochastic_layers.Dropout, or a module derived from gradveil.nn.stochastic.Stochastic"
+        problems.append(Problem(random, what, remedy))
+    if not isinstance(outputs, Tensor):
+        what = f"returns {type(outputs).__name__}, not a tensor"
+        return [*problems, Problem("model", what, "wrap the model so that it returns the logits [B, K]")], None
+    return problems, outputs
+
+
+def _output_problems(outputs: Tensor, batch: Batch) -> list[Problem]:
+    examples = len(batch.inputs)
+    if outputs.dim() == 0 or len(outputs) != examples:
+        what = f"returns outputs of shape {tuple(outputs.shape)} for {examples} examples"
+        return [Problem("model", what, "keep the batch dimension first: logits [B, K]")]
+    problems = []
+    bad = int((~outputs.detach().isfinite()).sum())
+    if bad:
+        what = f"returns NaN or infinity in {bad} of {outputs.numel()} outputs"
+        problems.append(Problem("model", what, "check the weights, the normalisation and the scale of the inputs"))
+    if outputs.dim() == 2 and outputs.shape[1] > 1:
+        beyond = target_problems(batch.targets, outputs.shape[1])
+        what = f"has {outputs.shape[1]} outputs, too few for the targets"
+        remedy = "give the model as many outputs as there are classes"
+        problems += [Problem("model", f"{what}, which {p.what.removeprefix('holds ')}", remedy) for p in beyond]
+    return problems
+
+
+def _derivative_problems(model: nn.Module, batch: Batch, loss: Loss, trace: Trace) -> list[Problem]:
+    inputs = batch.inputs.detach().clone().requires_grad_()
+    params = {name: value for name, value in model.named_parameters() if value.requires_grad}
+    if not params:
+        return []
+    try:
+        value = loss(model(inputs), batch.targets)
+    except FOREIGN as error:
+        remedy = "give a loss (outputs, targets) -> scalar or [B] that fits the outputs and the targets"
+        return [Problem("loss", f"fails: {_said(error)}", remedy)]
+    problems = _loss_problems(value, len(inputs))
+    if problems:
+        return problems
+    try:
+        slopes = torch.autograd.grad(value.mean(), list(params.values()), create_graph=True, allow_unused=True)
+    except FOREIGN as error:
+        return [_derivative_problem("the gradient", error, trace)]
+    unused = [name for name, slope in zip(params, slopes, strict=True) if slope is None]
+    what, remedy = "gets no gradient: the loss does not depend on it", "remove it, or use it in the forward pass"
+    problems = [Problem(name, what, remedy, "warning") for name in unused]
+    used = [slope for slope in slopes if slope is not None]
+    if not all(slope.isfinite().all() for slope in used):
+        what, remedy = "the gradient holds NaN or infinity", "check the loss at these inputs (log 0? division by 0?)"
+        return [*problems, Problem("model", what, remedy)]
+    square = _share_of_each(used)
+    if not any(slope.any() for slope in used):
+        remedy = "check for dead activations and for detach(); one output, for data of a single class, learns nothing"
+        return [*problems, Problem("model", "the gradient is zero: the update says nothing", remedy)]
+    return problems + _second_problems(square, inputs, trace)
+
+
+def _loss_problems(value: Tensor, examples: int) -> list[Problem]:
+    if not isinstance(value, Tensor):
+        what = f"returns {type(value).__name__}, not a tensor"
+        return [Problem("loss", what, "return a scalar tensor, without .item() or float()")]
+    if value.dim() > 0 and tuple(value.shape) != (examples,):
+        what = f"returns shape {tuple(value.shape)}"
+        return [Problem("loss", what, f"return a scalar, or one loss an example: [{examples}]")]
+    if not value.isfinite().all():
+        return [Problem("loss", "is NaN or infinite", "check the outputs, the targets and the loss")]
+    if not value.requires_grad:
+        what = "does not depend on the parameters by differentiable operations"
+        return [Problem("loss", what, "remove detach(), torch.no_grad() and argmax from model and loss")]
+    return []
+
+
+def _second_problems(square: Tensor, inputs: Tensor, trace: Trace) -> list[Problem]:
+    what = "the gradient does not change with the inputs: its derivative is zero, so nothing can be inverted"
+    remedy = "remove detach(), rounding and argmax before the first trained layer"
+    still = [Problem("model", what, remedy)]
+    if not square.requires_grad:
+        return still
+    try:
+        # autograd.grad would pass by a function that can be differentiated only once; backward() stops at it.
+        square.backward()
+    except FOREIGN as error:
+        return [_derivative_problem("the second derivative", error, trace)]
+    slope = inputs.grad
+    if slope is None or not slope.any():
+        return still
+    if not slope.isfinite().all():
+        remedy = "avoid functions with an infinite slope at these inputs, such as sqrt or norm at 0"
+        return [Problem("model", "the second derivative holds NaN or infinity", remedy)]
+    return []
+
+
+def _derivative_problem(which: str, error: Exception, trace: Trace) -> Problem:
+    if "inplace" in str(error).replace("-", ""):
+        where = ", ".join(trace.overwriting) or "model"
+        calls = ", ".join(sorted({name for names in trace.overwriting.values() for name in names}))
+        what = f"{which} fails, because an in-place operation ({calls or 'unknown'}) overwrote a value it needs"
+        return Problem(where, what, "write it out of place: x = x + 1, not x += 1; F.relu(x), not F.relu_(x)")
+    what, remedy = f"{which} fails: {_said(error)}", "replace the operation that has no (second) derivative in torch"
+    if "scaled_dot_product" in what:
+        remedy = "let attention be computed by its formula: in forward, `with sdpa_kernel(SDPBackend.MATH):` around it "
+        remedy += "(both of torch.nn.attention)"
+    return Problem("model", what, remedy)
+
+
+def _batching_problems(model: nn.Module, batch: Batch, loss: Loss, trace: Trace) -> list[Problem]:
+    """Compare the derivative of the gradient's norms for two targets in one batch with each target by itself."""
+    params = {name: value.detach() for name, value in model.named_parameters() if value.requires_grad}
+    if not params or batch.inputs.dtype not in (torch.float32, torch.float64):
+        return []
+    fixed = {name: value.detach() for name, value in model.named_parameters() if not value.requires_grad}
+    fixed |= dict(model.named_buffers())
+    inputs, targets = batch.inputs.detach()[:2], batch.targets[:2]
+
+    def square(x: Tensor, labels: Tensor) -> Tensor:
+        def scalar(given: dict[str, Tensor]) -> Tensor:
+            return loss(call_on(model, {**given, **fixed}, x, strict=True), labels).mean()
+
+        return _share_of_each(grad(scalar)(params).values())
+
+    target_clients = torch.stack([inputs, 0.5 * inputs]).requires_grad_()
+    labels = torch.stack([targets, targets])
+    try:
+        (batched,) = torch.autograd.grad(vmap(square)(target_clients, labels).sum(), target_clients)
+    except FOREIGN as error:
+        if "inplace" in str(error).replace("-", ""):
+            return [_derivative_problem("the batched gradient", error, trace)]
+        alone = _loss_batching_problems(model, target_clients.detach(), labels, loss)
+        if alone:
+            return alone
+        what = f"cannot be batched over target clients by torch.func.vmap: {_said(error)}"
+        return [Problem("model", what, "avoid .item(), data-dependent branches and layers without a batching rule")]
+    looped = torch.stack([_alone(model, loss, x, targets) for x in target_clients.detach()])
+    error = (batched - looped).norm() / looped.norm().clamp_min(1e-30)
+    if error < TOLERANCE:
+        return []
+    what = f"the derivative of the gradient in batched form is off by {100 * error.item():.0f}%"
+    remedy = (
+        "F.layer_norm, F.batch_norm and F.instance_norm do this in torch: use the modules in gradveil.nn.normalisation"
+    )
+    norms = [path or "model" for path, module in model.named_modules() if _normalises(module)]
+    return [Problem(path, what, remedy) for path in norms or ["model"]]
+
+
+def _normalises(module: nn.Module) -> bool:
+    """Whether torch may batch the derivatives of a layer wrongly; a prepared model holds only subclasses of it."""
+    return isinstance(module, nn.LayerNorm | InstanceNorms) or (isinstance(module, BatchNorm) and uses_batch(module))
+
+
+def _probability_problems(outputs: Tensor, targets: Tensor, loss: Loss) -> list[Problem]:
+    """Warn of a softmax that is taken twice: a loss that a shift of the outputs does not change takes one itself."""
+    sums = outputs.sum(-1)
+    if (
+        outputs.dim() != 2
+        or outputs.shape[1] < 2
+        or outputs.min() < 0
+        or not torch.allclose(sums, torch.ones_like(sums))
+    ):
+        return []
+    try:
+        shifted, plain = (loss(outputs + shift, targets).mean() for shift in (1.0, 0.0))
+    except FOREIGN:  # a loss of probabilities refuses what are none
+        return []
+    if not torch.allclose(shifted, plain, rtol=1e-4):
+        return []
+    what = "returns probabilities, of which the loss takes a softmax once more: gradients are small, and say less"
+    remedy = "return the logits, without softmax, unless your clients do train so"
+    return [Problem("model", what, remedy, "warning")]
+
+
+def _loss_batching_problems(model: nn.Module, target_clients: Tensor, labels: Tensor, loss: Loss) -> list[Problem]:
+    """Say whether it is the loss that cannot be batched over targets, each with outputs and targets of its own."""
+    outputs = torch.stack([model(x).detach() for x in target_clients])
+    try:  # By its gradient: F.one_hot with num_classes passes vmap alone, and fails below a derivative.
+        vmap(grad(lambda given, wanted: loss(given, wanted).mean()))(outputs, labels)
+    except FOREIGN as error:
+        what = f"cannot be batched over target clients by torch.func.vmap: {_said(error)}"
+        remedy = "use gradveil.client.cross_entropy, or a loss without .item(), data-dependent branches and shapes"
+        return [Problem("loss", what, f"{remedy} (torch.eye(K)[targets], not F.one_hot(targets, K))")]
+    return []
+
+
+def _alone(model: nn.Module, loss: Loss, x: Tensor, targets: Tensor) -> Tensor:
+    x = x.clone().requires_grad_()
+    params = [value for value in model.parameters() if value.requires_grad]
+    slopes = torch.autograd.grad(loss(model(x), targets).mean(), params, create_graph=True, allow_unused=True)
+    return torch.autograd.grad(_share_of_each(slope for slope in slopes if slope is not None), x)[0]
+
+
+def _share_of_each(slopes: Iterable[Tensor]) -> Tensor:
+    """Sum ||g_l||^2 / c_l, c_l a constant equal to ||g_l||^2: no tensor's derivative drowns in that of a larger one.
+
+    Tensors whose gradient is nothing but rounding (a bias before a normalisation) do not count.
+    """
+    squares = torch.stack([slope.square().sum() for slope in slopes])
+    scale = squares.detach()
+    return (squares / scale.clamp_min(1e-30).maximum(1e-8 * scale.sum())).sum()
+
+
+def _said(error: Exception) -> str:
+    """Give the type and the first line of an error."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

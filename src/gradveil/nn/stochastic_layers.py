@@ -1,0 +1,232 @@
+"""Stochastic layers whose noise is an argument: dropout, PRECODE, and its convolutional successor CVB."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from copy import deepcopy
+from math import isqrt, log
+
+import torch
+from torch import Generator, Tensor, nn
+from torch.nn import functional as F
+
+from gradveil.core.errors import Problem, fail, refuse
+from gradveil.core.noise import Bernoulli, Noise, Normal
+from gradveil.nn.initial_weights import initialise
+from gradveil.nn.module_paths import at, insert_after, insert_before, last_layer, like, output_shape
+from gradveil.nn.stochastic import Stochastic, penalise
+
+
+class Dropout(Stochastic):
+    """y = x * mask / (1 - p), mask ~ Bernoulli(1 - p) of the shape of x (Srivastava et al. 2014, scaled in training).
+
+    The mask is continuous for an attacker who optimises it: its box is [0, 1], and the neutral mask 1 - p lets x pass
+    unchanged. `channelwise` draws one entry for each example and channel, as `nn.Dropout2d` does.
+    """
+
+    mask: Tensor
+
+    def __init__(self, p: float = 0.25, *, channelwise: bool = False) -> None:
+        """Drop with probability p, 0 <= p < 1."""
+        super().__init__()
+        if not 0 <= p < 1:
+            raise fail("dropout.p", f"is {p}", "give a probability in [0, 1)")
+        self.p = p
+        self.channelwise = channelwise
+        self.declare("mask")
+
+    def noise(self, x: Tensor) -> Mapping[str, Noise]:
+        """Describe the mask."""
+        shape = (*x.shape[:2], *[1] * (x.dim() - 2)) if self.channelwise else tuple(x.shape)
+        keep = 1 - self.p
+        return {"mask": Noise(shape, Bernoulli(keep), neutral=keep, dtype=x.dtype, lower=0.0, upper=1.0)}
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Apply the mask; without one, pass x on."""
+        mask = self.supplied("mask")
+        return x if mask is None else x * mask / (1 - self.p)
+
+    def extra_repr(self) -> str:
+        """Show the probability."""
+        return f"p={self.p}" + (", channelwise" if self.channelwise else "")
+
+
+def with_dropout(model: nn.Module, p: float = 0.25, where: Sequence[str] | None = None) -> nn.Module:
+    """Copy a model and insert `Dropout(p)` after the modules at the given paths.
+
+    By default after the positions that the model declares in `dropout_positions`: here, every convolutional block
+    (after its activation, before pooling), every stage of a ResNet, every block of the vision transformer. In an
+    `nn.Sequential` the dropout is appended, so that no parameter changes its name.
+    """
+    positions = getattr(model, "dropout_positions", ()) if where is None else where
+    if not positions:
+        raise fail("dropout.where", "this model declares no dropout_positions", "give the module paths to put it after")
+    known = dict(model.named_modules())
+    remedy = f"its modules: {', '.join(path for path in known if path)}"
+    refuse([Problem(f"dropout.where {p}", "no such module", remedy) for p in positions if p not in known])
+    copy = deepcopy(model)
+    for path in sorted(positions, reverse=True):
+        copy = insert_after(copy, path, "dropout", Dropout(p))
+    return copy
+
+
+KL_VARIANTS = ("exact", "published_code")
+"""The divergence of the normal law, or the published program's, which differs."""
+
+
+class VariationalBottleneck(Stochastic):
+    """PRECODE's bottleneck (Scheliga, Mäder, Seeland: PRECODE, WACV 2022).
+
+    mu | raw = encoder(x), sigma = softplus(raw), z = mu + sigma * eps with eps ~ N(0, 1), y = decoder(z). The loss
+    gains beta * KL, where KL = mean over the batch of sum_k -1/2 (1 + 2 ln sigma - mu^2 - sigma^2) / ln 2. It is
+    stochastic in training and in evaluation; the neutral eps is 0.
+    """
+
+    eps: Tensor
+    noisy_from = "decoder"
+
+    def __init__(self, features: int, k: int = 256, beta: float = 1e-3) -> None:
+        """Squeeze `features` values through `k` Gaussian ones."""
+        super().__init__()
+        self.k = k
+        self.beta = beta
+        self.encoder = nn.Linear(features, 2 * k)
+        self.decoder = nn.Linear(k, features)
+        self.declare("eps")
+
+    def noise(self, x: Tensor) -> Mapping[str, Noise]:
+        """Describe eps."""
+        return {"eps": Noise((*x.shape[:-1], self.k), Normal(), dtype=x.dtype)}
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Encode, add the noise, decode; add the KL term to the loss."""
+        encoded = self.encoder(x)
+        mean, sigma = encoded[..., : self.k], F.softplus(encoded[..., self.k :])
+        penalise(self.beta * _divergence(mean, sigma).sum(-1).mean() / log(2))
+        eps = self.supplied("eps")
+        return self.decoder(mean if eps is None else mean + sigma * eps)
+
+    def extra_repr(self) -> str:
+        """Show the weight of the KL term."""
+        return f"k={self.k}, beta={self.beta}"
+
+
+class ConvBottleneck(Stochastic):
+    """The convolutional variational bottleneck, CVB (Scheliga, Mäder, Seeland 2024).
+
+    mu and s are same-padded bias-free convolutions of x from C to K channels, K = C // 2 if C >= 8 else 8;
+    sigma = softplus(clip(s, -5, 5)), z = mu + sigma * eps, y = decoder(z) with a bias-free 1x1 convolution back to C.
+    The loss gains beta * mean over batch and positions of the KL term, summed over channels:
+    `kl="exact"` -1/2 (1 + 2 ln sigma - mu^2 - sigma^2); `kl="published_code"` -1/2 (1 + sigma - mu^2 - e^sigma), which
+    takes sigma for a log-variance, as the authors' program does, and is least where there is no noise.
+
+    Tokens [B, T, W] are taken as T channels of a square grid of W values (W = 256: 16 x 16).
+    """
+
+    eps: Tensor
+    noisy_from = "decoder"
+
+    def __init__(self, channels: int, kernel: int = 5, beta: float = 0.1, kl: str = "exact") -> None:
+        """Squeeze `channels` feature maps through K Gaussian ones."""
+        super().__init__()
+        if kl not in KL_VARIANTS:
+            raise fail("cvb.kl", f"unknown name '{kl}'", f"choose one of: {', '.join(KL_VARIANTS)}")
+        if kernel < 1 or kernel % 2 == 0:
+            raise fail("cvb.kernel", f"is {kernel}", "choose an odd number, so that the maps keep their size")
+        self.k = channels // 2 if channels >= 8 else 8
+        self.beta = beta
+        self.kl = kl
+        self.mean = nn.Conv2d(channels, self.k, kernel, padding=kernel // 2, bias=False)
+        self.scale = nn.Conv2d(channels, self.k, kernel, padding=kernel // 2, bias=False)
+        self.decoder = nn.Conv2d(self.k, channels, 1, bias=False)
+        self.declare("eps")
+
+    def noise(self, x: Tensor) -> Mapping[str, Noise]:
+        """Describe eps."""
+        grid = as_grid(x)
+        return {"eps": Noise((grid.shape[0], self.k, *grid.shape[2:]), Normal(), dtype=x.dtype)}
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Encode, add the noise, decode; add the KL term to the loss."""
+        grid = as_grid(x)
+        mean, raw = self.mean(grid), self.scale(grid).clamp(-5, 5)
+        sigma = F.softplus(raw)
+        as_log_variance = -0.5 * (1 + sigma - mean.square() - sigma.exp())
+        divergence = _divergence(mean, sigma) if self.kl == "exact" else as_log_variance
+        penalise(self.beta * divergence.sum(1).mean())
+        eps = self.supplied("eps")
+        return self.decoder(mean if eps is None else mean + sigma * eps).reshape(x.shape)
+
+    def extra_repr(self) -> str:
+        """Show the weight of the KL term."""
+        return f"k={self.k}, beta={self.beta}, kl={self.kl!r}"
+
+
+def as_grid(x: Tensor) -> Tensor:
+    """View tokens [B, T, W] as [B, T, sqrt(W), sqrt(W)]; leave images as they are."""
+    if x.dim() == 4:
+        return x
+    side = isqrt(x.shape[-1])
+    if x.dim() != 3 or side * side != x.shape[-1]:
+        remedy = "place it after feature maps [B, C, H, W] or tokens [B, T, W] with a square W"
+        raise fail("cvb.position", f"the bottleneck cannot take values of shape {tuple(x.shape)}", remedy)
+    return x.reshape(*x.shape[:2], side, side)
+
+
+def _divergence(mean: Tensor, sigma: Tensor) -> Tensor:
+    """KL(N(mean, sigma^2) || N(0, 1)) of each entry."""
+    return -0.5 * (1 + 2 * sigma.log() - mean.square() - sigma.square())
+
+
+def with_precode(
+    model: nn.Module, generator: Generator, k: int = 256, beta: float = 1e-3, position: str | None = None
+) -> nn.Module:
+    """Copy a model and put a `VariationalBottleneck` before its last linear layer (or the one at `position`).
+
+    The bottleneck's weights come from the generator, all others stay. In this package's models no parameter changes
+    its name; in a user's model the linear layer becomes the child `inner` of its old path.
+    """
+    copy = deepcopy(model)
+    shape = getattr(model, "input_shape", None)
+    path = position or last_layer(copy, None if shape is None else next(model.parameters()).new_zeros(1, *shape))
+    linear = at(copy, path)
+    if not isinstance(linear, nn.Linear):
+        remedy = f"choose an nn.Linear, for example '{last_layer(copy)}'"
+        raise fail(f"precode.position {path}", f"is a {type(linear).__name__}", remedy)
+    bottleneck = like(initialise(VariationalBottleneck(linear.in_features, k, beta), generator), copy)
+    if position is None and isinstance(getattr(copy, "body", None), nn.Sequential) and path == "head":
+        return insert_after(copy, "body", "precode", bottleneck)
+    return insert_before(copy, path, "precode", bottleneck)
+
+
+def with_cvb(
+    model: nn.Module,
+    generator: Generator,
+    kernel: int | None = None,
+    beta: float | None = None,
+    position: str | None = None,
+    kl: str = "exact",
+    inputs: Tensor | None = None,
+) -> nn.Module:
+    """Copy a model and put a `ConvBottleneck` after the module at `position`.
+
+    Position, kernel and beta default to what the model declares (`cvb_position`, `cvb_kernel`, `cvb_beta`); a user's
+    model needs a position, and `inputs`, one batch of any size from which the shape at that position is found. The
+    bottleneck's weights come from the generator, all others stay.
+    """
+    copy = deepcopy(model)
+    path = position or getattr(model, "cvb_position", None)
+    if path is None:
+        paths = ", ".join(name for name, _ in model.named_modules() if name)
+        raise fail("cvb.position", "this model declares no cvb_position", f"give a module path, one of: {paths}")
+    if inputs is None:
+        shape = getattr(model, "input_shape", None)
+        if shape is None:
+            what = "this model declares no input_shape"
+            raise fail("cvb.inputs", what, "set model.input_shape = (C, H, W), or give one batch of inputs")
+        inputs = next(model.parameters()).detach().new_zeros(1, *shape)
+    channels = as_grid(torch.empty(output_shape(copy, path, inputs), device="meta")).shape[1]
+    declared: tuple[int, float] = (getattr(model, "cvb_kernel", 5), getattr(model, "cvb_beta", 0.1))
+    size, weight = declared[0] if kernel is None else kernel, declared[1] if beta is None else beta
+    bottleneck = like(initialise(ConvBottleneck(channels, size, weight, kl), generator), copy)
+    return insert_after(copy, path, "cvb", bottleneck)

@@ -1,0 +1,25 @@
+"""Messages on a pipe: a line of JSON with the number of bytes that follow, and those bytes."""
+
+from __future__ import annotations
+
+import json
+from typing import IO
+from typing import Any
+from gradveil.runs.task import Parcel
+
+
+def write(pipe: IO[bytes], kind: str, parcel: Parcel) -> None:
+    """Write one parcel, and what it is."""
+    head = {"kind": kind, "facts": parcel.facts, "bytes": len(parcel.data)}
+    pipe.write(json.dumps(head).encode() + b"\n" + parcel.data)
+    pipe.flush()
+
+
+def read(pipe: IO[bytes]) -> tuple[Any, Parcel] | None:
+    """Read one parcel and what it is; None where the writer has gone, be it in the middle of one."""
+    line = pipe.readline()
+    if not line.endswith(b"\n"):
+        return None
+    head = json.loads(line)
+    data = pipe.read(head["bytes"])
+    return (head["kind"], Parcel(head["facts"], data)) if len(data) == head["bytes"] else None

@@ -1,0 +1,190 @@
+"""Worker processes on this machine: a free worker gets the next task; tasks of lost workers are repeated."""
+
+from __future__ import annotations
+
+import queue
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+from collections import Counter
+from collections import deque
+from collections.abc import Callable
+from collections.abc import Generator
+from collections.abc import Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Literal
+from typing import Protocol
+from gradveil.core.errors import fail
+from gradveil.runs.task import Done
+from gradveil.runs.task import Job
+from gradveil.runs.task import Parcel
+from gradveil.runs.task import T
+from gradveil.runs.task import ordered
+from contextlib import AbstractContextManager
+from contextlib import suppress
+from gradveil.runs.messages import read
+from gradveil.runs.messages import write
+from gradveil.runs.task import Site
+
+
+TRIES = 3
+"""How many workers a task may cost before it counts as failed."""
+Kind = Literal["told", "done", "failed", "refused"]
+"""What a worker says: news of its task, its result, why the task failed, why the worker cannot open its site."""
+
+
+@dataclass(frozen=True)
+class Message:
+    """What came from a worker."""
+
+    worker: Worker
+    kind: Kind | None
+    """None: nothing more will come, the worker is gone."""
+    parcel: Parcel
+
+
+class Worker(Protocol):
+    """Somebody who does one task at a time, elsewhere, and puts what he says into the inbox he was hired with."""
+
+    def send(self, order: Parcel) -> None:
+        """Give out a task; that the worker is gone is noticed by what he says."""
+        ...
+
+    def end(self) -> str:
+        """Stop the worker; say why he is gone, if he is."""
+        ...
+
+
+Inbox = queue.Queue[Message]
+"""Where the messages of all workers arrive."""
+
+
+@contextmanager
+def crew(hire: Callable[[Inbox], Worker], workers: int, job: Job[T], tasks: Sequence[T]) -> Generator[Done[T]]:
+    """Do the tasks with so many hired workers, whatever happens to them."""
+    hired: list[Worker] = []
+    inbox: Inbox = queue.Queue()
+
+    def another() -> Worker:
+        hired.append(hire(inbox))
+        return hired[-1]
+
+    try:
+        yield _results(another, hired, inbox, workers, job, tasks)
+    finally:
+        for worker in hired:
+            worker.end()
+
+
+def _results(
+    hire: Callable[[], Worker], hired: list[Worker], inbox: Inbox, workers: int, job: Job[T], tasks: Sequence[T]
+) -> Done[T]:
+    waiting, lost = deque(tasks), Counter[T]()
+    at: dict[Worker, T] = {}
+    idle: list[Worker] = []
+    finished: list[tuple[T, Parcel | str]] = []
+    while waiting or at:
+        while waiting and len(at) < workers:
+            task = waiting.popleft()
+            order = ordered(job, task)
+            if isinstance(order, str):
+                finished.append((task, order))
+                continue
+            worker = idle.pop() if idle else hire()
+            at[worker] = task
+            worker.send(order)
+        # Only now: whoever was free works while the results are looked at.
+        yield from finished
+        finished.clear()
+        if not at:
+            continue
+        message = inbox.get()
+        worker, parcel = message.worker, message.parcel
+        if worker not in hired:  # it has been given up already
+            continue
+        if message.kind == "refused":
+            raise fail("workers", parcel.facts["message"], "correct it and run the same command again")
+        if message.kind == "told":
+            job.heard(at[worker], parcel)
+        elif message.kind is not None:
+            idle.append(worker)
+            finished.append((at.pop(worker), parcel if message.kind == "done" else parcel.facts["message"]))
+        else:
+            hired.remove(worker)
+            why = worker.end()
+            if worker in idle:
+                idle.remove(worker)
+                continue
+            task = at.pop(worker)
+            lost[task] += 1
+            if lost[task] < TRIES:
+                waiting.appendleft(task)
+            else:
+                finished.append((task, f"{why} ({TRIES} times)"))
+    yield from finished
+
+
+@dataclass(frozen=True)
+class Processes:
+    """A schedule: so many processes of so many threads each."""
+
+    site: Site
+    workers: int
+    threads: int = 1
+
+    def __call__(self, job: Job[T], tasks: Sequence[T]) -> AbstractContextManager[Done[T]]:
+        """Get every task done; leaving the `with` ends the processes."""
+        return crew(lambda inbox: _Process(self.site, self.threads, inbox), self.workers, job, tasks)
+
+
+class _Process:
+    """One process, told by its input and listened to by its output."""
+
+    def __init__(self, site: Site, threads: int, inbox: Inbox) -> None:
+        self.complaints = tempfile.TemporaryFile("w+b")  # noqa: SIM115 - closed when the worker ends
+        # Its own session: Ctrl-C reaches the parent only, which then ends its workers in order.
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "gradveil.runs.worker"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self.complaints,
+            env={**os.environ, "OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)},
+            start_new_session=True,
+        )
+        self.thread = threading.Thread(target=self._read, args=(inbox,), daemon=True)
+        self.thread.start()
+        self.send(Parcel({"opener": site.opener, "setting": site.setting, "threads": threads}))
+
+    def _read(self, inbox: Inbox) -> None:
+        assert self.process.stdout is not None
+        while (said := read(self.process.stdout)) is not None:
+            inbox.put(Message(self, *said))
+        inbox.put(Message(self, None, Parcel({})))
+
+    def send(self, order: Parcel) -> None:
+        """Give out a task; a dead process is noticed when its output ends."""
+        assert self.process.stdin is not None
+        with suppress(BrokenPipeError):
+            write(self.process.stdin, "order", order)
+
+    def end(self) -> str:
+        """Stop the process and say what it ended with, and the last thing it complained about."""
+        self.process.kill()
+        code = self.process.wait()
+        self.thread.join()
+        for pipe in (self.process.stdin, self.process.stdout):
+            if pipe is not None:
+                with suppress(BrokenPipeError):
+                    pipe.close()
+        self.complaints.seek(0)
+        lines = self.complaints.read().decode("utf-8", "replace").strip().splitlines()
+        self.complaints.close()
+        return f"the worker process ended with code {code}" + (f": {lines[-1]}" if lines else "")
+
+
+def cores() -> int:
+    """Count the cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,0 +1,97 @@
+"""Row norms of the Jacobian dg/dx: how strongly each coordinate of a gradient depends on the inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+from torch.func import jacfwd, jvp, vmap
+
+from gradveil.core.noise import Noise, NoiseSpec, Normal
+from gradveil.core.tree import Tensors, norm, root, tmap
+from gradveil.core.types import Batch
+from gradveil.gradients.input_sensitivity import load_forward_mode
+
+Gradient = Callable[[Batch], Tensors]
+"""A client's differentiable mean gradient: `Context.gradient`."""
+AT_ONCE = 16
+"""Probes in one batch: each holds one more gradient."""
+_STEP, _JUMP = 3e-3, 0.2
+"""A finite step, and how far the difference may be from the derivative where nothing jumps, relatively."""
+
+
+def probe_noise(batch: Batch, probes: int) -> NoiseSpec:
+    """Declare `probe` [probes, B, C, H, W]: standard normal directions in the space of the whole batch.
+
+    Its neutral value is zero, which finds every row to be zero.
+    """
+    inputs = batch.inputs
+    return NoiseSpec({"probe": Noise((probes, *inputs.shape), Normal(), neutral=0.0, dtype=inputs.dtype)})
+
+
+def squared_row_norms(gradient: Gradient, batch: Batch, probe: Tensor, at_once: int = AT_ONCE) -> Tensors:
+    """Estimate ||dg_i/dx||^2 of every coordinate i by mean_k (J v_k)_i^2 over K probes v_k ~ N(0, I).
+
+    x is the whole batch. The estimate is unbiased with relative variance 2 / K, and exactly zero where a row is. It
+    takes K forward-mode products, `at_once` in one batch; can be differentiated, and runs under `vmap`.
+    """
+    load_forward_mode()
+    # Forward mode of a group norm refuses images whose channels come last.
+    inputs = batch.inputs.to(probe.dtype).contiguous()
+
+    def product(direction: Tensor) -> Tensors:
+        return jvp(lambda x: gradient(Batch(x, batch.targets)), (inputs,), (direction,))[1]
+
+    total: Tensors = {}
+    for some in probe.split(at_once):
+        sums = {name: rows.square().sum(0) for name, rows in vmap(product)(some).items()}
+        total = {name: total[name] + value for name, value in sums.items()} if total else sums
+    return {name: value / len(probe) for name, value in total.items()}
+
+
+def squared_products(
+    function: Callable[[Tensor], Tensors], inputs: Tensor, directions: Tensor, at_once: int = 4
+) -> Tensor | None:
+    """Compute ||J v||^2 [N] over all coordinates of a function of tensors, for directions v [N, *inputs.shape].
+
+    None where a small step along the last direction shows that the function jumps, as the gradients of networks with
+    ReLU do: J would say too little of it.
+    """
+    load_forward_mode()
+
+    def product(direction: Tensor) -> Tensors:
+        return jvp(function, (inputs,), (direction,))[1]
+
+    step = _STEP * directions[-1]
+    taken = tmap(lambda ahead, behind: (ahead - behind) / (2 * _STEP), function(inputs + step), function(inputs - step))
+    if bool(norm(tmap(torch.sub, product(directions[-1]), taken)) > _JUMP * norm(taken)):
+        return None
+    found: list[Tensor] = []
+    for some in directions.split(at_once):
+        rows = vmap(product)(some).values()
+        found.append(torch.stack([value.reshape(len(some), -1).square().sum(1) for value in rows]).sum(0))
+    return torch.cat(found)
+
+
+def exact_squared_row_norms(gradient: Gradient, batch: Batch) -> Tensors:
+    """Compute ||dg_i/dx||^2 from the whole Jacobian: for small models, and for the tests of the estimate."""
+    dimensions = batch.inputs.dim()
+    return {name: rows.flatten(-dimensions).square().sum(-1) for name, rows in _jacobians(gradient, batch).items()}
+
+
+def jacobian(gradient: Gradient, batch: Batch) -> Tensor:
+    """Compute the whole Jacobian as a matrix [coordinates of the update, entries of the batch]; for small models."""
+    entries = batch.inputs.numel()
+    return torch.cat([rows.reshape(-1, entries) for rows in _jacobians(gradient, batch).values()])
+
+
+def norms(squares: Mapping[str, Tensor]) -> Tensors:
+    """Take roots of squared row norms; the derivative at a row of zeros is zero, not infinite."""
+    return {name: root(value) for name, value in squares.items()}
+
+
+def _jacobians(gradient: Gradient, batch: Batch) -> Tensors:
+    load_forward_mode()
+    found: Tensors = jacfwd(lambda x: gradient(Batch(x, batch.targets)))(batch.inputs)  # pyright: ignore
+    return found

@@ -1,0 +1,188 @@
+"""The Bayesian Cramér-Rao bound of a reconstruction's error, and a prior of images for it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gradveil.core.errors import fail
+
+ROUNDING = 1 / 12 / 255**2
+"""Least variance of a coefficient, in pixels of [0, 1]: that of rounding to eight bits."""
+
+
+@dataclass(frozen=True)
+class Spectrum:
+    """Variances [C, H, W] of the orthonormal cosine coefficients of images."""
+
+    variances: Tensor
+
+    @property
+    def variance(self) -> float:
+        """The mean squared error of an attacker who sees no update and answers with the mean image."""
+        return float(self.variances.mean())
+
+    def groups(self) -> Tensor:
+        """Share the coefficients out by falling variance, 1, 1, 2, 4, 8, ... to a group: masks [G, C, H, W]."""
+        order = self.variances.flatten().argsort(descending=True, stable=True)
+        rank = torch.empty_like(order)
+        rank[order] = torch.arange(len(order), device=order.device)
+        # Rank 0 is alone, ranks 1; 2 and 3; 4 to 7; ... follow: frexp counts the bits of a number.
+        group = torch.frexp(rank.double())[1].reshape(self.variances.shape)
+        return torch.stack([group == number for number in range(int(group.max()) + 1)])
+
+    def information(self) -> Tensor:
+        """Return the trace [G] of the prior's information over each group: the sum of 1 / variance."""
+        return (self.groups() / self.variances).flatten(1).sum(1)
+
+
+def spectrum(images: Tensor) -> Spectrum:
+    """Estimate the variances from public images [N, C, H, W] in pixels of [0, 1].
+
+    >>> flat = torch.tensor([0.25, 0.75]).reshape(2, 1, 1, 1).expand(2, 1, 2, 2)
+    >>> [round(v, 3) for v in spectrum(flat).variances.flatten().tolist()]
+    [0.5, 0.0, 0.0, 0.0]
+    """
+    if len(images) < 2:
+        raise fail("spectrum.images", f"are {len(images)}, which have no variance", "give at least two public images")
+    coefficients = cosine(images.double())
+    return Spectrum(coefficients.var(0).clamp(min=ROUNDING))
+
+
+def cosine(images: Tensor) -> Tensor:
+    """Transform images [..., H, W] to their orthonormal cosine coefficients (DCT-II)."""
+    rows, columns = (_basis(side, images) for side in images.shape[-2:])
+    return rows @ images @ columns.mT
+
+
+def from_cosine(coefficients: Tensor) -> Tensor:
+    """Transform coefficients [..., H, W] back to images: the inverse, and the transpose, of `cosine`."""
+    rows, columns = (_basis(side, coefficients) for side in coefficients.shape[-2:])
+    return rows.mT @ coefficients @ columns
+
+
+def _basis(side: int, like: Tensor) -> Tensor:
+    """Return C[k, n] = sqrt((1 if k == 0 else 2) / N) cos(pi (n + 1/2) k / N)."""
+    places = torch.arange(side, dtype=torch.float64)
+    basis = math.sqrt(2 / side) * torch.cos(math.pi * (places + 0.5) * places[:, None] / side)
+    basis[0] /= math.sqrt(2)
+    return basis.to(like)
+
+
+def information(jacobian: Tensor, variances: Tensor) -> Tensor:
+    """Compute J^T diag(1 / s_i^2) J [d, d] of a Jacobian [..., coordinates, d], averaged over the leading dimensions.
+
+    A coordinate with infinite variance (pruned) says nothing; one with variance 0 says everything, unless it does not
+    depend on x.
+    """
+    weights = _weights(jacobian.square().sum(-1), variances)
+    weighted = torch.where(jacobian == 0, 0.0, weights.unsqueeze(-1) * jacobian)
+    found = jacobian.mT @ weighted
+    return found.flatten(0, -3).mean(0) if found.dim() > 2 else found
+
+
+def information_trace(squares: Mapping[str, Tensor], variances: Mapping[str, Tensor]) -> Tensor:
+    """Compute tr(J^T diag(1 / s_i^2) J) = sum_i ||dg_i/dx||^2 / s_i^2 from squared row norms.
+
+    With the estimates of `squared_row_norms` it is unbiased. Infinite where a coordinate depends on x and has no noise.
+    """
+    terms = [_weighted(value, variances[name]).sum() for name, value in squares.items()]
+    return torch.stack(terms).sum()
+
+
+def gaussian_information(examples: Tensor, ridge: float = 0.0) -> Tensor:
+    """Estimate P by the inverse covariance [d, d] of public examples [N, d], plus `ridge` on the diagonal.
+
+    That is the information of the *normal* law with this covariance. Of all laws with one covariance the normal one has
+    the least information, so of data that is not normal the bound comes out too high: read it as the best that an
+    attacker can do who knows mean and covariance only. A ridge makes the law wider, and the bound higher.
+    """
+    count, entries = examples.shape
+    centred = examples - examples.mean(0)
+    covariance = centred.mT @ centred / max(1, count - 1)
+    covariance = covariance + ridge * torch.eye(entries).to(covariance)
+    factor, failed = torch.linalg.cholesky_ex(covariance)
+    if (count <= entries and not ridge) or bool(failed):
+        what = f"{count} examples do not determine the covariance of {entries} entries"
+        raise fail("gaussian_information.examples", what, "give more examples than entries, or a ridge above 0")
+    return torch.cholesky_inverse(factor)
+
+
+def smoothed_information(examples: Tensor, width: float, generator: torch.Generator, draws: int = 4096) -> Tensor:
+    """Estimate P [d, d] of public examples [N, d] that are smoothed by N(0, width^2): a mixture of normal laws.
+
+    The score at x is sum_j w_j (x_j - x) / width^2, with w_j the share of the mixture's density at x that comes from
+    example j; its second moment is averaged over draws from the mixture. This law has been seen nowhere but at the
+    examples: a small width gives much information, and a low bound.
+    """
+    count, entries = examples.shape
+    chosen = torch.randint(count, (draws,), generator=generator)
+    noise = torch.randn((draws, entries), generator=generator, dtype=examples.dtype)
+    points = examples[chosen] + width * noise.to(examples.device)
+    weights = (-(torch.cdist(points, examples) / width).square() / 2).softmax(-1)
+    score = (weights @ examples - points) / width**2
+    return score.mT @ score / draws
+
+
+def error_bound(fisher: Tensor, prior: Tensor) -> Tensor:
+    """Return tr((F + P)^-1) / d, the sharper bound, from the two matrices."""
+    factor, failed = torch.linalg.cholesky_ex(fisher + prior)
+    if bool(failed):
+        what = "F + P is singular or not finite, and says of some direction nothing or everything"
+        raise fail("error_bound", what, "use trace_bound, or a prior with information in every direction")
+    return torch.cholesky_inverse(factor).diagonal().mean()
+
+
+def trace_bound(fisher_trace: Tensor, prior_trace: Tensor, entries: int) -> Tensor:
+    """Return d / (tr F + tr P): never above `error_bound`, equal where F + P is a multiple of the identity.
+
+    It is 0 where a coordinate that depends on the inputs is sent without noise.
+
+    >>> trace_bound(torch.tensor(6.0), torch.tensor(2.0), entries=4)
+    tensor(0.5000)
+    """
+    return entries / (fisher_trace + prior_trace)
+
+
+def block_bound(fisher: Tensor, prior: Tensor, sizes: Tensor) -> Tensor:
+    """Return sum_g n_g^2 / (tr F_g + tr P_g) / d for traces over groups of n_g directions of any orthonormal basis.
+
+    It lies between `trace_bound`, which has one group, and `error_bound`: a diagonal entry of an inverse is at least
+    the inverse of the entry, and within a group the mean of inverses at least the inverse of the mean. Only traces are
+    needed, so random directions of each group will do.
+
+    >>> block_bound(torch.tensor([6.0, 0.0]), torch.tensor([2.0, 2.0]), torch.tensor([2.0, 2.0]))
+    tensor(0.6250)
+    """
+    return (sizes.square() / (fisher + prior)).sum() / sizes.sum()
+
+
+def rate_bound(variances: Tensor, nats: Tensor) -> Tensor:
+    """Return the least mean squared error of normal x, of which what is sent tells at most so many nats.
+
+    That is sum_k min(t, v_k) / d with the water level t at which sum_k max(0, log(v_k / t)) / 2 is the number of nats:
+    the distortion-rate function (Cover and Thomas 2006, sec. 10.3.3). It asks nothing of the derivative of g. Of
+    g + N(0, s^2) there are at most E ||g - c||^2 / (2 s^2) nats, for any c that does not depend on x.
+
+    >>> rate_bound(torch.ones(4), torch.tensor(2.0))
+    tensor(0.3679)
+    """
+    top = variances.log().max()
+    low, high = top - 2 * nats - 1, top
+    for _ in range(60):
+        level = (low + high) / 2
+        enough = (variances.log() - level).clamp(min=0).sum() / 2 > nats
+        low, high = torch.where(enough, level, low), torch.where(enough, high, level)
+    return torch.minimum(variances, high.exp()).mean()
+
+
+def _weights(squares: Tensor, variances: Tensor) -> Tensor:
+    return torch.where(squares > 0, 1 / variances, 0.0)
+
+
+def _weighted(squares: Tensor, variances: Tensor) -> Tensor:
+    return torch.where(squares > 0, squares / variances, 0.0)

@@ -1,0 +1,1 @@
+"""Updates as bytes: header, packing and codec."""

@@ -1,0 +1,350 @@
+"""The header of an encoded update, and the layout of tensors that the receiver expects."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from gradveil.core.errors import GradveilError, Problem
+from gradveil.wire import positions_and_values
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+"""What values may be; a dtype's code is its place."""
+DIGEST = 8
+"""Bytes of the digest of a layout or of a public mask."""
+SHOWN = 8
+"""Differences that one error lists; an update of another model differs everywhere."""
+
+
+class WireError(GradveilError):
+    """An encoded update is damaged, of another version, or not an update of the expected model."""
+
+
+def damaged(what: str, where: str = "update") -> WireError:
+    """Build the error for bytes that no sender writes."""
+    return WireError(Problem(where, what, "have it sent again; if it comes again, do not trust the sender"))
+
+
+class Described(NamedTuple):
+    """Shape and dtype of one tensor."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    def __str__(self) -> str:
+        """Write as `float32 [6, 3, 5, 5]`."""
+        return f"{str(self.dtype).removeprefix('torch.')} {list(self.shape)}"
+
+
+@dataclass(frozen=True)
+class Layout(Mapping[str, Described]):
+    """The names, shapes and dtypes of a model's updates, which the receiver knows and compares.
+
+    >>> print(Layout.of({"w": torch.zeros(2, 3), "b": torch.zeros(2)}))
+    w: float32 [2, 3]; b: float32 [2]
+    """
+
+    tensors: Mapping[str, Described] = field(default_factory=dict[str, Described])
+
+    @staticmethod
+    def of(tensors: Mapping[str, Tensor]) -> Layout:
+        """Describe parameters, or an update of them."""
+        return Layout({name: Described(tuple(value.shape), value.dtype) for name, value in tensors.items()})
+
+    def __getitem__(self, name: str) -> Described:
+        """Return the description of one tensor."""
+        return self.tensors[name]
+
+    def __iter__(self) -> Iterator[str]:
+        """Iterate over the names."""
+        return iter(self.tensors)
+
+    def __len__(self) -> int:
+        """Count the tensors."""
+        return len(self.tensors)
+
+    def __str__(self) -> str:
+        """Write all on one line."""
+        return "; ".join(f"{name}: {described}" for name, described in self.items())
+
+    def digest(self) -> bytes:
+        """Digest names, dtypes and shapes, in whatever order they are: BLAKE2b of their JSON, sorted by name.
+
+        >>> Layout.of({"w": torch.zeros(2, 3), "b": torch.zeros(2)}).digest().hex()
+        '595c78f1885ea213'
+        """
+        told = [[name, str(self[name].dtype).removeprefix("torch."), self[name].shape] for name in sorted(self)]
+        return blake2b(json.dumps(told, separators=(",", ":")).encode(), digest_size=DIGEST).digest()
+
+    def differences(self, sent: Layout) -> list[Problem]:
+        """Say where what was sent is not of this model, with both descriptions."""
+        remedy = "send updates of the model that the receiver holds, or give the receiver this model's layout"
+        problems = [
+            Problem(place_of(name), f"is {sent.get(name, 'missing')}, expected {self[name]}", remedy)
+            for name in self
+            if sent.get(name) != self[name]
+        ]
+        problems += [
+            Problem(place_of(name), f"is {sent[name]}, and the model has no such tensor", remedy)
+            for name in sent
+            if name not in self
+        ]
+        if (more := len(problems) - SHOWN) > 0:
+            problems[SHOWN:] = [Problem("update", f"differs in {more} more tensors", remedy)]
+        return problems
+
+
+def on_wire(dtype: torch.dtype, values: torch.dtype | None) -> torch.dtype:
+    """Choose the dtype of a tensor's values: the one asked for where it is narrower, else the tensor's own."""
+    return dtype if values is None or values.itemsize >= dtype.itemsize else values
+
+
+def place_of(name: str) -> str:
+    """Name a tensor in an error; a stranger's name can do no harm in a terminal or a log."""
+    text = repr(name)[1:-1]
+    return f"update.{text if len(text) <= 80 else text[:77] + '...'}"
+
+
+MAGIC = b"GVUP"
+"""The first bytes of an encoded update."""
+DESCRIBED, DIGESTED = 1, 2
+"""Versions of the encoding: with a description of the layout, and with its digest; others are refused."""
+MOST_TENSORS, MOST_DIMENSIONS, MOST_NAME, MOST_ENTRIES = 1 << 13, 16, 1 << 10, 1 << 31
+"""Limits of what is read, above what is trained: headers stay small, and every sum of positions fits 64 bits."""
+MOST_TOGETHER = 1 << 16
+"""Entries that tensors coded together may have, so that decoding needs little memory for them."""
+
+
+class TensorEntry(NamedTuple):
+    """How one tensor, or several after each other, are stored."""
+
+    names: tuple[str, ...]
+    values: torch.dtype
+    """Of the values on the wire."""
+    among: int
+    """Entries that could be sent: all, or those in the shared mask."""
+    kept: int
+    """Entries sent: the values that are not zero, or all of a dense tensor."""
+    low: int | None
+    """Lower bits of the gaps that are stored in planes; None if dense."""
+    unary: int
+    """Bits of the unary bitmap."""
+    planes: tuple[int, ...] = ()
+    """Lengths of the deflated planes of bytes, 0 for one that is left as it is; empty for plain values."""
+
+    @property
+    def place(self) -> str:
+        """Name the tensors in an error."""
+        return _place(self.names)
+
+    @property
+    def position_bytes(self) -> int:
+        """Bytes of the positions."""
+        return 0 if self.low is None else positions_and_values.size(self.kept, self.low, self.unary)
+
+    @property
+    def value_bytes(self) -> int:
+        """Bytes of the values."""
+        return sum(plane or self.kept for plane in self.planes or (0,) * self.values.itemsize)
+
+
+class Header(NamedTuple):
+    """What an encoded update says of itself."""
+
+    layout: Layout
+    """The names, shapes and dtypes: told by the update, or known to the receiver and confirmed by their digest."""
+    entries: tuple[TensorEntry, ...]
+    mask: bytes
+    """Digest of the mask that sender and receiver share; empty if there is none."""
+    deflated: bool
+    described: bool
+    """Whether the update tells its layout."""
+    start: int
+    """Where the first tensor's content begins."""
+
+    @property
+    def end(self) -> int:
+        """Where the last tensor's content ends."""
+        return self.start + sum(entry.position_bytes + entry.value_bytes for entry in self.entries)
+
+
+def write(layout: Layout, entries: Sequence[TensorEntry], mask: bytes, deflated: bool, described: bool) -> bytes:
+    """Write a header; entries are in the layout's order in one that describes it, else sorted by name."""
+    out = bytearray(MAGIC) + bytes((DESCRIBED if described else DIGESTED, bool(mask) | deflated << 1)) + mask
+    if described:
+        _write_number(out, len(entries))
+    else:
+        out += layout.digest()
+    for entry in entries:
+        among = (entry.among,) if mask else ()
+        low = 0 if entry.low is None else 1 + entry.low
+        coding = (entry.kept, entry.unary) if low else ()
+        if described:
+            _describe(out, entry.names[0], layout[entry.names[0]], entry.values)
+            numbers = (*among, low, *coding, *entry.planes)
+        else:
+            _write_number(out, len(entry.names))
+            out.append(low | DTYPES.index(entry.values) << 6)
+            numbers = (*among, *coding, *entry.planes)
+        for number in numbers:
+            _write_number(out, number)
+    return bytes(out)
+
+
+def _describe(out: bytearray, name: str, described: Described, values: torch.dtype) -> None:
+    said = name.encode()
+    _write_number(out, len(said))
+    out += said
+    out.append(DTYPES.index(described.dtype) | DTYPES.index(values) << 4)
+    for number in (len(described.shape), *described.shape):
+        _write_number(out, number)
+
+
+def stated(data: memoryview) -> bytes | None:
+    """Read which layout an update says it is of, by digest; None of one that describes it."""
+    cursor = _Cursor(data, 0)
+    version, masked, _ = _opening(cursor)
+    if version == DESCRIBED:
+        return None
+    cursor.take(DIGEST if masked else 0)
+    return bytes(cursor.take(DIGEST))
+
+
+def read(data: memoryview, layout: Layout | None) -> Header:
+    """Read a header, trusting nothing in it: no number is used before it is compared with its limit.
+
+    `layout` is the one whose digest the update states, and is not looked at if it describes its own.
+    """
+    cursor = _Cursor(data, 0)
+    version, masked, deflated = _opening(cursor)
+    mask = bytes(cursor.take(DIGEST)) if masked else b""
+    if version == DESCRIBED:
+        told: dict[str, Described] = {}
+        entries = tuple(_described(cursor, told, masked, deflated) for _ in range(cursor.number(MOST_TENSORS)))
+        if len(told) < len(entries):
+            raise damaged("names a tensor twice")
+        return Header(Layout(told), entries, mask, deflated, True, cursor.place)
+    cursor.take(DIGEST)
+    known, found = layout or Layout(), list[TensorEntry]()
+    left = sorted(known)
+    while left:
+        found.append(_digested(cursor, known, left, masked, deflated))
+        del left[: len(found[-1].names)]
+    return Header(known, tuple(found), mask, deflated, False, cursor.place)
+
+
+def _opening(cursor: _Cursor) -> tuple[int, bool, bool]:
+    """Read the version, whether there is a shared mask, and whether values are deflated."""
+    if bytes(cursor.data[: len(MAGIC)]) != MAGIC:
+        raise damaged("does not begin like an encoded update")
+    cursor.take(len(MAGIC))
+    if (version := cursor.byte()) not in (DESCRIBED, DIGESTED):
+        remedy = "install the same version of Gradveil on both sides"
+        what = f"is in version {version} of the encoding, not {DESCRIBED} or {DIGESTED}"
+        raise WireError(Problem("update", what, remedy))
+    if (flags := cursor.byte()) > 3:
+        raise damaged(f"has unknown flags {flags:#x}")
+    return version, bool(flags & 1), bool(flags & 2)
+
+
+def _described(cursor: _Cursor, told: dict[str, Described], masked: bool, deflated: bool) -> TensorEntry:
+    """Read one tensor of an update that describes itself, and tell its shape and dtype."""
+    try:
+        name = str(cursor.take(cursor.number(MOST_NAME)), "utf-8")
+    except UnicodeDecodeError as error:
+        raise damaged("has a name that is not UTF-8") from error
+    kinds = cursor.byte()
+    if max(kinds & 15, kinds >> 4) >= len(DTYPES):
+        raise damaged(f"has unknown dtypes {kinds:#x}", place_of(name))
+    dtype, values = DTYPES[kinds & 15], DTYPES[kinds >> 4]
+    if values != on_wire(dtype, values):
+        raise damaged("has values that are wider than the tensor", place_of(name))
+    shape = tuple(cursor.number(MOST_ENTRIES) for _ in range(cursor.number(MOST_DIMENSIONS)))
+    if (entries := math.prod(shape)) > MOST_ENTRIES:
+        raise damaged(f"has more than {MOST_ENTRIES} entries", place_of(name))
+    told[name] = Described(shape, dtype)
+    among = cursor.number(entries) if masked else entries
+    return _coding(cursor, (name,), values, among, cursor.number(among.bit_length()), deflated)
+
+
+def _digested(cursor: _Cursor, layout: Layout, left: list[str], masked: bool, deflated: bool) -> TensorEntry:
+    """Read how the next tensors of a known layout are coded together."""
+    names = tuple(left[: cursor.number(len(left))])
+    if not names:
+        raise damaged("codes no tensor where some are left")
+    entries = sum(math.prod(layout[name].shape) for name in names)
+    if len(names) > 1 and entries > MOST_TOGETHER:
+        raise damaged(f"codes {entries} entries together, at most {MOST_TOGETHER} may be", _place(names))
+    kind = cursor.byte()
+    low, values = kind & 63, DTYPES[kind >> 6]
+    for name in names:
+        if layout[name].dtype not in DTYPES or values != on_wire(layout[name].dtype, values):
+            raise damaged("has values that are wider than the tensor", place_of(name))
+    among = cursor.number(entries) if masked else entries
+    if low > among.bit_length():
+        raise damaged(f"has the number {low} where at most {among.bit_length()} is possible", _place(names))
+    return _coding(cursor, names, values, among, low, deflated)
+
+
+def _coding(
+    cursor: _Cursor, names: tuple[str, ...], values: torch.dtype, among: int, low: int, deflated: bool
+) -> TensorEntry:
+    """Read what follows the way of coding: 0 if dense, else 1 + lower bits."""
+    kept, unary = among, 0
+    if low:
+        kept = cursor.number(among)
+        unary = cursor.number(positions_and_values.longest(among, kept, low - 1))
+    # A deflated plane is shorter than a plain one, or it would not be deflated.
+    planes = tuple(cursor.number(max(kept - 1, 0)) for _ in range(values.itemsize * deflated))
+    return TensorEntry(names, values, among, kept, low - 1 if low else None, unary, planes)
+
+
+class _Cursor:
+    """A place in the bytes that never passes their end."""
+
+    def __init__(self, data: memoryview, place: int) -> None:
+        self.data = data
+        self.place = place
+
+    def take(self, count: int) -> memoryview:
+        if count > len(self.data) - self.place:
+            raise damaged("ends within its header")
+        self.place += count
+        return self.data[self.place - count : self.place]
+
+    def byte(self) -> int:
+        if self.place == len(self.data):
+            raise damaged("ends within its header")
+        self.place += 1
+        return self.data[self.place - 1]
+
+    def number(self, most: int) -> int:
+        value = 0
+        for shift in range(0, 35, 7):
+            byte = self.byte()
+            value |= (byte & 127) << shift
+            if byte < 128:
+                if value > most:
+                    raise damaged(f"has the number {value} where at most {most} is possible")
+                if shift and not byte:
+                    raise damaged("has a number that is not in its shortest form")
+                return value
+        raise damaged("has a number of more than 35 bits")
+
+
+def _write_number(out: bytearray, value: int) -> None:
+    while value >= 128:
+        out.append(value & 127 | 128)
+        value >>= 7
+    out.append(value)
+
+
+def _place(names: tuple[str, ...]) -> str:
+    return place_of(names[0]) + (f" and {len(names) - 1} more" if len(names) > 1 else "")

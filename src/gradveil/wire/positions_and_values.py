@@ -1,0 +1,185 @@
+"""Positions of the entries that are sent, in Rice code or a bitmap; their values, plain or deflated by byte planes."""
+
+from __future__ import annotations
+
+import zlib
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+Bytes = NDArray[np.uint8]
+"""Encoded bytes."""
+Positions = NDArray[np.int64]
+"""Places of the entries that are sent, ascending."""
+
+
+class Coded(NamedTuple):
+    """Positions in Rice's code: how many lower bits are in planes, the length of the unary bitmap, both as bytes."""
+
+    low: int
+    unary: int
+    content: list[Bytes]
+
+
+def code(support: NDArray[np.bool_], positions: Positions) -> Coded:
+    """Code the positions of the True entries at the cheapest `low`.
+
+    >>> code(np.array([False, True, True]), np.array([1, 2]))
+    Coded(low=0, unary=3, content=[array([96], dtype=uint8)])
+    """
+    kept = len(positions)
+    if kept == 0:
+        return Coded(0, 0, [])
+    bitmap = int(positions[-1]) + 1
+    # A code with l lower bits takes at least l + 1 bits a position.
+    if 2 * kept >= bitmap:
+        return Coded(0, bitmap, [np.packbits(support[:bitmap])])
+    gaps = np.empty(kept, np.int32)
+    gaps[0] = positions[0]
+    np.subtract(positions[1:], positions[:-1], out=gaps[1:], casting="unsafe")
+    gaps[1:] -= 1
+    low, least, candidate = 0, _bytes(bitmap), 1
+    while _bytes(kept * (candidate + 1)) < least:
+        cost = size(kept, candidate, kept + int((gaps >> candidate).sum(dtype=np.int64)))
+        low, least = (candidate, cost) if cost < least else (low, least)
+        candidate += 1
+    if low == 0:
+        return Coded(0, bitmap, [np.packbits(support[:bitmap])])
+    ends = np.cumsum(gaps >> low, dtype=np.int64)
+    ends += np.arange(kept)
+    marks = np.zeros(int(ends[-1]) + 1, dtype=np.bool_)
+    marks[ends] = True
+    lower = (gaps & (1 << low) - 1).astype(_narrow(low))
+    planes = [np.packbits((lower & (1 << bit)) != 0) for bit in range(low)]
+    return Coded(low, len(marks), [*planes, np.packbits(marks)])
+
+
+def size(kept: int, low: int, unary: int) -> int:
+    """Count the bytes of the coded positions.
+
+    >>> size(kept=10, low=3, unary=17)
+    9
+    """
+    return low * _bytes(kept) + _bytes(unary)
+
+
+def longest(entries: int, kept: int, low: int) -> int:
+    """Bound the unary bitmap: k + (n - k) / 2^l bits, since all gaps together are at most n - k; none for no entry.
+
+    >>> longest(entries=100, kept=4, low=2), longest(entries=100, kept=0, low=2)
+    (28, 0)
+    """
+    return kept + ((entries - kept) >> low) if kept else 0
+
+
+def read(content: Bytes, entries: int, kept: int, low: int, unary: int) -> Positions | None:
+    """Decode positions; None where the content is not what `code` writes for `kept` positions among `entries`.
+
+    Whoever calls has compared the length with `size` and `unary` with `longest`. Since the sum of the first i unary
+    parts is the place of the i-th one minus i, one running sum over the lower bits gives all positions:
+    p_i = ((place_i - i) << l) + sum of the lower bits up to i + i.
+    """
+    plane = _bytes(kept)
+    marks = content[low * plane :]
+    ends = np.flatnonzero(np.unpackbits(marks).view(np.bool_))
+    # The last bit is a one: a longer bitmap would be a second way to write the same.
+    if len(ends) != kept or (kept and int(ends[-1]) != unary - 1):
+        return None
+    if low == 0 or kept == 0:
+        return ends
+    lower = np.zeros(kept, dtype=_narrow(low))
+    for bit in range(low):
+        bits = np.unpackbits(content[bit * plane : (bit + 1) * plane])
+        if bits[kept:].any():
+            return None
+        lower |= bits[:kept].astype(lower.dtype, copy=False) << bit
+    order = np.arange(kept)
+    ends -= order
+    ends <<= low
+    ends += order
+    ends += np.cumsum(lower, dtype=np.int64)
+    return ends if int(ends[-1]) < entries else None
+
+
+def _narrow(bits: int) -> type[np.unsignedinteger]:
+    return np.uint8 if bits <= 8 else np.uint16 if bits <= 16 else np.uint32
+
+
+def _bytes(bits: int) -> int:
+    return (bits + 7) // 8
+
+
+ByteArray = NDArray[np.uint8]
+"""Encoded bytes."""
+Integers = NDArray[np.signedinteger]
+"""Values seen as integers of their width, since NumPy has no bfloat16; little-endian."""
+_TORCH = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+_SAMPLE, _WORTH = 1 << 16, 31 / 32
+
+
+def as_integers(flat: Tensor) -> Integers:
+    """View values on the CPU as integers, little-endian."""
+    width = flat.dtype.itemsize
+    return flat.contiguous().view(_TORCH[width]).numpy().astype(f"<i{width}", copy=False)
+
+
+def as_values(bits: Integers, dtype: torch.dtype) -> Tensor:
+    """View integers as values again."""
+    return torch.from_numpy(bits.astype(bits.dtype.newbyteorder("="), copy=False)).view(dtype)
+
+
+def all_finite(bits: Integers, dtype: torch.dtype) -> bool:
+    """Whether no value is NaN or infinite, that is no exponent all ones; eight times as fast as `torch.isfinite`.
+
+    Such values are the largest integers, and with the sign bit set the largest unsigned ones.
+    """
+    if bits.size == 0:
+        return True
+    infinity = int(torch.tensor(torch.inf, dtype=dtype).view(_TORCH[dtype.itemsize]))
+    sign = 1 << 8 * dtype.itemsize - 1
+    unsigned = bits.view(bits.dtype.str.replace("i", "u"))
+    return int(bits.max()) < infinity and int(unsigned.max()) < sign + infinity
+
+
+def deflate(bits: Integers) -> tuple[tuple[int, ...], list[ByteArray]]:
+    """Split values into planes of bytes, the lowest first; return each one's length, 0 if left as it is, and them."""
+    parts: list[ByteArray] = []
+    lengths: list[int] = []
+    for plane in bits.view(np.uint8).reshape(-1, bits.dtype.itemsize).T:
+        raw = np.ascontiguousarray(plane)
+        sample = raw[:_SAMPLE]
+        small = raw
+        if len(_deflated(sample)) < _WORTH * len(sample):
+            small = np.frombuffer(_deflated(raw), np.uint8)
+        lengths.append(len(small) if len(small) < len(raw) else 0)
+        parts.append(small if len(small) < len(raw) else raw)
+    return tuple(lengths), parts
+
+
+def inflate(content: memoryview, count: int, width: int, lengths: tuple[int, ...]) -> Integers | None:
+    """Undo `deflate`, at most one byte too far; None where a plane does not give exactly `count` bytes."""
+    planes = np.empty((count, width), np.uint8)
+    place = 0
+    for plane, length in enumerate(lengths):
+        part = content[place : place + (length or count)]
+        place += len(part)
+        whole: bytes | memoryview = part
+        if length:
+            stream = zlib.decompressobj(-zlib.MAX_WBITS)
+            try:
+                whole = stream.decompress(part, count + 1)
+            except zlib.error:
+                return None
+            if len(whole) != count or not stream.eof or stream.unused_data:
+                return None
+        planes[:, plane] = np.frombuffer(whole, np.uint8)
+    return planes.reshape(-1).view(f"<i{width}")
+
+
+def _deflated(raw: ByteArray) -> bytes:
+    """Deflate with codes of bytes and of runs alone: planes of values hold no longer patterns to search for."""
+    stream = zlib.compressobj(1, zlib.DEFLATED, -zlib.MAX_WBITS, 9, zlib.Z_RLE)
+    return stream.compress(raw.data) + stream.flush()
