@@ -267,7 +267,7 @@ def test_gradinversion_recovers_a_batch():
     found = recover(scene, trials(scene.config)[0], range(1), lambda _: None).tensors
     batch = scene.batch(scene.examples(0, range(1)))
     assert torch.equal(found["targets"].sort().values, batch.targets.sort().values)
-    lower, upper = scene.target_clients.bounds
+    lower, upper = scene.private.bounds
     order = batch.targets.argsort(1)
     truth = batch.inputs[torch.arange(1)[:, None], order]
     own = psnr(found["inputs"], truth, lower, upper)

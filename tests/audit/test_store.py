@@ -30,7 +30,7 @@ def mode(path: Path) -> int:
 def test_a_run_lies_on_disk_as_the_format_says(tmp_path: Path) -> None:
     run, display = execute(config(), tmp_path / "run")
     assert [trial.info["defence"] for trial in run.trials] == ["none", "gaussian(0.01)"]
-    assert run.info["format"] == 1
+    assert run.info["format"] == 2
     assert run.info["config"]["target_clients"] == 2
     assert run.info["packages"]["torch"] == torch.__version__
     for trial in run.trials:
@@ -108,7 +108,7 @@ def test_other_settings_are_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(GradveilError) as caught:
         execute(config(target_clients=1, seeds=[3]), tmp_path / "run")
     said = str(caught.value)
-    assert "target clients (2 there, 1 now)" in said
+    assert "target_clients (2 there, 1 now)" in said
     assert "seeds (without 0)" in said
     assert "--fresh" in said
     assert "--out" in said

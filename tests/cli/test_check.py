@@ -142,7 +142,7 @@ def test_warnings_are_shown_and_stop_nothing(folder: Path, capsys: pytest.Captur
         (["check"], "--model: is missing"),
         (["check", "--model", "lenet-zhu"], "--data: is missing"),
         (["check", "studi.toml"], "is neither a file nor a bundled run"),
-        (["check", "study.toml", "--set", "target_clients=0"], "target clients: is 0"),
+        (["check", "study.toml", "--set", "target_clients=0"], "target_clients: is 0"),
         (["check", "study.toml", "--set", "model.options.classes=3"], "model.options.classes: is no option"),
         (["check", "study.toml", "--defence", "gausian(1)"], "gaussian"),
         (["check", "study.toml", "--data", "parquet:nowhere"], "is not there"),

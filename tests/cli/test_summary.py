@@ -89,7 +89,7 @@ def test_summary(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["summary", "runs/small", "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)["trials"]
     wanted = (
-        "model data seed round client defence attack target clients asr asr_low asr_high ssim_mean psnr_mean mse_mean"
+        "model data seed round client defence attack target_clients asr asr_low asr_high ssim_mean psnr_mean mse_mean"
     )
     assert len(rows) == 2
     assert set(f"{wanted} label_accuracy seconds statuses".split()) <= set(rows[0])

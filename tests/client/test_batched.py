@@ -60,7 +60,7 @@ def assert_agrees(
     if soft:
         targets = torch.rand((target_clients, examples, 4), generator=g, dtype=torch.float64).requires_grad_()
     spec = model_noise(model, inputs[0]).to(torch.float64)
-    rows = [spec.sample(Key(0, ("target_client", v))) for v in range(target_clients)]
+    rows = [spec.sample(Key(0, ("victim", v))) for v in range(target_clients)]
     noise = {name: torch.stack([row[name] for row in rows]).requires_grad_() for name in spec}
     params = {name: value.detach() for name, value in model.named_parameters()}
     trained = {name: value for name, value in params.items() if name not in frozen}

@@ -110,7 +110,7 @@ def test_the_estimate_is_unbiased_and_narrower_than_that_of_whole_batches():
     arguments = given(client, batch)[:-2]
     rows = []
     for number in range(600):
-        key = Key(number, ("trial",))
+        key = Key(number, ("cell",))
         probe = torch.randn(8, *Tiny.input_shape, generator=key.generator(), dtype=torch.float64)
         offset = torch.rand((), generator=key.child("offset").generator(), dtype=torch.float64)
         rows.append(flat(input_sensitivity.example_squared_row_norms(*arguments, probe, offset)) / exact)

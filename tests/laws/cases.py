@@ -180,7 +180,7 @@ def draw_state(client: Client, params: Tensors, key: Key) -> Tensors:
 
 def draw(client: Client, number: int = 0) -> tuple[Tensors, Batch, Tensors, Tensors]:
     """Parameters, and the batch, noise and state of one target client."""
-    key = Key(7, ("target_client", number))
+    key = Key(7, ("victim", number))
     params = client.params()
     batch = draw_batch(key.child("batch"))
     noise = client.noise_spec(params, batch).sample(key.child("noise"))

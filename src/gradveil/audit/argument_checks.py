@@ -48,7 +48,7 @@ def declared(attack: Attack) -> Iterator[Problem]:
 
 _DREW = Remark(
     "it drew from torch's global generator: numbers depend on what ran before it, and another run gives others; "
-    "key.child(target client, restart).generator() gives the same",
+    "key.child(target_client, restart).generator() gives the same",
     (1.0,),
 )
 

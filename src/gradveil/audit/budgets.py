@@ -27,7 +27,7 @@ class Budget:
     """How much, of what."""
 
     amount: float
-    unit: Literal["target_client-iterations", "seconds"]
+    unit: Literal["target-iterations", "seconds"]
 
 
 def read_budget(text: str) -> Budget:
@@ -40,7 +40,7 @@ def read_budget(text: str) -> Budget:
     if match is None or float(match[1]) <= 0:
         raise fail("budget", f"is '{text}'", "give target-iterations (64000), or a time: 90s, 10m, 2h")
     number, unit = float(match[1]), match[2]
-    return Budget(number * _SECONDS[unit], "seconds") if unit else Budget(number, "target_client-iterations")
+    return Budget(number * _SECONDS[unit], "seconds") if unit else Budget(number, "target-iterations")
 
 
 def restarts_worth(attack: Inversion) -> float:

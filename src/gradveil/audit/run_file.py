@@ -179,11 +179,12 @@ def resolve(raw: Mapping[str, Any], names: bool = True) -> RunConfig:
 
     `names=False` leaves the names of data, model, defences and attacks alone: the caller has the objects.
 
-    >>> resolve({"name": "a", "data": {"name": "faces"}, "model": {"name": "lenet-zhu"}, "target_client": 3})
+    >>> resolve({"name": "a", "data": {"name": "faces"}, "model": {"name": "lenet-zhu"}, "attacks": [],
+    ...         "target_client": 3})
     Traceback (most recent call last):
     ...
     gradveil.core.errors.GradveilError: attacks: is empty -> give at least 1
-    target client: is not a setting -> did you mean 'target_clients'?
+    target_client: is not a setting -> did you mean 'target_clients'?
     """
     return _resolve(RunConfig, raw, names)
 
@@ -224,7 +225,7 @@ def with_defaults(
 def _without_effect(config: RunConfig, overrides: Mapping[str, Any], settings: Sequence[str]) -> Iterator[Problem]:
     """Find iterations and restarts that were asked for where every attack says its own, or takes none."""
     said = {setting.partition("=")[0].strip(): f"--set {setting}" for setting in settings}
-    said |= {key: f"--{key} {value}" for key, value in overrides.items() if value is not None}
+    said |= {key: f"--{key.replace('_', '-')} {value}" for key, value in overrides.items() if value is not None}
     for key, one in (("iterations", (1, None)), ("restarts", (None, 1))):
         if key not in said or any(
             stands_for_many(text) or with_defaults(text, *one) != with_defaults(text) for text in config.attacks

@@ -325,7 +325,7 @@ def _command(name: str | None, overrides: dict[str, Any], settings: Sequence[str
     names = {"attacks": "--attack", "defences": "--defence", "seeds": "--seed"}
     for key, value in overrides.items():
         for one in value if isinstance(value, list) else [value] if value is not None else []:
-            words += [names.get(key, f"--{key}"), str(one)]
+            words += [names.get(key, f"--{key.replace('_', '-')}"), str(one)]
     for setting in settings:
         words += ["--set", setting]
     return shlex.join([*words, *flags])

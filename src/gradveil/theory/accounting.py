@@ -72,7 +72,7 @@ class Participation:
     def epochs(self) -> int:
         """How many sums of shuffled batches a unit is in at most.
 
-        >>> Training(steps=250, rate=0.01, sampling="shuffled").epochs
+        >>> Participation(steps=250, rate=0.01, sampling="shuffled").epochs
         3
         """
         return self.at_most or math.ceil(self.steps / math.floor(1 / self.rate + 1e-9))
