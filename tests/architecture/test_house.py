@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from graphlib import CycleError, TopologicalSorter
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.architecture.source import SRC, Source, read
+from tests.architecture.source import ROOT, SRC, Source, read
 
 MOST_FILES = 28
 """Python files of one folder, `__init__.py` included."""
@@ -81,6 +82,20 @@ def test_folders_hold_at_most_28_files_and_are_not_empty() -> None:
 
 def _below(folder: Path) -> Iterator[Path]:
     return (path for path in folder.glob("*/*.py"))
+
+
+def test_the_map_for_contributors_names_files_that_exist() -> None:
+    named = re.findall(r"`([\w/]+\.py)`", (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8"))
+    assert len(named) > 30
+    assert [name for name in named if not (SRC / "gradveil" / name).is_file()] == []
+
+
+def test_old_paths_are_translated_to_files_that_exist() -> None:
+    rows = re.findall(
+        r"\| `([\w/]+\.py)`.*\| `([\w/]+\.py)` \|", (ROOT / "docs/old-paths.md").read_text(encoding="utf-8")
+    )
+    assert len(rows) > 150
+    assert [new for _, new in rows if not (SRC / "gradveil" / new).is_file()] == []
 
 
 def test_every_folder_says_what_it_is_for() -> None:
