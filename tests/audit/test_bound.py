@@ -120,9 +120,9 @@ def test_linear_normal_model_has_its_closed_form_and_attackers_respect_it(attack
     assert found["mse"] == pytest.approx(closed_form(), rel=0.02)
     assert found["by"] == "Cramér-Rao"
     assert found["prior"] == pytest.approx(SPREAD**2, rel=0.02)
-    assert found["measured"] > 0.97 * found["mse"]
+    assert found["measured"] > 0.95 * found["mse"]  # 100 clients: a standard error of 1.3%
     if reaches is not None:
-        assert (found["measured"] < 1.03 * found["mse"]) == reaches
+        assert (found["measured"] < 1.05 * found["mse"]) == reaches
 
 
 SHORT = {
@@ -148,7 +148,7 @@ def test_every_attack_respects_it_but_one_who_is_told_the_noise(name: str) -> No
     if name in TOLD_THE_NOISE:
         assert found["measured"] < 0.8 * found["mse"]
     else:
-        assert found["measured"] > 0.97 * found["mse"]
+        assert found["measured"] > 0.95 * found["mse"]  # 100 clients: a standard error of 1.3%
 
 
 @pytest.mark.parametrize("text", ["rob(sparse=true, gain=0.01)", "curious"])
@@ -193,7 +193,7 @@ def test_noise_that_is_fitted_to_public_images_has_a_bound(attack: Any, reaches:
     assert found["why"] is None
     assert found["by"] == "Cramér-Rao"
     assert 0.9 * best < found["mse"] < 1.005 * best
-    assert found["measured"] > 0.97 * found["mse"]
+    assert found["measured"] > 0.95 * found["mse"]  # 100 clients: a standard error of 1.3%
     assert (found["measured"] < 1.12 * found["mse"]) == reaches
 
 
@@ -209,7 +209,7 @@ def test_the_command_knows_the_bound_of_fitted_noise(capsys: pytest.CaptureFixtu
 def test_every_round_that_is_watched_tells_more() -> None:
     found = audited(reader(shrinking(3)), rounds=3)
     assert found["mse"] == pytest.approx(closed_form(3), rel=0.02)
-    assert found["measured"] == pytest.approx(closed_form(3), rel=0.03)
+    assert found["measured"] == pytest.approx(closed_form(3), rel=0.05)
 
 
 def test_the_images_of_a_batch_hide_each_other() -> None:
