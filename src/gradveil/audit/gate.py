@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from statistics import NormalDist
 
+from gradveil.audit.attack_check import unused_rounds
 from gradveil.audit.baselines import expected_of
 from gradveil.audit.findings import Findings, Gap, findings
 from gradveil.audit.result_rows import Row
@@ -205,6 +206,8 @@ def _remedy(verdict: Verdict) -> str:
         return "Add an attack that knows no client secrets." if verdict.undefended else "Add --attack adaptive."
     if verdict.images < ENOUGH:
         return f"Attack at least {ENOUGH} images: --target-clients {ENOUGH}."
+    if unused_rounds(verdict.best):
+        return "Use every round that was watched."
     if verdict.health.state == "under-optimised":
         return "Give the attacks more iterations or restarts."
     return "Use an attack that works on undefended clients, and let the control show it."
