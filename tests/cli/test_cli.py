@@ -103,7 +103,7 @@ def test_fail_above_is_a_gate(small: Path, capsys: pytest.CaptureFixture[str]) -
     err = capsys.readouterr().err
     assert "--fail-above 50%: failed. 1 of 1 setting is above it." in err
     (line,) = [line for line in err.splitlines() if line.startswith("prune(0.9)")]
-    assert line.split()[-5:-1] == ["2/2", "100%", "recovered", "34.2–100%"]
+    assert line.split()[-6:-2] == ["2/2", "100%", "recovered", "34.2–100%"]
     assert "runs/small/report.html" in err
     assert audit("--out", "other", "--fail-above", "0.1") == 1
     err = capsys.readouterr().err
@@ -125,8 +125,8 @@ def test_trials_above_the_gate_say_where_they_stand() -> None:
     console.print(above_table(gate(Run({"trials": []}, trials), 0.01).above))
     assert [" ".join(line.split()) for line in console.export_text().splitlines()] == [
         "defence verdict attack seed client round attacker images 95% CI baseline",
-        "dgp LEAKS ig 1 gradient 20 knows the defence 8/32 25% recovered 13.3–42.1% 0%",
-        "dgp LEAKS ig 0 gradient 0 ignores the defence 1/32 3.1% recovered 0.6–15.7% 0%",
+        "dgp LEAKS ig 1 gradient 20 knows the defence 8/32 25% recovered 13.3–42.1% 0% recovered",
+        "dgp LEAKS ig 0 gradient 0 ignores the defence 1/32 3.1% recovered 0.6–15.7% 0% recovered",
     ]
 
 
