@@ -69,7 +69,7 @@ def test_a_count_below_its_baseline_is_not_why_a_setting_leaks() -> None:
     assert (one.leak.observed, one.leak.criterion) == (17, "identified")
     console = Console(width=200, record=True, file=StringIO())
     console.print(above_table(found.above))
-    assert "leak: 17/32 53% identified" in console.export_text()
+    assert "leak: 17/32 53.1% identified" in console.export_text()
     (clear,) = judged(0.1, row(17), BARE).above
     assert clear.leak is None
 
