@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from io import StringIO
 from typing import Any
 
 import pytest
+from rich.console import Console
 
+from gradveil.audit.findings import findings
 from gradveil.audit.gate import Accepted, Gate, gate, images_needed
 from gradveil.audit.result_rows import Row
 from gradveil.audit.run_directory import Run, Trial
+from gradveil.cli.audit_command import above_table
 from gradveil.metrics import wilson
 from tests.report.trials import BARE, HEALTHY, row
 
@@ -54,6 +58,25 @@ def as_trained_on(made: Row) -> Row:
     for record in made.trial.records:
         record["per_image"][0] |= {"success_transformed": 1, "expected_transformed": {"recovered": 0.01, "public": 50}}
     return made
+
+
+def test_a_count_below_its_baseline_is_not_why_a_setting_leaks() -> None:
+    guessable = {"recovered": 0.8, "identified": 0.01, "identifiable": 0.01, "public": 1000}
+    found = judged(0.1, row(17, attack="cdia", expected=guessable), BARE)
+    (one,) = found.above
+    assert (one.hits, one.criterion, one.baseline) == (17, "recovered", pytest.approx(0.8, abs=0.01))
+    assert one.leak is not None
+    assert (one.leak.observed, one.leak.criterion) == (17, "identified")
+    console = Console(width=200, record=True, file=StringIO())
+    console.print(above_table(found.above))
+    assert "leak: 17/32 53.1% identified" in console.export_text()
+    (clear,) = judged(0.1, row(17), BARE).above
+    assert clear.leak is None
+
+
+def test_the_reason_of_a_broken_defence_is_printed() -> None:
+    (note, *_) = findings([row(32).trial]).notes()
+    assert note.startswith("dgp: broken. ig: 32 of 32 images recovered")
 
 
 def test_an_ambiguous_control_and_no_adaptive_attacker_do_not_pass() -> None:

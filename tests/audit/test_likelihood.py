@@ -8,9 +8,9 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from gradveil.attacks.noise_likelihood import log_likelihood
+from gradveil.attacks.noise_likelihood import explained, likelier, log_likelihood, sharing
 from gradveil.audit.attack_check import examine
 from gradveil.audit.attack_selection import trials
 from gradveil.audit.preflight import open_experiment
@@ -23,6 +23,23 @@ from gradveil.core.types import Stage, Transform
 from gradveil.defences import Defence, chain
 from tests.audit.runs import config
 from tests.report.trials import BARE, HEALTHY, row
+
+
+@dataclass(frozen=True)
+class OneNumber(Transform):
+    """Add one loud number to all entries of a parameter."""
+
+    stage: ClassVar[Stage] = Stage.NOISE
+
+    def noise(self, params: Mapping[str, Tensor]) -> NoiseSpec:
+        """Declare a number for every parameter."""
+        return NoiseSpec({n: Noise((), Normal(), neutral=0.0, dtype=p.dtype) for n, p in params.items()})
+
+    def apply(
+        self, update: Mapping[str, Tensor], state: Mapping[str, Tensor], noise: Mapping[str, Tensor], context: Any
+    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Add it."""
+        return {name: value + noise[name] for name, value in update.items()}, dict(state)
 
 
 @dataclass(frozen=True)
@@ -47,6 +64,24 @@ class HalfLoud(Transform):
 
 
 half = Defence("half", send=chain(half=HalfLoud()))
+shared = Defence("shared", send=chain(shared=OneNumber()))
+
+
+def perceptron() -> nn.Module:
+    """A first layer that shows its input."""
+    return nn.Sequential(nn.Flatten(), nn.Linear(256, 16), nn.Sigmoid(), nn.Linear(16, 10))
+
+
+def tried(defence: str, attack: str, **changes: Any) -> tuple[Row, Row]:
+    """The trial of an attack on four small digits, and a control that vouches for it."""
+    data = {"name": "digits", "size": 16}
+    experiment = open_experiment(config(defences=[defence], data=data, attacks=[attack], target_clients=4, **changes))
+    address = trials(experiment.config)[0]
+    found = score(
+        experiment, address, recover(experiment, address, range(4), lambda step: None), TrialNames("", "", ())
+    )
+    same = {n: found.info[n] for n in ("model", "data", "client")}
+    return Row(0, found), row(32, defence="none", simulated_client="naive", **same)
 
 
 @pytest.mark.parametrize(
@@ -61,39 +96,30 @@ half = Defence("half", send=chain(half=HalfLoud()))
 def test_noise_on_a_half_hides_nothing_and_noise_on_everything_does(
     defence: str, attack: str, worse: bool | None
 ) -> None:
-    data = {"name": "digits", "size": 16}
-    experiment = open_experiment(config(defences=[defence], data=data, attacks=[attack], target_clients=4))
-    address = trials(experiment.config)[0]
-    found = score(
-        experiment, address, recover(experiment, address, range(4), lambda step: None), TrialNames("", "", ())
-    )
-    health = found.info["health"]
+    trial, control = tried(defence, attack)
+    health = trial.info["health"]
     if worse is None:
-        assert health["likelihood"] is health["likelihood_truth"] is None
+        assert health["likelihood"] is health["likelihood_truth"] is health["truth_likelier_z"] is None
         return
-    control = row(
-        32, defence="none", simulated_client="naive", **{n: found.info[n] for n in ("model", "data", "client")}
-    )
-    trial = Row(0, found)
     assert any("it fits the noise" in doubt for doubt in examine(trial, [control]).doubts) is worse
     assert examine(trial, [control]).state == ("under-optimised" if worse else "ambiguous")
 
 
 @pytest.mark.parametrize(
-    ("likelihood", "change", "state"),
+    ("spreads", "change", "state"),
     [
-        (1.0, {}, "ambiguous"),
-        (0.992, {}, "ambiguous"),
-        (0.98, {}, "under-optimised"),
-        (2.0, {}, "ambiguous"),
+        (0.0, {}, "ambiguous"),
+        (3.9, {}, "ambiguous"),
+        (4.1, {}, "under-optimised"),
+        (-50.0, {}, "ambiguous"),
         (None, {}, "ambiguous"),
-        (0.5, {"simulated_client": "naive"}, "ambiguous"),
+        (50.0, {"simulated_client": "naive"}, "ambiguous"),
     ],
 )
 def test_a_clearly_less_likely_answer_leaves_the_verdict_open(
-    likelihood: float | None, change: dict[str, Any], state: str
+    spreads: float | None, change: dict[str, Any], state: str
 ) -> None:
-    health = HEALTHY | {"objective_truth": 0.01, "likelihood": likelihood, "likelihood_truth": 1.0}
+    health = HEALTHY | {"objective_truth": 0.01, "truth_likelier": 1000.0, "truth_likelier_z": spreads}
     trial = row(0, health=health, **change)
     assert examine(trial, [BARE]).state == state
     (verdict,) = [each for each in verdicts([trial, BARE]) if not each.undefended]
@@ -115,10 +141,92 @@ def test_entries_are_weighed_by_their_noise_whatever_their_size() -> None:
     units[-1] = 1e6
     for unit in (torch.ones(4000), units):
         best, worst = (
-            log_likelihood({"w": unit * x}, [{"w": unit * (x + noise())} for _ in range(4)], {"w": unit * sent})
+            log_likelihood({"w": unit * x}, [{"w": unit * (x + noise())} for _ in range(4)], {"w": unit * sent})[:, 0]
             for x in (truth, fitted)
         )
         assert float(best - worst) > 1
     assert log_likelihood({"w": truth}, [{"w": truth}] * 2, {"w": sent}).isnan().all()
     scaled = log_likelihood({"w": 0.1 * truth}, [{"w": 0.1 * truth + noise()} for _ in range(4)], {"w": sent})
-    assert float(scaled) == pytest.approx(float(best) - float(units.log().mean()), abs=0.2)
+    assert float(scaled[:, 0]) == pytest.approx(float(best) - float(units.log().mean()), abs=0.2)
+
+
+def test_one_quiet_row_is_seen_however_many_are_loud() -> None:
+    generator = torch.Generator().manual_seed(0)
+    rows, columns = 2048, 1024
+    truth, other = (torch.randn(1, rows * columns, generator=generator) for _ in range(2))
+    loud = 10.0 * (torch.arange(rows * columns) >= columns)
+
+    def noise() -> Tensor:
+        return loud * torch.randn(1, rows * columns, generator=generator)
+
+    sent = truth + noise()
+    near = torch.where(loud > 0, truth + 2e-4 * (sent - truth), other)  # as far as 1024 pixels can fit noise
+    draws = [noise() for _ in range(4)]
+    at_truth, at_other = (
+        explained(log_likelihood({"w": x}, [{"w": x + own} for own in draws], {"w": sent}), torch.zeros(1))
+        for x in (truth, near)
+    )
+    gap, spreads = likelier(at_other, at_truth)
+    assert float(at_truth[0, 0] - at_other[0, 0]) < 0.01
+    assert float(gap) > 1000
+    assert float(spreads) > 4
+
+
+@pytest.mark.parametrize(
+    ("kind", "numbers", "is_shared"),
+    [
+        ("independent", 6400, False),
+        ("laplace", 6400, False),
+        ("levels", 6400, False),
+        ("mask", 6400, False),
+        ("scale", 1, False),
+        ("number", 1, True),
+        ("signed", 6400, True),
+        ("row", 6400, True),
+        ("column", 6400, True),
+        ("one row", 6400, True),
+        ("pairs", 3200, True),
+    ],
+)
+def test_noise_that_entries_share_is_told_from_independent_noise(kind: str, numbers: int, is_shared: bool) -> None:
+    generator = torch.Generator().manual_seed(1)
+    plain = torch.randn(5, 64, 100, generator=generator)
+    signs = torch.randn(64, 100, generator=generator).sign()
+    levels = 10 ** (2 * torch.randn(64, 100, generator=generator))
+
+    def drawn() -> Tensor:
+        def normal(*shape: int) -> Tensor:
+            return torch.randn(5, *shape, generator=generator)
+
+        whole = normal(64, 100)
+        one = whole.clone()
+        one[:, 3] = normal(1)
+        return {
+            "independent": lambda: plain + whole,
+            "laplace": lambda: plain + whole.sign() * normal(64, 100).abs().exp(),
+            "levels": lambda: plain + levels * whole,
+            "mask": lambda: plain * (whole > 1),
+            "scale": lambda: plain * normal(1, 1),
+            "number": lambda: plain + normal(1, 1),
+            "signed": lambda: plain + normal(1, 1) * signs,
+            "row": lambda: plain + normal(64, 1),
+            "column": lambda: plain + normal(1, 100),
+            "one row": lambda: plain + one,
+            "pairs": lambda: plain + normal(64, 50).repeat_interleave(2, 2) * signs,
+        }[kind]()
+
+    found = sharing({"w": plain}, [{"w": drawn()} for _ in range(4)], numbers)
+    assert bool((found.median() > 1) == is_shared), found
+
+
+@pytest.mark.parametrize("attack", ["cdia(iterations=40)", "analytic(prior=public)"])
+@pytest.mark.parametrize(
+    ("defence", "is_shared"), [("tests.audit.test_likelihood:shared", True), ("gaussian(1)", False)]
+)
+def test_no_attack_passes_where_noise_is_shared(attack: str, defence: str, is_shared: bool) -> None:
+    trial, control = tried(defence, attack, model={"name": "tests.audit.test_likelihood:perceptron"})
+    reasons = " ".join(examine(trial, [control]).reasons)
+    assert ("its noise is shared by entries" in reasons) is is_shared
+    if is_shared:
+        assert examine(trial, [control]).state in ("suspect", "under-optimised")
+    assert trial.health("likelihood") is not None

@@ -214,3 +214,16 @@ def test_without_public_images_such_a_defence_is_refused():
     (problem,) = obstacles(replace(experiment, public=None)).problems
     assert problem.where == "defences[0] 'instahide(mix=public)', client"
     assert "mixes with public images, and there are none" in problem.what
+
+
+@pytest.mark.parametrize(
+    ("attack", "used"),
+    [
+        ("cdia(iterations=1)", [2]),
+        ("cdia(iterations=1, rounds=first)", [0]),
+        ("averaging(iterations=1)", [0, 1, 2]),
+    ],
+)
+def test_a_trial_says_which_rounds_its_attack_used(attack, used):
+    experiment, trial, _ = opened(attack=attack, rounds=3)
+    assert recover(experiment, trial, range(1), lambda step: None).facts["rounds_used"] == used

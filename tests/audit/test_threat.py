@@ -10,7 +10,7 @@ import pytest
 from gradveil.audit.audit_config import ClientConfig
 from gradveil.audit.result_rows import Row
 from gradveil.audit.run_directory import Trial
-from gradveil.audit.threat_model import threat_model
+from gradveil.audit.threat_model import scope, threat_model
 from tests.audit.runs import config, execute
 
 LABELS = "targets: the true labels"
@@ -30,6 +30,17 @@ def row(attack: str, *grants: str, **change: Any) -> Row:
     return Row(0, Trial(info | {"attack": attack, "grants": list(grants), "knowledge": {}} | change, []))
 
 
+USED = {
+    "ig": [4],
+    "dia": [4],
+    "learned": [4],
+    "analytic": [4],
+    "ig(rounds=first)": [0],
+    "cdia(rounds=all)": [*range(5)],
+}
+"""The rounds that attacks used, as the trials' records have them."""
+
+
 @pytest.mark.parametrize(
     ("attacks", "said"),
     [
@@ -46,8 +57,14 @@ def row(attack: str, *grants: str, **change: Any) -> Row:
     ],
 )
 def test_the_rounds_that_were_watched_and_used(attacks: list[str], said: str) -> None:
-    assert said in threat_model([row(attack, round=4) for attack in attacks], {})
+    assert said in threat_model([row(attack, round=4, rounds_used=USED.get(attack)) for attack in attacks], {})
     assert "It watches one round." in threat_model([row(attack) for attack in attacks], {})
+
+
+def test_watching_rounds_is_not_using_them() -> None:
+    assert "several rounds (rounds)" in scope([row("ig")], {})
+    assert "more than one of the rounds watched" in scope([row("ig", round=4, rounds_used=[4])], {})
+    assert "rounds" not in scope([row("cdia(rounds=all)", round=4, rounds_used=[*range(5)])], {})
 
 
 @pytest.mark.parametrize(

@@ -274,6 +274,24 @@ def test_an_attack_that_fails_without_a_defence_proves_nothing() -> None:
     assert "nothing shows that the attack works" in alone.doubts[0]
 
 
+@pytest.mark.parametrize(
+    ("used", "reason"),
+    [
+        ([15], "the other 15 rounds were not used: --attack 'cdia(rounds=all)' or averaging"),
+        (None, "nothing says which of the 16 rounds it used"),
+        (range(16), ""),
+    ],
+)
+def test_an_attack_on_one_of_many_rounds_vouches_for_none_of_the_others(used: Any, reason: str) -> None:
+    watched = {"round": 15, "rounds_used": None if used is None else list(used)}
+    control = row(32, defence="none", simulated_client="naive", number=90, **watched)
+    trial = row(0, health=HEALTHY | {"objective_truth": 0.01}, attack="cdia", **watched)
+    verdict = next(each for each in verdicts([trial, control]) if not each.undefended)
+    assert verdict.health.state == "ambiguous"
+    assert verdict.level == ("inconclusive" if reason else "not broken")
+    assert reason in " ".join(verdict.reasons)
+
+
 def test_no_defence_is_known_however_it_was_written() -> None:
     (first, *_) = verdicts([row(0), row(32, defence="None", simulated_client="full")])
     assert first.undefended

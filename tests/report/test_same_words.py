@@ -191,7 +191,7 @@ def test_the_scope_names_what_was_not_tried() -> None:
     text = " ".join(printed(of(row(0, **NAIVE))).split())
     for missing in ("adaptive attacks", "a malicious server", "batches", "local training", "trained weights"):
         assert missing in text
-    wide: dict[str, Any] = {"batch": 4, "client": "local T=4", "trained": 3, "round": 1}
+    wide: dict[str, Any] = {"batch": 4, "client": "local T=4", "trained": 3, "round": 1, "rounds_used": [0, 1]}
     assert "Not tried" not in printed(of(row(0, **wide), row(0, **wide, planted="a block")))
 
 

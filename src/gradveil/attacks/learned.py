@@ -86,7 +86,7 @@ class Learned:
             seconds=time.perf_counter() - began,
             restart=zero,
             objectives=objective.unsqueeze(1),
-            initial=client.match(student.average(targets), targets, key)[:, 0],
+            initial=client.distance(student.average(targets), targets, key)[:, 0],
             match=match,
         )
 
@@ -101,7 +101,9 @@ class Learned:
         plan: Sequence[int] = (),
     ) -> Tensor:
         """Return 1 - cosine [V] of what inputs [V, B, ...] would send, with noise of his own, and what was sent."""
-        return self.match(observations, simulated_client, knowledge, key, inputs, noise, plan)[:, 0]
+        assert knowledge.targets is not None, "the true labels are told"
+        client = Simulated(simulated_client, observations)
+        return client.distance(inputs, knowledge.targets.to(inputs.device), key)[:, 0]
 
     def match(
         self,
@@ -113,7 +115,7 @@ class Learned:
         noise: Mapping[str, Tensor],
         plan: Sequence[int] = (),
     ) -> Tensor:
-        """Return 1 - cosine of `evaluate`, which has no priors, and that of the median layer: [V, 2]."""
+        """Return `Reconstruction.match`: first the distance of `evaluate`, which has no priors."""
         assert knowledge.targets is not None, "the true labels are told"
         return Simulated(simulated_client, observations).match(inputs, knowledge.targets.to(inputs.device), key)
 

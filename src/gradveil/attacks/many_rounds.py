@@ -128,7 +128,7 @@ class Pooled(Inversion):
         noise: Mapping[str, Tensor],
         plan: Sequence[int] = (),
     ) -> Tensor:
-        """Return the distances without priors [V, 2] at inputs [V, B, ...]."""
+        """Return the distances without priors [V, ...] at inputs [V, B, ...]."""
         pooled = self.pooled(observations, simulated_client, knowledge, key)
         return super().match([pooled], simulated_client.undefended_update(), knowledge, key, inputs, noise, plan)
 

@@ -122,8 +122,9 @@ class Reconstruction:
     before_undoing: Tensor | None = None
     """[V, B, C, H, W] what the client trained on, where a batch defence was undone to get `inputs`."""
     match: Tensor | None = None
-    """[V, 2 or 3] the simulated update without priors: the objective's distance, 1 - cosine of the median layer, and
-    the mean log-likelihood of an entry given the noise that the client adds (NaN where it adds none)."""
+    """[V, 2 or more] the simulated update without priors: the objective's distance, 1 - cosine of the median layer, and
+    how well it explains what was sent given the noise that the client adds, NaN where it adds none: the columns of
+    `gradveil.attacks.noise_likelihood`."""
 
 
 def in_closed_form(

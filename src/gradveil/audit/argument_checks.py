@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from gradveil.attacks.knowledge import How, Knowledge, Known
+from gradveil.attacks.noise_likelihood import COLUMNS
 from gradveil.attacks.protocol import Attack, Observation, Reconstruction, Remark, Status
 from gradveil.client import Client
 from gradveil.core.errors import FOREIGN, GradveilError, Problem, fail, refuse
@@ -112,7 +113,7 @@ def _wrong(
 ) -> Iterator[Problem]:
     images = (target_clients, examples, *knowledge.shape)
     restarts = tuple(getattr(found.objectives, "shape", ()))[1:2] or (1,)
-    likely = tuple(getattr(found.match, "shape", ()))[1:] == (3,)
+    columns = 2 + COLUMNS if tuple(getattr(found.match, "shape", ()))[1:] == (2 + COLUMNS,) else 2
     wanted: Sequence[tuple[str, Any, tuple[int, ...], str]] = (
         ("inputs", found.inputs, images, "[V, B, C, H, W]"),
         ("targets", found.targets, (target_clients, examples), "[V, B] class numbers"),
@@ -127,7 +128,7 @@ def _wrong(
             else ()
         ),
         *(
-            (("match", found.match, (target_clients, 3 if likely else 2), "[V, 2 or 3]"),)
+            (("match", found.match, (target_clients, columns), f"[V, 2 or {2 + COLUMNS}]"),)
             if found.match is not None
             else ()
         ),

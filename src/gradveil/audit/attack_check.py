@@ -13,7 +13,7 @@ from gradveil.audit.baselines import expected_of, identifies, leaks
 from gradveil.audit.observe import plain_name
 from gradveil.audit.result_rows import Row
 from gradveil.core.errors import GradveilError
-from gradveil.core.formatting import number, percent
+from gradveil.core.formatting import number, percent, plural
 
 FELL = 0.9
 """An objective that ends above this share of its start did not fall."""
@@ -23,8 +23,8 @@ SOUND = 0.5
 WORSE = 1e-3
 """An answer fits the median layer worse than an exact truth does if it is this far from the update (1 - cosine)."""
 
-UNLIKELY = 0.01
-"""An answer is clearly less likely than the truth if an entry's mean log-likelihood is so much smaller."""
+CLEAR = 4.0
+"""The truth is clearly likelier than an answer if the log-likelihood of the whole update is so many spreads larger."""
 
 _ORDERS = frozenset({"schedule", "inclusion"})
 """The tensors that say which examples were in which local step."""
@@ -46,7 +46,8 @@ STATES: dict[State, tuple[str, str]] = {
     ),
     "suspect": (
         "suspect",
-        "it diverged, does no better without a defence, or fits the update worse than the true images do: "
+        "it diverged, does no better without a defence, fits the update worse than the true images do, or takes "
+        "noise that values share for independent noise: "
         "a low rate does not show protection",
     ),
     "no ground truth": (
@@ -146,12 +147,22 @@ def _unexplained(row: Row) -> Iterator[str]:
 
 def _unlikely(row: Row) -> Iterator[str]:
     """Say where the true images explain the update better, once entries are weighed by the noise that is on them."""
-    end, truth = row.health("likelihood"), row.health("likelihood_truth")
-    if end is not None and truth is not None and end < truth - UNLIKELY and not _ignores(row):
+    gap, spreads = row.health("truth_likelier"), row.health("truth_likelier_z")
+    if gap is not None and spreads is not None and spreads > CLEAR and not _ignores(row):
         yield (
-            "it fits the noise: given how much noise the client adds to each value, the mean log-likelihood of a value "
-            f"is {number(end)} at the answer and {number(truth)} at the true images, so an attack that weighs values "
-            "by their noise may do better"
+            "it fits the noise: given how much noise the client adds to each value, the log-likelihood of the update "
+            f"is larger by {number(gap)} at the true images than at the answer ({number(spreads)} times its spread "
+            "over the values), so an attack that weighs values by their noise may do better"
+        )
+
+
+def _shared(row: Row) -> Iterator[str]:
+    """Say where noise is shared by entries, so that weighing each by itself shows nothing."""
+    shared = row.health("noise_shared")
+    if shared is not None and shared > 1 and not _ignores(row):
+        yield (
+            "its noise is shared by entries: sums or differences of values of the update may cancel it, and neither "
+            "the attack's objective nor its likelihood, which take each value by itself, look at them"
         )
 
 
@@ -219,7 +230,7 @@ def _preset(row: Row) -> str:
 
 def complaints(row: Row, rows: Sequence[Row]) -> list[str]:
     """List the reasons to distrust a low success rate of this trial, in words; none for an attack in good health."""
-    found = [*_unexplained(row)]
+    found = [*_unexplained(row), *_shared(row)]
     start, end = row.health("objective_initial"), row.health("objective")
     # Where noise drowns the update, even the true images have nearly the objective of random ones.
     if start is not None and end is not None and end > FELL * start and _side(row) != "below":
@@ -262,6 +273,20 @@ def coincidence(row: Row) -> str:
     return f"scored against other target clients, the same reconstructions pass as often ({percent(wrong)}): " + (
         "these images are alike, and the rate singles nobody out"
     )
+
+
+def unused_rounds(row: Row) -> str:
+    """Say which of the rounds that the server watched an attack left out, and how to use them; empty where none.
+
+    Such an attack may pass its attack check, but shows nothing of what all rounds together tell.
+    """
+    used, watched = row.rounds_used, row.setting.round + 1
+    if used is None:
+        return f"nothing says which of the {watched} rounds it used, so it shows nothing of all of them"
+    if not (left := watched - len(used)):
+        return ""
+    others = f"the other {plural(left, 'round')} {'was' if left == 1 else 'were'} not used"
+    return f"{others}: --attack 'cdia(rounds=all)' or averaging"
 
 
 def guesses(row: Row) -> bool:

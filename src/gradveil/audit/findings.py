@@ -102,10 +102,9 @@ class Findings:
         ]
 
     def notes(self) -> Iterator[str]:
-        """Explain each verdict that the numbers of its row do not explain, in one line each."""
+        """Give the reason of each verdict but "not broken", in one line each."""
         for each in self.entries:
-            leaked = isinstance(each, Verdict) and bool(each.leaked)
-            if leaked or each.level not in ("broken", "not broken"):
+            if each.level != "not broken":
                 reasons = " ".join(each.reasons[:1] if each.level in ("broken", "leaks") else each.reasons)
                 warning = f" {each.warning}" if isinstance(each, Verdict) and each.warning else ""
                 yield f"{each.defence}: {LEVELS[each.level][0].lower()}. {reasons}{warning}"

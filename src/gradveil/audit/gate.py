@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from statistics import NormalDist
 
-from gradveil.audit.baselines import expected_of
+from gradveil.audit.attack_check import unused_rounds
+from gradveil.audit.baselines import Test, expected_of
 from gradveil.audit.findings import Findings, Gap, findings
 from gradveil.audit.result_rows import Row
 from gradveil.audit.run_directory import Run
@@ -59,6 +60,14 @@ class CountedSetting:
     def upper(self) -> float:
         """The upper end of the interval."""
         return self.ends[1]
+
+    @property
+    def leak(self) -> Test | None:
+        """The test that rejects guessing most clearly, where the images that count are no leak; otherwise None."""
+        leaking = [test for test in self.verdict.tests if test.leaks]
+        if any(test.number == self.row.number and test.criterion == self.criterion for test in leaking):
+            return None
+        return min(leaking, key=lambda test: (test.number != self.row.number, test.adjusted), default=None)
 
     @property
     def baseline(self) -> float | None:
@@ -205,6 +214,8 @@ def _remedy(verdict: Verdict) -> str:
         return "Add an attack that knows no client secrets." if verdict.undefended else "Add --attack adaptive."
     if verdict.images < ENOUGH:
         return f"Attack at least {ENOUGH} images: --target-clients {ENOUGH}."
+    if unused_rounds(verdict.best):
+        return "Use every round that was watched."
     if verdict.health.state == "under-optimised":
         return "Give the attacks more iterations or restarts."
     return "Use an attack that works on undefended clients, and let the control show it."

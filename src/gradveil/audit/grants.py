@@ -20,6 +20,7 @@ from gradveil.core.noise import Key
 from gradveil.core.streams import Stream
 from gradveil.core.tree import Tensors
 from gradveil.core.types import Batch
+from gradveil.core.user_code import users
 from gradveil.federated.model_inspection import inspect
 
 _WAYS: dict[type, str] = {Known: "known", Optimise: "optimise", Sample: "sample", Infer: "infer", Neutral: "neutral"}
@@ -106,6 +107,19 @@ def _statistics(attack: Attack, simulated_client: Client, params: Tensors, truth
 def looks_at_last(attack: Attack) -> bool:
     """Whether an attack looks at the last of the observed rounds alone, as those without the setting do."""
     return getattr(attack, "rounds", "last") == "last"
+
+
+def rounds_used(attack: Attack, watched: int) -> list[int] | None:
+    """List the observed rounds that an attack uses, counted from 0; None where an attack of the user's own says none.
+
+    One that looks at a single round may still follow what a client keeps through those before it.
+    """
+    every = list(range(watched))
+    if watched == 1 or isinstance(attack, Persistent):
+        return every
+    # Our own attacks without the setting solve for the round they see last.
+    which = getattr(attack, "rounds", None if users(attack) else "last")
+    return {"first": every[:1], "last": every[-1:], "all": every}.get(str(which))
 
 
 def first(truth: Truth) -> Batch:

@@ -188,6 +188,14 @@ class Row:
         return attacker(self.info)
 
     @property
+    def rounds_used(self) -> tuple[int, ...] | None:
+        """The watched rounds that the attack used, counted from 0; None where neither it nor its record says."""
+        if self.setting.round == 0:
+            return (0,)
+        used = self.info.get("rounds_used")
+        return None if used is None else tuple(used)
+
+    @property
     def is_control(self) -> bool:
         """Whether the run added it by itself, to show that an attack works without a defence."""
         return bool(self.info.get("control"))

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gradveil.attacks.noise_likelihood import likelier
 from gradveil.attacks.protocol import Remark, in_words
 from gradveil.audit.attack_selection import TrialAddress
 from gradveil.audit.baselines import EXACT, Gallery, Guessing, without_copies
@@ -452,10 +453,19 @@ def _matches(tensors: Mapping[str, Tensor]) -> dict[str, float | None]:
         return {}
     answer, truth = tensors["match"], tensors["match_at_truth"]
     names = ("match", "layers", "likelihood")[: answer.shape[1]]
-    return {
+    found = {
         name: _median(values[:, place])
         for place, start in enumerate(names)
         for name, values in ((start, answer), (f"{start}_truth", truth))
+    }
+    if len(names) == 2:
+        return found
+    shared = torch.stack([answer[:, 3], truth[:, 3]]).amax(0)
+    gap, spreads = likelier(answer, truth)
+    return found | {
+        "truth_likelier": _median(gap),
+        "truth_likelier_z": _median(spreads),
+        "noise_shared": _median(shared),
     }
 
 

@@ -65,10 +65,19 @@ def scope(rows: Sequence[Row], config: Mapping[str, Any]) -> str:
         weights = (config.get("model") or {}).get("weights")
         known = weights or any(row.setting.trained for row in rows)
         missing += [] if known else ["trained weights (model.weights, --train)"]
-        missing += [] if any(row.setting.round for row in rows) else ["several rounds (rounds)"]
+        missing += _rounds_untried(rows)
     untried = f" Not tried: {listing(missing)}." if missing else ""
     covers = "Scope: reconstruction of images, no other data and no inference of membership or properties."
     return f"{covers}{untried}"
+
+
+def _rounds_untried(rows: Sequence[Row]) -> list[str]:
+    """Name what no attack made of several rounds: watching them is not using them."""
+    if not any(row.setting.round for row in rows):
+        return ["several rounds (rounds)"]
+    if any(len(row.rounds_used or ()) > 1 for row in rows):
+        return []
+    return ["more than one of the rounds watched (attack 'cdia(rounds=all)' or averaging)"]
 
 
 def _trained(rows: Sequence[Row]) -> Iterator[str]:
@@ -85,7 +94,7 @@ def _watched(rows: Sequence[Row]) -> str:
     if counts == [1]:
         return "It watches one round."
     attacks = _distinct(row.attack for row in rows)
-    used = {attack: which for attack in attacks if (which := _looks_at(attack))}
+    used = {row.attack: which for row in rows if (which := _looks_at(row))}
     watches = f"It watches {listing(map(str, counts))} rounds"
     if len(set(used.values())) == 1 and len(used) == len(attacks):
         return f"{watches}, and every attack uses {_ROUNDS[used[attacks[0]]]}."
@@ -94,13 +103,12 @@ def _watched(rows: Sequence[Row]) -> str:
     return f"{watches}, used as follows: {'; '.join(said)}." if said else f"{watches}."
 
 
-def _looks_at(attack: str) -> str | None:
-    """Say which rounds an attack uses; None of an attack that was given as an object."""
-    try:
-        # Attacks without the setting solve for the round they see last.
-        return str(getattr(make_attack(attack), "rounds", "last"))
-    except GradveilError:
+def _looks_at(row: Row) -> str | None:
+    """Say which rounds an attack used; None where that is not known."""
+    used, watched = row.rounds_used, row.setting.round + 1
+    if used is None:
         return None
+    return "all" if len(used) == watched else "first" if used == (0,) else "last"
 
 
 def _spent(budget: str | None, rows: Sequence[Row]) -> Iterator[str]:

@@ -31,7 +31,7 @@ from gradveil.audit.attack_selection import (
 from gradveil.audit.budgets import UNPLANNED, BudgetShare, Plans, read_budget, spends, within
 from gradveil.audit.error_bound import leaked
 from gradveil.audit.experiment import Experiment
-from gradveil.audit.grants import active_facts, first, grant, looks_at_last, received, resent, told
+from gradveil.audit.grants import active_facts, first, grant, looks_at_last, received, resent, rounds_used, told
 from gradveil.audit.observe import Truth, observe, updates
 from gradveil.audit.run_warnings import privacy_facts
 from gradveil.client import Client
@@ -244,6 +244,7 @@ def _facts(experiment: Experiment, client: Client, made: Made, sent: Tensors, fi
         "custom": users(made.attack),
         "grants": [*experiment.facts, *made.grants],
         "knowledge": told(made.attack),
+        "rounds_used": rounds_used(made.attack, experiment.config.rounds),
         "in_parts": _in_parts(client, first),
         "remarks": [(each.words, each.numbers, each.usual) for each in made.found.remarks],
         **active_facts(made.attack, client),
@@ -336,7 +337,7 @@ def at_truth(made: Made, seen: Sequence[Observation], truth: Truth) -> Tensor:
 
 
 def judged(made: Made, seen: Sequence[Observation], truth: Truth) -> Tensors:
-    """Return `at_truth`, and `match_at_truth` [V, 2 or 3] of attacks that compute it: the same without priors."""
+    """Return `at_truth`, and `match_at_truth` [V, ...] of attacks that compute it: the same without priors."""
     attack, found = made.attack, made.found
     if not isinstance(attack, HasObjective):
         return {"at_truth": torch.full_like(found.objective, torch.nan)}

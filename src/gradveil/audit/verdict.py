@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from gradveil.audit.attack_check import PASSED, Health, coincidence, examine, guesses
+from gradveil.audit.attack_check import PASSED, Health, coincidence, examine, guesses, unused_rounds
 from gradveil.audit.attack_selection import ATTACKERS
 from gradveil.audit.baselines import Test, baseline, expected_of, interval_of, risk_of, tests_by_trial
 from gradveil.audit.result_rows import Row, TrialSetting
@@ -320,6 +320,9 @@ def _level(
         checks = listing(dict.fromkeys(f"{row.attack}: {examine(row, here).label}" for row in adaptive))
         who = "attack on the undefended client" if adaptive[0].undefended else "adaptive attack"
         return "inconclusive", (f"No {who} shows that it would find a leak ({checks}).",)
+    if not (whole := [row for row in passed if not unused_rounds(row)]):
+        return "inconclusive", tuple(dict.fromkeys(f"{row.attack}: {unused_rounds(row)}." for row in passed))
+    passed = whole
     if (most := max(row.images for row in passed)) < ENOUGH:
         return "inconclusive", (f"Only {plural(most, 'image')} attacked: at least {ENOUGH} are needed.",)
     if not tests:

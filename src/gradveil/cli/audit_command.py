@@ -113,6 +113,9 @@ def above_table(above: Sequence[CountedSetting]) -> Table:
         ends = interval(*one.ends)
         label = LEVELS[one.verdict.level][0].upper()
         guess = DASH if one.baseline is None else f"{percent(one.baseline)} {one.criterion}"
+        if leak := one.leak:  # a count below its own baseline is not why it leaks
+            count += f"\nleak: {leak.observed}/{leak.images} {percent(leak.observed / leak.images)} {leak.criterion}"
+            guess += f"\n{percent(leak.baseline)} {leak.criterion}"
         table.add_row(row.defence, label, row.attack, *where, ATTACKERS[row.attacker][0], count, ends, guess)
     return table
 

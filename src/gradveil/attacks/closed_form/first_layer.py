@@ -107,7 +107,7 @@ class Analytic:
         noise: Mapping[str, Tensor],
         plan: Sequence[int] = (),
     ) -> Tensor:
-        """Return 1 - cosine of the whole update and what was sent, and of the median layer: [V, 2].
+        """Return `Reconstruction.match`: first 1 - cosine of the whole update and what was sent.
 
         The objective looks at the first layer alone.
         """

@@ -154,9 +154,9 @@ class Recursive:
         noise: Mapping[str, Tensor],
         plan: Sequence[int] = (),
     ) -> Tensor:
-        """Return the distance of `evaluate`, which has no priors, and that of the median layer: [V, 2]."""
+        """Return `Reconstruction.match`: first the distance of `evaluate`, which has no priors."""
         found = self._judge().match(observations, self._solved(simulated_client), knowledge, key, inputs, noise)
-        return torch.stack([found[:, 0] / _squares(observations[-1]), found[:, 1]], 1)
+        return torch.cat([found[:, :1] / _squares(observations[-1]).unsqueeze(1), found[:, 1:]], 1)
 
     def _judge(self) -> Inversion:
         return Inversion(self.name, objective="l2", labels=self.labels)

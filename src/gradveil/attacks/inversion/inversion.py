@@ -112,7 +112,7 @@ class Inversion(InversionSettings):
         noise: Mapping[str, Tensor],
         plan: Sequence[int] = (),
     ) -> Tensor:
-        """Return `Reconstruction.match` [V, 3] at inputs [V, B, ...], as `evaluate` takes them."""
+        """Return `Reconstruction.match` at inputs [V, B, ...], as `evaluate` takes them."""
         scene = Rows(self, observations, simulated_client, knowledge, key)
         rows = _chunks(range(scene.target_clients), [min(_at_once(scene), max(plan, default=1))])
         return torch.cat([scene.match_at(some, inputs, noise) for some in rows])

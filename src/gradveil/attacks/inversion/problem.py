@@ -24,7 +24,7 @@ from gradveil.attacks.inversion.inversion_settings import InversionSettings
 from gradveil.attacks.inversion.known_noise import Whitening, added, candidates, stages
 from gradveil.attacks.knowledge import How, Infer, Knowledge, Known, Neutral, Optimise, Sample
 from gradveil.attacks.labels import find_labels
-from gradveil.attacks.noise_likelihood import log_likelihood
+from gradveil.attacks.noise_likelihood import ADDED, COLUMNS, DRAWS, explained, log_likelihood, sharing
 from gradveil.attacks.protocol import Observation
 from gradveil.client import Client
 from gradveil.core.errors import fail
@@ -80,10 +80,6 @@ class Draws:
         """Draw N(0, 1) numbers of this shape for each of these rows."""
         drawn = [torch.randn(shape, dtype=dtype, generator=streams[row]) for row in rows.tolist()]
         return torch.stack(drawn).to(self.device)
-
-
-_DRAWS = 4
-"""Updates with fresh noise from which the noise of each entry is estimated."""
 
 
 @dataclass(frozen=True)
@@ -328,14 +324,14 @@ class Rows:
         rows: Tensor,
         streams: Streams,
     ) -> Tensor:
-        """Compare without priors [N, 3]: the objective's distance, the median layer's, and the log-likelihood."""
+        """Compare without priors [N, 2 + COLUMNS]: the objective's distance, the median layer's, and by noise."""
         batch, noise = self._believed(inputs, logits, variables, constants, rows, streams)
         whole = self._distance(batch, noise, constants, rows, 0)
         layers = self._distance(batch, noise, constants, rows, 0, median_cosine)
-        return torch.stack([whole, layers, self._likelihood(batch, noise, constants, rows)], 1)
+        return torch.cat([torch.stack([whole, layers], 1), self._explained(batch, noise, constants, rows)], 1)
 
-    def _likelihood(self, batch: Batch, noise: Tensors, constants: Tensors, rows: Tensor) -> Tensor:
-        """Return the mean log-likelihood of an entry of what was observed [N], NaN where no noise is left to chance.
+    def _explained(self, batch: Batch, noise: Tensors, constants: Tensors, rows: Tensor) -> Tensor:
+        """Say how well the images explain what was observed [N, COLUMNS], NaN where no noise is left to chance.
 
         What is drawn after the update was computed is left to chance even where the attack searches for it: such noise
         explains any update. A target client's draws are the same whatever the images are.
@@ -346,18 +342,25 @@ class Rows:
         ]
         left = [n for n in self.how if n not in found]
         if not left:
-            return torch.full((len(rows),), torch.nan, dtype=self.dtype, device=self.device)
+            return torch.full((len(rows), COLUMNS), torch.nan, dtype=self.dtype, device=self.device)
         state, observed = select(constants, "state"), select(constants, "observed")
         target_clients = [self.draws.target_clients[row // self.attack.restarts] for row in rows.tolist()]
         keys = [self.key.child(Stream.DISTURBANCE, target_client) for target_client in target_clients]
         off = {n: self.noise[n].off().to(self.device) for n in left}
         quiet = {n: value.expand(len(rows), *value.shape) for n, value in off.items()}
-        drawn = (
+        drawn = [
             {n: torch.stack([self.noise[n].sample(key.child(number, n)) for key in keys]).to(self.device) for n in left}
-            for number in range(_DRAWS)
-        )
+            for number in range(DRAWS)
+        ]
         sent, *noisy = (self._sent(batch, {**noise, **own}, state) for own in (quiet, *drawn))
-        return log_likelihood(sent, noisy, observed)
+        added_last = {r.of(n) for r in self.rounds for n in self.spec if n.startswith(ADDED)}
+        late = [n for n in left if n in added_last]
+        if late and len(late) < len(left):  # what else is random changes many entries at once, as it should
+            alone = [self._sent(batch, {**noise, **quiet, **{n: own[n] for n in late}}, state) for own in drawn]
+        else:
+            alone = noisy
+        shared = sharing(sent, alone, sum(off[n].numel() for n in late)) if late else torch.zeros_like(rows)
+        return explained(log_likelihood(sent, noisy, observed), shared)
 
     def _sent(self, batch: Batch, noise: Tensors, state: Tensors) -> Tensors:
         """Simulate what the client sends in all rounds."""
@@ -419,12 +422,12 @@ class Rows:
             return self._cost(*self._given(target_clients, inputs, noise))
 
     def match_at(self, target_clients: Sequence[int], inputs: Tensor, noise: Mapping[str, Tensor]) -> Tensor:
-        """Compare without priors [V, 3] some target clients at given inputs, as `at` takes them."""
+        """Compare without priors some target clients at given inputs, as `at` takes them."""
         with torch.no_grad():
             return self._match(*self._given(target_clients, inputs, noise))
 
     def match(self, rows: Sequence[int], found: Tensors) -> Tensor:
-        """Compare without priors [N, 3] these rows at what they found: one value a row of each."""
+        """Compare without priors these rows at what they found: one value a row of each."""
         _, constants = self.start(rows)
         numbers = torch.tensor(rows, device=self.device)
         with torch.no_grad():
