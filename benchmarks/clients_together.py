@@ -25,8 +25,8 @@ from typing import Any
 
 import torch
 
-from gradveil.attacks.inversion.solve import keep_freed_memory
 from gradveil.client import Client, Local
+from gradveil.core.freed_memory import keep_freed_memory
 from gradveil.core.noise import Key
 from gradveil.core.types import Batch
 from gradveil.defences import parse

@@ -24,8 +24,8 @@ from statistics import median, quantiles
 
 import torch
 
-from gradveil.attacks.inversion.solve import keep_freed_memory
 from gradveil.client import Client
+from gradveil.core.freed_memory import keep_freed_memory
 from gradveil.core.noise import Key
 from gradveil.core.types import Batch, Domain
 from gradveil.defences import parse

@@ -26,8 +26,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from gradveil.attacks.inversion.solve import keep_freed_memory
 from gradveil.client import Client, Local
+from gradveil.core.freed_memory import keep_freed_memory
 from gradveil.core.noise import Key
 from gradveil.core.types import Batch
 from gradveil.federated.engine import ClientShare, Federation

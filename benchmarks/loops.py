@@ -123,7 +123,7 @@ def gradveil(name: str) -> Work:
     It chooses once for thousands of iterations, so that is done before the clock runs. As the command line and its
     workers do, the process keeps the memory that it frees.
     """
-    from gradveil.attacks.inversion.solve import keep_freed_memory
+    from gradveil.core.freed_memory import keep_freed_memory
 
     keep_freed_memory()
     model = model_of(name)

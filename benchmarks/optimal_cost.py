@@ -26,8 +26,8 @@ import torch
 from defence_cost import step
 from torch.func import jvp
 
-from gradveil.attacks.inversion.solve import keep_freed_memory
 from gradveil.client import Client
+from gradveil.core.freed_memory import keep_freed_memory
 from gradveil.core.noise import Key
 from gradveil.core.tree import Tensors, tmap
 from gradveil.core.types import Batch

@@ -18,8 +18,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from gradveil.attacks.inversion.solve import keep_freed_memory
 from gradveil.client import Client
+from gradveil.core.freed_memory import keep_freed_memory
 from gradveil.core.noise import Key
 from gradveil.core.tree import Tensors, tmap
 from gradveil.core.types import Batch

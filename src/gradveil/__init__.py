@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, Literal
 
 # Imported before the function of the same name is defined: later imports of its modules then leave the name alone.
@@ -20,7 +19,7 @@ if TYPE_CHECKING:
     from gradveil.core.types import Loss
     from gradveil.defences import Defence
 
-__version__ = version("gradveil")
+    __version__: str
 __all__ = ["GradveilError", "__version__", "audit"]
 
 
@@ -84,3 +83,12 @@ def audit(
         progress=progress,
         **settings,
     )
+
+
+def __getattr__(name: str) -> str:
+    """Look the version up when it is asked for: reading what pip installed takes longer than all else here."""
+    if name != "__version__":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib.metadata import version
+
+    return version("gradveil")

@@ -5,7 +5,8 @@ import sys
 
 import pytest
 
-from gradveil.attacks.inversion.solve import keep_freed_memory, rows_at_once
+from gradveil.attacks.inversion.solve import rows_at_once
+from gradveil.core.freed_memory import keep_freed_memory
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ WORKER = b"gradveil.runs.worker"
 def begin(folder: Path, arguments: Sequence[str]) -> BaseProcess:
     """Start `gradveil ARGUMENTS` in this folder, as a copy of a process that has imported everything before."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["gradveil.cli.app", "gradveil.report.page"])
+    context.set_forkserver_preload(["gradveil.cli.app", "gradveil.cli.audit_steps"])
     process = context.Process(target=_command, args=(str(folder), list(arguments)))
     process.start()
     return process

@@ -10,7 +10,7 @@ import torch
 from gradveil.audit.attack_selection import trials
 from gradveil.audit.result_rows import summarise
 from gradveil.audit.trial import left_out, pruned, recover, worth
-from gradveil.cli.results_commands import as_csv
+from gradveil.cli.run_results import as_csv
 from gradveil.core.tree import tmap
 from gradveil.defences import parse
 from gradveil.report.page import page

@@ -18,7 +18,7 @@ from gradveil.audit.gate import gate
 from gradveil.audit.run_directory import Run, load_run
 from gradveil.cli import main
 from gradveil.cli.app import run
-from gradveil.cli.audit_command import above_table
+from gradveil.cli.audit_output import above_table
 from gradveil.core.errors import INTERRUPTED, GradveilError
 from tests.cli.little import audit
 from tests.report.trials import row

@@ -11,7 +11,8 @@ import pytest
 from gradveil.attacks.attack_catalogue import ATTACKS, KNOWN_BY_WORD, SETTINGS, GenerativeEntry, known_as, make_attack
 from gradveil.attacks.inversion.optimisers import LBFGS
 from gradveil.cli.app import run
-from gradveil.cli.list_command import KINDS, TOPICS, everything
+from gradveil.cli.list_command import KINDS, TOPICS
+from gradveil.cli.make_index import everything
 from gradveil.core.settings import REQUIRED
 from gradveil.defences import DEFENCES, parse
 

@@ -14,7 +14,7 @@ from gradveil.audit.attack_check import STATES
 from gradveil.audit.findings import findings
 from gradveil.audit.run_directory import load_run
 from gradveil.cli.app import run
-from gradveil.cli.results_commands import as_csv
+from gradveil.cli.run_results import as_csv
 from tests.audit.runs import config, execute
 from tests.cli.little import audit
 

@@ -19,7 +19,7 @@ from gradveil.audit.result_rows import Row
 from gradveil.audit.run_directory import Trial, load_run
 from gradveil.audit.verdict import LEVELS, Level
 from gradveil.cli.app import run as command
-from gradveil.cli.audit_command import show_gate
+from gradveil.cli.audit_output import show_gate
 from gradveil.report import write_report
 from tests.report.reading import read
 from tests.report.trials import BARE, HEALTHY, row

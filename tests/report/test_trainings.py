@@ -16,7 +16,7 @@ import pytest
 from rich.console import Console
 
 from gradveil.cli.app import run as command
-from gradveil.cli.train_command import table, wide
+from gradveil.cli.training_output import table, wide
 from gradveil.core.errors import GradveilError
 from gradveil.federated.training_run import load_training
 from gradveil.federated.training_setup import TrainingTrial

@@ -15,7 +15,7 @@ from torch import nn
 import gradveil
 from gradveil.audit.preflight import open_experiment
 from gradveil.audit.run_file import read
-from gradveil.cli import search_command as command
+from gradveil.cli import ats_search
 from gradveil.cli.app import run
 from gradveil.core.errors import GradveilError
 from gradveil.defences import parse
@@ -178,7 +178,7 @@ def test_lower_asks_for_two_standard_errors() -> None:
 
 
 def test_words_for_a_search_that_found_nothing(tmp_path: Path, capsys, monkeypatch) -> None:
-    monkeypatch.setattr(command, "lower", lambda one, other: False)
+    monkeypatch.setattr(ats_search, "lower", lambda one, other: False)
     out = ["--out", str(tmp_path / "s"), "--candidates", "2"]
     assert run(["search", "ats", *SMALL, *out, "--least", "-1e9"]) == 1
     told = " ".join(capsys.readouterr().out.split())
@@ -190,7 +190,7 @@ def test_words_for_a_search_that_found_nothing(tmp_path: Path, capsys, monkeypat
     monkeypatch.undo()
     code = run(["search", "ats", *SMALL, *out, "--least", "-1e9"])
     assert ("As a defence: ats(policy=" in capsys.readouterr().out) is (code == 0)
-    monkeypatch.setattr(command, "lower", lambda one, other: True)
+    monkeypatch.setattr(ats_search, "lower", lambda one, other: True)
     assert run(["search", "ats", *SMALL, *out, "--least", "-1e9"]) == 0
     told = " ".join(capsys.readouterr().out.split())
     assert "gradveil audit digits --set model.name=lenet-zhu --attack ig" in told  # of the model that was judged

@@ -21,7 +21,6 @@ from gradveil.attacks.attack_catalogue import ATTACKS
 from gradveil.attacks.closed_form.first_layer import Analytic
 from gradveil.attacks.closed_form.layer_by_layer import Recursive
 from gradveil.attacks.inversion.inversion import Inversion
-from gradveil.attacks.inversion.solve import keep_freed_memory
 from gradveil.attacks.malicious.planted_block import Planting
 from gradveil.attacks.protocol import Attack, Progress
 from gradveil.audit.attack_selection import TrialAddress, target_clients, trials
@@ -35,6 +34,7 @@ from gradveil.audit.score import TrialNames, failure, score
 from gradveil.audit.sources import Source
 from gradveil.audit.trial import Recovered, merge, recover, sharers_of
 from gradveil.core.errors import GradveilError, Problem
+from gradveil.core.freed_memory import keep_freed_memory
 from gradveil.core.user_code import code_of
 from gradveil.defences import entries
 from gradveil.federated.training_config import digest

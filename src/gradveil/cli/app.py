@@ -8,11 +8,8 @@ from typing import Annotated
 
 import click
 import typer
-from rich.console import Console
-from rich.text import Text
 
 import gradveil
-from gradveil.attacks.inversion.solve import keep_freed_memory
 from gradveil.cli.audit_command import audit
 from gradveil.cli.check_command import check
 from gradveil.cli.list_command import tables
@@ -21,6 +18,7 @@ from gradveil.cli.results_commands import report, summary
 from gradveil.cli.search_command import ats, search
 from gradveil.cli.train_command import train
 from gradveil.core.errors import INTERRUPTED, GradveilError
+from gradveil.core.freed_memory import keep_freed_memory
 
 USER_ERROR = 2
 """Exit code for wrong use."""
@@ -134,8 +132,6 @@ def options(
 def main() -> None:
     """Run the command line and exit with its code."""
     keep_freed_memory()
-    # A user's model is imported from where the user stands, as with `python -m`.
-    sys.path.insert(0, os.getcwd())
     arguments = [argument for argument in sys.argv[1:] if argument != "--debug"]
     debug = len(arguments) < len(sys.argv) - 1
     sys.exit(run(arguments, debug))
@@ -143,14 +139,13 @@ def main() -> None:
 
 def run(arguments: list[str], debug: bool = False) -> int:
     """Run one command line; return its exit code. `debug` lets errors through with their traceback."""
-    console = Console(stderr=True, soft_wrap=True, markup=False)
     try:
         code = app(arguments, standalone_mode=False, prog_name="gradveil")
         return code if isinstance(code, int) else 0
     except GradveilError as error:
         if debug:
             raise
-        _show(console, error)
+        _show(error)
         return USER_ERROR
     except click.ClickException as error:
         error.show()
@@ -158,7 +153,7 @@ def run(arguments: list[str], debug: bool = False) -> int:
     except (KeyboardInterrupt, click.Abort):
         if debug:
             raise
-        console.print("Interrupted.")
+        typer.echo("Interrupted.", err=True)
         return INTERRUPTED
     except BrokenPipeError:
         # The reader (`head`, say) has gone; Python would complain once more when it flushes at exit.
@@ -166,7 +161,11 @@ def run(arguments: list[str], debug: bool = False) -> int:
         return 0
 
 
-def _show(console: Console, error: GradveilError) -> None:
+def _show(error: GradveilError) -> None:
+    from rich.console import Console
+    from rich.text import Text
+
+    console = Console(stderr=True, soft_wrap=True, markup=False)
     count = len(error.problems)
     console.print(Text(f"{count} problem{'s' if count > 1 else ''}:", style="bold red"))
     for problem in error.problems:

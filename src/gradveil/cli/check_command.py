@@ -7,21 +7,17 @@ import sys
 from collections.abc import Sequence
 from contextlib import redirect_stdout
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.text import Text
-from torch import nn
 
-from gradveil.audit.audit_config import RunConfig
-from gradveil.audit.preflight import model_problems, obstacles, open_experiment
-from gradveil.audit.run_file import assemble, read
-from gradveil.audit.run_warnings import closed_forms, privacy_problems
+from gradveil.cli.shared_options import own_code
 from gradveil.core.errors import Problem, refuse
-from gradveil.federated.model_inspection import inspect
-from gradveil.nn.module_paths import called
-from gradveil.nn.weight_files import read_received
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from gradveil.audit.audit_config import RunConfig
 
 FOUND = 1
 """Exit code where problems were found."""
@@ -63,6 +59,11 @@ def check(
     nothing in the way (warnings may be shown); 1 problems were found; 2 wrong use: a bad run file or option, data or a
     model that is not there.
     """
+    from gradveil.audit.preflight import model_problems, obstacles, open_experiment
+    from gradveil.audit.run_file import read
+    from gradveil.audit.run_warnings import closed_forms, privacy_problems
+
+    own_code()
     flags = {
         "model.name": model,
         "data.name": data,
@@ -94,6 +95,9 @@ def check(
 
 def _manipulated(net: nn.Module, received: Path | None, previous: Path | None) -> list[Problem]:
     """Look for traces of manipulation in what a server sent: parameters, buffers, running statistics."""
+    from gradveil.federated.model_inspection import inspect
+    from gradveil.nn.weight_files import read_received
+
     if received is None:
         refuse([Problem("--previous", "has nothing to be compared with", "add --received")] if previous else [])
         return []
@@ -104,6 +108,8 @@ def _manipulated(net: nn.Module, received: Path | None, previous: Path | None) -
 
 def _alone(flags: dict[str, Any], settings: Sequence[str]) -> RunConfig:
     """Make the smallest run of this model and these data."""
+    from gradveil.audit.run_file import assemble
+
     options = {"--model": flags["model.name"], "--data": flags["data.name"]}
     remedy = "give --model and --data, or a run file: gradveil check study.toml"
     refuse([Problem(option, "is missing", remedy) for option, value in options.items() if value is None])
@@ -122,6 +128,11 @@ def _stopped(problems: Sequence[Problem]) -> bool:
 
 
 def _show(problems: Sequence[Problem], net: nn.Module, config: RunConfig, whole: bool) -> None:
+    from rich.console import Console
+    from rich.text import Text
+
+    from gradveil.nn.module_paths import called
+
     console = Console(soft_wrap=True, markup=False)
     for problem in problems:
         style = "red" if problem.severity == "error" else "yellow"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from difflib import get_close_matches
 from typing import Annotated, Any
 
@@ -14,128 +13,24 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from gradveil.attacks.attack_catalogue import ATTACKS, KNOWN_BY_WORD, AttackEntry, known_as
-from gradveil.attacks.inversion.inversion import Inversion
-from gradveil.audit.attack_selection import POSITIONS
-from gradveil.audit.grants import told
-from gradveil.audit.run_file import bundled
+from gradveil.cli.index import Row, read_index
 from gradveil.core.errors import GradveilError, fail
 from gradveil.core.formatting import listing
-from gradveil.core.settings import Argument, NamedEntry, literal
-from gradveil.data import DATASETS
-from gradveil.defences import DEFENCES
-from gradveil.defences.paper_presets import PAPERS
-from gradveil.nn.models import MODELS
-
-Row = dict[str, Any]
-"""What `gradveil list` shows of one entry, by column."""
+from gradveil.core.settings import literal
 
 TOPICS = {"feedback": "Error feedback: what a compressor leaves out in this round is added in the next."}
 """Arguments that people look for by what they do."""
 
 
-def _attacks() -> list[Row]:
-    made = {name: entry.make() for name, entry in ATTACKS.items()}
-    return [
-        {
-            **_row(name, entry, _own(entry)),
-            "simulated_client": made[name].simulated_client,
-            "knowledge": told(made[name]),
-        }
-        for name, entry in ATTACKS.items()
-    ]
-
-
-def _own(entry: AttackEntry) -> Iterator[Argument]:
-    """Give every setting the value that the preset has for it; leave out what its optimiser does not have."""
-    attack = entry.make()
-    descent = getattr(attack, "descent", None)
-    for argument in entry.arguments:
-        parts = (attack, descent, getattr(descent, "stepper", None), getattr(attack, "images", None))
-        places = [place for place in parts if place is not None]
-        values = [getattr(place, argument.name) for place in places if hasattr(place, argument.name)]
-        if argument.default is not None:
-            yield argument
-        elif values:
-            yield replace(argument, default=values[0])
-        elif argument.name in KNOWN_BY_WORD and isinstance(attack, Inversion):
-            yield replace(argument, default=known_as(attack, argument.name))
-
-
-def _defences() -> list[Row]:
-    return [
-        {
-            **_row(name, entry, entry.arguments),
-            "changes": list(entry.changes),
-            "cost": entry.cost,
-            "guarantee": entry.guarantee,
-            "adaptive": list(entry.adaptive),
-            "malicious": list(entry.malicious),
-        }
-        for name, entry in DEFENCES.items()
-    ]
-
-
-def _row(name: str, entry: NamedEntry, arguments: Any) -> Row:
-    taken = tuple(arguments)
-    return {
-        "name": name,
-        "description": entry.description,
-        "citation": entry.citation,
-        "usage": replace(entry, arguments=taken).signature(),
-        "arguments": [argument.plain() for argument in taken],
-    }
-
-
-def _models() -> list[Row]:
-    sizes = ("channels", "size", "classes")
-    return [
-        {
-            "name": name,
-            "description": entry.description,
-            "citation": entry.citation,
-            "options": {key: value for key, value in entry.defaults.items() if key not in sizes},
-        }
-        for name, entry in MODELS.items()
-    ]
-
-
-def _data() -> list[Row]:
-    return [{"name": n, "description": e.description, "citation": e.source} for n, e in DATASETS.items()]
-
-
-def _runs() -> list[Row]:
-    # The first line of a bundled run file says what it shows.
-    texts = {name: text.splitlines()[0].lstrip("# ") for name, text in bundled().items()}
-    return [{"name": name, "description": text, "citation": ""} for name, text in texts.items()]
-
-
-def _papers() -> list[Row]:
-    return [
-        {
-            "name": name,
-            "description": paper.title,
-            "citation": paper.citation,
-            "tables": {table: list(texts) for table, texts in paper.tables.items()},
-        }
-        for name, paper in PAPERS.items()
-    ]
-
-
-KINDS: dict[str, tuple[str, Callable[[], list[Row]]]] = {
-    "attacks": ("an attack", _attacks),
-    "defences": ("a defence", _defences),
-    "models": ("a model", _models),
-    "data": ("data", _data),
-    "runs": ("a bundled run", _runs),
-    "papers": ("a paper", _papers),
+KINDS = {
+    "attacks": "an attack",
+    "defences": "a defence",
+    "models": "a model",
+    "data": "data",
+    "runs": "a bundled run",
+    "papers": "a paper",
 }
-"""What can be listed: what one of them is called, and how the rows are made."""
-
-
-def everything() -> dict[str, list[Row]]:
-    """Return the rows of every kind."""
-    return {kind: make() for kind, (_, make) in KINDS.items()}
+"""What can be listed, and what one of them is called."""
 
 
 def called(name: str, listed: Mapping[str, list[Row]]) -> dict[str, list[Row]]:
@@ -187,7 +82,7 @@ def tables(
 
     Everything is listed unless a kind or one name is given.
     """
-    listed = everything()
+    listed: Mapping[str, list[Row]] = read_index()["listed"]
     key, second = (text.partition("(")[0].strip().lower() for text in (name or "", of or ""))
     if second and key not in KINDS:
         what = "are two names" if second not in KINDS else "is the wrong way round"
@@ -323,7 +218,7 @@ def _attackers(texts: Sequence[str]) -> str:
 def _single(found: Mapping[str, Sequence[Row]]) -> Iterator[RenderableType]:
     for kind, rows in found.items():
         for row in rows:
-            yield Text.assemble((row["name"], "bold cyan"), f", {KINDS[kind][0]}")
+            yield Text.assemble((row["name"], "bold cyan"), f", {KINDS[kind]}")
             facts = _grid()
             for name, value in _facts(row):
                 facts.add_row(_dim(name), value)
@@ -349,7 +244,7 @@ def _facts(row: Row) -> Iterator[tuple[str, str]]:
             "in the client with its defence" if row["simulated_client"] == "full" else "in a client without defence",
         )
         # A later pattern decides only what no earlier one matches.
-        yield "treats", "; ".join(f"{name}: {POSITIONS[how]}" for name, how in row["knowledge"].items())
+        yield "treats", "; ".join(f"{name}: {read_index()['positions'][how]}" for name, how in row["knowledge"].items())
     if row.get("adaptive"):
         yield "attackers", ", ".join(row["adaptive"])
         yield "malicious servers", ", ".join(row["malicious"])

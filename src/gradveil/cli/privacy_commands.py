@@ -8,34 +8,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
-import torch
 import typer
-from rich.console import Console
-from rich.table import Table
 
-from gradveil.audit.attack_selection import TrialAddress
-from gradveil.audit.error_bound import leaked, mse_bound
-from gradveil.audit.experiment import Experiment
-from gradveil.audit.observe import observe
-from gradveil.audit.preflight import open_experiment
-from gradveil.audit.run_file import read
-from gradveil.audit.trial import raw_update, worth
+from gradveil.cli.index import read_index
+from gradveil.cli.shared_options import own_code
 from gradveil.core.errors import GradveilError, fail, refuse
 from gradveil.core.formatting import number, percent, plural
-from gradveil.defences.guarantees import NOTHING
-from gradveil.federated.privacy_ledger import FOLDER, accounted, create, place
-from gradveil.federated.privacy_ledger import read as read_privacy_ledger
-from gradveil.theory.accounting import (
-    PROBABILITY,
-    Accountant,
-    Participation,
-    Sampling,
-    assumptions,
-    epsilon,
-    multiplier,
-)
+
+if TYPE_CHECKING:
+    from gradveil.audit.experiment import Experiment
+    from gradveil.theory.accounting import Accountant, Sampling
 
 _ACCOUNT_HELP = {
     "sigma": "Noise multiplier: the noise's standard deviation on the sum, over the clip norm.",
@@ -62,11 +46,15 @@ def account(
     It holds for noise that does not depend on the data, on sums of clipped vectors: `dp`, `user-dp`. Heuristic defences
     have no epsilon.
     """
+    from rich.console import Console
+
+    from gradveil.theory.accounting import Participation, assumptions, epsilon, multiplier
+
     if (sigma is None) == (target is None):
         what = "needs exactly one of --sigma and --epsilon"
         raise fail("account", what, "give the one that you know: gradveil account --sigma 1 --steps 1000 --rate 0.01")
     with _as_options():
-        training = Participation(steps, rate, delta, cast(Sampling, sampling), cast(Accountant, accountant))
+        training = Participation(steps, rate, delta, cast("Sampling", sampling), cast("Accountant", accountant))
         noise = multiplier(target, training) if sigma is None and target is not None else cast(float, sigma)
         found = epsilon(noise, training)
     taken = assumptions(training)
@@ -121,6 +109,14 @@ def bound(
     ReLU. Of other defences no bound is known. Beside it stands what is left of a step's worth: its utilities of first
     and of second order, 1 and -1 without a defence.
     """
+    import torch
+    from rich.console import Console
+    from rich.table import Table
+
+    from gradveil.audit.preflight import open_experiment
+    from gradveil.audit.run_file import read
+
+    own_code()
     config = read(name, {"target_clients": target_clients, "defences": defence or None}, setting or ())
     torch.set_num_threads(1)
     rows = list(_rows(open_experiment(config, data_dir)))
@@ -148,6 +144,11 @@ def bound(
 
 
 def _rows(experiment: Experiment) -> Iterator[dict[str, Any]]:
+    from gradveil.audit.attack_selection import TrialAddress
+    from gradveil.audit.error_bound import leaked, mse_bound
+    from gradveil.audit.observe import observe
+    from gradveil.audit.trial import raw_update, worth
+
     config = experiment.config
     for seed in config.seeds:
         for index, settings in enumerate(config.client):
@@ -187,6 +188,7 @@ ledger = typer.Typer(no_args_is_help=True)
 Identity = Annotated[str, typer.Option(help=_LEDGER_HELP["identity"])]
 Name = Annotated[str, typer.Option("--training", help=_LEDGER_HELP["training"])]
 Folder = Annotated[Path, typer.Option(help=_LEDGER_HELP["folder"])]
+_FOLDER = Path(read_index()["options"]["folder"])
 
 
 @ledger.callback()
@@ -197,8 +199,12 @@ def ledgers() -> None:
     """
 
 
-def create_ledger(identity: Identity, training: Name, folder: Folder = Path(FOLDER)) -> int:
+def create_ledger(identity: Identity, training: Name, folder: Folder = _FOLDER) -> int:
     """Make a client's ledger for a training. Do it once: what was spent before, it does not know."""
+    from rich.console import Console
+
+    from gradveil.federated.privacy_ledger import create, place
+
     file = place(folder.expanduser(), identity, training)
     create(file)
     console = Console(soft_wrap=True, markup=False, highlight=False)
@@ -209,14 +215,20 @@ def create_ledger(identity: Identity, training: Name, folder: Folder = Path(FOLD
 def show_ledger(
     identity: Identity,
     training: Name,
-    folder: Folder = Path(FOLDER),
+    folder: Folder = _FOLDER,
     delta: Annotated[float, typer.Option(help=_LEDGER_HELP["delta"])] = 1e-5,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> int:
     """Report what a client has spent in a training: its rounds, and the epsilon of each unit."""
+    from rich.console import Console
+
+    from gradveil.defences.guarantees import NOTHING
+    from gradveil.federated.privacy_ledger import accounted, place, read
+    from gradveil.theory.accounting import PROBABILITY
+
     refuse(PROBABILITY.problems("--delta", delta))
     file = place(folder.expanduser(), identity, training)
-    found = read_privacy_ledger(file)
+    found = read(file)
     if found is None:
         raise fail(str(file), "is missing", "make it, once for this training: gradveil ledger create")
     epsilon, texts = accounted(found.spent, delta)

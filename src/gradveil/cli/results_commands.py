@@ -2,200 +2,13 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import json
-import shlex
-from collections.abc import Iterator, Mapping, Sequence
-from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.text import Text
 
-from gradveil.audit.findings import findings
-from gradveil.audit.run_directory import RUN, TRAINING, Trial, load_run
-from gradveil.cli.audit_command import Detail, EveryOption, ExplainOption, show_outcome
-from gradveil.cli.shared_options import kept
-from gradveil.cli.train_command import table, warn, wide
-from gradveil.core.errors import Problem, fail, refuse
-from gradveil.core.user_code import mixed
-from gradveil.federated.training_run import FAILED, is_training, load_training
-from gradveil.report import training_groups, write_report
-from gradveil.report.paper_table import PaperTable, as_latex, as_markdown, matrices
-from gradveil.report.pareto import as_object, trials_with_fronts
-from gradveil.report.training_page import Table, tables
-from gradveil.report.trial_table import disarmed
-
-_NOTHING = {"failed": "", **dict.fromkeys(("model", "data", "client", "defence", "attack"), ""), "batch": 1, "round": 0}
-"""A trial without a result, which has the columns of one."""
-
-
-def is_audit(folder: Path) -> bool:
-    """Say whether a folder is an audit's; it may hold a training."""
-    return (folder / RUN).is_file()
-
-
-class Audits:
-    """Audits, as they lie on disk."""
-
-    def __init__(self, folders: Sequence[Path]) -> None:
-        """Read them; refuse damaged ones."""
-        self.runs = [load_run(folder) for folder in folders]
-        self.findings = [findings(run.trials) for run in self.runs]
-
-    @property
-    def finished(self) -> bool:
-        """Whether there is a result."""
-        return any(trial.failed is None for run in self.runs for trial in run.trials)
-
-    def code(self) -> list[Mapping[str, str]]:
-        """Say what of each trial's code was the user's own."""
-        return [trial.info.get("code", {}) for run in self.runs for trial in run.trials]
-
-    def as_object(self) -> dict[str, Any]:
-        """Return the verdict in a sentence, and an entry per setting and per trial, each with its run among several."""
-        each = [as_object([found]) for found in self.findings]
-        return {
-            **as_object(self.findings),
-            **{key: self._named([one[key] for one in each]) for key in ("settings", "trials")},
-        }
-
-    def as_csv(self) -> str:
-        """Write a line per trial, with the verdict on its defence."""
-        return as_csv(self._named([trials_with_fronts(found) for found in self.findings]))
-
-    def _named(self, entries: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str, Any]]:
-        several = len(self.runs) > 1
-        every = ((run, entry) for run, of_run in zip(self.runs, entries, strict=True) for entry in of_run)
-        return [{"run": str(run.path), **entry} if several else entry for run, entry in every]
-
-    def curves(self) -> str:
-        """Audits have none."""
-        return ""
-
-    def sheets(self) -> list[PaperTable]:
-        """Lay defences down, attackers across."""
-        return [matrix.sheet() for matrix in matrices(self.runs)]
-
-    def show(self, shown: Detail) -> None:
-        """Print the results."""
-        for run, found in zip(self.runs, self.findings, strict=True):
-            if run.trials:
-                show_outcome(found, run.info["config"], run.path, shown)
-
-    def left(self) -> Iterator[tuple[Path, str]]:
-        """Say of every run what is not done yet or failed, and how to go on."""
-        for run in self.runs:
-            folder = run.path or Path()
-            counts = len(run.info["trials"]), len(run.trials), sum(trial.broken for trial in run.trials)
-            if told := unfinished(folder, run.info, *counts):
-                yield folder, told
-
-
-class Trainings:
-    """Trainings, as they lie on disk."""
-
-    def __init__(self, folders: Sequence[Path]) -> None:
-        """Read them; refuse damaged ones."""
-        self.runs = [load_training(folder) for folder in folders]
-
-    @property
-    def finished(self) -> bool:
-        """Whether there is a result."""
-        return any(told is not None and told["status"] != FAILED for run in self.runs for _, told in run.trials)
-
-    def code(self) -> list[Mapping[str, str]]:
-        """Say what of each trial's code was the user's own."""
-        return [told.get("code", {}) for run in self.runs for _, told in run.trials if told is not None]
-
-    def as_object(self) -> list[dict[str, Any]]:
-        """Sum up every finished trial, its curve with it."""
-        return [self._named(run.path, told) for run in self.runs for _, told in run.trials if told is not None]
-
-    def as_csv(self) -> str:
-        """Write a line a trial."""
-        return training_groups.as_csv(
-            self._named(run.path, row) for run in self.runs for row in training_groups.rows(run.trials)
-        )
-
-    def curves(self) -> str:
-        """Write a line a round."""
-        names = [*self._named(Path(), dict.fromkeys(training_groups.ROUNDS))]
-        every = (self._named(run.path, row) for run in self.runs for row in training_groups.rounds(run.trials))
-        return training_groups.as_csv(every, names)
-
-    @cached_property
-    def tables(self) -> list[Table]:
-        """Put runs of one setting together."""
-        return tables(self.runs)
-
-    def sheets(self) -> list[PaperTable]:
-        """Lay defences down, what each costs across."""
-        return [one.sheet() for one in self.tables]
-
-    def show(self, shown: Detail) -> None:
-        """Print the results, which are the same in full."""
-        console = wide()
-        for one in self.tables:
-            console.print(Text(one.title, style="bold"))
-            console.print(table(one.kinds))
-
-    def left(self) -> Iterator[tuple[Path, str]]:
-        """Say of every run what is not done yet or failed, and how to go on."""
-        for run in self.runs:
-            done = [told for _, told in run.trials if told is not None]
-            counts = len(run.trials), len(done), sum(told["status"] == FAILED for told in done)
-            if said := unfinished(run.path, run.info, *counts):
-                yield run.path, said
-
-    def _named(self, path: Path, row: Mapping[str, Any]) -> dict[str, Any]:
-        return {"run": str(path), **row} if len(self.runs) > 1 else dict(row)
-
-
-def unfinished(folder: Path, info: Mapping[str, Any], planned: int, there: int, failed: int) -> str:
-    """Say what is not done yet or failed, and how to go on; nothing where all is done."""
-    missing, done = planned - there, there - failed
-    counts = [f"{count} {what}" for count, what in ((missing, "not done yet"), (failed, "failed")) if count]
-    told = f"{done or 'None'} of {planned} trials {'is' if done == 1 else 'are'} finished: {', '.join(counts)}."
-    return f"{told} {_again(folder, info)}" if counts else ""
-
-
-def _again(folder: Path, info: Mapping[str, Any]) -> str:
-    command = str(info.get("command", ""))
-    if not command.startswith(("gradveil audit ", "gradveil train ")):
-        return f"To go on, call gradveil.audit again with the same arguments and out={str(folder)!r}."
-    words = kept(shlex.split(command))
-    if "--out" in words:
-        place = words.index("--out")
-        del words[place : place + 2]
-    if words[1] == "audit" and folder.name == TRAINING:  # the training of an audit, which has no command of its own
-        folder = folder.parent
-    usual = folder == Path("runs") / str(info.get("name", ""))
-    return f"To go on:\n  {shlex.join(words if usual else [*words, '--out', str(folder)])}"
-
-
-def as_csv(rows: Sequence[dict[str, Any]]) -> str:
-    """Write summaries of audits as CSV; statuses become one column each."""
-    ends = list(dict.fromkeys(kind for row in rows for kind in row["statuses"]))
-    flat = [
-        {key: disarmed(value) for key, value in row.items() if key != "statuses"}
-        | {f"status_{kind}": row["statuses"].get(kind, 0) for kind in ends}
-        for row in rows
-    ]
-    buffer = io.StringIO()
-    names = (
-        list(flat[0])
-        if flat
-        else [key for key in trials_with_fronts(findings([Trial(dict(_NOTHING), [])]))[0] if key != "statuses"]
-    )
-    writer = csv.DictWriter(buffer, names, lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(flat)
-    return buffer.getvalue()
-
+from gradveil.cli.shared_options import Detail, EveryOption, ExplainOption
 
 NOTHING = 1
 """Exit code of a summary without a finished trial."""
@@ -214,6 +27,10 @@ def report(
     out: Annotated[Path | None, typer.Option(help="Where the page goes; by default RUN/report.html.")] = None,
 ) -> int:
     """Write the report of an audit or a training as one HTML file that needs no network."""
+    from rich.console import Console
+
+    from gradveil.report import write_report
+
     Console(soft_wrap=True, markup=False).print(f"Report: {write_report(run, out) if out else write_report(run)}")
     return 0
 
@@ -233,46 +50,25 @@ def summary(
     Exit codes: 0 there are results; 1 no trial is finished, which standard error says with the command to go on; 2
     wrong use, or a damaged run.
     """
-    found = _opened(runs, curves is not None)
+    from gradveil.cli.run_results import open_runs, write
+    from gradveil.cli.training_output import warn
+    from gradveil.core.user_code import mixed
+    from gradveil.report.paper_table import as_latex, as_markdown
+
+    found = open_runs(runs, curves is not None)
     if as_json:
         typer.echo(json.dumps(found.as_object(), indent=1))
-    for file, write in (
+    for file, text in (
         (table, found.as_csv),
         (curves, found.curves),
         (markdown, lambda: as_markdown(found.sheets())),
         (latex, lambda: as_latex(found.sheets())),
     ):
         if file is not None:
-            _write(file, write())
+            write(file, text())
     if not as_json and all(file is None for file in (table, curves, markdown, latex)):
         found.show(Detail(every, explain))
     warn(mixed(found.code()))
     for path, left in found.left():
         typer.echo(f"{path}: {left}" if len(runs) > 1 else left, err=True)
     return 0 if found.finished else NOTHING
-
-
-def _opened(runs: Sequence[Path], curves: bool) -> Audits | Trainings:
-    audits = [run for run in runs if is_audit(run)]
-    if any(is_training(run) for run in runs if run not in audits):
-        what = "is an audit, and others are trainings", "sum up the ones and the others, each with a command"
-        refuse([Problem(str(run), *what) for run in audits])
-        return Trainings(runs)
-    refuse([_curveless(run) for run in audits if curves])
-    return Audits(runs)
-
-
-def _curveless(run: Path) -> Problem:
-    if is_training(run / TRAINING):
-        return Problem(str(run), "is an audit; its training lies within", f"name that: {run / TRAINING}")
-    return Problem(str(run), "is an audit, and has no rounds of a training", "leave --curves out")
-
-
-def _write(file: Path, text: str) -> None:
-    if str(file) == "-":
-        typer.echo(text, nl=False)
-        return
-    try:
-        file.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise fail(str(file), f"cannot be written: {error.strerror}", "choose another file") from error

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
 from gradveil.core.errors import Problem, refuse
-from gradveil.runs.pool import Processes
-from gradveil.runs.ray_pool import Cluster
-from gradveil.runs.task import Scheduler, Site, in_process
+
+if TYPE_CHECKING:
+    from gradveil.runs.task import Scheduler, Site
 
 _FRESH = "--fresh"
 
@@ -31,6 +32,15 @@ def kept(words: Iterable[str]) -> list[str]:
     ['gradveil', 'train', 'digits']
     """
     return [word for word in words if word != _FRESH]
+
+
+def own_code() -> None:
+    """Let a user's modules be imported from where the user stands, as with `python -m`.
+
+    A command says so when what it needs itself is loaded: before, a user's `queue.py` would stand in for Python's.
+    """
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
 
 
 class Engine(StrEnum):
@@ -54,6 +64,17 @@ AddressOption = Annotated[
     ),
 ]
 """`--address`."""
+EveryOption = Annotated[bool, typer.Option("--all", help="Show every trial too, not only the strongest of each.")]
+"""`--all`."""
+ExplainOption = Annotated[bool, typer.Option("--explain", help="Define the words and columns of the tables.")]
+"""`--explain`."""
+
+
+class Detail(NamedTuple):
+    """How much of the results is printed."""
+
+    every: bool = False
+    explain: bool = False
 
 
 @dataclass(frozen=True)
@@ -84,6 +105,9 @@ class Place:
 
     def schedule(self, workers: int, threads: int = 1) -> Callable[[Site], Scheduler]:
         """Say how tasks of a site are done by so many workers."""
+        from gradveil.runs.pool import Processes
+        from gradveil.runs.ray_pool import Cluster
+        from gradveil.runs.task import in_process
 
         def at(site: Site) -> Scheduler:
             if self.engine is Engine.ray:

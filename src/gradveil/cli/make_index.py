@@ -1,0 +1,137 @@
+"""Write `index.json` from the tables of attacks, defences, models and data: python -m gradveil.cli.make_index.
+
+The command line shows the file, so that its help and `gradveil list` need no torch; a test compares it with the tables.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from gradveil.attacks.attack_catalogue import ATTACKS, KNOWN_BY_WORD, AttackEntry, known_as
+from gradveil.attacks.inversion.inversion import Inversion
+from gradveil.audit.attack_selection import POSITIONS
+from gradveil.audit.gate import Accepted
+from gradveil.audit.grants import told
+from gradveil.audit.run_file import bundled
+from gradveil.cli.index import FILE, Row
+from gradveil.core.settings import Argument, NamedEntry
+from gradveil.data import DATASETS
+from gradveil.defences import DEFENCES
+from gradveil.defences.paper_presets import PAPERS
+from gradveil.federated.privacy_ledger import FOLDER
+from gradveil.nn.models import MODELS
+from gradveil.tune.ats_policies import FEWEST
+
+
+def everything() -> dict[str, list[Row]]:
+    """Make the rows of every kind."""
+    return {
+        "attacks": _attacks(),
+        "defences": _defences(),
+        "models": _models(),
+        "data": _data(),
+        "runs": _runs(),
+        "papers": _papers(),
+    }
+
+
+def text() -> str:
+    """Write the index: what is listed, words for how an attacker treats a secret, and what options may be."""
+    options = {"accept": [each.value for each in Accepted], "images": FEWEST, "folder": FOLDER}
+    made = {"listed": everything(), "positions": POSITIONS, "options": options}
+    return json.dumps(made, indent=1, ensure_ascii=False) + "\n"
+
+
+def _attacks() -> list[Row]:
+    made = {name: entry.make() for name, entry in ATTACKS.items()}
+    return [
+        {
+            **_row(name, entry, _own(entry)),
+            "simulated_client": made[name].simulated_client,
+            "knowledge": told(made[name]),
+        }
+        for name, entry in ATTACKS.items()
+    ]
+
+
+def _own(entry: AttackEntry) -> Iterator[Argument]:
+    """Give every setting the value that the preset has for it; leave out what its optimiser does not have."""
+    attack = entry.make()
+    descent = getattr(attack, "descent", None)
+    for argument in entry.arguments:
+        parts = (attack, descent, getattr(descent, "stepper", None), getattr(attack, "images", None))
+        places = [place for place in parts if place is not None]
+        values = [getattr(place, argument.name) for place in places if hasattr(place, argument.name)]
+        if argument.default is not None:
+            yield argument
+        elif values:
+            yield replace(argument, default=values[0])
+        elif argument.name in KNOWN_BY_WORD and isinstance(attack, Inversion):
+            yield replace(argument, default=known_as(attack, argument.name))
+
+
+def _defences() -> list[Row]:
+    return [
+        {
+            **_row(name, entry, entry.arguments),
+            "changes": list(entry.changes),
+            "cost": entry.cost,
+            "guarantee": entry.guarantee,
+            "adaptive": list(entry.adaptive),
+            "malicious": list(entry.malicious),
+        }
+        for name, entry in DEFENCES.items()
+    ]
+
+
+def _row(name: str, entry: NamedEntry, arguments: Any) -> Row:
+    taken = tuple(arguments)
+    return {
+        "name": name,
+        "description": entry.description,
+        "citation": entry.citation,
+        "usage": replace(entry, arguments=taken).signature(),
+        "arguments": [argument.plain() for argument in taken],
+    }
+
+
+def _models() -> list[Row]:
+    sizes = ("channels", "size", "classes")
+    return [
+        {
+            "name": name,
+            "description": entry.description,
+            "citation": entry.citation,
+            "options": {key: value for key, value in entry.defaults.items() if key not in sizes},
+        }
+        for name, entry in MODELS.items()
+    ]
+
+
+def _data() -> list[Row]:
+    return [{"name": n, "description": e.description, "citation": e.source} for n, e in DATASETS.items()]
+
+
+def _runs() -> list[Row]:
+    # The first line of a bundled run file says what it shows.
+    texts = {name: text.splitlines()[0].lstrip("# ") for name, text in bundled().items()}
+    return [{"name": name, "description": text, "citation": ""} for name, text in texts.items()]
+
+
+def _papers() -> list[Row]:
+    return [
+        {
+            "name": name,
+            "description": paper.title,
+            "citation": paper.citation,
+            "tables": {table: list(texts) for table, texts in paper.tables.items()},
+        }
+        for name, paper in PAPERS.items()
+    ]
+
+
+if __name__ == "__main__":
+    FILE.write_text(text(), encoding="utf-8")

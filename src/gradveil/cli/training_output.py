@@ -1,0 +1,126 @@
+"""What `gradveil train` and `audit --train` print: rounds as they end, the table of what each defence costs."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from gradveil.core.errors import Problem
+from gradveil.core.formatting import DASH, percent, plural, size
+from gradveil.defences.aligned import OUTVOTING
+from gradveil.defences.privacy_warnings import MEANINGLESS
+from gradveil.federated.training_run import FAILED
+from gradveil.federated.training_setup import TrainingTrial
+from gradveil.federated.training_state import RoundResult, Status
+from gradveil.report.training_groups import Told, TrainingGroup, Trials, idle, kinds
+from gradveil.report.training_page import accuracy, fewer, gap, rounds
+
+DIVERGED = 1
+"""Exit code of a training that diverged or failed."""
+_COLUMNS = ("defence", "accuracy", "to none", "rounds", "sent a round", "received a round", "s a round")
+_WORDS = ("status", "proven")
+_LEAST = 100
+"""Columns that a table of trainings takes, its words folded."""
+
+
+def show_trainings(trials: Trials, summaries: Sequence[Told], as_json: bool, console: Console) -> int:
+    """Print the results, say which trainings failed, and return the exit code."""
+    if as_json:
+        typer.echo(json.dumps(summaries, indent=1))
+    else:
+        wide().print(table(kinds(trials)))
+    for row in summaries:
+        if row["status"] == FAILED:
+            told = f"{row['defence']}, seed {row['seed']}: failed: {row['failed']}"
+            console.print(Text(told, style="red"))
+        for doubt in _doubts(row.get("curve") or ()):
+            console.print(Text(f"{row['defence']}, seed {row['seed']}: {doubt}", style="yellow"))
+    return DIVERGED if any(row["status"] in ("diverged", FAILED) for row in summaries) else 0
+
+
+def _doubts(curve: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Say in how many rounds something was missing that the result counts on."""
+    among = f"of {plural(len(curve), 'round')}"
+    silent = sum(not record["clients"] and not record.get("refused") for record in curve)
+    if silent:
+        yield f"in {silent} {among} nobody answered"
+    left = sum(bool(record.get("refused")) for record in curve)
+    if left:
+        yield f"in {left} {among} updates were left out that were not finite"
+    spoken = [record["spoke"] for record in curve if record.get("spoke")]
+    short = [said for said, wanted in spoken if said < wanted]
+    if short:
+        few = f", at least once {min(short)}: too few to outvote a liar" if min(short) < OUTVOTING else ""
+        yield f"in {len(short)} {among} fewer clients spoke than planned{few}"
+
+
+def recorded(folder: Path) -> str:
+    """Say what lies in a record: a training that was finished before sends nothing again."""
+    count = sum(1 for _ in folder.glob("round-*.safetensors"))
+    if not count:
+        why = "these rounds were trained before, or who is to be recorded did not answer in them"
+        return f"Nothing was recorded in {folder}: {why}. Train again with --fresh, or record others."
+    return f"{plural(count, 'recorded update')} in {folder}. To attack: gradveil audit RUN --observed {folder}"
+
+
+def tell(console: Console, rounds: int, trial: TrainingTrial, last: RoundResult, status: Status) -> None:
+    """Say in a line how a training got on."""
+    parts = [f"{trial.title}, seed {trial.seed}: round {last.number} of {rounds}", f"accuracy {percent(last.accuracy)}"]
+    if last.validation_loss is not None:
+        parts.append(f"validation loss {last.validation_loss:.4f}")
+    if not last.clients and not last.refused:
+        parts.append("nobody answered")
+    if last.refused:
+        parts.append(f"{plural(len(last.refused), 'update')} left out: not finite")
+    if last.spoke is not None and last.spoke[0] < last.spoke[1]:
+        parts.append(f"only {last.spoke[0]} of {last.spoke[1]} clients spoke before it")
+    ended = "" if status == "running" else f" ({status})"
+    console.print(f"{', '.join(parts)}, {last.seconds:.1f} s{ended}", highlight=False)
+
+
+def warn(problems: Iterable[Problem]) -> None:
+    """Print what should be known and stops nothing."""
+    console = Console(stderr=True, soft_wrap=True, markup=False)
+    for problem in problems:
+        console.print(Text(f"{problem.severity}: {problem}", style="yellow"))
+
+
+def table(found: Sequence[TrainingGroup]) -> Table:
+    """Lay the defences side by side; the accuracy is that after the round with the lowest validation loss."""
+    out = Table(box=None, pad_edge=False)
+    for title in (*_COLUMNS, *_WORDS):
+        if title in ("defence", *_WORDS):
+            # Folded, never cut off: two defences may differ in their last setting.
+            out.add_column(title, overflow="fold")
+        else:
+            out.add_column(title.replace(" a ", "\na "), justify="right", no_wrap=True)
+    told = "\n".join(filter(None, [idle(found), *_proofs(found)]))
+    out.caption, out.caption_justify = Text(told, style="dim not italic"), "left"
+    for kind in found:
+        sent, received, seconds = (kind.mean(key) for key in ("bytes_up", "bytes_down", "seconds"))
+        numbers = (size(sent), size(received), DASH if seconds is None else f"{seconds:.1f}")
+        statuses = ", ".join(f"{count} {how}".strip() for _, count, how in kind.statuses)
+        told = accuracy(kind), gap(kind) + fewer(kind), rounds(kind) or DASH
+        out.add_row(kind.name, *told, *numbers, statuses, kind.proof)
+    return out
+
+
+def wide() -> Console:
+    """Print as wide as the terminal, never narrower than the numbers: one that is folded reads as another."""
+    return Console(width=max(_LEAST, Console().width) if sys.stdout.isatty() else 120, markup=False)
+
+
+def _proofs(found: Sequence[TrainingGroup]) -> Iterator[str]:
+    """Write out what is proven, and of what, where something is."""
+    for kind in found:
+        if kind.worst and kind.worst["epsilon"]:
+            doubt = f". Above {MEANINGLESS:g}: no guarantee to rely on" if kind.hollow else ""
+            yield f"Proven of {kind.name}: {kind.worst['guarantee']}{doubt}."
