@@ -131,12 +131,12 @@ KILLED = """
 import os, signal, sys
 from pathlib import Path
 from flwr.supercore.task_identity import TaskIdentity
-from gradveil.integrations.flower import answer, memory
+from gradveil.integrations.flower import answer, client_memory
 from tests.integrations.scenes import BATCH, asked, client, context
 TaskIdentity._run_id, TaskIdentity._node_id, TaskIdentity._task_id = 77, 1, 1
 own, folder = client("user-dp(clip=1, sigma=32)"), Path(sys.argv[1])
 answer(asked(1, own), context(), own, BATCH, folder=folder, training="lungs")
-memory.save_state = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+client_memory.save_state = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
 answer(asked(2, own), context(), own, BATCH, folder=folder, training="lungs")
 """
 
