@@ -146,9 +146,11 @@ CALLERS_OF_FOREIGN_CODE = {
     *("gradveil.nn.models", "gradveil.nn.check.running", "gradveil.nn.surgery", "gradveil.runs.task"),
     *(
         "gradveil.audit.argument_checks",
+        "gradveil.client.defended_gradient",
         "gradveil.core.user_code",
         "gradveil.defences.user_defence",
         "gradveil.integrations.flower.own_look",
+        "gradveil.integrations.flower.protect",
         "gradveil.integrations.flower.recording",
     ),
 }

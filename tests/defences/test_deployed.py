@@ -7,7 +7,7 @@ import torch
 from scipy import stats
 from torch import nn
 
-from gradveil.client import Client, Local, defended_gradient, drawn_update, scheduled
+from gradveil.client import Client, Local, drawn_update, scheduled
 from gradveil.core.noise import Key
 from gradveil.core.secure_noise import Rounded, SecretKey
 from gradveil.core.types import Batch, Context
@@ -47,10 +47,8 @@ def silent(own, params, batch, **noise):
         ("user-dp(clip=0.3, sigma=1)", Local(batch=4, lr=0.1, epochs=1)),
     ],
 )
-@pytest.mark.parametrize("at_once", [1, 1 << 24])
-def test_but_for_the_grid_it_is_the_simulated_client(text, local, at_once, monkeypatch):
-    """The same clips and sums, also where examples are taken one at a time: each entry is less than a step away."""
-    monkeypatch.setattr(defended_gradient, "_AT_ONCE", at_once)
+def test_but_for_the_grid_it_is_the_simulated_client(text, local):
+    """The same clips and sums, though examples are taken one at a time: each entry is less than a step away."""
     own = client(text, local=local)
     placed = deployed(own, EXAMPLES)
     assert placed.without is None
@@ -134,6 +132,63 @@ def test_examples_that_meet_in_a_forward_pass_or_a_loss_are_clipped_each_alone(c
         inputs[3], targets[3] = value, label
         moved = silent(net, params, Batch(inputs, targets)) - base
         assert moved.norm() <= 2 * 0.1 / 8 * (1 + SLACK)
+
+
+def test_rounding_tells_of_no_other_example_and_not_how_many_there_are():
+    """Weights whose large parts cancel make rounding as large as the gradient: it has to be the same in any company."""
+    draw = Key(0).generator()
+    inputs = torch.rand(40, 300, generator=draw)
+    basis = torch.linalg.qr(inputs.T.double())[0]
+    large = torch.randn(64, 300, generator=draw, dtype=torch.float64) * 1e8
+    model = nn.Sequential(nn.Linear(300, 64), nn.Tanh(), nn.Linear(64, 4))
+    own = parse("dp(clip=1, sigma=1)")(Client(model, local=Local(batch=1, lr=1.0, steps=1, sampling="poisson")))
+    params = own.params() | {"0.weight": (large - large @ basis @ basis.T).float()}
+    labels = torch.arange(40) % 4
+    for size in (2, 3, 5, 9, 17):
+        found = []
+        for some in (slice(size), slice(size - 1), slice(1, size)):
+            each = Batch(inputs[some], labels[some])
+            net = deployed(own, each).client
+            found.append(silent(net, params, each, inclusion=torch.ones(1, len(each.targets))))
+        assert max((found[0] - less).norm() for less in found[1:]) <= 1 + SLACK
+
+
+class Counting(nn.Module):
+    """Counts how often it is asked."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.calls = nn.Linear(4, 3), 0
+
+    def forward(self, x):
+        self.calls += 1
+        return self.layer(x)
+
+
+@pytest.mark.parametrize("value", [math.nan, None])
+@pytest.mark.parametrize("local", [None, Local(batch=8, lr=1.0, steps=1)])
+def test_an_example_that_fails_counts_as_a_gradient_of_zeros(value, local, caplog):
+    """By a label that the model has no class for, or by a gradient that is no number: the others' stay as they are."""
+    net = deployed(client("dp(clip=0.1, sigma=1)", local=local), EXAMPLES).client
+    inputs, targets = EXAMPLES.inputs.clone(), EXAMPLES.targets.clone()
+    inputs[3], targets[3] = (value, 0) if value else (0.0, 77)
+    schedule = {"schedule": torch.arange(8).reshape(1, 8)} if local else {}
+    found = silent(net, net.params(), Batch(inputs, targets), **schedule)
+    rest = Batch(*(torch.cat([part[:3], part[4:]]) for part in EXAMPLES))
+    few = deployed(client("dp(clip=0.1, sigma=1)"), rest).client
+    expected = silent(few, few.params(), rest) * 7 / 8
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
+    assert found.any()
+    assert "an example's gradient" in caplog.text
+
+
+def test_who_is_not_drawn_is_not_computed():
+    local = Local(batch=2, lr=1.0, steps=1, sampling="poisson")
+    model = Counting()
+    net = deployed(parse("dp(clip=0.1, sigma=1)")(Client(model, local=local)), EXAMPLES).client
+    model.calls = 0
+    silent(net, net.params(), EXAMPLES, inclusion=torch.tensor([[0.0, 1, 0, 0, 1, 0, 0, 1]]))
+    assert model.calls == 3
 
 
 @pytest.mark.parametrize("entries", [3, 1000, 100_000])

@@ -107,20 +107,6 @@ def test_a_private_reply_comes_whatever_becomes_of_the_look_at_it(place, policy,
         answer(asking(plain.model), context(), plain, BATCH, folder=tmp_path / "plain", guard=policy)
 
 
-def test_a_private_reply_that_cannot_be_computed_is_counted_and_its_error_says_nothing(tmp_path, caplog):
-    """A label out of range, a model that raises for some examples: the server learns that there was an error."""
-    own = parse("dp(clip=1, sigma=16)")(Client(perceptron(), local=Local(batch=32, lr=0.1, steps=1)))
-    file, wrong = ledger(tmp_path), BATCH.targets.clone()
-    wrong[5] = 77
-    with pytest.raises(GradveilError, match="update: cannot be computed -> ask its operator") as caught:
-        answer(asking(own.model), context(), own, Batch(BATCH.inputs, wrong), folder=tmp_path, training="lungs")
-    assert "77" in caplog.text
-    assert "77" not in str(caught.value)
-    assert caught.value.__cause__ is None
-    assert caught.value.__suppress_context__
-    assert json.loads(file.read_text())["rounds"] == 1
-
-
 @pytest.mark.parametrize("inside", [True, False])
 def test_a_norm_behind_a_convolution_of_sequences_tells_no_server_who_is_in_the_batch(inside, tmp_path):
     """A filter that one example alone sets off: the look at the update failed if and only if it was there."""

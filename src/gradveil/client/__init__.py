@@ -4,7 +4,7 @@ from gradveil.client.client import Client
 from gradveil.client.local_training import Local
 from gradveil.client.public_messages import announced, proposer, scheduled, speakers
 from gradveil.client.secure_sum import summed
-from gradveil.client.seeded_update import ClientTask, drawn_update, drawn_updates, first_gradient
+from gradveil.client.seeded_update import ClientTask, drawn_update, drawn_updates, first_gradient, idle_update
 from gradveil.client.sending import steady
 from gradveil.client.state_file import load_state, save_state
 from gradveil.gradients.objective import cross_entropy
@@ -18,6 +18,7 @@ __all__ = [
     "drawn_update",
     "drawn_updates",
     "first_gradient",
+    "idle_update",
     "load_state",
     "proposer",
     "save_state",

@@ -206,6 +206,18 @@ class Client:
         sent, after = self._sending(params, batch, whole, state, update, after, *outputs[-1:])
         return sent, steady(sent, after, state)
 
+    def idle_update(
+        self, params: Tensors, batch: Batch, noise: Mapping[str, Tensor], state: Tensors
+    ) -> tuple[Tensors, Tensors]:
+        """Compute what the client sends if its training comes to zeros: what is sent is still transformed.
+
+        The batch tells how many examples there are; `noise` holds what `round_spec` declares.
+        """
+        update = {name: torch.zeros_like(params[name]) for name in self._trained}
+        whole = self._sending.noise(batch, noise, self.own(noise, state))
+        sent, after = self._sending(params, batch, whole, state, update, state)
+        return sent, steady(sent, after, state)
+
     def first_given(
         self, batch: Batch, noise: Mapping[str, Tensor], of_step: Drawn, of_epoch: Drawn, state: Tensors
     ) -> tuple[Batch, Tensors]:

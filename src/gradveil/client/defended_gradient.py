@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, cast
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.func import vmap
 
+from gradveil.core.errors import FOREIGN
 from gradveil.core.tree import Tensors, alike, all_finite, plain, select, single, wide
 from gradveil.core.types import Batch, Context, Domain, Features, Public, Transform
 from gradveil.gradients.input_sensitivity import example_squared_row_norms
@@ -77,8 +79,8 @@ class At(NamedTuple):
         return (batch, noise) if swept else None
 
 
-_AT_ONCE = 1 << 25
-"""Entries of examples' gradients that are held at once where they are added up exactly: 128 MiB of float32."""
+LOG = logging.getLogger("flwr.gradveil")
+"""What a deployed client has to say to its operator alone."""
 
 
 @dataclass(frozen=True)
@@ -137,30 +139,46 @@ class Defended:
         noise: Mapping[str, Tensor],
         included: Tensor | None,
     ) -> Tensors:
-        """Return the same mean from sums in float64, without holding all examples' gradients at once."""
+        """Return the same mean from sums in float64 of the examples that were drawn, each computed by itself.
+
+        Its size on the machine is that of one example, whatever the others are and however many: not even rounding
+        tells of them. One whose gradient cannot be computed, or is not finite, counts as zeros.
+        """
         examples = len(batch.inputs)
         by_example = [name for name in noise if name.startswith("model.")]
         by_example += [f"step.{name}" for name in each.noise({name: params[name] for name in self.trained})]
-        some = max(1, _AT_ONCE // sum(params[name].numel() for name in self.trained))
-        total: Tensors = {}
-        for start in range(0, examples, some):
-            own = slice(start, start + some)
-            part = Batch(*(value[own] for value in batch))
-            inner = {name: noise[name][own] for name in by_example}
-            # Each alone, and in no sweep: a trial of whether examples meet in a model says nothing of other weights.
-            rows = wide(example_gradients(self.objective, *self.parted(params), part, select(inner, "model")))
-            squares = {name: _squares(value) for name, value in rows.items()}
-            factors = each.factors(squares)
-            if factors is None:  # it does more than multiply
-                rows = self._transformed(each, rows, params, part, inner)
-                factors = {name: torch.ones_like(square) for name, square in squares.items()}
-            for name, value in rows.items():
-                weights = factors[name] if included is None else factors[name] * included[own]
-                total.setdefault(name, torch.zeros_like(value[0], dtype=torch.float64))
-                for row, weight in zip(value, map(float, weights), strict=True):
-                    if weight:  # what was not drawn, or is clipped to zero, may be no number
-                        total[name].add_(row, alpha=weight)
+        total = {name: torch.zeros_like(params[name], dtype=torch.float64) for name in self.trained}
+        weights = [1.0] * examples if included is None else [*map(float, included)]
+        for place, weight in enumerate(weights):
+            if not weight:
+                continue
+            own = slice(place, place + 1)
+            # In memory of its own: where it would lie among the others decides by which steps some kernels add.
+            part = Batch(*(value[own].clone() for value in batch))
+            inner = {name: noise[name][own].clone() for name in by_example}
+            try:
+                row, factors = self._row(each, params, part, inner)
+            except FOREIGN as error:
+                LOG.error("an example's gradient cannot be computed: %s: %s", type(error).__name__, error)
+                continue
+            for name, value in row.items():
+                total[name].add_(value, alpha=weight * factors[name])
         return {name: value / (examples if included is None else self.expected) for name, value in total.items()}
+
+    def _row(
+        self, each: Transform, params: Tensors, one: Batch, noise: Mapping[str, Tensor]
+    ) -> tuple[Tensors, dict[str, float]]:
+        """Return the gradient of one example, and what its tensors are multiplied by."""
+        # In no sweep: a trial of whether examples meet in a model says nothing of other weights.
+        rows = wide(example_gradients(self.objective, *self.parted(params), one, select(noise, "model")))
+        if not bool(all_finite(rows)):
+            LOG.error("an example's gradient is not finite")
+            return {}, {}
+        factors = each.factors({name: _squares(value) for name, value in rows.items()})
+        if factors is None:  # it does more than multiply
+            rows = self._transformed(each, rows, params, one, noise)
+            factors = {name: value.new_ones(1) for name, value in rows.items()}
+        return {name: value[0] for name, value in rows.items()}, {name: float(value) for name, value in factors.items()}
 
     def _transformed(
         self, each: Transform, rows: Tensors, params: Tensors, batch: Batch, noise: Mapping[str, Tensor]

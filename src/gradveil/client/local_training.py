@@ -290,6 +290,8 @@ class LocalSteps:
                 return g
             at, held = {name: now[name] for name in params}, spread(self.own.moved(kept, now), len(batch.inputs))
             g, current = self.gradient(at, batch, {**inner, **held}, current, included)
+            if not free:
+                return g
             weights = None if included is None else included / self.local.batch
             if weights is None and step and step.split()[0]:
                 weights = batch.inputs.new_full((len(batch.inputs),), 1 / len(batch.inputs))

@@ -39,6 +39,13 @@ def drawn_update(
         return client.trained_update(params, *_trainee(client, params, ClientTask(batch, key, state)))
 
 
+def idle_update(client: Client, params: Tensors, batch: Batch, key: Address, state: Tensors) -> tuple[Tensors, Tensors]:
+    """Compute what a client sends in that round if its training comes to zeros; nothing of its examples is used."""
+    blank = Batch(*(torch.zeros_like(value) for value in batch))
+    task = _trainee(client, params, ClientTask(blank, key, state))
+    return client.idle_update(params, blank, task.noise, state)
+
+
 def first_gradient(client: Client, params: Tensors, task: ClientTask) -> tuple[Batch, Tensors]:
     """Draw again what the model gets for the first gradient of `drawn_update`: its examples, and its noise."""
     batch, once, of_step, of_epoch, state = _trainee(client, params, task)

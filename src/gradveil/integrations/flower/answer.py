@@ -55,7 +55,9 @@ def answer(
     the examples can be read from what would be sent (`gradveil.federated.update_inspection`): by default a warning,
     unless the guard ignores. A reply with a formal guarantee is never refused for that: a refusal is a message which no
     noise covers. There the look comes after the reply is counted and stored, and what it finds or fails at goes to the
-    log. An update that cannot be computed is counted, and its error has a constant text.
+    log. What cannot be computed there is no message either. With a guarantee of the whole client (`user-dp`) an update
+    of zeros takes its place, with one of single examples (`dp`) a gradient of zeros that of each example which fails,
+    and the noise is added to that. The log has the cause.
 
     `folder` is the place of the client's files (default: the node's `gradveil-folder`, or `~/.gradveil/flower`).
     `training` lets the state follow when a run is started again with another id. The ledger of the training counts the
@@ -94,11 +96,10 @@ def _answered(
     It is counted before anything of the examples is computed: whatever comes of it, an error too, has been counted.
     """
     spend(charge)
-    guarantee = charge is not None and bool(charge.epsilon)
-    update, state = own.private() if guarantee else own.judged()
+    update, state = own.private(charge.epsilon) if charge and charge.epsilon else own.judged()
     sent = encoded(update)
     memory.keep(question, sent, told, client, state)
-    if guarantee:
+    if charge and charge.epsilon:
         own.told(update)
     return question.reply(sent, told)
 

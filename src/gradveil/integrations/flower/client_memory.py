@@ -38,6 +38,9 @@ from gradveil.federated.privacy_ledger import FOLDER as DEFAULT
 from gradveil.federated.privacy_ledger import file_name, place
 from gradveil.integrations.flower.flower_records import Question, Told
 
+LOG = logging.getLogger("flwr.gradveil")
+"""Flower's console shows what is written here."""
+
 KIND, VERSION = "gradveil training", 1
 """What a training's file says of itself, and the version of its form."""
 _RUN = re.compile(r"run-[0-9]+")
@@ -48,16 +51,19 @@ def named(training: str) -> str:
     return file_name("training", training)
 
 
-def continued(home: Path, training: str, run: str) -> Path | None:
+def continued(home: Path, training: str, run: str, *, gone: bool = False) -> Path | None:
     """Enter a run as the last of its training; return the state that the runs before have left, if any.
 
-    A run that another one has followed is refused: it would go on with a state that is no longer the client's.
+    A run that another one has followed is refused: it would go on with a state that is no longer the client's. One
+    whose own folder is `gone` goes on without what it has left there, and the log warns of it.
     """
     file = home / f"training-{named(training)}"
     runs = _runs(file) if file.exists() else []
     if run in runs[:-1]:
         what = f"is over: training '{training}' has gone on in {runs[-1]}"
         raise fail(run, what, "stop it, or give the other run's training another name")
+    if run in runs and gone:
+        LOG.warning("%s is missing, where training '%s' had its state: what was there is lost", home / run, training)
     if run not in runs:
         runs.append(run)
         write_json(file, {"kind": KIND, "version": VERSION, "runs": runs})
@@ -91,9 +97,6 @@ def _runs(file: Path) -> list[str]:
         raise DamagedError(Problem(str(file), "names no runs, or one twice", remedy))
     return found
 
-
-LOG = logging.getLogger("flwr.gradveil")
-"""Flower's console shows what is written here."""
 
 IDENTITY, FOLDER = "gradveil-identity", "gradveil-folder"
 """Keys of a SuperNode's `--node-config`: its name, which has to stay the same, and where it keeps its files."""
@@ -215,6 +218,7 @@ def opened(context: Context, folder: Path | str | None, training: str | None = N
         named(training)
     home = folder / name
     own = home / f"run-{int(context.run_id)}"
+    gone = not own.is_dir()
     try:
         make_private(own)
     except OSError as error:
@@ -226,7 +230,7 @@ def opened(context: Context, folder: Path | str | None, training: str | None = N
         else:
             command = ["gradveil", "ledger", "create", "--identity", name, "--training", training]
             command += ["--folder", str(folder)]
-            before = continued(home, training, own.name)
+            before = continued(home, training, own.name, gone=gone)
             yield Memory(own, place(folder, name, training), shlex.join(command), before)
 
 

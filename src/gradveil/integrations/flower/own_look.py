@@ -2,19 +2,22 @@
 
 Flower sends the text of an error to the server, and that there is an error is a message too. Without a guarantee the
 look comes before the update is stored or sent, and may refuse it, in a constant text. With one it comes when the reply
-has been counted and stored, and nothing that it finds, or fails at, changes the reply.
+has been counted and stored, and nothing that it finds, or fails at, changes the reply; and a training that fails is no
+message: it counts as zeros, to which the noise is added.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
-from gradveil.client import Client, ClientTask, drawn_update, first_gradient
+from gradveil.client import Client, ClientTask, drawn_update, first_gradient, idle_update
 from gradveil.core.errors import FOREIGN, GradveilError, fail
 from gradveil.core.tree import Tensors
 from gradveil.federated.model_inspection import Finding, Policy
 from gradveil.federated.update_inspection import exposure, guarded_update
 from gradveil.integrations.flower.client_memory import LOG
+from gradveil.theory.accounting import Unit
 
 _ASK = "ask its operator, who has the log"
 
@@ -31,13 +34,21 @@ class OwnUpdate:
     guard: Policy
     leak: Policy
 
-    def private(self) -> tuple[Tensors, Tensors]:
-        """Compute an update that a guarantee covers, and the next state. Errors go to the log, and say nothing here."""
+    def private(self, units: Collection[Unit]) -> tuple[Tensors, Tensors]:
+        """Compute an update that a guarantee of these units covers, and the next state. Errors go to the log.
+
+        Where it covers the whole client, an update that cannot be computed counts as zeros: noise is added to those.
+        """
         try:
             return drawn_update(self.client, self.params, *self.task)
         except FOREIGN as error:
             LOG.error("the update cannot be computed: %s: %s", type(error).__name__, error)
-            raise fail("update", "cannot be computed", _ASK) from None
+        try:
+            if "client" in units:
+                return idle_update(self.client, self.params, *self.task)
+        except FOREIGN as error:
+            LOG.error("nor can one of zeros: %s: %s", type(error).__name__, error)
+        raise fail("update", "cannot be computed", _ASK)
 
     def told(self, update: Tensors) -> None:
         """Write into the log what an update shows that is stored and covered by a guarantee; refuse nothing."""

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, get_args
 
 import torch
-from flwr.app import Context, Message, MessageType, RecordDict
+from flwr.app import Context, Message, MessageType, MetricRecord, RecordDict
 from flwr.clientapp.typing import ClientAppCallable, Mod
 from torch import nn
 
 from gradveil.client import Client, scheduled, steady
-from gradveil.core.errors import Problem, fail, refuse
-from gradveil.core.noise import Key
+from gradveil.core.errors import FOREIGN, Problem, fail, refuse
+from gradveil.core.noise import Address, Key
 from gradveil.core.settings import Choice, collect
-from gradveil.core.tree import Tensors, select, under
+from gradveil.core.tree import Tensors, all_finite, select, under
 from gradveil.core.types import Batch, Transform
 from gradveil.core.types import Context as Seen
 from gradveil.defences import Defence, parse
@@ -24,8 +24,9 @@ from gradveil.defences.guarantees import examine, stages
 from gradveil.defences.stage_probes import data_dependent
 from gradveil.federated.model_inspection import POLICY, Policy
 from gradveil.integrations.flower.answer import NO_MESSAGES, look, needs_messages, prepared, spend
-from gradveil.integrations.flower.client_memory import LOG, Memory, opened
+from gradveil.integrations.flower.client_memory import LOG, Answer, Memory, opened
 from gradveil.integrations.flower.flower_records import (
+    COUNT,
     MARK,
     Question,
     Told,
@@ -37,7 +38,7 @@ from gradveil.integrations.flower.flower_records import (
     trained,
 )
 from gradveil.integrations.flower.node_policy import Asked, obey
-from gradveil.integrations.flower.privacy_budget import Limit, charged
+from gradveil.integrations.flower.privacy_budget import Charge, Limit
 from gradveil.nn.initial_weights import drawing_from
 from gradveil.nn.weight_files import is_statistic
 from gradveil.wire.codec import Layout
@@ -55,6 +56,7 @@ def protect(
     *,
     trainable: Sequence[str] | None = None,
     statistics: Statistics = "refuse",
+    metrics: Mapping[str, int | float] | None = None,
     guard: Policy = "warn",
     folder: Path | str | None = None,
     key: Key | None = None,
@@ -71,6 +73,12 @@ def protect(
     Running statistics of BatchNorm layers are means over private examples. If `train()` changed them, `"refuse"` sends
     nothing, `"keep"` leaves them out (the server's stay as they are), and `"send"` sends them, **undefended**.
 
+    Where a formal guarantee holds, the round is counted before the app runs, and a training that fails is no message to
+    the server: an app that raises, replies with an error, or returns what is not finite or does not fit, counts as an
+    update of zeros, to which the noise is added. The log has the cause. Such a reply says beside the update what the
+    last one said, and one example if there was none. `metrics` says it from the start (`{"num-examples": 512}`): then
+    every reply has those alone, and nothing that the app tells.
+
     The guard inspects the weights that came. A mod has no examples, and so cannot measure what an update shows of them
     as `answer` does: what only that look catches passes here. `model` names the last layer and the embeddings; without
     it names and shapes do. `trainable`, `guard`, `folder`, `key`, `training`, `epsilon` and `delta` are as in `answer`
@@ -78,10 +86,12 @@ def protect(
     """
     found = parse(defence) if isinstance(defence, str) else defence
     said = (("guard", POLICY, guard), ("statistics", _STATISTICS, statistics))
-    refuse([*collect("protect", said), *_out_of_place(found)])
+    refuse([*collect("protect", said), *_out_of_place(found), *_uncounted(metrics)])
+    if key is None:
+        refuse([*_priced_late(found)])
     limit = Limit.of(epsilon, delta, training, key)
     limit.provable(examine(Client(_small(), send=found.send), _FEW))
-    return _Protect(found.send, model, trainable, statistics, guard, folder, key, training, limit)
+    return _Protect(found.send, model, trainable, statistics, metrics, guard, folder, key, training, limit)
 
 
 @dataclass(frozen=True)
@@ -90,6 +100,7 @@ class _Protect:
     model: nn.Module | None
     trainable: Sequence[str] | None
     statistics: Statistics
+    metrics: Mapping[str, int | float] | None
     guard: Policy
     folder: Path | str | None
     key: Key | None
@@ -109,14 +120,23 @@ class _Protect:
                 return question.reply(before.sent, before.told)
             with torch.no_grad():
                 state = memory.state(client, params)
-            if self.limit.epsilon is not None:  # before a training for nothing; how many examples it uses is told later
-                charged(memory, client, _examples(1), self.limit)
+            here, charge = self._prepared(question, client, params, memory)
             look(self.model, question.number, question.received, params, memory, self.guard)
-            reply = _inside(message, context, call_next)
-            if reply.has_error():
-                return reply
-            returned = _returned(reply, question.received)
-            return self._defended(question, params, returned, _told(reply), memory, client, state)
+            promised = charge is not None and bool(charge.epsilon)
+            last = memory.previous(question.number) if promised else None
+            spend(charge)
+            now = _Defending(question, params, memory.key(question.number, self.key), here.send, state)
+            try:
+                done = self._defended(now, _trained(message, context, call_next), promised)
+            except FOREIGN as error:
+                if promised:
+                    done = self._idle(now, last, f"{type(error).__name__}: {error}")
+                elif isinstance(error, _AppError):
+                    return error.reply
+                else:
+                    raise
+            memory.keep(question, done.sent, done.told, client, done.state)
+            return question.reply(done.sent, done.told)
 
     def _obey(self, context: Context, client: Client) -> None:
         """Refuse to train for less than the node's operator demands."""
@@ -124,37 +144,39 @@ class _Protect:
         asked = (client, _examples(1), self.limit, self.guard, self.training, self.key, self.folder, sent)
         obey(context, Asked(*asked))
 
-    def _defended(
-        self,
-        question: Question,
-        params: Tensors,
-        returned: Tensors,
-        told: Told,
-        memory: Memory,
-        client: Client,
-        state: Tensors,
-    ) -> Message:
-        """Apply the transform to the update, keep its state, and reply."""
-        rest = self._rest(question.received, returned, params, self._promises(client))
-        update = {name: value - returned[name] for name, value in params.items()}
-        with torch.no_grad():
-            if self.send is not None:
-                used = _count(told)
-                beside = _SENT if rest else None
-                here = scheduled(client, question.number - 1)
-                here, charge = prepared(memory, client, here, used, self.limit, self.key, beside)
-                spend(charge)
-                assert here.send is not None
-                spec = here.send.noise(params).under("send").to(next(iter(params.values())).dtype)
-                noise = select(spec.sample(memory.key(question.number, self.key)), "send")
-                update, after = here.send.apply(update, select(state, "send"), noise, Seen(params, used))
-                state = steady(update, under("send", after), state)
-        sent = encoded(update | rest)
-        memory.keep(question, sent, told, client, state)
-        return question.reply(sent, told)
+    def _prepared(
+        self, question: Question, client: Client, params: Tensors, memory: Memory
+    ) -> tuple[Client, Charge | None]:
+        """Return the client as it answers, and what that costs: the same for any number of examples."""
+        if self.send is None:
+            return client, None
+        beside = _SENT if self._means(question.received, params) else None
+        here = scheduled(client, question.number - 1)
+        return prepared(memory, client, here, _examples(1), self.limit, self.key, beside)
 
-    def _promises(self, client: Client) -> bool:
-        return self.key is None and bool(examine(client, _FEW).sound)
+    def _defended(self, now: _Defending, reply: Message, promised: bool) -> _Outgoing:
+        """Apply the transform to the update that an app has made."""
+        received, params = now.question.received, now.params
+        returned = _returned(reply, received)
+        told = _told(reply) if self.metrics is None else _metrics(self.metrics)
+        rest = self._rest(received, returned, params, promised)
+        update = {name: value - returned[name] for name, value in params.items()}
+        if promised and not all_finite(update):
+            raise fail("update", "is not finite", "lower the step size, or look at the examples")
+        if now.send is None:
+            return _Outgoing(encoded(update | rest), told, now.state)
+        update, state = now.sent(update, _count(told))
+        return _Outgoing(encoded(update | rest), told, state)
+
+    def _idle(self, now: _Defending, last: tuple[Answer, int] | None, why: str) -> _Outgoing:
+        """Let an update of zeros take the place of one that could not be made; only the log has the cause."""
+        LOG.error("the update cannot be computed, and counts as zeros: %s", why)
+        told = _metrics({COUNT: 1} if self.metrics is None else self.metrics)
+        if last is not None and self.metrics is None:
+            told = last[0].told
+        zeros = {name: torch.zeros_like(value) for name, value in now.params.items()}
+        update, state = now.sent(zeros, _examples(number_of_examples(told.values()) or 1))
+        return _Outgoing(encoded(update), told, state)
 
     def _rest(self, received: Tensors, returned: Tensors, params: Tensors, promised: bool) -> Tensors:
         """Return the statistics to be sent; refuse what changed and may not be sent.
@@ -177,21 +199,64 @@ class _Protect:
                 LOG.warning("%s", replace(problem, remedy=f"it is left out; {problem.remedy}"))
         else:
             refuse(problems)
-        if self.statistics != "send":
-            return {}
         # All or none: the server tells from the encoding alone which of the two it is.
-        means = [name for name, value in received.items() if name not in params and is_mean(name, value)]
-        return {name: received[name] - returned[name] for name in means}
+        return {name: received[name] - returned[name] for name in self._means(received, params)}
+
+    def _means(self, received: Tensors, params: Tensors) -> list[str]:
+        """Name the statistics that are sent."""
+        if self.statistics != "send":
+            return []
+        return [name for name, value in received.items() if name not in params and is_mean(name, value)]
 
 
-def _inside(message: Message, context: Context, call_next: ClientAppCallable) -> Message:
+class _AppError(Exception):
+    """An app has replied with an error."""
+
+    def __init__(self, reply: Message) -> None:
+        super().__init__(reply.error.reason)
+        self.reply = reply
+
+
+@dataclass(frozen=True)
+class _Outgoing:
+    """What is sent in a round, and what is kept of it."""
+
+    sent: bytes
+    told: Told
+    state: Tensors
+
+
+@dataclass(frozen=True)
+class _Defending:
+    """What an update of one round is defended with."""
+
+    question: Question
+    params: Tensors
+    key: Address
+    send: Transform | None
+    state: Tensors
+
+    def sent(self, update: Tensors, used: Batch) -> tuple[Tensors, Tensors]:
+        """Apply the transform to an update; return the next state too."""
+        assert self.send is not None
+        with torch.no_grad():
+            spec = self.send.noise(self.params).under("send").to(next(iter(self.params.values())).dtype)
+            noise = select(spec.sample(self.key), "send")
+            update, after = self.send.apply(update, select(self.state, "send"), noise, Seen(self.params, used))
+            return update, steady(update, under("send", after), self.state)
+
+
+def _trained(message: Message, context: Context, call_next: ClientAppCallable) -> Message:
     """Let the app train on what its strategy sent: mods of Flower's refuse a message with more records than one."""
     content = message.content
     message.content = RecordDict({name: record for name, record in content.items() if name != MARK})
     try:
-        return call_next(message, context)
+        reply = call_next(message, context)
     finally:
         message.content = content
+    if reply.has_error():
+        raise _AppError(reply)
+    return reply
 
 
 def _out_of_place(defence: Defence) -> Iterator[Problem]:
@@ -208,6 +273,21 @@ def _out_of_place(defence: Defence) -> Iterator[Problem]:
     for name, stage in stages(defence.send):
         if data_dependent(stage, Client(layer), _FEW):
             yield Problem(where, f"looks at the examples in its stage '{name}', and a mod has none", _HELPER)
+
+
+def _uncounted(metrics: Mapping[str, int | float] | None) -> Iterator[Problem]:
+    """Refuse metrics for every reply that say nothing of the number of examples."""
+    if metrics is not None and number_of_examples(_metrics(metrics).values()) is None:
+        yield Problem("protect.metrics", f"has no '{COUNT}'", f"say how many examples a training uses: '{COUNT}'")
+
+
+def _priced_late(defence: Defence) -> Iterator[Problem]:
+    """Refuse noise whose privacy depends on what the app tells after its training: it is counted before."""
+    client = Client(_small(), send=defence.send)
+    one = Batch(*(value[:1] for value in _FEW))
+    if examine(client, one) != examine(client, _FEW):
+        what = "divides its noise by the number of examples, which an app tells when it has trained: too late to count"
+        yield Problem(f"protect '{defence.name}'", what, "give the noise of the mean: Gaussian(std, on='mean')")
 
 
 _FEW = Batch(torch.zeros(2, 2), torch.zeros(2, dtype=torch.long))
@@ -232,6 +312,10 @@ def _told(reply: Message) -> Told:
     """Return what the app replied beside the model."""
     content = reply.content
     return {**content.metric_records, **content.config_records}
+
+
+def _metrics(values: Mapping[str, int | float]) -> Told:
+    return {"metrics": MetricRecord(dict(values))}
 
 
 def _count(told: Told) -> Batch:
