@@ -61,6 +61,13 @@ def test_names_for_types_are_those_for_use(source: Source) -> None:
     assert list(lazy) == sorted(lazy)
 
 
+@pytest.mark.parametrize("source", [face for face in FACES if table(face)], ids=lambda source: source.module)
+def test_no_name_of_a_face_is_that_of_a_module_in_it(source: Source) -> None:
+    """Whichever was imported last would have the name."""
+    beside = {face.module for face in read(SRC)}
+    assert [name for name in table(source) if f"{source.module}.{name}" in beside] == []
+
+
 def test_importing_gradveil_imports_no_attack_and_no_training() -> None:
     heavy = "[m for m in sys.modules if m.startswith(('gradveil.attacks', 'gradveil.federated', 'gradveil.defences'))]"
     code = f"import sys, gradveil; print({heavy})"
