@@ -45,7 +45,7 @@ def surgery(module, generator):
     return module
 def compress(update, state):
     return update
-def search(observations, simulated client, knowledge, key):
+def search(observations, simulated_client, knowledge, key):
     return None
 def scaled(sizes=torch.ones(3), std=1.0):
     return parse(f"gaussian({std * float(sizes.sum())})")
@@ -64,8 +64,8 @@ class Guess:
     knowledge = {}
     def __init__(self, level=0.5):
         self.name, self.level = "guess", level
-    def __call__(self, observations, simulated client, knowledge, key, progress=None, plan=()):
-        found = make_attack("ig(iterations=1, labels=restore)")(observations, simulated client, knowledge, key)
+    def __call__(self, observations, simulated_client, knowledge, key, progress=None, plan=()):
+        found = make_attack("ig(iterations=1, labels=restore)")(observations, simulated_client, knowledge, key)
         return replace(found, inputs=found.inputs * 0 + self.level)
 print("imported")
 '''

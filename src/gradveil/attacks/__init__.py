@@ -8,6 +8,7 @@ from gradveil.core.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from gradveil.attacks.attack_catalogue import (
+        ALL_ATTACKS,
         ATTACKS,
         SETTINGS,
         AttackEntry,
@@ -49,6 +50,7 @@ else:
     __getattr__, __dir__ = lazy_names(
         __name__,
         {
+            "ALL_ATTACKS": "gradveil.attacks.attack_catalogue",
             "ATTACKS": "gradveil.attacks.attack_catalogue",
             "Active": "gradveil.attacks.protocol",
             "Adam": "gradveil.attacks.inversion.optimisers",
@@ -103,6 +105,7 @@ else:
     )
 
 __all__ = [
+    "ALL_ATTACKS",
     "ATTACKS",
     "CMAES",
     "LBFGS",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -14,18 +15,19 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from gradveil.attacks.attack_catalogue import ATTACKS, KNOWN_BY_WORD, AttackEntry, known_as
+from gradveil.attacks.attack_catalogue import ALL_ATTACKS, ATTACKS, KNOWN_BY_WORD, AttackEntry, known_as
 from gradveil.attacks.inversion.inversion import Inversion
 from gradveil.audit.attack_selection import POSITIONS
 from gradveil.audit.grants import told
 from gradveil.audit.run_file import bundled
-from gradveil.core.errors import GradveilError, fail
+from gradveil.core.errors import GradveilError, Problem, fail
 from gradveil.core.formatting import listing
+from gradveil.core.plugins import Plugin
 from gradveil.core.settings import Argument, NamedEntry, literal
 from gradveil.data import DATASETS
-from gradveil.defences import DEFENCES
+from gradveil.defences import ALL_DEFENCES, DEFENCES, DefenceEntry
 from gradveil.defences.paper_presets import PAPERS
-from gradveil.nn.models import MODELS
+from gradveil.nn.models import ALL_MODELS, MODELS, ModelEntry
 
 Row = dict[str, Any]
 """What `gradveil list` shows of one entry, by column."""
@@ -43,7 +45,12 @@ def _attacks() -> list[Row]:
             "knowledge": told(made[name]),
         }
         for name, entry in ATTACKS.items()
-    ]
+    ] + [_of_package(plugin, _row(plugin.name, entry, entry.arguments)) for plugin, entry in ALL_ATTACKS.installed()[0]]
+
+
+def _of_package(plugin: Plugin, row: Row) -> Row:
+    """Say which package a name is from."""
+    return {**row, "description": f"{row['description']} (package {plugin.package})", "package": plugin.package}
 
 
 def _own(entry: AttackEntry) -> Iterator[Argument]:
@@ -63,17 +70,20 @@ def _own(entry: AttackEntry) -> Iterator[Argument]:
 
 
 def _defences() -> list[Row]:
-    return [
-        {
-            **_row(name, entry, entry.arguments),
-            "changes": list(entry.changes),
-            "cost": entry.cost,
-            "guarantee": entry.guarantee,
-            "adaptive": list(entry.adaptive),
-            "malicious": list(entry.malicious),
-        }
-        for name, entry in DEFENCES.items()
+    return [_defence(name, entry) for name, entry in DEFENCES.items()] + [
+        _of_package(plugin, _defence(plugin.name, entry)) for plugin, entry in ALL_DEFENCES.installed()[0]
     ]
+
+
+def _defence(name: str, entry: DefenceEntry) -> Row:
+    return {
+        **_row(name, entry, entry.arguments),
+        "changes": list(entry.changes),
+        "cost": entry.cost,
+        "guarantee": entry.guarantee,
+        "adaptive": list(entry.adaptive),
+        "malicious": list(entry.malicious),
+    }
 
 
 def _row(name: str, entry: NamedEntry, arguments: Any) -> Row:
@@ -88,16 +98,20 @@ def _row(name: str, entry: NamedEntry, arguments: Any) -> Row:
 
 
 def _models() -> list[Row]:
-    sizes = ("channels", "size", "classes")
-    return [
-        {
-            "name": name,
-            "description": entry.description,
-            "citation": entry.citation,
-            "options": {key: value for key, value in entry.defaults.items() if key not in sizes},
-        }
-        for name, entry in MODELS.items()
+    return [_model(name, entry) for name, entry in MODELS.items()] + [
+        _of_package(plugin, _model(plugin.name, entry)) for plugin, entry in ALL_MODELS.installed()[0]
     ]
+
+
+def _model(name: str, entry: ModelEntry) -> Row:
+    left_out = ("channels", "size", "classes", "generator")
+    said = {key: value for key, value in entry.defaults.items() if value is not inspect.Parameter.empty}
+    return {
+        "name": name,
+        "description": entry.description,
+        "citation": entry.citation,
+        "options": {key: value for key, value in said.items() if key not in left_out},
+    }
 
 
 def _data() -> list[Row]:
@@ -131,6 +145,11 @@ KINDS: dict[str, tuple[str, Callable[[], list[Row]]]] = {
     "papers": ("a paper", _papers),
 }
 """What can be listed: what one of them is called, and how the rows are made."""
+
+
+def unusable() -> list[Problem]:
+    """Warn of names of installed packages that cannot be used."""
+    return [problem for table in (ALL_ATTACKS, ALL_DEFENCES, ALL_MODELS) for problem in table.installed()[1]]
 
 
 def everything() -> dict[str, list[Row]]:
@@ -206,8 +225,10 @@ def tables(
         found, shown = rows, _argument(key.replace("-", "_"), rows)
     else:
         raise unknown(key, listed)
+    for problem in unusable():
+        typer.echo(f"Warning: {problem}", err=True)
     if as_json:
-        typer.echo(json.dumps(found, indent=1, ensure_ascii=False))
+        typer.echo(json.dumps(found, indent=1, ensure_ascii=False, default=str))
         return 0
     console = Console(highlight=False, markup=False)
     for part in shown:
@@ -354,7 +375,7 @@ def _facts(row: Row) -> Iterator[tuple[str, str]]:
         yield "attackers", ", ".join(row["adaptive"])
         yield "malicious servers", ", ".join(row["malicious"])
     if row.get("options"):
-        yield "options", ", ".join(f"{key} = {json.dumps(value)}" for key, value in row["options"].items())
+        yield "options", ", ".join(f"{key} = {json.dumps(value, default=str)}" for key, value in row["options"].items())
     for table, texts in row.get("tables", {}).items():
         yield f"{row['name']}/{table}", ", ".join(texts)
     if row["citation"]:

@@ -7,7 +7,7 @@ from gradveil.defences.ats import Ats
 from gradveil.defences.batch_defences import InstaHide, LabelSmoothing, Mixup
 from gradveil.defences.composition import NONE, Chain, Defence, ModelSurgery, chain
 from gradveil.defences.compression import Dgc, MinMax, Quantise, Sign
-from gradveil.defences.defence_catalogue import DEFENCES, entries, parse
+from gradveil.defences.defence_catalogue import ALL_DEFENCES, DEFENCES, entries, parse
 from gradveil.defences.dp import Clip
 from gradveil.defences.entry import DefenceEntry
 from gradveil.defences.error_feedback import Feedback
@@ -19,6 +19,7 @@ from gradveil.defences.pruning import Dual, Magnitude, Pruning
 from gradveil.defences.standin import StandIn
 
 __all__ = [
+    "ALL_DEFENCES",
     "DEFENCES",
     "NONE",
     "Additive",

@@ -8,7 +8,7 @@ from gradveil.core.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from gradveil.nn.keylock import KeyLock, with_keylock
-    from gradveil.nn.models import MODELS, ModelEntry, build
+    from gradveil.nn.models import ALL_MODELS, MODELS, ModelEntry, build
     from gradveil.nn.module_paths import count_classes, first_layer, insert_after, insert_before, last_layer
     from gradveil.nn.normalisation import BatchStatistics, FrozenNorm, InstanceNorm, LayerNorm
     from gradveil.nn.stochastic import Stochastic, collect_penalties, model_noise, penalise
@@ -33,6 +33,7 @@ else:
     __getattr__, __dir__ = lazy_names(
         __name__,
         {
+            "ALL_MODELS": "gradveil.nn.models",
             "BatchStatistics": "gradveil.nn.normalisation",
             "ConvBottleneck": "gradveil.nn.stochastic_layers",
             "Dropout": "gradveil.nn.stochastic_layers",
@@ -69,6 +70,7 @@ else:
     )
 
 __all__ = [
+    "ALL_MODELS",
     "MODELS",
     "BatchStatistics",
     "ConvBottleneck",
