@@ -2,25 +2,62 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 # Imported before the function of the same name is defined: later imports of its modules then leave the name alone.
 import gradveil.audit as _package  # noqa: F401
 from gradveil.core.errors import GradveilError
+from gradveil.core.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from torch import Tensor, nn
 
-    from gradveil.attacks.protocol import Attack
-    from gradveil.audit.api import Result
+    from gradveil.attacks.knowledge import Knowledge
+    from gradveil.attacks.protocol import Attack, Observation
+    from gradveil.audit.api import Inverted, Result
+    from gradveil.client.client import Client
+    from gradveil.client.local_training import Local
+    from gradveil.core.noise import Key
+    from gradveil.core.release import __version__
     from gradveil.core.types import Loss
-    from gradveil.defences import Defence
+    from gradveil.data.dataset import Dataset, Splits
+    from gradveil.defences.composition import Defence, chain
+    from gradveil.defences.defence_catalogue import parse
+    from gradveil.federated.training_api import TrainResult
+else:
+    __getattr__, __dir__ = lazy_names(
+        __name__,
+        {
+            "Client": "gradveil.client.client",
+            "Defence": "gradveil.defences.composition",
+            "Key": "gradveil.core.noise",
+            "Knowledge": "gradveil.attacks.knowledge",
+            "Local": "gradveil.client.local_training",
+            "Observation": "gradveil.attacks.protocol",
+            "__version__": "gradveil.core.release",
+            "chain": "gradveil.defences.composition",
+            "parse": "gradveil.defences.defence_catalogue",
+        },
+    )
 
-    __version__: str
-__all__ = ["GradveilError", "__version__", "audit"]
+__all__ = [
+    "Client",
+    "Defence",
+    "GradveilError",
+    "Key",
+    "Knowledge",
+    "Local",
+    "Observation",
+    "__version__",
+    "audit",
+    "chain",
+    "invert",
+    "parse",
+    "train",
+]
 
 
 def audit(
@@ -85,10 +122,110 @@ def audit(
     )
 
 
-def __getattr__(name: str) -> str:
-    """Look the version up when it is asked for: reading what pip installed takes longer than all else here."""
-    if name != "__version__":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from importlib.metadata import version
+def train(
+    model: nn.Module,
+    data: Splits | Dataset | tuple[Tensor, Tensor],
+    test: Dataset | tuple[Tensor, Tensor] | None = None,
+    *,
+    rounds: int,
+    clients: int = 10,
+    defences: Sequence[str | Defence] = ("none",),
+    loss: Loss | None = None,
+    local: Local | Mapping[str, Any] | None = None,
+    bounds: Literal["unit"] | tuple[float, float] | None = None,
+    mean: Sequence[float] | None = None,
+    std: Sequence[float] | None = None,
+    seed: int = 0,
+    out: Path | str | None = None,
+    prepare: bool = False,
+    progress: bool | None = None,
+    **settings: Any,
+) -> TrainResult:
+    """Train a model among clients, once with each defence, and return what that costs in accuracy and bytes.
 
-    return version("gradveil")
+    `data` is what the clients share and `test` says how good the trained model is: data sets, or tensors (inputs
+    [N, C, H, W], targets [N] class numbers); both at once as `gradveil.data.load` returns them. Every training starts
+    from the model's own weights; the model is left as it is. `local` is the clients' local training (`Local(batch=16,
+    lr=0.1, epochs=1)`), without it each sends one gradient a round. `loss`, `defences`, `mean`, `std`, `bounds`,
+    `prepare`, `out` and `progress` are as for `gradveil.audit`: with `out`, the same call goes on where it stopped.
+    Further settings are those of a run file of `gradveil train`: `participation`, `partition={"kind": "dirichlet"}`,
+    `server={"optimiser": "adam"}`, `validation`, `patience`, `central`, `device`.
+
+    The result has `accuracy`, `bytes` (sent in a round) and `curve` (round by round) by defence, `weights(defence)` and
+    `report()`. Everything wrong with model, data and names is raised at once, before any round, as a `GradveilError`.
+    """
+    from gradveil.client import cross_entropy
+    from gradveil.federated.training_api import train_model
+    from gradveil.report import write_report
+
+    return train_model(
+        model,
+        data,
+        test,
+        rounds,
+        clients,
+        defences,
+        cross_entropy if loss is None else loss,
+        local,
+        write_report=write_report,
+        bounds=bounds,
+        mean=mean,
+        std=std,
+        seed=seed,
+        out=out,
+        prepare=prepare,
+        progress=progress,
+        **settings,
+    )
+
+
+def invert(
+    model: nn.Module,
+    update: Mapping[str, Tensor],
+    attack: str | Attack = "ig",
+    *,
+    labels: Tensor | Sequence[int] | None = None,
+    examples: int | None = None,
+    shape: tuple[int, int, int] | None = None,
+    bounds: Literal["unit"] | tuple[float, float] | None = None,
+    mean: Sequence[float] | None = None,
+    std: Sequence[float] | None = None,
+    truth: Tensor | tuple[Tensor, Tensor] | None = None,
+    loss: Loss | None = None,
+    defence: str | Defence = "none",
+    local: Local | None = None,
+    public: tuple[Tensor, Tensor] | None = None,
+    seed: int = 0,
+) -> Inverted:
+    """Attack one update of a model, and return what it shows of the examples that it was made from.
+
+    `update` holds a tensor for each trained parameter by name: the mean gradient, or with `local` the parameters before
+    local training minus those after it. An attack that is told the labels needs `labels`; `"ig(labels=restore)"` finds
+    them. The update is of one example unless `labels`, `truth` or `examples` say of how many; an input has the
+    `shape` (channels, height, width), that of the truth or of `model.input_shape`. Inputs are (pixel - mean) / std with
+    pixels in [0, 1], or lie in `bounds` ([0, 1] if nothing is said). `defence` is what the update's client has (attacks
+    that simulate it are told), `public` examples for attacks that learn from such. `truth`, inputs or (inputs, labels),
+    is only compared with the answer.
+
+    The result has `images` (pixels), `labels`, the attacker's `objective`, `status`, and with a truth `metrics`.
+    """
+    from gradveil.audit.api import invert_update
+    from gradveil.client import cross_entropy
+
+    return invert_update(
+        model,
+        update,
+        attack,
+        labels,
+        cross_entropy if loss is None else loss,
+        examples=examples,
+        shape=shape,
+        bounds=bounds,
+        mean=mean,
+        std=std,
+        truth=truth,
+        defence=defence,
+        local=local,
+        public=public,
+        seed=seed,
+    )

@@ -60,3 +60,22 @@ def test_the_reference_has_functions_classes_and_tables(monkeypatch):
     assert "### STATUSES\n\n```python\nSTATUSES: tuple[Status, ...] = ('converged', 'stalled'" in page
     assert "```\n\nEvery attack that a run file" in page
     assert "### _" not in page
+
+
+def test_the_training_of_the_page_says_what_a_defence_costs(capsys):
+    space: dict = {"__name__": "docs"}
+    (first,) = (block for block in blocks("training.md") if "gv.train(" in block)
+    exec(compile(first, "training.md", "exec"), space)
+    assert space["result"].accuracy["none"] > 0.5
+    assert space["result"].bytes["prune(0.9)"] < space["result"].bytes["none"]
+    assert "prune(0.9)" in capsys.readouterr().out
+
+
+def test_the_update_of_the_readme_is_inverted():
+    code = re.findall(r"```python\n(.*?)```", (DOCS.parent / "README.md").read_text("utf-8"), re.DOTALL)
+    space: dict = {"__name__": "docs"}
+    setup = code[0].partition("result = ")[0]
+    for block in (setup, code[1]):
+        exec(compile(block, "README.md", "exec"), space)
+    assert space["found"].images.shape == (1, 1, 32, 32)
+    assert space["found"].metrics["psnr"] > 10

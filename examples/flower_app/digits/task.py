@@ -3,7 +3,7 @@
 from torch import Generator, nn
 
 from gradveil.client import Client, Local
-from gradveil.core.types import Batch
+from gradveil.core import Batch
 from gradveil.data import iid, load
 from gradveil.defences import parse
 

@@ -40,9 +40,10 @@ from gradveil.attacks.malicious.planted_block import Imprint, Trap
 from gradveil.attacks.many_rounds import Pooled
 from gradveil.attacks.undo import undoing
 from gradveil.core.errors import Problem, fail, refuse
+from gradveil.core.plugins import Catalogue, Plugin
 from gradveil.core.settings import Argument, Choice, Flag, NamedEntry, Range, TextValue
 from gradveil.core.text_form import read
-from gradveil.core.user_code import own_entry
+from gradveil.core.user_code import imported, own_entry
 
 SETTINGS = (
     Argument("iterations", Range(1, integer=True, optional=True), None),
@@ -426,13 +427,24 @@ ATTACKS: dict[str, AttackEntry] = {
 """Every attack that a run file, the command line or `make_attack` can name."""
 
 
+def _plugged(plugin: Plugin) -> NamedEntry:
+    """Make the entry of an attack that a package has: its own entry, an attack, or what returns one."""
+    found = imported(plugin.path, plugin.path)
+    entry = found if isinstance(found, AttackEntry) else own_attack(plugin.path)
+    return replace(entry, name=plugin.name)
+
+
+ALL_ATTACKS: Catalogue[NamedEntry] = Catalogue("attacks", "attack", ATTACKS, _plugged)
+"""`ATTACKS`, and those of installed packages."""
+
+
 def make_attack(text: str, own: bool = False) -> Any:
     """Build an attack from its name and settings; with `own`, one of the user's too: `pkg.module:name`, imported.
 
     >>> make_attack("ig(iterations=500, restarts=2)").descent.iterations
     500
     """
-    built = [attack for _, attack in read(text, ATTACKS, "attack", own_attack if own else None)]
+    built = [attack for _, attack in read(text, ALL_ATTACKS, "attack", own_attack if own else None)]
     if len(built) != 1:
         raise fail("attack", f"'{text}' names {len(built)} attacks", "list several attacks as separate texts")
     return built[0]

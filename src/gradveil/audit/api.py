@@ -1,4 +1,4 @@
-"""An audit from Python: any module, any loss, one batch of private examples."""
+"""From Python: an audit of any module with one batch of private examples, and one attack on one update."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import tempfile
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, cast
 
 import torch
 from rich.console import Console
@@ -22,27 +22,34 @@ from safetensors.torch import save
 from torch import Tensor, nn
 
 from gradveil.attacks.attack_catalogue import make_attack
-from gradveil.attacks.protocol import Attack
-from gradveil.audit.argument_checks import class_names, model_problems, named, prepared, wrong_arguments
+from gradveil.attacks.knowledge import Knowledge, Known
+from gradveil.attacks.protocol import Active, Attack, CanRefuse, Observation, Prospect, Reconstruction
+from gradveil.audit.argument_checks import answer, class_names, declared, model_problems, prepared, wrong_arguments
 from gradveil.audit.attack_selection import attacks_against, is_adaptive, stands_for_many
 from gradveil.audit.audit_run import describe, run
 from gradveil.audit.display import Screen
 from gradveil.audit.experiment import Experiment
 from gradveil.audit.findings import Findings, findings, print_outcome
+from gradveil.audit.grants import told
 from gradveil.audit.preflight import others, unobstructed
 from gradveil.audit.run_directory import Store, Trial, load_run
 from gradveil.audit.run_file import resolve, with_defaults
 from gradveil.audit.run_warnings import closed_forms, widened
 from gradveil.audit.trial import sharing
 from gradveil.audit.verdict import Verdict
+from gradveil.client import Client, Local
 from gradveil.core.errors import GradveilError, Problem, refuse
-from gradveil.core.types import Loss
+from gradveil.core.given_objects import named
+from gradveil.core.noise import Key
+from gradveil.core.streams import Stream
+from gradveil.core.types import Batch, Domain, Loss
 from gradveil.data import Dataset
+from gradveil.data.pixel_range import Bounds, pixel_statistics
 from gradveil.defences import Defence, parse
+from gradveil.metrics import label_accuracy, match_batch, mse, psnr, ssim
+from gradveil.nn.module_paths import count_classes
 
 _ARGUMENTS = {"client[0].batch": "client_batch", "seeds[0]": "seed", "model.prepare": "prepare"}
-Bounds = Literal["unit"] | tuple[float, float] | None
-"""The range of inputs: [0, 1], a pair, or what the batch and public examples span."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -256,23 +263,163 @@ def _datasets(
 
     The data sets refuse inputs outside their bounds.
     """
-    facts: tuple[str, ...] = ()
-    centre, scale = tuple(mean or (0.0,)), tuple(std or (1.0,))
-    if mean is None and std is None and bounds != "unit":
-        if bounds is None:
-            images = [pair[0].detach().float().nan_to_num(0, 0, 0).flatten() for pair in (batch, public) if pair]
-            low, high = (float(value) for value in torch.aminmax(torch.cat([value.cpu() for value in images])))
-            inside = low >= 0 and high <= 1
-            low, high = (0.0, 1.0) if inside else (low, high)
-            facts = () if inside else ("bounds: the least and greatest value of the batch",)
-        else:
-            low, high = bounds
-        if not low < high:
-            remedy = "give bounds=(low, high), or mean and std"
-            raise GradveilError(Problem("bounds", f"every input is {low:g}, which is no range", remedy))
-        centre, scale = (-low / (high - low),), (1 / (high - low),)
+    images = [pair[0] for pair in (batch, public) if pair]
+    (centre, scale), taken = pixel_statistics(bounds, mean, std, images)
+    facts = ("bounds: the least and greatest value of the batch",) if taken else ()
 
     def wrapped(name: str, pair: tuple[Tensor, Tensor]) -> Dataset:
         return Dataset(name, pair[0].detach().cpu().float(), pair[1].cpu(), names, centre, scale)
 
     return wrapped("batch", batch), None if public is None else wrapped("public", public), facts
+
+
+_SMALLEST = 11
+"""Side of the smallest images that SSIM compares."""
+
+
+@dataclass(frozen=True, eq=False)
+class Inverted:
+    """What an attack made of one update."""
+
+    images: Tensor
+    """[B, C, H, W] the reconstructions as pixels in [0, 1]."""
+    labels: Tensor
+    """[B] class numbers: those that were given, or that the attack read off the update."""
+    objective: float
+    """The attacker's own objective at its answer: 0 explains the update fully."""
+    reconstruction: Reconstruction
+    """All that the attack said: statuses, restarts, inputs in the model's own space."""
+    metrics: dict[str, float] = field(default_factory=dict[str, float])
+    """Means over the images of mse, psnr and ssim, with true labels the label accuracy; empty without a truth."""
+
+    @property
+    def status(self) -> str:
+        """How the attack ended: converged, stalled, budget or diverged."""
+        return self.reconstruction.status[0]
+
+
+def invert_update(
+    model: nn.Module,
+    update: Mapping[str, Tensor],
+    attack: str | Attack,
+    labels: Tensor | Sequence[int] | None,
+    loss: Loss,
+    *,
+    examples: int | None = None,
+    shape: tuple[int, int, int] | None = None,
+    bounds: Bounds = None,
+    mean: Sequence[float] | None = None,
+    std: Sequence[float] | None = None,
+    truth: Tensor | tuple[Tensor, Tensor] | None = None,
+    defence: str | Defence = "none",
+    local: Local | None = None,
+    public: tuple[Tensor, Tensor] | None = None,
+    seed: int = 0,
+) -> Inverted:
+    """Attack one update of the caller's. `gradveil.invert` says what the arguments mean."""
+    problems: list[Problem] = []
+    made = named("attack", [attack], lambda text: make_attack(text, own=True), problems)
+    against = named("defence", [defence], lambda text: parse(text, own=True), problems)
+    true_inputs, true_labels = truth if isinstance(truth, tuple) else (truth, None)
+    given = None if labels is None else torch.as_tensor(labels, dtype=torch.long)
+    if shape is None:
+        shape = (
+            getattr(model, "input_shape", None) if true_inputs is None else cast("Any", tuple(true_inputs.shape[1:]))
+        )
+    if examples is None:
+        examples = next((len(known) for known in (given, true_inputs) if known is not None), 1)
+    problems += _wrong(model, update, given, true_inputs, true_labels, shape, examples)
+    refuse(problems)
+    assert shape is not None
+    (chosen,), (protection,) = made.values(), against.values()
+    like = next(iter(update.values()))
+    blank = torch.zeros(examples, *shape, dtype=like.dtype)
+    refuse(model_problems(model, (blank, torch.zeros(examples, dtype=torch.long)), loss, examples, prepare=False))
+    classes = count_classes(model, blank[:1])
+    (centre, scale), _ = pixel_statistics(bounds, mean, std)
+    middle, spread = (like.new_tensor(value).view(-1, 1, 1).expand(shape[0], 1, 1) for value in (centre, scale))
+    lower, upper = (0 - middle) / spread, (1 - middle) / spread
+    client = protection(Client(model, loss, local=local, domain=Domain(lower, upper, classes)), Key(seed))
+    refuse(list(_misfits(client, update)))
+    simulated = client if chosen.simulated_client == "full" else client.undefended_update()
+    images = None if public is None else Batch(*public)
+    tensors = {name: how for name, how in chosen.knowledge.items() if name not in ("targets", "public")}
+    targets = given.unsqueeze(0) if given is not None and told(chosen)["targets"] == "known" else None
+    knowledge = Knowledge(shape, lower, upper, classes, tensors, targets, images)
+    refuse(list(_unfit(chosen, simulated, knowledge, examples)))
+    seen = (Observation(client.params(), {n: v.detach().unsqueeze(0) for n, v in update.items()}, examples, (0,)),)
+    key = Key(seed, (Stream.ATTACK,))
+    found = answer(chosen, seen, simulated, knowledge, lambda: chosen(seen, simulated, knowledge, key))
+    pixels = (found.inputs[0].detach() * spread + middle).clamp(0, 1)
+    metrics = {}
+    if true_inputs is not None:
+        truth_pixels = (true_inputs.detach().to(pixels) * spread + middle).clamp(0, 1)
+        metrics = _scores(pixels, found.targets, truth_pixels, true_labels)
+    return Inverted(pixels, found.targets[0].detach(), float(found.objective[0]), found, metrics)
+
+
+def _wrong(
+    model: Any,
+    update: Any,
+    labels: Tensor | None,
+    inputs: Tensor | None,
+    true_labels: Tensor | None,
+    shape: Any,
+    examples: int,
+) -> Iterator[Problem]:
+    """Find arguments that cannot be meant, before anything is computed."""
+    if not isinstance(model, nn.Module):
+        yield Problem("model", f"is {type(model).__name__}", "give the torch.nn.Module that the update is of")
+    if not (isinstance(update, Mapping) and update and all(isinstance(value, Tensor) for value in update.values())):
+        remedy = "give a dict of the tensors that were sent, by parameter name"
+        yield Problem("update", f"is {type(update).__name__}", remedy)
+    if shape is None or len(shape) != 3 or not all(isinstance(side, int) and side >= 1 for side in shape):
+        yield Problem("shape", f"is {shape}", "say what one input looks like: shape=(channels, height, width)")
+    if examples < 1:
+        yield Problem("examples", f"is {examples}", "give how many examples the update is made from")
+    for name, value in (("labels", labels), ("truth", inputs), ("truth's labels", true_labels)):
+        if value is not None and len(value) != examples:
+            yield Problem(name, f"hold {len(value)} of {examples} examples", "give one for each example")
+
+
+def _misfits(client: Client, update: Mapping[str, Tensor]) -> Iterator[Problem]:
+    """Compare an update with what this client would send."""
+    params = client.params()
+    wanted = {name: tuple(params[name].shape) for name in client.trained()}
+    for name in wanted.keys() - update.keys():
+        yield Problem(f"update['{name}']", "is missing", "give it: the model trains it")
+    for name, value in update.items():
+        if name not in wanted:
+            yield Problem(f"update['{name}']", "is no trained parameter of the model", "leave it out")
+        elif tuple(value.shape) != wanted[name]:
+            yield Problem(f"update['{name}']", f"is {tuple(value.shape)}", f"the model's is {wanted[name]}")
+
+
+def _unfit(attack: Attack, client: Client, knowledge: Knowledge, examples: int) -> Iterator[Problem]:
+    """Say why this attack cannot be made on an update that is already there."""
+    where = f"attack {attack.name}"
+    yield from (replace(p, where=f"{where}: {p.where}") for p in declared(attack))
+    if isinstance(attack, Active):
+        what = "changes the model before an update is made, and this one is there already"
+        yield Problem(where, what, "give the changed model and an attack that only looks, or use gradveil.audit")
+    if told(attack)["targets"] == "known" and knowledge.targets is None:
+        what = "is told the labels, and none are given"
+        yield Problem(where, what, "give labels=[...], or let it find them: ig(labels=restore)")
+    for pattern, how in knowledge.tensors.items():
+        if isinstance(how, Known) and how.value is None:
+            what = f"is told the true values of '{pattern}', which nobody here knows"
+            yield Problem(where, what, "choose an attack that finds or guesses them: cdia")
+    if isinstance(attack, CanRefuse):
+        public = 0 if knowledge.public is None else len(knowledge.public.targets)
+        prospect = Prospect(client, knowledge.shape, examples, knowledge.classes, public)
+        yield from (replace(p, where=f"{where}: {p.where}") for p in attack.problems(prospect))
+
+
+def _scores(images: Tensor, labels: Tensor, truth: Tensor, true_labels: Tensor | None) -> dict[str, float]:
+    """Score images [B, C, H, W] against the truth, in the order that fits best."""
+    matched = match_batch(images.unsqueeze(0), truth.unsqueeze(0))[1]
+    compared = [("mse", mse), ("psnr", psnr)] + ([("ssim", ssim)] if min(truth.shape[-2:]) >= _SMALLEST else [])
+    found = {name: float(function(matched, truth.unsqueeze(0)).mean()) for name, function in compared}
+    if true_labels is not None:
+        found["label_accuracy"] = float(label_accuracy(labels, true_labels.unsqueeze(0)).mean())
+    return found

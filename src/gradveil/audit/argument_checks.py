@@ -16,7 +16,7 @@ from gradveil.attacks.noise_likelihood import COLUMNS
 from gradveil.attacks.protocol import Attack, Observation, Reconstruction, Remark, Status
 from gradveil.client import Client
 from gradveil.core.errors import FOREIGN, GradveilError, Problem, fail, refuse
-from gradveil.core.types import Batch, BatchTransform, Loss, Transform
+from gradveil.core.types import Batch, Loss
 from gradveil.core.user_code import users
 from gradveil.nn import surgery
 from gradveil.nn.check import check
@@ -282,33 +282,3 @@ def _stopped(problems: Sequence[Problem]) -> bool:
 def class_names(model: nn.Module, inputs: Tensor) -> tuple[str, ...]:
     """Give the classes their numbers as names: as many as the model, which runs, has outputs, but two at least."""
     return tuple(str(number) for number in range(count_classes(model, inputs)))
-
-
-def named(where: str, given: Any, build: Callable[[str], Any], problems: list[Problem]) -> dict[str, Any]:
-    """Build what is given as text, keep what is given as an object, and collect what is wrong with either."""
-    found: dict[str, Any] = {}
-    entries: Sequence[Any] = given if isinstance(given, list | tuple) else [given]
-    for i, entry in enumerate(entries):
-        has_name = callable(entry) and not isinstance(entry, type) and isinstance(getattr(entry, "name", None), str)
-        if not isinstance(entry, str) and not has_name:
-            remedy = f"give a list of texts as `gradveil list {where}` shows, or of objects with a name"
-            if isinstance(entry, Transform | BatchTransform):
-                slot = "batch=(mine,)" if isinstance(entry, BatchTransform) else "send=chain(mine=mine)"
-                remedy = f"give a defence that holds it: Defence('mine', {slot})"
-            elif isinstance(entry, type):
-                remedy = f"make one of the class: {entry.__name__}(...)"
-            problems.append(Problem(f"{where}[{i}]", f"is {entry!r}", remedy))
-            continue
-        label = entry if isinstance(entry, str) else entry.name
-        try:
-            built = build(entry) if isinstance(entry, str) else entry
-            first = next((old for old, thing in found.items() if thing.name == built.name), None)
-            if first is not None:
-                what = f"'{label}' is the same as '{first}'"
-                problems.append(Problem(f"{where}[{i}]", what, "remove one of them, or name each differently"))
-            found[label] = built
-        except GradveilError as error:
-            problems += [Problem(f"{where}[{i}]", f"{p.where}: {p.what}", p.remedy) for p in error.problems]
-    if not entries:
-        problems.append(Problem(where, "are empty", "give at least one"))
-    return found

@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load, save
 from torch import Tensor
 
-from gradveil.attacks.attack_catalogue import ATTACKS
+from gradveil.attacks.attack_catalogue import ALL_ATTACKS
 from gradveil.attacks.closed_form.first_layer import Analytic
 from gradveil.attacks.closed_form.layer_by_layer import Recursive
 from gradveil.attacks.inversion.inversion import Inversion
@@ -264,7 +264,7 @@ def finish(experiment: Experiment, trial: TrialAddress, parts: Sequence[Recovere
 
 def name(experiment: Experiment, trial: TrialAddress) -> TrialNames:
     """Look up titles and citations in the tables of attacks and defences."""
-    attack = ATTACKS.get(experiment.attacks[trial.attack].name.partition("(")[0])
+    attack = ALL_ATTACKS.get(experiment.attacks[trial.attack].name.partition("(")[0])
     # A defence given as an object has a name of its own, which need not be a text of the grammar.
     known = entries(trial.defence) if _reads(trial.defence) else []
     citations = [entry.citation for entry in known if entry.name != "none"]

@@ -16,7 +16,7 @@ from typing import Any, TypeVar, Union, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
-from gradveil.attacks.attack_catalogue import ATTACKS, make_attack, own_attack
+from gradveil.attacks.attack_catalogue import ALL_ATTACKS, make_attack, own_attack
 from gradveil.audit.attack_selection import stands_for_many
 from gradveil.audit.audit_config import RunConfig
 from gradveil.core.errors import GradveilError, Problem, fail, refuse
@@ -24,7 +24,7 @@ from gradveil.data import DATASETS
 from gradveil.defences import parse
 from gradveil.defences.paper_presets import spelled_out
 from gradveil.federated.training_config import UNSEEN, TrainConfig
-from gradveil.nn.models import MODELS
+from gradveil.nn.models import ALL_MODELS
 
 
 def translate(error: ValidationError, raw: Mapping[str, Any], kind: type[BaseModel]) -> Iterator[Problem]:
@@ -254,7 +254,7 @@ def _silent(attack: str, key: str) -> str:
 def _takes(attack: str, key: str) -> bool:
     name = attack.partition("(")[0].strip()
     try:
-        entry = own_attack(name) if ":" in name else ATTACKS.get(name)
+        entry = own_attack(name) if ":" in name else ALL_ATTACKS.get(name)
     except GradveilError:
         return False  # told where the attack itself is read
     return entry is not None and any(argument.name == key for argument in entry.arguments)
@@ -346,11 +346,11 @@ def _text(raw: Mapping[str, Any], section: str) -> str | None:
 
 
 def _unknown_model(name: str | None) -> Iterator[Problem]:
-    if name and ":" not in name and name not in MODELS:
+    if name and ":" not in name and name not in ALL_MODELS:
         package, dot, last = name.rpartition(".")
-        near = get_close_matches(name, MODELS, n=1) or ([f"{package}:{last}"] if dot else [])
+        near = get_close_matches(name, ALL_MODELS, n=1) or ([f"{package}:{last}"] if dot else [])
         hint = f"did you mean '{near[0]}'? " if near else ""
-        remedy = f"{hint}known: {', '.join(MODELS)}; or your own as 'pkg.module:factory'"
+        remedy = f"{hint}known: {', '.join(ALL_MODELS)}; or your own as 'pkg.module:factory'"
         yield Problem("model.name", f"no model is called '{name}'", remedy)
 
 

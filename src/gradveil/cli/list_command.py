@@ -16,6 +16,7 @@ from rich.text import Text
 from gradveil.cli.index import Row, read_index
 from gradveil.core.errors import GradveilError, fail
 from gradveil.core.formatting import listing
+from gradveil.core.plugins import plugins
 from gradveil.core.settings import literal
 
 TOPICS = {"feedback": "Error feedback: what a compressor leaves out in this round is added in the next."}
@@ -83,6 +84,13 @@ def tables(
     Everything is listed unless a kind or one name is given.
     """
     listed: Mapping[str, list[Row]] = read_index()["listed"]
+    if any(plugins(kind) for kind in KINDS):
+        from gradveil.cli.make_index import installed
+
+        added, problems = installed()
+        listed = {kind: [*rows, *added.get(kind, ())] for kind, rows in listed.items()}
+        for problem in problems:
+            typer.echo(f"Warning: {problem}", err=True)
     key, second = (text.partition("(")[0].strip().lower() for text in (name or "", of or ""))
     if second and key not in KINDS:
         what = "are two names" if second not in KINDS else "is the wrong way round"
@@ -102,7 +110,7 @@ def tables(
     else:
         raise unknown(key, listed)
     if as_json:
-        typer.echo(json.dumps(found, indent=1, ensure_ascii=False))
+        typer.echo(json.dumps(found, indent=1, ensure_ascii=False, default=str))
         return 0
     console = Console(highlight=False, markup=False)
     for part in shown:
@@ -249,7 +257,7 @@ def _facts(row: Row) -> Iterator[tuple[str, str]]:
         yield "attackers", ", ".join(row["adaptive"])
         yield "malicious servers", ", ".join(row["malicious"])
     if row.get("options"):
-        yield "options", ", ".join(f"{key} = {json.dumps(value)}" for key, value in row["options"].items())
+        yield "options", ", ".join(f"{key} = {json.dumps(value, default=str)}" for key, value in row["options"].items())
     for table, texts in row.get("tables", {}).items():
         yield f"{row['name']}/{table}", ", ".join(texts)
     if row["citation"]:

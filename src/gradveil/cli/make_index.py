@@ -5,24 +5,27 @@ The command line shows the file, so that its help and `gradveil list` need no to
 
 from __future__ import annotations
 
+import inspect
 import json
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from gradveil.attacks.attack_catalogue import ATTACKS, KNOWN_BY_WORD, AttackEntry, known_as
+from gradveil.attacks.attack_catalogue import ALL_ATTACKS, ATTACKS, KNOWN_BY_WORD, AttackEntry, known_as
 from gradveil.attacks.inversion.inversion import Inversion
 from gradveil.audit.attack_selection import POSITIONS
 from gradveil.audit.gate import Accepted
 from gradveil.audit.grants import told
 from gradveil.audit.run_file import bundled
 from gradveil.cli.index import FILE, Row
+from gradveil.core.errors import Problem
+from gradveil.core.plugins import Plugin
 from gradveil.core.settings import Argument, NamedEntry
 from gradveil.data import DATASETS
-from gradveil.defences import DEFENCES
+from gradveil.defences import ALL_DEFENCES, DEFENCES, DefenceEntry
 from gradveil.defences.paper_presets import PAPERS
 from gradveil.federated.privacy_ledger import FOLDER
-from gradveil.nn.models import MODELS
+from gradveil.nn.models import ALL_MODELS, MODELS, ModelEntry
 from gradveil.tune.ats_policies import FEWEST
 
 
@@ -36,6 +39,22 @@ def everything() -> dict[str, list[Row]]:
         "runs": _runs(),
         "papers": _papers(),
     }
+
+
+def installed() -> tuple[dict[str, list[Row]], list[Problem]]:
+    """Make the rows of names that installed packages add, and warn of those that cannot be used."""
+    attacks, defences, models = ALL_ATTACKS.installed(), ALL_DEFENCES.installed(), ALL_MODELS.installed()
+    rows = {
+        "attacks": [_of_package(plugin, _row(plugin.name, entry, entry.arguments)) for plugin, entry in attacks[0]],
+        "defences": [_of_package(plugin, _defence(plugin.name, entry)) for plugin, entry in defences[0]],
+        "models": [_of_package(plugin, _model(plugin.name, entry)) for plugin, entry in models[0]],
+    }
+    return rows, [*attacks[1], *defences[1], *models[1]]
+
+
+def _of_package(plugin: Plugin, row: Row) -> Row:
+    """Say which package a name is from."""
+    return {**row, "description": f"{row['description']} (package {plugin.package})", "package": plugin.package}
 
 
 def text() -> str:
@@ -74,17 +93,18 @@ def _own(entry: AttackEntry) -> Iterator[Argument]:
 
 
 def _defences() -> list[Row]:
-    return [
-        {
-            **_row(name, entry, entry.arguments),
-            "changes": list(entry.changes),
-            "cost": entry.cost,
-            "guarantee": entry.guarantee,
-            "adaptive": list(entry.adaptive),
-            "malicious": list(entry.malicious),
-        }
-        for name, entry in DEFENCES.items()
-    ]
+    return [_defence(name, entry) for name, entry in DEFENCES.items()]
+
+
+def _defence(name: str, entry: DefenceEntry) -> Row:
+    return {
+        **_row(name, entry, entry.arguments),
+        "changes": list(entry.changes),
+        "cost": entry.cost,
+        "guarantee": entry.guarantee,
+        "adaptive": list(entry.adaptive),
+        "malicious": list(entry.malicious),
+    }
 
 
 def _row(name: str, entry: NamedEntry, arguments: Any) -> Row:
@@ -99,16 +119,18 @@ def _row(name: str, entry: NamedEntry, arguments: Any) -> Row:
 
 
 def _models() -> list[Row]:
-    sizes = ("channels", "size", "classes")
-    return [
-        {
-            "name": name,
-            "description": entry.description,
-            "citation": entry.citation,
-            "options": {key: value for key, value in entry.defaults.items() if key not in sizes},
-        }
-        for name, entry in MODELS.items()
-    ]
+    return [_model(name, entry) for name, entry in MODELS.items()]
+
+
+def _model(name: str, entry: ModelEntry) -> Row:
+    left_out = ("channels", "size", "classes", "generator")
+    said = {key: value for key, value in entry.defaults.items() if value is not inspect.Parameter.empty}
+    return {
+        "name": name,
+        "description": entry.description,
+        "citation": entry.citation,
+        "options": {key: value for key, value in said.items() if key not in left_out},
+    }
 
 
 def _data() -> list[Row]:

@@ -134,7 +134,12 @@ def _entry(reader: _Reader, head: _Token) -> Any:
                 reader.refuse(head.at, f"{problem.where}: {problem.what}", problem.remedy)
             return None
     name, known = _key(head), ", ".join(reader.table)
-    entry = reader.table.get(name)
+    try:
+        entry = reader.table.get(name)
+    except GradveilError as error:  # a name of several packages, or of one that cannot be imported
+        for problem in error.problems:
+            reader.refuse(head.at, f"{problem.where}: {problem.what}", problem.remedy)
+        return None
     if entry is None:
         near = get_close_matches(name, reader.table, n=1)
         own = "; or your own as 'pkg.module:name'" if reader.own else ""

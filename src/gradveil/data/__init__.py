@@ -2,11 +2,13 @@
 
 from gradveil.data.dataset import Dataset, Splits
 from gradveil.data.partition import by_flower, dirichlet, grouped, iid, pathological
+from gradveil.data.pixel_range import Bounds
 from gradveil.data.registry import DATA_DIR, DATASETS, DatasetEntry, load, located
 
 __all__ = [
     "DATASETS",
     "DATA_DIR",
+    "Bounds",
     "Dataset",
     "DatasetEntry",
     "Splits",

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from decimal import Decimal
 from typing import Any, Literal
 
 from gradveil.core.errors import fail
-from gradveil.core.settings import BOUND, COUNT, KEPT, SHARE, STRENGTH, Argument, Flag, TextValue
+from gradveil.core.plugins import Catalogue, Plugin
+from gradveil.core.settings import BOUND, COUNT, KEPT, REQUIRED, SHARE, STRENGTH, Argument, Flag, TextValue
 from gradveil.core.text_form import read
 from gradveil.core.types import Transform
+from gradveil.core.user_code import imported
 from gradveil.defences.additive_noise import ON, Gaussian, Laplacian
 from gradveil.defences.aligned import SELECTION, VOTERS, Aligned
 from gradveil.defences.ats import HYBRID, Ats
@@ -18,7 +20,7 @@ from gradveil.defences.batch_defences import CAP, LEAST, MIX, MIXED, InstaHide, 
 from gradveil.defences.composition import Defence, chain
 from gradveil.defences.compression import COMPRESSING
 from gradveil.defences.dp import Clip, FadingClip, FadingNoise
-from gradveil.defences.entry import DECOYS, DUAL, FEEDBACK, KNOWING, ORDERED, PLANTED, DefenceEntry
+from gradveil.defences.entry import DECOYS, DUAL, FEEDBACK, KNOWING, ORDERED, PLANTED, DefenceEntry, Slot
 from gradveil.defences.error_feedback import Feedback
 from gradveil.defences.feature_hiding import HIDING
 from gradveil.defences.model_defences import (
@@ -433,7 +435,33 @@ DEFENCES: dict[str, DefenceEntry] = {entry.name: entry for entry in _ENTRIES}
 """Every defence by name. `DEFENCES["dp"](clip=20, sigma=1e-4)` builds one; `gradveil.defences.parse` reads a text."""
 
 
-def parse(text: str, table: Mapping[str, DefenceEntry] = DEFENCES, own: bool = False) -> Defence:
+def _plugged(plugin: Plugin) -> DefenceEntry:
+    """Make the entry of a defence that a package has: its own entry, a defence, or what returns one."""
+    found = imported(plugin.path, plugin.path)
+    if isinstance(found, DefenceEntry):
+        return replace(found, name=plugin.name)
+    own = own_defence(plugin.path)
+    ready = all(argument.default is not REQUIRED for argument in own.arguments)
+    made: Defence | None = own() if ready else None
+    slots: tuple[Slot, ...] = ("model", "batch", "step", "send")
+    return DefenceEntry(
+        name=plugin.name,
+        factory=own,
+        description=own.description,
+        citation="",
+        arguments=own.arguments,
+        changes=tuple(slot for slot in slots if made is None or getattr(made, slot)),
+        guarantee="no formal guarantee: the package says none",
+        cost="the package does not say",
+        adaptive=KNOWING,
+    )
+
+
+ALL_DEFENCES: Catalogue[DefenceEntry] = Catalogue("defences", "defence", DEFENCES, _plugged)
+"""`DEFENCES`, and those of installed packages."""
+
+
+def parse(text: str, table: Mapping[str, DefenceEntry] = ALL_DEFENCES, own: bool = False) -> Defence:
     """Read a defence; every mistake in the text is reported at once, each with its place.
 
     The name of the result is its canonical text: reading it gives the same defence. `own=True` reads `pkg.module:name`
@@ -448,8 +476,8 @@ def parse(text: str, table: Mapping[str, DefenceEntry] = DEFENCES, own: bool = F
     return built
 
 
-def entries(text: str, table: Mapping[str, DefenceEntry] = DEFENCES) -> list[DefenceEntry]:
-    """Look up what a defence is made of: descriptions, guarantees, citations. Nothing is imported for it.
+def entries(text: str, table: Mapping[str, DefenceEntry] = ALL_DEFENCES) -> list[DefenceEntry]:
+    """Look up what a defence is made of: descriptions, guarantees, citations. No import path is followed for it.
 
     >>> [entry.name for entry in entries("dp(sigma=1) + dropout")]
     ['dp', 'dropout']

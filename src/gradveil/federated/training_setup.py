@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -10,15 +11,15 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from gradveil.client import Client
+from gradveil.client import Client, cross_entropy
 from gradveil.core.errors import GradveilError, Problem, fail, refuse
 from gradveil.core.formatting import listing
 from gradveil.core.noise import Key
 from gradveil.core.streams import Stream
 from gradveil.core.tree import Tensors
-from gradveil.core.types import Batch, Domain
+from gradveil.core.types import Batch, Domain, Loss
 from gradveil.data import Dataset, Splits, by_flower, dirichlet, grouped, iid, load, located, pathological
-from gradveil.defences import parse
+from gradveil.defences import Defence, parse
 from gradveil.defences.user_defence import faults
 from gradveil.federated.engine import ClientShare, Federation
 from gradveil.federated.training_config import DataConfig, ModelConfig, ServerConfig, TrainConfig, digest
@@ -142,11 +143,26 @@ class TrainingSetting:
     data: Splits
     weights: Tensors = field(default_factory=dict[str, Tensor])
     """What training starts from, where the run names a file; empty for weights drawn by the seed."""
+    model: nn.Module | None = None
+    """The caller's own, with its weights; None where the run says how to build one for each seed."""
+    defences: Mapping[str, Defence] = field(default_factory=dict[str, Defence])
+    """Those that the caller gives as objects, by name; all others are read as texts."""
+    loss: Loss = cross_entropy
+
+    def defence(self, text: str) -> Defence:
+        """Return the defence that the run calls so."""
+        return self.defences[text] if text in self.defences else parse(text, own=True)
+
+    def initial(self, seed: int, compared: bool = False) -> nn.Module:
+        """Build the undefended model of a seed, or copy the caller's own; `compared` as for `initial_model`."""
+        if self.model is not None:
+            return copy.deepcopy(self.model)
+        return initial_model(self.config.model, self.data.public, seed, compared)[0]
 
     def federation(self, trial: TrainingTrial) -> Federation:
         """Build one training: the same seed gives every defence the same data, weights and choice of clients."""
         config, key = self.config, Key(trial.seed)
-        client = parse(trial.defence, own=True)(self.plain(trial.seed), key.child(Stream.MODEL))
+        client = self.defence(trial.defence)(self.plain(trial.seed), key.child(Stream.MODEL))
         client.model.to(config.device, self.dtype)
         # Who has all examples trains on them: what a server makes of steps is federation's own.
         server = ServerConfig() if trial.central and config.local else config.server
@@ -172,7 +188,7 @@ class TrainingSetting:
     def plain(self, seed: int) -> Client:
         """Build the undefended client; in one hand, too, its local batches are as large as those of the clients."""
         config, images = self.config, self.data.public
-        net, _ = initial_model(config.model, images, seed)
+        net = self.initial(seed)
         if self.weights:
             refuse(misfits(net, self.weights, f"model.weights '{config.model.weights}'"))
             put_weights(net, self.weights)
@@ -180,7 +196,8 @@ class TrainingSetting:
         lower, upper = (bound.to(config.device, self.dtype) for bound in images.bounds)
         domain = Domain(lower, upper, count_classes(net, images.inputs[:1], len(images.classes)))
         local = config.local.build(smallest) if config.local else None
-        return Client(net, local=local, trainable=tuple(config.trainable) if config.trainable else None, domain=domain)
+        trainable = tuple(config.trainable) if config.trainable else None
+        return Client(net, self.loss, local=local, trainable=trainable, domain=domain)
 
     def hands(self, seed: int) -> list[tuple[Tensor, Tensor]]:
         """Deal the training images: the places of those that each client trains on, and of those it keeps apart."""
@@ -239,7 +256,7 @@ def open_setting(config: TrainConfig, data_dir: Path | None = None, checked: boo
     data = open_images(config.data, data_dir, config.data.gallery, config.partition.column)
     weights = read_weights(located(config.model.weights, data_dir)) if config.model.weights else {}
     setting = TrainingSetting(config, data, weights)
-    refuse(list(_problems(setting)) if checked else [])
+    refuse(list(setting_problems(setting)) if checked else [])
     return setting
 
 
@@ -274,7 +291,8 @@ def _without_effect(config: TrainConfig) -> Iterator[Problem]:
         yield Problem("batch", what, "say local.batch, or leave it out")
 
 
-def _problems(setting: TrainingSetting) -> Iterator[Problem]:
+def setting_problems(setting: TrainingSetting) -> Iterator[Problem]:
+    """Try everything a run needs, and find what is wrong."""
     config, images = setting.config, setting.data.public
     yield from _without_effect(config)
     if not images.task:
@@ -285,7 +303,7 @@ def _problems(setting: TrainingSetting) -> Iterator[Problem]:
         if config.batch is not None and config.batch > most:
             what = f"is {config.batch}, and the client with the most has {most} examples to train on"
             yield Problem("batch", what, "lower it, or leave it out: a gradient is then of all that a client has")
-        initial_model(config.model, images, config.seeds[0], compared=True)
+        setting.initial(config.seeds[0], compared=True)
         setting.plain(config.seeds[0]).trained()
     except GradveilError as error:
         yield from (replace(p, where=p.where.removeprefix("client.")) for p in error.problems)
@@ -296,11 +314,11 @@ def _problems(setting: TrainingSetting) -> Iterator[Problem]:
             federation = setting.federation(trial)
             smallest = min(federation.shares, key=lambda share: len(share.train.targets)).train
             few = Batch(smallest.inputs[:2], smallest.targets[:2])
-            refuse(list(faults(parse(trial.defence, own=True), federation.client, few)))
+            refuse(list(faults(setting.defence(trial.defence), federation.client, few)))
             federation.client.noise_spec(federation.client.params(), smallest)
             if i == 0:
                 model = federation.client.model
-                found = check(model, few, bounds=images.bounds, classes=len(images.classes))
+                found = check(model, few, setting.loss, bounds=images.bounds, classes=len(images.classes))
                 yield from (_of_model(problem, model, config) for problem in found)
         except GradveilError as error:
             yield from (Problem(f"{where}: {p.where}", p.what, p.remedy) for p in error.problems)

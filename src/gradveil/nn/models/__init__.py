@@ -12,6 +12,7 @@ import torch
 from torch import Generator, nn
 
 from gradveil.core.errors import FOREIGN, GradveilError, Problem, fail, refuse
+from gradveil.core.plugins import Catalogue, Plugin
 from gradveil.core.user_code import imported
 from gradveil.nn.initial_weights import drawing_from, initialise
 from gradveil.nn.models.parts import Network
@@ -63,11 +64,22 @@ MODELS: dict[str, ModelEntry] = {
 """The networks of the studies by their short names."""
 
 
+def _plugged(plugin: Plugin) -> ModelEntry:
+    """Make the entry of a model that a package has."""
+    factory = _factory(plugin.path)
+    return ModelEntry(factory, (inspect.getdoc(factory) or plugin.path).splitlines()[0], "")
+
+
+ALL_MODELS: Catalogue[ModelEntry] = Catalogue("models", "model", MODELS, _plugged)
+"""`MODELS`, and those of installed packages."""
+
+
 def build(name: str, *, channels: int, size: int, classes: int, generator: Generator, **options: Any) -> nn.Module:
     """Build a model with initial weights drawn from the generator.
 
-    `name` is a short name of `MODELS` or `"pkg.module:factory"`, whose factory is called with `channels`, `size`,
-    `classes`, `generator` (those of them that it accepts) and the options; what it draws comes from the generator too.
+    `name` is a short name of `MODELS`, one of an installed package, or `"pkg.module:factory"`. The factory
+    of either is called with `channels`, `size`, `classes`, `generator` (those of them that it accepts) and the options;
+    what it draws comes from the generator too.
     A user's model that declares no `input_shape` is given (channels, size, size).
 
     >>> model = build("scheliga-cnn", channels=1, size=32, classes=10, generator=torch.Generator().manual_seed(0))
@@ -80,13 +92,20 @@ def build(name: str, *, channels: int, size: int, classes: int, generator: Gener
         for key, value in sizes.items()
         if not isinstance(value, int) or value < 1
     ]
-    if ":" in name:
-        return _build_users(name, {**sizes, "generator": generator}, options, problems, (channels, size, size))
+    plugin = ALL_MODELS.plugin(name)
+    if ":" in name or plugin:
+        return _build_users(
+            plugin.path if plugin else name,
+            {**sizes, "generator": generator},
+            options,
+            problems,
+            (channels, size, size),
+        )
     entry = MODELS.get(name)
     if entry is None:
-        near = get_close_matches(name, MODELS, n=1)
+        near = get_close_matches(name, ALL_MODELS, n=1)
         hint = f"did you mean '{near[0]}'? " if near else ""
-        remedy = f"{hint}choose one of: {', '.join(MODELS)}; or give your own as 'pkg.module:factory'"
+        remedy = f"{hint}choose one of: {', '.join(ALL_MODELS)}; or give your own as 'pkg.module:factory'"
         refuse([*problems, Problem("model.name", f"unknown model '{name}'", remedy)])
     assert entry is not None
     refuse([*problems, *_unknown(options, set(entry.defaults) - set(sizes)), *_wrong(options, entry.defaults)])

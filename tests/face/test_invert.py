@@ -1,0 +1,94 @@
+"""`gradveil.invert`: one attack on one update, and what stands in its way."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import gradveil as gv
+from gradveil.core.tree import Tensors
+
+MEAN, STD = (0.4,), (0.3,)
+
+
+def network() -> nn.Module:
+    net = nn.Sequential(nn.Flatten(), nn.Linear(144, 16), nn.Sigmoid(), nn.Linear(16, 3))
+    generator = torch.Generator().manual_seed(0)
+    for parameter in net.parameters():
+        nn.init.uniform_(parameter, -0.2, 0.2, generator=generator)
+    return net
+
+
+def example() -> tuple[Tensor, Tensor]:
+    image = torch.rand(1, 1, 12, 12, generator=torch.Generator().manual_seed(1))
+    return (image - MEAN[0]) / STD[0], torch.tensor([2])
+
+
+def gradient(net: nn.Module) -> Tensors:
+    inputs, targets = example()
+    names, values = zip(*net.named_parameters(), strict=True)
+    loss = nn.functional.cross_entropy(net(inputs), targets)
+    return dict(zip(names, torch.autograd.grad(loss, values), strict=True))
+
+
+def test_a_gradient_is_inverted_in_three_lines() -> None:
+    net = network()
+    found = gv.invert(net, gradient(net), "analytic", labels=[2], mean=MEAN, std=STD, truth=example())
+    assert found.images.shape == (1, 1, 12, 12)
+    assert found.metrics["psnr"] > 60
+    assert found.metrics["label_accuracy"] == 1
+    assert (found.labels.tolist(), found.status) == ([2], "converged")
+
+
+def test_labels_are_found_and_no_truth_gives_no_metrics() -> None:
+    net = network()
+    found = gv.invert(net, gradient(net), "ig(iterations=5, labels=restore)", shape=(1, 12, 12), mean=MEAN, std=STD)
+    assert (found.labels.tolist(), found.metrics) == ([2], {})
+    assert found.images.min() >= 0
+    assert found.images.max() <= 1
+
+
+def test_the_truth_changes_nothing_but_the_metrics() -> None:
+    net = network()
+    given: dict[str, Any] = {"labels": [2], "mean": MEAN, "std": STD}
+    told = gv.invert(net, gradient(net), "ig(iterations=3)", truth=example(), **given)
+    blind = gv.invert(net, gradient(net), "ig(iterations=3)", shape=(1, 12, 12), **given)
+    assert torch.equal(told.images, blind.images)
+
+
+def test_local_training_is_what_the_attacker_believes() -> None:
+    net, local = network(), gv.Local(batch=1, lr=0.1, steps=1)
+    update = {name: 0.1 * value for name, value in gradient(net).items()}
+    found = gv.invert(net, update, "ig(iterations=1, objective=l2)", labels=[2], truth=example(), local=local)
+    assert found.reconstruction.inputs.shape == (1, 1, 1, 12, 12)
+
+
+@pytest.mark.parametrize(
+    ("attack", "changes", "part"),
+    [
+        ("ig", {}, "labels"),
+        ("ig", {"labels": [2], "shape": None}, "shape"),
+        ("ig", {"labels": [1, 2], "examples": 1}, "labels"),
+        ("wiig", {"labels": [2]}, "wiig"),
+        ("curious", {"labels": [2]}, "curious"),
+        ("nope", {"labels": [2]}, "attack[0]"),
+        ("ig", {"labels": [2], "defence": "nope"}, "defence[0]"),
+    ],
+)
+def test_what_stands_in_the_way_is_told(attack: str, changes: dict[str, Any], part: str) -> None:
+    net = network()
+    with pytest.raises(gv.GradveilError) as caught:
+        gv.invert(net, gradient(net), attack, **{"shape": (1, 12, 12), **changes})
+    assert any(part in f"{problem.where} {problem.what}" for problem in caught.value.problems)
+
+
+def test_an_update_of_another_model_is_refused_by_name() -> None:
+    net = network()
+    update = gradient(net)
+    update["9.weight"] = update.pop("1.weight")
+    with pytest.raises(gv.GradveilError) as caught:
+        gv.invert(net, update, labels=[2], shape=(1, 12, 12))
+    assert {problem.where for problem in caught.value.problems} == {"update['9.weight']", "update['1.weight']"}
