@@ -13,7 +13,7 @@ from gradveil.audit.findings import findings
 from gradveil.audit.gate import Accepted, Gate, gate, images_needed
 from gradveil.audit.result_rows import Row
 from gradveil.audit.run_directory import Run, Trial
-from gradveil.cli.audit_command import above_table
+from gradveil.cli.audit_output import above_table
 from gradveil.metrics import wilson
 from tests.report.trials import BARE, HEALTHY, row
 

@@ -1,4 +1,8 @@
-"""Presets of the one loop: attacks that simulate a defence, and attacks that search the images of a generator."""
+"""Presets of the one loop: attacks that simulate a defence, and attacks that search the images of a generator.
+
+They are one descent (`ig_scheliga`) with different knowledge, after Scheliga, Mäder, Seeland, "Combining Stochastic
+Defenses to Resist Gradient Inversion" and "Dropout is NOT All You Need to Prevent Gradient Leakage".
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Label restoration: the classes of a batch, and their counts, from the last layer of an update."""
+"""Label restoration: the classes of a batch, and their counts, from the last layer of an update.
+
+One gradient shows sums over the classes that are linear in the counts; local training is simulated and corrected.
+"""
 
 from __future__ import annotations
 

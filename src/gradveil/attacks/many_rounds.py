@@ -1,4 +1,9 @@
-"""Attacks on many rounds of one model: one estimate of the gradient from all of them."""
+"""Attacks on many rounds of one model: one estimate of the gradient from all of them.
+
+The server has to send the same parameters again and again, or nearly so, and clients to compute on the same examples.
+Then the mean of what they send tells as much as a search that explains every round at once, for the price of one. A
+sampler shows more: how often an entry was chosen says how large it is.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,14 @@
-"""Undo a batch defence: from the images that a client trained on to its private images."""
+"""Undo a batch defence: from the images that a client trained on to its private images.
+
+The transforms of a batch defence are public, only what they draw is hidden. Where the draws of an image are few, every
+one is tried: with T the transforms under one draw and r the reconstruction, the private image is
+
+    argmin_x  ||T(x) - r||^2 / (2 sigma^2) + sum_k (c_k(x) - c_k(mean))^2 / (2 var_k)
+
+over the images x and the draws, c_k the cosine coefficients of x. Mean and variances are those of public images, or of
+natural images in general (a spectrum of 1 / f^2) where there are none. The prior fills what T removed, and chooses
+between draws that explain r equally well. ATS (Gao et al. 2021) is such a defence: its policy is public.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,13 @@
 """Attackers of a run.
 
 What each knows, expansion of `adaptive` and `malicious`, the undefended control, the list of trials.
+
+The table of defences names them, entry by entry: those who only look (`adaptive`), and those who change the model that
+is sent (`malicious`). A composition is attacked by all that aim at one of its parts: each of them simulates the whole
+client.
+
+A low rate against a defence means something only if the attack works without it. The control shows that, on few clients
+and with otherwise equal settings. Recorded updates have none: they are what they are.
 """
 
 from __future__ import annotations

@@ -1,4 +1,12 @@
-"""Attack budgets in iterations or seconds, and the chunks of attacks under way."""
+"""Attack budgets in iterations or seconds, and the chunks of attacks under way.
+
+A target-iteration is one iteration on one target client's restart, or one update that a learner simulates to learn
+from. Seconds are working time of one process; they are turned into iterations (epochs of a learner) by a short
+measurement before the attack, which is written down, so that a resumed run spends the same.
+
+How many rows are worked on at once is chosen for the machine as it is, and decides the last bits of the results. So it
+is written before an attack starts, and an attack that was killed takes it again.
+"""
 
 from __future__ import annotations
 

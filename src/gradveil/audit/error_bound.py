@@ -1,4 +1,8 @@
-"""The error that no attacker can stay below, for the targets of a run."""
+"""The error that no attacker can stay below, for the targets of a run.
+
+Images are taken to be normal with the public images' spectrum (`gradveil.theory.reconstruction_bound`), labels and
+the model's noise to be known. Bounds are mean squared errors of pixels in [0, 1], as the scores are.
+"""
 
 from __future__ import annotations
 

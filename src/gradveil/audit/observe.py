@@ -1,4 +1,8 @@
-"""Observations of the server: the clients' updates, round after round, and the ground truth behind them."""
+"""Observations of the server: the clients' updates, round after round, and the ground truth behind them.
+
+The target clients of a run are the clients of one federation. Each has the same examples in every round; the server
+moves the global parameters by the mean update. With one round nothing moves.
+"""
 
 from __future__ import annotations
 

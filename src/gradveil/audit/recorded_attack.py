@@ -1,4 +1,8 @@
-"""Attacks on recorded updates, scored where the ground truth was recorded."""
+"""Attacks on recorded updates, scored where the ground truth was recorded.
+
+Nobody recorded what a client drew in secret. What needs it (the objective at the truth, the distance to an update
+without the defence) is left out for clients who draw something.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""The run directory: records, images, configuration. Private, atomic, checked, and resumable."""
+"""The run directory: records, images, configuration. Private, atomic, checked, and resumable.
+
+`run.json` says which settings the results were made with; `trials/NAME/` has `trial.json` (facts), `records.json` (one
+object a target client) and `images.safetensors` (truths and reconstructions, where the run keeps them).
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Warnings about a run: closed forms that apply, running statistics, and differential privacy that does not hold."""
+"""Warnings about a run: closed forms that apply, running statistics, and differential privacy that does not hold.
+
+Attacked where all is asked for; closed forms are a warning of `check` and of audits else.
+"""
 
 from __future__ import annotations
 

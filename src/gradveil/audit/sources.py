@@ -1,4 +1,9 @@
-"""Sources of target clients: simulated ones, and those of a training."""
+"""Sources of target clients: simulated ones, and those of a training.
+
+The clients of the training are the target clients. They hold the training images, and what a defence keeps from round
+to round (residuals, moments) is what those very images left there. Public are the test images alone: an attacker who
+knew training images would know somebody's secrets.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Updates of many clients with the same parameters, in one batched sweep."""
+"""Updates of many clients with the same parameters, in one batched sweep.
+
+One client after the other spends most of a step on small batches with calling operations, not with arithmetic. Only
+gradients are computed together: examples are gathered, noise is drawn and the update is sent as by one client alone.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,11 @@
-"""Public messages of a round: what some clients announce before it."""
+"""Public messages of a round: what some clients announce before it.
+
+A server that runs a round asks `client.send.speakers()` clients for their proposals, announces the messages made of
+them, and lets everybody send with those. It knows no defence: the transforms say what is proposed and announced.
+
+The number of the round is public, too. A transform that follows a schedule is another one in each round (`in_round`):
+it needs no state, and whoever knows the defence knows the schedule.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,12 @@
-"""A client's state on disk: residuals, moments and momentum from round to round."""
+"""A client's state on disk: residuals, moments and momentum from round to round.
+
+One safetensors file a client. Its metadata describe the client that the state belongs to, all that its update is made
+of, and hold a digest of the tensors: the residual of one defence put into another, or a step's moments into those of a
+gradient, would be garbage that no shape betrays.
+
+What may change in the course of a training may change here: weights, buffers, examples, the loss, and what local
+training is like (step size, length, batches), but not whether there is any, nor its optimiser.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,13 @@
 """Named randomness: every random tensor of a client is declared here, and drawn only here.
 
 Numbers come from a `Source`: a torch generator in simulations, a cryptographic stream in deployments.
+
+Laws draw through these functions and through nothing else. From a torch generator each of them draws what torch's own
+call of that name draws, to the bit. From a stream each is made of whole 64-bit words.
+
+A client is a pure function of tensors. Whatever is random in it (dropout masks, bottleneck noise, differential-privacy
+noise, the order of examples) is an argument with a name. A `NoiseSpec` says which arguments there are; `sample` draws
+them; an attacker may be given them, guess them, or optimise over them.
 """
 
 from __future__ import annotations

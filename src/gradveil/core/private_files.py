@@ -1,4 +1,8 @@
-"""Private files, written atomically, and tensor files with a digest."""
+"""Private files, written atomically, and tensor files with a digest.
+
+It is computed with zeros in its own place, so it covers every byte: names, shapes and other metadata too. It finds
+damage, not forgery.
+"""
 
 from __future__ import annotations
 

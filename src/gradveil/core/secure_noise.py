@@ -1,4 +1,14 @@
-"""Random numbers of deployments: secret keys, a cryptographic stream, and exact rounded normal noise."""
+"""Random numbers of deployments: secret keys, a cryptographic stream, and exact rounded normal noise.
+
+Nothing of it depends on seeds, run ids or rounds, and nothing of it is kept: what has to repeat is the answer, which is
+stored. Each stream is ChaCha20 with a 256-bit key of its own, HMAC-SHA-256 of the stream's address under the secret.
+
+Numbers of floating point are unevenly spaced, and noise that is added in it leaves marks: which outputs are possible
+depends on what the noise was added to (Mironov 2012; Haney et al. 2022). Here z = Phi^-1(u) is found in float64 from a
+uniform u, and rounded. Where an error of float64, or the digits of u that were not drawn, could change the whole
+number, more digits are drawn and the number is found in 100 decimal digits. So the law of n is that of the rounded
+normal number up to 2^-190, whatever the error of `ndtri` is up to `TOLERANCE`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,11 @@
-"""The grammar of defences and attacks as text: `dp(clip=20, sigma=1e-4) + cvb + dropout(0.25)`."""
+"""The grammar of defences and attacks as text: `dp(clip=20, sigma=1e-4) + cvb + dropout(0.25)`.
+
+text     = term {"+" term}
+term     = (name | path) ["(" [argument {"," argument}] ")"]
+path     = module {"." module} ":" name
+argument = [name "="] value
+value    = number | "inf" | "true" | "false" | "none" | name | quoted text
+"""
 
 from __future__ import annotations
 

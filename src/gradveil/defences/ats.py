@@ -1,4 +1,8 @@
-"""ATS: train on images transformed by a policy of three operations."""
+"""ATS: train on images transformed by a policy of three operations.
+
+They follow Pillow's. Geometry interpolates linearly, so that it has a derivative; what acts on levels is exact for
+images that have them, and differentiated as if it were smooth.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,25 @@
-"""Clips and noise of deployed clients: exact clips, and normal noise on a grid."""
+"""Clips and noise of deployed clients: exact clips, and normal noise on a grid.
+
+A simulation adds normal numbers of floating point. A deployed client must not: which sums are possible depends on what
+the noise was added to. `deployed` puts what follows in the place of every noise that a promise counts.
+
+**The argument.** Let C bound what one unit can change the vector x of d entries by, and let the grid be the multiples
+of g, a power of two with g sqrt(d) <= C / 512.
+
+1. x is rounded to the grid in float64. Each entry moves by g / 2 at most, so neighbours are within
+   C + g sqrt(d) <= C (1 + 1/512), whatever is in them: nothing here is random.
+2. Another C / 512 is left for float64 and float32 before that: what is clipped is clipped in float64, example by
+   example, and added up in float64, so that B examples are at most B^2 C 2^-52 off; where the rounding of an example's
+   gradient depends on its neighbours in the batch (relatively 1e-6, on 1,000 examples 1e-3) it is covered as well.
+3. The noise is n = rint(s z / g) steps, z normal, with s = sigma C (1 + 1/256): sigma times what neighbours can differ
+   by. The multiplier that is accounted for stays sigma. `gradveil.core.secure_noise` draws n exactly.
+4. x / g is a whole number, so x / g + rint(s z / g) = rint(x / g + s z / g): what is sent is a function of x + s z, the
+   mechanism that all accountants take, and of nothing else. It is added up without rounding: below 2^53 steps. The
+   update's dtype comes last, and is as much a function of it as every later stage.
+
+The mean over a batch is on a grid of its own: C is then the clip norm over the number of examples (of Poisson sampling
+the expected number), which no example changes. The division comes before the rounding, so nothing is divided after it.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,10 @@
-"""Clipping and the mechanisms of differential privacy, fixed and decaying over rounds."""
+"""Clipping and the mechanisms of differential privacy, fixed and decaying over rounds.
+
+Gradients get shorter as training goes on; a fixed bound soon clips nothing, and its noise drowns what is left (Wei et
+al. 2021). In round n = 0, 1, ... both are multiplied by decay^n. Since the noise is a constant multiple of what one
+example can change, every round promises what the first does: the accounting is that of a fixed clip, whatever number of
+the round a server tells.
+"""
 
 from __future__ import annotations
 

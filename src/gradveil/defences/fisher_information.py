@@ -1,4 +1,8 @@
-"""Fisher information of a noisy client's update about its examples, for error bounds."""
+"""Fisher information of a noisy client's update about its examples, for error bounds.
+
+What is sent is a function of (g(x) + noise), with g the update before its noise; whatever comes after the noise can
+only lose information. Of local training that adds noise in each step, every noisy step is counted as if it were seen.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""Formal guarantees of a defended client: the differential privacy of its clips and noise."""
+"""Formal guarantees of a defended client: the differential privacy of its clips and noise.
+
+Nothing here goes by a defence's name: the stages of the client are walked through, so a composition promises what its
+parts do, and a heuristic promises nothing. What voids the privacy of examples may leave that of clients alone: whatever
+is done before the clip of a whole update is covered by it.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,14 @@
-"""Optimal noise and pruning: hide most of the inputs for the least loss of utility."""
+"""Optimal noise and pruning: hide most of the inputs for the least loss of utility.
+
+After Chen, Gürsoy and Lei 2024, "Optimal Defenses Against Gradient Reconstruction Attacks": both minimise the
+information sum_i ||dg_i/dx||^2 / s_i^2 that the update g has of the inputs x, under a bound of the utility lost. The
+row norms are estimated by forward-mode products with random directions, as named noise
+(`gradveil.theory.input_jacobian`).
+
+With local training the norms are those of the gradient of all examples at the round's global parameters, with the
+model's own noise (dropout) switched off, and stand in for those of the update. Of defences of each example that come
+before (`clip-example`), they know nothing.
+"""
 
 from __future__ import annotations
 

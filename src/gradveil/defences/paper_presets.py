@@ -1,4 +1,8 @@
-"""Presets by paper: the defences of a paper's table, with its settings."""
+"""Presets by paper: the defences of a paper's table, with its settings.
+
+`PAPER/TABLE` in the place of a defence stands for all of them: `dual-gradient-pruning/ablation`. Papers are called as
+their folders in `papers/`, where they have one.
+"""
 
 from __future__ import annotations
 

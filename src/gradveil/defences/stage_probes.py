@@ -1,4 +1,8 @@
-"""Facts of a stage found by running it on trial data: data-dependent noise, mixing, shared noise."""
+"""Facts of a stage found by running it on trial data: data-dependent noise, mixing, shared noise.
+
+It is tried on made-up examples and parameters. Of the client's own only the shapes count: a blank image hides what is
+done to it, and what is refused for what was found must not tell of the data.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,14 @@
-"""Custom defences: loaded by import path, checked by running them on trial data."""
+"""Custom defences: loaded by import path, checked by running them on trial data.
+
+A bound rests on `Additive.variance`, one over the information of an entry's place. No law has less than that of its
+draws: for noise z of density f, every function p and every direction,
+
+    1 / information <= E[p(z)^2] / E[p'(z)]^2,    and with p(z) = z at most the variance,
+
+with equality for p = f' / f (Cauchy and Schwarz). So draws refute a claim, and never prove one.
+
+Those of this library are held to laws by its tests instead.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,10 @@
-"""Single examples in the rows of a gradient: rows and differences of rows compared with examples' inputs."""
+"""Single examples in the rows of a gradient: rows and differences of rows compared with examples' inputs.
+
+Each row of a layer's gradient is a sum over the batch, dW_i = sum_e D_ei x_e, with the error D_ei of example e at unit
+i. If one example has nearly all of a unit's error, the row is that example's input up to a factor. The same holds for
+differences of two rows (imprints). The client knows D. It therefore needs no model of an attack to count isolated
+examples. One pass over the batch is enough, without weight gradients.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,14 @@
-"""A client's inspection of a received model: patterns that honest training does not produce."""
+"""A client's inspection of a received model: patterns that honest training does not produce.
+
+Rows that are copies of each other with graded biases (imprint), rows whose positive weights are the negative ones
+scaled (trap), biases that hold most units of a layer shut (quantile), layers that are dead or far out of scale, a last
+layer that lets one class or one feature through (fishing), and a jump that no client's update explains. Nothing here
+proves a server honest, and weights can be made to look random. This is the second line: the first is the client's look
+at its own update (`gradveil.federated.update_inspection`), which needs no pattern.
+
+Layers are found by the names of what was received, so that a server's tensors are looked at whatever the client's model
+calls its own. The model says which of them are embeddings, and which is the last one.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Clients of a round that compute at once, and how many: a rule of shapes and sizes."""
+"""Clients of a round that compute at once, and how many: a rule of shapes and sizes.
+
+It depends on nothing that differs from one run to the next, such as times or free memory: a training that is taken up
+again computes with the same groups, and so ends with the same bits.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,14 @@
-"""The ledger of sent sums and noise over all runs of a training, and the privacy they amount to."""
+"""The ledger of sent sums and noise over all runs of a training, and the privacy they amount to.
+
+    <folder>/_ledgers/<identity>/<training>
+
+It lies outside of the folders of runs, which people remove when runs are over, and nobody but its owner makes one:
+`gradveil ledger create`. A program that made a missing one would start at zero what has been spent before.
+
+It holds towards a server who sees each update by itself and knows who sends it, so that choosing some of the clients
+amplifies nothing. Of a client counts in how many rounds it answers: that depends on the seed and not on anybody's data.
+What clients tell of examples that they keep apart (validation losses) is not covered, nor is it of those they train on.
+"""
 
 from __future__ import annotations
 

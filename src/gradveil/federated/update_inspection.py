@@ -1,4 +1,10 @@
-"""A client's inspection of its own update before it is sent: examples that it reveals."""
+"""A client's inspection of its own update before it is sent: examples that it reveals.
+
+Two questions have two answers. *Leak*: the share of the batch that can be read from what is about to be sent. Small
+honest batches leak. *Malice*: far more examples are singled out than the same batch shows at freshly initialised
+parameters, at the received ones without biases, and at those of the round before. Both are decided on the update that
+really leaves: a defence that hides the examples satisfies both.
+"""
 
 from __future__ import annotations
 

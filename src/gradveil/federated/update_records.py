@@ -1,4 +1,12 @@
-"""Updates that left the clients of a training, kept on disk for attacks."""
+"""Updates that left the clients of a training, kept on disk for attacks.
+
+    DIR/recorded.json                              what the directory is, and the version of its form
+    DIR/models/<hash>.safetensors                  the tensors that a server sent, once for all who trained on them
+    DIR/round-<r>-client-<name>-<hash>.safetensors one update as it left, with a JSON of the facts in its metadata
+
+An update's file is written after the model's that it names, each whole or not at all, and readable by the owner only.
+Private examples are in it where the recorder was asked to keep them (`truth=True`), and nowhere else.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,12 @@
-"""Convolutions for per-client gradients: shared weights are constants, gradients are one per client."""
+"""Convolutions for per-client gradients: shared weights are constants, gradients are one per client.
+
+What plain double backward wastes (a weight gradient nobody asked for) and repeats (unfolding the same input) is left
+out. Shapes: N = V x B examples, O and C channels out and in, M positions of one target client, K = C x kernel entries.
+The thresholds below were measured on two EPYC cores, one thread; they choose between equal results.
+"""
+
+# pyright: basic
+# torch gives autograd functions no types.
 
 from __future__ import annotations
 

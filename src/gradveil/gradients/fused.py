@@ -1,4 +1,10 @@
-"""Objectives of many rows in few passes over memory, and how much memory a computation writes."""
+"""Objectives of many rows in few passes over memory, and how much memory a computation writes.
+
+Of the objectives rows come first: [N, ...]. Each is differentiable once with respect to its first argument.
+"""
+
+# pyright: basic
+# torch gives autograd functions no types.
 
 from __future__ import annotations
 

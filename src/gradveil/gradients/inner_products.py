@@ -1,4 +1,13 @@
-"""The angle between a gradient and a target from the factors of the gradient alone, without forming it."""
+"""The angle between a gradient and a target from the factors of the gradient alone, without forming it.
+
+A layer's gradient is a sum of outer products, G = sum_m l_m r_m^T. Then <G, T> = sum_m <l_m, T r_m>, and
+|G|^2 = sum_mn <l_m, l_n> <r_m, r_n> (the "ghost norm": Goodfellow 2015, Bu et al. 2022). Where a layer is large and
+has few positions m, that passes over the target twice and over nothing else of its size. With a mask M,
+|G o M|^2 = sum_mn <l_m o l_n, (M o M) (r_m o r_n)>: two passes over the mask beside those over the target.
+"""
+
+# pyright: basic
+# torch gives autograd functions no types.
 
 from __future__ import annotations
 

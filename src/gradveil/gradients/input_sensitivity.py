@@ -1,4 +1,10 @@
-"""Sensitivity of a gradient to the inputs: derivatives of per-example gradients."""
+"""Sensitivity of a gradient to the inputs: derivatives of per-example gradients.
+
+The mean gradient of B examples has ||dg_i/dX||^2 = B^-2 sum_b ||dg_i^(b)/dx_b||^2, as examples meet in the mean only.
+A direction of the whole batch adds the examples' derivatives up before they are squared, so that one direction is one
+draw of (J v)_i^2. Here they are squared first: B directions of one example each cost as much, and are B draws. They go
+to the examples in proportion to how much their loss asks of the outputs, and are weighted by the inverse.
+"""
 
 from __future__ import annotations
 

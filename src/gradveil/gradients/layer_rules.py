@@ -1,4 +1,14 @@
-"""Rules for gradients that separate by client, one per kind of layer."""
+"""Rules for gradients that separate by client, one per kind of layer.
+
+Shapes: N examples, O and C channels out and in, M positions of one example, K = C x kernel entries.
+
+With delta the gradient at a layer's output and x its input, target client v's gradient is: linear sum_m delta_m x_m^T
+over its examples and tokens m; convolution the same over unfolded inputs; norms sum delta * normalised x; biases sum
+delta.
+"""
+
+# pyright: basic
+# torch gives autograd functions no types.
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Made-up examples, labels and weights for trials of a model that depend neither on data nor on a server."""
+"""Made-up examples, labels and weights for trials of a model that depend neither on data nor on a server.
+
+What a trial finds is kept, and later rounds rely on it. A server whose weights overflow, or a blank first image, would
+hide what there is to find, and what is found would tell of the data.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,10 @@
-"""Per-client gradients of shared weights in one batched sweep, several times as fast as `vmap(grad)`."""
+"""Per-client gradients of shared weights in one batched sweep, several times as fast as `vmap(grad)`.
+
+The two guards against hidden randomness and missing noise live in `vmap` and `strict=True`. So the first step of each
+shape is computed both ways, with made-up weights and examples (`gradveil.gradients.made_up`): `obstacle` says why the
+batched sweep may not be used, or None. That is a trial. Where a guarantee depends on it that examples do not meet, each
+one's gradient is computed alone (`gradveil.client.defended_gradient`).
+"""
 
 from __future__ import annotations
 

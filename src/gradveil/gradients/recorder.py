@@ -1,4 +1,7 @@
-"""Record every use of a trained parameter in one batched forward pass, and how its gradient separates by client."""
+"""Record every use of a trained parameter in one batched forward pass, and how its gradient separates by client.
+
+A use that no rule covers raises `Unsupported`; nothing is guessed.
+"""
 
 from __future__ import annotations
 

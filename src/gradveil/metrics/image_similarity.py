@@ -1,4 +1,8 @@
-"""Similarity of two images: pixels in [0, 1], shape [..., C, H, W]; one score per image."""
+"""Similarity of two images: pixels in [0, 1], shape [..., C, H, W]; one score per image.
+
+An image that holds a value which is not finite gets the worst score of the metric (it shows nobody anything), never
+NaN and never an error. Everything is computed in float64 where the device has it.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Accuracy of restored labels. Labels are class numbers [V, B], or scores [V, B, K]."""
+"""Accuracy of restored labels. Labels are class numbers [V, B], or scores [V, B, K].
+
+Scores that are not finite name no class: they count as wrong.
+"""
 
 from __future__ import annotations
 

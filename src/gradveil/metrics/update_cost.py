@@ -1,4 +1,7 @@
-"""Cost of a defence: bytes sent, and distance of the sent update from the raw one."""
+"""Cost of a defence: bytes sent, and distance of the sent update from the raw one.
+
+Updates are {name: tensor [V, ...]}, target clients first.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,10 @@
-"""First layers whose gradient reveals their input exactly."""
+"""First layers whose gradient reveals their input exactly.
+
+Where z_t is the gradient at output t of a linear layer and x_t its input there, the weight's gradient is
+dW = sum_t z_t x_t^T. If some parameter is added to the output, its gradient holds the z_t themselves, and x is the
+solution of linear equations: the bias of a fully connected layer (Phong et al. 2017), the position embedding of a
+vision transformer (Lu et al. 2022, "APRIL").
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""Module replacement: copies of a model in which layers that cannot be audited are replaced by equivalent ones."""
+"""Module replacement: copies of a model in which layers that cannot be audited are replaced by equivalent ones.
+
+Every function returns a new model and leaves the given one as it is. Weights stay, under the same names. A layer is
+replaced by its formula, so only torch's own types are: a subclass may compute something else. So may a layer with hooks
+or parametrisations. Such layers stay as they are, and `gradveil.nn.check` reports those that cannot be audited.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Which defences are worth their cost in a training: leak against accuracy, bytes and time."""
+"""Which defences are worth their cost in a training: leak against accuracy, bytes and time.
+
+A defence leaks what the strongest attacker without secrets recovers, as its verdict says; of several seeds the mean.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""An actor on a machine of a Ray cluster, which runs one task at a time."""
+"""An actor on a machine of a Ray cluster, which runs one task at a time.
+
+Only bytes go to and from it: parcels as they are written on pipes, cut into pieces.
+"""
 
 from __future__ import annotations
 

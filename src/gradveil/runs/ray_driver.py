@@ -1,4 +1,8 @@
-"""The process that drives Ray, started by `gradveil.runs.ray_pool`."""
+"""The process that drives Ray, started by `gradveil.runs.ray_pool`.
+
+It hires actors as it is told, hands orders to them, and passes on what they say. It ends when its input does: the
+actors end with it, and a Ray that it started.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""Workers on a Ray cluster: one started for the work, or an existing one."""
+"""Workers on a Ray cluster: one started for the work, or an existing one.
+
+Ray may end the process that drives it (where the head of the cluster is lost, it does), has threads and signal handlers
+of its own, and writes where it likes. So a process in between drives it, and this one speaks with that by pipes, as it
+does with worker processes.
+"""
 
 from __future__ import annotations
 

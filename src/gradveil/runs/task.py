@@ -1,4 +1,8 @@
-"""Work, tasks and their results: the interface of schedulers."""
+"""Work, tasks and their results: the interface of schedulers.
+
+A task is told to a worker as a parcel (plain values and bytes) and comes back as one, so it can be done in this
+process, in another one, or on a machine that shares no files with this one; who asked for it writes the files.
+"""
 
 from __future__ import annotations
 

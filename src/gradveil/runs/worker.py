@@ -1,4 +1,7 @@
-"""A process that runs tasks, started by `gradveil.runs.pool`."""
+"""A process that runs tasks, started by `gradveil.runs.pool`.
+
+It ends when its input does, so that a killed parent leaves no orphan at work.
+"""
 
 from __future__ import annotations
 

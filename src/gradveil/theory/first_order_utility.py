@@ -1,4 +1,17 @@
-"""Utility of a defended gradient in the first two terms of a Taylor series; what pruning leaves out."""
+"""Utility of a defended gradient in the first two terms of a Taylor series; what pruning leaves out.
+
+Xue et al. 2024, "Revisiting Gradient Pruning", call gamma_1 the share of an update's energy that is not sent. It says
+how far the gradient of a perfect match may be from the true one. It is no bound from below on anybody's error: where
+the mask shows in the zeros, other entries are not needed (docs/results.md has DGP undone by one who reads them).
+
+A step w - eta * sent lowers the loss by eta <g, sent> - eta^2 / 2 sent^T H sent. In Chen, Gürsoy and Lei 2024, "Optimal
+Defenses Against Gradient Reconstruction Attacks", Definition 2, the utility of first order does not depend on noise of
+mean zero: the expectation of <g, sent>. That of second order is -sum_i g_i^2 s_i^2 for independent noise: what it adds
+to the expectation of -<g, sent>^2, so g g^T takes the place of H.
+
+That reading of the paper is unverified, as are the weights of the two terms, and whether Theorems 2 to 4 take the
+expectations inside or outside the root; here they are inside, sqrt(E ||dg_i/dx||^2 / E g_i^2).
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Row norms of the Jacobian dg/dx: how strongly each coordinate of a gradient depends on the inputs."""
+"""Row norms of the Jacobian dg/dx: how strongly each coordinate of a gradient depends on the inputs.
+
+Optimal defences spend their noise by these norms (Chen, Gürsoy and Lei 2024, "Optimal Defenses Against Gradient
+Reconstruction Attacks"), and bounds of what can be reconstructed add them up.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,28 @@
-"""The Bayesian Cramér-Rao bound of a reconstruction's error, and a prior of images for it."""
+"""The Bayesian Cramér-Rao bound of a reconstruction's error, and a prior of images for it.
+
+Each coefficient of an image's discrete cosine transform has the public images' variance (a few low frequencies hold
+nearly all of it), and none tells of another. Of all laws with these variances this one has the least information, so
+bounds that rest on it are about an attacker who knows nothing else of images. Who knows more may do better.
+
+Of inputs x with a prior, an attacker sees g(x) + N(0, diag(s_i^2)). For every estimate x' of the d entries of x
+
+    E ||x' - x||^2 >= tr((F + P)^-1) >= d^2 / (tr F + tr P),    F = E[J^T diag(1 / s_i^2) J],    J = dg/dx,
+
+with P the prior's information E[grad log p (grad log p)^T] (van Trees 1968; Theorem 1 of Chen, Gürsoy and Lei 2024,
+"Optimal Defenses Against Gradient Reconstruction Attacks"). Expectations are over the prior and the noise. All bounds
+here are divided by d: they are mean squared errors of an entry, in the units of the model's inputs.
+
+What to keep in mind:
+
+- It holds where g is absolutely continuous in x. The gradient of a network with ReLU or max-pooling is not: it jumps
+  where a unit switches, and J, which does not see jumps, says too little. There `rate_bound` holds.
+- The bound holds for noise whose variances do not depend on x. Where they do (`optimal-noise` is fitted to the batch)
+  the variances themselves tell of x: F lacks a term, and the numbers are no bound.
+- It holds for a prior whose density vanishes at its borders. Of images nobody knows P; both estimates below are models.
+- The paper's own constants could not be verified. Since tr P <= d * (largest eigenvalue of P), a statement with the
+  latter follows from this one: pass `prior_trace = d * eigenvalue`.
+- Labels are taken as known, and one update as seen: n independent updates of the same x have n times the F.
+"""
 
 from __future__ import annotations
 

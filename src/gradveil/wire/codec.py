@@ -1,4 +1,22 @@
-"""Encode and decode an update: packed, checked, and limited in size."""
+"""Encode and decode an update: packed, checked, and limited in size.
+
+An encoded update is a header (`federated.header`), then for each tensor its coded positions (`federated.positions`) and
+its values, then the CRC-32 of all that. A tensor is stored dense or sparse, whichever is smaller: sparse from
+1 - 1/32 of zeros on in 32 bits, 1 - 1/16 in 16 bits. Small ones are coded together where that is smaller.
+
+Whoever decodes knows the model, so the header has a digest of its layout, and nothing else about names, dtypes and
+shapes. `described=True` writes them out, for those who will read the update without the model: everything that is told
+here of lengths, shapes and dtypes is checked in both.
+
+What counts as sent is what is not zero *on the wire*: a value that float16 rounds to zero is not sent. Zeros have no
+sign there. NaN and infinities are refused on both sides unless `nonfinite="keep"`.
+
+Decoding trusts nothing. The receiver says what model it expects; every length, shape, dtype and the checksum are
+compared before memory is taken; whatever is wrong ends in `WireError`. Beyond its result decoding takes at most
+`WORKING_BYTES` an entry of the largest tensor (of 65,536 entries, if all are smaller), and for the header 200 bytes a
+byte, or 1000 a tensor of the receiver's layout. A header that describes the layout has at most 8192 tensors.
+A CRC finds accidents, not forgeries: who sent it is the transport's business.
+"""
 
 from __future__ import annotations
 

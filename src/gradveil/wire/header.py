@@ -1,4 +1,23 @@
-"""The header of an encoded update, and the layout of tensors that the receiver expects."""
+"""The header of an encoded update, and the layout of tensors that the receiver expects.
+
+Integers are unsigned and little-endian, in groups of 7 bits with the high bit set on all but the last (LEB128, in the
+shortest form). An update for a receiver who knows the layout, version 2:
+
+    "GVUP"  2  flags (bit 0: shared mask, bit 1: deflated)  [8 bytes: digest of the mask]  8 bytes: digest of the layout
+    until all tensors are told, sorted by name:
+                      how many of them are coded together  1 + lower bits, 0 if dense | values << 6
+                      [entries in the mask, if there is one]
+                      [if sparse: entries sent  length of the unary bitmap]
+                      [if deflated: length of each plane of bytes, 0 where it is left as it is]
+
+An update that describes itself, version 1:
+
+    "GVUP"  1  flags  [8 bytes: digest of the mask]  number of tensors
+    for each tensor:  length of the name  name (UTF-8)  dtype | values << 4  number of dimensions  dimensions
+                      [entries in the mask]
+                      0 if dense, else: 1 + lower bits  entries sent  length of the unary bitmap
+                      [length of each plane]
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,14 @@
-"""Positions of the entries that are sent, in Rice code or a bitmap; their values, plain or deflated by byte planes."""
+"""Positions of the entries that are sent, in Rice code or a bitmap; their values, plain or deflated by byte planes.
+
+Of k positions p_1 < ... < p_k among n, the gaps g_i = p_i - p_(i-1) - 1 are split at bit l: the lower l bits are in l
+planes of k bits, the rest in unary, g_i >> l zeros and a one, in a bitmap of k + sum(g_i >> l) bits. With l = 0 this
+is the bitmap of the support. For positions at random at the density d = k/n it takes at most 4.4% more than the
+entropy H(d) n while d <= 1/2, and never more than n bits; every step is one operation on whole arrays.
+
+Mantissas are noise: no code makes them smaller. Signs and exponents, the last byte of every value, are not: of normal
+values that byte keeps a third of its size (in float16, where it holds two bits of mantissa, two thirds). Of values that
+are all of one magnitude little more than the sign is left.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,11 @@
-"""The likeliest image behind a first layer's equations that a defence has disturbed."""
+"""The likeliest image behind a first layer's equations that a defence has disturbed.
+
+The equations dW = sum_t z_t x_t^T hold errors on both sides: noise was added to dW and to the z_t, or entries of both
+were not sent. Three things make up for them. The z_t of one output resemble each other over the patches, so that those
+that are sent tell of those that are not (a normal law over the patches, fitted to this update by expectation
+maximisation). An equation whose z_t remain uncertain counts for less. And images are smooth: each cosine
+coefficient has the variance that public images have.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,16 @@
-"""The closed form of a first layer: its input from its gradient, without a search."""
+"""The closed form of a first layer: its input from its gradient, without a search.
+
+With z = W x + b, every row of the gradient is dL/dW_i = dL/db_i x: the weight's gradient divided by the bias's is the
+image (Phong et al. 2017). A vision transformer adds a position embedding to the patches' outputs, and its gradient says
+the same of every patch: dW = sum_t z_t x_t^T is solved for all patches at once (Lu et al. 2022, "APRIL").
+
+A defence that leaves entries out or adds noise makes these equations false: `prior` weighs them against images that are
+likely (`attacks.likely`).
+
+A batch's gradient mixes its images. Behind a fully connected layer they are taken apart by label: the error p_c - y_c
+of an output is large and negative only for examples of its own class, so rows combined such that one output's error
+remains show mostly that class's images.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,15 @@
-"""The recursive closed form (R-GAP): the input of each layer from the last to the first."""
+"""The recursive closed form (R-GAP): the input of each layer from the last to the first.
+
+R-GAP (Zhu and Blaschko 2021). Of one image the gradient of a layer z = W x + b is dW = k x^T, with k the error at its
+outputs. At the last layer k is the bias's gradient; without a bias, dW shows k and x but for a scale, which the loss
+settles: at W x it has that very error. From then on each layer below is a system of linear equations for its input x:
+
+    dW = k x^T   (its gradient)        W x + b = z   (its output, which the layer above took)
+
+with k = (W_above^T k_above) act'(z) and z = act^-1(x_above). Where an activation is flat its output says nothing of z,
+and what a layer's equations leave open is not taken for known by the next: such equations are left out. What is open
+of the image is filled in smoothly.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""The only inversion loop: every row (target x restart) of a batch descends at once."""
+"""The only inversion loop: every row (target x restart) of a batch descends at once.
+
+Nothing is read by the host between reporting points: the best iterate of each row, its step size and its patience
+live on the device. At a reporting point, finished rows leave the batch with a status; they are never dropped from the
+result.
+"""
 
 from __future__ import annotations
 

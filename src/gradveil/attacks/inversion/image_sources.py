@@ -1,4 +1,8 @@
-"""Variables that an inversion searches, and the images that they make."""
+"""Variables that an inversion searches, and the images that they make.
+
+Pixels are one choice. Behind a generator the variables are the weights of a network, or the numbers that it draws from,
+and only images that the network can draw are found.
+"""
 
 from __future__ import annotations
 

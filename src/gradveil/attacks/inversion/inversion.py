@@ -1,4 +1,8 @@
-"""The optimisation attack: one loop, of which the papers' attacks are settings."""
+"""The optimisation attack: one loop, of which the papers' attacks are settings.
+
+The attacker simulates the client he believes in on dummy inputs, compares with what was sent, and descends on
+everything he does not know. Target clients x restarts are the rows of one batch.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""The rows of an inversion: start, objective and noise of each restart of each target."""
+"""The rows of an inversion: start, objective and noise of each restart of each target.
+
+A row is one restart of one target client. Its variables are the inputs and whatever else is unknown; its constants
+are what was observed, what is known, and what is off. Several rounds share the inputs; the client's state runs
+through them.
+"""
 
 from __future__ import annotations
 

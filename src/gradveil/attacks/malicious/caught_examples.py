@@ -1,4 +1,9 @@
-"""Examples caught by fishing: how many of the target class, and their update alone."""
+"""Examples caught by fishing: how many of the target class, and their update alone.
+
+Of N examples, m are taken for one of the K classes but the target, each with the same probability. The last layer's
+bias then has the gradient -n_c / N for the target, n_c the examples caught, and (m / (K - 1) - n_j) / N for a class of
+n_j examples: the numbers of all classes can be read off it.
+"""
 
 from __future__ import annotations
 

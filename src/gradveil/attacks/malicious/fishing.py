@@ -1,4 +1,10 @@
-"""Fishing: the last layer lets one class alone move the rest of the model; a search follows."""
+"""Fishing: the last layer lets one class alone move the rest of the model; a search follows.
+
+All classes but the target have no weights and the same large bias: every example is taken for one of them, and what
+goes back through the last layer is p_c - y_c times the target's row. That is -1 for examples of the target class and
+nothing for all others, whose gradient stays in the last layer. So a batch's gradient is that of its few examples of the
+class (Wen et al. 2022, "Fishing for User Data in Large-Batch Federated Learning via Gradient Magnification").
+"""
 
 from __future__ import annotations
 

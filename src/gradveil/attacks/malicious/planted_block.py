@@ -1,4 +1,9 @@
-"""Attacks of a malicious server that inserts a block before the model: imprint bins and trap weights."""
+"""Attacks of a malicious server that inserts a block before the model: imprint bins and trap weights.
+
+The block measures the image in several ways, each behind a ReLU. The gradient of a measure is dW_i = sum_x d_i(x) x
+and db_i = sum_x d_i(x), over the examples x that it lets through: of one example alone, dW_i / db_i is the example.
+What the measures are, and which of their combinations hold one example, is what such attacks differ in.
+"""
 
 from __future__ import annotations
 

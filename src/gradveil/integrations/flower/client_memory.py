@@ -1,4 +1,17 @@
-"""The files of a Flower client: its state, and its last answer."""
+"""The files of a Flower client: its state, and its last answer.
+
+    <folder>/<identity>/training-<name>     which runs it had, the last one at the end
+
+The name is the client's own. A server that could say it would choose whose residuals it is sent.
+
+    <folder>/<identity>/run-<id>/answer-<round>         what it received and sent (`gradveil.core.private_files`)
+    <folder>/<identity>/run-<id>/state-<round>          its state after that (`gradveil.client.state_file`)
+    <folder>/<identity>/training-<name>                 which runs are one training, where the app says so
+    <folder>/_ledgers/<identity>/<name>                 what differential privacy it has spent (`federated.ledger`)
+
+Flower's own `Context.state` does not survive the end of a SuperNode. The state's file is written last: a round counts
+as answered once it is there, whole. Everything is readable by its owner only, the folders that are made for it too.
+"""
 
 from __future__ import annotations
 

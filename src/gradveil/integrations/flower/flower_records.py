@@ -1,4 +1,8 @@
-"""Records that travel through Flower: a mark in every message, and an update packed into one `Array`."""
+"""Records that travel through Flower: a mark in every message, and an update packed into one `Array`.
+
+The server's messages carry the round's number under `gradveil`; a reply carries the same mark, its metrics, and one
+`ArrayRecord` with the encoded update (`gradveil.wire.codec`) as its only entry.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,16 @@
-"""Demands of a SuperNode's operator on the app that runs there, in its `--node-config`."""
+"""Demands of a SuperNode's operator on the app that runs there, in its `--node-config`.
+
+Flower installs the app that a run's submitter ships: defence, guard, epsilon and training name come from there. Each
+demand here is compared with what the app asked for, before anything is trained; an app that asks for less is refused.
+
+    gradveil-require    "dp" (a formal guarantee of examples or of clients), "example-dp" or "user-dp"
+    gradveil-epsilon    the largest limit `epsilon` that the app may set; without a limit it is refused
+    gradveil-delta      the largest `delta` of that limit, 1e-5 if it is not given
+    gradveil-training   the name of the training, under which privacy is counted
+    gradveil-guard      the mildest policy of the guard: "warn" or "refuse"
+
+This checks apps that use Gradveil. Code that does not call Gradveil is not stopped by it: see docs/trust.md.
+"""
 
 from __future__ import annotations
 

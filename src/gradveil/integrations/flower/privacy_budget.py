@@ -1,4 +1,10 @@
-"""The privacy budget of a Flower client: each round is counted in its ledger before the reply leaves."""
+"""The privacy budget of a Flower client: each round is counted in its ledger before the reply leaves.
+
+What was counted stays counted if the reply never arrives: the epsilon may be too large, never too small. It is what
+the engine reports of a client that answers as often (`gradveil.federated.privacy_ledger`). The ledger
+(`gradveil.federated.privacy_ledger`) belongs to a training with a name, and its owner has made it; without one, each
+round is accounted for by itself.
+"""
 
 from __future__ import annotations
 

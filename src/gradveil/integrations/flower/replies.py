@@ -1,4 +1,12 @@
-"""The door of the server: marked, well-formed replies within bounds; each is judged alone."""
+"""The door of the server: marked, well-formed replies within bounds; each is judged alone.
+
+The defaults are wide: an honest training, its privacy noise included, does not reach them. They stop a single absurd
+reply from destroying the model. Robustness against clients that lie within the bounds takes tighter ones, and a robust
+strategy of Flower's behind them.
+
+Flower's strategies stop a training where two replies have other metrics, or one has two records of them. So each reply
+gets one record, of one name, with equal metrics in all; no reply is compared with the majority.
+"""
 
 from __future__ import annotations
 
