@@ -100,7 +100,7 @@ def column(browser: Browser, key: str) -> list[str]:
     script = """
         const heads = [...document.querySelectorAll('#trials thead th')];
         const at = heads.findIndex((head) => head.dataset.key === arguments[0]);
-        return [...document.querySelectorAll('#trials tbody tr')].map((row) => row.trials[at].dataset.sort);
+        return [...document.querySelectorAll('#trials tbody tr')].map((row) => row.cells[at].dataset.sort);
     """
     return browser.execute_script(script, key)
 

@@ -27,7 +27,7 @@ function element(name, properties = {}, ...children) {
 (() => {
   const table = document.getElementById("trials");
   if (!table) return;
-  const heads = [...table.tHead.rows[0].trials];
+  const heads = [...table.tHead.rows[0].cells];
   const collator = new Intl.Collator(undefined, { numeric: true });
   heads.forEach((head, index) => head.querySelector("button").addEventListener("click", () => {
     const numeric = head.classList.contains("num");
@@ -36,7 +36,7 @@ function element(name, properties = {}, ...children) {
     const down = now ? now === "ascending" : numeric;
     heads.forEach((other) => other.removeAttribute("aria-sort"));
     head.setAttribute("aria-sort", down ? "descending" : "ascending");
-    const rows = [...table.tBodies[0].rows].map((row) => [row.trials[index].dataset.sort, row]);
+    const rows = [...table.tBodies[0].rows].map((row) => [row.cells[index].dataset.sort, row]);
     rows.sort(([a], [b]) => {
       if (a === "" || b === "") return (a === "") - (b === ""); // what is missing stays last
       const order = numeric ? Number(a) - Number(b) : collator.compare(a, b);
