@@ -85,8 +85,8 @@ _ADDITIVE: dict[str, How] = {
     "told": Known(),
     "subtracted": Known(),
 }
-"""What an attacker makes of noise that was added to what was sent: its mean, or whatever fits best (as DPIA does). One
-who is told it adds it to what he simulates (as WIIG does), or takes it off what was sent."""
+"""What an attacker makes of noise that was added to what was sent: its mean, or whatever fits best (as DPIA does). An
+attack that knows the noise adds it to the simulated update (as WIIG does), or subtracts it from the observed one."""
 _PRUNED: dict[str, dict[str, How]] = {"free": dict.fromkeys(BORDERS, Neutral()), "ordered": BORDERS}
 """What an attacker makes of a pruned entry: anything, or what the order of magnitudes allows."""
 KNOWN_BY_WORD: dict[str, tuple[str, dict[type[How], str]]] = {
