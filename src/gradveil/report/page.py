@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from gradveil.audit.attack_check import STATES, descent, examine
-from gradveil.audit.attack_check import guesses as guesses_attack_check
+from gradveil.audit.attack_check import guesses as only_guesses
 from gradveil.audit.attack_selection import ATTACKERS, POSITIONS
 from gradveil.audit.findings import Findings, findings, headline, hits, strongest
 from gradveil.audit.result_rows import BASELINES, Row
@@ -246,7 +246,7 @@ def cards(judged: Sequence[Verdict], failed: Sequence[Trial], unscored: int = 0)
         found.append(_rate_card("Identifiable without a defence", bare, f"{bare.best.attack} is the strongest attack"))
     defended = [v for v in judged if not v.undefended]
     held = [v for v in defended if v.level in ("not broken", "leaks") and not v.doubts]
-    known = [v for v in held if any(r.attacker == "adaptive" and not guesses_attack_check(r) for r in v.judged)]
+    known = [v for v in held if any(r.attacker == "adaptive" and not only_guesses(r) for r in v.judged)]
     if known:
         best = min(known, key=lambda v: (v.rate, v.price.order))
         card = _rate_card("Best defence against attackers who know it", best, best.best.defence_name)

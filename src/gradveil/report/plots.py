@@ -14,8 +14,7 @@ from gradveil.audit.attack_selection import ATTACKERS
 from gradveil.audit.result_rows import BudgetPoint, Row, TrialSetting
 from gradveil.audit.verdict import LEVELS, Verdict, strength
 from gradveil.core.formatting import interval, listing, number, percent, size
-from gradveil.report.pareto import AXES, Spot, View, price, when
-from gradveil.report.pareto import ParetoChart as Chart_pareto
+from gradveil.report.pareto import AXES, ParetoChart, Spot, View, price, when
 from gradveil.report.training_groups import TrainingGroup
 
 
@@ -138,7 +137,7 @@ def _strongest(rows: Sequence[Row]) -> set[int]:
     return {row.number for row in best.values()}
 
 
-def fronts(found: Sequence[Chart_pareto], rows: Sequence[Row]) -> list[dict[str, Any]]:
+def fronts(found: Sequence[ParetoChart], rows: Sequence[Row]) -> list[dict[str, Any]]:
     """Describe the charts for the page's script; a defence has the colour that it has in the other plots."""
     places = series(rows)
     return [
@@ -155,7 +154,7 @@ def fronts(found: Sequence[Chart_pareto], rows: Sequence[Row]) -> list[dict[str,
     ]
 
 
-def _drawn(spot: Spot, view: View, chart: Chart_pareto, places: Mapping[str, int]) -> dict[str, Any]:
+def _drawn(spot: Spot, view: View, chart: ParetoChart, places: Mapping[str, int]) -> dict[str, Any]:
     best = spot.verdict.best
     steps = [*chart.stages[spot.name].items()]
     return {
@@ -175,7 +174,7 @@ def _drawn(spot: Spot, view: View, chart: Chart_pareto, places: Mapping[str, int
     }
 
 
-def _lines(spot: Spot, view: View, chart: Chart_pareto) -> Iterator[str]:
+def _lines(spot: Spot, view: View, chart: ParetoChart) -> Iterator[str]:
     low, high = spot.bounds
     seeds = f", the mean of {len(spot.rates)} seeds" if len(spot.rates) > 1 else ""
     yield f"{percent(spot.rate)} identifiable {when(spot.stage)}{seeds} ({interval(low, high)})"

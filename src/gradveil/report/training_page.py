@@ -36,7 +36,7 @@ from gradveil.report.training_groups import (
     rows,
     what,
 )
-from gradveil.report.training_groups import rounds as rounds_training_groups
+from gradveil.report.training_groups import rounds as training_rounds
 
 _BESIDE = {"name", "device", *FREE}
 """Settings that make no other table; how many rounds there were, its rows say."""
@@ -226,9 +226,7 @@ def context(training: StoredTraining) -> dict[str, Any]:
         "validated": any(point["loss"] is not None for line in drawn for point in line["points"]),
         "rows": list(rows(training.trials)),
         "csv": data_uri(as_csv(rows(training.trials)).encode(), "text/csv;charset=utf-8"),
-        "rounds_csv": data_uri(
-            as_csv(rounds_training_groups(training.trials), ROUNDS).encode(), "text/csv;charset=utf-8"
-        ),
+        "rounds_csv": data_uri(as_csv(training_rounds(training.trials), ROUNDS).encode(), "text/csv;charset=utf-8"),
         "command": training.info.get("command", ""),
         "config": json.dumps(training.info["config"], indent=2, ensure_ascii=False),
         "data": {"lines": drawn},
