@@ -31,6 +31,8 @@ class OwnUpdate:
     task: ClientTask
     previous: Tensors | None
     """What the round before began with."""
+    last: Tensors | None
+    """What was sent in answer to that."""
     guard: Policy
     leak: Policy
 
@@ -72,7 +74,9 @@ class OwnUpdate:
         if (guard, leak) == ("ignore", "ignore"):
             return
         first = first_gradient(self.client, self.params, self.task)
-        found = exposure(self.client, self.params, self.task.batch, update, self.previous, first)
+        found = exposure(self.client, self.params, self.task.batch, update, self.previous, first, self.last)
+        if found.unseen:
+            LOG.warning("update: no look at %s: what the gradients there show is not known", ", ".join(found.unseen))
         guarded_update(found, guard, leak, tell)
 
 
