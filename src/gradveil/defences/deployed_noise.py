@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 from gradveil.client import Client
-from gradveil.core.errors import FOREIGN, fail
+from gradveil.core.errors import UNFIT, fail
 from gradveil.core.noise import Noise, NoiseSpec
 from gradveil.core.secure_noise import Rounded
 from gradveil.core.tree import Tensors
@@ -145,7 +145,7 @@ def deployed(client: Client, batch: Batch) -> Deployed:
 def _copy(client: Client) -> None:
     try:
         client.objective.copied()
-    except FOREIGN as error:
+    except UNFIT as error:
         remedy = "leave out what copy.deepcopy refuses, such as tensors that were computed, locks or open files"
         raise fail("client", f"has a model or a loss that cannot be copied ({error})", remedy) from error
 
