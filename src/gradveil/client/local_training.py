@@ -16,7 +16,7 @@ from gradveil.client.defended_gradient import Defended
 from gradveil.client.private_layers import Own, spread
 from gradveil.core.errors import Problem, fail, refuse
 from gradveil.core.noise import Bernoulli, Noise, NoiseSpec, Schedule
-from gradveil.core.tree import Tensors, select
+from gradveil.core.tree import Tensors, alike, select
 from gradveil.core.types import Anew, Batch, BatchTransform, Domain
 
 
@@ -287,9 +287,10 @@ class LocalSteps:
             batch = examples(t, inner)
             if not kept:
                 g, current = self.gradient(now, batch, inner, current, included)
-                return g
+                return alike(g, now)
             at, held = {name: now[name] for name in params}, spread(self.own.moved(kept, now), len(batch.inputs))
             g, current = self.gradient(at, batch, {**inner, **held}, current, included)
+            g = alike(g, now)
             if not free:
                 return g
             weights = None if included is None else included / self.local.batch

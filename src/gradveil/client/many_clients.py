@@ -17,7 +17,7 @@ from torch.func import vmap
 from gradveil.client.defended_gradient import Defended
 from gradveil.client.local_training import Batching, Drawn, Local, train
 from gradveil.client.sending import Sending, steady
-from gradveil.core.tree import Tensors, select, stack, take, under
+from gradveil.core.tree import Tensors, alike, select, stack, take, under
 from gradveil.core.types import Batch
 from gradveil.gradients.per_client import obstacle, per_client_cosines, per_client_gradients, shortens
 
@@ -104,7 +104,7 @@ class Abreast:
             included = torch.stack([own[t] for own in drawn[:there]]) if poisson else None
             at = start if t == 0 else take(now, slice(there))
             g, current = self._step(at, frozen, batch, stack(noise), current, included, shared=t == 0)
-            return {name: _filled(value, len(trainees)) for name, value in g.items()}
+            return {name: _filled(value, len(trainees)) for name, value in alike(g, now).items()}
 
         everybody = {name: value.expand(len(trainees), *value.shape) for name, value in start.items()}
         leave(lengths[0], train(local, everybody, lengths[0], gradient))

@@ -71,7 +71,7 @@ class Sending:
             inner, messages = select(noise, "model"), select(self.messages, "send")
             context = self.gradient.context(params, batch, inner, messages, outputs)
             update, send_state = self.send.apply(wide(update), select(state, "send"), select(noise, "send"), context)
-            update = alike(update, params)
+        update = alike(update, params)
         after = after | under("send", send_state)
         after = {name: after[name] for name in state if name in after} | after  # in the order of `init`
         return update, after
