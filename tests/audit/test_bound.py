@@ -29,7 +29,7 @@ from gradveil.core.noise import Key
 from gradveil.core.types import Batch, Domain
 from gradveil.data import Dataset
 from gradveil.defences import parse
-from gradveil.report.page import page
+from gradveil.report import audit_page
 from gradveil.theory.reconstruction_bound import rate_bound, spectrum
 from tests.audit.runs import config, execute
 from tests.audit.test_trial import Recorder
@@ -250,7 +250,7 @@ def test_the_report_and_the_summary_tell_it(tmp_path: Path) -> None:
     told = {trial.info["defence"]: summarise(trial)["mse_bound"] for trial in found.trials}
     assert [name for name, value in told.items() if value] == defences[1:3]
     assert 0 < told["gaussian(0.1)"] < told["dp(clip=1, sigma=1)"]
-    html = page(found)
+    html = audit_page(found)
     assert html.count("every attacker's mean squared error is at least") == 2
     assert html.count("Proven: no formal guarantee") == 2
     assert "no attacker can have a lower mean squared error than" in html
@@ -260,7 +260,7 @@ def test_the_report_and_the_summary_tell_it(tmp_path: Path) -> None:
 
 def test_noise_that_proves_nothing_is_not_given_a_number(tmp_path: Path) -> None:
     found, _ = execute(config(attacks=["ig(iterations=2)"], defences=["none", "gaussian(1e-6)"]), tmp_path / "run")
-    html = page(found)
+    html = audit_page(found)
     assert "noise this small proves nothing" in html
     assert "mean squared error is at least" not in html
 

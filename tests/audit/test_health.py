@@ -20,8 +20,8 @@ from gradveil.audit.trial import recover
 from gradveil.audit.verdict import verdicts
 from gradveil.core.types import Stage, Transform
 from gradveil.defences import Defence, chain
-from gradveil.report import page
-from gradveil.report.page import cards
+from gradveil.report import audit_page
+from gradveil.report.audit_page import cards
 from tests.audit.runs import config
 from tests.report.runs import CASES, played, write_run
 from tests.report.trials import BARE, CONTROLS, HEALTHY, row
@@ -137,7 +137,7 @@ def test_the_page_tells_them_apart(tmp_path: Path) -> None:
         objective = trial["info"]["health"]["objective"]
         strong = "dp(" in trial["info"]["defence"]
         trial["info"]["health"]["objective_truth"] = objective * (1.0 if strong else 0.25)
-    html = page(load_run(write_run(tmp_path / "run", trials)))
+    html = audit_page(load_run(write_run(tmp_path / "run", trials)))
     text = " ".join(html.split())
     assert "<strong>Attack ambiguous.</strong> The attacker&#39;s objective is satisfied by other images" in text
     assert "<strong>Attack under-optimised.</strong> The rate here may not be the defence's doing: it did not" in text

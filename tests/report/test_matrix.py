@@ -57,7 +57,7 @@ def test_seeds_are_pooled_and_the_strongest_is_bold():
     )
     caption, _, head, _, none, pruned, *_ = lines(both)
     assert caption.startswith("net on mnist, one gradient of 1 image: share of images identifiable (recovered, with an")
-    assert "8 images over 2 seeds, each attack counted as one of its own, unless said otherwise" in caption
+    assert "8 images over 2 seeds, each attack run counted separately, unless noted" in caption
     assert caption.endswith("Baseline: a guess that sees no update is expected to make 25% identifiable.")
     assert head == "| defence | verdict | `ig` | `cdia` |"
     low, high = wilson(8, 8)
