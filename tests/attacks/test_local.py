@@ -24,7 +24,7 @@ def at_truth(settings, **changes):
     trial = trials(scene.config)[0]
     client, attack = scene.client(0, "none", 0), scene.attacks[trial.attack]
     seen, truth = observe(scene, trial, client, range(2))
-    knowledge, grants = grant(scene, attack, client, seen[0].params, truth)
+    knowledge, grants, _ = grant(scene, attack, client, seen[0].params, truth)
     return attack.evaluate(seen, client, knowledge, Key(0), truth.raw.inputs, truth.noise), grants
 
 

@@ -39,7 +39,14 @@ def recovered(inputs: Tensor, targets: Tensor, **extra: Tensor) -> Recovered:
     names += ("first_order_utility", "second_order_utility")
     tensors = {"inputs": inputs, "targets": targets, **{name: ones.clone() for name in names}}
     tensors |= {"iterations": ones.long(), "restart": ones.long(), "objectives": ones[:, None]}
-    facts = {"seconds": 2.0, "row_iterations": 10, "restarts": 1, "plan": [target_clients], "grants": [], "remarks": []}
+    facts = {
+        "seconds": 2.0,
+        "row_iterations": 10,
+        "restarts": 1,
+        "plan": [target_clients],
+        "secrets": [],
+        "remarks": [],
+    }
     return Recovered(tensors | extra, facts, ("budget",) * target_clients)
 
 

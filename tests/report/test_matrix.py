@@ -13,6 +13,7 @@ from gradveil.core.errors import GradveilError
 from gradveil.metrics import wilson
 from gradveil.report.paper_table import PaperTable, as_latex, as_markdown, matrices
 from tests.audit.runs import config, execute
+from tests.report.trials import recorded
 
 
 def trial(defence: str, attack: str, recovered: int, of: int = 4, seed: int = 0, **more: object) -> Trial:
@@ -31,7 +32,7 @@ def trial(defence: str, attack: str, recovered: int, of: int = 4, seed: int = 0,
     }
     images = [{"ssim": 0.9 if i < recovered else 0.1, "success": int(i < recovered)} for i in range(of)]
     records = [{"target_client": i, "status": "budget", "per_image": [image]} for i, image in enumerate(images)]
-    return Trial({**info, **more}, records)
+    return Trial(recorded({**info, **more}), records)
 
 
 def run(*trials: Trial, name: str = "a", weights: str | None = None, **settings: object) -> Run:

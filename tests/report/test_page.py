@@ -107,6 +107,7 @@ def test_undefended_rows_need_no_attacker_in_brackets(run: Path) -> None:
 def test_every_grant_is_named(tmp_path: Path, trials: list[dict[str, Any]]) -> None:
     told = copy.deepcopy(trials[:1])
     names = [f"round{i}.step.noise.w" for i in range(1, 9)]
+    told[0]["info"]["secrets"] = names
     told[0]["info"]["grants"] = ["targets: the true labels", *(f"{name}: its true value" for name in names)]
     html = audit_page(load_run(write_run(tmp_path / "run", told)))
     (table,) = re.findall(r'aria-label="Side information">(.*?)</table>', html, re.S)
@@ -154,7 +155,7 @@ def test_every_foreign_text_is_escaped(tmp_path: Path, trials: list[dict[str, An
     bad = copy.deepcopy(trials[4:8])
     for entry in bad:
         for key, value in entry["info"].items():
-            if isinstance(value, str) and key != "simulated_client":
+            if isinstance(value, str) and key not in ("simulated_client", "attacker", "method"):
                 entry["info"][key] = value + EVIL
         entry["info"]["knowledge"] = {EVIL: EVIL}
         entry["info"]["grants"] = [EVIL]

@@ -71,10 +71,13 @@ class Experiment:
         needed = None if gallery is None else max(gallery, self.config.images_needed)
         return self.source.images(self.public, self.private, needed)
 
+    def defence(self, text: str) -> Defence:
+        """Look up a defence of the run, or that of its control."""
+        return self.defences[text] if text in self.defences else _ABSENT[text]
+
     def client(self, index: int, defence: str, seed: int, standing: Standing | None = None) -> Client:
         """Build a defended client, on the run's device and in its precision; `standing` says what it has learned."""
-        chosen = self.defences[defence] if defence in self.defences else _ABSENT[defence]
-        defended = chosen(self.undefended(index, seed), Key(seed, (Stream.MODEL,)))
+        defended = self.defence(defence)(self.undefended(index, seed), Key(seed, (Stream.MODEL,)))
         put_weights(defended.model, standing.params if standing else self.weights)
         defended.model.to(self.config.device, self.dtype)
         after = any(slot is not None and slot.needs_public for slot in (defended.step, defended.send))

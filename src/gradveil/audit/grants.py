@@ -29,16 +29,19 @@ _LABELS = {"given": "known", "joint": "optimise", "idlg": "infer", "unique": "in
 
 def grant(
     experiment: Experiment, attack: Attack, simulated_client: Client, params: Tensors, truth: Truth
-) -> tuple[Knowledge, list[str]]:
-    """Tell the attack what its protocol says it knows, and name everything that is true knowledge of the secret.
+) -> tuple[Knowledge, list[str], list[str]]:
+    """Grant an attack what its protocol says it knows; list all grants in words, and name those that are secrets.
 
-    `params` are those of the round that it looks at.
+    `params` are those of the round that it looks at. Labels, public images, and the range of the data are part of the
+    stated threat model: what only the client knows (random tensors, statistics of the batch) is a secret, and makes
+    the result an upper bound.
     """
     own = simulated_client.noise_spec(params, first(truth))
     secret = {name: value for name, value in truth.noise.items() if plain_name(name) in own}
     secret |= _statistics(attack, simulated_client, params, truth)
     pinned = simulated_client.intermediates(params)
     grants: list[str] = []
+    secrets: list[str] = []
     tensors: dict[str, How] = {}
     targets: Tensor | None = None
     if told(attack)["targets"] == "known":
@@ -57,10 +60,11 @@ def grant(
             for name in matching:
                 tensors.setdefault(name, Known(secret[name]))
                 grants.append(f"{name}: its true value")
+                secrets.append(name)
         else:
             tensors[pattern] = way
     known, told_openly = openly(experiment, attack, simulated_client)
-    return replace(known, tensors=tensors, targets=targets), [*grants, *told_openly]
+    return replace(known, tensors=tensors, targets=targets), [*grants, *told_openly], secrets
 
 
 def openly(experiment: Experiment, attack: Attack, simulated_client: Client) -> tuple[Knowledge, list[str]]:

@@ -124,7 +124,7 @@ def score_observed(experiment: Experiment, trial: TrialAddress, found: Recovered
     sent = [record.facts for record in observed.records[first : first + experiment.config.target_clients]]
     whose = [{"run": facts.run, "round": facts.round, "client": facts.client} for facts in sent]
     notes = list(doubts(experiment, observed, trial, found.tensors["inputs"]))
-    told = {"observed": whose, "recorded_defence": sent[0].defence, "notes": notes}
+    told = {"observed": whose, "notes": notes}
     return replace(result, info={**result.info, **told})
 
 

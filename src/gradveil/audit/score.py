@@ -12,7 +12,7 @@ from torch import Tensor
 
 from gradveil.attacks.noise_likelihood import likelier
 from gradveil.attacks.protocol import Remark, in_words
-from gradveil.audit.attack_selection import TrialAddress
+from gradveil.audit.attack_selection import TrialAddress, attacker, undefended
 from gradveil.audit.baselines import EXACT, Gallery, Guessing, without_copies
 from gradveil.audit.error_bound import mse_bound
 from gradveil.audit.experiment import Experiment
@@ -398,7 +398,9 @@ def _record(
 
 
 def _address(experiment: Experiment, trial: TrialAddress, named: TrialNames) -> dict[str, Any]:
-    settings = experiment.config.client[trial.client]
+    settings, defence = experiment.config.client[trial.client], experiment.defence(trial.defence)
+    changes = [slot for slot in ("model", "batch", "step", "send") if getattr(defence, slot)]
+    recorded = experiment.source.recorded_defence(experiment.config.first_target_client)
     return {
         "trial": trial.id,
         "control": trial.control,
@@ -409,11 +411,17 @@ def _address(experiment: Experiment, trial: TrialAddress, named: TrialNames) -> 
         "round": experiment.config.rounds - 1,
         "trained": trial.trained,
         "client": settings.title,
+        "update": settings.words,
+        "local": settings.local is not None,
         "batch": settings.examples,
         "defence": trial.defence,
         "defence_title": named.defence_title,
+        "changes": changes,
+        "undefended": not changes and undefended(recorded or "none"),
+        "recorded_defence": recorded,
         "attack": trial.attack,
         "attack_title": named.attack_title,
+        "preset": experiment.attacks[trial.attack].name.partition("(")[0],
         "citations": list(named.citations),
         "threshold": experiment.config.threshold,
     }
@@ -422,10 +430,12 @@ def _address(experiment: Experiment, trial: TrialAddress, named: TrialNames) -> 
 def info_of(experiment: Experiment, trial: TrialAddress, found: Recovered, named: TrialNames) -> dict[str, Any]:
     """Say what was attacked, by whom, and how the attack did as an attack."""
     facts, tensors, settings = found.facts, found.tensors, experiment.config.client[trial.client]
-    seconds = facts["seconds"]
+    seconds, address = facts["seconds"], _address(experiment, trial, named)
+    whose = trial.defence, address["changes"], address["undefended"], facts["secrets"]
     return {
-        **_address(experiment, trial, named),
+        **address,
         **facts,
+        "attacker": attacker(experiment.attacks[trial.attack], *whose),
         "remarks": in_words(Remark(*each) for each in facts["remarks"]),
         "training": experiment.source.facts(trial.defence, trial.seed, trial.trained),
         "bytes_dense": float(tensors["bytes_dense"].double().mean()),

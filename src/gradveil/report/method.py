@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from gradveil.audit.attack_selection import ATTACKERS, POSITIONS, secrets
+from gradveil.audit.attack_selection import ATTACKERS, POSITIONS
 from gradveil.audit.result_rows import Row
 from gradveil.core.formatting import listing, number, plural
 
@@ -43,12 +43,11 @@ def knowledge(rows: Sequence[Row]) -> list[dict[str, Any]]:
     shared: dict[str, dict[str, Any]] = {}
     order = list(ATTACKERS)
     for row in sorted(rows, key=lambda row: order.index(row.attacker)):
-        hidden = secrets(row.info)
         entry = {
             "attack": row.attack,
             "attacker": ATTACKERS[row.attacker][0],
-            "grants": [grant for grant in row.info.get("grants", ()) if grant.partition(": ")[0] not in hidden],
-            "secrets": hidden,
+            "grants": [grant for grant in row.info.get("grants", ()) if grant.partition(": ")[0] not in row.secrets],
+            "secrets": list(row.secrets),
             "positions": [
                 {"name": name, "how": how, "meaning": POSITIONS.get(how, "")}
                 for name, how in (row.info.get("knowledge") or {}).items()
