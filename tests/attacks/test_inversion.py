@@ -28,7 +28,7 @@ SHORT = Inversion("short", tv=1e-3, descent=Descent(Adam(lr=0.1), iterations=50,
 def run(scene, attack, plan=(), key=ZERO, progress=None):
     knowledge = scene.knowledge
     if "public" in attack.knowledge:
-        shape, draw = knowledge.shape, Key(9).generator()
+        shape, draw = knowledge.space.shape, Key(9).generator()
         knowledge = replace(knowledge, public=Batch(torch.rand(6, *shape, generator=draw), torch.arange(6) % 4))
     return attack([scene.observation], scene.client, knowledge, key, progress, plan)
 
