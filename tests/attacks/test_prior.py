@@ -43,7 +43,7 @@ def normed(examples=4, target_clients=2):
         nn.init.normal_(parameter.data, std=0.3, generator=generator)
     inputs = torch.rand(target_clients, examples, 1, 6, 6, dtype=torch.float64, generator=generator)
     targets = torch.arange(examples).expand(target_clients, examples) % 4
-    return observed(Client(model), Batch(inputs, targets), torch.zeros(1, 1, 1), torch.ones(1, 1, 1), 4)
+    return observed(Client(model), Batch(inputs, targets), 4)
 
 
 def test_statistics_are_those_that_enter_the_layers():
@@ -267,7 +267,7 @@ def test_gradinversion_recovers_a_batch():
     found = recover(scene, trials(scene.config)[0], range(1), lambda _: None).tensors
     batch = scene.batch(scene.examples(0, range(1)))
     assert torch.equal(found["targets"].sort().values, batch.targets.sort().values)
-    lower, upper = scene.private.bounds
+    lower, upper = scene.private.space.bounds(scene.private.inputs)
     order = batch.targets.argsort(1)
     truth = batch.inputs[torch.arange(1)[:, None], order]
     own = psnr(found["inputs"], truth, lower, upper)

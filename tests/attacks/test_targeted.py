@@ -35,7 +35,7 @@ def audit(defence, attacks, iterations=150, **changes):
 def quality(defence, *attacks, **changes):
     """Defend two digits; the mean PSNR that each attack recovers of them, and what it found."""
     scene = audit(defence, attacks, **changes)
-    lower, upper = scene.private.bounds
+    lower, upper = scene.private.space.bounds(scene.private.inputs)
     found = {}
     for trial in trials(scene.config):
         tensors = recover(scene, trial, range(2), lambda _: None).tensors

@@ -168,7 +168,7 @@ def spreads() -> Tensor:
     """Deviations of the noise on each pixel's entry: nearly equal, as white images have white gradients."""
     net = nn.Sequential(nn.Flatten(), nn.Linear(SIDE * SIDE, 2, bias=False))
     public = images(4000, "public")
-    domain = Domain(*public.bounds, 2, public.inputs, public.targets)
+    domain = Domain(public.space, 2, public.inputs, public.targets)
     client = parse(FITTED)(Client(net, linear, domain=domain))
     params, first = client.params(), Batch(public.inputs[:1], public.targets[:1])
     spec = client.noise_spec(params, first)
@@ -224,7 +224,7 @@ def test_nats_of_a_batch_are_shared_by_its_images() -> None:
     assert experiment.public is not None
     told = {"information": torch.full((2, 3), torch.nan), "nats": torch.tensor([10.0, 30.0]).double()}
     found = mse_bound(experiment, told, 2)
-    wanted = rate_bound(spectrum(experiment.public.pixels).variances, torch.tensor(10.0).double())
+    wanted = rate_bound(spectrum(experiment.public.views).variances, torch.tensor(10.0).double())
     assert found["mse"] == pytest.approx(float(wanted))
     assert found["by"] == "mutual information"
 

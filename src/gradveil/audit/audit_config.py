@@ -144,6 +144,8 @@ class RunConfig(Section):
     """What the mean update is multiplied by between rounds; None for 1 (local training) or 0.1 (gradients)."""
     lpips: Literal["alex", "vgg"] | None = None
     """Score LPIPS with this network too (needs the extra `perceptual`); None leaves it out."""
+    metrics: list[Name] = Field(default=[])
+    """More scores of each reconstruction, by name (`ssim_rescaled`), of an installed package, or `pkg.module:name`."""
     iterations: Count | None = None
     """Iterations of every attack whose own text does not say it; None for what the attack's authors used."""
     restarts: Count | None = None

@@ -17,6 +17,7 @@ from gradveil.audit.sources import Source
 from gradveil.client import Client, cross_entropy, summed
 from gradveil.core.errors import fail
 from gradveil.core.noise import Key
+from gradveil.core.space import Space
 from gradveil.core.streams import Stream
 from gradveil.core.tree import Tensors
 from gradveil.core.types import Batch, Domain, Loss
@@ -106,8 +107,12 @@ class Experiment:
     @property
     def domain(self) -> Domain:
         """What everybody knows of the examples, and their batch defences ask."""
-        lower, upper = (bound.to(self.config.device, self.dtype) for bound in self.private.bounds)
-        return Domain(lower, upper, self.classes)
+        return Domain(self.space, self.classes)
+
+    @property
+    def space(self) -> Space:
+        """What one example is."""
+        return self.private.space
 
     @cached_property
     def guessing(self) -> Guessing | None:
@@ -140,6 +145,6 @@ class Experiment:
         inputs = self.private.inputs[places].to(self.config.device, self.dtype)
         return Batch(inputs, self.private.targets[places].to(self.config.device))
 
-    def pixels(self, inputs: Tensor) -> Tensor:
-        """Map what a model sees to pixels in [0, 1], on the CPU."""
-        return self.private.denormalise(inputs.detach().cpu().to(torch.float64))
+    def views(self, inputs: Tensor) -> Tensor:
+        """Turn what a model takes into what people see, on the CPU."""
+        return self.space.view(inputs.detach().cpu().to(torch.float64))

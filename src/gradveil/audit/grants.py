@@ -69,9 +69,7 @@ def grant(
 
 def openly(experiment: Experiment, attack: Attack, simulated_client: Client) -> tuple[Knowledge, list[str]]:
     """Tell an attack what is no secret of the clients: what images look like, and public ones if it asks for them."""
-    data, grants = experiment.private, list[str]()
-    lower, upper = (bound.to(experiment.config.device, experiment.dtype) for bound in data.bounds)
-    shape = (data.channels, int(data.inputs.shape[-2]), int(data.inputs.shape[-1]))
+    grants = list[str]()
     public: Batch | None = None
     if "public" in attack.knowledge and experiment.public is not None:
         public = Batch(
@@ -82,7 +80,7 @@ def openly(experiment: Experiment, attack: Attack, simulated_client: Client) -> 
         grants.append(
             f"public: the {len(simulated_client.domain.public)} images that the defence mixes with, not which it drew"
         )
-    return Knowledge(shape, lower, upper, experiment.classes, public=public), grants
+    return Knowledge(experiment.space, experiment.classes, public=public), grants
 
 
 def _any_of_slot(name: str, pattern: str) -> bool:

@@ -44,6 +44,7 @@ def summarise(trial: Trial) -> dict[str, Any]:
         "ssim_mean": _mean(images, "ssim"),
         "psnr_mean": _mean(images, "psnr"),
         "mse_mean": _mean(images, "mse"),
+        **{f"{name}_mean": _mean(images, name) for name in info.get("metrics", ())},
         "mse_bound": (info.get("bound") or {}).get("mse"),
         "unbounded": info.get("unbounded"),
         "label_accuracy": _mean(records, "label_accuracy"),
