@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from gradveil.audit.baselines import LEVEL, Chance, Guessing
 from gradveil.data import DATA_DIR, load
@@ -40,8 +39,8 @@ SETTINGS = (
 class WholeGuessing(Guessing):
     """Guesses that are compared with every public image, however many pairs these are."""
 
-    def _pairs(self, pixels: Tensor) -> int:
-        return len(pixels) ** 2
+    def _pairs(self) -> int:
+        return len(self.public) ** 2
 
 
 def counts(labels: Sequence[int], chances: Sequence[Chance]) -> Sequence[float]:

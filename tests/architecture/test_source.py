@@ -16,7 +16,7 @@ BAD = {
         ("gradveil.attacks.inversion.distances", "from gradveil.defences.dp import Clip"),
         ("gradveil.attacks.inversion.distances", "from gradveil import defences"),
         ("gradveil.attacks.active.craft", "from ...defences import clip"),
-        ("gradveil.attacks.inversion.distances", "def f():\n    import gradveil.metrics.image_similarity"),
+        ("gradveil.attacks.inversion.distances", "def f():\n    import gradveil.defences.pruning"),
         ("gradveil.attacks.inversion.distances", "import importlib\nimportlib.import_module('gradveil.defences')"),
         ("gradveil.theory.bounds", "from ..attacks import optimise"),
         ("gradveil.integrations.flower", "from gradveil.audit import run"),
