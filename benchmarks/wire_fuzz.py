@@ -1,13 +1,12 @@
 """Mutated updates for the decoder: each is refused in the one documented way, or decodes to an update of the model.
 
-    python benchmarks/wire_fuzz.py [--inputs 1000000] [--seed 0] [--form compact] [--processes 2] [--output FILE]
+    python benchmarks/wire_fuzz.py [--inputs 1000000] [--seed 0] [--processes 2] [--output FILE]
 
 Valid encodings of all kinds (dense, sparse, masked, deflated, every dtype) are damaged: bits and bytes, ranges cut,
 doubled, inserted and swapped between encodings, numbers of the header replaced with the content cut or filled to fit
-them. Most get a right checksum, and the compact form its right digest, so that it is not these that refuse them. The
-receiver expects the true model; sometimes whatever small model the mutated header describes, or, in the compact form,
-another one whose digest the input has. Memory is what `tracemalloc` sees. Each `CHUNK` of inputs has a seed of its own,
-and the file is written after each, so that one stopped early tells how far it came.
+them. Most get a right checksum and digest, so that it is not these that refuse them. The receiver expects the true
+model, and sometimes another one whose digest the input has. Memory is what `tracemalloc` sees. Each `CHUNK` of inputs
+has a seed of its own, and the file is written after each, so that one stopped early tells how far it came.
 """
 
 from __future__ import annotations
@@ -34,14 +33,10 @@ from torch import Tensor
 
 from gradveil.wire import header
 from gradveil.wire.codec import WORKING_BYTES, Layout, WireError, decode, encode, inspect
-from gradveil.wire.header import DIGEST, DTYPES, Described
+from gradveil.wire.header import DIGEST, DTYPES
 
-SMALL = 1 << 14
-"""Entries that a mutated header's own model may have for it to be decoded as that."""
 CHUNK = 25_000
 """Inputs of one seed."""
-FORMS = {"compact": (False,), "described": (True,), "both": (False, True)}
-"""Forms of the encoding by name: whether it describes its layout."""
 OVERHEAD = 1 << 16
 """Bytes of Python's objects beside the arrays: those of the header and of an error's traceback."""
 
@@ -55,13 +50,13 @@ class Seed(NamedTuple):
     mask: dict[str, Tensor] | None
 
 
-def seeds(generator: torch.Generator, form: str = "both") -> list[Seed]:
+def seeds(generator: torch.Generator) -> list[Seed]:
     """Encode updates of all kinds."""
     made = []
     for dtype in DTYPES:
         for density in (0.0, 0.004, 0.05, 0.3, 0.7, 1.0):
             shapes = {"w": (2, 3, 5, 5), "b": (), "fc": (30, 20)} if density else {"b": (0, 2), "fc": (4000,)}
-            # Of one density all are coded together in the compact form, with another one in between they are not.
+            # Of one density all are coded together, with another one in between they are not.
             for other in (density, 1.0 - density):
                 update = {name: torch.randn(shape, generator=generator).to(dtype) for name, shape in shapes.items()}
                 shares = {name: other if name == "fc" else density for name in shapes}
@@ -70,16 +65,14 @@ def seeds(generator: torch.Generator, form: str = "both") -> list[Seed]:
                 for masked, deflate in ((False, False), (True, False), (False, True)):
                     mask = kept if masked else None
                     values = torch.float16 if density == 0.3 else None
-                    for described in FORMS[form]:
-                        data = encode(update, mask=mask, deflate=deflate, values=values, described=described)
-                        made.append(_seed(data, update, mask))
+                    made.append(_seed(encode(update, mask=mask, deflate=deflate, values=values), update, mask))
     # Few entries within a mask, more than are coded together without it.
     large = {name: torch.randn(40_000, generator=generator) for name in ("w", "fc")}
     kept = {name: torch.rand(value.shape, generator=generator) < 0.002 for name, value in large.items()}
     large = {name: value * kept[name] for name, value in large.items()}
-    made += [_seed(encode(large, mask=kept, described=d), large, kept) for d in FORMS[form]]
+    made.append(_seed(encode(large, mask=kept), large, kept))
     broken = {"fc": torch.tensor([0.0, torch.nan, torch.inf, -torch.inf, 1.0])}
-    return [*made, *(_seed(encode(broken, nonfinite="keep", described=d), broken, None) for d in FORMS[form])]
+    return [*made, _seed(encode(broken, nonfinite="keep"), broken, None)]
 
 
 def _seed(data: bytes, update: dict[str, Tensor], mask: dict[str, Tensor] | None) -> Seed:
@@ -99,26 +92,26 @@ def mutate(seed: Seed, other: Seed, draw: np.random.Generator) -> bytes:
     data = bytearray(seed.data[:-4])
     for _ in range(int(draw.integers(1, 5))):
         _MUTATIONS[int(draw.integers(len(_MUTATIONS)))](data, other.data, draw)
-    if not seed.found.described and draw.random() < 0.8:
+    if draw.random() < 0.8:
         end = _digest(seed).stop
         data[:end] = seed.data[:end]
     return sealed(bytes(data)) if draw.random() < 0.9 else bytes(data) + seed.data[-4:]
 
 
 def _digest(seed: Seed) -> slice:
-    """Say where the digest of the layout stands in the compact form."""
+    """Say where the digest of the layout stands."""
     start = 6 + len(seed.found.mask)
     return slice(start, start + DIGEST)
 
 
-_FIELDS = ("kept", "low", "unary", "among", "planes", "shape", "values")
-"""What is replaced; in the compact form, which has no shapes, the number of tensors that are coded together."""
+_FIELDS = ("kept", "low", "unary", "among", "planes", "names", "values")
+"""What is replaced; of names, the number that are coded together."""
 
 
 def _restructured(seed: Seed, draw: np.random.Generator) -> bytes:
     """Replace numbers of the header, and cut or fill the content to the length that they ask for."""
     found = seed.found
-    entries, shapes = list(found.entries), dict(found.layout)
+    entries = list(found.entries)
     for _ in range(int(draw.integers(1, 3))):
         index = int(draw.integers(len(entries)))
         entry = entries[index]
@@ -131,10 +124,7 @@ def _restructured(seed: Seed, draw: np.random.Generator) -> bytes:
             entry = entry._replace(low=int(draw.integers(0, 33)))
         elif field == "planes" and entry.planes:
             entry = entry._replace(planes=tuple(max(0, p + int(draw.integers(-2, 3))) for p in entry.planes))
-        elif field == "shape" and found.described:
-            shape = tuple(int(size) for size in draw.integers(0, 9, int(draw.integers(0, 5))))
-            shapes[entry.names[0]] = Described(shape, shapes[entry.names[0]].dtype)
-        elif field == "shape":
+        elif field == "names":
             entry = entry._replace(names=entry.names[:1] * int(draw.integers(0, 5)))
         elif field == "values":
             entry = entry._replace(values=DTYPES[int(draw.integers(len(DTYPES)))])
@@ -146,7 +136,7 @@ def _restructured(seed: Seed, draw: np.random.Generator) -> bytes:
         turned = bytearray(filled)
         _bits(turned, b"", draw)
         filled = bytes(turned)
-    return sealed(header.write(Layout(shapes), entries, found.mask, found.deflated, found.described) + filled)
+    return sealed(header.write(found.layout, entries, found.mask, found.deflated) + filled)
 
 
 def _place(data: bytearray, draw: np.random.Generator) -> int:
@@ -210,7 +200,7 @@ def judge(data: bytes, seed: Seed, layout: Layout, nonfinite: str) -> str:
     assert list(Layout.of(found).items()) == list(layout.items()), "decoded to another model"
     finite = all(bool(value.isfinite().all()) for value in found.values())
     assert nonfinite == "keep" or finite, "a value that is not finite came through"
-    data = encode(found, mask=seed.mask, nonfinite="keep", described=seed.found.described)
+    data = encode(found, mask=seed.mask, nonfinite="keep")
     again = decode(data, layout, mask=seed.mask, nonfinite="keep")
     same = all(torch.equal(again[n].nan_to_num(1.5), found[n].nan_to_num(1.5)) for n in found)
     assert same, "does not survive another journey"
@@ -230,10 +220,10 @@ def allowed(layout: Layout, data: bytes) -> int:
     return 2 * result + WORKING_BYTES * largest + 200 * len(data) + 1000 * len(layout) + OVERHEAD
 
 
-def fuzz(inputs: int, seed: int, form: str = "both") -> tuple[Counter[str], float]:
+def fuzz(inputs: int, seed: int) -> tuple[Counter[str], float]:
     """Decode so many mutated inputs; return how they ended and the largest share of the allowed memory."""
     draw = np.random.default_rng(seed)
-    known = seeds(torch.Generator().manual_seed(seed), form)
+    known = seeds(torch.Generator().manual_seed(seed))
     ended: Counter[str] = Counter()
     worst = 0.0
     tracemalloc.start()
@@ -242,7 +232,7 @@ def fuzz(inputs: int, seed: int, form: str = "both") -> tuple[Counter[str], floa
         data = mutate(chosen, other, draw)
         layout = chosen.layout
         if chosen.mask is None and draw.random() < 0.2:
-            data, layout = _expected(data, chosen, other)
+            data, layout = _expected(data, chosen, other), other.layout
         nonfinite = "keep" if draw.random() < 0.5 else "refuse"
         before = tracemalloc.get_traced_memory()[0]
         tracemalloc.reset_peak()
@@ -259,18 +249,11 @@ def fuzz(inputs: int, seed: int, form: str = "both") -> tuple[Counter[str], floa
     return ended, worst
 
 
-def _expected(data: bytes, seed: Seed, other: Seed) -> tuple[bytes, Layout]:
-    """Expect what the header describes, if that is small; or another model, whose digest the input gets."""
-    if not seed.found.described:
-        body = bytearray(data[:-4])
-        body[_digest(seed)] = other.layout.digest()
-        return sealed(bytes(body)), other.layout
-    try:
-        layout = inspect(data).layout
-    except WireError:
-        return data, seed.layout
-    entries = sum(torch.Size(described.shape).numel() for described in layout.values())
-    return data, layout if entries <= SMALL else seed.layout
+def _expected(data: bytes, seed: Seed, other: Seed) -> bytes:
+    """Give an input the digest of another model, which the receiver then expects."""
+    body = bytearray(data[:-4])
+    body[_digest(seed)] = other.layout.digest()
+    return sealed(bytes(body))
 
 
 def main() -> None:
@@ -278,7 +261,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--inputs", type=int, default=1_000_000)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--form", choices=tuple(FORMS), default="both")
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--output", type=Path)
     given = parser.parse_args()
@@ -289,14 +271,13 @@ def main() -> None:
         "machine": f"{platform.machine()}, {os.cpu_count()} cores",
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "form": given.form,
         "inputs": 0,
         "seed": given.seed,
         "worst_share_of_allowed_memory": 0.0,
     }
     every: Counter[str] = Counter()
     with ProcessPoolExecutor(given.processes, get_context("spawn"), torch.set_num_threads, (1,)) as pool:
-        turns = {pool.submit(fuzz, count, given.seed + i, given.form): count for i, count in enumerate(chunks)}
+        turns = {pool.submit(fuzz, count, given.seed + i): count for i, count in enumerate(chunks)}
         for turn in as_completed(turns):
             ended, worst = turn.result()
             every += ended

@@ -40,7 +40,6 @@ KINDS: dict[str, dict[str, Any]] = {
     "float16": {"values": torch.float16},
     "bfloat16": {"values": torch.bfloat16},
     "float32 deflated": {"deflate": True},
-    "float32 described": {"described": True},
 }
 USERS, IMAGES, LR = 10, 8, 0.1
 MIB = 2**20
@@ -144,7 +143,8 @@ def traffic(raw: list[Tensors]) -> dict[str, Any]:
         for kind, options in (("float32", {}), ("deflated", {"deflate": True})):
             up = mean(len(encode(update, mask=shared, **options)) for update in updates) / MIB
             down = len(encode(average, mask=shared, **options)) / MIB
-            places = inspect(encode(tmap(Tensor.half, mask), described=True)).entries if shared else ()
+            halved = tmap(Tensor.half, mask)
+            places = inspect(encode(halved), Layout.of(halved)).entries if shared else ()
             broadcast = sum(entry.position_bytes for entry in places) / MIB
             parts = {"up": up, "down": down, "mask": broadcast, "together": up + down + broadcast}
             row |= {f"{kind} {part}": float(f"{value:.4g}") for part, value in parts.items()}

@@ -120,7 +120,7 @@ def test_an_update_is_kept_as_the_bytes_that_left(tmp_path):
     assert all(file.is_relative_to(tmp_path) for file in files(tmp_path))
 
 
-def test_an_update_that_does_not_describe_itself_is_kept_with_the_names_of_its_tensors(tmp_path):
+def test_encoded_updates_are_kept_with_the_names_of_their_tensors(tmp_path):
     received = {"frozen": torch.zeros(4), **PARAMS, "b": torch.zeros(2, dtype=torch.float64)}
     update = {**UPDATE, "b": UPDATE["b"].double()}
     block = encode(update, deflate=True)
@@ -131,7 +131,7 @@ def test_an_update_that_does_not_describe_itself_is_kept_with_the_names_of_its_t
     assert all(torch.equal(one.update[name], value) for name, value in update.items())
     with pytest.raises(GradveilError, match=r"is of the layout with the digest .* expected"):
         UpdateRecorder(tmp_path).write(1, "0", received, block, 2)
-    refused_names(tmp_path, None, "does not describe its layout")
+    refused_names(tmp_path, None, "is no recorded update of version 2: tensors")
     refused_names(tmp_path, ["w"], "is of the layout with the digest")
 
 
@@ -204,7 +204,7 @@ def test_every_damaged_file_is_told_at_once(tmp_path):
     flipped[-20] ^= 1
     one.write_bytes(flipped)
     rewritten(two, model="../" * 20 + "etc/passwd")
-    rewritten(three, version=2)
+    rewritten(three, version=1)
     refused(tmp_path, f"{zero}: is damaged", f"{one}: is damaged", f"{two}: is no recorded update", f"{three}: is no")
 
 
@@ -217,15 +217,17 @@ def rewritten(file: Path, tensors=None, **facts) -> None:
 
 
 def test_an_update_of_another_model_is_refused(tmp_path):
-    lying = encode({"w": torch.zeros(64, 64)}, described=True)
-    UpdateRecorder(tmp_path).write(1, "0", PARAMS, lying, 1)
-    refused(tmp_path, "update w: is float32 [64, 64], which is no tensor of its model")
+    other = {"w": torch.zeros(64, 64)}
+    with pytest.raises(GradveilError, match=r"update\.w: is float32 \[64, 64\], expected float32"):
+        UpdateRecorder(tmp_path).write(1, "0", PARAMS, other, 1)
+    with pytest.raises(GradveilError, match="hold one model on both sides"):
+        UpdateRecorder(tmp_path).write(1, "0", PARAMS, encode(other), 1)
 
 
 def test_values_that_are_not_finite_are_recorded_and_refused_when_read(tmp_path):
     broken = {**UPDATE, "b": torch.tensor([float("nan"), 0.0])}
     UpdateRecorder(tmp_path).write(1, "0", {**PARAMS, "b": torch.tensor([1.0, float("inf")])}, broken, 1)
-    refused(tmp_path, "update.b: has values that are not finite", "received b: has values that are not finite")
+    refused(tmp_path, "update.b and 1 more: has values that are not finite", "received b: has values that")
 
 
 def test_a_model_file_that_was_exchanged_is_refused(tmp_path):

@@ -46,7 +46,7 @@ def test_what_arrives_is_what_was_sent(data: st.DataObject) -> None:
         mask = {
             name: (value != 0) | (torch.rand(value.shape, generator=generator) < 0.2) for name, value in update.items()
         }
-    encoded = encode(update, mask=mask, deflate=data.draw(st.booleans()), described=data.draw(st.booleans()))
+    encoded = encode(update, mask=mask, deflate=data.draw(st.booleans()))
     same(decode(encoded, Layout.of(update), mask=mask), update)
 
 
@@ -84,7 +84,6 @@ def test_tensors_stand_alone_where_that_is_smaller(generator: torch.Generator) -
     assert [entry.low is None for entry in looked(mixed).entries] == [True, False] * 3
     even = {name: sparse(shape, 0.05, generator) for name, shape in shapes.items()}
     assert [entry.names for entry in looked(even).entries] == [tuple(shapes)]
-    assert len(encode(even)) < len(encode(even, described=True)) - 80
     same(decode(encode(even), Layout.of(even)), even)
     large = {str(i): sparse((1 << 15,), 0.05, generator) for i in range(5)}
     assert [len(entry.names) for entry in looked(large).entries] == [2, 2, 1]
@@ -97,11 +96,9 @@ def test_tensors_that_were_coded_together_share_no_memory() -> None:
     assert len({value.untyped_storage().data_ptr() for value in arrived.values()}) == 3
 
 
-def test_without_its_layout_an_update_is_refused_with_its_digest() -> None:
+def test_with_another_layout_an_update_is_refused_with_both_digests() -> None:
     update = {"w": torch.ones(2, 3), "b": torch.ones(2)}
     encoded, own = encode(update), Layout.of(update)
-    with pytest.raises(WireError, match=f"digest {own.digest().hex()}.*give the layout.*described=True"):
-        inspect(encoded)
     for other in ({**update, "w": torch.ones(3, 2)}, {**update, "w": update["w"].half()}, {"w": update["w"]}):
         layout = Layout.of(other)
         for look in (decode, inspect):
@@ -110,8 +107,6 @@ def test_without_its_layout_an_update_is_refused_with_its_digest() -> None:
                 look(encoded, layout)
     assert fits(encoded, own)
     assert not fits(encoded, Layout.of({"w": update["w"]}))
-    assert fits(encode(update, described=True), own)
-    assert not fits(encode(update, described=True), Layout.of({"w": update["w"]}))
 
 
 def test_a_digest_knows_names_shapes_and_dtypes_and_no_order() -> None:
@@ -155,11 +150,10 @@ def test_zeros_have_no_sign(zeros: int) -> None:
     assert not arrived.signbit().any()
 
 
-@pytest.mark.parametrize("described", [False, True])
-def test_narrow_values_arrive_in_the_models_dtype(described: bool, generator: torch.Generator) -> None:
+def test_narrow_values_arrive_in_the_models_dtype(generator: torch.Generator) -> None:
     update = {"w": sparse((50,), 0.5, generator), "h": torch.ones(3, dtype=torch.bfloat16)}
     update["d"] = torch.tensor([1e300], dtype=torch.float64) * 0 + 1.25
-    encoded = encode(update, values=torch.float16, described=described)
+    encoded = encode(update, values=torch.float16)
     entries = inspect(encoded, Layout.of(update)).entries
     travelled = {name: entry.values for entry in entries for name in entry.names}
     assert travelled == {"w": torch.float16, "h": torch.bfloat16, "d": torch.float16}
@@ -242,12 +236,11 @@ def test_public_masks_are_shared_where_they_cover_what_is_sent(generator: torch.
     assert encoded_size(outside, messages) == encoded_size(outside)
 
 
-def test_an_update_of_another_model_is_refused_with_both_descriptions() -> None:
+def test_differences_of_two_models_are_told_with_both_descriptions() -> None:
     update = {"w": torch.zeros(2, 3), "b": torch.zeros(2), "old": torch.zeros(1)}
     expected = {"w": torch.zeros(2, 4), "b": torch.zeros(2, dtype=torch.float16), "new": torch.zeros(1)}
-    with pytest.raises(WireError) as caught:
-        decode(encode(update, described=True), Layout.of(expected))
-    told = [f"{problem.where} {problem.what}" for problem in caught.value.problems]
+    differences = Layout.of(expected).differences(Layout.of(update))
+    told = [f"{problem.where} {problem.what}" for problem in differences]
     assert told == [
         "update.w is float32 [2, 3], expected float32 [2, 4]",
         "update.b is float32 [2], expected float16 [2]",
@@ -255,31 +248,25 @@ def test_an_update_of_another_model_is_refused_with_both_descriptions() -> None:
         "update.old is float32 [1], and the model has no such tensor",
     ]
     many = {f"t{i}": torch.zeros(1) for i in range(100)}
-    with pytest.raises(WireError, match="differs in 92 more tensors"):
-        decode(encode(many, described=True), Layout.of({}))
+    assert Layout.of({}).differences(Layout.of(many))[-1].what == "differs in 92 more tensors"
 
 
-@pytest.mark.parametrize("described", [False, True])
-def test_the_order_is_the_models(described: bool) -> None:
+def test_the_order_is_the_models() -> None:
     update = {"a": torch.ones(1), "b": torch.zeros(2)}
     layout = Layout.of({"b": update["b"], "a": update["a"]})
-    assert list(decode(encode(update, described=described), layout)) == ["b", "a"]
+    assert list(decode(encode(update), layout)) == ["b", "a"]
 
 
 def test_the_header_says_what_every_byte_is_for(generator: torch.Generator) -> None:
     model = build("scheliga-cnn", channels=1, size=32, classes=10, generator=generator)
     update = {name: sparse(tuple(p.shape), 0.1, generator) for name, p in model.named_parameters()}
-    encoded = encode(update, described=True)
-    found = inspect(encoded)
-    assert found.layout == Layout.of(update)
-    assert [entry.kept for entry in found.entries] == [int(value.count_nonzero()) for value in update.values()]
+    encoded = encode(update)
+    found = inspect(encoded, Layout.of(update))
+    assert [name for entry in found.entries for name in entry.names] == sorted(update)
+    assert sum(entry.kept for entry in found.entries) == sum(int(value.count_nonzero()) for value in update.values())
     parts = sum(entry.position_bytes + entry.value_bytes for entry in found.entries)
     assert len(encoded) == found.start + parts + 4
-    assert found.start <= sum(len(name) + 16 for name in update) + 8
-    short = looked(update)
-    assert [name for entry in short.entries for name in entry.names] == sorted(update)
-    assert sum(entry.kept for entry in short.entries) == sum(entry.kept for entry in found.entries)
-    assert short.start <= 4 + 2 + 8 + 7 * len(short.entries) < found.start / 3
+    assert found.start <= 4 + 2 + 8 + 7 * len(found.entries)
 
 
 def test_deflating_leaves_one_magnitude_little_more_than_its_sign(generator: torch.Generator) -> None:
@@ -291,24 +278,15 @@ def test_deflating_leaves_one_magnitude_little_more_than_its_sign(generator: tor
 
 
 def test_everything_that_no_receiver_takes_is_refused_at_once() -> None:
-    update = {"i": torch.zeros(2, dtype=torch.int64), "n" * 1025: torch.zeros(1), "d": torch.zeros((1,) * 17)}
+    update = {"i": torch.zeros(2, dtype=torch.int64)}
     with pytest.raises(GradveilError) as caught:
         encode(update, values=torch.int8)
-    assert [problem.where for problem in caught.value.problems] == [
-        "update.i",
-        "values",
-        f"update.{'n' * 77}...",
-        "update.d",
-    ]
-    with pytest.raises(GradveilError, match="at most 8192"):
-        encode({str(i): torch.zeros(0) for i in range(8193)})
+    assert [problem.where for problem in caught.value.problems] == ["update.i", "values"]
 
 
 def test_what_travels_has_not_changed() -> None:
     """Whoever changes these bytes changes the version."""
     update = {"w": torch.tensor([[0.0, 1.5, 0.0], [0.0, 0.0, -2.0]]), "b": torch.ones(2, dtype=torch.float16)}
-    expected = "4756555001000201770002020301020601621101020044 0000c03f000000c0 003c003c"
-    assert encode(update, described=True)[:-4].hex() == expected.replace(" ", "")
     expected = "475655500200 acf7e1a5e3d0f8ea 0140 01010206 003c003c44 0000c03f000000c0"
     assert encode(update)[:-4].hex() == expected.replace(" ", "")
 

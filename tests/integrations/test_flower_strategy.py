@@ -63,7 +63,7 @@ def test_what_an_undefended_app_would_have_sent_is_aggregated():
 
 ANOTHER = "is of the layout with the digest .*train the same parameters"
 BAD = {
-    "described": (changed("arrays", packed(encode({"w": UPDATE["w"]}, described=True))), "update.b: is missing"),
+    "another model": (changed("arrays", packed(encode({"w": UPDATE["w"]}))), ANOTHER),
     "unmarked": (without(MARK), "is not marked"),
     "an undefended app": (
         RecordDict({"arrays": record(START), "metrics": MetricRecord({"num-examples": 3})}),

@@ -33,7 +33,7 @@ from gradveil.federated.training_config import Count, LocalConfig, Section
 from gradveil.nn.weight_files import fingerprint
 from gradveil.wire.codec import Layout, decode, encode, inspect
 
-KIND, VERSION = "gradveil record", 1
+KIND, VERSION = "gradveil record", 2
 """What a record's files say of themselves, and the version of their form; another is refused."""
 RECORD = "recorded.json"
 """The file that marks a directory of recorded updates."""
@@ -49,7 +49,7 @@ class Facts(Section):
     """What is known of one recorded update beside its tensors."""
 
     kind: Literal["gradveil record"] = KIND
-    version: Literal[1] = VERSION
+    version: Literal[2] = VERSION
     run: str = ""
     """Which training it belongs to, where one directory holds several."""
     round: Annotated[int, Field(ge=0)]
@@ -62,8 +62,8 @@ class Facts(Section):
     """What the client was configured to do, in the grammar of defences; None where nobody said."""
     local: LocalConfig | None = None
     """How the client trained; None for one gradient, or where nobody said."""
-    tensors: tuple[str, ...] | None = None
-    """Names of what of the model the update is of, where its encoding has only a digest of them."""
+    tensors: tuple[str, ...]
+    """Names of the model's tensors that the update is of: its encoding has only a digest of them."""
     model: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
     """Hash of what the server sent."""
     digest: str
@@ -155,14 +155,17 @@ class UpdateRecorder:
     ) -> Path | None:
         """Keep one update, given as it left or as tensors, which are then encoded without loss; None if not wanted.
 
-        `tensors` names what of the received model the update is of, if not all: bytes may hold only a digest of that.
+        `tensors` names the tensors of the received model that encoded bytes are of, if not all: bytes hold a digest.
         The same run, round and client again replaces what was there: a round that is repeated after a kill.
         """
         if not self.wants(number, client):
             return None
-        block = update if isinstance(update, bytes) else encode(update, nonfinite="keep", described=True)
-        known = Layout.of({name: received[name] for name in tensors or received if name in received})
-        said = inspect(block, known)
+        names = (tensors or received) if isinstance(update, bytes) else update
+        known = Layout.of({name: received[name] for name in names if name in received})
+        if not isinstance(update, bytes):
+            refuse(known.differences(Layout.of(update)))
+        block = update if isinstance(update, bytes) else encode(update, nonfinite="keep")
+        inspect(block, known)
         self.ready()
         model = fingerprint(_owned(received))
         file = self.folder / _MODELS / f"{model}.safetensors"
@@ -180,7 +183,7 @@ class UpdateRecorder:
             sends=self.sends,
             defence=self.defence,
             local=self.local,
-            tensors=None if said.described else tuple(known),
+            tensors=tuple(known),
             model=model,
             digest=fingerprint(held),
         )
@@ -299,17 +302,7 @@ def _checked(file: Path, facts: Facts, tensors: Tensors, received: Tensors) -> R
         raise DamagedError([*problems, Problem(str(file), "holds no encoded update", _ANEW)])
     sent, update = held.numpy().tobytes(), dict[str, Tensor]()
     try:
-        known = None
-        if facts.tensors is not None:
-            known = Layout.of({name: received[name] for name in facts.tensors if name in received})
-        layout = inspect(sent, known).layout
-        # An update of names or shapes that the model lacks may claim any size: it is not decoded.
-        strange = [name for name in layout if name not in received or received[name].shape != layout[name].shape]
-        problems += [
-            Problem(f"{file}, update {_shown(name)}", f"is {layout[name]}, which is no tensor of its model", _ANEW)
-            for name in strange
-        ]
-        update = {} if strange else decode(sent, Layout(layout))
+        update = decode(sent, Layout.of({name: received[name] for name in facts.tensors if name in received}))
     except GradveilError as error:
         problems += [Problem(f"{file}, {p.where}", p.what, p.remedy) for p in error.problems]
     truth = select(tensors, "truth")

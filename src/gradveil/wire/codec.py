@@ -1,12 +1,10 @@
 """Encode and decode an update: packed, checked, and limited in size.
 
-An encoded update is a header (`federated.header`), then for each tensor its coded positions (`federated.positions`) and
-its values, then the CRC-32 of all that. A tensor is stored dense or sparse, whichever is smaller: sparse from
-1 - 1/32 of zeros on in 32 bits, 1 - 1/16 in 16 bits. Small ones are coded together where that is smaller.
+An encoded update is a header (`wire.header`), then for each tensor its coded positions and its values
+(`wire.positions_and_values`), then the CRC-32 of all that. A tensor is stored dense or sparse, whichever is smaller:
+sparse from 1/32 of zeros on in 32 bits, 1/16 in 16 bits. Small ones are coded together where that is smaller.
 
-Whoever decodes knows the model, so the header has a digest of its layout, and nothing else about names, dtypes and
-shapes. `described=True` writes them out, for those who will read the update without the model: everything that is told
-here of lengths, shapes and dtypes is checked in both.
+The receiver knows the model, so the header has a digest of its layout, and nothing else about names, dtypes and shapes.
 
 What counts as sent is what is not zero *on the wire*: a value that float16 rounds to zero is not sent. Zeros have no
 sign there. NaN and infinities are refused on both sides unless `nonfinite="keep"`.
@@ -14,7 +12,7 @@ sign there. NaN and infinities are refused on both sides unless `nonfinite="keep
 Decoding trusts nothing. The receiver says what model it expects; every length, shape, dtype and the checksum are
 compared before memory is taken; whatever is wrong ends in `WireError`. Beyond its result decoding takes at most
 `WORKING_BYTES` an entry of the largest tensor (of 65,536 entries, if all are smaller), and for the header 200 bytes a
-byte, or 1000 a tensor of the receiver's layout. A header that describes the layout has at most 8192 tensors.
+byte, or 1000 a tensor of the receiver's layout.
 A CRC finds accidents, not forgeries: who sent it is the transport's business.
 """
 
@@ -34,15 +32,12 @@ from torch import Tensor
 from gradveil.core.errors import Problem, refuse
 from gradveil.core.settings import Choice
 from gradveil.core.tree import Tensors
-from gradveil.wire import header, positions_and_values
+from gradveil.wire import header
 from gradveil.wire import positions_and_values as numbers
 from gradveil.wire.header import (
     DIGEST,
     DTYPES,
-    MOST_DIMENSIONS,
     MOST_ENTRIES,
-    MOST_NAME,
-    MOST_TENSORS,
     MOST_TOGETHER,
     Header,
     Layout,
@@ -118,8 +113,8 @@ def pack(run: list[Piece], deflate: bool) -> tuple[TensorEntry, list[numbers.Byt
     places = np.flatnonzero(support)
     low, unary, coded = None, 0, []
     if len(places) < among:
-        code = positions_and_values.code(support, places)
-        if positions_and_values.size(len(places), code.low, code.unary) < (among - len(places)) * width:
+        code = numbers.code(support, places)
+        if numbers.size(len(places), code.low, code.unary) < (among - len(places)) * width:
             low, unary, coded = code
     # A dense zero has no sign either.
     bits = numbers.as_integers(flat + 0.0) if low is None else numbers.as_integers(flat)[places]
@@ -133,7 +128,7 @@ def unpack(
     layout: Layout,
     coded: memoryview,
     content: memoryview,
-    within: positions_and_values.Positions | None,
+    within: numbers.Positions | None,
     finite: bool,
 ) -> Tensors:
     """Rebuild tensors from bytes whose number has been checked."""
@@ -148,9 +143,7 @@ def unpack(
         raise WireError(Problem(entry.place, "has values that are not finite", "leave this update out"))
     places = within
     if entry.low is not None:
-        places = positions_and_values.read(
-            np.frombuffer(coded, np.uint8), entry.among, entry.kept, entry.low, entry.unary
-        )
+        places = numbers.read(np.frombuffer(coded, np.uint8), entry.among, entry.kept, entry.low, entry.unary)
         if places is None:
             raise damaged("has positions that are out of order or out of bounds", entry.place)
         if bool(((bits << 1) == 0).any()):
@@ -187,14 +180,12 @@ def encode(
     mask: Mapping[str, Tensor] | None = None,
     nonfinite: NonFinite = "refuse",
     deflate: bool = False,
-    described: bool = False,
 ) -> bytes:
     """Encode one update {name: tensor}.
 
     `values` is what wider values are rounded to. `mask` is one that the receiver has too: positions are coded within
     it, and take nothing where all of it is sent; an entry outside it that is not zero is refused. `deflate` makes
-    values a sixth smaller (bfloat16 a third, signs of one magnitude twenty times) and doubles the time. `described`
-    tells names, dtypes and shapes to those who do not know the model: a record that is read later, another program.
+    values a sixth smaller (bfloat16 a third, signs of one magnitude twenty times) and doubles the time.
 
     >>> update = {"w": torch.tensor([0.0, 1.5, 0.0, -2.0])}
     >>> decode(encode(update), Layout.of(update))
@@ -204,13 +195,12 @@ def encode(
     entries: list[TensorEntry] = []
     content: list[memoryview] = []
     problems: list[Problem] = []
-    pieces = _pieces(update, values, mask, nonfinite, described, problems)
-    for run in ([piece] for piece in pieces) if described else together(pieces):
+    for run in together(_pieces(update, values, mask, nonfinite, problems)):
         entry, parts = pack(run, deflate)
         entries.append(entry)
         content += [part.data for part in parts]
     refuse(problems)
-    said = header.write(Layout.of(update), entries, digest(mask) if mask is not None else b"", deflate, described)
+    said = header.write(Layout.of(update), entries, digest(mask) if mask is not None else b"", deflate)
     parts = [memoryview(said), *content]
     checksum = 0
     for part in parts:
@@ -223,11 +213,10 @@ def _pieces(
     values: torch.dtype | None,
     mask: Mapping[str, Tensor] | None,
     nonfinite: NonFinite,
-    described: bool,
     problems: list[Problem],
 ) -> Iterator[Piece]:
     """Prepare one tensor after the other for the wire; say what is wrong with its values."""
-    for name in update if described else sorted(update):
+    for name in sorted(update):
         flat = update[name].detach().reshape(-1)
         if mask is not None:
             inside = mask[name].detach().reshape(-1).bool()
@@ -243,20 +232,20 @@ def _pieces(
         yield Piece.of(name, flat, update[name].numel())
 
 
-def inspect(data: bytes | bytearray | memoryview, layout: Layout | None = None) -> Header:
-    """Read what an encoded update says of itself, once its length and checksum are right.
+def inspect(data: bytes | bytearray | memoryview, layout: Layout) -> Header:
+    """Read what an encoded update of this layout says of itself, once its length and checksum are right.
 
-    Of an update that does not describe itself, `layout` is what it is of.
-
-    >>> inspect(encode({"w": torch.eye(16)}, described=True)).entries[0].kept
+    >>> update = {"w": torch.eye(16)}
+    >>> inspect(encode(update), Layout.of(update)).entries[0].kept
     16
     """
     view = memoryview(data).cast("B")
     body = view[:-CHECKSUM]
-    said = header.stated(body)
-    if said is not None and (layout is None or said != layout.digest()):
+    if (said := header.stated(body)) != layout.digest():
         _refuse_damage(view)
-        raise WireError(_another_layout(said, layout))
+        what = f"is of the layout with the digest {said.hex()}, expected {layout.digest().hex()}"
+        remedy = "hold one model on both sides, and train the same parameters of it"
+        raise WireError(Problem("update", what, remedy))
     found = header.read(body, layout)
     if found.end != len(body):
         raise damaged(f"has {len(view)} bytes, {found.end + CHECKSUM} according to its header")
@@ -271,23 +260,12 @@ def fits(data: bytes | bytearray | memoryview, layout: Layout) -> bool:
     >>> fits(encode(update), Layout.of(update)), fits(encode(update), Layout.of({"b": update["w"]}))
     (True, False)
     """
-    said = header.stated(memoryview(data).cast("B")[:-CHECKSUM])
-    return layout.digest() == (inspect(data).layout.digest() if said is None else said)
+    return layout.digest() == header.stated(memoryview(data).cast("B")[:-CHECKSUM])
 
 
 def _refuse_damage(view: memoryview) -> None:
     if zlib.crc32(view[:-CHECKSUM]) != int.from_bytes(view[-CHECKSUM:], "little"):
         raise damaged("has another checksum than when it was sent")
-
-
-def _another_layout(said: bytes, layout: Layout | None) -> Problem:
-    """Say what to do about an update whose layout is not described, and not the one that is known."""
-    if layout is None:
-        remedy = "give the layout of the model that it is of, or have it encoded with described=True"
-        return Problem("update", f"does not describe its layout, it has the digest {said.hex()} of it alone", remedy)
-    what = f"is of the layout with the digest {said.hex()}, expected {layout.digest().hex()}"
-    remedy = "hold one model on both sides and train the same parameters of it; described=True tells what differs"
-    return Problem("update", what, remedy)
 
 
 def decode(
@@ -300,8 +278,6 @@ def decode(
     """Decode an update of this model, in its order and its dtypes; anything else ends in a `WireError`."""
     refuse([*_NONFINITE.problems("nonfinite", nonfinite), *_not_its_mask(layout, mask)])
     found = inspect(data, layout)
-    if problems := layout.differences(found.layout):
-        raise WireError(problems)
     if found.mask != (digest(mask) if mask is not None else b""):
         remedy = "give `mask` the tensors that the sender used, or none on both sides"
         raise WireError(Problem("mask", "is not the one that the update was encoded with", remedy))
@@ -362,14 +338,11 @@ def _not_encodable(
     ]
     if values is not None and values not in DTYPES:
         problems.append(Problem("values", f"is {values}", f"choose one of {known}"))
-    limits = f"at most {MOST_DIMENSIONS} dimensions, {MOST_ENTRIES} entries, {MOST_NAME} bytes of a name"
     problems += [
-        Problem(place_of(name), f"is {tuple(value.shape)}, or its name is too long", f"send {limits}")
+        Problem(place_of(name), f"is {tuple(value.shape)}", f"send at most {MOST_ENTRIES} entries")
         for name, value in update.items()
-        if value.ndim > MOST_DIMENSIONS or value.numel() > MOST_ENTRIES or len(name.encode()) > MOST_NAME
+        if value.numel() > MOST_ENTRIES
     ]
-    if len(update) > MOST_TENSORS:
-        problems.append(Problem("update", f"has {len(update)} tensors", f"send at most {MOST_TENSORS}"))
     return problems + _not_its_mask(Layout.of(update), mask)
 
 

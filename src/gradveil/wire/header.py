@@ -1,7 +1,7 @@
 """The header of an encoded update, and the layout of tensors that the receiver expects.
 
 Integers are unsigned and little-endian, in groups of 7 bits with the high bit set on all but the last (LEB128, in the
-shortest form). An update for a receiver who knows the layout, version 2:
+shortest form):
 
     "GVUP"  2  flags (bit 0: shared mask, bit 1: deflated)  [8 bytes: digest of the mask]  8 bytes: digest of the layout
     until all tensors are told, sorted by name:
@@ -9,14 +9,6 @@ shortest form). An update for a receiver who knows the layout, version 2:
                       [entries in the mask, if there is one]
                       [if sparse: entries sent  length of the unary bitmap]
                       [if deflated: length of each plane of bytes, 0 where it is left as it is]
-
-An update that describes itself, version 1:
-
-    "GVUP"  1  flags  [8 bytes: digest of the mask]  number of tensors
-    for each tensor:  length of the name  name (UTF-8)  dtype | values << 4  number of dimensions  dimensions
-                      [entries in the mask]
-                      0 if dense, else: 1 + lower bits  entries sent  length of the unary bitmap
-                      [length of each plane]
 """
 
 from __future__ import annotations
@@ -133,10 +125,10 @@ def place_of(name: str) -> str:
 
 MAGIC = b"GVUP"
 """The first bytes of an encoded update."""
-DESCRIBED, DIGESTED = 1, 2
-"""Versions of the encoding: with a description of the layout, and with its digest; others are refused."""
-MOST_TENSORS, MOST_DIMENSIONS, MOST_NAME, MOST_ENTRIES = 1 << 13, 16, 1 << 10, 1 << 31
-"""Limits of what is read, above what is trained: headers stay small, and every sum of positions fits 64 bits."""
+VERSION = 2
+"""The version of the encoding; others are refused."""
+MOST_ENTRIES = 1 << 31
+"""Entries of one tensor at most, so that every sum of positions fits 64 bits."""
 MOST_TOGETHER = 1 << 16
 """Entries that tensors coded together may have, so that decoding needs little memory for them."""
 
@@ -178,13 +170,11 @@ class Header(NamedTuple):
     """What an encoded update says of itself."""
 
     layout: Layout
-    """The names, shapes and dtypes: told by the update, or known to the receiver and confirmed by their digest."""
+    """The names, shapes and dtypes, which the receiver knows and the digest confirms."""
     entries: tuple[TensorEntry, ...]
     mask: bytes
     """Digest of the mask that sender and receiver share; empty if there is none."""
     deflated: bool
-    described: bool
-    """Whether the update tells its layout."""
     start: int
     """Where the first tensor's content begins."""
 
@@ -194,107 +184,55 @@ class Header(NamedTuple):
         return self.start + sum(entry.position_bytes + entry.value_bytes for entry in self.entries)
 
 
-def write(layout: Layout, entries: Sequence[TensorEntry], mask: bytes, deflated: bool, described: bool) -> bytes:
-    """Write a header; entries are in the layout's order in one that describes it, else sorted by name."""
-    out = bytearray(MAGIC) + bytes((DESCRIBED if described else DIGESTED, bool(mask) | deflated << 1)) + mask
-    if described:
-        _write_number(out, len(entries))
-    else:
-        out += layout.digest()
+def write(layout: Layout, entries: Sequence[TensorEntry], mask: bytes, deflated: bool) -> bytes:
+    """Write a header; entries are sorted by name."""
+    out = bytearray(MAGIC) + bytes((VERSION, bool(mask) | deflated << 1)) + mask + layout.digest()
     for entry in entries:
-        among = (entry.among,) if mask else ()
         low = 0 if entry.low is None else 1 + entry.low
-        coding = (entry.kept, entry.unary) if low else ()
-        if described:
-            _describe(out, entry.names[0], layout[entry.names[0]], entry.values)
-            numbers = (*among, low, *coding, *entry.planes)
-        else:
-            _write_number(out, len(entry.names))
-            out.append(low | DTYPES.index(entry.values) << 6)
-            numbers = (*among, *coding, *entry.planes)
-        for number in numbers:
+        _write_number(out, len(entry.names))
+        out.append(low | DTYPES.index(entry.values) << 6)
+        among = (entry.among,) if mask else ()
+        for number in (*among, *((entry.kept, entry.unary) if low else ()), *entry.planes):
             _write_number(out, number)
     return bytes(out)
 
 
-def _describe(out: bytearray, name: str, described: Described, values: torch.dtype) -> None:
-    said = name.encode()
-    _write_number(out, len(said))
-    out += said
-    out.append(DTYPES.index(described.dtype) | DTYPES.index(values) << 4)
-    for number in (len(described.shape), *described.shape):
-        _write_number(out, number)
+def stated(data: memoryview) -> bytes:
+    """Read the digest of the layout that an update says it is of."""
+    return _opening(_Cursor(data, 0))[0]
 
 
-def stated(data: memoryview) -> bytes | None:
-    """Read which layout an update says it is of, by digest; None of one that describes it."""
-    cursor = _Cursor(data, 0)
-    version, masked, _ = _opening(cursor)
-    if version == DESCRIBED:
-        return None
-    cursor.take(DIGEST if masked else 0)
-    return bytes(cursor.take(DIGEST))
-
-
-def read(data: memoryview, layout: Layout | None) -> Header:
+def read(data: memoryview, layout: Layout) -> Header:
     """Read a header, trusting nothing in it: no number is used before it is compared with its limit.
 
-    `layout` is the one whose digest the update states, and is not looked at if it describes its own.
+    `layout` is the one whose digest the update states.
     """
     cursor = _Cursor(data, 0)
-    version, masked, deflated = _opening(cursor)
-    mask = bytes(cursor.take(DIGEST)) if masked else b""
-    if version == DESCRIBED:
-        told: dict[str, Described] = {}
-        entries = tuple(_described(cursor, told, masked, deflated) for _ in range(cursor.number(MOST_TENSORS)))
-        if len(told) < len(entries):
-            raise damaged("names a tensor twice")
-        return Header(Layout(told), entries, mask, deflated, True, cursor.place)
-    cursor.take(DIGEST)
-    known, found = layout or Layout(), list[TensorEntry]()
-    left = sorted(known)
+    _, mask, deflated = _opening(cursor)
+    entries = list[TensorEntry]()
+    left = sorted(layout)
     while left:
-        found.append(_digested(cursor, known, left, masked, deflated))
-        del left[: len(found[-1].names)]
-    return Header(known, tuple(found), mask, deflated, False, cursor.place)
+        entries.append(_entry(cursor, layout, left, bool(mask), deflated))
+        del left[: len(entries[-1].names)]
+    return Header(layout, tuple(entries), mask, deflated, cursor.place)
 
 
-def _opening(cursor: _Cursor) -> tuple[int, bool, bool]:
-    """Read the version, whether there is a shared mask, and whether values are deflated."""
+def _opening(cursor: _Cursor) -> tuple[bytes, bytes, bool]:
+    """Read the digests of the layout and of the shared mask, and whether values are deflated."""
     if bytes(cursor.data[: len(MAGIC)]) != MAGIC:
         raise damaged("does not begin like an encoded update")
     cursor.take(len(MAGIC))
-    if (version := cursor.byte()) not in (DESCRIBED, DIGESTED):
+    if (version := cursor.byte()) != VERSION:
         remedy = "install the same version of Gradveil on both sides"
-        what = f"is in version {version} of the encoding, not {DESCRIBED} or {DIGESTED}"
-        raise WireError(Problem("update", what, remedy))
+        raise WireError(Problem("update", f"is in version {version} of the encoding, not {VERSION}", remedy))
     if (flags := cursor.byte()) > 3:
         raise damaged(f"has unknown flags {flags:#x}")
-    return version, bool(flags & 1), bool(flags & 2)
+    mask = bytes(cursor.take(DIGEST)) if flags & 1 else b""
+    return bytes(cursor.take(DIGEST)), mask, bool(flags & 2)
 
 
-def _described(cursor: _Cursor, told: dict[str, Described], masked: bool, deflated: bool) -> TensorEntry:
-    """Read one tensor of an update that describes itself, and tell its shape and dtype."""
-    try:
-        name = str(cursor.take(cursor.number(MOST_NAME)), "utf-8")
-    except UnicodeDecodeError as error:
-        raise damaged("has a name that is not UTF-8") from error
-    kinds = cursor.byte()
-    if max(kinds & 15, kinds >> 4) >= len(DTYPES):
-        raise damaged(f"has unknown dtypes {kinds:#x}", place_of(name))
-    dtype, values = DTYPES[kinds & 15], DTYPES[kinds >> 4]
-    if values != on_wire(dtype, values):
-        raise damaged("has values that are wider than the tensor", place_of(name))
-    shape = tuple(cursor.number(MOST_ENTRIES) for _ in range(cursor.number(MOST_DIMENSIONS)))
-    if (entries := math.prod(shape)) > MOST_ENTRIES:
-        raise damaged(f"has more than {MOST_ENTRIES} entries", place_of(name))
-    told[name] = Described(shape, dtype)
-    among = cursor.number(entries) if masked else entries
-    return _coding(cursor, (name,), values, among, cursor.number(among.bit_length()), deflated)
-
-
-def _digested(cursor: _Cursor, layout: Layout, left: list[str], masked: bool, deflated: bool) -> TensorEntry:
-    """Read how the next tensors of a known layout are coded together."""
+def _entry(cursor: _Cursor, layout: Layout, left: list[str], masked: bool, deflated: bool) -> TensorEntry:
+    """Read how the next tensors of the layout are coded together."""
     names = tuple(left[: cursor.number(len(left))])
     if not names:
         raise damaged("codes no tensor where some are left")
@@ -309,13 +247,6 @@ def _digested(cursor: _Cursor, layout: Layout, left: list[str], masked: bool, de
     among = cursor.number(entries) if masked else entries
     if low > among.bit_length():
         raise damaged(f"has the number {low} where at most {among.bit_length()} is possible", _place(names))
-    return _coding(cursor, names, values, among, low, deflated)
-
-
-def _coding(
-    cursor: _Cursor, names: tuple[str, ...], values: torch.dtype, among: int, low: int, deflated: bool
-) -> TensorEntry:
-    """Read what follows the way of coding: 0 if dense, else 1 + lower bits."""
     kept, unary = among, 0
     if low:
         kept = cursor.number(among)

@@ -122,8 +122,6 @@ def _bytes(bits: int) -> int:
     return (bits + 7) // 8
 
 
-ByteArray = NDArray[np.uint8]
-"""Encoded bytes."""
 Integers = NDArray[np.signedinteger]
 """Values seen as integers of their width, since NumPy has no bfloat16; little-endian."""
 _TORCH = {2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -154,9 +152,9 @@ def all_finite(bits: Integers, dtype: torch.dtype) -> bool:
     return int(bits.max()) < infinity and int(unsigned.max()) < sign + infinity
 
 
-def deflate(bits: Integers) -> tuple[tuple[int, ...], list[ByteArray]]:
+def deflate(bits: Integers) -> tuple[tuple[int, ...], list[Bytes]]:
     """Split values into planes of bytes, the lowest first; return each one's length, 0 if left as it is, and them."""
-    parts: list[ByteArray] = []
+    parts: list[Bytes] = []
     lengths: list[int] = []
     for plane in bits.view(np.uint8).reshape(-1, bits.dtype.itemsize).T:
         raw = np.ascontiguousarray(plane)
@@ -189,7 +187,7 @@ def inflate(content: memoryview, count: int, width: int, lengths: tuple[int, ...
     return planes.reshape(-1).view(f"<i{width}")
 
 
-def _deflated(raw: ByteArray) -> bytes:
+def _deflated(raw: Bytes) -> bytes:
     """Deflate with codes of bytes and of runs alone: planes of values hold no longer patterns to search for."""
     stream = zlib.compressobj(1, zlib.DEFLATED, -zlib.MAX_WBITS, 9, zlib.Z_RLE)
     return stream.compress(raw.data) + stream.flush()
