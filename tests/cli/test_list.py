@@ -51,6 +51,7 @@ def test_everything_is_listed_with_the_way_to_switch_feedback_on(capsys: pytest.
 
 def test_defences_are_listed_with_what_they_take(capsys: pytest.CaptureFixture[str]) -> None:
     (dp,) = [row for row in plain(capsys, "defences") if row["name"] == "dp"]
+    assert [argument.pop("help")[:5] for argument in dp["arguments"]] == ["Large", "Noise", "What "]
     assert dp["arguments"] == [
         {"name": "clip", "allowed": "a number above 0 or inf", "required": False, "default": 20.0},
         {"name": "sigma", "allowed": "a number of at least 0", "required": False, "default": 0.001},

@@ -284,6 +284,8 @@ def _lines(arguments: Sequence[Mapping[str, Any]]) -> list[Table]:
     table = _grid()
     for argument in arguments:
         table.add_row(Text(argument["name"], style="cyan"), *_about(argument))
+        if help := argument.get("help"):
+            table.add_row("", _dim(help), "")
     return [table]
 
 

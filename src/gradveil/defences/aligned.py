@@ -2,29 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
-from gradveil.core.errors import Problem, refuse
-from gradveil.core.settings import KEPT, SHARE, Choice, Range, collect, unused
+from gradveil.core.errors import Problem
+from gradveil.core.settings import Checked, Kept, Range, Share, unused
 from gradveil.core.tree import Tensors, select, tmap, under
 from gradveil.core.types import Context
+from gradveil.defences.entry import DECOYS, DUAL, PLANTED, DefenceEntry
 from gradveil.defences.pruning import Pruning, as_written, ends_mask, share, smallest_mask, within
 
-SELECTION = Choice(("broadcast", "vote", "previous"))
-"""Who chooses the mask: one client, several, or what was sent in the round before."""
 OUTVOTING = 3
 """Fewer voters cannot outvote a single liar."""
-VOTERS = Range(OUTVOTING, integer=True)
-"""How many clients may vote."""
 
 
 @dataclass(frozen=True)
-class Aligned(Pruning):
+class Aligned(Checked, Pruning):
     """Aligned DGP: of g without its own largest entries, send the k largest that lie in the public mask I.
 
     Per tensor of P entries, with the rate k = `keep`: baseline(top P) entries of largest magnitude are dropped, and of
@@ -42,23 +39,24 @@ class Aligned(Pruning):
     The last two are ours. Who speaks gives the positions of his largest entries away besides.
     """
 
-    keep: float = 0.2
-    top: float = 0.05
-    selection: Literal["broadcast", "vote", "previous"] = "broadcast"
-    voters: int = 5
-    guarantee: ClassVar[str] = "no formal guarantee"
+    keep: Annotated[Kept, "Share of entries that are sent."] = 0.2
+    top: Annotated[Share, "Share of the largest entries that are not sent."] = 0.05
+    selection: Annotated[
+        Literal["broadcast", "vote", "previous"],
+        "Source of the public mask: one client, several clients, or the mean update of the round before.",
+    ] = "broadcast"
+    voters: Annotated[int, Range(OUTVOTING, integer=True), "Number of clients that vote."] = 5
+    label: ClassVar[str] = "adgp"
     ordered: ClassVar[bool] = True
 
-    def __post_init__(self) -> None:
-        """Refuse settings that cannot be meant, all at once."""
-        checks = (("keep", KEPT, self.keep), ("top", SHARE, self.top), ("selection", SELECTION, self.selection))
-        problems = collect("adgp", (*checks, ("voters", VOTERS, self.voters)))
-        if not problems and as_written(self.keep) + as_written(self.top) > 1:
-            what = f"top + keep is {as_written(self.keep) + as_written(self.top)}: too little is left to send"
-            problems.append(Problem("adgp", what, "give shares whose sum is at most 1"))
-        if self.selection in ("broadcast", "previous"):
-            problems += unused("adgp", self, ("voters",), "there is no vote but with selection=vote")
-        refuse(problems)
+    def conflicts(self) -> Iterator[Problem]:
+        """Refuse shares that leave too little to send, and voters where nobody votes."""
+        total = as_written(self.keep) + as_written(self.top)
+        if total > 1:
+            what = f"top + keep is {total}: too little is left to send"
+            yield Problem("adgp", what, "give shares whose sum is at most 1")
+        if self.selection != "vote":
+            yield from unused("adgp", self, ("voters",), "there is no vote but with selection=vote")
 
     def removed(self) -> float:
         """Return the share of entries set to zero."""
@@ -142,3 +140,20 @@ class Aligned(Pruning):
 def largest(magnitude: Tensor, count: int) -> Tensor:
     """Mark the `count` largest entries: of equal ones the last."""
     return ~smallest_mask(magnitude, magnitude.shape[-1] - count)
+
+
+ALIGNED = (
+    DefenceEntry(
+        name="adgp",
+        factory=Aligned,
+        stage="prune",
+        feedback=True,
+        description="Aligned dual gradient pruning: within a public mask, send the largest entries but the very top",
+        changes=("send",),
+        cost="a few passes over the update; 22% of the bytes, and a mask from who chooses it",
+        citation="Aligned Dual Gradient Pruning (anonymous preprint), after Xue et al. 2024; two selections are ours",
+        adaptive=DUAL,
+        malicious=(*PLANTED, *DECOYS),
+        identity={"keep": 1.0, "top": 0.0},
+    ),
+)

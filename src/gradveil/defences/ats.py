@@ -10,7 +10,7 @@ import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,9 +19,11 @@ from torch.nn import functional as F
 from gradveil.core.distributions import OneOf, Signs
 from gradveil.core.errors import Problem, refuse
 from gradveil.core.noise import Noise, NoiseSpec
+from gradveil.core.settings import TextValue
 from gradveil.core.tree import straight_through
 from gradveil.core.types import Batch, BatchTransform, Domain
-from gradveil.defences.batch_defences import bounds
+from gradveil.defences.batch_defences import SEARCHING, bounds
+from gradveil.defences.entry import DefenceEntry
 
 Operation = Callable[[Tensor, Tensor], Tensor]
 """(pixels [B, C, H, W], strength [B]) -> pixels"""
@@ -313,3 +315,32 @@ def policy_problems(policy: str) -> list[Problem]:
         return [Problem("ats.policy", f"is '{policy}'", remedy)]
     unknown = [n for n in re.split(r"[-+]", policy) if int(n) >= len(TRANSFORMS)]
     return [Problem("ats.policy", f"names the transform {n}", remedy) for n in unknown]
+
+
+POLICY = TextValue(f'policies of numbered transforms in quotes, as "3-1-7" or "{HYBRID}"')
+
+
+def _ats(policy: Annotated[str | None, POLICY, "Which of the 50 transforms, in which order."] = HYBRID) -> Ats:
+    return Ats(policy or HYBRID)
+
+
+UNVEILING = (
+    "rob(bins=512, undo=true)",
+    "rob(bins=512, sparse=true, undo=true)",
+    "curious(rows=1024, share=0.03, undo=true)",
+    "fishing(simulated_client=full)",
+)
+"""Malicious servers that read off what the client trained on, and undo the public transforms."""
+
+ATS = (
+    DefenceEntry(
+        name="ats",
+        factory=_ats,
+        description="ATS: train on images transformed by a policy (shifts, colours, levels), or one of several",
+        changes=("batch",),
+        cost="some passes over the images, one for each transform; all bytes",
+        citation="Gao et al. 2021, Privacy-preserving Collaborative Learning with Automatic Transformation Search",
+        adaptive=(*SEARCHING, "cdia(undo=true)"),
+        malicious=UNVEILING,
+    ),
+)

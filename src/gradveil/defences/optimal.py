@@ -13,32 +13,35 @@ before (`clip-example`), they know nothing.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from gradveil.core.distributions import Agreed
-from gradveil.core.errors import GradveilError, Problem, fail, refuse
+from gradveil.core.errors import GradveilError, Problem, fail
 from gradveil.core.noise import Key, Noise, NoiseSpec, Normal, Uniform
-from gradveil.core.settings import BOUND, COUNT, SHARE, STRENGTH, Argument, Choice, Flag, collect, unused
+from gradveil.core.settings import Bound, Checked, Count, Share, Strength, settings_of, unused
 from gradveil.core.streams import Stream
 from gradveil.core.tree import Tensors, below, counter, norm, plain, root, select, tmap, under
 from gradveil.core.types import Batch, Context, Stage, Transform
-from gradveil.defences.composition import Defence, chain
-from gradveil.defences.entry import FEEDBACK, KNOWING, PRUNED, DefenceEntry
-from gradveil.defences.error_feedback import Feedback
-from gradveil.defences.pruning import SCOPE, Magnitude, rest
+from gradveil.defences.additive_noise import Std
+from gradveil.defences.entry import KNOWING, PRUNED, DefenceEntry, feedback_argument
+from gradveil.defences.pruning import Magnitude, Scope, rest
 from gradveil.theory.first_order_utility import expected, global_ratio, optimal_variances
 from gradveil.theory.input_jacobian import norms, probe_noise, squared_row_norms
 
 SHRINK = 0.05
 """The weight of a layer's ratio in estimates from few examples, or from an earlier round; ours. Of 0.01 to 0.2 it lost
 least of the privacy term on the small CNN, untrained and trained."""
-OF = Choice(("batch", "example"))
-"""What a direction is one of."""
+Probes = Annotated[Count, "Number of random directions in which the gradient is differentiated."]
+Of = Annotated[Literal["batch", "example"], "What a direction covers: the batch, or one example."]
+Every = Annotated[Count, "Rounds from one probing to the next."]
+Memory = Annotated[Share, "Weight of what earlier rounds found."]
+Form = Annotated[Literal["local", "global"], "What the defence is fitted to: the client's own batch, or public ones."]
+Batches = Annotated[Count, "Number of public batches of the global form."]
 
 
 class Probing(Transform):
@@ -48,10 +51,10 @@ class Probing(Transform):
     `memory` is the weight of what earlier rounds found, which is then the client's state.
     """
 
-    probes: int
-    of: Literal["batch", "example"]
-    every: int
-    memory: float
+    probes: Probes
+    of: Of
+    every: Every
+    memory: Memory
 
     @property
     def remembers(self) -> bool:
@@ -119,15 +122,13 @@ def of_layer(sizes: Tensor, squares: Tensor) -> Tensor:
     return torch.where(total > 0, squares.sum() / torch.where(total > 0, total, torch.ones_like(total)), 0.0)
 
 
-FORM = Choice(("local", "global"))
-"""Whether a defence is fitted to the client's own batch, or to public ones."""
 _KEY = Key(0, (Stream.PUBLIC, Stream.PROBE))
 _DRAWN: dict[tuple[tuple[int, ...], torch.dtype], Tensor] = {}
 """The directions of a few shapes: inside of `vmap` nothing may be drawn."""
 _SHAPES = 8
 
 
-class Fitted(Probing):
+class Fitted(Checked, Probing):
     """Base of transforms that may be fitted to public batches (`form="global"`) in place of the client's own.
 
     These are the first `batches` of the client's public images, as large as its own batch, at the parameters of the
@@ -135,8 +136,10 @@ class Fitted(Probing):
     where none are known. What follows tells nothing of the client's batch.
     """
 
-    form: Literal["local", "global"]
-    batches: int
+    form: Form
+    batches: Batches
+    own_batch: ClassVar[tuple[str, ...]]
+    """Settings of the local form."""
 
     @property
     def needs_public(self) -> bool:
@@ -169,14 +172,15 @@ class Fitted(Probing):
             found.append(tmap(torch.detach, gradient(batch)))
         return squares, found
 
-    def form_problems(self, owner: str, *local: str) -> list[Problem]:
-        """Refuse settings of the local form, whose defaults the class holds, in the global one, and the other way."""
-        if self.form == "local":
-            return unused(owner, self, ("batches",), "the local form is fitted to no public batch")
-        given = [name for name in local if getattr(self, name) != getattr(type(self), name)]
-        what = "is for the client's own batch, of which the global form knows nothing"
-        remedy = "leave it out; fewer batches are cheaper"
-        return [Problem(f"{owner}.{name}", what, remedy) for name in given if self.needs_public]
+    def conflicts(self) -> Iterator[Problem]:
+        """Refuse settings of the local form in the global one, and the other way."""
+        if not self.needs_public:
+            yield from unused(self.label, self, ("batches",), "the local form is fitted to no public batch")
+            return
+        for name in self.own_batch:
+            if getattr(self, name) != getattr(type(self), name):
+                what = "is for the client's own batch, of which the global form knows nothing"
+                yield Problem(f"{self.label}.{name}", what, "leave it out; fewer batches are cheaper")
 
 
 def _agreed(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -222,27 +226,21 @@ class OptimalNoise(Fitted):
     simulates it.
     """
 
-    std: float
-    probes: int = 10
-    layerwise: bool = False
-    clamp: float = float("inf")
-    of: Literal["batch", "example"] = "batch"
-    every: int = 1
-    memory: float = 0.0
-    form: Literal["local", "global"] = "local"
-    batches: int = 16
+    std: Std
+    probes: Probes = 10
+    layerwise: Annotated[bool, "Take one ratio for each parameter."] = False
+    clamp: Annotated[Bound, "Magnitude to which entries are cut before the noise."] = float("inf")
+    of: Of = "batch"
+    every: Every = 1
+    memory: Memory = 0.0
+    form: Form = "local"
+    batches: Batches = 16
+    label: ClassVar[str] = "optimal-noise"
+    own_batch: ClassVar[tuple[str, ...]] = ("layerwise", "of", "every", "memory")
     stage: ClassVar[Stage] = Stage.NOISE
     guarantee: ClassVar[str] = (
         "no formal guarantee: the noise depends on the data (on public ones with form=global), so there is no epsilon"
     )
-
-    def __post_init__(self) -> None:
-        """Refuse settings that cannot be meant, all at once."""
-        settings = (("std", STRENGTH), ("probes", COUNT), ("layerwise", Flag()), ("clamp", BOUND), ("of", OF))
-        settings = (*settings, ("every", COUNT), ("memory", SHARE))
-        settings = (*settings, ("form", FORM), ("batches", COUNT))
-        problems = collect("optimal-noise", ((name, allowed, getattr(self, name)) for name, allowed in settings))
-        refuse(problems + self.form_problems("optimal-noise", "layerwise", "of", "every", "memory"))
 
     def noise(self, params: Mapping[str, Tensor]) -> NoiseSpec:
         """Declare one standard normal tensor a parameter: `normal.<parameter>`."""
@@ -344,23 +342,18 @@ class OptimalPruning(Fitted, Magnitude):
     waits for the mask to move.
     """
 
-    scope: Literal["layer", "global"] = "global"
-    probes: int = 10
-    mixed: bool = False
-    std: float = 0.0
-    of: Literal["batch", "example"] = "batch"
-    every: int = 1
-    memory: float = 0.0
-    form: Literal["local", "global"] = "local"
-    batches: int = 16
+    scope: Scope = "global"
+    probes: Probes = 10
+    mixed: Annotated[bool, "Let a coin decide on the entry at the border."] = False
+    std: Annotated[Strength, "Standard deviation of the noise on what is kept."] = 0.0
+    of: Of = "batch"
+    every: Every = 1
+    memory: Memory = 0.0
+    form: Form = "local"
+    batches: Batches = 16
+    label: ClassVar[str] = "optimal-prune"
+    own_batch: ClassVar[tuple[str, ...]] = ("of", "every", "memory")
     ordered: ClassVar[bool] = False
-
-    def __post_init__(self) -> None:
-        """Refuse settings that cannot be meant, all at once."""
-        settings = (("ratio", SHARE), ("scope", SCOPE), ("probes", COUNT), ("mixed", Flag()), ("std", STRENGTH))
-        settings = (*settings, ("of", OF), ("every", COUNT), ("memory", SHARE), ("form", FORM), ("batches", COUNT))
-        problems = collect("optimal-prune", ((name, allowed, getattr(self, name)) for name, allowed in settings))
-        refuse(problems + self.form_problems("optimal-prune", "of", "every", "memory"))
 
     def noise(self, params: Mapping[str, Tensor]) -> NoiseSpec:
         """Declare the coins (`coin`, or `coin.<parameter>`), and one standard normal tensor a parameter.
@@ -440,84 +433,33 @@ def _normal(params: Mapping[str, Tensor]) -> NoiseSpec:
     return NoiseSpec(draws).under("normal")
 
 
-def _optimal_noise(
-    std: float,
-    probes: int,
-    layerwise: bool,
-    clamp: float,
-    of: Literal["batch", "example"],
-    every: int,
-    memory: float,
-    form: Literal["local", "global"],
-    batches: int,
-) -> Defence:
-    transform = OptimalNoise(std, probes, layerwise, clamp, of, every, memory, form, batches)
-    return Defence("optimal-noise", send=chain(noise=transform))
-
-
-def _optimal_prune(
-    ratio: float,
-    scope: Literal["layer", "global"],
-    probes: int,
-    mixed: bool,
-    std: float,
-    of: Literal["batch", "example"],
-    every: int,
-    memory: float,
-    feedback: bool,
-    form: Literal["local", "global"],
-    batches: int,
-) -> Defence:
-    transform = OptimalPruning(ratio, scope, probes, mixed, std, of, every, memory, form, batches)
-    return Defence("prune", send=chain(prune=Feedback(transform) if feedback else transform))
-
-
-CHEAPER = (Argument("of", OF, "batch"), Argument("every", COUNT, 1), Argument("memory", SHARE, 0.0))
-"""Arguments that save directions."""
-GLOBAL = (Argument("form", FORM, "local"), Argument("batches", COUNT, 16))
-"""Arguments that fit a defence to public images."""
+_PRUNING = settings_of(OptimalPruning)
 
 INFORMED = (
     DefenceEntry(
         name="optimal-noise",
-        factory=_optimal_noise,
+        factory=OptimalNoise,
+        stage="noise",
         description="Add normal noise of mean variance std^2, most where it hides most for what it costs",
         changes=("send",),
-        guarantee=OptimalNoise.guarantee,
         cost="10 forward-mode passes: 16 to 31 gradients, with cheaper settings 2 to 4, of public images 15 a batch; "
         "all bytes",
         citation="Chen, Gürsoy, Lei 2024, Optimal Defenses Against Gradient Reconstruction Attacks",
         adaptive=(*KNOWING, "cdia(rounds=all, whiten=true)"),
-        arguments=(
-            Argument("std", STRENGTH),
-            Argument("probes", COUNT, 10),
-            Argument("layerwise", Flag(), False),
-            Argument("clamp", BOUND, float("inf")),
-            *CHEAPER,
-            *GLOBAL,
-        ),
         identity={"std": 0.0},
     ),
     DefenceEntry(
         name="optimal-prune",
-        factory=_optimal_prune,
+        factory=OptimalPruning,
+        arguments=(*_PRUNING[:-2], feedback_argument(False), *_PRUNING[-2:]),
+        stage="prune",
+        feedback=False,
         description="Send zeros in place of the entries that are smallest for what they tell of the inputs",
         changes=("send",),
-        guarantee=OptimalPruning.guarantee,
         cost="10 forward-mode passes, 16 gradients, with the cheaper settings of optimal-noise 2 to 4, of public "
         "images 15 a batch; 22% of the bytes at ratio=0.8",
         citation="Chen, Gürsoy, Lei 2024, Optimal Defenses Against Gradient Reconstruction Attacks",
         adaptive=PRUNED,
-        arguments=(
-            Argument("ratio", SHARE),
-            Argument("scope", SCOPE, "global"),
-            Argument("probes", COUNT, 10),
-            Argument("mixed", Flag(), False),
-            Argument("std", STRENGTH, 0.0),
-            *CHEAPER,
-            FEEDBACK,
-            *GLOBAL,
-        ),
         identity={"ratio": 0.0},
     ),
 )
