@@ -1,11 +1,13 @@
 """A setting is declared once: checks, messages, the text form and lists follow from its annotation."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
 import pytest
 
+from gradveil.attacks import Adam, Descent, Inversion, Trap
 from gradveil.core import Bound, Count, GradveilError, Range
 from gradveil.core.settings import Argument, Checked, Choice, Flag, NamedEntry, or_none, settings_of
 from gradveil.core.text_form import read
@@ -81,3 +83,18 @@ def test_a_setting_may_be_left_to_somebody_else(allowed: Range | Choice | Flag):
     assert free.default is None
     assert not free.allowed.problems("x", None)
     assert allowed.problems("x", None)
+
+
+@pytest.mark.parametrize(
+    ("build", "where"),
+    [
+        (lambda: Inversion("mine", tv=-1.0, restarts=0), ["mine.tv", "mine.restarts"]),
+        (lambda: Descent(Adam(), report=0, keep="first"), ["attack.keep", "attack.report"]),  # pyright: ignore
+        (lambda: Adam(lr=0, sign="bold"), ["attack.lr", "attack.sign"]),  # pyright: ignore
+        (lambda: Trap(rows=0, share=1.0), ["curious.rows", "curious.share"]),
+    ],
+)
+def test_an_attack_from_python_is_checked_as_one_from_text(build: Callable[[], object], where: list[str]):
+    with pytest.raises(GradveilError) as caught:
+        build()
+    assert [problem.where for problem in caught.value.problems] == where

@@ -1,4 +1,4 @@
-"""What an attacker knows of each named tensor of the client he believes in."""
+"""Knowledge of each named tensor of the simulated client."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class Knowledge:
         refuse(problems)
 
     def how(self, name: str, number: int = 0) -> How:
-        """Say how a named tensor of an observed round (numbered from 0) is known.
+        """Return how a named tensor of an observed round (numbered from 0) is known.
 
         A value that was granted under the tensor's own name is the first round's; later ones are `round1.<name>`, …
         """

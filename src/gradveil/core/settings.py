@@ -135,17 +135,13 @@ class Anything:
 Allowed = Range | Choice | Flag | TextValue | Anything
 """What an argument may be: it checks a value, and says in words what it allows."""
 
-BOUND = Range(0, low_open=True, unlimited=True)
-STRENGTH = Range(0)
-SHARE = Range(0, 1, high_open=True)
-
-Bound = Annotated[float, BOUND]
+Bound = Annotated[float, Range(0, low_open=True, unlimited=True)]
 """A norm to clip to."""
-Strength = Annotated[float, STRENGTH]
+Strength = Annotated[float, Range(0)]
 """A standard deviation, a scale, a weight of the loss."""
 Positive = Annotated[float, Range(0, low_open=True)]
 """A step size, or what keeps a quotient finite."""
-Share = Annotated[float, SHARE]
+Share = Annotated[float, Range(0, 1, high_open=True)]
 """A share to remove: something is always kept."""
 Kept = Annotated[float, Range(1e-15, 1)]
 """A share to keep: something is always kept, since one minus it is still below one in double precision."""
@@ -192,7 +188,7 @@ class Argument:
     def read(self, value: Any) -> Any:
         """Return an allowed value as it is meant: a whole number as one, however it was written.
 
-        >>> Argument("probes", Range(1, integer=True)).read(1e1), Argument("clip", BOUND).read(1e1)
+        >>> Argument("probes", Range(1, integer=True)).read(1e1), Argument("clip", Range(0)).read(1e1)
         (10, 10.0)
         """
         whole = isinstance(self.allowed, Range) and self.allowed.integer
@@ -201,8 +197,8 @@ class Argument:
     def plain(self) -> dict[str, Any]:
         """Describe the argument for machines; what JSON cannot hold is written as the grammar reads it.
 
-        >>> Argument("clip", BOUND, math.inf).plain()
-        {'name': 'clip', 'allowed': 'a number above 0 or inf', 'required': False, 'default': 'inf'}
+        >>> Argument("clip", Range(0, unlimited=True), math.inf).plain()
+        {'name': 'clip', 'allowed': 'a number of at least 0 or inf', 'required': False, 'default': 'inf'}
         """
         required = self.default is REQUIRED
         endless = isinstance(self.default, float) and not math.isfinite(self.default)
@@ -270,16 +266,17 @@ _settings_of = lru_cache(maxsize=None)(settings_of)
 class Checked:
     """Base of frozen dataclasses with settings: values out of range are refused, all at once."""
 
-    label: ClassVar[str]
-    """What messages call it."""
+    label: ClassVar[str] = ""
+    """What messages call it; without one, by its `name`."""
 
     def __post_init__(self) -> None:
-        """Refuse impossible settings, and then settings that contradict each other."""
-        problems = collect(self.label, ((s.name, s.allowed, getattr(self, s.name)) for s in _settings_of(type(self))))
-        refuse(problems or list(self.conflicts()))
+        """Refuse settings that are out of range or contradict each other."""
+        owner = self.label or str(getattr(self, "name", type(self).__name__))
+        problems = collect(owner, ((s.name, s.allowed, getattr(self, s.name)) for s in _settings_of(type(self))))
+        refuse([*problems, *self.conflicts(sound=not problems)])
 
-    def conflicts(self) -> Iterator[Problem]:
-        """Yield contradictions among settings that are each in range."""
+    def conflicts(self, sound: bool) -> Iterator[Problem]:
+        """Yield contradictions among settings; they are `sound` if each by itself is in range."""
         yield from ()
 
 

@@ -1,4 +1,4 @@
-"""Aligned dual gradient pruning: everybody sends within one public mask, so that the server's answer is sparse too."""
+"""Aligned dual gradient pruning: all clients send within one public mask, so that the server's answer is sparse too."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ OUTVOTING = 3
 class Aligned(Checked, Pruning):
     """Aligned DGP: of g without its own largest entries, send the k largest that lie in the public mask I.
 
-    Per tensor of P entries, with the rate k = `keep`: baseline(top P) entries of largest magnitude are dropped, and of
+    Per tensor of P entries, with the rate k = `keep`: floor(top P) entries of largest magnitude are dropped, and of
     the others the ceil(k P) largest in I are sent (fewer if I holds fewer). I has ceil(2 k P) positions. The preprint
     leaves the rounding open. Without a message I holds every position, and this is DGP.
 
-    `selection` says where I comes from:
-    broadcast  one client publishes the positions of its ceil(2 k P) largest entries. The preprint's way: who controls
-               that client chooses what is learned.
+    `selection` is the source of I:
+    broadcast  one client publishes the positions of its ceil(2 k P) largest entries. The preprint's way: whatever
+               controls that client chooses what is learned.
     vote       `voters` clients do, and the positions with most votes win; equals are taken by turns, round by round.
                A position that every honest voter names wins over one that only a minority of liars names.
     previous   the ceil(k P) largest entries of last round's mean update, which is public, and as many others by turns,
-               so that every position comes back after 1 / k rounds. Nobody speaks. Without the others the mask could
+               so that every position comes back after 1 / k rounds. No client speaks. Without the others the mask could
                only shrink: what is outside is not sent, and what is not sent is not in the mean.
-    The last two are ours. Who speaks gives the positions of his largest entries away besides.
+    The last two are ours. A client that speaks also reveals the positions of its largest entries.
     """
 
     keep: Annotated[Kept, "Share of entries that are sent."] = 0.2
@@ -49,13 +49,12 @@ class Aligned(Checked, Pruning):
     label: ClassVar[str] = "adgp"
     ordered: ClassVar[bool] = True
 
-    def conflicts(self) -> Iterator[Problem]:
-        """Refuse shares that leave too little to send, and voters where nobody votes."""
-        total = as_written(self.keep) + as_written(self.top)
-        if total > 1:
+    def conflicts(self, sound: bool) -> Iterator[Problem]:
+        """Refuse shares that leave too little to send, and voters without a vote."""
+        if sound and (total := as_written(self.keep) + as_written(self.top)) > 1:
             what = f"top + keep is {total}: too little is left to send"
             yield Problem("adgp", what, "give shares whose sum is at most 1")
-        if self.selection != "vote":
+        if self.selection in ("broadcast", "previous"):
             yield from unused("adgp", self, ("voters",), "there is no vote but with selection=vote")
 
     def removed(self) -> float:
@@ -93,7 +92,7 @@ class Aligned(Checked, Pruning):
         return (open_to & largest(left, self._count(flat))).reshape(value.shape)
 
     def speakers(self) -> int:
-        """Count who publishes a mask before a round."""
+        """Count the clients that publish a mask before a round."""
         return {"broadcast": 1, "vote": self.voters, "previous": 0}[self.selection]
 
     def proposal(self, update: Tensors, state: Tensors, noise: Mapping[str, Tensor], context: Context) -> Tensors:
@@ -124,7 +123,7 @@ class Aligned(Checked, Pruning):
         return (largest(mean.abs().flatten(), half) | (self._turn(mean, number) < half)).reshape(mean.shape)
 
     def _turn(self, like: Tensor, number: int) -> Tensor:
-        """Say how far from its turn each position is in this round: every round begins where the last one ended."""
+        """Return the distance of each position from its turn: every round begins where the last one ended."""
         begin = number * self._count(like) % like.numel()
         return (torch.arange(like.numel(), device=like.device) - begin) % like.numel()
 

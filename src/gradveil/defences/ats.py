@@ -30,7 +30,7 @@ Operation = Callable[[Tensor, Tensor], Tensor]
 LEVELS = 255
 """The highest of the 256 levels: white."""
 GREY = 128 / LEVELS
-"""What a rotation leaves empty; what a shear or a translation does is black."""
+"""Colour of the area that a rotation leaves empty; after a shear or a translation it is black."""
 _LUMA = (0.299, 0.587, 0.114)
 
 
@@ -244,7 +244,7 @@ class Ats(BatchTransform):
     of so many). The direction of shears, translations and blends is drawn for each image (`sign`). Probabilities of
     AutoAugment are ignored, as the authors do: everything is applied. Geometry interpolates linearly, whereas theirs
     takes the nearest pixel (translations, rotations) or a cubic; crops and flips before it are left to the data. In
-    local training every image is transformed anew in every epoch.
+    local training every image is transformed again in every epoch.
 
     An attacker may optimise the signs (in [-1, 1]: every strength between); choices are discrete.
     """
@@ -305,7 +305,7 @@ def spelled(policy: str) -> str:
 
 
 def policy_problems(policy: str) -> list[Problem]:
-    """Say what is wrong with the text of a policy, if anything.
+    """Return the problems of the text of a policy.
 
     >>> [str(problem) for problem in policy_problems("3-50")]
     ["ats.policy: names the transform 50 -> give numbers from 0 to 49, as in '3-1-7' or '3-1-7+43-18-18'"]

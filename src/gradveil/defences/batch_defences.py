@@ -45,7 +45,7 @@ class LabelSmoothing(Checked, BatchTransform):
 class Mixup(Checked, BatchTransform):
     """Train on c x + (1 - c) x[p], the labels mixed alike (Zhang et al. 2018, eq. 1).
 
-    One coefficient c ~ Beta(alpha, alpha) and one permutation p (`partner`) a batch: of one gradient, or anew of every
+    One coefficient c ~ Beta(alpha, alpha) and one permutation p (`partner`) per batch: of one gradient, or of every
     local step (under Poisson sampling, all of the client's examples). A batch of one example mixes with itself. An
     attacker may optimise c; p is discrete.
     """
@@ -79,14 +79,14 @@ class InstaHide(Checked, BatchTransform):
     identity, the others (`partner`) are permutations of the batch. The coefficients are magnitudes of normal numbers
     over their sum, none above `cap`, as in the authors' program; the labels are mixed alike, the signs s are one an
     entry. A batch of one mixes with itself. In local training all of the client's examples are mixed with each other,
-    anew in every epoch, as the authors do.
+    again in every epoch, as the authors do.
 
     With `mix="public"` only two images are the client's own, and k - 2 are public ones (`Domain.public`), any of which
-    is drawn for each: x[p_0], x[p_1] and the public images of the places baseline(M u), u (`public`) uniform. The
+    is drawn for each: x[p_0], x[p_1] and the public images of the places floor(M u), u (`public`) uniform. The
     client's coefficients then add up to `least` or more, and labels are mixed of its two images alone: as in the
     authors' program, the coefficients of a label add up to less than 1.
 
-    An attacker may optimise coefficients and signs (in [-1, 1]); permutations and public images are discrete. He knows
+    An attacker may optimise coefficients and signs (in [-1, 1]); permutations and public images are discrete. They know
     which images are public, not which of them were drawn.
     """
 
@@ -97,15 +97,15 @@ class InstaHide(Checked, BatchTransform):
     label: ClassVar[str] = "instahide"
     smooth: ClassVar[bool] = True
 
-    def conflicts(self) -> Iterator[Problem]:
+    def conflicts(self, sound: bool) -> Iterator[Problem]:
         """Refuse a mixture without public images, and limits that coefficients hardly ever keep."""
-        if self.needs_public and self.k < 3:
+        if self.mix == "own":
+            yield from unused("instahide", self, ("least",), "it is for mix=public")
+        if sound and self.needs_public and self.k < 3:
             what = f"is {self.k}: two images of the client's own, and no public one"
             yield Problem("instahide.k", what, "give at least 3, or leave mix out")
-            return
-        if not self.needs_public:
-            yield from unused("instahide", self, ("least",), "it is for mix=public")
-        yield from _rare(self.k, self.cap, self.least if self.needs_public else 0.0)
+        elif sound:
+            yield from _rare(self.k, self.cap, self.least if self.needs_public else 0.0)
 
     def noise(self, batch: Batch) -> NoiseSpec:
         """Declare coefficients, partners and signs."""
@@ -179,7 +179,7 @@ def _mixed(value: Tensor, noise: Mapping[str, Tensor]) -> Tensor:
 
 
 def _rare(k: int, cap: float, least: float) -> list[Problem]:
-    """Say which limit coefficients hardly ever keep: they are drawn until they do."""
+    """Return the limit that coefficients hardly ever keep: they are drawn until they do."""
     drawn = Shares().sample((_DRAWS, k), torch.float64, Key(0, (Stream.INSTAHIDE,)).generator())
     largest, own = drawn.amax(1), drawn[:, :2].sum(1)
     if float((largest <= cap).double().mean()) < _RARE:
@@ -200,7 +200,7 @@ def _partners(count: int, batch: Batch) -> Noise:
 
 
 SEARCHING = ("cdia(rounds=all, restarts=4, lr=0.1)", "learned")
-"""Coefficients, signs and choices are optimised with the images; what cannot be is guessed anew by each restart.
+"""Coefficients, signs and choices are optimised with the images; each restart guesses the rest again.
 
 All of them lie between -1 and 1, where the step of 1 that suits images would jump from end to end."""
 

@@ -23,7 +23,7 @@ from gradveil.gradients.fused import in_blocks
 class MinMax(Checked, Pruning):
     """Keep each layer's k entries of largest w = (1/u - 1) g^2 and send g + C/g, C the (k+1)-th largest w.
 
-    u ~ U[0, 1) is named like its parameter, k = P - baseline(ratio * P) of P entries. Given the other entries one is
+    u ~ U[0, 1) is named like its parameter, k = P - floor(ratio * P) of P entries. Given the other entries one is
     kept with probability g^2 / (g^2 + C), so the mean of what is sent is g, and its sign never changes. It is the
     sampler that GLAUS (Yang et al. 2023) attacks.
 
@@ -97,11 +97,11 @@ Clipped = Annotated[Bound, "Limit of magnitudes before they are rounded, in root
 
 
 class Rounding(Transform):
-    """Base of transforms that round: what was sent says in which interval an entry was before.
+    """Base of transforms that round: a sent entry gives the interval that it was rounded from.
 
     What was sent is an intermediate `sent.<parameter>`. Where it is pinned, an entry within the interval that may be
-    rounded to it comes out as what was sent, any other as that plus what lies outside: so an attacker who compares is
-    charged for nothing that the rounding may have done.
+    rounded to it comes out as what was sent, any other as that plus what lies outside: so an attacker is
+    not charged for what the rounding may have done.
     """
 
     stage: ClassVar[Stage] = Stage.QUANTISE
@@ -131,8 +131,8 @@ class Sign(Checked, Rounding):
 
     The exact derivative is zero. An attacker's is that of g / (|g| + mean |g|), times the scale: an entry that is
     small in its layer may still turn, so it counts more than a large one. With the identity as the surrogate instead,
-    an attacker who simulates the signs does worse than one who ignores them. He does better, too, with the masks of
-    his own update than with an earlier pruning's zeros pinned: that pruned entries are small is much of what he sees.
+    an attacker who simulates the signs does worse than one who ignores them. They do better, too, with the masks of
+    their own update than with an earlier pruning's zeros pinned: that pruned entries are small is much of the evidence.
     """
 
     scale: Annotated[Literal["mean", "unit"], "Factor of the signs: the mean magnitude of their layer, or 1."] = "mean"
@@ -174,7 +174,8 @@ class Quantise(Checked, Rounding):
     the standard deviation of the paper the root mean square is not zero in a layer of one entry.
 
     The neutral u = 1 is never drawn: it stands for no rounding, so that what is sent is its mean. An attacker's
-    derivative is that of g + (1/2 - u) s/L, rounding's linear part: one in g, and there for whoever optimises u.
+    derivative is that of g + (1/2 - u) s/L, rounding's linear part: one in g, and not zero in u, for attackers who
+    optimise it.
 
     Zeros of an earlier pruning show. Reading an entry that was rounded to zero as pruned is wrong only in the norm.
     """

@@ -69,7 +69,7 @@ def parse(text: str, table: Mapping[str, DefenceEntry] = ALL_DEFENCES, own: bool
     """Read a defence; every mistake in the text is reported at once, each with its place.
 
     The name of the result is its canonical text: reading it gives the same defence. `own=True` reads `pkg.module:name`
-    too, by importing it: for texts that say what code to run, such as a run file of one's own, never for a stranger's.
+    too, by importing it: for texts that say what code to run, such as your own run file, never for one from others.
 
     >>> parse("prune(.5)+dp( clip = 20.0, sigma=1e-4 )").name
     'prune(ratio=0.5) + dp(sigma=0.0001)'

@@ -3,7 +3,7 @@
 Gradients get shorter as training goes on; a fixed bound soon clips nothing, and its noise drowns what is left (Wei et
 al. 2021). In round n = 0, 1, ... both are multiplied by decay^n. Since the noise is a constant multiple of what one
 example can change, every round promises what the first does: the accounting is that of a fixed clip, whatever number of
-the round a server tells.
+the round a server sends.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class Clip(Checked, Transform):
 
 
 BASELINE = 1e-6
-"""The least share of clip and noise: float32 could not tell smaller ones from nothing."""
+"""The least share of clip and noise: in float32 smaller ones would be zero."""
 
 
 def share(decay: float, number: int) -> float:
@@ -243,4 +243,4 @@ PRIVATE = (
         identity={"clip": float("inf"), "sigma": 0.0},
     ),
 )
-"""What has an epsilon."""
+"""Defences with a formal guarantee."""

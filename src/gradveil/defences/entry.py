@@ -50,11 +50,11 @@ class DefenceEntry(NamedEntry):
     """What a client pays: computation, where measured in plain gradients of 64 images (docs/performance.md); after the
     semicolon bytes, as a share of those of an update in which nothing is zero, for a small CNN."""
     adaptive: tuple[str, ...]
-    """Attacks that aim at it, as texts: whoever adds a defence names those that could break it."""
+    """Attacks that aim at it, as texts: a defence names those that could break it."""
     guarantee: str = ""
-    """What is proven; by default what the factory says of itself, or nothing."""
+    """The formal guarantee; by default that of the factory, if it has one."""
     stage: str = "own"
-    """What a transform that the factory returns is called in its chain: a prefix of noise and state."""
+    """Name of the factory's transform in its chain: a prefix of noise and state."""
     feedback: bool | None = None
     """Whether a compressor has error feedback by default; None for what takes no `feedback`."""
     malicious: tuple[str, ...] = PLANTED
@@ -83,7 +83,10 @@ class DefenceEntry(NamedEntry):
         made = self.factory(**values)
         if isinstance(made, Defence):
             return made
-        (slot,) = self.changes
-        update = slot in ("step", "send")
-        held: Any = chain(**{self.stage: Feedback(made) if fed_back else made}) if update else (made,)
-        return Defence(self.name, **{slot: held})
+        if len(self.changes) != 1:
+            what = f"returned {type(made).__name__}, not a defence"
+            raise fail(self.name, what, "return a Defence that holds it, which names its slots")
+        held: Any = (made,)
+        if self.changes[0] in ("step", "send"):
+            held = chain(**{self.stage: Feedback(made) if fed_back else made})
+        return Defence(self.name, **{self.changes[0]: held})

@@ -110,7 +110,7 @@ class Soteria(Checked, Transform):
         slopes = vmap(lengths, chunk_size=AT_ONCE)(directions).mT
         each = slopes / ((r.abs() if self.variant == "paper" else r) + self.delta)
         taken = context.included
-        if taken is not None:  # who was not drawn may be no number
+        if taken is not None:  # an example that was not drawn may be no number
             weights = taken.to(each.dtype).unsqueeze(1)
             each = torch.where(weights != 0, weights * each, 0.0)
         return layer, each.sum(0)
@@ -155,13 +155,13 @@ class Outpost(Checked, Transform):
     population variance. The coin `coin` and the noise `normal.<parameter>` are named; the neutral coin 1/2 does what is
     likelier.
 
-    The paper does not say whether i begins anew in each round. Here it is state, `steps`, and runs on through all
+    The paper leaves open whether i starts again in each round. Here it is state, `steps`, and runs on through all
     rounds, from 0 in the first, which is always perturbed.
 
     The support of what is sent is an intermediate `mask.<parameter>`. A column (entries that differ in the first
     dimension only) that holds a zero was given no noise, so its mask is known; a column without one is computed.
     There an attacker's derivative is that of noise added to g, whether the coin fell so or not, and of the coin by its
-    distance from the threshold: with the computed masks as constants he recovers less than one who knows nothing.
+    distance from the threshold: with the computed masks as constants, knowing the defence makes an attacker weaker.
     """
 
     scale: Annotated[Strength, "Standard deviation of the noise, as a multiple of a layer's variance."] = 0.8

@@ -132,8 +132,8 @@ class Fitted(Checked, Probing):
     """Base of transforms that may be fitted to public batches (`form="global"`) in place of the client's own.
 
     These are the first `batches` of the client's public images, as large as its own batch, at the parameters of the
-    round, in directions on which everybody has agreed. Labels are those of the public images, or all classes in turn
-    where none are known. What follows tells nothing of the client's batch.
+    round, in directions on which all have agreed. Labels are those of the public images, or all classes in turn
+    where none are known. The result does not depend on the client's batch.
     """
 
     form: Form
@@ -147,7 +147,7 @@ class Fitted(Checked, Probing):
         return self.form == "global"
 
     def directions(self, batch: Batch) -> NoiseSpec:
-        """Declare the directions: those of the global form are of public batches, and the same for everybody."""
+        """Declare the directions: those of the global form are of public batches, and the same for all."""
         if not self.needs_public:
             return super().directions(batch)
         shape, dtype = (self.probes, *batch.inputs.shape), batch.inputs.dtype
@@ -172,13 +172,12 @@ class Fitted(Checked, Probing):
             found.append(tmap(torch.detach, gradient(batch)))
         return squares, found
 
-    def conflicts(self) -> Iterator[Problem]:
+    def conflicts(self, sound: bool) -> Iterator[Problem]:
         """Refuse settings of the local form in the global one, and the other way."""
-        if not self.needs_public:
+        if self.form == "local":
             yield from unused(self.label, self, ("batches",), "the local form is fitted to no public batch")
-            return
         for name in self.own_batch:
-            if getattr(self, name) != getattr(type(self), name):
+            if self.needs_public and getattr(self, name) != getattr(type(self), name):
                 what = "is for the client's own batch, of which the global form knows nothing"
                 yield Problem(f"{self.label}.{name}", what, "leave it out; fewer batches are cheaper")
 
@@ -191,7 +190,7 @@ def _agreed(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     return _DRAWN[shape, dtype]
 
 
-BASELINE = {"entry": 1e-8, "clamped": 1e-6, "layer": 1e-6}
+SMALLEST = {"entry": 1e-8, "clamped": 1e-6, "layer": 1e-6}
 """Smallest |g| that a ratio is divided by: of an entry, of one that may be clamped, of a whole layer."""
 CAP = 1e6
 """Largest ratio. These are the constants of the authors' program; the paper leaves them open."""
@@ -211,9 +210,9 @@ class OptimalNoise(Fitted):
 
     That is the local form, fitted to the client's own batch. With `form="global"` expectations over public batches take
     the places of both norms (`gradveil.theory.first_order_utility.global_ratio`; Theorem 3's with a `clamp`), as
-    `Fitted` says. Then all clients have the same variances, the server knows them, and they tell nothing of the batch:
-    nobody's error can be below a bound (`gradveil bound`). What tells nothing on any public batch may tell of another:
-    it gets the mean ratio, where the theorem would give it no noise.
+    `Fitted` says. Then all clients have the same variances, the server knows them, and they do not depend on the batch:
+    no attacker's error can be below a bound (`gradveil bound`). An entry that reveals nothing of any public batch may
+    reveal another: it gets the mean ratio, where the theorem would give it no noise.
 
     The standard deviations are intermediates `scale.<parameter>`: those not pinned are computed from update and batch,
     and an attacker differentiates through them, which takes `probes` forward-mode products an iteration.
@@ -301,20 +300,20 @@ class OptimalNoise(Fitted):
     def _rough_ratio(self, value: Tensor, squares: Tensor) -> Tensor:
         """Divide squares that are mixed with those of the layer's ratio, in few passes."""
         sizes = value.square()
-        entry = squares / sizes.clamp(min=self._baseline**2)
+        entry = squares / sizes.clamp(min=self._smallest**2)
         ratio = root(torch.where(sizes > 0, torch.lerp(entry, of_layer(sizes, squares), SHRINK), 0.0)).clamp(max=CAP)
         return torch.where(value.abs() > self.clamp, 0.0, ratio) if math.isfinite(self.clamp) else ratio
 
     def _ratio(self, value: Tensor, row: Tensor) -> Tensor:
         if self.layerwise:
-            ratio = (norm({"": row}) / norm({"": value}).clamp(min=BASELINE["layer"])).expand_as(value)
+            ratio = (norm({"": row}) / norm({"": value}).clamp(min=SMALLEST["layer"])).expand_as(value)
         else:
-            ratio = row / value.abs().clamp(min=self._baseline)
+            ratio = row / value.abs().clamp(min=self._smallest)
         return torch.where(value.abs() > self.clamp, 0.0, ratio.clamp(max=CAP))
 
     @property
-    def _baseline(self) -> float:
-        return BASELINE["clamped" if math.isfinite(self.clamp) else "entry"]
+    def _smallest(self) -> float:
+        return SMALLEST["clamped" if math.isfinite(self.clamp) else "entry"]
 
     def smallest(self) -> Mapping[str, Any]:
         """Without spread there is no noise, without a bound nothing is cut."""
@@ -323,11 +322,11 @@ class OptimalNoise(Fitted):
 
 @dataclass(frozen=True)
 class OptimalPruning(Fitted, Magnitude):
-    """Zero the share `ratio` of coordinates with the smallest |g_i| / ||dg_i/dx||: worth least for what they tell.
+    """Zero the share `ratio` of coordinates with the smallest |g_i| / ||dg_i/dx||: worth least for what they reveal.
 
     Counts and ties are those of `Magnitude`. A coordinate that is not zero but does not depend on the inputs is kept
     before all others, one that is zero goes first. With `mixed`, the paper's mixed defence, a coin decides on the one
-    coordinate at the border: it goes with probability ratio P - baseline(ratio P), so that ratio P go on average. With
+    coordinate at the border: it goes with probability ratio P - floor(ratio P), so that ratio P go on average. With
     `scope=layer` each layer tosses its own coin, and a small one may lose all it has.
 
     `std` is the paper's noisy pruning: N(0, std^2) on what is kept. The masks are still those of the update without
@@ -338,7 +337,7 @@ class OptimalPruning(Fitted, Magnitude):
 
     With `form="global"`, Theorem 4's, the ratio is that of expectations over public batches (`Fitted`), sqrt(E g_i^2 /
     E ||dg_i/dx||^2), which is what `gradveil.theory.first_order_utility.global_masks` goes by: all clients send the
-    same coordinates, known to the server, and which they are tells nothing of anybody's batch. Error feedback then
+    same coordinates, known to the server, and which they are depends on no client's batch. Error feedback then
     waits for the mask to move.
     """
 

@@ -137,8 +137,8 @@ def smallest_mask(magnitude: Tensor, count: int) -> Tensor:
 def without_ends(value: Tensor, bottom: int, top: int = 0) -> Tensor:
     """Return a tensor with the `bottom` smallest and `top` largest of all its magnitudes set to zero.
 
-    Equal to `value` times the mask of what `ends_mask` does not mark, and computed like that where somebody
-    differentiates or batches. A plain tensor on the CPU needs no mask: its thresholds say it all.
+    Equal to `value` times the mask of what `ends_mask` does not mark, and computed like that under a
+    derivative or `vmap`. A plain tensor on the CPU needs no mask, only its thresholds.
 
     >>> without_ends(torch.tensor([1.0, -4.0, 3.0, 2.0]), 1, 1)
     tensor([0., 0., 3., 2.])
@@ -240,7 +240,7 @@ class _Ends(torch.autograd.Function):
 
 
 BORDER = "border"
-"""What the borders of the sent magnitudes are called."""
+"""Name of the borders of the sent magnitudes."""
 Ratio = Annotated[Share, "Share of entries that are set to zero."]
 Scope = Annotated[Literal["layer", "global"], "Whether entries compete within their parameter, or with all others."]
 
@@ -251,15 +251,15 @@ class Pruning(Transform):
     The masks are intermediates named `mask.<parameter>`: pinned ones are used, others computed. Either way they count
     as constants for the derivative, which is exact wherever no entry is at a threshold.
 
-    Where magnitudes decide, the smallest and the largest that was sent, `border.<parameter>` [2], say how large a
-    pruned entry can be. Pinned beside the masks they make a pruned entry show by how much it breaks that order, which
+    Where magnitudes decide, the smallest and the largest that was sent, `border.<parameter>` [2], bound a pruned
+    entry. Pinned together with the masks they make a pruned entry show by how much it breaks that order, which
     is zero for the true update, instead of zero.
     """
 
     stage: ClassVar[Stage] = Stage.PRUNE
     guarantee: ClassVar[str] = "no formal guarantee"
     prefix: ClassVar[str] = "mask"
-    """What the masks are called: attackers who infer masks infer `mask.*`."""
+    """Name of the masks: attackers who infer masks infer `mask.*`."""
     ordered: ClassVar[bool] = False
     """Whether the magnitudes that were sent bound those that were not."""
 
@@ -285,7 +285,7 @@ class Pruning(Transform):
         return spec | NoiseSpec(borders).under(BORDER)
 
     def beyond(self, magnitude: Tensor, smallest: Tensor, largest: Tensor) -> Tensor:
-        """Say by how much a pruned magnitude breaks the order, given the smallest and largest that were sent.
+        """Return by how much a pruned magnitude breaks the order, given the smallest and largest that were sent.
 
         With this base's pruning of the smallest it is what exceeds the smallest sent.
         """
@@ -334,7 +334,7 @@ class Pruning(Transform):
 
 @dataclass(frozen=True)
 class Magnitude(Checked, Pruning):
-    """Zero the share `ratio` of smallest magnitude: baseline(ratio * P) of P entries, the first of equals first.
+    """Zero the share `ratio` of smallest magnitude: floor(ratio * P) of P entries, the first of equals first.
 
     The share is read as it is written in decimal: 0.29 of 100 entries are 29. Since ratio < 1, one entry always stays.
     """
@@ -378,7 +378,7 @@ class Magnitude(Checked, Pruning):
 class Dual(Checked, Pruning):
     """Zero the share `top` of largest and `bottom` of smallest magnitude of each parameter (Xue et al. 2024, DGP).
 
-    The paper leaves the rounding open. Here baseline(top * P) and baseline(bottom * P) entries go, so at least one
+    The paper leaves the rounding open. Here floor(top * P) and floor(bottom * P) entries go, so at least one
     stays; of equal entries the first are the smaller ones, so that the two sets never overlap.
     """
 
@@ -387,10 +387,9 @@ class Dual(Checked, Pruning):
     label: ClassVar[str] = "dgp"
     ordered: ClassVar[bool] = True
 
-    def conflicts(self) -> Iterator[Problem]:
+    def conflicts(self, sound: bool) -> Iterator[Problem]:
         """Refuse shares that leave nothing to send."""
-        total = as_written(self.top) + as_written(self.bottom)
-        if total >= 1:
+        if sound and (total := as_written(self.top) + as_written(self.bottom)) >= 1:
             what = f"top + bottom is {total}, which leaves nothing to send"
             yield Problem("dgp", what, "give shares whose sum is below 1")
 
@@ -422,7 +421,7 @@ class Dual(Checked, Pruning):
 
 
 def share(ratio: float, entries: int) -> int:
-    """Count baseline(ratio * entries) with the ratio as it is written in decimal.
+    """Count floor(ratio * entries) with the ratio as it is written in decimal.
 
     >>> share(0.29, 100), int(0.29 * 100), share(0.99, 1)
     (29, 28, 0)

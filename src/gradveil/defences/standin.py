@@ -33,7 +33,7 @@ class StandIn(Checked, Transform):
 
     In the first round g / (|g| + eps) is the sign of g, and its derivative is zero but for entries as small as eps. An
     attacker who simulates the defence descends along the same formula with eps raised to the layer's mean sqrt(v): in
-    the first round that is g / (|g| + mean |g|), in which an entry may turn. What he matches remains exact.
+    the first round that is g / (|g| + mean |g|), in which an entry may turn. The update that they match remains exact.
     """
 
     optimiser: Annotated[Literal["adam", "adagrad", "yogi"], "Optimiser whose step is sent."] = "adam"
@@ -46,7 +46,7 @@ class StandIn(Checked, Transform):
     label: ClassVar[str] = "standin"
     stage: ClassVar[Stage] = Stage.STANDIN
 
-    def conflicts(self) -> Iterator[Problem]:
+    def conflicts(self, sound: bool) -> Iterator[Problem]:
         """Refuse averages for an optimiser that has none."""
         if not self._averages:
             yield from unused("standin", self, ("beta1", "beta2"), "Adagrad averages nothing over the rounds")

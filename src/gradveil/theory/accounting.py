@@ -17,7 +17,7 @@ from functools import cache
 from typing import Annotated, ClassVar, Literal
 
 from gradveil.core.errors import Problem, fail, refuse
-from gradveil.core.settings import STRENGTH, Checked, Count, Kept, Range, collect
+from gradveil.core.settings import Checked, Count, Kept, Range, collect
 
 Accountant = Literal["pld", "rdp"]
 """How privacy losses are composed: by their distribution, or by Rényi divergences."""
@@ -48,7 +48,7 @@ class Participation(Checked):
 
     With `poisson` sampling, each unit is in each of `steps` sums with probability `rate`, independently; neighbours
     differ by one unit added or removed (Abadi et al. 2016). With `shuffled` batches of fixed size, a unit is in one of
-    baseline(1 / rate) sums of each epoch; it is accounted once an epoch, *without* amplification by sampling, and
+    floor(1 / rate) sums of each epoch; it is accounted once an epoch, *without* amplification by sampling, and
     neighbours differ by one unit replaced, which can change the sum by 2 C. The schedule must not depend on the data.
     """
 
@@ -86,7 +86,7 @@ def composed(parts: Sequence[tuple[float, Participation]]) -> float:
     Neighbouring data have to be the same in all of them: Poisson samples and shuffled batches do not compose.
     """
     kinds = [(training.delta, training.sampling, training.accountant) for _, training in parts]
-    problems = collect("privacy", (("sigma", STRENGTH, noise) for noise, _ in parts))
+    problems = collect("privacy", (("sigma", Range(0), noise) for noise, _ in parts))
     if len(set(kinds)) > 1:
         what = "differ in delta, sampling or accountant, so that no epsilon holds for all of them"
         problems.append(Problem("privacy", what, "account for each by itself"))
