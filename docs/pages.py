@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ast
+import json
 import re
 from collections import defaultdict
 from pathlib import Path
+from typing import Any
 
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
@@ -40,7 +42,19 @@ def reference() -> dict[str, str]:
         if not any(part.startswith("_") and part != "__init__" for part in parts):
             heading = "#" if not pages[package] else "##"
             pages[package] += [f"{heading} {module}", prose(tree), *definitions(tree)]
+    listed = json.loads((SRC / "gradveil/cli/index.json").read_text(encoding="utf-8"))["listed"]
+    for kind in ("attacks", "defences"):
+        pages[kind] += ["## Settings", *(part for row in listed[kind] for part in settings(row))]
     return {package: "\n\n".join(text) + "\n" for package, text in pages.items()}
+
+
+def settings(row: dict[str, Any]) -> list[str]:
+    """Describe a named attack or defence, with a table of what it takes."""
+    lines = ["| setting | value | default | |", "|---|---|---|---|"] if row["arguments"] else []
+    for each in row["arguments"]:
+        default = "required" if each["required"] else f"`{json.dumps(each['default'], ensure_ascii=False)}`"
+        lines.append(f"| `{each['name']}` | {each['allowed']} | {default} | {each['help']} |")
+    return [f"### {row['name']}", f"{row['description']}. {row['citation']}.", "\n".join(lines)]
 
 
 def definitions(scope: ast.Module | ast.ClassDef) -> list[str]:

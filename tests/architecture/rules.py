@@ -193,8 +193,21 @@ def public_constants_are_documented(source: Source) -> list[str]:
             target = node.targets[0] if isinstance(node, ast.Assign) else node.target
             public = [part.id for part in ast.walk(target) if isinstance(part, ast.Name) and part.id[0] != "_"]
             told = isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
+            told = told or (node.value is not None and says_its_help(node.value))
             wrong += [f"{node.lineno}: {', '.join(public)} has no docstring"] if public and not told else []
     return wrong
+
+
+def says_its_help(value: ast.expr) -> bool:
+    """Whether a type is that of a setting, `Annotated`, with a line of help.
+
+    >>> says_its_help(ast.parse('Annotated[int, "Rounds."]', mode="eval").body)
+    True
+    """
+    if not (isinstance(value, ast.Subscript) and ast.unparse(value.value) == "Annotated"):
+        return False
+    held = value.slice.elts if isinstance(value.slice, ast.Tuple) else []
+    return any(isinstance(part, ast.Constant) and isinstance(part.value, str) for part in held)
 
 
 def exempt(decorator: str) -> bool:

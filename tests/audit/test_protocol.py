@@ -68,9 +68,9 @@ def test_an_image_that_is_none_has_diverged():
 
 
 def test_an_attack_says_what_it_believes_and_knows_in_words_there_are():
-    mine = make_attack("ig")
-    assert list(declared(mine)) == []
-    wrong = replace(mine, simulated_client="adaptive", knowledge={"model.*": "optimise", "send.*": Neutral()})
+    assert list(declared(make_attack("ig"))) == []
+    wrong = type("Wrong", (), {"name": "wrong", "__call__": lambda self: None, "simulated_client": "adaptive"})()
+    wrong.knowledge = {"model.*": "optimise", "send.*": Neutral()}
     assert [problem.where for problem in declared(wrong)] == ["simulated_client", "knowledge['model.*']"]
     bare = type("Bare", (), {"name": "bare", "__call__": lambda self: None})()
     assert [problem.where for problem in declared(bare)] == ["simulated_client", "knowledge"]

@@ -51,6 +51,7 @@ def test_everything_is_listed_with_the_way_to_switch_feedback_on(capsys: pytest.
 
 def test_defences_are_listed_with_what_they_take(capsys: pytest.CaptureFixture[str]) -> None:
     (dp,) = [row for row in plain(capsys, "defences") if row["name"] == "dp"]
+    assert [argument.pop("help")[:5] for argument in dp["arguments"]] == ["Large", "Noise", "What "]
     assert dp["arguments"] == [
         {"name": "clip", "allowed": "a number above 0 or inf", "required": False, "default": 20.0},
         {"name": "sigma", "allowed": "a number of at least 0", "required": False, "default": 0.001},
@@ -128,11 +129,19 @@ def test_every_setting_that_an_attack_takes_is_shown(name: str, capsys: pytest.C
     shown_with = {argument["name"]: argument["default"] for argument in row["arguments"]}
     by_newton = {"sign"} if isinstance(make_attack(name).descent.stepper, LBFGS) else set[str]()
     assert {argument.name for argument in ATTACKS[name].arguments} - shown_with.keys() == by_newton
-    for setting, (_, words) in KNOWN_BY_WORD.items():
+    for setting, (_, words, _) in KNOWN_BY_WORD.items():
         assert shown_with[setting] == known_as(make_attack(name), setting)
-        for word in set(words.values()) - {"simulated"}:  # which leaves a preset as it is
+        for word in words.keys() - {"simulated"}:  # which leaves a preset as it is
             built = known_as(make_attack(f"{name}({setting}={word}, simulated_client=full)"), setting)
             assert built == word
+
+
+@pytest.mark.parametrize("name", [*DEFENCES, *ATTACKS])
+def test_one_name_shows_the_help_of_its_arguments(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    text = " ".join(shown(capsys, name).split())
+    for argument in {**DEFENCES, **ATTACKS}[name].arguments:
+        assert argument.help.endswith("."), f"{argument.name} has no help"
+        assert argument.name == "sign" or argument.help in text
 
 
 @pytest.mark.parametrize("name", [*DEFENCES, *ATTACKS])

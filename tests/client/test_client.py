@@ -155,9 +155,9 @@ def test_impossible_local_training_is_refused_all_at_once():
         "local.batch",
         "local.lr",
         "local.steps",
+        "local.optimiser",
         "local.momentum",
         "local.weight_decay",
-        "local.optimiser",
         "local",
     ]
     assert "no momentum" in problems(lambda: Local(2, 0.1, steps=1, nesterov=True))[0]

@@ -1,6 +1,7 @@
 """Every defence names the attackers that aim at it, and `adaptive` in a run stands for them."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from gradveil.attacks.protocol import Active
 from gradveil.audit.attack_selection import aimed_at, attacks_against, pairs, planted_for, trials
 from gradveil.cli.app import run
 from gradveil.core.errors import GradveilError
-from gradveil.defences import DEFENCES
+from gradveil.defences import DEFENCES, Gaussian, chain
 from gradveil.defences.entry import DefenceEntry
 from tests.audit.runs import config
 
@@ -58,6 +59,16 @@ def entry(name, adaptive):
         name=name, factory=lambda: DEFENCES["sign"](), description="", citation="", changes=("send",),
         guarantee="none", cost="", adaptive=adaptive,
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("changes", [("step",), ("send",), ("batch", "send")])
+def test_what_a_factory_returns_is_put_into_the_slot_of_its_entry(changes):
+    mine = replace(entry("mine", ("ig",)), factory=lambda: Gaussian(0.1), changes=changes)
+    if len(changes) == 1:
+        assert getattr(mine(), changes[0]) == chain(own=Gaussian(0.1))
+    else:
+        with pytest.raises(GradveilError, match="returned Gaussian, not a defence -> return a Defence"):
+            mine()
 
 
 def test_who_names_nobody_is_refused():

@@ -169,8 +169,10 @@ def test_entry_is_complete(name: str):
     assert entry.description
     assert entry.guarantee
     assert entry.citation
-    assert [argument.name for argument in entry.arguments] == list(inspect.signature(entry.factory).parameters)
+    names = [argument.name for argument in entry.arguments if entry.feedback is None or argument.name != "feedback"]
+    assert names == list(inspect.signature(entry.factory).parameters)
     for argument in entry.arguments:
+        assert argument.help.endswith("."), f"{argument.name} has no help"
         assert argument.default is REQUIRED or argument.allowed.problems("x", argument.default) == []
         assert argument.name in entry.usage()
 

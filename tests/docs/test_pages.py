@@ -57,6 +57,8 @@ def test_the_reference_has_functions_classes_and_tables(monkeypatch):
     spec.loader.exec_module(hook)
     page = hook.reference()["attacks"]
     assert "### make_attack\n\n```python\nmake_attack(text: str, own: bool=False) -> Any\n```\n\nBuild an" in page
+    assert '\n| `rounds` | one of: first, last, all, none | `"last"` | Observed rounds that are attacked' in page
+    assert "\n| `ratio` | a number in [0, 1) | required | Share of entries that are" in hook.reference()["defences"]
     assert "### STATUSES\n\n```python\nSTATUSES: tuple[Status, ...] = ('converged', 'stalled'" in page
     assert "```\n\nEvery attack that a run file" in page
     assert "### _" not in page

@@ -84,6 +84,6 @@ def test_settings_without_a_meaning_are_refused_at_once():
     with pytest.raises(GradveilError) as caught:
         Server("adam", lr=0.0, momentum=0.9, betas=(0.9, 1.0), tau=0.0)
     told = [str(problem) for problem in caught.value.problems]
-    assert [line.partition(":")[0] for line in told] == ["server.lr", "server.betas", "server.tau", "server.momentum"]
+    assert [line.partition(":")[0] for line in told] == ["server.lr", "server.tau", "server.betas", "server.momentum"]
     with pytest.raises(GradveilError, match=r"server\.optimiser: is 'Adam' .*\nserver\.weights: is 'angle' "):
         Server("Adam", weights="angle")  # type: ignore[arg-type]

@@ -8,16 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Annotated
 
 from gradveil.attacks.inversion.cma_es import CMAES
-from gradveil.attacks.inversion.descent import Descent, Plateau
+from gradveil.attacks.inversion.descent import Cosine, Descent, Plateau, StepSchedule
 from gradveil.attacks.inversion.image_sources import Trained, Untrained
 from gradveil.attacks.inversion.inversion import Inversion
-from gradveil.attacks.inversion.optimisers import Adam, RMSprop
+from gradveil.attacks.inversion.optimisers import LBFGS, Adam, RMSprop
 from gradveil.attacks.knowledge import How, Infer, Known, Neutral, Optimise, Sample
+from gradveil.core.settings import Range
 
 OWN_DRAWS: dict[str, How] = {"model.*.lock.*": Sample(every_iteration=False), "model.*": Sample()}
-"""Who sends the parameters knows the architecture, not its noise: a naive attacker draws it as a client would.
+"""A server knows the architecture, not its noise: a naive attack draws it as a client would.
 
 A lock is drawn once, since a client keeps it."""
 MASKS: dict[str, How] = {"send.*mask.*": Infer(), "step.*mask.*": Infer()}
@@ -30,13 +32,79 @@ BATCHES: dict[str, How] = {
     "batch.*.public": Sample(every_iteration=False),
     "batch.*": Optimise(),
 }
-"""What was done to the batch: its numbers are optimised; who is mixed with whom and with which public images, and by
+"""What was done to the batch: its numbers are optimised; which images are mixed, and by
 which policy an image was transformed, is guessed once in each restart."""
 WHITENED: dict[str, How] = {"*.probe": Sample(every_iteration=False), "*.normal.*": Neutral()}
-"""Who whitens finds out with directions of his own how much noise an entry was given, and takes the noise as zero."""
+"""With `whiten` the attacker estimates with other directions how much noise an entry got, and takes it as zero."""
 INTERVALS: dict[str, How] = {"*.sent.*": Infer()}
 """What was rounded is known to an interval, and only what lies outside of it counts."""
 _DROPPED: dict[str, How] = {"model.*.mask": Optimise(weight=1e-4)}
+
+
+def dlg() -> Inversion:
+    """Deep leakage from gradients: inputs and soft labels together, l2 distance, L-BFGS."""
+    return Inversion(
+        "dlg",
+        objective="l2",
+        descent=Descent(LBFGS(lr=1.0), iterations=15_000, tolerance=1e-6, patience=2000),
+        restarts=4,
+        box=False,
+        labels="joint",
+        knowledge=OWN_DRAWS,
+    )
+
+
+def idlg() -> Inversion:
+    """Improved DLG: the label is read off the last layer, then the inputs are optimised."""
+    return replace(dlg(), name="idlg", labels="idlg")
+
+
+def ig() -> Inversion:
+    """Inverting gradients: cosine distance, total variation, signed Adam in the box, steps at 3/8, 5/8, 7/8."""
+    return Inversion(
+        "ig",
+        objective="cosine",
+        tv=1e-4,
+        descent=Descent(Adam(lr=0.1, sign="signed"), StepSchedule(), iterations=24_000),
+        knowledge=OWN_DRAWS,
+    )
+
+
+def sapag() -> Inversion:
+    """SAPAG: a Gaussian kernel over each layer's difference, L-BFGS."""
+    return Inversion(
+        "sapag",
+        objective="sapag",
+        descent=Descent(LBFGS(lr=1.0), iterations=2000, tolerance=1e-9, patience=500),
+        restarts=4,
+        labels="restore",
+        knowledge=OWN_DRAWS,
+    )
+
+
+def gi() -> Inversion:
+    """GradInversion: l2 matching with TV, l2 and BatchNorm priors, restarts pulled to their mean, Langevin noise.
+
+    The BatchNorm prior takes the running statistics that the model carries (it is left out of a model that has none).
+    """
+    return Inversion(
+        "gi",
+        objective="l2",
+        tv=1e-4,
+        l2=1e-6,
+        batchnorm=0.1,
+        group=1e-4,
+        langevin=0.01,
+        restarts=4,
+        descent=Descent(Adam(lr=0.1), Cosine(warmup=50), iterations=20_000),
+        labels="unique",
+        knowledge=OWN_DRAWS,
+    )
+
+
+def gi_strong() -> Inversion:
+    """GradInversion that is told the batch's true statistics in every BatchNorm layer: an upper bound."""
+    return replace(gi(), name="gi-strong", knowledge={**OWN_DRAWS, "statistics.*": Known()})
 
 
 def ig_scheliga() -> Inversion:
@@ -53,7 +121,7 @@ def ig_scheliga() -> Inversion:
 
 
 def wiig() -> Inversion:
-    """WIIG: an attacker who is told every random tensor. Granted knowledge: an upper bound, not a threat."""
+    """WIIG: an attack that is granted every random tensor: an upper bound, not a threat."""
     return _targeted("wiig", {**MASKS, "*border.*": Neutral(), "*.sent.*": Neutral(), "*": Known()})
 
 
@@ -128,7 +196,7 @@ def gias() -> Inversion:
     )
 
 
-def ggl() -> Inversion:
+def ggl(population: Annotated[int, Range(2, integer=True), "Candidates of one generation."] = 50) -> Inversion:
     """GGL: what a generator draws from evolves (CMA-ES, 500 generations of 50), and the defence is simulated.
 
     Clips are those of the client, masks are read off the zeros, the label off the last layer.
@@ -137,7 +205,7 @@ def ggl() -> Inversion:
         "ggl",
         objective="l2",
         descent=Descent(CMAES(), iterations=500),
-        restarts=50,
+        restarts=population,
         images=Trained(),
         labels="idlg",
         simulated_client="full",

@@ -1,4 +1,4 @@
-"""What an attacker knows of each named tensor of the client he believes in."""
+"""Knowledge of each named tensor of the simulated client."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class Knowledge:
             raise fail("knowledge.classes", f"is {self.classes}", "give at least 2")
 
     def how(self, name: str, number: int = 0) -> How:
-        """Say how a named tensor of an observed round (numbered from 0) is known.
+        """Return how a named tensor of an observed round (numbered from 0) is known.
 
         A value that was granted under the tensor's own name is the first round's; later ones are `round1.<name>`, …
         """

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
 from torch import Tensor
@@ -57,8 +57,8 @@ def restore_labels(
     """Restore the labels of a batch. Returns [V, B], sorted.
 
     A batch's row sums are the mean of its examples' own. The attacker runs the simulated client, without its defences,
-    on images of each class to learn their mean R[:, c] and their variance: on public images where he has them, else on
-    random ones, whose outputs are like the target clients' in an untrained net only. He takes the counts n that
+    on images of each class to learn their mean R[:, c] and their variance: on public images if there are any, else on
+    random ones, whose outputs are like the target clients' in an untrained net only. The result are the counts n that
     minimise
 
         sum_c (o_c - f (R n / B)_c)^2 / (2 variance_c) + sum_c log n_c!
@@ -194,7 +194,7 @@ def _proved(layer: Tensor, examples: int, noise: Tensor, signs: Tensor, biased: 
 def _responses(
     last: str, simulated_client: Client, params: Tensors, knowledge: Knowledge, key: Key
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Learn what one example of a class causes, from images of his own: one gradient of the last layer a group.
+    """Learn what one example of a class causes, from other images: one gradient of the last layer per group.
 
     Returns the mean row sums [K, K] (a column a class), one example's variance [K], and for each column of the layer
     [D] whether every group lowered its own class's row only.
@@ -228,7 +228,7 @@ def _of_training(
 ) -> Tensor:
     """Count the labels [V, K] of clients that trained locally.
 
-    What they send is no longer linear in the counts n. So the attacker trains on images of his own with counts n', sees
+    What they send is no longer linear in the counts n. So the attacker trains on other images with counts n', sees
     by how much the sums miss the observed ones, and corrects: o = simulated(n') - gain (n - n'), where the gain, how
     much a label lowers its own sum, comes from random labels. The counts whose simulation came closest are taken.
     """
@@ -263,7 +263,7 @@ def _of_training(
 
 
 def _simulate(client: Client, params: Tensors, labels: Tensor, knowledge: Knowledge, key: Key) -> Tensors:
-    """Let the client send updates [S, ...] for labels [S, B], on images of the attacker's."""
+    """Let the client send updates [S, ...] for labels [S, B], on images of the attacker."""
     example = next(iter(params.values()))
     images = _images(knowledge, labels.flatten(), key.child(Stream.IMAGES).generator()).to(example)
     batch = Batch(images.unflatten(0, labels.shape), labels.to(example.device))
@@ -293,8 +293,14 @@ def _labels(counts: Tensor) -> Tensor:
     return torch.stack(rows).to(counts.device)
 
 
-Labels = Literal["given", "idlg", "unique", "restore", "joint"]
-"""Where labels come from: told, read off the update (three ways), or optimised with the inputs."""
+Labels = Annotated[
+    Literal["given", "idlg", "unique", "restore", "joint"],
+    "Source of the labels: granted, read off the update in one of three ways, or optimised with the images.",
+]
+FoundLabels = Annotated[
+    Literal["given", "idlg", "unique", "restore"],
+    "Source of the labels: granted, or read off the update in one of three ways.",
+]
 
 
 def find_labels(

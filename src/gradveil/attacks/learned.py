@@ -1,9 +1,9 @@
-"""A learned attacker: a network that maps updates to images, trained by the attacker himself.
+"""The learned attack: a network that maps updates to images, trained for the attack.
 
-He has public images like the target clients'. He lets the client that he believes in send an update for each, with
-fresh noise every time, and learns to invert that map (Wu et al. 2023, "Learning to Invert: Simple Adaptive Attacks for
-Gradient Inversion in Federated Learning"). Whatever the defence does to an update, it does to the examples he learns
-from: also what it does in a later round with what the client has kept.
+The attacker has public images like the target clients'. The simulated client sends an update for each, with fresh noise
+every time, and a network learns to invert that map (Wu et al. 2023, "Learning to Invert: Simple Adaptive Attacks for
+Gradient Inversion in Federated Learning"). Whatever the defence does to an update, it does to the examples of the
+training: also what it does in a later round with what the client has kept.
 """
 
 from __future__ import annotations
@@ -11,19 +11,20 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
 from gradveil.attacks.knowledge import How, Knowledge, Known
-from gradveil.attacks.labels import Labels, find_labels, label_problems
+from gradveil.attacks.labels import FoundLabels, find_labels, label_problems
 from gradveil.attacks.protocol import Observation, Progress, Prospect, Reconstruction
 from gradveil.attacks.simulated_updates import Simulated
 from gradveil.client import Client
 from gradveil.core.errors import Problem, refuse
 from gradveil.core.noise import Key
+from gradveil.core.settings import Checked, Count, Positive
 from gradveil.core.streams import Stream
 from gradveil.core.tree import Tensors
 from gradveil.core.types import Batch
@@ -34,16 +35,15 @@ _AT_ONCE = 64
 
 
 @dataclass(frozen=True)
-class Learned:
+class Learned(Checked):
     """Train on public examples for `epochs`, then read every target client's update once."""
 
     name: str = "learned"
-    epochs: int = 30
-    width: int = 1000
-    features: int = 4096
-    """An update of more entries is summed into this many groups of random entries, each entry with a random sign."""
-    lr: float = 1e-3
-    labels: Labels = "given"
+    epochs: Annotated[Count, "Passes over the public images."] = 30
+    width: Annotated[Count, "Units of the network's hidden layers."] = 1000
+    features: Annotated[Count, "Random sums of entries that stand for a larger update."] = 4096
+    lr: Annotated[Positive, "Step size of the training."] = 1e-3
+    labels: FoundLabels = "given"
     simulated_client: Literal["naive", "full"] = "full"
     knowledge: Mapping[str, How] = field(default_factory=lambda: {"public": Known()})
 
@@ -100,7 +100,7 @@ class Learned:
         noise: Mapping[str, Tensor],
         plan: Sequence[int] = (),
     ) -> Tensor:
-        """Return 1 - cosine [V] of what inputs [V, B, ...] would send, with noise of his own, and what was sent."""
+        """Return 1 - cosine [V] of what inputs [V, B, ...] would send, with other noise, and what was sent."""
         assert knowledge.targets is not None, "the true labels are told"
         client = Simulated(simulated_client, observations)
         return client.distance(inputs, knowledge.targets.to(inputs.device), key)[:, 0]

@@ -8,14 +8,15 @@ sampler shows more: how often an entry was chosen says how large it is.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Literal
+from dataclasses import dataclass, fields, replace
+from typing import Annotated, Literal
 
 import torch
 from torch import Tensor
 
 from gradveil.attacks.inversion.inversion import Inversion
-from gradveil.attacks.knowledge import Knowledge
+from gradveil.attacks.inversion_presets import OWN_DRAWS, ig_scheliga
+from gradveil.attacks.knowledge import Knowledge, Known
 from gradveil.attacks.protocol import Observation, Progress, Prospect, Reconstruction
 from gradveil.client import Client
 from gradveil.core.errors import Problem, fail
@@ -29,8 +30,8 @@ _BATCHES = 16
 _ENOUGH, _OFTEN = 32, 3
 """Of fewer kept entries the smallest says too little of the threshold, of fewer rounds hits too little of the root."""
 
-Estimate = Literal["mean", "ranks", "thresholds"]
-"""How one gradient is made of many rounds."""
+Estimate = Annotated[Literal["mean", "ranks", "thresholds"], "How one gradient is made of many rounds."]
+Sampled = Annotated[Literal["ranks", "thresholds"], "How one gradient is made of many rounds of samples."]
 
 
 @dataclass(frozen=True)
@@ -40,8 +41,9 @@ class Pooled(Inversion):
     `mean`: of what was sent, whatever was done to it. The others know that MinMax sampling sent it: s = g + C / g of a
     few entries, each chosen with probability g^2 / (g^2 + C). `ranks` (GLAUS, Yang et al. 2023) looks at which entries
     were sent, and with which sign: the magnitude is that of the same rank among the attacker's own gradients, ranked by
-    how often an entry was sent; the sign is the one seen, or else that of his mean gradient. `thresholds` looks at the
-    values too: the smallest |s| of a layer is 2 sqrt(C), and how often an entry was sent tells which root is g.
+    how often an entry was sent; the sign is the one seen, or else that of the attacker's mean gradient. `thresholds`
+    looks at the values too: the smallest |s| of a layer is 2 sqrt(C), and how often an entry was sent tells which root
+    is g.
     """
 
     estimate: Estimate = "mean"
@@ -185,3 +187,15 @@ def _by_thresholds(observations: Sequence[Observation], name: str, otherwise: Te
     weight = torch.sigmoid((2 * hits - len(observations)) * odds / seen)
     found = weight * larger / seen + (1 - weight) * smaller / seen
     return torch.where(enough, found, otherwise.flatten(1)).reshape(like.shape)
+
+
+def averaging() -> Pooled:
+    """IG on the mean of what was sent in all rounds: noise of mean zero, sampling and rounding are averaged away."""
+    own = {field.name: getattr(ig_scheliga(), field.name) for field in fields(Inversion)}
+    return Pooled(**{**own, "name": "averaging", "rounds": "all"})
+
+
+def glaus(estimate: Sampled = "ranks") -> Pooled:
+    """GLAUS: magnitudes by how often an entry was sampled, signs by what was seen; then IG, where the paper has DLG."""
+    knowledge = {**OWN_DRAWS, "public": Known()}
+    return replace(averaging(), name="glaus", simulated_client="full", estimate=estimate, knowledge=knowledge)

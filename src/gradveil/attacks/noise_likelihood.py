@@ -69,7 +69,7 @@ def explained(likelihood: Tensor, shared: Tensor) -> Tensor:
 
 
 def likelier(answer: Tensor, truth: Tensor) -> tuple[Tensor, Tensor]:
-    """Say by how much the log-likelihood of the truth is larger than an answer's [N], and how many spreads that is [N].
+    """Return by how much the log-likelihood of the truth exceeds an answer's [N], and how many spreads that is [N].
 
     Both are columns [N, COLUMNS]. The spread of the sum is taken from that between groups of entries.
     """
@@ -79,7 +79,7 @@ def likelier(answer: Tensor, truth: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def sharing(quiet: Mapping[str, Tensor], draws: Sequence[Mapping[str, Tensor]], declared: int) -> Tensor:
-    """Say how far noise is shared by entries [N]: above 1 it is, of independent noise it hardly ever is.
+    """Return how far noise is shared by entries [N]: above 1 it is, of independent noise it hardly ever is.
 
     `draws` are four simulations with fresh noise, `declared` is how many random numbers make it. With fewer numbers
     than noisy entries it is shared. So it is where, in a layer or in one of its rows, the differences of two pairs of

@@ -71,7 +71,7 @@ class Remark:
 
 
 def in_words(remarks: Iterable[Remark]) -> list[str]:
-    """Say each remark once for all target clients, with the numbers from the least to the largest.
+    """Merge equal remarks: each once for all target clients, with the numbers from the least to the largest.
 
     >>> in_words([Remark("{} of 9", (0.2, 4.0)), Remark("{} left", (1.0,), usual=1), Remark("{} of 9", (7.0,))])
     ['0 to 7 of 9']
@@ -258,13 +258,13 @@ class Active(Protocol):
         ...
 
     def planted(self) -> str:
-        """Say in words what is put into the model."""
+        """Describe what is put into the model."""
         ...
 
 
 @runtime_checkable
 class Persistent(Active, Protocol):
-    """A malicious server that changes the model anew in every round; without it, later rounds move what was crafted."""
+    """A malicious server that changes the model again in every round; else later rounds move what was crafted."""
 
     def resend(self, client: Client, knowledge: Knowledge, number: int) -> Tensors:
         """Return the parameters that the server sends in a round after the first, given the client that it crafted."""
@@ -288,5 +288,5 @@ class CanRefuse(Protocol):
     """What an attack may offer besides: why it would fail, before anything is computed."""
 
     def problems(self, prospect: Prospect) -> Iterable[Problem]:
-        """Say what stands in its way, each with what to do."""
+        """Yield what stands in its way, each with a fix."""
         ...

@@ -80,7 +80,7 @@ class Simulated:
         return torch.cat([self.distance(inputs, targets, key), torch.cat(parts)], 1)
 
     def _explained(self, rows: Sequence[int], batch: Batch, key: Key) -> Tensor:
-        """Say how well images explain what was observed of them [N, COLUMNS], NaN without noise."""
+        """Return how well images explain what was observed of them [N, COLUMNS], NaN without noise."""
         _, params, simulated_client = self.rounds[-1]
         spec = simulated_client.noise_spec(params, Batch(batch.inputs[0], batch.targets[0]))
         late = [n for n in spec if n.startswith(ADDED)]

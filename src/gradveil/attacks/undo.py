@@ -17,6 +17,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
+from typing import Annotated
 
 import torch
 from torch import Tensor
@@ -35,6 +36,7 @@ DRAWS = 4096
 """Combinations of draws of one image, at most."""
 SIGMA = 0.03
 """Error of a reconstruction that is expected, in pixels of [0, 1]."""
+Undo = Annotated[bool, "Undo the client's batch defence by its public transforms, after the attack."]
 _STEPS, _RATE, _KEPT = 120, 0.1, 4
 _VALUES = 2**21
 """Values of images that are searched at once."""

@@ -230,7 +230,8 @@ def _single(found: Mapping[str, Sequence[Row]]) -> Iterator[RenderableType]:
             facts = _grid()
             for name, value in _facts(row):
                 facts.add_row(_dim(name), value)
-            arguments = [Padding(Group(*_lines(row["arguments"])), (0, 0, 0, 2))] if row.get("arguments") else []
+            table = _lines(row.get("arguments", ()), helped=True)
+            arguments = [Padding(Group(*table), (0, 0, 0, 2))] if table else []
             yield Padding(Group(row["description"], *_usage(row), *arguments, facts), (0, 0, 1, 2))
 
 
@@ -278,12 +279,14 @@ def _argument(name: str, found: Mapping[str, Sequence[Row]]) -> Iterator[Rendera
         yield Padding(table, (0, 0, 1, 2))
 
 
-def _lines(arguments: Sequence[Mapping[str, Any]]) -> list[Table]:
+def _lines(arguments: Sequence[Mapping[str, Any]], helped: bool = False) -> list[Table]:
     if not arguments:
         return []
     table = _grid()
     for argument in arguments:
         table.add_row(Text(argument["name"], style="cyan"), *_about(argument))
+        if helped and "help" in argument:
+            table.add_row("", _dim(argument["help"]), "")
     return [table]
 
 

@@ -5,9 +5,9 @@ T optimiser steps from the global parameters, an unrolled loop, with the batch d
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -16,55 +16,44 @@ from gradveil.client.defended_gradient import Defended
 from gradveil.client.private_layers import Own, spread
 from gradveil.core.errors import Problem, fail, refuse
 from gradveil.core.noise import Bernoulli, Noise, NoiseSpec, Schedule
+from gradveil.core.settings import Checked, Count, Positive, Range, Share, Strength
 from gradveil.core.tree import Tensors, alike, select
 from gradveil.core.types import Anew, Batch, BatchTransform, Domain
 
+_Length = Annotated[int | None, Range(1, integer=True, optional=True)]
+
 
 @dataclass(frozen=True)
-class Local:
+class Local(Checked):
     """How a client trains between two messages. Give `steps` or `epochs`.
 
     The update it sends is parameters in minus parameters out: with one step of plain SGD that is lr times the gradient.
     """
 
-    batch: int
-    lr: float
-    steps: int | None = None
-    epochs: int | None = None
-    optimiser: Literal["sgd", "adam"] = "sgd"
-    momentum: float = 0.0
-    nesterov: bool = False
-    weight_decay: float = 0.0
+    batch: Annotated[Count, "Examples of a step."]
+    lr: Annotated[Positive, "Step size."]
+    steps: Annotated[_Length, "Number of steps; none if `epochs` is given."] = None
+    epochs: Annotated[_Length, "Passes over the examples; none if `steps` is given."] = None
+    optimiser: Annotated[Literal["sgd", "adam"], "Optimiser of the steps."] = "sgd"
+    momentum: Annotated[Share, "Momentum of SGD."] = 0.0
+    nesterov: Annotated[bool, "Look ahead with the momentum."] = False
+    weight_decay: Annotated[Strength, "Weight of the parameters in the gradient."] = 0.0
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
-    sampling: Literal["batches", "poisson"] = "batches"
+    sampling: Annotated[Literal["batches", "poisson"], "How the examples of a step are chosen."] = "batches"
     """`batches`: of fixed size, each epoch in a fresh order. `poisson`: each of N examples is in each step with
     probability batch / N, and sums are divided by `batch`, the expected number (Abadi et al. 2016)."""
+    label: ClassVar[str] = "local"
 
-    def __post_init__(self) -> None:
-        """Refuse settings that cannot be meant, all at once."""
-        problems = [
-            Problem(f"local.{name}", f"is {value}", f"give {expected}")
-            for name, value, expected, good in (
-                ("batch", self.batch, "at least 1", self.batch >= 1),
-                ("lr", self.lr, "a positive step size", self.lr > 0),
-                ("steps", self.steps, "at least 1, or epochs", self.steps is None or self.steps >= 1),
-                ("epochs", self.epochs, "at least 1, or steps", self.epochs is None or self.epochs >= 1),
-                ("momentum", self.momentum, "a number in [0, 1)", 0 <= self.momentum < 1),
-                ("weight_decay", self.weight_decay, "a number of at least 0", self.weight_decay >= 0),
-                ("optimiser", self.optimiser, "one of: adam, sgd", self.optimiser in ("sgd", "adam")),
-                ("sampling", self.sampling, "one of: batches, poisson", self.sampling in ("batches", "poisson")),
-            )
-            if not good
-        ]
+    def conflicts(self, sound: bool) -> Iterator[Problem]:
+        """Refuse momentum where it means nothing, and two lengths or none."""
         if self.optimiser == "adam" and (self.momentum or self.nesterov):
             remedy = "leave them out: Adam has moments of its own (betas), or take the optimiser sgd"
-            problems.append(Problem("local.momentum", "and nesterov mean nothing to 'adam'", remedy))
+            yield Problem("local.momentum", "and nesterov mean nothing to 'adam'", remedy)
         elif self.nesterov and not self.momentum:
-            problems.append(Problem("local.nesterov", "has no momentum to look ahead with", "give momentum, say 0.9"))
+            yield Problem("local.nesterov", "has no momentum to look ahead with", "give momentum, say 0.9")
         if (self.steps is None) == (self.epochs is None):
-            problems.append(Problem("local", "needs exactly one of steps and epochs", "remove or add one"))
-        refuse(problems)
+            yield Problem("local", "needs exactly one of steps and epochs", "remove or add one")
 
     @property
     def order(self) -> str:

@@ -1,13 +1,22 @@
-"""Settings of named things: allowed values, defaults, canonical texts, and differences between two sets."""
+"""Settings of named things: allowed values, defaults, canonical texts, and differences between two sets.
+
+A setting is declared once, as an annotated parameter of a function or field of a dataclass: its type, what it may be,
+one line of help, and its default. Checks, error messages, the text form and `gradveil list` follow from that:
+
+    clip: Annotated[Bound, "Largest norm of an example's gradient."] = 20.0
+    scope: Annotated[Literal["layer", "global"], "Where entries compete."] = "layer"
+"""
 
 from __future__ import annotations
 
+import inspect
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
-from typing import Any, cast
+from typing import Annotated, Any, ClassVar, Literal, cast, get_args, get_origin, get_type_hints
 
 from gradveil.core.errors import Problem, refuse
 
@@ -32,7 +41,7 @@ class Range:
     """None is allowed: the model's own setting."""
 
     def __str__(self) -> str:
-        """Say in words what is allowed."""
+        """Describe in words what is allowed."""
         kind = "an odd number" if self.odd else "a whole number" if self.integer else "a number"
         end = (" or inf" if self.unlimited else "") + (", or none" if self.optional else "")
         if self.high < math.inf:
@@ -70,7 +79,7 @@ class Choice:
     names: tuple[str | None, ...]
 
     def __str__(self) -> str:
-        """Say in words what is allowed."""
+        """Describe in words what is allowed."""
         return f"one of: {', '.join(name or 'none' for name in self.names)}"
 
     def problems(self, where: str, value: object) -> list[Problem]:
@@ -85,7 +94,7 @@ class Flag:
     optional: bool = False
 
     def __str__(self) -> str:
-        """Say in words what is allowed."""
+        """Describe in words what is allowed."""
         return "true or false" + (", or none" if self.optional else "")
 
     def problems(self, where: str, value: object) -> list[Problem]:
@@ -101,7 +110,7 @@ class TextValue:
     meaning: str
 
     def __str__(self) -> str:
-        """Say in words what is allowed."""
+        """Describe in words what is allowed."""
         return f"{self.meaning}, or none"
 
     def problems(self, where: str, value: object) -> list[Problem]:
@@ -115,7 +124,7 @@ class Anything:
     """Whatever can be written: what a user's own code takes, it checks itself."""
 
     def __str__(self) -> str:
-        """Say in words what is allowed."""
+        """Describe in words what is allowed."""
         return "a number, a word or a text"
 
     def problems(self, where: str, value: object) -> list[Problem]:
@@ -126,16 +135,18 @@ class Anything:
 Allowed = Range | Choice | Flag | TextValue | Anything
 """What an argument may be: it checks a value, and says in words what it allows."""
 
-BOUND = Range(0, low_open=True, unlimited=True)
+Bound = Annotated[float, Range(0, low_open=True, unlimited=True)]
 """A norm to clip to."""
-STRENGTH = Range(0)
+Strength = Annotated[float, Range(0)]
 """A standard deviation, a scale, a weight of the loss."""
-SHARE = Range(0, 1, high_open=True)
+Positive = Annotated[float, Range(0, low_open=True)]
+"""A step size, or what keeps a quotient finite."""
+Share = Annotated[float, Range(0, 1, high_open=True)]
 """A share to remove: something is always kept."""
-KEPT = Range(1e-15, 1)
+Kept = Annotated[float, Range(1e-15, 1)]
 """A share to keep: something is always kept, since one minus it is still below one in double precision."""
-COUNT = Range(1, integer=True)
-"""A number of channels or features."""
+Count = Annotated[int, Range(1, integer=True)]
+"""A number of rounds, features or directions."""
 
 
 def collect(owner: str, checks: Iterable[tuple[str, Allowed, object]]) -> list[Problem]:
@@ -162,11 +173,12 @@ REQUIRED: Any = _Required()
 
 @dataclass(frozen=True)
 class Argument:
-    """One argument: its name, what it may be, and its default."""
+    """One argument: its name, what it may be, its default, and one line of help."""
 
     name: str
     allowed: Allowed
     default: Any = REQUIRED
+    help: str = ""
 
     def __str__(self) -> str:
         """Describe the argument in words."""
@@ -176,8 +188,7 @@ class Argument:
     def read(self, value: Any) -> Any:
         """Return an allowed value as it is meant: a whole number as one, however it was written.
 
-        >>> from gradveil.core.settings import BOUND, COUNT
-        >>> Argument("probes", COUNT).read(1e1), Argument("clip", BOUND).read(1e1)
+        >>> Argument("probes", Range(1, integer=True)).read(1e1), Argument("clip", Range(0)).read(1e1)
         (10, 10.0)
         """
         whole = isinstance(self.allowed, Range) and self.allowed.integer
@@ -186,15 +197,87 @@ class Argument:
     def plain(self) -> dict[str, Any]:
         """Describe the argument for machines; what JSON cannot hold is written as the grammar reads it.
 
-        >>> from gradveil.core.settings import BOUND
-        >>> Argument("clip", BOUND, math.inf).plain()
-        {'name': 'clip', 'allowed': 'a number above 0 or inf', 'required': False, 'default': 'inf'}
+        >>> Argument("clip", Range(0, unlimited=True), math.inf).plain()
+        {'name': 'clip', 'allowed': 'a number of at least 0 or inf', 'required': False, 'default': 'inf'}
         """
         required = self.default is REQUIRED
         endless = isinstance(self.default, float) and not math.isfinite(self.default)
         default = None if required else literal(self.default) if endless else self.default
         described = {"name": self.name, "allowed": str(self.allowed), "required": required, "default": default}
+        described |= {"help": self.help} if self.help else {}
         return described | ({"choices": list(self.allowed.names)} if isinstance(self.allowed, Choice) else {})
+
+
+def settings_of(thing: Callable[..., Any]) -> tuple[Argument, ...]:
+    """Read the settings off a function's parameters or a dataclass's fields: those that are `Annotated`.
+
+    The annotation holds what a value may be, unless its type says that already, and a line of help.
+
+    >>> def noisy(std: Strength, on: Annotated[Literal["mean", "sum"], "What the noise is added to."] = "mean"): ...
+    >>> [str(setting) for setting in settings_of(noisy)]
+    ['std (a number of at least 0; required)', 'on (one of: mean, sum; default mean)']
+    """
+    return tuple(argument for argument, declared in parameters_of(thing) if declared)
+
+
+def parameters_of(thing: Callable[..., Any]) -> Iterator[tuple[Argument, bool]]:
+    """Yield each parameter that can be given by name, and whether it is declared as a setting; else it may be anything.
+
+    Annotations that cannot be read here, such as names that are imported for type checkers alone, declare nothing.
+    """
+    try:
+        hints = get_type_hints(thing, include_extras=True)
+    except (NameError, TypeError, AttributeError):
+        hints = dict[str, Any]()
+    for name, given in inspect.signature(thing).parameters.items():
+        if given.kind in (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY):
+            default = REQUIRED if given.default is inspect.Parameter.empty else given.default
+            declared = get_origin(hints.get(name)) is Annotated
+            kind, *about = get_args(hints[name]) if declared else (None,)
+            allowed = next((each for each in about if isinstance(each, Allowed)), None)
+            help = next((each for each in about if isinstance(each, str)), "")
+            yield Argument(name, allowed or _implied(kind), default, help), declared
+
+
+def _implied(kind: Any) -> Allowed:
+    """Return what a type allows by itself."""
+    if get_origin(kind) is Literal:
+        return Choice(get_args(kind))
+    return Flag() if kind is bool else Anything()
+
+
+def or_none(argument: Argument) -> Argument:
+    """Return an argument that may also be none, its default: what is set elsewhere then stays.
+
+    >>> str(or_none(Argument("on", Choice(("mean", "sum")), "mean")))
+    'on (one of: mean, sum, none; default none)'
+    """
+    allowed = argument.allowed
+    if isinstance(allowed, Choice):
+        allowed = Choice((*allowed.names, None))
+    elif isinstance(allowed, Range | Flag):
+        allowed = replace(allowed, optional=True)
+    return replace(argument, allowed=allowed, default=None)
+
+
+_settings_of = lru_cache(maxsize=None)(settings_of)
+
+
+class Checked:
+    """Base of frozen dataclasses with settings: values out of range are refused, all at once."""
+
+    label: ClassVar[str] = ""
+    """What messages call it; without one, by its `name`."""
+
+    def __post_init__(self) -> None:
+        """Refuse settings that are out of range or contradict each other."""
+        owner = self.label or str(getattr(self, "name", type(self).__name__))
+        problems = collect(owner, ((s.name, s.allowed, getattr(self, s.name)) for s in _settings_of(type(self))))
+        refuse([*problems, *self.conflicts(sound=not problems)])
+
+    def conflicts(self, sound: bool) -> Iterator[Problem]:
+        """Yield contradictions among settings; they are `sound` if each by itself is in range."""
+        yield from ()
 
 
 @dataclass(frozen=True)
@@ -203,9 +286,15 @@ class NamedEntry:
 
     name: str
     factory: Callable[..., Any]
+    """A function or class; its annotated parameters are the arguments, unless these are given."""
     description: str
     citation: str
     arguments: tuple[Argument, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Read the arguments off the factory."""
+        if not self.arguments:
+            object.__setattr__(self, "arguments", settings_of(self.factory))
 
     def filled(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """Add the defaults; every unknown, missing or impossible argument is refused at once."""

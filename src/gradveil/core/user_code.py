@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 from gradveil.core.errors import FOREIGN, GradveilError, Problem, fail
 from gradveil.core.formatting import plural
-from gradveil.core.settings import REQUIRED, Anything, Argument, NamedEntry
+from gradveil.core.settings import REQUIRED, Argument, NamedEntry, parameters_of
 
 
 def imported(path: str, where: str) -> Any:
@@ -167,11 +167,6 @@ def _a(name: str) -> str:
 def _arguments(factory: Callable[..., Any], where: str) -> tuple[Argument, ...]:
     """Read off a signature what can be given by keyword; the name is given by the text itself."""
     try:
-        parameters: Mapping[str, inspect.Parameter] = inspect.signature(factory).parameters
+        return tuple(argument for argument, _ in parameters_of(factory) if argument.name != "name")
     except ValueError as error:  # some builtins
         raise fail(where, "does not say what it takes", "wrap it in a function that does") from error
-    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    given = [p for p in parameters.values() if p.kind in named and p.name != "name"]
-    return tuple(
-        Argument(p.name, Anything(), REQUIRED if p.default is inspect.Parameter.empty else p.default) for p in given
-    )

@@ -5,19 +5,19 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
-from gradveil.core.errors import refuse
 from gradveil.core.noise import Laplace, Law, Noise, NoiseSpec, Normal
-from gradveil.core.settings import BOUND, STRENGTH, Choice, collect
+from gradveil.core.settings import Checked, Range, Strength
 from gradveil.core.tree import Tensors
 from gradveil.core.types import Context, Stage, Transform
+from gradveil.defences.entry import KNOWING, DefenceEntry
 
-ON = Choice(("mean", "sum"))
-"""Where the standard deviation is measured: on the mean over the batch (what is sent), or on the sum before it."""
+On = Annotated[Literal["mean", "sum"], "What the noise is scaled for: the mean over the batch, or the sum before it."]
+Std = Annotated[Strength, "Standard deviation of the noise."]
 
 
 class Additive(Transform):
@@ -37,23 +37,19 @@ class Additive(Transform):
 
 
 @dataclass(frozen=True)
-class Gaussian(Additive):
+class Gaussian(Checked, Additive):
     """Add N(0, std^2) to every entry.
 
     With `on="sum"` the noise has that standard deviation on the *sum* over the batch, so std / B on the mean that is
     sent: DP-SGD's convention (Abadi et al. 2016, Alg. 1), with std = sigma * tau.
     """
 
-    std: float
-    on: Literal["mean", "sum"] = "mean"
-    scaled_to: float | None = None
+    std: Std
+    on: On = "mean"
+    scaled_to: Annotated[float | None, Range(0, low_open=True, unlimited=True, optional=True)] = None
     """The clip norm that the standard deviation was chosen for; checked against what the clips before it bound."""
+    label: ClassVar[str] = "gaussian"
     guarantee: ClassVar[str] = "differential privacy only after a clip; an accountant gives epsilon"
-
-    def __post_init__(self) -> None:
-        """Refuse settings that cannot be meant, all at once."""
-        scale = [] if self.scaled_to is None else [("scaled_to", BOUND, self.scaled_to)]
-        refuse(collect("gaussian", [("std", STRENGTH, self.std), ("on", ON, self.on), *scale]))
 
     def on_mean(self, value: float, examples: int) -> float:
         """Convert what is measured where the standard deviation is to the mean over so many examples."""
@@ -82,19 +78,16 @@ class Gaussian(Additive):
 
 
 @dataclass(frozen=True)
-class Laplacian(Additive):
+class Laplacian(Checked, Additive):
     """Add Laplace(0, scale) to every entry: standard deviation sqrt(2) * scale (Zhu et al. 2019, sec. 5.1).
 
     It would be differentially private after a clip of the l1 norm. Gradveil's clips bound the l2 norm, by which the l1
     norm of P entries can be sqrt(P) times as long: nothing is promised.
     """
 
-    scale: float
+    scale: Annotated[Strength, "Scale of the noise: its standard deviation over the root of two."]
+    label: ClassVar[str] = "laplace"
     guarantee: ClassVar[str] = "no formal guarantee: that takes a bound of the l1 norm, and clips bound the l2 norm"
-
-    def __post_init__(self) -> None:
-        """Refuse settings that cannot be meant, all at once."""
-        refuse(collect("laplace", (("scale", STRENGTH, self.scale),)))
 
     def variance(self, examples: int) -> float:
         """Return scale^2: half of what is usually called the variance."""
@@ -117,3 +110,34 @@ class Laplacian(Additive):
 
 def _additive(params: Mapping[str, Tensor], law: Law) -> NoiseSpec:
     return NoiseSpec({name: Noise(tuple(p.shape), law, neutral=0.0, dtype=p.dtype) for name, p in params.items()})
+
+
+def _gaussian(std: Std) -> Gaussian:
+    return Gaussian(std)
+
+
+NOISES = (
+    DefenceEntry(
+        name="gaussian",
+        factory=_gaussian,
+        stage="noise",
+        description="Add normal noise to the update",
+        changes=("send",),
+        guarantee=Gaussian.guarantee,
+        cost="a random number an entry: 1.1 to 1.3 gradients; all bytes",
+        citation="Zhu et al. 2019, Deep Leakage from Gradients",
+        adaptive=KNOWING,
+        identity={"std": 0.0},
+    ),
+    DefenceEntry(
+        name="laplace",
+        factory=Laplacian,
+        stage="noise",
+        description="Add Laplace noise to the update",
+        changes=("send",),
+        cost="a random number an entry; all bytes",
+        citation="Zhu et al. 2019, Deep Leakage from Gradients",
+        adaptive=KNOWING,
+        identity={"scale": 0.0},
+    ),
+)

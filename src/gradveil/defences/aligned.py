@@ -1,64 +1,61 @@
-"""Aligned dual gradient pruning: everybody sends within one public mask, so that the server's answer is sparse too."""
+"""Aligned dual gradient pruning: all clients send within one public mask, so that the server's answer is sparse too."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
-from gradveil.core.errors import Problem, refuse
-from gradveil.core.settings import KEPT, SHARE, Choice, Range, collect, unused
+from gradveil.core.errors import Problem
+from gradveil.core.settings import Checked, Kept, Range, Share, unused
 from gradveil.core.tree import Tensors, select, tmap, under
 from gradveil.core.types import Context
+from gradveil.defences.entry import DECOYS, DUAL, PLANTED, DefenceEntry
 from gradveil.defences.pruning import Pruning, as_written, ends_mask, share, smallest_mask, within
 
-SELECTION = Choice(("broadcast", "vote", "previous"))
-"""Who chooses the mask: one client, several, or what was sent in the round before."""
 OUTVOTING = 3
 """Fewer voters cannot outvote a single liar."""
-VOTERS = Range(OUTVOTING, integer=True)
-"""How many clients may vote."""
 
 
 @dataclass(frozen=True)
-class Aligned(Pruning):
+class Aligned(Checked, Pruning):
     """Aligned DGP: of g without its own largest entries, send the k largest that lie in the public mask I.
 
-    Per tensor of P entries, with the rate k = `keep`: baseline(top P) entries of largest magnitude are dropped, and of
+    Per tensor of P entries, with the rate k = `keep`: floor(top P) entries of largest magnitude are dropped, and of
     the others the ceil(k P) largest in I are sent (fewer if I holds fewer). I has ceil(2 k P) positions. The preprint
     leaves the rounding open. Without a message I holds every position, and this is DGP.
 
-    `selection` says where I comes from:
-    broadcast  one client publishes the positions of its ceil(2 k P) largest entries. The preprint's way: who controls
-               that client chooses what is learned.
+    `selection` is the source of I:
+    broadcast  one client publishes the positions of its ceil(2 k P) largest entries. The preprint's way: whatever
+               controls that client chooses what is learned.
     vote       `voters` clients do, and the positions with most votes win; equals are taken by turns, round by round.
                A position that every honest voter names wins over one that only a minority of liars names.
     previous   the ceil(k P) largest entries of last round's mean update, which is public, and as many others by turns,
-               so that every position comes back after 1 / k rounds. Nobody speaks. Without the others the mask could
+               so that every position comes back after 1 / k rounds. No client speaks. Without the others the mask could
                only shrink: what is outside is not sent, and what is not sent is not in the mean.
-    The last two are ours. Who speaks gives the positions of his largest entries away besides.
+    The last two are ours. A client that speaks also reveals the positions of its largest entries.
     """
 
-    keep: float = 0.2
-    top: float = 0.05
-    selection: Literal["broadcast", "vote", "previous"] = "broadcast"
-    voters: int = 5
-    guarantee: ClassVar[str] = "no formal guarantee"
+    keep: Annotated[Kept, "Share of entries that are sent."] = 0.2
+    top: Annotated[Share, "Share of the largest entries that are not sent."] = 0.05
+    selection: Annotated[
+        Literal["broadcast", "vote", "previous"],
+        "Source of the public mask: one client, several clients, or the mean update of the round before.",
+    ] = "broadcast"
+    voters: Annotated[int, Range(OUTVOTING, integer=True), "Number of clients that vote."] = 5
+    label: ClassVar[str] = "adgp"
     ordered: ClassVar[bool] = True
 
-    def __post_init__(self) -> None:
-        """Refuse settings that cannot be meant, all at once."""
-        checks = (("keep", KEPT, self.keep), ("top", SHARE, self.top), ("selection", SELECTION, self.selection))
-        problems = collect("adgp", (*checks, ("voters", VOTERS, self.voters)))
-        if not problems and as_written(self.keep) + as_written(self.top) > 1:
-            what = f"top + keep is {as_written(self.keep) + as_written(self.top)}: too little is left to send"
-            problems.append(Problem("adgp", what, "give shares whose sum is at most 1"))
+    def conflicts(self, sound: bool) -> Iterator[Problem]:
+        """Refuse shares that leave too little to send, and voters without a vote."""
+        if sound and (total := as_written(self.keep) + as_written(self.top)) > 1:
+            what = f"top + keep is {total}: too little is left to send"
+            yield Problem("adgp", what, "give shares whose sum is at most 1")
         if self.selection in ("broadcast", "previous"):
-            problems += unused("adgp", self, ("voters",), "there is no vote but with selection=vote")
-        refuse(problems)
+            yield from unused("adgp", self, ("voters",), "there is no vote but with selection=vote")
 
     def removed(self) -> float:
         """Return the share of entries set to zero."""
@@ -95,7 +92,7 @@ class Aligned(Pruning):
         return (open_to & largest(left, self._count(flat))).reshape(value.shape)
 
     def speakers(self) -> int:
-        """Count who publishes a mask before a round."""
+        """Count the clients that publish a mask before a round."""
         return {"broadcast": 1, "vote": self.voters, "previous": 0}[self.selection]
 
     def proposal(self, update: Tensors, state: Tensors, noise: Mapping[str, Tensor], context: Context) -> Tensors:
@@ -126,7 +123,7 @@ class Aligned(Pruning):
         return (largest(mean.abs().flatten(), half) | (self._turn(mean, number) < half)).reshape(mean.shape)
 
     def _turn(self, like: Tensor, number: int) -> Tensor:
-        """Say how far from its turn each position is in this round: every round begins where the last one ended."""
+        """Return the distance of each position from its turn: every round begins where the last one ended."""
         begin = number * self._count(like) % like.numel()
         return (torch.arange(like.numel(), device=like.device) - begin) % like.numel()
 
@@ -142,3 +139,20 @@ class Aligned(Pruning):
 def largest(magnitude: Tensor, count: int) -> Tensor:
     """Mark the `count` largest entries: of equal ones the last."""
     return ~smallest_mask(magnitude, magnitude.shape[-1] - count)
+
+
+ALIGNED = (
+    DefenceEntry(
+        name="adgp",
+        factory=Aligned,
+        stage="prune",
+        feedback=True,
+        description="Aligned dual gradient pruning: within a public mask, send the largest entries but the very top",
+        changes=("send",),
+        cost="a few passes over the update; 22% of the bytes, and a mask from who chooses it",
+        citation="Aligned Dual Gradient Pruning (anonymous preprint), after Xue et al. 2024; two selections are ours",
+        adaptive=DUAL,
+        malicious=(*PLANTED, *DECOYS),
+        identity={"keep": 1.0, "top": 0.0},
+    ),
+)

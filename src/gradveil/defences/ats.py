@@ -10,7 +10,7 @@ import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,16 +19,18 @@ from torch.nn import functional as F
 from gradveil.core.distributions import OneOf, Signs
 from gradveil.core.errors import Problem, refuse
 from gradveil.core.noise import Noise, NoiseSpec
+from gradveil.core.settings import TextValue
 from gradveil.core.tree import straight_through
 from gradveil.core.types import Batch, BatchTransform, Domain
-from gradveil.defences.batch_defences import bounds
+from gradveil.defences.batch_defences import SEARCHING, bounds
+from gradveil.defences.entry import DefenceEntry
 
 Operation = Callable[[Tensor, Tensor], Tensor]
 """(pixels [B, C, H, W], strength [B]) -> pixels"""
 LEVELS = 255
 """The highest of the 256 levels: white."""
 GREY = 128 / LEVELS
-"""What a rotation leaves empty; what a shear or a translation does is black."""
+"""Colour of the area that a rotation leaves empty; after a shear or a translation it is black."""
 _LUMA = (0.299, 0.587, 0.114)
 
 
@@ -242,7 +244,7 @@ class Ats(BatchTransform):
     of so many). The direction of shears, translations and blends is drawn for each image (`sign`). Probabilities of
     AutoAugment are ignored, as the authors do: everything is applied. Geometry interpolates linearly, whereas theirs
     takes the nearest pixel (translations, rotations) or a cubic; crops and flips before it are left to the data. In
-    local training every image is transformed anew in every epoch.
+    local training every image is transformed again in every epoch.
 
     An attacker may optimise the signs (in [-1, 1]: every strength between); choices are discrete.
     """
@@ -303,7 +305,7 @@ def spelled(policy: str) -> str:
 
 
 def policy_problems(policy: str) -> list[Problem]:
-    """Say what is wrong with the text of a policy, if anything.
+    """Return the problems of the text of a policy.
 
     >>> [str(problem) for problem in policy_problems("3-50")]
     ["ats.policy: names the transform 50 -> give numbers from 0 to 49, as in '3-1-7' or '3-1-7+43-18-18'"]
@@ -313,3 +315,32 @@ def policy_problems(policy: str) -> list[Problem]:
         return [Problem("ats.policy", f"is '{policy}'", remedy)]
     unknown = [n for n in re.split(r"[-+]", policy) if int(n) >= len(TRANSFORMS)]
     return [Problem("ats.policy", f"names the transform {n}", remedy) for n in unknown]
+
+
+POLICY = TextValue(f'policies of numbered transforms in quotes, as "3-1-7" or "{HYBRID}"')
+
+
+def _ats(policy: Annotated[str | None, POLICY, "Which of the 50 transforms, in which order."] = HYBRID) -> Ats:
+    return Ats(policy or HYBRID)
+
+
+UNVEILING = (
+    "rob(bins=512, undo=true)",
+    "rob(bins=512, sparse=true, undo=true)",
+    "curious(rows=1024, share=0.03, undo=true)",
+    "fishing(simulated_client=full)",
+)
+"""Malicious servers that read off what the client trained on, and undo the public transforms."""
+
+ATS = (
+    DefenceEntry(
+        name="ats",
+        factory=_ats,
+        description="ATS: train on images transformed by a policy (shifts, colours, levels), or one of several",
+        changes=("batch",),
+        cost="some passes over the images, one for each transform; all bytes",
+        citation="Gao et al. 2021, Privacy-preserving Collaborative Learning with Automatic Transformation Search",
+        adaptive=(*SEARCHING, "cdia(undo=true)"),
+        malicious=UNVEILING,
+    ),
+)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -12,32 +12,22 @@ from torch import Tensor
 from gradveil.core.distributions import Beta, Shares, Signs
 from gradveil.core.errors import Problem, fail, refuse
 from gradveil.core.noise import Key, Noise, NoiseSpec, Schedule, Uniform
-from gradveil.core.settings import SHARE, STRENGTH, Choice, Range, collect, unused
+from gradveil.core.settings import Checked, Range, Share, Strength, unused
 from gradveil.core.streams import Stream
 from gradveil.core.types import Anew, Batch, BatchTransform, Domain
+from gradveil.defences.entry import KNOWING, DefenceEntry
 
-MIXED = Range(2, integer=True)
-"""How many examples are mixed into one."""
-CAP = Range(0, 1, low_open=True)
-"""The largest coefficient of an example in a mixture."""
-MIX = Choice(("own", "public"))
-"""With what images are mixed: the client's others, or mostly public ones."""
-LEAST = Range(0, 0.9)
-"""What the coefficients of the client's own two images add up to at least, among public ones."""
 _DRAWS, _RARE = 4096, 1e-3
 """Coefficients that fewer of so many draws keep to would take for ever to draw."""
 
 
 @dataclass(frozen=True)
-class LabelSmoothing(BatchTransform):
+class LabelSmoothing(Checked, BatchTransform):
     """Train on (1 - a) y + a / K in place of the labels y of K classes (Szegedy et al. 2016, sec. 7)."""
 
-    alpha: float
+    alpha: Annotated[Share, "Share of a label that all classes get evenly."] = 0.1
+    label: ClassVar[str] = "label-smoothing"
     smooth: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        """Refuse settings that cannot be meant."""
-        refuse(collect("label-smoothing", (("alpha", SHARE, self.alpha),)))
 
     def noise(self, batch: Batch) -> NoiseSpec:
         """Draw nothing."""
@@ -52,21 +42,18 @@ class LabelSmoothing(BatchTransform):
 
 
 @dataclass(frozen=True)
-class Mixup(BatchTransform):
+class Mixup(Checked, BatchTransform):
     """Train on c x + (1 - c) x[p], the labels mixed alike (Zhang et al. 2018, eq. 1).
 
-    One coefficient c ~ Beta(alpha, alpha) and one permutation p (`partner`) a batch: of one gradient, or anew of every
+    One coefficient c ~ Beta(alpha, alpha) and one permutation p (`partner`) per batch: of one gradient, or of every
     local step (under Poisson sampling, all of the client's examples). A batch of one example mixes with itself. An
     attacker may optimise c; p is discrete.
     """
 
-    alpha: float
+    alpha: Annotated[Strength, "Parameter of the coefficient's law, Beta(alpha, alpha); 0 mixes nothing."] = 1.0
+    label: ClassVar[str] = "mixup"
     anew: ClassVar[Anew] = "step"
     smooth: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        """Refuse settings that cannot be meant."""
-        refuse(collect("mixup", (("alpha", STRENGTH, self.alpha),)))
 
     def noise(self, batch: Batch) -> NoiseSpec:
         """Declare the coefficient and the partners."""
@@ -85,42 +72,40 @@ class Mixup(BatchTransform):
 
 
 @dataclass(frozen=True)
-class InstaHide(BatchTransform):
+class InstaHide(Checked, BatchTransform):
     """Mix k of the client's images, and flip the signs of the pixels at random (Huang et al. 2020, Alg. 1).
 
     Image b becomes s_b * sum_j c_bj x[p_j(b)] in the space where the bounds of the data are -1 and 1; p_0 is the
     identity, the others (`partner`) are permutations of the batch. The coefficients are magnitudes of normal numbers
     over their sum, none above `cap`, as in the authors' program; the labels are mixed alike, the signs s are one an
     entry. A batch of one mixes with itself. In local training all of the client's examples are mixed with each other,
-    anew in every epoch, as the authors do.
+    again in every epoch, as the authors do.
 
     With `mix="public"` only two images are the client's own, and k - 2 are public ones (`Domain.public`), any of which
-    is drawn for each: x[p_0], x[p_1] and the public images of the places baseline(M u), u (`public`) uniform. The
+    is drawn for each: x[p_0], x[p_1] and the public images of the places floor(M u), u (`public`) uniform. The
     client's coefficients then add up to `least` or more, and labels are mixed of its two images alone: as in the
     authors' program, the coefficients of a label add up to less than 1.
 
-    An attacker may optimise coefficients and signs (in [-1, 1]); permutations and public images are discrete. He knows
+    An attacker may optimise coefficients and signs (in [-1, 1]); permutations and public images are discrete. They know
     which images are public, not which of them were drawn.
     """
 
-    k: int = 4
-    cap: float = 0.65
-    mix: Literal["own", "public"] = "own"
-    least: float = 0.3
+    k: Annotated[int, Range(2, integer=True), "Number of images that are mixed into one."] = 4
+    cap: Annotated[float, Range(0, 1, low_open=True), "Largest coefficient of an image."] = 0.65
+    mix: Annotated[Literal["own", "public"], "Images to mix with: the client's others, or mostly public ones."] = "own"
+    least: Annotated[float, Range(0, 0.9), "Least sum of the client's own coefficients, with mix=public."] = 0.3
+    label: ClassVar[str] = "instahide"
     smooth: ClassVar[bool] = True
 
-    def __post_init__(self) -> None:
-        """Refuse settings that cannot be meant, all at once."""
-        checks = (("k", MIXED, self.k), ("cap", CAP, self.cap), ("mix", MIX, self.mix), ("least", LEAST, self.least))
-        problems = collect("instahide", checks)
-        if not problems and self.mix == "public" and self.k < 3:
-            what = f"is {self.k}: two images of the client's own, and no public one"
-            problems.append(Problem("instahide.k", what, "give at least 3, or leave mix out"))
+    def conflicts(self, sound: bool) -> Iterator[Problem]:
+        """Refuse a mixture without public images, and limits that coefficients hardly ever keep."""
         if self.mix == "own":
-            problems += unused("instahide", self, ("least",), "it is for mix=public")
-        if not problems:
-            problems += _rare(self.k, self.cap, self.least if self.needs_public else 0.0)
-        refuse(problems)
+            yield from unused("instahide", self, ("least",), "it is for mix=public")
+        if sound and self.needs_public and self.k < 3:
+            what = f"is {self.k}: two images of the client's own, and no public one"
+            yield Problem("instahide.k", what, "give at least 3, or leave mix out")
+        elif sound:
+            yield from _rare(self.k, self.cap, self.least if self.needs_public else 0.0)
 
     def noise(self, batch: Batch) -> NoiseSpec:
         """Declare coefficients, partners and signs."""
@@ -196,7 +181,7 @@ def _mixed(value: Tensor, noise: Mapping[str, Tensor]) -> Tensor:
 
 
 def _rare(k: int, cap: float, least: float) -> list[Problem]:
-    """Say which limit coefficients hardly ever keep: they are drawn until they do."""
+    """Return the limit that coefficients hardly ever keep: they are drawn until they do."""
     drawn = Shares().sample((_DRAWS, k), torch.float64, Key(0, (Stream.INSTAHIDE,)).generator())
     largest, own = drawn.amax(1), drawn[:, :2].sum(1)
     if float((largest <= cap).double().mean()) < _RARE:
@@ -214,3 +199,41 @@ def _partners(count: int, batch: Batch) -> Noise:
     examples = batch.inputs.shape[0]
     order = torch.arange(examples).expand(count, examples)
     return Noise((count, examples), Schedule(examples), neutral=order, dtype=torch.int64, discrete=True)
+
+
+SEARCHING = ("cdia(rounds=all, restarts=4, lr=0.1)", "learned")
+"""Coefficients, signs and choices are optimised with the images; each restart guesses the rest again.
+
+All of them lie between -1 and 1, where the step of 1 that suits images would jump from end to end."""
+
+BATCHING = (
+    DefenceEntry(
+        name="label-smoothing",
+        factory=LabelSmoothing,
+        description="Train on labels that give every class a little",
+        changes=("batch",),
+        cost="nothing; all bytes",
+        citation="Szegedy et al. 2016, Rethinking the Inception Architecture for Computer Vision (CVPR)",
+        adaptive=KNOWING,
+        identity={"alpha": 0.0},
+    ),
+    DefenceEntry(
+        name="mixup",
+        factory=Mixup,
+        description="Train on each image mixed with another of the batch, by one coefficient from Beta(alpha, alpha)",
+        changes=("batch",),
+        cost="one pass over the images; all bytes",
+        citation="Zhang, Cissé, Dauphin, Lopez-Paz 2018, mixup: Beyond Empirical Risk Minimization (ICLR)",
+        adaptive=SEARCHING,
+        identity={"alpha": 0.0},
+    ),
+    DefenceEntry(
+        name="instahide",
+        factory=InstaHide,
+        description="Mix k images, of the batch or two of it and public ones, and flip the pixels' signs at random",
+        changes=("batch",),
+        cost="k passes over the images; all bytes",
+        citation="Huang, Song, Li, Arora 2020, InstaHide: Instance-hiding Schemes for Private Distributed Learning",
+        adaptive=SEARCHING,
+    ),
+)

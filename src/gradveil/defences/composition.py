@@ -23,7 +23,7 @@ ModelSurgery = Callable[[nn.Module, torch.Generator], nn.Module]
 
 
 def no_stage(name: str, transform: object) -> Iterator[Problem]:
-    """Say why something is no stage of a chain."""
+    """Yield the reasons why something is no stage of a chain."""
     if isinstance(transform, type):
         yield Problem(f"chain.{name}", f"is the class {transform.__name__}", f"make one: {transform.__name__}(...)")
     elif isinstance(transform, BatchTransform):
@@ -39,7 +39,7 @@ def no_stage(name: str, transform: object) -> Iterator[Problem]:
 
 
 def wrong_slots(model: Any, batch: Any) -> Iterator[Problem]:
-    """Say what is wrong with what is to change a model or a batch."""
+    """Yield the problems of what is to change a model or a batch."""
     surgeries, transforms = (
         cast(Sequence[Any] | None, held if isinstance(held, tuple | list) else None) for held in (model, batch)
     )
@@ -177,12 +177,12 @@ class Chain(Transform):
 
     def proposal(self, update: Tensors, state: Tensors, noise: Mapping[str, Tensor], context: Context) -> Tensors:
         """Unite what the stages propose, each of what reaches it."""
-        said: Tensors = {}
+        proposed: Tensors = {}
         for name, transform in self:
             given = select(state, name), select(noise, name), _of_stage(context, name)
-            said |= under(name, transform.proposal(update, *given))
+            proposed |= under(name, transform.proposal(update, *given))
             update, _ = transform.apply(update, *given)
-        return said
+        return proposed
 
     def announce(self, proposals: Mapping[str, Tensor], previous: Mapping[str, Tensor], number: int) -> Tensors:
         """Unite the messages of the stages."""
@@ -267,7 +267,7 @@ class Defence:
         )
 
     def speakers(self) -> int:
-        """Count the users who say something in public before a round."""
+        """Count the clients that publish something before a round."""
         return self.send.speakers() if self.send else 0
 
     def __add__(self, other: Defence) -> Defence:

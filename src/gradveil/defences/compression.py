@@ -5,30 +5,25 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from decimal import Decimal
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
-from gradveil.core.errors import refuse
 from gradveil.core.noise import Bernoulli, Noise, NoiseSpec, Normal, Uniform
-from gradveil.core.settings import BOUND, COUNT, KEPT, SHARE, Argument, Choice, Range, collect
+from gradveil.core.settings import Bound, Checked, Count, Kept, Range, Share
 from gradveil.core.tree import Tensors, counter, peak, plain, select, straight_through, tmap, under
 from gradveil.core.types import Context, Stage, Transform
-from gradveil.defences.composition import Defence, chain
-from gradveil.defences.entry import FEEDBACK, KNOWING, PRUNED, DefenceEntry
-from gradveil.defences.error_feedback import Feedback
-from gradveil.defences.pruning import Pruning, share, smallest_mask
-from gradveil.defences.standin import EPSILON, OPTIMISER, VARIANT, StandIn
+from gradveil.defences.entry import KNOWING, PRUNED, DefenceEntry
+from gradveil.defences.pruning import Pruning, Ratio, as_written, share, smallest_mask
 from gradveil.gradients.fused import in_blocks
 
 
 @dataclass(frozen=True)
-class MinMax(Pruning):
+class MinMax(Checked, Pruning):
     """Keep each layer's k entries of largest w = (1/u - 1) g^2 and send g + C/g, C the (k+1)-th largest w.
 
-    u ~ U[0, 1) is named like its parameter, k = P - baseline(ratio * P) of P entries. Given the other entries one is
+    u ~ U[0, 1) is named like its parameter, k = P - floor(ratio * P) of P entries. Given the other entries one is
     kept with probability g^2 / (g^2 + C), so the mean of what is sent is g, and its sign never changes. It is the
     sampler that GLAUS (Yang et al. 2023) attacks.
 
@@ -37,12 +32,9 @@ class MinMax(Pruning):
     was drawn, as with pruned entries, throws away that small entries were left out, and does worse than the mean.
     """
 
-    ratio: float
+    ratio: Ratio
+    label: ClassVar[str] = "minmax"
     prefix: ClassVar[str] = "kept"
-
-    def __post_init__(self) -> None:
-        """Refuse settings that cannot be meant."""
-        refuse(collect("minmax", (("ratio", SHARE, self.ratio),)))
 
     def removed(self) -> float:
         """Return the share of entries set to zero."""
@@ -98,20 +90,18 @@ def _enlarged(value: Tensor, weight: Tensor, kept: Tensor) -> Tensor:
     return torch.where(there, value + left / safe, torch.zeros_like(value))
 
 
-SIZE = Choice(("mean", "unit"))
-"""What a sign is multiplied by: the mean magnitude of its layer, or one."""
 _ROUNDING = 1e-5
 """Intervals are wider by this share of a level, more than arithmetic in float32 is wrong by."""
-SCALE = Choice(("l2", "max"))
-"""What a layer's largest level stands for: the layer's norm, or its largest magnitude."""
+Level = Annotated[Literal["l2", "max"], "A layer's largest level: its norm, or its largest magnitude."]
+Clipped = Annotated[Bound, "Limit of magnitudes before they are rounded, in root mean squares of their layer."]
 
 
 class Rounding(Transform):
-    """Base of transforms that round: what was sent says in which interval an entry was before.
+    """Base of transforms that round: a sent entry gives the interval that it was rounded from.
 
     What was sent is an intermediate `sent.<parameter>`. Where it is pinned, an entry within the interval that may be
-    rounded to it comes out as what was sent, any other as that plus what lies outside: so an attacker who compares is
-    charged for nothing that the rounding may have done.
+    rounded to it comes out as what was sent, any other as that plus what lies outside: so an attacker is
+    not charged for what the rounding may have done.
     """
 
     stage: ClassVar[Stage] = Stage.QUANTISE
@@ -136,20 +126,17 @@ class Rounding(Transform):
 
 
 @dataclass(frozen=True)
-class Sign(Rounding):
+class Sign(Checked, Rounding):
     """Send sign(g) times the mean of |g| in each layer (Bernstein et al. 2018; with the scale Karimireddy et al. 2019).
 
     The exact derivative is zero. An attacker's is that of g / (|g| + mean |g|), times the scale: an entry that is
     small in its layer may still turn, so it counts more than a large one. With the identity as the surrogate instead,
-    an attacker who simulates the signs does worse than one who ignores them. He does better, too, with the masks of
-    his own update than with an earlier pruning's zeros pinned: that pruned entries are small is much of what he sees.
+    an attacker who simulates the signs does worse than one who ignores them. They do better, too, with the masks of
+    their own update than with an earlier pruning's zeros pinned: that pruned entries are small is much of the evidence.
     """
 
-    scale: Literal["mean", "unit"] = "mean"
-
-    def __post_init__(self) -> None:
-        """Refuse settings that cannot be meant."""
-        refuse(collect("sign", (("scale", SIZE, self.scale),)))
+    scale: Annotated[Literal["mean", "unit"], "Factor of the signs: the mean magnitude of their layer, or 1."] = "mean"
+    label: ClassVar[str] = "sign"
 
     def apply(
         self, update: Tensors, state: Tensors, noise: Mapping[str, Tensor], context: Context
@@ -177,7 +164,7 @@ class Sign(Rounding):
 
 
 @dataclass(frozen=True)
-class Quantise(Rounding):
+class Quantise(Checked, Rounding):
     """Round |g| at random to one of 0, s/L, 2s/L, ..., s, so that the mean is g (Alistarh et al. 2017, QSGD).
 
     s is the layer's Euclidean norm or its largest magnitude, L = `levels`. An entry between two levels is rounded up
@@ -187,20 +174,17 @@ class Quantise(Rounding):
     the standard deviation of the paper the root mean square is not zero in a layer of one entry.
 
     The neutral u = 1 is never drawn: it stands for no rounding, so that what is sent is its mean. An attacker's
-    derivative is that of g + (1/2 - u) s/L, rounding's linear part: one in g, and there for whoever optimises u.
+    derivative is that of g + (1/2 - u) s/L, rounding's linear part: one in g, and not zero in u, for attackers who
+    optimise it.
 
     Zeros of an earlier pruning show. Reading an entry that was rounded to zero as pruned is wrong only in the norm.
     """
 
-    levels: int
-    scale: Literal["l2", "max"] = "l2"
-    clip: float = float("inf")
+    levels: Annotated[Count, "Number of levels above zero."]
+    scale: Level = "l2"
+    clip: Clipped = float("inf")
+    label: ClassVar[str] = "quantise"
     shows_zeros: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        """Refuse settings that cannot be meant, all at once."""
-        checks = (("levels", COUNT, self.levels), ("scale", SCALE, self.scale), ("clip", BOUND, self.clip))
-        refuse(collect("quantise", checks))
 
     def noise(self, params: Mapping[str, Tensor]) -> NoiseSpec:
         """Declare one uniform number an entry."""
@@ -251,12 +235,8 @@ def uniform(params: Mapping[str, Tensor]) -> NoiseSpec:
     )
 
 
-WARMUP = Range(0, integer=True)
-"""Rounds of the warm-up."""
-
-
 @dataclass(frozen=True)
-class Dgc(Transform):
+class Dgc(Checked, Transform):
     """Momentum correction and masking (Lin et al. 2018, Deep Gradient Compression).
 
     u <- m u + g, v <- v + u; each layer sends its `keep` largest of |v|, and there u and v become zero. What was not
@@ -267,15 +247,11 @@ class Dgc(Transform):
     Masks are named `mask.<parameter>`, like those of pruning, and zeros show them.
     """
 
-    keep: float = 0.001
-    momentum: float = 0.9
-    warmup: int = 5
+    keep: Annotated[Kept, "Share of entries that are sent, after the warm-up."] = 0.001
+    momentum: Annotated[Share, "Momentum that the client keeps."] = 0.9
+    warmup: Annotated[int, Range(0, integer=True), "Rounds in which the share falls to `keep`."] = 5
+    label: ClassVar[str] = "dgc"
     stage: ClassVar[Stage] = Stage.PRUNE
-
-    def __post_init__(self) -> None:
-        """Refuse settings that cannot be meant, all at once."""
-        checks = (("keep", KEPT, self.keep), ("momentum", SHARE, self.momentum), ("warmup", WARMUP, self.warmup))
-        refuse(collect("dgc", checks))
 
     def init(self, params: Mapping[str, Tensor]) -> Tensors:
         """Start with no momentum, nothing accumulated, and no round."""
@@ -322,7 +298,7 @@ class Dgc(Transform):
     def _mask(self, total: Tensor, rounds: Tensor) -> Tensor:
         """Mark the largest entries: as many as this round sends."""
         flat = total.abs().flatten()
-        counts = [share(float(1 - Decimal(repr(float(kept)))), flat.numel()) for kept in self.shares()]
+        counts = [share(float(1 - as_written(kept)), flat.numel()) for kept in self.shares()]
         if len(set(counts)) == 1 or plain(total, rounds):
             count = counts[min(int(rounds), len(counts) - 1)] if len(set(counts)) > 1 else counts[0]
             return ~smallest_mask(flat, count).reshape(total.shape)
@@ -353,114 +329,69 @@ def _parted(mask: Tensor, total: Tensor, momentum: Tensor) -> tuple[Tensor, Tens
     return total * kept, total * rest, momentum * rest
 
 
-BITS = Range(2, 16, integer=True)
-"""One of them is the sign."""
+def _ternary(clip: Clipped = float("inf")) -> Quantise:
+    return Quantise(1, "max", clip)
 
 
-def _sign(scale: Literal["mean", "unit"], feedback: bool) -> Defence:
-    return Defence("sign", send=chain(sign=Feedback(Sign(scale)) if feedback else Sign(scale)))
-
-
-def _ternary(clip: float) -> Defence:
-    return Defence("ternary", send=chain(quantise=Quantise(1, "max", clip)))
-
-
-def _quantise(bits: int, scale: Literal["l2", "max"]) -> Defence:
-    return Defence("quantise", send=chain(quantise=Quantise(2 ** (bits - 1) - 1, scale)))
-
-
-def _minmax(ratio: float) -> Defence:
-    return Defence("minmax", send=chain(sample=MinMax(ratio)))
-
-
-def _standin(
-    optimiser: Literal["adam", "adagrad", "yogi"],
-    beta1: float,
-    beta2: float,
-    eps: float,
-    variant: Literal["paper", "published_code"],
-) -> Defence:
-    return Defence("standin", send=chain(standin=StandIn(optimiser, beta1, beta2, eps, variant)))
-
-
-def _dgc(keep: float, momentum: float, warmup: int) -> Defence:
-    return Defence("dgc", send=chain(dgc=Dgc(keep, momentum, warmup)))
+def _quantise(
+    bits: Annotated[int, Range(2, 16, integer=True), "Bits of an entry, of which one is the sign."] = 8,
+    scale: Level = "l2",
+) -> Quantise:
+    return Quantise(2 ** (bits - 1) - 1, scale)
 
 
 COMPRESSING = (
     DefenceEntry(
         name="sign",
-        factory=_sign,
+        factory=Sign,
+        stage="sign",
+        feedback=False,
         description="Send one bit an entry, its sign, and the mean magnitude of each layer",
         changes=("send",),
-        guarantee=Sign.guarantee,
         cost="one pass over the update; 7% of the bytes",
         citation="Bernstein et al. 2018, signSGD: Compressed Optimisation for Non-Convex Problems",
         adaptive=KNOWING,
-        arguments=(Argument("scale", SIZE, "mean"), FEEDBACK),
     ),
     DefenceEntry(
         name="ternary",
         factory=_ternary,
+        stage="quantise",
         description="Round every entry at random to minus, zero or plus its layer's largest magnitude",
         changes=("send",),
-        guarantee=Quantise.guarantee,
         cost="a random number an entry; 2% of the bytes",
         citation="Wen et al. 2017, TernGrad: Ternary Gradients to Reduce Communication in Distributed Deep Learning",
         adaptive=KNOWING,
-        arguments=(Argument("clip", BOUND, float("inf")),),
     ),
     DefenceEntry(
         name="quantise",
         factory=_quantise,
+        stage="quantise",
         description="Round every entry at random to a sign and a level, in so many bits together",
         changes=("send",),
-        guarantee=Quantise.guarantee,
         cost="a random number an entry; 7% of the bytes",
         citation="Alistarh et al. 2017, QSGD: Communication-Efficient SGD via Gradient Quantization and Encoding",
         adaptive=(*KNOWING, "cdia(rounds=all, rounding=interval)"),
-        arguments=(Argument("bits", BITS, 8), Argument("scale", SCALE, "l2")),
     ),
     DefenceEntry(
         name="minmax",
-        factory=_minmax,
+        factory=MinMax,
+        stage="sample",
         description="Send a few entries drawn at random, larger ones more often, enlarged so that the mean is right",
         changes=("send",),
-        guarantee=MinMax.guarantee,
         cost="a random number an entry; 22% of the bytes at ratio=0.8",
         citation="MinMax sampling, as Yang et al. 2023 (GLAUS) attack it",
         adaptive=KNOWING,
-        arguments=(Argument("ratio", SHARE),),
         identity={"ratio": 0.0},
     ),
     DefenceEntry(
         name="dgc",
-        factory=_dgc,
+        factory=Dgc,
+        stage="dgc",
         description="Deep gradient compression: momentum kept by the client, its largest accumulated entries sent",
         changes=("send",),
-        guarantee=Dgc.guarantee,
         cost="a few passes, two copies of the update kept: 1.3 to 1.5 gradients; 34% of the bytes at first, later 0.4%",
         citation="Lin et al. 2018, Deep Gradient Compression: Reducing the Communication Bandwidth (ICLR)",
         adaptive=PRUNED,
-        arguments=(Argument("keep", KEPT, 0.001), Argument("momentum", SHARE, 0.9), Argument("warmup", WARMUP, 5)),
         identity={"keep": 1.0, "momentum": 0.0},
     ),
-    DefenceEntry(
-        name="standin",
-        factory=_standin,
-        description="AdaDefense: send the step of an adaptive optimiser, whose moments stay with the client",
-        changes=("send",),
-        guarantee=StandIn.guarantee,
-        cost="one pass, two copies of the update kept: 1.0 to 1.5 gradients; 44% of the bytes at first, later all",
-        citation="Hu et al., AdaDefense: Improving Federated Learning Against Gradient Leakage by a Gradient Stand-in",
-        adaptive=KNOWING,
-        arguments=(
-            Argument("optimiser", OPTIMISER, "adam"),
-            Argument("beta1", SHARE, 0.9),
-            Argument("beta2", SHARE, 0.999),
-            Argument("eps", EPSILON, 1e-8),
-            Argument("variant", VARIANT, "paper"),
-        ),
-    ),
 )
-"""Entries of the table `gradveil.defences.DEFENCES`, apart from its pruning."""

@@ -4,33 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 from torch.func import vjp, vmap
 
-from gradveil.core.errors import fail, refuse
+from gradveil.core.errors import fail
 from gradveil.core.noise import Bernoulli, Noise, NoiseSpec, Normal, Uniform
-from gradveil.core.settings import STRENGTH, Argument, Choice, Range, collect
+from gradveil.core.settings import Checked, Positive, Range, Strength
 from gradveil.core.tree import Tensors, counter, select, straight_through, tmap, under
 from gradveil.core.types import Batch, Context, Stage, Transform
-from gradveil.defences.composition import Defence, chain
 from gradveil.defences.entry import PRUNED, DefenceEntry
 from gradveil.defences.pruning import below, smallest_mask
 
-PERCENTILE = Range(0, 100, high_open=True)
+Percentile = Annotated[float, Range(0, 100, high_open=True)]
 """A percentile below the largest."""
-DELTA = Range(0, low_open=True)
-"""What keeps the quotient by a feature finite."""
-VARIANT = Choice(("paper", "published_code"))
-"""The paper's choice of features, or that of the authors' program."""
 AT_ONCE = 64
 """Features differentiated in one batch: each holds one more backward pass."""
 
 
 @dataclass(frozen=True)
-class Soteria(Transform):
+class Soteria(Checked, Transform):
     """Zero the columns of the last linear layer's weight gradient whose q_f is below the p-th percentile.
 
     q_f = sum over the batch of ||dr_f/dx_b|| / (|r_bf| + delta), where r_b [F] is what that layer takes for example b
@@ -43,15 +38,13 @@ class Soteria(Transform):
     The mask is an intermediate `mask.<weight>` [F], a constant for the derivative; the zero columns show it.
     """
 
-    percentile: float = 60.0
-    delta: float = 0.1
-    variant: Literal["paper", "published_code"] = "paper"
+    percentile: Annotated[Percentile, "Percentile below which features are set to zero."] = 60.0
+    delta: Annotated[Positive, "Number that is added to a feature before it divides."] = 0.1
+    variant: Annotated[
+        Literal["paper", "published_code"], "The paper's choice of features, or that of the authors' program."
+    ] = "paper"
+    label: ClassVar[str] = "soteria"
     stage: ClassVar[Stage] = Stage.PRUNE
-
-    def __post_init__(self) -> None:
-        """Refuse settings that cannot be meant, all at once."""
-        settings = (("percentile", PERCENTILE), ("delta", DELTA), ("variant", VARIANT))
-        refuse(collect("soteria", ((name, allowed, getattr(self, name)) for name, allowed in settings)))
 
     def noise(self, params: Mapping[str, Tensor]) -> NoiseSpec:
         """Draw nothing; refuse a client that trains no linear layer before its first update."""
@@ -117,7 +110,7 @@ class Soteria(Transform):
         slopes = vmap(lengths, chunk_size=AT_ONCE)(directions).mT
         each = slopes / ((r.abs() if self.variant == "paper" else r) + self.delta)
         taken = context.included
-        if taken is not None:  # who was not drawn may be no number
+        if taken is not None:  # an example that was not drawn may be no number
             weights = taken.to(each.dtype).unsqueeze(1)
             each = torch.where(weights != 0, weights * each, 0.0)
         return layer, each.sum(0)
@@ -152,14 +145,8 @@ def classifier(params: Mapping[str, Tensor]) -> str:
     return matrices[-1]
 
 
-PERCENT = Range(0, 100)
-"""A share in percent."""
-OUTPOST_PERCENTILE = Range(0, 100, high_open=True)
-"""A percentile below the largest."""
-
-
 @dataclass(frozen=True)
-class Outpost(Transform):
+class Outpost(Checked, Transform):
     """With probability 1 / (1 + beta i) in step i: zero each layer's small entries, add noise (Wang et al. 2023).
 
     The entries of a layer W whose magnitude is below its percentile `prune` become zero. Then N(0, (scale min(Var W,
@@ -168,25 +155,21 @@ class Outpost(Transform):
     population variance. The coin `coin` and the noise `normal.<parameter>` are named; the neutral coin 1/2 does what is
     likelier.
 
-    The paper does not say whether i begins anew in each round. Here it is state, `steps`, and runs on through all
+    The paper leaves open whether i starts again in each round. Here it is state, `steps`, and runs on through all
     rounds, from 0 in the first, which is always perturbed.
 
     The support of what is sent is an intermediate `mask.<parameter>`. A column (entries that differ in the first
     dimension only) that holds a zero was given no noise, so its mask is known; a column without one is computed.
     There an attacker's derivative is that of noise added to g, whether the coin fell so or not, and of the coin by its
-    distance from the threshold: with the computed masks as constants he recovers less than one who knows nothing.
+    distance from the threshold: with the computed masks as constants, knowing the defence makes an attacker weaker.
     """
 
-    scale: float = 0.8
-    prune: float = 80.0
-    phi: float = 40.0
-    beta: float = 0.125
+    scale: Annotated[Strength, "Standard deviation of the noise, as a multiple of a layer's variance."] = 0.8
+    prune: Annotated[Percentile, "Percentile below which entries are set to zero."] = 80.0
+    phi: Annotated[float, Range(0, 100), "Percentage of columns that get noise."] = 40.0
+    beta: Annotated[Strength, "Rate at which perturbed steps become rarer."] = 0.125
+    label: ClassVar[str] = "outpost"
     stage: ClassVar[Stage] = Stage.PRUNE
-
-    def __post_init__(self) -> None:
-        """Refuse settings that cannot be meant, all at once."""
-        settings = (("scale", STRENGTH), ("prune", OUTPOST_PERCENTILE), ("phi", PERCENT), ("beta", STRENGTH))
-        refuse(collect("outpost", ((name, allowed, getattr(self, name)) for name, allowed in settings)))
 
     def init(self, params: Mapping[str, Tensor]) -> Tensors:
         """Start before the first step."""
@@ -248,47 +231,27 @@ class Outpost(Transform):
         return {"prune": 0.0, "scale": 0.0}
 
 
-def _soteria(percentile: float, delta: float, variant: Literal["paper", "published_code"]) -> Defence:
-    return Defence("soteria", step=chain(soteria=Soteria(percentile, delta, variant)))
-
-
-def _outpost(scale: float, prune: float, phi: float, beta: float) -> Defence:
-    return Defence("outpost", step=chain(outpost=Outpost(scale, prune, phi, beta)))
-
-
 HIDING = (
     DefenceEntry(
         name="soteria",
-        factory=_soteria,
+        factory=Soteria,
+        stage="soteria",
         description="Zero the classifier's columns of the features that depend most on the inputs for their size",
         changes=("step",),
-        guarantee=Soteria.guarantee,
         cost="a backward pass for every feature: 55 gradients of a small CNN; all bytes but the classifier's columns",
         citation="Sun et al. 2021, Soteria: Provable Defense against Privacy Leakage in Federated Learning (CVPR)",
         adaptive=PRUNED,
-        arguments=(
-            Argument("percentile", PERCENTILE, 60.0),
-            Argument("delta", DELTA, 0.1),
-            Argument("variant", VARIANT, "paper"),
-        ),
         identity={"percentile": 0.0},
     ),
     DefenceEntry(
         name="outpost",
-        factory=_outpost,
+        factory=Outpost,
+        stage="outpost",
         description="Zero small entries and add noise where gradients are large, ever more seldom as training goes on",
         changes=("step",),
-        guarantee=Outpost.guarantee,
         cost="a few passes and a random number an entry in each step; 45% of the bytes at first, later more often all",
         citation="Wang, Hugh, Li 2023, More than Enough is Too Much: Adaptive Defenses against Gradient Leakage",
         adaptive=PRUNED,
-        arguments=(
-            Argument("scale", STRENGTH, 0.8),
-            Argument("prune", PERCENTILE, 80.0),
-            Argument("phi", PERCENT, 40.0),
-            Argument("beta", STRENGTH, 0.125),
-        ),
         identity={"prune": 0.0, "scale": 0.0},
     ),
 )
-"""Entries of the table `gradveil.defences.DEFENCES`, apart from its pruning."""

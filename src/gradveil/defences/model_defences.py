@@ -3,38 +3,26 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated, ClassVar
 
 from torch import Generator, nn
 
-from gradveil.core.errors import refuse
-from gradveil.core.settings import COUNT, SHARE, STRENGTH, Choice, Range, TextValue, collect
+from gradveil.core.settings import Checked, Choice, Count, Range, Share, Strength, TextValue
+from gradveil.defences.entry import KNOWING, DefenceEntry
 from gradveil.nn.keylock import ACTIVATIONS, with_keylock
 from gradveil.nn.stochastic_layers import KL_VARIANTS, with_cvb, with_dropout, with_precode
 
-PATH = TextValue('the path of a module in quotes, as "body.0"')
-"""One module's path."""
-PATHS = TextValue('the paths of modules in quotes, separated by spaces, as "body.0 body.3"')
-"""Several modules' paths."""
-KL = Choice(KL_VARIANTS)
-"""Which divergence a bottleneck adds to the loss."""
-KERNEL = Range(1, integer=True, odd=True, optional=True)
-"""Size of a convolution that keeps its input's size."""
-ACT = Choice(tuple(ACTIVATIONS))
-"""What a key-lock's layers end with."""
-WEIGHT = Range(0, optional=True)
-"""Weight of a term of the loss."""
+Path = Annotated[str | None, TextValue('the path of a module in quotes, as "body.0"')]
+Paths = Annotated[str | None, TextValue('the paths of modules in quotes, separated by spaces, as "body.0 body.3"')]
 
 
 @dataclass(frozen=True)
-class DropoutSurgery:
+class DropoutSurgery(Checked):
     """Insert dropout of rate p after the modules at `where`, or at the positions that the model declares."""
 
-    p: float = 0.25
-    where: str | None = None
-
-    def __post_init__(self) -> None:
-        """Refuse settings that cannot be meant, all at once."""
-        refuse(collect("dropout", (("p", SHARE, self.p), ("where", PATHS, self.where))))
+    p: Annotated[Share, "Probability that an activation is dropped."] = 0.25
+    where: Annotated[Paths, "Modules after which dropout is inserted; none for the model's own places."] = None
+    label: ClassVar[str] = "dropout"
 
     def __call__(self, model: nn.Module, generator: Generator) -> nn.Module:
         """Return the new model; dropout has no weights to draw."""
@@ -42,17 +30,13 @@ class DropoutSurgery:
 
 
 @dataclass(frozen=True)
-class PrecodeSurgery:
+class PrecodeSurgery(Checked):
     """Put PRECODE's variational bottleneck of k values before the last linear layer, or the one at `position`."""
 
-    k: int = 256
-    beta: float = 1e-3
-    position: str | None = None
-
-    def __post_init__(self) -> None:
-        """Refuse settings that cannot be meant, all at once."""
-        checks = (("k", COUNT, self.k), ("beta", STRENGTH, self.beta), ("position", PATH, self.position))
-        refuse(collect("precode", checks))
+    k: Annotated[Count, "Size of the bottleneck."] = 256
+    beta: Annotated[Strength, "Weight of the divergence in the loss."] = 1e-3
+    position: Annotated[Path, "Linear layer that follows the bottleneck; none for the last."] = None
+    label: ClassVar[str] = "precode"
 
     def __call__(self, model: nn.Module, generator: Generator) -> nn.Module:
         """Return the new model; the generator draws the bottleneck's weights."""
@@ -60,18 +44,18 @@ class PrecodeSurgery:
 
 
 @dataclass(frozen=True)
-class CvbSurgery:
+class CvbSurgery(Checked):
     """Insert a convolutional variational bottleneck; settings left out are those that the model declares."""
 
-    kernel: int | None = None
-    beta: float | None = None
-    position: str | None = None
-    kl: str = "exact"
-
-    def __post_init__(self) -> None:
-        """Refuse settings that cannot be meant, all at once."""
-        checks = (("kernel", KERNEL, self.kernel), ("beta", WEIGHT, self.beta), ("position", PATH, self.position))
-        refuse(collect("cvb", (*checks, ("kl", KL, self.kl))))
+    kernel: Annotated[
+        int | None, Range(1, integer=True, odd=True, optional=True), "Size of the kernels; none for the model's own."
+    ] = None
+    beta: Annotated[
+        float | None, Range(0, optional=True), "Weight of the divergence in the loss; none for the model's own."
+    ] = None
+    position: Annotated[Path, "Module that the bottleneck follows; none for the model's own place."] = None
+    kl: Annotated[str, Choice(KL_VARIANTS), "Divergence that is added to the loss."] = "exact"
+    label: ClassVar[str] = "cvb"
 
     def __call__(self, model: nn.Module, generator: Generator) -> nn.Module:
         """Return the new model; the generator draws the bottleneck's weights."""
@@ -79,21 +63,59 @@ class CvbSurgery:
 
 
 @dataclass(frozen=True)
-class KeyLockSurgery:
+class KeyLockSurgery(Checked):
     """Put a key-lock of keys of `width` numbers after the first convolution, or after the one at `position`.
 
     The client's local steps train it; where one gradient is sent, it stays as it was drawn.
     """
 
-    width: int = 1024
-    act: str = "sigmoid"
-    position: str | None = None
-
-    def __post_init__(self) -> None:
-        """Refuse settings that cannot be meant, all at once."""
-        checks = (("width", COUNT, self.width), ("act", ACT, self.act), ("position", PATH, self.position))
-        refuse(collect("keylock", checks))
+    width: Annotated[Count, "Size of the secret key."] = 1024
+    act: Annotated[str, Choice(tuple(ACTIVATIONS)), "Activation after the layers of the lock."] = "sigmoid"
+    position: Annotated[Path, "Convolution that the lock follows; none for the first."] = None
+    label: ClassVar[str] = "keylock"
 
     def __call__(self, model: nn.Module, generator: Generator) -> nn.Module:
         """Return the new model; the lock belongs to each client, so there is nothing to draw."""
         return with_keylock(model, self.width, self.act, self.position)
+
+
+MODEL_DEFENCES = (
+    DefenceEntry(
+        name="dropout",
+        factory=DropoutSurgery,
+        description="Drop activations at random while the gradient is computed",
+        changes=("model",),
+        cost="a random number for every activation behind it; all bytes",
+        citation="Scheliga, Mäder, Seeland 2023, Dropout is NOT All You Need to Prevent Gradient Leakage (AAAI)",
+        adaptive=(*KNOWING, "dia"),
+        identity={"p": 0.0},
+    ),
+    DefenceEntry(
+        name="precode",
+        factory=PrecodeSurgery,
+        description="PRECODE: a variational bottleneck before the last linear layer",
+        changes=("model",),
+        cost="two more linear layers; their bytes too: 1.7x the bytes of a small CNN",
+        citation="Scheliga, Mäder, Seeland 2022, PRECODE: A Generic Model Extension to Prevent Deep Gradient Leakage",
+        adaptive=(*KNOWING, "pig"),
+    ),
+    DefenceEntry(
+        name="cvb",
+        factory=CvbSurgery,
+        description="CVB: a convolutional variational bottleneck after an early block",
+        changes=("model",),
+        cost="three more convolutions; their bytes too: 1.1x the bytes of a small CNN",
+        citation="Scheliga, Mäder, Seeland 2024, Privacy Preserving Federated Learning with Convolutional Variational "
+        "Bottlenecks",
+        adaptive=(*KNOWING, "pig"),
+    ),
+    DefenceEntry(
+        name="keylock",
+        factory=KeyLockSurgery,
+        description="FedKL: normalise after the first convolution, with scale and shift that each client keeps secret",
+        changes=("model",),
+        cost="two linear layers more, which the client trains and keeps; all bytes",
+        citation="Ren et al. 2023, Gradient Leakage Defense with Key-Lock Module for Federated Learning",
+        adaptive=("cdia(rounds=all, lr=0.1)", "learned"),
+    ),
+)

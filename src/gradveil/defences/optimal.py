@@ -13,32 +13,35 @@ before (`clip-example`), they know nothing.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from gradveil.core.distributions import Agreed
-from gradveil.core.errors import GradveilError, Problem, fail, refuse
+from gradveil.core.errors import GradveilError, Problem, fail
 from gradveil.core.noise import Key, Noise, NoiseSpec, Normal, Uniform
-from gradveil.core.settings import BOUND, COUNT, SHARE, STRENGTH, Argument, Choice, Flag, collect, unused
+from gradveil.core.settings import Bound, Checked, Count, Share, Strength, settings_of, unused
 from gradveil.core.streams import Stream
 from gradveil.core.tree import Tensors, below, counter, norm, plain, root, select, tmap, under
 from gradveil.core.types import Batch, Context, Stage, Transform
-from gradveil.defences.composition import Defence, chain
-from gradveil.defences.entry import FEEDBACK, KNOWING, PRUNED, DefenceEntry
-from gradveil.defences.error_feedback import Feedback
-from gradveil.defences.pruning import SCOPE, Magnitude, rest
+from gradveil.defences.additive_noise import Std
+from gradveil.defences.entry import KNOWING, PRUNED, DefenceEntry, feedback_argument
+from gradveil.defences.pruning import Magnitude, Scope, rest
 from gradveil.theory.first_order_utility import expected, global_ratio, optimal_variances
 from gradveil.theory.input_jacobian import norms, probe_noise, squared_row_norms
 
 SHRINK = 0.05
 """The weight of a layer's ratio in estimates from few examples, or from an earlier round; ours. Of 0.01 to 0.2 it lost
 least of the privacy term on the small CNN, untrained and trained."""
-OF = Choice(("batch", "example"))
-"""What a direction is one of."""
+Probes = Annotated[Count, "Number of random directions in which the gradient is differentiated."]
+Of = Annotated[Literal["batch", "example"], "What a direction covers: the batch, or one example."]
+Every = Annotated[Count, "Rounds from one probing to the next."]
+Memory = Annotated[Share, "Weight of what earlier rounds found."]
+Form = Annotated[Literal["local", "global"], "What the defence is fitted to: the client's own batch, or public ones."]
+Batches = Annotated[Count, "Number of public batches of the global form."]
 
 
 class Probing(Transform):
@@ -48,10 +51,10 @@ class Probing(Transform):
     `memory` is the weight of what earlier rounds found, which is then the client's state.
     """
 
-    probes: int
-    of: Literal["batch", "example"]
-    every: int
-    memory: float
+    probes: Probes
+    of: Of
+    every: Every
+    memory: Memory
 
     @property
     def remembers(self) -> bool:
@@ -119,24 +122,24 @@ def of_layer(sizes: Tensor, squares: Tensor) -> Tensor:
     return torch.where(total > 0, squares.sum() / torch.where(total > 0, total, torch.ones_like(total)), 0.0)
 
 
-FORM = Choice(("local", "global"))
-"""Whether a defence is fitted to the client's own batch, or to public ones."""
 _KEY = Key(0, (Stream.PUBLIC, Stream.PROBE))
 _DRAWN: dict[tuple[tuple[int, ...], torch.dtype], Tensor] = {}
 """The directions of a few shapes: inside of `vmap` nothing may be drawn."""
 _SHAPES = 8
 
 
-class Fitted(Probing):
+class Fitted(Checked, Probing):
     """Base of transforms that may be fitted to public batches (`form="global"`) in place of the client's own.
 
     These are the first `batches` of the client's public images, as large as its own batch, at the parameters of the
-    round, in directions on which everybody has agreed. Labels are those of the public images, or all classes in turn
-    where none are known. What follows tells nothing of the client's batch.
+    round, in directions on which all have agreed. Labels are those of the public images, or all classes in turn
+    where none are known. The result does not depend on the client's batch.
     """
 
-    form: Literal["local", "global"]
-    batches: int
+    form: Form
+    batches: Batches
+    own_batch: ClassVar[tuple[str, ...]]
+    """Settings of the local form."""
 
     @property
     def needs_public(self) -> bool:
@@ -144,7 +147,7 @@ class Fitted(Probing):
         return self.form == "global"
 
     def directions(self, batch: Batch) -> NoiseSpec:
-        """Declare the directions: those of the global form are of public batches, and the same for everybody."""
+        """Declare the directions: those of the global form are of public batches, and the same for all."""
         if not self.needs_public:
             return super().directions(batch)
         shape, dtype = (self.probes, *batch.inputs.shape), batch.inputs.dtype
@@ -169,14 +172,14 @@ class Fitted(Probing):
             found.append(tmap(torch.detach, gradient(batch)))
         return squares, found
 
-    def form_problems(self, owner: str, *local: str) -> list[Problem]:
-        """Refuse settings of the local form, whose defaults the class holds, in the global one, and the other way."""
+    def conflicts(self, sound: bool) -> Iterator[Problem]:
+        """Refuse settings of the local form in the global one, and the other way."""
         if self.form == "local":
-            return unused(owner, self, ("batches",), "the local form is fitted to no public batch")
-        given = [name for name in local if getattr(self, name) != getattr(type(self), name)]
-        what = "is for the client's own batch, of which the global form knows nothing"
-        remedy = "leave it out; fewer batches are cheaper"
-        return [Problem(f"{owner}.{name}", what, remedy) for name in given if self.needs_public]
+            yield from unused(self.label, self, ("batches",), "the local form is fitted to no public batch")
+        for name in self.own_batch:
+            if self.needs_public and getattr(self, name) != getattr(type(self), name):
+                what = "is for the client's own batch, of which the global form knows nothing"
+                yield Problem(f"{self.label}.{name}", what, "leave it out; fewer batches are cheaper")
 
 
 def _agreed(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -187,7 +190,7 @@ def _agreed(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     return _DRAWN[shape, dtype]
 
 
-BASELINE = {"entry": 1e-8, "clamped": 1e-6, "layer": 1e-6}
+SMALLEST = {"entry": 1e-8, "clamped": 1e-6, "layer": 1e-6}
 """Smallest |g| that a ratio is divided by: of an entry, of one that may be clamped, of a whole layer."""
 CAP = 1e6
 """Largest ratio. These are the constants of the authors' program; the paper leaves them open."""
@@ -207,9 +210,9 @@ class OptimalNoise(Fitted):
 
     That is the local form, fitted to the client's own batch. With `form="global"` expectations over public batches take
     the places of both norms (`gradveil.theory.first_order_utility.global_ratio`; Theorem 3's with a `clamp`), as
-    `Fitted` says. Then all clients have the same variances, the server knows them, and they tell nothing of the batch:
-    nobody's error can be below a bound (`gradveil bound`). What tells nothing on any public batch may tell of another:
-    it gets the mean ratio, where the theorem would give it no noise.
+    `Fitted` says. Then all clients have the same variances, the server knows them, and they do not depend on the batch:
+    no attacker's error can be below a bound (`gradveil bound`). An entry that reveals nothing of any public batch may
+    reveal another: it gets the mean ratio, where the theorem would give it no noise.
 
     The standard deviations are intermediates `scale.<parameter>`: those not pinned are computed from update and batch,
     and an attacker differentiates through them, which takes `probes` forward-mode products an iteration.
@@ -222,27 +225,21 @@ class OptimalNoise(Fitted):
     simulates it.
     """
 
-    std: float
-    probes: int = 10
-    layerwise: bool = False
-    clamp: float = float("inf")
-    of: Literal["batch", "example"] = "batch"
-    every: int = 1
-    memory: float = 0.0
-    form: Literal["local", "global"] = "local"
-    batches: int = 16
+    std: Std
+    probes: Probes = 10
+    layerwise: Annotated[bool, "Take one ratio for each parameter."] = False
+    clamp: Annotated[Bound, "Magnitude to which entries are cut before the noise."] = float("inf")
+    of: Of = "batch"
+    every: Every = 1
+    memory: Memory = 0.0
+    form: Form = "local"
+    batches: Batches = 16
+    label: ClassVar[str] = "optimal-noise"
+    own_batch: ClassVar[tuple[str, ...]] = ("layerwise", "of", "every", "memory")
     stage: ClassVar[Stage] = Stage.NOISE
     guarantee: ClassVar[str] = (
         "no formal guarantee: the noise depends on the data (on public ones with form=global), so there is no epsilon"
     )
-
-    def __post_init__(self) -> None:
-        """Refuse settings that cannot be meant, all at once."""
-        settings = (("std", STRENGTH), ("probes", COUNT), ("layerwise", Flag()), ("clamp", BOUND), ("of", OF))
-        settings = (*settings, ("every", COUNT), ("memory", SHARE))
-        settings = (*settings, ("form", FORM), ("batches", COUNT))
-        problems = collect("optimal-noise", ((name, allowed, getattr(self, name)) for name, allowed in settings))
-        refuse(problems + self.form_problems("optimal-noise", "layerwise", "of", "every", "memory"))
 
     def noise(self, params: Mapping[str, Tensor]) -> NoiseSpec:
         """Declare one standard normal tensor a parameter: `normal.<parameter>`."""
@@ -303,20 +300,20 @@ class OptimalNoise(Fitted):
     def _rough_ratio(self, value: Tensor, squares: Tensor) -> Tensor:
         """Divide squares that are mixed with those of the layer's ratio, in few passes."""
         sizes = value.square()
-        entry = squares / sizes.clamp(min=self._baseline**2)
+        entry = squares / sizes.clamp(min=self._smallest**2)
         ratio = root(torch.where(sizes > 0, torch.lerp(entry, of_layer(sizes, squares), SHRINK), 0.0)).clamp(max=CAP)
         return torch.where(value.abs() > self.clamp, 0.0, ratio) if math.isfinite(self.clamp) else ratio
 
     def _ratio(self, value: Tensor, row: Tensor) -> Tensor:
         if self.layerwise:
-            ratio = (norm({"": row}) / norm({"": value}).clamp(min=BASELINE["layer"])).expand_as(value)
+            ratio = (norm({"": row}) / norm({"": value}).clamp(min=SMALLEST["layer"])).expand_as(value)
         else:
-            ratio = row / value.abs().clamp(min=self._baseline)
+            ratio = row / value.abs().clamp(min=self._smallest)
         return torch.where(value.abs() > self.clamp, 0.0, ratio.clamp(max=CAP))
 
     @property
-    def _baseline(self) -> float:
-        return BASELINE["clamped" if math.isfinite(self.clamp) else "entry"]
+    def _smallest(self) -> float:
+        return SMALLEST["clamped" if math.isfinite(self.clamp) else "entry"]
 
     def smallest(self) -> Mapping[str, Any]:
         """Without spread there is no noise, without a bound nothing is cut."""
@@ -325,11 +322,11 @@ class OptimalNoise(Fitted):
 
 @dataclass(frozen=True)
 class OptimalPruning(Fitted, Magnitude):
-    """Zero the share `ratio` of coordinates with the smallest |g_i| / ||dg_i/dx||: worth least for what they tell.
+    """Zero the share `ratio` of coordinates with the smallest |g_i| / ||dg_i/dx||: worth least for what they reveal.
 
     Counts and ties are those of `Magnitude`. A coordinate that is not zero but does not depend on the inputs is kept
     before all others, one that is zero goes first. With `mixed`, the paper's mixed defence, a coin decides on the one
-    coordinate at the border: it goes with probability ratio P - baseline(ratio P), so that ratio P go on average. With
+    coordinate at the border: it goes with probability ratio P - floor(ratio P), so that ratio P go on average. With
     `scope=layer` each layer tosses its own coin, and a small one may lose all it has.
 
     `std` is the paper's noisy pruning: N(0, std^2) on what is kept. The masks are still those of the update without
@@ -340,27 +337,22 @@ class OptimalPruning(Fitted, Magnitude):
 
     With `form="global"`, Theorem 4's, the ratio is that of expectations over public batches (`Fitted`), sqrt(E g_i^2 /
     E ||dg_i/dx||^2), which is what `gradveil.theory.first_order_utility.global_masks` goes by: all clients send the
-    same coordinates, known to the server, and which they are tells nothing of anybody's batch. Error feedback then
+    same coordinates, known to the server, and which they are depends on no client's batch. Error feedback then
     waits for the mask to move.
     """
 
-    scope: Literal["layer", "global"] = "global"
-    probes: int = 10
-    mixed: bool = False
-    std: float = 0.0
-    of: Literal["batch", "example"] = "batch"
-    every: int = 1
-    memory: float = 0.0
-    form: Literal["local", "global"] = "local"
-    batches: int = 16
+    scope: Scope = "global"
+    probes: Probes = 10
+    mixed: Annotated[bool, "Let a coin decide on the entry at the border."] = False
+    std: Annotated[Strength, "Standard deviation of the noise on what is kept."] = 0.0
+    of: Of = "batch"
+    every: Every = 1
+    memory: Memory = 0.0
+    form: Form = "local"
+    batches: Batches = 16
+    label: ClassVar[str] = "optimal-prune"
+    own_batch: ClassVar[tuple[str, ...]] = ("of", "every", "memory")
     ordered: ClassVar[bool] = False
-
-    def __post_init__(self) -> None:
-        """Refuse settings that cannot be meant, all at once."""
-        settings = (("ratio", SHARE), ("scope", SCOPE), ("probes", COUNT), ("mixed", Flag()), ("std", STRENGTH))
-        settings = (*settings, ("of", OF), ("every", COUNT), ("memory", SHARE), ("form", FORM), ("batches", COUNT))
-        problems = collect("optimal-prune", ((name, allowed, getattr(self, name)) for name, allowed in settings))
-        refuse(problems + self.form_problems("optimal-prune", "of", "every", "memory"))
 
     def noise(self, params: Mapping[str, Tensor]) -> NoiseSpec:
         """Declare the coins (`coin`, or `coin.<parameter>`), and one standard normal tensor a parameter.
@@ -440,84 +432,33 @@ def _normal(params: Mapping[str, Tensor]) -> NoiseSpec:
     return NoiseSpec(draws).under("normal")
 
 
-def _optimal_noise(
-    std: float,
-    probes: int,
-    layerwise: bool,
-    clamp: float,
-    of: Literal["batch", "example"],
-    every: int,
-    memory: float,
-    form: Literal["local", "global"],
-    batches: int,
-) -> Defence:
-    transform = OptimalNoise(std, probes, layerwise, clamp, of, every, memory, form, batches)
-    return Defence("optimal-noise", send=chain(noise=transform))
-
-
-def _optimal_prune(
-    ratio: float,
-    scope: Literal["layer", "global"],
-    probes: int,
-    mixed: bool,
-    std: float,
-    of: Literal["batch", "example"],
-    every: int,
-    memory: float,
-    feedback: bool,
-    form: Literal["local", "global"],
-    batches: int,
-) -> Defence:
-    transform = OptimalPruning(ratio, scope, probes, mixed, std, of, every, memory, form, batches)
-    return Defence("prune", send=chain(prune=Feedback(transform) if feedback else transform))
-
-
-CHEAPER = (Argument("of", OF, "batch"), Argument("every", COUNT, 1), Argument("memory", SHARE, 0.0))
-"""Arguments that save directions."""
-GLOBAL = (Argument("form", FORM, "local"), Argument("batches", COUNT, 16))
-"""Arguments that fit a defence to public images."""
+_PRUNING = settings_of(OptimalPruning)
 
 INFORMED = (
     DefenceEntry(
         name="optimal-noise",
-        factory=_optimal_noise,
+        factory=OptimalNoise,
+        stage="noise",
         description="Add normal noise of mean variance std^2, most where it hides most for what it costs",
         changes=("send",),
-        guarantee=OptimalNoise.guarantee,
         cost="10 forward-mode passes: 16 to 31 gradients, with cheaper settings 2 to 4, of public images 15 a batch; "
         "all bytes",
         citation="Chen, Gürsoy, Lei 2024, Optimal Defenses Against Gradient Reconstruction Attacks",
         adaptive=(*KNOWING, "cdia(rounds=all, whiten=true)"),
-        arguments=(
-            Argument("std", STRENGTH),
-            Argument("probes", COUNT, 10),
-            Argument("layerwise", Flag(), False),
-            Argument("clamp", BOUND, float("inf")),
-            *CHEAPER,
-            *GLOBAL,
-        ),
         identity={"std": 0.0},
     ),
     DefenceEntry(
         name="optimal-prune",
-        factory=_optimal_prune,
+        factory=OptimalPruning,
+        arguments=(*_PRUNING[:-2], feedback_argument(False), *_PRUNING[-2:]),
+        stage="prune",
+        feedback=False,
         description="Send zeros in place of the entries that are smallest for what they tell of the inputs",
         changes=("send",),
-        guarantee=OptimalPruning.guarantee,
         cost="10 forward-mode passes, 16 gradients, with the cheaper settings of optimal-noise 2 to 4, of public "
         "images 15 a batch; 22% of the bytes at ratio=0.8",
         citation="Chen, Gürsoy, Lei 2024, Optimal Defenses Against Gradient Reconstruction Attacks",
         adaptive=PRUNED,
-        arguments=(
-            Argument("ratio", SHARE),
-            Argument("scope", SCOPE, "global"),
-            Argument("probes", COUNT, 10),
-            Argument("mixed", Flag(), False),
-            Argument("std", STRENGTH, 0.0),
-            *CHEAPER,
-            FEEDBACK,
-            *GLOBAL,
-        ),
         identity={"ratio": 0.0},
     ),
 )

@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from decimal import Decimal
 from math import ceil
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -16,11 +16,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
 
-from gradveil.core.errors import Problem, refuse
+from gradveil.core.errors import Problem
 from gradveil.core.noise import Bernoulli, Noise, NoiseSpec, Normal
-from gradveil.core.settings import SHARE, Choice, collect
+from gradveil.core.settings import Checked, Kept, Share
 from gradveil.core.tree import Tensors, peak, plain, select, tmap, under
 from gradveil.core.types import Context, Stage, Transform
+from gradveil.defences.entry import DECOYS, DUAL, ORDERED, PLANTED, DefenceEntry
 
 Floats = NDArray[np.float32]
 
@@ -136,8 +137,8 @@ def smallest_mask(magnitude: Tensor, count: int) -> Tensor:
 def without_ends(value: Tensor, bottom: int, top: int = 0) -> Tensor:
     """Return a tensor with the `bottom` smallest and `top` largest of all its magnitudes set to zero.
 
-    Equal to `value` times the mask of what `ends_mask` does not mark, and computed like that where somebody
-    differentiates or batches. A plain tensor on the CPU needs no mask: its thresholds say it all.
+    Equal to `value` times the mask of what `ends_mask` does not mark, and computed like that under a
+    derivative or `vmap`. A plain tensor on the CPU needs no mask, only its thresholds.
 
     >>> without_ends(torch.tensor([1.0, -4.0, 3.0, 2.0]), 1, 1)
     tensor([0., 0., 3., 2.])
@@ -239,9 +240,9 @@ class _Ends(torch.autograd.Function):
 
 
 BORDER = "border"
-"""What the borders of the sent magnitudes are called."""
-SCOPE = Choice(("layer", "global"))
-"""Whether entries compete within their own parameter tensor or with all others."""
+"""Name of the borders of the sent magnitudes."""
+Ratio = Annotated[Share, "Share of entries that are set to zero."]
+Scope = Annotated[Literal["layer", "global"], "Whether entries compete within their parameter, or with all others."]
 
 
 class Pruning(Transform):
@@ -250,15 +251,15 @@ class Pruning(Transform):
     The masks are intermediates named `mask.<parameter>`: pinned ones are used, others computed. Either way they count
     as constants for the derivative, which is exact wherever no entry is at a threshold.
 
-    Where magnitudes decide, the smallest and the largest that was sent, `border.<parameter>` [2], say how large a
-    pruned entry can be. Pinned beside the masks they make a pruned entry show by how much it breaks that order, which
+    Where magnitudes decide, the smallest and the largest that was sent, `border.<parameter>` [2], bound a pruned
+    entry. Pinned together with the masks they make a pruned entry show by how much it breaks that order, which
     is zero for the true update, instead of zero.
     """
 
     stage: ClassVar[Stage] = Stage.PRUNE
     guarantee: ClassVar[str] = "no formal guarantee"
     prefix: ClassVar[str] = "mask"
-    """What the masks are called: attackers who infer masks infer `mask.*`."""
+    """Name of the masks: attackers who infer masks infer `mask.*`."""
     ordered: ClassVar[bool] = False
     """Whether the magnitudes that were sent bound those that were not."""
 
@@ -284,7 +285,7 @@ class Pruning(Transform):
         return spec | NoiseSpec(borders).under(BORDER)
 
     def beyond(self, magnitude: Tensor, smallest: Tensor, largest: Tensor) -> Tensor:
-        """Say by how much a pruned magnitude breaks the order, given the smallest and largest that were sent.
+        """Return by how much a pruned magnitude breaks the order, given the smallest and largest that were sent.
 
         With this base's pruning of the smallest it is what exceeds the smallest sent.
         """
@@ -332,19 +333,16 @@ class Pruning(Transform):
 
 
 @dataclass(frozen=True)
-class Magnitude(Pruning):
-    """Zero the share `ratio` of smallest magnitude: baseline(ratio * P) of P entries, the first of equals first.
+class Magnitude(Checked, Pruning):
+    """Zero the share `ratio` of smallest magnitude: floor(ratio * P) of P entries, the first of equals first.
 
     The share is read as it is written in decimal: 0.29 of 100 entries are 29. Since ratio < 1, one entry always stays.
     """
 
-    ratio: float
-    scope: Literal["layer", "global"] = "layer"
+    ratio: Ratio
+    scope: Scope = "layer"
+    label: ClassVar[str] = "prune"
     ordered: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        """Refuse settings that cannot be meant, all at once."""
-        refuse(collect("prune", (("ratio", SHARE, self.ratio), ("scope", SCOPE, self.scope))))
 
     def removed(self) -> float:
         """Return the share of entries set to zero."""
@@ -377,24 +375,23 @@ class Magnitude(Pruning):
 
 
 @dataclass(frozen=True)
-class Dual(Pruning):
+class Dual(Checked, Pruning):
     """Zero the share `top` of largest and `bottom` of smallest magnitude of each parameter (Xue et al. 2024, DGP).
 
-    The paper leaves the rounding open. Here baseline(top * P) and baseline(bottom * P) entries go, so at least one
+    The paper leaves the rounding open. Here floor(top * P) and floor(bottom * P) entries go, so at least one
     stays; of equal entries the first are the smaller ones, so that the two sets never overlap.
     """
 
-    top: float = 0.05
-    bottom: float = 0.75
+    top: Annotated[Share, "Share of the largest entries that are set to zero."] = 0.05
+    bottom: Annotated[Share, "Share of the smallest entries that are set to zero."] = 0.75
+    label: ClassVar[str] = "dgp"
     ordered: ClassVar[bool] = True
 
-    def __post_init__(self) -> None:
-        """Refuse settings that cannot be meant, all at once."""
-        problems = collect("dgp", (("top", SHARE, self.top), ("bottom", SHARE, self.bottom)))
-        if not problems and as_written(self.top) + as_written(self.bottom) >= 1:
-            what = f"top + bottom is {as_written(self.top) + as_written(self.bottom)}, which leaves nothing to send"
-            problems.append(Problem("dgp", what, "give shares whose sum is below 1"))
-        refuse(problems)
+    def conflicts(self, sound: bool) -> Iterator[Problem]:
+        """Refuse shares that leave nothing to send."""
+        if sound and (total := as_written(self.top) + as_written(self.bottom)) >= 1:
+            what = f"top + bottom is {total}, which leaves nothing to send"
+            yield Problem("dgp", what, "give shares whose sum is below 1")
 
     def removed(self) -> float:
         """Return the share of entries set to zero."""
@@ -424,7 +421,7 @@ class Dual(Pruning):
 
 
 def share(ratio: float, entries: int) -> int:
-    """Count baseline(ratio * entries) with the ratio as it is written in decimal.
+    """Count floor(ratio * entries) with the ratio as it is written in decimal.
 
     >>> share(0.29, 100), int(0.29 * 100), share(0.99, 1)
     (29, 28, 0)
@@ -474,3 +471,48 @@ def _keep_largest(magnitude: Tensor, ratio: float, more: int) -> Tensor:
 def as_written(ratio: float) -> Decimal:
     """Return a share as people write it in decimal: 0.29 of 100 entries are 29."""
     return Decimal(repr(float(ratio)))
+
+
+def _topk(keep: Annotated[Kept, "Share of entries that are sent."]) -> Magnitude:
+    return Magnitude(float(1 - as_written(keep)))
+
+
+PRUNING = (
+    DefenceEntry(
+        name="prune",
+        factory=Magnitude,
+        stage="prune",
+        feedback=False,
+        description="Send zeros in place of the smallest entries, per layer or over all layers",
+        changes=("send",),
+        cost="a few passes over the update; 22% of the bytes at ratio=0.8",
+        citation="Zhu et al. 2019, Deep Leakage from Gradients",
+        adaptive=ORDERED,
+        identity={"ratio": 0.0},
+    ),
+    DefenceEntry(
+        name="topk",
+        factory=_topk,
+        stage="prune",
+        feedback=False,
+        description="Send only the largest entries of each layer: prune with the share to keep",
+        changes=("send",),
+        cost="a few passes over the update: 1.1 to 1.3 gradients; 22% of the bytes at keep=0.2",
+        citation="Aji and Heafield 2017, Sparse Communication for Distributed Gradient Descent",
+        adaptive=ORDERED,
+        identity={"keep": 1.0},
+    ),
+    DefenceEntry(
+        name="dgp",
+        factory=Dual,
+        stage="prune",
+        feedback=False,
+        description="Dual gradient pruning: send zeros in place of each layer's largest and smallest entries",
+        changes=("send",),
+        cost="a few passes over the update: 1.1 to 1.4 gradients; 22% of the bytes",
+        citation="Xue et al. 2024, Dual Gradient Pruning (AAAI)",
+        adaptive=DUAL,
+        malicious=(*PLANTED, *DECOYS),
+        identity={"top": 0.0, "bottom": 0.0},
+    ),
+)

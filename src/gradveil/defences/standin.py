@@ -3,29 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
-from gradveil.core.errors import refuse
-from gradveil.core.settings import SHARE, Choice, Range, collect, unused
+from gradveil.core.errors import Problem
+from gradveil.core.settings import Checked, Positive, Share, unused
 from gradveil.core.tree import Tensors, counter, plain, straight_through, tmap, under
 from gradveil.core.types import Context, Stage, Transform
+from gradveil.defences.entry import KNOWING, DefenceEntry
 from gradveil.gradients.fused import in_blocks
-
-OPTIMISER = Choice(("adam", "adagrad", "yogi"))
-"""Whose step stands in for the gradient."""
-VARIANT = Choice(("paper", "published_code"))
-"""Adam's own bias corrections, or the scale of the authors' program."""
-EPSILON = Range(0, low_open=True)
-"""What keeps the quotient finite."""
 
 
 @dataclass(frozen=True)
-class StandIn(Transform):
+class StandIn(Checked, Transform):
     """Send m / (sqrt(v) + eps), the step of an adaptive optimiser, for the gradient g (Hu et al., AdaDefense).
 
     The moments are the client's own state and never leave it: m <- b1 m + (1 - b1) g, and for each optimiser
@@ -39,29 +33,23 @@ class StandIn(Transform):
 
     In the first round g / (|g| + eps) is the sign of g, and its derivative is zero but for entries as small as eps. An
     attacker who simulates the defence descends along the same formula with eps raised to the layer's mean sqrt(v): in
-    the first round that is g / (|g| + mean |g|), in which an entry may turn. What he matches remains exact.
+    the first round that is g / (|g| + mean |g|), in which an entry may turn. The update that they match remains exact.
     """
 
-    optimiser: Literal["adam", "adagrad", "yogi"] = "adam"
-    beta1: float = 0.9
-    beta2: float = 0.999
-    eps: float = 1e-8
-    variant: Literal["paper", "published_code"] = "paper"
+    optimiser: Annotated[Literal["adam", "adagrad", "yogi"], "Optimiser whose step is sent."] = "adam"
+    beta1: Annotated[Share, "Decay of the mean gradient from round to round."] = 0.9
+    beta2: Annotated[Share, "Decay of the mean squared gradient from round to round."] = 0.999
+    eps: Annotated[Positive, "Number that is added to the denominator."] = 1e-8
+    variant: Annotated[
+        Literal["paper", "published_code"], "Adam's bias corrections, or the scale of the authors' program."
+    ] = "paper"
+    label: ClassVar[str] = "standin"
     stage: ClassVar[Stage] = Stage.STANDIN
 
-    def __post_init__(self) -> None:
-        """Refuse settings that cannot be meant, all at once."""
-        checks = (
-            ("optimiser", OPTIMISER, self.optimiser),
-            ("beta1", SHARE, self.beta1),
-            ("beta2", SHARE, self.beta2),
-            ("eps", EPSILON, self.eps),
-            ("variant", VARIANT, self.variant),
-        )
-        problems = collect("standin", checks)
+    def conflicts(self, sound: bool) -> Iterator[Problem]:
+        """Refuse averages for an optimiser that has none."""
         if not self._averages:
-            problems += unused("standin", self, ("beta1", "beta2"), "Adagrad averages nothing over the rounds")
-        refuse(problems)
+            yield from unused("standin", self, ("beta1", "beta2"), "Adagrad averages nothing over the rounds")
 
     def init(self, params: Mapping[str, Tensor]) -> Tensors:
         """Start with zero moments and no round."""
@@ -132,3 +120,17 @@ class StandIn(Transform):
 def _correction(beta: float, n: Tensor) -> Tensor:
     """Return 1 - beta^n; by expm1, since 1 - 0.999 has four digits left in single precision."""
     return -torch.expm1(n * math.log(beta)) if beta else torch.ones_like(n)
+
+
+STANDIN = (
+    DefenceEntry(
+        name="standin",
+        factory=StandIn,
+        stage="standin",
+        description="AdaDefense: send the step of an adaptive optimiser, whose moments stay with the client",
+        changes=("send",),
+        cost="one pass, two copies of the update kept: 1.0 to 1.5 gradients; 44% of the bytes at first, later all",
+        citation="Hu et al., AdaDefense: Improving Federated Learning Against Gradient Leakage by a Gradient Stand-in",
+        adaptive=KNOWING,
+    ),
+)

@@ -3,28 +3,27 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Annotated, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
-from gradveil.core.errors import Problem, refuse
-from gradveil.core.settings import Choice, collect
+from gradveil.core.errors import Problem
+from gradveil.core.settings import Checked, Positive, Share
 from gradveil.core.tree import Tensors, norm, select, tmap, under
 
 Weights = Literal["examples", "uniform", "angles"]
 """What a client's update counts for in the mean."""
 Optimiser = Literal["sgd", "adam", "yogi", "adagrad"]
 """Whose step the server makes on the mean."""
-_WEIGHTS, _OPTIMISERS = Choice(get_args(Weights)), Choice(get_args(Optimiser))
 _STEEP = 5.0
 """FedAdp's alpha."""
 
 
 @dataclass(frozen=True)
-class Server:
+class Server(Checked):
     """How a server moves the global parameters by the weighted mean D of the updates that it received.
 
     `sgd`: v <- momentum v + D, p <- p - lr v; with lr = 1 and no momentum this is FedAvg. `adam`, `yogi`, `adagrad`
@@ -36,30 +35,21 @@ class Server:
     Fast-Convergent Federated Learning with Adaptive Weighting).
     """
 
-    optimiser: Optimiser = "sgd"
-    lr: float = 1.0
-    momentum: float = 0.0
+    optimiser: Annotated[Optimiser, "Optimiser that moves the parameters by the mean update."] = "sgd"
+    lr: Annotated[Positive, "Step size."] = 1.0
+    momentum: Annotated[Share, "Momentum of SGD."] = 0.0
     betas: tuple[float, float] = (0.9, 0.99)
-    tau: float = 1e-3
-    weights: Weights = "examples"
+    tau: Annotated[Positive, "Number that is added to the root of the second moments."] = 1e-3
+    weights: Annotated[Weights, "Weights of the clients in the mean."] = "examples"
+    label: ClassVar[str] = "server"
 
-    def __post_init__(self) -> None:
-        """Refuse settings that cannot be meant, all at once."""
-        checks = (
-            ("lr", self.lr, "a positive step size", self.lr > 0),
-            ("momentum", self.momentum, "a number in [0, 1)", 0 <= self.momentum < 1),
-            ("betas", self.betas, "two numbers in [0, 1)", all(0 <= beta < 1 for beta in self.betas)),
-            ("tau", self.tau, "a positive number", self.tau > 0),
-        )
-        names = (("optimiser", _OPTIMISERS, self.optimiser), ("weights", _WEIGHTS, self.weights))
-        problems = collect("server", names)
-        problems += [
-            Problem(f"server.{name}", f"is {value}", f"give {wanted}") for name, value, wanted, ok in checks if not ok
-        ]
+    def conflicts(self, sound: bool) -> Iterator[Problem]:
+        """Refuse averages without end, and momentum where it means nothing."""
+        if not all(0 <= beta < 1 for beta in self.betas):
+            yield Problem("server.betas", f"is {self.betas}", "give two numbers in [0, 1)")
         if self.momentum and self.optimiser != "sgd":
             remedy = f"leave it out: beta1, the first of betas, is the momentum of {self.optimiser}"
-            problems.append(Problem("server.momentum", f"means nothing to '{self.optimiser}'", remedy))
-        refuse(problems)
+            yield Problem("server.momentum", f"means nothing to '{self.optimiser}'", remedy)
 
     def init(self, sent: Mapping[str, Tensor]) -> Tensors:
         """Return the state before the first round, for parameters of these shapes."""

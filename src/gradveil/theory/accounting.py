@@ -14,10 +14,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Literal
+from typing import Annotated, ClassVar, Literal
 
 from gradveil.core.errors import Problem, fail, refuse
-from gradveil.core.settings import COUNT, KEPT, STRENGTH, Choice, Range, collect
+from gradveil.core.settings import Checked, Count, Kept, Range, collect
 
 Accountant = Literal["pld", "rdp"]
 """How privacy losses are composed: by their distribution, or by Rényi divergences."""
@@ -43,30 +43,23 @@ _LEAST = 1e-6
 
 
 @dataclass(frozen=True)
-class Participation:
+class Participation(Checked):
     """How often a unit takes part in what is released, and which delta and accountant are wanted.
 
     With `poisson` sampling, each unit is in each of `steps` sums with probability `rate`, independently; neighbours
     differ by one unit added or removed (Abadi et al. 2016). With `shuffled` batches of fixed size, a unit is in one of
-    baseline(1 / rate) sums of each epoch; it is accounted once an epoch, *without* amplification by sampling, and
+    floor(1 / rate) sums of each epoch; it is accounted once an epoch, *without* amplification by sampling, and
     neighbours differ by one unit replaced, which can change the sum by 2 C. The schedule must not depend on the data.
     """
 
-    steps: int
-    rate: float = 1.0
-    delta: float = 1e-5
-    sampling: Sampling = "poisson"
-    accountant: Accountant = "pld"
-    at_most: int | None = None
+    steps: Annotated[Count, "Noisy sums of the training."]
+    rate: Annotated[Kept, "Probability that a unit is in a sum."] = 1.0
+    delta: Annotated[float, PROBABILITY, "Delta of the guarantee."] = 1e-5
+    sampling: Annotated[Sampling, "How the examples of a step are chosen."] = "poisson"
+    accountant: Annotated[Accountant, "How privacy losses are composed."] = "pld"
+    at_most: Annotated[int | None, Range(1, integer=True, optional=True)] = None
     """How many sums of `shuffled` batches a unit is in at most, where that does not follow from steps and rate."""
-
-    def __post_init__(self) -> None:
-        """Refuse settings that cannot be meant, all at once."""
-        samplings, accountants = Choice(("poisson", "shuffled")), Choice(("pld", "rdp"))
-        settings = (("steps", COUNT), ("rate", KEPT), ("delta", PROBABILITY))
-        settings += (("sampling", samplings), ("accountant", accountants))
-        settings += () if self.at_most is None else (("at_most", COUNT),)
-        refuse(collect("privacy", ((name, allowed, getattr(self, name)) for name, allowed in settings)))
+    label: ClassVar[str] = "privacy"
 
     @property
     def epochs(self) -> int:
@@ -93,7 +86,7 @@ def composed(parts: Sequence[tuple[float, Participation]]) -> float:
     Neighbouring data have to be the same in all of them: Poisson samples and shuffled batches do not compose.
     """
     kinds = [(training.delta, training.sampling, training.accountant) for _, training in parts]
-    problems = collect("privacy", (("sigma", STRENGTH, noise) for noise, _ in parts))
+    problems = collect("privacy", (("sigma", Range(0), noise) for noise, _ in parts))
     if len(set(kinds)) > 1:
         what = "differ in delta, sampling or accountant, so that no epsilon holds for all of them"
         problems.append(Problem("privacy", what, "account for each by itself"))

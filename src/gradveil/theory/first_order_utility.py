@@ -40,7 +40,7 @@ def least_gamma(top: float, bottom: float) -> tuple[float, float]:
     the largest entries are no smaller than the middle ones, so gamma_1 >= k1 / (1 - k2), with equality where the bottom
     is zero and all else equal. Proposition 1 follows from it where k1 > 0, and says next to nothing: k1 k2 is at most
     1/4, so its bound is never above 1.8 %, and zero where k1 or k2 is. Both speak of shares that come out whole: of a
-    layer so small that baseline(k1 P) = baseline(k2 P) = 0 nothing goes. And gamma_1 = 1 where all that is kept is
+    layer so small that floor(k1 P) = floor(k2 P) = 0 nothing goes. And gamma_1 = 1 where all that is kept is
     zero.
 
     >>> [round(bound, 4) for bound in least_gamma(0.05, 0.75)]

@@ -108,7 +108,7 @@ class Equations:
     """[D, P] of what the defence did to it."""
 
     def misfit(self, x: Tensor) -> Tensor:
-        """Say what share of the entries of dW that were sent x [T, P] does not explain."""
+        """Return the share of the entries of dW that were sent x [T, P] does not explain."""
         rest = torch.where(self.weight != 0, self.z.T @ x - self.weight, 0.0)
         return rest.norm() / self.weight.norm().clamp_min(torch.finfo(self.weight.dtype).tiny)
 
@@ -128,7 +128,7 @@ def equations(
 
 
 def uncertain(errors: Tensor, weight: Tensor, of_errors: Disturbance, of_weight: Disturbance) -> Equations:
-    """Say what is known of equations with z_t [T, D] and dW [D, P] that were disturbed so."""
+    """Return what is known of equations with z_t [T, D] and dW [D, P] that were disturbed so."""
     sent, unsent = _variances(weight, of_weight)
     z, noise = _completed(errors, *_variances(errors, of_errors))
     return Equations(z, noise, weight, torch.where(weight != 0, sent, unsent))

@@ -17,36 +17,36 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
 from torch import Tensor, nn
 
 from gradveil.attacks.closed_form.disturbed import equations, prior_problems, weighed
 from gradveil.attacks.knowledge import How, Knowledge, Known
-from gradveil.attacks.labels import Labels, find_labels, label_problems
+from gradveil.attacks.labels import FoundLabels, find_labels, label_problems
 from gradveil.attacks.protocol import Observation, Progress, Prospect, Reconstruction, in_closed_form
 from gradveil.attacks.simulated_updates import Simulated
-from gradveil.attacks.undo import undoing, undone
+from gradveil.attacks.undo import Undo, undoing, undone
 from gradveil.client import Client
 from gradveil.core.errors import Problem, refuse
 from gradveil.core.noise import Key
+from gradveil.core.settings import Checked
 from gradveil.core.streams import Stream
 from gradveil.nn.first_layer_equations import InputEquations, shown
 from gradveil.nn.module_paths import call_on
 
 
 @dataclass(frozen=True)
-class Analytic:
+class Analytic(Checked):
     """Solve the first layer's equations: no iteration, no restart."""
 
     name: str = "analytic"
-    labels: Labels = "given"
-    """Where a batch's labels come from; a single image needs none."""
-    prior: Literal["none", "public"] = "none"
-    """With `public` it knows the defence, and weighs the equations by how that disturbs public images'."""
-    undo: bool = False
-    """Undo the client's batch defence by its public transforms, once the images it trained on are solved for."""
+    labels: FoundLabels = "given"
+    prior: Annotated[
+        Literal["none", "public"], "Images that weigh the equations, by how the defence disturbs theirs."
+    ] = "none"
+    undo: Undo = False
 
     @property
     def simulated_client(self) -> Literal["naive", "full"]:

@@ -25,12 +25,13 @@ from torch import Tensor, nn
 from gradveil.attacks.closed_form.linear_systems import as_matrix, gradient_rows, roughness, solved, taken_back
 from gradveil.attacks.inversion.inversion import Inversion
 from gradveil.attacks.knowledge import How, Knowledge
-from gradveil.attacks.labels import Labels, find_labels, label_problems
+from gradveil.attacks.labels import FoundLabels, find_labels, label_problems
 from gradveil.attacks.protocol import Observation, Progress, Prospect, Reconstruction, Remark, in_closed_form
-from gradveil.attacks.undo import undoing, undone
+from gradveil.attacks.undo import Undo, undoing, undone
 from gradveil.client import Client
 from gradveil.core.errors import Problem, refuse
 from gradveil.core.noise import Key
+from gradveil.core.settings import Checked
 from gradveil.core.streams import Stream
 from gradveil.core.tree import Tensors
 from gradveil.nn.layer_chain import Link, chained
@@ -43,23 +44,22 @@ _FITS = 1e-4
 _DOUBT = 1e-10
 """How much of a value may be open before the equation that it stands in counts half."""
 _NAUGHT = 1e-3
-"""Outputs of which the step says nothing are taken for its zeros if they are smaller than this, beside the largest."""
+"""Outputs of which the step says nothing count as its zeros below this, relative to the largest."""
 _WHOLE = 1 - 1e-6
 """Equations that count at least this much count whole."""
 _GUESSED = 1e-3
-"""How much equations count that rest on a guess, beside those that do not."""
+"""How much equations count that rest on a guess, relative to those that do not."""
 _OPEN = 0.01
 """How much of it may be open before it is left out."""
 
 
 @dataclass(frozen=True)
-class Recursive:
+class Recursive(Checked):
     """Solve the layers one after the other, from the last to the first."""
 
     name: str = "r-gap"
-    labels: Labels = "given"
-    undo: bool = False
-    """Undo the client's batch defence by its public transforms, once the image it trained on is solved for."""
+    labels: FoundLabels = "given"
+    undo: Undo = False
 
     @property
     def simulated_client(self) -> Literal["naive", "full"]:
@@ -193,7 +193,7 @@ def _update_problems(simulated_client: Client, examples: int) -> Iterator[Proble
 
 
 def _remarks(links: Sequence[Link], shares: Sequence[Sequence[float]], scales: Sequence[int]) -> tuple[Remark, ...]:
-    """Say how much the equations leave open, layer by layer from the image on, and whether the last has a rival."""
+    """Return remarks on what the equations leave open, layer by layer from the image on, and on rival answers."""
     said: list[Remark] = []
     for link, *opened in zip(links, *(reversed(each) for each in shares), strict=True):
         where = "the image" if link is links[0] else f"what '{link.path}' takes"

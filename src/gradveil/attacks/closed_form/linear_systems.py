@@ -16,7 +16,7 @@ _REFINED = 3
 _NOTHING = 1e-100
 """Keeps equations that are all zero solvable."""
 _LITTLE = 1e-3
-"""How much the size of the image counts where it is filled in, beside its roughness."""
+"""How much the size of the image counts where it is filled in, relative to its roughness."""
 
 
 def taken_back(link: Link, weight: Tensor, error: Tensor) -> Tensor:

@@ -7,9 +7,10 @@ result.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from math import cos, pi
+from typing import Annotated, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ from gradveil.attacks.inversion.cma_es import CMAES
 from gradveil.attacks.inversion.optimisers import LBFGS, Adam, Project, RMSprop
 from gradveil.attacks.protocol import Status
 from gradveil.core.errors import Problem, refuse
+from gradveil.core.settings import Checked, Count, Range, Strength
 from gradveil.core.tree import Tensors, select, take
 
 
@@ -170,40 +172,33 @@ class Cosine:
 
 
 @dataclass(frozen=True)
-class Descent:
+class Descent(Checked):
     """How rows descend and when they stop."""
 
     stepper: Stepper = field(default_factory=Adam)
     schedule: StepSchedule | Plateau | Cosine | None = None
-    iterations: int = 1000
-    tolerance: float = 0.0
-    """A row whose objective is at or below this has converged."""
-    patience: int | None = None
-    """A row without progress for this many iterations has stalled."""
+    iterations: Annotated[Count, "Largest number of iterations."] = 1000
+    tolerance: Annotated[Strength, "Objective at or below which a search has converged."] = 0.0
+    patience: Annotated[
+        int | None,
+        Range(1, integer=True, optional=True),
+        "Iterations without progress after which a search has stalled.",
+    ] = None
     progress: float = 1e-4
     """The relative fall of the objective that counts as progress."""
-    keep: str = "best"
-    """`best` keeps the iterate with the lowest objective, `last` the last one (what older programs return)."""
-    report: int = 50
-    """Iterations between reporting points."""
-    halving: bool = False
-    """Let the worse half of each target's restarts go, again and again, so that the last one has half of the budget."""
+    keep: Annotated[Literal["best", "last"], "Iterate that is returned: with the lowest objective, or the last."] = (
+        "best"
+    )
+    report: Annotated[Count, "Iterations from one reporting point to the next."] = 50
+    halving: Annotated[bool, "Drop the worse half of each target's restarts again and again."] = False
+    """The last restart has half of the budget."""
+    label: ClassVar[str] = "attack"
 
-    def __post_init__(self) -> None:
-        """Refuse settings that cannot be meant."""
-        problems: list[Problem] = []
-        if self.iterations < 1:
-            problems.append(Problem("attack.iterations", f"is {self.iterations}", "give at least 1"))
-        if self.patience is not None and self.patience < 1:
-            problems.append(Problem("attack.patience", f"is {self.patience}", "give at least 1"))
-        if self.keep not in ("best", "last"):
-            problems.append(Problem("attack.keep", f"is '{self.keep}'", "one of: best, last"))
-        if self.report < 1:
-            problems.append(Problem("attack.report", f"is {self.report}", "give at least 1"))
+    def conflicts(self, sound: bool) -> Iterator[Problem]:
+        """Refuse a schedule for a population."""
         if isinstance(self.stepper, CMAES) and self.schedule is not None:
             what = "is of step sizes, and a population adapts its own"
-            problems.append(Problem("attack.schedule", what, "leave it out"))
-        refuse(problems)
+            yield Problem("attack.schedule", what, "leave it out")
 
 
 def _themselves(variables: Tensors, constants: Tensors) -> Tensors:
@@ -279,7 +274,7 @@ def descend(
 def _evaluate(
     loss: Loss, variables: Tensors, constants: Tensors, rows: Tensor, iteration: int, stepper: Stepper
 ) -> tuple[Tensors, Tensor, Tensors]:
-    """Return variables, objectives and gradients; of whoever needs none, none."""
+    """Return variables, objectives and gradients; without gradients for steppers that need none."""
     if isinstance(stepper, CMAES):
         with torch.no_grad():
             return variables, loss(variables, constants, rows, iteration), {}

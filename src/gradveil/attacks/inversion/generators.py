@@ -1,9 +1,9 @@
 """Generators of images, and how an attacker with auxiliary images trains one.
 
-The papers attack with generative adversarial networks that others trained for weeks. Here the attacker trains one
-himself, in minutes: the decoder of a variational autoencoder (Kingma, Welling 2014), which learns stably from few
-images and whose latent numbers are N(0, 1), as those that a search starts from. Its images are softer than a good
-adversarial network's; who has such a network gives it instead.
+The papers attack with generative adversarial networks that others trained for weeks. Here the attack trains one itself,
+in minutes: the decoder of a variational autoencoder (Kingma, Welling 2014), which learns stably from few images and
+whose latent numbers are N(0, 1), as those that a search starts from. Its images are softer than a good adversarial
+network's; who has such a network gives it instead.
 """
 
 from __future__ import annotations

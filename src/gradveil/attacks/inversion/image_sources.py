@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Annotated, ClassVar, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from gradveil.attacks.inversion.generators import Generator, brought, drawn_by, taught
 from gradveil.core.errors import GradveilError, Problem, refuse
 from gradveil.core.noise import Key
+from gradveil.core.settings import Checked, Count, Positive, Share, Strength, TextValue
 from gradveil.core.tree import Tensors, select, under
 from gradveil.core.user_code import called
 from gradveil.nn.initial_weights import initialise
@@ -26,10 +27,12 @@ INPUTS, TARGETS = "inputs", "targets"
 """Names of the variables that are no random tensors of the client: the examples sought, and their labels."""
 LATENT, WEIGHTS = "images.latent", "images.weights"
 """Names of the numbers that a generator draws from, and of its weights."""
+Latent = Annotated[Count, "Numbers that the generator draws from."]
+Width = Annotated[Count, "Channels of the generator's last feature map."]
 _FEWEST = 2
 """Public images that a generator can be taught on, at least."""
 _SLACK = 0.1
-"""How far outside of [0, 1] somebody's generator may draw: those without a last bound overshoot a little."""
+"""How far outside of [0, 1] a custom generator may draw: those without a last bound overshoot a little."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +74,7 @@ class Drawing(Protocol):
         ...
 
     def penalty(self, variables: Tensors, constants: Tensors) -> Tensor | None:
-        """Say how unlikely it is what every row draws from [N], if something is known of that."""
+        """Return how unlikely the latent numbers of every row are [N], if their law is known."""
         ...
 
     def tuned(self, rows: int) -> Tensors:
@@ -118,14 +121,15 @@ class _Pixels:
 
 
 @dataclass(frozen=True)
-class Untrained:
+class Untrained(Checked):
     """A generator that knows nothing, with weights of its own for each row: it learns from the update alone (GRNN).
 
     What it draws from stays as it was drawn, and labels, if they are sought, are a linear layer's.
     """
 
-    latent: int = 128
-    width: int = 16
+    latent: Latent = 128
+    width: Width = 16
+    label: ClassVar[str] = "attack"
 
     def open(self, canvas: Canvas, key: Key) -> _Untrained:
         """Get ready for a call."""
@@ -180,24 +184,25 @@ class _Untrained:
 class Trained:
     """A generator that has learnt what images look like: the numbers that it draws from are searched (GIAS, GGL).
 
-    The attacker teaches one on his public images, or brings his own `generator`: a module, or the import path of one or
+    The attacker trains one on the public images, or brings a `generator`: a module, or the import path of one or
     of what makes one, from [B, latent] to [B, C, H, W] in [0, 1]. With `tuned` this share of the budget goes on with
     each row's own weights of the generator, from the latent numbers that were found.
     """
 
-    latent: int = 32
-    width: int = 8
-    lessons: int = 600
-    """Batches of 64 public images that it is taught with."""
-    prior: float = 0.0
-    """Weight of half the mean square of the latent numbers, which are N(0, 1) where the generator learnt."""
-    tuned: float = 0.0
-    tuning: float = 1e-3
-    """Step size of the weights."""
-    generator: nn.Module | str | None = None
+    latent: Latent = 32
+    width: Width = 8
+    lessons: Annotated[Count, "Batches of 64 public images that the generator is trained on."] = 600
+    prior: Annotated[Strength, "Weight of half the mean square of the latent numbers."] = 0.0
+    tuned: Annotated[Share, "Share of the budget in which the generator's weights are searched."] = 0.0
+    tuning: Annotated[Positive, "Step size of the generator's weights."] = 1e-3
+    generator: Annotated[
+        nn.Module | str | None,
+        TextValue("a module of your own, 'pkg.module:name'"),
+        "Generator that is not trained here.",
+    ] = None
 
     def open(self, canvas: Canvas, key: Key) -> _Trained:
-        """Get ready for a call; what the attacker teaches himself knows nothing until it is taught."""
+        """Get ready for a call; a generator of the attack's own knows nothing until it is trained."""
         if self.generator is None:
             network: nn.Module = Generator(self.latent, canvas.shape, self.width, "group").to(canvas.lower)
             return _Trained(self, canvas, initialise(network, key.generator()).requires_grad_(requires_grad=False))
@@ -236,7 +241,7 @@ class _Trained:
     labelled = False
 
     def learn(self, public: Tensor | None, key: Key) -> None:
-        """Teach the generator, unless somebody else did or this process has: it depends on no update."""
+        """Train the generator, unless it was brought or this process has trained it: it depends on no update."""
         if self.images.generator is not None:
             return
         refuse(list(self.images.problems(self.canvas.shape, 0 if public is None else len(public))))

@@ -1,7 +1,7 @@
 """The optimisation attack: one loop, of which the papers' attacks are settings.
 
-The attacker simulates the client he believes in on dummy inputs, compares with what was sent, and descends on
-everything he does not know. Target clients x restarts are the rows of one batch.
+The attacker runs the simulated client on dummy inputs, compares with what was sent, and descends on everything unknown.
+Target clients x restarts are the rows of one batch.
 """
 
 from __future__ import annotations
@@ -188,7 +188,7 @@ def _reconstruction(
 
 
 def _remarks(attack: InversionSettings, scene: Rows) -> tuple[Remark, ...]:
-    """Say what an attack was to do and could not."""
+    """Return remarks on what an attack was to do and could not."""
     first = torch.zeros(1, dtype=torch.long, device=scene.device)
     if not attack.batchnorm or statistics_wanted(scene.knowledge, scene.simulated_client, first, scene.example):
         return ()

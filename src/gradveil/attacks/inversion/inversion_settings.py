@@ -2,58 +2,66 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Annotated, Literal
 
 from gradveil.attacks.closed_form.first_layer import Analytic
 from gradveil.attacks.inversion.cma_es import CMAES
 from gradveil.attacks.inversion.descent import Descent
+from gradveil.attacks.inversion.distances import OBJECTIVES
 from gradveil.attacks.inversion.image_sources import Images, Pixels
 from gradveil.attacks.knowledge import How
 from gradveil.attacks.labels import Labels
 from gradveil.client import Client
-from gradveil.core.errors import Problem, refuse
+from gradveil.core.errors import Problem
+from gradveil.core.settings import Checked, Choice, Count, Range, Strength
 
 
 @dataclass(frozen=True)
-class InversionSettings:
+class InversionSettings(Checked):
     """Settings of the one optimisation attack. `name` is what reports call it."""
 
     name: str
-    objective: str = "cosine"
-    tv: float = 0.0
-    l2: float = 0.0
+    objective: Annotated[str, Choice(tuple(OBJECTIVES)), "Distance between the observed and the simulated update."] = (
+        "cosine"
+    )
+    tv: Annotated[Strength, "Weight of the images' total variation."] = 0.0
+    l2: Annotated[Strength, "Weight of the images' mean square."] = 0.0
     descent: Descent = field(default_factory=Descent)
-    restarts: int = 1
-    start: Literal["normal", "uniform", "solved"] = "normal"
-    """What images look like at first; `solved`: the first restart starts from the first layer's equations, solved."""
+    restarts: Annotated[Count, "Searches per target client, of which the best is kept."] = 1
+    start: Annotated[
+        Literal["normal", "uniform", "solved"], "First images: random, or the solution of the first layer's equations."
+    ] = "normal"
     box: bool = True
     labels: Labels = "given"
-    simulated_client: Literal["naive", "full"] = "naive"
+    simulated_client: Annotated[
+        Literal["naive", "full"], "Client that the attack simulates: without its defence, or with it."
+    ] = "naive"
     knowledge: Mapping[str, How] = field(default_factory=dict)
     images: Images = field(default_factory=Pixels)
     """What is searched: pixels, the weights of a generator, or what a generator draws from."""
-    rounds: Literal["first", "last", "all"] = "last"
-    """Which of the observed rounds are attacked; all of them share the target client's examples."""
-    ignore: Literal["nothing", "stochastic"] = "nothing"
-    """Leave the layers out of the distance that a bottleneck's noise reaches."""
-    batchnorm: float = 0.0
-    """Weight of the BatchNorm prior: statistics of the inputs against the running ones, or the true ones if granted."""
-    group: float = 0.0
-    """Weight of the pull to the mean of a target client's restarts."""
-    register: bool = False
-    """Shift the restarts onto each other before their mean is taken."""
-    langevin: float = 0.0
-    """Standard deviation of the noise added to the inputs after each step, in units of the step size."""
-    whiten: bool = False
-    """Compare in units of the additive noise that the simulated client would have added to each entry."""
+    rounds: Annotated[
+        Literal["first", "last", "all"], "Observed rounds that are attacked; all share the client's examples."
+    ] = "last"
+    ignore: Annotated[
+        Literal["nothing", "stochastic"], "Layers left out of the distance: those behind a bottleneck's noise."
+    ] = "nothing"
+    batchnorm: Annotated[
+        Strength, "Weight of the difference to the model's running statistics, or the true ones if granted."
+    ] = 0.0
+    group: Annotated[Strength, "Weight of the difference to the mean of a target client's restarts."] = 0.0
+    register: Annotated[bool, "Shift the restarts onto each other before their mean is taken."] = False
+    langevin: Annotated[Strength, "Standard deviation of the noise after each step, in units of the step size."] = 0.0
+    whiten: Annotated[bool, "Compare in units of the additive noise that each entry gets from the client."] = False
     subtract: bool = False
     """Take additive noise that is known off what was sent, where the images make no difference to what it adds."""
-    undo: bool = False
-    """Search what the client trained on, without its batch defence, and then undo that by its public transforms."""
-    step_size: float | None = None
-    """The local step size that the attacker believes in; None for the client's own, which servers usually set."""
+    undo: Annotated[bool, "Search what the client trained on, and undo the batch defence afterwards."] = False
+    step_size: Annotated[
+        float | None,
+        Range(0, low_open=True, optional=True),
+        "Local step size that the attacker assumes; none for the client's own.",
+    ] = None
 
     @property
     def together(self) -> bool:
@@ -73,23 +81,23 @@ class InversionSettings:
             return self.descent
         return replace(self.descent, stepper=replace(stepper, population=self.restarts))
 
-    def __post_init__(self) -> None:
-        """Refuse what has no meaning together."""
-        problems: list[Problem] = []
+    def conflicts(self, sound: bool) -> Iterator[Problem]:
+        """Refuse settings that have no meaning together."""
+        if not sound:
+            return
         if not isinstance(self.images, Pixels):
             what = "is for attacks that search pixels, this one has a generator draw them"
             given = (("start", self.start != "normal"), ("langevin", self.langevin > 0))
-            problems += [Problem(f"{self.name}.{setting}", what, "leave it out") for setting, wrong in given if wrong]
+            yield from (Problem(f"{self.name}.{setting}", what, "leave it out") for setting, wrong in given if wrong)
         if self.evolves and self.descent.halving:
             what = "lets restarts go, and these are one population: its generations would have no size"
-            problems.append(Problem(f"{self.name}.halving", what, "leave it out"))
+            yield Problem(f"{self.name}.halving", what, "leave it out")
         if self.evolves and self.restarts == 1:
             what = "is 1, and restarts are the candidates of a population here"
-            problems.append(Problem(f"{self.name}.restarts", what, "give at least 2, better 50"))
+            yield Problem(f"{self.name}.restarts", what, "give at least 2, better 50")
         if self.undo and self.simulated_client == "naive":
             what = "undoes a batch defence, and this attacker ignores the defence"
-            problems.append(Problem(f"{self.name}.undo", what, "set simulated_client=full"))
-        refuse(problems)
+            yield Problem(f"{self.name}.undo", what, "set simulated_client=full")
 
     @property
     def solver(self) -> Analytic | None:

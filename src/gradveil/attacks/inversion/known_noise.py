@@ -1,12 +1,12 @@
 """Known noise: subtract what side information reveals, and weigh entries by the noise added to them.
 
-An attacker who is told the noise may put the same noise into what he simulates. But once it is as long as the gradient,
-two updates that share it look alike whatever the images; taken off the sent update, nothing of it is left.
+An attacker who is told the noise may put the same noise into the simulated update. But once it is as long as the
+gradient, two updates that share it look alike whatever the images; taken off the sent update, nothing of it is left.
 
 Noise of the same variance everywhere leaves the distance between two updates a log likelihood. Where the variances
-s_i^2 differ, that is sum_i (g_i - sent_i)^2 / s_i^2. They may depend on the data (`optimal-noise`), so nobody is told
-them: the attacker infers them at his candidate, now and then. On linear models that halves the error and more where
-noise is moderate; where it is so strong that the candidate stays far from the truth, so do the variances.
+s_i^2 differ, that is sum_i (g_i - sent_i)^2 / s_i^2. They may depend on the data (`optimal-noise`), so they are not
+granted: the attacker infers them at the reconstruction, now and then. On linear models that halves the error and more
+where noise is moderate; where it is so strong that the candidate stays far from the truth, so do the variances.
 
 What is rounded at random (`quantise`, `ternary`) has different variances, too: (s/L)^2 f (1 - f) for an entry whose
 place between two levels is f. They are not weighed by: near a level a wrong candidate calls an entry free of noise. On

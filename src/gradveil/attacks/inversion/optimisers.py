@@ -4,30 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
+from gradveil.core.settings import Checked, Positive
 from gradveil.core.tree import Tensors
 
-Sign = Literal["plain", "signed", "soft"]
-"""What becomes of the gradient before Adam sees it."""
+Sign = Annotated[Literal["plain", "signed", "soft"], "Gradient that Adam gets: as it is, its sign, or a smooth sign."]
+Rate = Annotated[Positive, "Step size."]
 Project = Callable[[str, Tensor], Tensor]
 """(name of a variable, its values [n, ...]) -> the nearest allowed values."""
 
 
 @dataclass(frozen=True)
-class Adam:
+class Adam(Checked):
     """Element-wise Adam on all rows at once.
 
     `sign="signed"` steps with the sign of the gradient, `"soft"` with g / (|g| + mean |g| of the row).
     """
 
-    lr: float = 0.1
+    lr: Rate = 0.1
     sign: Sign = "plain"
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
+    label: ClassVar[str] = "attack"
 
     def init(self, variables: Tensors) -> Tensors:
         """Return the moments (leading N)."""
@@ -69,13 +71,14 @@ class Adam:
 
 
 @dataclass(frozen=True)
-class RMSprop:
+class RMSprop(Checked):
     """Element-wise RMSprop with momentum on all rows at once: m <- momentum m + g / (sqrt(v) + eps), x <- x - lr m."""
 
-    lr: float = 1e-2
+    lr: Rate = 1e-2
     decay: float = 0.99
     momentum: float = 0.0
     eps: float = 1e-8
+    label: ClassVar[str] = "attack"
 
     def init(self, variables: Tensors) -> Tensors:
         """Return the moments (leading N)."""
@@ -106,7 +109,7 @@ class RMSprop:
 
 
 @dataclass(frozen=True)
-class LBFGS:
+class LBFGS(Checked):
     """Limited-memory BFGS with one history a row; every iteration is one evaluation for every row.
 
     `line_search="armijo"` halves a row's step until its objective falls by `decrease` of the predicted amount;
@@ -114,10 +117,11 @@ class LBFGS:
     Hessian (Byrd, Nocedal, Schnabel 1994), so that a long history costs four matrix products, not a loop.
     """
 
-    lr: float = 1.0
+    lr: Rate = 1.0
     history: int = 100
     line_search: Literal["armijo", "none"] = "armijo"
     decrease: float = 1e-4
+    label: ClassVar[str] = "attack"
     smallest: float = 1e-8
     """A step shorter than this restarts the row from steepest descent."""
 

@@ -336,7 +336,7 @@ class Rows:
         return torch.cat([torch.stack([whole, layers], 1), self._explained(batch, noise, constants, rows)], 1)
 
     def _explained(self, batch: Batch, noise: Tensors, constants: Tensors, rows: Tensor) -> Tensor:
-        """Say how well the images explain what was observed [N, COLUMNS], NaN where no noise is left to chance.
+        """Return how well the images explain what was observed [N, COLUMNS], NaN where no noise is left to chance.
 
         What is drawn after the update was computed is left to chance even where the attack searches for it: such noise
         explains any update. A target client's draws are the same whatever the images are.
@@ -457,7 +457,7 @@ class Rows:
         return given, logits, variables, constants, numbers, self.draws.streams(rows)
 
     def shown(self, variables: Tensors, constants: Tensors) -> Tensors:
-        """Say what is kept of rows that have ended: their images first, and what is searched besides."""
+        """Return what is kept of rows that have ended: their images first, and what is searched besides."""
         with torch.no_grad():
             images, logits = self.drawing.draw(variables, constants)
         besides = {n: v for n, v in variables.items() if not n.startswith(f"{WEIGHTS}.")}

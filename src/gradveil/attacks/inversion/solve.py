@@ -88,7 +88,7 @@ def searched(
 
 
 def _parted(attack: InversionSettings) -> tuple[Descent, Descent | None]:
-    """Part the budget: the second descent is over a generator's weights, for whoever goes on to them."""
+    """Split the budget: the second descent, if there is one, is over a generator's weights."""
     whole, images = attack.coupled, attack.images
     if not isinstance(images, Trained) or not images.tuned:
         return whole, None

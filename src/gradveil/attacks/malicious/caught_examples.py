@@ -74,7 +74,7 @@ def count(bias: Tensor, target: int, examples: int, gated: bool, usual: float = 
             odd = bool(whole[others].min() < 0) or int(whole.sum()) != taken
             error = float((counts - whole).abs().max()) + float(odd)
             found = Counts(whole.clamp(0, examples).long(), scale, error < _LIKELY)
-            # Of a small multiple little is left over too, as of no gradient at all: it has to be little beside it.
+            # Of a small multiple little is left over too, as of no gradient at all: it has to be little in comparison.
             sure = error < _SURE * (min(1.0, size / scale) if size > _NOTHING else 1.0)
             if sure and scale == usual:
                 return found
@@ -204,7 +204,7 @@ def _mean(values: Sequence[Tensor], otherwise: Tensor) -> Tensor:
 
 
 def _status(own: Sequence[_SearchResult], sound: bool) -> Status:
-    """Tell the worst end of a target client's searches."""
+    """Return the worst status of a target client's searches."""
     if not own:
         return "stalled" if sound else "diverged"
     ends: list[Status] = [part.status[row] for _, part, row in own]

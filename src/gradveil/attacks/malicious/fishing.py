@@ -12,17 +12,20 @@ import copy
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from typing import Annotated
 
 import torch
 from torch import Tensor
 
 from gradveil.attacks.inversion.inversion import Inversion
+from gradveil.attacks.inversion_presets import MASKS, OWN_DRAWS, ig
 from gradveil.attacks.knowledge import Knowledge
 from gradveil.attacks.malicious.caught_examples import Catch, catches, together
 from gradveil.attacks.protocol import Observation, Progress, Prospect, Reconstruction
 from gradveil.client import Client
 from gradveil.core.errors import GradveilError, Problem, fail
 from gradveil.core.noise import Key
+from gradveil.core.settings import Range
 from gradveil.core.streams import Stream
 from gradveil.core.tree import Tensors
 from gradveil.nn.module_paths import at, call_on, evaluating, features, last_layer
@@ -49,10 +52,12 @@ class Fishing(Inversion):
     features that tells the class from the others. In every further round the next class is fished for.
     """
 
-    target: int = 0
-    """The class that is fished for in the first round."""
-    share: float | None = None
-    """The share of the class that is caught; None for all of it."""
+    target: Annotated[int, Range(0, integer=True), "Class that is fished for in the first round."] = 0
+    share: Annotated[
+        float | None,
+        Range(0, 1, low_open=True, high_open=True, optional=True),
+        "Share of the class that is caught; none for all of it.",
+    ] = None
 
     def problems(self, prospect: Prospect) -> Iterator[Problem]:
         """Refuse models without a last layer to fish with, and gates without public images to fit them to."""
@@ -86,7 +91,7 @@ class Fishing(Inversion):
         return {**client.params(), **self._head(client, knowledge, number)}
 
     def planted(self) -> str:
-        """Say what was changed."""
+        """Describe what was changed."""
         part = "" if self.share is None else f", the least typical {self.share:.0%} of it"
         return f"a last layer that lets one class alone move the rest{part}"
 
@@ -105,7 +110,7 @@ class Fishing(Inversion):
         return {f"{last}.weight": weight, f"{last}.bias": bias}
 
     def _ahead(self, client: Client, last: str, knowledge: Knowledge) -> float:
-        """Say how far the other classes must be ahead: further than the paper says where features are large."""
+        """Return how far the other classes must be ahead: further than in the paper where features are large."""
         like = next(iter(client.params().values()))
         lower, upper = knowledge.space.bounds(like)
         drawn = torch.rand((_LOOKS, *knowledge.space.shape), generator=Key(0, (Stream.FISHING,)).generator()).to(like)
@@ -254,7 +259,7 @@ def _alone(simulated_client: Client) -> Client:
 
 
 def _of_steps(simulated_client: Client, examples: int) -> float:
-    """Say how much larger than a mean gradient an update of several small steps is."""
+    """Return how much larger than a mean gradient an update of several small steps is."""
     local = simulated_client.local
     return 1.0 if local is None else local.lr * max(1, local.count(examples // simulated_client.members))
 
@@ -279,3 +284,10 @@ def _onwards(progress: Callable[[Progress], None], done: int, rows: int, budget:
         progress(replace(step, row_iterations=done * budget + step.row_iterations, row_budget=rows * budget))
 
     return report
+
+
+def fishing() -> Fishing:
+    """Fishing for one class by the last layer, then IG; each round that is watched fishes for another class."""
+    own = {field.name: getattr(ig(), field.name) for field in fields(Inversion)}
+    knowledge = {**MASKS, **OWN_DRAWS}  # with simulated_client=full
+    return Fishing(**{**own, "name": "fishing", "labels": "restore", "rounds": "all", "knowledge": knowledge})

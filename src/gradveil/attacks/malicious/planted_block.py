@@ -12,18 +12,19 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
-from typing import ClassVar, Literal, NamedTuple
+from typing import Annotated, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from gradveil.attacks.knowledge import How, Knowledge, Known
-from gradveil.attacks.labels import Labels, find_labels, label_problems
+from gradveil.attacks.labels import FoundLabels, find_labels, label_problems
 from gradveil.attacks.protocol import Observation, Progress, Prospect, Reconstruction, in_closed_form
-from gradveil.attacks.undo import undoing, undone
+from gradveil.attacks.undo import Undo, undoing, undone
 from gradveil.client import Client
 from gradveil.core.errors import Problem, fail
 from gradveil.core.noise import Key
+from gradveil.core.settings import Checked, Count, Positive, Range
 from gradveil.core.streams import Stream
 
 
@@ -69,19 +70,24 @@ class Measures(NamedTuple):
         return 2 * (self.weight.clamp(min=0).sum(1) + self.bias.abs())
 
 
-class Planting(ABC):
+Gain = Annotated[
+    Positive, "Size of the measures: the smaller, the larger is their gradient, relative to the model's own."
+]
+Decoys = Annotated[
+    int, Range(0, integer=True), "Further rows with larger gradients, for defences that cut the largest."
+]
+
+
+class Planting(Checked, ABC):
     """What attacks with a planted block share; they look at the first round, whose block is as it was planted."""
 
     name: str
-    gain: float
-    """How large measures are. The model gets what it would get of measures of size one: the smaller they are, the
-    larger is their gradient beside the model's own, and the more of it is left after a clip."""
-    decoys: int
-    """Rows more that every image passes, in pairs of opposite effect, with the largest gradients of all: what a
-    defence takes that prunes the largest entries."""
-    labels: Labels
-    undo: bool
-    """Undo the client's batch defence by its public transforms, once the images it trained on are read off."""
+    gain: Gain
+    """The model gets what it would get of measures of size one, so that more of their gradient is left after a clip."""
+    decoys: Decoys
+    """Every image passes them, in pairs of opposite effect."""
+    labels: FoundLabels
+    undo: Undo
     rounds: ClassVar[Literal["first"]] = "first"
 
     @property
@@ -112,7 +118,7 @@ class Planting(ABC):
 
     @abstractmethod
     def planted(self) -> str:
-        """Say in words what is put into the model."""
+        """Describe what is put into the model."""
 
     def and_decoys(self) -> str:
         """Mention the decoys, if there are any."""
@@ -225,14 +231,16 @@ class Imprint(Planting):
     """
 
     name: str = "rob"
-    bins: int = 64
-    measure: Literal["brightness", "random"] = "brightness"
-    law: Literal["normal", "laplace", "empirical"] = "normal"
-    sparse: bool = False
-    gain: float = 1e-3
-    decoys: int = 0
-    labels: Labels = "given"
-    undo: bool = False
+    bins: Annotated[int, Range(2, integer=True), "Number of bins."] = 64
+    measure: Annotated[Literal["brightness", "random"], "Measure of an image that the bins part."] = "brightness"
+    law: Annotated[Literal["normal", "laplace", "empirical"], "Law of the measure, whose quantiles are thresholds."] = (
+        "normal"
+    )
+    sparse: Annotated[bool, "Let each row pass the examples of its own bin alone."] = False
+    gain: Gain = 1e-3
+    decoys: Decoys = 0
+    labels: FoundLabels = "given"
+    undo: Undo = False
 
     @property
     def knowledge(self) -> Mapping[str, How]:
@@ -299,7 +307,7 @@ class Imprint(Planting):
         return alone[best] / errors[best].unsqueeze(1), clear
 
     def planted(self) -> str:
-        """Say what the block is."""
+        """Describe the block."""
         return f"an imprint block of {self.bins} bins{self.and_decoys()} before the first layer"
 
 
@@ -322,14 +330,18 @@ class Trap(Planting):
     """
 
     name: str = "curious"
-    rows: int = 256
-    scale: float = 0.95
-    std: float = 0.5
-    share: float | None = None
-    gain: float = 1e-3
-    decoys: int = 0
-    labels: Labels = "given"
-    undo: bool = False
+    rows: Annotated[Count, "Number of rows."] = 256
+    scale: Annotated[Positive, "Positive weights as a multiple of the negative ones."] = 0.95
+    std: Annotated[Positive, "Standard deviation of the weights."] = 0.5
+    share: Annotated[
+        float | None,
+        Range(0, 1, low_open=True, high_open=True, optional=True),
+        "Share of public images that a row passes, in place of `scale`.",
+    ] = None
+    gain: Gain = 1e-3
+    decoys: Decoys = 0
+    labels: FoundLabels = "given"
+    undo: Undo = False
 
     @property
     def knowledge(self) -> Mapping[str, How]:
@@ -401,12 +413,12 @@ class Trap(Planting):
         return images[[distinct[place] for place in order]], clear
 
     def planted(self) -> str:
-        """Say what the block is."""
+        """Describe the block."""
         return f"a block of {self.rows} trap rows{self.and_decoys()} before the first layer"
 
 
 def _between(images: Tensor, ends: Tensor) -> Tensor:
-    """Tell which images lie between two of the marked ones: what two examples show together, when both pass."""
+    """Mark images that lie between two of the marked ones: what two examples show together, when both pass."""
     products = images @ images.T
     found: list[Tensor] = []
     for place in range(len(images)):

@@ -14,7 +14,7 @@ import logging
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Annotated, ClassVar, Literal
 
 import numpy as np
 import torch
@@ -24,7 +24,7 @@ from flwr.serverapp.strategy import DifferentialPrivacyClientSideAdaptiveClippin
 from torch import Tensor
 
 from gradveil.core.errors import GradveilError, Problem, fail, refuse
-from gradveil.core.settings import BOUND, Choice, Range, collect
+from gradveil.core.settings import Bound, Checked, Range
 from gradveil.core.tree import Tensors
 from gradveil.integrations.flower.flower_records import (
     MARK,
@@ -42,35 +42,26 @@ from gradveil.wire.header import place_of
 
 Accepted = Literal["refuse", "bounded", "accept"]
 """Treatment of running statistics in a reply."""
-_OPTIONAL = Range(0, low_open=True, unlimited=True, optional=True)
+Ceiling = Annotated[float | None, Range(0, low_open=True, unlimited=True, optional=True)]
 _USUAL = 1000.0
 """Root mean square of an update's entries, in units of one plus that of the parameters, which no training reaches."""
 _VARIANCE = "running_var"
 
 
 @dataclass(frozen=True)
-class Bounds:
+class Bounds(Checked):
     """The bounds of `Protected`, checked when it is made."""
 
-    max_norm: float | None = None
+    max_norm: Ceiling = None
     """l2 norm of an update. None: 1000 times the norm of the parameters plus the root of their number."""
-    max_ratio: float | None = None
+    max_ratio: Ceiling = None
     """Norm of an update in units of the round's upper median. None: no such bound."""
-    max_examples: float | None = None
+    max_examples: Ceiling = None
     """Weight in a mean; a larger one counts as this. None: no such bound."""
-    statistics: Accepted = "bounded"
-    max_change: float = 1e4
+    statistics: Annotated[Accepted, "Treatment of running statistics."] = "bounded"
+    max_change: Bound = 1e4
     """Change of a running mean or standard deviation, in units of one plus the standard deviation before."""
-
-    def __post_init__(self) -> None:
-        """Reject bounds that are no positive numbers."""
-        optional = ("max_norm", "max_ratio", "max_examples")
-        checks = [(name, _OPTIONAL, getattr(self, name)) for name in optional]
-        rest = [
-            ("statistics", Choice(get_args(Accepted)), self.statistics),
-            ("max_change", BOUND, self.max_change),
-        ]
-        refuse(collect("Protected", [*checks, *rest]))
+    label: ClassVar[str] = "Protected"
 
     def problems(self, before: Mapping[str, Tensor], update: Mapping[str, Tensor]) -> Iterator[Problem]:
         """Yield each bound that an update of these arrays exceeds."""
@@ -286,9 +277,9 @@ class Protected(Strategy):
         trainable: Sequence[str] | None = None,
         *,
         metrics: Sequence[str] = (),
-        max_norm: float | None = None,
-        max_ratio: float | None = None,
-        max_examples: float | None = None,
+        max_norm: Ceiling = None,
+        max_ratio: Ceiling = None,
+        max_examples: Ceiling = None,
         statistics: Accepted = "bounded",
         max_change: float = 1e4,
     ) -> None:
