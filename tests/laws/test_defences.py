@@ -7,6 +7,7 @@ import torch
 from torch.func import functional_call
 
 from gradveil.client import Client
+from gradveil.core.chain import split
 from gradveil.core.noise import Key
 from gradveil.core.tree import norm, select, squared_norm, stack, tmap
 from gradveil.core.types import Batch, Context
@@ -55,7 +56,7 @@ def test_zero_strength_is_the_identity(name: str, kind: str):
 def test_what_has_no_identity_declares_none(name: str):
     client = parse(LAWS[name].texts[0])(CLIENTS["gradient"])
     assert DEFENCES[name].identity is None
-    assert all(transform.smallest() is None for transform in transforms(client))
+    assert all(transform.identity_settings is None for transform in transforms(client))
 
 
 @pytest.mark.parametrize("text", IDENTITY)
@@ -64,7 +65,7 @@ def test_smallest_settings_of_each_transform_are_the_identity(text: str):
     update = client.params()
     context = Context(update, draw_batch(Key(0)))
     for transform in transforms(client):
-        settings = transform.smallest()
+        settings = transform.identity_settings
         assert settings is not None
         neutral = replace(transform, **settings)
         sent, _ = neutral.apply(update, neutral.init(update), neutral.noise(update).sample(Key(1)), context)
@@ -168,7 +169,7 @@ def test_who_says_that_only_masks_are_applied_applies_nothing_else():
             sent = torch.cat([value.flatten() for value in sent.values()])
             assert float(g @ sent / (g.norm() * sent.norm())) > 1 - 1e-12, text
         said[text] = bool(masks)
-        each = client.step is not None and client.step.split()[0] is not None
+        each = split(client.step)[0] is not None
         assert (client.only_masks(params, 2, noise, off) is not None) == (not each), text
     stay = {text for text, masked in said.items() if not masked}
     assert {"clip(norm=0.3)", "clip-example(norm=0.3)", "gaussian(std=0.1)", "laplace(scale=0.1)"} <= stay

@@ -16,6 +16,7 @@ from gradveil.client.local_training import Batching, Drawn, Local, LocalSteps, o
 from gradveil.client.many_clients import Abreast, Many, Trainee
 from gradveil.client.private_layers import Own, spread
 from gradveil.client.sending import Sending, steady
+from gradveil.core.chain import split
 from gradveil.core.errors import fail
 from gradveil.core.noise import NoiseSpec
 from gradveil.core.tree import Tensors, select, under
@@ -51,7 +52,7 @@ class Client:
 
     def __post_init__(self) -> None:
         """Refuse a transform of single examples where there is but one update."""
-        if self.send is not None and self.send.split()[0] is not None:
+        if split(self.send)[0] is not None:
             what = "acts on each example, and what is sent is one update"
             raise fail("client.send", what, "give it as step=chain(...)")
 

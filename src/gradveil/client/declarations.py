@@ -9,10 +9,11 @@ from fnmatch import fnmatchcase
 from torch import Tensor, nn
 
 from gradveil.client.local_training import Batching, Local
+from gradveil.core.chain import split
 from gradveil.core.errors import Problem, refuse
 from gradveil.core.noise import NoiseSpec
 from gradveil.core.tree import Tensors, below, multiplied, select, single, under, wide
-from gradveil.core.types import Batch, Transform
+from gradveil.core.types import Batch, Multiplier, Transform
 from gradveil.nn.stochastic import model_noise
 
 
@@ -73,7 +74,7 @@ class Declared:
         if self.local is not None:
             spec = spec | self.batching.spec(shown, "step")
         spec = spec.to(batch.inputs.dtype)
-        each, mean = self.step.split() if self.step else (None, None)
+        each, mean = split(self.step)
         if each is not None:
             own = each.noise(wide(sent)).to(single(batch.inputs.dtype))
             spec = spec | own.times(size).under("step")
@@ -84,24 +85,22 @@ class Declared:
     def intermediates(self, sent: Tensors) -> NoiseSpec:
         """Declare the intermediates of the sent update (masks, scales) that an attacker may pin through the noise."""
         spec = self.send.intermediates(wide(sent)).under("send") if self.send else NoiseSpec()
-        if self.local is None and self.step:
-            _, mean = self.step.split()
-            if mean is not None:
-                spec = spec | mean.intermediates(wide(sent)).under("step")
+        if self.local is None and (mean := split(self.step)[1]) is not None:
+            spec = spec | mean.intermediates(wide(sent)).under("step")
         return spec
 
     def only_masks(
         self, sent: Tensors, examples: int, noise: Mapping[str, Tensor], off: Collection[str]
     ) -> Tensors | None:
         """Return the masks that the mean gradient of so many examples is multiplied by: None where more may be done."""
-        if examples > 1 and self.step is not None and self.step.split()[0] is not None:
+        if examples > 1 and split(self.step)[0] is not None:
             return None  # each example's gradient is scaled by itself
         found: Tensors = {}
         for name, slot in (("step", self.step), ("send", self.send)):
-            masks = slot.only_masks(sent, select(noise, name), below(name, off)) if slot else {}
-            if masks is None:
+            own = slot.multiplier(sent, select(noise, name), below(name, off)) if slot else Multiplier()
+            if own is None or not own.keeps_direction:
                 return None
-            found = multiplied(found, masks)
+            found = multiplied(found, own.masks)
         return found
 
     def evidence(self, sent: Mapping[str, Tensor]) -> Tensors:

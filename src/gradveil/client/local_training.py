@@ -14,10 +14,11 @@ from torch import Tensor
 
 from gradveil.client.defended_gradient import Defended
 from gradveil.client.private_layers import Own, spread
+from gradveil.core.chain import split
 from gradveil.core.errors import Problem, fail, refuse
 from gradveil.core.noise import Bernoulli, Noise, NoiseSpec, Schedule
 from gradveil.core.tree import Tensors, select
-from gradveil.core.types import Anew, Batch, BatchTransform, Domain
+from gradveil.core.types import Batch, BatchTransform, Domain, Redraw
 
 
 @dataclass(frozen=True)
@@ -161,17 +162,17 @@ class Batching:
     domain: Domain | None
     local: Local | None
 
-    def spec(self, batch: Batch, anew: Anew | None = None) -> NoiseSpec:
-        """Declare what all transforms draw for a batch, or those that draw anew in every epoch (or step)."""
+    def spec(self, batch: Batch, when: Redraw | None = None) -> NoiseSpec:
+        """Declare what all transforms draw for a batch, or those that are drawn again in every epoch (or step)."""
         refuse([problem for each in self.transforms for problem in each.problems(self.domain)])
         spec = NoiseSpec()
-        for i, transform in self._those(anew):
+        for i, transform in self._those(when):
             spec = spec | transform.noise(batch).under(f"batch.{i}")
         return spec
 
-    def changed(self, batch: Batch, noise: Mapping[str, Tensor], anew: Anew | None = None) -> Batch:
-        """Apply all transforms, or those that draw anew in every epoch (or step)."""
-        for i, transform in self._those(anew):
+    def changed(self, batch: Batch, noise: Mapping[str, Tensor], when: Redraw | None = None) -> Batch:
+        """Apply all transforms, or those that are drawn again in every epoch (or step)."""
+        for i, transform in self._those(when):
             batch = transform.apply(batch, select(noise, f"batch.{i}"), self.domain)
         return batch
 
@@ -201,8 +202,8 @@ class Batching:
     def by_number(self, noise: Mapping[str, Tensor], kept: Container[str] = ()) -> tuple[Drawn, Drawn]:
         """Part what all local steps draw by steps, and what all epochs draw by epochs; what is `kept` is neither."""
         starts = {
-            anew: tuple(f"batch.{i}." for i, each in enumerate(self.transforms) if each.anew == anew)
-            for anew in ("step", "epoch")
+            when: tuple(f"batch.{i}." for i, each in enumerate(self.transforms) if each.redraw == when)
+            for when in ("step", "epoch")
         }
         each = [n for n in noise if n.startswith(("model.", "step.", *starts["step"])) and n not in kept]
         epoch = [n for n in noise if n.startswith(starts["epoch"])]
@@ -235,8 +236,8 @@ class Batching:
         assert self.local is not None
         return max(1, examples // self.local.batch)
 
-    def _those(self, anew: Anew | None) -> list[tuple[int, BatchTransform]]:
-        return [(i, each) for i, each in enumerate(self.transforms) if anew is None or each.anew == anew]
+    def _those(self, when: Redraw | None) -> list[tuple[int, BatchTransform]]:
+        return [(i, each) for i, each in enumerate(self.transforms) if when is None or each.redraw == when]
 
 
 def of_batch(noise: Mapping[str, Tensor]) -> Tensors:
@@ -293,7 +294,7 @@ class LocalSteps:
             if not free:
                 return g
             weights = None if included is None else included / self.local.batch
-            if weights is None and step and step.split()[0]:
+            if weights is None and split(step)[0]:
                 weights = batch.inputs.new_full((len(batch.inputs),), 1 / len(batch.inputs))
             mine = {name: now[name] for name in free}
             return g | self.own.gradient(at, batch, select(inner, "model"), kept, mine, weights)

@@ -17,6 +17,7 @@ from torch.func import vmap
 from gradveil.client.defended_gradient import Defended
 from gradveil.client.local_training import Batching, Drawn, Local, train
 from gradveil.client.sending import Sending, steady
+from gradveil.core.chain import split
 from gradveil.core.tree import Tensors, select, stack, take, under
 from gradveil.core.types import Batch
 from gradveil.gradients.per_client import obstacle, per_client_cosines, per_client_gradients, shortens
@@ -194,7 +195,7 @@ class Many:
     def _apart(self, batch: Batch, inner: Tensors) -> tuple[Batch, Tensors]:
         """Take [V, B] examples apart into [V B, 1], where a defence acts on each example's gradient."""
         step = self.gradient.step
-        if step is None or step.split()[0] is None:
+        if split(step)[0] is None:
             return batch, inner
         single = Batch(*(value.flatten(0, 1).unsqueeze(1) for value in batch))
         return single, {name: value.flatten(0, 1).unsqueeze(1) for name, value in inner.items()}
@@ -204,7 +205,7 @@ class Many:
     ) -> tuple[Tensors, Tensors]:
         """Apply the transforms to the gradients: of each target, or [V B] of each example if one acts on those."""
         step = self.gradient.step
-        each, mean = step.split() if step else (None, None)
+        each, mean = split(step)
         if each is not None:
             gradients = {name: value.unflatten(0, batch.inputs.shape[:2]) for name, value in gradients.items()}
         elif mean is None and self.sending.send is None:

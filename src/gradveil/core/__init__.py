@@ -14,7 +14,19 @@ if TYPE_CHECKING:
     from gradveil.core.settings import REQUIRED, Anything, Argument, Choice, Flag, NamedEntry, Range, TextValue
     from gradveil.core.streams import Stream
     from gradveil.core.tree import Tensors, norm, select, squared_norm, stack, straight_through, take, tmap, under
-    from gradveil.core.types import Batch, BatchTransform, Context, Domain, Features, Loss, Public, Stage, Transform
+    from gradveil.core.types import (
+        Batch,
+        BatchTransform,
+        Context,
+        Domain,
+        Features,
+        HasMessages,
+        Loss,
+        Multiplier,
+        Public,
+        Stage,
+        Transform,
+    )
 else:
     __getattr__, __dir__ = lazy_names(
         __name__,
@@ -36,7 +48,9 @@ else:
             "Key": "gradveil.core.noise",
             "Laplace": "gradveil.core.noise",
             "Law": "gradveil.core.noise",
+            "HasMessages": "gradveil.core.types",
             "Loss": "gradveil.core.types",
+            "Multiplier": "gradveil.core.types",
             "NamedEntry": "gradveil.core.settings",
             "Noise": "gradveil.core.noise",
             "NoiseSpec": "gradveil.core.noise",
@@ -86,10 +100,12 @@ __all__ = [
     "Features",
     "Flag",
     "GradveilError",
+    "HasMessages",
     "Key",
     "Laplace",
     "Law",
     "Loss",
+    "Multiplier",
     "NamedEntry",
     "Noise",
     "NoiseSpec",

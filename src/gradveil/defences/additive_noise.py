@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from gradveil.core.errors import refuse
 from gradveil.core.noise import Laplace, Law, Noise, NoiseSpec, Normal
 from gradveil.core.settings import BOUND, STRENGTH, Choice, collect
 from gradveil.core.tree import Tensors
-from gradveil.core.types import Context, Stage, Transform
+from gradveil.core.types import Context, Multiplier, Stage, Transform
 
 ON = Choice(("mean", "sum"))
 """Where the standard deviation is measured: on the mean over the batch (what is sent), or on the sum before it."""
@@ -29,11 +29,11 @@ class Additive(Transform):
     def variance(self, examples: int) -> float:
         """Return one over the Fisher information of an entry's place, on the mean over so many examples."""
 
-    def only_masks(
+    def multiplier(
         self, params: Mapping[str, Tensor], noise: Mapping[str, Tensor], off: Collection[str]
-    ) -> Tensors | None:
-        """There are none, and nothing is added while all of the noise is off."""
-        return {} if params.keys() <= set(off) else None
+    ) -> Multiplier | None:
+        """Nothing is done while all of the noise is off."""
+        return Multiplier() if params.keys() <= set(off) else None
 
 
 @dataclass(frozen=True)
@@ -49,6 +49,7 @@ class Gaussian(Additive):
     scaled_to: float | None = None
     """The clip norm that the standard deviation was chosen for; checked against what the clips before it bound."""
     guarantee: ClassVar[str] = "differential privacy only after a clip; an accountant gives epsilon"
+    identity_settings: ClassVar = {"std": 0.0}
 
     def __post_init__(self) -> None:
         """Refuse settings that cannot be meant, all at once."""
@@ -76,10 +77,6 @@ class Gaussian(Additive):
             return {name: value + std * noise[name] for name, value in update.items()}, state
         return {name: torch.add(value, noise[name], alpha=std) for name, value in update.items()}, state
 
-    def smallest(self) -> Mapping[str, Any]:
-        """Without spread there is no noise."""
-        return {"std": 0.0}
-
 
 @dataclass(frozen=True)
 class Laplacian(Additive):
@@ -91,6 +88,7 @@ class Laplacian(Additive):
 
     scale: float
     guarantee: ClassVar[str] = "no formal guarantee: that takes a bound of the l1 norm, and clips bound the l2 norm"
+    identity_settings: ClassVar = {"scale": 0.0}
 
     def __post_init__(self) -> None:
         """Refuse settings that cannot be meant, all at once."""
@@ -109,10 +107,6 @@ class Laplacian(Additive):
     ) -> tuple[Tensors, Tensors]:
         """Add the scaled noise."""
         return {name: torch.add(value, noise[name], alpha=self.scale) for name, value in update.items()}, state
-
-    def smallest(self) -> Mapping[str, Any]:
-        """Without scale there is no noise."""
-        return {"scale": 0.0}
 
 
 def _additive(params: Mapping[str, Tensor], law: Law) -> NoiseSpec:

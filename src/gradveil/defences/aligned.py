@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from torch import Tensor
 from gradveil.core.errors import Problem, refuse
 from gradveil.core.settings import KEPT, SHARE, Choice, Range, collect, unused
 from gradveil.core.tree import Tensors, select, tmap, under
-from gradveil.core.types import Context
+from gradveil.core.types import Context, HasMessages
 from gradveil.defences.pruning import Pruning, as_written, ends_mask, share, smallest_mask, within
 
 SELECTION = Choice(("broadcast", "vote", "previous"))
@@ -24,7 +24,7 @@ VOTERS = Range(OUTVOTING, integer=True)
 
 
 @dataclass(frozen=True)
-class Aligned(Pruning):
+class Aligned(Pruning, HasMessages):
     """Aligned DGP: of g without its own largest entries, send the k largest that lie in the public mask I.
 
     Per tensor of P entries, with the rate k = `keep`: baseline(top P) entries of largest magnitude are dropped, and of
@@ -48,6 +48,7 @@ class Aligned(Pruning):
     voters: int = 5
     guarantee: ClassVar[str] = "no formal guarantee"
     ordered: ClassVar[bool] = True
+    identity_settings: ClassVar = {"keep": 1.0, "top": 0.0}
 
     def __post_init__(self) -> None:
         """Refuse settings that cannot be meant, all at once."""
@@ -133,10 +134,6 @@ class Aligned(Pruning):
     def _count(self, like: Tensor, times: int = 1) -> int:
         """Count ceil(times k P), at most all."""
         return like.numel() - int(max(0, 1 - times * as_written(self.keep)) * like.numel())
-
-    def smallest(self) -> Mapping[str, Any]:
-        """Every position is in every mask, and all of it is sent."""
-        return {"keep": 1.0, "top": 0.0}
 
 
 def largest(magnitude: Tensor, count: int) -> Tensor:

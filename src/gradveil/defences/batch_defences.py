@@ -14,7 +14,7 @@ from gradveil.core.errors import Problem, fail, refuse
 from gradveil.core.noise import Key, Noise, NoiseSpec, Schedule, Uniform
 from gradveil.core.settings import SHARE, STRENGTH, Choice, Range, collect, unused
 from gradveil.core.streams import Stream
-from gradveil.core.types import Anew, Batch, BatchTransform, Domain
+from gradveil.core.types import Batch, BatchTransform, Domain, Redraw
 
 MIXED = Range(2, integer=True)
 """How many examples are mixed into one."""
@@ -61,7 +61,7 @@ class Mixup(BatchTransform):
     """
 
     alpha: float
-    anew: ClassVar[Anew] = "step"
+    redraw: ClassVar[Redraw] = "step"
     smooth: ClassVar[bool] = True
 
     def __post_init__(self) -> None:

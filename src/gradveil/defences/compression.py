@@ -6,17 +6,18 @@ from abc import abstractmethod
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from decimal import Decimal
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
+from gradveil.core.chain import chain
 from gradveil.core.errors import refuse
 from gradveil.core.noise import Bernoulli, Noise, NoiseSpec, Normal, Uniform
 from gradveil.core.settings import BOUND, COUNT, KEPT, SHARE, Argument, Choice, Range, collect
 from gradveil.core.tree import Tensors, counter, peak, plain, select, straight_through, tmap, under
-from gradveil.core.types import Context, Stage, Transform
-from gradveil.defences.composition import Defence, chain
+from gradveil.core.types import Context, Multiplier, Stage, Transform
+from gradveil.defences.composition import Defence
 from gradveil.defences.entry import FEEDBACK, KNOWING, PRUNED, DefenceEntry
 from gradveil.defences.error_feedback import Feedback
 from gradveil.defences.pruning import Pruning, share, smallest_mask
@@ -39,6 +40,7 @@ class MinMax(Pruning):
 
     ratio: float
     prefix: ClassVar[str] = "kept"
+    identity_settings: ClassVar = {"ratio": 0.0}
 
     def __post_init__(self) -> None:
         """Refuse settings that cannot be meant."""
@@ -75,15 +77,11 @@ class MinMax(Pruning):
         """Read the masks off the support, if it is still there: an entry rounded to zero would pass for C."""
         return super().evidence(sent, exact) if exact else {}
 
-    def only_masks(
+    def multiplier(
         self, params: Mapping[str, Tensor], noise: Mapping[str, Tensor], off: Collection[str]
-    ) -> Tensors | None:
+    ) -> Multiplier | None:
         """Return None: what is kept is enlarged as well, by more than one number."""
         return None
-
-    def smallest(self) -> Mapping[str, Any]:
-        """Nothing is removed."""
-        return {"ratio": 0.0}
 
 
 def _weight(value: Tensor, u: Tensor) -> Tensor:
@@ -271,6 +269,7 @@ class Dgc(Transform):
     momentum: float = 0.9
     warmup: int = 5
     stage: ClassVar[Stage] = Stage.PRUNE
+    identity_settings: ClassVar = {"keep": 1.0, "momentum": 0.0}
 
     def __post_init__(self) -> None:
         """Refuse settings that cannot be meant, all at once."""
@@ -339,10 +338,6 @@ class Dgc(Transform):
         """
         last = int(self.warmup)
         return [*(self.keep ** ((e + 1) / (last + 1)) for e in range(last)), self.keep]
-
-    def smallest(self) -> Mapping[str, Any]:
-        """Everything is sent, and nothing is carried over."""
-        return {"keep": 1.0, "momentum": 0.0}
 
 
 def _parted(mask: Tensor, total: Tensor, momentum: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -7,6 +7,7 @@ from dataclasses import fields, replace
 from decimal import Decimal
 from typing import Any, Literal
 
+from gradveil.core.chain import chain
 from gradveil.core.errors import fail
 from gradveil.core.plugins import Catalogue, Plugin
 from gradveil.core.settings import BOUND, COUNT, KEPT, REQUIRED, SHARE, STRENGTH, Argument, Flag, TextValue
@@ -17,7 +18,7 @@ from gradveil.defences.additive_noise import ON, Gaussian, Laplacian
 from gradveil.defences.aligned import SELECTION, VOTERS, Aligned
 from gradveil.defences.ats import HYBRID, Ats
 from gradveil.defences.batch_defences import CAP, LEAST, MIX, MIXED, InstaHide, LabelSmoothing, Mixup
-from gradveil.defences.composition import Defence, chain
+from gradveil.defences.composition import Defence
 from gradveil.defences.compression import COMPRESSING
 from gradveil.defences.dp import Clip, FadingClip, FadingNoise
 from gradveil.defences.entry import DECOYS, DUAL, FEEDBACK, KNOWING, ORDERED, PLANTED, DefenceEntry, Slot

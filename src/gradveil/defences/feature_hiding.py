@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 from torch.func import vjp, vmap
 
+from gradveil.core.chain import chain
 from gradveil.core.errors import fail, refuse
 from gradveil.core.noise import Bernoulli, Noise, NoiseSpec, Normal, Uniform
 from gradveil.core.settings import STRENGTH, Argument, Choice, Range, collect
 from gradveil.core.tree import Tensors, counter, select, straight_through, tmap, under
 from gradveil.core.types import Batch, Context, Stage, Transform
-from gradveil.defences.composition import Defence, chain
+from gradveil.defences.composition import Defence
 from gradveil.defences.entry import PRUNED, DefenceEntry
 from gradveil.defences.pruning import below, smallest_mask
 
@@ -47,6 +48,7 @@ class Soteria(Transform):
     delta: float = 0.1
     variant: Literal["paper", "published_code"] = "paper"
     stage: ClassVar[Stage] = Stage.PRUNE
+    identity_settings: ClassVar = {"percentile": 0.0}
 
     def __post_init__(self) -> None:
         """Refuse settings that cannot be meant, all at once."""
@@ -122,10 +124,6 @@ class Soteria(Transform):
             each = torch.where(weights != 0, weights * each, 0.0)
         return layer, each.sum(0)
 
-    def smallest(self) -> Mapping[str, Any]:
-        """No column goes."""
-        return {"percentile": 0.0}
-
 
 def percentile(values: Tensor, share: float) -> Tensor:
     """Return NumPy's percentile of numbers [F], in between two of them by a straight line.
@@ -182,6 +180,7 @@ class Outpost(Transform):
     phi: float = 40.0
     beta: float = 0.125
     stage: ClassVar[Stage] = Stage.PRUNE
+    identity_settings: ClassVar = {"prune": 0.0, "scale": 0.0}
 
     def __post_init__(self) -> None:
         """Refuse settings that cannot be meant, all at once."""
@@ -242,10 +241,6 @@ class Outpost(Transform):
     def evidence(self, sent: Mapping[str, Tensor], exact: bool = True) -> Tensors:
         """Read off the support: within it, only columns that hold a zero tell more."""
         return under("mask", {name: (value != 0).to(value.dtype) for name, value in sent.items()})
-
-    def smallest(self) -> Mapping[str, Any]:
-        """Nothing is zeroed, nothing added."""
-        return {"prune": 0.0, "scale": 0.0}
 
 
 def _soteria(percentile: float, delta: float, variant: Literal["paper", "published_code"]) -> Defence:

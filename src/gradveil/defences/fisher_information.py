@@ -16,12 +16,12 @@ from torch import Tensor, nn
 
 from gradveil.client import Client
 from gradveil.client.local_training import train
+from gradveil.core.chain import Chain
 from gradveil.core.noise import NoiseSpec
 from gradveil.core.tree import Tensors, squared_norm, tmap, wide
 from gradveil.core.types import Batch, Context, Stage, Transform
 from gradveil.core.user_code import users
 from gradveil.defences.additive_noise import Additive, Gaussian, Laplacian
-from gradveil.defences.composition import Chain
 from gradveil.defences.dp import Clip, FadingClip, FadingNoise
 from gradveil.defences.guarantees import known, stages
 from gradveil.defences.optimal import OptimalNoise, OptimalPruning

@@ -15,19 +15,20 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
+from gradveil.core.chain import chain
 from gradveil.core.distributions import Agreed
 from gradveil.core.errors import GradveilError, Problem, fail, refuse
 from gradveil.core.noise import Key, Noise, NoiseSpec, Normal, Uniform
 from gradveil.core.settings import BOUND, COUNT, SHARE, STRENGTH, Argument, Choice, Flag, collect, unused
 from gradveil.core.streams import Stream
 from gradveil.core.tree import Tensors, below, counter, norm, plain, root, select, tmap, under
-from gradveil.core.types import Batch, Context, Stage, Transform
-from gradveil.defences.composition import Defence, chain
+from gradveil.core.types import Batch, Context, Multiplier, Stage, Transform
+from gradveil.defences.composition import Defence
 from gradveil.defences.entry import FEEDBACK, KNOWING, PRUNED, DefenceEntry
 from gradveil.defences.error_feedback import Feedback
 from gradveil.defences.pruning import SCOPE, Magnitude, rest
@@ -139,7 +140,7 @@ class Fitted(Probing):
     batches: int
 
     @property
-    def needs_public(self) -> bool:
+    def needs_public(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
         """Whether it is fitted to public images."""
         return self.form == "global"
 
@@ -235,6 +236,7 @@ class OptimalNoise(Fitted):
     guarantee: ClassVar[str] = (
         "no formal guarantee: the noise depends on the data (on public ones with form=global), so there is no epsilon"
     )
+    identity_settings: ClassVar = {"std": 0.0, "clamp": float("inf")}
 
     def __post_init__(self) -> None:
         """Refuse settings that cannot be meant, all at once."""
@@ -318,13 +320,9 @@ class OptimalNoise(Fitted):
     def _baseline(self) -> float:
         return BASELINE["clamped" if math.isfinite(self.clamp) else "entry"]
 
-    def smallest(self) -> Mapping[str, Any]:
-        """Without spread there is no noise, without a bound nothing is cut."""
-        return {"std": 0.0, "clamp": float("inf")}
-
 
 @dataclass(frozen=True)
-class OptimalPruning(Fitted, Magnitude):
+class OptimalPruning(Fitted, Magnitude):  # pyright: ignore[reportIncompatibleVariableOverride]
     """Zero the share `ratio` of coordinates with the smallest |g_i| / ||dg_i/dx||: worth least for what they tell.
 
     Counts and ties are those of `Magnitude`. A coordinate that is not zero but does not depend on the inputs is kept
@@ -354,6 +352,7 @@ class OptimalPruning(Fitted, Magnitude):
     form: Literal["local", "global"] = "local"
     batches: int = 16
     ordered: ClassVar[bool] = False
+    identity_settings: ClassVar = {"ratio": 0.0, "std": 0.0}
 
     def __post_init__(self) -> None:
         """Refuse settings that cannot be meant, all at once."""
@@ -392,12 +391,12 @@ class OptimalPruning(Fitted, Magnitude):
             update = {name: value + self.std * noise[f"normal.{name}"] for name, value in update.items()}
         return super().apply(update, state, under("mask", pinned), context)
 
-    def only_masks(
+    def multiplier(
         self, params: Mapping[str, Tensor], noise: Mapping[str, Tensor], off: Collection[str]
-    ) -> Tensors | None:
-        """Return them if they are pinned, and there is no noise or it is off."""
+    ) -> Multiplier | None:
+        """Return the masks if they are pinned, and there is no noise or it is off."""
         noisy = self.std and params.keys() - set(below("normal", off))
-        return None if noisy else super().only_masks(params, noise, off)
+        return None if noisy else super().multiplier(params, noise, off)
 
     def _drawn(self, worth: Tensors, noise: Mapping[str, Tensor]) -> Tensors:
         """Choose by worth what is kept; where that is mixed, the coin decides on the coordinate at the border."""
@@ -411,10 +410,6 @@ class OptimalPruning(Fitted, Magnitude):
             tossed = dict.fromkeys(worth, noise["coin"] < rest(self.ratio, sum(entries.values())))
         fewer = self.masks(worth, 1)
         return {name: torch.where(tossed[name], fewer[name], kept[name]) for name in worth}
-
-    def smallest(self) -> Mapping[str, Any]:
-        """Nothing is removed, nothing added."""
-        return {"ratio": 0.0, "std": 0.0}
 
     def public_worth(self, context: Context, probe: Tensor) -> Tensors:
         """Compute sqrt(E g_i^2 / E ||dg_i/dx||^2) of the global form, of parameters and public images."""

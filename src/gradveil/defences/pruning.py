@@ -20,7 +20,7 @@ from gradveil.core.errors import Problem, refuse
 from gradveil.core.noise import Bernoulli, Noise, NoiseSpec, Normal
 from gradveil.core.settings import SHARE, Choice, collect
 from gradveil.core.tree import Tensors, peak, plain, select, tmap, under
-from gradveil.core.types import Context, Stage, Transform
+from gradveil.core.types import Context, Multiplier, Stage, Transform
 
 Floats = NDArray[np.float32]
 
@@ -309,12 +309,12 @@ class Pruning(Transform):
         """Mark the entries of a parameter that the order of magnitudes binds: all that were pruned."""
         return 1 - mask
 
-    def only_masks(
+    def multiplier(
         self, params: Mapping[str, Tensor], noise: Mapping[str, Tensor], off: Collection[str]
-    ) -> Tensors | None:
-        """Return them if all are pinned; beside the borders a pruned entry is no zero."""
+    ) -> Multiplier | None:
+        """Return the masks if all are pinned; with pinned borders a pruned entry is not zero."""
         pinned = select(noise, self.prefix)
-        return None if params.keys() - pinned.keys() or select(noise, BORDER) else pinned
+        return None if params.keys() - pinned.keys() or select(noise, BORDER) else Multiplier(pinned)
 
     def pruned(self, update: Tensors) -> Tensors:
         """Multiply by the masks, or do what comes to the same values faster."""
@@ -341,6 +341,7 @@ class Magnitude(Pruning):
     ratio: float
     scope: Literal["layer", "global"] = "layer"
     ordered: ClassVar[bool] = True
+    identity_settings: ClassVar = {"ratio": 0.0}
 
     def __post_init__(self) -> None:
         """Refuse settings that cannot be meant, all at once."""
@@ -371,10 +372,6 @@ class Magnitude(Pruning):
         whole = _ends(torch.cat([value.flatten() for value in sent.values()]))
         return dict.fromkeys(sent, whole)
 
-    def smallest(self) -> Mapping[str, Any]:
-        """Nothing is removed."""
-        return {"ratio": 0.0}
-
 
 @dataclass(frozen=True)
 class Dual(Pruning):
@@ -387,6 +384,7 @@ class Dual(Pruning):
     top: float = 0.05
     bottom: float = 0.75
     ordered: ClassVar[bool] = True
+    identity_settings: ClassVar = {"top": 0.0, "bottom": 0.0}
 
     def __post_init__(self) -> None:
         """Refuse settings that cannot be meant, all at once."""
@@ -417,10 +415,6 @@ class Dual(Pruning):
         """Cut each parameter at its two thresholds."""
         counts = {name: [share(ratio, g.numel()) for ratio in (self.bottom, self.top)] for name, g in update.items()}
         return {name: without_ends(value, *counts[name]) for name, value in update.items()}
-
-    def smallest(self) -> Mapping[str, Any]:
-        """Nothing is removed."""
-        return {"top": 0.0, "bottom": 0.0}
 
 
 def share(ratio: float, entries: int) -> int:

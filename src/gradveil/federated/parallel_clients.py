@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from gradveil.client import Client, ClientTask, drawn_update, drawn_updates
+from gradveil.core.chain import split
 from gradveil.core.errors import UNFIT
 from gradveil.core.tree import Tensors, select
 from gradveil.core.types import Batch
@@ -98,7 +99,7 @@ def _most(client: Client, params: Tensors, batches: Sequence[Batch], together: T
     if together == "auto" and written > MOST_WRITTEN:
         return 1
     size = sum(value.nbytes for value in params.values())
-    rows = examples if client.step is not None and client.step.split()[0] is not None else 0
+    rows = examples if split(client.step)[0] is not None else 0
     held = max(batch.inputs.nbytes for batch in batches) if client.batch else 0
     each = written + (_COPIES + 2 * rows) * size + held
     return max(1, _BUDGET.get(device, _BUDGET_ELSEWHERE) // each)
