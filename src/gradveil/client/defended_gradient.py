@@ -90,7 +90,7 @@ LOG = logging.getLogger("flwr.gradveil")
 
 
 @dataclass(frozen=True)
-class Defended:
+class DefendedGradient:
     """How a client comes from a batch to a gradient: its model and loss, what is trained, the transform of a step.
 
     Transforms get updates and all that they may ask for in single precision at least, whatever the model computes in.

@@ -269,7 +269,7 @@ def _judged(client: Client, batch: Batch, mechanisms: list[Mechanism]) -> tuple[
     beside. The clip of an example's gradient does not cover what gets into the gradients of other examples.
     """
     before: list[Flaw] = []
-    if client.trains_its_own():
+    if client.pipeline.trains_private_layers:
         before.append(Flaw("trained beside", "model"))
     if any(mixes(transform, client, batch) for transform in client.batch):
         before.append(Flaw("mixed", "batch"))

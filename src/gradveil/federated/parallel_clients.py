@@ -68,7 +68,7 @@ def groups(client: Client, params: Tensors, batches: Mapping[int, Batch], togeth
     is no larger than its gradients may write; the groups come out about equal.
     """
     alone = [(number,) for number in batches]
-    if not together or client.apart or len(batches) < FEWEST:
+    if not together or client.pipeline.private.layers or len(batches) < FEWEST:
         return alone
     alike: dict[Any, list[int]] = {}
     for number, batch in batches.items():
@@ -127,7 +127,7 @@ def _written(client: Client, params: Tensors, shown: Batch) -> int:
         names = set(client.trained())
         trained = {name: value for name, value in params.items() if name in names}
         frozen = {name: value for name, value in params.items() if name not in names}
-        off = select(client.step_spec(params, shown).neutral(), "model")
+        off = select(client.noise_parts(params, shown).step.neutral(), "model")
         noise = {name: value.to(shown.inputs.device) for name, value in off.items()}
         known[key] = written_bytes(lambda: mean_gradient(client.objective, trained, frozen, shown, noise))
     return known[key]
