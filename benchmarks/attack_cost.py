@@ -24,7 +24,7 @@ from loops import CLASSES, SHAPE, model_of, truth_of
 from gradveil.attacks.attack_catalogue import make_attack
 from gradveil.attacks.knowledge import Knowledge
 from gradveil.attacks.protocol import Observation
-from gradveil.client import Client, Local
+from gradveil.client import Client, Local, looped_updates
 from gradveil.core.noise import Key
 from gradveil.core.tree import stack
 from gradveil.core.types import Batch
@@ -47,7 +47,7 @@ class Looped(Client):
 
     def updates(self, *arguments):
         """Take the reference."""
-        return self.updates_reference(*arguments)
+        return looped_updates(self, *arguments)
 
 
 def runner(

@@ -107,7 +107,7 @@ def measure(name: str, rounds: int) -> dict[str, object]:
     federation = experiment(name, CASES[name])
     params = federation.client.params()
     keys = [federation.key.child("client", i, "round", 1) for i in range(CLIENTS)]
-    specs = [federation.client.round_spec(params, share.train) for share in federation.shares]
+    specs = [federation.client.noise_parts(params, share.train).once for share in federation.shares]
     orders = [spec.sample(key)["schedule"] for spec, key in zip(specs, keys, strict=True)]
     spent: dict[str, list[float]] = {"engine": [], "by hand": [], "whole": []}
     standing = federation.start()

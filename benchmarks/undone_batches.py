@@ -33,7 +33,7 @@ from gradveil.audit.result_rows import Row
 from gradveil.audit.run_file import resolve
 from gradveil.audit.score import TrialNames, score
 from gradveil.audit.trial import recover
-from gradveil.client import Client
+from gradveil.client import BatchDefences, Client
 from gradveil.core.noise import Key
 from gradveil.core.types import Batch, Domain
 from gradveil.data import DATA_DIR, load
@@ -104,7 +104,8 @@ def transformed(data: str, folder: Path) -> Iterator[dict[str, Any]]:
             continue
         seen.add(what)
         client = parse(f'ats(policy="{number}")')(plain, Key(SEED))
-        made = client.transformed(batch, client.batch_spec(batch).sample(Key(SEED, ("benchmark",)))).inputs
+        batches = BatchDefences(client.batch, client.domain)
+        made = batches.apply(batch, batches.spec(batch).sample(Key(SEED, ("benchmark",)))).inputs
         found = undone(
             in_closed_form(made.unsqueeze(0), batch.targets.unsqueeze(0), one, one > 0, 0.0, None), client, knowledge
         )

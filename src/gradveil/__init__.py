@@ -20,11 +20,12 @@ if TYPE_CHECKING:
     from gradveil.audit.api import Inverted, Result
     from gradveil.client.client import Client
     from gradveil.client.local_training import Local
+    from gradveil.core.chain import chain
     from gradveil.core.noise import Key
     from gradveil.core.release import __version__
     from gradveil.core.types import Loss
     from gradveil.data.dataset import Dataset, Splits
-    from gradveil.defences.composition import Defence, chain
+    from gradveil.defences.composition import Defence
     from gradveil.defences.defence_catalogue import parse
     from gradveil.federated.training_api import TrainResult
 else:

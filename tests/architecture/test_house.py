@@ -116,3 +116,16 @@ def test_imports_for_types_alone_count_and_those_inside_functions_do_not() -> No
         "gradveil.b": "def f():\n    from gradveil.a import y",
     }
     assert imports([Source(name, text) for name, text in texts.items()]) == {"gradveil.a": {"gradveil.b"}}
+
+
+MOST_PUBLIC = {"client/client.py:Client": 12, "core/types.py:Transform": 8}
+"""Methods and properties of the classes that everything is built on: what somebody who writes one has to know."""
+
+
+@pytest.mark.parametrize("where", MOST_PUBLIC)
+def test_concepts_have_few_public_methods(where: str) -> None:
+    path, name = where.split(":")
+    tree = ast.parse((SRC / "gradveil" / path).read_text("utf-8"))
+    (concept,) = (node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name)
+    methods = [each.name for each in concept.body if isinstance(each, ast.FunctionDef) and each.name[0] != "_"]
+    assert len(methods) <= MOST_PUBLIC[where], methods

@@ -9,7 +9,7 @@ from torch import nn
 from gradveil.attacks.knowledge import Knowledge
 from gradveil.attacks.labels import _complete, _proved, find_labels, label_problems, smallest_entries
 from gradveil.attacks.protocol import Observation, Prospect
-from gradveil.client import Client, Local, summed
+from gradveil.client import Client, Local
 from gradveil.core.errors import GradveilError
 from gradveil.core.noise import Key
 from gradveil.core.tree import stack
@@ -94,14 +94,14 @@ def test_labels_of_local_training_are_restored(examples, settings):
 
 def test_a_sum_over_clients_shows_their_labels_together():
     batch = digits(15)
-    assert accuracy(summed(Client(model()), 3), batch) == 1
-    assert accuracy(summed(Client(model(), local=Local(batch=5, lr=0.1, steps=2)), 3), batch) > 0.95
+    assert accuracy(replace(Client(model()), members=3), batch) == 1
+    assert accuracy(replace(Client(model(), local=Local(batch=5, lr=0.1, steps=2)), members=3), batch) > 0.95
 
 
 @pytest.mark.parametrize(("local", "members"), [(None, 1), (Local(batch=2, lr=0.1, steps=2), 1), (None, 2)])
 def test_labels_of_clients_that_keep_something_are_restored(local, members):
     batch = digits(4)
-    assert accuracy(parse("keylock(width=16)")(summed(Client(model(), local=local), members)), batch) > 0.8
+    assert accuracy(parse("keylock(width=16)")(replace(Client(model(), local=local), members=members)), batch) > 0.8
 
 
 def test_unique_refuses_more_examples_than_classes():

@@ -11,7 +11,7 @@ from gradveil.attacks.attack_catalogue import make_attack
 from gradveil.attacks.knowledge import Knowledge
 from gradveil.attacks.malicious.planted_block import BIAS, WEIGHT, Imprint, Planted, Trap
 from gradveil.attacks.protocol import Active, Observation, Prospect
-from gradveil.client import Client, summed
+from gradveil.client import Client
 from gradveil.core.errors import GradveilError
 from gradveil.core.noise import Key
 from gradveil.core.types import Batch
@@ -168,7 +168,7 @@ def test_layers_that_were_set_to_evaluate_stay_so():
 
 
 def test_sums_over_clients_are_read_as_one_batch():
-    honest = summed(client(), 4)
+    honest = replace(client(), members=4)
     batch = digits(4)
     attack = Imprint(bins=256, law="empirical")
     found, _, _ = robbed(attack, honest, batch)

@@ -21,7 +21,7 @@ from gradveil.audit.budgets import UNPLANNED
 from gradveil.audit.observe import observe
 from gradveil.audit.preflight import open_experiment
 from gradveil.audit.trial import at_truth, attacked, recover
-from gradveil.client import Client, Local, summed
+from gradveil.client import Client, Local
 from gradveil.core.noise import Key
 from gradveil.core.types import Batch
 from gradveil.nn.normalisation import BatchStatistics, FrozenNorm, running_statistics
@@ -63,7 +63,7 @@ def test_statistics_are_those_that_enter_the_layers():
 def test_statistics_of_a_sum_are_those_of_all_members_with_their_own_masks():
     scene = normed()
     model = nn.Sequential(Dropout(0.5), *scene.client.model).double()
-    client = summed(Client(model), 2)
+    client = replace(Client(model), members=2)
     one, params = Batch(*(value[0] for value in scene.truth)), client.params()
     noise = {name: value.unsqueeze(0) for name, value in client.noise_spec(params, one).sample(Key(8)).items()}
     (mask,) = noise.values()
@@ -71,7 +71,7 @@ def test_statistics_of_a_sum_are_those_of_all_members_with_their_own_masks():
     x = model[1](scene.truth.inputs[0] * mask[0].flatten(0, 1) / 0.5)
     torch.testing.assert_close(found["2.mean"][0], x.mean((0, 2, 3)))
     torch.testing.assert_close(found["2.var"][0], x.var((0, 2, 3), unbiased=False))
-    trained = replace(client.member, local=Local(batch=2, lr=0.1, steps=3))
+    trained = replace(client, members=1, local=Local(batch=2, lr=0.1, steps=3))
     spec = trained.noise_spec(params, one).sample(Key(8))
     found = trained.statistics(params, scene.truth, {n: v.expand(2, *v.shape) for n, v in spec.items()})
     torch.testing.assert_close(found["2.mean"][0], model[1](scene.truth.inputs[0]).mean((0, 2, 3)))
@@ -155,13 +155,13 @@ def test_preparing_a_trained_model_leaves_the_server_its_running_statistics():
     model(torch.rand(8, 1, 6, 6, generator=Key(3).generator()))
     explicit, done = prepare(model)
     assert done
-    found = Client(explicit).running()
+    found = running_statistics(explicit)
     assert torch.equal(found["1.mean"], model[1].running_mean)
     assert torch.equal(found["1.var"], model[1].running_var)
     x = torch.rand(5, 1, 6, 6, generator=Key(4).generator())
     kept = {name: value.clone() for name, value in found.items()}
     torch.testing.assert_close(explicit(x), model(x))
-    assert all(torch.equal(value, kept[name]) for name, value in Client(explicit).running().items())
+    assert all(torch.equal(value, kept[name]) for name, value in running_statistics(explicit).items())
 
 
 @pytest.mark.parametrize("shift", [(0, 0), (2, 5), (-3, 1)])

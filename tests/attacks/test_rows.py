@@ -11,7 +11,7 @@ from gradveil.attacks.inversion.inversion import Inversion
 from gradveil.attacks.inversion.problem import INPUTS, TARGETS, Rows
 from gradveil.attacks.inversion_presets import MASKS
 from gradveil.attacks.knowledge import Optimise
-from gradveil.client import Client
+from gradveil.client import Client, cosine_distances
 from gradveil.core.noise import Key
 from gradveil.core.tree import select
 from gradveil.core.types import Batch
@@ -148,7 +148,7 @@ def test_the_objective_of_a_large_network_is_the_angle_of_its_updates(ignore, de
     seen = select(constants, "observed")
     squares = constants["squares.0"]
     params = opened.simulated_client.params()
-    short = opened.simulated_client.cosines(params, batch, noise, seen, squares, opened.off)
+    short = cosine_distances(opened.simulated_client, params, batch, noise, seen, squares, opened.off)
     assert short is not None, "the scene takes the short way"
     sent, _ = opened.simulated_client.updates(params, batch, noise, {})
     found = opened.loss(variables, constants, torch.arange(3), {})

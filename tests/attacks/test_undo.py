@@ -18,7 +18,7 @@ from gradveil.audit.preflight import open_experiment
 from gradveil.audit.result_rows import Row
 from gradveil.audit.score import TrialNames, score
 from gradveil.audit.trial import recover
-from gradveil.client import Client, Local
+from gradveil.client import BatchDefences, Client, Local
 from gradveil.core.errors import GradveilError
 from gradveil.core.noise import Key
 from gradveil.core.types import Batch, Domain
@@ -52,7 +52,8 @@ def similarities(defence: str, public: bool = True) -> tuple[Tensor, Tensor]:
     """SSIM to the private images before and after the images trained on are undone."""
     known, knowledge, batch = client(defence)
     knowledge = knowledge if public else replace(knowledge, public=None)
-    made = known.transformed(batch, known.batch_spec(batch).sample(Key(3))).inputs
+    batches = BatchDefences(known.batch, known.domain)
+    made = batches.apply(batch, batches.spec(batch).sample(Key(3))).inputs
     found = undone(read_off(made), known, knowledge)
     assert torch.equal(found.before_undoing, made.unsqueeze(0))
     pixels = digits().private.space.view

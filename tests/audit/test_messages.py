@@ -77,7 +77,7 @@ def test_a_group_votes_as_its_members_do():
     experiment, trial, client = opened("adgp", client={"members": 3}, target_clients=1)
     (seen,), _ = observe(experiment, trial, client, range(1))
     group = experiment.batch(experiment.examples(0, [1]))
-    alone = client.member
+    alone = replace(client, members=1)
     votes = [
         proposer(alone).update(seen.params, Batch(x[None], y[None]), {}, alone.init(seen.params))[0]
         for x, y in zip(group.inputs[0], group.targets[0], strict=True)

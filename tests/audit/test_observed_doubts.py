@@ -81,7 +81,7 @@ def test_positions_are_read_as_the_models_names_and_buffers_are_left_out(tmp_pat
     assert running_statistics(prepared.model) == {}  # nothing had passed
     passed = {**placed.received, "1.num_batches_tracked": torch.tensor(1)}
     assert put_weights(prepared.model, passed)
-    assert torch.equal(prepared.running()["1.mean"], held["1.running_mean"])
+    assert torch.equal(running_statistics(prepared.model)["1.mean"], held["1.running_mean"])
     shorter = Client(nn.Sequential(*list(model)[:-1]))
     with pytest.raises(GradveilError, match=r"3\.weight: is no parameter of the believed model"):
         fitted(read_recorded(tmp_path / "named")[0], shorter)

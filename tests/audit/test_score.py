@@ -23,6 +23,7 @@ from gradveil.audit.run_directory import Trial
 from gradveil.audit.score import TrialNames, controls_of, failure, score
 from gradveil.audit.trial import Recovered, recover
 from gradveil.audit.verdict import verdicts
+from gradveil.client import BatchDefences
 from gradveil.core.noise import Key
 from gradveil.core.types import Batch
 from gradveil.metrics import Missing, ssim
@@ -246,8 +247,9 @@ def ats_experiment(**settings: Any) -> tuple[Experiment, Batch, Tensor]:
     )
     truth = experiment.batch(experiment.examples(0, range(experiment.config.target_clients)))
     client = experiment.client(0, experiment.config.defences[0], 0)
+    batches = BatchDefences(client.batch, client.domain)
     one = [Batch(inputs, targets) for inputs, targets in zip(*truth, strict=True)]
-    made = [client.transformed(batch, client.batch_spec(batch).sample(Key(5, (v,)))) for v, batch in enumerate(one)]
+    made = [batches.apply(batch, batches.spec(batch).sample(Key(5, (v,)))) for v, batch in enumerate(one)]
     return experiment, truth, torch.stack([each.inputs for each in made])
 
 
@@ -353,13 +355,12 @@ def test_guesses_that_look_like_what_was_trained_on_are_no_leak() -> None:
     """Public images of the right class, after the same transforms, pass as often as the expected chance says."""
     experiment, truth, made = ats_experiment(defences=["ats"], target_clients=8, data=DIGITS, client={"batch": 1})
     client = experiment.client(0, "ats", 0)
+    batches = BatchDefences(client.batch, client.domain)
     guesses = torch.stack(
         [experiment.public.inputs[experiment.public.targets == label][:1] for label in truth.targets.flatten()]
     )
-    drawn = [client.batch_spec(Batch(one, one)).sample(Key(7, (v,))) for v, one in enumerate(guesses)]
-    guesses = torch.stack(
-        [client.transformed(Batch(one, one), n).inputs for one, n in zip(guesses, drawn, strict=True)]
-    )
+    drawn = [batches.spec(Batch(one, one)).sample(Key(7, (v,))) for v, one in enumerate(guesses)]
+    guesses = torch.stack([batches.apply(Batch(one, one), n).inputs for one, n in zip(guesses, drawn, strict=True)])
     outcome = {}
     for name, images in (("guess", guesses), ("right", made)):
         found = recovered(images, truth.targets, transformed=made)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from gradveil.client import Client, cross_entropy
+from gradveil.client import Client, cross_entropy, looped_updates
 from gradveil.core.noise import Key, Noise, Normal
 from gradveil.core.tree import Tensors
 from gradveil.core.types import Batch
@@ -233,6 +233,6 @@ def test_augmented_assignments_agree_with_the_loop_and_need_no_graph(generator: 
     inputs = torch.randn((4, 2, 6), generator=generator, dtype=torch.float64)
     batch = Batch(inputs, torch.randint(4, (4, 2), generator=generator))
     found, _ = client.updates(client.params(), batch, {}, {})
-    expected, _ = client.updates_reference(client.params(), batch, {}, {})
-    assert client.batched_obstacle(client.params(), batch, {}) is None
+    expected, _ = looped_updates(client, client.params(), batch, {}, {})
+    assert client.pipeline.obstacle(client.params(), batch, {}) is None
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from gradveil.client import Client, Local, drawn_update
+from gradveil.client import Client, LazyNoise, Local, Task, drawn_update, transformed_batch
 from gradveil.core.noise import Key
 from gradveil.core.tree import select
 from gradveil.core.types import Batch, Domain
@@ -106,14 +106,15 @@ def test_noise_is_asked_for_when_its_epoch_comes():
     defended, batch = client("instahide(k=3) + mixup(1)"), examples()
     params, noise = defended.params(), {}
     asked = []
-    once = defended.round_spec(params, batch).sample(Key(5))
-    for name, spec in (("step", defended.step_spec(params, batch)), ("epoch", defended.epoch_spec(batch))):
+    parts = defended.noise_parts(params, batch)
+    once = parts.once.sample(Key(5))
+    for name, spec in (("step", parts.step), ("epoch", parts.epoch)):
         noise[name] = [spec.sample(Key(5).child(name, number)) for number in range(T)]
 
     def of(name):
         return lambda number: asked.append((name, number)) or noise[name][number]
 
-    sent, _ = defended.trained_update(params, batch, once, of("step"), of("epoch"), {})
+    ((sent, _),) = defended.pipeline(params, [Task(batch, LazyNoise(once, of("step"), of("epoch")), {})])
     assert [number for name, number in asked if name == "epoch"] == [0, 1, 2]
     assert [number for name, number in asked if name == "step"] == list(range(T))
     drawn, _ = drawn_update(defended, params, batch, Key(5), {})
@@ -127,7 +128,7 @@ def test_what_was_trained_on_is_every_example_as_it_was_the_first_time(sampling:
     (hide,) = defended.batch
     epochs = [hide.apply(batch, {n: v[e] for n, v in select(noise, "batch.0").items()}, DOMAIN) for e in range(2)]
     order = noise[defended.local.order]
-    found = defended.trained_on(batch, noise)
+    found = transformed_batch(defended, batch, noise)
     kinds = set()
     for example in range(N):
         there = [t for t in range(3) if (order[t, example] > 0 if sampling == "poisson" else example in order[t])]

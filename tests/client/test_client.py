@@ -1,11 +1,13 @@
 """The client: what it trains and sends, and what it refuses."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 
-from gradveil.client import Client, Local, cross_entropy, drawn_update, summed
+from gradveil.client import Client, LazyNoise, Local, Task, cross_entropy, drawn_update
 from gradveil.core.errors import GradveilError
 from gradveil.core.noise import Key
 from gradveil.core.tree import stack
@@ -185,7 +187,7 @@ def test_any_differentiable_loss_is_taken():
 
 
 def test_every_member_of_a_sum_draws_an_order_of_its_own():
-    client = summed(Client(Tiny(), local=Local(2, 0.1, epochs=1)), 3)
+    client = replace(Client(Tiny(), local=Local(2, 0.1, epochs=1)), members=3)
     inputs, targets = (torch.cat(parts) for parts in zip(*(draw_batch(Key(i)) for i in range(3)), strict=True))
     params, batch = client.params(), Batch(inputs, targets)
     noise = client.noise_spec(params, batch).sample(Key(1))
@@ -207,8 +209,8 @@ def test_noise_that_is_made_step_by_step_gives_the_same_update():
     client = Client(model, local=Local(batch=2, lr=0.1, steps=3, momentum=0.9), step=Gaussian(0.1), send=Gaussian(0.01))
     batch = Batch(torch.randn(5, 2, 4, generator=Key(1).generator()).double(), torch.tensor([0, 1, 2, 0, 1]))
     params = client.params()
-    once = client.round_spec(params, batch).sample(Key(0))
-    steps = [client.step_spec(params, batch).sample(Key(0).child(t)) for t in range(3)]
+    once = client.noise_parts(params, batch).once.sample(Key(0))
+    steps = [client.noise_parts(params, batch).step.sample(Key(0).child(t)) for t in range(3)]
     assert set(once) | set(steps[0]) == set(client.noise_spec(params, batch))
     whole, _ = client.update(params, batch, once | stack(steps), {})
     asked = []
@@ -217,10 +219,10 @@ def test_noise_that_is_made_step_by_step_gives_the_same_update():
         asked.append(t)
         return steps[t]
 
-    found, _ = client.trained_update(params, batch, once, of_step, lambda e: {}, {})
+    ((found, _),) = client.pipeline(params, [Task(batch, LazyNoise(once, of_step, lambda e: {}), {})])
     assert asked == [0, 1, 2]
     assert all(torch.equal(found[name], whole[name]) for name in whole)
-    other, _ = client.trained_update(params, batch, once, lambda t: steps[0], lambda e: {}, {})
+    ((other, _),) = client.pipeline(params, [Task(batch, LazyNoise(once, lambda t: steps[0], lambda e: {}), {})])
     assert not torch.equal(other["1.weight"], whole["1.weight"])
 
 

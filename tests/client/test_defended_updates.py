@@ -1,9 +1,11 @@
 """Defended clients take the batched sweep too, and send what the loop over target clients sends."""
 
+from functools import partial
+
 import pytest
 import torch
 
-from gradveil.client import Client
+from gradveil.client import Client, looped_updates
 from gradveil.core.noise import Key
 from gradveil.core.tree import stack
 from gradveil.core.types import Batch
@@ -28,9 +30,9 @@ def test_the_sweep_and_the_loop_send_the_same(text, examples):
     spec = client.noise_spec(params, Batch(inputs[0], batch.targets[0]))
     noise = stack([spec.sample(Key(3, (target_client,))) for target_client in range(TARGET_CLIENTS)])
     state = {name: value.expand(TARGET_CLIENTS, *value.shape) for name, value in client.init(params).items()}
-    assert client.batched_obstacle(params, batch, noise) is None
+    assert client.pipeline.obstacle(params, batch, noise) is None
     results = []
-    for compute in (client.updates, client.updates_reference):
+    for compute in (client.updates, partial(looped_updates, client)):
         sent, after = compute(params, batch, noise, state)
         weighed = sum((value * torch.arange(value.numel()).view_as(value).cos()).sum() for value in sent.values())
         results.append(({**sent, **after}, torch.autograd.grad(weighed, inputs)[0]))

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from gradveil.client import Client
+from gradveil.client import Client, cosine_distances
 from gradveil.core.types import Batch
 from gradveil.defences import parse
 from gradveil.defences.ats_scores import Unchanged
@@ -28,7 +28,7 @@ def test_what_is_clipped_and_without_its_noise_goes_around():
     spec = client.noise_spec(params, Batch(*(value[0] for value in batch)))
     noise = {name: value.expand(2, *value.shape) for name, value in spec.neutral().items()}
     squares = squared_lengths(list(targets.values()))
-    found = client.cosines(params, batch, noise, targets, squares, list(spec))
+    found = cosine_distances(client, params, batch, noise, targets, squares, list(spec))
     assert found is not None
     sent, _ = client.updates(params, batch, noise, {})
     assert float(squared_lengths(list(sent.values())).detach().max()) < 0.0101**2, "clipped"
@@ -36,7 +36,9 @@ def test_what_is_clipped_and_without_its_noise_goes_around():
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)
     slopes = [torch.autograd.grad(value.sum(), batch.inputs)[0] for value in (found, expected)]
     torch.testing.assert_close(*slopes, rtol=0, atol=1e-11 * float(slopes[1].abs().max()))
-    assert client.cosines(params, batch, noise, targets, squares, list(spec)[:-1]) is None, "some of the noise is on"
+    assert cosine_distances(client, params, batch, noise, targets, squares, list(spec)[:-1]) is None, (
+        "some of the noise is on"
+    )
 
 
 @pytest.mark.parametrize(
@@ -48,9 +50,9 @@ def test_what_is_pruned_by_known_masks_goes_around(text):
     observed = client.updates(params, Batch(batch.inputs.detach() + 0.3, batch.targets), {}, {})[0]
     pinned = torch.func.vmap(client.evidence)(observed)
     squares = squared_lengths(list(observed.values()))
-    assert client.cosines(params, batch, pinned, observed, squares) is None, "the borders are known as well"
+    assert cosine_distances(client, params, batch, pinned, observed, squares) is None, "the borders are known as well"
     masks = {n: v for n, v in pinned.items() if "border" not in n}
-    found = client.cosines(params, batch, masks, observed, squares)
+    found = cosine_distances(client, params, batch, masks, observed, squares)
     assert found is not None
     sent, _ = client.updates(params, batch, masks, {})
     expected = cosine_distance(list(sent.values()), list(observed.values()))
@@ -60,19 +62,21 @@ def test_what_is_pruned_by_known_masks_goes_around(text):
     torch.testing.assert_close(*slopes, rtol=0, atol=1e-10 * float(slopes[1].abs().max()))
     first = next(iter(masks))
     some = {n: v for n, v in masks.items() if n != first}
-    assert client.cosines(params, batch, some, observed, squares) is None, "one mask is computed"
+    assert cosine_distances(client, params, batch, some, observed, squares) is None, "one mask is computed"
 
 
 def test_only_directions_of_large_networks_go_around():
     given, _, targets = experiment()
     objective, params, _, batch, _ = given
     rest = params, batch, {}, targets, squared_lengths(list(targets.values()))
-    assert Client(objective.model).cosines(*rest) is not None
-    assert Client(objective.model, send=Clip(1.0)).cosines(*rest) is not None
-    assert Client(objective.model, send=Clip(1.0, scope="layer")).cosines(*rest) is None
-    assert Client(objective.model, step=Clip(1.0, per_example=True)).cosines(*rest) is None, "two examples"
+    assert cosine_distances(Client(objective.model), *rest) is not None
+    assert cosine_distances(Client(objective.model, send=Clip(1.0)), *rest) is not None
+    assert cosine_distances(Client(objective.model, send=Clip(1.0, scope="layer")), *rest) is None
+    assert cosine_distances(Client(objective.model, step=Clip(1.0, per_example=True)), *rest) is None, "two examples"
     small = nn.Sequential(nn.Flatten(), nn.Linear(192, 10)).double()
     client = Client(small)
-    assert Client(small, batch=(Never(),)).cosines(client.params(), *rest[1:]) is None, "without a look at images"
+    assert cosine_distances(Client(small, batch=(Never(),)), client.params(), *rest[1:]) is None, (
+        "without a look at images"
+    )
     target = client.updates(client.params(), batch, {}, {})[0]
-    assert client.cosines(client.params(), batch, {}, target, batch.inputs.new_ones(2)) is None
+    assert cosine_distances(client, client.params(), batch, {}, target, batch.inputs.new_ones(2)) is None

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from gradveil.client import Client, cross_entropy
+from gradveil.client import Client, cosine_distances, cross_entropy
 from gradveil.core.types import Batch
 from gradveil.gradients.convolution import Geometry, only_position
 from gradveil.gradients.fused import cosine_distance, squared_lengths, written_bytes
@@ -169,7 +169,9 @@ def judged(model, shape, target_clients=2, dtype=torch.float64, far=1.0, classes
     noise = {n: torch.randn(v.shape, generator=g, dtype=torch.float64).to(dtype) for n, v in sent.items()}
     targets = {n: (v + far * v.std() * noise[n]).detach() for n, v in sent.items()}
     expected = cosine_distance(list(sent.values()), list(targets.values()))
-    return client.cosines(client.params(), batch, {}, targets, squared_lengths(list(targets.values()))), expected
+    return cosine_distances(
+        client, client.params(), batch, {}, targets, squared_lengths(list(targets.values()))
+    ), expected
 
 
 def test_a_kernel_may_be_a_view_of_its_parameter():

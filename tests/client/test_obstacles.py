@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from gradveil.client import Client, cross_entropy
+from gradveil.client import Client, cross_entropy, looped_updates
 from gradveil.core.types import Batch
 from gradveil.gradients import per_client
 from gradveil.gradients.objective import Objective
@@ -55,9 +55,9 @@ def test_overwriting_a_recorded_tensor_is_never_silently_wrong(where: str, gener
     for size in (0.01, 100.0):  # the first call is the one that is compared
         batch = Batch((size * inputs).requires_grad_(), targets)
         found, _ = client.updates(client.params(), batch, {}, {})
-        expected, _ = client.updates_reference(client.params(), batch, {}, {})
+        expected, _ = looped_updates(client, client.params(), batch, {}, {})
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-12 * size)
-    assert client.batched_obstacle(client.params(), batch, {}) is not None
+    assert client.pipeline.obstacle(client.params(), batch, {}) is not None
 
 
 @pytest.mark.parametrize(
@@ -72,9 +72,9 @@ def test_a_loss_that_divides_by_the_labels_of_all_target_clients_is_seen_though_
     inputs = torch.randn((4, 2, 6), generator=generator, dtype=torch.float64)
     for targets in (torch.ones(4, 2, dtype=torch.long), torch.tensor([[1, 1], [0, 2], [3, 3], [1, 2]])):
         found, _ = client.updates(client.params(), Batch(inputs, targets), {}, {})
-        expected, _ = client.updates_reference(client.params(), Batch(inputs, targets), {}, {})
+        expected, _ = looped_updates(client, client.params(), Batch(inputs, targets), {}, {})
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
-    assert "mixes" in (client.batched_obstacle(client.params(), Batch(inputs, targets), {}) or "")
+    assert "mixes" in (client.pipeline.obstacle(client.params(), Batch(inputs, targets), {}) or "")
 
 
 @pytest.mark.parametrize("first", [float("nan"), 3e38, 0.0])
@@ -83,16 +83,16 @@ def test_what_is_found_depends_neither_on_the_weights_nor_on_the_examples_of_the
     client = Client(nn.Linear(6, 4), nn.CrossEntropyLoss(weight=torch.tensor([1.0, 1e3, 1.0, 1.0])))
     batch = Batch(torch.full((4, 2, 6), first), torch.tensor([[0, 0], [0, 1], [0, 0], [0, 0]]))
     params = {name: torch.full_like(value, first) for name, value in client.params().items()}
-    assert client.batched_obstacle(params, batch, {}) is not None
+    assert client.pipeline.obstacle(params, batch, {}) is not None
     plain = Client(nn.Linear(6, 4))
     poisoned = {name: torch.full_like(value, first) for name, value in plain.params().items()}
-    assert plain.batched_obstacle(poisoned, batch, {}) is None
+    assert plain.pipeline.obstacle(poisoned, batch, {}) is None
 
 
 def test_a_trial_that_is_not_finite_is_an_obstacle() -> None:
     client = Client(nn.Linear(6, 4), lambda outputs, targets: (outputs - outputs).sum() / 0)
     batch = Batch(torch.rand(3, 2, 6), torch.zeros(3, 2, dtype=torch.long))
-    assert "not finite" in (client.batched_obstacle(client.params(), batch, {}) or "")
+    assert "not finite" in (client.pipeline.obstacle(client.params(), batch, {}) or "")
 
 
 class Mixed(nn.Module):
@@ -131,9 +131,9 @@ def test_obstacles_are_named_and_the_client_falls_back(case: str, generator: tor
     batch = Batch(
         torch.randn((3, 2, 6), generator=generator, dtype=torch.float64), torch.randint(4, (3, 2), generator=generator)
     )
-    assert reason in (client.batched_obstacle(params, batch, {}) or "")
+    assert reason in (client.pipeline.obstacle(params, batch, {}) or "")
     found, _ = client.updates(params, batch, {}, {})
-    expected, _ = client.updates_reference(params, batch, {}, {})
+    expected, _ = looped_updates(client, params, batch, {}, {})
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
@@ -142,7 +142,7 @@ def test_parameters_that_are_to_be_differentiated_are_an_obstacle(generator: tor
     params = {name: value.requires_grad_() for name, value in client.params().items()}
     batch = Batch(torch.randn((3, 2, 6), generator=generator), torch.randint(4, (3, 2), generator=generator))
     sent, _ = client.updates(params, batch, {}, {})
-    assert "differentiated" in (client.batched_obstacle(params, batch, {}) or "")
+    assert "differentiated" in (client.pipeline.obstacle(params, batch, {}) or "")
     assert sent["weight"].requires_grad
 
 
@@ -153,7 +153,7 @@ def test_hidden_randomness_and_missing_noise_are_refused(generator: torch.Genera
         hidden.updates(hidden.params(), batch, {}, {})
     # In evaluation mode nothing is drawn; going back to training mode must be noticed.
     hidden.model.eval()
-    assert hidden.batched_obstacle(hidden.params(), batch, {}) is None
+    assert hidden.pipeline.obstacle(hidden.params(), batch, {}) is None
     hidden.model.train()
     with pytest.raises(RuntimeError, match="randomness"):
         hidden.updates(hidden.params(), batch, {}, {})

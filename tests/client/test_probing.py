@@ -146,7 +146,7 @@ def test_known_outputs_save_the_forward_pass_and_change_nothing():
         calls.clear()
         sent, _ = client.update(params, batch, noise, {})
     assert calls == [B, 3], "the gradient, and the directions"
-    context = replace(client, send=None)._defended.context(params, batch, {})
+    context = replace(client, send=None).pipeline.gradient.context(params, batch, {})
     squares = context.sensitivity(noise["send.noise.probe"], noise["send.noise.offset"])
     plain, _ = replace(client, send=None).update(params, batch, {}, {})
     transform = dict(client.send)["noise"]

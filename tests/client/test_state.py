@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from gradveil.client import Client, Local, load_state, save_state, summed
+from gradveil.client import Client, Local, load_state, save_state
 from gradveil.core.errors import GradveilError
 from gradveil.defences import parse
 from tests.laws.cases import CLIENTS, TEXTS, draw
@@ -145,7 +145,7 @@ def test_state_that_is_not_finite_is_neither_written_nor_read(written, tmp_path,
 
 def test_a_sum_of_clients_has_a_state_of_its_own(written):
     with pytest.raises(GradveilError, match="members is 1 there, 2 here"):
-        load_state(written[2], summed(written[0], 2))
+        load_state(written[2], replace(written[0], members=2))
 
 
 def test_what_is_not_the_clients_state_is_not_written(written, tmp_path):

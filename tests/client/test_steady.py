@@ -2,11 +2,12 @@
 
 import math
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 
-from gradveil.client import Client, Local, drawn_update, save_state, summed
+from gradveil.client import Client, Local, drawn_update, looped_updates, save_state
 from gradveil.core.noise import Key
 from gradveil.core.tree import stack, tmap
 from gradveil.core.types import Batch
@@ -53,7 +54,7 @@ def test_the_round_after_a_bad_one_is_as_if_that_had_not_been(text: str, kind: s
 
 @pytest.mark.parametrize("text", ["standin", "dgp(feedback=true)", "dgc(keep=0.1, warmup=3)", "keylock + standin"])
 def test_each_client_of_a_batch_by_itself(text: str):
-    for client in (parse(text)(CLIENTS["gradient"]), summed(parse(text)(CLIENTS["sgd"]), 2)):
+    for client in (parse(text)(CLIENTS["gradient"]), replace(parse(text)(CLIENTS["sgd"]), members=2)):
         params, batch, noise, state = draw(client)
         rows = [Batch(batch.inputs, batch.targets), spoilt(batch)]
         own, drawn, states = (
@@ -61,7 +62,7 @@ def test_each_client_of_a_batch_by_itself(text: str):
             stack([noise] * 2),
             stack([state] * 2),
         )
-        for way in (client.updates, client.updates_reference):
+        for way in (client.updates, partial(looped_updates, client)):
             with torch.no_grad():
                 _, after = way(params, own, drawn, states)
             same(tmap(lambda value: value[1], after), state)

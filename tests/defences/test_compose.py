@@ -139,7 +139,7 @@ def test_what_asks_for_the_gradient_of_all_examples_meets_models_that_draw(text:
     once = replace(client, local=None)
     off = select(once.noise_spec(params, batch).neutral(), "model")
     assert off
-    context = once._defended.context(params, batch, off)
+    context = once.pipeline.gradient.context(params, batch, off)
     assert client.send is not None
     wanted, _ = client.send.apply(plain, state, select(noise, "send"), context)
     torch.testing.assert_close(sent, wanted)

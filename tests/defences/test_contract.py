@@ -11,7 +11,7 @@ from torch import nn
 from gradveil.client import Client
 from gradveil.core.errors import GradveilError
 from gradveil.core.noise import Key, Noise, NoiseSpec, Normal
-from gradveil.core.types import Batch, BatchTransform, Stage, Transform
+from gradveil.core.types import Batch, BatchTransform, HasMessages, Stage, Transform
 from gradveil.defences import Defence, chain, parse
 from gradveil.defences.error_feedback import Feedback
 from gradveil.defences.user_defence import faults
@@ -140,7 +140,7 @@ def test_a_surgery_draws_its_weights_from_its_generator():
 
 
 def good(name: str) -> Defence:
-    class Rounds(Own):
+    class Rounds(Own, HasMessages):
         def announce(self, proposals, previous, number):
             return {"scale": torch.tensor(2.0)}
 

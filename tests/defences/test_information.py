@@ -9,7 +9,7 @@ from scipy.stats import laplace
 from torch import nn
 from torch.nn import functional as F
 
-from gradveil.client import Client, Local, summed
+from gradveil.client import Client, Local
 from gradveil.core.noise import Key
 from gradveil.core.tree import select, squared_norm, tmap
 from gradveil.core.types import Batch, Context, Domain, Stage, Transform
@@ -82,11 +82,11 @@ def test_laplace_noise(text: str, variance: float):
 
 
 def test_a_sum_of_laplace_noises_has_no_such_number():
-    assert bool(told(parse("laplace(0.1)")(summed(PLAIN, 2))).nats.isinf())
+    assert bool(told(parse("laplace(0.1)")(replace(PLAIN, members=2))).nats.isinf())
 
 
 def test_the_members_of_a_sum_hide_each_other():
-    two = summed(PLAIN, 2)
+    two = replace(PLAIN, members=2)
     found = told(parse("gaussian(0.1)")(two))
     squares, away = exact(two)
     torch.testing.assert_close(found.along, squares / (0.01 / 2))
@@ -223,7 +223,7 @@ def test_obstacles(defence, said):
 
 
 def test_sums_of_local_training_with_noise_in_each_step_have_no_bound():
-    pair = summed(TRAINED, 2)
+    pair = replace(TRAINED, members=2)
     assert "are summed" in (obstacle(parse("dp(sigma=1)")(pair), BATCH) or "")
     assert obstacle(parse("user-dp")(pair), BATCH) is None
 

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from gradveil.client import Local, summed
+from gradveil.client import Local
 from gradveil.core.types import Batch
 from gradveil.defences import Clip, Defence, chain, parse
 from gradveil.defences.privacy_warnings import MEANINGLESS, suspicions
@@ -119,7 +119,7 @@ class TestWithAnAccountant:
     ],
 )
 def test_drawing_clients_amplifies_nothing_for_who_sees_each_update(text, members, rate, warned):
-    client = summed(parse(text)(PLAIN), members)
+    client = replace(parse(text)(PLAIN), members=members)
     said = [str(problem) for problem in suspicions(client, BATCH, Participation(10, rate=rate))]
     assert [each for each in said if "privacy.rate" in each and "sees each one's update" in each] == said[: int(warned)]
     assert len(said) == int(warned)

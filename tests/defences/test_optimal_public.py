@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from gradveil.client import Client, Local, summed
+from gradveil.client import Client, Local
 from gradveil.core.errors import GradveilError
 from gradveil.core.noise import Key
 from gradveil.core.tree import tmap
@@ -179,7 +179,7 @@ def test_what_is_told_is_the_jacobian_over_the_deviations():
 
 
 def test_sums_of_clients_have_no_bound_and_other_noise_comes_before_it():
-    client = parse("optimal-noise(0.1, form=global)")(summed(Client(Tiny(), domain=LABELLED), 2))
+    client = parse("optimal-noise(0.1, form=global)")(replace(Client(Tiny(), domain=LABELLED), members=2))
     assert "summed" in (obstacle(client, draw_batch(Key(0))) or "")
     both = parse("gaussian(0.2) + optimal-noise(0.1, form=global)")(Client(Tiny(), domain=LABELLED))
     assert obstacle(both, draw_batch(Key(0))) is None

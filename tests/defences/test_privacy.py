@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from gradveil.client import Client, summed
+from gradveil.client import Client
 from gradveil.core.errors import GradveilError
 from gradveil.core.tree import norm, tmap
 from gradveil.core.types import Batch, Domain, Stage, Transform
@@ -74,12 +74,12 @@ def test_local_training_releases_every_step():
 
 
 def test_members_of_a_sum_add_up_their_noise():
-    four = summed(PLAIN, 4)
+    four = replace(PLAIN, members=4)
     assert multipliers("user-dp(clip=2, sigma=0.5)", four) == pytest.approx({"client": 1.0})
     assert multipliers("dp(clip=2, sigma=0.5)", four) == pytest.approx({"example": 1.0})
     # Each of the four has one example, so the mean of its batch is the sum.
     assert multipliers("dp(clip=2, sigma=0.5, on=mean)", four) == pytest.approx({"example": 1.0})
-    trained = summed(TRAINED, 4)
+    trained = replace(TRAINED, members=4)
     assert multipliers("user-dp(clip=2, sigma=0.5)", trained) == pytest.approx({"client": 1.0})
     assert multipliers("dp(clip=2, sigma=0.5)", trained) == pytest.approx({"example": 0.5})
 

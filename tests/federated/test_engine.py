@@ -38,7 +38,7 @@ def by_hand(experiment, rounds, optimiser):
             own = copy.deepcopy(model)
             step = optimiser(own.parameters())
             key = experiment.key.child("client", i, "round", number)
-            order = experiment.client.round_spec(experiment.client.params(), share.train).sample(key)["schedule"]
+            order = experiment.client.noise_parts(experiment.client.params(), share.train).once.sample(key)["schedule"]
             for rows in order:
                 step.zero_grad()
                 F.cross_entropy(own(share.train.inputs[rows]), share.train.targets[rows]).backward()

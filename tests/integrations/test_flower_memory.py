@@ -4,13 +4,13 @@ import logging
 import os
 import re
 import stat
+from dataclasses import replace
 
 import pytest
 import torch
 from flwr.app import ArrayRecord, Context, Message, RecordDict
 from torch import nn
 
-from gradveil.client import summed
 from gradveil.core.errors import GradveilError
 from gradveil.core.noise import Key
 from gradveil.core.private_files import locked
@@ -248,7 +248,7 @@ def test_received_buffers_are_used_and_not_sent(tmp_path):
     [
         (client("adgp"), "needs public messages"),
         (client("adgp(selection=previous)"), "needs public messages"),
-        (summed(client("none"), 3), "a node is one client"),
+        (replace(client("none"), members=3), "a node is one client"),
     ],
     ids=["adgp", "adgp(selection=previous)", "a sum of clients"],
 )

@@ -97,7 +97,7 @@ def own_training(engine, folder):
         model.load_state_dict(params)
         number = message.content["config"]["server-round"]
         key = engine.key.child("client", ctx.node_config["partition-id"], "round", number)
-        order = engine.client.round_spec(params, batch)["schedule"].sample(key.child("schedule"))
+        order = engine.client.noise_parts(params, batch).once["schedule"].sample(key.child("schedule"))
         for some in order:
             model.zero_grad()
             nn.functional.cross_entropy(model(batch.inputs[some]), batch.targets[some]).backward()

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from gradveil.client import Client, ClientTask, Local, drawn_update, drawn_updates, summed
+from gradveil.client import Client, ClientTask, Local, drawn_update, drawn_updates
 from gradveil.core.noise import Key
 from gradveil.core.types import Batch
 from gradveil.defences import parse
@@ -60,11 +60,11 @@ def test_what_a_client_came_to_keeps_nobody_elses_in_memory(text: str, kind: str
 @pytest.mark.parametrize("text", ALONE)
 def test_clients_with_something_of_their_own_are_alone(text: str):
     client = parse(text)(CLIENTS["gradient"])
-    assert client.apart
     with pytest.raises(AssertionError):
         drawn_updates(client, client.params(), tasks(client, "gradient"))
 
 
-def test_clients_that_are_several_are_alone():
-    assert summed(CLIENTS["gradient"], 2).apart
-    assert not CLIENTS["gradient"].apart
+def test_a_group_of_clients_has_no_draws_of_one():
+    client = replace(CLIENTS["gradient"], members=2)
+    with pytest.raises(AssertionError):
+        drawn_updates(client, client.params(), tasks(client, "gradient"))

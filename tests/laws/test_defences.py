@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch.func import functional_call
 
-from gradveil.client import Client
+from gradveil.client import Client, kept_direction
+from gradveil.core.chain import split
 from gradveil.core.noise import Key
 from gradveil.core.tree import norm, select, squared_norm, stack, tmap
 from gradveil.core.types import Batch, Context
@@ -55,7 +56,7 @@ def test_zero_strength_is_the_identity(name: str, kind: str):
 def test_what_has_no_identity_declares_none(name: str):
     client = parse(LAWS[name].texts[0])(CLIENTS["gradient"])
     assert DEFENCES[name].identity is None
-    assert all(transform.smallest() is None for transform in transforms(client))
+    assert all(transform.identity_settings is None for transform in transforms(client))
 
 
 @pytest.mark.parametrize("text", IDENTITY)
@@ -64,7 +65,7 @@ def test_smallest_settings_of_each_transform_are_the_identity(text: str):
     update = client.params()
     context = Context(update, draw_batch(Key(0)))
     for transform in transforms(client):
-        settings = transform.smallest()
+        settings = transform.identity_settings
         assert settings is not None
         neutral = replace(transform, **settings)
         sent, _ = neutral.apply(update, neutral.init(update), neutral.noise(update).sample(Key(1)), context)
@@ -157,19 +158,19 @@ def test_who_says_that_only_masks_are_applied_applies_nothing_else():
         noise = {**spec.sample(Key(5)), **{name: spec[name].off() for name in off}}
         shown = client.evidence(client.update(params, batch, noise, state)[0])
         noise |= {name: value for name, value in shown.items() if ".mask." in name}
-        masks = client.only_masks(params, 1, noise, off)
+        masks = kept_direction(client, params, 1, noise, off)
         if masks is None or (client.step, client.send) == (None, None):
             continue
         bare = replace(client, step=None, send=None)
         on = {**noise, **{name: value for name, value in spec.sample(Key(5)).items() if name in off}}
-        for drawn in (noise, on) if client.only_masks(params, 1, noise) is not None else (noise,):
+        for drawn in (noise, on) if kept_direction(client, params, 1, noise) is not None else (noise,):
             g, sent = (c.update(params, batch, drawn, c.init(params))[0] for c in (bare, client))
             g = torch.cat([(value * masks.get(name, 1)).flatten() for name, value in g.items()])
             sent = torch.cat([value.flatten() for value in sent.values()])
             assert float(g @ sent / (g.norm() * sent.norm())) > 1 - 1e-12, text
         said[text] = bool(masks)
-        each = client.step is not None and client.step.split()[0] is not None
-        assert (client.only_masks(params, 2, noise, off) is not None) == (not each), text
+        each = split(client.step)[0] is not None
+        assert (kept_direction(client, params, 2, noise, off) is not None) == (not each), text
     stay = {text for text, masked in said.items() if not masked}
     assert {"clip(norm=0.3)", "clip-example(norm=0.3)", "gaussian(std=0.1)", "laplace(scale=0.1)"} <= stay
     assert {

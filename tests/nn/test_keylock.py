@@ -1,5 +1,6 @@
 """The key-lock: what it computes, that it is one client's own, how it is trained, and that it is never sent."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 from scipy.stats import kstest
 from torch import nn
 
-from gradveil.client import Client, Local, load_state, save_state, summed
+from gradveil.client import Client, Local, layer_statistics, load_state, save_state
 from gradveil.core.errors import GradveilError
 from gradveil.core.noise import Key
 from gradveil.core.tree import stack
@@ -75,7 +76,7 @@ def test_it_is_declared_once_whatever_the_batch_and_the_steps():
         defended = client(**settings)
         spec = defended.noise_spec(defended.params(), examples())
         assert spec[SECRET].shape == (8 + 1024,)
-    pair = summed(client(), 2)
+    pair = replace(client(), members=2)
     assert pair.noise_spec(pair.params(), examples())[SECRET].shape == (2, 8 + 1024)
 
 
@@ -161,7 +162,7 @@ def test_one_gradient_leaves_it_and_it_is_kept_from_the_first_round_on():
     expected, _ = defended.update(params, batch, first, defended.init(params))
     torch.testing.assert_close(later, expected, rtol=0, atol=0)
     assert all(torch.equal(after[name], state[name]) for name in state)
-    assert not defended.trains_its_own()
+    assert not defended.pipeline.trains_private_layers
 
 
 def test_who_is_told_the_lock_before_a_round_replays_it():
@@ -172,11 +173,11 @@ def test_who_is_told_the_lock_before_a_round_replays_it():
     _, state = defended.update(params, batch, spec.sample(Key(7)), defended.init(params))
     noise = spec.sample(Key(8))
     assert not torch.equal(state[f"kept.{SECRET}"], noise[SECRET])
-    told = {**noise, **defended.own(noise, state)}
+    told = {**noise, **defended.pipeline.kept(noise, state)}
     later, after = defended.update(params, batch, noise, state)
     again, other = defended.update(params, batch, told, defended.init(params))
     torch.testing.assert_close((later, after), (again, other), rtol=0, atol=0)
-    assert defended.trains_its_own()
+    assert defended.pipeline.trains_private_layers
 
 
 def test_a_trained_lock_is_on_disk_what_it_was(tmp_path: Path):
@@ -235,12 +236,12 @@ def test_statistics_pass_through_the_lock():
     batch = examples()
     noise = defended.noise_spec(defended.params(), batch).sample(Key(1))
     one = Batch(batch.inputs[None], batch.targets[None])
-    found = defended.statistics(defended.params(), one, stack([noise]))
+    found = layer_statistics(defended, defended.params(), one, stack([noise]))
     assert set(found) == {"0.lock.norm.mean", "0.lock.norm.var"}
 
 
 def test_members_of_a_sum_have_locks_of_their_own():
-    pair, alone = summed(client(), 2), client()
+    pair, alone = replace(client(), members=2), client()
     batch = examples()
     params = pair.params()
     noise = pair.noise_spec(params, batch).sample(Key(2))

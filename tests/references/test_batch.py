@@ -8,7 +8,7 @@ from scipy.stats import beta, kstest
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from gradveil.client import Client, summed
+from gradveil.client import Client, transformed_batch
 from gradveil.core.distributions import Beta, OneOf, Shares, Signs
 from gradveil.core.errors import GradveilError
 from gradveil.core.noise import Key, Uniform
@@ -28,7 +28,7 @@ def batch(size: int = 5):
 
 def client(text: str, members: int = 1):
     model = nn.Sequential(nn.Flatten(), nn.Linear(32, 6), nn.Tanh(), nn.Linear(6, 3)).double()
-    return parse(text)(summed(Client(model, domain=DOMAIN), members))
+    return parse(text)(replace(Client(model, domain=DOMAIN), members=members))
 
 
 def gradient(model: nn.Module, loss: torch.Tensor):
@@ -152,10 +152,10 @@ def test_each_member_of_a_sum_mixes_its_own():
     alone, together = client("mixup(1)"), client("mixup(1)", members=2)
     examples = batch(6)
     noise = together.noise_spec(together.params(), examples).sample(Key(2))
-    found = together.trained_on(examples, noise)
+    found = transformed_batch(together, examples, noise)
     for member in range(2):
         own = Batch(examples.inputs[3 * member : 3 * member + 3], examples.targets[3 * member : 3 * member + 3])
-        expected = alone.trained_on(own, {name: value[member] for name, value in noise.items()})
+        expected = transformed_batch(alone, own, {name: value[member] for name, value in noise.items()})
         torch.testing.assert_close(found.inputs[3 * member : 3 * member + 3], expected.inputs)
         torch.testing.assert_close(found.targets[3 * member : 3 * member + 3], expected.targets)
 
@@ -191,10 +191,10 @@ def test_public_images_that_are_not_there_are_told_before_anything_is_computed()
 def test_a_naive_client_trains_on_the_raw_batch():
     defended, examples = client("instahide"), batch()
     naive = defended.undefended_update()
-    assert naive.trained_on(examples, {}) is examples
+    assert transformed_batch(naive, examples, {}) is examples
     noise = defended.noise_spec(defended.params(), examples).sample(Key(0))
     assert not select(noise, "model")
-    assert not torch.equal(defended.trained_on(examples, noise).inputs, examples.inputs)
+    assert not torch.equal(transformed_batch(defended, examples, noise).inputs, examples.inputs)
 
 
 @pytest.mark.parametrize(

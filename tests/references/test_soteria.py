@@ -64,7 +64,7 @@ def test_columns_below_the_percentile_go_and_nothing_else(variant: str, percenti
 def test_relevance_is_that_of_the_loop():
     model, examples = wide(), batch()
     client = Client(model)
-    context = client._defended.context(client.params(), examples, {})
+    context = client.pipeline.gradient.context(client.params(), examples, {})
     layer, q = Soteria(delta=0.3).relevance(context)
     assert layer == "5"
     torch.testing.assert_close(q, by_loop(model, examples, 0.3, signed=False), rtol=1e-10, atol=0)
@@ -86,8 +86,8 @@ def test_features_behind_a_bottleneck_see_its_noise():
     examples = Batch(torch.rand(2, 1, 32, 32, generator=Key(3).generator()), torch.tensor([0, 1]))
     noise = client.noise_spec(params, examples).sample(Key(4))
     inner = {n[6:]: v for n, v in noise.items() if n.startswith("model.")}
-    seen = client._defended.context(params, examples, inner)
-    other = client._defended.context(params, examples, {n: v + 1 for n, v in inner.items()})
+    seen = client.pipeline.gradient.context(params, examples, inner)
+    other = client.pipeline.gradient.context(params, examples, {n: v + 1 for n, v in inner.items()})
     assert not torch.equal(seen.features(examples).values, other.features(examples).values)
 
 

@@ -199,8 +199,10 @@ def _responses(
     Returns the mean row sums [K, K] (a column a class), one example's variance [K], and for each column of the layer
     [D] whether every group lowered its own class's row only.
     """
-    plain = simulated_client.undefended_update().member
-    plain = replace(plain, trainable=tuple(name for name in plain.trained() if name.rpartition(".")[0] == last))
+    plain = simulated_client.undefended_update()
+    plain = replace(
+        plain, members=1, trainable=tuple(name for name in plain.trained() if name.rpartition(".")[0] == last)
+    )
     probes = max(1, min(_PROBES, _IMAGES // knowledge.classes))
     columns: list[Tensor] = []
     variances: list[Tensor] = []

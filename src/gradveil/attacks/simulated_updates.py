@@ -54,7 +54,7 @@ class Simulated:
             if not place:
                 state = {n: v.expand(len(keys), *v.shape) for n, v in simulated_client.init(params).items()}
             elif "kept.joined" in state:  # what a client keeps to itself it has drawn in its first round
-                noise |= torch.func.vmap(simulated_client.own)(noise, state)
+                noise |= simulated_client.pipeline.kept(noise, state)
             sent, state = simulated_client.updates(params, batch, noise, state)
             state = {name: value.detach() for name, value in state.items()}
         return {name: value.detach() for name, value in sent.items()}

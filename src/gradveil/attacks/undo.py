@@ -24,7 +24,7 @@ from torch import Tensor
 
 from gradveil.attacks.knowledge import How, Infer, Knowledge
 from gradveil.attacks.protocol import Reconstruction, Remark
-from gradveil.client import Client
+from gradveil.client import BatchDefences, Client
 from gradveil.core.distributions import OneOf, Signs
 from gradveil.core.noise import Key, Noise
 from gradveil.core.streams import Stream
@@ -51,7 +51,7 @@ def undoing(knowledge: Mapping[str, How]) -> dict[str, How]:
 class Policy:
     """The transforms of a batch defence, image by image, under each of the draws that differ."""
 
-    client: Client
+    batches: BatchDefences
     knowledge: Knowledge
     draws: tuple[Tensors, ...]
     """Draws of one image, without a leading dimension."""
@@ -61,7 +61,7 @@ class Policy:
         lower, upper = self.knowledge.space.bounds(u)
         noise = {name: torch.stack([draw[name] for draw in self.draws]).to(u)[places] for name in self.draws[0]}
         labels = torch.zeros(len(u), dtype=torch.long, device=u.device)
-        made = self.client.transformed(Batch(lower + (upper - lower) * u, labels), noise)
+        made = self.batches.apply(Batch(lower + (upper - lower) * u, labels), noise)
         return (made.inputs - lower) / (upper - lower)
 
 
@@ -71,13 +71,13 @@ def policy_of(simulated_client: Client, knowledge: Knowledge) -> Policy | None:
     They cannot where images are mixed (one image is not enough), and where an image's draws are real numbers or too
     many to try. No draw is listed where the images are not changed, such as without a batch defence.
     """
-    client = simulated_client.member
-    if not client.batch:
-        return Policy(client, knowledge, ())
-    generator, like = Key(0, (Stream.PROBES,)).generator(), next(iter(client.params().values()))
+    batches = BatchDefences(simulated_client.batch, simulated_client.domain)
+    if not batches.transforms:
+        return Policy(batches, knowledge, ())
+    generator, like = Key(0, (Stream.PROBES,)).generator(), next(iter(simulated_client.params().values()))
     probes = torch.rand((_PROBES, *knowledge.space.shape), generator=generator, dtype=torch.float64)
     blank = Batch(probes[:1].to(like), torch.zeros(1, dtype=torch.long))
-    spec = client.batch_spec(blank)
+    spec = batches.spec(blank)
     values = {name: _values(noise) for name, noise in spec.items()}
     count = 1
     for each in values.values():
@@ -85,7 +85,7 @@ def policy_of(simulated_client: Client, knowledge: Knowledge) -> Policy | None:
     if not 0 < count <= DRAWS:
         return None
     every = tuple(dict(zip(values, chosen, strict=True)) for chosen in product(*values.values()))
-    policy = Policy(client, knowledge, every)
+    policy = Policy(batches, knowledge, every)
     places = torch.arange(len(every)).repeat_interleave(_PROBES)
     made = policy.transformed(probes.repeat(len(every), *[1] * len(knowledge.space.shape)).to(like), places)
     alone = policy.transformed(probes[-1:].to(made), places[-1:])

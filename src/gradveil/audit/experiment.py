@@ -14,7 +14,7 @@ from gradveil.audit.attack_selection import UNDEFENDED
 from gradveil.audit.audit_config import RunConfig
 from gradveil.audit.baselines import Guessing
 from gradveil.audit.sources import Source
-from gradveil.client import Client, cross_entropy, summed
+from gradveil.client import Client, cross_entropy
 from gradveil.core.errors import fail
 from gradveil.core.noise import Key
 from gradveil.core.space import Space
@@ -102,7 +102,7 @@ class Experiment:
         )
         put_weights(plain.model, self.weights)
         plain.model.to(self.config.device, self.dtype)
-        return summed(plain, settings.members)
+        return replace(plain, members=settings.members)
 
     @property
     def domain(self) -> Domain:

@@ -14,7 +14,7 @@ from gradveil.attacks.knowledge import How, Infer, Knowledge, Known, Neutral, Op
 from gradveil.attacks.protocol import Active, Attack, Persistent
 from gradveil.audit.experiment import Experiment
 from gradveil.audit.observe import Truth, plain_name
-from gradveil.client import Client
+from gradveil.client import Client, layer_statistics
 from gradveil.core.errors import fail
 from gradveil.core.noise import Key
 from gradveil.core.streams import Stream
@@ -103,7 +103,7 @@ def _statistics(attack: Attack, simulated_client: Client, params: Tensors, truth
     noise = {name: drawn[name] for name in simulated_client.noise_spec(params, first(truth))}
     batch = truth.raw if attack.simulated_client == "full" else truth.transformed
     with torch.no_grad():
-        return {f"statistics.{n}": v for n, v in simulated_client.statistics(params, batch, noise).items()}
+        return {f"statistics.{n}": v for n, v in layer_statistics(simulated_client, params, batch, noise).items()}
 
 
 def looks_at_last(attack: Attack) -> bool:

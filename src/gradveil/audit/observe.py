@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from gradveil.attacks.protocol import Observation
-from gradveil.client import Client, announced, proposer, scheduled, speakers
+from gradveil.client import Client, announced, proposer, scheduled, speakers, transformed_batch
 from gradveil.core.noise import Key
 from gradveil.core.streams import Stream
 from gradveil.core.tree import Tensors, stack, take, tmap
@@ -98,7 +98,7 @@ def observe(
         params = resent(number) if resent and number else params
         now = draw(experiment, trial, client, raw, everybody, number)
         if "kept.joined" in state:  # whoever has taken part in a round has drawn for good what it keeps to itself
-            now |= torch.func.vmap(client.own)(now, state)
+            now |= client.pipeline.kept(now, state)
         theirs = Batch(*(value[others] for value in raw))
         said = _said(scheduled(client, past + number), params, theirs, take(now, others), take(state, others))
         told = announced(client, said, mean, past + number)
@@ -162,7 +162,7 @@ def _in_parts(
 def _transformed(client: Client, raw: Batch, noise: Tensors) -> Batch:
     """Apply the batch defences to every target client's examples."""
     each = [
-        client.trained_on(Batch(*(value[i] for value in raw)), tmap(lambda value, i=i: value[i], noise))
+        transformed_batch(client, Batch(*(value[i] for value in raw)), tmap(lambda value, i=i: value[i], noise))
         for i in range(raw.inputs.shape[0])
     ]
     return Batch(*(torch.stack(values) for values in zip(*each, strict=True))) if client.batch else raw

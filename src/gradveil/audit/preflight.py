@@ -280,7 +280,7 @@ def unobstructed(experiment: Experiment) -> Experiment:
 
 def others(defences: Iterable[Defence]) -> int:
     """Count the clients besides the target clients who have to be there to speak before a round."""
-    return max((defence.speakers() for defence in defences if isinstance(defence, Defence)), default=0)
+    return max((d.send.speakers() for d in defences if isinstance(d, Defence) and d.send), default=0)
 
 
 def _attacks(config: RunConfig, labelled: bool) -> dict[str, Attack]:

@@ -25,6 +25,7 @@ from gradveil.defences.guarantees import NOTHING, examine
 from gradveil.defences.privacy_warnings import suspicions
 from gradveil.nn.first_layer_equations import InputEquations, shown
 from gradveil.nn.layer_chain import Link, chained, settles
+from gradveil.nn.normalisation import running_statistics
 from gradveil.nn.weight_files import put_weights
 from gradveil.theory.accounting import epsilon
 
@@ -86,7 +87,7 @@ def _carries(experiment: Experiment, index: int) -> bool:
     """Say whether the model that a client receives carries running statistics."""
     client = experiment.client(index, next(iter(experiment.defences)), experiment.config.seeds[0])
     put_weights(client.model, experiment.source.received(client))
-    return bool(client.running())
+    return bool(running_statistics(client.model))
 
 
 def with_closed_forms(experiment: Experiment) -> Experiment:

@@ -18,7 +18,7 @@ from gradveil.audit.error_bound import mse_bound
 from gradveil.audit.experiment import Experiment
 from gradveil.audit.run_directory import Trial
 from gradveil.audit.trial import Recovered, left_out
-from gradveil.client import Client
+from gradveil.client import BatchDefences
 from gradveil.core.errors import fail
 from gradveil.core.noise import Key
 from gradveil.core.streams import Stream
@@ -71,18 +71,19 @@ def trained_on(
     space = experiment.space
     matched = space.match(experiment.views(tensors.get("before_undoing", tensors["inputs"])), view)[1]
     scores = space.scores(matched, view)
-    client = experiment.client(trial.client, trial.defence, trial.seed).member
+    client = experiment.client(trial.client, trial.defence, trial.seed)
+    batches = BatchDefences(client.batch, client.domain)
     others = _others(experiment, trial, places)
     inputs = experiment.batch(others).inputs
     gallery = torch.cat(
-        [view.flatten(0, 1), experiment.views(_made(client, inputs, _batch(experiment, trial), trial.seed))]
+        [view.flatten(0, 1), experiment.views(_made(batches, inputs, _batch(experiment, trial), trial.seed))]
     )
     own = torch.arange(places.numel()).view(places.shape)
     return TrainedOnScores(
         {f"{name}_transformed": value for name, value in scores.items()},
         scores[space.headline] > experiment.config.threshold,
         space.identified(matched, own, gallery) if len(gallery) > 1 else None,
-        _expected(experiment, trial, client, places, others, gallery),
+        _expected(experiment, trial, batches, places, others, gallery),
     )
 
 
@@ -97,27 +98,27 @@ def _others(experiment: Experiment, trial: TrialAddress, places: Tensor) -> Tens
     return torch.tensor(others[: len(others) // size * size], dtype=torch.long)
 
 
-def _made(client: Client, inputs: Tensor, size: int, seed: int) -> Tensor:
+def _made(batches: BatchDefences, inputs: Tensor, size: int, seed: int) -> Tensor:
     """Pass images [N, C, H, W] through the client's batch transforms, batch by batch."""
     key, made = Key(seed, (Stream.GALLERY,)), [inputs[:0]]
     for number, some in enumerate(inputs.split(size) if len(inputs) else ()):  # no images are one empty part
         batch = Batch(some, torch.zeros(len(some), dtype=torch.long, device=some.device))
-        noise = client.batch_spec(batch).sample(key.child(number), some.device)
-        made.append(client.transformed(batch, noise).inputs)
+        noise = batches.spec(batch).sample(key.child(number), some.device)
+        made.append(batches.apply(batch, noise).inputs)
     return torch.cat(made)
 
 
 def _expected(
-    experiment: Experiment, trial: TrialAddress, client: Client, places: Tensor, others: Tensor, gallery: Tensor
+    experiment: Experiment, trial: TrialAddress, batches: BatchDefences, places: Tensor, others: Tensor, gallery: Tensor
 ) -> list[list[dict[str, float | int]]]:
     """Compute the chances of a guess for each image trained on.
 
     Guesses are public images after the same transforms, and their means. Where images are mixed they have no class:
     an image of any class may then be guessed, and is one of all in the gallery.
     """
-    mixes, targets = _mixes(client, experiment.batch(places[0]).inputs), experiment.private.targets
+    mixes, targets = _mixes(batches, experiment.batch(places[0]).inputs), experiment.private.targets
     targets = torch.zeros_like(targets) if mixes else targets
-    guessing = _guessing(experiment, trial, client, mixes)
+    guessing = _guessing(experiment, trial, batches, mixes)
     images = Gallery(gallery, targets[torch.cat([places.flatten(), others])])
     found: list[list[dict[str, float | int]]] = []
     for labels in targets[places].tolist():
@@ -129,16 +130,16 @@ def _expected(
     return found
 
 
-def _mixes(client: Client, inputs: Tensor) -> bool:
+def _mixes(batches: BatchDefences, inputs: Tensor) -> bool:
     """Report whether what becomes of an image depends on the others of its batch."""
     batch = Batch(inputs, torch.zeros(len(inputs), dtype=torch.long, device=inputs.device))
-    noise = client.batch_spec(batch).sample(Key(0, (Stream.MIXING,)), inputs.device)
+    noise = batches.spec(batch).sample(Key(0, (Stream.MIXING,)), inputs.device)
     changed = torch.cat([inputs[:1], 1 - inputs[1:]])
-    each = (client.transformed(Batch(some, batch.targets), noise).inputs[0] for some in (inputs, changed))
+    each = (batches.apply(Batch(some, batch.targets), noise).inputs[0] for some in (inputs, changed))
     return not torch.equal(*each)
 
 
-def _guessing(experiment: Experiment, trial: TrialAddress, client: Client, mixes: bool) -> Guessing | None:
+def _guessing(experiment: Experiment, trial: TrialAddress, batches: BatchDefences, mixes: bool) -> Guessing | None:
     """Return what guesses reach on images after the transforms: computed once per client and defence."""
     known, plain = experiment.guessing_trained, experiment.guessing
     if plain is None:
@@ -146,7 +147,9 @@ def _guessing(experiment: Experiment, trial: TrialAddress, client: Client, mixes
     where = trial.client, trial.defence
     if where not in known:
         public: Dataset = plain.public.subset(range(min(PUBLIC, len(plain.public))))
-        made = _made(client, public.inputs.to(experiment.config.device, experiment.dtype), _batch(experiment, trial), 0)
+        made = _made(
+            batches, public.inputs.to(experiment.config.device, experiment.dtype), _batch(experiment, trial), 0
+        )
         targets = torch.zeros_like(public.targets) if mixes else public.targets
         images = replace(public, inputs=made.to("cpu", public.inputs.dtype), targets=targets)
         known[where] = Guessing(images, plain.threshold, plain.classes)

@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from typing import NamedTuple
 
 from torch import Tensor, nn
 
-from gradveil.client.local_training import Batching, Local
+from gradveil.client.pipeline import Pipeline
+from gradveil.core.chain import split
 from gradveil.core.errors import Problem, refuse
 from gradveil.core.noise import NoiseSpec
-from gradveil.core.tree import Tensors, below, multiplied, select, single, under, wide
+from gradveil.core.tree import Tensors, single, under, wide
 from gradveil.core.types import Batch, Transform
 from gradveil.nn.stochastic import model_noise
+
+
+class NoiseParts(NamedTuple):
+    """The random tensors of one update, by when they are drawn."""
+
+    once: NoiseSpec
+    """For what is sent, and the order of examples; without local training all."""
+    step: NoiseSpec
+    """For every gradient; without local training a part of `once`."""
+    epoch: NoiseSpec
 
 
 @dataclass(frozen=True)
@@ -23,93 +35,57 @@ class Declared:
     Transforms of updates compute in single precision at least, whatever the model does.
     """
 
-    model: nn.Module
-    kept: NoiseSpec
-    """What the model has of the client's own: drawn once, never sent."""
-    batching: Batching
-    local: Local | None
-    step: Transform | None
-    send: Transform | None
+    pipeline: Pipeline
 
     def init(self, sent: Tensors) -> Tensors:
         """Return the state of a client that has sent nothing yet."""
-        state = under("step", self.step.init(wide(sent)) if self.step else {})
-        state |= under("send", self.send.init(wide(sent)) if self.send else {})
-        if self.kept:
+        step, send, layers = self.pipeline.gradient.step, self.pipeline.send, self.pipeline.private.layers
+        state = under("step", step.init(wide(sent)) if step else {})
+        state |= under("send", send.init(wide(sent)) if send else {})
+        if layers:
             like = next(iter(sent.values()))
-            own = {name: like.new_zeros(noise.shape) for name, noise in self.kept.items()}
+            own = {name: like.new_zeros(noise.shape) for name, noise in layers.items()}
             state |= under("kept", {"joined": like.new_zeros(()), **own})
         return state
 
     def noise(self, sent: Tensors, batch: Batch) -> NoiseSpec:
         """Declare every random tensor of one update for a batch of these shapes."""
-        examples = batch.inputs.shape[0]
-        once, step = self.of_round(sent, batch), self.of_step(sent, batch)
-        if self.local is None:
+        (once, step, epoch), local = self.parts(sent, batch), self.pipeline.batches.local
+        if local is None:
             return once | step
-        epochs = self.of_epoch(batch).times(self.batching.epochs(examples))
-        return once | epochs | step.times(self.local.count(examples))
+        examples = len(batch.inputs)
+        return once | epoch.times(self.pipeline.batches.epochs(examples)) | step.times(local.count(examples))
 
-    def of_round(self, sent: Tensors, batch: Batch) -> NoiseSpec:
-        """Declare what an update draws once: for the batch of one gradient, for what is sent, the order of examples."""
-        spec = self.kept
-        if self.local is None:
-            spec = spec | self.batching.spec(batch)
-        if self.local:
-            spec = spec | self.local.drawn(batch.inputs.shape[0])
-        spec = spec.to(batch.inputs.dtype)
-        return spec | _of_slot(self.send, sent, batch).under("send") if self.send else spec
-
-    def of_epoch(self, batch: Batch) -> NoiseSpec:
-        """Declare what local training draws in every epoch."""
-        return self.batching.spec(batch, "epoch").to(batch.inputs.dtype) if self.local else NoiseSpec()
-
-    def of_step(self, sent: Tensors, batch: Batch) -> NoiseSpec:
-        """Declare what each gradient draws."""
-        examples = batch.inputs.shape[0]
-        size = self.local.at_once(examples) if self.local else examples
+    def parts(self, sent: Tensors, batch: Batch) -> NoiseParts:
+        """Declare the same by when it is drawn."""
+        batches, examples, dtype = self.pipeline.batches, len(batch.inputs), batch.inputs.dtype
+        local, send, (each, mean) = batches.local, self.pipeline.send, split(self.pipeline.gradient.step)
+        once = self.pipeline.private.layers | (local.drawn(examples) if local else batches.spec(batch))
+        once = once.to(dtype) | (_of_slot(send, sent, batch).under("send") if send else NoiseSpec())
+        size = local.at_once(examples) if local else examples
         shown = Batch(batch.inputs[:size], batch.targets[:size])
-        spec = model_noise(self.model, shown.inputs).under("model")
-        if self.local is not None:
-            spec = spec | self.batching.spec(shown, "step")
-        spec = spec.to(batch.inputs.dtype)
-        each, mean = self.step.split() if self.step else (None, None)
+        step = model_noise(self.pipeline.gradient.objective.model, shown.inputs).under("model")
+        step = (step | batches.spec(shown, "step") if local else step).to(dtype)
         if each is not None:
-            own = each.noise(wide(sent)).to(single(batch.inputs.dtype))
-            spec = spec | own.times(size).under("step")
+            step = step | each.noise(wide(sent)).to(single(dtype)).times(size).under("step")
         if mean is not None:
-            spec = spec | _of_slot(mean, sent, shown).under("step")
-        return spec
+            step = step | _of_slot(mean, sent, shown).under("step")
+        return NoiseParts(once, step, batches.spec(batch, "epoch").to(dtype) if local else NoiseSpec())
 
     def intermediates(self, sent: Tensors) -> NoiseSpec:
         """Declare the intermediates of the sent update (masks, scales) that an attacker may pin through the noise."""
-        spec = self.send.intermediates(wide(sent)).under("send") if self.send else NoiseSpec()
-        if self.local is None and self.step:
-            _, mean = self.step.split()
-            if mean is not None:
-                spec = spec | mean.intermediates(wide(sent)).under("step")
+        send, mean = self.pipeline.send, split(self.pipeline.gradient.step)[1]
+        spec = send.intermediates(wide(sent)).under("send") if send else NoiseSpec()
+        if self.pipeline.batches.local is None and mean is not None:
+            spec = spec | mean.intermediates(wide(sent)).under("step")
         return spec
 
-    def only_masks(
-        self, sent: Tensors, examples: int, noise: Mapping[str, Tensor], off: Collection[str]
-    ) -> Tensors | None:
-        """Return the masks that the mean gradient of so many examples is multiplied by: None where more may be done."""
-        if examples > 1 and self.step is not None and self.step.split()[0] is not None:
-            return None  # each example's gradient is scaled by itself
-        found: Tensors = {}
-        for name, slot in (("step", self.step), ("send", self.send)):
-            masks = slot.only_masks(sent, select(noise, name), below(name, off)) if slot else {}
-            if masks is None:
-                return None
-            found = multiplied(found, masks)
-        return found
-
     def evidence(self, sent: Mapping[str, Tensor]) -> Tensors:
-        """Say what a sent update gives away about the intermediates."""
-        found = under("send", self.send.evidence(sent)) if self.send else {}
-        if self.local is None and self.send is None and self.step:
-            found |= under("step", self.step.evidence(sent))
-        return found
+        """Return the intermediates that a sent update gives away."""
+        step, send = self.pipeline.gradient.step, self.pipeline.send
+        if send is not None:
+            return under("send", send.evidence(sent))
+        return under("step", step.evidence(sent)) if step and self.pipeline.batches.local is None else {}
 
 
 def trained_names(model: nn.Module, patterns: Sequence[str] | None) -> list[str]:

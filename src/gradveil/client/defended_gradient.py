@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.func import vmap
 
+from gradveil.core.chain import split
 from gradveil.core.errors import FOREIGN
 from gradveil.core.tree import Tensors, all_finite, plain, select, single, wide
 from gradveil.core.types import Batch, Context, Domain, Features, Public, Transform
@@ -46,8 +47,13 @@ class At(NamedTuple):
         Somebody who differentiates needs them, and so does a transform that does more than multiply.
         """
         examples = len(self.batch.inputs)
-        by_norm = transform.factors({name: value.new_ones(()) for name, value in self.trained.items()}) is not None
-        if examples < 2 or not by_norm or not plain(*self.trained.values(), *self.batch, *self.noise.values()):
+        by_norm = transform.multiplier(self.trained, {}, ())
+        if (
+            examples < 2
+            or by_norm is None
+            or by_norm.masks
+            or not plain(*self.trained.values(), *self.batch, *self.noise.values())
+        ):
             return None
         if any(value.dtype != single(value.dtype) for value in self.trained.values()):
             return None  # squares in half precision tell no norm
@@ -58,7 +64,7 @@ class At(NamedTuple):
         def factors(squares: Tensors) -> Tensors | None:
             # A square is a product of two here, which may overflow (or be no number) where the gradient's does not,
             # and what is not finite has no multiple. The gradients themselves tell.
-            return transform.factors(squares) if bool(all_finite(squares)) else None
+            return by_norm.of_norms(squares) if bool(all_finite(squares)) else None
 
         total = weighted_sum(self.objective, self.trained, self.frozen, self.batch, self.noise, factors)
         return None if total is None else {name: value / examples for name, value in total.items()}
@@ -84,7 +90,7 @@ LOG = logging.getLogger("flwr.gradveil")
 
 
 @dataclass(frozen=True)
-class Defended:
+class DefendedGradient:
     """How a client comes from a batch to a gradient: its model and loss, what is trained, the transform of a step.
 
     Transforms get updates and all that they may ask for in single precision at least, whatever the model computes in.
@@ -106,7 +112,7 @@ class Defended:
         included: Tensor | None = None,
     ) -> tuple[Tensors, Tensors]:
         """Return the gradient, the mean over the batch or over what Poisson sampling took, and the state after it."""
-        each, mean = self.step.split() if self.step else (None, None)
+        each, mean = split(self.step)
         at = At(self.objective, *self.parted(params), batch, select(noise, "model"))
         if each is None and included is None:
             g = at.mean()
@@ -175,8 +181,10 @@ class Defended:
         if not bool(all_finite(rows)):
             LOG.error("an example's gradient is not finite")
             return {}, {}
-        factors = each.factors({name: _squares(value) for name, value in rows.items()})
-        if factors is None:  # it does more than multiply
+        by_norm = each.multiplier(params, {}, ())
+        if by_norm is not None and not by_norm.masks:
+            factors = by_norm.of_norms({name: _squares(value) for name, value in rows.items()})
+        else:
             rows = self._transformed(each, rows, params, one, noise)
             factors = {name: value.new_ones(1) for name, value in rows.items()}
         return {name: value[0] for name, value in rows.items()}, {name: float(value) for name, value in factors.items()}

@@ -7,18 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.func import vmap
 
-from gradveil.client.defended_gradient import Defended
-from gradveil.client.private_layers import Own, spread
 from gradveil.core.errors import Problem, fail, refuse
 from gradveil.core.noise import Bernoulli, Noise, NoiseSpec, Schedule
 from gradveil.core.settings import Checked, Count, Positive, Range, Share, Strength
-from gradveil.core.tree import Tensors, alike, select
-from gradveil.core.types import Anew, Batch, BatchTransform, Domain
+from gradveil.core.tree import Tensors, select
+from gradveil.core.types import Batch, BatchTransform, Domain, Redraw
 
 _Length = Annotated[int | None, Range(1, integer=True, optional=True)]
 
@@ -134,12 +133,17 @@ def _root(square: Tensor) -> Tensor:
     return torch.where(square > 0, safe.sqrt(), torch.zeros_like(square))
 
 
-Drawn = Callable[[int], Mapping[str, Tensor]]
-"""Number of an epoch or step -> the noise that was drawn for it."""
+class LazyNoise(NamedTuple):
+    """The noise of one round. Thousands of local steps' would fill memory: a step's is drawn when the step comes."""
+
+    once: Mapping[str, Tensor]
+    """Without local training all of it."""
+    step: Callable[[int], Mapping[str, Tensor]]
+    epoch: Callable[[int], Mapping[str, Tensor]]
 
 
 @dataclass(frozen=True)
-class Batching:
+class BatchDefences:
     """The batch transforms of a client. `batch.<i>` is before the names of the i-th one's noise.
 
     In local training those that act on all examples, at the start of every epoch, come before those that act on each
@@ -148,19 +152,19 @@ class Batching:
 
     transforms: tuple[BatchTransform, ...]
     domain: Domain | None
-    local: Local | None
+    local: Local | None = None
 
-    def spec(self, batch: Batch, anew: Anew | None = None) -> NoiseSpec:
-        """Declare what all transforms draw for a batch, or those that draw anew in every epoch (or step)."""
+    def spec(self, batch: Batch, when: Redraw | None = None) -> NoiseSpec:
+        """Declare what all transforms draw for a batch, or those that are drawn again in every epoch (or step)."""
         refuse([problem for each in self.transforms for problem in each.problems(self.domain)])
         spec = NoiseSpec()
-        for i, transform in self._those(anew):
+        for i, transform in self._those(when):
             spec = spec | transform.noise(batch).under(f"batch.{i}")
         return spec
 
-    def changed(self, batch: Batch, noise: Mapping[str, Tensor], anew: Anew | None = None) -> Batch:
-        """Apply all transforms, or those that draw anew in every epoch (or step)."""
-        for i, transform in self._those(anew):
+    def apply(self, batch: Batch, noise: Mapping[str, Tensor], when: Redraw | None = None) -> Batch:
+        """Apply all transforms, or those that are drawn again in every epoch (or step)."""
+        for i, transform in self._those(when):
             batch = transform.apply(batch, select(noise, f"batch.{i}"), self.domain)
         return batch
 
@@ -169,7 +173,9 @@ class Batching:
         assert self.local is not None
         return -(-self.local.count(examples) // self._pace(examples))
 
-    def steps(self, batch: Batch, drawn: Tensor, of_epoch: Drawn) -> Callable[[int, Mapping[str, Tensor]], Batch]:
+    def steps(
+        self, batch: Batch, drawn: Tensor, of_epoch: Callable[[int], Mapping[str, Tensor]]
+    ) -> Callable[[int, Mapping[str, Tensor]], Batch]:
         """Return (step, its noise) -> the batch of the step, for steps one after the other.
 
         `drawn` [T, B] says who is in which step; under Poisson sampling everybody is there, and weighted elsewhere.
@@ -181,31 +187,48 @@ class Batching:
         def at(t: int, noise: Mapping[str, Tensor]) -> Batch:
             nonlocal whole
             if t % pace == 0 and self.transforms:
-                whole = self.changed(batch, of_epoch(t // pace), "epoch")
+                whole = self.apply(batch, of_epoch(t // pace), "epoch")
             own = whole if poisson else Batch(whole.inputs[drawn[t]], whole.targets[drawn[t]])
-            return self.changed(own, noise, "step")
+            return self.apply(own, noise, "step")
 
         return at
 
-    def by_number(self, noise: Mapping[str, Tensor], kept: Container[str] = ()) -> tuple[Drawn, Drawn]:
-        """Part what all local steps draw by steps, and what all epochs draw by epochs; what is `kept` is neither."""
+    def lazily(self, noise: Mapping[str, Tensor], kept: Container[str] = ()) -> LazyNoise:
+        """Part noise that is all at hand by local steps and epochs; what is `kept` belongs to neither."""
         starts = {
-            anew: tuple(f"batch.{i}." for i, each in enumerate(self.transforms) if each.anew == anew)
-            for anew in ("step", "epoch")
+            when: tuple(f"batch.{i}." for i, each in enumerate(self.transforms) if each.redraw == when)
+            for when in ("step", "epoch")
         }
         each = [n for n in noise if n.startswith(("model.", "step.", *starts["step"])) and n not in kept]
         epoch = [n for n in noise if n.startswith(starts["epoch"])]
-        return lambda t: {n: noise[n][t] for n in each}, lambda e: {n: noise[n][e] for n in epoch}
 
-    def first_seen(self, batch: Batch, noise: Mapping[str, Tensor]) -> Batch:
+        def of_step(t: int) -> Tensors:
+            return {n: noise[n][t] for n in each}
+
+        def of_epoch(e: int) -> Tensors:
+            return {n: noise[n][e] for n in epoch}
+
+        return LazyNoise(noise, of_step, of_epoch)
+
+    def of_many(self, batch: Batch, noise: Mapping[str, Tensor]) -> Batch:
+        """Apply the transforms of many clients, everything with a leading V."""
+        return vmap(self.computed_with)(batch, of_batch(noise)) if self.transforms else batch
+
+    def computed_with(self, batch: Batch, noise: Mapping[str, Tensor]) -> Batch:
+        """Return the examples that the client computes with, in local training as they were the first time."""
+        if not self.transforms:
+            return batch
+        return self.apply(batch, noise) if self.local is None else self._first_seen(batch, noise)
+
+    def _first_seen(self, batch: Batch, noise: Mapping[str, Tensor]) -> Batch:
         """Return every example as it was when local training first computed with it; as it is, if it never did."""
         assert self.local is not None
-        drawn, (of_step, of_epoch) = noise[self.local.order], self.by_number(of_batch(noise))
-        at = self.steps(batch, drawn, of_epoch)
+        drawn, lazy = noise[self.local.order], self.lazily(of_batch(noise))
+        at = self.steps(batch, drawn, lazy.epoch)
         made: Batch | None = None
         left = torch.ones(len(batch.inputs), dtype=torch.bool, device=batch.inputs.device)
         for t in range(len(drawn)):
-            own = at(t, of_step(t))
+            own = at(t, lazy.step(t))
             made = _alike(batch, own) if made is None else made
             if self.local.sampling == "poisson":
                 new = left & (drawn[t] > 0)
@@ -224,8 +247,8 @@ class Batching:
         assert self.local is not None
         return max(1, examples // self.local.batch)
 
-    def _those(self, anew: Anew | None) -> list[tuple[int, BatchTransform]]:
-        return [(i, each) for i, each in enumerate(self.transforms) if anew is None or each.anew == anew]
+    def _those(self, when: Redraw | None) -> list[tuple[int, BatchTransform]]:
+        return [(i, each) for i, each in enumerate(self.transforms) if when is None or each.redraw == when]
 
 
 def of_batch(noise: Mapping[str, Tensor]) -> Tensors:
@@ -243,51 +266,3 @@ def _alike(batch: Batch, own: Batch) -> Batch:
         return batch
     classes = torch.arange(own.targets.shape[-1], device=batch.targets.device)
     return Batch(batch.inputs, (batch.targets.unsqueeze(-1) == classes).to(own.targets.dtype))
-
-
-@dataclass(frozen=True)
-class LocalSteps:
-    """How a client trains: its local settings, its gradients, and what it keeps to itself."""
-
-    local: Local
-    gradient: Defended
-    own: Own
-
-    def __call__(
-        self,
-        params: Tensors,
-        drawn: Tensor,
-        examples: Callable[[int, Mapping[str, Tensor]], Batch],
-        of_step: Drawn,
-        state: Tensors,
-        kept: Tensors,
-    ) -> tuple[Tensors, Tensors, Tensors]:
-        """Return parameters in minus parameters out, the state after it, and what is kept, which is trained with them.
-
-        `drawn` [T, ...] says who is in which step, `examples(t, noise)` are those of step t.
-        """
-        current, poisson = state, self.local.sampling == "poisson"
-        free = self.own.free(kept) if kept else {}
-        step = self.gradient.step
-
-        def gradient(t: int, now: Tensors) -> Tensors:
-            nonlocal current
-            included, inner = drawn[t] if poisson else None, of_step(t)
-            batch = examples(t, inner)
-            if not kept:
-                g, current = self.gradient(now, batch, inner, current, included)
-                return alike(g, now)
-            at, held = {name: now[name] for name in params}, spread(self.own.moved(kept, now), len(batch.inputs))
-            g, current = self.gradient(at, batch, {**inner, **held}, current, included)
-            g = alike(g, now)
-            if not free:
-                return g
-            weights = None if included is None else included / self.local.batch
-            if weights is None and step and step.split()[0]:
-                weights = batch.inputs.new_full((len(batch.inputs),), 1 / len(batch.inputs))
-            mine = {name: now[name] for name in free}
-            return g | self.own.gradient(at, batch, select(inner, "model"), kept, mine, weights)
-
-        out = train(self.local, {**params, **free}, drawn.shape[0], gradient)
-        after = self.own.moved(kept, out) if kept else {}
-        return {name: params[name] - out[name] for name in self.gradient.trained}, current, after

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -19,7 +20,7 @@ _MODEL = "model"
 
 
 @dataclass(frozen=True)
-class Own:
+class PrivateLayers:
     """A model's own tensors, by the names of the client's noise: `model.<path>.<name>`.
 
     Local training optimises `free` coordinates of them beside the parameters. These are named with a dot in front,
@@ -30,8 +31,9 @@ class Own:
     adaptive: bool
     """Whether the local optimiser's steps are as long whatever the gradient's size: Adam's are."""
 
-    def spec(self) -> NoiseSpec:
-        """Declare what is drawn in the first round."""
+    @cached_property
+    def layers(self) -> NoiseSpec:
+        """Declare the tensors, which are drawn in a client's first round; the model is searched once."""
         return kept_noise(self.objective.model).under(_MODEL)
 
     def free(self, kept: Mapping[str, Tensor]) -> Tensors:

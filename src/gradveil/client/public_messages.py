@@ -17,17 +17,18 @@ from torch import Tensor
 from gradveil.client.client import Client
 from gradveil.core.noise import NoiseSpec
 from gradveil.core.tree import Tensors, under
-from gradveil.core.types import Batch, Context, Stage, Transform
+from gradveil.core.types import Batch, Context, HasMessages, Stage, Transform
 
 
 def speakers(client: Client) -> int:
     """Count the clients who have to speak before a round."""
-    return client.send.speakers() if client.send else 0
+    return client.send.speakers() if isinstance(client.send, HasMessages) else 0
 
 
 def proposer(client: Client) -> Client:
     """Return the same client, except that its update is what it proposes before the round."""
-    return replace(client, messages={}, send=_Proposing(client.send)) if client.send else client
+    send = client.send
+    return replace(client, messages={}, send=_Proposing(send)) if isinstance(send, HasMessages) else client
 
 
 def scheduled(client: Client, number: int) -> Client:
@@ -43,7 +44,7 @@ def announced(client: Client, proposals: Mapping[str, Tensor], previous: Mapping
     of what all clients sent in the round before, empty in the first.
     """
     client = scheduled(client, number)
-    if client.send is None:
+    if not isinstance(client.send, HasMessages):
         return client
     return replace(client, messages=under("send", client.send.announce(proposals, previous, number)))
 
@@ -71,4 +72,5 @@ class _Proposing(Transform):
         self, update: Tensors, state: Tensors, noise: Mapping[str, Tensor], context: Context
     ) -> tuple[Tensors, Tensors]:
         """Propose; the state stays, since nothing is sent."""
+        assert isinstance(self.inner, HasMessages)
         return self.inner.proposal(update, state, noise, context), state

@@ -7,10 +7,10 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 from gradveil.client.client import Client
-from gradveil.client.many_clients import Trainee
+from gradveil.client.local_training import LazyNoise
+from gradveil.client.pipeline import Task
 from gradveil.core.errors import UNFIT, Problem, refuse
 from gradveil.core.noise import Address, NoiseSpec
 from gradveil.core.streams import Stream
@@ -36,26 +36,25 @@ def drawn_update(
     be computed is refused with its reasons, where `gradveil check` knows them.
     """
     with _reasons_of(client, batch):
-        return client.trained_update(params, *_trainee(client, params, ClientTask(batch, key, state)))
+        return client.pipeline(params, [_drawn(client, params, ClientTask(batch, key, state))])[0]
 
 
 def idle_update(client: Client, params: Tensors, batch: Batch, key: Address, state: Tensors) -> tuple[Tensors, Tensors]:
     """Compute what a client sends in that round if its training comes to zeros; nothing of its examples is used."""
     blank = Batch(*(torch.zeros_like(value) for value in batch))
-    task = _trainee(client, params, ClientTask(blank, key, state))
-    return client.idle_update(params, blank, task.noise, state)
+    task = _drawn(client, params, ClientTask(blank, key, state))
+    return client.pipeline.of_zeros(params, blank, task.noise.once, state)
 
 
 def first_gradient(client: Client, params: Tensors, task: ClientTask) -> tuple[Batch, Tensors]:
     """Draw again what the model gets for the first gradient of `drawn_update`: its examples, and its noise."""
-    batch, once, of_step, of_epoch, state = _trainee(client, params, task)
-    return client.first_given(batch, once, of_step, of_epoch, state)
+    return client.pipeline.first_input(_drawn(client, params, task))
 
 
 def drawn_updates(client: Client, params: Tensors, tasks: Sequence[ClientTask]) -> list[tuple[Tensors, Tensors]]:
-    """Compute `drawn_update` of several clients at once (`Client.abreast`): the same draws, equal but for rounding."""
+    """Compute `drawn_update` of several clients in lockstep: the same draws, equal but for rounding."""
     with _reasons_of(client, tasks[0].batch):
-        return client.abreast(params, [_trainee(client, params, task) for task in tasks])
+        return client.pipeline(params, [_drawn(client, params, task) for task in tasks])
 
 
 @contextmanager
@@ -78,24 +77,19 @@ def _reasons(client: Client, batch: Batch) -> list[Problem]:
         return check(copied.model, batch, copied.loss)
 
 
-def _trainee(client: Client, params: Tensors, task: ClientTask) -> Trainee:
-    """Draw what is drawn once, and say how the rest is drawn when it is asked for."""
+def _drawn(client: Client, params: Tensors, task: ClientTask) -> Task:
+    """Draw what is drawn once; steps and epochs draw theirs when they come."""
     batch, key, state = task
-    device = batch.inputs.device
-    each = client.step_spec(params, batch)
+    once, step, epoch = client.noise_parts(params, batch)
 
-    def drawn(spec: NoiseSpec, own: Address) -> dict[str, Tensor]:
-        return spec.sample(own, device)
+    def draw(spec: NoiseSpec, own: Address) -> Tensors:
+        return spec.sample(own, batch.inputs.device)
 
-    once = drawn(client.round_spec(params, batch), key)
-    if client.local is None:
-        once |= drawn(each, key)
-    epoch = client.epoch_spec(batch)
+    def of_step(t: int) -> Tensors:
+        return draw(step, key.child(Stream.STEP, t))
 
-    def of_step(t: int) -> dict[str, Tensor]:
-        return drawn(each, key.child(Stream.STEP, t))
+    def of_epoch(e: int) -> Tensors:
+        return draw(epoch, key.child(Stream.EPOCH, e))
 
-    def of_epoch(e: int) -> dict[str, Tensor]:
-        return drawn(epoch, key.child(Stream.EPOCH, e))
-
-    return Trainee(batch, once, of_step, of_epoch, state)
+    noise = draw(once, key) if client.local else draw(once, key) | draw(step, key)
+    return Task(batch, LazyNoise(noise, of_step, of_epoch), state)

@@ -30,7 +30,19 @@ if TYPE_CHECKING:
     )
     from gradveil.core.streams import Stream
     from gradveil.core.tree import Tensors, norm, select, squared_norm, stack, straight_through, take, tmap, under
-    from gradveil.core.types import Batch, BatchTransform, Context, Domain, Features, Loss, Public, Stage, Transform
+    from gradveil.core.types import (
+        Batch,
+        BatchTransform,
+        Context,
+        Domain,
+        Features,
+        HasMessages,
+        Loss,
+        Multiplier,
+        Public,
+        Stage,
+        Transform,
+    )
 else:
     __getattr__, __dir__ = lazy_names(
         __name__,
@@ -56,7 +68,9 @@ else:
             "Key": "gradveil.core.noise",
             "Laplace": "gradveil.core.noise",
             "Law": "gradveil.core.noise",
+            "HasMessages": "gradveil.core.types",
             "Loss": "gradveil.core.types",
+            "Multiplier": "gradveil.core.types",
             "NamedEntry": "gradveil.core.settings",
             "Noise": "gradveil.core.noise",
             "NoiseSpec": "gradveil.core.noise",
@@ -112,11 +126,13 @@ __all__ = [
     "Features",
     "Flag",
     "GradveilError",
+    "HasMessages",
     "Kept",
     "Key",
     "Laplace",
     "Law",
     "Loss",
+    "Multiplier",
     "NamedEntry",
     "Noise",
     "NoiseSpec",

@@ -19,7 +19,7 @@ from gradveil.core.errors import Problem, fail
 from gradveil.core.formatting import plural
 from gradveil.core.noise import NoiseSpec
 from gradveil.core.space import Space
-from gradveil.core.tree import Tensors
+from gradveil.core.tree import Tensors, multiplied, tmap
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 """(outputs, targets) -> a scalar, or one loss an example."""
@@ -122,6 +122,33 @@ class Context:
         return self.batch.inputs.shape[0] if self.expected is None else self.expected
 
 
+@dataclass(frozen=True)
+class Multiplier:
+    """What a transform does, if all it does is to multiply an update: by masks, then by numbers that norms decide."""
+
+    masks: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
+    """By parameter. A parameter without a mask is not masked."""
+    numbers: Callable[[Mapping[str, Tensor]], Tensors] | None = None
+    """(squared norms by parameter) -> one positive number for each; norms [B] of B updates give numbers [B]."""
+    keeps_direction: bool = True
+    """Whether these numbers are the same for all parameters."""
+
+    def of_norms(self, squares: Mapping[str, Tensor]) -> Tensors:
+        """Return the numbers, which are ones unless norms decide."""
+        return tmap(torch.ones_like, squares) if self.numbers is None else self.numbers(squares)
+
+    def then(self, after: Multiplier) -> Multiplier:
+        """Multiply by this, then by another one."""
+
+        def numbers(squares: Mapping[str, Tensor]) -> Tensors:
+            first = self.of_norms(squares)
+            left = {name: square * first[name].square() for name, square in squares.items()}
+            return tmap(torch.mul, first, after.of_norms(left))
+
+        masks, keeps = multiplied(self.masks, after.masks), self.keeps_direction and after.keeps_direction
+        return Multiplier(masks, numbers if self.numbers or after.numbers else None, keeps)
+
+
 class Transform(ABC):
     """A pure map of one update to another: explicit state, named noise.
 
@@ -137,11 +164,10 @@ class Transform(ABC):
     guarantee: ClassVar[str] = "no formal guarantee"
     shows_zeros: ClassVar[bool] = False
     """What was zero before is zero after it, and few other entries are: zeros of an earlier stage remain evidence."""
-
-    @property
-    def needs_public(self) -> bool:
-        """Whether it takes `Context.public`, with images in it."""
-        return False
+    needs_public: ClassVar[bool] = False
+    """It takes `Context.public`, with images in it."""
+    identity_settings: ClassVar[Mapping[str, Any] | None] = None
+    """The settings at which it changes nothing, if there are any."""
 
     def init(self, params: Mapping[str, Tensor]) -> Tensors:
         """Return the state of a client that has sent nothing yet."""
@@ -155,77 +181,66 @@ class Transform(ABC):
         """Declare the random tensors whose shapes follow from the batch; not for transforms of each example."""
         return NoiseSpec()
 
-    def intermediates(self, params: Mapping[str, Tensor]) -> NoiseSpec:
-        """Declare named intermediates (masks, clip factors) that the caller *may* pin through `noise`."""
-        return NoiseSpec()
-
     @abstractmethod
     def apply(
         self, update: Tensors, state: Tensors, noise: Mapping[str, Tensor], context: Context
     ) -> tuple[Tensors, Tensors]:
         """Transform one update; return it with the next state."""
 
-    def factors(self, squares: Mapping[str, Tensor]) -> Tensors | None:
-        """Say what each tensor is multiplied by, if that follows from their squared norms and nothing else is done.
-
-        The squares may be [B], of B examples: a client adds up what it sends without making each example's gradient.
-        """
-        return None
-
-    def only_masks(
+    def multiplier(
         self, params: Mapping[str, Tensor], noise: Mapping[str, Tensor], off: Collection[str]
-    ) -> Tensors | None:
-        """Return the masks an update is multiplied by, if it is by these and one positive number, and no more is done.
+    ) -> Multiplier | None:
+        """Return what an update is multiplied by with this noise, if nothing else is done to it.
 
-        An empty dictionary is for no masks: the update then keeps its direction. None is for all else, and says
-        nothing. `noise` may have target clients in front, and `off` names what of it is off.
+        Gradients whose norms or inner products are all that is needed are then never made. `noise` may have target
+        clients in front; `off` names the tensors of it that are off. None is always right, and may be slower.
         """
         return None
+
+    def intermediates(self, params: Mapping[str, Tensor]) -> NoiseSpec:
+        """Declare named intermediates (masks, clip factors) that the caller *may* pin through `noise`."""
+        return NoiseSpec()
 
     def evidence(self, sent: Mapping[str, Tensor], exact: bool = True) -> Tensors:
-        """Say what a sent update gives away about the intermediates, under the names of `intermediates`.
+        """Return the intermediates that a sent update gives away, under the names of `intermediates`.
 
         It is `exact` as this transform made it, or shows but its zeros, since a later transform changed the values.
         """
         return {}
 
+    def in_round(self, number: int) -> Transform:
+        """Return the transform of round `number` = 0, 1, ...: itself, unless it follows a schedule, which is public."""
+        return self
+
+
+class HasMessages(ABC):
+    """A transform that needs public messages before each round, made of what some of the clients propose."""
+
     def speakers(self) -> int:
-        """Count the users who say something in public before a round, so that its messages can be made."""
+        """Count the clients who propose something before a round."""
         return 0
 
     def proposal(self, update: Tensors, state: Tensors, noise: Mapping[str, Tensor], context: Context) -> Tensors:
         """Return what a speaker makes public of the update that it is about to send."""
         return {}
 
+    @abstractmethod
     def announce(self, proposals: Mapping[str, Tensor], previous: Mapping[str, Tensor], number: int) -> Tensors:
         """Make the messages of round `number` = 0, 1, ... out of what is public: they arrive in `Context.messages`.
 
         `proposals` are those of `speakers()` users, leading U; `previous` is the mean of all that was sent in the round
         before, empty in the first. It has to be a pure function: whoever sees these arguments can check the server.
         """
-        return {}
-
-    def in_round(self, number: int) -> Transform:
-        """Return what it is in round `number` = 0, 1, ...: itself, unless it follows a schedule, which is public."""
-        return self
-
-    def split(self) -> tuple[Transform | None, Transform | None]:
-        """Split into the part applied to each example and the part applied to their mean."""
-        return (self, None) if self.per_example else (None, self)
-
-    def smallest(self) -> Mapping[str, Any] | None:
-        """Give the settings at which this transform is the identity; None if there are none."""
-        return None
 
 
-Anew = Literal["epoch", "step"]
-"""When something is drawn anew in local training."""
+Redraw = Literal["epoch", "step"]
+"""When something is drawn again in local training."""
 
 
 class BatchTransform(ABC):
     """A pure map of a batch to the batch that is trained on (augmentation, mixing)."""
 
-    anew: ClassVar[Anew] = "epoch"
+    redraw: ClassVar[Redraw] = "epoch"
     """In local training it acts on all of the client's examples in every epoch, or on the batch of every step."""
     smooth: ClassVar[bool] = False
     """Once its noise is drawn, what it makes of a batch has a derivative in the inputs: bounds hold through it."""

@@ -1,11 +1,12 @@
 """Defences: transforms of updates, surgeries of models, their composition, and the table of them by name."""
 
+from gradveil.core.chain import Chain, chain
 from gradveil.core.settings import Argument, Choice, Flag, Range
 from gradveil.defences.additive_noise import Additive, Gaussian, Laplacian
 from gradveil.defences.aligned import Aligned
 from gradveil.defences.ats import Ats
 from gradveil.defences.batch_defences import InstaHide, LabelSmoothing, Mixup
-from gradveil.defences.composition import NONE, Chain, Defence, ModelSurgery, chain
+from gradveil.defences.composition import NONE, Defence, ModelSurgery
 from gradveil.defences.compression import Dgc, MinMax, Quantise, Sign
 from gradveil.defences.defence_catalogue import ALL_DEFENCES, DEFENCES, entries, parse
 from gradveil.defences.dp import Clip

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from torch import Tensor
 from gradveil.core.noise import Laplace, Law, Noise, NoiseSpec, Normal
 from gradveil.core.settings import Checked, Range, Strength
 from gradveil.core.tree import Tensors
-from gradveil.core.types import Context, Stage, Transform
+from gradveil.core.types import Context, Multiplier, Stage, Transform
 from gradveil.defences.entry import KNOWING, DefenceEntry
 
 On = Annotated[Literal["mean", "sum"], "What the noise is scaled for: the mean over the batch, or the sum before it."]
@@ -29,11 +29,11 @@ class Additive(Transform):
     def variance(self, examples: int) -> float:
         """Return one over the Fisher information of an entry's place, on the mean over so many examples."""
 
-    def only_masks(
+    def multiplier(
         self, params: Mapping[str, Tensor], noise: Mapping[str, Tensor], off: Collection[str]
-    ) -> Tensors | None:
-        """There are none, and nothing is added while all of the noise is off."""
-        return {} if params.keys() <= set(off) else None
+    ) -> Multiplier | None:
+        """Nothing is done while all of the noise is off."""
+        return Multiplier() if params.keys() <= set(off) else None
 
 
 @dataclass(frozen=True)
@@ -50,6 +50,7 @@ class Gaussian(Checked, Additive):
     """The clip norm that the standard deviation was chosen for; checked against what the clips before it bound."""
     label: ClassVar[str] = "gaussian"
     guarantee: ClassVar[str] = "differential privacy only after a clip; an accountant gives epsilon"
+    identity_settings: ClassVar = {"std": 0.0}
 
     def on_mean(self, value: float, examples: int) -> float:
         """Convert what is measured where the standard deviation is to the mean over so many examples."""
@@ -72,10 +73,6 @@ class Gaussian(Checked, Additive):
             return {name: value + std * noise[name] for name, value in update.items()}, state
         return {name: torch.add(value, noise[name], alpha=std) for name, value in update.items()}, state
 
-    def smallest(self) -> Mapping[str, Any]:
-        """Without spread there is no noise."""
-        return {"std": 0.0}
-
 
 @dataclass(frozen=True)
 class Laplacian(Checked, Additive):
@@ -88,6 +85,7 @@ class Laplacian(Checked, Additive):
     scale: Annotated[Strength, "Scale of the noise: its standard deviation over the root of two."]
     label: ClassVar[str] = "laplace"
     guarantee: ClassVar[str] = "no formal guarantee: that takes a bound of the l1 norm, and clips bound the l2 norm"
+    identity_settings: ClassVar = {"scale": 0.0}
 
     def variance(self, examples: int) -> float:
         """Return scale^2: half of what is usually called the variance."""
@@ -102,10 +100,6 @@ class Laplacian(Checked, Additive):
     ) -> tuple[Tensors, Tensors]:
         """Add the scaled noise."""
         return {name: torch.add(value, noise[name], alpha=self.scale) for name, value in update.items()}, state
-
-    def smallest(self) -> Mapping[str, Any]:
-        """Without scale there is no noise."""
-        return {"scale": 0.0}
 
 
 def _additive(params: Mapping[str, Tensor], law: Law) -> NoiseSpec:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from torch import Tensor
 from gradveil.core.errors import Problem
 from gradveil.core.settings import Checked, Kept, Range, Share, unused
 from gradveil.core.tree import Tensors, select, tmap, under
-from gradveil.core.types import Context
+from gradveil.core.types import Context, HasMessages
 from gradveil.defences.entry import DECOYS, DUAL, PLANTED, DefenceEntry
 from gradveil.defences.pruning import Pruning, as_written, ends_mask, share, smallest_mask, within
 
@@ -21,7 +21,7 @@ OUTVOTING = 3
 
 
 @dataclass(frozen=True)
-class Aligned(Checked, Pruning):
+class Aligned(Checked, Pruning, HasMessages):
     """Aligned DGP: of g without its own largest entries, send the k largest that lie in the public mask I.
 
     Per tensor of P entries, with the rate k = `keep`: floor(top P) entries of largest magnitude are dropped, and of
@@ -48,6 +48,7 @@ class Aligned(Checked, Pruning):
     voters: Annotated[int, Range(OUTVOTING, integer=True), "Number of clients that vote."] = 5
     label: ClassVar[str] = "adgp"
     ordered: ClassVar[bool] = True
+    identity_settings: ClassVar = {"keep": 1.0, "top": 0.0}
 
     def conflicts(self, sound: bool) -> Iterator[Problem]:
         """Refuse shares that leave too little to send, and voters without a vote."""
@@ -130,10 +131,6 @@ class Aligned(Checked, Pruning):
     def _count(self, like: Tensor, times: int = 1) -> int:
         """Count ceil(times k P), at most all."""
         return like.numel() - int(max(0, 1 - times * as_written(self.keep)) * like.numel())
-
-    def smallest(self) -> Mapping[str, Any]:
-        """Every position is in every mask, and all of it is sent."""
-        return {"keep": 1.0, "top": 0.0}
 
 
 def largest(magnitude: Tensor, count: int) -> Tensor:

@@ -14,7 +14,7 @@ from gradveil.core.errors import Problem, fail, refuse
 from gradveil.core.noise import Key, Noise, NoiseSpec, Schedule, Uniform
 from gradveil.core.settings import Checked, Range, Share, Strength, unused
 from gradveil.core.streams import Stream
-from gradveil.core.types import Anew, Batch, BatchTransform, Domain
+from gradveil.core.types import Batch, BatchTransform, Domain, Redraw
 from gradveil.defences.entry import KNOWING, DefenceEntry
 
 _DRAWS, _RARE = 4096, 1e-3
@@ -52,7 +52,7 @@ class Mixup(Checked, BatchTransform):
 
     alpha: Annotated[Strength, "Parameter of the coefficient's law, Beta(alpha, alpha); 0 mixes nothing."] = 1.0
     label: ClassVar[str] = "mixup"
-    anew: ClassVar[Anew] = "step"
+    redraw: ClassVar[Redraw] = "step"
     smooth: ClassVar[bool] = True
 
     def noise(self, batch: Batch) -> NoiseSpec:

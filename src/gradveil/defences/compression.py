@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from torch import Tensor
 from gradveil.core.noise import Bernoulli, Noise, NoiseSpec, Normal, Uniform
 from gradveil.core.settings import Bound, Checked, Count, Kept, Range, Share
 from gradveil.core.tree import Tensors, counter, peak, plain, select, straight_through, tmap, under
-from gradveil.core.types import Context, Stage, Transform
+from gradveil.core.types import Context, Multiplier, Stage, Transform
 from gradveil.defences.entry import KNOWING, PRUNED, DefenceEntry
 from gradveil.defences.pruning import Pruning, Ratio, as_written, share, smallest_mask
 from gradveil.gradients.fused import in_blocks
@@ -35,6 +35,7 @@ class MinMax(Checked, Pruning):
     ratio: Ratio
     label: ClassVar[str] = "minmax"
     prefix: ClassVar[str] = "kept"
+    identity_settings: ClassVar = {"ratio": 0.0}
 
     def removed(self) -> float:
         """Return the share of entries set to zero."""
@@ -67,15 +68,11 @@ class MinMax(Checked, Pruning):
         """Read the masks off the support, if it is still there: an entry rounded to zero would pass for C."""
         return super().evidence(sent, exact) if exact else {}
 
-    def only_masks(
+    def multiplier(
         self, params: Mapping[str, Tensor], noise: Mapping[str, Tensor], off: Collection[str]
-    ) -> Tensors | None:
+    ) -> Multiplier | None:
         """Return None: what is kept is enlarged as well, by more than one number."""
         return None
-
-    def smallest(self) -> Mapping[str, Any]:
-        """Nothing is removed."""
-        return {"ratio": 0.0}
 
 
 def _weight(value: Tensor, u: Tensor) -> Tensor:
@@ -252,6 +249,7 @@ class Dgc(Checked, Transform):
     warmup: Annotated[int, Range(0, integer=True), "Rounds in which the share falls to `keep`."] = 5
     label: ClassVar[str] = "dgc"
     stage: ClassVar[Stage] = Stage.PRUNE
+    identity_settings: ClassVar = {"keep": 1.0, "momentum": 0.0}
 
     def init(self, params: Mapping[str, Tensor]) -> Tensors:
         """Start with no momentum, nothing accumulated, and no round."""
@@ -315,10 +313,6 @@ class Dgc(Checked, Transform):
         """
         last = int(self.warmup)
         return [*(self.keep ** ((e + 1) / (last + 1)) for e in range(last)), self.keep]
-
-    def smallest(self) -> Mapping[str, Any]:
-        """Everything is sent, and nothing is carried over."""
-        return {"keep": 1.0, "momentum": 0.0}
 
 
 def _parted(mask: Tensor, total: Tensor, momentum: Tensor) -> tuple[Tensor, Tensor, Tensor]:

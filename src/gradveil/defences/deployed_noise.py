@@ -32,13 +32,13 @@ import torch
 from torch import Tensor
 
 from gradveil.client import Client
+from gradveil.core.chain import Chain
 from gradveil.core.errors import UNFIT, fail
 from gradveil.core.noise import Noise, NoiseSpec
 from gradveil.core.secure_noise import Rounded
 from gradveil.core.tree import Tensors
 from gradveil.core.types import Batch, Context, Transform
 from gradveil.defences.additive_noise import Gaussian
-from gradveil.defences.composition import Chain
 from gradveil.defences.dp import Clip
 from gradveil.defences.guarantees import counted, known, stages
 

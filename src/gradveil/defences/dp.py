@@ -16,13 +16,14 @@ from typing import Annotated, Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
+from gradveil.core.chain import chain
 from gradveil.core.errors import fail
 from gradveil.core.noise import Noise, NoiseSpec, Uniform
 from gradveil.core.settings import Bound, Checked, Kept, Strength
 from gradveil.core.tree import Tensors, root, tmap
-from gradveil.core.types import Context, Stage, Transform
+from gradveil.core.types import Context, Multiplier, Stage, Transform
 from gradveil.defences.additive_noise import Gaussian, On
-from gradveil.defences.composition import Defence, chain
+from gradveil.defences.composition import Defence
 from gradveil.defences.entry import KNOWING, DefenceEntry
 
 Decay = Annotated[Kept, "Factor of clip and noise from one round to the next."]
@@ -46,6 +47,7 @@ class Clip(Checked, Transform):
     label: ClassVar[str] = "clip"
     stage: ClassVar[Stage] = Stage.CLIP
     guarantee: ClassVar[str] = "bounds the norm; no formal privacy guarantee without noise"
+    identity_settings: ClassVar = {"norm": float("inf")}
 
     def bound(self, layers: int) -> float:
         """Return the greatest norm that an update of so many parameter tensors can have: norm sqrt(L) by layers.
@@ -73,22 +75,22 @@ class Clip(Checked, Transform):
             pinned = {name: noise[f"factor.{name}"] for name in update if f"factor.{name}" in noise}
         missing = update.keys() - pinned.keys()
         squares = {name: value.square().sum() for name, value in update.items()} if missing else {}
-        factors = {**self.factors(squares), **pinned} if missing else pinned
+        factors = {**self._factors(squares), **pinned} if missing else pinned
         if self.norm < math.inf:
             update = {name: torch.nan_to_num(value, 0.0, 0.0, 0.0) for name, value in update.items()}
         return {name: value * factors[name] for name, value in update.items()}, state
 
-    def factors(self, squares: Mapping[str, Tensor]) -> Tensors:
+    def _factors(self, squares: Mapping[str, Tensor]) -> Tensors:
         """Return 1 / max(1, ||g|| / norm) for all tensors together, or for each; zero where a square is not finite."""
         if self.scope == "layer":
             return tmap(self._factor, squares)
         return dict.fromkeys(squares, self._factor(torch.stack(list(squares.values())).sum(0)))
 
-    def only_masks(
+    def multiplier(
         self, params: Mapping[str, Tensor], noise: Mapping[str, Tensor], off: Collection[str]
-    ) -> Tensors | None:
-        """There are none; but each layer may have its own number."""
-        return {} if self.scope == "all" else None
+    ) -> Multiplier | None:
+        """Multiply by what the norms decide."""
+        return Multiplier(numbers=self._factors, keeps_direction=self.scope == "all")
 
     def _factor(self, square: Tensor) -> Tensor:
         if self.norm == math.inf:
@@ -96,10 +98,6 @@ class Clip(Checked, Transform):
         finite = square.isfinite()
         length = root(torch.where(finite, square, 0.0))
         return torch.where(finite, 1 / (length / self.norm).clamp(min=1), 0.0)
-
-    def smallest(self) -> Mapping[str, Any]:
-        """Without a bound nothing is clipped."""
-        return {"norm": float("inf")}
 
 
 BASELINE = 1e-6

@@ -6,10 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from gradveil.core.chain import chain
 from gradveil.core.errors import fail
 from gradveil.core.settings import Argument, Flag, NamedEntry
 from gradveil.core.types import Transform
-from gradveil.defences.composition import Defence, chain
+from gradveil.defences.composition import Defence
 from gradveil.defences.error_feedback import Feedback
 
 Slot = Literal["model", "batch", "step", "send"]

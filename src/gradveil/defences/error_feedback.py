@@ -9,15 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gradveil.core.chain import Chain
 from gradveil.core.errors import Problem, refuse
 from gradveil.core.noise import NoiseSpec
 from gradveil.core.tree import Tensors, select, tmap, under
-from gradveil.core.types import Batch, Context, Stage, Transform
-from gradveil.defences.composition import Chain
+from gradveil.core.types import Batch, Context, HasMessages, Stage, Transform
 
 
 @dataclass(frozen=True)
-class Feedback(Transform):
+class Feedback(Transform, HasMessages):
     """P = g + e; sent = inner(P); e <- P - sent, with e = 0 in the first round (Karimireddy et al. 2019, Alg. 1).
 
     Only compressors may stand inside: a residual would add back in the next round exactly the noise that was added, or
@@ -53,7 +53,7 @@ class Feedback(Transform):
         return self.inner.guarantee
 
     @property
-    def needs_public(self) -> bool:
+    def needs_public(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
         """Whether the inner transform takes public images."""
         return self.inner.needs_public
 
@@ -79,16 +79,18 @@ class Feedback(Transform):
 
     def speakers(self) -> int:
         """Count the users whom the inner transform asks."""
-        return self.inner.speakers()
+        return self.inner.speakers() if isinstance(self.inner, HasMessages) else 0
 
     def proposal(self, update: Tensors, state: Tensors, noise: Mapping[str, Tensor], context: Context) -> Tensors:
         """Propose what the inner transform does of the update plus the residual."""
+        if not isinstance(self.inner, HasMessages):
+            return {}
         accumulated = tmap(torch.add, update, select(state, "residual"))
         return self.inner.proposal(accumulated, select(state, "inner"), noise, context)
 
     def announce(self, proposals: Mapping[str, Tensor], previous: Mapping[str, Tensor], number: int) -> Tensors:
         """Return the inner transform's messages."""
-        return self.inner.announce(proposals, previous, number)
+        return self.inner.announce(proposals, previous, number) if isinstance(self.inner, HasMessages) else {}
 
     def in_round(self, number: int) -> Feedback:
         """Return it around what the inner transform is in a round."""
@@ -99,9 +101,10 @@ class Feedback(Transform):
         """Return the inner transform's evidence."""
         return self.inner.evidence(sent, exact)
 
-    def smallest(self) -> Mapping[str, Any] | None:
+    @property
+    def identity_settings(self) -> Mapping[str, Any] | None:  # pyright: ignore[reportIncompatibleVariableOverride]
         """Around the identity the residual stays zero."""
-        settings = self.inner.smallest()
+        settings = self.inner.identity_settings
         return None if settings is None else {"inner": replace(self.inner, **settings)}  # pyright: ignore
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -45,6 +45,7 @@ class Soteria(Checked, Transform):
     ] = "paper"
     label: ClassVar[str] = "soteria"
     stage: ClassVar[Stage] = Stage.PRUNE
+    identity_settings: ClassVar = {"percentile": 0.0}
 
     def noise(self, params: Mapping[str, Tensor]) -> NoiseSpec:
         """Draw nothing; refuse a client that trains no linear layer before its first update."""
@@ -115,10 +116,6 @@ class Soteria(Checked, Transform):
             each = torch.where(weights != 0, weights * each, 0.0)
         return layer, each.sum(0)
 
-    def smallest(self) -> Mapping[str, Any]:
-        """No column goes."""
-        return {"percentile": 0.0}
-
 
 def percentile(values: Tensor, share: float) -> Tensor:
     """Return NumPy's percentile of numbers [F], in between two of them by a straight line.
@@ -170,6 +167,7 @@ class Outpost(Checked, Transform):
     beta: Annotated[Strength, "Rate at which perturbed steps become rarer."] = 0.125
     label: ClassVar[str] = "outpost"
     stage: ClassVar[Stage] = Stage.PRUNE
+    identity_settings: ClassVar = {"prune": 0.0, "scale": 0.0}
 
     def init(self, params: Mapping[str, Tensor]) -> Tensors:
         """Start before the first step."""
@@ -225,10 +223,6 @@ class Outpost(Checked, Transform):
     def evidence(self, sent: Mapping[str, Tensor], exact: bool = True) -> Tensors:
         """Read off the support: within it, only columns that hold a zero tell more."""
         return under("mask", {name: (value != 0).to(value.dtype) for name, value in sent.items()})
-
-    def smallest(self) -> Mapping[str, Any]:
-        """Nothing is zeroed, nothing added."""
-        return {"prune": 0.0, "scale": 0.0}
 
 
 HIDING = (

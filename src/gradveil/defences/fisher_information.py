@@ -16,12 +16,12 @@ from torch import Tensor, nn
 
 from gradveil.client import Client
 from gradveil.client.local_training import train
+from gradveil.core.chain import Chain
 from gradveil.core.noise import NoiseSpec
 from gradveil.core.tree import Tensors, squared_norm, tmap, wide
 from gradveil.core.types import Batch, Context, Stage, Transform
 from gradveil.core.user_code import users
 from gradveil.defences.additive_noise import Additive, Gaussian, Laplacian
-from gradveil.defences.composition import Chain
 from gradveil.defences.dp import Clip, FadingClip, FadingNoise
 from gradveil.defences.guarantees import known, stages
 from gradveil.defences.optimal import OptimalNoise, OptimalPruning
@@ -85,7 +85,7 @@ def obstacle(client: Client, batch: Batch) -> str | None:
         return "the batch is mixed at random between noisy steps of local training"
     if client.local and client.local.sampling == "poisson" and _first(step) is not None:
         return "who is in a noisy step of local training is drawn at random"
-    if client.trains_its_own() and _first(step) is not None:
+    if client.pipeline.trains_private_layers and _first(step) is not None:
         return "what a client keeps to itself is trained between noisy steps"
     if client.members > 1 and _fitted(send) is not None:
         return "clients that fit their noise to public images are summed"
@@ -164,14 +164,14 @@ def information(
     local, schedule = seen.noisy.local, noise["schedule"]
     assert local is not None
     clean, noisy = replace(seen.clean, local=None), replace(seen.noisy, local=None)
-    state, each = noisy.init(params), seen.noisy.step_spec(params, batch)
-    once = {name: noise[name] for name in seen.noisy.round_spec(params, batch) if name.startswith("model.")}
+    state, parts_of_noise = noisy.init(params), seen.noisy.noise_parts(params, batch)
+    once = {name: noise[name] for name in parts_of_noise.once if name.startswith("model.")}
 
     def gradient(t: int, now: Tensors) -> Tensors:
         nonlocal state
         rows = schedule[t]
         chosen = Batch(batch.inputs[rows], batch.targets[rows])
-        own = {name: noise[name][t] for name in each} | once
+        own = {name: noise[name][t] for name in parts_of_noise.step} | once
         kept = {name: own[name] for name in clean.noise_spec(now, chosen)}
         parts.append(_told(seen, clean, now, chosen, kept, directions[:, rows], mean))
         found, state = noisy.update(now, chosen, own, state)

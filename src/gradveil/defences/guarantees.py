@@ -14,9 +14,9 @@ from inspect import getattr_static
 from typing import Literal
 
 from gradveil.client import Client
+from gradveil.core.chain import Chain
 from gradveil.core.types import Batch, Transform
 from gradveil.defences.additive_noise import Gaussian, Laplacian
-from gradveil.defences.composition import Chain
 from gradveil.defences.dp import Clip, FadingClip, FadingNoise
 from gradveil.defences.stage_probes import data_dependent, mixes, noise_is_shared
 from gradveil.theory.accounting import Participation, Unit, assumptions, composed
@@ -168,10 +168,10 @@ def stages(transform: Transform | None) -> tuple[tuple[str, Transform], ...]:
 def known(stage: Transform, *kinds: type[Transform]) -> bool:
     """Say whether a stage is one of these, and does what they do: of what a user's subclass does nothing is known.
 
-    >>> from torch import ones_like
+    >>> from gradveil.core.types import Multiplier
     >>> class Loose(Clip):
-    ...     def factors(self, squares):
-    ...         return {name: ones_like(value) for name, value in squares.items()}
+    ...     def multiplier(self, params, noise, off):
+    ...         return Multiplier()
     >>> known(Clip(1.0), Clip), known(Loose(1.0), Clip)
     (True, False)
     """
@@ -188,7 +188,7 @@ def _is_method(kind: type[Transform], name: str) -> bool:
     return isinstance(held, property) or callable(held)
 
 
-_TELLING = ("guarantee", "intermediates", "evidence", "only_masks", "smallest")
+_TELLING = ("guarantee", "intermediates", "evidence")
 """What says something of a transform, and changes nothing that it sends."""
 
 
@@ -269,7 +269,7 @@ def _judged(client: Client, batch: Batch, mechanisms: list[Mechanism]) -> tuple[
     beside. The clip of an example's gradient does not cover what gets into the gradients of other examples.
     """
     before: list[Flaw] = []
-    if client.trains_its_own():
+    if client.pipeline.trains_private_layers:
         before.append(Flaw("trained beside", "model"))
     if any(mixes(transform, client, batch) for transform in client.batch):
         before.append(Flaw("mixed", "batch"))

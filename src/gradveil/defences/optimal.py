@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -26,7 +26,7 @@ from gradveil.core.noise import Key, Noise, NoiseSpec, Normal, Uniform
 from gradveil.core.settings import Bound, Checked, Count, Share, Strength, settings_of, unused
 from gradveil.core.streams import Stream
 from gradveil.core.tree import Tensors, below, counter, norm, plain, root, select, tmap, under
-from gradveil.core.types import Batch, Context, Stage, Transform
+from gradveil.core.types import Batch, Context, Multiplier, Stage, Transform
 from gradveil.defences.additive_noise import Std
 from gradveil.defences.entry import KNOWING, PRUNED, DefenceEntry, feedback_argument
 from gradveil.defences.pruning import Magnitude, Scope, rest
@@ -142,7 +142,7 @@ class Fitted(Checked, Probing):
     """Settings of the local form."""
 
     @property
-    def needs_public(self) -> bool:
+    def needs_public(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
         """Whether it is fitted to public images."""
         return self.form == "global"
 
@@ -240,6 +240,7 @@ class OptimalNoise(Fitted):
     guarantee: ClassVar[str] = (
         "no formal guarantee: the noise depends on the data (on public ones with form=global), so there is no epsilon"
     )
+    identity_settings: ClassVar = {"std": 0.0, "clamp": float("inf")}
 
     def noise(self, params: Mapping[str, Tensor]) -> NoiseSpec:
         """Declare one standard normal tensor a parameter: `normal.<parameter>`."""
@@ -315,13 +316,9 @@ class OptimalNoise(Fitted):
     def _smallest(self) -> float:
         return SMALLEST["clamped" if math.isfinite(self.clamp) else "entry"]
 
-    def smallest(self) -> Mapping[str, Any]:
-        """Without spread there is no noise, without a bound nothing is cut."""
-        return {"std": 0.0, "clamp": float("inf")}
-
 
 @dataclass(frozen=True)
-class OptimalPruning(Fitted, Magnitude):
+class OptimalPruning(Fitted, Magnitude):  # pyright: ignore[reportIncompatibleVariableOverride]
     """Zero the share `ratio` of coordinates with the smallest |g_i| / ||dg_i/dx||: worth least for what they reveal.
 
     Counts and ties are those of `Magnitude`. A coordinate that is not zero but does not depend on the inputs is kept
@@ -353,6 +350,7 @@ class OptimalPruning(Fitted, Magnitude):
     label: ClassVar[str] = "optimal-prune"
     own_batch: ClassVar[tuple[str, ...]] = ("of", "every", "memory")
     ordered: ClassVar[bool] = False
+    identity_settings: ClassVar = {"ratio": 0.0, "std": 0.0}
 
     def noise(self, params: Mapping[str, Tensor]) -> NoiseSpec:
         """Declare the coins (`coin`, or `coin.<parameter>`), and one standard normal tensor a parameter.
@@ -384,12 +382,12 @@ class OptimalPruning(Fitted, Magnitude):
             update = {name: value + self.std * noise[f"normal.{name}"] for name, value in update.items()}
         return super().apply(update, state, under("mask", pinned), context)
 
-    def only_masks(
+    def multiplier(
         self, params: Mapping[str, Tensor], noise: Mapping[str, Tensor], off: Collection[str]
-    ) -> Tensors | None:
-        """Return them if they are pinned, and there is no noise or it is off."""
+    ) -> Multiplier | None:
+        """Return the masks if they are pinned, and there is no noise or it is off."""
         noisy = self.std and params.keys() - set(below("normal", off))
-        return None if noisy else super().only_masks(params, noise, off)
+        return None if noisy else super().multiplier(params, noise, off)
 
     def _drawn(self, worth: Tensors, noise: Mapping[str, Tensor]) -> Tensors:
         """Choose by worth what is kept; where that is mixed, the coin decides on the coordinate at the border."""
@@ -403,10 +401,6 @@ class OptimalPruning(Fitted, Magnitude):
             tossed = dict.fromkeys(worth, noise["coin"] < rest(self.ratio, sum(entries.values())))
         fewer = self.masks(worth, 1)
         return {name: torch.where(tossed[name], fewer[name], kept[name]) for name in worth}
-
-    def smallest(self) -> Mapping[str, Any]:
-        """Nothing is removed, nothing added."""
-        return {"ratio": 0.0, "std": 0.0}
 
     def public_worth(self, context: Context, probe: Tensor) -> Tensors:
         """Compute sqrt(E g_i^2 / E ||dg_i/dx||^2) of the global form, of parameters and public images."""

@@ -20,7 +20,7 @@ from gradveil.core.errors import Problem
 from gradveil.core.noise import Bernoulli, Noise, NoiseSpec, Normal
 from gradveil.core.settings import Checked, Kept, Share
 from gradveil.core.tree import Tensors, peak, plain, select, tmap, under
-from gradveil.core.types import Context, Stage, Transform
+from gradveil.core.types import Context, Multiplier, Stage, Transform
 from gradveil.defences.entry import DECOYS, DUAL, ORDERED, PLANTED, DefenceEntry
 
 Floats = NDArray[np.float32]
@@ -310,12 +310,12 @@ class Pruning(Transform):
         """Mark the entries of a parameter that the order of magnitudes binds: all that were pruned."""
         return 1 - mask
 
-    def only_masks(
+    def multiplier(
         self, params: Mapping[str, Tensor], noise: Mapping[str, Tensor], off: Collection[str]
-    ) -> Tensors | None:
-        """Return them if all are pinned; beside the borders a pruned entry is no zero."""
+    ) -> Multiplier | None:
+        """Return the masks if all are pinned; with pinned borders a pruned entry is not zero."""
         pinned = select(noise, self.prefix)
-        return None if params.keys() - pinned.keys() or select(noise, BORDER) else pinned
+        return None if params.keys() - pinned.keys() or select(noise, BORDER) else Multiplier(pinned)
 
     def pruned(self, update: Tensors) -> Tensors:
         """Multiply by the masks, or do what comes to the same values faster."""
@@ -343,6 +343,7 @@ class Magnitude(Checked, Pruning):
     scope: Scope = "layer"
     label: ClassVar[str] = "prune"
     ordered: ClassVar[bool] = True
+    identity_settings: ClassVar = {"ratio": 0.0}
 
     def removed(self) -> float:
         """Return the share of entries set to zero."""
@@ -369,10 +370,6 @@ class Magnitude(Checked, Pruning):
         whole = _ends(torch.cat([value.flatten() for value in sent.values()]))
         return dict.fromkeys(sent, whole)
 
-    def smallest(self) -> Mapping[str, Any]:
-        """Nothing is removed."""
-        return {"ratio": 0.0}
-
 
 @dataclass(frozen=True)
 class Dual(Checked, Pruning):
@@ -386,6 +383,7 @@ class Dual(Checked, Pruning):
     bottom: Annotated[Share, "Share of the smallest entries that are set to zero."] = 0.75
     label: ClassVar[str] = "dgp"
     ordered: ClassVar[bool] = True
+    identity_settings: ClassVar = {"top": 0.0, "bottom": 0.0}
 
     def conflicts(self, sound: bool) -> Iterator[Problem]:
         """Refuse shares that leave nothing to send."""
@@ -414,10 +412,6 @@ class Dual(Checked, Pruning):
         """Cut each parameter at its two thresholds."""
         counts = {name: [share(ratio, g.numel()) for ratio in (self.bottom, self.top)] for name, g in update.items()}
         return {name: without_ends(value, *counts[name]) for name, value in update.items()}
-
-    def smallest(self) -> Mapping[str, Any]:
-        """Nothing is removed."""
-        return {"top": 0.0, "bottom": 0.0}
 
 
 def share(ratio: float, entries: int) -> int:

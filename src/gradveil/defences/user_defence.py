@@ -22,14 +22,15 @@ from torch import Tensor
 from torch.func import vmap
 
 from gradveil.client import Client
+from gradveil.core.chain import Chain, split
 from gradveil.core.errors import FOREIGN, GradveilError, Problem, fail
 from gradveil.core.noise import Key, NoiseSpec
 from gradveil.core.streams import Stream
 from gradveil.core.tree import Tensors, tmap
-from gradveil.core.types import Batch, BatchTransform, Context, Transform
+from gradveil.core.types import Batch, BatchTransform, Context, HasMessages, Transform
 from gradveil.core.user_code import OwnEntry, called, own_entry, users
 from gradveil.defences.additive_noise import Additive
-from gradveil.defences.composition import Chain, Defence
+from gradveil.defences.composition import Defence
 from gradveil.defences.guarantees import stages
 from gradveil.defences.stage_probes import AskedError, ask, data_dependent, public_of, sent_by
 from gradveil.nn.check import check
@@ -174,12 +175,12 @@ def _told(where: str, trial: Callable[[str], Iterable[Problem]]) -> Iterator[Pro
 
 def _try_stage(where: str, stage: Transform, client: Client, batch: Batch) -> Iterable[Problem]:
     """Apply a stage to one random update, again, and to two at once."""
-    if stage.speakers():
+    if isinstance(stage, HasMessages) and stage.speakers():
         return ()  # It is told more than there is here.
     sent = sent_by(client)
     spec = _spec(where, "noise(params)", lambda: stage.noise(sent))
     spec = spec | _spec(where, "directions(batch)", lambda: stage.directions(batch))
-    messages = called(where, "announce", lambda: stage.announce({}, {}, 0))
+    messages = called(where, "announce", lambda: stage.announce({}, {}, 0)) if isinstance(stage, HasMessages) else {}
     state = called(where, "init(params)", lambda: stage.init(sent))
     _check_tensors(f"{where}: init(params)", state, None)
     if state and stage.per_example:
@@ -364,6 +365,6 @@ def _defence(made: Any, name: str) -> Defence:
         return Defence(name, batch=(made,))
     if isinstance(made, Transform):
         stages = made if isinstance(made, Chain) else Chain((("own", made),))
-        return Defence(name, send=stages) if stages.split()[0] is None else Defence(name, step=stages)
+        return Defence(name, send=stages) if split(stages)[0] is None else Defence(name, step=stages)
     what = f"returned {type(made).__name__}, not a defence"
     raise fail(name, what, "return a Defence, or a Transform or BatchTransform of yours")

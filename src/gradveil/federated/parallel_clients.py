@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from gradveil.client import Client, ClientTask, drawn_update, drawn_updates
+from gradveil.core.chain import split
 from gradveil.core.errors import UNFIT
 from gradveil.core.tree import Tensors, select
 from gradveil.core.types import Batch
@@ -67,7 +68,7 @@ def groups(client: Client, params: Tensors, batches: Mapping[int, Batch], togeth
     is no larger than its gradients may write; the groups come out about equal.
     """
     alone = [(number,) for number in batches]
-    if not together or client.apart or len(batches) < FEWEST:
+    if not together or client.pipeline.private.layers or len(batches) < FEWEST:
         return alone
     alike: dict[Any, list[int]] = {}
     for number, batch in batches.items():
@@ -98,7 +99,7 @@ def _most(client: Client, params: Tensors, batches: Sequence[Batch], together: T
     if together == "auto" and written > MOST_WRITTEN:
         return 1
     size = sum(value.nbytes for value in params.values())
-    rows = examples if client.step is not None and client.step.split()[0] is not None else 0
+    rows = examples if split(client.step)[0] is not None else 0
     held = max(batch.inputs.nbytes for batch in batches) if client.batch else 0
     each = written + (_COPIES + 2 * rows) * size + held
     return max(1, _BUDGET.get(device, _BUDGET_ELSEWHERE) // each)
@@ -126,7 +127,7 @@ def _written(client: Client, params: Tensors, shown: Batch) -> int:
         names = set(client.trained())
         trained = {name: value for name, value in params.items() if name in names}
         frozen = {name: value for name, value in params.items() if name not in names}
-        off = select(client.step_spec(params, shown).neutral(), "model")
+        off = select(client.noise_parts(params, shown).step.neutral(), "model")
         noise = {name: value.to(shown.inputs.device) for name, value in off.items()}
         known[key] = written_bytes(lambda: mean_gradient(client.objective, trained, frozen, shown, noise))
     return known[key]

@@ -107,7 +107,8 @@ def open_judge(experiment: Experiment, images: int, seed: int) -> PolicyScorer:
     targets = chosen.targets.to(experiment.config.device)
     first, others = (Batch(inputs[part], targets[part]) for part in (slice(images), slice(images, None)))
     trained, untrained = (
-        replace(each.undefended(0, seed).member, local=None) for each in (experiment, replace(experiment, weights={}))
+        replace(each.undefended(0, seed), members=1, local=None)
+        for each in (experiment, replace(experiment, weights={}))
     )
     return PolicyScorer(trained, untrained, first, others, key)
 

@@ -11,6 +11,7 @@ from gradveil.attacks.knowledge import Knowledge, Known
 from gradveil.client import Client
 from gradveil.core.tree import Tensors, root
 from gradveil.gradients.fused import cosine_distance, squared_distance
+from gradveil.nn.normalisation import running_statistics
 
 Distance = Callable[[Mapping[str, Tensor], Mapping[str, Tensor]], Tensor]
 """(simulated [N, ...], observed [N, ...]) -> [N]"""
@@ -153,7 +154,10 @@ def statistics_wanted(knowledge: Knowledge, simulated_client: Client, target_cli
     known = {n: how.value for n, how in granted.items() if isinstance(how, Known) and how.value is not None}
     if known:
         return {n: value.to(like)[target_clients] for n, value in known.items()}
-    return {n: v.to(like).expand(len(target_clients), *v.shape) for n, v in simulated_client.running().items()}
+    return {
+        n: v.to(like).expand(len(target_clients), *v.shape)
+        for n, v in running_statistics(simulated_client.model).items()
+    }
 
 
 class Consensus:

@@ -31,7 +31,7 @@ from gradveil.attacks.knowledge import How, Infer, Knowledge, Known, Neutral, Op
 from gradveil.attacks.labels import find_labels
 from gradveil.attacks.noise_likelihood import ADDED, COLUMNS, DRAWS, explained, log_likelihood, sharing
 from gradveil.attacks.protocol import Observation
-from gradveil.client import Client
+from gradveil.client import Client, cosine_distances, layer_statistics
 from gradveil.core.errors import fail
 from gradveil.core.noise import Key, Noise
 from gradveil.core.streams import Stream
@@ -296,7 +296,7 @@ class Rows:
             value = value + attack.l2 * energy(inputs)
         if wanted := select(constants, "statistics"):
             r = self.rounds[0]
-            found = self.simulated_client.statistics(r.params, batch, {n: noise[r.of(n)] for n in self.spec})
+            found = layer_statistics(self.simulated_client, r.params, batch, {n: noise[r.of(n)] for n in self.spec})
             value = value + attack.batchnorm * statistics_distance(found, wanted)
         if self.consensus is not None:
             value = value + attack.group * self.consensus(inputs, rows, iteration)
@@ -397,7 +397,8 @@ class Rows:
             seen = {n: observed[r.of(n)] for n in r.observed}
             if self.angle and distance is None:
                 off = [n for n in self.spec if r.of(n) in self.off]
-                value = r.simulated_client.cosines(r.params, batch, own, seen, constants[f"squares.{r.number}"], off)
+                squares = constants[f"squares.{r.number}"]
+                value = cosine_distances(r.simulated_client, r.params, batch, own, seen, squares, off)
                 if value is not None:
                     total = value if total is None else total + value
                     continue

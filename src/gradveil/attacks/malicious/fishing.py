@@ -255,7 +255,7 @@ def _last(client: Client, shape: tuple[int, ...]) -> str:
 
 def _alone(simulated_client: Client) -> Client:
     """Return the client as one that sends the gradient of what was caught: several steps are taken for one."""
-    return replace(simulated_client.member, local=None)
+    return replace(simulated_client, local=None, members=1)
 
 
 def _of_steps(simulated_client: Client, examples: int) -> float:

@@ -15,7 +15,7 @@ from gradveil.client import Client, ClientTask, scheduled
 from gradveil.core.errors import Problem, refuse
 from gradveil.core.noise import Key
 from gradveil.core.tree import Tensors
-from gradveil.core.types import Batch, Transform
+from gradveil.core.types import Batch, HasMessages, Transform
 from gradveil.defences.deployed_noise import deployed
 from gradveil.federated.model_inspection import POLICY, Policy, guarded
 from gradveil.integrations.flower.client_memory import LOG, Memory, opened
@@ -210,7 +210,7 @@ _START = "let the server start from ArrayRecord(client.params()): the same clien
 
 def needs_messages(send: Transform | None, sent: Mapping[str, Tensor]) -> bool:
     """Whether a transform waits for messages of the round: somebody has to speak, or the last mean makes them."""
-    return send is not None and (send.speakers() > 0 or bool(send.announce({}, sent, 1)))
+    return isinstance(send, HasMessages) and (send.speakers() > 0 or bool(send.announce({}, sent, 1)))
 
 
 def _fitted(client: Client, question: Question) -> tuple[Tensors, Tensors]:

@@ -12,7 +12,7 @@ from flwr.app import Context, Message, MessageType, MetricRecord, RecordDict
 from flwr.clientapp.typing import ClientAppCallable, Mod
 from torch import nn
 
-from gradveil.client import Client, scheduled, steady
+from gradveil.client import Client, finite_or_before, scheduled
 from gradveil.core.errors import FOREIGN, Problem, fail, refuse
 from gradveil.core.noise import Address, Key
 from gradveil.core.settings import Choice, collect
@@ -245,7 +245,7 @@ class _Defending:
             spec = self.send.noise(self.params).under("send").to(next(iter(self.params.values())).dtype)
             noise = select(spec.sample(self.key), "send")
             update, after = self.send.apply(update, select(self.state, "send"), noise, Seen(self.params, used))
-            return update, steady(update, under("send", after), self.state)
+            return update, finite_or_before(update, under("send", after), self.state)
 
 
 def _trained(message: Message, context: Context, call_next: ClientAppCallable) -> Message:
