@@ -214,6 +214,8 @@ def controls_of(row: Row, rows: Sequence[Row]) -> list[Row]:
     """
     bare = [r for r in _undefended(row, rows) if r.planted == row.planted]
     exact = [r for r in bare if r.attack == row.attack]
+    if row.info.get("custom"):  # nothing else is known to be like it
+        return exact
     # What an attacker achieves who was told secrets says nothing of those who were not; nor what a malicious server
     # reads off its own model of those who search.
     return exact or [r for r in bare if _preset(r) == _preset(row)] or [r for r in bare if r.attacker != "informed"]
@@ -297,9 +299,13 @@ def guesses(row: Row) -> bool:
     """
     if row.attacker != "adaptive" or _learns(row):
         return False
-    inside = bool({"model", "batch"} & (row.changes or frozenset()))
+    drawn: Mapping[str, str] = row.info.get("drawn") or {}  # a defence given as an object does not name its slots
+    searched = {"optimise", "infer"}
+    if any(name.startswith("model.") and how not in searched for name, how in drawn.items()):
+        return True
+    inside = {"model", "batch"} & {*(row.changes or ()), *(name.partition(".")[0] for name in drawn)}
     ways = {how for name, how in _told(row).items() if name.startswith(("model.", "batch.", "*"))}
-    return inside and not ways & {"optimise", "infer"}
+    return bool(inside) and not ways & searched
 
 
 def _learns(row: Row) -> bool:
