@@ -218,3 +218,10 @@ def test_attackers_who_know_secrets_never_count() -> None:
     assert [one.row.attack for one in found.counted] == ["ig"]
     alone = judged(0.1, bare(0, attack="gi", **ORACLE))
     assert "Add an attack that knows no client secrets." in alone.obstacles[0]
+
+
+def test_an_upper_bound_alone_passes_no_setting_whatever_is_accepted() -> None:
+    told = row(32, defence="dropout", attack="wiig", **ORACLE)
+    found = judged(0.2, row(0, health=AMBIGUOUS), told, BARE, accepted=(Accepted.NOT_TESTED,))
+    assert code(found) == 1
+    assert any("Only oracle attackers were run" in line for line in found.obstacles)

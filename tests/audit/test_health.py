@@ -301,3 +301,31 @@ def test_attacks_without_a_search_compute_how_well_their_answer_explains_the_who
     health = found.info["health"]
     assert max(health["match_truth"], health["layers_truth"]) < 1e-6
     assert (max(health["match"], health["layers"]) < 1e-3) is (attack != "learned(epochs=1)")
+
+
+@pytest.mark.parametrize(
+    ("knowledge", "drawn", "level"),
+    [
+        ({"model.*": "sample"}, {"model.2.mask": "sample"}, "not tested"),
+        ({"model.*": "optimise"}, {"model.2.mask": "optimise"}, "not broken"),
+        ({"model.*.mask": "optimise", "model.*": "sample"}, {"model.vb.eps": "sample"}, "not tested"),
+        ({"model.*.mask": "optimise"}, {"model.2.mask": "optimise", "model.vb.eps": ""}, "not tested"),
+        ({"send.*": "sample"}, {}, "not broken"),
+    ],
+)
+@pytest.mark.parametrize("defence", ["an object's name", "gaussian(0.1)"])
+def test_who_draws_what_the_defence_draws_in_the_model_does_not_adapt(
+    defence: str, knowledge: dict[str, str], drawn: dict[str, str], level: str
+) -> None:
+    health = HEALTHY | {"objective_truth": 0.01}
+    trial = row(0, health=health, defence=defence, knowledge=knowledge, drawn=drawn)
+    (verdict,) = [each for each in verdicts([trial, BARE]) if not each.undefended]
+    assert verdict.level == level
+
+
+def test_no_other_attack_vouches_for_a_custom_one() -> None:
+    health = HEALTHY | {"objective_truth": 0.01}
+    found = examine(row(0, health=health, attack="mine", custom=True), [BARE])
+    assert (found.state, "by such an attacker" in found.reasons[0]) == ("suspect", True)
+    own = row(32, defence="none", simulated_client="naive", attack="mine", custom=True)
+    assert examine(row(0, health=health, attack="mine", custom=True), [BARE, own]).state == "ambiguous"

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from gradveil.attacks.attack_catalogue import make_attack
 from gradveil.attacks.noise_likelihood import explained, likelier, log_likelihood, sharing
+from gradveil.attacks.protocol import Reconstruction
 from gradveil.audit.attack_check import examine
 from gradveil.audit.attack_selection import trials
 from gradveil.audit.preflight import open_experiment
@@ -18,6 +20,7 @@ from gradveil.audit.result_rows import Row
 from gradveil.audit.score import TrialNames, score
 from gradveil.audit.trial import recover
 from gradveil.audit.verdict import verdicts
+from gradveil.client import Client
 from gradveil.core.noise import Noise, NoiseSpec, Normal
 from gradveil.core.types import Stage, Transform
 from gradveil.defences import Defence, chain
@@ -63,6 +66,53 @@ class HalfLoud(Transform):
         return sent, dict(state)
 
 
+@dataclass(frozen=True)
+class Flipped(Transform):
+    """Negate every other entry, as everybody knows."""
+
+    stage: ClassVar[Stage] = Stage.NOISE
+
+    def noise(self, params: Mapping[str, Tensor]) -> NoiseSpec:
+        """Declare nothing."""
+        return NoiseSpec()
+
+    def apply(
+        self, update: Mapping[str, Tensor], state: Mapping[str, Tensor], noise: Mapping[str, Tensor], context: Any
+    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Negate them."""
+        signs = {n: 1 - 2 * (torch.arange(v.numel(), device=v.device) % 2).view(v.shape) for n, v in update.items()}
+        return {name: value * signs[name] for name, value in update.items()}, dict(state)
+
+
+class Custom:
+    """An attack around a known one, with its objective; it may simulate another client than it says."""
+
+    simulated_client = "full"
+
+    def __init__(self, *, adapts: bool) -> None:
+        """Say whether it simulates what it says."""
+        self.name, self.adapts = f"custom-{adapts}", adapts
+        self.inner: Any = make_attack("cdia(iterations=40)")
+        self.knowledge, self.labels = self.inner.knowledge, self.inner.labels
+
+    def _simulates(self, client: Client) -> Client:
+        return client if self.adapts else client.undefended_update()
+
+    def __call__(
+        self, seen: Any, client: Client, knowledge: Any, key: Any, progress: Any = None, plan: Any = ()
+    ) -> Reconstruction:
+        """Attack, and say nothing of the match."""
+        return replace(self.inner(seen, self._simulates(client), knowledge, key, progress), match=None, plan=())
+
+    def evaluate(
+        self, seen: Any, client: Client, knowledge: Any, key: Any, inputs: Tensor, noise: Any, plan: Any = ()
+    ) -> Tensor:
+        """Return the objective."""
+        return self.inner.evaluate(seen, self._simulates(client), knowledge, key, inputs, noise)
+
+
+adapting, pretending = Custom(adapts=True), Custom(adapts=False)
+flipped = Defence("flipped", send=chain(flipped=Flipped()))
 half = Defence("half", send=chain(half=HalfLoud()))
 shared = Defence("shared", send=chain(shared=OneNumber()))
 
@@ -230,3 +280,23 @@ def test_no_attack_passes_where_noise_is_shared(attack: str, defence: str, is_sh
     if is_shared:
         assert examine(trial, [control]).state in ("suspect", "under-optimised")
     assert trial.health("likelihood") is not None
+
+
+@pytest.mark.parametrize(
+    ("attack", "defence", "state"),
+    [
+        ("adapting", "half", "under-optimised"),
+        ("pretending", "half", "under-optimised"),
+        ("pretending", "flipped", "suspect"),
+    ],
+)
+def test_what_a_custom_attack_explains_is_computed_for_it(attack: str, defence: str, state: str) -> None:
+    """Its own objective is satisfied by other images, whatever client it simulates."""
+    here = "tests.audit.test_likelihood"
+    trial, control = tried(f"{here}:{defence}", f"{here}:{attack}", model={"name": f"{here}:perceptron"})
+    reached, at_truth = trial.health("objective"), trial.health("objective_truth")
+    assert reached is not None
+    assert at_truth is not None
+    assert reached <= 1.05 * at_truth
+    own = Row(1, replace(control.trial, info={**control.info, "attack": trial.attack}))
+    assert examine(trial, [own]).state == state

@@ -418,3 +418,31 @@ def test_an_attack_that_identifies_is_effective_whatever_else_fits_the_update() 
     assert judge(row(0, health=health)).health.state == "ambiguous"
     short = judge(row(0, health=HEALTHY | {"objective": 0.5, "objective_truth": 0.1}, identified=True))
     assert short.health.state == "under-optimised"
+
+
+def test_an_attack_that_passes_on_one_seed_shows_nothing_of_another() -> None:
+    ambiguous = HEALTHY | {"objective_truth": 0.01}
+    short = HEALTHY | {"objective": 0.9, "objective_truth": 0.1}
+    bare = row(32, defence="none", simulated_client="naive", seed=1)
+    passed = row(0, health=ambiguous)
+    assert judge(passed, row(0, health=ambiguous, seed=1), bare).level == "not broken"
+    found = judge(passed, row(0, health=short, seed=1), bare)
+    assert (found.level, "on seed 1 (ig: under-optimised)" in found.reasons[0]) == ("inconclusive", True)
+    assert judge(passed, row(0, health=ambiguous, seed=1)).level == "inconclusive"  # no control on that seed
+    assert judge(passed, row(0, health=ambiguous, seed=1, simulated_client="naive"), bare).level == "inconclusive"
+
+
+def test_exact_copies_among_the_targets_are_hit_by_one_guess() -> None:
+    chances = {"recovered": 0.2, "public": 400, "identified": 0.01}
+    found = row(8, 8, identified=False, expected=chances)
+    assert judge(found).level == "broken"
+    for record in found.trial.records:
+        record["per_image"][0]["copy_of"] = 0
+    verdict = judge(found)
+    assert (verdict.level, verdict.reasons[0][:34]) == ("inconclusive", "Only 1 different image attacked: a")
+    assert verdict.tests[0].p == pytest.approx(0.2, abs=0.01)
+    one = row(1, 8, identified=False, expected=chances | {"recovered": 0.02})
+    apart = judge(one).tests[0].p
+    for record in one.trial.records:
+        record["per_image"][0]["copy_of"] = 0
+    assert judge(one).tests[0].p == apart  # a guess of its own for each copy hits one of them more often

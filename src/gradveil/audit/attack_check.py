@@ -203,6 +203,8 @@ def controls_of(row: Row, rows: Sequence[Row]) -> list[Row]:
     """
     bare = [r for r in _undefended(row, rows) if r.planted == row.planted]
     exact = [r for r in bare if r.attack == row.attack]
+    if row.info.get("custom"):  # nothing else is known to be like it
+        return exact
     # What an attacker achieves who was told secrets says nothing of those who were not; nor what a malicious server
     # reads off its own model of those who search.
     return exact or [r for r in bare if r.preset == row.preset] or [r for r in bare if r.attacker != "informed"]
@@ -281,9 +283,13 @@ def guesses(row: Row) -> bool:
     """
     if row.attacker != "adaptive" or row.method == "learned":
         return False
-    inside = bool({"model", "batch"} & {*row.changes})
+    drawn: dict[str, str] = row.info.get("drawn") or {}  # a defence given as an object does not name its slots
+    searched = {"optimise", "infer"}
+    if any(name.startswith("model.") and how not in searched for name, how in drawn.items()):
+        return True
+    inside = {"model", "batch"} & {*(row.changes or ()), *(name.partition(".")[0] for name in drawn)}
     ways = {how for name, how in row.info["knowledge"].items() if name.startswith(("model.", "batch.", "*"))}
-    return inside and not ways & {"optimise", "infer"}
+    return bool(inside) and not ways & searched
 
 
 def descent(row: Row) -> str:

@@ -402,10 +402,11 @@ def _test(row: Row, name: str) -> Test | None:
     if not images or len(known) < len(images):
         return None
     counts = _identified if criterion.control == "identified" else _recovered
-    mass = added(counts(images, known))
     observed = sum(bool(image.scores[criterion.flag]) for image in images)
-    expected = sum(count * share for count, share in enumerate(mass))
-    p = upper_tail(mass, observed)
+    most = max(_multiplicities(images).values())
+    masses = [added(counts(images, known, together)) for together in range(1, most + 1)]
+    expected = sum(count * share for count, share in enumerate(masses[0]))
+    p = max(upper_tail(mass, observed) for mass in masses)
     return Test(row.attack, row.number, name, observed, len(images), expected, p, p)
 
 
@@ -441,17 +442,47 @@ def _chance(row: Row, scores: Mapping[str, Any], criterion: Criterion) -> _Chanc
     return None if baseline is None else _Chance(baseline, None)
 
 
-def _recovered(images: Sequence[_ScoredImage], chances: Sequence[_Chance]) -> Iterator[tuple[float, ...]]:
+def _multiplicities(images: Sequence[_ScoredImage]) -> Counter[tuple[int, int]]:
+    """Count the target images that are exact copies of each other, and each other one by itself."""
+    return Counter(
+        (1, place) if image.scores.get("copy_of") is None else (0, int(image.scores["copy_of"]))
+        for place, image in enumerate(images)
+    )
+
+
+def _recovered(
+    images: Sequence[_ScoredImage], chances: Sequence[_Chance], together: int
+) -> Iterator[tuple[float, ...]]:
     """Yield the distributions of the number of images that guesses pass for, one per class.
 
-    Images of a class share one chance, which is known from the auxiliary data only.
+    Images of a class share one chance, which is known from the auxiliary data only. Of exact copies so many at a time
+    are hit by the same guess, `together`: all by one that is made for each of them.
     """
-    groups = Counter((image.label, chance) for image, chance in zip(images, chances, strict=True))
-    for (_, chance), count in groups.items():
-        yield beta_binomial(count, chance.share, chance.images)
+    return _in_blocks(images, chances, together, [image.label for image in images])
 
 
-def _identified(images: Sequence[_ScoredImage], chances: Sequence[_Chance]) -> Iterator[tuple[float, ...]]:
+def _in_blocks(
+    images: Sequence[_ScoredImage], chances: Sequence[_Chance], together: int, kinds: Sequence[int]
+) -> Iterator[tuple[float, ...]]:
+    """Yield the distributions of hits per kind and chance, where exact copies are hit in blocks."""
+    copies = Counter(
+        (kind, chance, image.scores.get("copy_of")) for kind, image, chance in zip(kinds, images, chances, strict=True)
+    )
+    blocks = Counter[tuple[int, _Chance, int]]()
+    for (kind, chance, copy), count in copies.items():
+        size = 1 if copy is None else together
+        blocks[kind, chance, size] += count // size
+        if count % size:
+            blocks[kind, chance, count % size] += 1
+    for (_, chance, size), count in blocks.items():
+        mass = [0.0] * (count * size + 1)
+        mass[::size] = beta_binomial(count, chance.share, chance.images)
+        yield tuple(mass)
+
+
+def _identified(
+    images: Sequence[_ScoredImage], chances: Sequence[_Chance], together: int
+) -> Iterator[tuple[float, ...]]:
     """Yield the distributions of the number of images that guesses single out, one per class.
 
     Given its class, an image is as likely to be any of the gallery's. Different guesses at one class point at different
@@ -463,12 +494,12 @@ def _identified(images: Sequence[_ScoredImage], chances: Sequence[_Chance]) -> I
     for (_, gallery), clients in groups.items():
         if gallery is not None and clients.total() <= gallery:
             yield matches(tuple(sorted(clients.values())), gallery)
-    rest = Counter(
-        chance.share
+    rest = [
+        (image, _Chance(chance.share, None))
         for image, chance in zip(images, chances, strict=True)
         if chance.images is None or groups[image.label, chance.images].total() > chance.images
-    )
-    yield from (beta_binomial(count, share, None) for share, count in rest.items())
+    ]
+    yield from _in_blocks([image for image, _ in rest], [chance for _, chance in rest], together, [0] * len(rest))
 
 
 def baseline(row: Row) -> float:

@@ -199,7 +199,9 @@ def _named(each: Verdict | Gap) -> str:
 
 
 def _is_open(verdict: Verdict, accepted: Sequence[Accepted]) -> bool:
-    """Whether a verdict decides nothing, and that is not accepted."""
+    """Whether a verdict decides nothing, and that is not accepted; an upper bound alone has no rate to pass by."""
+    if verdict.best.attacker == "informed":
+        return True
     return verdict.level in ("inconclusive", "not tested") and verdict.level.replace(" ", "-") not in accepted
 
 
@@ -212,7 +214,7 @@ def _undecided(verdict: Verdict) -> str:
 def _remedy(verdict: Verdict) -> str:
     if verdict.level == "not tested":
         return "Add an attack that knows no client secrets." if verdict.undefended else "Add --attack adaptive."
-    if verdict.images < ENOUGH:
+    if verdict.best.distinct < ENOUGH:
         return f"Attack at least {ENOUGH} images: --target-clients {ENOUGH}."
     if unused_rounds(verdict.best):
         return "Use every round that was watched."

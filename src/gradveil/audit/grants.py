@@ -136,6 +136,16 @@ def told(attack: Attack) -> dict[str, str]:
     return {"targets": _LABELS.get(str(labels), "neutral"), **ways}
 
 
+def ways(attack: Attack, client: Client, batch: Batch) -> dict[str, str]:
+    """Say in one word how an attack knows each random tensor of a client's model or batch, "" where it says none."""
+    names = {plain_name(name): "" for name in client.noise_spec(client.params(), batch)}
+    return {
+        name: next((_WAYS[type(way)] for pattern, way in attack.knowledge.items() if fnmatchcase(name, pattern)), "")
+        for name in names
+        if name.startswith(("model.", "batch."))
+    }
+
+
 def received(experiment: Experiment, attack: Attack, client: Client, seed: int) -> Client:
     """Return the client after it took the model that this attacker sends; a curious one sends the honest model."""
     if not isinstance(attack, Active):

@@ -245,6 +245,12 @@ class Row:
         return len(self.successes)
 
     @property
+    def distinct(self) -> int:
+        """How many of them are left where exact copies of an image count as one."""
+        copies = [scores.get("copy_of") for _, _, scores in self.scores()]
+        return copies.count(None) + len({*copies} - {None})
+
+    @property
     def recovered(self) -> int:
         """How many of them were recovered."""
         return sum(self.successes.values())

@@ -215,6 +215,7 @@ class _ImageScores(_Stored):
     lpips: float | None = None
     exact: bool | None = None
     identified: bool | None = None
+    copy_of: Count | None = None
     expected: _Expected = _Expected()
     success_transformed: Annotated[int, Field(ge=0, le=1)] | None = None
     identified_transformed: bool | None = None

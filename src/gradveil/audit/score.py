@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
@@ -315,10 +316,11 @@ def score(experiment: Experiment, trial: TrialAddress, found: Recovered, named: 
     records = []
     for v in range(len(places)):
         records.append(_record(experiment, found, places, labels, order, scores, identified, v))
-    chances = expected_of(experiment.guessing, experiment, places)
+    chances, copies = expected_of(experiment.guessing, experiment, places), _copies(truth)
     for v, record in enumerate(records):
         for b, image in enumerate(record["per_image"]):
             image["expected"] = chances[v][b]
+            image |= copies.get((v, b), {})
             image |= trained.of(v, b) if trained else {}
     controls = controls_of(experiment.guessing, experiment, matched, places)
     info = {**info_of(experiment, trial, found, named), "missing": reasons, "controls": controls}
@@ -347,6 +349,18 @@ def _further(experiment: Experiment, matched: Tensor, truth: Tensor, scores: dic
         else:
             scores[name] = found
     return missing
+
+
+def _copies(truth: Tensor) -> dict[tuple[int, int], dict[str, int]]:
+    """Assign numbers to target images [V, B, ...] with exact copies among them, by (v, b): a guess may hit them all."""
+    numbers = without_copies(truth.flatten(0, 1)).view(truth.shape[:2]).tolist()
+    counts = Counter(number for row in numbers for number in row)
+    return {
+        (v, b): {"copy_of": number}
+        for v, row in enumerate(numbers)
+        for b, number in enumerate(row)
+        if counts[number] > 1
+    }
 
 
 def _perceptual(experiment: Experiment, matched: Tensor, truth: Tensor, scores: dict[str, Tensor]) -> dict[str, str]:

@@ -23,12 +23,13 @@ from gradveil.attacks.protocol import (
     Progress,
     Reconstruction,
 )
+from gradveil.attacks.simulated_updates import Simulated
 from gradveil.audit.argument_checks import answer
 from gradveil.audit.attack_selection import TrialAddress, first_met, method, pairs
 from gradveil.audit.budgets import UNPLANNED, BudgetShare, Plans, read_budget, restarts_worth, spends, within
 from gradveil.audit.error_bound import leaked
 from gradveil.audit.experiment import Experiment
-from gradveil.audit.grants import active_facts, first, grant, looks_at_last, received, resent, rounds_used, told
+from gradveil.audit.grants import active_facts, first, grant, looks_at_last, received, resent, rounds_used, told, ways
 from gradveil.audit.observe import Truth, observe, updates
 from gradveil.audit.run_warnings import privacy_facts
 from gradveil.client import Client
@@ -133,7 +134,9 @@ def recover(
         tensors["transformed"] = truth.transformed.inputs
     leak, unbounded = leaked(experiment, trial.seed, client, seen, truth)
     known = pruned(client, fresh=experiment.config.rounds == 1 and not trial.trained)
-    facts = {"unbounded": unbounded, "pruned": known}
+    own = set(plain.noise_spec(plain.params(), first(truth)))
+    drawn = {name: how for name, how in ways(attack, client, first(truth)).items() if name not in own}
+    facts = {"unbounded": unbounded, "pruned": known, "drawn": drawn}
     return recovered(experiment, client, made, sent, truth, tensors | leak, facts)
 
 
@@ -182,6 +185,11 @@ def attacked(
     found = answer(
         attack, seen, simulated_client, knowledge, lambda: attack(seen, simulated_client, knowledge, key, count, plan)
     )
+    if users(attack):  # whether it simulates what it says shows in how well its answer explains the update
+        like = next(iter(seen[0].params.values()))
+        inputs, classes = found.inputs.detach().to(like), found.targets.clamp(0, experiment.classes - 1)
+        match = Simulated(simulated_client, seen).match(inputs, classes.to(inputs.device), key)
+        found = replace(found, match=match.to(found.objective))
     done = done or int(found.iterations.sum()) * found.objectives.shape[1]
     return Made(attack, simulated_client, knowledge, grants, secrets, key, found, done)
 
@@ -345,10 +353,11 @@ def at_truth(made: Made, seen: Sequence[Observation], truth: Truth) -> Tensor:
 
 
 def judged(made: Made, seen: Sequence[Observation], truth: Truth) -> Tensors:
-    """Return `at_truth`, and `match_at_truth` [V, ...] of attacks that compute it: the same without priors."""
+    """Return `at_truth`, and `match_at_truth` [V, ...] of attacks that compute it: the same without priors.
+
+    Of an attack of the user's own the match is computed for it, by the client that it says it simulates.
+    """
     attack, found = made.attack, made.found
-    if not isinstance(attack, HasObjective):
-        return {"at_truth": torch.full_like(found.objective, torch.nan)}
     inputs = (
         truth.raw.inputs
         if attack.simulated_client == "full" and not getattr(attack, "undo", False)
@@ -356,10 +365,14 @@ def judged(made: Made, seen: Sequence[Observation], truth: Truth) -> Tensors:
     )
     knowledge = replace(made.knowledge, targets=truth.raw.targets)
     given = seen, made.simulated_client, knowledge, made.key, inputs, truth.noise, found.plan
-    tensors = {"at_truth": attack.evaluate(*given)}
-    return tensors | (
-        {"match_at_truth": attack.match(*given)} if isinstance(attack, Matcher) and found.match is not None else {}
-    )
+    known = isinstance(attack, HasObjective)
+    tensors = {"at_truth": attack.evaluate(*given) if known else torch.full_like(found.objective, torch.nan)}
+    if users(attack):
+        match = Simulated(made.simulated_client, seen).match(inputs, truth.raw.targets, made.key)
+        return tensors | {"match_at_truth": match.to(found.objective)}
+    if isinstance(attack, Matcher) and found.match is not None:
+        tensors["match_at_truth"] = attack.match(*given)
+    return tensors
 
 
 def merge(parts: Sequence[Recovered]) -> Recovered:

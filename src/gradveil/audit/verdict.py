@@ -315,15 +315,20 @@ def _level(
     if not adaptive:
         return "not tested", ("No adaptive attack was run: none of the attackers simulates the whole defence.",)
     passed = [row for row in adaptive if _passed(row, here)]
-    if not passed:
-        checks = listing(dict.fromkeys(f"{row.attack}: {examine(row, here).label}" for row in adaptive))
+    if (open_seeds := _without(passed, judged)) is not None:
+        tried = [row for row in adaptive if row.seed in open_seeds]
+        checks = listing(dict.fromkeys(f"{row.attack}: {examine(row, here).label}" for row in tried)) or "none finished"
         who = "attack on the undefended client" if adaptive[0].undefended else "adaptive attack"
-        return "inconclusive", (f"No {who} shows that it would find a leak ({checks}).",)
-    if not (whole := [row for row in passed if not unused_rounds(row)]):
-        return "inconclusive", tuple(dict.fromkeys(f"{row.attack}: {unused_rounds(row)}." for row in passed))
+        when = f" on seed {listing(map(str, open_seeds))}" if passed else ""
+        return "inconclusive", (f"No {who} shows that it would find a leak{when} ({checks}).",)
+    whole = [row for row in passed if not unused_rounds(row)]
+    if _without(whole, judged) is not None:
+        left = [f"{row.attack}: {unused_rounds(row)}." for row in passed if unused_rounds(row)]
+        return "inconclusive", tuple(dict.fromkeys(left))
     passed = whole
-    if (most := max(row.images for row in passed)) < ENOUGH:
-        return "inconclusive", (f"Only {plural(most, 'image')} attacked: at least {ENOUGH} are needed.",)
+    if (most := max(row.distinct for row in passed)) < ENOUGH:
+        what = "image" if most == max(row.images for row in passed) else "different image"
+        return "inconclusive", (f"Only {plural(most, what)} attacked: at least {ENOUGH} are needed.",)
     if not tests:
         return "inconclusive", ("Nothing could be tested: neither auxiliary data nor a second private image is there.",)
     names = listing(dict.fromkeys(row.attack for row in passed))
@@ -332,6 +337,11 @@ def _level(
         f"No leak beyond guessing (smallest corrected p-value {number(least)}).",
         f"Passed the attack check: {names}.",
     )
+
+
+def _without(passed: Sequence[Row], judged: Sequence[Row]) -> list[int] | None:
+    """List the seeds on which no attack passed: what one shows of a seed says nothing of another; None where none."""
+    return sorted({row.seed for row in judged} - {row.seed for row in passed}) or None
 
 
 def _passed(row: Row, here: Sequence[Row]) -> bool:
