@@ -278,7 +278,7 @@ def test_the_command_trains_attacks_and_tells_accuracy_and_costs(
     assert {row["round_bytes_up"] for row in bare} == {curve["bytes_up"]}
     assert next(row["round_bytes_up"] for row in rows if row["defence"] == TOPK) < 0.3 * curve["bytes_up"]
     assert run([*words, "--fail-above", "0", "--accept", "not-tested", "--accept", "few-images"]) == 0
-    assert "passed. Of 3 settings the least sure is" in capsys.readouterr().err
+    assert "passed. Of 3 settings the least certain is" in capsys.readouterr().err
     assert run([*words, "--fail-above", "0"]) == 1
     assert "topk(0.1, feedback=true) (gradient, after 2 rounds) is not tested." in capsys.readouterr().err
     assert run(["summary", "runs/little", "--explain"]) == 0

@@ -11,22 +11,22 @@ pytest.importorskip("dp_accounting", reason="the environment is older than pypro
 TRAINING = ["--rate", "0.01", "--steps", "1000", "--delta", "1e-5"]
 
 
-def told(capsys: pytest.CaptureFixture[str], *words: str) -> dict:
+def computed(capsys: pytest.CaptureFixture[str], *words: str) -> dict:
     assert run(["account", *words, "--json"]) == 0
     return json.loads(capsys.readouterr().out)
 
 
 def test_there_and_back(capsys: pytest.CaptureFixture[str]) -> None:
-    there = told(capsys, "--sigma", "1", *TRAINING)
+    there = computed(capsys, "--sigma", "1", *TRAINING)
     assert there["epsilon"] == pytest.approx(1.828, abs=1e-3)
-    back = told(capsys, "--epsilon", str(there["epsilon"]), *TRAINING)
+    back = computed(capsys, "--epsilon", str(there["epsilon"]), *TRAINING)
     assert back["sigma"] == pytest.approx(1.0, rel=1e-3)
     assert back["epsilon"] <= there["epsilon"]
-    rdp = told(capsys, "--sigma", "1", *TRAINING, "--accountant", "rdp")
+    rdp = computed(capsys, "--sigma", "1", *TRAINING, "--accountant", "rdp")
     assert rdp["epsilon"] == pytest.approx(2.1014, abs=1e-4)
 
 
-def test_words_say_what_is_assumed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_output_states_its_assumptions(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["account", "--sigma", "1", *TRAINING]) == 0
     out = capsys.readouterr().out
     assert "epsilon 1.828 at delta 1e-05" in out
@@ -36,7 +36,7 @@ def test_words_say_what_is_assumed(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "expected"),
     [
         ([], "exactly one of --sigma and --epsilon"),
         (["--sigma", "1", "--epsilon", "3"], "exactly one of --sigma and --epsilon"),
@@ -45,6 +45,6 @@ def test_words_say_what_is_assumed(capsys: pytest.CaptureFixture[str]) -> None:
         (["--epsilon", "1e-9", "--delta", "1e-12", "--steps", "1000"], "--epsilon: 1e-09 would need"),
     ],
 )
-def test_wrong_use_exits_with_2(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_use_exits_with_2(words: list[str], expected: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["account", *words]) == 2
-    assert said in " ".join(capsys.readouterr().err.split())
+    assert expected in " ".join(capsys.readouterr().err.split())

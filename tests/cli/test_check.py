@@ -59,8 +59,8 @@ def found(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, list[di
 
 def test_a_run_file_is_checked_whole(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["check", "study.toml"]) == 0
-    said = "can be audited with faces, in the run 'study': 2 clients, 2 defences, 1 attack, 2 target clients"
-    assert said in capsys.readouterr().out
+    expected = "can be audited with faces, in the run 'study': 2 clients, 2 defences, 1 attack, 2 target clients"
+    assert expected in capsys.readouterr().out
     assert [child.name for child in folder.iterdir() if child.is_dir() and child.name != "__pycache__"] == []
 
 
@@ -122,9 +122,9 @@ def test_models_that_show_an_image_are_warned_of(
     words: tuple[str, ...], shows: str | None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     code, problems = found(capsys, "check", *words, "--data", "faces", "--size", "16")
-    told = [p["what"] for p in problems if p["severity"] == "warning" and "closed form" in p["what"]]
+    warnings = [p["what"] for p in problems if p["severity"] == "warning" and "closed form" in p["what"]]
     assert code == 0
-    assert [shows in what for what in told] == ([True] if shows else [])
+    assert [shows in what for what in warnings] == ([True] if shows else [])
 
 
 def test_warnings_are_shown_and_stop_nothing(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -133,11 +133,11 @@ def test_warnings_are_shown_and_stop_nothing(folder: Path, capsys: pytest.Captur
     assert run(["check", "--model", "frozen_to_check:net", "--data", "faces"]) == 0
     out = capsys.readouterr().out
     assert "warning: parameter '1.bias': has requires_grad=False" in out
-    assert "Nothing in the way: frozen_to_check:net can be audited with faces" in out
+    assert "No errors: frozen_to_check:net can be audited with faces" in out
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "expected"),
     [
         (["check"], "--model: is missing"),
         (["check", "--model", "lenet-zhu"], "--data: is missing"),
@@ -153,10 +153,10 @@ def test_warnings_are_shown_and_stop_nothing(folder: Path, capsys: pytest.Captur
     ],
 )
 @pytest.mark.usefixtures("folder")
-def test_wrong_use_exits_with_2(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_use_exits_with_2(words: list[str], expected: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(words) == 2
     out, err = capsys.readouterr()
-    assert said in " ".join(err.split())
+    assert expected in " ".join(err.split())
     assert "Traceback" not in out + err
 
 
@@ -172,9 +172,9 @@ def test_a_received_model_is_looked_at_for_traces_of_manipulation(
     save_file(fished, tmp_path / "fished.safetensors")
     save_file({head: torch.zeros(3)}, tmp_path / "other.safetensors")
     assert run([*ALONE, "--received", str(tmp_path / "honest.safetensors")]) == 0
-    told = capsys.readouterr().out
-    assert "No problems" in told
-    assert f"No trace of manipulation in {tmp_path / 'honest.safetensors'}" in told
+    output = capsys.readouterr().out
+    assert "No problems" in output
+    assert f"No trace of manipulation in {tmp_path / 'honest.safetensors'}" in output
     normed = build("lenet-zhu", channels=1, size=16, classes=2, norm="batch", generator=Key(5).generator())
     save_file(normed.state_dict(), tmp_path / "normed.safetensors")
     batchnorm = ["--set", 'model.options={norm="batch"}', "--received", str(tmp_path / "normed.safetensors")]
@@ -184,14 +184,14 @@ def test_a_received_model_is_looked_at_for_traces_of_manipulation(
     assert "fishing: 1 of 2 classes have no weights" in " ".join(capsys.readouterr().out.split())
     files = ["--received", str(tmp_path / "honest.safetensors"), "--previous", str(tmp_path / "fished.safetensors")]
     assert run([*ALONE, *files]) == 0
-    for wrong, told in (
+    for wrong, expected in (
         (["--received", str(tmp_path / "other.safetensors")], "is missing, the model has"),
         (["--received", str(tmp_path / "nothing.safetensors")], "cannot be read"),
         (["--previous", str(tmp_path / "honest.safetensors")], "add --received"),
     ):
         capsys.readouterr()
         assert run([*ALONE, *wrong]) == 2
-        assert told in " ".join(capsys.readouterr().err.split())
+        assert expected in " ".join(capsys.readouterr().err.split())
 
 
 class Normed(nn.Module):

@@ -83,7 +83,7 @@ class InterruptedPipe(io.StringIO):
 
 
 @pytest.mark.usefixtures("small")
-def test_an_interrupt_says_once_how_to_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupt_prints_the_command_to_continue_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["gradveil", "audit", "small.toml", "--fresh"])
     pipe = InterruptedPipe()
     monkeypatch.setattr(sys, "stderr", pipe)
@@ -131,7 +131,7 @@ def test_trials_above_the_gate_say_where_they_stand() -> None:
 
 
 @pytest.mark.usefixtures("small")
-def test_what_failed_does_not_pass_the_gate(
+def test_failed_trial_does_not_pass_the_gate(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def broken(*_: object) -> None:
@@ -153,7 +153,7 @@ def test_report(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "expected"),
     [
         (["audit", "facs"], "did you mean 'faces'"),
         (["audit", "small.toml", "--attack", "idg"], "'idg'"),
@@ -173,11 +173,11 @@ def test_report(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
 )
 @pytest.mark.usefixtures("small")
 def test_wrong_use_exits_with_2_and_no_traceback(
-    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+    words: list[str], expected: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(words) == 2
     out, err = capsys.readouterr()
-    assert said in err
+    assert expected in err
     assert "Traceback" not in out + err
 
 
@@ -211,7 +211,7 @@ def test_check_finds_problems(small: Path, capsys: pytest.CaptureFixture[str], m
     assert any(problem["severity"] == "error" and "NaN" in problem["what"] for problem in problems)
 
 
-def test_what_a_users_model_prints_is_no_result(
+def test_output_of_a_users_model_is_not_in_the_result(
     small: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (small / "users_talking_net.py").write_text(
@@ -227,7 +227,7 @@ def test_what_a_users_model_prints_is_no_result(
         assert "shape" in err
 
 
-def test_a_script_that_is_no_module_is_told(
+def test_script_that_is_no_module_is_reported(
     small: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (small / "users_script.py").write_text("import argparse\nargparse.ArgumentParser().parse_args(['--lr', '1'])\n")
@@ -236,7 +236,7 @@ def test_a_script_that_is_no_module_is_told(
     assert "importing 'users_script' raised SystemExit: 2" in capsys.readouterr().err
 
 
-def test_check_says_what_a_path_names(
+def test_check_names_the_layer_of_a_path(
     small: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (small / "users_numbered_net.py").write_text(
@@ -276,9 +276,7 @@ def test_the_module_is_the_command() -> None:
     assert "Traceback" in debug.stderr
 
 
-def test_ctrl_c_is_quiet_while_what_the_commands_need_is_still_imported(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_ctrl_c_is_quiet_during_imports(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     class Impatient(MetaPathFinder):
         def find_spec(self, fullname: str, path: object = None, target: object = None) -> None:
             if fullname == "gradveil.cli.app":

@@ -31,7 +31,7 @@ def test_every_engine_gives_its_schedule() -> None:
     assert Place(Engine.ray, "auto", "cuda").schedule(4)(SITE) == Cluster(SITE, 4, 1, "auto", gpus=1)
 
 
-def test_what_does_not_go_together_is_refused_at_once() -> None:
+def test_contradicting_options_are_rejected_together() -> None:
     Place(Engine.ray, None, "cpu").check(None)
     Place(Engine.ray, "10.0.0.1:6379", "cuda").check(8)
     Place(Engine.processes, None, "cuda:1").check(None, recording=True)

@@ -68,9 +68,9 @@ def test_an_audit_is_of_the_images_that_it_began_with(scans: Path, capsys: pytes
     draw(scans / "test/b/03.png", 100)
     capsys.readouterr()
     assert run(words) == 2
-    told = capsys.readouterr().err
-    assert "the images or labels that data.name stands for: differs from the run that is there" in told
-    assert "--fresh" in told
+    errors = capsys.readouterr().err
+    assert "the images or labels that data.name stands for: differs from the run that is there" in errors
+    assert "--fresh" in errors
     assert run([*words, "--fresh"]) == 0
 
 
@@ -104,15 +104,13 @@ def test_a_training_is_on_the_images_that_it_began_with(
     assert run([*words, "--rounds", "3", "--fresh"]) == 0
 
 
-def test_a_run_of_an_earlier_version_learns_what_its_files_hold(
-    scans: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_run_of_an_earlier_version_stores_digests_of_its_files(scans: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["audit", "study.toml", "--workers", "1"]
     assert run(words) == 0
     file = scans.parent / "runs/study/run.json"
-    told = json.loads(file.read_text())
-    held = told.pop("images")
-    file.write_text(json.dumps(told))
+    info = json.loads(file.read_text())
+    held = info.pop("images")
+    file.write_text(json.dumps(info))
     assert run(words) == 0
     assert json.loads(file.read_text())["images"] == held
     draw(scans / "test/a/00.png", 99)
@@ -123,9 +121,9 @@ def test_a_run_of_an_earlier_version_learns_what_its_files_hold(
 @pytest.mark.parametrize("command", ["audit", "train"])
 def test_a_worker_elsewhere_has_to_have_the_same_images(scans: Path, command: str) -> None:
     if command == "audit":
-        told = audit_work.site(open_experiment(read("study.toml")), None)
+        work_site = audit_work.site(open_experiment(read("study.toml")), None)
     else:
-        told = train_work.site(open_setting(read_training("little.toml")), None)
-    assert not isinstance(arrive(told, 1), str)
+        work_site = train_work.site(open_setting(read_training("little.toml")), None)
+    assert not isinstance(arrive(work_site, 1), str)
     draw(scans / "test/a/00.png", 99)
-    assert "stands for other images or labels here than where the run was started" in str(arrive(told, 1))
+    assert "stands for other images or labels here than where the run was started" in str(arrive(work_site, 1))

@@ -33,7 +33,7 @@ def bracketed(command: click.Command) -> set[str]:
 
 
 @pytest.mark.parametrize("path", COMMANDS, ids=" ".join)
-def test_help_shows_what_is_in_brackets(
+def test_help_shows_text_in_brackets(
     path: tuple[str, ...], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "160")

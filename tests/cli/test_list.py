@@ -49,7 +49,7 @@ def test_everything_is_listed_with_the_way_to_switch_feedback_on(capsys: pytest.
     assert "topk(keep=…, feedback=true), dgp(feedback=true)" in text
 
 
-def test_defences_are_listed_with_what_they_take(capsys: pytest.CaptureFixture[str]) -> None:
+def test_defences_are_listed_with_their_arguments(capsys: pytest.CaptureFixture[str]) -> None:
     (dp,) = [row for row in plain(capsys, "defences") if row["name"] == "dp"]
     assert [argument.pop("help")[:5] for argument in dp["arguments"]] == ["Large", "Noise", "What "]
     assert dp["arguments"] == [
@@ -91,7 +91,7 @@ def test_a_name_may_follow_its_kind(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "expected"),
     [
         (("defences", "dpg"), "is none of the defences"),
         (("dgp", "defences"), "the wrong way round"),
@@ -99,10 +99,10 @@ def test_a_name_may_follow_its_kind(capsys: pytest.CaptureFixture[str]) -> None:
     ],
 )
 def test_two_words_that_do_not_fit_are_refused(
-    words: tuple[str, ...], told: str, capsys: pytest.CaptureFixture[str]
+    words: tuple[str, ...], expected: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(["list", *words]) == 2
-    assert told in capsys.readouterr().err
+    assert expected in capsys.readouterr().err
 
 
 def test_attacks_share_their_settings(capsys: pytest.CaptureFixture[str]) -> None:
@@ -193,7 +193,7 @@ def test_an_unknown_name_gives_the_nearest(name: str, near: str, capsys: pytest.
     assert near in capsys.readouterr().err
 
 
-def test_an_attack_says_whom_it_believes_in_and_what_it_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+def test_attack_is_listed_with_simulated_client_and_side_information(capsys: pytest.CaptureFixture[str]) -> None:
     (dia,) = plain(capsys, "dia")["attacks"]
     assert dia["simulated_client"] == "full"
     drawn = {"model.*.lock.*": "sample", "model.*": "sample"}
@@ -205,7 +205,7 @@ def test_an_attack_says_whom_it_believes_in_and_what_it_is_told(capsys: pytest.C
     assert "believes in a client without defence" in " ".join(shown(capsys, "ig").split())
 
 
-def test_the_word_for_the_attackers_of_each_defence_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+def test_adaptive_is_explained_in_the_list(capsys: pytest.CaptureFixture[str]) -> None:
     assert "`adaptive` stands for the attackers that aim at each defence" in shown(capsys, "attacks")
     assert "`adaptive`" in shown(capsys)
 

@@ -50,9 +50,9 @@ def test_a_record_alone_is_enough(seen: Path, capsys: pytest.CaptureFixture[str]
     assert whole["config"]["target_clients"] == 2
     assert "--set 'observed.folder=\"seen\"'" in whole["command"]
     assert run([*UNNAMED, "--json", "--workers", "1"]) == 0
-    told = json.loads(capsys.readouterr().out)["trials"]
-    assert told[0]["asr"] is None
-    assert told[0]["unscored"].startswith("no score")
+    trials_shown = json.loads(capsys.readouterr().out)["trials"]
+    assert trials_shown[0]["asr"] is None
+    assert trials_shown[0]["unscored"].startswith("no score")
 
 
 def test_a_run_file_and_the_truth_give_scores(seen: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -61,13 +61,13 @@ def test_a_run_file_and_the_truth_give_scores(seen: Path, capsys: pytest.Capture
     assert "none (gradient) is inconclusive." in capsys.readouterr().err
     gate += [f"--accept={what}" for what in ("few-images", "inconclusive", "not-tested")]
     assert run(["audit", "mine.toml", "--observed", "told", "--json", "--workers", "1", *gate]) == 0
-    told = json.loads(capsys.readouterr().out)["trials"]
-    assert told[0]["unscored"] is None
-    assert told[0]["images"] == 1
-    assert told[0]["ssim_mean"] is not None
+    trials_shown = json.loads(capsys.readouterr().out)["trials"]
+    assert trials_shown[0]["unscored"] is None
+    assert trials_shown[0]["images"] == 1
+    assert trials_shown[0]["ssim_mean"] is not None
 
 
-def test_wrong_use_is_told_without_a_traceback(seen: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_use_is_reported_without_a_traceback(seen: Path, capsys: pytest.CaptureFixture[str]) -> None:
     wrong = {
         "RUN: is missing": ["audit"],
         "nowhere: is no record of updates": ["audit", "mine.toml", "--observed", "nowhere"],
@@ -81,15 +81,15 @@ def test_wrong_use_is_told_without_a_traceback(seen: Path, capsys: pytest.Captur
         assert message in capsys.readouterr().err
 
 
-def test_what_fits_no_defence_is_told_once(seen: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_contradiction_with_every_defence_is_reported_once(seen: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["audit", "mine.toml", "--observed", "seen", "--set", "model.name=cnn6"]
     assert run([*words, "--defence", "none", "--defence", "gaussian(0.1)", "--defence", "prune(0.5)"]) == 2
-    told = [line for line in capsys.readouterr().err.splitlines() if "recorded model" in line]
-    assert len(told) > 1
-    assert len(told) == len(set(told))
+    trials_shown = [line for line in capsys.readouterr().err.splitlines() if "recorded model" in line]
+    assert len(trials_shown) > 1
+    assert len(trials_shown) == len(set(trials_shown))
 
 
-def test_adaptive_finds_labels_and_leaves_out_who_needs_what_is_not_there(
+def test_adaptive_infers_labels_and_skips_attacks_that_need_images(
     seen: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Labels were not recorded, and there are no public images to learn from."""
@@ -106,10 +106,10 @@ def test_adaptive_finds_labels_and_leaves_out_who_needs_what_is_not_there(
         "target_clients=1",
     ]
     assert run([*words, "--defence", "none", "--defence", "gaussian(1e-3)"]) == 0
-    told = {(row["defence"], row["attack"]): row for row in json.loads(capsys.readouterr().out)["trials"]}
-    assert told["gaussian(1e-3)", "learned"]["statuses"] == {"does not apply": 1}
-    assert told["gaussian(1e-3)", "cdia(rounds=all)"]["failed"] is None
-    assert told["none", "ig-scheliga"]["failed"] is None
+    trials_shown = {(row["defence"], row["attack"]): row for row in json.loads(capsys.readouterr().out)["trials"]}
+    assert trials_shown["gaussian(1e-3)", "learned"]["statuses"] == {"does not apply": 1}
+    assert trials_shown["gaussian(1e-3)", "cdia(rounds=all)"]["failed"] is None
+    assert trials_shown["none", "ig-scheliga"]["failed"] is None
     (trial,) = (seen / "runs/observed/trials").glob("*--none--ig-scheliga--*/trial.json")
     assert json.loads(trial.read_text())["knowledge"]["targets"] == "infer"
     assert run([*words, "--defence", "none", "--attack", "ig", "--fresh"]) == 2

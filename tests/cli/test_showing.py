@@ -48,16 +48,16 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def test_the_user_is_told_of_the_attack(capsys: pytest.CaptureFixture[str]) -> None:
+def test_closed_form_attack_is_suggested(capsys: pytest.CaptureFixture[str]) -> None:
     assert run([*WORDS, "--defence", "none", "--attack", "ig(iterations=1)", "--json"]) == 0
     err = capsys.readouterr().err
     assert "warning: client: one image comes back in closed form" in err
     assert "--attack analytic" in err
     (folder,) = Path("runs").iterdir()
-    told = "client: one image comes back in closed form"
-    assert told in (folder / "report.html").read_text(encoding="utf-8"), "whoever reads the page alone is told, too"
+    warning = "client: one image comes back in closed form"
+    assert warning in (folder / "report.html").read_text(encoding="utf-8"), "the page has the warning too"
     assert run([*WORDS, "--defence", "none", "--attack", "ig(iterations=1)", "--attack", "analytic"]) == 0
-    assert told not in (folder / "report.html").read_text(encoding="utf-8"), "it is attacked so now"
+    assert warning not in (folder / "report.html").read_text(encoding="utf-8"), "the suggested attack runs"
 
 
 def test_the_attack_recovers_behind_every_model_defence(capsys: pytest.CaptureFixture[str]) -> None:
@@ -91,7 +91,7 @@ def test_adaptive_attacks_in_closed_form_too(capsys: pytest.CaptureFixture[str])
     assert len(attacks) > 4, "the attackers of the table are still there"
 
 
-def test_only_what_each_client_shows_is_attacked_so() -> None:
+def test_closed_form_attacks_meet_only_clients_that_reveal_images() -> None:
     assert added() == ["analytic"]
     assert added(defences=["none", "gaussian(0.1)"]) == ["analytic", "analytic(prior=public)", CONTINUED, BY_TOKEN]
     whole = {"model": {"name": "tests.cli.test_showing:whole"}, "defences": ["gaussian(0.1)"]}
@@ -117,7 +117,7 @@ def test_chains_of_layers_are_solved_where_a_defence_leaves_them_one() -> None:
     assert added(model={"name": "convnet"}, **sized) == [], "pooling is no step back"
 
 
-def test_an_attack_that_does_not_apply_is_told_in_its_trial_and_the_others_are_made(
+def test_attack_that_does_not_apply_has_a_reason_and_others_run(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     words = [
@@ -155,7 +155,7 @@ def test_an_attack_that_does_not_apply_is_told_in_its_trial_and_the_others_are_m
 
 
 @pytest.mark.parametrize("model", ["lenet-zhu", "scheliga-cnn"])
-def test_what_is_said_of_a_chain_is_true(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_chain_warning_is_true(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["audit", "faces", "--set", f"model.name={model}", "--target-clients", "2", "--workers", "1", "--json"]
     for name in ("ig(iterations=1)", "r-gap"):
         assert run([*words, "--defence", "none", "--attack", name, "--out", name[:2]]) == 0

@@ -69,7 +69,7 @@ def test_completion_loads_nothing_heavy(tmp_path: Path) -> None:
 
 
 @pytest.mark.processes
-def test_what_is_loaded_late_comes_from_python_and_not_from_the_folder(tmp_path: Path) -> None:
+def test_late_imports_come_from_python_and_not_from_the_folder(tmp_path: Path) -> None:
     (tmp_path / "queue.py").write_text("raise SystemExit('the folder stands in for Python')")
     (tmp_path / "mine.py").write_text("raise ValueError('my own model was found')")
     words = ["gradveil", "check", "--model", "mine:make", "--data", "digits"]
@@ -86,7 +86,7 @@ def test_the_name_audit_stays_the_function(tmp_path: Path) -> None:
     assert python(code, tmp_path).stdout == "kept\n"
 
 
-def test_the_index_is_what_the_tables_say() -> None:
+def test_index_agrees_with_the_tables() -> None:
     assert FILE.read_text(encoding="utf-8") == text(), "python -m gradveil.cli.make_index"
 
 

@@ -45,7 +45,7 @@ def test_every_trial_tells_its_health_and_its_attacker(folder: Path, capsys: pyt
     assert [line["attack_check"] for line in table] == [row["attack_check"] for row in rows]
 
 
-def test_health_is_judged_beside_the_other_trials(folder: Path) -> None:
+def test_attack_check_considers_the_other_trials(folder: Path) -> None:
     bare, noisy = load_run(folder).trials
     for image in (image for record in bare.records for image in record["per_image"]):
         image["success"], image["identified"] = 1, True
@@ -103,7 +103,9 @@ def test_summary(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert table[0]["status_budget"] == "2"
 
 
-def test_summary_of_a_run_that_is_not_done_says_how_to_go_on(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_summary_of_an_unfinished_run_prints_the_command_to_continue(
+    small: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     audit("--defence", "none", "--defence", "prune(0.9)")
     one, two = sorted((small / "runs/small/trials").iterdir())
     shutil.rmtree(one)
@@ -143,8 +145,8 @@ def test_summary_of_an_audit_from_python_names_its_folder(small: Path, capsys: p
     (small / "runs/small/run.json").write_text(json.dumps(info))
     capsys.readouterr()
     assert run(["summary", "runs/small"]) == 0
-    said = "call gradveil.audit again with the same arguments and out='runs/small'"
-    assert said in capsys.readouterr().err
+    command_to_continue = "call gradveil.audit again with the same arguments and out='runs/small'"
+    assert command_to_continue in capsys.readouterr().err
 
 
 def test_csv_disarms_formulas() -> None:

@@ -50,18 +50,18 @@ def test_a_second_call_does_nothing_again_and_more_rounds_go_on(
     assert run(words) == 0
     first = json.loads(capsys.readouterr().out)
     assert run(words) == 0
-    again, told = capsys.readouterr()
+    again, progress = capsys.readouterr()
     assert json.loads(again) == first
-    assert "round" not in told
+    assert "round" not in progress
     assert run([*words, "--rounds", "2"]) == 0
-    longer, told = capsys.readouterr()
-    assert "round 2 of 2" in told
-    assert "round 1 of 2" not in told
+    longer, progress = capsys.readouterr()
+    assert "round 2 of 2" in progress
+    assert "round 1 of 2" not in progress
     assert [point["number"] for point in json.loads(longer)[0]["curve"]] == [1, 2]
     assert json.loads(longer)[0]["curve"][0] == first[0]["curve"][0]
 
 
-def test_what_is_proven_stands_beside_the_price(little: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_guarantee_is_shown_next_to_the_cost(little: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["train", "little.toml", "--threads", "1", "--defence", "none", "--defence", "dp(clip=1, sigma=4)"]
     assert run([*words, "--set", "delta=1e-6"]) == 0
     out = " ".join(capsys.readouterr().out.split())
@@ -76,7 +76,7 @@ def test_what_is_proven_stands_beside_the_price(little: Path, capsys: pytest.Cap
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "expected"),
     [
         (["nowhere.toml"], "bundled runs: digits"),
         (["little.toml", "--defence", "topk(2)"], "keep is 2"),
@@ -90,38 +90,38 @@ def test_what_is_proven_stands_beside_the_price(little: Path, capsys: pytest.Cap
         ),
     ],
 )
-def test_wrong_use_is_told_without_a_traceback(
-    little: Path, capsys: pytest.CaptureFixture[str], words: list[str], told: str
+def test_wrong_use_is_reported_without_a_traceback(
+    little: Path, capsys: pytest.CaptureFixture[str], words: list[str], expected: str
 ) -> None:
     assert run(["train", *words]) == 2
     err = capsys.readouterr().err
-    assert told in err
+    assert expected in err
     assert "Traceback" not in err
     assert not (little / "runs").exists()
 
 
-def test_an_electorate_that_shrank_is_told(little: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_smaller_electorate_is_reported(little: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--defence", "adgp(selection=vote, voters=3)", "--set", "absent=0.4", "--rounds", "4", "--threads", "1"]
     assert run(["train", "little.toml", *words, "--json"]) == 0
     out, err = capsys.readouterr()
     spoke = [record["spoke"] for record in json.loads(out)[0]["curve"]]
-    short = [said for said, _ in filter(None, spoke) if said < 3]
+    short = [count for count, _ in filter(None, spoke) if count < 3]
     assert short
-    assert all(f"only {said} of 3 clients spoke before it" in err for said in short)
-    told = (
+    assert all(f"only {count} of 3 clients spoke before it" in err for count in short)
+    progress = (
         f"seed 0: in {len(short)} of 4 rounds fewer clients spoke than planned, at least once {min(short)}: too few to "
     )
-    assert told + "outvote a liar" in err
+    assert progress + "outvote a liar" in err
 
 
-def test_rounds_in_which_nobody_answered_are_told(little: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_rounds_without_answers_are_reported(little: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--defence", "none", "--set", "absent=0.9", "--rounds", "3", "--threads", "1"]
     assert run(["train", "little.toml", *words, "--json"]) == 0
     out, err = capsys.readouterr()
     silent = sum(not record["clients"] for record in json.loads(out)[0]["curve"])
     assert silent
-    assert err.count(", nobody answered,") == silent
-    assert f"seed 0: in {silent} of 3 rounds nobody answered" in err
+    assert err.count(", no client answered,") == silent
+    assert f"seed 0: in {silent} of 3 rounds no client answered" in err
 
 
 def test_a_training_that_diverges_is_a_status_and_an_exit_code(
@@ -132,9 +132,7 @@ def test_a_training_that_diverges_is_a_status_and_an_exit_code(
     assert "diverged" in capsys.readouterr().out
 
 
-def test_what_leaves_clients_is_recorded_as_they_are_configured(
-    little: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_updates_are_recorded_as_configured(little: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["train", "little.toml", "--threads", "1", "--record", "seen", "--record-client", "1"]
     assert run(words) == 0
     assert "2 recorded updates in seen" in capsys.readouterr().err
@@ -148,26 +146,24 @@ def test_what_leaves_clients_is_recorded_as_they_are_configured(
     assert 0.85 < float((values == 0).double().mean()) < 0.95
 
 
-def test_a_training_that_is_done_says_that_it_recorded_nothing(
-    little: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_finished_training_reports_that_nothing_was_recorded(little: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["train", "little.toml", "--threads", "1", "--defence", "none"]
     assert run(words) == 0
     assert run([*words, "--record", "seen"]) == 0
     assert "Nothing was recorded in seen" in capsys.readouterr().err
     assert run([*words, "--record-round", "1", "--record-truth"]) == 2
-    told = capsys.readouterr().err
-    assert "--record-round: has nowhere to record to" in told
-    assert "--record-truth: has nowhere to record to" in told
+    progress = capsys.readouterr().err
+    assert "--record-round: has nowhere to record to" in progress
+    assert "--record-truth: has nowhere to record to" in progress
     assert run([*words, "--record", "other", "--record-round", "99", "--record-client", "99"]) == 2
-    told = capsys.readouterr().err
-    assert "--record-round 99: is not there" in told
-    assert "--record-client 99: is not there" in told
+    progress = capsys.readouterr().err
+    assert "--record-round 99: is not there" in progress
+    assert "--record-client 99: is not there" in progress
     assert not Path("other").exists()
 
 
 @pytest.mark.processes
-def test_worker_processes_give_what_one_process_gives(little: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_worker_processes_give_the_result_of_one_process(little: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = []
     for count in ("1", "2"):
         words = ["--workers", count, "--threads", "1", "--out", count, "--record", f"sent-{count}", "--record-truth"]

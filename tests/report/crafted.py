@@ -1,4 +1,4 @@
-"""JSON files with odd values in them, as somebody may write who wants a program to fail."""
+"""JSON files with odd values, as an attacker may write them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 GONE = object()
-"""Stands for a value that is taken out."""
+"""Marks a value to remove."""
 ODD = (
     None,
     True,
@@ -34,7 +34,7 @@ LISTS = ([], {}, [[]], [None], {"a": {"b": [1]}}, [1, 2, 3], [float("nan")], ["x
 
 
 def crafted(folder: Path, many: int, seed: int = 0) -> Iterator[tuple[Path, tuple[str | int, ...], Any]]:
-    """Put one odd value after the other into the JSON files of a folder; the files are as they were afterwards."""
+    """Put odd values into the JSON files of a folder, one at a time, and restore the files."""
     draw = np.random.default_rng(seed)
     whole = {file: file.read_text() for file in sorted(folder.rglob("*.json"))}
     places = [(file, path) for file, text in whole.items() for path in _paths(json.loads(text))]

@@ -21,8 +21,10 @@ def degrade(truth: Tensor, quality: float, generator: torch.Generator) -> Tensor
     """Mix a truth with noise: every target client gets its own share around `quality`."""
     target_clients = truth.shape[0]
     noise = torch.rand(truth.shape, generator=generator)
-    own = (quality + 0.22 * torch.randn(target_clients, generator=generator) * (1 - quality) ** 0.5).clamp(0, 1)
-    share = own.reshape(-1, 1, 1, 1, 1) ** 0.7
+    quality_of_each = (quality + 0.22 * torch.randn(target_clients, generator=generator) * (1 - quality) ** 0.5).clamp(
+        0, 1
+    )
+    share = quality_of_each.reshape(-1, 1, 1, 1, 1) ** 0.7
     smooth = avg_pool2d(truth.flatten(0, 1), 3, 1, 1).reshape(truth.shape)
     return (share * (quality * truth + (1 - quality) * smooth) + (1 - share) * noise).clamp(0, 1)
 

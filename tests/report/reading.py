@@ -1,4 +1,4 @@
-"""A page as a reader of its text finds it, and a text that must not come alive there."""
+"""The page as a parsed text, and a text that must be escaped in it."""
 
 from html.parser import HTMLParser
 

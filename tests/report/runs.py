@@ -85,7 +85,7 @@ Change = Mapping[str, Any]
 
 def records(candidate: Tensor, truth: Tensor, case: Case) -> list[dict[str, Any]]:
     """Score every target client."""
-    found = []
+    result = []
     tables = {"mse": mse(candidate, truth), "psnr": psnr(candidate, truth), "ssim": ssim(candidate, truth)}
     for v in range(truth.shape[0]):
         images = [
@@ -95,7 +95,7 @@ def records(candidate: Tensor, truth: Tensor, case: Case) -> list[dict[str, Any]
             for b in range(truth.shape[1])
         ]
         mean = {name: sum(image[name] for image in images) / len(images) for name in tables}
-        found.append(
+        result.append(
             {
                 "target_client": v,
                 "index": v,
@@ -115,17 +115,17 @@ def records(candidate: Tensor, truth: Tensor, case: Case) -> list[dict[str, Any]
                 "per_image": images,
             }
         )
-    return found
+    return result
 
 
 def trace(truth: Tensor, quality: float) -> list[dict[str, float]]:
     """Play what an attack of 300 iterations would have answered earlier: the fewer, the worse."""
-    found = []
+    result = []
     for halving in range(7, 0, -1):
         similarity = ssim(degrade(truth, quality * 0.8**halving, torch.Generator().manual_seed(halving)), truth)
         rate = float((similarity > 0.5).double().mean())
-        found.append({"iterations": 300 >> halving, "asr": rate, "ssim_mean": float(similarity.mean())})
-    return found
+        result.append({"iterations": 300 >> halving, "asr": rate, "ssim_mean": float(similarity.mean())})
+    return result
 
 
 def trial(
@@ -234,7 +234,7 @@ def write_run(folder: Path, trials: Sequence[Mapping[str, Any]], images: bool = 
 
 def trained(trials: Sequence[Mapping[str, Any]], stages: Sequence[int] = (0, 4)) -> list[dict[str, Any]]:
     """Play the same trials before a training and after some of its rounds, where less comes out of them."""
-    found: list[dict[str, Any]] = []
+    result: list[dict[str, Any]] = []
     for stage in stages:
         for entry in trials:
             place = [case.text for case in CASES].index(entry["info"]["defence"])
@@ -259,8 +259,8 @@ def trained(trials: Sequence[Mapping[str, Any]], stages: Sequence[int] = (0, 4))
                 }
                 for r in entry["records"]
             ]
-            found.append({**entry, "info": info, "records": records})
-    return found
+            result.append({**entry, "info": info, "records": records})
+    return result
 
 
 def failed_trial(message: str) -> dict[str, Any]:

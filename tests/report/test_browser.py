@@ -56,18 +56,18 @@ def training(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture(scope="module")
 def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
     """One Chromium for all tests; each opens the page anew."""
-    found = {name: shutil.which(name) for name in ("chromium", "chromedriver")}
-    lacking = [name for name, path in found.items() if path is None]
-    if lacking:
+    programs = {name: shutil.which(name) for name in ("chromium", "chromedriver")}
+    missing = [name for name, path in programs.items() if path is None]
+    if missing:
         pytest.fail(
-            f"{' and '.join(lacking)} not found: `apt-get install chromium chromium-driver`, or run `make browser`"
+            f"{' and '.join(missing)} not found: `apt-get install chromium chromium-driver`, or run `make browser`"
         )
     options = webdriver.ChromeOptions()
-    options.binary_location = str(found["chromium"])
+    options.binary_location = str(programs["chromium"])
     for flag in (*FLAGS, f"--user-data-dir={tmp_path_factory.mktemp('profile')}"):
         options.add_argument(flag)
     options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    driver = webdriver.Chrome(options=options, service=Service(str(found["chromedriver"])))
+    driver = webdriver.Chrome(options=options, service=Service(str(programs["chromedriver"])))
     yield driver
     driver.quit()
 
@@ -378,8 +378,8 @@ def test_fronts_are_drawn_named_and_follow_the_chosen_round(browser: Browser, fr
         names = [text.text for text in all_of(browser, f".plot[data-cost='{key}'] .name")]
         assert "No defence" in names
         assert browser.execute_script(OVERLAPS, f".plot[data-cost='{key}'] .name") == 0
-        said = one(browser, f".plot[data-cost='{key}'] + .advice").text
-        members = said.partition("Dominated")[0]
+        sentence = one(browser, f".plot[data-cost='{key}'] + .advice").text
+        members = sentence.partition("Dominated")[0]
         assert all(name.rstrip("…") in members for name in names if name != "No defence")
     before = [node.text for node in all_of(browser, "#front .advice")]
     one(browser, "[data-view='2']").click()

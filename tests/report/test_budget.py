@@ -1,4 +1,4 @@
-"""Quality against budget: which curves are shown, what they hold, and what is said of them."""
+"""Quality against budget: choice of curves, their points and the advice."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_real_attacks_have_a_curve_and_the_closed_form_has_none(tmp_path: Path) 
     assert learned.curve == ()
 
 
-def test_every_defence_shows_its_strongest_attacker_who_iterates() -> None:
+def test_chart_has_the_strongest_iterating_attack_of_every_defence() -> None:
     rows = [
         BARE,
         traced(3, 0.2, 0.3, final=0.31, attack="cdia", number=1),
@@ -61,23 +61,23 @@ def test_every_defence_shows_its_strongest_attacker_who_iterates() -> None:
     (chart,) = progress_charts(verdicts(rows))
     assert [(r.defence, r.attack) for r in chart.rows] == [("none", "ig"), ("dgp", "cdia")]
     assert chart.note.startswith("The strongest attack against dgp (learned) does not iterate")
-    (told,) = curves([chart], rows)
-    assert [line["series"] for line in told["lines"]] == [0, 1]
-    assert told["lines"][0]["points"][0]["lines"][0] == "after 50 iterations of 400"
-    assert told["lines"][0]["points"][-1]["lines"] == ["after 400 iterations", "mean SSIM 0.9 · 100% recovered"]
-    assert told["baseline"] == {"asr": 0.0, "ssim": 0.1}
+    (described,) = curves([chart], rows)
+    assert [line["series"] for line in described["lines"]] == [0, 1]
+    assert described["lines"][0]["points"][0]["lines"][0] == "after 50 iterations of 400"
+    assert described["lines"][0]["points"][-1]["lines"] == ["after 400 iterations", "mean SSIM 0.9 · 100% recovered"]
+    assert described["baseline"] == {"asr": 0.0, "ssim": 0.1}
 
 
 def test_settings_have_charts_of_their_own_and_colours_in_common() -> None:
     rows = [BARE, traced(3, 0.3, final=0.3), traced(3, 0.3, final=0.3, batch=4), row(1, model="resnet")]
-    found = progress_charts(verdicts(rows))
-    assert [len(chart.rows) for chart in found] == [2, 1]
-    assert curves(found, rows)[1]["lines"][0]["series"] == 1
+    both = progress_charts(verdicts(rows))
+    assert [len(chart.rows) for chart in both] == [2, 1]
+    assert curves(both, rows)[1]["lines"][0]["series"] == 1
     assert progress_charts(verdicts([row(3)])) == []
 
 
 @pytest.mark.parametrize(
-    ("halves", "said"),
+    ("halves", "expected"),
     [
         ((0.85, 0.25), "help without a defence (mean SSIM rose by 0.05 in the last doubling), but hardly against dgp."),
         (
@@ -90,11 +90,11 @@ def test_settings_have_charts_of_their_own_and_colours_in_common() -> None:
         ((None, 0.4), "More iterations would hardly help"),
     ],
 )
-def test_what_is_said_of_more_budget(halves: tuple[float | None, float], said: str) -> None:
+def test_advice_names_defences_whose_curves_rise(halves: tuple[float | None, float], expected: str) -> None:
     bare = traced(32, 0.2, halves[0], final=0.9, defence="none", simulated_client="naive", number=90)
     defended = traced(0, 0.2, halves[1], final=0.28 if halves[1] != 0.25 else 0.265)
     (chart,) = progress_charts(verdicts([bare, defended]))
-    assert said in chart.advice
+    assert expected in chart.advice
 
 
 def test_an_attack_that_is_stuck_needs_something_else_than_iterations() -> None:

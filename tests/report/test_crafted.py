@@ -45,9 +45,9 @@ def test_no_crafted_training_raises_anything_but_the_programs_own_errors(tmp_pat
 @pytest.mark.parametrize("kind", ["audit", "training"])
 def test_no_crafted_folder_is_resumed_with_anything_but_the_programs_own_errors(kind, tmp_path):
     folder = tmp_path / kind
-    told = open_setting(training_config(rounds=1))
+    setting = open_setting(training_config(rounds=1))
     outcomes: list[str] = []
-    resume = (lambda: execute(config(), folder)) if kind == "audit" else (lambda: trained(folder, told))
+    resume = (lambda: execute(config(), folder)) if kind == "audit" else (lambda: trained(folder, setting))
     resume()
     for _ in crafted(folder, 20, seed=1):
         try:

@@ -1,4 +1,4 @@
-"""The law of a Pareto front: no member is dominated, and whoever is no member is dominated by one."""
+"""The law of a Pareto front: no member is dominated, and a member dominates every other point."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ POINTS = st.integers(1, 4).flatmap(lambda n: st.lists(st.tuples(*[st.integers(0,
 
 
 @given(POINTS)
-def test_no_member_is_dominated_and_everybody_else_by_a_member(every: list[tuple[int, ...]]) -> None:
+def test_no_member_is_dominated_and_all_others_are_by_a_member(every: list[tuple[int, ...]]) -> None:
     members, beaten = front(every), dominators(every)
     assert sorted([*members, *beaten]) == list(range(len(every)))
     for place in members:

@@ -68,27 +68,27 @@ def test_seeds_are_pooled_and_the_strongest_is_bold():
     assert ", 0.60 |" in pruned
 
 
-def test_what_proves_nothing_is_marked_and_explained():
+def test_doubtful_attacks_are_marked_and_explained():
     short = {"objective": 0.5, "objective_initial": 1.0, "objective_truth": 0.01, "diverged": 0.0}
-    told = {"knowledge": {"send.noise": "known"}, "grants": ["send.noise: its true value"]}
-    table = lines(run(trial("dp", "ig", 0, health=short), trial("dp", "wiig", 4, **told), trial("dp", "cdia", 1)))
+    informed = {"knowledge": {"send.noise": "known"}, "grants": ["send.noise: its true value"]}
+    table = lines(run(trial("dp", "ig", 0, health=short), trial("dp", "wiig", 4, **informed), trial("dp", "cdia", 1)))
     row = next(line for line in table if line.startswith("| `dp`"))
     first, second, third = row.split("|")[3:6]
     assert "0%†" in first
     assert "100%‡" in second
-    assert "**25%**" in third, "who was told secrets is no threat"
+    assert "**25%**" in third, "an informed attack is no threat"
     assert table[-1].startswith("† the attack is under-optimised or suspect")
     assert "‡ knows secrets of the client" in table[-1]
 
 
-def test_who_changed_the_model_is_marked():
+def test_malicious_server_is_marked():
     both = run(trial("dp", "rob", 4, planted="an imprint block"), trial("dp", "cdia", 1))
     assert "| **100%**§ (" in lines(both)[4]
     assert lines(both)[-1].endswith("§ a malicious server, which changes the model that it sends.")
     assert "\\textbf{100\\%}$^\\S$" in as_latex(sheets(both))
 
 
-def test_what_failed_is_said_and_what_was_not_run_is_empty():
+def test_failed_entry_is_named_and_missing_entry_is_empty():
     broken = trial("dp", "ig", 0)
     broken = replace(broken, info={**broken.info, "failed": "out of memory"}, records=[])
     half = replace(broken, info={**broken.info, "defence": "none"})
@@ -132,7 +132,7 @@ def test_trials_of_other_images_or_weights_are_never_pooled():
     assert len(matrices([here, tested])) == 2
 
 
-def test_rates_above_different_thresholds_are_not_set_beside_each_other():
+def test_runs_with_different_thresholds_are_rejected():
     with pytest.raises(GradveilError, match=r"threshold: is 0.5 in a and 0.9 in b"):
         matrices([run(trial("none", "ig", 4)), run(trial("dp", "ig", 0, threshold=0.9), name="b")])
 

@@ -28,7 +28,7 @@ def test_report_lies_in_the_run_directory_for_its_owner_only(run: Path) -> None:
     assert [path.name for path in run.iterdir() if "tmp" in path.name] == []
 
 
-def test_report_goes_where_it_is_told(run: Path, tmp_path: Path) -> None:
+def test_report_is_written_to_out(run: Path, tmp_path: Path) -> None:
     assert write_report(run, tmp_path / "deep" / "page.html").read_text("utf-8").startswith("<!doctype html>")
 
 
@@ -42,9 +42,9 @@ def test_nothing_is_loaded_from_outside(run: Path) -> None:
     assert "default-src 'none'" in html
 
 
-def test_what_a_reader_must_find(run: Path, trials: list[dict[str, Any]]) -> None:
+def test_page_holds_every_required_text(run: Path, trials: list[dict[str, Any]]) -> None:
     text = read(audit_page(load_run(run))).text
-    for said in (
+    for expected in (
         "lenet-zhu on faces, one gradient of 1 image",
         "An honest-but-curious server",
         "Handed over besides: the true labels.",
@@ -66,7 +66,7 @@ def test_what_a_reader_must_find(run: Path, trials: list[dict[str, Any]]) -> Non
         "EPYC, 2 cores, cpu",
         "2025-06-01 09:30 UTC",
     ):
-        assert said in text, said
+        assert expected in text, expected
 
 
 def test_the_attack_with_the_highest_rate_stands_first(run: Path) -> None:
@@ -82,18 +82,18 @@ def test_the_attack_with_the_highest_rate_stands_first(run: Path) -> None:
     assert rates[0] > rates[-1]
 
 
-def test_the_union_is_said_where_it_is_more_than_the_strongest(tmp_path: Path, trials: list[dict[str, Any]]) -> None:
-    def told(place: Path, winners: tuple[int, int]) -> str:
+def test_union_is_shown_only_above_the_strongest_attack(tmp_path: Path, trials: list[dict[str, Any]]) -> None:
+    def text_of(place: Path, winners: tuple[int, int]) -> str:
         pair = copy.deepcopy([trial for trial in trials if trial["info"]["defence"] == CASES[2].text][:2])
         for trial, winner in zip(pair, winners, strict=True):
             for record in trial["records"]:
                 record["per_image"][0]["success"] = int(record["target_client"] == winner)
         return read(audit_page(load_run(write_run(place, pair)))).text
 
-    assert "Upper bound, not an attacker: at least one of the 2 attackers recovers 2 of 4" in told(
+    assert "Upper bound, not an attacker: at least one of the 2 attackers recovers 2 of 4" in text_of(
         tmp_path / "a", (0, 1)
     )
-    assert "Upper bound, not" not in told(tmp_path / "b", (1, 1))
+    assert "Upper bound, not" not in text_of(tmp_path / "b", (1, 1))
 
 
 def test_undefended_rows_need_no_attacker_in_brackets(run: Path) -> None:
@@ -105,11 +105,11 @@ def test_undefended_rows_need_no_attacker_in_brackets(run: Path) -> None:
 
 
 def test_every_grant_is_named(tmp_path: Path, trials: list[dict[str, Any]]) -> None:
-    told = copy.deepcopy(trials[:1])
+    granted = copy.deepcopy(trials[:1])
     names = [f"round{i}.step.noise.w" for i in range(1, 9)]
-    told[0]["info"]["secrets"] = names
-    told[0]["info"]["grants"] = ["targets: the true labels", *(f"{name}: its true value" for name in names)]
-    html = audit_page(load_run(write_run(tmp_path / "run", told)))
+    granted[0]["info"]["secrets"] = names
+    granted[0]["info"]["grants"] = ["targets: the true labels", *(f"{name}: its true value" for name in names)]
+    html = audit_page(load_run(write_run(tmp_path / "run", granted)))
     (table,) = re.findall(r'aria-label="Side information">(.*?)</table>', html, re.S)
     text = read(table).text
     assert "targets: the true labels 8 true values" in text
@@ -117,7 +117,7 @@ def test_every_grant_is_named(tmp_path: Path, trials: list[dict[str, Any]]) -> N
     assert "was told the true values of 8 random tensors or statistics" in read(html).text
 
 
-def test_a_budget_is_told_and_then_the_server_may_not_compute_for_ever(
+def test_page_with_a_budget_states_it_in_place_of_unlimited_time(
     tmp_path: Path, run: Path, trials: list[dict[str, Any]]
 ) -> None:
     limited = write_run(tmp_path / "limited", trials[:3], config={"budget": "2h"})
@@ -180,7 +180,7 @@ def test_every_foreign_text_is_escaped(tmp_path: Path, trials: list[dict[str, An
     assert EVIL in json.loads(data[1])["rows"][0]["defence"]
 
 
-def test_no_images_is_said(tmp_path: Path, trials: list[dict[str, Any]]) -> None:
+def test_page_without_images_has_a_note(tmp_path: Path, trials: list[dict[str, Any]]) -> None:
     html = audit_page(load_run(write_run(tmp_path / "run", trials[:3], images=False)))
     assert "This run kept no images" in read(html).text
     assert "<img" not in html
@@ -242,13 +242,13 @@ def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_bound_stands_beside_the_measured_error(tmp_path: Path, trials: list[dict[str, Any]]) -> None:
-    own = copy.deepcopy(trials)
-    for trial in own:
+def test_bound_is_shown_next_to_the_measured_error(tmp_path: Path, trials: list[dict[str, Any]]) -> None:
+    bounded = copy.deepcopy(trials)
+    for trial in bounded:
         noisy = trial["info"]["defence"].startswith("gaussian")
         trial["info"]["bound"] = {"mse": 0.0123, "prior": 0.07, "by": "Cramér-Rao"} if noisy else None
         trial["info"]["unbounded"] = None if noisy else "no noise is added <at all>"
-    html = audit_page(load_run(write_run(tmp_path / "run", own)))
+    html = audit_page(load_run(write_run(tmp_path / "run", bounded)))
     seen = 0
     for article in re.findall(r'<article class="verdict.*?</article>', html, re.S):
         noisy = "gaussian(std=0.01)</h3>" in article
@@ -258,12 +258,12 @@ def test_the_bound_stands_beside_the_measured_error(tmp_path: Path, trials: list
             assert values[9] == ("0.0123" if noisy else '<span title="no noise is added &lt;at all&gt;">–</span>')
             seen += 1
         assert ("<small>bound 0.0123</small>" in article) == noisy
-    assert seen == len(own)
+    assert seen == len(bounded)
     (table,) = re.findall(r'<section id="table".*?</section>', html, re.S)
     keys = re.findall(r'data-key="([^"]*)"', table)
     assert keys.index("mse_bound") == keys.index("mse") + 1
     bound = [re.findall(r"<td[^>]*>(.*?)</td>", line)[keys.index("mse_bound")] for line in table.split("<tr>")[2:]]
-    noisy = [trial["info"]["defence"].startswith("gaussian") for trial in own]
+    noisy = [trial["info"]["defence"].startswith("gaussian") for trial in bounded]
     assert sorted(each == "0.0123" for each in bound) == sorted(noisy)
     assert "No MSE bound: <b>No defence, clip(norm=1.0), prune(ratio=0.9)" in table
     assert "and precode(k=64)</b>, no noise is added &lt;at all&gt;." in table

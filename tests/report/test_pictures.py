@@ -53,11 +53,11 @@ def rows(batch: int = 1) -> list[Row]:
 
 def test_pairs_show_the_worst_leak_first_with_its_own_tile_and_score() -> None:
     played = rows(batch=2)
-    found = pairs(played, Album())
-    similarities = [pair["ssim"] for pair in found]
+    listed = pairs(played, Album())
+    similarities = [pair["ssim"] for pair in listed]
     assert similarities == sorted(similarities, reverse=True)
-    assert len(found) == 24
-    for pair in found:
+    assert len(listed) == 24
+    for pair in listed:
         target_client, place = divmod(pair["tile"], 2)
         record = played[pair["row"]].trial.records[target_client]
         assert pair["ssim"] == record["per_image"][place]["ssim"]
@@ -68,10 +68,10 @@ def test_pairs_show_the_worst_leak_first_with_its_own_tile_and_score() -> None:
 def test_truths_are_shared_and_transformed_truths_are_shown() -> None:
     played = rows()
     album = Album()
-    found = pairs(played, album)
-    assert len({pair["truth"] for pair in found}) == 1
+    listed = pairs(played, album)
+    assert len({pair["truth"] for pair in listed}) == 1
     assert len(album.sheets) == 4
-    assert {pair["trained"] for pair in found} == {None}
+    assert {pair["trained"] for pair in listed} == {None}
     kept = dict(played[0].trial.kept)
     changed = Row(
         0, Trial(played[0].trial.info, played[0].trial.records, None, kept | {"truth_transformed": 1 - kept["truth"]})

@@ -39,9 +39,9 @@ SENTENCE = (
 )
 
 
-def printed(found: Findings, **options: bool) -> str:
+def printed(findings: Findings, **options: bool) -> str:
     out = Console(file=io.StringIO(), width=160, color_system=None)
-    print_outcome(out, found, {}, **options)
+    print_outcome(out, findings, {}, **options)
     assert isinstance(out.file, io.StringIO)
     return out.file.getvalue()
 
@@ -85,10 +85,14 @@ def test_every_surface_shows_the_same_verdicts(folder: Path, capsys: pytest.Capt
     assert all(LEVELS[level][0].upper() in lines[name] for name, level in levels.items())
 
     assert command(["summary", str(folder), "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert (told["schema"], told["verdict"]) == ("gradveil.summary/1", SENTENCE)
-    assert {entry["defence"]: entry["verdict"] for entry in told["settings"] if entry["defence"] != "none"} == levels
-    assert {trial["defence"]: trial["verdict"] for trial in told["trials"] if trial["defence"] != "none"} == levels
+    printed_json = json.loads(capsys.readouterr().out)
+    assert (printed_json["schema"], printed_json["verdict"]) == ("gradveil.summary/1", SENTENCE)
+    assert {
+        entry["defence"]: entry["verdict"] for entry in printed_json["settings"] if entry["defence"] != "none"
+    } == levels
+    assert {
+        trial["defence"]: trial["verdict"] for trial in printed_json["trials"] if trial["defence"] != "none"
+    } == levels
 
     assert command(["summary", str(folder), "--csv", "-"]) == 0
     table = csv.DictReader(io.StringIO(capsys.readouterr().out))
@@ -152,13 +156,13 @@ def test_settings_hold_the_numbers_of_the_table() -> None:
 
 
 def test_the_table_has_a_row_per_defence_and_all_trials_on_demand() -> None:
-    found = of(BARE, row(3), row(20, attack="cdia"))
-    short, every = printed(found), printed(found, every=True)
+    findings = of(BARE, row(3), row(20, attack="cdia"))
+    short, every = printed(findings), printed(findings, every=True)
     assert sum(line.startswith("dgp ") for line in short.splitlines()) == 1
     assert "cdia [adaptive]" in short
     assert sum(line.startswith("dgp ") for line in every.splitlines()) == 3
     assert "Baseline:" not in short
-    assert "Baseline: the share of identifiable images" in printed(found, explain=True)
+    assert "Baseline: the share of identifiable images" in printed(findings, explain=True)
     assert short.splitlines()[-1] == "Definitions: --explain. Every trial: --all."
 
 
@@ -167,25 +171,25 @@ def test_the_control_is_a_line_and_no_row_and_never_judged() -> None:
     shown = printed(of(row(0), control))
     assert "Control: ig recovers 8 of 8 without a defence." in shown
     assert not any(line.startswith("none") for line in shown.splitlines())
-    found = of(row(0), control)
-    assert [(verdict.defence, verdict.level) for verdict in found.verdicts] == [("dgp", "not broken")]
-    assert [trial["verdict"] for trial in found.trials] == ["not broken", None]
+    findings = of(row(0), control)
+    assert [(verdict.defence, verdict.level) for verdict in findings.verdicts] == [("dgp", "not broken")]
+    assert [trial["verdict"] for trial in findings.trials] == ["not broken", None]
     assert of(row(0)).verdicts[0].level == "inconclusive"
     failed = Row(0, Trial({**control.info, "failed": "broke"}, []))
     assert "Control: ig failed without a defence." in printed(of(row(0), failed))
 
 
-def test_a_defence_that_nobody_scored_is_in_the_table_with_its_reason() -> None:
+def test_defence_without_scores_is_in_the_table_with_its_reason() -> None:
     failed = Row(0, Trial({**row(0, defence="dp").info, "failed": "out of memory"}, []))
-    found = of(BARE, row(0), failed)
-    assert "dp: not tested. Ig failed: out of memory." in printed(found)
-    assert found.settings[-1]["verdict"] == "not tested"
-    assert found.settings[-1]["images"] is None
+    findings = of(BARE, row(0), failed)
+    assert "dp: not tested. Ig failed: out of memory." in printed(findings)
+    assert findings.settings[-1]["verdict"] == "not tested"
+    assert findings.settings[-1]["images"] is None
     unfit = Row(0, Trial({**failed.info, "unfit": True}, []))
     assert "No attack of this run applies to it: add --attack adaptive." in printed(of(BARE, unfit))
 
 
-def test_the_scope_names_what_was_not_tried() -> None:
+def test_scope_names_untested_settings() -> None:
     line = next(line for line in printed(of(BARE, row(0, **NAIVE))).splitlines() if line.startswith("Scope"))
     assert line.startswith("Scope: reconstruction of images, no other data and no inference")
     text = " ".join(printed(of(row(0, **NAIVE))).split())
@@ -203,7 +207,7 @@ def test_sentences_of_runs_without_a_defence_or_a_result() -> None:
     )
 
 
-def test_what_a_batch_defence_trained_on_counts_on_every_surface() -> None:
+def test_transformed_images_count_on_every_surface() -> None:
     mixed = row(0, defence="ats")
     for record in mixed.trial.records[:30]:
         record["per_image"][0] |= {"success_transformed": 1, "identified_transformed": True}
@@ -211,11 +215,11 @@ def test_what_a_batch_defence_trained_on_counts_on_every_surface() -> None:
         record["per_image"][0] |= {"success_transformed": 0, "identified_transformed": False}
     for record in mixed.trial.records:
         record["per_image"][0]["expected_transformed"] = {"recovered": 0.01, "identified": 0.01}
-    found = of(BARE, mixed)
-    (line,) = trained_on(found)
+    findings = of(BARE, mixed)
+    (line,) = trained_on(findings)
     assert line.startswith("ats: 30 of 32 images recovered as the client trained on them (ig)")
-    assert line in printed(found)
-    entry = found.settings[-1]
+    assert line in printed(findings)
+    entry = findings.settings[-1]
     assert (entry["verdict"], entry["recovered"], entry["recovered_as_trained_on"]) == ("broken", 0, 30)
-    assert found.trials[-1]["identified_as_trained_on"] == 30
-    assert found.settings[0]["recovered_as_trained_on"] is None
+    assert findings.trials[-1]["identified_as_trained_on"] == 30
+    assert findings.settings[0]["recovered_as_trained_on"] is None

@@ -40,16 +40,16 @@ def copied(whole: Path, folder: Path) -> Path:
 
 
 def summaries(folder: Path) -> list[dict[str, Any]]:
-    return [dict(told) for _, told in load_training(folder).trials if told is not None]
+    return [dict(summary) for _, summary in load_training(folder).trials if summary is not None]
 
 
 def test_costs_are_means_over_the_seeds_and_differences_within_them(whole: Path) -> None:
     bare, private, sparse, lost = group_trainings(load_training(whole).trials)
     rows = summaries(whole)
-    own = {row["seed"]: row["accuracy"] for row in rows if row["defence"] == DP}
-    base = {row["seed"]: row["accuracy"] for row in rows if row["defence"] == "none"}
-    assert private.differences == [own[seed] - base[seed] for seed in (0, 1)]
-    assert private.mean("accuracy") == pytest.approx(sum(own.values()) / 2)
+    private_accuracy = {row["seed"]: row["accuracy"] for row in rows if row["defence"] == DP}
+    undefended_accuracy = {row["seed"]: row["accuracy"] for row in rows if row["defence"] == "none"}
+    assert private.differences == [private_accuracy[seed] - undefended_accuracy[seed] for seed in (0, 1)]
+    assert private.mean("accuracy") == pytest.approx(sum(private_accuracy.values()) / 2)
     assert bare.differences == []
     points = [point for row in rows if row["defence"] == TOPK for point in row["curve"]]
     assert sparse.total("bytes_up") == pytest.approx(sum(point["bytes_up"] for point in points) / 2)
@@ -58,17 +58,17 @@ def test_costs_are_means_over_the_seeds_and_differences_within_them(whole: Path)
     assert bare.statuses == [("not broken", "2 finished")]
 
 
-def test_what_diverged_has_no_record_to_its_name(whole: Path) -> None:
+def test_diverged_training_is_never_the_best(whole: Path) -> None:
     """It sent no bytes at all, since nothing of it was finite."""
-    found = {card["label"]: card["detail"] for card in context(load_training(whole))["cards"]}
-    assert found["Fewest bytes sent per round"].startswith(TOPK)
-    assert found["Most accurate defence"].startswith((TOPK, DP))
+    details = {card["label"]: card["detail"] for card in context(load_training(whole))["cards"]}
+    assert details["Fewest bytes sent per round"].startswith(TOPK)
+    assert details["Most accurate defence"].startswith((TOPK, DP))
 
 
-def test_what_a_reader_must_find(whole: Path) -> None:
+def test_page_holds_every_required_text(whole: Path) -> None:
     html = training_page(whole)
     text = read(html).text
-    for said in (
+    for expected in (
         "Federated training train-digits lenet-zhu on digits: 3 clients, 1 local epoch of adam, 16 images per step",
         "mean and standard deviation over 2 seeds",
         "✓ 2 finished",
@@ -78,7 +78,7 @@ def test_what_a_reader_must_find(whole: Path) -> None:
         "gradveil train digits",
         "those with the lowest validation loss",
     ):
-        assert said in text, said
+        assert expected in text, expected
     assert re.search(r"epsilon [\d.]+ of each example", text)
     assert "images kept apart for validation" not in text
 
@@ -119,26 +119,32 @@ def test_curves_are_those_of_the_records(whole: Path) -> None:
     assert first["accuracy"] == pytest.approx(last["accuracy"])
 
 
-def test_both_csvs_hold_what_the_files_say(whole: Path) -> None:
+def test_both_csvs_agree_with_the_files(whole: Path) -> None:
     rows, rounds = csv_of(whole, 0), csv_of(whole, 1)
     assert [(row["defence"], row["seed"]) for row in rows] == [
         (defence, seed) for seed in ("0", "1") for defence in ("none", DP, TOPK, LOST)
     ]
-    for row, told in zip(rows, summaries(whole), strict=True):
-        assert float(row["accuracy"]) == told["accuracy"]
-        assert int(row["total_bytes_up"]) == sum(point["bytes_up"] for point in told["curve"])
-        mine = [one for one in rounds if (one["defence"], one["seed"]) == (row["defence"], row["seed"])]
-        assert [float(one["accuracy"]) for one in mine] == [point["accuracy"] for point in told["curve"]]
+    for row, summary in zip(rows, summaries(whole), strict=True):
+        assert float(row["accuracy"]) == summary["accuracy"]
+        assert int(row["total_bytes_up"]) == sum(point["bytes_up"] for point in summary["curve"])
+        points = [
+            point_row
+            for point_row in rounds
+            if (point_row["defence"], point_row["seed"]) == (row["defence"], row["seed"])
+        ]
+        assert [float(point_row["accuracy"]) for point_row in points] == [
+            point["accuracy"] for point in summary["curve"]
+        ]
         # What is lost came to no number, and was left out.
-        assert {(one["answered"], one["refused"]) for one in mine} == {
+        assert {(point_row["answered"], point_row["refused"]) for point_row in points} == {
             ("0", "3") if row["defence"] == LOST else ("3", "0")
         }
 
 
 def test_failed_and_missing_trainings_are_statuses_and_no_gaps(whole: Path, tmp_path: Path) -> None:
     folder = copied(whole, tmp_path / "run")
-    told = {(trial.title, trial.seed): trial for trial in trials(load_training(folder).config)}
-    broken, gone, other = told[DP, 0], told[TOPK, 0], told[TOPK, 1]
+    by_name = {(trial.title, trial.seed): trial for trial in trials(load_training(folder).config)}
+    broken, gone, other = by_name[DP, 0], by_name[TOPK, 0], by_name[TOPK, 1]
     (folder / "trials" / f"{broken.id}.json").write_text(json.dumps(failure(broken, "RuntimeError: out of memory")))
     for trial in (gone, other):
         (folder / "trials" / f"{trial.id}.json").unlink()
@@ -183,14 +189,14 @@ def test_one_file_that_loads_nothing_for_its_owner_only(whole: Path, tmp_path: P
     assert "http" + "s://" not in html
 
 
-def test_the_command_writes_it_and_training_goes_on_beside_it(tmp_path: Path, capsys: Any) -> None:
+def test_command_writes_the_page_and_training_continues(tmp_path: Path, capsys: Any) -> None:
     folder = trained(tmp_path / "run", defences=["none"], rounds=1)
     assert command(["report", str(folder)]) == 0
     assert "report.html" in capsys.readouterr().out
     created = json.loads((folder / "train.json").read_text())["created"]
     trained(folder, defences=["none"], rounds=2)
     assert load_training(folder).info["created"] == created
-    assert [told["rounds"] for told in summaries(folder)] == [2]
+    assert [summary["rounds"] for summary in summaries(folder)] == [2]
 
 
 def test_every_foreign_text_is_escaped(whole: Path, tmp_path: Path) -> None:
@@ -205,25 +211,25 @@ def test_every_foreign_text_is_escaped(whole: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("file", "change", "said"),
+    ("file", "change", "key"),
     [
         ("train.json", {"config": {}}, "config.rounds"),
         ("trials/none-*.json", {"curve": [{}]}, "curve.0.number"),
         ("trials/none-*.json", {"accuracy": "high"}, "accuracy"),
     ],
 )
-def test_damaged_files_are_named(whole: Path, tmp_path: Path, file: str, change: dict[str, Any], said: str) -> None:
+def test_damaged_files_are_named(whole: Path, tmp_path: Path, file: str, change: dict[str, Any], key: str) -> None:
     folder = copied(whole, tmp_path / "run")
     damaged = next(folder.glob(file))
     damaged.write_text(json.dumps(json.loads(damaged.read_text()) | change))
-    with pytest.raises(GradveilError, match=re.escape(said)) as caught:
+    with pytest.raises(GradveilError, match=re.escape(key)) as caught:
         write_report(folder)
     assert damaged.name in str(caught.value)
 
 
-def test_what_an_earlier_version_wrote_has_no_proof(whole: Path, tmp_path: Path) -> None:
+def test_training_of_an_earlier_version_has_no_guarantee(whole: Path, tmp_path: Path) -> None:
     folder = copied(whole, tmp_path / "run")
     for file in (folder / "trials").iterdir():
-        told = json.loads(file.read_text())
-        file.write_text(json.dumps({k: v for k, v in told.items() if k not in ("guarantee", "epsilon", "delta")}))
+        summary = json.loads(file.read_text())
+        file.write_text(json.dumps({k: v for k, v in summary.items() if k not in ("guarantee", "epsilon", "delta")}))
     assert "No training reports a guarantee" in read(training_page(folder)).text

@@ -40,8 +40,8 @@ def of(*folders: Path) -> list[TrainingTable]:
 
 
 def accuracies(*folders: Path) -> dict[tuple[str, int], float]:
-    found = [told for folder in folders for _, told in load_training(folder).trials if told is not None]
-    return {(told["defence"], told["seed"]): told["accuracy"] for told in found}
+    summaries = [summary for folder in folders for _, summary in load_training(folder).trials if summary is not None]
+    return {(summary["defence"], summary["seed"]): summary["accuracy"] for summary in summaries}
 
 
 def test_runs_with_other_seeds_make_one_table(runs: tuple[Path, Path]):
@@ -77,10 +77,10 @@ def test_two_answers_to_one_question_are_refused(runs: tuple[Path, Path], tmp_pa
     assert [len(kind.trials) for kind in table.groups] == [1, 1], "what one run left undone, the other did"
 
 
-def test_other_settings_make_another_table_whose_title_tells_it_apart(runs: tuple[Path, Path], tmp_path: Path):
+def test_other_settings_make_another_table_with_a_distinct_title(runs: tuple[Path, Path], tmp_path: Path):
     slow = trained(tmp_path / "slow", "local.lr=0.0001")
-    found = [table.title.partition(" (")[2] for table in of(runs[0], slow)]
-    assert found == ["local.lr = 0.001)", "local.lr = 0.0001)"]
+    differences = [table.title.partition(" (")[2] for table in of(runs[0], slow)]
+    assert differences == ["local.lr = 0.001)", "local.lr = 0.0001)"]
     other = trained(tmp_path / "other", "clients=2")
     assert [table.title.partition(": ")[2][:9] for table in of(runs[0], other)] == ["3 clients", "2 clients"]
 
@@ -104,8 +104,8 @@ def test_the_command_sums_trainings_up(runs: tuple[Path, Path], tmp_path: Path, 
     assert [row["round"] for row in points] == [*2 * ["1", "2"], *3 * ["1", "2", "3"]]
     assert (tmp_path / "t.md").read_text().startswith("lenet-zhu on digits")
     assert command(["summary", folders[0], "--json"]) == 0
-    told: list[dict[str, Any]] = json.loads(capsys.readouterr().out)
-    assert [(row["defence"], len(row["curve"])) for row in told] == [("none", 2), (DP, 2)]
+    summaries: list[dict[str, Any]] = json.loads(capsys.readouterr().out)
+    assert [(row["defence"], len(row["curve"])) for row in summaries] == [("none", 2), (DP, 2)]
 
 
 def test_weights_from_other_files_of_one_name_make_other_tables(runs: tuple[Path, Path], tmp_path: Path):
@@ -120,16 +120,16 @@ def test_weights_from_other_files_of_one_name_make_other_tables(runs: tuple[Path
     (table,) = of(*same)
     assert table.seeds == 2
     other = started(runs[1], 64 * "b", "other")
-    found = [table.title.partition(" (")[2] for table in of(same[0], other)]
-    assert found == [f'initial weights = "{12 * letter}")' for letter in "ab"]
+    differences = [table.title.partition(" (")[2] for table in of(same[0], other)]
+    assert differences == [f'initial weights = "{12 * letter}")' for letter in "ab"]
 
 
 def test_settings_that_only_a_later_run_has_tell_it_apart(runs: tuple[Path, Path], tmp_path: Path):
     other = shutil.copytree(runs[1], tmp_path / "other")
     config = json.loads((other / "train.json").read_text())["config"]
     changed(other / "train.json", config={**config, "model": {**config["model"], "options": {"width": 2}}})
-    found = [table.title.partition(" (")[2] for table in of(runs[0], other)]
-    assert found == ["model.options.width = null)", "model.options.width = 2)"]
+    differences = [table.title.partition(" (")[2] for table in of(runs[0], other)]
+    assert differences == ["model.options.width = null)", "model.options.width = 2)"]
 
 
 def test_epsilons_of_other_deltas_are_no_table(runs: tuple[Path, Path], tmp_path: Path):
@@ -144,7 +144,7 @@ def test_epsilons_of_other_deltas_are_no_table(runs: tuple[Path, Path], tmp_path
     assert "delta" not in bare.caption()
 
 
-def test_own_code_that_changed_between_trials_is_told(runs: tuple[Path, Path], tmp_path: Path, capsys: Any):
+def test_custom_code_that_changed_between_trials_is_warned_of(runs: tuple[Path, Path], tmp_path: Path, capsys: Any):
     copies = [shutil.copytree(folder, tmp_path / folder.name) for folder in runs]
     for folder, version in zip(copies, "ab", strict=True):
         for file in (folder / "trials").glob("dp*.json"):
@@ -161,19 +161,23 @@ def test_a_defence_is_one_however_it_was_written(runs: tuple[Path, Path], tmp_pa
     assert [(kind.name, len(kind.completed)) for kind in table.groups] == [("none", 2), ("dp(clip=1, sigma=2)", 2)]
 
 
-def test_a_difference_is_to_a_training_as_long_and_says_of_how_many_seeds():
-    def told(seed: int, rounds: int, accuracy: float, status: str = "finished") -> TrainingSummary:
+def test_difference_is_to_a_training_of_equal_length_with_its_seeds():
+    def summary(seed: int, rounds: int, accuracy: float, status: str = "finished") -> TrainingSummary:
         return {"seed": seed, "rounds": rounds, "accuracy": accuracy, "status": status}
 
-    bare = [told(0, 2, 0.5), told(1, 3, 0.5), told(3, 2, 0.4)]
-    own = [told(0, 2, 0.4), told(1, 2, 0.1), told(2, 2, 0.1), told(3, 1, 0.1, "diverged")]
-    trials = [(TrainingTrial(name, one["seed"]), one) for name, some in (("none", bare), ("dp", own)) for one in some]
+    undefended = [summary(0, 2, 0.5), summary(1, 3, 0.5), summary(3, 2, 0.4)]
+    private_trainings = [summary(0, 2, 0.4), summary(1, 2, 0.1), summary(2, 2, 0.1), summary(3, 1, 0.1, "diverged")]
+    trials = [
+        (TrainingTrial(name, each["seed"]), each)
+        for name, some in (("none", undefended), ("dp", private_trainings))
+        for each in some
+    ]
     none, private = group_trainings(trials)
     assert private.differences == pytest.approx([-0.1, -0.3])
     assert (difference_text(none), compared_seeds_text(none), compared_seeds_text(private)) == ("", "", " (2 seeds)")
 
 
-def test_what_is_no_run_is_told_as_such(runs: tuple[Path, Path], tmp_path: Path, capsys: Any):
+def test_folder_without_a_run_is_rejected(runs: tuple[Path, Path], tmp_path: Path, capsys: Any):
     gone = tmp_path / "gone"
     assert command(["summary", str(runs[0]), str(gone)]) == 2
     assert f"{gone}: is no training (it has no train.json)" in capsys.readouterr().err
@@ -186,13 +190,13 @@ def test_defences_with_brackets_and_bars_are_shown_as_written(runs: tuple[Path, 
     sheet = PaperTable("", [PlacedText("defence")], [[PlacedText(name, code=True)]])
     assert "`my.defences:noise(layers='[a-z]\\|[/b]')`" in as_markdown([sheet])
     assert "[a-z]\\textbar{}[/b]" in as_latex([sheet])
-    own = shutil.copytree(runs[0], tmp_path / "own")
-    config = json.loads((own / "train.json").read_text())["config"]
-    changed(own / "train.json", config={**config, "defences": ["none", name]})
-    file = own / "trials" / f"{TrainingTrial(name, 0).id}.json"
-    next((own / "trials").glob("dp*.json")).rename(file)
+    custom = shutil.copytree(runs[0], tmp_path / "own")
+    config = json.loads((custom / "train.json").read_text())["config"]
+    changed(custom / "train.json", config={**config, "defences": ["none", name]})
+    file = custom / "trials" / f"{TrainingTrial(name, 0).id}.json"
+    next((custom / "trials").glob("dp*.json")).rename(file)
     changed(file, defence=name)
-    assert command(["summary", str(own)]) == 0
+    assert command(["summary", str(custom)]) == 0
     shown = capsys.readouterr().out
     assert f"Proven of {name}" in " ".join(shown.split())
 
@@ -202,7 +206,9 @@ def test_no_number_is_folded_and_no_defence_cut_off(runs: tuple[Path, Path], mon
     monkeypatch.setenv("COLUMNS", "40")
     console = Console(width=wide().width, color_system=None, markup=False)
     config = [
-        (replace(trial, defence=trial.defence * 3), told) for run in runs for trial, told in load_training(run).trials
+        (replace(trial, defence=trial.defence * 3), summary)
+        for run in runs
+        for trial, summary in load_training(run).trials
     ]
     with console.capture() as captured:
         console.print(table(group_trainings(config)))
@@ -222,31 +228,33 @@ def test_audits_and_trainings_are_not_summed_up_together(runs: tuple[Path, Path]
     assert "has no rounds of a training" in capsys.readouterr().err
 
 
-def test_of_several_seeds_the_largest_epsilon_is_told():
+def test_group_reports_the_largest_epsilon_of_its_seeds():
     row = {"status": "finished", "delta": 1e-5}
-    told = [{**row, "guarantee": f"epsilon {e}", "epsilon": {"example": e}} for e in (1.0, 3.0, 2.0)]
+    summaries = [{**row, "guarantee": f"epsilon {e}", "epsilon": {"example": e}} for e in (1.0, 3.0, 2.0)]
     failed = {"status": "failed", "guarantee": None, "epsilon": {}}
-    (kind,) = group_trainings([(TrainingTrial("dp", seed), one) for seed, one in enumerate([failed, *told])])
-    assert kind.worst == told[1]
+    (kind,) = group_trainings([(TrainingTrial("dp", seed), each) for seed, each in enumerate([failed, *summaries])])
+    assert kind.worst == summaries[1]
     (lost,) = group_trainings([(TrainingTrial("dp", 0), failed)])
     assert lost.worst is None
 
 
-def test_what_has_learnt_nothing_is_told_before_anybody_compares_it(tmp_path: Path):
-    def one(defence: str, right: float, seeds: int = 1) -> Trials:
-        told = {"status": "finished", "tested": 100, "constant": 0.15, "accuracy": right}
-        return [(TrainingTrial(defence, seed), told) for seed in range(seeds)]
+def test_training_without_progress_is_reported(tmp_path: Path):
+    def trials_of(defence: str, right: float, seeds: int = 1) -> Trials:
+        summary = {"status": "finished", "tested": 100, "constant": 0.15, "accuracy": right}
+        return [(TrainingTrial(defence, seed), summary) for seed in range(seeds)]
 
     by_chance = "none and dp classified no more images correctly than one class for all does (15%)"
-    assert no_progress(group_trainings([*one("none", 0.22), *one("dp", 0.1), *one("cvb", 0.23)])).startswith(by_chance)
-    assert no_progress(group_trainings([*one("none", 0.22, seeds=3)])) == "", "three times as many images"
-    assert no_progress(group_trainings([*one("none", 0.5), *one("dp", 0.1)])).endswith(
+    assert no_progress(
+        group_trainings([*trials_of("none", 0.22), *trials_of("dp", 0.1), *trials_of("cvb", 0.23)])
+    ).startswith(by_chance)
+    assert no_progress(group_trainings([*trials_of("none", 0.22, seeds=3)])) == "", "three times as many images"
+    assert no_progress(group_trainings([*trials_of("none", 0.5), *trials_of("dp", 0.1)])).endswith(
         "does (15%): no training progress yet."
     )
     still = trained(tmp_path / "still", "local.lr=1e-9", defences=["none"])
-    ((_, told),) = load_training(still).trials
+    ((_, summary),) = load_training(still).trials
     (table,) = of(still)
-    assert told is not None
-    assert (told["tested"], told["constant"]) == (40, 6 / 40)
+    assert summary is not None
+    assert (summary["tested"], summary["constant"]) == (40, 6 / 40)
     assert table.caption().endswith(no_progress(table.groups))
     assert no_progress(table.groups) in training_page(still)

@@ -1,4 +1,4 @@
-"""Trainings that are not done: what is there is summed up, and how to go on is told."""
+"""Unfinished trainings: finished trials are summarised, with the command to continue."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.report.trainings import DP, FEW, TOPK, changed
 pytest.importorskip("dp_accounting", reason="the environment is older than pyproject.toml: make")
 
 
-def test_what_is_not_done_yet_is_told_with_the_command(runs: tuple[Path, Path], tmp_path: Path, capsys: Any):
+def test_unfinished_run_is_reported_with_its_command(runs: tuple[Path, Path], tmp_path: Path, capsys: Any):
     half = shutil.copytree(runs[0], tmp_path / "half")
     first, *rest = sorted((half / "trials").glob("*.json"))
     first.unlink()
@@ -34,7 +34,7 @@ def test_what_is_not_done_yet_is_told_with_the_command(runs: tuple[Path, Path], 
     assert capsys.readouterr().out == ""
 
 
-def test_what_goes_on_never_removes_what_is_there(
+def test_command_to_continue_never_removes_results(
     runs: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
     half = shutil.copytree(runs[0], tmp_path / "half")

@@ -15,9 +15,9 @@ DP, TOPK, LOST = "dp(clip=1, sigma=2)", "topk(0.1)", "gaussian(1e38)"
 
 
 def trained(folder: Path, *settings: str, **overrides: Any) -> Path:
-    told = open_setting(read_training("digits", {"rounds": 2, **overrides}, [*FEW, *settings]))
-    with opened(folder, describe(told.config, "gradveil train digits")):
-        run(told, folder, lambda trial, record, status: None)
+    setting = open_setting(read_training("digits", {"rounds": 2, **overrides}, [*FEW, *settings]))
+    with opened(folder, describe(setting.config, "gradveil train digits")):
+        run(setting, folder, lambda trial, record, status: None)
     return folder
 
 

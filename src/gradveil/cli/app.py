@@ -1,4 +1,4 @@
-"""The application: its commands, its exit codes, and what a user sees of an error."""
+"""The application: commands, exit codes and error messages."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ app = typer.Typer(
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-"""The commands; `run` calls it and turns errors into messages and exit codes."""
+"""The commands. `run` calls it and turns errors into messages and exit codes."""
 
 
 def _examples(*commands: str) -> str:
-    """Write the end of a help page: a blank line becomes a new line there."""
+    """Return the examples at the end of a help page, where a blank line becomes a new line."""
     return "[bold]Examples[/bold]\n\n" + "\n\n".join(f"  {command}" for command in commands)
 
 
@@ -113,9 +113,9 @@ def _version(wanted: bool) -> None:
 
 
 @app.callback(
-    epilog="Exit codes: 0 done; 1 check found problems, a trial failed, --fail-above could not be judged, summary "
-    "found no finished trial, or search nothing better than no defence; 2 wrong use; 3 --fail-above was exceeded; 130 "
-    "interrupted."
+    epilog="Exit codes: 0 done; 1 check found problems, a trial failed, --fail-above has no result, "
+    "summary has no finished trial, or search has nothing better than no defence; 2 wrong use; 3 --fail-above was "
+    "exceeded; 130 interrupted."
 )
 def options(
     debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
@@ -123,7 +123,7 @@ def options(
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and exit.")
     ] = False,
 ) -> None:
-    """Find out what an attacker can reconstruct from federated learning updates, and which defence stops it.
+    """Measure what an attacker can reconstruct from federated learning updates, and which defence stops it.
 
     Start with [bold]gradveil audit faces[/bold]: it attacks bundled images and writes a report.
     """
@@ -156,7 +156,7 @@ def run(arguments: list[str], debug: bool = False) -> int:
         typer.echo("Interrupted.", err=True)
         return INTERRUPTED
     except BrokenPipeError:
-        # The reader (`head`, say) has gone; Python would complain once more when it flushes at exit.
+        # The reader (`head`, for example) has ended; Python would report it again at the flush on exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
 
@@ -169,6 +169,6 @@ def _show(error: GradveilError) -> None:
     count = len(error.problems)
     console.print(Text(f"{count} problem{'s' if count > 1 else ''}:", style="bold red"))
     for problem in error.problems:
-        what = problem.what.rstrip().replace("\n", "\n    ")
-        console.print(Text.assemble("  ", (problem.where, "bold"), f": {what}"))
+        text = problem.what.rstrip().replace("\n", "\n    ")
+        console.print(Text.assemble("  ", (problem.where, "bold"), f": {text}"))
         console.print(Text(f"    -> {problem.remedy}", style="green"))

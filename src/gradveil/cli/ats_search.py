@@ -1,4 +1,4 @@
-"""What `gradveil search ats` does and prints: score, look again, say what the best are worth."""
+"""The search of `gradveil search ats`: score policies, score the best again, and print them."""
 
 from __future__ import annotations
 
@@ -41,39 +41,39 @@ from gradveil.tune.ats_policies import search as score
 
 _MEANING = (
     "privacy: how much gradients on the way from noise to the transformed image resemble those to match, from 0 to 1; "
-    "lower is better. again: the same on other images and draws, since the best of many are also the luckiest of many. "
-    "utility: how well an untrained network tells the transformed images apart; higher is better.",
-    "Both are proxies. Nobody was attacked: an attacker who knows the policy may undo it, which no score foresees. "
-    "`gradveil audit` measures what comes back, `gradveil train` what it costs in accuracy.",
+    "lower is better. again: the same on other images and draws, because the best of many are partly lucky. "
+    "utility: how well an untrained network separates the transformed images; higher is better.",
+    "Both are proxies without an attack: an attacker who knows the policy may undo it, which no score measures. "
+    "`gradveil audit` measures what attackers recover, `gradveil train` the cost in accuracy.",
 )
 
 
-def show(found: Mapping[str, Any], run: Sequence[str], weights: str | None, file: Path) -> None:
-    """Print the best policies beside the controls, and say plainly what they are worth. `run` are a command's words."""
+def show(result: Mapping[str, Any], run: Sequence[str], weights: str | None, file: Path) -> None:
+    """Print the best policies and the controls, with their meaning. `run` holds the words of the command."""
     console = Console(width=None if sys.stdout.isatty() else 120, highlight=False, soft_wrap=True, markup=False)
     table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
     for header in ("defence", "privacy", "again", "utility"):
         table.add_column(header, justify="left" if header == "defence" else "right", no_wrap=True)
-    for header in ("filter", "what it does"):
+    for header in ("filter", "transforms"):
         table.add_column(header, overflow="fold")
-    for style, rows in (("dim", found["controls"]), ("", found["best"])):
+    for style, rows in (("dim", result["controls"]), ("", result["best"])):
         for row in rows:
             passes = "passes" if row["passes"] else "too low"
-            what = "images as they are" if row["policy"] == NONE else spelled(row["policy"])
+            transforms = "none" if row["policy"] == NONE else spelled(row["policy"])
             scores = [number(row[key]) for key in ("privacy", "privacy_again", "utility")]
-            table.add_row(row["defence"], *scores, passes, what, style=style)
+            table.add_row(row["defence"], *scores, passes, transforms, style=style)
     Console(width=None if sys.stdout.isatty() else 120, highlight=False, markup=False).print(table)
-    for line in _lines(found, weights):
+    for line in _lines(result, weights):
         console.print(Text(line))
-    if found["better_than_none"]:
-        for line in _next_steps(found, run):
+    if result["better_than_none"]:
+        for line in _next_steps(result, run):
             console.print(Text(line, style="green"))
     for line in (*_MEANING, f"Every score: {file}"):
         console.print(Text(line, style="dim"))
 
 
 def defence_text(policy: str) -> str:
-    """Write a policy as a defence.
+    """Return a policy as the text of a defence.
 
     >>> defence_text("3-1-7")
     'ats(policy="3-1-7")'
@@ -81,30 +81,32 @@ def defence_text(policy: str) -> str:
     return NONE if policy == NONE else f'ats(policy="{policy}")'
 
 
-def _lines(found: Mapping[str, Any], weights: str | None) -> Iterator[str]:
-    """Say what was scored by what, and what came of it."""
-    by = f"the weights of {weights}" if weights else "initial weights (the authors train a little first: model.weights)"
-    yield f"Privacy by {by}; utility by initial weights; seed {found['settings']['seed']}."
-    share = f"{found['passed']} of {plural(found['candidates'], 'candidate')} pass the filter"
-    yield f"{share}: a utility of at least {number(found['least'])}."
-    if not found["best"]:
-        yield "No policy passes: lower the bar with --least, or ask for more with --candidates."
+def _lines(result: Mapping[str, Any], weights: str | None) -> Iterator[str]:
+    """Describe the scores and their outcome."""
+    by = f"the weights of {weights}" if weights else "initial weights (the paper trains briefly first: model.weights)"
+    yield f"Privacy by {by}; utility by initial weights; seed {result['settings']['seed']}."
+    share = f"{result['passed']} of {plural(result['candidates'], 'candidate')} pass the filter"
+    yield f"{share}: a utility of at least {number(result['least'])}."
+    if not result["best"]:
+        yield "No policy passes: lower the filter with --least, or raise --candidates."
         return
-    best, hybrid = found["best"][0], found["controls"][-1]
-    told = f"again {number(best['privacy_again'])}, images as they are {number(found['controls'][0]['privacy_again'])}"
-    if not found["better_than_none"]:
-        yield f"Nothing found: by its second look the best is not below no transform by two standard errors ({told})."
+    best, hybrid = result["best"][0], result["controls"][-1]
+    scores = (
+        f"again {number(best['privacy_again'])}, without a transform {number(result['controls'][0]['privacy_again'])}"
+    )
+    if not result["better_than_none"]:
+        yield f"Nothing result: the best is not two standard errors below no transform on other images ({scores})."
         return
-    yield f"The best scores below images as they are ({told})."
+    yield f"The best scores below no transform ({scores})."
     if not best["below_the_authors"]:
-        yield f"It is no better than the authors' hybrid (again {number(hybrid['privacy_again'])})."
+        yield f"It is no better than the paper's hybrid (again {number(hybrid['privacy_again'])})."
 
 
-def _next_steps(found: Mapping[str, Any], run: Sequence[str]) -> Iterator[str]:
-    """Write the best as a defence, and the command that measures it."""
-    best = found["best"][0]["defence"]
+def _next_steps(result: Mapping[str, Any], run: Sequence[str]) -> Iterator[str]:
+    """Return the best policy as a defence, and the command that audits it."""
+    best = result["best"][0]["defence"]
     yield f"As a defence: {best}"
-    texts = (best, found["controls"][-1]["defence"])
+    texts = (best, result["controls"][-1]["defence"])
     words = ["gradveil", "audit", *run, "--attack", "ig", "--attack", "adaptive", "--defence", NONE]
     for text in texts:
         words += ["--defence", text]
@@ -115,7 +117,7 @@ _LINE_SECONDS = 10.0
 
 
 def words_of(seed: int | None, device: str | None, settings: Sequence[str], data_dir: Path | None) -> Iterator[str]:
-    """Say again what the model and its data are, to the command that measures what was found."""
+    """Return the options for model and data, for the command that audits the result."""
     for option, value in (("--seed", seed), ("--device", device), ("--data-dir", data_dir)):
         if value is not None:
             yield from (option, str(value))
@@ -133,7 +135,7 @@ def open_search(
     settings: Sequence[str],
     data_dir: Path | None,
 ) -> tuple[Experiment, int]:
-    """Read the run and open its data and model; what it attacks, and with what defences, plays no part."""
+    """Read the run and open its data and model; its attacks and defences are ignored."""
     problems = list(_wrong_options(count, images, least))
     overrides = {"device": device, "seeds": None if seed is None else [seed]}
     try:
@@ -142,29 +144,29 @@ def open_search(
         raise GradveilError([*problems, *error.problems]) from error
     refuse(problems)
     if config.device == "cpu":
-        torch.set_num_threads(1)  # The same sums in the same order, however many cores there are.
+        torch.set_num_threads(1)  # Sums in the same order on any number of cores.
     return open_experiment(config, data_dir), config.seeds[0]
 
 
 def _wrong_options(count: int, images: int, least: float | None) -> Iterator[Problem]:
     possible = distinct_policies(3)
     if count > possible:
-        what = f"is {count}, and only {possible} policies of three transforms differ"
-        yield Problem("--candidates", what, f"say at most {possible}")
+        problem = f"is {count}, and only {possible} policies of three transforms differ"
+        yield Problem("--candidates", problem, f"set at most {possible}")
     if least is not None and (not math.isfinite(least) or least > -images):
-        what = f"is {least:g}, and with {images} images no utility is above {-images}"
-        yield Problem("--least", what, f"say less than {-images}, or leave it out: it then follows from the images")
+        problem = f"is {least:g}, and with {images} images no utility is above {-images}"
+        yield Problem("--least", problem, f"set less than {-images}, or remove it: the default follows from the images")
 
 
 def search_policies(
     experiment: Experiment, judge: PolicyScorer, kept: Kept, policies: Sequence[str], least: float | None, keep: int
 ) -> dict[str, Any]:
-    """Score controls and candidates, then the best again on other images; return all that is told."""
+    """Score controls and candidates, then the best again on other images; return the result."""
     console = Console(stderr=True, soft_wrap=True, markup=False)
     there = sum(policy in kept.scores for policy in policies)
     settings = experiment.config
-    told = f"{len(policies)} candidates by {len(judge.images.inputs)} public images of {settings.data.name}, "
-    console.print(f"{told}{settings.model.name}" + (f"; {there} scored already" if there else ""), highlight=False)
+    summary = f"{len(policies)} candidates by {len(judge.images.inputs)} public images of {settings.data.name}, "
+    console.print(f"{summary}{settings.model.name}" + (f"; {there} scored already" if there else ""), highlight=False)
     began, before = time.monotonic(), len(kept.scores)
     score_controls(judge, kept.scores, kept.tick)
     if new := len(kept.scores) - before:
@@ -174,30 +176,30 @@ def search_policies(
     left = unscored(kept.scores, policies, filtered)
     with _progress(console, "candidates", len(left), kept) as step:
         score(judge, policies, filtered, kept.scores, step)
-    found = best(kept.scores, policies, filtered)
-    mixed = hybrid(found)
+    passed = best(kept.scores, policies, filtered)
+    mixed = hybrid(passed)
     if mixed is not None:
         score(judge, [mixed], filtered, kept.scores, kept.tick)
-    shown = [*(one.policy for one in found[:keep]), *([mixed] if mixed else [])]
+    shown = [*(each.policy for each in passed[:keep]), *([mixed] if mixed else [])]
     twice = list(dict.fromkeys([*CONTROLS, *shown]))
-    with _progress(console, "policies looked at again", len(set(twice) - set(kept.again)), kept) as step:
+    with _progress(console, "policies scored again", len(set(twice) - set(kept.again)), kept) as step:
         look_again(judge, twice, kept.again, step)
     kept.write()
-    return _told(kept, policies, filtered, shown, found)
+    return _result(kept, policies, filtered, shown, passed)
 
 
-def _told(
-    kept: Kept, policies: Sequence[str], least: float, shown: Sequence[str], found: Sequence[Judged]
+def _result(
+    kept: Kept, policies: Sequence[str], least: float, shown: Sequence[str], passed: Sequence[Judged]
 ) -> dict[str, Any]:
     def row(policy: str) -> dict[str, Any]:
-        one, again = kept.scores[policy], kept.again[policy]
+        first, again = kept.scores[policy], kept.again[policy]
         return {
             "policy": policy,
             "defence": defence_text(policy),
-            "privacy": one.privacy,
+            "privacy": first.privacy,
             "privacy_again": again.mean,
-            "utility": one.utility,
-            "passes": one.utility >= least,
+            "utility": first.utility,
+            "passes": first.utility >= least,
             "below_none": lower(again, kept.again[NONE]),
             "below_the_authors": lower(again, kept.again[CONTROLS[-1]]),
         }
@@ -206,7 +208,7 @@ def _told(
     return {
         "settings": kept.head["settings"],
         "candidates": len(policies),
-        "passed": len(found),
+        "passed": len(passed),
         "least": least,
         "controls": controls,
         "best": rows,
@@ -215,13 +217,13 @@ def _told(
 
 
 @contextmanager
-def _progress(console: Console, what: str, total: int, kept: Kept) -> Iterator[Callable[[], None]]:
-    """Show how far a loop is: live on a terminal, else a line now and then; and let the scores be written."""
+def _progress(console: Console, noun: str, total: int, kept: Kept) -> Iterator[Callable[[], None]]:
+    """Show the progress of a loop, live on a terminal or in occasional lines, and let the scores be stored."""
     done, began = 0, time.monotonic()
     last = began
     words = TextColumn("{task.completed} of {task.total} {task.description}")
     bar = Progress(words, TimeRemainingColumn(), console=console, transient=True, disable=not console.is_terminal)
-    task = bar.add_task(what, total=total)
+    task = bar.add_task(noun, total=total)
 
     def step() -> None:
         nonlocal done, last
@@ -232,7 +234,7 @@ def _progress(console: Console, what: str, total: int, kept: Kept) -> Iterator[C
         if not console.is_terminal and done < total and now - last >= _LINE_SECONDS:
             last = now
             left = (now - began) / done * (total - done)
-            console.print(f"{done} of {total} {what}, about {duration(left)} left", highlight=False)
+            console.print(f"{done} of {total} {noun}, about {duration(left)} left", highlight=False)
 
     with bar:
         yield step

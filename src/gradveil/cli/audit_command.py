@@ -1,4 +1,4 @@
-"""`gradveil audit`: its options, and what it does with them in order; its help loads no torch."""
+"""`gradveil audit`: its options and steps in order. Its help loads no torch."""
 
 from __future__ import annotations
 
@@ -27,21 +27,20 @@ _HELP = {
     "run": "A run file (TOML), or the name of a bundled run: faces, digits, patches. Needed without --observed. "
     "It may name modules (pkg.module:name), which are imported.",
     "observed": "Attack recorded updates (of gradveil train --record, a Recorder, the Flower mod) instead of simulated "
-    "ones: model, client and defences are what attackers believe; what is not said is taken from the records.",
-    "iterations": "Iterations of every attack whose own text does not say it.",
-    "restarts": "Restarts of every attack whose own text does not say it.",
-    "budget": "What all attacks on one defence may spend together: target-iterations (64000) or time (90s, 10m, 2h).",
-    "out": "The run directory; by default runs/NAME.",
-    "set": "Any setting of the run file: --set client.batch=4 --set 'data.size=64'; KEY= leaves it out. Repeatable.",
+    "ones: the attacks assume this model, client and defences; missing settings come from the records.",
+    "iterations": "Iterations of every attack that does not set its own.",
+    "restarts": "Restarts of every attack that does not set its own.",
+    "budget": "Budget of all attacks on one defence together: target-iterations (64000) or time (90s, 10m, 2h).",
+    "out": "The run directory. Default: runs/NAME.",
+    "set": "Any setting of the run file: --set client.batch=4 --set 'data.size=64'; KEY= removes it. Repeatable.",
     "fail": "A gate for CI: exit with code 3 if more than this share of images is recovered behind a defence (0 to 1), "
-    "with 1 if the run does not show that all shares are within it.",
+    "or with 1 if the run does not show that all shares are within the limit.",
     "accept": "Weaken --fail-above: few-images compares rates instead of the ends of their intervals; inconclusive and "
     "not-tested let such settings pass by their rate. Repeatable.",
-    "control": "Leave out the short undefended control, which shows that the attacks work. It runs where the defences "
-    "hold no undefended client.",
-    "train": "Train with every defence first, as the table \\[train] says, and attack its clients at chosen rounds.",
+    "control": "Skip the short undefended control, which shows that the attacks work. It runs if no defence is none.",
+    "train": "Train with every defence first, with the settings of \\[train], and attack its clients at chosen rounds.",
     "data": "Folder where data files lie (or set GRADVEIL_DATA).",
-    "workers": "Workers of one thread each; by default one a core on a CPU, one on a GPU.",
+    "workers": "Single-threaded worker processes. Default: one per CPU core, or one on a GPU.",
 }
 _ACCEPT = typer.Option(metavar="WHAT", click_type=click.Choice(read_index()["options"]["accept"]), help=_HELP["accept"])
 
@@ -77,11 +76,11 @@ def audit(
         bool, typer.Option("--json", help="Print verdict, settings and trials as JSON; progress goes to stderr.")
     ] = False,
 ) -> int:
-    """Attack a client's updates, with every defence, and say what comes back.
+    """Attack the updates of clients with every defence, and report what attackers recover.
 
-    The updates are simulated with the run's data, or were recorded when they left real clients (--observed).
+    The updates are simulated with the run's data, or recorded from real clients (--observed).
 
-    Options win over the run file. The same command again goes on where it stopped; finished trials are not run twice.
+    Options override the run file. The same command continues where it stopped and repeats no finished trial.
     """
     from gradveil.audit.gate import Accepted
     from gradveil.audit.recorded_updates import settled
@@ -103,7 +102,7 @@ def audit(
     switches = ("--train", trained), ("--no-control", no_control), ("--no-images", no_images)
     flags = [flag for flag, on in switches if on]
     command = audit_steps.command_of(name, overrides, settings, flags)
-    with redirect_stdout(sys.stderr):  # What a user's model prints must not mix with the results.
+    with redirect_stdout(sys.stderr):  # Output of a user's model must not mix with the results.
         place = Place(engine, address, config.device)
         place.check(workers)
         experiment, warnings = audit_steps.open_run(config, folder, data_dir)

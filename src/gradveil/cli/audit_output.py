@@ -1,4 +1,4 @@
-"""What `gradveil audit` and `summary` print of an audit: its outcome, and the gate."""
+"""Printed results of an audit: verdict, tables, and the gate of `--fail-above`."""
 
 from __future__ import annotations
 
@@ -22,51 +22,53 @@ from gradveil.federated.training_run import is_training, load_training
 from gradveil.report.training_groups import group_trainings
 
 
-def show_gate(found: Gate, page: Path) -> None:
+def show_gate(outcome: Gate, page: Path) -> None:
     """Print the outcome of the gate on standard error; `page` is the report."""
     console = Console(stderr=True, markup=False, highlight=False, width=None if sys.stderr.isatty() else 120)
-    limit = f"--fail-above {percent(found.limit)}"
-    weakened = f"Weakened by {listing(f'--accept {each} ({each.meaning})' for each in found.accepted)}."
-    if found.above:
-        settings = plural(len(found.counted), "setting")
-        verb = "is" if len(found.above) == 1 else "are"
-        console.print(f"{limit}: failed. {len(found.above)} of {settings} {verb} above it.", style="bold red")
-        console.print(above_table(found.above))
+    limit = f"--fail-above {percent(outcome.limit)}"
+    weakened = f"Weakened by {listing(f'--accept {each} ({each.meaning})' for each in outcome.accepted)}."
+    if outcome.above:
+        settings = plural(len(outcome.counted), "setting")
+        verb = "is" if len(outcome.above) == 1 else "are"
+        console.print(f"{limit}: failed. {len(outcome.above)} of {settings} {verb} above it.", style="bold red")
+        console.print(above_table(outcome.above))
         console.print(
             f"To go on: see in {page} what was recovered, and try other defences (gradveil list defences); or raise "
             "the limit if you accept this.",
             soft_wrap=True,
         )
-    if found.obstacles:
+    if outcome.obstacles:
         console.print(f"{limit}: not shown. The run does not show that every rate is within it.", style="bold red")
-        for obstacle in found.obstacles:
+        for obstacle in outcome.obstacles:
             console.print(f"  {obstacle}", soft_wrap=True)
         console.print(
             "To go on: correct these points and give the command again. Finished trials are kept, and failed ones "
             "run again.",
             soft_wrap=True,
         )
-    if found.passed:
-        top = max(found.counted, key=lambda one: one.upper)
+    if outcome.passed:
+        top = max(outcome.counted, key=lambda setting: setting.upper)
         count = (
             f"{top.hits} of {plural(top.row.images, 'image')} {top.criterion}, 95% interval up to {percent(top.upper)}"
         )
-        console.print(f"{limit}: passed. Of {plural(len(found.counted), 'setting')} the least sure is", soft_wrap=True)
-        console.print(f"  {called(top.row)}: {count}.", soft_wrap=True)
-    if (needed := images_needed(found.limit)) and not found.above:
         console.print(
-            f"To show {percent(found.limit)} takes {plural(needed, 'image')} per setting with none recovered.",
+            f"{limit}: passed. Of {plural(len(outcome.counted), 'setting')} the least certain is", soft_wrap=True
+        )
+        console.print(f"  {called(top.row)}: {count}.", soft_wrap=True)
+    if (needed := images_needed(outcome.limit)) and not outcome.above:
+        console.print(
+            f"To show {percent(outcome.limit)} takes {plural(needed, 'image')} per setting with none recovered.",
             soft_wrap=True,
         )
-    told = "Recovered images count, identifiable or not; where identification alone is a leak, identified ones do."
-    console.print(told, soft_wrap=True)
-    if found.accepted:
+    criterion = "Recovered images count, identifiable or not; where identification alone is a leak, identified ones do."
+    console.print(criterion, soft_wrap=True)
+    if outcome.accepted:
         console.print(weakened, style="bold yellow", soft_wrap=True)
 
 
 def above_table(above: Sequence[CountedSetting]) -> Table:
-    """Lay out the settings above a limit, each at the trial with its highest rate."""
-    rows = [one.row for one in above]
+    """Return the settings above a limit as a table, each with its trial of the highest rate."""
+    rows = [each.row for each in above]
     settings = len({(row.seed, row.setting.client) for row in rows}) > 1
     trained = any(row.setting.trained is not None for row in rows)
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
@@ -77,25 +79,25 @@ def above_table(above: Sequence[CountedSetting]) -> Table:
     table.add_column("attacker", no_wrap=True)
     for title in ("images", "95% CI", "baseline"):
         table.add_column(title, justify="right", no_wrap=True)
-    for one in above:
-        row = one.row
+    for each in above:
+        row = each.row
         where = [str(row.seed), row.setting.client] if settings else []
         where += [str(row.setting.trained)] if trained else []
-        count = f"{one.hits}/{row.images} {percent(one.rate)} {one.criterion}"
-        ends = interval(*one.ends)
-        label = LEVELS[one.verdict.level][0].upper()
-        guess = DASH if one.baseline is None else f"{percent(one.baseline)} {one.criterion}"
-        if leak := one.leak:  # a count below its own baseline is not why it leaks
+        count = f"{each.hits}/{row.images} {percent(each.rate)} {each.criterion}"
+        ends = interval(*each.ends)
+        label = LEVELS[each.verdict.level][0].upper()
+        guess = DASH if each.baseline is None else f"{percent(each.baseline)} {each.criterion}"
+        if leak := each.leak:  # the criterion of the leak may differ from that of the count
             count += f"\nleak: {leak.observed}/{leak.images} {percent(leak.observed / leak.images)} {leak.criterion}"
             guess += f"\n{percent(leak.baseline)} {leak.criterion}"
         table.add_row(row.defence, label, row.attack, *where, ATTACKERS[row.attacker][0], count, ends, guess)
     return table
 
 
-def show_outcome(found: Findings, config: Mapping[str, Any], folder: Path | None, shown: Detail) -> None:
-    """Print the results of a run with this resolved configuration; where there is no terminal, 120 columns wide."""
+def show_outcome(findings: Findings, config: Mapping[str, Any], folder: Path | None, shown: Detail) -> None:
+    """Print the results of a run with this resolved configuration; 120 columns wide without a terminal."""
     console = Console(width=None if sys.stdout.isatty() else 120, markup=False, highlight=False)
-    print_outcome(console, found, config, every=shown.every, explain=shown.explain)
+    print_outcome(console, findings, config, every=shown.every, explain=shown.explain)
     if config.get("train") and folder is not None and is_training(folder / TRAINING):
         console.print("Training", style="bold")
         wide().print(table(group_trainings(load_training(folder / TRAINING).trials)))

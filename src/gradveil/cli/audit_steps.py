@@ -31,7 +31,7 @@ from gradveil.audit.sources import TrainingSource
 from gradveil.audit.trial import sharing
 from gradveil.cli.audit_output import show_gate, show_outcome
 from gradveil.cli.shared_options import Detail, Place, again
-from gradveil.cli.training_output import tell, warn
+from gradveil.cli.training_output import show_round, warn
 from gradveil.core.errors import fail
 from gradveil.core.user_code import outdated
 from gradveil.federated.training_config import UNSEEN
@@ -45,11 +45,11 @@ from gradveil.runs.pool import cores
 from gradveil.runs.task import Scheduler, Site
 
 FAILED_TRIAL, ABOVE = 1, 3
-"""Exit codes for a run with a failed trial (or a gate that nobody can judge), and for one above `--fail-above`."""
+"""Exit codes for a run with a failed trial (or a gate without a result), and for one above `--fail-above`."""
 
 
 def check_gate(config: RunConfig, data_dir: Path | None, fail_above: float | None, accept: Sequence[Accepted]) -> None:
-    """Refuse a gate that has nothing to judge, and a weakened one that is not there."""
+    """Reject --accept without a gate, and a gate on updates without ground truth."""
     if accept and fail_above is None:
         raise fail("--accept", "weakens a gate, and there is none", "add --fail-above RATE, or leave it out")
     if config.observed is not None and fail_above is not None and not open_observed(config, data_dir).scored:
@@ -57,29 +57,29 @@ def check_gate(config: RunConfig, data_dir: Path | None, fail_above: float | Non
 
 
 def warn_of_code(trials: Sequence[Trial], config: RunConfig, training: Path | None) -> None:
-    """Warn of results that were made with other versions of the user's code."""
-    made = [trial.info.get("code", {}) for trial in trials]
-    made += [summary.get("code", {}) for summary in load_summaries(training)] if training else []
-    warn(outdated(made, (config.model.name, *config.defences, *config.attacks)))
+    """Warn of results computed with other versions of custom code."""
+    versions = [trial.info.get("code", {}) for trial in trials]
+    versions += [summary.get("code", {}) for summary in load_summaries(training)] if training else []
+    warn(outdated(versions, (config.model.name, *config.defences, *config.attacks)))
 
 
 def judge(
     trials: Sequence[Trial], folder: Path, as_json: bool, fail_above: float | None, accepted: Sequence[Accepted]
 ) -> int:
-    """Write the report; say what the gate comes to, and return the exit code."""
+    """Write the report, print the outcome of the gate, and return the exit code."""
     page = write_report(folder)
     Console(stderr=as_json, soft_wrap=True, markup=False).print(f"Report: {page}")
     if fail_above is not None:
-        found = gate(load_run(folder), fail_above, accepted)
-        show_gate(found, page)
-        return 0 if found.passed else ABOVE if found.above else FAILED_TRIAL
+        outcome = gate(load_run(folder), fail_above, accepted)
+        show_gate(outcome, page)
+        return 0 if outcome.passed else ABOVE if outcome.above else FAILED_TRIAL
     return FAILED_TRIAL if any(trial.broken for trial in trials) else 0
 
 
 def read_config(
     name: str | None, observed: Path | None, overrides: dict[str, Any], settings: Sequence[str], trained: bool
 ) -> RunConfig:
-    """Read the run file; recorded updates need none: what is not an option is as the records say."""
+    """Read the run file. Recorded updates need none: missing settings come from the records."""
     if observed is not None and trained:
         raise fail("--train", "does not go with --observed: those updates were made elsewhere", "leave out one of them")
     if name is not None:
@@ -90,23 +90,23 @@ def read_config(
             )
         return config
     if observed is None:
-        remedy = "name a run file or a bundled run: gradveil audit faces; or say --observed DIR"
+        remedy = "name a run file or a bundled run: gradveil audit faces; or add --observed DIR"
         raise fail("RUN", "is missing", remedy)
     raw = {"name": "observed", "data": {"name": UNSEEN}, "model": {}, "attacks": ["ig(labels=restore)"]}
     return assemble(raw | {key: value for key, value in overrides.items() if value is not None}, settings)
 
 
 def open_run(config: RunConfig, folder: Path, data_dir: Path | None) -> tuple[Experiment, list[str]]:
-    """Open what the run needs; say what was added to its attacks, and return what should have been."""
+    """Open the experiment, print the attacks added to it, and return its warnings."""
     console = Console(stderr=True, soft_wrap=True, markup=False)
     experiment = open_experiment(config, data_dir, trained=folder / TRAINING)
     if any(is_adaptive(text) for text in config.attacks):
         experiment, added = widened(experiment)
-        for told in added:
-            console.print(Text(told))
+        for line in added:
+            console.print(Text(line))
     warnings = [str(problem) for problem in closed_forms(experiment)]
-    for told in warnings:
-        console.print(Text(f"warning: {told}", style="yellow"))
+    for warning in warnings:
+        console.print(Text(f"warning: {warning}", style="yellow"))
     return experiment, warnings
 
 
@@ -120,12 +120,12 @@ def run_trials(
     place: Place,
     command: str,
 ) -> list[Trial]:
-    """Run what is not there yet; return every trial of the run."""
+    """Run the unfinished trials; return all trials of the run."""
     config = experiment.config
     on_cpu = config.device == "cpu"
     count = workers or (cores() if on_cpu else 1)
     if on_cpu:
-        # One thread here as in a worker: the same sums in the same order.
+        # One thread, as in a worker, adds in the same order.
         torch.set_num_threads(1)
     share = config.target_clients if len(trials(config)) >= count else -(-config.target_clients // count)
     try:
@@ -138,7 +138,7 @@ def run_trials(
                 run(experiment, store, screen, share, at(site(experiment, data_dir)))
     except KeyboardInterrupt:
         finished = f"Finished trials are kept in {folder}." if (folder / "run.json").is_file() else "Nothing was lost."
-        # Not by the console: what it was printing when it was interrupted, it would print once more.
+        # Not by the console, which would repeat the output that was interrupted.
         typer.echo(f"\nStopped. {finished} To go on, run the same command again:\n  {again()}", err=True)
         raise
     return load_run(folder).trials
@@ -147,30 +147,30 @@ def run_trials(
 def _train(
     experiment: Experiment, folder: Path, data_dir: Path | None, at: Callable[[Site], Scheduler], command: str
 ) -> None:
-    """Train what is not trained yet of what the audit looks at, and keep where it stood."""
+    """Run the unfinished trainings that the audit attacks, and keep their states."""
     plan, console = experiment.config.train, Console(stderr=True, soft_wrap=True, markup=False)
     if plan is None or not isinstance(experiment.source, TrainingSource):
         return
     setting = experiment.source.setting
     schedule = at(train_site(setting, data_dir))
     with opened(folder, describe_training(setting.config, command, setting.weights, setting.data.identities())):
-        train(setting, folder, partial(tell, console, plan.rounds), schedule, at=plan.stages)
+        train(setting, folder, partial(show_round, console, plan.rounds), schedule, at=plan.stages)
 
 
 def command_of(name: str | None, overrides: dict[str, Any], settings: Sequence[str], flags: Sequence[str]) -> str:
-    """Write the command that makes this run, without the folders of this machine."""
+    """Return the command that reproduces this run, without paths of this machine."""
     words = ["gradveil", "audit", *([] if name is None else [Path(name).name if Path(name).is_file() else name])]
     names = {"attacks": "--attack", "defences": "--defence", "seeds": "--seed"}
     for key, value in overrides.items():
-        for one in value if isinstance(value, list) else [value] if value is not None else []:
-            words += [names.get(key, f"--{key.replace('_', '-')}"), str(one)]
+        for each in value if isinstance(value, list) else [value] if value is not None else []:
+            words += [names.get(key, f"--{key.replace('_', '-')}"), str(each)]
     for setting in settings:
         words += ["--set", setting]
     return shlex.join([*words, *flags])
 
 
 def show_trials(trials: Sequence[Trial], config: RunConfig, as_json: bool, folder: Path, shown: Detail) -> None:
-    """Print the results, for readers or as JSON."""
+    """Print the results as text or JSON."""
     if not trials:
         raise fail("audit", "has no results", "run it again")
     if as_json:

@@ -13,6 +13,7 @@ import typer
 
 from gradveil.cli.shared_options import own_code
 from gradveil.core.errors import Problem, refuse
+from gradveil.core.formatting import plural
 
 if TYPE_CHECKING:
     from torch import nn
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from gradveil.audit.audit_config import RunConfig
 
 FOUND = 1
-"""Exit code where problems were found."""
+"""Exit code if there are problems."""
 _EXAMPLES = 4
 _FEW_PUBLIC = 64
 _HELP = {
@@ -28,13 +29,13 @@ _HELP = {
     "may name modules (pkg.module:name), which are imported.",
     "model": "A model of `gradveil list models`, or pkg.module:factory.",
     "data": "Data of `gradveil list data`, hf:NAME, parquet:PATH or folder:PATH.",
-    "size": "Side the images are resized to; 32 if nothing says it.",
-    "channels": "1 for grey, 3 for colour; the data's own if left out.",
-    "batch": f"Examples of one client; {_EXAMPLES} if nothing says it.",
+    "size": "Side of the images after resizing. Default: 32.",
+    "channels": "1 for grey, 3 for colour. Default: the channels of the data.",
+    "batch": f"Examples per client. Default: {_EXAMPLES}.",
     "set": "Any setting of a run file: --set model.options.width=32 --set client.local.lr=0.1. Repeatable.",
     "data_dir": "Folder where data files lie (or set GRADVEIL_DATA).",
-    "received": "What a server sent (safetensors; buffers too): look for traces of manipulation.",
-    "previous": "The parameters of the round before: a jump from them is told too.",
+    "received": "Parameters and buffers from a server (safetensors), to inspect for manipulation.",
+    "previous": "Parameters of the previous round, to detect jumps.",
 }
 
 
@@ -52,12 +53,11 @@ def check(
     previous: Annotated[Path | None, typer.Option(metavar="FILE", help=_HELP["previous"])] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the problems as JSON.")] = False,
 ) -> int:
-    """Say whether a model can be audited with some data, or all that a run file asks for, without attacking anything.
+    """Validate a model, data set or run file without running attacks.
 
-    Every problem is told with its place and its remedy. You are warned of differential privacy that is void, or whose
-    epsilon means nothing, and of a model from whose gradient an image can be computed without any search. Exit codes: 0
-    nothing in the way (warnings may be shown); 1 problems were found; 2 wrong use: a bad run file or option, data or a
-    model that is not there.
+    Every problem has a place and a fix. Warnings cover differential privacy that is void or whose epsilon is
+    meaningless, and models whose gradient reveals an image without any search. Exit codes: 0 the audit can run
+    (warnings may be shown); 1 problems; 2 wrong use: a bad run file or option, or missing data or model.
     """
     from gradveil.audit.preflight import model_problems, obstacles, open_experiment
     from gradveil.audit.run_file import read
@@ -75,9 +75,9 @@ def check(
     settings = [f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in flags.items() if value is not None]
     settings += setting or []
     config = _alone(flags, settings) if run is None else read(run, {}, settings)
-    with redirect_stdout(sys.stderr):  # What a user's model prints must not mix with what is found.
+    with redirect_stdout(sys.stderr):  # Output of a user's model must not mix with the result.
         experiment = open_experiment(config, data_dir, checked=False)
-        net = experiment.model(config.seeds[0])  # A model that cannot be built is wrong use: it raises.
+        net = experiment.model(config.seeds[0])  # Raises for a model that cannot be built, which is wrong use.
         problems = obstacles(experiment).problems
         problems += [] if _stopped(problems) else model_problems(experiment)
         problems += [] if _stopped(problems) else [*privacy_problems(experiment), *closed_forms(experiment)]
@@ -94,7 +94,7 @@ def check(
 
 
 def _manipulated(net: nn.Module, received: Path | None, previous: Path | None) -> list[Problem]:
-    """Look for traces of manipulation in what a server sent: parameters, buffers, running statistics."""
+    """Inspect parameters, buffers and running statistics from a server for manipulation."""
     from gradveil.federated.model_inspection import inspect
     from gradveil.nn.weight_files import read_received
 
@@ -102,7 +102,7 @@ def _manipulated(net: nn.Module, received: Path | None, previous: Path | None) -
         refuse([Problem("--previous", "has nothing to be compared with", "add --received")] if previous else [])
         return []
     now, statistics = read_received(received, net)
-    before = None if previous is None else read_received(previous, net)[0]  # statistics may jump: data do
+    before = None if previous is None else read_received(previous, net)[0]  # running statistics may jump between rounds
     return [finding.problem("error") for finding in inspect(net, now | statistics, before)]
 
 
@@ -140,7 +140,7 @@ def _show(problems: Sequence[Problem], net: nn.Module, config: RunConfig, whole:
         console.print(Text(f"    -> {problem.remedy}", style="green"))
     if not _stopped(problems):
         parts = (("client", config.client), ("defence", config.defences), ("attack", config.attacks))
-        counts = ", ".join(f"{len(given)} {name}{'s' if len(given) > 1 else ''}" for name, given in parts)
+        counts = ", ".join(plural(len(values), name) for name, values in parts)
         ways = f", in the run '{config.name}': {counts}, {config.target_clients} target clients" if whole else ""
-        found = "Nothing in the way" if problems else "No problems"
-        console.print(Text(f"{found}: {config.model.name} can be audited with {config.data.name}{ways}."))
+        outcome = "No errors" if problems else "No problems"
+        console.print(Text(f"{outcome}: {config.model.name} can be audited with {config.data.name}{ways}."))

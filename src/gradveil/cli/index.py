@@ -15,5 +15,5 @@ FILE = Path(__file__).with_name("index.json")
 
 @cache
 def read_index() -> dict[str, Any]:
-    """Read the index; whoever asks leaves it as it is."""
+    """Read the index, which callers must not change."""
     return json.loads(FILE.read_text(encoding="utf-8"))

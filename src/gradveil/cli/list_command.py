@@ -59,8 +59,8 @@ def unknown(name: str, listed: Mapping[str, list[Row]]) -> GradveilError:
 
 
 def _chosen(listed: Mapping[str, list[Row]], wanted: Callable[[Row], bool]) -> dict[str, list[Row]]:
-    found = {kind: [row for row in rows if wanted(row)] for kind, rows in listed.items()}
-    return {kind: rows for kind, rows in found.items() if rows}
+    matches = {kind: [row for row in rows if wanted(row)] for kind, rows in listed.items()}
+    return {kind: rows for kind, rows in matches.items() if rows}
 
 
 _NAME = "attacks, defences, models, data, runs or papers; or one of their names; or an argument, such as feedback."
@@ -79,9 +79,9 @@ def tables(
     of: Annotated[str | None, typer.Argument(metavar="[NAME]", help=_OF)] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print as JSON.")] = False,
 ) -> int:
-    """List attacks, defences, models, data, bundled runs and papers: what they do, what they take, and whom to cite.
+    """List attacks, defences, models, data, bundled runs and papers with their arguments and citations.
 
-    Everything is listed unless a kind or one name is given.
+    Lists everything without a kind or a name.
     """
     listed: Mapping[str, list[Row]] = read_index()["listed"]
     if any(plugins(kind) for kind in KINDS):
@@ -100,17 +100,17 @@ def tables(
     if second:
         listed, key = {key: listed[key]}, second
     if not key:
-        found, shown = listed, _overview(listed)
+        result, shown = listed, _overview(listed)
     elif key in KINDS:
-        found, shown = listed[key], _kind(key, listed[key])
+        result, shown = listed[key], _kind(key, listed[key])
     elif rows := called(key.replace("_", "-"), listed):
-        found, shown = rows, _single(rows)
+        result, shown = rows, _single(rows)
     elif rows := taking(key.replace("-", "_"), listed):
-        found, shown = rows, _argument(key.replace("-", "_"), rows)
+        result, shown = rows, _argument(key.replace("-", "_"), rows)
     else:
         raise unknown(key, listed)
     if as_json:
-        typer.echo(json.dumps(found, indent=1, ensure_ascii=False, default=str))
+        typer.echo(json.dumps(result, indent=1, ensure_ascii=False, default=str))
         return 0
     console = Console(highlight=False, markup=False)
     for part in shown:
@@ -123,7 +123,9 @@ def _overview(listed: Mapping[str, Sequence[Row]]) -> Iterator[RenderableType]:
         yield Text(kind, style="bold")
         yield _names(rows)
         if any(row.get("arguments") for row in rows):
-            yield Text(f"`gradveil list {kind}` says what they take, `gradveil list NAME` what one does.", style="dim")
+            yield Text(
+                f"`gradveil list {kind}` lists their arguments, `gradveil list NAME` describes one.", style="dim"
+            )
         for note in _notes(kind, rows):
             yield Text(note, style="dim")
         yield ""
@@ -186,7 +188,7 @@ def _kind(kind: str, rows: Sequence[Row]) -> Iterator[RenderableType]:
 
 
 def _compared(kind: str, rows: Sequence[Row]) -> Iterator[RenderableType]:
-    """Put what each changes, costs and promises and who attacks it side by side; then whom to cite."""
+    """Compare effects, costs, guarantees and attacks of the defences; then list citations."""
     table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
     for title in (kind, "changes", "costs a client", "guarantee", "adaptive attackers"):
         table.add_column(title, ratio=1 if title == "costs a client" else None, style="cyan" if title == kind else "")
@@ -203,7 +205,7 @@ def _compared(kind: str, rows: Sequence[Row]) -> Iterator[RenderableType]:
         yield Text(row["usage"], style="cyan")
         yield Padding(Group(row["description"], _dim(row["citation"])), (0, 0, 0, 4))
     yield ""
-    yield _dim("`gradveil list NAME` says what each argument may be, what is proven, and how attackers are set.")
+    yield _dim("`gradveil list NAME` describes the arguments, the guarantee and the settings of attackers.")
     for note in _notes(kind, rows):
         yield _dim(note)
 
@@ -223,8 +225,8 @@ def _attackers(texts: Sequence[str]) -> str:
     )
 
 
-def _single(found: Mapping[str, Sequence[Row]]) -> Iterator[RenderableType]:
-    for kind, rows in found.items():
+def _single(matches: Mapping[str, Sequence[Row]]) -> Iterator[RenderableType]:
+    for kind, rows in matches.items():
         for row in rows:
             yield Text.assemble((row["name"], "bold cyan"), f", {KINDS[kind]}")
             facts = _grid()
@@ -236,7 +238,7 @@ def _single(found: Mapping[str, Sequence[Row]]) -> Iterator[RenderableType]:
 
 
 def _usage(row: Row) -> list[Text]:
-    """Write the text with every default; where that is long, the lines below say as much."""
+    """Return the text with every default, or without them where the lines below list them."""
     return [Text(row["usage"], style="cyan")] if 0 < len(row.get("arguments", ())) <= 5 else []
 
 
@@ -265,11 +267,11 @@ def _facts(row: Row) -> Iterator[tuple[str, str]]:
         yield "cite", row["citation"]
 
 
-def _argument(name: str, found: Mapping[str, Sequence[Row]]) -> Iterator[RenderableType]:
+def _argument(name: str, matches: Mapping[str, Sequence[Row]]) -> Iterator[RenderableType]:
     """Show where an argument is, with what it is in each place."""
     if name in TOPICS:
         yield TOPICS[name]
-    for kind, rows in found.items():
+    for kind, rows in matches.items():
         yield Text.assemble((name, "bold cyan"), f" is an argument of these {kind}")
         table = _grid()
         for row in rows:

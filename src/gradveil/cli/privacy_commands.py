@@ -56,16 +56,16 @@ def account(
     with _as_options():
         training = Participation(steps, rate, delta, cast("Sampling", sampling), cast("Accountant", accountant))
         noise = multiplier(target, training) if sigma is None and target is not None else cast(float, sigma)
-        found = epsilon(noise, training)
+        value = epsilon(noise, training)
     taken = assumptions(training)
     if as_json:
-        values = {"sigma": noise, "epsilon": found if math.isfinite(found) else None, "delta": delta}
+        values = {"sigma": noise, "epsilon": value if math.isfinite(value) else None, "delta": delta}
         values |= {"rate": rate, "steps": steps, "sampling": sampling, "accountant": accountant, "assumes": taken}
         typer.echo(json.dumps(values, indent=1))
         return 0
     console = Console(soft_wrap=True, markup=False)
     console.print(
-        f"epsilon {number(found, 4) if math.isfinite(found) else 'infinite'} at delta {delta:g}", style="bold"
+        f"epsilon {number(value, 4) if math.isfinite(value) else 'infinite'} at delta {delta:g}", style="bold"
     )
     console.print(
         f"noise multiplier (sigma) {noise:.4g}: the noise's standard deviation on the sum, over the clip norm"
@@ -76,7 +76,7 @@ def account(
 
 @contextmanager
 def _as_options() -> Iterator[None]:
-    """Name what is wrong as the user wrote it."""
+    """Name problems by the options of the command line."""
     try:
         yield
     except GradveilError as error:
@@ -95,19 +95,19 @@ _UTILITIES = {"utility": "first_order_utility", "2nd order": "second_order_utili
 def bound(
     name: Annotated[str, typer.Argument(metavar="RUN", help=_BOUND_HELP["run"])],
     target_clients: Annotated[
-        int | None, typer.Option(help="How many target clients the information is averaged over.")
+        int | None, typer.Option(help="Number of target clients behind the mean information.")
     ] = None,
     defence: Annotated[list[str] | None, typer.Option(help="Defence, instead of the file's. Repeatable.")] = None,
     setting: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help=_BOUND_HELP["set"])] = None,
     data_dir: Annotated[Path | None, typer.Option(help=_BOUND_HELP["data"])] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object a defence.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object per defence.")] = False,
 ) -> int:
-    """Tell how large the mean squared error of every attacker must be, for defences that add noise.
+    """Compute the lower bound of every attacker's mean squared error, for defences that add noise.
 
-    It holds for images that are normal with the public images' spectrum; labels and the model's own randomness count as
-    known. Of Bayesian Cramér-Rao and of mutual information the higher bound is told; the first needs a model without
-    ReLU. Of other defences no bound is known. Beside it stands what is left of a step's worth: its utilities of first
-    and of second order, 1 and -1 without a defence.
+    It holds for images that are normal with the public images' spectrum; labels and the randomness of the model count
+    as known. The result is the higher of two bounds: Bayesian Cramér-Rao, which needs a model without ReLU, and mutual
+    information. Other defences have no known bound. The output also has the first- and second-order utility of a step,
+    1 and -1 without a defence.
     """
     import torch
     from rich.console import Console
@@ -126,20 +126,20 @@ def bound(
     console = Console(width=None if Console().is_terminal else 120, markup=False)
     table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
     several = len({(row["client"], row["seed"]) for row in rows}) > 1
-    numbers = ("MSE bound", "of guessing", *_UTILITIES)
+    numbers = ("MSE bound", "of baseline", *_UTILITIES)
     for header in ("defence", *(("client", "seed") if several else ()), *numbers, "by"):
         table.add_column(header, overflow="fold")
     for row in rows:
         where = [row["client"], str(row["seed"])] if several else []
         share = row["mse_bound"] / row["mse_prior"] if row["mse_bound"] is not None else None
         left = [number(row[key]) for key in _UTILITIES.values()]
-        why = row["by"] or row["unbounded"]
-        table.add_row(row["defence"], *where, number(row["mse_bound"]), percent(share), *left, why)
+        reason = row["by"] or row["unbounded"]
+        table.add_row(row["defence"], *where, number(row["mse_bound"]), percent(share), *left, reason)
     console.print(table)
-    told = "No attacker can have a lower mean squared error (pixels in [0, 1]) in expectation, if images are normal "
-    told += "with the public images' spectrum. Guessing: the mean image, for which no update is needed. Utility: what "
-    told += "a small step along what is sent lowers the loss by, in units of an undefended one; minus its mean square."
-    console.print(told, style="dim")
+    meaning = "No attacker can have a lower mean squared error (pixels in [0, 1]) in expectation, if images are normal "
+    meaning += "with the public images' spectrum. Baseline: the mean image, which ignores the update. Utility: "
+    meaning += "expected loss decrease of a small step, relative to the undefended update; minus its mean square."
+    console.print(meaning, style="dim")
     return 0
 
 
@@ -156,9 +156,11 @@ def _rows(experiment: Experiment) -> Iterator[dict[str, Any]]:
                 client = experiment.client(index, text, seed)
                 address = TrialAddress("", index, text, "", seed)
                 seen, truth = observe(experiment, address, client, range(config.target_clients))
-                found, why = leaked(experiment, seed, client, seen, truth)
+                information, reason = leaked(experiment, seed, client, seen, truth)
                 limit = (
-                    {"mse": None, "prior": None, "by": None} if why else mse_bound(experiment, found, settings.examples)
+                    {"mse": None, "prior": None, "by": None}
+                    if reason
+                    else mse_bound(experiment, information, settings.examples)
                 )
                 last = seen[-1]
                 left = worth(last.update, raw_update(client, experiment.undefended(index, seed), last.params, truth))
@@ -170,20 +172,20 @@ def _rows(experiment: Experiment) -> Iterator[dict[str, Any]]:
                     "mse_bound": limit["mse"],
                     "mse_prior": limit["prior"],
                     "by": limit["by"],
-                    "unbounded": why,
+                    "unbounded": reason,
                     **{name: float(value.mean()) for name, value in left.items()},
                 }
 
 
 _LEDGER_HELP = {
     "identity": "The client: the gradveil-identity of its SuperNode, or partition-NUMBER.",
-    "training": "The training's name, as the app has it.",
-    "folder": "Where the client keeps its files: the gradveil-folder of its SuperNode.",
+    "training": "Name of the training in the app.",
+    "folder": "Folder of the client's files: the gradveil-folder of its SuperNode.",
     "delta": "Should be well below one over the number of examples.",
 }
 
 ledger = typer.Typer(no_args_is_help=True)
-"""What can be done with a ledger."""
+"""The commands of a ledger."""
 
 Identity = Annotated[str, typer.Option(help=_LEDGER_HELP["identity"])]
 Name = Annotated[str, typer.Option("--training", help=_LEDGER_HELP["training"])]
@@ -195,12 +197,12 @@ _FOLDER = Path(read_index()["options"]["folder"])
 def ledgers() -> None:
     """Count the differential privacy that a client in Flower spends, over all runs of a training.
 
-    A client with a limit (epsilon) answers only where such a ledger is.
+    A client with a limit (epsilon) answers only if it has such a ledger.
     """
 
 
 def create_ledger(identity: Identity, training: Name, folder: Folder = _FOLDER) -> int:
-    """Make a client's ledger for a training. Do it once: what was spent before, it does not know."""
+    """Create a client's ledger for a training. Create it once: it does not count earlier rounds."""
     from rich.console import Console
 
     from gradveil.federated.privacy_ledger import create, place
@@ -208,7 +210,7 @@ def create_ledger(identity: Identity, training: Name, folder: Folder = _FOLDER) 
     file = place(folder.expanduser(), identity, training)
     create(file)
     console = Console(soft_wrap=True, markup=False, highlight=False)
-    console.print(f"Made {file}. It counts from zero; keep a copy of it, and never remove it while the data is used.")
+    console.print(f"Made {file}. It counts from zero. Keep a copy, and never remove it while the data is used.")
     return 0
 
 
@@ -228,17 +230,17 @@ def show_ledger(
 
     refuse(PROBABILITY.problems("--delta", delta))
     file = place(folder.expanduser(), identity, training)
-    found = read(file)
-    if found is None:
+    record = read(file)
+    if record is None:
         raise fail(str(file), "is missing", "make it, once for this training: gradveil ledger create")
-    epsilon, texts = accounted(found.spent, delta)
-    lost = {spent.unit for spent in found.spent} - set(epsilon)
+    epsilon, texts = accounted(record.spent, delta)
+    lost = {spent.unit for spent in record.spent} - set(epsilon)
     texts += [f"{NOTHING} of each {unit}: a round of this training was sent without" for unit in sorted(lost)]
     if as_json:
-        values = {"file": str(file), "rounds": found.rounds, "epsilon": epsilon, "delta": delta}
+        values = {"file": str(file), "rounds": record.rounds, "epsilon": epsilon, "delta": delta}
         typer.echo(json.dumps({**values, "guarantee": "; ".join(texts)}, indent=1))
         return 0
     console = Console(soft_wrap=True, markup=False, highlight=False)
-    console.print(f"{plural(found.rounds, 'round')} counted: {'; '.join(texts) or 'nothing is spent'}")
+    console.print(f"{plural(record.rounds, 'round')} counted: {'; '.join(texts) or 'nothing is spent'}")
     console.print(str(file), style="dim")
     return 0

@@ -18,13 +18,13 @@ _CURVES = "Write every round of trainings as CSV; - for stdout."
 
 
 def _sheet_option(form: str) -> Any:
-    told = f"Write a table as {form}, of defences by attackers or by what each costs; - for stdout."
-    return typer.Option(f"--{form.lower()}", metavar="FILE", help=told)
+    text = f"Write a table as {form}: defences by attacks, or by costs; - for stdout."
+    return typer.Option(f"--{form.lower()}", metavar="FILE", help=text)
 
 
 def report(
     run: Annotated[Path, _RUN],
-    out: Annotated[Path | None, typer.Option(help="Where the page goes; by default RUN/report.html.")] = None,
+    out: Annotated[Path | None, typer.Option(help="File of the page. Default: RUN/report.html.")] = None,
 ) -> int:
     """Write the report of an audit or a training as one HTML file that needs no network."""
     from rich.console import Console
@@ -47,28 +47,28 @@ def summary(
 ) -> int:
     """Export results as a table, JSON, CSV, Markdown or LaTeX. Unfinished runs are included.
 
-    Exit codes: 0 there are results; 1 no trial is finished, which standard error says with the command to go on; 2
-    wrong use, or a damaged run.
+    Exit codes: 0 there are results; 1 no trial is finished (standard error names the command to continue); 2 wrong
+    use, or a damaged run.
     """
     from gradveil.cli.run_results import open_runs, write
     from gradveil.cli.training_output import warn
     from gradveil.core.user_code import mixed
     from gradveil.report.paper_table import as_latex, as_markdown
 
-    found = open_runs(runs, curves is not None)
+    results = open_runs(runs, curves is not None)
     if as_json:
-        typer.echo(json.dumps(found.as_object(), indent=1))
+        typer.echo(json.dumps(results.as_object(), indent=1))
     for file, text in (
-        (table, found.as_csv),
-        (curves, found.curves),
-        (markdown, lambda: as_markdown(found.sheets())),
-        (latex, lambda: as_latex(found.sheets())),
+        (table, results.as_csv),
+        (curves, results.curves),
+        (markdown, lambda: as_markdown(results.sheets())),
+        (latex, lambda: as_latex(results.sheets())),
     ):
         if file is not None:
             write(file, text())
     if not as_json and all(file is None for file in (table, curves, markdown, latex)):
-        found.show(Detail(every, explain))
-    warn(mixed(found.code()))
-    for path, left in found.left():
+        results.show(Detail(every, explain))
+    warn(mixed(results.code()))
+    for path, left in results.left():
         typer.echo(f"{path}: {left}" if len(runs) > 1 else left, err=True)
-    return 0 if found.finished else NOTHING
+    return 0 if results.finished else NOTHING

@@ -1,4 +1,4 @@
-"""The results of run directories, as `gradveil summary` exports them."""
+"""Results of run directories, as `gradveil summary` exports them."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ _EMPTY = {"failed": "", **dict.fromkeys(("model", "data", "client", "defence", "
 
 
 def is_audit(folder: Path) -> bool:
-    """Say whether a folder is an audit's; it may hold a training."""
+    """Return whether a folder holds an audit, with or without a training."""
     return (folder / RUN).is_file()
 
 
 class Audits:
-    """Audits, as they lie on disk."""
+    """Audits on disk."""
 
     def __init__(self, folders: Sequence[Path]) -> None:
-        """Read them; refuse damaged ones."""
+        """Read them; reject damaged ones."""
         self.runs = [load_run(folder) for folder in folders]
         self.findings = [findings(run.trials) for run in self.runs]
 
@@ -47,20 +47,20 @@ class Audits:
         return any(trial.failed is None for run in self.runs for trial in run.trials)
 
     def code(self) -> list[Mapping[str, str]]:
-        """Say what of each trial's code was the user's own."""
+        """Return the custom code of each trial."""
         return [trial.info.get("code", {}) for run in self.runs for trial in run.trials]
 
     def as_object(self) -> dict[str, Any]:
-        """Return the verdict in a sentence, and an entry per setting and per trial, each with its run among several."""
-        each = [as_object([found]) for found in self.findings]
+        """Return the verdict, and an entry per setting and per trial, each with its run if there are several."""
+        each = [as_object([of_run]) for of_run in self.findings]
         return {
             **as_object(self.findings),
-            **{key: self._named([one[key] for one in each]) for key in ("settings", "trials")},
+            **{key: self._named([entry[key] for entry in each]) for key in ("settings", "trials")},
         }
 
     def as_csv(self) -> str:
-        """Write a line per trial, with the verdict on its defence."""
-        return summaries_as_csv(self._named([trials_with_fronts(found) for found in self.findings]))
+        """Return one line per trial, with the verdict on its defence."""
+        return summaries_as_csv(self._named([trials_with_fronts(of_run) for of_run in self.findings]))
 
     def _named(self, entries: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str, Any]]:
         several = len(self.runs) > 1
@@ -68,92 +68,92 @@ class Audits:
         return [{"run": str(run.path), **entry} if several else entry for run, entry in every]
 
     def curves(self) -> str:
-        """Audits have none."""
+        """Return nothing: audits have no rounds."""
         return ""
 
     def sheets(self) -> list[PaperTable]:
-        """Lay defences down, attackers across."""
+        """Return tables of defences by attacks."""
         return [matrix.sheet() for matrix in matrices(self.runs)]
 
     def show(self, shown: Detail) -> None:
         """Print the results."""
-        for run, found in zip(self.runs, self.findings, strict=True):
+        for run, of_run in zip(self.runs, self.findings, strict=True):
             if run.trials:
-                show_outcome(found, run.info["config"], run.path, shown)
+                show_outcome(of_run, run.info["config"], run.path, shown)
 
     def left(self) -> Iterator[tuple[Path, str]]:
-        """Say of every run what is not done yet or failed, and how to go on."""
+        """Return every run with unfinished or failed trials, and how to continue it."""
         for run in self.runs:
             folder = run.path or Path()
             counts = len(run.info["trials"]), len(run.trials), sum(trial.broken for trial in run.trials)
-            if told := unfinished(folder, run.info, *counts):
-                yield folder, told
+            if text := unfinished(folder, run.info, *counts):
+                yield folder, text
 
 
 class Trainings:
-    """Trainings, as they lie on disk."""
+    """Trainings on disk."""
 
     def __init__(self, folders: Sequence[Path]) -> None:
-        """Read them; refuse damaged ones."""
+        """Read them; reject damaged ones."""
         self.runs = [load_training(folder) for folder in folders]
 
     @property
     def finished(self) -> bool:
         """Whether there is a result."""
-        return any(told is not None and told["status"] != FAILED for run in self.runs for _, told in run.trials)
+        return any(each is not None and each["status"] != FAILED for run in self.runs for _, each in run.trials)
 
     def code(self) -> list[Mapping[str, str]]:
-        """Say what of each trial's code was the user's own."""
-        return [told.get("code", {}) for run in self.runs for _, told in run.trials if told is not None]
+        """Return the custom code of each trial."""
+        return [each.get("code", {}) for run in self.runs for _, each in run.trials if each is not None]
 
     def as_object(self) -> list[dict[str, Any]]:
-        """Sum up every finished trial, its curve with it."""
-        return [self._named(run.path, told) for run in self.runs for _, told in run.trials if told is not None]
+        """Return the summary of every finished trial, with its curve."""
+        return [self._named(run.path, each) for run in self.runs for _, each in run.trials if each is not None]
 
     def as_csv(self) -> str:
-        """Write a line a trial."""
+        """Return one line per trial."""
         return as_csv(self._named(run.path, row) for run in self.runs for row in training_rows(run.trials))
 
     def curves(self) -> str:
-        """Write a line a round."""
+        """Return one line per round."""
         names = [*self._named(Path(), dict.fromkeys(ROUNDS))]
         every = (self._named(run.path, row) for run in self.runs for row in round_rows(run.trials))
         return as_csv(every, names)
 
     @cached_property
     def tables(self) -> list[TrainingTable]:
-        """Put runs of one setting together."""
+        """The tables, one per setting over all runs."""
         return training_tables(self.runs)
 
     def sheets(self) -> list[PaperTable]:
-        """Lay defences down, what each costs across."""
-        return [one.sheet() for one in self.tables]
+        """Return tables of defences by costs."""
+        return [each.sheet() for each in self.tables]
 
     def show(self, shown: Detail) -> None:
-        """Print the results, which are the same in full."""
+        """Print the results, which have no longer form."""
         console = wide()
-        for one in self.tables:
-            console.print(Text(one.title, style="bold"))
-            console.print(table(one.groups))
+        for each in self.tables:
+            console.print(Text(each.title, style="bold"))
+            console.print(table(each.groups))
 
     def left(self) -> Iterator[tuple[Path, str]]:
-        """Say of every run what is not done yet or failed, and how to go on."""
+        """Return every run with unfinished or failed trials, and how to continue it."""
         for run in self.runs:
-            done = [told for _, told in run.trials if told is not None]
-            counts = len(run.trials), len(done), sum(told["status"] == FAILED for told in done)
-            if said := unfinished(run.path, run.info, *counts):
-                yield run.path, said
+            done = [summary for _, summary in run.trials if summary is not None]
+            counts = len(run.trials), len(done), sum(summary["status"] == FAILED for summary in done)
+            if text := unfinished(run.path, run.info, *counts):
+                yield run.path, text
 
     def _named(self, path: Path, row: Mapping[str, Any]) -> dict[str, Any]:
         return {"run": str(path), **row} if len(self.runs) > 1 else dict(row)
 
 
-def unfinished(folder: Path, info: Mapping[str, Any], planned: int, there: int, failed: int) -> str:
-    """Say what is not done yet or failed, and how to go on; nothing where all is done."""
-    missing, done = planned - there, there - failed
-    counts = [f"{count} {what}" for count, what in ((missing, "not done yet"), (failed, "failed")) if count]
-    told = f"{done or 'None'} of {planned} trials {'is' if done == 1 else 'are'} finished: {', '.join(counts)}."
-    return f"{told} {_again(folder, info)}" if counts else ""
+def unfinished(folder: Path, info: Mapping[str, Any], planned: int, stored: int, failed: int) -> str:
+    """Count unfinished and failed trials, with the command to continue; empty if all trials are finished."""
+    missing, done = planned - stored, stored - failed
+    counts = [f"{count} {status}" for count, status in ((missing, "not done yet"), (failed, "failed")) if count]
+    text = f"{done or 'None'} of {planned} trials {'is' if done == 1 else 'are'} finished: {', '.join(counts)}."
+    return f"{text} {_again(folder, info)}" if counts else ""
 
 
 def _again(folder: Path, info: Mapping[str, Any]) -> str:
@@ -164,7 +164,7 @@ def _again(folder: Path, info: Mapping[str, Any]) -> str:
     if "--out" in words:
         place = words.index("--out")
         del words[place : place + 2]
-    if words[1] == "audit" and folder.name == TRAINING:  # the training of an audit, which has no command of its own
+    if words[1] == "audit" and folder.name == TRAINING:  # the training of an audit, which the audit's command runs
         folder = folder.parent
     usual = folder == Path("runs") / str(info.get("name", ""))
     return f"To go on:\n  {shlex.join(words if usual else [*words, '--out', str(folder)])}"
@@ -183,11 +183,14 @@ def summaries_as_csv(trials: Sequence[dict[str, Any]]) -> str:
 
 
 def open_runs(runs: Sequence[Path], curves: bool) -> Audits | Trainings:
-    """Read runs of one kind, of which curves may be wanted."""
+    """Read runs of one kind; reject curves of audits."""
     audits = [run for run in runs if is_audit(run)]
     if any(is_training(run) for run in runs if run not in audits):
-        what = "is an audit, and others are trainings", "sum up the ones and the others, each with a command"
-        refuse([Problem(str(run), *what) for run in audits])
+        problem, fix = (
+            "is an audit, and others are trainings",
+            "use one command for the audits and one for the trainings",
+        )
+        refuse([Problem(str(run), problem, fix) for run in audits])
         return Trainings(runs)
     refuse([_curveless(run) for run in audits if curves])
     return Audits(runs)
@@ -195,12 +198,12 @@ def open_runs(runs: Sequence[Path], curves: bool) -> Audits | Trainings:
 
 def _curveless(run: Path) -> Problem:
     if is_training(run / TRAINING):
-        return Problem(str(run), "is an audit; its training lies within", f"name that: {run / TRAINING}")
+        return Problem(str(run), "is an audit; its training is a folder in it", f"use that folder: {run / TRAINING}")
     return Problem(str(run), "is an audit, and has no rounds of a training", "leave --curves out")
 
 
 def write(file: Path, text: str) -> None:
-    """Write into a file, or on standard output."""
+    """Write a file, or `-` for standard output."""
     if str(file) == "-":
         typer.echo(text, nl=False)
         return

@@ -14,16 +14,16 @@ from gradveil.cli.index import read_index
 from gradveil.cli.shared_options import again, own_code
 
 NOTHING_FOUND = 1
-"""Exit code where no policy passes, or the best is no better than images as they are."""
+"""Exit code if no policy passes, or the best is no better than no transform."""
 _HELP = {
     "run": "A run file (TOML), or the name of a bundled run: the policy is for its model and data.",
-    "candidates": "How many random policies of three transforms; the authors judge 1600. More may be asked for later.",
-    "images": "Public images to score with; as many others are taken for a second look at the best.",
-    "least": "The utility a policy must have (the authors' is -85). By default 1.33 times that of images as they are.",
-    "keep": "How many of the best are shown and looked at again.",
+    "candidates": "Number of random policies of three transforms; the paper uses 1600. A later run may add more.",
+    "images": "Number of public images for the scores; the best are scored again on as many others.",
+    "least": "Least utility of a policy (the paper uses -85). Default: 1.33 times that without a transform.",
+    "keep": "Number of best policies to score again and show.",
     "seed": "Seed of weights, images and policies, instead of the file's first.",
     "set": "Any setting of the run file: --set model.name='\"lenet-zhu\"'. Repeatable.",
-    "out": "Where scores are kept; by default runs/ats-NAME.",
+    "out": "Folder of the scores. Default: runs/ats-NAME.",
     "data": "Folder where data files lie (or set GRADVEIL_DATA).",
 }
 
@@ -50,31 +50,33 @@ def ats(
     data_dir: Annotated[Path | None, typer.Option(help=_HELP["data"])] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON; progress goes to stderr.")] = False,
 ) -> int:
-    """Search for a policy of ATS: three image transforms that hide most and leave images that can be told apart.
+    """Search for a policy of ATS: three image transforms that hide most and leave images that can be classified.
 
-    Random policies are scored on public images by the proxies of Gao et al. 2021, beside no transform and the authors'
-    own policies; nothing is attacked and no target client is looked at. Every score is kept: the same command goes on
-    where it stopped, and ends with the same bits. Exit codes: 0 a policy was found; 1 none passes, or the best is no
-    better than no transform; 2 wrong use.
+    Random policies are scored on public images by the proxies of Gao et al. 2021, next to no transform and the
+    policies of the paper, without attacks and without target clients. Every score is stored: the same command
+    continues where it stopped, with bit-identical results. Exit codes: 0 a policy was found; 1 none passes, or the best
+    is no better than no transform; 2 wrong use.
     """
     from gradveil.cli import ats_search
     from gradveil.core.private_files import plain
     from gradveil.tune.ats_policies import FILE, candidates, open_judge, opened, settings_of
 
     own_code()
-    with redirect_stdout(sys.stderr):  # What a user's model prints must not mix with the result.
-        experiment, own = ats_search.open_search(name, seed, count, images, least, device, setting or (), data_dir)
-        judge = open_judge(experiment, images, own)
+    with redirect_stdout(sys.stderr):  # Output of a user's model must not mix with the result.
+        experiment, first_seed = ats_search.open_search(
+            name, seed, count, images, least, device, setting or (), data_dir
+        )
+        judge = open_judge(experiment, images, first_seed)
         folder = out or Path("runs") / f"ats-{experiment.config.name}"
         try:
-            with opened(folder, settings_of(experiment, judge, own), again(), fresh) as kept:
-                found = ats_search.search_policies(experiment, judge, kept, candidates(count, own), least, keep)
+            with opened(folder, settings_of(experiment, judge, first_seed), again(), fresh) as kept:
+                result = ats_search.search_policies(experiment, judge, kept, candidates(count, first_seed), least, keep)
         except KeyboardInterrupt:
             typer.echo(f"\nStopped. Every score is kept in {folder}. To go on:\n  {again()}", err=True)
             raise
     if as_json:
-        typer.echo(json.dumps(plain(found), indent=1, ensure_ascii=False))
+        typer.echo(json.dumps(plain(result), indent=1, ensure_ascii=False))
     else:
         run = [name, *ats_search.words_of(seed, device, setting or (), data_dir)]
-        ats_search.show(found, run, experiment.config.model.weights, folder / FILE)
-    return 0 if found["better_than_none"] else NOTHING_FOUND
+        ats_search.show(result, run, experiment.config.model.weights, folder / FILE)
+    return 0 if result["better_than_none"] else NOTHING_FOUND

@@ -21,12 +21,12 @@ _FRESH = "--fresh"
 
 
 def again() -> str:
-    """Write the command that was given; --fresh would throw away what it finished."""
+    """Return the current command without --fresh, which would remove finished work."""
     return shlex.join(["gradveil", *kept(sys.argv[1:])])
 
 
 def kept(words: Iterable[str]) -> list[str]:
-    """Leave out what removes results.
+    """Drop options that remove results.
 
     >>> kept(["gradveil", "train", "digits", "--fresh"])
     ['gradveil', 'train', 'digits']
@@ -35,16 +35,16 @@ def kept(words: Iterable[str]) -> list[str]:
 
 
 def own_code() -> None:
-    """Let a user's modules be imported from where the user stands, as with `python -m`.
+    """Let a user's modules be imported from the working directory, as with `python -m`.
 
-    A command says so when what it needs itself is loaded: before, a user's `queue.py` would stand in for Python's.
+    A command calls this after its own imports: earlier, a user's `queue.py` would replace Python's.
     """
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
 
 
 class Engine(StrEnum):
-    """What runs the trials of a run."""
+    """The engine that runs trials."""
 
     processes = "processes"
     ray = "ray"
@@ -52,15 +52,15 @@ class Engine(StrEnum):
 
 EngineOption = Annotated[
     Engine,
-    typer.Option(help="What works on the trials: processes of this machine, or Ray (pip install 'gradveil\\[ray]')."),
+    typer.Option(help="Engine for the trials: processes of this machine, or Ray (pip install 'gradveil\\[ray]')."),
 ]
 """`--engine`."""
 AddressOption = Annotated[
     str | None,
     typer.Option(
         metavar="HOST:PORT",
-        help="The Ray cluster that --engine ray works on, of which this machine is a part; auto finds it. Without it, "
-        "Ray is started here for the time being.",
+        help="Ray cluster for --engine ray; this machine must be part of it; auto finds it. Default: a temporary "
+        "Ray on this machine.",
     ),
 ]
 """`--address`."""
@@ -71,7 +71,7 @@ ExplainOption = Annotated[bool, typer.Option("--explain", help="Define the words
 
 
 class Detail(NamedTuple):
-    """How much of the results is printed."""
+    """The amount of detail in printed results."""
 
     every: bool = False
     explain: bool = False
@@ -86,25 +86,27 @@ class Place:
     device: str
 
     def check(self, workers: int | None, recording: bool = False) -> None:
-        """Refuse options that do not go together, all at once."""
+        """Reject options that contradict each other, all in one error."""
         problems: list[Problem] = []
         if self.address is not None:
             if self.engine is not Engine.ray:
                 problems.append(Problem("--address", "is of a Ray cluster", "add --engine ray, or leave it out"))
             if "://" in self.address:
-                what = f"{self.address!r} is of Ray's client, which passes on no news of the work"
-                problems.append(Problem("--address", what, "start on a machine of the cluster, with HOST:PORT or auto"))
+                problem = f"{self.address!r} is of Ray's client, which passes on no news of the work"
+                problems.append(
+                    Problem("--address", problem, "start on a machine of the cluster, with HOST:PORT or auto")
+                )
             if workers is None:
-                problems.append(Problem("--workers", "is missing", "say how many workers the cluster is to have"))
+                problems.append(Problem("--workers", "is missing", "set the number of workers on the cluster"))
             if recording:
-                what = "is written where clients are trained, which may be another machine"
-                problems.append(Problem("--record", what, "leave out --address"))
+                problem = "is written where clients are trained, which may be another machine"
+                problems.append(Problem("--record", problem, "leave out --address"))
         if self.engine is Engine.ray and ":" in self.device:
             problems.append(Problem("--device", "Ray chooses the GPU", f"say {self.device.partition(':')[0]}"))
         refuse(problems)
 
     def schedule(self, workers: int, threads: int = 1) -> Callable[[Site], Scheduler]:
-        """Say how tasks of a site are done by so many workers."""
+        """Return a scheduler for the tasks of a site."""
         from gradveil.runs.pool import Processes
         from gradveil.runs.ray_pool import Cluster
         from gradveil.runs.task import in_process

@@ -19,18 +19,18 @@ if TYPE_CHECKING:
 
 _HELP = {
     "run": "A run file (TOML), or the name of a bundled training: digits.",
-    "rounds": "How many rounds. A finished training goes on where it ended if this is raised.",
-    "out": "Where results go; by default runs/NAME.",
+    "rounds": "Number of rounds. A higher number continues a finished training.",
+    "out": "The run directory. Default: runs/NAME.",
     "set": "Any setting of the run file: --set clients=20 --set partition.kind=column; KEY= leaves it out. Repeatable.",
     "data": "Folder where data files lie (or set GRADVEIL_DATA).",
-    "record": "Keep what leaves the clients in this folder: the update as encoded, the round, the global model.",
-    "record_round": "Round to record; the first if left out. Repeatable.",
-    "record_client": "Number of a client to record; all if left out. Repeatable.",
+    "record": "Record what the clients send in this folder: encoded updates, the round, the global model.",
+    "record_round": "Round to record. Default: the first. Repeatable.",
+    "record_client": "Number of a client to record. Default: all. Repeatable.",
     "record_truth": "Record the private images too, so that the audit can score what it recovers.",
-    "threads": "Threads of each process; by default one for two cores where one process works, one where several do. "
-    "The same number gives the same bits.",
-    "workers": "Workers, each with a training at a time; by default one a core on a CPU (at most one a training), "
-    "one on a GPU or where --threads is given.",
+    "threads": "Threads per process. Default: half the cores for one process, one for several. The same number "
+    "gives bit-identical results.",
+    "workers": "Worker processes, each with one training at a time. Default: one per CPU core and at most one per "
+    "training; one on a GPU or with --threads.",
 }
 
 
@@ -56,9 +56,9 @@ def train(
         bool, typer.Option("--json", help="Print the results as JSON; progress goes to stderr.")
     ] = False,
 ) -> int:
-    """Train a model among many clients with every defence, and say what each costs in accuracy, bytes and time.
+    """Train a model among many clients with every defence, and report its cost in accuracy, bytes and time.
 
-    Every round is written down. The same command again goes on where it stopped, and ends with the same bits.
+    Every round is stored. The same command continues where it stopped, with bit-identical results.
     """
     import torch
     from rich.console import Console
@@ -76,26 +76,26 @@ def train(
     place = Place(engine, address, config.device)
     place.check(workers, record is not None)
     count = workers or (min(cores(), len(trials(config))) if config.device == "cpu" and threads is None else 1)
-    # Threads that have to share a core wait for each other.
+    # More threads than cores would wait for each other.
     threads = threads or (max(1, cores() // 2) if count == 1 and engine is Engine.processes else 1)
     torch.set_num_threads(threads)
     folder = out or Path("runs") / config.name
     console = Console(stderr=True, soft_wrap=True, markup=False)
     recorder = _recorder(config, record, record_round, record_client, record_truth)
-    told = open_setting(config, data_dir)
+    opened_setting = open_setting(config, data_dir)
     try:
-        info = describe(config, again(), told.weights, told.data.identities())
+        info = describe(config, again(), opened_setting.weights, opened_setting.data.identities())
         with opened(folder, info, fresh):
-            schedule = place.schedule(count, threads)(site(told, data_dir, recorder))
-            run(told, folder, partial(training_output.tell, console, config.rounds), schedule, recorder)
+            schedule = place.schedule(count, threads)(site(opened_setting, data_dir, recorder))
+            run(opened_setting, folder, partial(training_output.show_round, console, config.rounds), schedule, recorder)
     except KeyboardInterrupt:
         typer.echo(f"\nStopped. Every finished round is kept in {folder}. To go on:\n  {again()}", err=True)
         raise
     if recorder is not None:
         console.print(training_output.recorded(recorder.folder), highlight=False)
-    found = load_training(folder).trials
-    summaries = [told for _, told in found if told is not None]
-    code = training_output.show_trainings(found, summaries, as_json, console)
+    finished = load_training(folder).trials
+    summaries = [summary for _, summary in finished if summary is not None]
+    code = training_output.show_trainings(finished, summaries, as_json, console)
     training_output.warn(outdated([row.get("code", {}) for row in summaries], (config.model.name, *config.defences)))
     console.print(f"Curves and costs as a page: gradveil report {shlex.quote(str(folder))}", highlight=False)
     return code
@@ -108,11 +108,11 @@ def _recorder(
     clients: Sequence[int] | None,
     truth: bool,
 ) -> UpdateRecorder | None:
-    """Make the recorder that the options ask for, once its folder has been looked at."""
+    """Make the recorder that the options request, after a check of its folder."""
     if folder is None:
         options = {"--record-round": rounds, "--record-client": clients, "--record-truth": truth}
         refuse(
-            [Problem(name, "has nowhere to record to", "add --record DIR") for name, given in options.items() if given]
+            [Problem(name, "has nowhere to record to", "add --record DIR") for name, value in options.items() if value]
         )
         return None
     most = (("--record-round", rounds, config.rounds), ("--record-client", clients, config.clients - 1))
@@ -126,7 +126,7 @@ def _recorder(
     )
     from gradveil.federated.update_records import UpdateRecorder
 
-    who = None if not clients else tuple(str(client) for client in clients)
-    recorder = UpdateRecorder(folder, truth=truth, rounds=tuple(rounds or (1,)), clients=who)
+    recorded = None if not clients else tuple(str(client) for client in clients)
+    recorder = UpdateRecorder(folder, truth=truth, rounds=tuple(rounds or (1,)), clients=recorded)
     recorder.ready()
     return recorder

@@ -1,4 +1,4 @@
-"""What `gradveil train` and `audit --train` print: rounds as they end, the table of what each defence costs."""
+"""Printed results of `gradveil train` and `audit --train`: rounds as they end, and the cost of each defence."""
 
 from __future__ import annotations
 
@@ -28,56 +28,56 @@ DIVERGED = 1
 _COLUMNS = ("defence", "accuracy", "to none", "rounds", "sent per round", "received per round", "s per round")
 _WORDS = ("status", "proven")
 _LEAST = 100
-"""Columns that a table of trainings takes, its words folded."""
+"""Least width of a table of trainings in characters."""
 
 
 def show_trainings(trials: Trials, summaries: Sequence[TrainingSummary], as_json: bool, console: Console) -> int:
-    """Print the results, say which trainings failed, and return the exit code."""
+    """Print the results and the failed trainings; return the exit code."""
     if as_json:
         typer.echo(json.dumps(summaries, indent=1))
     else:
         wide().print(table(group_trainings(trials)))
     for row in summaries:
         if row["status"] == FAILED:
-            told = f"{row['defence']}, seed {row['seed']}: failed: {row['failed']}"
-            console.print(Text(told, style="red"))
+            failure = f"{row['defence']}, seed {row['seed']}: failed: {row['failed']}"
+            console.print(Text(failure, style="red"))
         for doubt in _doubts(row.get("curve") or ()):
             console.print(Text(f"{row['defence']}, seed {row['seed']}: {doubt}", style="yellow"))
     return DIVERGED if any(row["status"] in ("diverged", FAILED) for row in summaries) else 0
 
 
 def _doubts(curve: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Say in how many rounds something was missing that the result counts on."""
+    """Return warnings about rounds with missing replies, updates or messages."""
     among = f"of {plural(len(curve), 'round')}"
     silent = sum(not record["clients"] and not record.get("refused") for record in curve)
     if silent:
-        yield f"in {silent} {among} nobody answered"
+        yield f"in {silent} {among} no client answered"
     left = sum(bool(record.get("refused")) for record in curve)
     if left:
-        yield f"in {left} {among} updates were left out that were not finite"
+        yield f"in {left} {among} updates that were not finite were left out"
     spoken = [record["spoke"] for record in curve if record.get("spoke")]
-    short = [said for said, wanted in spoken if said < wanted]
+    short = [count for count, planned in spoken if count < planned]
     if short:
         few = f", at least once {min(short)}: too few to outvote a liar" if min(short) < OUTVOTING else ""
         yield f"in {len(short)} {among} fewer clients spoke than planned{few}"
 
 
 def recorded(folder: Path) -> str:
-    """Say what lies in a record: a training that was finished before sends nothing again."""
+    """Describe a folder of recorded updates; a training that was finished before sends none."""
     count = sum(1 for _ in folder.glob("round-*.safetensors"))
     if not count:
-        why = "these rounds were trained before, or who is to be recorded did not answer in them"
-        return f"Nothing was recorded in {folder}: {why}. Train again with --fresh, or record others."
+        reason = "these rounds were trained before, or the clients to record did not answer in them"
+        return f"Nothing was recorded in {folder}: {reason}. Train again with --fresh, or record others."
     return f"{plural(count, 'recorded update')} in {folder}. To attack: gradveil audit RUN --observed {folder}"
 
 
-def tell(console: Console, rounds: int, trial: TrainingTrial, last: RoundResult, status: Status) -> None:
-    """Say in a line how a training got on."""
+def show_round(console: Console, rounds: int, trial: TrainingTrial, last: RoundResult, status: Status) -> None:
+    """Print one line about the last round of a training."""
     parts = [f"{trial.title}, seed {trial.seed}: round {last.number} of {rounds}", f"accuracy {percent(last.accuracy)}"]
     if last.validation_loss is not None:
         parts.append(f"validation loss {last.validation_loss:.4f}")
     if not last.clients and not last.refused:
-        parts.append("nobody answered")
+        parts.append("no client answered")
     if last.refused:
         parts.append(f"{plural(len(last.refused), 'update')} left out: not finite")
     if last.spoke is not None and last.spoke[0] < last.spoke[1]:
@@ -87,39 +87,39 @@ def tell(console: Console, rounds: int, trial: TrainingTrial, last: RoundResult,
 
 
 def warn(problems: Iterable[Problem]) -> None:
-    """Print what should be known and stops nothing."""
+    """Print problems that do not stop the command."""
     console = Console(stderr=True, soft_wrap=True, markup=False)
     for problem in problems:
         console.print(Text(f"{problem.severity}: {problem}", style="yellow"))
 
 
 def table(groups: Sequence[TrainingGroup]) -> Table:
-    """Lay the defences side by side; the accuracy is that after the round with the lowest validation loss."""
+    """Return the defences as a table; accuracies are of the round with the lowest validation loss."""
     out = Table(box=None, pad_edge=False)
     for title in (*_COLUMNS, *_WORDS):
         if title in ("defence", *_WORDS):
-            # Folded, never cut off: two defences may differ in their last setting.
+            # Folded and not cut off, because two defences may differ in their last setting.
             out.add_column(title, overflow="fold")
         else:
             out.add_column(title.replace(" per ", "\nper "), justify="right", no_wrap=True)
-    told = "\n".join(filter(None, [no_progress(groups), *_proofs(groups)]))
-    out.caption, out.caption_justify = Text(told, style="dim not italic"), "left"
+    caption = "\n".join(filter(None, [no_progress(groups), *_proofs(groups)]))
+    out.caption, out.caption_justify = Text(caption, style="dim not italic"), "left"
     for group in groups:
         sent, received, seconds = (group.mean(key) for key in ("bytes_up", "bytes_down", "seconds"))
         numbers = (size(sent), size(received), DASH if seconds is None else f"{seconds:.1f}")
         statuses = ", ".join(text for _, text in group.statuses)
-        told = accuracy_text(group), difference_text(group) + compared_seeds_text(group), rounds_text(group) or DASH
-        out.add_row(group.name, *told, *numbers, statuses, group.proof)
+        texts = accuracy_text(group), difference_text(group) + compared_seeds_text(group), rounds_text(group) or DASH
+        out.add_row(group.name, *texts, *numbers, statuses, group.proof)
     return out
 
 
 def wide() -> Console:
-    """Print as wide as the terminal, never narrower than the numbers: one that is folded reads as another."""
+    """Return a console as wide as the terminal and wide enough that no number is folded."""
     return Console(width=max(_LEAST, Console().width) if sys.stdout.isatty() else 120, markup=False)
 
 
 def _proofs(groups: Sequence[TrainingGroup]) -> Iterator[str]:
-    """Write out what is proven, and of what, where something is."""
+    """Return the guarantee of every defence that has an epsilon."""
     for group in groups:
         if group.worst and group.worst["epsilon"]:
             doubt = f". Above {MEANINGLESS:g}: no guarantee to rely on" if group.is_meaningless else ""
