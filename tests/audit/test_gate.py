@@ -225,3 +225,28 @@ def test_an_upper_bound_alone_passes_no_setting_whatever_is_accepted() -> None:
     found = judged(0.2, row(0, health=AMBIGUOUS), told, BARE, accepted=(Accepted.NOT_TESTED,))
     assert code(found) == 1
     assert any("Only oracle attackers were run" in line for line in found.obstacles)
+
+
+def batches(*hits: int, size: int) -> Row:
+    """Clients with batches of a size, of which so many images each were recovered."""
+    made = row(0, len(hits))
+    for record, won in zip(made.trial.records, hits, strict=True):
+        (image,) = record["per_image"]
+        record["per_image"] = [{**image, "success": int(place < won)} for place in range(size)]
+    return made
+
+
+def test_all_images_of_few_clients_do_not_pass() -> None:
+    alone = judged(0.1, batches(0, size=36), BARE)
+    assert code(alone) == 1
+    assert "only 1 client" in alone.obstacles[0]
+    assert judged(0.1, batches(*[0] * 8, size=8), BARE).passed
+    assert judged(0.1, batches(0, size=36), BARE, accepted=(Accepted.FEW_IMAGES,)).passed
+
+
+def test_copies_of_an_image_count_as_one() -> None:
+    copied = row(0, 40)
+    for place, record in enumerate(copied.trial.records):
+        record["per_image"][0]["copy_of"] = place // 4
+    assert judged(0.1, row(0, 40), BARE).passed
+    assert not judged(0.1, copied, BARE).passed

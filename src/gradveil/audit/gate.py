@@ -117,6 +117,7 @@ def gate(run: Run, limit: float, accepted: Sequence[Accepted] = ()) -> Gate:
         *map(_no_score, gaps),
         *(_undecided(each) for each in verdicts if _is_open(each, accepted)),
         *(_too_few(one, limit) for one in counted if one.rate <= limit < _reach(one.hits, one.row, accepted)),
+        *(_few_clients(one) for one in counted if one.rate <= limit and _of_few_clients(one.row, accepted)),
         *(line for one in counted for line in _diverged(one.verdict, limit, accepted)),
     ]
     counted.sort(key=lambda one: one.rate, reverse=True)
@@ -172,8 +173,26 @@ def _lost(row: Row) -> int:
 
 
 def _reach(hits: int, row: Row, accepted: Sequence[Accepted]) -> float:
-    """Compute how high a rate may be: the upper end of its interval, or itself where that is accepted."""
-    return hits / row.images if Accepted.FEW_IMAGES in accepted else wilson(hits, row.images)[1]
+    """Compute how high a rate may be: the upper end of its interval, or itself where that is accepted.
+
+    Exact copies of an image count as one: what recovers one of them recovers all.
+    """
+    if Accepted.FEW_IMAGES in accepted:
+        return hits / row.images
+    return wilson(math.ceil(hits * row.distinct / row.images), row.distinct)[1]
+
+
+def _of_few_clients(row: Row, accepted: Sequence[Accepted]) -> bool:
+    """Report whether fewer clients than it takes hold all images: what a defence drew once hides or shows a batch."""
+    return Accepted.FEW_IMAGES not in accepted and len(row.trial.records) < ENOUGH
+
+
+def _few_clients(one: CountedSetting) -> str:
+    images, clients = plural(one.row.images, "image"), plural(len(one.row.trial.records), "client")
+    return (
+        f"{called(one.row)}: {images} of only {clients}, whose updates were each defended once. "
+        f"Attack at least {ENOUGH} clients: --target-clients {ENOUGH}."
+    )
 
 
 def _missing(run: Run) -> Iterator[str]:
