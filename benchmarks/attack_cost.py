@@ -29,6 +29,7 @@ from gradveil.core.noise import Key
 from gradveil.core.tree import stack
 from gradveil.core.types import Batch
 from gradveil.defences import parse
+from gradveil.spaces import ImageSpace
 
 CASES = {
     "dropout: DIA": ("dropout(0.25)", "dia", "gpia", None, 1.5),
@@ -67,8 +68,7 @@ def runner(
     # The same optimiser for both, and nothing drawn afresh: what is compared is the work of an iteration.
     tuned = replace(tuned, descent=make_attack("ig-scheliga").descent)
     tensors = {n: w for n, w in tuned.knowledge.items() if attack not in ("gpia", "ig-scheliga") or n != "model.*"}
-    bounds = images.new_zeros(3, 1, 1), images.new_ones(3, 1, 1)
-    knowledge = Knowledge(SHAPE, *bounds, CLASSES, tensors=tensors, targets=labels)
+    knowledge = Knowledge(ImageSpace(SHAPE), CLASSES, tensors=tensors, targets=labels)
 
     def run(iterations: int) -> float:
         short = replace(tuned, descent=replace(tuned.descent, iterations=iterations))

@@ -30,6 +30,7 @@ from gradveil.core.noise import Key
 from gradveil.core.types import Batch, Domain
 from gradveil.defences import parse
 from gradveil.nn.models import build
+from gradveil.spaces import ImageSpace
 
 EXAMPLES = 64
 PUBLIC = 1000
@@ -66,8 +67,7 @@ def step(model: str, defence: str) -> Callable[[], object]:
     generator = key.child("data").generator()
     images = torch.randn(EXAMPLES, channels, 32, 32, generator=generator)
     public = torch.randn(PUBLIC, channels, 32, 32, generator=generator)
-    bound = torch.full((1, 1, 1), 3.0)
-    client = parse(defence)(Client(net, domain=Domain(-bound, bound, 10, public)), key)
+    client = parse(defence)(Client(net, domain=Domain(ImageSpace.between(-3, 3, (channels, 32, 32)), 10, public)), key)
     batch = Batch(images, torch.randint(10, (EXAMPLES,), generator=generator))
     params = client.params()
     state = client.init(params)

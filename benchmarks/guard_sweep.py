@@ -148,7 +148,7 @@ def closed_form(net: Net, batch: Batch) -> int:
 def mnist(folder: str) -> Iterator[dict[str, Any]]:
     """Look at a perceptron on MNIST: the first 64 training images are the client's, the others train and calibrate."""
     images = load("mnist", data_dir=folder, size=28, limit_public=6000, limit_private=32).public
-    pixels, targets = images.pixels, images.targets
+    pixels, targets = images.views, images.targets
     fresh, trained = perceptron(), perceptron()
     how, generator = torch.optim.SGD(trained.parameters(), lr=0.05, momentum=0.9), Key(SEED).generator()
     for _ in range(300):

@@ -146,9 +146,7 @@ def measured(
     """Read labels off the updates of one defence: way -> column -> percent."""
     last = [path for path, module in net.named_modules() if isinstance(module, nn.Linear)][-1]
     client, simulated_client = parse(text)(Client(net), key), Client(net)
-    lower, upper = data.private.bounds
-    channels, height, width = data.private.inputs.shape[1:]
-    blind = Knowledge((channels, height, width), lower, upper, len(data.private.classes))
+    blind = Knowledge(data.private.space, len(data.private.classes))
     told = replace(blind, public=Batch(data.public.inputs[:PUBLIC], data.public.targets[:PUBLIC]))
     found: dict[str, dict[str, float]] = {}
     for column, batch in draws.items():

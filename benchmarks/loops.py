@@ -102,14 +102,14 @@ def gradveil_attack(model: nn.Module, images: Tensor, labels: Tensor) -> Callabl
     from gradveil.client import Client
     from gradveil.core.noise import Key
     from gradveil.core.types import Batch
+    from gradveil.spaces import ImageSpace
 
     client = Client(model)
     params = client.params()
     with torch.no_grad():
         sent, _ = client.updates(params, Batch(images, labels), {}, {})
     seen = Observation(params=params, update=sent, examples=1, target_clients=tuple(range(len(images))))
-    bounds = images.new_zeros(3, 1, 1), images.new_ones(3, 1, 1)
-    knowledge = Knowledge(SHAPE, *bounds, CLASSES, targets=labels)
+    knowledge = Knowledge(ImageSpace(SHAPE), CLASSES, targets=labels)
 
     def attack(iterations: int, plan: tuple[int, ...] = ()) -> Any:
         return inversion(iterations)([seen], client, knowledge, Key(0), plan=plan)

@@ -26,12 +26,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gradveil.audit.baselines import EXACT, Gallery, Guessing, tests_of
+from gradveil.audit.baselines import Gallery, Guessing, tests_of
 from gradveil.audit.result_rows import Row
 from gradveil.audit.run_directory import Trial
 from gradveil.data import Dataset, load
 from gradveil.metrics import ssim_pairs
 from gradveil.metrics.matching import match
+from gradveil.spaces import ImageSpace
 
 KINDS = ("one image", "random images", "class mean", "best guess", "mix")
 ALMOST = "almost exact"
@@ -93,7 +94,7 @@ class Pool:
         splits = load(name, size=size)
         inputs = torch.cat([splits.public.inputs, splits.private.inputs])
         targets = torch.cat([splits.public.targets, splits.private.targets])
-        (low, high), draw = splits.public.bounds, torch.Generator().manual_seed(0)
+        (low, high), draw = splits.public.space.bounds(splits.public.inputs), torch.Generator().manual_seed(0)
         if easy is not None:
             noise = torch.rand(inputs.shape, generator=draw) * (high - low)
             inputs = torch.where((targets == easy)[:, None, None, None], inputs, (inputs + low + noise) / 2)
@@ -101,7 +102,7 @@ class Pool:
         noise = 0.005 * torch.randn(inputs.shape, generator=draw) * (high - low)
         inputs, targets = torch.cat([inputs, (inputs + noise).clamp(low, high)]), targets.repeat(2)
         data = replace(splits.public, inputs=inputs, targets=targets, marks=())
-        pixels = data.pixels.float()
+        pixels = data.views.float()
         images = pixels[: len(data) // 2]
         alike = torch.cat([ssim_pairs(part, pixels) for part in images.split(64)])
         return Pool(data, alike, torch.cdist(images.flatten(1), pixels.flatten(1)).square())
@@ -149,14 +150,14 @@ class Split:
         self.odds = np.where(members, members.sum().clip(1) ** -1.0, (~members).sum() ** -1.0)
         self.odds /= self.odds.sum()
         self.guessing = Guessing(pool.data.subset(public.tolist()), THRESHOLD, len(self.classes))
-        pixels = pool.data.pixels.float()
+        pixels = pool.data.views.float()
         self.gallery = Gallery(pixels[private], pool.data.targets[private])
         # Guesses: every public image, the mean of each class, the mean image.
         means = torch.stack([*(self.guessing.class_mean(label) for label in self.classes), self.guessing.mean()])
         means = means.float()
         self.means = {label: len(public) + place for place, label in enumerate(self.classes)}
         similarity = torch.cat([pool.similarity[public][:, private], ssim_pairs(means, pixels[private])])
-        self.passes, self.exactly = similarity > THRESHOLD, similarity > EXACT
+        self.passes, self.exactly = similarity > THRESHOLD, similarity > ImageSpace.exactly
         apart = torch.cdist(means.flatten(1), pixels[private].flatten(1)).square()
         self.distance = torch.cat([pool.distance[public][:, private], apart])
         self.nearest = self.distance.argmin(1)
@@ -170,7 +171,7 @@ class Split:
             mean = ssim_pairs(means[self.means[label] - len(public)][None], pixels[images])
             alike, places = torch.cat([among, mean]), [*own.tolist(), self.means[label]]
             self.best[label] = Cover.of(alike > THRESHOLD, places)
-            self.almost[label] = Cover.of(alike > EXACT, places)
+            self.almost[label] = Cover.of(alike > ImageSpace.exactly, places)
 
     def expected(self, targets: Sequence[int], batch: int) -> list[dict[str, float]]:
         """Compute the chances that an audit records."""

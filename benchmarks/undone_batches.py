@@ -93,12 +93,10 @@ def transformed(data: str, folder: Path) -> Iterator[dict[str, Any]]:
     """Undo each transform of the 50 alone that differs from those before; yield a row per transform."""
     splits = load(data, data_dir=folder, limit_public=PUBLIC, limit_private=IMAGES)
     private, names, seen = splits.private, {kind: name for name, kind in KINDS.items()}, set[tuple[str, int]]()
-    lower, upper = private.bounds
-    channels, height, width = private.inputs.shape[1:]
-    knowledge = Knowledge((channels, height, width), lower, upper, 10, public=Batch(*_tensors(splits.public)))
+    knowledge = Knowledge(private.space, 10, public=Batch(*_tensors(splits.public)))
     net = nn.Sequential(nn.Flatten(), nn.Linear(private.inputs[0].numel(), 10))
-    plain = Client(net, domain=Domain(lower, upper, 10))
-    batch, truth = Batch(*_tensors(private)), private.pixels.double()
+    plain = Client(net, domain=Domain(private.space, 10))
+    batch, truth = Batch(*_tensors(private)), private.views.double()
     one = torch.ones(1)
     for number, (kind, level) in enumerate(TRANSFORMS):
         what = names[kind], level if kind.levelled else 0
@@ -111,7 +109,7 @@ def transformed(data: str, folder: Path) -> Iterator[dict[str, Any]]:
         found = undone(
             in_closed_form(made.unsqueeze(0), batch.targets.unsqueeze(0), one, one > 0, 0.0, None), client, knowledge
         )
-        before, after = (ssim(private.denormalise(x.double()), truth) for x in (made, found.inputs[0]))
+        before, after = (ssim(private.space.view(x.double()), truth) for x in (made, found.inputs[0]))
         yield {
             "data": data,
             "number": number,

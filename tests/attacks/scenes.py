@@ -11,9 +11,11 @@ from gradveil.attacks.knowledge import Knowledge
 from gradveil.attacks.protocol import Observation
 from gradveil.client import Client
 from gradveil.core.noise import Key
+from gradveil.core.space import Space
 from gradveil.core.types import Batch, Domain
 from gradveil.data import load
 from gradveil.nn.models import build
+from gradveil.spaces import ImageSpace
 
 
 @dataclass
@@ -34,7 +36,7 @@ def tiny(target_clients: int = 3, examples: int = 1, dtype: torch.dtype = torch.
         nn.init.normal_(parameter.data, std=0.3, generator=generator)
     inputs = torch.rand(target_clients, examples, 1, 6, 6, dtype=dtype, generator=generator)
     targets = torch.randint(0, 4, (target_clients, examples), generator=generator)
-    return observed(Client(model), Batch(inputs, targets), torch.zeros(1, 1, 1), torch.ones(1, 1, 1), 4)
+    return observed(Client(model), Batch(inputs, targets), 4)
 
 
 def pictures(model: str, data: str, target_clients: int, examples: int = 1) -> Scene:
@@ -47,18 +49,17 @@ def pictures(model: str, data: str, target_clients: int, examples: int = 1) -> S
     )
     inputs = dataset.inputs[:count].view(target_clients, examples, *shape)
     batch = Batch(inputs, dataset.targets[:count].view(target_clients, examples))
-    lower, upper = dataset.bounds
-    return observed(Client(net), batch, lower, upper, len(dataset.classes))
+    return observed(Client(net), batch, len(dataset.classes), dataset.space)
 
 
-def observed(client: Client, batch: Batch, lower: Tensor, upper: Tensor, classes: int) -> Scene:
-    """Let the client send, and the server see it."""
-    client = replace(client, domain=Domain(lower, upper, classes))
+def observed(client: Client, batch: Batch, classes: int, space: Space | None = None) -> Scene:
+    """Let the client send, and the server see it; inputs are pixels in [0, 1] where no space is given."""
+    space = space or ImageSpace(tuple(batch.inputs.shape[2:]))
+    client = replace(client, domain=Domain(space, classes))
     params = client.params()
     sent, _ = client.updates(params, batch, {}, {})
     target_clients, examples = batch.targets.shape
-    shape = tuple(batch.inputs.shape[2:])
-    knowledge = Knowledge((shape[0], shape[1], shape[2]), lower, upper, classes, targets=batch.targets)
+    knowledge = Knowledge(space, classes, targets=batch.targets)
     return Scene(client, Observation(params, sent, examples, tuple(range(target_clients))), knowledge, batch)
 
 

@@ -30,7 +30,7 @@ def seen_by(defence, attack=SUBTRACTED, **changes):
     client = scene.client(0, trial.defence, 0)
     seen, truth = observe(scene, trial, client, range(2))
     attack = scene.attacks[trial.attack]
-    knowledge, _ = grant(scene, attack, client, client.params(), truth)
+    knowledge, _, _ = grant(scene, attack, client, client.params(), truth)
     return Rows(attack, seen, client, knowledge, Key(0)), client, seen, truth
 
 

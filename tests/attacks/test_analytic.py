@@ -24,7 +24,7 @@ def dense(*layers, target_clients=3, labels=((0,), (1,), (3,))):
         nn.init.normal_(parameter.data, std=0.1, generator=generator)
     targets = torch.tensor(labels)
     inputs = torch.rand(*targets.shape, 1, 6, 6, dtype=torch.float64, generator=generator)
-    return observed(Client(model), Batch(inputs, targets), torch.zeros(1, 1, 1), torch.ones(1, 1, 1), 4)
+    return observed(Client(model), Batch(inputs, targets), 4)
 
 
 def attack(scene, text="analytic"):
@@ -172,7 +172,7 @@ def patches(*, target_clients=3, examples=1, **options):
         nn.init.normal_(parameter.data, std=0.4, generator=generator)
     targets = torch.randint(0, 4, (target_clients, examples), generator=generator)
     inputs = torch.rand(target_clients, examples, 1, 6, 6, dtype=torch.float64, generator=generator)
-    return observed(Client(model), Batch(inputs, targets), torch.zeros(1, 1, 1), torch.ones(1, 1, 1), 4)
+    return observed(Client(model), Batch(inputs, targets), 4)
 
 
 @pytest.mark.parametrize("convolution", [True, False])

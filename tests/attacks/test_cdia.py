@@ -52,6 +52,6 @@ def test_without_a_defence_it_is_the_naive_attack_to_the_last_bit():
 @pytest.mark.parametrize("defence", ["dgp", "adgp", "optimal-prune(0.9)", "precode", "dropout(0.25)"])
 def test_knowing_the_defence_helps(defence):
     scene, found = defended(defence, 200)
-    lower, upper = scene.knowledge.lower, scene.knowledge.upper
+    lower, upper = scene.knowledge.space.bounds(scene.truth.inputs)
     naive, knowing = (psnr(f.inputs, scene.truth.inputs, lower, upper).mean() for f in found.values())
     assert knowing > naive + 1, (naive, knowing)

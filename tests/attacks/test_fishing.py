@@ -22,9 +22,9 @@ from gradveil.nn.module_paths import last_layer
 from gradveil.nn.surgery import replace_batchnorm
 
 DIGITS = load("digits")
-LOWER, UPPER = DIGITS.private.bounds
+LOWER, UPPER = DIGITS.private.space.bounds(DIGITS.private.inputs)
 SHAPE = tuple(DIGITS.private.inputs.shape[1:])
-KNOWN = Knowledge(SHAPE, LOWER, UPPER, 10, public=Batch(DIGITS.public.inputs, DIGITS.public.targets))
+KNOWN = Knowledge(DIGITS.private.space, 10, public=Batch(DIGITS.public.inputs, DIGITS.public.targets))
 
 
 def client(name="scheliga-cnn"):

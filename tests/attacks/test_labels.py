@@ -50,8 +50,7 @@ def sent(client, batch, hidden=()):
 
 
 def knowledge(classes=10, public=None):
-    lower, upper = DIGITS.private.bounds
-    return Knowledge((1, 32, 32), lower, upper, classes, public=public)
+    return Knowledge(DIGITS.private.space, classes, public=public)
 
 
 def restored(client, observation, way="restore", facts=None):

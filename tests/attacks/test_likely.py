@@ -28,7 +28,7 @@ def sent_by(defence, target_clients=6):
     images = ((1 + waves) / 2).view(-1, 1, 1, 6, 6)
     truth = Batch(images[:target_clients], torch.randint(0, 4, (target_clients, 1), generator=draw))
     client = parse(defence)(scene.client)
-    scene = observed(replace(client, step=None, send=None), truth, torch.zeros(1, 1, 1), torch.ones(1, 1, 1), 4)
+    scene = observed(replace(client, step=None, send=None), truth, 4)
     public = Batch(images[target_clients:, 0], torch.randint(0, 4, (64,), generator=draw))
     scene.knowledge = replace(scene.knowledge, public=public)
     params = scene.observation.params

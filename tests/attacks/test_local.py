@@ -24,7 +24,7 @@ def at_truth(settings, **changes):
     trial = trials(scene.config)[0]
     client, attack = scene.client(0, "none", 0), scene.attacks[trial.attack]
     seen, truth = observe(scene, trial, client, range(2))
-    knowledge, grants = grant(scene, attack, client, seen[0].params, truth)
+    knowledge, grants, _ = grant(scene, attack, client, seen[0].params, truth)
     return attack.evaluate(seen, client, knowledge, Key(0), truth.raw.inputs, truth.noise), grants
 
 
@@ -78,7 +78,7 @@ def test_images_come_back_from_local_training(local, gain):
     )  # fmt: skip
     found = recover(scene, trials(scene.config)[0], range(1), lambda _: None).tensors["inputs"]
     truth = scene.batch(scene.examples(0, range(1))).inputs
-    lower, upper = scene.private.bounds
+    lower, upper = scene.private.space.bounds(scene.private.inputs)
     mean = scene.public.inputs.mean(0).expand_as(truth)
     own, baseline, wrong = (float(psnr(x, truth, lower, upper)) for x in (found, mean, found.flip(1)))
     assert own > baseline + gain
@@ -97,7 +97,7 @@ def test_images_come_back_from_a_partly_frozen_model():
     assert not any(name.startswith("head") for name in observe(scene, trial, client, range(2))[0][0].update)
     found = recover(scene, trial, range(2), lambda _: None).tensors["inputs"]
     truth = scene.batch(scene.examples(0, range(2))).inputs
-    lower, upper = scene.private.bounds
+    lower, upper = scene.private.space.bounds(scene.private.inputs)
     mean = scene.public.inputs.mean(0).expand_as(truth)
     own, baseline, wrong = (psnr(x, truth, lower, upper) for x in (found, mean, found.flip(0)))
     assert bool((own > baseline + 1).all()), (own, baseline)

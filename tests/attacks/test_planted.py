@@ -22,13 +22,13 @@ from gradveil.nn.models import build
 from gradveil.nn.surgery import prepare
 
 DIGITS = load("digits")
-LOWER, UPPER = DIGITS.private.bounds
+LOWER, UPPER = DIGITS.private.space.bounds(DIGITS.private.inputs)
 SHAPE = tuple(DIGITS.private.inputs.shape[1:])
 PUBLIC = Batch(DIGITS.public.inputs, DIGITS.public.targets)
 
 
 def known(**changes):
-    return replace(Knowledge(SHAPE, LOWER, UPPER, 10, public=PUBLIC), **changes)
+    return replace(Knowledge(DIGITS.private.space, 10, public=PUBLIC), **changes)
 
 
 def digits(count, first=0):

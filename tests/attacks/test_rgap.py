@@ -18,6 +18,7 @@ from gradveil.core.types import Batch
 from gradveil.data import load
 from gradveil.nn.initial_weights import initialise
 from gradveil.nn.models import build
+from gradveil.spaces import ImageSpace
 from tests.attacks.scenes import Scene, observed, pictures, psnr
 
 _ZERO, _ONE = torch.zeros(1, 1, 1, dtype=torch.float64), torch.ones(1, 1, 1, dtype=torch.float64)
@@ -29,7 +30,7 @@ def _scene(model: nn.Module, side: int = 8, classes: int = 5, target_clients: in
     net = initialise(model.double(), draw)
     inputs = torch.rand(target_clients, 1, 1, side, side, dtype=torch.float64, generator=draw)
     targets = torch.randint(0, classes, (target_clients, 1), generator=draw)
-    return observed(Client(net, **client), Batch(inputs, targets), _ZERO, _ONE, classes)
+    return observed(Client(net, **client), Batch(inputs, targets), classes)
 
 
 def _attack(scene: Scene, attack: Recursive | None = None):
@@ -71,8 +72,8 @@ def test_the_scheliga_cnn_in_single_precision():
     assert found.inputs.dtype == torch.float32
     error = (found.inputs - scene.truth.inputs).abs()
     assert float(error[..., :29, :29].max()) < 1e-3, error.amax((0, 1, 2))
-    right = psnr(found.inputs, scene.truth.inputs, scene.knowledge.lower, scene.knowledge.upper)
-    wrong = psnr(found.inputs, scene.truth.inputs.flip(0), scene.knowledge.lower, scene.knowledge.upper)
+    right = psnr(found.inputs, scene.truth.inputs, *scene.knowledge.space.bounds(scene.truth.inputs))
+    wrong = psnr(found.inputs, scene.truth.inputs.flip(0), *scene.knowledge.space.bounds(scene.truth.inputs))
     assert bool((right > 22).all()), right
     assert bool((wrong < right - 10).all()), "just as good on somebody else's update"
     assert "of the 1024 values of the image open" in in_words(found.remarks)[0]
@@ -84,8 +85,8 @@ def test_the_studies_models_in_single_precision(model):
     data = load("digits").private
     inputs = interpolate(data.inputs[:2], 16).unsqueeze(1)
     net = build(model, channels=1, size=16, classes=10, generator=Key(0).generator())
-    lower, upper = data.bounds
-    scene = observed(Client(net), Batch(inputs, data.targets[:2].unsqueeze(1)), lower, upper, 10)
+    lower, upper = data.space.bounds(data.inputs)
+    scene = observed(Client(net), Batch(inputs, data.targets[:2].unsqueeze(1)), 10, data.space)
     found = _attack(scene)
     assert bool((psnr(found.inputs, scene.truth.inputs, lower, upper) > 40).all())
 
@@ -313,7 +314,7 @@ def test_models_that_are_no_chain_are_refused_with_the_reason(model, word):
     seen = Observation(Client(model).params(), blank, 1, (0,))
     with pytest.raises(GradveilError, match=word):
         Recursive()(
-            [seen], Client(model), Knowledge((1, 8, 8), _ZERO, _ONE, 5, targets=torch.zeros(1, 1).long()), Key(0)
+            [seen], Client(model), Knowledge(ImageSpace((1, 8, 8)), 5, targets=torch.zeros(1, 1).long()), Key(0)
         )
 
 

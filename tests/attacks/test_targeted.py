@@ -35,7 +35,7 @@ def audit(defence, attacks, iterations=150, **changes):
 def quality(defence, *attacks, **changes):
     """Defend two digits; the mean PSNR that each attack recovers of them, and what it found."""
     scene = audit(defence, attacks, **changes)
-    lower, upper = scene.private.bounds
+    lower, upper = scene.private.space.bounds(scene.private.inputs)
     found = {}
     for trial in trials(scene.config):
         tensors = recover(scene, trial, range(2), lambda _: None).tensors
@@ -140,7 +140,7 @@ def test_the_attacker_who_is_told_everything_is_granted_what_is_secret_and_reads
     attack, client = scene.attacks["wiig"], scene.client(0, trial.defence, 0)
     params = client.params()
     seen, truth = observe(scene, trial, client, range(2))
-    knowledge, grants = grant(scene, attack, client, params, truth)
+    knowledge, grants, _ = grant(scene, attack, client, params, truth)
     told = {grant.partition(":")[0] for grant in grants}
     assert set(client.noise_spec(params, Batch(truth.raw.inputs[0], truth.raw.targets[0]))) <= told
     assert not any("mask.conv" in name for name in told if name.startswith("send."))
@@ -171,7 +171,7 @@ def test_the_order_of_magnitudes_is_read_where_it_is_asked_for():
     for trial in trials(scene.config):
         attack, client = scene.attacks[trial.attack], scene.client(0, trial.defence, 0)
         seen, truth = observe(scene, trial, client, range(2))
-        knowledge, _ = grant(scene, attack, client, params, truth)
+        knowledge, _, _ = grant(scene, attack, client, params, truth)
         (one,) = Rows(attack, seen, client, knowledge, Key(0)).rounds
         kinds = {name.split(".")[2] for name in one.pinned}
         assert kinds == ({"mask", "border"} if "ordered" in trial.attack else {"mask"})

@@ -36,10 +36,9 @@ def digits() -> Splits:
 def client(defence: str, **settings) -> tuple[Client, Knowledge, Batch]:
     """A client behind a defence, public knowledge, and eight private images."""
     public, private = digits().public, digits().private
-    lower, upper = private.bounds
     model = nn.Sequential(nn.Flatten(), nn.Linear(256, 10))
-    plain = Client(model, domain=Domain(lower, upper, 10), **settings)
-    knowledge = Knowledge((1, 16, 16), lower, upper, 10, public=Batch(public.inputs, public.targets))
+    plain = Client(model, domain=Domain(private.space, 10), **settings)
+    knowledge = Knowledge(private.space, 10, public=Batch(public.inputs, public.targets))
     return parse(defence)(plain, Key(0)), knowledge, Batch(private.inputs[:8], private.targets[:8])
 
 
@@ -57,7 +56,7 @@ def similarities(defence: str, public: bool = True) -> tuple[Tensor, Tensor]:
     made = batches.apply(batch, batches.spec(batch).sample(Key(3))).inputs
     found = undone(read_off(made), known, knowledge)
     assert torch.equal(found.before_undoing, made.unsqueeze(0))
-    pixels = digits().private.denormalise
+    pixels = digits().private.space.view
     return tuple(ssim(pixels(images), pixels(batch.inputs)) for images in (made, found.inputs[0]))
 
 

@@ -15,6 +15,7 @@ from gradveil.core.tree import stack, tmap
 from gradveil.core.types import Batch
 from gradveil.defences import parse
 from gradveil.metrics.image_similarity import ssim
+from gradveil.spaces import ImageSpace
 from tests.attacks.scenes import Scene, observed
 from tests.attacks.test_cdia import defended
 
@@ -38,8 +39,7 @@ def linear(text: str) -> Scene:
     inputs = torch.randn(TARGET_CLIENTS, 1, 1, SIDE, SIDE, generator=generator, dtype=torch.float64)
     targets = torch.randint(0, 3, (TARGET_CLIENTS, 1), generator=generator)
     client = Client(model, loss=Minus(), trainable=("2.weight",))
-    wide = torch.full((1, 1, 1), 9.0)
-    scene = observed(client, Batch(inputs, targets), -wide, wide, 3)
+    scene = observed(client, Batch(inputs, targets), 3, ImageSpace.between(-9, 9, tuple(inputs.shape[2:])))
     client = parse(text)(scene.client)
     state = stack([client.init(client.params())] * TARGET_CLIENTS)
     sent, _ = client.updates(client.params(), scene.truth, drawn(client, scene.truth), state)
@@ -190,7 +190,7 @@ def test_weighing_by_what_rounding_spreads_gains_nothing(monkeypatch: pytest.Mon
 
     monkeypatch.setattr("gradveil.attacks.inversion.known_noise.deviations", rounding)
     scene, found = defended("quantise(bits=3)", 60, ("cdia", "cdia(whiten=true)"), target_clients=4)
-    low, high = scene.knowledge.lower, scene.knowledge.upper
+    low, high = scene.knowledge.space.bounds(scene.truth.inputs)
     alike, weighed = (
         ssim(*(((x.flatten(0, 1) - low) / (high - low)).clamp(0, 1) for x in (f.inputs, scene.truth.inputs))).mean()
         for f in found.values()

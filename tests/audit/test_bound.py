@@ -29,7 +29,7 @@ from gradveil.core.noise import Key
 from gradveil.core.types import Batch, Domain
 from gradveil.data import Dataset
 from gradveil.defences import parse
-from gradveil.report.page import page
+from gradveil.report import audit_page
 from gradveil.theory.reconstruction_bound import rate_bound, spectrum
 from tests.audit.runs import config, execute
 from tests.audit.test_trial import Recorder
@@ -168,7 +168,7 @@ def spreads() -> Tensor:
     """Deviations of the noise on each pixel's entry: nearly equal, as white images have white gradients."""
     net = nn.Sequential(nn.Flatten(), nn.Linear(SIDE * SIDE, 2, bias=False))
     public = images(4000, "public")
-    domain = Domain(*public.bounds, 2, public.inputs, public.targets)
+    domain = Domain(public.space, 2, public.inputs, public.targets)
     client = parse(FITTED)(Client(net, linear, domain=domain))
     params, first = client.params(), Batch(public.inputs[:1], public.targets[:1])
     spec = client.noise_spec(params, first)
@@ -224,7 +224,7 @@ def test_nats_of_a_batch_are_shared_by_its_images() -> None:
     assert experiment.public is not None
     told = {"information": torch.full((2, 3), torch.nan), "nats": torch.tensor([10.0, 30.0]).double()}
     found = mse_bound(experiment, told, 2)
-    wanted = rate_bound(spectrum(experiment.public.pixels).variances, torch.tensor(10.0).double())
+    wanted = rate_bound(spectrum(experiment.public.views).variances, torch.tensor(10.0).double())
     assert found["mse"] == pytest.approx(float(wanted))
     assert found["by"] == "mutual information"
 
@@ -250,7 +250,7 @@ def test_the_report_and_the_summary_tell_it(tmp_path: Path) -> None:
     told = {trial.info["defence"]: summarise(trial)["mse_bound"] for trial in found.trials}
     assert [name for name, value in told.items() if value] == defences[1:3]
     assert 0 < told["gaussian(0.1)"] < told["dp(clip=1, sigma=1)"]
-    html = page(found)
+    html = audit_page(found)
     assert html.count("every attacker's mean squared error is at least") == 2
     assert html.count("Proven: no formal guarantee") == 2
     assert "no attacker can have a lower mean squared error than" in html
@@ -260,7 +260,7 @@ def test_the_report_and_the_summary_tell_it(tmp_path: Path) -> None:
 
 def test_noise_that_proves_nothing_is_not_given_a_number(tmp_path: Path) -> None:
     found, _ = execute(config(attacks=["ig(iterations=2)"], defences=["none", "gaussian(1e-6)"]), tmp_path / "run")
-    html = page(found)
+    html = audit_page(found)
     assert "noise this small proves nothing" in html
     assert "mean squared error is at least" not in html
 

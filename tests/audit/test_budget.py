@@ -25,7 +25,7 @@ from gradveil.audit.budgets import (
 )
 from gradveil.audit.preflight import open_experiment
 from gradveil.audit.sources import Source
-from gradveil.audit.trial import recover
+from gradveil.audit.trial import merge, recover
 from gradveil.core.errors import GradveilError
 from gradveil.runs.task import arrive
 from tests.audit.runs import config, execute
@@ -110,6 +110,14 @@ def test_a_learner_shares_the_budget_too():
     assert ran(budget=str(99 * images), attacks=[SMALL]) == {SMALL: [9, 9]}
     found = recover(experiment, trials(experiment.config)[0], range(2), lambda _: None)
     assert found.facts["simulated"] == 10 * images
+
+
+def test_a_halved_search_records_the_iterations_that_its_budget_counts():
+    experiment = open_experiment(config(defences=["none"], attacks=["ig(restarts=8, halving=true, iterations=40)"]))
+    found = merge([recover(experiment, trials(experiment.config)[0], range(v, v + 1), lambda _: None) for v in (0, 1)])
+    worth = restarts_worth(experiment.attacks[experiment.config.attacks[0]])
+    assert worth < 8
+    assert found.facts["target_iterations"] == found.facts["row_iterations"] * worth / 8
 
 
 def test_the_seconds_of_a_learner_are_measured_once(monkeypatch):

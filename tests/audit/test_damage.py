@@ -182,10 +182,10 @@ RUNS = {
     "[]": "is [], not an object",
     "{}": "config is missing; trials is missing",
     "": "is not valid JSON",
-    '{"format": 2, "config": {': "is not valid JSON",
-    '{"format": 2, "config": {}, "trials": []}': "trials is empty",
-    '{"format": 99}': "has format 99, this version reads 2",
-    '{"format": 2, "config": [], "trials": [3]}': "config is [], not an object; trials[0] is 3, not a text",
+    '{"format": 3, "config": {': "is not valid JSON",
+    '{"format": 3, "config": {}, "trials": []}': "trials is empty",
+    '{"format": 99}': "has format 99, this version reads 3",
+    '{"format": 3, "config": [], "trials": [3]}': "config is [], not an object; trials[0] is 3, not a text",
 }
 
 

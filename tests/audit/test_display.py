@@ -18,6 +18,7 @@ from gradveil.core.errors import Problem
 from gradveil.core.formatting import interval, percent
 from gradveil.metrics import wilson
 from tests.audit.runs import config, legend
+from tests.report.trials import recorded
 
 
 def console(terminal: bool) -> Console:
@@ -29,7 +30,9 @@ def text(of: Console) -> str:
     return of.file.getvalue()
 
 
-def result(defence: str, attack: str, successes: int, status: str = "budget", truth: float | None = None) -> Trial:
+def result(
+    defence: str, attack: str, successes: int, status: str = "budget", truth: float | None = None, **change: Any
+) -> Trial:
     info = {"defence": defence, "attack": attack, "seed": 0, "client": "gradient", "threshold": 0.5, "seconds": 2.0}
     controls = {"wrong_target_client": {"asr": 0.9}, "mean_image": {"asr": 0.0}, "class_image": {"asr": 0.25}}
     info |= {"model": "lenet", "data": "faces", "batch": 1, "round": 0, "simulated_client": "full", "knowledge": {}}
@@ -40,7 +43,8 @@ def result(defence: str, attack: str, successes: int, status: str = "budget", tr
         {"target_client": target_client, "status": status, "label_accuracy": 1.0, "per_image": [image]}
         for target_client, image in enumerate(images)
     ]
-    return Trial({**info, "distance": 0.5, "row_iterations": 8, "controls": controls}, records)
+    info |= {"distance": 0.5, "row_iterations": 8, "controls": controls}
+    return Trial(recorded({**info, **change}), records)
 
 
 def play(screen: Screen, steps: list[Progress]) -> None:
@@ -202,9 +206,7 @@ def test_the_legend_names_diverged_attacks() -> None:
 
 
 def attacked(defence: str, attack: str, successes: int = 0, **change: Any) -> Trial:
-    trial = result(defence, attack, successes)
-    trial.info.update(change)
-    return trial
+    return result(defence, attack, successes, **change)
 
 
 def test_a_defence_that_nobody_knows_carries_a_warning() -> None:

@@ -32,7 +32,7 @@ def test_pairs_are_scored_as_single_images_are() -> None:
 
 def test_the_chance_is_that_of_the_best_guess_and_leaves_itself_out() -> None:
     public = few()
-    images = public.subset((public.targets == 7).nonzero().flatten()).pixels.double()
+    images = public.subset((public.targets == 7).nonzero().flatten()).views.double()
     shares = []
     for place, guess in enumerate(images):
         others = torch.cat([images[:place], images[place + 1 :]])
@@ -42,7 +42,7 @@ def test_the_chance_is_that_of_the_best_guess_and_leaves_itself_out() -> None:
     for contrast in (1, 1.3, 1.7):
         raised = (level + contrast * (left_out - level)).clamp(0, 1)
         shares.append(float((ssim(raised, images) > 0.5).double().mean()))
-    shares.append(float((ssim(public.pixels.double().mean(0).expand_as(images), images) > 0.5).double().mean()))
+    shares.append(float((ssim(public.views.double().mean(0).expand_as(images), images) > 0.5).double().mean()))
     found = Guessing(public, 0.5, 2).chance(7)
     assert found.share == pytest.approx(max(shares))
     assert found.images in (11, 12)
@@ -97,7 +97,7 @@ def test_guesses_of_a_batch_pass_for_images_of_other_labels_too() -> None:
     order = torch.randperm(len(public), generator=torch.Generator().manual_seed(0))
     unrelated = replace(public.subset(order), targets=torch.arange(len(public)) % 10)
     guessing = Guessing(unrelated.subset(range(600)), 0.5, 10)
-    others = unrelated.pixels[600:]
+    others = unrelated.views[600:]
     # The guesses are chosen greedily, as an attacker can, and never see the others.
     images = guessing.images(None)[:120]
     alike, chosen = ssim_pairs(images, images) > 0.5, list[int]()

@@ -54,7 +54,7 @@ def objective_at_truth(text: str, selection: str, deaf: bool = False):
     experiment, trial, client = opened(f"adgp(selection={selection})", rounds=3)
     attack = make_attack(text)
     seen, truth = observe(experiment, trial, client, range(2))
-    knowledge, _ = grant(experiment, attack, client, client.params(), truth)
+    knowledge, _, _ = grant(experiment, attack, client, client.params(), truth)
     heard = [replace(one, messages={}) for one in seen] if deaf else seen
     return attack.evaluate(heard, client, knowledge, Key(0), truth.raw.inputs, truth.noise)
 
@@ -92,7 +92,7 @@ def test_who_learns_simulates_what_was_heard():
     experiment, trial, client = opened("adgp", "learned(epochs=1, width=4, features=64)")
     (seen,), truth = observe(experiment, trial, client, range(2))
     attack = experiment.attacks[trial.attack]
-    knowledge, _ = grant(experiment, attack, client, client.params(), truth)
+    knowledge, _, _ = grant(experiment, attack, client, client.params(), truth)
     found = [attack([one], client, knowledge, Key(0)).objective for one in (seen, replace(seen, messages={}))]
     assert not torch.equal(*found)
 

@@ -73,7 +73,7 @@ def test_an_image_comes_back_from_a_record_that_does_not_hold_it(tmp_path: Path)
     assert images is not None
     assert images.keys() == {"reconstruction"}
     places = experiment.examples(0, range(1))
-    assert float(ssim(images["reconstruction"].double(), experiment.private.pixels[places].double())) > 0.9
+    assert float(ssim(images["reconstruction"].double(), experiment.private.views[places].double())) > 0.9
     assert run.trials[0].records[0]["predicted"] == experiment.private.targets[places[0]].tolist()
 
 

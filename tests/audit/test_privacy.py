@@ -9,7 +9,7 @@ from gradveil.audit.result_rows import summarise
 from gradveil.audit.run_warnings import proven
 from gradveil.cli.app import run
 from gradveil.core.errors import GradveilError
-from gradveil.report.page import page
+from gradveil.report import audit_page
 from gradveil.theory.accounting import Participation, epsilon
 from tests.audit.runs import config, execute, legend
 
@@ -49,7 +49,7 @@ class TestWithATraining:
         assert facts["dp(clip=1, sigma=1)"]["epsilon"] == {"example": pytest.approx(wanted)}
         assert facts["user-dp(clip=1, sigma=1)"]["epsilon"] == {"client": pytest.approx(wanted)}
         assert facts["fed-cdp(clip=1, sigma=2)"]["epsilon"]["example"] > wanted
-        html, told = page(found), legend(found.trials)
+        html, told = audit_page(found), legend(found.trials)
         for name, info in facts.items():
             short = proven(info)
             assert short.startswith("epsilon ") == (name in PRIVATE), name

@@ -11,8 +11,9 @@ from gradveil.attacks.knowledge import Knowledge, Neutral
 from gradveil.attacks.protocol import Observation, Reconstruction
 from gradveil.audit.argument_checks import checked, declared
 from gradveil.core.errors import GradveilError
+from gradveil.spaces import ImageSpace
 
-KNOWLEDGE = Knowledge((1, 4, 4), torch.zeros(1, 1, 1), torch.ones(1, 1, 1), 3)
+KNOWLEDGE = Knowledge(ImageSpace((1, 4, 4)), 3)
 SEEN = Observation({}, {}, 2, (0, 1, 2))
 ZEROS = torch.zeros(3)
 FOUND = Reconstruction(

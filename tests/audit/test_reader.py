@@ -268,14 +268,14 @@ def test_titles_are_found_however_a_name_is_written() -> None:
         (
             {"iterations": 60},
             [],
-            "--iterations 60: changes nothing: every attack says its own iterations, such as 'ig-s",
+            "--iterations 60: changes nothing: every attack sets its own iterations, such as 'ig-s",
         ),
         (
             {},
             ["iterations=60"],
-            "--set iterations=60: .* -> name the attacks without: --attack ig-scheliga --attack cdia$",
+            "--set iterations=60: .* -> leave it out, or take iterations out of an attack$",
         ),
-        ({"attacks": ["ig(restarts=2, tv=0.1)"]}, ["restarts = 4"], r"without: --attack 'ig\(tv=0.1\)'$"),
+        ({"attacks": ["ig(restarts=2, tv=0.1)"]}, ["restarts = 4"], "take restarts out of an attack$"),
         ({"attacks": ["analytic"], "restarts": 2}, [], "--restarts 2: changes nothing: no attack takes restarts -> "),
     ],
 )

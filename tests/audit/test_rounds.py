@@ -77,7 +77,7 @@ def objective_at_truth(which, **changes):
     experiment, trial, client = opened("prune(0.8, feedback=true)", f"cdia(rounds={which}, tv=0)", **changes)
     attack = experiment.attacks[trial.attack]
     seen, truth = observe(experiment, trial, client, range(2))
-    knowledge, _ = grant(experiment, attack, client, client.params(), truth)
+    knowledge, _, _ = grant(experiment, attack, client, client.params(), truth)
     return attack.evaluate(seen, client, knowledge, Key(0), truth.raw.inputs, truth.noise)
 
 
@@ -92,7 +92,7 @@ def test_noise_that_is_told_is_that_of_its_round():
     experiment, trial, client = opened("gaussian(0.1)", "wiig(rounds=all, tv=0)", rounds=3)
     attack = experiment.attacks[trial.attack]
     seen, truth = observe(experiment, trial, client, range(2))
-    knowledge, grants = grant(experiment, attack, client, client.params(), truth)
+    knowledge, grants, _ = grant(experiment, attack, client, client.params(), truth)
     assert sum(name.startswith("round2.send.") for name in grants) == len(client.trained())
     value = attack.evaluate(seen, client, knowledge, Key(0), truth.raw.inputs, truth.noise)
     assert bool((value < 1e-9).all())
@@ -182,7 +182,7 @@ def test_a_lock_that_local_training_moved_is_told_as_it_was_before_each_round(wh
     (secret,) = (name for name in truth.noise if ".lock." in name and not name.startswith("round"))
     assert float((truth.noise[secret] - truth.noise[f"round1.{secret}"]).abs().max()) > 1e-3
     assert torch.equal(truth.noise[f"round1.{secret}"], truth.state[f"kept.{secret}"])
-    knowledge, _ = grant(experiment, attack, client, client.params(), truth)
+    knowledge, _, _ = grant(experiment, attack, client, client.params(), truth)
     told = attack.evaluate(seen, client, knowledge, Key(0), truth.raw.inputs, truth.noise)
     assert bool((told < 1e-12).all())
     drawn = replace(knowledge, tensors={"model.*": Sample(every_iteration=False), **knowledge.tensors})
@@ -199,7 +199,7 @@ def test_public_images_that_a_defence_mixes_with_are_named_and_not_which_it_drew
     seen, truth = observe(experiment, trial, defended, range(2))
     assert truth.transformed.inputs.shape == truth.raw.inputs.shape
     assert not torch.equal(truth.transformed.inputs, truth.raw.inputs)
-    knowledge, grants = grant(experiment, attack, defended, defended.params(), truth)
+    knowledge, grants, _ = grant(experiment, attack, defended, defended.params(), truth)
     told = f"public: the {len(experiment.public)} images that the defence mixes with, not which it drew"
     assert [grant for grant in grants if grant.startswith(("public", "batch"))] == [told]
     guessed = attack.evaluate(seen, defended, knowledge, Key(0), truth.raw.inputs, truth.noise)

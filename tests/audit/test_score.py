@@ -40,7 +40,14 @@ def recovered(inputs: Tensor, targets: Tensor, **extra: Tensor) -> Recovered:
     names += ("first_order_utility", "second_order_utility")
     tensors = {"inputs": inputs, "targets": targets, **{name: ones.clone() for name in names}}
     tensors |= {"iterations": ones.long(), "restart": ones.long(), "objectives": ones[:, None]}
-    facts = {"seconds": 2.0, "row_iterations": 10, "restarts": 1, "plan": [target_clients], "grants": [], "remarks": []}
+    facts = {
+        "seconds": 2.0,
+        "row_iterations": 10,
+        "restarts": 1,
+        "plan": [target_clients],
+        "secrets": [],
+        "remarks": [],
+    }
     return Recovered(tensors | extra, facts, ("budget",) * target_clients)
 
 
@@ -103,11 +110,11 @@ def test_controls_are_exact_averages() -> None:
     controls, public = trial.info["controls"], experiment.public
     assert public is not None
     places = experiment.examples(0, range(6)).flatten()
-    truth, gallery = experiment.private.pixels.double()[places], experiment.private.pixels.double()
+    truth, gallery = experiment.private.views.double()[places], experiment.private.views.double()
     labels = experiment.private.targets[places].tolist()
-    mean = public.pixels.double().mean(0).expand_as(truth)
+    mean = public.views.double().mean(0).expand_as(truth)
     assert controls["mean_image"]["ssim_mean"] == pytest.approx(float(ssim(mean, truth).mean()), abs=1e-2)
-    few = [public.pixels.double()[public.targets == label] for label in labels]
+    few = [public.views.double()[public.targets == label] for label in labels]
     shares = [
         float((ssim(images, one.expand_as(images)) > 0.5).double().mean())
         for images, one in zip(few, truth, strict=True)
@@ -131,7 +138,7 @@ def test_all_copies_of_an_image_count_as_that_image_in_the_mismatch_control() ->
     inputs[places[2]], inputs[places[4]] = inputs[places[1]], inputs[places[3]]
     few = dataclasses.replace(experiment.private.subset(places), inputs=inputs[places], targets=torch.zeros(5).long())
     copied = dataclasses.replace(experiment, private=few, public=None)
-    truth = few.pixels[:, None]
+    truth = few.views[:, None]
     answers = truth[[1, 1, 1, 3, 3]]
     wrong = controls_of(None, copied, answers, torch.arange(5)[:, None])["wrong_target_client"]
     # An average over pairs: two of 4 for client 0; none of 3 for each of the others, whose copies are left out.
@@ -145,8 +152,8 @@ def test_the_baseline_is_the_best_of_the_guesses_that_see_no_update() -> None:
     public, controls = experiment.public, trial.info["controls"]
     assert public is not None
     places = experiment.examples(0, range(12))
-    targets, truth = experiment.private.targets[places], experiment.pixels(experiment.batch(places).inputs)
-    means = torch.stack([public.pixels[public.targets == int(t)].double().mean(0)[None] for t in targets.flatten()])
+    targets, truth = experiment.private.targets[places], experiment.views(experiment.batch(places).inputs)
+    means = torch.stack([public.views[public.targets == int(t)].double().mean(0)[None] for t in targets.flatten()])
     assert controls["class_mean"]["asr"] == pytest.approx(float((ssim(means, truth) > 0.5).double().mean()))
     rates = [controls[name]["asr"] for name in BASELINES]
     assert max(rates) == controls["class_mean"]["asr"] > max(rates[0], rates[2])
@@ -272,7 +279,7 @@ def test_the_gallery_of_images_trained_on_holds_other_private_images_after_the_s
         i for i in range(len(experiment.private)) if i not in experiment.examples(0, range(2)).flatten().tolist()
     )
     other = experiment.batch(torch.tensor([[stranger]])).inputs
-    lower, upper = experiment.private.bounds
+    lower, upper = experiment.private.space.bounds(experiment.private.inputs)
     aimed = (lower + upper - other).expand_as(made)
     trial = score(experiment, trials(experiment.config)[0], recovered(aimed, truth.targets, transformed=made), NAMED)
     assert Row(0, trial).trained_on.identified == 0
@@ -383,12 +390,12 @@ def test_one_answer_for_all_is_no_leak_where_half_of_the_images_are_copies(publi
     experiment = open_experiment(config(defences=["none"], target_clients=40, data=DIGITS, client={"batch": 1}))
     private, blank = experiment.private, torch.arange(len(experiment.private)) % 10 < 5
     inputs, targets = private.inputs.clone(), private.targets % 2
-    inputs[blank] = private.bounds[0]
+    inputs[blank] = private.space.bounds(private.inputs)[0]
     targets[blank] = torch.arange(len(private))[blank] // 2 % 2
     experiment = dataclasses.replace(experiment, private=dataclasses.replace(private, inputs=inputs, targets=targets))
     experiment = experiment if public else dataclasses.replace(experiment, public=None)
     truth = experiment.batch(experiment.examples(0, range(40)))
-    black = torch.full_like(truth.inputs, float(private.bounds[0]))
+    black = torch.full_like(truth.inputs, float(private.space.bounds(private.inputs)[0]))
     guessed, honest = (
         Row(0, score(experiment, trials(experiment.config)[0], recovered(answer, truth.targets), NAMED))
         for answer in (black, truth.inputs)

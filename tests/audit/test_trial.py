@@ -55,7 +55,7 @@ class Recorder:
         progress(Progress(0, target_clients, 5 * target_clients, 10 * target_clients, 0.5))
         zeros = torch.zeros(target_clients)
         return Reconstruction(
-            torch.zeros(target_clients, examples, *knowledge.shape),
+            torch.zeros(target_clients, examples, *knowledge.space.shape),
             torch.zeros(target_clients, examples, dtype=torch.long),
             zeros,
             ("budget",) * target_clients,

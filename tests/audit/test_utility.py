@@ -13,7 +13,7 @@ from gradveil.audit.trial import left_out, pruned, recover, worth
 from gradveil.cli.run_results import as_csv
 from gradveil.core.tree import tmap
 from gradveil.defences import parse
-from gradveil.report.page import page
+from gradveil.report import audit_page
 from gradveil.theory.first_order_utility import gamma, least_gamma
 from tests.audit.runs import config, execute
 from tests.audit.test_trial import Recorder, experiment_with
@@ -89,7 +89,7 @@ def test_summary_table_and_verdict_tell_it(tmp_path: Path):
     assert [record["first_order_utility"] for record in records] == pytest.approx(
         [1 - record["distance"] ** 2 for record in records], rel=1e-4
     )
-    html = page(found)
+    html = audit_page(found)
     assert html.count("A small step along what is sent lowers the loss by") == 3
     told = "of the update's energy (gamma_1; where the shares come out whole at least 20%, of which Proposition 1 of "
     assert html.count(told + "Xue et al. 2024 says more than 0.0358%)") == 1

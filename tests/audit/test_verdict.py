@@ -12,7 +12,7 @@ from gradveil.audit.run_directory import Trial
 from gradveil.audit.verdict import Verdict, price, verdicts
 from gradveil.core.formatting import percent
 from gradveil.metrics import risk, wilson
-from gradveil.report.page import cards
+from gradveil.report.audit_page import cards
 from tests.report.trials import BARE, CONTROLS, HEALTHY, row
 
 

@@ -14,7 +14,7 @@ from gradveil.audit.attack_check import STATES
 from gradveil.audit.findings import findings
 from gradveil.audit.run_directory import load_run
 from gradveil.cli.app import run
-from gradveil.cli.run_results import as_csv
+from gradveil.cli.run_results import summaries_as_csv
 from tests.audit.runs import config, execute
 from tests.cli.little import audit
 
@@ -148,4 +148,4 @@ def test_summary_of_an_audit_from_python_names_its_folder(small: Path, capsys: p
 
 
 def test_csv_disarms_formulas() -> None:
-    assert as_csv([{"defence": "=1+1", "asr": None, "statuses": {}}]) == "defence,asr\n'=1+1,\n"
+    assert summaries_as_csv([{"defence": "=1+1", "asr": None, "statuses": {}}]) == "defence,asr\n'=1+1,\n"

@@ -9,10 +9,11 @@ from gradveil.core.noise import Key
 from gradveil.core.tree import select
 from gradveil.core.types import Batch, Domain
 from gradveil.defences import parse
+from gradveil.spaces import ImageSpace
 
 N, B, T = 5, 2, 5
 """Two steps are an epoch, of four of the five examples: three are begun."""
-DOMAIN = Domain(torch.full((1, 1, 1), -1.0).double(), torch.full((1, 1, 1), 2.0).double(), 3)
+DOMAIN = Domain(ImageSpace.between(-1, 2, (1, 1, 1)), 3)
 
 
 def examples(count: int = N) -> Batch:

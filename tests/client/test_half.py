@@ -13,6 +13,7 @@ from gradveil.core.tree import norm
 from gradveil.core.types import Batch, Domain
 from gradveil.defences import parse
 from gradveil.gradients.objective import cross_entropy
+from gradveil.spaces import ImageSpace
 from tests.laws.cases import COMBINED, LAWS
 
 HALVES = (torch.float16, torch.bfloat16)
@@ -40,7 +41,7 @@ class Net(nn.Sequential):
 
 def client_of(text: str, dtype: torch.dtype, local: Local | None = None) -> tuple[Client, Batch]:
     drawn = torch.rand(12, 1, 8, 8, generator=Key(0, ("images",)).generator()).to(dtype)
-    domain = Domain(torch.zeros(1, 1, 1, dtype=dtype), torch.ones(1, 1, 1, dtype=dtype), 3, drawn[4:])
+    domain = Domain(ImageSpace((1, 8, 8)), 3, drawn[4:])
     client = parse(text)(Client(Net().to(dtype), local=local, domain=domain))
     return client, Batch(drawn[:4], torch.tensor([0, 1, 2, 0]))
 

@@ -71,15 +71,15 @@ def test_statistics_come_from_the_public_split_and_a_limit_changes_nothing(name:
 def test_any_size_and_colour(size: int, channels: int) -> None:
     private = load("faces", size=size, channels=channels, limit_private=2, limit_public=1).private
     assert private.inputs.shape == (2, channels, size, size)
-    assert (private.inputs >= private.bounds[0] - 1e-5).all()
-    assert (private.inputs <= private.bounds[1] + 1e-5).all()
+    assert (private.inputs >= private.space.bounds(private.inputs)[0] - 1e-5).all()
+    assert (private.inputs <= private.space.bounds(private.inputs)[1] + 1e-5).all()
 
 
 def test_given_statistics_are_taken() -> None:
     private = load("digits", normalise=((0.5,), (0.25,)), limit_private=4).private
-    assert [bound.flatten().tolist() for bound in private.bounds] == [[-2.0], [2.0]]
+    assert [bound.flatten().tolist() for bound in private.space.bounds(private.inputs)] == [[-2.0], [2.0]]
     raw = load("digits", normalise="none", limit_private=4).private
-    torch.testing.assert_close(private.pixels, raw.inputs)
+    torch.testing.assert_close(private.views, raw.inputs)
 
 
 @pytest.mark.parametrize(("settings", "message"), [

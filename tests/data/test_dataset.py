@@ -18,19 +18,19 @@ def data(generator: torch.Generator) -> Dataset:
     return Dataset("made", inputs, torch.arange(6) % 2, ("a", "b"), mean, std)
 
 
-def test_normalise_and_denormalise_are_inverse(data: Dataset) -> None:
-    torch.testing.assert_close(data.normalise(data.pixels), data.inputs)
-    assert data.normalise(data.pixels.reshape(2, 3, 3, 4, 4).double()).dtype == torch.float64
+def test_inputs_and_views_are_inverse(data: Dataset) -> None:
+    torch.testing.assert_close(data.space.encode(data.views), data.inputs)
+    assert data.space.encode(data.views.reshape(2, 3, 3, 4, 4).double()).dtype == torch.float64
 
 
 def test_bounds_are_black_and_white_and_pixels_are_clamped(data: Dataset) -> None:
-    lower, upper = data.bounds
+    lower, upper = data.space.bounds(data.inputs)
     assert lower.shape == upper.shape == (3, 1, 1)
     torch.testing.assert_close(lower.flatten(), torch.tensor([-2.5, -1.6, -1.0]))
     torch.testing.assert_close(upper.flatten(), torch.tensor([2.5, 2.4, 7 / 3]))
-    assert data.denormalise(upper + 1).tolist() == torch.ones(3, 1, 1).tolist()
-    assert data.denormalise(lower - 1).tolist() == torch.zeros(3, 1, 1).tolist()
-    assert data.denormalise(lower * math.nan).isnan().all()
+    assert data.space.view(upper + 1).tolist() == torch.ones(3, 1, 1).tolist()
+    assert data.space.view(lower - 1).tolist() == torch.zeros(3, 1, 1).tolist()
+    assert data.space.view(lower * math.nan).isnan().all()
 
 
 def test_subset_keeps_order_and_everything_else(data: Dataset) -> None:

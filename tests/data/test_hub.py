@@ -18,7 +18,7 @@ from tests.data.files import NAMES, encode, images, write
 def test_pixels_labels_and_published_constants(home: Path) -> None:
     public, private = load("cifar10", data_dir=home, size=None)
     expected = torch.from_numpy(np.stack(images(6, seed=1))).permute(0, 3, 1, 2) / 255
-    torch.testing.assert_close(private.pixels, expected, atol=1e-6, rtol=0)
+    torch.testing.assert_close(private.views, expected, atol=1e-6, rtol=0)
     assert private.targets.tolist() == [2, 1, 0, 2, 1, 0]
     assert len(public) == 9
     assert private.classes == tuple(NAMES)

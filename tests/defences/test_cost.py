@@ -24,7 +24,7 @@ def sent_bytes(text: str) -> int:
     """Encode the first update of 64 digits, by the small CNN of the cost benchmark."""
     key, data = Key(0), load("digits").private
     net = build("scheliga-cnn", channels=1, size=32, classes=10, generator=key.child("model").generator())
-    domain = Domain(torch.full((1, 1, 1), -2.0), torch.full((1, 1, 1), 2.0), 10, data.inputs[64:80])
+    domain = Domain(data.space, 10, data.inputs[64:80])
     client, batch = parse(text)(Client(net, domain=domain), key), Batch(data.inputs[:64], data.targets[:64])
     params = client.params()
     noise = client.noise_spec(params, batch).sample(key.child("noise"))

@@ -1,6 +1,7 @@
 """Deployed clients: neighbours stay near, and what is sent shows nothing of what the noise was added to."""
 
 import math
+from threading import Lock
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from scipy import stats
 from torch import nn
 
 from gradveil.client import Client, Local, drawn_update, scheduled
+from gradveil.core.errors import GradveilError
 from gradveil.core.noise import Key
 from gradveil.core.secure_noise import Rounded, SecretKey
 from gradveil.core.types import Batch, Context
@@ -153,12 +155,91 @@ def test_rounding_tells_of_no_other_example_and_not_how_many_there_are():
         assert max((found[0] - less).norm() for less in found[1:]) <= 1 + SLACK
 
 
+class Remembering(nn.Module):
+    """Adds what it was given last, as a recurrent model does that keeps its state from call to call."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.last = nn.Linear(4, 3), None
+
+    def forward(self, x):
+        own = x if self.last is None else x + self.last
+        self.last = own.detach()
+        return self.layer(own)
+
+
+class Relative:
+    """A loss over the running mean of the losses before it."""
+
+    def __init__(self):
+        self.mean = None
+
+    def __call__(self, outputs, targets):
+        value = nn.functional.cross_entropy(outputs, targets)
+        self.mean = value.detach() if self.mean is None else 0.99 * self.mean + 0.01 * value.detach()
+        return value / self.mean
+
+
+KEEPING = {
+    "a model with a state": (Remembering, nn.CrossEntropyLoss),
+    "a loss with a mean": (lambda: nn.Linear(4, 3), Relative),
+}
+
+
+@pytest.mark.parametrize("case", KEEPING)
+@pytest.mark.parametrize("local", [None, Local(batch=8, lr=1.0, epochs=1)])
+def test_what_a_model_or_a_loss_keeps_of_an_example_reaches_no_other_one(case, local):
+    """Neither in its round nor in the next one: a copy sees each example."""
+    model, loss = (make() for make in KEEPING[case])
+    net = deployed(parse("dp(clip=0.1, sigma=1)")(Client(model, loss, local=local)), EXAMPLES).client
+    params = {name: torch.linspace(-1, 1, value.numel()).view_as(value) for name, value in net.params().items()}
+    base = silent(net, params, EXAMPLES)
+    assert base.any()
+    inputs = EXAMPLES.inputs.clone()
+    inputs[0] = 1e3
+    moved = silent(net, params, Batch(inputs, EXAMPLES.targets)) - base
+    assert moved.norm() <= 2 * 0.1 / 8 * (1 + SLACK)
+    assert torch.equal(silent(net, params, EXAMPLES), base)
+
+
+def test_a_model_that_cannot_be_copied_is_refused():
+    model = nn.Linear(4, 3)
+    model.lock = Lock()
+    with pytest.raises(GradveilError, match="cannot be copied"):
+        deployed(parse("dp(clip=0.1, sigma=1)")(Client(model)), EXAMPLES)
+
+
+def test_nothing_is_rounded_between_a_clip_of_each_gradient_and_noise_on_what_is_sent(monkeypatch):
+    """In half precision the mean would be: an example of 512 could move every entry of it by a step."""
+    size, entries = 512, 64
+    model = nn.Linear(entries, 1, bias=False).half()
+    own = Client(model, lambda outputs, _: outputs.sum())  # an example is its own gradient
+    net = deployed(parse(f"clip-example(1) + gaussian({1 / size})")(own), EXAMPLES).client
+    low = torch.full((entries,), 0.1).half()
+    inputs = torch.stack([low, low.nextafter(low + 1)]).repeat(size // 2, 1)  # the mean lies between two numbers
+    reached = []
+
+    def seen(_self, g, *_):
+        reached.append(g["weight"].double())
+        return g, {}
+
+    monkeypatch.setattr(LatticeGaussian, "apply", seen)
+    for value in (0.09, 0.11):
+        inputs[0] = value
+        silent(net, net.params(), Batch(inputs.clone(), torch.zeros(size, dtype=torch.long)))
+    far = 0.02 * math.sqrt(entries) / size
+    assert (reached[0] - reached[1]).norm() <= far * (1 + SLACK)
+
+
 class Counting(nn.Module):
-    """Counts how often it is asked."""
+    """Counts how often it is asked, its copies too."""
 
     def __init__(self):
         super().__init__()
         self.layer, self.calls = nn.Linear(4, 3), 0
+
+    def __deepcopy__(self, memo):
+        return self
 
     def forward(self, x):
         self.calls += 1

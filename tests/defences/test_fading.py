@@ -123,7 +123,7 @@ def test_attackers_know_the_round_that_they_see():
     )
     seen, truth = observe(experiment, trial, client, range(2))
     attack = experiment.attacks[trial.attack]
-    knowledge, _ = grant(experiment, attack, client, client.params(), truth)
+    knowledge, _, _ = grant(experiment, attack, client, client.params(), truth)
 
     def value(since: int) -> torch.Tensor:
         watched = [replace(one, since=since) for one in seen]

@@ -16,6 +16,7 @@ from gradveil.core.types import Batch, Context, Domain, Stage, Transform
 from gradveil.defences import Clip, Defence, Gaussian, chain, parse
 from gradveil.defences.batch_defences import LabelSmoothing
 from gradveil.defences.fisher_information import information, obstacle, sight
+from gradveil.spaces import ImageSpace
 from gradveil.theory.input_jacobian import jacobian
 from tests.laws.cases import B, Tiny, draw_batch
 
@@ -166,7 +167,7 @@ def test_no_obstacle(text):
 
 
 MIXING = ["label-smoothing(0.3)", "mixup", "instahide(k=2)"]
-FRAMED = replace(PLAIN, domain=Domain(torch.zeros(1, 1, 1).double(), torch.ones(1, 1, 1).double(), 3))
+FRAMED = replace(PLAIN, domain=Domain(ImageSpace((1, 8, 8)), 3))
 
 
 @pytest.mark.parametrize("text", MIXING)

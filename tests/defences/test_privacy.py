@@ -14,6 +14,7 @@ from gradveil.defences import DEFENCES, Chain, Clip, Defence, Gaussian, chain, p
 from gradveil.defences.guarantees import NOTHING, examine
 from gradveil.defences.privacy_warnings import suspicions
 from gradveil.defences.stage_probes import data_dependent
+from gradveil.spaces import ImageSpace
 from gradveil.theory.accounting import Participation
 from tests.defences.strangers import (
     BATCH,
@@ -152,7 +153,7 @@ def test_three_defences_of_the_table_look_at_the_data():
 
 
 def test_examples_that_are_mixed_before_the_clip_void_it():
-    domain = Domain(torch.full((1, 1, 1), -9.0).double(), torch.full((1, 1, 1), 9.0).double(), 3)
+    domain = Domain(ImageSpace.between(-9, 9, (1, 8, 8)), 3)
     known = replace(PLAIN, domain=domain)
     for mixed in (Defence("mix", batch=(Mixing(),)), parse("mixup(1)"), parse("instahide")):
         assert "examples are mixed" in (found(parse("dp(sigma=2)") + mixed, known).void("example") or "")
@@ -163,7 +164,7 @@ def test_examples_that_are_mixed_before_the_clip_void_it():
 @pytest.mark.parametrize("shape", [(1, 8, 8), (64, 1)])
 def test_no_image_hides_that_examples_are_mixed(text, shape):
     """What is found must not depend on the examples: a refusal would tell of them."""
-    domain = Domain(torch.tensor(0.0), torch.tensor(1.0), 2)
+    domain = Domain(ImageSpace((1, 8, 8)), 2)
     own = Client(torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 2)), domain=domain)
     draw = torch.Generator().manual_seed(0)
     inputs, targets = torch.rand(8, *shape, generator=draw), torch.arange(8) % 2

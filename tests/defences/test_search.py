@@ -21,9 +21,8 @@ NOTHING = "28-39-28"
 
 def experiment(count: int = 8):
     public = load("digits").public
-    lower, upper = public.bounds
     net = build("scheliga-cnn", channels=1, size=32, classes=10, generator=Key(0).generator())
-    return Client(net, domain=Domain(lower, upper, 10)), Batch(public.inputs[:count], public.targets[:count])
+    return Client(net, domain=Domain(public.space, 10)), Batch(public.inputs[:count], public.targets[:count])
 
 
 def gradient(model: nn.Module, x: torch.Tensor, y: torch.Tensor):
@@ -32,7 +31,7 @@ def gradient(model: nn.Module, x: torch.Tensor, y: torch.Tensor):
 
 def test_privacy_is_the_area_under_the_similarity():
     client, batch = experiment(2)
-    key, lower, upper = Key(4), client.domain.lower, client.domain.upper
+    key, (lower, upper) = Key(4), client.domain.space.bounds(batch.inputs)
     found = privacy_score(client, Ats("3-1-7"), batch, key)
     noise = Ats("3-1-7").noise(batch).sample(key.child("policy"))
     goals = Ats("3-1-7").apply(batch, noise, client.domain).inputs

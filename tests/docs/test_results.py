@@ -113,6 +113,30 @@ def test_accuracies_of_the_ablation_are_what_was_recorded():
         assert difference == ("" if title == "none" else signed(gap(accuracy, cifar[0][1])))
 
 
+def records(name: str) -> list[dict[str, str]]:
+    return list(csv.DictReader((HERE / "benchmarks/results" / name).read_text("utf-8").splitlines()))
+
+
+def test_what_guessing_recovers_is_what_was_recorded():
+    found: dict[tuple[str, str], dict[str, str]] = {}
+    for row in records("guess-baselines.csv"):
+        rate = 100 * float(row["expected"])
+        fewest = f"{row['beyond'] or '–'} ({row['beyond_of_ten'] or '–'})"
+        found.setdefault((row["batch"], row["images"]), {})[row["data"]] = f"{rate:.{int(rate < 9.5)}f}%: {fewest}"
+    expected = [[*where, row["mnist"], row["cifar10"], row["digits"]] for where, row in found.items()]
+    assert tables("What guessing recovers")[0] == expected
+
+
+def test_ats_in_batches_is_what_was_recorded():
+    page = tables("ATS undone in batches")[0]
+    rows = records("ats-batches.csv")
+    counts = ("recovered", "identified", "recovered_as_trained_on", "identified_as_trained_on")
+    for printed, row in zip(page, rows, strict=True):
+        assert [cell.split(" ")[0].rstrip("†*") for cell in printed[2:6]] == [row[count] for count in counts]
+        assert printed[6] == f"{float(row['ssim_mean']):.2f}"
+        assert printed[7].startswith(row["verdict"])
+
+
 def test_every_recorded_file_states_its_random_streams():
     folder = HERE / "benchmarks/results"
     rows = [

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from typer.testing import CliRunner
 
+import gradveil
 from gradveil.attacks.attack_catalogue import ALL_ATTACKS, make_attack
 from gradveil.cli.app import app
 from gradveil.core.errors import GradveilError
@@ -35,6 +36,10 @@ class Half(Transform):
 def patient():
     """Wait longer."""
     return Inversion("patient", descent=Descent(Adam(lr=0.1), StepSchedule(), iterations=7))
+
+def contrast(candidate, truth):
+    """Difference of the largest pixels."""
+    return (candidate.amax((-3, -2, -1)) - truth.amax((-3, -2, -1))).abs()
 
 def tiny(channels, size, classes, width=3):
     """One layer."""
@@ -65,7 +70,12 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Install
         sys.modules.pop(module, None)
 
 
-POINTS = {"attacks": "patient = extra:patient", "defences": "half = extra:Half", "models": "tiny = extra:tiny"}
+POINTS = {
+    "metrics": "contrast = extra:contrast",
+    "attacks": "patient = extra:patient",
+    "defences": "half = extra:Half",
+    "models": "tiny = extra:tiny",
+}
 
 
 def test_names_of_a_package_are_used_by_their_short_names(install: Install) -> None:
@@ -81,6 +91,22 @@ def test_names_of_a_package_are_used_by_their_short_names(install: Install) -> N
     assert (attack.name, attack.restarts, attack.descent.iterations) == ("patient(restarts=2)", 2, 7)
     model = build("tiny", channels=1, size=4, classes=3, generator=torch.Generator().manual_seed(0))
     assert isinstance(model, nn.Sequential)
+
+
+def test_a_metric_of_a_package_scores_a_run(install: Install) -> None:
+    install("extra", POINTS)
+    draw = torch.Generator().manual_seed(0)
+    batch = torch.rand(2, 1, 12, 12, generator=draw), torch.tensor([0, 1])
+    net = nn.Sequential(nn.Flatten(), nn.Linear(144, 2))
+    settings = {"metrics": ["contrast", "ssim_rescaled"], "images": False, "target_clients": 1, "control": False}
+    result = gradveil.audit(net, batch, attacks=["analytic"], progress=False, **settings)
+    (row,) = result.summary()
+    assert 0 <= row["contrast_mean"] < 1e-3
+    assert row["ssim_rescaled_mean"] > 0.99
+    with pytest.raises(GradveilError) as caught:
+        gradveil.audit(net, batch, attacks=["analytic"], progress=False, **{**settings, "metrics": ["contrasts"]})
+    (problem,) = caught.value.problems
+    assert problem.remedy == "did you mean 'contrast'?"
 
 
 def test_a_list_names_the_package(install: Install) -> None:

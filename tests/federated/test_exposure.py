@@ -23,6 +23,7 @@ from gradveil.federated.model_inspection import inspect
 from gradveil.federated.update_inspection import Exposure, exposure, guarded_update
 from gradveil.gradients.objective import example_gradients
 from gradveil.nn.normalisation import BatchStatistics
+from gradveil.spaces import ImageSpace
 from tests.federated.crafted import (
     CRAFTED,
     PRIVATE,
@@ -394,8 +395,8 @@ def test_first_gradient_is_that_of_the_first_step(name: str) -> None:
 
 
 def test_first_gradient_has_what_batch_defences_made_of_the_examples() -> None:
-    lower, upper = PRIVATE.inputs.min().view(1, 1, 1), PRIVATE.inputs.max().view(1, 1, 1)
-    client = parse("ats")(Client(perceptron(), domain=Domain(lower, upper, 10)))
+    space = ImageSpace.between(PRIVATE.inputs.min(), PRIVATE.inputs.max(), PRIVATE.space.shape)
+    client = parse("ats")(Client(perceptron(), domain=Domain(space, 10)))
     params, batch = client.params(), some(8)
     task = ClientTask(batch, Key(3), client.init(params))
     with torch.no_grad():

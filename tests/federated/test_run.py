@@ -17,7 +17,7 @@ from gradveil.federated.training_run import describe, identity, load_summaries, 
 from gradveil.federated.training_setup import open_setting, trials
 from gradveil.federated.training_state import load_standing
 from gradveil.nn.weight_files import read_weights
-from gradveil.report.training_groups import kinds
+from gradveil.report.training_groups import group_trainings
 
 FEW = ["data.public=80", "data.gallery=40", "data.size=16", "clients=3", "model.name=lenet-zhu", "local.batch=8"]
 
@@ -143,8 +143,8 @@ def test_a_training_that_fails_is_a_status_and_the_others_are_done(tmp_path, mon
     assert [row["status"] for row in summaries] == ["finished", "failed"]
     assert summaries[0].get("failed") is None
     assert re.fullmatch(r"MemoryError: no room \(test_run\.py, line \d+\)", summaries[1]["failed"])
-    bare, failed = kinds(load_training(tmp_path / "a").trials)
-    assert [len(kind.counted) for kind in (bare, failed)] == [1, 0]
+    bare, failed = group_trainings(load_training(tmp_path / "a").trials)
+    assert [len(kind.completed) for kind in (bare, failed)] == [1, 0]
     assert failed.mean("accuracy") is None
     monkeypatch.undo()
     again, more = trained(tmp_path / "a", told)
@@ -272,8 +272,8 @@ def test_summaries_tell_the_seeds_apart_and_together(tmp_path):
         ("none", 1),
         ("topk(0.1)", 1),
     ]
-    bare, sparse = kinds(load_training(tmp_path / "a").trials)
-    assert [len(kind.counted) for kind in (bare, sparse)] == [2, 2]
+    bare, sparse = group_trainings(load_training(tmp_path / "a").trials)
+    assert [len(kind.completed) for kind in (bare, sparse)] == [2, 2]
     assert bare.mean("accuracy") == pytest.approx((summaries[0]["accuracy"] + summaries[2]["accuracy"]) / 2)
     assert bare.deviation is not None
     assert (sparse.mean("bytes_up") or 0) < 0.3 * (bare.mean("bytes_up") or 0)

@@ -17,6 +17,7 @@ from gradveil.federated.engine import ClientShare, Federation, train
 from gradveil.federated.parallel_clients import FEWEST, MOST_EXAMPLES, groups
 from gradveil.federated.training_state import pack_standing, unpack_standing
 from gradveil.federated.update_records import UpdateRecorder, read_recorded
+from gradveil.spaces import ImageSpace
 from tests.federated.scenes import federation
 
 LOCALS = {
@@ -55,7 +56,7 @@ def experiment(
     for parameter in net.parameters():
         nn.init.normal_(parameter.data, std=0.3, generator=Key(0).generator())
     shares = [ClientShare(images(size, "client", i, dtype=dtype)) for i, size in enumerate(sizes)]
-    domain = Domain(torch.full((1, 1, 1), -4.0), torch.full((1, 1, 1), 4.0), 3)
+    domain = Domain(ImageSpace.between(-4, 4, shares[0].train.inputs.shape[1:]), 3)
     client = parse(text)(Client(net, local=local, domain=domain), Key(3))
     given: dict[str, object] = {"key": Key(7), "server": Server(lr=0.5), "together": True, **settings}
     return Federation(client, shares, images(9, "test", dtype=dtype), **given)  # pyright: ignore[reportArgumentType]

@@ -15,7 +15,8 @@ from gradveil.defences import parse
 from gradveil.federated.update_inspection import exposure
 from gradveil.integrations.flower import answer, own_look
 from gradveil.integrations.flower.flower_records import record
-from tests.federated.crafted import CRAFTED, PRIVATE, perceptron
+from gradveil.nn.initial_weights import initialise
+from tests.federated.crafted import CRAFTED, PRIVATE, moved_quantiles, perceptron
 from tests.integrations.scenes import asked, bits, context, ledger
 
 BATCH = Batch(PRIVATE.inputs[:32], PRIVATE.targets[:32])
@@ -84,6 +85,28 @@ def test_whether_a_private_reply_comes_does_not_depend_on_one_example(text, scal
     batch = Batch(inputs, BATCH.targets)
     reply = answer(asking(made.model), context(), own, batch, folder=tmp_path, guard="refuse", leak="refuse")
     assert reply.content.array_records
+
+
+def test_an_update_whose_difference_from_the_last_one_shows_examples_is_a_leak(tmp_path, caplog):
+    """Each of both rounds alone shows fewer than may be read: honest rows, and biases that move a little."""
+    batch = Batch(PRIVATE.inputs[:64], PRIVATE.targets[:64])
+    first, second = moved_quantiles(perceptron(), 64)
+    own = Client(perceptron())
+    answer(asking(first), context(), own, batch, folder=tmp_path, guard="refuse", leak="refuse")
+    with pytest.raises(GradveilError, match=REFUSED):
+        answer(asking(second, 2), context(), own, batch, folder=tmp_path, guard="refuse", leak="refuse")
+    assert "the difference from the last update shows" in caplog.text
+    answer(asking(second), context(), own, batch, folder=tmp_path / "alone", guard="refuse", leak="refuse")
+
+
+def test_the_log_names_what_nobody_looked_at(tmp_path, caplog):
+    net = nn.Sequential(nn.ConvTranspose2d(1, 2, 3), nn.ReLU(), nn.Flatten(), nn.Linear(2 * 18 * 18, 10))
+    initialise(net, Key(0).generator())
+    answer(asking(net), context(), Client(net), BATCH, folder=tmp_path)
+    assert "update: no look at 0.weight" in caplog.text
+    caplog.clear()
+    answer(asking(perceptron()), context(), Client(perceptron()), BATCH, folder=tmp_path / "all")
+    assert "no look at" not in caplog.text
 
 
 def _broken(*_):

@@ -12,6 +12,7 @@ from gradveil.core.errors import GradveilError
 from gradveil.core.types import Batch
 from gradveil.defences import Defence, chain, parse
 from gradveil.defences.additive_noise import Gaussian
+from gradveil.defences.deployed_noise import LatticeGaussian
 from gradveil.defences.dp import Clip
 from gradveil.integrations.flower import answer, protect
 from gradveil.integrations.flower.flower_records import record, tensors, unpacked
@@ -69,6 +70,29 @@ def test_an_app_that_fails_is_counted_and_answered_like_any_other(case, tmp_path
     assert "counts as zeros" in caplog.text
     assert json.loads(file.read_text())["rounds"] == 2
     assert bits(mod(asked(2, OWN), context(), app())) == bits(bad)
+
+
+@pytest.mark.parametrize("kind", ["a mod", "an answer"])
+def test_zeros_in_the_place_of_a_sum_that_failed_get_noise_of_their_own(kind, tmp_path, monkeypatch):
+    """The same noise twice, once on the update and once on zeros, is no function of the noisy update."""
+    drawn = []
+    apply = LatticeGaussian.apply
+
+    def failing(self, update, state, noise, seen):
+        drawn.append(torch.cat([value.flatten() for value in noise.values()]))
+        sent = apply(self, update, state, noise, seen)
+        if len(drawn) == 1:
+            raise RuntimeError("a stage behind the noise")
+        return sent
+
+    monkeypatch.setattr(LatticeGaussian, "apply", failing)
+    if kind == "a mod":
+        protect(USER, folder=tmp_path)(asked(1, OWN), context(), app())
+    else:
+        own = client(USER, model=nn.Linear(4, 3).double())
+        answer(asked(1, own), context(), own, Batch(torch.zeros(3, 4).double(), torch.arange(3)), folder=tmp_path)
+    assert len(drawn) == 2
+    assert not torch.equal(*drawn)
 
 
 def test_the_ledger_counts_before_the_app_runs(tmp_path):

@@ -21,6 +21,7 @@ from gradveil.defences.additive_noise import Gaussian
 from gradveil.defences.composition import Defence
 from gradveil.integrations.flower import answer, protect
 from gradveil.nn.stochastic_layers import Dropout
+from gradveil.spaces import ImageSpace
 from gradveil.wire.codec import Layout, decode
 from tests.core.test_secure import Own
 from tests.integrations.scenes import BATCH, asked, bits, client, context
@@ -100,7 +101,7 @@ def test_everything_a_client_draws_comes_from_the_secret_of_its_answer(tmp_path,
         "mixup + dp(clip=1, sigma=1) + user-dp(clip=1, sigma=1)",
         nn.Sequential(nn.Linear(4, 5), Dropout(0.5), nn.Linear(5, 3)),
         local=Local(batch=2, lr=0.1, steps=2, sampling="poisson"),
-        domain=Domain(torch.tensor(-2.0), torch.tensor(2.0), 3),
+        domain=Domain(ImageSpace.between(-2, 2, (1, 1, 4)), 3),
     )
     drawn, streams, genuine = set(), {}, SecretKey.draw
 

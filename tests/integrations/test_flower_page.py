@@ -20,6 +20,7 @@ from gradveil.integrations.flower import protect
 from gradveil.integrations.flower.answer import unsupported
 from gradveil.integrations.flower.flower_records import record, tensors
 from gradveil.nn.models import build
+from gradveil.spaces import ImageSpace
 from tests.docs.test_pages import DOCS, blocks
 from tests.federated.scenes import blobs
 from tests.integrations.scenes import Loopback, ledger
@@ -83,7 +84,7 @@ def test_the_table_says_which_defences_go_where():
     said = {name: (mod, helper) for names, mod, helper in rows for name in names.split(", ")}
     assert said.keys() == DEFENCES.keys() - {"none"}
     model = build("lenet-zhu", channels=1, size=16, classes=3, generator=Key(0).generator())
-    images = Domain(torch.zeros(1, 1, 1), torch.ones(1, 1, 1), 3)
+    images = Domain(ImageSpace((1, 16, 16)), 3)
     for name, entry in DEFENCES.items():
         needs = any(argument.default is REQUIRED for argument in entry.arguments)
         text = f"{name}(0.5)" if needs else name

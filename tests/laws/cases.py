@@ -12,6 +12,7 @@ from gradveil.core.noise import Key
 from gradveil.core.tree import Tensors, under
 from gradveil.core.types import Batch, Domain
 from gradveil.defences import entries
+from gradveil.spaces import ImageSpace
 
 V, B, T = 3, 4, 2
 
@@ -153,7 +154,7 @@ def draw_messages(model: nn.Module | None = None) -> Tensors:
 
 
 PUBLIC = torch.rand(7, 1, 8, 8, generator=Key(0, ("public",)).generator(), dtype=torch.float64)
-DOMAIN = Domain(torch.full((1, 1, 1), -4.0), torch.full((1, 1, 1), 5.0), 3, 9 * PUBLIC - 4)
+DOMAIN = Domain(ImageSpace.between(-4, 5, (1, 8, 8)), 3, 9 * PUBLIC - 4)
 CLIENTS = {
     "gradient": Client(Tiny(), domain=DOMAIN, messages=draw_messages()),
     "sgd": Client(Tiny(), local=Local(batch=2, lr=0.3, steps=T, momentum=0.9), domain=DOMAIN, messages=draw_messages()),

@@ -39,7 +39,7 @@ def test_labels_of_other_shapes_are_refused() -> None:
 
 
 def test_a_noisy_face_is_found_in_the_gallery_and_noise_is_not(generator: torch.Generator) -> None:
-    gallery = load("faces", normalise="none").private.pixels
+    gallery = load("faces", normalise="none").private.views
     index = torch.tensor([[0, 5], [9, 40]])
     noisy = gallery[index] + 0.1 * torch.randn(2, 2, 1, 32, 32, generator=generator)
     assert torch.equal(identification(noisy, index, gallery), torch.ones(2, 2))

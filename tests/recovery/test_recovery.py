@@ -35,7 +35,7 @@ def test_attack_recovers_what_it_should(attack, model, data, iterations, decibel
     public = load(data).public
     knowledge = replace(experiment.knowledge, public=Batch(public.inputs, public.targets))
     found = settings([experiment.observation], experiment.client, knowledge, Key(0))
-    lower, upper = experiment.knowledge.lower, experiment.knowledge.upper
+    lower, upper = experiment.knowledge.space.bounds(experiment.truth.inputs)
     right = psnr(found.inputs, experiment.truth.inputs, lower, upper)
     wrong = psnr(found.inputs, experiment.truth.inputs.flip(0), lower, upper)
     baseline = psnr(
@@ -49,7 +49,7 @@ def test_attack_recovers_what_it_should(attack, model, data, iterations, decibel
 
 def test_fishing_gets_the_image_that_a_search_of_the_whole_batch_does_not():
     experiment = pictures("scheliga-cnn", "digits", 2, 8)
-    lower, upper, truth = experiment.knowledge.lower, experiment.knowledge.upper, experiment.truth
+    lower, upper, truth = experiment.knowledge.space.bounds(experiment.truth.inputs), experiment.truth
     fishing, plain = make_attack("fishing(target=8, iterations=250)"), make_attack("ig(iterations=250)")
     sent = fishing.craft(experiment.client, experiment.knowledge, Key(1))
     sight = observed(sent, truth, lower, upper, 10).observation
@@ -70,7 +70,7 @@ def test_fishing_gets_the_image_that_a_search_of_the_whole_batch_does_not():
 def test_a_sampler_gives_away_over_many_rounds_what_it_hides_in_one():
     experiment, glaus = pictures("scheliga-cnn", "digits", 2), make_attack("glaus(iterations=150)")
     client, seen = watched(experiment, "minmax(0.9)", 10)
-    lower, upper, truth = experiment.knowledge.lower, experiment.knowledge.upper, experiment.truth.inputs
+    lower, upper, truth = experiment.knowledge.space.bounds(experiment.truth.inputs), experiment.truth.inputs
     known = replace(experiment.knowledge, public=PUBLIC)
     once, often = (glaus(rounds, client, known, Key(0)).inputs for rounds in (seen[:1], seen))
     right, wrong = (psnr(often, images, lower, upper) for images in (truth, truth.flip(0)))

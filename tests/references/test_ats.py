@@ -11,6 +11,7 @@ from gradveil.core.types import Batch, Domain
 from gradveil.defences import Ats, parse
 from gradveil.defences import ats as pixels
 from gradveil.defences.ats import KINDS, TRANSFORMS, Numbered
+from gradveil.spaces import ImageSpace
 
 LEVELS = {
     "dark": torch.randint(3, 90, (3, 20, 24), generator=Key(0).generator()),
@@ -124,18 +125,21 @@ def _sign(each: Numbered, one: torch.Tensor) -> torch.Tensor | None:
 def examples(count: int = 6) -> tuple[Batch, Domain]:
     lower, upper = torch.tensor([[[-1.0]], [[-3.0]], [[0.0]]]), torch.tensor([[[2.0]], [[1.0]], [[5.0]]])
     u = torch.rand(count, 3, 12, 12, generator=Key(4).generator())
-    return Batch(lower + (upper - lower) * u, torch.zeros(count, dtype=torch.long)), Domain(lower, upper, 2)
+    return Batch(lower + (upper - lower) * u, torch.zeros(count, dtype=torch.long)), Domain(
+        ImageSpace.between(lower, upper, (3, 12, 12)), 2
+    )
 
 
 def test_a_policy_is_its_transforms_in_a_row_in_the_data_own_space():
     batch, domain = examples()
     ats = Ats("3-9-1")
     noise = ats.noise(batch).sample(Key(0))
-    u = (batch.inputs - domain.lower) / (domain.upper - domain.lower)
+    lower, upper = domain.space.bounds(batch.inputs)
+    u = (batch.inputs - lower) / (upper - lower)
     shifted = TRANSFORMS[3](u, noise["sign"][:, 0])
     expected = TRANSFORMS[1](TRANSFORMS[9](shifted, None), noise["sign"][:, 1])
     found = ats.apply(batch, noise, domain)
-    torch.testing.assert_close(found.inputs, domain.lower + (domain.upper - domain.lower) * expected)
+    torch.testing.assert_close(found.inputs, lower + (upper - lower) * expected)
     assert found.targets is batch.targets
 
 

@@ -15,9 +15,10 @@ from gradveil.core.noise import Key, Uniform
 from gradveil.core.tree import select
 from gradveil.core.types import Batch, Domain
 from gradveil.defences import InstaHide, LabelSmoothing, Mixup, parse
+from gradveil.spaces import ImageSpace
 
 LOWER, UPPER = torch.tensor([[[-1.0]], [[-2.0]]]).double(), torch.tensor([[[2.0]], [[4.0]]]).double()
-DOMAIN = Domain(LOWER, UPPER, 3)
+DOMAIN = Domain(ImageSpace.between(LOWER, UPPER, (2, 1, 1)), 3)
 
 
 def batch(size: int = 5):
@@ -104,7 +105,7 @@ def test_instahide_mixes_two_images_of_the_clients_with_public_ones():
 
 def test_every_public_image_is_as_likely():
     hide, blank = InstaHide(k=3, mix="public", cap=1.0), Batch(torch.zeros(1, 1, 1, 1), torch.zeros(1).long())
-    domain = Domain(torch.full((1, 1, 1), -1.0), torch.ones(1, 1, 1), 2, torch.arange(4.0).view(4, 1, 1, 1))
+    domain = Domain(ImageSpace.between(-1, 1, (1, 1, 1)), 2, torch.arange(4.0).view(4, 1, 1, 1))
     alone = {**hide.noise(blank).neutral(), "coefficient": torch.tensor([[0.0, 0.0, 1.0]])}
     places = Uniform().sample((4000,), torch.float32, Key(3).generator())
     found = torch.stack([hide.apply(blank, {**alone, "public": u.view(1, 1)}, domain).inputs.view(()) for u in places])

@@ -14,6 +14,7 @@ from torch import Tensor
 from gradveil.core.private_files import seal
 from gradveil.metrics import mse, psnr, ssim
 from tests.report.images import controls, degrade, faces
+from tests.report.trials import recorded
 
 PARAMS = 15_826
 DENSE = 4.0 * PARAMS
@@ -176,7 +177,7 @@ def trial(
         "trace": trace(truth, quality),
     }
     return {
-        "info": info,
+        "info": recorded(info),
         "records": records(candidate, truth, case),
         "images": {"truth": truth, "reconstruction": candidate},
     }
@@ -206,7 +207,7 @@ def write_run(folder: Path, trials: Sequence[Mapping[str, Any]], images: bool = 
     """Write a run directory in the audit's format."""
     names = [entry["info"]["trial"] for entry in trials]
     info = {
-        "format": 2,
+        "format": 3,
         "name": "faces",
         "created": "2025-06-01T09:30:00+00:00",
         "trials": [f"{number:03d}" for number in range(len(names))],
@@ -276,6 +277,12 @@ def failed_trial(message: str) -> dict[str, Any]:
         "defence_title",
         "attack",
         "attack_title",
+        "preset",
+        "trained",
+        "update",
+        "local",
+        "changes",
+        "undefended",
     )
     whole = trial(CASES[3], ATTACKS[0], "naive", 0, faces(2))["info"]
     return {"info": {key: whole[key] for key in keys} | {"failed": message}, "records": [], "images": {}}

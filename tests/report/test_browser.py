@@ -368,27 +368,27 @@ OVERLAPS = """
 def test_fronts_are_drawn_named_and_follow_the_chosen_round(browser: Browser, front: str) -> None:
     visit(browser, front)
     show(browser, "#front")
-    assert len(all_of(browser, ".plot[data-price]")) == 3
+    assert len(all_of(browser, ".plot[data-cost]")) == 3
     assert all(
-        len(all_of(browser, f".plot[data-price='{key}'] .point")) == 7 for key in ("accuracy", "bytes", "seconds")
+        len(all_of(browser, f".plot[data-cost='{key}'] .point")) == 7 for key in ("accuracy", "bytes", "seconds")
     )
     lines = [line.get_attribute("d") for line in all_of(browser, ".plot .front")]
     assert all(str(line).count("V") >= 1 for line in lines)
     for key in ("accuracy", "bytes", "seconds"):
-        names = [text.text for text in all_of(browser, f".plot[data-price='{key}'] .name")]
+        names = [text.text for text in all_of(browser, f".plot[data-cost='{key}'] .name")]
         assert "No defence" in names
-        assert browser.execute_script(OVERLAPS, f".plot[data-price='{key}'] .name") == 0
-        said = one(browser, f".plot[data-price='{key}'] + .advice").text
+        assert browser.execute_script(OVERLAPS, f".plot[data-cost='{key}'] .name") == 0
+        said = one(browser, f".plot[data-cost='{key}'] + .advice").text
         members = said.partition("Dominated")[0]
         assert all(name.rstrip("…") in members for name in names if name != "No defence")
     before = [node.text for node in all_of(browser, "#front .advice")]
     one(browser, "[data-view='2']").click()
     assert [line.get_attribute("d") for line in all_of(browser, ".plot .front")] != lines
     assert [node.text for node in all_of(browser, "#front .advice")] != before
-    browser.execute_script("arguments[0].focus()", one(browser, ".plot[data-price='bytes'] .point"))
+    browser.execute_script("arguments[0].focus()", one(browser, ".plot[data-cost='bytes'] .point"))
     assert "identifiable after 4 rounds, the mean of 2 seeds" in one(browser, "#tip").text
     one(browser, "#front-legend button:last-child").click()
-    assert len(all_of(browser, ".plot[data-price='bytes'] .point")) == 6
+    assert len(all_of(browser, ".plot[data-cost='bytes'] .point")) == 6
 
 
 def test_curves_of_a_training_have_bands_marks_and_a_legend(browser: Browser, training: str) -> None:

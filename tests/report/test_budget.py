@@ -11,8 +11,8 @@ import pytest
 from gradveil.audit.result_rows import BudgetPoint, Row
 from gradveil.audit.run_directory import load_run
 from gradveil.audit.verdict import verdicts
-from gradveil.report import page
-from gradveil.report.plots import charts, curves
+from gradveil.report import audit_page
+from gradveil.report.plots import curves, progress_charts
 from tests.audit.runs import config, execute
 from tests.report.runs import CASES, played, write_run
 from tests.report.trials import CONTROLS, HEALTHY, row
@@ -58,9 +58,9 @@ def test_every_defence_shows_its_strongest_attacker_who_iterates() -> None:
         traced(32, 0.2, 0.3, final=0.9, attack="wiig", number=4, grants=["step.noise.w: its true value"]),
         row(1, defence="clip(1)", attack="learned", number=5),
     ]
-    (chart,) = charts(verdicts(rows))
+    (chart,) = progress_charts(verdicts(rows))
     assert [(r.defence, r.attack) for r in chart.rows] == [("none", "ig"), ("dgp", "cdia")]
-    assert chart.note == "The strongest attack against dgp (learned) does not iterate: the next strongest stands here."
+    assert chart.note.startswith("The strongest attack against dgp (learned) does not iterate")
     (told,) = curves([chart], rows)
     assert [line["series"] for line in told["lines"]] == [0, 1]
     assert told["lines"][0]["points"][0]["lines"][0] == "after 50 iterations of 400"
@@ -70,10 +70,10 @@ def test_every_defence_shows_its_strongest_attacker_who_iterates() -> None:
 
 def test_settings_have_charts_of_their_own_and_colours_in_common() -> None:
     rows = [BARE, traced(3, 0.3, final=0.3), traced(3, 0.3, final=0.3, batch=4), row(1, model="resnet")]
-    found = charts(verdicts(rows))
+    found = progress_charts(verdicts(rows))
     assert [len(chart.rows) for chart in found] == [2, 1]
     assert curves(found, rows)[1]["lines"][0]["series"] == 1
-    assert charts(verdicts([row(3)])) == []
+    assert progress_charts(verdicts([row(3)])) == []
 
 
 @pytest.mark.parametrize(
@@ -93,40 +93,40 @@ def test_settings_have_charts_of_their_own_and_colours_in_common() -> None:
 def test_what_is_said_of_more_budget(halves: tuple[float | None, float], said: str) -> None:
     bare = traced(32, 0.2, halves[0], final=0.9, defence="none", simulated_client="naive", number=90)
     defended = traced(0, 0.2, halves[1], final=0.28 if halves[1] != 0.25 else 0.265)
-    (chart,) = charts(verdicts([bare, defended]))
+    (chart,) = progress_charts(verdicts([bare, defended]))
     assert said in chart.advice
 
 
 def test_an_attack_that_is_stuck_needs_something_else_than_iterations() -> None:
     short = HEALTHY | {"objective": 0.5, "objective_truth": 0.1}
     rows = [BARE, traced(0, 0.2, 0.28, final=0.28, health=short), traced(0, 0.28, final=0.28, defence="clip(1)")]
-    (chart,) = charts(verdicts(rows))
+    (chart,) = progress_charts(verdicts(rows))
     ends = (
         "(mean SSIM rose by 0.1 in the last doubling), but hardly against dgp and clip(1); restarts or another attack"
     )
     assert chart.advice.endswith(f"{ends} may against dgp.")
-    (alone,) = charts(verdicts(rows[:2]))
+    (alone,) = progress_charts(verdicts(rows[:2]))
     assert alone.advice.endswith("but hardly against dgp; restarts or another attack may.")
-    (stopped,) = charts(verdicts(rows[1:2]))
+    (stopped,) = progress_charts(verdicts(rows[1:2]))
     assert stopped.advice.endswith("in the last doubling; restarts or another attack may.")
 
 
 def test_numbers_stand_below_the_picture() -> None:
     short = traced(3, 0.3, final=0.3, controls=CONTROLS)
-    (chart,) = charts(verdicts([BARE, short]))
+    (chart,) = progress_charts(verdicts([BARE, short]))
     assert chart.shares == ["1/8", "1/4", "1/2", "1"]
     assert [spot and spot.iterations for spot in chart.table[1][1]] == [None, None, 200, 400]
 
 
 def test_the_page_has_the_picture_where_an_attack_iterated(tmp_path: Path) -> None:
     trials = played(target_clients=4, cases=CASES[:3])
-    html = page(load_run(write_run(tmp_path / "with", trials)))
-    assert "Quality against budget" in html
+    html = audit_page(load_run(write_run(tmp_path / "with", trials)))
+    assert 'id="budget"' in html
     assert html.count('data-chart="') == 1
     assert "More iterations would" in html
     bare = copy.deepcopy(trials)
     for trial in bare:
         del trial["info"]["trace"]
-    without = page(load_run(write_run(tmp_path / "without", bare)))
-    assert "Quality against budget" not in without
+    without = audit_page(load_run(write_run(tmp_path / "without", bare)))
+    assert 'id="budget"' not in without
     assert 'data-chart="' not in without

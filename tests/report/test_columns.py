@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 
 from gradveil.audit.run_directory import load_run
-from gradveil.report import page
+from gradveil.report import audit_page
 from gradveil.report.trial_table import COLUMNS
 from tests.report.reading import read
 from tests.report.runs import write_run
 
 
 def test_csv_holds_the_table(run: Path, trials: list[dict[str, Any]]) -> None:
-    html = page(load_run(run))
+    html = audit_page(load_run(run))
     (address,) = [a for a in read(html).addresses if a.startswith("data:text/csv")]
     with urllib.request.urlopen(address) as answer:
         rows = list(csv.DictReader(io.StringIO(answer.read().decode("utf-8"))))
@@ -33,7 +33,7 @@ def test_csv_holds_the_table(run: Path, trials: list[dict[str, Any]]) -> None:
 def test_csv_disarms_formulas(tmp_path: Path, trials: list[dict[str, Any]]) -> None:
     armed = copy.deepcopy(trials[4])
     armed["info"]["defence"] = "=1+1"
-    (address,) = [a for a in read(page(load_run(write_run(tmp_path / "run", [armed])))).addresses if "csv" in a]
+    (address,) = [a for a in read(audit_page(load_run(write_run(tmp_path / "run", [armed])))).addresses if "csv" in a]
     with urllib.request.urlopen(address) as answer:
         assert answer.read().decode("utf-8").splitlines()[1].startswith("'=1+1,")
 
@@ -43,8 +43,8 @@ def test_lpips_is_a_column_or_a_reason(tmp_path: Path, trials: list[dict[str, An
     for record in with_score["records"]:
         record["lpips"] = 0.25
     with_reason["info"]["missing"] = {"lpips": "the package lpips is not installed"}
-    first = page(load_run(write_run(tmp_path / "a", [with_score])))
-    second = page(load_run(write_run(tmp_path / "b", [with_reason])))
+    first = audit_page(load_run(write_run(tmp_path / "a", [with_score])))
+    second = audit_page(load_run(write_run(tmp_path / "b", [with_reason])))
     assert 'data-key="lpips"' in first
     assert 'data-key="lpips"' not in second
     assert "No LPIPS column: the package lpips is not installed." in read(second).text
@@ -54,6 +54,6 @@ def test_legacy_readings_are_not_columns(tmp_path: Path, trials: list[dict[str, 
     legacy = copy.deepcopy(trials[0])
     for record in legacy["records"]:
         record["ssim_rescaled"] = record["mse_adadefense"] = 77.25
-    html = page(load_run(write_run(tmp_path / "run", [legacy])))
+    html = audit_page(load_run(write_run(tmp_path / "run", [legacy])))
     assert "77.25" not in html
     assert not any("adadefense" in column.key or "rescaled" in column.key for column in COLUMNS)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradveil.report.pareto import beaten_by, dominates, front
+from gradveil.report.pareto import dominates, dominators, front
 
 # A small grid, so that many points are equal in one respect or in all.
 POINTS = st.integers(1, 4).flatmap(lambda n: st.lists(st.tuples(*[st.integers(0, 4)] * n), max_size=25))
@@ -13,7 +13,7 @@ POINTS = st.integers(1, 4).flatmap(lambda n: st.lists(st.tuples(*[st.integers(0,
 
 @given(POINTS)
 def test_no_member_is_dominated_and_everybody_else_by_a_member(every: list[tuple[int, ...]]) -> None:
-    members, beaten = front(every), beaten_by(every)
+    members, beaten = front(every), dominators(every)
     assert sorted([*members, *beaten]) == list(range(len(every)))
     for place in members:
         assert not any(dominates(other, every[place]) for other in every)
@@ -42,4 +42,4 @@ def test_domination_is_a_strict_order(three: list[tuple[int, ...]]) -> None:
 
 def test_equal_points_are_on_the_front_together() -> None:
     assert front([(1, 1), (1, 1), (0, 2), (1, 2)]) == [0, 1, 2]
-    assert beaten_by([(1, 1), (1, 1), (0, 2), (1, 2)]) == {3: [0, 1, 2]}
+    assert dominators([(1, 1), (1, 1), (0, 2), (1, 2)]) == {3: [0, 1, 2]}

@@ -13,6 +13,7 @@ from gradveil.core.errors import GradveilError
 from gradveil.metrics import wilson
 from gradveil.report.paper_table import PaperTable, as_latex, as_markdown, matrices
 from tests.audit.runs import config, execute
+from tests.report.trials import recorded
 
 
 def trial(defence: str, attack: str, recovered: int, of: int = 4, seed: int = 0, **more: object) -> Trial:
@@ -31,7 +32,7 @@ def trial(defence: str, attack: str, recovered: int, of: int = 4, seed: int = 0,
     }
     images = [{"ssim": 0.9 if i < recovered else 0.1, "success": int(i < recovered)} for i in range(of)]
     records = [{"target_client": i, "status": "budget", "per_image": [image]} for i, image in enumerate(images)]
-    return Trial({**info, **more}, records)
+    return Trial(recorded({**info, **more}), records)
 
 
 def run(*trials: Trial, name: str = "a", weights: str | None = None, **settings: object) -> Run:
@@ -57,7 +58,7 @@ def test_seeds_are_pooled_and_the_strongest_is_bold():
     )
     caption, _, head, _, none, pruned, *_ = lines(both)
     assert caption.startswith("net on mnist, one gradient of 1 image: share of images identifiable (recovered, with an")
-    assert "8 images over 2 seeds, each attack counted as one of its own, unless said otherwise" in caption
+    assert "8 images over 2 seeds, each attack run counted separately, unless noted" in caption
     assert caption.endswith("Baseline: a guess that sees no update is expected to make 25% identifiable.")
     assert head == "| defence | verdict | `ig` | `cdia` |"
     low, high = wilson(8, 8)

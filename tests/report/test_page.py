@@ -13,7 +13,7 @@ import pytest
 from gradveil.audit.result_rows import Row, summarise
 from gradveil.audit.run_directory import Trial, load_run
 from gradveil.core.errors import GradveilError
-from gradveil.report import page, write_report
+from gradveil.report import audit_page, write_report
 from gradveil.report.plots import points
 from tests.report.reading import EVIL, read
 from tests.report.runs import CASES, failed_trial, played, write_run
@@ -33,7 +33,7 @@ def test_report_goes_where_it_is_told(run: Path, tmp_path: Path) -> None:
 
 
 def test_nothing_is_loaded_from_outside(run: Path) -> None:
-    html = page(load_run(run))
+    html = audit_page(load_run(run))
     addresses = read(html).addresses
     assert len(addresses) > 10
     assert [a for a in addresses if not a.startswith(("data:", "#"))] == []
@@ -43,7 +43,7 @@ def test_nothing_is_loaded_from_outside(run: Path) -> None:
 
 
 def test_what_a_reader_must_find(run: Path, trials: list[dict[str, Any]]) -> None:
-    text = read(page(load_run(run))).text
+    text = read(audit_page(load_run(run))).text
     for said in (
         "lenet-zhu on faces, one gradient of 1 image",
         "An honest-but-curious server",
@@ -70,7 +70,7 @@ def test_what_a_reader_must_find(run: Path, trials: list[dict[str, Any]]) -> Non
 
 
 def test_the_attack_with_the_highest_rate_stands_first(run: Path) -> None:
-    html = page(load_run(run))
+    html = audit_page(load_run(run))
     for article in html.split('<article class="verdict')[1:]:
         rates = [float(rate) for rate in re.findall(r"<td>([\d.]+)% \(", article)]
         assert len(rates) > 1
@@ -88,7 +88,7 @@ def test_the_union_is_said_where_it_is_more_than_the_strongest(tmp_path: Path, t
         for trial, winner in zip(pair, winners, strict=True):
             for record in trial["records"]:
                 record["per_image"][0]["success"] = int(record["target_client"] == winner)
-        return read(page(load_run(write_run(place, pair)))).text
+        return read(audit_page(load_run(write_run(place, pair)))).text
 
     assert "Upper bound, not an attacker: at least one of the 2 attackers recovers 2 of 4" in told(
         tmp_path / "a", (0, 1)
@@ -97,19 +97,20 @@ def test_the_union_is_said_where_it_is_more_than_the_strongest(tmp_path: Path, t
 
 
 def test_undefended_rows_need_no_attacker_in_brackets(run: Path) -> None:
-    data = re.search(r'<script type="application/json" id="data">(.*?)</script>', page(load_run(run)), re.S)
+    data = re.search(r'<script type="application/json" id="data">(.*?)</script>', audit_page(load_run(run)), re.S)
     assert data is not None
-    who = {row["defence"]: row["who"] for row in json.loads(data[1])["rows"]}
-    assert who["No defence"] == ""
-    assert all(who[name] for name in who if name != "No defence")
+    attackers = {row["defence"]: row["attacker"] for row in json.loads(data[1])["rows"]}
+    assert attackers.pop("No defence") == ""
+    assert all(attackers.values())
 
 
 def test_every_grant_is_named(tmp_path: Path, trials: list[dict[str, Any]]) -> None:
     told = copy.deepcopy(trials[:1])
     names = [f"round{i}.step.noise.w" for i in range(1, 9)]
+    told[0]["info"]["secrets"] = names
     told[0]["info"]["grants"] = ["targets: the true labels", *(f"{name}: its true value" for name in names)]
-    html = page(load_run(write_run(tmp_path / "run", told)))
-    (table,) = re.findall(r'aria-label="Granted knowledge">(.*?)</table>', html, re.S)
+    html = audit_page(load_run(write_run(tmp_path / "run", told)))
+    (table,) = re.findall(r'aria-label="Side information">(.*?)</table>', html, re.S)
     text = read(table).text
     assert "targets: the true labels 8 true values" in text
     assert all(name in text for name in names)
@@ -120,14 +121,14 @@ def test_a_budget_is_told_and_then_the_server_may_not_compute_for_ever(
     tmp_path: Path, run: Path, trials: list[dict[str, Any]]
 ) -> None:
     limited = write_run(tmp_path / "limited", trials[:3], config={"budget": "2h"})
-    text = read(page(load_run(limited))).text
+    text = read(audit_page(load_run(limited))).text
     assert text.count("All attacks on one defence that search or learn share 2 h 0 min of working time.") == 2
-    assert "as long as it likes" not in text
-    assert "as long as it likes" in read(page(load_run(run))).text
+    assert "its computing time is not limited" not in text
+    assert "its computing time is not limited" in read(audit_page(load_run(run))).text
 
 
 def test_verdicts_stand_at_a_glance(run: Path) -> None:
-    html = page(load_run(run))
+    html = audit_page(load_run(run))
     (body,) = re.findall(r'<table class="plain glance">.*?<tbody>(.*?)</tbody>', html, re.S)
     lines = [read(line).text for line in body.split("<tr")[1:]]
     assert len(lines) == html.count('<article class="verdict') == 6
@@ -154,7 +155,7 @@ def test_every_foreign_text_is_escaped(tmp_path: Path, trials: list[dict[str, An
     bad = copy.deepcopy(trials[4:8])
     for entry in bad:
         for key, value in entry["info"].items():
-            if isinstance(value, str) and key != "simulated_client":
+            if isinstance(value, str) and key not in ("simulated_client", "attacker", "method"):
                 entry["info"][key] = value + EVIL
         entry["info"]["knowledge"] = {EVIL: EVIL}
         entry["info"]["grants"] = [EVIL]
@@ -169,8 +170,8 @@ def test_every_foreign_text_is_escaped(tmp_path: Path, trials: list[dict[str, An
         "packages": {EVIL: EVIL},
         "config": {EVIL: EVIL},
     }
-    html = page(load_run(write_run(tmp_path / "run", [*bad, broken], gradveil=EVIL, **changes)))
-    plain = page(load_run(write_run(tmp_path / "plain", trials[4:8])))
+    html = audit_page(load_run(write_run(tmp_path / "run", [*bad, broken], gradveil=EVIL, **changes)))
+    plain = audit_page(load_run(write_run(tmp_path / "plain", trials[4:8])))
     assert "<script>alert" not in html
     assert read(html).tags.count("script") == read(plain).tags.count("script")
     assert "alert(1)" in read(html).text
@@ -180,7 +181,7 @@ def test_every_foreign_text_is_escaped(tmp_path: Path, trials: list[dict[str, An
 
 
 def test_no_images_is_said(tmp_path: Path, trials: list[dict[str, Any]]) -> None:
-    html = page(load_run(write_run(tmp_path / "run", trials[:3], images=False)))
+    html = audit_page(load_run(write_run(tmp_path / "run", trials[:3], images=False)))
     assert "This run kept no images" in read(html).text
     assert "<img" not in html
 
@@ -189,16 +190,16 @@ def test_failed_and_unfinished_trials_are_named(tmp_path: Path, trials: list[dic
     run = write_run(tmp_path / "run", [*trials[:2], failed_trial("RuntimeError: out of memory")])
     info = json.loads((run / "run.json").read_text("utf-8"))
     (run / "run.json").write_text(json.dumps(info | {"trials": [*info["trials"], "later-1", "later-2"]}), "utf-8")
-    text = read(page(load_run(run))).text
+    text = read(audit_page(load_run(run))).text
     assert "1 of 3 attack runs failed" in text
     assert "RuntimeError: out of memory" in text
     assert "1 whole attack run failed" in text
-    assert "2 of 5 attack runs have not been done yet" in text
+    assert "2 of 5 attack runs are not done yet" in text
 
 
 def test_a_run_in_which_everything_failed_still_gives_a_page(tmp_path: Path) -> None:
-    text = read(page(load_run(write_run(tmp_path / "run", [failed_trial("boom")])))).text
-    assert "there is nothing to judge" in text
+    text = read(audit_page(load_run(write_run(tmp_path / "run", [failed_trial("boom")])))).text
+    assert "there is no verdict" in text
     assert "boom" in text
 
 
@@ -206,7 +207,7 @@ def test_colour_images_and_batches(tmp_path: Path) -> None:
     entries = played(target_clients=2, cases=CASES[:2], batch=2)
     for entry in entries:
         entry["images"] = {name: value.expand(-1, -1, 3, -1, -1) for name, value in entry["images"].items()}
-    text = read(page(load_run(write_run(tmp_path / "run", entries)))).text
+    text = read(audit_page(load_run(write_run(tmp_path / "run", entries)))).text
     assert "one gradient of 2 images" in text
     assert "recovers 4 of 4 images" in text
 
@@ -247,7 +248,7 @@ def test_the_bound_stands_beside_the_measured_error(tmp_path: Path, trials: list
         noisy = trial["info"]["defence"].startswith("gaussian")
         trial["info"]["bound"] = {"mse": 0.0123, "prior": 0.07, "by": "Cramér-Rao"} if noisy else None
         trial["info"]["unbounded"] = None if noisy else "no noise is added <at all>"
-    html = page(load_run(write_run(tmp_path / "run", own)))
+    html = audit_page(load_run(write_run(tmp_path / "run", own)))
     seen = 0
     for article in re.findall(r'<article class="verdict.*?</article>', html, re.S):
         noisy = "gaussian(std=0.01)</h3>" in article

@@ -18,10 +18,10 @@ from gradveil.audit.run_warnings import proven
 from gradveil.audit.verdict import verdicts
 from gradveil.cli.app import run as command
 from gradveil.metrics import wilson
-from gradveil.report import page
+from gradveil.report import audit_page
+from gradveil.report.audit_page import context
 from gradveil.report.method import guarantees
-from gradveil.report.page import context
-from gradveil.report.pareto import AXES, ParetoChart, Spot, charts, mark, marks
+from gradveil.report.pareto import AXES, ParetoChart, Spot, charts, front_of, fronts_by_defence
 from gradveil.report.plots import fronts
 from tests.audit.test_training import RUN
 from tests.report.reading import read
@@ -65,11 +65,11 @@ def test_a_defence_stands_where_it_leaks_most_and_every_round_has_its_view() -> 
 
 def test_the_price_is_that_of_the_whole_training_at_every_stage() -> None:
     found = chart(bare(stage=0), bare(stage=4))
-    assert [one.prices["accuracy"][0] for view in found.views for one in view.spots] == [0.9] * 3
+    assert [one.costs["accuracy"][0] for view in found.views for one in view.spots] == [0.9] * 3
     older = [trial(1, 0.8, 50, stage=stage) for stage in (0, 4)]
     for one in older:
         del one.trial.info["training"]["final_accuracy"]
-    assert spot(chart(*older), "dgp").prices["accuracy"] == (0.8, 0.8, 0.8)
+    assert spot(chart(*older), "dgp").costs["accuracy"] == (0.8, 0.8, 0.8)
 
 
 def test_who_is_on_the_front_and_who_dominates_whom_is_said() -> None:
@@ -87,21 +87,21 @@ def test_who_is_on_the_front_and_who_dominates_whom_is_said() -> None:
         "On the front: No defence, dgp and dp. Dominated: prune and clip, by dgp."
     )
     assert "No defence, dgp and clip, by prune" in found.worst.sentence(BYTES)
-    assert found.overall == "Beaten in leak, accuracy, bytes and time at once: clip, by dgp and prune."
+    assert found.overall == "Dominated in leak, accuracy, bytes and time at once: clip, by dgp and prune."
     assert "once" in chart(bare()).overall
 
 
 def test_a_member_whose_rate_shows_little_is_named() -> None:
     """An attacker who ignores the defence shows no protection by failing."""
     found = chart(bare(), trial(2, 0.8, 50, simulated_client="naive", knowledge={}))
-    assert "More may come out of dgp, see the verdicts: this front may flatter." in found.worst.sentence(BYTES)
+    assert "may leak more than measured: dgp" in found.worst.sentence(BYTES)
     assert "flatter" not in chart(bare(), trial(2, 0.8, 50)).worst.sentence(BYTES)
 
 
 def test_equal_defences_share_the_front() -> None:
     found = chart(trial(8, 0.8, 50, defence="dgp"), trial(8, 0.8, 50, defence="prune"))
     assert all(found.worst.members[axis.key] == {"dgp", "prune"} for axis in AXES)
-    assert found.worst.sentence(BYTES) == "On the front: dgp and prune. Nothing is dominated."
+    assert found.worst.sentence(BYTES) == "On the front: dgp and prune. No defence is dominated."
 
 
 def test_attackers_who_were_told_secrets_do_not_count() -> None:
@@ -111,10 +111,10 @@ def test_attackers_who_were_told_secrets_do_not_count() -> None:
     alone = chart(bare(), told)
     assert spot(alone, "dgp").is_bound
     assert alone.worst.members["bytes"] == {"No defence"}
-    assert alone.worst.beaten["bytes"] == {}
+    assert alone.worst.dominated["bytes"] == {}
     assert "Upper bounds, not compared: dgp." in alone.worst.sentence(BYTES)
     rows = [Row(0, bare().trial), Row(1, told.trial)]
-    assert [mark(one, marks(rows)) for one in rows] == ["accuracy, bytes, seconds", "upper bound"]
+    assert [front_of(one, fronts_by_defence(rows)) for one in rows] == ["accuracy, bytes, seconds", "upper bound"]
 
 
 def test_the_leak_is_the_share_of_images_recovered_and_identified() -> None:
@@ -130,7 +130,7 @@ def test_seeds_are_averaged_and_their_intervals_reach_over_all() -> None:
     assert one.rates == [8 / 32, 12 / 32]
     assert one.rate == 10 / 32
     assert one.bounds == (wilson(8, 32)[0], wilson(12, 32)[1])
-    assert one.prices == {"accuracy": (0.7, 0.6, 0.8), "bytes": (60, 50, 70), "seconds": (1.5, 1.0, 2.0)}
+    assert one.costs == {"accuracy": (0.7, 0.6, 0.8), "bytes": (60, 50, 70), "seconds": (1.5, 1.0, 2.0)}
 
 
 def test_the_script_draws_what_the_sentences_say() -> None:
@@ -143,13 +143,13 @@ def test_the_script_draws_what_the_sentences_say() -> None:
     assert worst["No defence"]["front"] == {"accuracy": True, "bytes": False, "seconds": False}
     assert worst["dgp"]["trail"] == [[0.0, 3 / 32], [1.0, 9 / 32]]
     assert told["views"][1]["spots"][0]["trail"] == []
-    assert told["views"][0]["said"]["bytes"] == found[0].worst.sentence(BYTES)
-    assert (worst["No defence"]["bare"], worst["dgp"]["bare"]) == (True, False)
+    assert told["views"][0]["sentences"]["bytes"] == found[0].worst.sentence(BYTES)
+    assert (worst["No defence"]["undefended"], worst["dgp"]["undefended"]) == (True, False)
 
 
 def test_who_has_no_rate_at_some_round_is_not_compared() -> None:
     found = chart(bare(stage=0), bare(stage=4), trial(0, 0.8, 10, stage=0))
-    assert not spot(found, "dgp").whole
+    assert not spot(found, "dgp").is_complete
     assert found.worst.members["bytes"] == {"No defence"}
     assert "Without a rate at some round, not compared: dgp." in found.worst.sentence(BYTES)
     assert found.views[1].members["bytes"] == {"dgp"}
@@ -159,7 +159,7 @@ def test_a_failed_attack_leaves_the_rate_in_doubt() -> None:
     info = trial(0, 0.8, 50, attack="dia").trial.info
     done = [Row(0, bare().trial), Row(1, trial(2, 0.8, 50).trial)]
     doubtful = [charts(verdicts(done), failed, {})[0] for failed in ((), (Trial(info | {"failed": "boom"}, []),))]
-    assert [spot(one, "dgp").is_vague for one in doubtful] == [False, True]
+    assert [spot(one, "dgp").may_leak_more for one in doubtful] == [False, True]
 
 
 def test_a_price_that_nobody_knows_is_left_out() -> None:
@@ -167,8 +167,8 @@ def test_a_price_that_nobody_knows_is_left_out() -> None:
     for one in rows:
         del one.trial.info["training"]["client_seconds"]
     found = chart(*rows)
-    assert found.overall == "Beaten in leak, accuracy and bytes at once: No defence, by dgp."
-    assert found.worst.sentence(SECONDS) == "No defence has both a rate and a price."
+    assert found.overall == "Dominated in leak, accuracy and bytes at once: No defence, by dgp."
+    assert found.worst.sentence(SECONDS) == "No defence has both a rate and a cost."
 
 
 def test_what_is_proven_is_that_of_the_training_unless_another_is_planned() -> None:
@@ -189,7 +189,7 @@ def test_settings_are_compared_within_themselves() -> None:
 
 def test_an_audit_without_a_training_has_no_such_charts() -> None:
     assert charts(verdicts([row(3)]), (), {}) == []
-    assert mark(row(3), marks([row(3)])) is None
+    assert front_of(row(3), fronts_by_defence([row(3)])) is None
 
 
 def test_what_has_no_rate_is_a_status() -> None:
@@ -202,7 +202,7 @@ def test_what_has_no_rate_is_a_status() -> None:
     assert found.missing == (
         ("clip", "failed: diverged in round 2"),
         ("dp", "not done yet"),
-        ("cvb", "attacked by nobody (does not apply: r-gap and analytic)"),
+        ("cvb", "no attack applies: r-gap and analytic"),
     )
 
 
@@ -210,7 +210,7 @@ def test_an_attack_that_does_not_apply_leaves_no_doubt() -> None:
     info = trial(0, 0.8, 50, attack="r-gap").trial.info
     done = [Row(0, bare().trial), Row(1, trial(2, 0.8, 50).trial)]
     (found,) = charts(verdicts(done), (Trial(info | {"failed": "is no plain chain", "unfit": True}, []),), {})
-    assert not spot(found, "dgp").is_vague
+    assert not spot(found, "dgp").may_leak_more
 
 
 @pytest.fixture(scope="module")
@@ -226,24 +226,24 @@ def audited(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_page_of_a_real_audit_has_the_charts_the_table_and_the_csv(audited: Path) -> None:
     run = load_run(audited)
-    html = page(run)
+    html = audit_page(run)
     text = read(html).text
-    assert [found.group(1) for found in re.finditer(r'data-price="(\w+)"', html)] == ["accuracy", "bytes", "seconds"]
-    assert all(title in text for title in ("Leak against price", "Worst round", "Untrained", "After 2 rounds"))
+    assert [found.group(1) for found in re.finditer(r'data-cost="(\w+)"', html)] == ["accuracy", "bytes", "seconds"]
+    assert all(title in text for title in ("Leak against cost", "Worst round", "Untrained", "After 2 rounds"))
     assert "On the front: " in text
     (found,) = context(run)["fronts"]
     told = json.loads((audited / "training" / "trials").glob("topk*.json").__next__().read_text())
     sparse = spot(found, "topk(0.1, feedback=true)")
-    assert sparse.prices["accuracy"][0] == told["accuracy"]
-    assert sparse.prices["bytes"][0] == told["bytes_up"]
-    assert sparse.prices["seconds"][0] == told["client_seconds"]
+    assert sparse.costs["accuracy"][0] == told["accuracy"]
+    assert sparse.costs["bytes"][0] == told["bytes_up"]
+    assert sparse.costs["seconds"][0] == told["client_seconds"]
     assert sparse.name in found.worst.members["bytes"]
     assert "no formal guarantee" in text
     (address,) = [a for a in read(html).addresses if a.startswith("data:text/csv")]
     with urllib.request.urlopen(address) as answer:
         rows = list(csv.DictReader(io.StringIO(answer.read().decode("utf-8"))))
     assert {row["pareto"] for row in rows if row["defence"] == sparse.name} == {
-        mark(sparse.verdict.best, marks(context(run)["rows"]))
+        front_of(sparse.verdict.best, fronts_by_defence(context(run)["rows"]))
     }
     assert {row["final_accuracy"] for row in rows if row["defence"] == sparse.name} == {str(told["accuracy"])}
 
@@ -252,9 +252,9 @@ def test_a_training_that_diverges_is_told_and_leaves_no_gap(audited: Path) -> No
     (found,) = context(load_run(audited))["fronts"]
     lost = {one.stage for one in found.stages.get("gaussian(1e38)", {}).values()}
     assert lost == {0}
-    assert not spot(found, "gaussian(1e38)").whole
+    assert not spot(found, "gaussian(1e38)").is_complete
     assert found.trail(spot(found, "gaussian(1e38)"))[1:] == ["no rate after 1 round", "no rate after 2 rounds"]
-    text = read(page(load_run(audited))).text
+    text = read(audit_page(load_run(audited))).text
     assert "no rate after 2 rounds" in text
     assert "diverged in round 1" in text
 
@@ -262,7 +262,7 @@ def test_a_training_that_diverges_is_told_and_leaves_no_gap(audited: Path) -> No
 def test_summaries_name_the_fronts(audited: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert command(["summary", str(audited), "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)["trials"]
-    found = marks(context(load_run(audited))["rows"])
+    found = fronts_by_defence(context(load_run(audited))["rows"])
     assert {row["pareto"] for row in rows if row["failed"] is None} == set(found.values())
     assert {row["pareto"] for row in rows if row["failed"] is not None} == {None}
     assert command(["summary", str(audited), "--csv", "-"]) == 0

@@ -9,7 +9,7 @@ from imageio.v3 import imread
 
 from gradveil.audit.result_rows import Row
 from gradveil.audit.run_directory import Trial
-from gradveil.report.rendering import Album, contact_sheet, pairs, png
+from gradveil.report.pictures import Album, contact_sheet, pairs, png
 from tests.report.images import faces
 from tests.report.runs import ATTACKS, CASES, trial
 

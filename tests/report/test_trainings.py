@@ -21,16 +21,22 @@ from gradveil.core.errors import GradveilError
 from gradveil.federated.training_run import load_training
 from gradveil.federated.training_setup import TrainingTrial
 from gradveil.report.paper_table import PaperTable, PlacedText, as_latex, as_markdown
-from gradveil.report.training_groups import Told, Trials, idle, kinds
-from gradveil.report.training_page import Table, fewer, gap, tables, training_page
+from gradveil.report.training_groups import TrainingSummary, Trials, group_trainings, no_progress
+from gradveil.report.training_page import training_page
+from gradveil.report.training_paper_table import (
+    TrainingTable,
+    compared_seeds_text,
+    difference_text,
+    training_tables,
+)
 from tests.audit.runs import config, execute
 from tests.report.trainings import DP, TOPK, changed, trained
 
 pytest.importorskip("dp_accounting", reason="the environment is older than pyproject.toml: make")
 
 
-def of(*folders: Path) -> list[Table]:
-    return tables([load_training(folder) for folder in folders])
+def of(*folders: Path) -> list[TrainingTable]:
+    return training_tables([load_training(folder) for folder in folders])
 
 
 def accuracies(*folders: Path) -> dict[tuple[str, int], float]:
@@ -43,9 +49,13 @@ def test_runs_with_other_seeds_make_one_table(runs: tuple[Path, Path]):
     known = accuracies(*runs)
     gaps = [100 * (known[DP, seed] - known["none", seed]) for seed in (0, 1)]
     caption, _, head, _, none, private, sparse = as_markdown([table.sheet()]).splitlines()
-    assert caption.startswith("lenet-zhu on digits: 3 clients, 1 local epoch of adam, 16 images a step: test accuracy")
-    assert "mean and standard deviation over 2 seeds unless said otherwise" in caption
-    assert head == "| defence | accuracy | to none | best round | rounds | sent a round | received a round | proven |"
+    assert caption.startswith(
+        "lenet-zhu on digits: 3 clients, 1 local epoch of adam, 16 images per step: test accuracy"
+    )
+    assert "mean and standard deviation over 2 seeds unless noted" in caption
+    assert (
+        head == "| defence | accuracy | to none | best round | rounds | sent per round | received per round | proven |"
+    )
     mean = 50 * (known["none", 0] + known["none", 1])
     assert none.startswith(f"| `none` | {mean:.2f}% ± {stdev(100 * known['none', seed] for seed in (0, 1)):.2f} |  | ")
     assert f"| {sum(gaps) / 2:+.2f} ± {stdev(gaps):.2f} |".replace("-", "−") in private
@@ -64,7 +74,7 @@ def test_two_answers_to_one_question_are_refused(runs: tuple[Path, Path], tmp_pa
     for file in (twin / "trials").glob("*.json"):
         file.unlink()
     (table,) = of(one, twin)
-    assert [len(kind.trials) for kind in table.kinds] == [1, 1], "what one run left undone, the other did"
+    assert [len(kind.trials) for kind in table.groups] == [1, 1], "what one run left undone, the other did"
 
 
 def test_other_settings_make_another_table_whose_title_tells_it_apart(runs: tuple[Path, Path], tmp_path: Path):
@@ -126,7 +136,7 @@ def test_epsilons_of_other_deltas_are_no_table(runs: tuple[Path, Path], tmp_path
     loose = shutil.copytree(runs[1], tmp_path / "loose")
     for file in (loose / "trials").glob("dp*.json"):
         changed(file, delta=0.01)
-    with pytest.raises(GradveilError, match=r"delta of 0\.01, and .* for one of 1e-05 -> run it again with --set"):
+    with pytest.raises(GradveilError, match=r"loose: .*delta 0\.01, and .* at delta 1e-05 -> run it again with --set"):
         of(runs[0], loose)
     (table,) = of(*runs)
     assert "; epsilons at delta 1e-05." in table.caption()
@@ -148,19 +158,19 @@ def test_own_code_that_changed_between_trials_is_told(runs: tuple[Path, Path], t
 def test_a_defence_is_one_however_it_was_written(runs: tuple[Path, Path], tmp_path: Path):
     other = trained(tmp_path / "other", defences=["none", "dp( sigma=2.0, clip=1 )"], seeds=[1])
     (table,) = of(runs[0], other)
-    assert [(kind.name, len(kind.counted)) for kind in table.kinds] == [("none", 2), ("dp(clip=1, sigma=2)", 2)]
+    assert [(kind.name, len(kind.completed)) for kind in table.groups] == [("none", 2), ("dp(clip=1, sigma=2)", 2)]
 
 
 def test_a_difference_is_to_a_training_as_long_and_says_of_how_many_seeds():
-    def told(seed: int, rounds: int, accuracy: float, status: str = "finished") -> Told:
+    def told(seed: int, rounds: int, accuracy: float, status: str = "finished") -> TrainingSummary:
         return {"seed": seed, "rounds": rounds, "accuracy": accuracy, "status": status}
 
     bare = [told(0, 2, 0.5), told(1, 3, 0.5), told(3, 2, 0.4)]
     own = [told(0, 2, 0.4), told(1, 2, 0.1), told(2, 2, 0.1), told(3, 1, 0.1, "diverged")]
     trials = [(TrainingTrial(name, one["seed"]), one) for name, some in (("none", bare), ("dp", own)) for one in some]
-    none, private = kinds(trials)
+    none, private = group_trainings(trials)
     assert private.differences == pytest.approx([-0.1, -0.3])
-    assert (gap(none), fewer(none), fewer(private)) == ("", "", " (2 seeds)")
+    assert (difference_text(none), compared_seeds_text(none), compared_seeds_text(private)) == ("", "", " (2 seeds)")
 
 
 def test_what_is_no_run_is_told_as_such(runs: tuple[Path, Path], tmp_path: Path, capsys: Any):
@@ -195,7 +205,7 @@ def test_no_number_is_folded_and_no_defence_cut_off(runs: tuple[Path, Path], mon
         (replace(trial, defence=trial.defence * 3), told) for run in runs for trial, told in load_training(run).trials
     ]
     with console.capture() as captured:
-        console.print(table(kinds(config)))
+        console.print(table(group_trainings(config)))
     lines = captured.get().splitlines()
     assert max(map(len, lines)) <= 100
     assert "…" not in captured.get()
@@ -216,9 +226,9 @@ def test_of_several_seeds_the_largest_epsilon_is_told():
     row = {"status": "finished", "delta": 1e-5}
     told = [{**row, "guarantee": f"epsilon {e}", "epsilon": {"example": e}} for e in (1.0, 3.0, 2.0)]
     failed = {"status": "failed", "guarantee": None, "epsilon": {}}
-    (kind,) = kinds([(TrainingTrial("dp", seed), one) for seed, one in enumerate([failed, *told])])
+    (kind,) = group_trainings([(TrainingTrial("dp", seed), one) for seed, one in enumerate([failed, *told])])
     assert kind.worst == told[1]
-    (lost,) = kinds([(TrainingTrial("dp", 0), failed)])
+    (lost,) = group_trainings([(TrainingTrial("dp", 0), failed)])
     assert lost.worst is None
 
 
@@ -227,14 +237,16 @@ def test_what_has_learnt_nothing_is_told_before_anybody_compares_it(tmp_path: Pa
         told = {"status": "finished", "tested": 100, "constant": 0.15, "accuracy": right}
         return [(TrainingTrial(defence, seed), told) for seed in range(seeds)]
 
-    by_chance = "none and dp named no more images rightly than one class for all does (15%): nothing is learnt yet"
-    assert idle(kinds([*one("none", 0.22), *one("dp", 0.1), *one("cvb", 0.23)])).startswith(by_chance)
-    assert idle(kinds([*one("none", 0.22, seeds=3)])) == "", "three times as many images"
-    assert idle(kinds([*one("none", 0.5), *one("dp", 0.1)])).endswith("does (15%): nothing is learnt yet.")
+    by_chance = "none and dp classified no more images correctly than one class for all does (15%)"
+    assert no_progress(group_trainings([*one("none", 0.22), *one("dp", 0.1), *one("cvb", 0.23)])).startswith(by_chance)
+    assert no_progress(group_trainings([*one("none", 0.22, seeds=3)])) == "", "three times as many images"
+    assert no_progress(group_trainings([*one("none", 0.5), *one("dp", 0.1)])).endswith(
+        "does (15%): no training progress yet."
+    )
     still = trained(tmp_path / "still", "local.lr=1e-9", defences=["none"])
     ((_, told),) = load_training(still).trials
     (table,) = of(still)
     assert told is not None
     assert (told["tested"], told["constant"]) == (40, 6 / 40)
-    assert table.caption().endswith("nothing is learnt yet, and what defences cost cannot be told.")
-    assert "nothing is learnt yet" in training_page(still)
+    assert table.caption().endswith(no_progress(table.groups))
+    assert no_progress(table.groups) in training_page(still)

@@ -11,7 +11,7 @@ import pytest
 
 from gradveil.cli.app import run as command
 from gradveil.federated.training_run import load_training
-from gradveil.report.training_page import tables
+from gradveil.report.training_paper_table import training_tables
 from tests.report.trainings import DP, FEW, TOPK, changed
 
 pytest.importorskip("dp_accounting", reason="the environment is older than pyproject.toml: make")
@@ -70,8 +70,8 @@ def test_a_training_that_was_asked_for_more_rounds_is_not_finished_before_it_has
 def test_rows_stand_as_in_the_run_whatever_is_not_done_yet(runs: tuple[Path, Path], tmp_path: Path):
     half = shutil.copytree(runs[1], tmp_path / "half")
     next((half / "trials").glob("dp*.json")).unlink()
-    (table,) = tables([load_training(half)])
-    assert [kind.name for kind in table.kinds] == ["none", DP, TOPK], "as it was written"
+    (table,) = training_tables([load_training(half)])
+    assert [kind.name for kind in table.groups] == ["none", DP, TOPK], "as it was written"
 
 
 def test_a_table_of_rounds_without_a_round_names_its_columns(runs: tuple[Path, Path], tmp_path: Path, capsys: Any):

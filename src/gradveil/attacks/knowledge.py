@@ -8,7 +8,8 @@ from fnmatch import fnmatchcase
 
 from torch import Tensor
 
-from gradveil.core.errors import Problem, fail, refuse
+from gradveil.core.errors import fail
+from gradveil.core.space import Space
 from gradveil.core.types import Batch
 
 
@@ -58,10 +59,8 @@ class Knowledge:
     Patterns (`model.*`, `send.noise.*`) are tried in order; the first that matches decides; without a match: neutral.
     """
 
-    shape: tuple[int, int, int]
-    lower: Tensor
-    """[C, 1, 1] smallest valid input (pixel 0 in the model's space)."""
-    upper: Tensor
+    space: Space
+    """What an example is: its shape, its valid values."""
     classes: int
     tensors: Mapping[str, How] = field(default_factory=dict)
     targets: Tensor | None = None
@@ -71,14 +70,8 @@ class Knowledge:
 
     def __post_init__(self) -> None:
         """Refuse impossible facts."""
-        problems: list[Problem] = []
-        if len(self.shape) != 3 or min(self.shape) < 1:
-            problems.append(Problem("knowledge.shape", f"is {self.shape}", "give (channels, height, width)"))
         if self.classes < 2:
-            problems.append(Problem("knowledge.classes", f"is {self.classes}", "give at least 2"))
-        if not bool((self.lower < self.upper).all()):
-            problems.append(Problem("knowledge.bounds", "lower is not below upper", "give the range of valid inputs"))
-        refuse(problems)
+            raise fail("knowledge.classes", f"is {self.classes}", "give at least 2")
 
     def how(self, name: str, number: int = 0) -> How:
         """Say how a named tensor of an observed round (numbered from 0) is known.

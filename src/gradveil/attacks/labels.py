@@ -279,8 +279,8 @@ def _images(knowledge: Knowledge, labels: Tensor, generator: torch.Generator) ->
     """Take a public image of each label's class (of any class where there is none), or else draw random ones."""
     public = knowledge.public
     if public is None:
-        draw = torch.rand((len(labels), *knowledge.shape), generator=generator)
-        lower, upper = knowledge.lower.to(draw), knowledge.upper.to(draw)
+        draw = torch.rand((len(labels), *knowledge.space.shape), generator=generator)
+        lower, upper = knowledge.space.bounds(draw)
         return lower + (upper - lower) * draw
     fits = labels.unsqueeze(1) == public.targets.cpu()
     fits = fits | ~fits.any(1, keepdim=True)
@@ -311,7 +311,7 @@ def find_labels(
             raise fail("knowledge.targets", "were never granted", remedy)
         return knowledge.targets.to(next(iter(observation.params.values())).device)
     examples = observation.examples
-    blank = next(iter(observation.params.values())).new_zeros((examples, *knowledge.shape))
+    blank = next(iter(observation.params.values())).new_zeros((examples, *knowledge.space.shape))
     last = last_layer(simulated_client.model, blank)
     if way == "idlg" and examples == 1:
         return smallest_row(observation.update, last)

@@ -142,9 +142,9 @@ class _Student:
         seen = client.seen
         self.examples, self.classes = seen.examples, knowledge.classes
         example = next(iter(seen.params.values()))
-        self.lower, self.upper = knowledge.lower.to(example), knowledge.upper.to(example)
+        self.lower, self.upper = knowledge.space.bounds(example)
         self.public = Batch(public.inputs.to(example), public.targets.to(example.device))
-        self.shape = (self.examples, *knowledge.shape)
+        self.shape = (self.examples, *knowledge.space.shape)
         entries = sum(value[0].numel() for value in seen.update.values())
         self.size = min(entries, attack.features)
         draw = key.child(Stream.HASH).generator()

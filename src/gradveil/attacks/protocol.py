@@ -276,7 +276,7 @@ class Prospect:
     """What is known of a trial before its first update: enough to say why an attack cannot work there."""
 
     simulated_client: Client
-    shape: tuple[int, int, int]
+    shape: tuple[int, ...]
     examples: int
     classes: int
     public: int

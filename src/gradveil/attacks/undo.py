@@ -56,7 +56,7 @@ class Policy:
 
     def transformed(self, u: Tensor, places: Tensor) -> Tensor:
         """Transform pixels u [N, C, H, W] of [0, 1], each image by the draws at its place [N]."""
-        lower, upper = (bound.to(u) for bound in (self.knowledge.lower, self.knowledge.upper))
+        lower, upper = self.knowledge.space.bounds(u)
         noise = {name: torch.stack([draw[name] for draw in self.draws]).to(u)[places] for name in self.draws[0]}
         labels = torch.zeros(len(u), dtype=torch.long, device=u.device)
         made = self.batches.apply(Batch(lower + (upper - lower) * u, labels), noise)
@@ -72,10 +72,9 @@ def policy_of(simulated_client: Client, knowledge: Knowledge) -> Policy | None:
     batches = BatchDefences(simulated_client.batch, simulated_client.domain)
     if not batches.transforms:
         return Policy(batches, knowledge, ())
-    probes = torch.rand(
-        (_PROBES, *knowledge.shape), generator=Key(0, (Stream.PROBES,)).generator(), dtype=torch.float64
-    )
-    blank = Batch(probes[:1].to(knowledge.lower), torch.zeros(1, dtype=torch.long))
+    generator, like = Key(0, (Stream.PROBES,)).generator(), next(iter(simulated_client.params().values()))
+    probes = torch.rand((_PROBES, *knowledge.space.shape), generator=generator, dtype=torch.float64)
+    blank = Batch(probes[:1].to(like), torch.zeros(1, dtype=torch.long))
     spec = batches.spec(blank)
     values = {name: _values(noise) for name, noise in spec.items()}
     count = 1
@@ -86,7 +85,7 @@ def policy_of(simulated_client: Client, knowledge: Knowledge) -> Policy | None:
     every = tuple(dict(zip(values, chosen, strict=True)) for chosen in product(*values.values()))
     policy = Policy(batches, knowledge, every)
     places = torch.arange(len(every)).repeat_interleave(_PROBES)
-    made = policy.transformed(probes.repeat(len(every), 1, 1, 1).to(knowledge.lower), places)
+    made = policy.transformed(probes.repeat(len(every), *[1] * len(knowledge.space.shape)).to(like), places)
     alone = policy.transformed(probes[-1:].to(made), places[-1:])
     if not torch.allclose(alone, made[-1:], atol=1e-6):
         return None
@@ -133,11 +132,11 @@ def prior_of(knowledge: Knowledge, like: Tensor) -> Prior:
     u = public_pixels(knowledge, like, _PUBLIC)
     if u is not None:
         return Prior(u.mean(0), spectrum(u).variances.sqrt().to(like))
-    channels, height, width = knowledge.shape
+    channels, height, width = knowledge.space.shape
     rows, columns = (torch.arange(side, dtype=like.dtype, device=like.device) + 0.5 for side in (height, width))
     law = 1 / (rows[:, None].square() / height**2 + columns.square() / width**2)
     variances = _NATURAL**2 * height * width * law / law.sum()
-    return Prior(like.new_full(knowledge.shape, 0.5), variances.sqrt().expand(channels, height, width))
+    return Prior(like.new_full(knowledge.space.shape, 0.5), variances.sqrt().expand(channels, height, width))
 
 
 def public_pixels(knowledge: Knowledge, like: Tensor, most: int = 256) -> Tensor | None:
@@ -145,7 +144,7 @@ def public_pixels(knowledge: Knowledge, like: Tensor, most: int = 256) -> Tensor
     public = knowledge.public
     if public is None or len(public.inputs) < _FEWEST:
         return None
-    lower, upper = (bound.to(like) for bound in (knowledge.lower, knowledge.upper))
+    lower, upper = knowledge.space.bounds(like)
     return (public.inputs[:most].to(like) - lower) / (upper - lower)
 
 
@@ -166,7 +165,7 @@ def undone(found: Reconstruction, simulated_client: Client, knowledge: Knowledge
         return replace(found, remarks=(*found.remarks, kept))
     if not policy.draws:
         return found
-    lower, upper = (bound.to(found.inputs) for bound in (knowledge.lower, knowledge.upper))
+    lower, upper = knowledge.space.bounds(found.inputs)
     r = ((found.inputs - lower) / (upper - lower)).flatten(0, 1).clamp(0, 1)
     search = Search(policy, prior_of(knowledge, r), public_pixels(knowledge, r))
     size = max(1, _VALUES // (2 * search.tried * r[0].numel()))

@@ -41,13 +41,15 @@ from gradveil.client import Client, Local
 from gradveil.core.errors import GradveilError, Problem, refuse
 from gradveil.core.given_objects import named
 from gradveil.core.noise import Key
+from gradveil.core.space import Space
 from gradveil.core.streams import Stream
 from gradveil.core.types import Batch, Domain, Loss
 from gradveil.data import Dataset
 from gradveil.data.pixel_range import Bounds, pixel_statistics
 from gradveil.defences import Defence, parse
-from gradveil.metrics import label_accuracy, match_batch, mse, psnr, ssim
+from gradveil.metrics import label_accuracy
 from gradveil.nn.module_paths import count_classes
+from gradveil.spaces import ImageSpace
 
 _ARGUMENTS = {"client[0].batch": "client_batch", "seeds[0]": "seed", "model.prepare": "prepare"}
 
@@ -273,7 +275,6 @@ def _datasets(
     return wrapped("batch", batch), None if public is None else wrapped("public", public), facts
 
 
-_SMALLEST = 11
 """Side of the smallest images that SSIM compares."""
 
 
@@ -337,25 +338,23 @@ def invert_update(
     refuse(model_problems(model, (blank, torch.zeros(examples, dtype=torch.long)), loss, examples, prepare=False))
     classes = count_classes(model, blank[:1])
     (centre, scale), _ = pixel_statistics(bounds, mean, std)
-    middle, spread = (like.new_tensor(value).view(-1, 1, 1).expand(shape[0], 1, 1) for value in (centre, scale))
-    lower, upper = (0 - middle) / spread, (1 - middle) / spread
-    client = protection(Client(model, loss, local=local, domain=Domain(lower, upper, classes)), Key(seed))
+    space = ImageSpace(shape, centre, scale)
+    client = protection(Client(model, loss, local=local, domain=Domain(space, classes)), Key(seed))
     refuse(list(_misfits(client, update)))
     simulated = client if chosen.simulated_client == "full" else client.undefended_update()
-    images = None if public is None else Batch(*public)
     tensors = {name: how for name, how in chosen.knowledge.items() if name not in ("targets", "public")}
     targets = given.unsqueeze(0) if given is not None and told(chosen)["targets"] == "known" else None
-    knowledge = Knowledge(shape, lower, upper, classes, tensors, targets, images)
+    knowledge = Knowledge(space, classes, tensors, targets, None if public is None else Batch(*public))
     refuse(list(_unfit(chosen, simulated, knowledge, examples)))
     seen = (Observation(client.params(), {n: v.detach().unsqueeze(0) for n, v in update.items()}, examples, (0,)),)
     key = Key(seed, (Stream.ATTACK,))
     found = answer(chosen, seen, simulated, knowledge, lambda: chosen(seen, simulated, knowledge, key))
-    pixels = (found.inputs[0].detach() * spread + middle).clamp(0, 1)
+    images = space.view(found.inputs[0].detach())
     metrics = {}
     if true_inputs is not None:
-        truth_pixels = (true_inputs.detach().to(pixels) * spread + middle).clamp(0, 1)
-        metrics = _scores(pixels, found.targets, truth_pixels, true_labels)
-    return Inverted(pixels, found.targets[0].detach(), float(found.objective[0]), found, metrics)
+        truth_views = space.view(true_inputs.detach().to(images))
+        metrics = _scores(space, images, found.targets, truth_views, true_labels)
+    return Inverted(images, found.targets[0].detach(), float(found.objective[0]), found, metrics)
 
 
 def _wrong(
@@ -411,15 +410,16 @@ def _unfit(attack: Attack, client: Client, knowledge: Knowledge, examples: int) 
             yield Problem(where, what, "choose an attack that finds or guesses them: cdia")
     if isinstance(attack, CanRefuse):
         public = 0 if knowledge.public is None else len(knowledge.public.targets)
-        prospect = Prospect(client, knowledge.shape, examples, knowledge.classes, public)
+        prospect = Prospect(client, knowledge.space.shape, examples, knowledge.classes, public)
         yield from (replace(p, where=f"{where}: {p.where}") for p in attack.problems(prospect))
 
 
-def _scores(images: Tensor, labels: Tensor, truth: Tensor, true_labels: Tensor | None) -> dict[str, float]:
+def _scores(
+    space: Space, images: Tensor, labels: Tensor, truth: Tensor, true_labels: Tensor | None
+) -> dict[str, float]:
     """Score images [B, C, H, W] against the truth, in the order that fits best."""
-    matched = match_batch(images.unsqueeze(0), truth.unsqueeze(0))[1]
-    compared = [("mse", mse), ("psnr", psnr)] + ([("ssim", ssim)] if min(truth.shape[-2:]) >= _SMALLEST else [])
-    found = {name: float(function(matched, truth.unsqueeze(0)).mean()) for name, function in compared}
+    matched = space.match(images.unsqueeze(0), truth.unsqueeze(0))[1]
+    found = {name: float(score.mean()) for name, score in space.scores(matched, truth.unsqueeze(0)).items()}
     if true_labels is not None:
         found["label_accuracy"] = float(label_accuracy(labels, true_labels.unsqueeze(0)).mean())
     return found

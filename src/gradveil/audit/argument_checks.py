@@ -88,8 +88,8 @@ def _handed(
     ):
         yield from ((f"{kind} '{name}' of the simulated client's model", value) for name, value in found)
     public = knowledge.public or ()
-    for name, value in (("lower", knowledge.lower), ("upper", knowledge.upper), ("targets", knowledge.targets)):
-        yield from [(f"knowledge.{name}", value)] if value is not None else []
+    if knowledge.targets is not None:
+        yield "knowledge.targets", knowledge.targets
     yield from ((f"knowledge.public[{place}]", value) for place, value in enumerate(public))
     for name, how in knowledge.tensors.items():
         if isinstance(how, Known) and how.value is not None:
@@ -111,7 +111,7 @@ def checked(name: str, found: Any, seen: Observation, knowledge: Knowledge) -> R
 def _wrong(
     where: str, found: Reconstruction, target_clients: int, examples: int, knowledge: Knowledge
 ) -> Iterator[Problem]:
-    images = (target_clients, examples, *knowledge.shape)
+    images = (target_clients, examples, *knowledge.space.shape)
     restarts = tuple(getattr(found.objectives, "shape", ()))[1:2] or (1,)
     columns = 2 + COLUMNS if tuple(getattr(found.match, "shape", ()))[1:] == (2 + COLUMNS,) else 2
     wanted: Sequence[tuple[str, Any, tuple[int, ...], str]] = (

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from gradveil.attacks.attack_catalogue import make_attack
-from gradveil.attacks.inversion.inversion import Inversion
 from gradveil.audit.baselines import expected_of, identifies, leaks
 from gradveil.audit.observe import plain_name
 from gradveil.audit.result_rows import Row
-from gradveil.core.errors import GradveilError
 from gradveil.core.formatting import number, percent, plural
 
 FELL = 0.9
@@ -176,10 +172,10 @@ def _compared(row: Row) -> str:
 
 
 def _short(row: Row) -> str:
-    if _preset(row) in ("analytic", "r-gap"):  # without a search there is nothing to give more of
+    if row.method == "closed form":  # without a search there is nothing to give more of
         more = "its equations do not hold for what was sent, or leave too much open: a search"
     else:
-        more = "more epochs or public images" if _learns(row) else "more iterations or restarts"
+        more = "more epochs or public images" if row.method == "learned" else "more iterations or restarts"
     return (
         f"it did not reach the objective that the true images have ({_compared(row)}): "
         f"{more} may do better, so do not read this as protection"
@@ -188,23 +184,16 @@ def _short(row: Row) -> str:
 
 def _misled(row: Row) -> str:
     why = "the update does not say enough to single out the true ones"
-    if _preset(row) == "analytic" and row.setting.client.startswith("local"):
+    if row.method == "closed form" and row.local:
         why = "the closed form takes local steps for one gradient, and a search that simulates them may do better"
-    elif row.info.get("in_parts") and not _ORDERS & _told_secrets(row):
+    elif row.info["in_parts"] and not _ORDERS & {plain_name(name) for name in row.secrets}:
         why = (
             "the attacker does not know which examples the client took in which local step, and the true images do not "
             "fit its assumption; order=drawn with restarts tries other orders, order=told measures what knowing it adds"
         )
     elif row.attacker in ("naive", "aware"):
         why = "they fit the client that the attack simulates, and an attacker who knows the defence may do better"
-    elif row.info.get("in_parts", True) and row.setting.client.startswith("local") and row.attacker != "informed":
-        why = "they fit the client that the attack simulates, and its local steps, which are guessed, may be others"
     return f"the attacker's objective is satisfied by other images ({_compared(row)}): {why}"
-
-
-def _told_secrets(row: Row) -> set[str]:
-    """Name the tensors whose true value was handed over, in whichever round."""
-    return {plain_name(grant.partition(":")[0]) for grant in row.info.get("grants") or ()}
 
 
 def controls_of(row: Row, rows: Sequence[Row]) -> list[Row]:
@@ -216,16 +205,11 @@ def controls_of(row: Row, rows: Sequence[Row]) -> list[Row]:
     exact = [r for r in bare if r.attack == row.attack]
     # What an attacker achieves who was told secrets says nothing of those who were not; nor what a malicious server
     # reads off its own model of those who search.
-    return exact or [r for r in bare if _preset(r) == _preset(row)] or [r for r in bare if r.attacker != "informed"]
+    return exact or [r for r in bare if r.preset == row.preset] or [r for r in bare if r.attacker != "informed"]
 
 
 def _undefended(row: Row, rows: Sequence[Row]) -> list[Row]:
     return [r for r in rows if r.undefended and r.setting == row.setting and r.seed == row.seed]
-
-
-def _preset(row: Row) -> str:
-    """Cut the attack's settings off its name."""
-    return re.split(r"[^\w-]", row.attack, maxsplit=1)[0]
 
 
 def complaints(row: Row, rows: Sequence[Row]) -> list[str]:
@@ -295,26 +279,11 @@ def guesses(row: Row) -> bool:
     Masks and bottleneck samples can be searched for, and a network can be trained on what every draw of them does to an
     update. An attack that draws them again, or takes them to be off, does no better than a non-adaptive one.
     """
-    if row.attacker != "adaptive" or _learns(row):
+    if row.attacker != "adaptive" or row.method == "learned":
         return False
-    inside = bool({"model", "batch"} & (row.changes or frozenset()))
-    ways = {how for name, how in _told(row).items() if name.startswith(("model.", "batch.", "*"))}
+    inside = bool({"model", "batch"} & {*row.changes})
+    ways = {how for name, how in row.info["knowledge"].items() if name.startswith(("model.", "batch.", "*"))}
     return inside and not ways & {"optimise", "infer"}
-
-
-def _learns(row: Row) -> bool:
-    """Say whether an attack learns from what clients would send, and not only what images look like."""
-    if "public" not in _told(row):
-        return False
-    try:
-        return not isinstance(make_attack(row.attack), Inversion)
-    except GradveilError:  # an attack of the user's own
-        return True
-
-
-def _told(row: Row) -> Mapping[str, str]:
-    """Return how the attack knows each named tensor."""
-    return row.info.get("knowledge") or {}
 
 
 def descent(row: Row) -> str:

@@ -13,14 +13,18 @@ and with otherwise equal settings. Recorded updates have none: they are what the
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from gradveil.attacks.attack_catalogue import make_attack
+from gradveil.attacks.inversion.inversion import Inversion
 from gradveil.attacks.knowledge import Known
+from gradveil.attacks.learned import Learned
+from gradveil.attacks.protocol import Active, Attack
 from gradveil.audit.audit_config import RunConfig
 from gradveil.core.errors import GradveilError
+from gradveil.core.user_code import users
 from gradveil.defences import entries
 from gradveil.defences.entry import PLANTED
 from gradveil.federated.training_config import digest
@@ -61,9 +65,6 @@ POSITIONS = {
 }
 """What an attacker can do about a tensor that it does not see."""
 
-_OPEN = {"targets", "public", "bounds"}
-"""What may be handed over without making the result an upper bound: it is part of the stated threat model."""
-
 
 def undefended(defence: str) -> bool:
     """Say whether a defence does nothing, however that was written.
@@ -77,58 +78,56 @@ def undefended(defence: str) -> bool:
         return False
 
 
-def secrets(info: Mapping[str, Any]) -> list[str]:
-    """Name what was handed over although only the client knows it: random tensors, statistics of the batch.
+def attacker(attack: Attack, defence: str, changes: Sequence[str], bare: bool, secrets: Sequence[str]) -> Attacker:
+    """Classify the attack of a trial: by what it was granted, whether it changes the model, and what it simulates.
 
-    What an attack asks for counts only where a trial does not list what it was granted: nothing is granted of a client
-    without randomness.
+    `changes` are the slots that the simulated defence fills; `bare` tells that the attacked client has none, which may
+    be another one where its update was recorded.
 
-    >>> secrets({"grants": ["targets: the true labels", "statistics.bn.mean: its true value"]})
-    ['statistics.bn.mean']
+    >>> attacker(make_attack("cdia"), "dgp", ["send"], False, []), attacker(make_attack("ig"), "none", [], False, [])
+    ('adaptive', 'naive')
+    >>> attacker(make_attack("pig"), "cvb", ["model"], False, []), attacker(make_attack("rob"), "none", [], True, [])
+    ('aware', 'active')
     """
-    asked = [name for name, how in info.get("knowledge", {}).items() if how == "known"]
-    given = [grant.partition(": ")[0] for grant in info["grants"]] if "grants" in info else asked
-    return [name for name in given if name not in _OPEN]
-
-
-def attacker(info: Mapping[str, Any]) -> Attacker:
-    """Say whose attack a trial is, from its simulated client and from what it was handed.
-
-    >>> attacker({"defence": "dgp", "simulated_client": "full", "knowledge": {"targets": "known", "model.*": "sample"}})
-    'adaptive'
-    >>> attacker({"defence": "dropout", "simulated_client": "full", "knowledge": {"model.*": "known"}})
-    'informed'
-    >>> attacker({"defence": "cvb", "simulated_client": "naive", "attack": "pig"})
-    'aware'
-    >>> attacker({"defence": "none", "simulated_client": "naive", "attack": "rob", "planted": "an imprint block"})
-    'active'
-    """
-    if secrets(info):
+    if secrets:
         return "informed"
-    if "planted" in info:
+    if isinstance(attack, Active):
         return "active"
-    if undefended(info["defence"]):
-        # Of a recorded update the defence of a trial is what is believed.
-        return "undefended" if undefended(info.get("recorded_defence") or "none") else "naive"
-    if info["simulated_client"] == "naive":
-        return "aware" if _sidesteps(str(info.get("attack", "")), info["defence"]) else "naive"
-    return "adaptive"
+    if not changes:
+        return "undefended" if bare else "naive"
+    if attack.simulated_client == "full":
+        return "adaptive"
+    return "aware" if _sidesteps(attack, defence) else "naive"
 
 
-def _sidesteps(attack: str, defence: str) -> bool:
+def _sidesteps(attack: Attack, defence: str) -> bool:
     """Whether an attack leaves out the layers behind a bottleneck, and the defence is or has one."""
     try:
-        aims = [text for entry in entries(defence) for text in entry.adaptive]
+        aims = [make_attack(text) for entry in entries(defence) for text in entry.adaptive]
     except GradveilError:
         return False
-    return _ignores_noise(attack) and any(_ignores_noise(text) for text in aims)
+    return _ignores_noise(attack) and any(_ignores_noise(aimed) for aimed in aims)
 
 
-def _ignores_noise(attack: str) -> bool:
-    try:
-        return getattr(make_attack(attack), "ignore", "nothing") == "stochastic"
-    except GradveilError:
-        return False
+def _ignores_noise(attack: Attack) -> bool:
+    return getattr(attack, "ignore", "nothing") == "stochastic"
+
+
+Method = Literal["search", "learned", "closed form", "custom"]
+"""The way an attack finds images: it searches, learns from examples, solves equations, or does not say."""
+
+
+def method(attack: Attack) -> Method:
+    """Classify how an attack finds images; a custom one that asks for public images is taken to learn from them.
+
+    >>> [method(make_attack(text)) for text in ("ig", "learned", "analytic(prior=public)", "rob")]
+    ['search', 'learned', 'closed form', 'closed form']
+    """
+    if isinstance(attack, Inversion):
+        return "search"
+    if isinstance(attack, Learned) or (users(attack) and "public" in attack.knowledge):
+        return "learned"
+    return "custom" if users(attack) else "closed form"
 
 
 WORDS = ADAPTIVE, MALICIOUS = "adaptive", "malicious"

@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
+from gradveil.core.formatting import plural
 from gradveil.federated.training_config import (
     Count,
     DataConfig,
@@ -38,7 +39,21 @@ class ClientConfig(Section):
         """Say in a few words how it trains: clients of other settings have other titles, and are judged apart."""
         only = f", only {' '.join(self.trainable)}" if self.trainable else ""
         summed = f", sum of {self.members}" if self.members > 1 else ""
-        return f"{self.local.title(self.batch) if self.local else 'gradient'}{only}{summed}"
+        return f"{f'local {self.local.words(self.batch)}' if self.local else 'gradient'}{only}{summed}"
+
+    @property
+    def words(self) -> str:
+        """Describe what the server receives: what an update is computed from, and over how many clients it is summed.
+
+        >>> ClientConfig().words
+        'one gradient of 1 image'
+        >>> ClientConfig(batch=2, members=4, trainable=["head.*"]).words
+        'the sum over 4 clients of one gradient of 2 images (of head.* alone) each'
+        """
+        alone = f" (of {' '.join(self.trainable)} alone)" if self.trainable else ""
+        trains = f"local training ({self.local.words(self.batch)}) on" if self.local else "one gradient of"
+        one = f"{trains} {plural(self.batch, 'image')}{alone}"
+        return f"the sum over {self.members} clients of {one} each" if self.members > 1 else one
 
     @property
     def examples(self) -> int:
@@ -129,6 +144,8 @@ class RunConfig(Section):
     """What the mean update is multiplied by between rounds; None for 1 (local training) or 0.1 (gradients)."""
     lpips: Literal["alex", "vgg"] | None = None
     """Score LPIPS with this network too (needs the extra `perceptual`); None leaves it out."""
+    metrics: list[Name] = Field(default=[])
+    """More scores of each reconstruction, by name (`ssim_rescaled`), of an installed package, or `pkg.module:name`."""
     iterations: Count | None = None
     """Iterations of every attack whose own text does not say it; None for what the attack's authors used."""
     restarts: Count | None = None

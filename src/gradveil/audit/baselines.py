@@ -15,9 +15,10 @@ from torch import Tensor
 
 from gradveil.audit.result_rows import Row
 from gradveil.core.noise import Key
+from gradveil.core.space import Space
 from gradveil.core.streams import Stream
 from gradveil.data import Dataset
-from gradveil.metrics import Risk, risk, ssim_pairs, wilson
+from gradveil.metrics import Risk, risk, wilson
 from gradveil.metrics.statistics import added, beta_binomial, bootstrap_maximum, holm, matches, upper_tail
 
 PAIRS = 60_000
@@ -26,12 +27,6 @@ TESTED = 400
 """So many images of a class that a guess may pass for are enough: a share of them is known to 2.5 points."""
 AVERAGED = 1000
 """So many images of a class that its mean is taken over."""
-
-EXACT = 0.9
-"""An image is recovered almost exactly where its SSIM is above this: hardly any guess is, whatever its class."""
-
-CONTRASTS = (1.0, 1.3, 1.7)
-"""The mean of a class is also tried with its contrast raised: SSIM asks for the contrast of a single image."""
 
 ALIKE = 8
 """Fewer images than this of a class say nothing about guesses at it: images of any class stand for them."""
@@ -90,7 +85,7 @@ class Guessing:
         """Return the chance that an image of a class (None: any) is passed for by one of so many guesses at that class.
 
         Of a batch it is not known which reconstruction shows which image, so each may be passed for by any guess at its
-        class. The guesses are chosen greedily to cover the public images. `exact`: above `EXACT`, not the threshold.
+        class. The guesses are chosen greedily to cover the public images. `exact`: almost exactly.
         """
         if not self._testable(label):
             return UNTESTABLE
@@ -139,7 +134,7 @@ class Guessing:
             if int(members.sum()) < ALIKE:
                 members = torch.ones_like(members)
             weights[members] += count / int(members.sum())
-        passes = found.similarity > (EXACT if exact else self.threshold)
+        passes = found.similarity > (self.public.space.exactly if exact else self.threshold)
         curve = _cover(passes, found.places, weights)
         return curve[min(counts.total(), len(curve)) - 1]
 
@@ -150,7 +145,7 @@ class Guessing:
         return GuessSample(guesses, images, found.of)
 
     def images(self, label: int | None) -> Tensor:
-        """Return the public images of a class (None: of any) that guesses are compared with, as pixels."""
+        """Return the views of the public images of a class (None: of any) that guesses are compared with."""
         return self._field(label).tested
 
     def class_mean(self, label: int) -> Tensor:
@@ -176,12 +171,12 @@ class Guessing:
             key = _KEY.child(Stream.ALL if label is None else label)
             order = members[torch.randperm(len(members), generator=key.generator())[:AVERAGED]]
             public = self.public.subset(order)
-            mean = public.pixels.double().mean(0) if label is None else self.mean()
-            self._fields[label] = _compare(public, mean, self.threshold, self._pairs(public.pixels), len(members))
+            mean = public.space.average(public.views.double()) if label is None else self.mean()
+            self._fields[label] = _compare(public, mean, self.threshold, self._pairs(), len(members))
         return self._fields[label]
 
-    def _pairs(self, pixels: Tensor) -> int:
-        return PAIRS * 1024 // pixels[0].numel() // self.classes
+    def _pairs(self) -> int:
+        return PAIRS * 1024 // math.prod(self.public.space.shape) // self.classes
 
 
 class NamingChance(NamedTuple):
@@ -249,41 +244,36 @@ class _Field:
     """The labels of these images."""
     mean: Tensor
     similarity: Tensor
-    """SSIM [guesses, images], -1 for a guess and itself."""
+    """The headline score [guesses, images], -1 for a guess and itself."""
     places: Tensor
     """Places of the guesses among the images, -1 for one that is none of them."""
     chances: tuple[Chance, ...]
     """For one guess, two, and so on, until more are of no use."""
     exactly: tuple[Chance, ...]
-    """The same above `EXACT` instead of the threshold."""
+    """The same for images recovered almost exactly."""
     of: int
 
 
 def _compare(public: Dataset, overall: Tensor, threshold: float, pairs: int, of: int) -> _Field:
     """Compare the candidates of a class with its images, as far as the budget of pairs goes."""
-    pixels = public.pixels.double()
-    count = len(pixels)
-    few = count * count <= pairs
-    tested = pixels if few else pixels[: max(16, min(TESTED, math.isqrt(6 * pairs)))]
-    guesses = torch.arange(len(tested)) if few else _candidates(tested, max(8, pairs // len(tested)))
-    alike = ssim_pairs(tested[guesses], tested)
+    space, views = public.space, public.views.double()
+    few = len(views) ** 2 <= pairs
+    tested = views if few else views[: max(16, min(TESTED, math.isqrt(6 * pairs)))]
+    guesses = torch.arange(len(tested)) if few else _candidates(space, tested, max(8, pairs // len(tested)))
+    alike = space.similarity(tested[guesses], tested)
     alike[torch.arange(len(guesses)), guesses] = -1
-    mean = pixels.mean(0)
-    others = (mean * count - tested) / max(1, count - 1)
-    level = others.mean((-3, -2, -1), keepdim=True)
-    means = [(level + contrast * (others - level)).clamp(0, 1) for contrast in CONTRASTS]
-    averaged = ssim_pairs(torch.stack([*means, overall.expand_as(tested)]), tested)
+    averaged = torch.cat([space.guesses(views, len(tested)), overall.expand_as(tested)[None]])
+    averaged = space.similarity(averaged, tested)
     places = torch.cat([guesses, torch.full((len(averaged),), -1)])
     similarity = torch.cat([alike, averaged])
     even = torch.ones(len(tested), dtype=torch.double)
-    chances, exactly = (tuple(_cover(similarity > least, places, even)) for least in (threshold, EXACT))
-    return _Field(tested, public.targets[: len(tested)], mean, similarity, places, chances, exactly, of)
+    chances, exactly = (tuple(_cover(similarity > least, places, even)) for least in (threshold, space.exactly))
+    return _Field(tested, public.targets[: len(tested)], space.average(views), similarity, places, chances, exactly, of)
 
 
-def _candidates(tested: Tensor, count: int) -> Tensor:
-    """Choose images to guess with: those nearest to the mean, and the first ones (the images are in random order)."""
-    central = (tested - tested.mean(0)).square().flatten(1).sum(1).argsort()
-    chosen = torch.cat([central[: (count + 1) // 2], torch.arange(min(count // 2, len(tested)))])
+def _candidates(space: Space, tested: Tensor, count: int) -> Tensor:
+    """Choose images to guess with: the most typical, and the first ones (the images are in random order)."""
+    chosen = torch.cat([space.central(tested)[: (count + 1) // 2], torch.arange(min(count // 2, len(tested)))])
     return chosen.unique()
 
 
@@ -307,15 +297,10 @@ def _cover(passes: Tensor, places: Tensor, weights: Tensor) -> list[Chance]:
         share = float(left[covered].sum() / left.sum()) if left.any() else 1.0
         if found and share <= found[-1].share + 1e-12:
             break
-        found.append(Chance(share, int((left > 0).sum()), _name(best - len(passes))))
+        guess = "the mean image" if best == len(passes) - 1 else "the mean of the class"
+        guess = "an image of the class" if places[best] >= 0 else guess
+        found.append(Chance(share, int((left > 0).sum()), guess))
     return found or [Chance(1.0, 0, "")]
-
-
-def _name(place: int) -> str:
-    """Name a candidate, counted from the last."""
-    if place == -1:
-        return "the mean image"
-    return "the mean of the class" if place >= -1 - len(CONTRASTS) else "an image of the class"
 
 
 LEVEL = 0.05

@@ -43,7 +43,7 @@ def leaked(
         why = "there are no public images to learn a prior from"
     if why is not None or experiment.public is None:
         return {"information": torch.zeros(0, 0), "nats": torch.zeros(0)}, why
-    groups, mean = spectrum(experiment.public.pixels).groups(), experiment.public.inputs.mean(0).to(first.inputs)
+    groups, mean = spectrum(experiment.public.views).groups(), experiment.public.inputs.mean(0).to(first.inputs)
     cuts = [sight(watched.believed(client), first.inputs.shape[0]) for watched in seen]
     cuts = [settled(cut, watched.params, first) for cut, watched in zip(cuts, seen, strict=True)]
     rows: list[Told] = []
@@ -67,7 +67,7 @@ def mse_bound(experiment: Experiment, told: Mapping[str, Tensor], examples: int)
     counts; where the update jumps there is only that of mutual information.
     """
     assert experiment.public is not None
-    prior = spectrum(experiment.public.pixels)
+    prior = spectrum(experiment.public.views)
     sizes = examples * prior.groups().flatten(1).sum(1).double()
     found = {"mutual information": float(rate_bound(prior.variances, told["nats"].mean() / examples))}
     fisher = told["information"].mean(0)
@@ -82,5 +82,5 @@ def _probes(experiment: Experiment, groups: Tensor, batch: Batch, key: Key) -> T
     shape = (len(groups), PROBES, *batch.inputs.shape)
     signs = 2.0 * torch.randint(2, shape, generator=key.generator(), dtype=torch.float64) - 1
     pixels = from_cosine(signs * groups[:, None, None].double())
-    lower, upper = experiment.private.bounds
+    lower, upper = experiment.space.bounds(torch.zeros(()))
     return (pixels * (upper - lower).double()).flatten(0, 1).to(batch.inputs)

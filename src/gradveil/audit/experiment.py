@@ -17,6 +17,7 @@ from gradveil.audit.sources import Source
 from gradveil.client import Client, cross_entropy
 from gradveil.core.errors import fail
 from gradveil.core.noise import Key
+from gradveil.core.space import Space
 from gradveil.core.streams import Stream
 from gradveil.core.tree import Tensors
 from gradveil.core.types import Batch, Domain, Loss
@@ -71,10 +72,13 @@ class Experiment:
         needed = None if gallery is None else max(gallery, self.config.images_needed)
         return self.source.images(self.public, self.private, needed)
 
+    def defence(self, text: str) -> Defence:
+        """Look up a defence of the run, or that of its control."""
+        return self.defences[text] if text in self.defences else _ABSENT[text]
+
     def client(self, index: int, defence: str, seed: int, standing: Standing | None = None) -> Client:
         """Build a defended client, on the run's device and in its precision; `standing` says what it has learned."""
-        chosen = self.defences[defence] if defence in self.defences else _ABSENT[defence]
-        defended = chosen(self.undefended(index, seed), Key(seed, (Stream.MODEL,)))
+        defended = self.defence(defence)(self.undefended(index, seed), Key(seed, (Stream.MODEL,)))
         put_weights(defended.model, standing.params if standing else self.weights)
         defended.model.to(self.config.device, self.dtype)
         after = any(slot is not None and slot.needs_public for slot in (defended.step, defended.send))
@@ -103,8 +107,12 @@ class Experiment:
     @property
     def domain(self) -> Domain:
         """What everybody knows of the examples, and their batch defences ask."""
-        lower, upper = (bound.to(self.config.device, self.dtype) for bound in self.private.bounds)
-        return Domain(lower, upper, self.classes)
+        return Domain(self.space, self.classes)
+
+    @property
+    def space(self) -> Space:
+        """What one example is."""
+        return self.private.space
 
     @cached_property
     def guessing(self) -> Guessing | None:
@@ -137,6 +145,6 @@ class Experiment:
         inputs = self.private.inputs[places].to(self.config.device, self.dtype)
         return Batch(inputs, self.private.targets[places].to(self.config.device))
 
-    def pixels(self, inputs: Tensor) -> Tensor:
-        """Map what a model sees to pixels in [0, 1], on the CPU."""
-        return self.private.denormalise(inputs.detach().cpu().to(torch.float64))
+    def views(self, inputs: Tensor) -> Tensor:
+        """Turn what a model takes into what people see, on the CPU."""
+        return self.space.view(inputs.detach().cpu().to(torch.float64))

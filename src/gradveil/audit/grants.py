@@ -29,16 +29,19 @@ _LABELS = {"given": "known", "joint": "optimise", "idlg": "infer", "unique": "in
 
 def grant(
     experiment: Experiment, attack: Attack, simulated_client: Client, params: Tensors, truth: Truth
-) -> tuple[Knowledge, list[str]]:
-    """Tell the attack what its protocol says it knows, and name everything that is true knowledge of the secret.
+) -> tuple[Knowledge, list[str], list[str]]:
+    """Grant an attack what its protocol says it knows; list all grants in words, and name those that are secrets.
 
-    `params` are those of the round that it looks at.
+    `params` are those of the round that it looks at. Labels, public images, and the range of the data are part of the
+    stated threat model: what only the client knows (random tensors, statistics of the batch) is a secret, and makes
+    the result an upper bound.
     """
     own = simulated_client.noise_spec(params, first(truth))
     secret = {name: value for name, value in truth.noise.items() if plain_name(name) in own}
     secret |= _statistics(attack, simulated_client, params, truth)
     pinned = simulated_client.intermediates(params)
     grants: list[str] = []
+    secrets: list[str] = []
     tensors: dict[str, How] = {}
     targets: Tensor | None = None
     if told(attack)["targets"] == "known":
@@ -57,17 +60,16 @@ def grant(
             for name in matching:
                 tensors.setdefault(name, Known(secret[name]))
                 grants.append(f"{name}: its true value")
+                secrets.append(name)
         else:
             tensors[pattern] = way
     known, told_openly = openly(experiment, attack, simulated_client)
-    return replace(known, tensors=tensors, targets=targets), [*grants, *told_openly]
+    return replace(known, tensors=tensors, targets=targets), [*grants, *told_openly], secrets
 
 
 def openly(experiment: Experiment, attack: Attack, simulated_client: Client) -> tuple[Knowledge, list[str]]:
     """Tell an attack what is no secret of the clients: what images look like, and public ones if it asks for them."""
-    data, grants = experiment.private, list[str]()
-    lower, upper = (bound.to(experiment.config.device, experiment.dtype) for bound in data.bounds)
-    shape = (data.channels, int(data.inputs.shape[-2]), int(data.inputs.shape[-1]))
+    grants = list[str]()
     public: Batch | None = None
     if "public" in attack.knowledge and experiment.public is not None:
         public = Batch(
@@ -78,7 +80,7 @@ def openly(experiment: Experiment, attack: Attack, simulated_client: Client) -> 
         grants.append(
             f"public: the {len(simulated_client.domain.public)} images that the defence mixes with, not which it drew"
         )
-    return Knowledge(shape, lower, upper, experiment.classes, public=public), grants
+    return Knowledge(experiment.space, experiment.classes, public=public), grants
 
 
 def _any_of_slot(name: str, pattern: str) -> bool:

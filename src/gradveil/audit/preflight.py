@@ -26,6 +26,7 @@ from gradveil.data import DATASETS, Dataset, located
 from gradveil.defences import Defence, parse
 from gradveil.defences.user_defence import faults
 from gradveil.federated.training_setup import device_problems, initial_model, open_images
+from gradveil.metrics import metric
 from gradveil.nn import surgery
 from gradveil.nn.check import check
 from gradveil.nn.module_paths import called
@@ -42,7 +43,11 @@ def model_problems(experiment: Experiment) -> list[Problem]:
     first = Batch(batch.inputs[0], batch.targets[0])
     model = experiment.model(experiment.config.seeds[0]).to(experiment.config.device, experiment.dtype)
     found = check(
-        model, first, experiment.loss, bounds=experiment.private.bounds, classes=len(experiment.private.classes)
+        model,
+        first,
+        experiment.loss,
+        bounds=experiment.space.bounds(first.inputs),
+        classes=len(experiment.private.classes),
     )
     hint = "" if settings.prepare else "; or let it be done: --set model.prepare=true"
     return [replace(p, remedy=p.remedy + hint) if surgery.__name__ in p.remedy else p for p in found]
@@ -110,6 +115,11 @@ def _spared(experiment: Experiment, each: _Meeting, attacked: set[tuple[int, str
 def _obstacles(experiment: Experiment) -> Iterator[Problem | _Meeting]:
     config = experiment.config
     available = len(experiment.private)
+    for name in config.metrics:
+        try:
+            metric(name)
+        except GradveilError as error:
+            yield from (replace(p, where=f"metrics: {p.where}") for p in error.problems)
     if min(experiment.private.inputs.shape[-2:]) < SMALLEST:
         what = f"images are {' x '.join(str(side) for side in experiment.private.inputs.shape[-2:])} pixels"
         yield Problem("data.size", f"{what}, and SSIM needs {SMALLEST}", f"resize them to at least {SMALLEST} pixels")

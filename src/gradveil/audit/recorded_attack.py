@@ -124,7 +124,7 @@ def score_observed(experiment: Experiment, trial: TrialAddress, found: Recovered
     sent = [record.facts for record in observed.records[first : first + experiment.config.target_clients]]
     whose = [{"run": facts.run, "round": facts.round, "client": facts.client} for facts in sent]
     notes = list(doubts(experiment, observed, trial, found.tensors["inputs"]))
-    told = {"observed": whose, "recorded_defence": sent[0].defence, "notes": notes}
+    told = {"observed": whose, "notes": notes}
     return replace(result, info={**result.info, **told})
 
 
@@ -144,7 +144,7 @@ def _unscored(experiment: Experiment, trial: TrialAddress, found: Recovered, nam
         }
         for v, status in enumerate(found.statuses)
     ]
-    kept = {"reconstruction": experiment.pixels(tensors["inputs"]).float().nan_to_num(0.5).contiguous()}
+    kept = {"reconstruction": experiment.views(tensors["inputs"]).float().nan_to_num(0.5).contiguous()}
     return Trial(info, records, None, kept if experiment.config.images else {})
 
 
@@ -167,7 +167,7 @@ def doubts(experiment: Experiment, observed: Observed, trial: TrialAddress, inpu
     believed, seen = sighting(experiment, observed, trial, range(1))
     yield from _unlike(_simulated(experiment, trial, believed, seen.params), {n: v[0] for n, v in seen.update.items()})
     if config.data.name == UNSEEN and config.data.mean is None:
-        lower, upper = (bound.to(inputs) for bound in experiment.private.bounds)
+        lower, upper = experiment.space.bounds(inputs)
         share = float(((inputs <= lower) | (inputs >= upper)).double().mean())
         told = "data.mean and data.std were not said: inputs were taken as pixels from 0 to 1"
         yield f"{told}, and {percent(share)} of what was reconstructed lies on these bounds"
@@ -190,10 +190,9 @@ def _otherwise(facts: Mapping[str, Any], defence: str, client: Mapping[str, Any]
 def _simulated(experiment: Experiment, trial: TrialAddress, client: Client, params: Tensors) -> Tensors:
     """Let simulated clients send updates of random images, leading V: what sort of values they send."""
     key, size = Key(trial.seed, (Stream.SIMULATED,)), experiment.config.client[trial.client].examples
-    data = experiment.private
-    lower, upper = (bound.to(next(iter(params.values()))) for bound in data.bounds)
+    lower, upper = experiment.space.bounds(next(iter(params.values())))
     draw = key.child(Stream.INPUTS).generator()
-    pixels = torch.rand((_DRAWS, size, *data.inputs.shape[1:]), generator=draw).to(lower)
+    pixels = torch.rand((_DRAWS, size, *experiment.space.shape), generator=draw).to(lower)
     targets = torch.randint(experiment.classes, (_DRAWS, size), generator=draw).to(lower.device)
     batch = Batch(lower + (upper - lower) * pixels, targets)
     spec = client.noise_spec(params, Batch(batch.inputs[0], targets[0]))

@@ -55,6 +55,10 @@ class Observed(Source):
                 yield range(start, number + 1)
                 start = number + 1
 
+    def recorded_defence(self, number: int) -> str | None:
+        """Return the defence that a target's update was recorded with; None where it was not recorded."""
+        return self.records[number].facts.defence
+
     def held(self) -> Tensors:
         """Name what was recorded by its hashes."""
         return {f"{record.facts.digest}.{record.facts.model}": torch.zeros(0) for record in self.records}

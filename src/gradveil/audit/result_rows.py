@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from statistics import fmean
 from typing import Any, NamedTuple
 
-from gradveil.audit.attack_selection import Attacker, attacker, undefended
+from gradveil.audit.attack_selection import Attacker, Method
 from gradveil.audit.run_directory import UNFIT, Trial
-from gradveil.core.errors import GradveilError
 from gradveil.core.formatting import plural
-from gradveil.defences import entries
 from gradveil.metrics import wilson
 
 
@@ -47,6 +44,7 @@ def summarise(trial: Trial) -> dict[str, Any]:
         "ssim_mean": _mean(images, "ssim"),
         "psnr_mean": _mean(images, "psnr"),
         "mse_mean": _mean(images, "mse"),
+        **{f"{name}_mean": _mean(images, name) for name in info.get("metrics", ())},
         "mse_bound": (info.get("bound") or {}).get("mse"),
         "unbounded": info.get("unbounded"),
         "label_accuracy": _mean(records, "label_accuracy"),
@@ -78,28 +76,6 @@ def _mean(rows: list[dict[str, Any]], key: str) -> float | None:
     return fmean(values) if values else None
 
 
-def client_words(client: str, batch: int) -> str:
-    """Say what the server receives: what an update of so many images is computed from, and over how many it is summed.
-
-    >>> client_words("gradient", 1), client_words("local T=4", 8)
-    ('one gradient of 1 image', 'local training (T=4) on 8 images')
-    >>> client_words("gradient, sum of 4", 8)
-    'the sum over 4 clients of one gradient of 2 images each'
-    >>> client_words("gradient, only head.*", 1)
-    'one gradient of 1 image (of head.* alone)'
-    """
-    summed = re.fullmatch(r"(.*), sum of (\d+)", client)
-    if summed:
-        members = int(summed[2])
-        return f"the sum over {members} clients of {client_words(summed[1], batch // members)} each"
-    trains, _, only = client.partition(", only ")
-    alone = f" (of {only} alone)" if only else ""
-    if trains == "gradient":
-        return f"one gradient of {plural(batch, 'image')}{alone}"
-    steps = trains.removeprefix("local").strip()
-    return f"local training ({steps}) on {plural(batch, 'image')}{alone}"
-
-
 class TrialSetting(NamedTuple):
     """What is attacked. Rates are compared within a setting only."""
 
@@ -109,13 +85,15 @@ class TrialSetting(NamedTuple):
     batch: int
     round: int
     """The last round that was watched, counted from 0."""
+    update: str
+    """What the server receives of each target, in words."""
     trained: int | None = None
     """The rounds of training that came before; None where nothing is trained."""
 
     def title(self) -> str:
         """Say it in words."""
         when = f", {self.round + 1} rounds watched" if self.round else ""
-        return f"{self.model} on {self.data}, {client_words(self.client, self.batch)}{when}{self._past()}"
+        return f"{self.model} on {self.data}, {self.update}{when}{self._past()}"
 
     def _past(self) -> str:
         if self.trained is None:
@@ -177,23 +155,37 @@ class Row:
     @cached_property
     def setting(self) -> TrialSetting:
         """What was attacked."""
-        info = self.info
-        return TrialSetting(
-            info["model"], info["data"], info["client"], int(info["batch"]), int(info["round"]), info.get("trained")
-        )
-
-    @cached_property
-    def attacker(self) -> Attacker:
-        """Whose attack it is."""
-        return attacker(self.info)
+        return TrialSetting(*(self.info[key] for key in TrialSetting._fields))
 
     @property
-    def rounds_used(self) -> tuple[int, ...] | None:
-        """The watched rounds that the attack used, counted from 0; None where neither it nor its record says."""
-        if self.setting.round == 0:
-            return (0,)
-        used = self.info.get("rounds_used")
-        return None if used is None else tuple(used)
+    def attacker(self) -> Attacker:
+        """Whose attack it is."""
+        return self.info["attacker"]
+
+    @property
+    def method(self) -> Method:
+        """How the attack finds images."""
+        return self.info["method"]
+
+    @property
+    def preset(self) -> str:
+        """The name of the attack without its settings."""
+        return self.info["preset"]
+
+    @property
+    def secrets(self) -> Sequence[str]:
+        """What the attack was granted although only the client knows it."""
+        return self.info["secrets"]
+
+    @property
+    def rounds_used(self) -> Sequence[int] | None:
+        """The watched rounds that the attack used, counted from 0; None where a custom attack does not say."""
+        return self.info["rounds_used"]
+
+    @property
+    def local(self) -> bool:
+        """Whether the client trains for local steps, instead of sending one gradient."""
+        return self.info["local"]
 
     @property
     def is_control(self) -> bool:
@@ -215,10 +207,10 @@ class Row:
         """The defence's canonical text."""
         return str(self.info["defence"])
 
-    @cached_property
+    @property
     def undefended(self) -> bool:
         """Whether the client has no defence, whoever attacks it."""
-        return undefended(self.defence) and undefended(self.info.get("recorded_defence") or "none")
+        return self.info["undefended"]
 
     @property
     def defence_name(self) -> str:
@@ -227,13 +219,10 @@ class Row:
             return "No defence (control)"
         return "No defence" if self.undefended else self.defence
 
-    @cached_property
-    def changes(self) -> frozenset[str] | None:
-        """The slots that the defence fills; None where it was given as an object, whose name tells nothing."""
-        try:
-            return frozenset(slot for entry in entries(self.defence) for slot in entry.changes)
-        except GradveilError:
-            return None
+    @property
+    def changes(self) -> Sequence[str]:
+        """The slots of the client that the defence fills: model, batch, step, send."""
+        return self.info["changes"]
 
     @property
     def attack(self) -> str:

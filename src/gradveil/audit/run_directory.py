@@ -18,7 +18,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 from torch import Tensor
 
-from gradveil.audit.attack_selection import stands_for_many
+from gradveil.audit.attack_selection import Attacker, Method, stands_for_many
 from gradveil.audit.audit_config import BUDGET, FREE
 from gradveil.core.errors import GradveilError, Problem, fail, refuse
 from gradveil.core.formatting import listing, plural
@@ -37,7 +37,7 @@ from gradveil.core.private_files import (
 from gradveil.core.settings import refuse_others
 from gradveil.federated.training_run import is_training
 
-FORMAT = 2
+FORMAT = 3
 """Version of the files of a run directory; another is refused."""
 RUN, TRIAL, RECORDS, IMAGES = "run.json", "trial.json", "records.json", "images.safetensors"
 """File names: of the run, and of a trial's facts, its target clients' records and its images."""
@@ -99,13 +99,19 @@ class _Address(_Stored):
     data: str
     seed: int
     round: Count
-    trained: Count | None = None
+    trained: Count | None
     client: str
     batch: Annotated[int, Field(ge=1, le=10**15)]
+    update: str
+    local: bool
     defence: str
     defence_title: str = ""
+    changes: list[str]
+    undefended: bool
+    recorded_defence: str | None = None
     attack: str
     attack_title: str = ""
+    preset: str
     control: bool = False
     prepared: list[str] = []
     citations: list[str] = []
@@ -150,12 +156,16 @@ class _Point(_Stored):
 
 
 class _Finished(_Address):
+    attacker: Attacker
+    method: Method
     simulated_client: str
     threshold: Annotated[float, Field(ge=-1, le=1)]
     controls: dict[str, _Control]
-    knowledge: dict[str, str] = {}
-    in_parts: bool = False
-    grants: list[str] = []
+    knowledge: dict[str, str]
+    in_parts: bool
+    grants: list[str]
+    secrets: list[str]
+    rounds_used: Annotated[list[Count], Field(min_length=1)] | None
     remarks: list[str] = []
     suspicions: list[str] = []
     notes: list[str] = []
@@ -167,10 +177,10 @@ class _Finished(_Address):
     unscored: str | None = None
     planted: str = ""
     guard: list[str] = []
-    recorded_defence: str | None = None
     params: Count | None = None
     restarts: Count | None = None
-    simulated: Count | None = None
+    simulated: Count
+    target_iterations: Amount
     row_iterations: Count | None = None
     seconds: Amount | None = None
     iterations_per_second: Amount | None = None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import re
-import shlex
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
@@ -235,20 +234,8 @@ def _without_effect(config: RunConfig, overrides: Mapping[str, Any], settings: S
         if not takers:
             yield Problem(said[key], f"changes nothing: no attack takes {key}", "leave it out, or name other attacks")
             continue
-        names = " ".join(f"--attack {shlex.quote(_silent(text, key))}" for text in takers)
-        what = f"changes nothing: every attack says its own {key}, such as '{takers[0]}'"
-        yield Problem(said[key], what, f"name the attacks without: {names}")
-
-
-def _silent(attack: str, key: str) -> str:
-    """Take what an attack says of a setting out of its text.
-
-    >>> _silent("ig(iterations=5, tv=0.1)", "iterations"), _silent("ig(iterations=5)", "iterations")
-    ('ig(tv=0.1)', 'ig')
-    """
-    name, _, rest = attack.partition("(")
-    inner = [part.strip() for part in rest.rstrip().removesuffix(")").split(",") if part.split("=")[0].strip() != key]
-    return f"{name}({', '.join(inner)})" if inner else name
+        what = f"changes nothing: every attack sets its own {key}, such as '{takers[0]}'"
+        yield Problem(said[key], what, f"leave it out, or take {key} out of an attack")
 
 
 def _takes(attack: str, key: str) -> bool:

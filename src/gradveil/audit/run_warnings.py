@@ -120,7 +120,7 @@ def _analytic(experiment: Experiment, words: list[str]) -> list[str]:
         (getattr(defence, "step", None), getattr(defence, "send", None)) for defence in experiment.defences.values()
     ]
     changed = any(part is not None for both in parts for part in both)
-    if not changed or list(prior_problems(_shape(experiment), 1, public=experiment.public is not None)):
+    if not changed or list(prior_problems(experiment.space.shape, 1, public=experiment.public is not None)):
         return [_call("analytic", *words)]
     layers = [_shown(experiment, index) for index in range(len(experiment.config.client))]
     patches = any(layer and len(layer.pixels) > 1 for layer in layers)
@@ -145,11 +145,6 @@ def _has(experiment: Experiment, kind: type) -> bool:
     return any(isinstance(attack, kind) for attack in experiment.attacks.values())
 
 
-def _shape(experiment: Experiment) -> tuple[int, int, int]:
-    channels, height, width = (int(side) for side in experiment.private.inputs.shape[1:])
-    return channels, height, width
-
-
 def _one_image(experiment: Experiment, index: int) -> bool:
     settings = experiment.config.client[index]
     return settings.examples == 1 and settings.local is None
@@ -160,7 +155,7 @@ def _shown(experiment: Experiment, index: int) -> InputEquations | None:
     if not _one_image(experiment, index):
         return None
     client = experiment.undefended(index, experiment.config.seeds[0])
-    layer, _ = shown(client.model, client.params(), _shape(experiment), client.trained())
+    layer, _ = shown(client.model, client.params(), experiment.space.shape, client.trained())
     return layer
 
 
@@ -169,14 +164,14 @@ def _chain(experiment: Experiment, index: int) -> tuple[Link, ...]:
     if not _one_image(experiment, index):
         return ()
     client = experiment.undefended(index, experiment.config.seeds[0])
-    links, problems = chained(client.model, client.params(), _shape(experiment), client.trained())
+    links, problems = chained(client.model, client.params(), experiment.space.shape, client.trained())
     return links if not problems and settles(links) else ()
 
 
 def _unsolvable(experiment: Experiment, attack: str) -> dict[tuple[int, str, str], str]:
     """Say which defences make the model another thing than a chain: where r-gap does not apply, and why."""
     seed, solver = experiment.config.seeds[0], Recursive()
-    facts = _shape(experiment), 1, experiment.classes, len(experiment.public or ())
+    facts = experiment.space.shape, 1, experiment.classes, len(experiment.public or ())
     found: dict[tuple[int, str, str], str] = {}
     for index in range(len(experiment.config.client)):
         for text in experiment.defences:

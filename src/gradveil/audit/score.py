@@ -12,13 +12,14 @@ from torch import Tensor
 
 from gradveil.attacks.noise_likelihood import likelier
 from gradveil.attacks.protocol import Remark, in_words
-from gradveil.audit.attack_selection import TrialAddress
-from gradveil.audit.baselines import EXACT, Gallery, Guessing, without_copies
+from gradveil.audit.attack_selection import TrialAddress, attacker, undefended
+from gradveil.audit.baselines import Gallery, Guessing, without_copies
 from gradveil.audit.error_bound import mse_bound
 from gradveil.audit.experiment import Experiment
 from gradveil.audit.run_directory import Trial
 from gradveil.audit.trial import Recovered, left_out
 from gradveil.client import BatchDefences
+from gradveil.core.errors import fail
 from gradveil.core.noise import Key
 from gradveil.core.streams import Stream
 from gradveil.core.types import Batch
@@ -26,17 +27,11 @@ from gradveil.data import Dataset
 from gradveil.metrics import (
     Missing,
     asr,
-    identification,
     label_accuracy,
     lpips,
-    match_batch,
-    mse,
+    metric,
     permute,
-    psnr,
-    ssim,
-    ssim_pairs,
 )
-from gradveil.metrics.image_similarity import finite
 
 GALLERY = 2048
 """Private images of no target client that join the gallery, at most."""
@@ -72,21 +67,22 @@ def trained_on(
     in L2 among all images that the target clients trained on, and up to 2,048 other private images after the same
     transforms (one draw). Where an attack undid the transforms, its reconstruction before that is scored.
     """
-    view = experiment.pixels(tensors["transformed"])
-    matched = match_batch(experiment.pixels(tensors.get("before_undoing", tensors["inputs"])), view)[1]
-    similarity = ssim(matched, view)
+    view = experiment.views(tensors["transformed"])
+    space = experiment.space
+    matched = space.match(experiment.views(tensors.get("before_undoing", tensors["inputs"])), view)[1]
+    scores = space.scores(matched, view)
     client = experiment.client(trial.client, trial.defence, trial.seed)
     batches = BatchDefences(client.batch, client.domain)
     others = _others(experiment, trial, places)
     inputs = experiment.batch(others).inputs
     gallery = torch.cat(
-        [view.flatten(0, 1), experiment.pixels(_made(batches, inputs, _batch(experiment, trial), trial.seed))]
+        [view.flatten(0, 1), experiment.views(_made(batches, inputs, _batch(experiment, trial), trial.seed))]
     )
     own = torch.arange(places.numel()).view(places.shape)
     return TrainedOnScores(
-        {"psnr_transformed": psnr(matched, view), "ssim_transformed": similarity},
-        similarity > experiment.config.threshold,
-        identification(matched, own, gallery).bool() if len(gallery) > 1 else None,
+        {f"{name}_transformed": value for name, value in scores.items()},
+        scores[space.headline] > experiment.config.threshold,
+        space.identified(matched, own, gallery) if len(gallery) > 1 else None,
         _expected(experiment, trial, batches, places, others, gallery),
     )
 
@@ -175,7 +171,7 @@ def expected_of(
     Without auxiliary data there is no chance of recovery, without a second private image none of identification.
     """
     targets = experiment.private.targets
-    gallery = Gallery(experiment.private.pixels, targets) if len(targets) > 1 else None
+    gallery = Gallery(experiment.private.views, targets) if len(targets) > 1 else None
     return [_exact_average(guessing, gallery, labels) for labels in targets[places].tolist()]
 
 
@@ -186,7 +182,8 @@ def _exact_average(
     found: list[dict[str, float | int]] = [{} for _ in labels]
     named = gallery.of_batch(labels) if gallery else [None] * len(labels)
     chances = guessing.of_batch(labels) if guessing else [None] * len(labels)
-    exactly = guessing.of_batch(labels, exact=True) if guessing and guessing.threshold < EXACT else []
+    above = guessing is not None and guessing.threshold < guessing.public.space.exactly
+    exactly = guessing.of_batch(labels, exact=True) if guessing and above else []
     for record, name, chance in zip(found, named, chances, strict=True):
         record |= name.record() if name else {}
         if chance is None:
@@ -219,7 +216,7 @@ def controls_of(guessing: Guessing | None, experiment: Experiment, matched: Tens
     public images of its class.
     `OTHERS` images at most stand for all of a class.
     """
-    gallery = experiment.private.pixels
+    gallery = experiment.private.views
     numbers = without_copies(gallery)
     wrong = list(_mismatched(experiment, matched, places, gallery, numbers))
     controls = {"wrong_target_client": _average(wrong)} if wrong else {}
@@ -232,7 +229,9 @@ def controls_of(guessing: Guessing | None, experiment: Experiment, matched: Tens
     for label, own in by_class.items():
         means = torch.stack([guessing.mean(), guessing.class_mean(label)])
         truth = torch.tensor(own)
-        scores = _compared(experiment, means, gallery[truth], numbers[truth], _nearest(means, gallery, numbers))
+        scores = _compared(
+            experiment, means, gallery[truth], numbers[truth], _nearest(experiment, means, gallery, numbers)
+        )
         for number, name in enumerate(("mean_image", "class_mean")):
             kinds[name].append({key: values[number : number + 1] for key, values in scores.items()})
         kinds["class_image"].append(_passing(experiment, guessing.images(label)[:OTHERS], gallery[own]))
@@ -245,7 +244,7 @@ def _mismatched(
     """Compare each reconstruction with private images that other clients hold; copies of its own client's are none."""
     targets = experiment.private.targets
     count = max(8, min(OTHERS, 20_000 // places.numel()))
-    pointed = _nearest(matched.flatten(0, 1), gallery, numbers).view(places.shape)
+    pointed = _nearest(experiment, matched.flatten(0, 1), gallery, numbers).view(places.shape)
     for v, own in enumerate(places):
         outside = ~torch.isin(numbers, numbers[own])
         for b, place in enumerate(own.tolist()):
@@ -267,20 +266,18 @@ def _compared(
     return scores | {"identified": identified, "identifiable": identified & scores["asr"]}
 
 
-def _nearest(images: Tensor, gallery: Tensor, numbers: Tensor) -> Tensor:
-    """Return the number of the gallery image nearest in L2 to each image [N, C, H, W]; -1 for one that is not finite.
+def _nearest(experiment: Experiment, views: Tensor, gallery: Tensor, numbers: Tensor) -> Tensor:
+    """Return the number of the gallery image nearest to each view; -1 for one that is not finite.
 
     All copies of an image have its number.
     """
-    flat = images.nan_to_num(0, 0, 0).float().flatten(1)
-    nearest = torch.cat([torch.cdist(part, gallery.flatten(1)).argmin(1) for part in flat.split(256)])
-    return torch.where(finite(images), numbers[nearest], -1)
+    nearest = experiment.space.nearest(views, gallery)
+    return torch.where(nearest >= 0, numbers[nearest], -1)
 
 
 def _passing(experiment: Experiment, guesses: Tensor, truth: Tensor) -> dict[str, Tensor]:
-    """Score guesses against images: SSIM, and whether it is above the threshold; a guess that is not finite fails."""
-    usable = finite(guesses)[:, None]
-    similarity = torch.where(usable, ssim_pairs(guesses.nan_to_num(0, 0, 0), truth), -1.0)
+    """Score guesses against images: the headline score, and whether it is above the threshold."""
+    similarity = experiment.space.similarity(guesses, truth)
     return {"asr": similarity > experiment.config.threshold, "ssim_mean": similarity}
 
 
@@ -300,21 +297,21 @@ class TrialNames:
 
 
 def score(experiment: Experiment, trial: TrialAddress, found: Recovered, named: TrialNames) -> Trial:
-    """Compare in pixels: denormalised, clamped to [0, 1], and each batch matched one to one by least MSE.
+    """Compare what people see, each batch matched one to one.
 
     Where a batch defence changed the images, reconstructions are also scored against the images that the client trained
     on (`success_transformed`, `identified_transformed`); `success` is against the private images.
     """
     places = experiment.examples(trial.client, range(trial.clients(experiment.config.target_clients)), trial.seed)
-    truth, candidate = experiment.pixels(experiment.batch(places).inputs), experiment.pixels(found.tensors["inputs"])
-    order, matched = match_batch(candidate, truth)
-    scores = {"mse": mse(matched, truth), "psnr": psnr(matched, truth), "ssim": ssim(matched, truth)}
+    truth, candidate = experiment.views(experiment.batch(places).inputs), experiment.views(found.tensors["inputs"])
+    order, matched = experiment.space.match(candidate, truth)
+    scores = dict(experiment.space.scores(matched, truth))
     trained = trained_on(experiment, trial, found.tensors, places) if "transformed" in found.tensors else None
     scores |= trained.scores if trained else {}
-    reasons = _perceptual(experiment, matched, truth, scores)
+    reasons = _perceptual(experiment, matched, truth, scores) | _further(experiment, matched, truth, scores)
     labels = permute(found.tensors["targets"], order)
     whole = len(experiment.private) > 1
-    identified = identification(matched, places, experiment.private.pixels.double()) if whole else None
+    identified = experiment.space.identified(matched, places, experiment.private.views.double()) if whole else None
     records = []
     for v in range(len(places)):
         records.append(_record(experiment, found, places, labels, order, scores, identified, v))
@@ -326,14 +323,30 @@ def score(experiment: Experiment, trial: TrialAddress, found: Recovered, named: 
     controls = controls_of(experiment.guessing, experiment, matched, places)
     info = {**info_of(experiment, trial, found, named), "missing": reasons, "controls": controls}
     info["best_guesses"] = best_guesses(experiment.guessing, experiment, places)
+    info["metrics"] = [name for name in experiment.config.metrics if name in scores]
     info["trace"] = _trace(experiment, found, truth)
     kept: dict[str, Tensor] = {}
     if experiment.config.images:
         kept = {"truth": truth.float(), "reconstruction": matched.float().nan_to_num(0.5)}
         if "transformed" in found.tensors:
-            kept["truth_transformed"] = experiment.pixels(found.tensors["transformed"]).float()
+            kept["truth_transformed"] = experiment.views(found.tensors["transformed"]).float()
         kept = {name: value.contiguous() for name, value in kept.items()}
     return Trial(info, records, None, kept)
+
+
+def _further(experiment: Experiment, matched: Tensor, truth: Tensor, scores: dict[str, Tensor]) -> dict[str, str]:
+    """Add the scores that the run asks for, or return under their names why they are missing."""
+    missing: dict[str, str] = {}
+    for name in experiment.config.metrics:
+        found: Any = metric(name).function(matched, truth)
+        if isinstance(found, Missing):
+            missing[name] = found.reason
+        elif not isinstance(found, Tensor) or found.shape != truth.shape[:2]:
+            what = f"returned {tuple(found.shape) if isinstance(found, Tensor) else type(found).__name__}"
+            raise fail(f"metric {name}", what, f"return one score for each example: a tensor {tuple(truth.shape[:2])}")
+        else:
+            scores[name] = found
+    return missing
 
 
 def _perceptual(experiment: Experiment, matched: Tensor, truth: Tensor, scores: dict[str, Tensor]) -> dict[str, str]:
@@ -366,13 +379,13 @@ def _record(
     identified: Tensor | None,
     v: int,
 ) -> dict[str, Any]:
-    tensors, target_clients = found.tensors, places.shape[0]
+    space, tensors, target_clients = experiment.space, found.tensors, places.shape[0]
     truth = experiment.private.targets[places[v]]
     images = [
         {
             **{name: float(values[v, b]) for name, values in scores.items()},
-            "success": int(scores["ssim"][v, b] > experiment.config.threshold),
-            "exact": bool(scores["ssim"][v, b] > EXACT),
+            "success": int(scores[space.headline][v, b] > experiment.config.threshold),
+            "exact": bool(scores[space.headline][v, b] > space.exactly),
             "identified": None if identified is None else bool(identified[v, b]),
             "matched": int(order[v, b]),
         }
@@ -401,7 +414,9 @@ def _record(
 
 
 def _address(experiment: Experiment, trial: TrialAddress, named: TrialNames) -> dict[str, Any]:
-    settings = experiment.config.client[trial.client]
+    settings, defence = experiment.config.client[trial.client], experiment.defence(trial.defence)
+    changes = [slot for slot in ("model", "batch", "step", "send") if getattr(defence, slot)]
+    recorded = experiment.source.recorded_defence(experiment.config.first_target_client)
     return {
         "trial": trial.id,
         "control": trial.control,
@@ -412,11 +427,17 @@ def _address(experiment: Experiment, trial: TrialAddress, named: TrialNames) -> 
         "round": experiment.config.rounds - 1,
         "trained": trial.trained,
         "client": settings.title,
+        "update": settings.words,
+        "local": settings.local is not None,
         "batch": settings.examples,
         "defence": trial.defence,
         "defence_title": named.defence_title,
+        "changes": changes,
+        "undefended": not changes and undefended(recorded or "none"),
+        "recorded_defence": recorded,
         "attack": trial.attack,
         "attack_title": named.attack_title,
+        "preset": experiment.attacks[trial.attack].name.partition("(")[0],
         "citations": list(named.citations),
         "threshold": experiment.config.threshold,
     }
@@ -425,10 +446,12 @@ def _address(experiment: Experiment, trial: TrialAddress, named: TrialNames) -> 
 def info_of(experiment: Experiment, trial: TrialAddress, found: Recovered, named: TrialNames) -> dict[str, Any]:
     """Say what was attacked, by whom, and how the attack did as an attack."""
     facts, tensors, settings = found.facts, found.tensors, experiment.config.client[trial.client]
-    seconds = facts["seconds"]
+    seconds, address = facts["seconds"], _address(experiment, trial, named)
+    whose = trial.defence, address["changes"], address["undefended"], facts["secrets"]
     return {
-        **_address(experiment, trial, named),
+        **address,
         **facts,
+        "attacker": attacker(experiment.attacks[trial.attack], *whose),
         "remarks": in_words(Remark(*each) for each in facts["remarks"]),
         "training": experiment.source.facts(trial.defence, trial.seed, trial.trained),
         "bytes_dense": float(tensors["bytes_dense"].double().mean()),
@@ -474,10 +497,10 @@ def _matches(tensors: Mapping[str, Tensor]) -> dict[str, float | None]:
 
 def _trace(experiment: Experiment, found: Recovered, truth: Tensor) -> list[dict[str, float]]:
     """Score what the attack would have answered earlier: quality against budget."""
-    rows: list[dict[str, float]] = []
+    space, rows = experiment.space, list[dict[str, float]]()
     for name, inputs in found.tensors.items():
         if name.startswith("trace."):
-            similarity = ssim(match_batch(experiment.pixels(inputs), truth)[1], truth)
+            similarity = space.scores(space.match(experiment.views(inputs), truth)[1], truth)[space.headline]
             rate = asr(similarity, experiment.config.threshold).rate
             count = int(name.removeprefix("trace."))
             rows.append({"iterations": count, "asr": rate, "ssim_mean": float(similarity.mean())})

@@ -43,6 +43,10 @@ class Source:
         """Whether what comes back can be compared with the truth."""
         return True
 
+    def recorded_defence(self, number: int) -> str | None:
+        """Return the defence that a target's update was recorded with; None where none was recorded."""
+        return None
+
     def held(self) -> Tensors:
         """Name what results depend on beside the settings, for the hash of a run."""
         return {}

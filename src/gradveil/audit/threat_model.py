@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
-from gradveil.attacks.attack_catalogue import make_attack
-from gradveil.attacks.inversion.inversion import Inversion
-from gradveil.audit.attack_selection import secrets
-from gradveil.audit.budgets import read_budget, restarts_worth
-from gradveil.audit.result_rows import Row, client_words
-from gradveil.core.errors import GradveilError
+from gradveil.audit.budgets import read_budget
+from gradveil.audit.result_rows import Row
 from gradveil.core.formatting import duration, listing, plural
 
 SERVER = "An honest-but-curious server keeps the global parameters and what it receives"
@@ -32,7 +26,7 @@ def threat_model(rows: Sequence[Row], config: Mapping[str, Any]) -> str:
     """
     if not rows:
         return f"{SERVER}. No attack run has finished."
-    clients = _distinct(client_words(row.setting.client, row.setting.batch) for row in rows)
+    clients = _distinct(row.setting.update for row in rows)
     told = [
         f"{MALICIOUS if all(row.planted for row in rows) else SERVER}: {listing(clients)}.",
         *_trained(rows),
@@ -61,7 +55,7 @@ def scope(rows: Sequence[Row], config: Mapping[str, Any]) -> str:
     if rows and not any("observed" in row.info for row in rows):
         missing += [] if any(row.planted for row in rows) else ["a malicious server (attack malicious)"]
         missing += [] if any(row.setting.batch > 1 for row in rows) else ["batches (client.batch)"]
-        missing += [] if any(row.setting.client != "gradient" for row in rows) else ["local training (client.local)"]
+        missing += [] if any(row.local for row in rows) else ["local training (client.local)"]
         weights = (config.get("model") or {}).get("weights")
         known = weights or any(row.setting.trained for row in rows)
         missing += [] if known else ["trained weights (model.weights, --train)"]
@@ -93,11 +87,11 @@ def _watched(rows: Sequence[Row]) -> str:
     counts = sorted({row.setting.round + 1 for row in rows})
     if counts == [1]:
         return "It watches one round."
-    attacks = _distinct(row.attack for row in rows)
+    attacks = _presets(rows)
     used = {row.attack: which for row in rows if (which := _looks_at(row))}
     watches = f"It watches {listing(map(str, counts))} rounds"
     if len(set(used.values())) == 1 and len(used) == len(attacks):
-        return f"{watches}, and every attack uses {_ROUNDS[used[attacks[0]]]}."
+        return f"{watches}, and every attack uses {_ROUNDS[next(iter(used.values()))]}."
     by_use = {which: [attack for attack in used if used[attack] == which] for which in _distinct(used.values())}
     said = [f"{_ROUNDS[which]} by {listing(_called(some, attacks))}" for which, some in by_use.items()]
     return f"{watches}, used as follows: {'; '.join(said)}." if said else f"{watches}."
@@ -108,7 +102,7 @@ def _looks_at(row: Row) -> str | None:
     used, watched = row.rounds_used, row.setting.round + 1
     if used is None:
         return None
-    return "all" if len(used) == watched else "first" if used == (0,) else "last"
+    return "all" if len(used) == watched else "first" if used[0] == 0 else "last"
 
 
 def _spent(budget: str | None, rows: Sequence[Row]) -> Iterator[str]:
@@ -129,15 +123,8 @@ def _spent(budget: str | None, rows: Sequence[Row]) -> Iterator[str]:
 
 
 def _iterations(row: Row) -> float:
-    """Count the target-iterations of a search, or the updates that a learner simulated; none of an unknown attack."""
-    made, restarts = row.info.get("row_iterations") or 0.0, row.info.get("restarts") or 1
-    try:
-        attack = make_attack(row.attack)
-    except GradveilError:
-        return 0.0
-    if not isinstance(attack, Inversion):
-        return row.info.get("simulated") or 0.0
-    return made * restarts_worth(replace(attack, restarts=restarts)) / restarts
+    """Count the target-iterations of a search, or the updates that a learner simulated."""
+    return row.info["target_iterations"] + row.info["simulated"]
 
 
 def _amount(amount: float, timed: bool) -> str:
@@ -146,14 +133,13 @@ def _amount(amount: float, timed: bool) -> str:
 
 def _given(rows: Sequence[Row]) -> Iterator[str]:
     """Say what was handed over, and to whom where not to all; secrets of the client come last, as upper bounds."""
-    attacks = _distinct(row.attack for row in rows)
+    attacks = _presets(rows)
     open_to: dict[tuple[bool, str], list[str]] = {}
     hidden: dict[str, list[str]] = {}
     for row in rows:
-        secret = secrets(row.info)
         for grant in row.info.get("grants", ()):
             name, _, what = grant.partition(": ")
-            if name not in secret:
+            if name not in row.secrets:
                 open_to.setdefault((name == "public", what or grant), []).append(row.attack)
             elif name not in hidden.setdefault(row.attack, []):
                 hidden[row.attack].append(name)
@@ -179,22 +165,23 @@ def _planted(rows: Sequence[Row]) -> Iterator[str]:
             found.setdefault((row.info["planted"], bool(row.info.get("guard"))), []).append(row.attack)
     for (what, caught), some in found.items():
         guard = "a client's guard tells it" if caught else "a client's guard does not tell it"
-        called = listing(_called(_distinct(some), _distinct(row.attack for row in rows)))
+        called = listing(_called(_distinct(some), _presets(rows)))
         yield f"{who} sends a model with {what} ({called}); {guard}."
 
 
-def _to(some: Sequence[str], attacks: Sequence[str]) -> str:
+def _to(some: Sequence[str], attacks: Mapping[str, str]) -> str:
     return "" if set(some) == set(attacks) else f" (to {listing(_called(_distinct(some), attacks))})"
 
 
-def _called(some: Sequence[str], attacks: Sequence[str]) -> list[str]:
+def _presets(rows: Sequence[Row]) -> dict[str, str]:
+    """Map the attacks of a run, as texts, to the names of their presets."""
+    return {row.attack: row.preset for row in rows}
+
+
+def _called(some: Sequence[str], presets: Mapping[str, str]) -> list[str]:
     """Call attacks by the names of their presets where these tell them from all others, else by their whole texts."""
-    others = {_preset(attack) for attack in attacks if attack not in some}
-    return _distinct(attack if _preset(attack) in others else _preset(attack) for attack in some)
-
-
-def _preset(attack: str) -> str:
-    return re.split(r"[^\w-]", attack, maxsplit=1)[0] or attack
+    others = {preset for attack, preset in presets.items() if attack not in some}
+    return _distinct(attack if presets[attack] in others else presets[attack] for attack in some)
 
 
 def _distinct(values: Any) -> list[str]:

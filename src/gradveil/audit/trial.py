@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gradveil.attacks.inversion.inversion import Inversion
 from gradveil.attacks.knowledge import Knowledge
 from gradveil.attacks.learned import Learned
 from gradveil.attacks.protocol import (
@@ -23,12 +24,8 @@ from gradveil.attacks.protocol import (
     Reconstruction,
 )
 from gradveil.audit.argument_checks import answer
-from gradveil.audit.attack_selection import (
-    TrialAddress,
-    first_met,
-    pairs,
-)
-from gradveil.audit.budgets import UNPLANNED, BudgetShare, Plans, read_budget, spends, within
+from gradveil.audit.attack_selection import TrialAddress, first_met, method, pairs
+from gradveil.audit.budgets import UNPLANNED, BudgetShare, Plans, read_budget, restarts_worth, spends, within
 from gradveil.audit.error_bound import leaked
 from gradveil.audit.experiment import Experiment
 from gradveil.audit.grants import active_facts, first, grant, looks_at_last, received, resent, rounds_used, told
@@ -148,6 +145,7 @@ class Made:
     simulated_client: Client
     knowledge: Knowledge
     grants: list[str]
+    secrets: list[str]
     key: Key
     found: Reconstruction
     row_iterations: int
@@ -166,7 +164,7 @@ def attacked(
     """Attack what was seen of these target clients; of the truth an attack gets what is granted to it by name."""
     attack = experiment.attacks[trial.attack]
     simulated_client = client if attack.simulated_client == "full" else client.undefended_update()
-    knowledge, grants = grant(experiment, attack, simulated_client, _looked_at(attack, seen).params, truth)
+    knowledge, grants, secrets = grant(experiment, attack, simulated_client, _looked_at(attack, seen).params, truth)
     key = Key(trial.seed, (Stream.ATTACK,))
     attack = _afforded(
         experiment, trial, attack, numbers, lambda tried: tried(seen, simulated_client, knowledge, key), plans
@@ -185,7 +183,7 @@ def attacked(
         attack, seen, simulated_client, knowledge, lambda: attack(seen, simulated_client, knowledge, key, count, plan)
     )
     done = done or int(found.iterations.sum()) * found.objectives.shape[1]
-    return Made(attack, simulated_client, knowledge, grants, key, found, done)
+    return Made(attack, simulated_client, knowledge, grants, secrets, key, found, done)
 
 
 def _looked_at(attack: Attack, seen: Sequence[Observation]) -> Observation:
@@ -242,7 +240,9 @@ def _facts(experiment: Experiment, client: Client, made: Made, sent: Tensors, fi
         **privacy_facts(experiment, client, first),
         "simulated_client": made.attack.simulated_client,
         "custom": users(made.attack),
+        "method": method(made.attack),
         "grants": [*experiment.facts, *made.grants],
+        "secrets": made.secrets,
         "knowledge": told(made.attack),
         "rounds_used": rounds_used(made.attack, experiment.config.rounds),
         "in_parts": _in_parts(client, first),
@@ -251,9 +251,17 @@ def _facts(experiment: Experiment, client: Client, made: Made, sent: Tensors, fi
         # Of the attack alone; of a trial in several shares their sum: working time, not what a clock on the wall shows.
         "seconds": made.found.seconds,
         "plan": list(made.found.plan),
-        "restarts": made.found.objectives.shape[1],
+        "restarts": (restarts := made.found.objectives.shape[1]),
+        "target_iterations": _spent(made, restarts),
         "simulated": _simulated(experiment, made.attack, len(first.inputs)),
     }
+
+
+def _spent(made: Made, restarts: int) -> float:
+    """Count the target-iterations of a search, as budgets count them; what a learner simulates is counted apart."""
+    if not isinstance(made.attack, Inversion):
+        return 0.0
+    return made.row_iterations * restarts_worth(replace(made.attack, restarts=restarts)) / restarts
 
 
 def _simulated(experiment: Experiment, attack: Attack, examples: int) -> int:
@@ -366,6 +374,7 @@ def merge(parts: Sequence[Recovered]) -> Recovered:
         **first.facts,
         "seconds": sum(part.facts["seconds"] for part in parts),
         "row_iterations": sum(part.facts["row_iterations"] for part in parts),
+        "target_iterations": sum(part.facts["target_iterations"] for part in parts),
         "plan": [rows for part in parts for rows in part.facts["plan"]],
         "remarks": [remark for part in parts for remark in part.facts["remarks"]],
     }

@@ -61,10 +61,9 @@ def price(row: Row, rows: Sequence[Row]) -> Price:
     bare = [r for r in rows if r.undefended and (r.setting, r.seed) == (row.setting, row.seed)]
     # Blocks of the same words take other bytes: most of the gradient is zero where each row is one bin.
     bare = [r for r in bare if (r.attack == row.attack if row.planted else not r.planted)]
-    same_model = row.changes is not None and "model" not in row.changes
-    dense = row.info.get("bytes_dense") if same_model else None
+    dense = None if "model" in row.changes else row.info.get("bytes_dense")
     plain = bare[0].info.get("bytes_sent") if bare else dense
-    return Price(row.info.get("bytes_sent"), plain, row.info.get("distance"), "model" in (row.changes or ()))
+    return Price(row.info.get("bytes_sent"), plain, row.info.get("distance"), "model" in row.changes)
 
 
 Level = Literal["broken", "leaks", "not broken", "inconclusive", "not tested"]

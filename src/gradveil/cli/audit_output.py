@@ -19,7 +19,7 @@ from gradveil.cli.shared_options import Detail
 from gradveil.cli.training_output import table, wide
 from gradveil.core.formatting import DASH, interval, listing, percent, plural
 from gradveil.federated.training_run import is_training, load_training
-from gradveil.report.training_groups import kinds
+from gradveil.report.training_groups import group_trainings
 
 
 def show_gate(found: Gate, page: Path) -> None:
@@ -98,4 +98,4 @@ def show_outcome(found: Findings, config: Mapping[str, Any], folder: Path | None
     print_outcome(console, found, config, every=shown.every, explain=shown.explain)
     if config.get("train") and folder is not None and is_training(folder / TRAINING):
         console.print("Training", style="bold")
-        wide().print(table(kinds(load_training(folder / TRAINING).trials)))
+        wide().print(table(group_trainings(load_training(folder / TRAINING).trials)))

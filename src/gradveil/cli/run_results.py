@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
@@ -20,14 +18,14 @@ from gradveil.cli.shared_options import Detail, kept
 from gradveil.cli.training_output import table, wide
 from gradveil.core.errors import Problem, fail, refuse
 from gradveil.federated.training_run import FAILED, is_training, load_training
-from gradveil.report import training_groups
 from gradveil.report.paper_table import PaperTable, matrices
 from gradveil.report.pareto import as_object, trials_with_fronts
-from gradveil.report.training_page import Table, tables
-from gradveil.report.trial_table import disarmed
+from gradveil.report.table import as_csv
+from gradveil.report.training_paper_table import TrainingTable, training_tables
+from gradveil.report.training_table import ROUNDS, round_rows, training_rows
 
-_NOTHING = {"failed": "", **dict.fromkeys(("model", "data", "client", "defence", "attack"), ""), "batch": 1, "round": 0}
-"""A trial without a result, which has the columns of one."""
+_EMPTY = {"failed": "", **dict.fromkeys(("model", "data", "client", "defence", "attack"), ""), "batch": 1, "round": 0}
+"""A trial without a result, for the columns of an empty table."""
 
 
 def is_audit(folder: Path) -> bool:
@@ -62,7 +60,7 @@ class Audits:
 
     def as_csv(self) -> str:
         """Write a line per trial, with the verdict on its defence."""
-        return as_csv(self._named([trials_with_fronts(found) for found in self.findings]))
+        return summaries_as_csv(self._named([trials_with_fronts(found) for found in self.findings]))
 
     def _named(self, entries: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str, Any]]:
         several = len(self.runs) > 1
@@ -114,20 +112,18 @@ class Trainings:
 
     def as_csv(self) -> str:
         """Write a line a trial."""
-        return training_groups.as_csv(
-            self._named(run.path, row) for run in self.runs for row in training_groups.rows(run.trials)
-        )
+        return as_csv(self._named(run.path, row) for run in self.runs for row in training_rows(run.trials))
 
     def curves(self) -> str:
         """Write a line a round."""
-        names = [*self._named(Path(), dict.fromkeys(training_groups.ROUNDS))]
-        every = (self._named(run.path, row) for run in self.runs for row in training_groups.rounds(run.trials))
-        return training_groups.as_csv(every, names)
+        names = [*self._named(Path(), dict.fromkeys(ROUNDS))]
+        every = (self._named(run.path, row) for run in self.runs for row in round_rows(run.trials))
+        return as_csv(every, names)
 
     @cached_property
-    def tables(self) -> list[Table]:
+    def tables(self) -> list[TrainingTable]:
         """Put runs of one setting together."""
-        return tables(self.runs)
+        return training_tables(self.runs)
 
     def sheets(self) -> list[PaperTable]:
         """Lay defences down, what each costs across."""
@@ -138,7 +134,7 @@ class Trainings:
         console = wide()
         for one in self.tables:
             console.print(Text(one.title, style="bold"))
-            console.print(table(one.kinds))
+            console.print(table(one.groups))
 
     def left(self) -> Iterator[tuple[Path, str]]:
         """Say of every run what is not done yet or failed, and how to go on."""
@@ -174,24 +170,16 @@ def _again(folder: Path, info: Mapping[str, Any]) -> str:
     return f"To go on:\n  {shlex.join(words if usual else [*words, '--out', str(folder)])}"
 
 
-def as_csv(rows: Sequence[dict[str, Any]]) -> str:
-    """Write summaries of audits as CSV; statuses become one column each."""
-    ends = list(dict.fromkeys(kind for row in rows for kind in row["statuses"]))
-    flat = [
-        {key: disarmed(value) for key, value in row.items() if key != "statuses"}
-        | {f"status_{kind}": row["statuses"].get(kind, 0) for kind in ends}
-        for row in rows
+def summaries_as_csv(trials: Sequence[dict[str, Any]]) -> str:
+    """Write summaries of audits as CSV; every status becomes a column."""
+    statuses = list(dict.fromkeys(status for trial in trials for status in trial["statuses"]))
+    rows = [
+        {key: value for key, value in trial.items() if key != "statuses"}
+        | {f"status_{status}": trial["statuses"].get(status, 0) for status in statuses}
+        for trial in trials
     ]
-    buffer = io.StringIO()
-    names = (
-        list(flat[0])
-        if flat
-        else [key for key in trials_with_fronts(findings([Trial(dict(_NOTHING), [])]))[0] if key != "statuses"]
-    )
-    writer = csv.DictWriter(buffer, names, lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(flat)
-    return buffer.getvalue()
+    names = [key for key in trials_with_fronts(findings([Trial(dict(_EMPTY), [])]))[0] if key != "statuses"]
+    return as_csv(rows, names)
 
 
 def open_runs(runs: Sequence[Path], curves: bool) -> Audits | Trainings:

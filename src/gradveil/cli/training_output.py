@@ -20,23 +20,23 @@ from gradveil.defences.privacy_warnings import MEANINGLESS
 from gradveil.federated.training_run import FAILED
 from gradveil.federated.training_setup import TrainingTrial
 from gradveil.federated.training_state import RoundResult, Status
-from gradveil.report.training_groups import Told, TrainingGroup, Trials, idle, kinds
-from gradveil.report.training_page import accuracy, fewer, gap, rounds
+from gradveil.report.training_groups import TrainingGroup, TrainingSummary, Trials, group_trainings, no_progress
+from gradveil.report.training_paper_table import accuracy_text, compared_seeds_text, difference_text, rounds_text
 
 DIVERGED = 1
 """Exit code of a training that diverged or failed."""
-_COLUMNS = ("defence", "accuracy", "to none", "rounds", "sent a round", "received a round", "s a round")
+_COLUMNS = ("defence", "accuracy", "to none", "rounds", "sent per round", "received per round", "s per round")
 _WORDS = ("status", "proven")
 _LEAST = 100
 """Columns that a table of trainings takes, its words folded."""
 
 
-def show_trainings(trials: Trials, summaries: Sequence[Told], as_json: bool, console: Console) -> int:
+def show_trainings(trials: Trials, summaries: Sequence[TrainingSummary], as_json: bool, console: Console) -> int:
     """Print the results, say which trainings failed, and return the exit code."""
     if as_json:
         typer.echo(json.dumps(summaries, indent=1))
     else:
-        wide().print(table(kinds(trials)))
+        wide().print(table(group_trainings(trials)))
     for row in summaries:
         if row["status"] == FAILED:
             told = f"{row['defence']}, seed {row['seed']}: failed: {row['failed']}"
@@ -93,7 +93,7 @@ def warn(problems: Iterable[Problem]) -> None:
         console.print(Text(f"{problem.severity}: {problem}", style="yellow"))
 
 
-def table(found: Sequence[TrainingGroup]) -> Table:
+def table(groups: Sequence[TrainingGroup]) -> Table:
     """Lay the defences side by side; the accuracy is that after the round with the lowest validation loss."""
     out = Table(box=None, pad_edge=False)
     for title in (*_COLUMNS, *_WORDS):
@@ -101,15 +101,15 @@ def table(found: Sequence[TrainingGroup]) -> Table:
             # Folded, never cut off: two defences may differ in their last setting.
             out.add_column(title, overflow="fold")
         else:
-            out.add_column(title.replace(" a ", "\na "), justify="right", no_wrap=True)
-    told = "\n".join(filter(None, [idle(found), *_proofs(found)]))
+            out.add_column(title.replace(" per ", "\nper "), justify="right", no_wrap=True)
+    told = "\n".join(filter(None, [no_progress(groups), *_proofs(groups)]))
     out.caption, out.caption_justify = Text(told, style="dim not italic"), "left"
-    for kind in found:
-        sent, received, seconds = (kind.mean(key) for key in ("bytes_up", "bytes_down", "seconds"))
+    for group in groups:
+        sent, received, seconds = (group.mean(key) for key in ("bytes_up", "bytes_down", "seconds"))
         numbers = (size(sent), size(received), DASH if seconds is None else f"{seconds:.1f}")
-        statuses = ", ".join(f"{count} {how}".strip() for _, count, how in kind.statuses)
-        told = accuracy(kind), gap(kind) + fewer(kind), rounds(kind) or DASH
-        out.add_row(kind.name, *told, *numbers, statuses, kind.proof)
+        statuses = ", ".join(text for _, text in group.statuses)
+        told = accuracy_text(group), difference_text(group) + compared_seeds_text(group), rounds_text(group) or DASH
+        out.add_row(group.name, *told, *numbers, statuses, group.proof)
     return out
 
 
@@ -118,9 +118,9 @@ def wide() -> Console:
     return Console(width=max(_LEAST, Console().width) if sys.stdout.isatty() else 120, markup=False)
 
 
-def _proofs(found: Sequence[TrainingGroup]) -> Iterator[str]:
+def _proofs(groups: Sequence[TrainingGroup]) -> Iterator[str]:
     """Write out what is proven, and of what, where something is."""
-    for kind in found:
-        if kind.worst and kind.worst["epsilon"]:
-            doubt = f". Above {MEANINGLESS:g}: no guarantee to rely on" if kind.hollow else ""
-            yield f"Proven of {kind.name}: {kind.worst['guarantee']}{doubt}."
+    for group in groups:
+        if group.worst and group.worst["epsilon"]:
+            doubt = f". Above {MEANINGLESS:g}: no guarantee to rely on" if group.is_meaningless else ""
+            yield f"Proven of {group.name}: {group.worst['guarantee']}{doubt}."

@@ -13,7 +13,7 @@ from torch.func import vmap
 
 from gradveil.core.chain import split
 from gradveil.core.errors import FOREIGN
-from gradveil.core.tree import Tensors, alike, all_finite, plain, select, single, wide
+from gradveil.core.tree import Tensors, all_finite, plain, select, single, wide
 from gradveil.core.types import Batch, Context, Domain, Features, Public, Transform
 from gradveil.gradients.input_sensitivity import example_squared_row_norms
 from gradveil.gradients.objective import Objective, example_gradients, last_inputs, mean_gradient
@@ -148,7 +148,8 @@ class DefendedGradient:
         """Return the same mean from sums in float64 of the examples that were drawn, each computed by itself.
 
         Its size on the machine is that of one example, whatever the others are and however many: not even rounding
-        tells of them. One whose gradient cannot be computed, or is not finite, counts as zeros.
+        tells of them. Each has a copy of the model and the loss, which may keep something of the examples they have
+        seen. One whose gradient cannot be computed, or is not finite, counts as zeros.
         """
         examples = len(batch.inputs)
         by_example = [name for name in noise if name.startswith("model.")]
@@ -176,7 +177,7 @@ class DefendedGradient:
     ) -> tuple[Tensors, dict[str, float]]:
         """Return the gradient of one example, and what its tensors are multiplied by."""
         # In no sweep: a trial of whether examples meet in a model says nothing of other weights.
-        rows = wide(example_gradients(self.objective, *self.parted(params), one, select(noise, "model")))
+        rows = wide(example_gradients(self.objective.copied(), *self.parted(params), one, select(noise, "model")))
         if not bool(all_finite(rows)):
             LOG.error("an example's gradient is not finite")
             return {}, {}
@@ -211,14 +212,16 @@ class DefendedGradient:
         state: Tensors,
         included: Tensor | None = None,
     ) -> tuple[Tensors, Tensors]:
-        """Transform the mean gradient; return it with the state after it."""
+        """Transform the mean gradient; return it with the state after it.
+
+        It is in single precision at least: rounded here, it would reach the noise of what is sent as another sum.
+        """
         if mean is None:
-            return alike(g, params), {}
+            return wide(g), {}
         context = self.context(params, batch, select(noise, "model"))
         if included is not None:
             context = replace(context, expected=self.expected, included=included)
-        sent, after = mean.apply(wide(g), state, select(noise, "step"), context)
-        return alike(sent, params), after
+        return mean.apply(wide(g), state, select(noise, "step"), context)
 
     def context(
         self,

@@ -204,6 +204,7 @@ class Pipeline:
                 inputs.append(StepInput(batch, {**noise, **held}, drawn[i][t] if local.sampling == "poisson" else None))
             at = start if t == 0 else {name: now[name][: len(inputs)] if several else now[name] for name in start}
             g, state = self._step(at, frozen, inputs, state, shared=t == 0)
+            g = alike(g, now)
             if free:
                 g |= self._free_gradient({**frozen, **at}, inputs[0], kept, {name: now[name] for name in free})
             return {name: _filled(value, len(tasks)) for name, value in g.items()} if several else g
@@ -264,7 +265,7 @@ class Pipeline:
                 inner = {**off, **select(spread(kept, examples), "model")}
             context = self.gradient.context(params, batch, inner, select(self.messages, "send"), outputs)
             update, send_state = self.send.apply(wide(update), select(state, "send"), select(noise, "send"), context)
-            update = alike(update, params)
+        update = alike(update, params)
         after = {**after, **under("send", send_state)}
         return update, {name: after[name] for name in state if name in after} | after  # in the order of `init`
 

@@ -72,8 +72,9 @@ def _reasons(client: Client, batch: Batch) -> list[Problem]:
     if targets.ndim == 1 and 0 < len(targets) == len(inputs):
         some = [0, -1, int(targets.argmin()), int(targets.argmax())]
         batch = Batch(inputs[some], targets[some])
+    copied = client.objective.copied()  # the own ones would keep what they have seen
     with torch.enable_grad():
-        return check(client.model, batch, client.loss)
+        return check(copied.model, batch, copied.loss)
 
 
 def _drawn(client: Client, params: Tensors, task: ClientTask) -> Task:

@@ -18,6 +18,7 @@ from torch import Tensor
 from gradveil.core.errors import Problem, fail
 from gradveil.core.formatting import plural
 from gradveil.core.noise import NoiseSpec
+from gradveil.core.space import Space
 from gradveil.core.tree import Tensors, multiplied, tmap
 
 Loss = Callable[[Tensor, Tensor], Tensor]
@@ -33,11 +34,9 @@ class Batch(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Domain:
-    """What a client's examples are: valid inputs between `lower` and `upper` (black and white), of so many classes."""
+    """What a client's examples are: their kind, and so many classes."""
 
-    lower: Tensor
-    """[C, 1, 1], in the model's (normalised) space."""
-    upper: Tensor
+    space: Space
     classes: int
     public: Tensor | None = None
     """[M, C, H, W] examples like them that everybody has: some batch defences mix with those, some noise is fitted to

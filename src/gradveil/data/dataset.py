@@ -6,12 +6,14 @@ import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from gradveil.core.errors import Problem, refuse
+from gradveil.spaces import ImageSpace
 
 
 @dataclass(frozen=True, repr=False)
@@ -23,8 +25,8 @@ class Dataset:
 
     >>> data = Dataset("dots", torch.tensor([-1.0, 1.0]).reshape(2, 1, 1, 1), torch.tensor([0, 1]), ("off", "on"),
     ...                mean=(0.5,), std=(0.5,))
-    >>> data.pixels.flatten(), [bound.item() for bound in data.bounds]
-    (tensor([0., 1.]), [-1.0, 1.0])
+    >>> data.views.flatten()
+    tensor([0., 1.])
     """
 
     name: str
@@ -66,26 +68,16 @@ class Dataset:
         """Channels of each image."""
         return self.inputs.shape[1]
 
-    @property
-    def bounds(self) -> tuple[Tensor, Tensor]:
-        """The normalised values of black (0) and white (1), each [C, 1, 1]: where every input lies."""
-        mean, std = self._statistics(self.inputs)
-        return (0 - mean) / std, (1 - mean) / std
+    @cached_property
+    def space(self) -> ImageSpace:
+        """What one example is."""
+        channels, height, width = self.inputs.shape[1:]
+        return ImageSpace((channels, height, width), self.mean, self.std)
 
     @property
-    def pixels(self) -> Tensor:
+    def views(self) -> Tensor:
         """The images as pixels in [0, 1]."""
-        return self.denormalise(self.inputs)
-
-    def normalise(self, pixels: Tensor) -> Tensor:
-        """Map pixels [..., C, H, W] to the values a model sees."""
-        mean, std = self._statistics(pixels)
-        return (pixels - mean) / std
-
-    def denormalise(self, inputs: Tensor) -> Tensor:
-        """Map what a model sees [..., C, H, W] to pixels, clamped to [0, 1] (a NaN stays a NaN)."""
-        mean, std = self._statistics(inputs)
-        return (inputs * std + mean).clamp(0, 1)
+        return self.space.view(self.inputs)
 
     def subset(self, indices: Tensor | Sequence[int]) -> Dataset:
         """Keep the images at these positions, in this order."""
@@ -105,11 +97,6 @@ class Dataset:
         column = [str(value) for value in self.column[:count]]
         said = (len(self.classes), self.marks[:count], self.targets[:count].tolist(), column)
         return hashlib.sha256(json.dumps(said).encode()).hexdigest()[:16]
-
-    def _statistics(self, like: Tensor) -> tuple[Tensor, Tensor]:
-        shape = (self.channels, 1, 1)
-        mean, std = (torch.tensor(values, dtype=like.dtype, device=like.device) for values in (self.mean, self.std))
-        return mean.reshape(-1, 1, 1).expand(shape), std.reshape(-1, 1, 1).expand(shape)
 
     def _problems(self) -> list[Problem]:
         where, inputs, targets = f"data {self.name!r}", self.inputs, self.targets
@@ -134,7 +121,8 @@ class Dataset:
             what = f"mean {self.mean} and std {self.std} do not fit {self.channels} channel(s)"
             problems.append(Problem(where, what, "give one number, or one for each channel, with every std above 0"))
             return problems
-        lowest, highest = torch.aminmax((inputs - self.bounds[0]) * self._statistics(inputs)[1])
+        black, white = self.space.bounds(inputs)
+        lowest, highest = torch.aminmax((inputs - black) / (white - black))
         if not torch.isfinite(lowest + highest):
             row = int((~torch.isfinite(inputs)).flatten(1).any(1).nonzero()[0])
             problems.append(Problem(where, f"image {row} holds NaN or infinite pixels", "repair or remove it"))

@@ -172,16 +172,18 @@ def probabilities(batch: Batch, domain: Domain | None) -> Tensor:
         return targets
     if domain is None:
         what = "holds class numbers, and how many classes there are is not known"
-        raise fail("batch.targets", what, "give Client(domain=Domain(lower, upper, classes)), or probabilities")
+        raise fail(
+            "batch.targets", what, "give Client(domain=Domain(ImageSpace(shape, mean, std), classes)), or probabilities"
+        )
     return (targets.unsqueeze(-1) == torch.arange(domain.classes, device=targets.device)).to(batch.inputs.dtype)
 
 
 def bounds(batch: Batch, domain: Domain | None, owner: str) -> tuple[Tensor, Tensor]:
     """Return the least and the greatest valid input, each [C, 1, 1]."""
     if domain is None:
-        remedy = "give Client(domain=Domain(lower, upper, classes)): black and white as the model sees them"
+        remedy = "give Client(domain=Domain(ImageSpace(shape, mean, std), classes))"
         raise fail(owner, "needs to know which inputs are valid", remedy)
-    return domain.lower.to(batch.inputs), domain.upper.to(batch.inputs)
+    return domain.space.bounds(batch.inputs)
 
 
 def _mixed(value: Tensor, noise: Mapping[str, Tensor]) -> Tensor:

@@ -33,6 +33,7 @@ from torch import Tensor
 
 from gradveil.client import Client
 from gradveil.core.chain import Chain
+from gradveil.core.errors import UNFIT, fail
 from gradveil.core.noise import Noise, NoiseSpec
 from gradveil.core.secure_noise import Rounded
 from gradveil.core.tree import Tensors
@@ -113,7 +114,8 @@ def deployed(client: Client, batch: Batch) -> Deployed:
     """Put exact clips, and noise on a grid, in the place of those that the client's promise counts.
 
     It is for the client of a round (`scheduled`). Noises that follow each other are drawn as one, whose variance is the
-    sum of theirs. A client whose noise proves nothing stays as it is.
+    sum of theirs. A client whose noise proves nothing stays as it is. One whose model or loss cannot be copied is
+    refused: every example has a copy of its own.
     """
     chain = [stage for slot in (client.step, client.send) for _, stage in stages(slot)]
     runs = counted(client, batch)
@@ -133,9 +135,19 @@ def deployed(client: Client, batch: Batch) -> Deployed:
         chain[first] = LatticeGaussian(math.sqrt(run.variance), grid=Grid.of(run.bound, entries))
         for place in rest:
             chain[place] = Gaussian(0.0)
+    if any(stage.exact for stage in chain if stage.per_example):
+        _copy(client)
     steps = len(stages(client.step))
     step, send = _like(client.step, chain[:steps]), _like(client.send, chain[steps:])
     return Deployed(replace(client, step=step, send=send), without)
+
+
+def _copy(client: Client) -> None:
+    try:
+        client.objective.copied()
+    except UNFIT as error:
+        remedy = "leave out what copy.deepcopy refuses, such as tensors that were computed, locks or open files"
+        raise fail("client", f"has a model or a loss that cannot be copied ({error})", remedy) from error
 
 
 def _like(slot: Transform | None, chain: list[Transform]) -> Transform | None:

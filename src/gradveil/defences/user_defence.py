@@ -138,7 +138,7 @@ def faults(defence: Defence, client: Client, batch: Batch) -> Iterator[Problem]:
     found = list(_parts(client, own))
     yield from found
     if not any(problem.severity == "error" for problem in found) and any(users(surgery) for surgery in defence.model):
-        bounds = (client.domain.lower, client.domain.upper) if client.domain else None
+        bounds = client.domain.space.bounds(own.inputs) if client.domain else None
         classes = client.domain.classes if client.domain else None
         yield from check(client.model, own, client.loss, bounds=bounds, classes=classes)
 

@@ -14,18 +14,24 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import grad
 
 from gradveil.client import Client
 from gradveil.core.tree import Tensors, single
 from gradveil.core.types import Batch
+from gradveil.federated.weight_gradients import (
+    CONVOLUTIONS,
+    Owned,
+    Part,
+    WeightGradients,
+    agreement,
+    as_linear,
+    source_gradients,
+)
 from gradveil.nn.module_paths import call_on
 from gradveil.nn.normalisation import BatchStatistics
 from gradveil.nn.stochastic import collect_penalties
 from gradveil.nn.surgery import BatchNorm
 
-CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
-_GRADIENTS: dict[int, Callable[..., Tensor]] = {3: grad.conv1d_weight, 4: grad.conv2d_weight, 5: grad.conv3d_weight}
 _SAME = 1 - 1e-6
 """The cosine of two units' errors that are one and the same up to a factor."""
 _ROUNDING = 1e-10
@@ -53,32 +59,6 @@ def unit_scales(errors: Tensor) -> Tensor:
     """
     largest = errors.abs().flatten(0, -2).amax(0) if len(errors) else errors.new_ones(errors.shape[-1])
     return torch.where(largest > 0, largest, 1.0)
-
-
-@dataclass(frozen=True)
-class Owned:
-    """Units, or differences of units, of which one example has nearly all the error."""
-
-    rows: Tensor
-    """Their places [n]."""
-    owner: Tensor
-    """Their examples [n]."""
-
-    @staticmethod
-    def of(sizes: Tensor, least: float) -> Owned:
-        """Find them in sizes of errors [B, K], on each unit's own scale, by an example's least share of a unit's sum.
-
-        >>> Owned.of(torch.tensor([[1.0, 1.0, 0.0], [0.0, 1.0, 0.0]]), 0.99).rows
-        tensor([0])
-        """
-        total, (most, owner) = sizes.sum(0), sizes.max(0)
-        rows = ((most > least * total) & (total > 0)).nonzero().flatten()
-        return Owned(rows, owner[rows])
-
-    @property
-    def examples(self) -> frozenset[int]:
-        """The examples."""
-        return frozenset(self.owner.tolist())
 
 
 def shared_support(support: Tensor) -> tuple[int, Tensor, int]:
@@ -269,59 +249,6 @@ class Inputs:
         return float((own.clamp(min=0) / others.clamp(min=1e-60)).sqrt().max())
 
 
-@dataclass(frozen=True)
-class WeightGradients:
-    """Gradients of a layer's weight, of some examples, made from its inputs and errors where they are asked for."""
-
-    module: nn.Module
-    parts: list[tuple[Tensor, Tensor]]
-
-    def of(self, place: slice) -> Tensor | None:
-        """Sum the gradients [K, ...] of the examples at a place; None where a padding has no formula here."""
-        module: Any = self.module
-        total: Tensor | None = None
-        for x, errors in self.parts:
-            if isinstance(module, nn.Linear):
-                part = errors[place].flatten(0, -2).T @ x[place].flatten(0, -2)
-            elif isinstance(module.padding, str) or module.padding_mode != "zeros":
-                return None
-            else:
-                how = (module.stride, module.padding, module.dilation, module.groups)
-                part = _GRADIENTS[x.ndim](x[place], module.weight.shape, errors[place], *how).flatten(1)
-            total = part if total is None else total + part
-        return total
-
-    def shown(self, owned: Owned, sent: Tensor, most: float) -> frozenset[int]:
-        """Return the examples one of whose own rows is, up to a factor, the row that is sent."""
-        found: set[int] = set()
-        for example in owned.examples:
-            own = self.of(slice(example, example + 1))
-            rows = owned.rows[owned.owner == example]
-            if own is not None and bool((1 - _agreement(own[rows], sent.flatten(1)[rows]) < most).any()):
-                found.add(example)
-        return frozenset(found)
-
-    def kept(self, owned: Owned, sent: Tensor, most: float) -> frozenset[int]:
-        """Return the owners of rows that are sent as the whole batch made them, up to a factor."""
-        own = self.of(slice(None)) if len(owned.rows) else None
-        if own is None:
-            return frozenset()
-        same = 1 - _agreement(own[owned.rows], sent.flatten(1)[owned.rows]) < most
-        return frozenset(owned.owner[same].tolist())
-
-    def agreement(self, sent: Tensor) -> float:
-        """Return cos^2 of the whole gradient with what is sent; 1 where it cannot be computed."""
-        own = self.of(slice(None))
-        return 1.0 if own is None else float(_agreement(own.flatten()[None], sent.flatten()[None]))
-
-
-def _agreement(own: Tensor, sent: Tensor) -> Tensor:
-    """Return cos^2 of each pair of rows."""
-    own, sent = own.double(), sent.double()
-    sizes = own.norm(dim=1) * sent.norm(dim=1)
-    return ((own * sent).sum(1) / sizes.clamp(min=1e-300)).square()
-
-
 SILENT = 0.2
 """A layer that learns from a smaller share of the examples is compared with its gradient as a whole."""
 _READ, _VISIBLE = 0.02, 0.1
@@ -388,6 +315,24 @@ class Isolated:
         return (self,) if self.columns is None else (self, self.columns)
 
 
+@dataclass(frozen=True)
+class _Rows:
+    """Rows of layers that take the same inputs: errors and their support [tokens, K], and what is sent [K, n]."""
+
+    errors: Tensor
+    sent: Tensor | None
+    support: Tensor
+
+    @staticmethod
+    def joined(layers: list[_Rows]) -> _Rows:
+        """Return the last layer's rows with those of the others, if what is sent of them is known as well."""
+        alike = [own for own in layers if (own.sent is None) is (layers[-1].sent is None)]
+        errors, sent = torch.cat([own.errors for own in alike], 1), [own.sent for own in alike if own.sent is not None]
+        if not _affordable(errors):
+            return layers[-1]
+        return _Rows(errors, torch.cat(sent) if sent else None, torch.cat([own.support for own in alike], 1))
+
+
 @dataclass
 class Pass:
     """One pass of a client's model over a batch, with hooks on its layers."""
@@ -415,6 +360,15 @@ class Pass:
         self._errors = torch.ones(len(self.batch.inputs), device=self.batch.inputs.device)
         self._passed: dict[str, Tensor] = {}
         self._normed: dict[str, tuple[Owned, bool]] = {}
+        self._inputs: dict[str, tuple[object, ...]] = {}
+        self._beside: dict[tuple[object, ...], list[_Rows]] = {}
+        self._apart = False
+        names, modules = {id(p): name for name, p in self.client.model.named_parameters()}, self.client.model
+        self._names = {
+            f"{path}.{kind}": names[id(p)]
+            for path, module in modules.named_modules()
+            for kind, p in module.named_parameters(recurse=False)
+        }
 
     def run(self) -> list[Isolated]:
         """Run the model forward and backward, and return its layers in the order of the forward pass."""
@@ -441,6 +395,14 @@ class Pass:
             self._made.clear()
         return [self.found[path] for path in self._calls if path in self.found]
 
+    @property
+    def unseen(self) -> tuple[str, ...]:
+        """Name what is sent of matrices (and larger tensors) that belong to no layer which was looked at."""
+        looked = {self._names.get(f"{path}.weight") for path in self.found}
+        within = tuple(f"{path}." for path in self.found if path)
+        matrices = [name for name, value in self.sent.items() if value.ndim > 1 and bool(value.any())]
+        return tuple(name for name in matrices if name not in looked and not name.startswith(within))
+
     def _outputs(self, errors: Tensor) -> Tensor | None:
         size = _wide(errors).flatten(1).norm(dim=1)
         size = torch.where(size > _SURE * size.max(), size, torch.inf)
@@ -456,13 +418,14 @@ class Pass:
 
         def hook(_module: nn.Module, arguments: tuple[Any, ...], output: Any) -> Any:
             given: Any = arguments[0] if arguments else None
-            if not self._by_example(given) or not self._by_example(output):
+            if self._apart or not self._by_example(given) or not self._by_example(output):
                 return output
             output = output if output.requires_grad else output + start
             self._calls[path] = self._calls.get(path, 0) + 1
             before, _ = self._made.get(id(given), ("", given))
             self._made[id(output)] = path, output
             self._passed[path] = output.detach() > 0
+            self._inputs[path] = given.data_ptr(), given.shape, given.stride()
 
             def back(errors: Tensor) -> None:
                 parts = self._parts.setdefault(path, [])
@@ -477,6 +440,12 @@ class Pass:
 
     def _layer(self, path: str, module: nn.Module, parts: list[tuple[Tensor, Tensor]], before: str) -> None:
         """Count what a layer isolates, once all of its errors have come."""
+        gradients = WeightGradients(module, parts)
+        sent, rows = None, as_linear(module, parts)
+        if isinstance(module, (nn.Linear, *CONVOLUTIONS)):
+            sent = self._sent(path, gradients)
+        if rows is not None and _affordable(rows[1]):
+            self._remember(path, rows, sent)
         if self.only is not None and self.only.isdisjoint((path, before)):
             return
         # A norm has its units where the layer before it has them: 1 of [B, C, L], the last of [B, H, W, C].
@@ -493,9 +462,8 @@ class Pass:
         found = Isolated(path, int(live.sum()), len(raw.rows), raw.examples, relative.examples)
         mixed = (total.square() / sizes.square().sum(0))[live].median() if bool(live.any()) else 0.0
         found = replace(found, effective=float(mixed), heard=self._heard([errors for _, errors in parts]))
-        gradients, sent = WeightGradients(module, parts), _maybe_wide(self.sent.get(f"{path}.weight"))
-        if isinstance(module, nn.Linear) and len(parts) == 1 and _affordable(parts[0][1]):
-            found = self._tokens(found, *parts[0], sent, self._support(path, parts[0][1].flatten(0, -2)))
+        if rows is not None and _affordable(rows[1]):
+            found = self._tokens(found, *rows, sent)
         elif sent is not None:
             read, visible = gradients.shown(raw, sent, _READ), gradients.shown(relative, sent, _VISIBLE)
             found = replace(found, read=read, visible=visible)
@@ -507,8 +475,33 @@ class Pass:
         if path in self._normed:
             found = _behind_norm(found, gradients, sent, *self._normed[path])
         if sent is not None and found.heard < SILENT:
-            found = replace(found, agreement=gradients.agreement(sent))
+            found = replace(found, agreement=gradients.agrees(sent))
         self.found[path] = found
+
+    def _sent(self, path: str, gradients: WeightGradients) -> Tensor | None:
+        """Return what is sent of a layer's weight; its own gradient where what it is computed from shows that."""
+        if f"{path}.weight" in self._names:
+            return self._told(path, "weight")
+        sources = {
+            name: f"{path}.{name}" for name, _ in gradients.module.named_parameters() if f"{path}.{name}" in self.sent
+        }
+        if sources.keys() <= {"bias"}:
+            return None
+        self._apart = True
+        own = source_gradients(gradients.module, {n: self.params[full] for n, full in sources.items()}, gradients.parts)
+        self._apart = False
+        told = torch.cat([_wide(self.sent[full]).flatten() for full in sources.values()])[None]
+        return gradients.of(slice(None)) if float(1 - agreement(own, told)) < _KEPT else None
+
+    def _told(self, path: str, kind: str) -> Tensor | None:
+        """Return what is sent of a layer's parameter, whatever it is called."""
+        return _maybe_wide(self.sent.get(self._names.get(f"{path}.{kind}", "")))
+
+    def _remember(self, path: str, rows: Part, sent: Tensor | None) -> None:
+        """Keep a layer's rows for the layers that take the same inputs."""
+        errors = rows[1].flatten(0, -2)
+        own = _Rows(errors, None if sent is None else sent.flatten(1), self._support(path, errors))
+        self._beside.setdefault(self._inputs[path], []).append(own)
 
     def _heard(self, errors: list[Tensor]) -> float:
         """Return the share of the examples that a layer learns from; 1 if hardly an example has an error."""
@@ -521,17 +514,22 @@ class Pass:
 
     def _support(self, path: str, sizes: Tensor) -> Tensor:
         """Tell which units each example opens [B, K]: by errors, or if none is zero (leaky activations) by outputs."""
-        support, passed = sizes != 0, self._passed[path]
+        support, passed = sizes != 0, self._passed[path].flatten(1)
         leaky = bool(support[support.any(1)].all()) and passed.shape == support.shape
         return support & passed if leaky else support
 
-    def _tokens(self, found: Isolated, x: Tensor, errors: Tensor, sent: Tensor | None, support: Tensor) -> Isolated:
-        """Count a linear layer's units and differences of two, token by token, and solve for its inputs."""
+    def _tokens(self, found: Isolated, x: Tensor, errors: Tensor, sent: Tensor | None) -> Isolated:
+        """Count a linear layer's units and differences of two, token by token, and solve for its inputs.
+
+        Layers that have been looked at and take the same inputs count as more rows of this one.
+        """
         each = len(x.flatten(0, -2)) // len(x)
         x, errors = x.flatten(0, -2), errors.flatten(0, -2)
         size = self._errors.repeat_interleave(each)
-        sets = _sets(Inputs(x), errors, size, sent, support)
-        if sent is not None and (shift := _maybe_wide(self.sent.get(f"{found.layer}.bias"))) is not None:
+        sent = None if sent is None else sent.flatten(1)
+        rows = _Rows.joined(self._beside[self._inputs[found.layer]])
+        sets = _sets(Inputs(x), rows.errors, size, rows.sent, rows.support)
+        if sent is not None and (shift := self._told(found.layer, "bias")) is not None:
             sets["read"] |= Inputs(x).solved(divided(sent, shift), _READ)
         columns = self._columns(found.layer, x, errors, sent)
         if sent is not None:
@@ -550,12 +548,10 @@ class Pass:
         length = torch.where(length > _SURE * length.amax(), length, torch.inf).to(x)
         turned = torch.where(length.isfinite()[:, None], x * length[:, None], 0.0)
         inputs, update = Inputs(errors / length[:, None]), None if sent is None else sent.T
-        found, weight = (
-            _sets(inputs, turned, length, update, turned != 0),
-            _maybe_wide(self.params.get(f"{path}.weight")),
-        )
+        found = _sets(inputs, turned, length, update, turned != 0)
+        weight = _maybe_wide(self.params.get(self._names.get(f"{path}.weight", "")))
         if update is not None and weight is not None:
-            silent = ((errors @ weight == 0) | (turned == 0)).all(0) & (turned != 0).any(0)
+            silent = ((errors @ weight.flatten(1) == 0) | (turned == 0)).all(0) & (turned != 0).any(0)
             quiet = turned[:, silent]
             found["visible"] = _sets(inputs, quiet, length, update[silent], quiet != 0)["visible"]
         return found

@@ -111,11 +111,11 @@ class LocalConfig(Section):
             raise ValueError("needs exactly one of steps and epochs")
         return self
 
-    def title(self, examples: int) -> str:
-        """Say in a few words how a client with so many examples trains.
+    def words(self, examples: int) -> str:
+        """Describe in a few words how a client with so many examples trains.
 
-        >>> LocalConfig(lr=0.1, steps=4).title(8), LocalConfig(lr=0.1, epochs=1, batch=2, momentum=0.9).title(8)
-        ('local T=4 sgd lr=0.1', 'local epochs=1 sgd lr=0.1, batch=2, momentum=0.9')
+        >>> LocalConfig(lr=0.1, steps=4).words(8), LocalConfig(lr=0.1, epochs=1, batch=2, momentum=0.9).words(8)
+        ('T=4 sgd lr=0.1', 'epochs=1 sgd lr=0.1, batch=2, momentum=0.9')
         """
         length = f"T={self.steps}" if self.steps else f"epochs={self.epochs}"
         more = [f"batch={self.batch}"] if self.batch not in (None, examples) else []
@@ -123,7 +123,7 @@ class LocalConfig(Section):
         more += ["Nesterov"] if self.nesterov else []
         more += [f"weight decay={self.weight_decay:g}"] if self.weight_decay else []
         more += ["Poisson"] if self.sampling == "poisson" else []
-        return ", ".join([f"local {length} {self.optimiser} lr={self.lr:g}", *more])
+        return ", ".join([f"{length} {self.optimiser} lr={self.lr:g}", *more])
 
     def build(self, examples: int) -> Local:
         """Return the client's local training for this many examples."""

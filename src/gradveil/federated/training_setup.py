@@ -193,8 +193,7 @@ class TrainingSetting:
             refuse(misfits(net, self.weights, f"model.weights '{config.model.weights}'"))
             put_weights(net, self.weights)
         smallest = min(len(train) for train, _ in self.hands(seed))
-        lower, upper = (bound.to(config.device, self.dtype) for bound in images.bounds)
-        domain = Domain(lower, upper, count_classes(net, images.inputs[:1], len(images.classes)))
+        domain = Domain(images.space, count_classes(net, images.inputs[:1], len(images.classes)))
         local = config.local.build(smallest) if config.local else None
         trainable = tuple(config.trainable) if config.trainable else None
         return Client(net, self.loss, local=local, trainable=trainable, domain=domain)
@@ -318,7 +317,9 @@ def setting_problems(setting: TrainingSetting) -> Iterator[Problem]:
             federation.client.noise_spec(federation.client.params(), smallest)
             if i == 0:
                 model = federation.client.model
-                found = check(model, few, setting.loss, bounds=images.bounds, classes=len(images.classes))
+                found = check(
+                    model, few, setting.loss, bounds=images.space.bounds(few.inputs), classes=len(images.classes)
+                )
                 yield from (_of_model(problem, model, config) for problem in found)
         except GradveilError as error:
             yield from (Problem(f"{where}: {p.where}", p.what, p.remedy) for p in error.problems)

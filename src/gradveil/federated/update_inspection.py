@@ -57,11 +57,15 @@ class Exposure:
     read: frozenset[int]
     """Those of them that can be read from what is sent."""
     share: float
-    """The share of the first gradient's examples that can be read, or of that many all that the sum of local steps
-    shows: the larger of both."""
+    """The share of the first gradient's examples that can be read, or of that many all that the sum of local steps or
+    the difference from the last update shows: the largest of them."""
     malice: tuple[Finding, ...] = ()
     summed: int = 0
     """Examples that the sum of local steps shows, of all that the client has."""
+    between: int = 0
+    """Examples that the difference from the last update shows, of all that the client has."""
+    unseen: tuple[str, ...] = ()
+    """Matrices of the update whose gradients nothing was counted in: of what they show this says nothing."""
 
     @property
     def judged(self) -> bool:
@@ -78,6 +82,8 @@ class Exposure:
         what = f"{count} of a gradient can be read in closed form ({self.share:.0%}; {allowed:.0%} allowed)"
         if self.summed:
             what += f"; the sum of local steps shows {self.summed} examples"
+        if self.between:
+            what += f"; the difference from the last update shows {self.between} examples"
         if not self.judged:
             what += (
                 f"; batches of up to {JUDGED} examples leak at honest models too, so this says nothing of the server"
@@ -92,27 +98,31 @@ def exposure(
     sent: Mapping[str, Tensor],
     previous: Mapping[str, Tensor] | None = None,
     first: First | None = None,
+    last: Mapping[str, Tensor] | None = None,
 ) -> Exposure:
     """Measure what an update `sent` in answer to `params` shows of a batch.
 
     `previous` are parameters (and buffers) that an earlier round began with. `first` is what the model was given for
-    the first gradient; without it the batch's first examples, and model noise that is off.
+    the first gradient; without it the batch's first examples, and model noise that is off. `last` is the update that
+    was sent before this one: a server subtracts what examples show in both.
     """
     first = _first(client, batch) if first is None else first
     inputs = first[0].inputs
     if not len(inputs):
         return Exposure((), 0, frozenset(), 0.0)
-    layers = Pass(client, params, *first, sent).run()
+    look = Pass(client, params, *first, sent)
+    layers = look.run()
     read = frozenset[int]().union(*(layer.read for layer in layers))
     summed = _of_all(client, batch, sent) if client.local is not None else 0
-    share = max(len(read) / len(inputs), min(1.0, summed / len(inputs)))
+    between = 0 if last is None else _of_all(client, batch, {n: sent[n] - v for n, v in last.items() if n in sent})
+    share = max(len(read) / len(inputs), min(1.0, max(summed, between) / len(inputs)))
     suspects = [side for layer in layers for side in layer.sides if _suspect(side, len(inputs))]
     looked = frozenset(layer.layer for layer in layers if not set(suspects).isdisjoint(layer.sides))
     compared = _Comparison(client, params, first, previous, looked)
     malice = tuple(finding for layer in suspects if (finding := compared.judge(layer)) is not None)
     if not malice and summed > ALLOWED * len(inputs) and len(inputs) < len(batch.inputs) <= _WHOLE:
         malice = _over_all_steps(client, params, batch, sent, previous, len(inputs))
-    return Exposure(tuple(layers), len(inputs), read, share, malice, summed)
+    return Exposure(tuple(layers), len(inputs), read, share, malice, summed, between, look.unseen)
 
 
 def _over_all_steps(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Generator, Iterable, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
+from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import cast
@@ -61,6 +62,14 @@ class Objective:
         """Whether a tensor of the model has several names."""
         own = [*self.model.named_parameters(remove_duplicate=False), *self.model.named_buffers(remove_duplicate=False)]
         return len({id(value) for _, value in own}) < len(own)
+
+    def copied(self) -> Objective:
+        """Return one of its own model and loss: what they keep from call to call (a state, a mean) stays in the copy.
+
+        Parameters are shared. What lies outside of both (a closure's variables, say) is not copied.
+        """
+        shared: dict[int, object] = {id(value): value for value in self.model.parameters()}
+        return Objective(*deepcopy((self.model, self.loss, dict(self.replaced)), shared))
 
     def outputs(
         self, params: Mapping[str, Tensor], inputs: Tensor, noise: Mapping[str, Tensor], *, checked: bool = False

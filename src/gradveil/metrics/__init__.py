@@ -1,8 +1,13 @@
 """How close a reconstruction is to the truth, as pure functions of both."""
 
+import inspect
 from collections.abc import Callable
+from difflib import get_close_matches
 from typing import Any, Literal, NamedTuple
 
+from gradveil.core.errors import fail
+from gradveil.core.plugins import Catalogue, Plugin
+from gradveil.core.user_code import imported
 from gradveil.metrics import image_similarity, label_scores, update_cost
 from gradveil.metrics.image_similarity import (
     Missing,
@@ -75,7 +80,41 @@ METRICS: dict[str, Metric] = {
 }
 """Every metric by name. Legacy ones are named after the program whose numbers they reproduce."""
 
+
+def _plugged(plugin: Plugin) -> Metric:
+    """Make the entry of a metric that a package has."""
+    return _entry(plugin.path)
+
+
+def _entry(path: str) -> Metric:
+    """Make the entry of a user's metric: a `Metric`, or a function of (candidate, truth)."""
+    found = imported(path, f"metric {path}")
+    if isinstance(found, Metric):
+        return found
+    if not callable(found):
+        what, remedy = f"is a {type(found).__name__}", "name a function (candidate, truth) -> scores, or a Metric"
+        raise fail(f"metric {path}", what, remedy)
+    return Metric(found, (inspect.getdoc(found) or path).splitlines()[0], True, "images")
+
+
+ALL_METRICS: Catalogue[Metric] = Catalogue("metrics", "metric", METRICS, _plugged)
+"""`METRICS`, and those of installed packages."""
+
+
+def metric(name: str) -> Metric:
+    """Return a metric of reconstructions: of `METRICS`, of an installed package, or a user's `pkg.module:name`."""
+    if ":" in name:
+        return _entry(name)
+    names = [known for known in ALL_METRICS if known not in METRICS or METRICS[known].of == "images"]
+    if name not in names:
+        near = get_close_matches(name, names, n=1)
+        remedy = f"did you mean '{near[0]}'?" if near else f"choose from: {', '.join(names)}; or pkg.module:function"
+        raise fail(f"metric {name}", "is no metric of reconstructions", remedy)
+    return ALL_METRICS[name]
+
+
 __all__ = [
+    "ALL_METRICS",
     "METRICS",
     "Metric",
     "Missing",
@@ -89,6 +128,7 @@ __all__ = [
     "lpips",
     "match_batch",
     "matched_label_accuracy",
+    "metric",
     "mse",
     "mse_adadefense",
     "pairwise_mse",

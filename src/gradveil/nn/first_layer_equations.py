@@ -44,7 +44,7 @@ class InputEquations:
 
 
 def shown(
-    model: nn.Module, params: Tensors, shape: tuple[int, int, int], trained: Collection[str]
+    model: nn.Module, params: Tensors, shape: tuple[int, ...], trained: Collection[str]
 ) -> tuple[InputEquations | None, list[Problem]]:
     """Find the equations that show the input of the model's first layer, or say why there are none.
 
@@ -75,7 +75,7 @@ def shown(
     return InputEquations(path, *found, pixels), []
 
 
-def _used_again(model: nn.Module, params: Tensors, path: str, shape: tuple[int, int, int]) -> bool:
+def _used_again(model: nn.Module, params: Tensors, path: str, shape: tuple[int, ...]) -> bool:
     """Whether the weight of the first layer, which runs once, is another layer's too, and has a gradient from there."""
     weight, image = params[f"{path}.weight"].detach().clone().requires_grad_(), _some_image(params, shape)
     layer, kept = at(model, path), list[tuple[Tensor, Tensor]]()
@@ -94,7 +94,7 @@ def _used_again(model: nn.Module, params: Tensors, path: str, shape: tuple[int, 
     return bool((whole - own).norm() > max(_EQUAL, 10 * torch.finfo(own.dtype).eps) * own.norm())
 
 
-def _some_image(params: Tensors, shape: tuple[int, int, int]) -> Tensor:
+def _some_image(params: Tensors, shape: tuple[int, ...]) -> Tensor:
     example = next(iter(params.values()))
     return torch.linspace(-1, 1, prod(shape)).cos().view(1, *shape).to(example)
 
@@ -103,9 +103,7 @@ def _some_loss(answer: Tensor) -> Tensor:
     return answer.flatten(1).logsumexp(1).sum() - answer.flatten(1)[:, 0].sum()
 
 
-def _pixels(
-    model: nn.Module, path: str, layer: nn.Module, shape: tuple[int, int, int], example: Tensor
-) -> Tensor | None:
+def _pixels(model: nn.Module, path: str, layer: nn.Module, shape: tuple[int, ...], example: Tensor) -> Tensor | None:
     """Say which pixel each input of the layer is, [T, P]; None if they are not the pixels, each once."""
     count = prod(shape)
     # Each pixel's number as a fraction of a power of two: exact, and within [0, 1), as models may insist.
@@ -126,7 +124,7 @@ def _pixels(
     return (tokens * scale).long()
 
 
-def _cuts(layer: nn.Conv2d, shape: tuple[int, int, int]) -> bool:
+def _cuts(layer: nn.Conv2d, shape: tuple[int, ...]) -> bool:
     """Whether a convolution cuts images of this shape into patches that neither overlap nor leave anything out."""
     tiles = all(side % kernel == 0 for side, kernel in zip(shape[1:], layer.kernel_size, strict=True))
     plain = layer.groups == 1 and layer.stride == layer.kernel_size and set(layer.dilation) == {1}
@@ -141,7 +139,7 @@ def _added(
     model: nn.Module,
     params: Tensors,
     path: str,
-    shape: tuple[int, int, int],
+    shape: tuple[int, ...],
     tokens: int,
     outputs: int,
     trained: Collection[str],

@@ -70,7 +70,7 @@ class Link:
 
 
 def chained(
-    model: nn.Module, params: Tensors, shape: tuple[int, int, int], trained: Collection[str]
+    model: nn.Module, params: Tensors, shape: tuple[int, ...], trained: Collection[str]
 ) -> tuple[tuple[Link, ...], list[Problem]]:
     """Read a model as a chain, or say why it is none.
 

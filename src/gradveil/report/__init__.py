@@ -1,6 +1,7 @@
-"""One self-contained page that says what was recovered and what stopped it."""
+"""Results of audits and trainings as one self-contained HTML page, as tables and as CSV."""
 
-from gradveil.report.page import page, write_report
+from gradveil.report.audit_page import audit_page
+from gradveil.report.report_file import write_report
 from gradveil.report.training_page import training_page
 
-__all__ = ["page", "training_page", "write_report"]
+__all__ = ["audit_page", "training_page", "write_report"]

@@ -1,49 +1,29 @@
-"""What was run and what the attackers knew: the method section of a report."""
+"""The method section of an audit's page: attacks, side information, guarantees and versions."""
 
 from __future__ import annotations
 
-import json
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, cast
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-from gradveil.audit.attack_selection import ATTACKERS, POSITIONS, secrets
+from gradveil.audit.attack_selection import ATTACKERS, POSITIONS
 from gradveil.audit.result_rows import Row
 from gradveil.core.formatting import listing, number, plural
 
 
-def contents(info: Mapping[str, Any]) -> dict[str, str]:
-    """Say what weights and images of files a run is of, by what they are: names say nothing of them."""
-    model, images = info["config"].get("model") or {}, info.get("images") or {}
-    marks = [str(mark)[:12] for mark in images.values() if mark]
-    found = {"images": "/".join(marks)} if marks else {}
-    if model.get("weights") is not None:
-        # An earlier version wrote them into the hash of all settings only.
-        found["initial weights"] = str(info.get("weights") or info.get("config_hash"))[:12]
-    return found
-
-
-def told_apart(titles: Sequence[str], settings: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Add the settings that differ to titles that are the same.
-
-    >>> told_apart(["a", "b"], [{"lr": 1}, {"lr": 2}]), told_apart(["a", "a"], [{"local": {"lr": 1}}, {"local": {}}])
-    (['a', 'b'], ['a (local.lr = 1)', 'a (local.lr = null)'])
-    """
-    if len(set(titles)) == len(titles):
-        return [*titles]
-    flat = [dict(_flat(one)) for one in settings]
-    keys = dict.fromkeys(key for one in flat for key in one)
-    differ = [key for key in keys if len({json.dumps(one.get(key)) for one in flat}) > 1]
-    said = [", ".join(f"{key} = {json.dumps(one.get(key))}" for key in differ) for one in flat]
-    return [f"{title} ({more})" if more else title for title, more in zip(titles, said, strict=True)]
-
-
-def _flat(value: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, inner in value.items():
-        if isinstance(inner, Mapping):
-            yield from _flat(cast("Mapping[str, Any]", inner), f"{prefix}{key}.")
-        else:
-            yield prefix + key, inner
+def section(info: Mapping[str, Any], rows: Sequence[Row], scored: Sequence[Row]) -> dict[str, Any]:
+    """Return what the section of the page shows."""
+    return {
+        "limited": (info.get("config") or {}).get("budget") is not None,
+        "attackers": {key: words for key, words in ATTACKERS.items() if any(row.attacker == key for row in rows)},
+        "knowledge": knowledge(rows),
+        "descriptions": descriptions(rows),
+        "guarantees": guarantees(rows),
+        "bounds": bounds(scored),
+        "suspicions": suspicions(rows),
+        "citations": citations(rows),
+        "facts": facts(info, rows),
+    }
 
 
 def distinct(values: Sequence[str]) -> list[str]:
@@ -52,72 +32,71 @@ def distinct(values: Sequence[str]) -> list[str]:
 
 
 def descriptions(rows: Sequence[Row]) -> list[tuple[str, str]]:
-    """List what each defence and each attack does, in a line."""
-    found = {row.defence_name: row.info.get("defence_title") for row in rows if not row.undefended}
-    found |= {row.attack: row.info.get("attack_title") for row in rows}
-    return [(name, str(text)) for name, text in found.items() if text and text != name]
+    """List every defence and attack with a one-line description."""
+    titles = {row.defence_name: row.info.get("defence_title") for row in rows if not row.undefended}
+    titles |= {row.attack: row.info.get("attack_title") for row in rows}
+    return [(name, str(text)) for name, text in titles.items() if text and text != name]
 
 
 def knowledge(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """List what the attackers were granted and what they do about each tensor; equal ones share an entry."""
+    """List the side information of the attackers and their treatment of each tensor; equal ones share an entry."""
     shared: dict[str, dict[str, Any]] = {}
     order = list(ATTACKERS)
     for row in sorted(rows, key=lambda row: order.index(row.attacker)):
-        hidden = secrets(row.info)
-        facts = {
+        entry = {
             "attack": row.attack,
             "attacker": ATTACKERS[row.attacker][0],
-            "grants": [grant for grant in row.info.get("grants", ()) if grant.partition(": ")[0] not in hidden],
-            "secrets": hidden,
+            "grants": [grant for grant in row.info.get("grants", ()) if grant.partition(": ")[0] not in row.secrets],
+            "secrets": list(row.secrets),
             "positions": [
                 {"name": name, "how": how, "meaning": POSITIONS.get(how, "")}
                 for name, how in (row.info.get("knowledge") or {}).items()
             ],
         }
-        entry = shared.setdefault(repr(facts), {**facts, "defences": []})
-        if row.defence_name not in entry["defences"]:
-            entry["defences"].append(row.defence_name)
+        same = shared.setdefault(repr(entry), {**entry, "defences": []})
+        if row.defence_name not in same["defences"]:
+            same["defences"].append(row.defence_name)
     return list(shared.values())
 
 
 def guarantees(rows: Sequence[Row]) -> list[tuple[str, str]]:
-    """List what is proven of the defences: of whom, and what."""
-    found: dict[str, list[str]] = {}
+    """List the formal guarantees, each with its defences."""
+    names: dict[str, list[str]] = {}
     for row in rows:
         if not row.undefended and row.info.get("guarantee"):
-            trained = row.info.get("training") or {}
-            planned = bool(row.info.get("epsilon")) or not trained.get("epsilon")
-            promise = str(row.info["guarantee"] if planned else trained["guarantee"])
-            found.setdefault("no formal guarantee" if promise == "none" else promise, []).append(row.defence_name)
-    return [(listing(distinct(names)), promise) for promise, names in found.items()]
+            training = row.info.get("training") or {}
+            is_planned = bool(row.info.get("epsilon")) or not training.get("epsilon")
+            guarantee = str(row.info["guarantee"] if is_planned else training["guarantee"])
+            names.setdefault("no formal guarantee" if guarantee == "none" else guarantee, []).append(row.defence_name)
+    return [(listing(distinct(each)), guarantee) for guarantee, each in names.items()]
 
 
 def bounds(rows: Sequence[Row]) -> list[tuple[str, str]]:
-    """List how large the mean squared error of every attacker must be, or why no bound is known."""
-    found: dict[str, list[str]] = {}
+    """List the lower bound of every attacker's mean squared error, or the reason why none is known."""
+    names: dict[str, list[str]] = {}
     for row in rows:
-        bound, why = row.info.get("bound"), row.info.get("unbounded")
+        bound, reason = row.info.get("bound"), row.info.get("unbounded")
         if bound and not row.undefended:
-            said = f"no attacker can have a lower mean squared error than {number(bound['mse'])} in expectation"
-            said += " from the model that the malicious server sends" if row.planted else ""
-            found.setdefault(f"{said}; the mean image has {number(bound['prior'])}", []).append(row.defence_name)
-        elif why and not row.undefended:
-            found.setdefault(f"no bound is known: {why}", []).append(row.defence_name)
-    return [(listing(distinct(names)), said) for said, names in found.items()]
+            text = f"no attacker can have a lower mean squared error than {number(bound['mse'])} in expectation"
+            text += " from the model that the malicious server sends" if row.planted else ""
+            names.setdefault(f"{text}; the mean image has {number(bound['prior'])}", []).append(row.defence_name)
+        elif reason and not row.undefended:
+            names.setdefault(f"no bound is known: {reason}", []).append(row.defence_name)
+    return [(listing(distinct(each)), text) for text, each in names.items()]
 
 
 def suspicions(rows: Sequence[Row]) -> list[str]:
     """List the warnings about differential privacy, each with its defence."""
-    return distinct([f"{row.defence_name}: {told}" for row in rows for told in row.info.get("suspicions", ())])
+    return distinct([f"{row.defence_name}: {warning}" for row in rows for warning in row.info.get("suspicions", ())])
 
 
 def citations(rows: Sequence[Row]) -> list[str]:
-    """List the papers behind what ran."""
+    """List the papers behind the defences and attacks."""
     return distinct([str(paper) for row in rows for paper in row.info.get("citations", ())])
 
 
 def statuses(rows: Sequence[Row], failed: int) -> str:
-    """Count how the runs of all target clients ended, and the attack runs that failed as a whole."""
+    """Count the statuses of all target client runs, and the attack runs that failed as a whole."""
     total: Counter[str] = Counter()
     for row in rows:
         total.update(row.statuses)
@@ -131,24 +110,24 @@ def statuses(rows: Sequence[Row], failed: int) -> str:
 
 
 def missing(infos: Sequence[Mapping[str, Any]], records: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
-    """Find the metrics that could not be computed, with the reason the run recorded."""
-    found: dict[str, str] = {}
+    """Return the metrics that could not be computed, with the recorded reason."""
+    result: dict[str, str] = {}
     for source in (*infos, *records):
         reasons = source.get("missing")
         if isinstance(reasons, Mapping):
-            found |= {str(name): str(reason) for name, reason in reasons.items()}
+            result |= {str(name): str(reason) for name, reason in reasons.items()}
         if isinstance(source.get("lpips"), str):
-            found["lpips"] = str(source["lpips"])
-    return sorted(found.items())
+            result["lpips"] = str(source["lpips"])
+    return sorted(result.items())
 
 
 def facts(info: Mapping[str, Any], rows: Sequence[Row]) -> list[tuple[str, str]]:
-    """List versions, machine, seeds and what was changed in the model so that it could be audited."""
+    """List versions, machine, seeds and the changes that prepared the model for the audit."""
     machine = info.get("machine") or {}
     packages = info.get("packages") or {}
     seeds = sorted({row.seed for row in rows})
     changes = distinct([str(change) for row in rows for change in row.info.get("prepared", ())])
-    found = [
+    values = [
         ("Gradveil", info.get("gradveil")),
         ("Packages", ", ".join(f"{name} {version}" for name, version in packages.items())),
         ("Python", machine.get("python")),
@@ -161,4 +140,4 @@ def facts(info: Mapping[str, Any], rows: Sequence[Row]) -> list[tuple[str, str]]
         ("Configuration", info.get("config_hash")),
         ("Created", info.get("created")),
     ]
-    return [(name, str(value)) for name, value in found if value not in (None, "")]
+    return [(name, str(value)) for name, value in values if value not in (None, "")]

@@ -14,46 +14,46 @@ from gradveil.audit.attack_selection import ATTACKERS
 from gradveil.audit.result_rows import BudgetPoint, Row, TrialSetting
 from gradveil.audit.verdict import LEVELS, Verdict, strength
 from gradveil.core.formatting import interval, listing, number, percent, size
-from gradveil.report.pareto import AXES, ParetoChart, Spot, View, price, when
+from gradveil.report.pareto import AXES, ParetoChart, Spot, View, cost, when
 from gradveil.report.training_groups import TrainingGroup
 
 
-def lines(kinds: Sequence[TrainingGroup]) -> list[dict[str, Any]]:
-    """Describe the curves for the page's script; a defence keeps its colour where an earlier one has no curve."""
+def training_curves(groups: Sequence[TrainingGroup]) -> list[dict[str, Any]]:
+    """Describe the curves for the page's script; a defence keeps its colour if an earlier one has no curve."""
     return [
-        {"series": place, "name": kind.name, "points": list(_points(kind)), "best": list(_best(kind))}
-        for place, kind in enumerate(kinds)
-        if any(told["curve"] for told in kind.counted)
+        {"series": series_number, "name": group.name, "points": list(_points(group)), "best": list(_best(group))}
+        for series_number, group in enumerate(groups)
+        if any(summary["curve"] for summary in group.completed)
     ]
 
 
-def _points(kind: TrainingGroup) -> Iterator[dict[str, Any]]:
-    """Average the seeds round by round: those that got so far; the model before the first round is round 0."""
-    starts = [told["start"]["accuracy"] for told in kind.counted if told["start"]]
+def _points(group: TrainingGroup) -> Iterator[dict[str, Any]]:
+    """Average the seeds that reached each round; the model before the first round is round 0."""
+    starts = [summary["start"]["accuracy"] for summary in group.completed if summary["start"]]
     if starts:
         yield {"round": 0, "sent": 0, "loss": None, "seeds": len(starts), **_band("accuracy", starts)}
-    for place in range(max(len(told["curve"]) for told in kind.counted)):
-        here = [told["curve"] for told in kind.counted if len(told["curve"]) > place]
-        points = [curve[place] for curve in here]
+    for index in range(max(len(summary["curve"]) for summary in group.completed)):
+        curves = [summary["curve"] for summary in group.completed if len(summary["curve"]) > index]
+        points = [curve[index] for curve in curves]
         losses = [point["validation_loss"] for point in points if point["validation_loss"] is not None]
         yield {
             "round": points[0]["number"],
-            "sent": fmean(list(accumulate(point["bytes_up"] for point in curve))[place] for curve in here),
+            "sent": fmean(list(accumulate(point["bytes_up"] for point in curve))[index] for curve in curves),
             "seeds": len(points),
             **_band("accuracy", [point["accuracy"] for point in points]),
             **_band("loss", losses),
-            "lines": [f"round {points[0]['number']}", *_said(points, losses)],
+            "lines": [f"round {points[0]['number']}", *_tooltip(points, losses)],
         }
 
 
 def _band(key: str, values: Sequence[float]) -> dict[str, float | None]:
-    """Give the mean of the seeds, and the lowest and highest of them."""
+    """Return the mean over the seeds, the lowest and the highest value."""
     if not values:
         return dict.fromkeys((key, f"{key}_low", f"{key}_high"))
     return {key: fmean(values), f"{key}_low": min(values), f"{key}_high": max(values)}
 
 
-def _said(points: Sequence[Mapping[str, Any]], losses: Sequence[float]) -> Iterator[str]:
+def _tooltip(points: Sequence[Mapping[str, Any]], losses: Sequence[float]) -> Iterator[str]:
     shares = [point["accuracy"] for point in points]
     several = f" ({percent(min(shares))} to {percent(max(shares))} of {len(shares)} seeds)" if len(shares) > 1 else ""
     yield f"accuracy {percent(fmean(shares))}{several}"
@@ -63,17 +63,17 @@ def _said(points: Sequence[Mapping[str, Any]], losses: Sequence[float]) -> Itera
     yield f"{size(up)} sent, {size(down)} received, {fmean(point['seconds'] for point in points):.1f} s"
 
 
-def _best(kind: TrainingGroup) -> Iterator[dict[str, Any]]:
-    """Mark the round whose parameters each seed ends with."""
-    for told in kind.counted:
-        if told["best_round"]:
-            point = told["curve"][told["best_round"] - 1]
+def _best(group: TrainingGroup) -> Iterator[dict[str, Any]]:
+    """Mark the round whose parameters each seed keeps."""
+    for summary in group.completed:
+        if best := summary["best_round"]:
+            point = summary["curve"][best - 1]
             yield {
                 "round": point["number"],
-                "sent": sum(earlier["bytes_up"] for earlier in told["curve"][: told["best_round"]]),
+                "sent": sum(earlier["bytes_up"] for earlier in summary["curve"][:best]),
                 "accuracy": point["accuracy"],
                 "loss": point["validation_loss"],
-                "lines": [f"seed {told['seed']}: best round {point['number']}", *_said([point], _known(point))],
+                "lines": [f"seed {summary['seed']}: best round {point['number']}", *_tooltip([point], _known(point))],
             }
 
 
@@ -82,29 +82,29 @@ def _known(point: Mapping[str, Any]) -> list[float]:
 
 
 def series(rows: Sequence[Row]) -> dict[str, int]:
-    """Give every defence its number in the run's order: one colour and shape in all plots."""
-    return {name: place for place, name in enumerate(dict.fromkeys(row.defence for row in rows))}
+    """Assign each defence its index in the run's order: one colour and shape in all plots."""
+    return {name: index for index, name in enumerate(dict.fromkeys(row.defence for row in rows))}
 
 
 def points(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """Describe every trial as a point: its series (the defence), its coordinates and what its tooltip says.
+    """Describe every trial as a point: series (the defence), coordinates and tooltip.
 
     `best` marks the strongest attack of each kind of attacker on each defence, over attacks and seeds.
     """
-    places = series(rows)
+    numbers = series(rows)
     seeds, settings = {row.seed for row in rows}, {row.setting for row in rows}
     strongest = _strongest(rows)
-    found = []
+    result = []
     for row in rows:
         if not row.images:
             continue
         low, high = row.bounds
-        about = [f"{row.attack} · {ATTACKERS[row.attacker][0]}"]
-        about += [f"seed {row.seed}"] if len(seeds) > 1 else []
-        about += [row.setting.title()] if len(settings) > 1 else []
-        found.append(
+        title = [f"{row.attack} · {ATTACKERS[row.attacker][0]}"]
+        title += [f"seed {row.seed}"] if len(seeds) > 1 else []
+        title += [row.setting.title()] if len(settings) > 1 else []
+        result.append(
             {
-                "series": places[row.defence],
+                "series": numbers[row.defence],
                 "name": row.defence_name,
                 "attacker": row.attacker,
                 "bytes": row.info.get("bytes_sent"),
@@ -118,14 +118,14 @@ def points(rows: Sequence[Row]) -> list[dict[str, Any]]:
                 "seed": row.seed,
                 "best": row.number in strongest,
                 "lines": [
-                    *about,
+                    *title,
                     f"{row.recovered} of {row.images} recovered, {percent(row.asr)} ({interval(low, high)})",
-                    f"mean SSIM {number(row.mean('ssim'))} · guessing {percent(row.baseline)}",
+                    f"mean SSIM {number(row.mean('ssim'))} · baseline {percent(row.baseline)}",
                     f"{size(row.info.get('bytes_sent'))} sent · distance {number(row.info.get('distance'))}",
                 ],
             }
         )
-    return found
+    return result
 
 
 def _strongest(rows: Sequence[Row]) -> set[int]:
@@ -137,37 +137,37 @@ def _strongest(rows: Sequence[Row]) -> set[int]:
     return {row.number for row in best.values()}
 
 
-def fronts(found: Sequence[ParetoChart], rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """Describe the charts for the page's script; a defence has the colour that it has in the other plots."""
-    places = series(rows)
+def fronts(charts: Sequence[ParetoChart], rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """Describe the charts for the page's script; a defence has the same colour as in the other plots."""
+    numbers = series(rows)
     return [
         {
             "views": [
                 {
-                    "said": {axis.key: view.sentence(axis) for axis in AXES},
-                    "spots": [_drawn(spot, view, chart, places) for spot in view.spots],
+                    "sentences": {axis.key: view.sentence(axis) for axis in AXES},
+                    "spots": [_spot(spot, view, chart, numbers) for spot in view.spots],
                 }
                 for view in chart.views
             ]
         }
-        for chart in found
+        for chart in charts
     ]
 
 
-def _drawn(spot: Spot, view: View, chart: ParetoChart, places: Mapping[str, int]) -> dict[str, Any]:
+def _spot(spot: Spot, view: View, chart: ParetoChart, numbers: Mapping[str, int]) -> dict[str, Any]:
     best = spot.verdict.best
-    steps = [*chart.stages[spot.name].items()]
+    stages = [*chart.stages[spot.name].items()]
     return {
-        "series": places[best.defence],
+        "series": numbers[best.defence],
         "name": spot.name,
-        "bare": best.undefended,
-        "bound": spot.is_bound or not spot.whole,
-        "vague": spot.is_vague,
+        "undefended": best.undefended,
+        "compared": not spot.is_bound and spot.is_complete,
+        "may_leak_more": spot.may_leak_more,
         "rate": spot.rate,
         "bounds": spot.bounds,
-        "prices": spot.prices,
+        "costs": spot.costs,
         "front": {key: spot.name in names for key, names in view.members.items()},
-        "trail": [[place / max(1, len(steps) - 1), each.rate] for place, (_, each) in enumerate(steps)]
+        "trail": [[index / max(1, len(stages) - 1), each.rate] for index, (_, each) in enumerate(stages)]
         if view is chart.worst
         else [],
         "lines": list(_lines(spot, view, chart)),
@@ -181,27 +181,27 @@ def _lines(spot: Spot, view: View, chart: ParetoChart) -> Iterator[str]:
     yield f"{LEVELS[spot.verdict.level][0]} · {spot.verdict.best.attack}"
     if view is chart.worst:
         yield ", ".join(chart.trail(spot))
-    yield " · ".join(f"{axis.title.lower()} {price(spot, axis)[0]}" for axis in AXES)
+    yield " · ".join(f"{axis.title.lower()} {cost(spot, axis)[0]}" for axis in AXES)
 
 
 RISING = 0.02
-"""A curve that gained more mean SSIM than this in its last doubling is still rising."""
+"""A curve that gains more mean SSIM than this in its last doubling is still rising."""
 
 
 @dataclass(frozen=True)
 class ProgressChart:
-    """The curves of one setting: of every defence the strongest attacker that iterates."""
+    """The curves of one setting: for every defence, the strongest attack that iterates."""
 
     setting: TrialSetting
     rows: tuple[Row, ...]
     passed_over: tuple[Verdict, ...]
-    """Defences whose strongest attacker does not iterate."""
+    """Verdicts on defences whose strongest attack does not iterate."""
     short: tuple[Row, ...]
     """Curves of attacks that ended above the objective of the true images."""
 
     @property
     def advice(self) -> str:
-        """Say where more iterations would likely help, and where not."""
+        """Defences against which more iterations would likely help, and those against which they would not."""
         rising = [(row, gain) for row in self.rows if (gain := row.last_doubling) is not None and gain > RISING]
         level = [row for row in self.rows if all(row is not other for other, _ in rising)]
         stuck = [row for row in level if any(row is other for other in self.short)]
@@ -211,36 +211,36 @@ class ProgressChart:
         if not rising:
             flat = f"no mean SSIM rose by more than {RISING} in the last doubling"
             return f"More iterations would hardly help: {flat}{other}."
-        who = _where([row for row, _ in rising])
+        where = _where([row for row, _ in rising])
         gains = listing(number(gain, 2) for _, gain in rising)
         rest = f", but hardly {_where(level)}{other}" if level else ""
-        return f"More iterations would likely help {who} (mean SSIM rose by {gains} in the last doubling){rest}."
+        return f"More iterations would likely help {where} (mean SSIM rose by {gains} in the last doubling){rest}."
 
     @property
     def note(self) -> str:
-        """Say for which defences the curve is not that of the strongest attacker."""
+        """Defences whose curve is not of the strongest attack."""
         if not self.passed_over:
             return ""
         attacks = listing(dict.fromkeys(verdict.best.attack for verdict in self.passed_over))
         where = _where([verdict.best for verdict in self.passed_over])
-        return f"The strongest attack {where} ({attacks}) does not iterate: the next strongest stands here."
+        return f"The strongest attack {where} ({attacks}) does not iterate: the curve is of the next strongest."
 
     @property
     def table(self) -> list[tuple[Row, list[BudgetPoint | None]]]:
-        """The same as numbers: every curve at the shares of its budget that any curve was noted at."""
+        """The curves as numbers, at every share of the budget that any curve has."""
         width = max(len(row.curve) for row in self.rows)
         return [(row, [None] * (width - len(row.curve)) + list(row.curve)) for row in self.rows]
 
     @property
     def shares(self) -> list[str]:
-        """Head the columns of the table: every point is at half the budget of the next."""
+        """Shares of the budget, the column titles of the table: every point is at half the budget of the next."""
         width = max(len(row.curve) for row in self.rows)
         return [str(Fraction(1, 2**halving)) for halving in reversed(range(width))]
 
 
-def charts(judged: Sequence[Verdict]) -> list[ProgressChart]:
-    """Choose the curves: a chart a setting, none where no attack iterated."""
-    found = []
+def progress_charts(judged: Sequence[Verdict]) -> list[ProgressChart]:
+    """Choose the curves: one chart per setting, none for a setting without an attack that iterates."""
+    result = []
     for setting in dict.fromkeys(verdict.setting for verdict in judged):
         here = [verdict for verdict in judged if verdict.setting == setting]
         best = [(verdict, next((row for row in verdict.judged if row.curve), None)) for verdict in here]
@@ -249,42 +249,42 @@ def charts(judged: Sequence[Verdict]) -> list[ProgressChart]:
             over = tuple(verdict for verdict, row in best if row is not None and row is not verdict.best)
             every = [row for verdict in here for row in verdict.rows]
             short = tuple(row for row in rows if examine(row, every).state == "under-optimised")
-            found.append(ProgressChart(setting, rows, over, short))
-    return found
+            result.append(ProgressChart(setting, rows, over, short))
+    return result
 
 
-def curves(found: Sequence[ProgressChart], rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """Describe the charts for the page's script; a defence has the colour that it has in the other plots."""
-    places = series(rows)
+def curves(charts: Sequence[ProgressChart], rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """Describe the charts for the page's script; a defence has the same colour as in the other plots."""
+    numbers = series(rows)
     return [
         {
             "baseline": {"asr": _baseline(chart.rows, "asr"), "ssim": _baseline(chart.rows, "ssim_mean")},
             "lines": [
                 {
-                    "series": places[row.defence],
+                    "series": numbers[row.defence],
                     "name": row.defence_name,
                     "attack": row.attack,
-                    "points": [{**spot._asdict(), "lines": list(_told(row, spot))} for spot in row.curve],
+                    "points": [{**point._asdict(), "lines": list(_progress(row, point))} for point in row.curve],
                 }
                 for row in chart.rows
             ],
         }
-        for chart in found
+        for chart in charts
     ]
 
 
-def _told(row: Row, spot: BudgetPoint) -> Iterator[str]:
-    whole = row.curve[-1].iterations
-    yield f"after {spot.iterations:,} iterations" + ("" if spot.iterations == whole else f" of {whole:,}")
-    yield f"mean SSIM {number(spot.ssim)} · {percent(spot.asr)} recovered"
+def _progress(row: Row, point: BudgetPoint) -> Iterator[str]:
+    total = row.curve[-1].iterations
+    yield f"after {point.iterations:,} iterations" + ("" if point.iterations == total else f" of {total:,}")
+    yield f"mean SSIM {number(point.ssim)} · {percent(point.asr)} recovered"
 
 
 def _baseline(rows: Sequence[Row], score: str) -> float | None:
-    found = [row.baseline_of(score) for row in rows]
-    return max((value for value in found if value is not None), default=None)
+    values = [row.baseline_of(score) for row in rows]
+    return max((value for value in values if value is not None), default=None)
 
 
 def _where(rows: Sequence[Row]) -> str:
-    bare = ["without a defence"] if any(row.undefended for row in rows) else []
+    undefended = ["without a defence"] if any(row.undefended for row in rows) else []
     names = [row.defence for row in rows if not row.undefended]
-    return listing([*bare, f"against {listing(names)}"] if names else bare)
+    return listing([*undefended, f"against {listing(names)}"] if names else undefended)

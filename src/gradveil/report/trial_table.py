@@ -1,11 +1,9 @@
-"""The table of trials: its columns, how each is shown, and the same as CSV."""
+"""The table of an audit's trials: its columns and the order of its rows."""
 
 from __future__ import annotations
 
-import csv
-import io
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 from gradveil.audit.attack_check import examine
@@ -16,30 +14,11 @@ from gradveil.audit.result_rows import BASELINES, Row, TrialSetting
 from gradveil.audit.run_warnings import proven
 from gradveil.audit.verdict import LEVELS, price, verdicts
 from gradveil.core.formatting import duration, listing, number, percent, size
-from gradveil.report.pareto import mark, marks
+from gradveil.report.pareto import front_of, fronts_by_defence
+from gradveil.report.table import Column, as_csv, text_column
 
 Get = Callable[[Row], Any]
-"""A row's value in a column."""
-Show = Callable[[Any], str]
-"""How a value is written."""
-
-
-@dataclass(frozen=True)
-class Column:
-    """One column: the value that sorts and goes to the CSV, and how people see it."""
-
-    key: str
-    title: str
-    meaning: str
-    get: Get
-    show: Show = str
-    numeric: bool = True
-    lacking: Callable[[Row], str | None] = lambda row: None
-    """Why a row has no value, where that is known."""
-
-
-def _text(key: str, title: str, meaning: str, get: Get) -> Column:
-    return Column(key, title, meaning, get, lambda value: str(value), numeric=False)
+"""The value of a trial in a column."""
 
 
 def _info(key: str) -> Get:
@@ -54,37 +33,39 @@ def _statuses(row: Row) -> str:
     return ", ".join(f"{count} {status}" for status, count in sorted(row.statuses.items()))
 
 
-def _score(key: str, title: str, meaning: str) -> Column:
+def _score(key: str, title: str, meaning: str) -> Column[Row]:
     return Column(key, title, meaning, lambda row: row.summary.get(f"{key}_mean", row.mean(key)), number)
 
 
-def _guess(name: str) -> Column:
+def _guess(name: str) -> Column[Row]:
     title, meaning = BASELINES[name]
     return Column(name, title, f"share of images recovered by {meaning}", lambda row: row.control(name), percent)
 
 
 TRAINED_ON = {"Recovered as trained on": "success_transformed", "Identified as trained on": "identified_transformed"}
-"""Counts of what a batch defence made of the images and the client trained on: title and flag of an image's scores."""
+"""Counts against the transformed images that a batch defence trains on: title, and flag of an image's scores."""
 
 
-def _hit(title: str, flag: str) -> Column:
+def _trained_on(title: str, flag: str) -> Column[Row]:
     return Column(flag, title, f"images {title.lower()} by the client", lambda row: hits(row, flag), number)
 
 
-COLUMNS: tuple[Column, ...] = (
-    _text("defence", "Defence", "what the client does to its update", lambda row: row.defence or "none"),
-    _text("attack", "Attack", "the attack that was run", _info("attack")),
-    _text("attacker", "Attacker", "what they know of the defence", lambda row: ATTACKERS[row.attacker][0]),
+COLUMNS: tuple[Column[Row], ...] = (
+    text_column("defence", "Defence", "transform of the client's update", lambda row: row.defence or "none"),
+    text_column("attack", "Attack", "the attack that was run", _info("attack")),
+    text_column(
+        "attacker", "Attacker", "what the attacker knows of the defence", lambda row: ATTACKERS[row.attacker][0]
+    ),
     Column("asr", "Share recovered", "share of images with an SSIM above the threshold", lambda row: row.asr, percent),
     Column("asr_low", "CI low", "lower end of the 95% Wilson interval", lambda row: row.bounds[0], percent),
     Column("asr_high", "CI high", "upper end of the 95% Wilson interval", lambda row: row.bounds[1], percent),
     Column("recovered", "Recovered", "images recovered", lambda row: row.recovered, number),
     Column("identifiable", "Identifiable", "images recovered and identified", lambda row: row.identifiable, number),
-    *(_hit(title, flag) for title, flag in TRAINED_ON.items()),
+    *(_trained_on(title, flag) for title, flag in TRAINED_ON.items()),
     Column("baseline", "Baseline", "share of identifiable images expected of the best guess", baseline, percent),
     Column("risk", "Risk", "rate beyond baseline and mismatch control", lambda row: risk_of(row).value, percent),
     Column("images", "Images", "images attacked", lambda row: row.images, number),
-    Column("target_clients", "TargetClients", "clients attacked", lambda row: len(row.trial.records), number),
+    Column("target_clients", "Target clients", "clients attacked", lambda row: len(row.trial.records), number),
     *(_guess(name) for name in BASELINES),
     Column(
         "wrong_target_client",
@@ -99,7 +80,7 @@ COLUMNS: tuple[Column, ...] = (
     Column(
         "ssim_transformed",
         "SSIM trained on",
-        "structural similarity to what a batch defence made of the images, mean",
+        "structural similarity to the transformed images of a batch defence, mean",
         lambda row: row.mean("ssim_transformed"),
         number,
     ),
@@ -108,10 +89,10 @@ COLUMNS: tuple[Column, ...] = (
     Column(
         "mse_bound",
         "MSE bound",
-        "below it nobody's mean error lies, for images drawn from the prior",
+        "lower bound of every attacker's mean error, for images drawn from the prior",
         _sum("mse_bound"),
         number,
-        lacking=lambda row: row.info.get("unbounded"),
+        missing_reason=lambda row: row.info.get("unbounded"),
     ),
     Column("lpips", "LPIPS", "learned perceptual distance, mean", lambda row: row.mean("lpips"), number),
     Column("label_accuracy", "Labels", "share of the labels recovered", _sum("label_accuracy"), percent),
@@ -138,14 +119,14 @@ COLUMNS: tuple[Column, ...] = (
     Column(
         "first_order_utility",
         "Utility",
-        "how much a small step along what was sent lowers the loss, as a share of an undefended one's",
+        "expected loss decrease of a small step along the update, as a share of the undefended update's",
         _info("first_order_utility"),
         percent,
     ),
     Column(
         "second_order_utility",
         "2nd utility",
-        "minus the square of that: the lower, the more noise varies the step; -1 undefended",
+        "minus the square of the utility: the lower, the more the noise varies the step; -1 undefended",
         _info("second_order_utility"),
         number,
     ),
@@ -153,18 +134,18 @@ COLUMNS: tuple[Column, ...] = (
     Column(
         "cosine_worst",
         "Perfect match",
-        "cosine distance from the raw gradient of one that equals what was sent; of pruning alone",
+        "cosine distance between the raw gradient and one that equals the sent update; for pruning only",
         _sum("cosine_worst"),
         number,
     ),
     Column(
         "cosine_promised",
         "Promised",
-        "the same as the paper's Theorem 1 has it, sqrt(gamma_1)",
+        "the bound of this distance in Theorem 1 of the paper, sqrt(gamma_1)",
         _sum("cosine_promised"),
         number,
     ),
-    _text("proven", "Proven", "epsilon, where the run tells of its training", lambda row: proven(row.info)),
+    text_column("proven", "Proven", "epsilon, where the run describes its training", lambda row: proven(row.info)),
     Column(
         "objective_initial",
         "Obj. start",
@@ -178,38 +159,46 @@ COLUMNS: tuple[Column, ...] = (
     Column(
         "objective_truth",
         "Obj. truth",
-        "median objective of the true images: what the attack had to reach",
+        "median objective of the private images, which the attack has to reach",
         lambda row: row.health("objective_truth"),
         number,
     ),
     Column("diverged", "Diverged", "share of runs that diverged", lambda row: row.health("diverged"), percent),
-    _text("statuses", "Statuses", "how the target clients' runs ended", _statuses),
+    text_column("statuses", "Statuses", "how the attack runs on the target clients ended", _statuses),
     Column(
-        "restarts", "Restarts", "runs per target client; the attacker's objective chooses", _info("restarts"), number
+        "restarts", "Restarts", "attack runs per target client; the lowest objective wins", _info("restarts"), number
     ),
     Column("seconds", "Time", "working time of the attack, summed over processes", _sum("seconds"), duration),
     Column(
         "iterations_per_second",
         "it/s",
-        "iterations a second of working time, all runs",
+        "iterations per second of working time, all runs",
         _info("iterations_per_second"),
         number,
     ),
     Column("seed", "Seed", "seed of the run", lambda row: row.seed),
-    _text("model", "Model", "the model that is trained", _info("model")),
-    _text("data", "Data", "where the target clients come from", _info("data")),
+    text_column("model", "Model", "the model that is trained", _info("model")),
+    text_column("data", "Data", "data set of the target clients", _info("data")),
     Column("round", "Round", "federated round", lambda row: row.setting.round),
     Column("trained", "Trained", "rounds of training before the attack", lambda row: row.setting.trained),
-    Column("accuracy", "Accuracy", "share of test images named rightly then", _sum("accuracy"), percent),
+    Column(
+        "accuracy", "Accuracy", "share of test images classified correctly before the attack", _sum("accuracy"), percent
+    ),
     Column("final_accuracy", "At the end", "the same at the end of the training", _sum("final_accuracy"), percent),
-    Column("round_bytes_up", "Sent a round", "bytes that all clients send in a round", _sum("round_bytes_up"), size),
-    Column("round_bytes_down", "Received a round", "bytes the server sends", _sum("round_bytes_down"), size),
-    Column("round_seconds", "A round takes", "seconds of work", _sum("round_seconds"), duration),
-    Column("client_seconds", "An update takes", "seconds of one client's work", _sum("client_seconds"), number),
-    _text("client", "Client", "what the update is", _info("client")),
-    Column("batch", "Batch", "images a client", lambda row: row.setting.batch),
+    Column("round_bytes_up", "Sent per round", "bytes that all clients send per round", _sum("round_bytes_up"), size),
+    Column(
+        "round_bytes_down",
+        "Received per round",
+        "bytes that the server sends per round",
+        _sum("round_bytes_down"),
+        size,
+    ),
+    Column("round_seconds", "Time per round", "seconds of work", _sum("round_seconds"), duration),
+    Column("client_seconds", "Time per update", "seconds of one client's work", _sum("client_seconds"), number),
+    text_column("client", "Client", "content of the update", _info("client")),
+    Column("batch", "Batch", "images per client", lambda row: row.setting.batch),
     Column("params", "Parameters", "parameters of the model", _info("params"), number),
-    _text("trial", "Trial", "folder of the trial in the run directory", _info("trial")),
+    text_column("trial", "Trial", "folder of the trial in the run directory", _info("trial")),
 )
 """Every column, in the order shown."""
 
@@ -226,88 +215,60 @@ _OPTIONAL |= {
     "client_seconds",
 }
 DOUBT = "the attack may be broken, or guess"
-"""Said of rates that need not be the defence's doing."""
+"""Warning next to rates that may not be due to the defence."""
 
 
-@dataclass(frozen=True)
-class TableCell:
-    """One trial of the table."""
-
-    sort: str
-    text: str
-    flag: str = ""
-    why: str = ""
-    """Why there is no value."""
-
-
-def columns(rows: Sequence[Row]) -> list[Column]:
-    """Choose the columns: all, without the optional ones that hold nothing."""
-    compared = Column(
-        "bytes_share",
-        "of undefended",
-        "bytes sent as a share of what the same client sends without a defence",
-        lambda row: price(row, rows).share,
-        percent,
-    )
-    check = "whether a low rate can be blamed on the defence"
-    health = _text("attack_check", "Attack check", check, lambda row: examine(row, rows).label)
-    judged = {(verdict.setting, verdict.defence): LEVELS[verdict.level][0] for verdict in verdicts(rows)}
-    level = _text("verdict", "Verdict", "the verdict on the defence", lambda row: _level(row, judged))
-    fronts = marks(rows)
-    front = _text("pareto", "Front", "the Pareto fronts that the defence is on", lambda row: mark(row, fronts))
-    after = {"attack": level, "bytes_sent": compared, "asr_high": health} | (
-        {"client_seconds": front} if fronts else {}
-    )
-    found: list[Column] = []
+def columns(rows: Sequence[Row]) -> list[Column[Row]]:
+    """Choose the columns: all but the optional ones that are empty."""
+    result: list[Column[Row]] = []
+    comparisons = _comparisons(rows)
     for column in COLUMNS:
-        told = any(column.get(row) is not None or column.lacking(row) for row in rows)
-        if told or column.key not in _OPTIONAL:
-            found += [column, after[column.key]] if column.key in after else [column]
-    return found
+        is_filled = any(column.get(row) is not None or column.missing_reason(row) for row in rows)
+        if is_filled or column.key not in _OPTIONAL:
+            shown = replace(column, flag=lambda row: _doubt(row, rows)) if column.key == "asr" else column
+            result += [shown, comparisons[column.key]] if column.key in comparisons else [shown]
+    return result
 
 
-def _level(row: Row, judged: Mapping[tuple[TrialSetting, str], str]) -> str:
-    return "control" if row.is_control else judged[row.setting, row.defence]
+def _comparisons(rows: Sequence[Row]) -> dict[str, Column[Row]]:
+    """Make the columns that compare a trial with the others, by the key of the column that each one follows."""
+    levels = {(verdict.setting, verdict.defence): LEVELS[verdict.level][0] for verdict in verdicts(rows)}
+    fronts = fronts_by_defence(rows)
+    check = "whether a low rate is due to the defence"
+    share = "bytes sent as a share of what the same client sends without a defence"
+    after: dict[str, Column[Row]] = {
+        "attack": text_column("verdict", "Verdict", "the verdict on the defence", lambda row: _level(row, levels)),
+        "asr_high": text_column("attack_check", "Attack check", check, lambda row: examine(row, rows).label),
+        "bytes_sent": Column[Row]("bytes_share", "of undefended", share, lambda row: price(row, rows).share, percent),
+    }
+    if fronts:
+        meaning = "the Pareto fronts that the defence is on"
+        after["client_seconds"] = text_column("pareto", "Front", meaning, lambda row: front_of(row, fronts))
+    return after
 
 
-def body(rows: Sequence[Row], shown: Sequence[Column]) -> list[list[TableCell]]:
-    """Build the rows, highest success rate first."""
-    ordered = sorted(rows, key=lambda row: -row.asr)
-    return [[_entry(row, column, rows) for column in shown] for row in ordered]
+def _doubt(row: Row, rows: Sequence[Row]) -> str:
+    return DOUBT if examine(row, rows).doubts else ""
 
 
-def _entry(row: Row, column: Column, rows: Sequence[Row]) -> TableCell:
-    value = column.get(row)
-    if value is None:
-        return TableCell("", "–", why=column.lacking(row) or "")
-    flag = DOUBT if column.key == "asr" and examine(row, rows).doubts else ""
-    return TableCell(repr(float(value)) if column.numeric else str(value), column.show(value), flag)
+def _level(row: Row, levels: Mapping[tuple[TrialSetting, str], str]) -> str:
+    return "control" if row.is_control else levels[row.setting, row.defence]
+
+
+def ranked(rows: Sequence[Row]) -> list[Row]:
+    """Sort trials by success rate, the highest first."""
+    return sorted(rows, key=lambda row: -row.asr)
 
 
 def unbounded(rows: Sequence[Row]) -> list[tuple[str, str]]:
-    """Say of which defences no bound of the error is known, and why."""
-    found: dict[str, list[str]] = {}
+    """List the defences without a known bound of the error, with the reason."""
+    names: dict[str, list[str]] = {}
     for row in rows:
-        if why := row.info.get("unbounded"):
-            found.setdefault(str(why), []).append(row.defence_name)
-    return [(listing(dict.fromkeys(names)), why) for why, names in found.items()]
+        if reason := row.info.get("unbounded"):
+            names.setdefault(str(reason), []).append(row.defence_name)
+    return [(listing(dict.fromkeys(each)), reason) for reason, each in names.items()]
 
 
-def as_csv(rows: Sequence[Row], shown: Sequence[Column]) -> str:
-    """Write the same table as CSV, unrounded.
-
-    Text that a spreadsheet would take for a formula gets an apostrophe.
-    """
-    out = io.StringIO()
-    writer = csv.writer(out, lineterminator="\n")
-    writer.writerow([column.key for column in shown])
-    for row in rows:
-        writer.writerow([disarmed(column.get(row)) for column in shown])
-    return out.getvalue()
-
-
-def disarmed(value: Any) -> Any:
-    """Put an apostrophe before a text that a spreadsheet would run as a formula; None becomes empty."""
-    if isinstance(value, str) and value.startswith(("=", "+", "-", "@", "\t", "\r")):
-        return "'" + value
-    return "" if value is None else value
+def trials_as_csv(rows: Sequence[Row], shown: Sequence[Column[Row]]) -> str:
+    """Write the table as CSV."""
+    return as_csv([{column.key: column.get(row) for column in shown} for row in rows], [c.key for c in shown])

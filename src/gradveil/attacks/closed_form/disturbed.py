@@ -79,7 +79,7 @@ LARGEST = 4096
 _ROUNDS = 15
 
 
-def prior_problems(shape: tuple[int, int, int], examples: int, public: bool) -> Iterator[Problem]:
+def prior_problems(shape: tuple[int, ...], examples: int, public: bool) -> Iterator[Problem]:
     """Refuse what the prior of public images is not for."""
     remedy = "leave out the prior, or choose another attack, such as cdia"
     if not public:

@@ -88,22 +88,22 @@ class Analytic:
             replace(simulated_client, batch=()) if self.undo else simulated_client,
         )
         target_clients, examples = len(seen.target_clients), seen.examples
-        layer, problems = shown(simulated_client.model, seen.params, knowledge.shape, simulated_client.trained())
+        layer, problems = shown(simulated_client.model, seen.params, knowledge.space.shape, simulated_client.trained())
         refuse(problems or list(_batch_problems(layer, examples)))
         assert layer is not None
         seen, sound = _sound(seen, layer)
         targets = find_labels(self.labels, seen, simulated_client, knowledge, key.child(Stream.LABELS))
         assert targets is not None, "labels are given or read off the update"
         if self.prior == "public":
-            refuse(list(prior_problems(knowledge.shape, examples, knowledge.public is not None)))
+            refuse(list(prior_problems(knowledge.space.shape, examples, knowledge.public is not None)))
             flat, misfit = weighed(layer, seen, simulated_client, knowledge, key)
         elif examples == 1:
             flat, misfit = _solved(layer.read(seen.update[layer.errors]), seen.update[layer.weight].flatten(2))
             flat = torch.zeros_like(flat.flatten(1)).index_copy_(1, layer.pixels.flatten(), flat.flatten(1))
         else:
             flat, misfit = _Mixture(layer, seen, targets, simulated_client, knowledge).unmixed()
-        inputs = flat.view(target_clients, examples, *knowledge.shape)
-        lower, upper = knowledge.lower.to(inputs), knowledge.upper.to(inputs)
+        inputs = flat.view(target_clients, examples, *knowledge.space.shape)
+        lower, upper = knowledge.space.bounds(inputs)
         inputs = torch.clamp(inputs.nan_to_num(0.0), lower, upper)
         found = in_closed_form(inputs, targets, misfit, sound, began, progress)
         found = replace(found, match=self.match([seen], defended, replace(knowledge, targets=targets), key, inputs, {}))
@@ -140,7 +140,7 @@ class Analytic:
         """Return the misfit [V] of the equations at inputs [V, B, ...]."""
         seen = observations[-1]
         simulated_client = replace(simulated_client, batch=()) if self.undo else simulated_client
-        layer, problems = shown(simulated_client.model, seen.params, knowledge.shape, simulated_client.trained())
+        layer, problems = shown(simulated_client.model, seen.params, knowledge.space.shape, simulated_client.trained())
         refuse(problems or list(_batch_problems(layer, seen.examples)))
         assert layer is not None
         seen, sound = _sound(seen, layer)
@@ -221,9 +221,9 @@ class _Mixture:
     ) -> None:
         """Take what was sent of the layer, and what is known of the batch."""
         self.weight, self.bias = seen.update[layer.weight].flatten(2), layer.read(seen.update[layer.errors])[:, 0]
-        self.examples, self.shape = targets.shape[1], (*targets.shape, *knowledge.shape)
+        self.examples, self.shape = targets.shape[1], (*targets.shape, *knowledge.space.shape)
         self.hot = nn.functional.one_hot(targets, knowledge.classes).to(self.weight)
-        self.lower, self.upper = knowledge.lower.to(self.weight), knowledge.upper.to(self.weight)
+        self.lower, self.upper = knowledge.space.bounds(self.weight)
         name, params = f"{layer.path}.bias", seen.params
         fixed = {**params, **simulated_client.objective.buffers()}
 

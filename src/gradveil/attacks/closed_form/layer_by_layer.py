@@ -92,14 +92,17 @@ class Recursive:
         """Solve for every target client's image from the last round's update."""
         began, seen = time.perf_counter(), observations[-1]
         defended, simulated_client = simulated_client, self._solved(simulated_client)
-        links, problems = chained(simulated_client.model, seen.params, knowledge.shape, simulated_client.trained())
+        links, problems = chained(
+            simulated_client.model, seen.params, knowledge.space.shape, simulated_client.trained()
+        )
         refuse([*_update_problems(simulated_client, seen.examples), *problems])
         targets = find_labels(self.labels, seen, simulated_client, knowledge, key.child(Stream.LABELS))
         assert targets is not None, "labels are given or read off the update"
         sound = torch.stack([value.isfinite().flatten(1).all(1) for value in seen.update.values()]).all(0)
         layers = _Layers(links, seen.params, simulated_client)
-        grey = ((knowledge.lower + knowledge.upper) / 2).to(next(iter(seen.params.values())))
-        grey = grey.expand(len(sound), 1, *knowledge.shape)
+        lower, upper = knowledge.space.bounds(next(iter(seen.params.values())))
+        grey = (lower + upper) / 2
+        grey = grey.expand(len(sound), 1, *knowledge.space.shape)
         tries: list[Tensor] = []
         shares: list[list[float]] = []
         scales: list[int] = []
@@ -111,7 +114,7 @@ class Recursive:
             for number, (image, _) in enumerate(answers):
                 if number == len(tries):
                     tries.append((tries[0] if tries else grey).clone())
-                tries[number][place, 0] = image.nan_to_num(0.0).view(knowledge.shape).to(grey)
+                tries[number][place, 0] = image.nan_to_num(0.0).view(knowledge.space.shape).to(grey)
             if progress:
                 progress(Progress(place + 1, len(sound) - place - 1, place + 1, len(sound), float("nan")))
         inputs, misfit = self._best(tries or [grey], observations, simulated_client, knowledge, key)
@@ -135,7 +138,7 @@ class Recursive:
         """Choose each target client's image by what it would send: images [V, 1, ...] and their misfits [V]."""
         best, least = tries[0], torch.full((len(tries[0]),), torch.inf, device=tries[0].device)
         for inputs in tries:
-            inside = torch.clamp(inputs, knowledge.lower.to(inputs), knowledge.upper.to(inputs))
+            inside = torch.clamp(inputs, *knowledge.space.bounds(inputs))
             misfit = self.evaluate(observations, simulated_client, knowledge, key, inside, {})
             better = (misfit < least).view(-1, *[1] * (inputs.dim() - 1))
             best, least = torch.where(better, inside, best), torch.minimum(misfit, least)

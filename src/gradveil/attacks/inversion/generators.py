@@ -39,7 +39,7 @@ class Generator(nn.Module):
     GRNN, section 4.1). `norm="batch"` normalises over the images, `"group"` each by itself.
     """
 
-    def __init__(self, latent: int, shape: tuple[int, int, int], width: int, norm: str) -> None:
+    def __init__(self, latent: int, shape: tuple[int, ...], width: int, norm: str) -> None:
         """`width` channels before the last convolution, twice as many in each block before, up to eight times."""
         super().__init__()
         self.shape = shape
@@ -82,7 +82,7 @@ def _norm(kind: str, channels: int) -> nn.Module:
 class _Encoder(nn.Module):
     """Images [B, C, H, W] to mean and logarithm of the variance of their latent numbers, [B, Z] each."""
 
-    def __init__(self, latent: int, shape: tuple[int, int, int], width: int) -> None:
+    def __init__(self, latent: int, shape: tuple[int, ...], width: int) -> None:
         super().__init__()
         layers: list[nn.Module] = []
         channels, sides, after = shape[0], shape[1:], width

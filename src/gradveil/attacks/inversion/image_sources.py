@@ -37,7 +37,7 @@ class Canvas:
     """What is to be drawn for each row: images [B, C, H, W] between two bounds, and labels if they are sought too."""
 
     examples: int
-    shape: tuple[int, int, int]
+    shape: tuple[int, ...]
     lower: Tensor
     upper: Tensor
     classes: int
@@ -87,7 +87,7 @@ class Pixels:
         """Get ready for a call."""
         return _Pixels(canvas)
 
-    def problems(self, shape: tuple[int, int, int], public: int | None) -> Iterator[Problem]:
+    def problems(self, shape: tuple[int, ...], public: int | None) -> Iterator[Problem]:
         """Find nothing in the way."""
         yield from ()
 
@@ -131,7 +131,7 @@ class Untrained:
         """Get ready for a call."""
         return _Untrained(self.latent, canvas, _WithLabels(self, canvas).to(canvas.lower))
 
-    def problems(self, shape: tuple[int, int, int], public: int | None) -> Iterator[Problem]:
+    def problems(self, shape: tuple[int, ...], public: int | None) -> Iterator[Problem]:
         """Find nothing in the way."""
         yield from ()
 
@@ -204,7 +204,7 @@ class Trained:
         refuse(list(self.problems(canvas.shape, None)))
         return _Trained(self, canvas, brought(self.generator).to(canvas.lower))
 
-    def problems(self, shape: tuple[int, int, int], public: int | None) -> Iterator[Problem]:
+    def problems(self, shape: tuple[int, ...], public: int | None) -> Iterator[Problem]:
         """Refuse where nothing is there to learn from (`public` images; None: unknown), and images of another shape."""
         if self.generator is None:
             if public is not None and public < _FEWEST:

@@ -122,9 +122,9 @@ class Rows:
         self.example = next(iter(first.params.values()))
         self.device, self.dtype = self.example.device, self.example.dtype
         self.examples, self.target_clients = first.examples, len(first.target_clients)
-        self.lower, self.upper = knowledge.lower.to(self.example), knowledge.upper.to(self.example)
+        self.lower, self.upper = knowledge.space.bounds(self.example)
         blank = Batch(
-            self.example.new_zeros((self.examples, *knowledge.shape)),
+            self.example.new_zeros((self.examples, *knowledge.space.shape)),
             torch.zeros(self.examples, dtype=torch.long, device=self.device),
         )
         self.spec = simulated_client.noise_spec(first.params, blank)
@@ -148,7 +148,7 @@ class Rows:
         self.labels = find_labels(
             attack.labels, first, self.rounds[0].simulated_client, knowledge, key.child(Stream.LABELS)
         )
-        facts = knowledge.shape, self.lower, self.upper, knowledge.classes
+        facts = knowledge.space.shape, self.lower, self.upper, knowledge.classes
         canvas = Canvas(self.examples, *facts, joint=self.labels is None, start=attack.start)
         self.drawing = attack.images.open(canvas, key.child(Stream.IMAGES))
         self._refuse_discrete()
@@ -200,7 +200,7 @@ class Rows:
         drawn = [
             {**off, **r.pinned, **{n: self.given[r.of(n)] for n in off if r.of(n) in self.given}} for r in self.rounds
         ]
-        shape = (self.target_clients, self.examples, *self.knowledge.shape)
+        shape = (self.target_clients, self.examples, *self.knowledge.space.shape)
         images = candidates(shape, (self.lower, self.upper), self.knowledge.classes, self.key.child(Stream.CANDIDATES))
         seen = [(r.simulated_client, r.params) for r in self.rounds]
         for own in stages(self.spec, self.rounds[0].params):

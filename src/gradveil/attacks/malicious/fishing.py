@@ -92,7 +92,7 @@ class Fishing(Inversion):
 
     def _head(self, client: Client, knowledge: Knowledge, number: int) -> Tensors:
         """Make the last layer's parameters."""
-        last = _last(client, knowledge.shape)
+        last = _last(client, knowledge.space.shape)
         params = client.params()
         weight, bias = (torch.zeros_like(params[f"{last}.{kind}"]) for kind in ("weight", "bias"))
         target = self._target(number, len(bias))
@@ -107,8 +107,8 @@ class Fishing(Inversion):
     def _ahead(self, client: Client, last: str, knowledge: Knowledge) -> float:
         """Say how far the other classes must be ahead: further than the paper says where features are large."""
         like = next(iter(client.params().values()))
-        lower, upper = knowledge.lower.to(like), knowledge.upper.to(like)
-        drawn = torch.rand((_LOOKS, *knowledge.shape), generator=Key(0, (Stream.FISHING,)).generator()).to(like)
+        lower, upper = knowledge.space.bounds(like)
+        drawn = torch.rand((_LOOKS, *knowledge.space.shape), generator=Key(0, (Stream.FISHING,)).generator()).to(like)
         with torch.no_grad(), evaluating(client.model):
             seen = features(client.model, lower + (upper - lower) * drawn, last)
         return max(_BIAS, _MARGIN * _WEIGHT * float(seen.flatten(1).abs().sum(1).max()))
@@ -147,7 +147,7 @@ class Fishing(Inversion):
     ) -> tuple[list[Catch], list[Tensor]]:
         """Look at each round of another class; of the first one, count every target client's examples of each class."""
         first = observations[0]
-        last = _last(simulated_client, knowledge.shape)
+        last = _last(simulated_client, knowledge.space.shape)
         weight, bias = (f"{last}.{kind}" for kind in ("weight", "bias"))
         target = self._target(first.round, len(first.params[bias]))
         rows = first.params[weight].flatten(1).norm(dim=1)
@@ -209,7 +209,8 @@ class Fishing(Inversion):
             parts.append(part)
             used += part.plan
             done += own
-        blank = ((knowledge.lower + knowledge.upper) / 2).expand(knowledge.shape)
+        lower, upper = knowledge.space.bounds(next(iter(observations[0].params.values())))
+        blank = ((lower + upper) / 2).expand(knowledge.space.shape)
         whole = together(found, parts, counted, observations[0], blank, self.restarts, self.points())
         return replace(whole, seconds=time.perf_counter() - began, plan=tuple(used))
 
@@ -243,7 +244,7 @@ class Fishing(Inversion):
         return torch.stack([torch.stack(each).mean() if each else nothing for each in values])
 
 
-def _last(client: Client, shape: tuple[int, int, int]) -> str:
+def _last(client: Client, shape: tuple[int, ...]) -> str:
     return last_layer(client.model, next(iter(client.params().values())).new_zeros((1, *shape)))
 
 

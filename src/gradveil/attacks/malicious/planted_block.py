@@ -37,7 +37,7 @@ class Planted(nn.Module):
 
     ceiling: Tensor
 
-    def __init__(self, model: nn.Module, shape: tuple[int, int, int], units: int) -> None:
+    def __init__(self, model: nn.Module, shape: tuple[int, ...], units: int) -> None:
         """Put a block of so many measures before the model; without a ceiling at first."""
         super().__init__()
         self.measure = nn.Linear(prod(shape), units)
@@ -128,16 +128,15 @@ class Planting(ABC):
     def craft(self, client: Client, knowledge: Knowledge, key: Key) -> Client:
         """Return the client as it is after it took the model that the server sends."""
         example = next(iter(client.params().values()))
-        lower, upper = (
-            bound.to(example).expand(knowledge.shape).flatten() for bound in (knowledge.lower, knowledge.upper)
-        )
-        made = self.measures(prod(knowledge.shape), knowledge, key.child(Stream.MEASURES))
+        lower, upper = (bound.expand(knowledge.space.shape).flatten() for bound in knowledge.space.bounds(example))
+        shape = knowledge.space.shape
+        made = self.measures(prod(shape), knowledge, key.child(Stream.MEASURES))
         weight, bias, ceiling = (self.gain * value.to(example) for value in self._with_decoys(made))
         # Pixels in [0, 1] are (x - lower) / (upper - lower) of what the model sees.
         weight = weight / (upper - lower)
-        model = Planted(client.model, knowledge.shape, len(bias)).to(example)
+        model = Planted(client.model, shape, len(bias)).to(example)
         # Every measure acts on the model in the same way, and by more than a scale, which a norm would take away.
-        back, rest = torch.randn(2, prod(knowledge.shape), generator=key.child(Stream.BEHIND).generator()).to(example)
+        back, rest = torch.randn(2, prod(shape), generator=key.child(Stream.BEHIND).generator()).to(example)
         with torch.no_grad():
             model.measure.weight.copy_(weight)
             model.measure.bias.copy_(bias - weight @ lower)
@@ -183,10 +182,10 @@ class Planting(ABC):
         target_clients, count = len(seen.target_clients), seen.examples
         weight, bias = (seen.update[name][:, : self.units].double() for name in (WEIGHT, BIAS))
         sound = weight.isfinite().flatten(1).all(1) & bias.isfinite().all(1)
-        lower, upper = (bound.to(weight) for bound in (knowledge.lower, knowledge.upper))
-        ends = [bound.expand(knowledge.shape).flatten() for bound in (lower, upper)]
+        lower, upper = knowledge.space.bounds(weight)
+        ends = [bound.expand(knowledge.space.shape).flatten() for bound in (lower, upper)]
         weight = (weight - bias.unsqueeze(2) * ends[0]) / (ends[1] - ends[0])
-        inputs = ((lower + upper) / 2).expand(target_clients, count, *knowledge.shape).clone()
+        inputs = ((lower + upper) / 2).expand(target_clients, count, *knowledge.space.shape).clone()
         missing = torch.ones(target_clients, dtype=weight.dtype, device=weight.device)
         for target_client in range(target_clients):
             if not bool(sound[target_client]):
@@ -194,7 +193,9 @@ class Planting(ABC):
             found, clear = self.read(weight[target_client], bias[target_client], count)
             if len(found):
                 again = torch.arange(count, device=found.device) % len(found)
-                inputs[target_client] = lower + (upper - lower) * found[again].clamp(0, 1).unflatten(1, knowledge.shape)
+                inputs[target_client] = lower + (upper - lower) * found[again].clamp(0, 1).unflatten(
+                    1, knowledge.space.shape
+                )
             missing[target_client] = 1 - min(clear, count) / count
         targets = find_labels(
             self.labels, seen, simulated_client.undefended_update(), knowledge, key.child(Stream.LABELS)
@@ -259,8 +260,8 @@ class Imprint(Planting):
         row = torch.full((pixels,), 1 / pixels)
         if self.measure == "random":
             row = torch.randn(pixels, generator=key.generator()) / pixels**0.5
-        span = knowledge.upper - knowledge.lower
-        images = ((knowledge.public.inputs - knowledge.lower) / span).flatten(1).cpu().to(row)
+        lower, upper = knowledge.space.bounds(knowledge.public.inputs)
+        images = ((knowledge.public.inputs - lower) / (upper - lower)).flatten(1).cpu().to(row)
         # No measurement of pixels in [0, 1] lies outside of the sums of negative and of positive weights.
         margin = 1e-3 * float(row.abs().sum())
         ends = torch.stack([row.clamp(max=0).sum() - margin, row.clamp(min=0).sum() + margin])
@@ -366,8 +367,8 @@ class Trap(Planting):
                 "was given no public images to choose its factor by",
                 "give scale in the place of share",
             )
-        span = knowledge.upper - knowledge.lower
-        images = ((knowledge.public.inputs - knowledge.lower) / span).flatten(1).cpu().to(negative)
+        lower, upper = knowledge.space.bounds(knowledge.public.inputs)
+        images = ((knowledge.public.inputs - lower) / (upper - lower)).flatten(1).cpu().to(negative)
         # A row passes an image at every factor above the ratio of its negative to its positive part.
         ratios = (-(images @ negative.T) / (images @ positive.T).clamp_min(torch.finfo(negative.dtype).tiny)).flatten()
         rank = max(1, round(len(ratios) * share))

@@ -83,7 +83,9 @@ def answer(
         with torch.no_grad():
             task = ClientTask(batch, memory.key(question.number, key), state)
             last = memory.previous(question.number) if (guard, leak) != ("ignore", "ignore") else None
-            own = OwnUpdate(here, params, task, None if last is None else last[0].received, guard, leak)
+            previous = None if last is None else last[0].received
+            before = None if last is None else decoded(last[0].sent, mine, last[0].received)
+            own = OwnUpdate(here, params, task, previous, before, guard, leak)
             told = {"metrics": MetricRecord({"num-examples": len(batch.targets), **(metrics or {})})}
             return _answered(question, memory, client, own, charge, told)
 

@@ -9,10 +9,11 @@ message: it counts as zeros, to which the noise is added.
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from gradveil.client import Client, ClientTask, drawn_update, first_gradient, idle_update
 from gradveil.core.errors import FOREIGN, GradveilError, fail
+from gradveil.core.secure_noise import SecretKey
 from gradveil.core.tree import Tensors
 from gradveil.federated.model_inspection import Finding, Policy
 from gradveil.federated.update_inspection import exposure, guarded_update
@@ -31,6 +32,8 @@ class OwnUpdate:
     task: ClientTask
     previous: Tensors | None
     """What the round before began with."""
+    last: Tensors | None
+    """What was sent in answer to that."""
     guard: Policy
     leak: Policy
 
@@ -45,15 +48,21 @@ class OwnUpdate:
             LOG.error("the update cannot be computed: %s: %s", type(error).__name__, error)
         try:
             if "client" in units:
-                return idle_update(self.client, self.params, *self.task)
+                # Noise of its own: what failed may be a stage behind the noise that was drawn before.
+                return idle_update(self.client, self.params, *self.task._replace(key=SecretKey()))
         except FOREIGN as error:
             LOG.error("nor can one of zeros: %s: %s", type(error).__name__, error)
         raise fail("update", "cannot be computed", _ASK)
 
     def told(self, update: Tensors) -> None:
-        """Write into the log what an update shows that is stored and covered by a guarantee; refuse nothing."""
+        """Write into the log what an update shows that is stored and covered by a guarantee; refuse nothing.
+
+        The model and the loss are copies: what they keep of the examples would reach the updates of later rounds.
+        """
         try:
-            self._look(update, _at_most_warn(self.guard), _at_most_warn(self.leak))
+            copied = self.client.objective.copied()
+            own = replace(self, client=replace(self.client, model=copied.model, loss=copied.loss))
+            own._look(update, _at_most_warn(self.guard), _at_most_warn(self.leak))
         except FOREIGN as error:
             LOG.warning("no look at the own update: %s: %s", type(error).__name__, error)
 
@@ -72,7 +81,9 @@ class OwnUpdate:
         if (guard, leak) == ("ignore", "ignore"):
             return
         first = first_gradient(self.client, self.params, self.task)
-        found = exposure(self.client, self.params, self.task.batch, update, self.previous, first)
+        found = exposure(self.client, self.params, self.task.batch, update, self.previous, first, self.last)
+        if found.unseen:
+            LOG.warning("update: no look at %s: what the gradients there show is not known", ", ".join(found.unseen))
         guarded_update(found, guard, leak, tell)
 
 

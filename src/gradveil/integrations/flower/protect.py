@@ -130,7 +130,9 @@ class _Protect:
                 done = self._defended(now, _trained(message, context, call_next), promised)
             except FOREIGN as error:
                 if promised:
-                    done = self._idle(now, last, f"{type(error).__name__}: {error}")
+                    # Noise of its own: what failed may be a sum with the noise that was drawn before.
+                    anew = replace(now, key=memory.key(question.number, None))
+                    done = self._idle(anew, last, f"{type(error).__name__}: {error}")
                 elif isinstance(error, _AppError):
                     return error.reply
                 else:

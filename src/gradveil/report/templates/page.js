@@ -1,5 +1,5 @@
 "use strict";
-// Light and dark, and the table that sorts.
+// The script of every page: light and dark, and the sortable table.
 const root = document.documentElement;
 root.classList.add("js");
 const REPORT = JSON.parse(document.getElementById("data").textContent);
@@ -12,7 +12,7 @@ function element(name, properties = {}, ...children) {
 
 (() => {
   const system = matchMedia("(prefers-color-scheme: dark)");
-  // Storage is refused to some pages opened from disk: the choice then lasts as long as the page.
+  // Browsers refuse storage to some pages opened from disk: the choice then lasts as long as the page.
   const remember = (value) => { try { localStorage.setItem("gradveil-theme", value); } catch { return; } };
   const recall = () => { try { return localStorage.getItem("gradveil-theme"); } catch { return null; } };
   const saved = recall();
@@ -32,13 +32,13 @@ function element(name, properties = {}, ...children) {
   heads.forEach((head, index) => head.querySelector("button").addEventListener("click", () => {
     const numeric = head.classList.contains("num");
     const now = head.getAttribute("aria-sort");
-    // Numbers start with the largest, words with A.
+    // First click: largest number, or A.
     const down = now ? now === "ascending" : numeric;
     heads.forEach((other) => other.removeAttribute("aria-sort"));
     head.setAttribute("aria-sort", down ? "descending" : "ascending");
     const rows = [...table.tBodies[0].rows].map((row) => [row.cells[index].dataset.sort, row]);
     rows.sort(([a], [b]) => {
-      if (a === "" || b === "") return (a === "") - (b === ""); // what is missing stays last
+      if (a === "" || b === "") return (a === "") - (b === ""); // missing values stay last
       const order = numeric ? Number(a) - Number(b) : collator.compare(a, b);
       return down ? -order : order;
     });

@@ -1,5 +1,5 @@
 "use strict";
-// What all plots share: axes, marks, tooltips, and legends that hide a defence in every plot at once.
+// Shared by all plots: axes, curves, marks, tooltips, and legends that hide a defence in every plot.
 const CHARTS = (() => {
   const NS = "http://www.w3.org/2000/svg";
   const hidden = new Set(), redraws = [];
@@ -43,17 +43,30 @@ const CHARTS = (() => {
     return `${Number((value / size).toPrecision(3))} ${unit}`;
   }
 
+  const short = (value) => String(Number(value.toPrecision(3)));
+
+  // A linear or logarithmic axis from `low` to `high`. `frame` calls it with its two ends in pixels; `gaps` keep points off them.
+  function axis(low, high, { log = false, ticks = (log ? logTicks : linearTicks)(low, high), name = short, title, gaps = [0, 0] }) {
+    const scale = log ? Math.log : Number, first = scale(low), span = scale(high) - first || 1;
+    return (start, end) => ({
+      at: (value) => start + gaps[0] + ((scale(value) - first) / span) * (end - gaps[1] - start - gaps[0]), ticks, name, title,
+    });
+  }
+
   // The vertical axis of a share of images, or of a mean SSIM.
-  const shares = (measure, lowest) => (bottom, top) => ({
-    at: (value) => bottom - ((value - lowest) / (1 - lowest)) * (bottom - top),
+  const shares = (measure, lowest) => axis(lowest, 1, {
     ticks: [0, 0.25, 0.5, 0.75, 1],
     name: (tick) => (measure !== "ssim" ? `${tick * 100}%` : String(tick)),
     title: { asr: "images recovered", identifiable: "images identifiable", ssim: "mean SSIM" }[measure],
   });
 
-  // The grid with its labels. An axis is told its two ends in pixels and answers {at, ticks, name(tick), title}.
-  function frame({ label, width, x, y, baseline = null }) {
-    const height = 320, [left, right, top, bottom] = [62, width - 10, 14, height - 48];
+  // The path through these points.
+  const path = (points, x, y) => points.map((p, i) => `${i ? "L" : "M"}${x(p).toFixed(1)} ${y(p).toFixed(1)}`).join("");
+  const curve = (series, d, kind = "curve") => svg("path", { class: kind, d, fill: "none", stroke: colour(series) });
+
+  // The grid with its labels. An axis gets its two ends in pixels and returns {at, ticks, name(tick), title}.
+  function frame(box, { label, x, y, baseline = null }) {
+    const width = Math.max(box.clientWidth, 240), height = 320, [left, right, top, bottom] = [62, width - 10, 14, height - 48];
     const across = x(left, right), up = y(bottom, top), { at } = across;
     const picture = svg("svg", { viewBox: `0 0 ${width} ${height}`, role: "group", "aria-label": label });
     for (const tick of up.ticks) {
@@ -74,7 +87,7 @@ const CHARTS = (() => {
     picture.append(svg("text", upright, up.title));
     if (baseline !== null && baseline >= 0) {
       picture.append(svg("line", { class: "baseline", x1: left, x2: right, y1: up.at(baseline), y2: up.at(baseline) }));
-      picture.append(svg("text", { x: left + 4, y: up.at(baseline) - 5 }, "guessing"));
+      picture.append(svg("text", { x: left + 4, y: up.at(baseline) - 5 }, "baseline"));
     }
     return { picture, left, right, top, bottom, y: up.at, at };
   }
@@ -95,18 +108,18 @@ const CHARTS = (() => {
 
   // A point with its tooltip, drawn with these attributes.
   function mark(name, lines, series, px, py, look) {
-    const path = svg("path", { d: shape(series), fill: colour(series), stroke: colour(series), "stroke-width": 2, ...look });
+    const symbol = svg("path", { d: shape(series), fill: colour(series), stroke: colour(series), "stroke-width": 2, ...look });
     const node = svg("g", {
       class: "point", transform: `translate(${px.toFixed(1)} ${py.toFixed(1)})`, tabindex: 0, role: "img",
       "aria-label": [name, ...lines].join(", "),
-    }, path);
-    for (const event of ["pointerenter", "focus"]) node.addEventListener(event, () => tell(node, name, lines));
-    for (const event of ["pointerleave", "blur"]) node.addEventListener(event, hush);
+    }, symbol);
+    for (const event of ["pointerenter", "focus"]) node.addEventListener(event, () => showTip(node, name, lines));
+    for (const event of ["pointerleave", "blur"]) node.addEventListener(event, hideTip);
     return node;
   }
 
   const tip = document.getElementById("tip");
-  function tell(node, name, lines) {
+  function showTip(node, name, lines) {
     tip.replaceChildren(element("b", { textContent: name }), ...lines.flatMap((line) => [line, element("br")]));
     tip.hidden = false;
     const at = node.getBoundingClientRect(), size = tip.getBoundingClientRect();
@@ -115,23 +128,24 @@ const CHARTS = (() => {
     tip.style.left = `${x}px`;
     tip.style.top = `${y < 8 ? at.bottom + 10 : y}px`;
   }
-  function hush() { tip.hidden = true; }
-  addEventListener("keydown", (event) => { if (event.key === "Escape") hush(); });
-  addEventListener("scroll", hush, { passive: true });
+  function hideTip() { tip.hidden = true; }
+  addEventListener("keydown", (event) => { if (event.key === "Escape") hideTip(); });
+  addEventListener("scroll", hideTip, { passive: true });
 
-  // Buttons that switch something for the plots of one section; one of them is pressed.
-  function choice(selector, chosen, redraw) {
-    const buttons = [...document.querySelectorAll(selector)];
+  // Buttons with `data-<key>` that switch the plots of one section; one of them is pressed.
+  function choice(key, choose, redraw) {
+    const buttons = [...document.querySelectorAll(`[data-${key}]`)];
     buttons.forEach((button) => button.addEventListener("click", () => {
-      chosen(button.dataset);
+      choose(button.dataset[key]);
       buttons.forEach((other) => other.setAttribute("aria-pressed", String(other === button)));
       redraw();
     }));
   }
 
-  // One button a defence; the buttons of every legend agree.
-  function legend(box, names) {
-    box.append(...names.map(([series, name]) => {
+  // One button per defence; the buttons of every legend agree.
+  function legend(box, entries) {
+    const names = new Map(entries.map(({ series, name }) => [series, name]));
+    box.append(...[...names].sort((a, b) => a[0] - b[0]).map(([series, name]) => {
       const key = svg("svg", { viewBox: "-8 -8 16 16", width: 14, height: 14, "aria-hidden": "true" },
         svg("path", { d: shape(series), fill: colour(series) }));
       const button = element("button", { type: "button" }, key, name);
@@ -147,8 +161,10 @@ const CHARTS = (() => {
     }));
   }
 
-  // Draw now, after a change of what is hidden, and for a new width only: drawing changes the height.
-  function keep(boxes, draw) {
+  // Draw the plots of a section now, after a choice, and for a new width only: drawing changes the height.
+  // `choices` maps the key of each group of buttons to the function that gets the chosen value.
+  function section(boxes, legendId, entries, draw, choices) {
+    legend(document.getElementById(legendId), entries);
     const redraw = () => boxes.forEach(draw), widths = new Map();
     redraws.push(redraw);
     redraw();
@@ -156,8 +172,8 @@ const CHARTS = (() => {
       if (widths.get(target) !== contentRect.width) { widths.set(target, contentRect.width); redraw(); }
     })).observe(boxes[0]);
     addEventListener("resize", redraw);
-    return redraw;
+    Object.entries(choices).forEach(([key, choose]) => choice(key, choose, redraw));
   }
 
-  return { svg, colour, shape, hidden, logTicks, linearTicks, bytes, shares, frame, spread, mark, choice, legend, keep };
+  return { svg, colour, shape, hidden, logTicks, linearTicks, bytes, short, axis, shares, path, curve, frame, spread, mark, section };
 })();

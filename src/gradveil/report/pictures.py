@@ -1,4 +1,4 @@
-"""Pictures, templates and data as one HTML file that needs no network."""
+"""Images as PNG data URIs: contact sheets, and pairs of ground truth and reconstruction."""
 
 from __future__ import annotations
 
@@ -6,21 +6,17 @@ import base64
 import hashlib
 import struct
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-import jinja2
 import torch
-from markupsafe import Markup
 from torch import Tensor
 
 from gradveil.audit.result_rows import Row
-from gradveil.core.formatting import number, percent, size
 
 COLUMNS = 8
-"""Tiles in a row of a contact sheet."""
+"""Tiles per row of a contact sheet."""
 _SIGNATURE = b"\x89PNG\r\n\x1a\n"
 
 
@@ -29,7 +25,7 @@ def png(image: Tensor) -> bytes:
     channels, height, width = image.shape
     eight = (image.nan_to_num(nan=0.0).clamp(0, 1) * 255).round().to(torch.uint8)
     lines = eight.permute(1, 2, 0).reshape(height, -1).cpu().numpy()
-    # Every line starts with its filter: 0, as it is.
+    # In a PNG, every line starts with its filter; 0 means unfiltered.
     raw = b"".join(b"\0" + line.tobytes() for line in lines)
     header = struct.pack(">IIBBBBB", width, height, 8, 0 if channels == 1 else 2, 0, 0, 0)
     return _SIGNATURE + _chunk(b"IHDR", header) + _chunk(b"IDAT", zlib.compress(raw, 9)) + _chunk(b"IEND", b"")
@@ -45,7 +41,7 @@ def data_uri(content: bytes, kind: str = "image/png") -> str:
 
 
 def contact_sheet(images: Tensor, columns: int = COLUMNS) -> Tensor:
-    """Lay tiles out in rows: [N, C, H, W] -> [C, rows H, columns W]; what is left of the last row is black.
+    """Lay tiles out in rows: [N, C, H, W] -> [C, rows H, columns W]; the rest of the last row is black.
 
     >>> contact_sheet(torch.ones(5, 1, 2, 3), columns=4).shape
     torch.Size([1, 4, 12])
@@ -73,7 +69,7 @@ class ContactSheet:
 
 @dataclass
 class Album:
-    """All contact sheets of a report; equal ones with one caption, the truths of many trials, are kept once."""
+    """All contact sheets of a report; equal ones with the same caption are kept once."""
 
     sheets: list[ContactSheet] = field(default_factory=list)
     _seen: dict[str, int] = field(default_factory=dict)
@@ -84,40 +80,40 @@ class Album:
         if flat.shape[1] not in (1, 3):
             flat = flat[:, :1]
         encoded = png(contact_sheet(flat))
-        mark = hashlib.sha256(caption.encode() + encoded).hexdigest()
-        if mark not in self._seen:
-            number = self._seen[mark] = len(self.sheets)
+        digest = hashlib.sha256(caption.encode() + encoded).hexdigest()
+        if digest not in self._seen:
+            number = self._seen[digest] = len(self.sheets)
             columns = min(COLUMNS, len(flat))
             self.sheets.append(
                 ContactSheet(number, data_uri(encoded), columns, flat.shape[-2], flat.shape[-1], caption)
             )
-        return self._seen[mark]
+        return self._seen[digest]
 
 
 def pairs(rows: Sequence[Row], album: Album) -> list[dict[str, Any]]:
-    """List every truth with its reconstruction, the worst leak first, and put the pictures into the album."""
-    found: list[dict[str, Any]] = []
+    """List every ground truth with its reconstruction, the worst leak first, and add the pictures to the album."""
+    result: list[dict[str, Any]] = []
     for row in rows:
         images = row.trial.images() or {}
         if "truth" not in images or "reconstruction" not in images:
             continue
-        who = f"{row.defence_name}, {row.attack}, seed {row.seed}"
-        truth = album.add(images["truth"], f"truth: {row.info['data']}")
-        reconstruction = album.add(images["reconstruction"], f"reconstruction: {who}")
+        run = f"{row.defence_name}, {row.attack}, seed {row.seed}"
+        truth = album.add(images["truth"], f"ground truth: {row.info['data']}")
+        reconstruction = album.add(images["reconstruction"], f"reconstruction: {run}")
         trained = (
-            album.add(images["truth_transformed"], f"trained on: {who}") if "truth_transformed" in images else None
+            album.add(images["truth_transformed"], f"trained on: {run}") if "truth_transformed" in images else None
         )
         batch = int(images["truth"].shape[1])
-        for place, record in enumerate(row.trial.records):
+        for position, record in enumerate(row.trial.records):
             entries = record["per_image"]
             for j, entry in enumerate(entries):
-                found.append(
+                result.append(
                     {
                         "row": row.number,
                         "truth": truth,
-                        "made": reconstruction,
+                        "reconstruction": reconstruction,
                         "trained": trained,
-                        "tile": place * batch + j,
+                        "tile": position * batch + j,
                         "target_client": f"{record['target_client']}.{j}"
                         if len(entries) > 1
                         else str(record["target_client"]),
@@ -127,27 +123,4 @@ def pairs(rows: Sequence[Row], album: Album) -> list[dict[str, Any]]:
                         "status": record["status"],
                     }
                 )
-    return sorted(found, key=lambda pair: -(pair["ssim"] if pair["ssim"] is not None else -2.0))
-
-
-TEMPLATES = Path(__file__).parent / "templates"
-"""Where pages, styles and scripts lie."""
-
-
-def render(template: str, scripts: Sequence[str], context: Mapping[str, Any]) -> str:
-    """Render a page with these scripts, in this order. Every text of the context is escaped."""
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(TEMPLATES),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    environment.filters |= {"percent": percent, "number": number, "size": size}
-    return environment.get_template(template).render(
-        **context, style=_asset("style.css"), scripts=[_asset(name) for name in scripts]
-    )
-
-
-def _asset(name: str) -> Markup:
-    return Markup((TEMPLATES / name).read_text(encoding="utf-8"))
+    return sorted(result, key=lambda pair: -(pair["ssim"] if pair["ssim"] is not None else -2.0))

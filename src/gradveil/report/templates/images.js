@@ -1,11 +1,11 @@
 "use strict";
-// Truth beside reconstruction, cut from the contact sheets onto small canvases.
+// Ground truth next to reconstruction, cut from the contact sheets onto small canvases.
 (() => {
   const gallery = document.getElementById("gallery");
   if (!gallery) return;
   const STEP = 24;
   const { pairs, rows, sheets } = REPORT;
-  const attackName = (row) => (row.who ? `${row.attack} (${row.who})` : row.attack);
+  const attackName = (row) => (row.attacker ? `${row.attack} (${row.attacker})` : row.attack);
   const number = (value, digits) => (value === null ? "–" : value.toFixed(digits));
 
   async function paint(canvas, sheet, tile) {
@@ -39,9 +39,9 @@
 
   function figure(pair) {
     const row = rows[pair.row];
-    const tiles = element("div", { className: "tiles" }, picture(pair.truth, pair.tile, `truth, target client ${pair.target_client}`));
+    const tiles = element("div", { className: "tiles" }, picture(pair.truth, pair.tile, `ground truth, target client ${pair.target_client}`));
     if (pair.trained !== null) tiles.append(picture(pair.trained, pair.tile, `what the client trained on, target client ${pair.target_client}`));
-    tiles.append(picture(pair.made, pair.tile, `reconstruction, target client ${pair.target_client}`));
+    tiles.append(picture(pair.reconstruction, pair.tile, `reconstruction, target client ${pair.target_client}`));
     const verdict = element("span", { className: pair.recovered ? "yes" : "no", textContent: pair.recovered ? "✕ recovered" : "✓ not recovered" });
     const top = element("div", { className: "top" }, element("b", { textContent: `SSIM ${number(pair.ssim, 2)}` }), verdict);
     const rest = `${number(pair.psnr, 1)} dB · target client ${pair.target_client} · ${pair.status}`;
@@ -86,10 +86,10 @@
   document.querySelectorAll(".strip").forEach((strip) => {
     const worst = pairs.filter((pair) => pair.row === Number(strip.dataset.row)).slice(0, 5);
     strip.append(element("div", {}, ...worst.flatMap((pair) => [
-      picture(pair.truth, pair.tile, `truth, target client ${pair.target_client}`),
-      picture(pair.made, pair.tile, `reconstruction, target client ${pair.target_client}, SSIM ${number(pair.ssim, 2)}`),
+      picture(pair.truth, pair.tile, `ground truth, target client ${pair.target_client}`),
+      picture(pair.reconstruction, pair.tile, `reconstruction, target client ${pair.target_client}, SSIM ${number(pair.ssim, 2)}`),
     ])));
-    if (worst.length) strip.append(element("p", { textContent: "truth above, reconstruction below: the worst leaks" }));
+    if (worst.length) strip.append(element("p", { textContent: "ground truth above, reconstruction below" }));
   });
 
   // The first target clients of the run, the same ones under every defence.
@@ -97,24 +97,24 @@
     const of = (row) => pairs.filter((pair) => pair.row === row).sort((a, b) => a.tile - b.tile).slice(0, 8);
     const line = (name, note, trials) => element("tr", {}, element("th", { scope: "row" }, name, element("small", { textContent: note })),
       ...trials.map((trial) => element("td", {}, trial)));
-    const truths = of(chosen[0]).map((pair) => picture(pair.truth, pair.tile, `truth, target client ${pair.target_client}`));
-    const made = (row, pair) => {
+    const truths = of(chosen[0]).map((pair) => picture(pair.truth, pair.tile, `ground truth, target client ${pair.target_client}`));
+    const reconstruction = (row, pair) => {
       const result = pair.recovered ? ", recovered" : "";
-      const canvas = picture(pair.made, pair.tile, `${rows[row].defence}, target client ${pair.target_client}, SSIM ${number(pair.ssim, 2)}${result}`);
+      const canvas = picture(pair.reconstruction, pair.tile, `${rows[row].defence}, target client ${pair.target_client}, SSIM ${number(pair.ssim, 2)}${result}`);
       canvas.classList.toggle("won", pair.recovered);
       return canvas;
     };
-    const lines = chosen.map((row) => line(rows[row].defence, attackName(rows[row]), of(row).map((pair) => made(row, pair))));
+    const lines = chosen.map((row) => line(rows[row].defence, attackName(rows[row]), of(row).map((pair) => reconstruction(row, pair))));
     const where = REPORT.side_by_side.length > 1 ? `: ${title}` : "";
     const caption = `The first target clients of the run under every defence, each at its strongest attack${where}. A frame marks what counts as recovered.`;
-    const table = element("table", { className: "matrix" }, element("tbody", {}, line("Truth", "what the client holds", truths), ...lines));
+    const table = element("table", { className: "matrix" }, element("tbody", {}, line("Ground truth", "private images", truths), ...lines));
     const scroll = element("div", { className: "scroll", tabIndex: 0 }, table);
     scroll.setAttribute("role", "group");
     scroll.setAttribute("aria-label", caption);
     return [element("p", { className: "lead", textContent: caption }), scroll];
   }));
 
-  // Paper shows everything that is on the page, near or not.
+  // Print the canvases far from the window too.
   addEventListener("beforeprint", () => document.querySelectorAll("canvas:not([data-painted])").forEach((canvas) => {
     near.unobserve(canvas);
     paint(canvas, sheets[canvas.dataset.sheet], Number(canvas.dataset.tile));

@@ -1,0 +1,17 @@
+"""Kinds of examples: what a client's data are, how they are seen and compared."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from gradveil.core.lazy_names import lazy_names
+
+if TYPE_CHECKING:
+    from gradveil.core.space import Space
+    from gradveil.spaces.image_space import ImageSpace
+else:
+    __getattr__, __dir__ = lazy_names(
+        __name__, {"ImageSpace": "gradveil.spaces.image_space", "Space": "gradveil.core.space"}
+    )
+
+__all__ = ["ImageSpace", "Space"]

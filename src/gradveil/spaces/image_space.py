@@ -1,0 +1,119 @@
+"""Images: pixels in [0, 1] that a model takes normalised, compared by SSIM and the mean squared error."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from gradveil.core.errors import Problem, fail, refuse
+from gradveil.core.space import Space
+from gradveil.metrics import identification, match_batch, mse, psnr, ssim, ssim_pairs
+from gradveil.metrics.image_similarity import WINDOW, finite
+
+CONTRASTS = (1.0, 1.3, 1.7)
+"""A mean is also guessed with its contrast raised: SSIM asks for the contrast of a single image."""
+_PART = 256
+
+
+@dataclass(frozen=True)
+class ImageSpace(Space):
+    """Images of one shape; their inputs are (pixel - mean) / std, their views are the pixels.
+
+    One number of `mean` and `std` stands for every channel.
+
+    >>> space = ImageSpace((1, 28, 28), mean=(0.5,), std=(0.5,))
+    >>> [bound.item() for bound in space.bounds(torch.zeros(()))]
+    [-1.0, 1.0]
+    """
+
+    shape: tuple[int, ...]
+    mean: tuple[float, ...] = (0.0,)
+    std: tuple[float, ...] = (1.0,)
+
+    kind: ClassVar[str] = "images"
+    noun: ClassVar[str] = "image"
+    headline: ClassVar[str] = "ssim"
+    exactly: ClassVar[float] = 0.9
+
+    def __post_init__(self) -> None:
+        """Refuse what no image can be, every problem at once."""
+        problems: list[Problem] = []
+        if len(self.shape) != 3 or min(self.shape) < 1:
+            problems.append(Problem("space.shape", f"is {self.shape}", "give (channels, height, width)"))
+        elif any(len(values) not in (1, self.shape[0]) for values in (self.mean, self.std)):
+            what = f"mean {self.mean} and std {self.std} do not fit {self.shape[0]} channel(s)"
+            problems.append(Problem("space", what, "give one number, or one for each channel"))
+        if min(self.std) <= 0:
+            problems.append(Problem("space.std", f"is {self.std}", "give numbers above 0"))
+        refuse(problems)
+
+    @classmethod
+    def between(cls, black: float | Tensor, white: float | Tensor, shape: tuple[int, ...]) -> ImageSpace:
+        """Return the space of images whose inputs reach from black to white: one number, or one a channel."""
+        low, high = (torch.as_tensor(value).detach().cpu().double().flatten() for value in (black, white))
+        if not bool((low < high).all()):
+            raise fail("space.bounds", f"{black} is not below {white}", "give the range of valid inputs")
+        return cls(shape, tuple((-low / (high - low)).tolist()), tuple((1 / (high - low)).tolist()))
+
+    def bounds(self, like: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the inputs of black (0) and white (1), each [C, 1, 1]."""
+        mean, std = self._statistics(torch.zeros(()))  # in float32, as the inputs of a data set are
+        return ((0 - mean) / std).to(like), ((1 - mean) / std).to(like)
+
+    def encode(self, views: Tensor) -> Tensor:
+        """Normalise pixels."""
+        mean, std = self._statistics(views)
+        return (views - mean) / std
+
+    def view(self, inputs: Tensor) -> Tensor:
+        """Turn inputs into pixels, clamped to [0, 1]; a NaN stays a NaN."""
+        mean, std = self._statistics(inputs)
+        return (inputs * std + mean).clamp(0, 1)
+
+    def match(self, candidates: Tensor, truths: Tensor) -> tuple[Tensor, Tensor]:
+        """Match by least total mean squared error."""
+        return match_batch(candidates, truths)
+
+    def scores(self, candidates: Tensor, truths: Tensor) -> Mapping[str, Tensor]:
+        """Compute MSE and PSNR, and SSIM where the images are large enough for its window."""
+        found = {"mse": mse(candidates, truths), "psnr": psnr(candidates, truths)}
+        return found | ({"ssim": ssim(candidates, truths)} if min(self.shape[1:]) >= WINDOW else {})
+
+    def similarity(self, candidates: Tensor, truths: Tensor) -> Tensor:
+        """Compute SSIM; a candidate that is not finite gets -1."""
+        usable = finite(candidates).view(len(candidates), -1)
+        return torch.where(usable, ssim_pairs(candidates.nan_to_num(0, 0, 0), truths), -1.0)
+
+    def nearest(self, candidates: Tensor, gallery: Tensor) -> Tensor:
+        """Return the place of the nearest image in L2."""
+        flat = candidates.nan_to_num(0, 0, 0).float().flatten(1)
+        nearest = torch.cat([torch.cdist(part, gallery.flatten(1)).argmin(1) for part in flat.split(_PART)])
+        return torch.where(finite(candidates), nearest, -1)
+
+    def identified(self, candidates: Tensor, places: Tensor, gallery: Tensor) -> Tensor:
+        """Say whether no other image is nearer in L2; an exact copy of the own image counts as that."""
+        return identification(candidates, places, gallery).bool()
+
+    def average(self, views: Tensor) -> Tensor:
+        """Return the mean image."""
+        return views.mean(0)
+
+    def guesses(self, views: Tensor, tested: int) -> Tensor:
+        """Return the mean of all other images, as it is and with its contrast raised."""
+        count = len(views)
+        others = (views.mean(0) * count - views[:tested]) / max(1, count - 1)
+        level = others.mean((-3, -2, -1), keepdim=True)
+        return torch.stack([(level + contrast * (others - level)).clamp(0, 1) for contrast in CONTRASTS])
+
+    def central(self, views: Tensor) -> Tensor:
+        """Return the places of the images, those nearest to their mean first."""
+        return (views - views.mean(0)).square().flatten(1).sum(1).argsort()
+
+    def _statistics(self, like: Tensor) -> tuple[Tensor, Tensor]:
+        mean, std = (torch.tensor(values, dtype=like.dtype, device=like.device) for values in (self.mean, self.std))
+        shape = (self.shape[0], 1, 1)
+        return mean.reshape(-1, 1, 1).expand(shape), std.reshape(-1, 1, 1).expand(shape)
