@@ -21,7 +21,7 @@ from gradveil.audit.budgets import UNPLANNED
 from gradveil.audit.observe import observe
 from gradveil.audit.preflight import open_experiment
 from gradveil.audit.trial import at_truth, attacked, recover
-from gradveil.client import Client, Local
+from gradveil.client import Client, Local, layer_statistics
 from gradveil.core.noise import Key
 from gradveil.core.types import Batch
 from gradveil.nn.normalisation import BatchStatistics, FrozenNorm, running_statistics
@@ -48,7 +48,7 @@ def normed(examples=4, target_clients=2):
 
 def test_statistics_are_those_that_enter_the_layers():
     scene = normed()
-    found = scene.client.statistics(scene.observation.params, scene.truth, {})
+    found = layer_statistics(scene.client, scene.observation.params, scene.truth, {})
     assert list(found) == ["1.mean", "1.var", "3.mean", "3.var"]
     model = scene.client.model
     for target_client in range(2):
@@ -67,13 +67,13 @@ def test_statistics_of_a_sum_are_those_of_all_members_with_their_own_masks():
     one, params = Batch(*(value[0] for value in scene.truth)), client.params()
     noise = {name: value.unsqueeze(0) for name, value in client.noise_spec(params, one).sample(Key(8)).items()}
     (mask,) = noise.values()
-    found = client.statistics(params, Batch(*(value[:1] for value in scene.truth)), noise)
+    found = layer_statistics(client, params, Batch(*(value[:1] for value in scene.truth)), noise)
     x = model[1](scene.truth.inputs[0] * mask[0].flatten(0, 1) / 0.5)
     torch.testing.assert_close(found["2.mean"][0], x.mean((0, 2, 3)))
     torch.testing.assert_close(found["2.var"][0], x.var((0, 2, 3), unbiased=False))
     trained = replace(client, members=1, local=Local(batch=2, lr=0.1, steps=3))
     spec = trained.noise_spec(params, one).sample(Key(8))
-    found = trained.statistics(params, scene.truth, {n: v.expand(2, *v.shape) for n, v in spec.items()})
+    found = layer_statistics(trained, params, scene.truth, {n: v.expand(2, *v.shape) for n, v in spec.items()})
     torch.testing.assert_close(found["2.mean"][0], model[1](scene.truth.inputs[0]).mean((0, 2, 3)))
 
 
@@ -134,14 +134,14 @@ def test_the_prior_is_left_out_of_a_model_without_such_layers():
 def test_running_statistics_pull_where_there_are_some():
     scene = normed()
     dark = Batch(0.2 * scene.truth.inputs[:1], scene.truth.targets[:1])
-    wanted = {n: v[0] for n, v in scene.client.statistics(scene.observation.params, dark, {}).items()}
+    wanted = {n: v[0] for n, v in layer_statistics(scene.client, scene.observation.params, dark, {}).items()}
     frozen = scene.client.model[1]
     frozen.running_mean, frozen.running_var = wanted["1.mean"], wanted["1.var"]
     plain = Inversion("plain", objective="l2", start="uniform", descent=Descent(Adam(0.1), iterations=60))
 
     def distance(attack):
         result = attack([scene.observation], scene.client, scene.knowledge, Key(0))
-        found = scene.client.statistics(scene.observation.params, Batch(result.inputs, result.targets), {})
+        found = layer_statistics(scene.client, scene.observation.params, Batch(result.inputs, result.targets), {})
         return float((found["1.mean"] - wanted["1.mean"]).norm())
 
     assert distance(replace(plain, batchnorm=1000.0)) < 0.3 * distance(plain)
