@@ -214,13 +214,13 @@ def test_trials_of_unknown_settings_are_not_taken_for_finished(folder: Path) -> 
     assert len(list((folder / "trials").iterdir())) == 2
 
 
-def test_a_run_without_its_division_is_not_resumed(folder: Path) -> None:
+def test_a_run_without_its_division_is_neither_read_nor_resumed(folder: Path) -> None:
     info = json.loads((folder / "run.json").read_text())
     del info["share"]
     (folder / "run.json").write_text(json.dumps(info))
-    assert len(load_run(folder).trials) == 2
-    with pytest.raises(GradveilError, match=r"run\.json: share is missing"):
-        execute(config(), folder)
+    for use in (lambda: load_run(folder), lambda: execute(config(), folder)):
+        with pytest.raises(GradveilError, match=r"run\.json: share is missing"):
+            use()
 
 
 def test_images_damaged_after_the_run_was_read_are_named(folder: Path) -> None:

@@ -30,7 +30,7 @@ def mode(path: Path) -> int:
 def test_a_run_lies_on_disk_as_the_format_says(tmp_path: Path) -> None:
     run, display = execute(config(), tmp_path / "run")
     assert [trial.info["defence"] for trial in run.trials] == ["none", "gaussian(0.01)"]
-    assert run.info["format"] == 2
+    assert run.info["format"] == 3
     assert run.info["config"]["target_clients"] == 2
     assert run.info["packages"]["torch"] == torch.__version__
     for trial in run.trials:
@@ -182,7 +182,8 @@ def test_a_failed_trial_is_kept_and_tried_again(tmp_path: Path) -> None:
     with Store(tmp_path / "run").open(info()) as store:
         trial = str(store.info()["trials"][0])
         facts = {"model": "lenet-zhu", "data": "faces", "seed": 0, "round": 0, "client": "c", "batch": 1}
-        facts |= {"attack": "ig(iterations=6, report=2)"}
+        facts |= {"attack": "ig(iterations=6, report=2)", "preset": "ig", "trained": None}
+        facts |= {"update": "one gradient", "local": False, "changes": [], "undefended": True}
         store.write(trial, Trial({"trial": trial, "defence": "none", **facts, "failed": "broke"}, []))
         assert store.survey([trial]) == (set(), [])
     assert load_run(tmp_path / "run").trials[0].failed == "broke"

@@ -21,7 +21,7 @@ from gradveil.audit.sources import TrainingSource, training_config
 from gradveil.cli.app import run
 from gradveil.core.errors import GradveilError
 from gradveil.core.types import Batch
-from gradveil.federated.training_run import describe, opened
+from gradveil.federated.training_run import TRAINING_RUN, describe
 from gradveil.federated.training_run import run as run_training
 from gradveil.federated.training_setup import TrainingTrial
 from gradveil.federated.training_state import Standing
@@ -66,7 +66,7 @@ def trained(folder: Path, **changes: Any) -> tuple[Experiment, TrainingSource, l
     assert experiment.config.train is not None
 
     setting = experiment.source.setting
-    with opened(folder, describe(setting.config, "command")):
+    with TRAINING_RUN.opened(folder, describe(setting.config, "command")):
         run_training(
             setting,
             folder,

@@ -13,7 +13,15 @@ from gradveil.audit.run_file import read_training
 from gradveil.core.errors import GradveilError
 from gradveil.federated.engine import Federation, train
 from gradveil.federated.training_config import LocalConfig
-from gradveil.federated.training_run import describe, identity, load_summaries, load_training, opened, run, summarise
+from gradveil.federated.training_run import (
+    TRAINING_RUN,
+    describe,
+    identity,
+    load_summaries,
+    load_training,
+    run,
+    summarise,
+)
 from gradveil.federated.training_setup import open_setting, trials
 from gradveil.federated.training_state import load_standing
 from gradveil.nn.weight_files import read_weights
@@ -28,7 +36,7 @@ def config(*settings, **overrides):
 
 def trained(folder, told, info=None, fresh=False):
     seen = []
-    with opened(folder, info or describe(told.config, "command"), fresh):
+    with TRAINING_RUN.opened(folder, info or describe(told.config, "command"), fresh):
         summaries = run(told, folder, lambda trial, record, status: seen.append((trial.title, record.number)))
     return summaries, seen
 
@@ -170,7 +178,7 @@ def test_a_training_that_was_stopped_late_is_finished_when_fewer_rounds_are_aske
         if record.number == 2:
             raise KeyboardInterrupt
 
-    with pytest.raises(KeyboardInterrupt), opened(tmp_path / "a", info):
+    with pytest.raises(KeyboardInterrupt), TRAINING_RUN.opened(tmp_path / "a", info):
         run(told, tmp_path / "a", stop)
     file = tmp_path / "a" / "trials" / f"{trial.id}.safetensors"
     assert load_standing(file, identity(told, trial)).status == "running"
@@ -201,7 +209,7 @@ def test_who_stops_earlier_than_was_planned_has_no_smaller_epsilon(tmp_path):
     def stop(*_):
         raise KeyboardInterrupt
 
-    with pytest.raises(KeyboardInterrupt), opened(tmp_path / "b", describe(told.config, "command")):
+    with pytest.raises(KeyboardInterrupt), TRAINING_RUN.opened(tmp_path / "b", describe(told.config, "command")):
         run(told, tmp_path / "b", stop)
     (shorter,), seen = trained(tmp_path / "b", open_setting(config(rounds=2, **private)))
     assert (shorter["rounds"], [number for _, number in seen]) == (2, [2])
@@ -251,7 +259,10 @@ def test_a_damaged_file_of_a_training_is_refused_and_stays(tmp_path, said):
 
 def test_a_folder_with_other_things_in_it_is_left_alone(tmp_path):
     (tmp_path / "thesis.tex").write_text("years of work")
-    with pytest.raises(GradveilError, match="holds other files"), opened(tmp_path, {"config_hash": ""}, fresh=True):
+    with (
+        pytest.raises(GradveilError, match="holds other files"),
+        TRAINING_RUN.opened(tmp_path, {"config_hash": ""}, fresh=True),
+    ):
         pass
     assert (tmp_path / "thesis.tex").is_file()
 
@@ -415,3 +426,9 @@ def test_a_pattern_that_matches_nothing_is_told_with_the_parameters():
         GradveilError, match=r"^trainable: 'tail\.\*' matches no parameter -> .* head\.weight, head\.bias$"
     ):
         open_setting(config('trainable=["tail.*"]'))
+
+
+def test_a_training_of_another_format_is_refused(tmp_path):
+    (tmp_path / "train.json").write_text('{"format": 2, "config": {}, "trials": ["a"]}')
+    with pytest.raises(GradveilError, match="has format 2, this version reads 3"):
+        load_training(tmp_path)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from gradveil.federated.training_run import describe, identity, opened, run, site
+from gradveil.federated.training_run import TRAINING_RUN, describe, identity, run, site
 from gradveil.federated.training_setup import TrainingTrial, open_setting, trials
 from gradveil.federated.training_state import RoundResult, Status, load_standing
 from gradveil.runs.pool import Processes
@@ -31,7 +31,7 @@ def test_a_killed_worker_changes_nothing_and_no_round_is_done_twice(tmp_path: Pa
             killed.append(workers()[0])
             os.kill(killed[-1], signal.SIGKILL)
 
-    with opened(tmp_path / "killed", describe(told.config, "command")):
+    with TRAINING_RUN.opened(tmp_path / "killed", describe(told.config, "command")):
         found = run(told, tmp_path / "killed", tell, Processes(site(told, None), 2))
     assert len(killed) == 2
     assert set(map(tuple, seen.values())) == {(1, 2, 3, 4, 5, 6)}

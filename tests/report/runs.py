@@ -208,6 +208,7 @@ def write_run(folder: Path, trials: Sequence[Mapping[str, Any]], images: bool = 
     names = [entry["info"]["trial"] for entry in trials]
     info = {
         "format": 3,
+        "share": 16,
         "name": "faces",
         "created": "2025-06-01T09:30:00+00:00",
         "trials": [f"{number:03d}" for number in range(len(names))],

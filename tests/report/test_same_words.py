@@ -58,7 +58,8 @@ def folder(tmp_path: Path) -> Path:
 
 def write(place: Path, rows: Sequence[Row]) -> Path:
     names = [f"trial-{number}" for number in range(len(rows))]
-    info = {"format": 3, "name": "five", "config": {"images": False}, "trials": names, "command": "gradveil audit five"}
+    info = {"format": 3, "share": 1, "name": "five", "config": {"images": False}, "trials": names}
+    info |= {"command": "gradveil audit five"}
     for name, each in zip(names, rows, strict=True):
         (place / "trials" / name).mkdir(parents=True)
         facts = {**each.info, "trial": name, "threshold": 0.5, "attack_title": "an attack"}

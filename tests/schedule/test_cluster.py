@@ -128,7 +128,7 @@ def test_a_cluster_trains_as_one_process_does_and_a_killed_actors_training_goes_
         if not killed:
             killed.append(kill_desk(session))
 
-    with training.opened(tmp_path / "ray", training.describe(told.config, "command")):
+    with training.TRAINING_RUN.opened(tmp_path / "ray", training.describe(told.config, "command")):
         schedule = Cluster(train_site(told, None), RAYS, address=address)
         found = training.run(told, tmp_path / "ray", tell, schedule)
     assert killed == [True]

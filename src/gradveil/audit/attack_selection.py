@@ -27,7 +27,7 @@ from gradveil.core.errors import GradveilError
 from gradveil.core.user_code import users
 from gradveil.defences import entries
 from gradveil.defences.entry import PLANTED
-from gradveil.federated.training_config import digest
+from gradveil.runs.run_folder import digest
 
 Attacker = Literal["undefended", "naive", "aware", "adaptive", "active", "informed"]
 """Whose attack a trial is. See `attacker`."""

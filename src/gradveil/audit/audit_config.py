@@ -15,8 +15,8 @@ from gradveil.federated.training_config import (
     Name,
     Rounds,
     Section,
-    digest,
 )
+from gradveil.runs.run_folder import digest
 from gradveil.theory.accounting import Participation
 
 FREE = ("control",)

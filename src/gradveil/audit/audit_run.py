@@ -6,7 +6,6 @@ import os
 import platform
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from statistics import fmean
@@ -29,7 +28,7 @@ from gradveil.audit.budgets import Plan, Plans, read_budget, read_plans, restart
 from gradveil.audit.experiment import Experiment
 from gradveil.audit.preflight import open_experiment
 from gradveil.audit.recorded_attack import recover_observed, score_observed
-from gradveil.audit.run_directory import FORMAT, Store, Trial
+from gradveil.audit.run_directory import Store, Trial
 from gradveil.audit.score import TrialNames, failure, score
 from gradveil.audit.sources import Source
 from gradveil.audit.trial import Recovered, merge, recover, sharers_of
@@ -37,9 +36,9 @@ from gradveil.core.errors import GradveilError, Problem
 from gradveil.core.freed_memory import keep_freed_memory
 from gradveil.core.user_code import code_of
 from gradveil.defences import entries
-from gradveil.federated.training_config import digest
 from gradveil.federated.training_setup import refuse_other_images
 from gradveil.nn.weight_files import fingerprint
+from gradveil.runs.run_folder import described
 from gradveil.runs.task import Job, Parcel, Scheduler, Site, Tell, Work, in_process
 
 
@@ -291,29 +290,19 @@ def describe(
     warnings: Sequence[str] = (),
     images: Mapping[str, str | None] | None = None,
 ) -> dict[str, Any]:
-    """Say everything that `run.json` holds; other weights in a file of the same name are another run.
+    """Return what `run.json` holds; other weights in a file of the same name are another run.
 
     `sharing` tells how many attacks share the budget of each defence, client by client; `warnings` what a reader of the
     results has to know that no attack of the run shows; `images` what the files of the data hold.
     """
-    settings = config.digest()
+    start = fingerprint(weights) if weights else None
     return {
-        "format": FORMAT,
-        "name": config.name,
-        "created": datetime.now(UTC).isoformat(timespec="seconds"),
-        "config": config.resolved(),
-        "growing": config.growing,
-        "config_hash": digest([settings, fingerprint(weights)]) if weights else settings,
-        "weights": fingerprint(weights) if weights else None,
-        "images": dict(images) if images else None,
-        "trials": [trial.id for trial in trials(config)],
+        **described(config, command, (trial.id for trial in trials(config)), start, images),
         "share": share,
         "sharing": dict(sharing),
         "warnings": list(warnings),
-        "gradveil": version("gradveil"),
         "packages": dict(_versions()),
         "machine": machine(config.device),
-        "command": command,
     }
 
 

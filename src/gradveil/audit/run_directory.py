@@ -6,7 +6,6 @@ object a target client) and `images.safetensors` (truths and reconstructions, wh
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -15,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter
 from torch import Tensor
 
 from gradveil.audit.attack_selection import Attacker, Method, stands_for_many
@@ -23,9 +22,7 @@ from gradveil.audit.audit_config import BUDGET, FREE
 from gradveil.core.errors import GradveilError, Problem, fail, refuse
 from gradveil.core.formatting import listing, plural
 from gradveil.core.private_files import (
-    LOCK,
     DamagedError,
-    locked,
     read_json,
     seal,
     sync,
@@ -34,11 +31,21 @@ from gradveil.core.private_files import (
     write_json,
     write_private,
 )
-from gradveil.core.settings import refuse_others
 from gradveil.federated.training_run import is_training
+from gradveil.runs.run_folder import (
+    TRIALS,
+    Amount,
+    Count,
+    RunKind,
+    Share,
+    StoredPart,
+    StoredRun,
+    checked,
+    children,
+    noting,
+    remove,
+)
 
-FORMAT = 3
-"""Version of the files of a run directory; another is refused."""
 RUN, TRIAL, RECORDS, IMAGES = "run.json", "trial.json", "records.json", "images.safetensors"
 """File names: of the run, and of a trial's facts, its target clients' records and its images."""
 PLANS = "plans"
@@ -47,22 +54,9 @@ TRAINING = "training"
 """Folder of the trainings that an audit follows."""
 AGAIN = "give the command of the audit again, which makes this trial anew, or remove its folder"
 """What to do about a damaged trial: resuming replaces it, since equal settings give equal records."""
-RESTORE = "put a copy of the file back, or audit anew with --fresh, which removes the results"
-"""The remedy where the run's own file is damaged."""
 
 
-class _Stored(BaseModel):
-    """What has to be there, of the right kind; whatever else is there may be anything."""
-
-    model_config = ConfigDict(strict=True, extra="allow")
-
-
-Share = Annotated[float, Field(ge=0, le=1)]
-Amount = Annotated[float, Field(ge=0, le=1e15)]
-Count = Annotated[int, Field(ge=0, le=10**15)]
-
-
-class _Config(_Stored):
+class _AuditConfig(StoredPart):
     """What reports read of a run's settings; resuming compares all of them."""
 
     data: dict[str, Any] | None = None
@@ -75,25 +69,28 @@ class _Config(_Stored):
     images: bool | None = None
 
 
-class _RunInfo(_Stored):
-    name: str = ""
-    created: str = ""
-    command: str = ""
-    config: _Config
-    config_hash: str = ""
-    gradveil: str = ""
-    growing: list[str] = []
-    trials: Annotated[list[str], Field(min_length=1)]
-    share: Annotated[int, Field(ge=1)] | None = None
-    sharing: dict[str, list[Count]] = {}
-    warnings: list[str] = []
-    weights: str | None = None
-    images: dict[str, str | None] | None = None
-    packages: dict[str, str] = {}
-    machine: dict[str, str | int | None] = {}
+class _AuditInfo(StoredRun):
+    config: _AuditConfig
+    share: Annotated[int, Field(ge=1)]
+    sharing: dict[str, list[Count]] = Field(default={})
+    warnings: list[str] = Field(default=[])
+    packages: dict[str, str] = Field(default={})
+    machine: dict[str, str | int | None] = Field(default={})
 
 
-class _Address(_Stored):
+AUDIT = RunKind(
+    file=RUN,
+    noun="run directory",
+    form=TypeAdapter(_AuditInfo),
+    restore="put a copy of the file back, or audit anew with --fresh, which removes the results",
+    free=FREE,
+    folders=(TRIALS, PLANS, TRAINING),
+    grows=("sharing", "warnings"),
+)
+"""The folder of an audit."""
+
+
+class _Address(StoredPart):
     trial: str
     model: str
     data: str
@@ -113,9 +110,9 @@ class _Address(_Stored):
     attack_title: str = ""
     preset: str
     control: bool = False
-    prepared: list[str] = []
-    citations: list[str] = []
-    code: dict[str, str] = {}
+    prepared: list[str] = Field(default=[])
+    citations: list[str] = Field(default=[])
+    code: dict[str, str] = Field(default={})
 
 
 class _Failed(_Address):
@@ -123,14 +120,14 @@ class _Failed(_Address):
     unfit: bool = False
 
 
-class _Control(_Stored):
+class _Control(StoredPart):
     asr: Share
     ssim_mean: float | None = None
     psnr_mean: float | None = None
     identified: Share | None = None
 
 
-class _Training(_Stored):
+class _Training(StoredPart):
     round: Count
     accuracy: Share
     bytes_up: Amount
@@ -139,17 +136,17 @@ class _Training(_Stored):
     client_seconds: Amount | None = None
     final_accuracy: Share | None = None
     guarantee: str | None = None
-    epsilon: dict[str, float] = {}
+    epsilon: dict[str, float] = Field(default={})
     delta: Share | None = None
 
 
-class _Bound(_Stored):
+class _Bound(StoredPart):
     mse: Amount | None
     by: str = ""
     prior: Amount | None = None
 
 
-class _Point(_Stored):
+class _Point(StoredPart):
     iterations: Count
     asr: Share
     ssim_mean: float | None
@@ -166,17 +163,17 @@ class _Finished(_Address):
     grants: list[str]
     secrets: list[str]
     rounds_used: Annotated[list[Count], Field(min_length=1)] | None
-    remarks: list[str] = []
-    suspicions: list[str] = []
-    notes: list[str] = []
+    remarks: list[str] = Field(default=[])
+    suspicions: list[str] = Field(default=[])
+    notes: list[str] = Field(default=[])
     guarantee: str | None = None
-    epsilon: dict[str, Annotated[float, Field(ge=0)]] = {}
+    epsilon: dict[str, Annotated[float, Field(ge=0)]] = Field(default={})
     health: dict[str, float | None] | None = None
-    missing: dict[str, str] = {}
+    missing: dict[str, str] = Field(default={})
     unbounded: str | None = None
     unscored: str | None = None
     planted: str = ""
-    guard: list[str] = []
+    guard: list[str] = Field(default=[])
     params: Count | None = None
     restarts: Count | None = None
     simulated: Count
@@ -196,7 +193,7 @@ class _Finished(_Address):
     training: _Training | None = None
 
 
-class _Expected(_Stored):
+class _Expected(StoredPart):
     recovered: Share = 0.0
     identified: Share = 0.0
     identifiable: Share = 0.0
@@ -206,7 +203,7 @@ class _Expected(_Stored):
     gallery: Count = 0
 
 
-class _ImageScores(_Stored):
+class _ImageScores(StoredPart):
     success: Annotated[int, Field(ge=0, le=1)]
     mse: Amount
     psnr: float
@@ -222,7 +219,7 @@ class _ImageScores(_Stored):
     expected_transformed: _Expected = _Expected()
 
 
-class _TargetRecord(_Stored):
+class _TargetRecord(StoredPart):
     target_client: int
     status: str
     label: list[int] | None = None
@@ -235,7 +232,7 @@ class _TargetRecord(_Stored):
     per_image: Annotated[list[_ImageScores], Field(min_length=1)]
 
 
-class _Guess(_Stored):
+class _Guess(StoredPart):
     target_client: int
     status: str
     objective: float | None = None
@@ -243,21 +240,10 @@ class _Guess(_Stored):
     predicted: Annotated[list[int], Field(min_length=1)]
 
 
-_RUN, _FAILED, _FINISHED = TypeAdapter(_RunInfo), TypeAdapter(_Failed), TypeAdapter(_Finished)
+_FAILED, _FINISHED = TypeAdapter(_Failed), TypeAdapter(_Finished)
 _RECORDS = TypeAdapter(Annotated[list[_TargetRecord], Field(min_length=1)])
 _GUESSES = TypeAdapter(Annotated[list[_Guess], Field(min_length=1)])
 _NO_RECORDS = TypeAdapter(Annotated[list[Any], Field(max_length=0)])
-
-
-def read_run(folder: Path) -> dict[str, Any]:
-    """Read and check `run.json`."""
-    file = folder / RUN
-    info = read_json(file, RESTORE)
-    if isinstance(info, dict) and isinstance(said := info.get("format"), int) and said != FORMAT:
-        remedy = "use the version that wrote it, or choose another folder"
-        raise fail(str(file), f"has format {said}, this version reads {FORMAT}", remedy)
-    _check(_RUN, file, info, RESTORE)
-    return info
 
 
 def read_parts(folder: Path, images: bool) -> tuple[dict[str, Any], list[dict[str, Any]]]:
@@ -269,13 +255,14 @@ def read_parts(folder: Path, images: bool) -> tuple[dict[str, Any], list[dict[st
     problems: list[Problem] = []
     info: Any = None
     records: Any = None
-    with _noting(problems):
+    with noting(problems, DamagedError):
         info = read_json(folder / TRIAL, AGAIN)
-        _check(_FAILED if _failed(info) else _FINISHED, folder / TRIAL, info)
-    with _noting(problems):
+        checked(_FAILED if _failed(info) else _FINISHED, folder / TRIAL, info, AGAIN)
+    with noting(problems, DamagedError):
         records = read_json(folder / RECORDS, AGAIN)
-        _check(_NO_RECORDS if _failed(info) else _GUESSES if _unscored(info) else _RECORDS, folder / RECORDS, records)
-    with _noting(problems):
+        form = _NO_RECORDS if _failed(info) else _GUESSES if _unscored(info) else _RECORDS
+        checked(form, folder / RECORDS, records, AGAIN)
+    with noting(problems, DamagedError):
         if not _failed(info) and (images or (folder / IMAGES).exists()):
             _check_images(folder / IMAGES, None if problems else records, _unscored(info))
     if problems:
@@ -289,39 +276,6 @@ def _failed(info: Any) -> bool:
 
 def _unscored(info: Any) -> bool:
     return isinstance(info, dict) and "unscored" in info
-
-
-@contextmanager
-def _noting(problems: list[Problem]) -> Iterator[None]:
-    try:
-        yield
-    except DamagedError as error:
-        problems += error.problems
-
-
-def _check(held: TypeAdapter[Any], file: Path, value: Any, remedy: str = AGAIN) -> None:
-    try:
-        held.validate_python(value)
-    except ValidationError as error:
-        found = error.errors(include_url=False, include_context=False)
-        told = "; ".join(_said(entry["type"], entry["loc"], entry["input"], entry["msg"]) for entry in found[:3])
-        more = f"; and {len(found) - 3} more" if len(found) > 3 else ""
-        raise DamagedError(Problem(str(file), f"{told}{more}", remedy)) from None
-
-
-_WANTED = {"model_type": "an object", "dict_type": "an object", "list_type": "a list", "string_type": "a text"}
-_WANTED |= {"int_type": "a whole number", "float_type": "a number"}
-
-
-def _said(kind: str, location: Sequence[str | int], value: Any, message: str) -> str:
-    where = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in location).lstrip(".")
-    if kind == "missing":
-        return f"{where} is missing"
-    if kind == "too_short":
-        return f"{where} is empty".strip()
-    shown = repr(value) if len(repr(value)) <= 40 else f"{repr(value)[:37]}..."
-    wanted = f"not {_WANTED[kind]}" if kind in _WANTED else message
-    return f"{where} is {shown}, {wanted}".strip()
 
 
 def read_images(file: Path) -> dict[str, Tensor]:
@@ -402,21 +356,19 @@ class Run:
 def load_run(path: Path | str) -> Run:
     """Read a run directory, finished or not; refuse with every damaged file at once."""
     folder = Path(path)
-    if is_training(folder) and not (folder / RUN).is_file():
+    if is_training(folder) and not AUDIT.found(folder):
         remedy = f"gradveil report {folder} shows it, gradveil summary {folder} sums it up"
         raise fail(str(folder), "is a training, and no audit", remedy)
-    if not (folder / RUN).is_file():
+    if not AUDIT.found(folder):
         remedy = "give the folder that `gradveil audit` or `gradveil train` wrote, such as runs/faces"
         raise fail(str(folder), "is not a run directory (it has no run.json)", remedy)
-    info = read_run(folder)
-    found = {child.name: child for child in _children(folder / "trials") if ".tmp-" not in child.name}
+    info = AUDIT.read(folder)
+    found = {child.name: child for child in children(folder / TRIALS) if ".tmp-" not in child.name}
     trials: list[Trial] = []
     problems: list[Problem] = []
     for name in info["trials"]:
-        try:
+        with noting(problems):
             trials += [read_trial(found[name], info)] if name in found else []
-        except GradveilError as error:
-            problems += error.problems
     refuse(problems)
     return Run(info, trials, folder)
 
@@ -459,43 +411,21 @@ class Store:
         """Name the directory; nothing is touched before `open`."""
         self.folder = folder
 
-    @contextlib.contextmanager
+    @contextmanager
     def open(self, info: Mapping[str, Any], fresh: bool = False) -> Iterator[Store]:
         """Create or resume the run; refuse another configuration, and a second process.
 
-        What `info` says is `growing` in the configuration may have more in it than there: the run then has more trials.
+        A budget that other attacks would share than before is refused, too: they would have had less of it.
         """
-        try:
-            if self.folder.exists() and not self.folder.is_dir():
-                raise fail(str(self.folder), "is a file", "choose another --out")
-            existed = (self.folder / RUN).is_file()
-            if not existed:
-                self._only_ours()
-            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self.folder.chmod(0o700)
-        except OSError as error:
-            raise fail(str(self.folder), f"cannot be made or read: {error.strerror}", "choose another --out") from error
-        with locked(self.folder):
-            if existed and fresh:
-                shutil.rmtree(self.folder / "trials", ignore_errors=True)
-                shutil.rmtree(self.folder / PLANS, ignore_errors=True)
-                shutil.rmtree(self.folder / TRAINING, ignore_errors=True)
-                (self.folder / RUN).unlink()
-                (self.folder / "report.html").unlink(missing_ok=True)
-                existed = False
-            self._clean()
-            if existed:
-                now = self._grown(info)
-                if any(now[key] != self.info().get(key) for key in ("trials", "images")):
-                    write_json(self.folder / RUN, now)
-            else:
-                (self.folder / "trials").mkdir(mode=0o700, exist_ok=True)
-                write_json(self.folder / RUN, info)
+        with AUDIT.opened(self.folder, info, fresh, lambda there: _shared_otherwise(there["sharing"], info["sharing"])):
+            for child in children(self.folder / PLANS):  # a trial that is finished needs no plan
+                if (self.folder / TRIALS / child.name).exists():
+                    shutil.rmtree(child)
             yield self
 
     def info(self) -> dict[str, Any]:
         """Return what `run.json` says."""
-        return read_run(self.folder)
+        return AUDIT.read(self.folder)
 
     def survey(self, names: Iterable[str]) -> tuple[set[str], list[Problem]]:
         """Say which of these trials are done, and which files are damaged: their trials are not done.
@@ -508,7 +438,7 @@ class Store:
         damaged: list[Problem] = []
         unread: list[Problem] = []
         for name in names:
-            folder = self.folder / "trials" / name
+            folder = self.folder / TRIALS / name
             try:
                 if folder.exists() and read_trial(folder, run).failed is None:
                     done.add(name)
@@ -525,50 +455,20 @@ class Store:
 
     def write(self, trial: str, result: Trial) -> None:
         """Write a trial: it appears whole or not at all."""
-        folder = self.folder / "trials" / f"{trial}.tmp-{os.getpid()}"
+        folder = self.folder / TRIALS / f"{trial}.tmp-{os.getpid()}"
         folder.mkdir(mode=0o700)
         write_json(folder / RECORDS, result.records)
         if result.kept:
             write_private(folder / IMAGES, seal(dict(result.kept)))
         write_json(folder / TRIAL, result.info)
-        final = self.folder / "trials" / trial
+        final = self.folder / TRIALS / trial
         if final.exists():
-            old = self.folder / "trials" / f"{trial}.tmp-old-{os.getpid()}"
+            old = self.folder / TRIALS / f"{trial}.tmp-old-{os.getpid()}"
             os.replace(final, old)
-            _remove(old)
+            remove(old)
         os.replace(folder, final)
         sync(final.parent)
         shutil.rmtree(self.plans(trial), ignore_errors=True)
-
-    def _only_ours(self) -> None:
-        """Refuse a folder without run.json that holds more than a start which was killed early leaves."""
-        names = {child.name for child in _children(self.folder) if ".tmp-" not in child.name}
-        orphans = [child for child in _children(self.folder / "trials") if ".tmp-" not in child.name]
-        if names - {LOCK, "trials", PLANS, TRAINING} and not orphans:
-            raise fail(str(self.folder), "holds other files and is not a run directory", "choose another --out")
-        if orphans:
-            what = f"is missing, and nothing else says with which settings the {len(orphans)} trials there were made"
-            raise fail(str(self.folder / RUN), what, "put a copy of it back, or choose another --out")
-
-    def _clean(self) -> None:
-        """Remove what a killed process left, but for the plans of the trials that were in flight."""
-        for child in _children(self.folder / PLANS):
-            if (self.folder / "trials" / child.name).exists():
-                shutil.rmtree(child)
-        for child in [*_children(self.folder), *_children(self.folder / "trials")]:
-            if ".tmp-" in child.name:
-                _remove(child)
-
-    def _grown(self, info: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what `run.json` should say now; refuse other settings, and lists without something that is there."""
-        there = self.info()
-        if there.get("share") is None:
-            raise fail(str(self.folder / RUN), "share is missing", RESTORE)
-        refuse_others(self.folder, there, info, FREE)
-        refuse(list(_shared_otherwise(there.get("sharing", {}), info["sharing"])))
-        grown = {key: info[key] for key in ("config", "trials", "command", "sharing", "warnings")}
-        # An earlier version did not say what the files held.
-        return {**there, **grown, "images": there.get("images") or info["images"]}
 
 
 def _shared_otherwise(there: Mapping[str, list[int]], now: Mapping[str, list[int]]) -> Iterator[Problem]:
@@ -578,11 +478,3 @@ def _shared_otherwise(there: Mapping[str, list[int]], now: Mapping[str, list[int
             told = f"shared by {plural(max(counts), 'attack')} in the run that is there, and now by {max(now[defence])}"
             remedy = "give the attacks that are there, start again with --fresh, or choose another --out"
             yield Problem("attacks", f"the budget of '{defence}' was {told}", remedy)
-
-
-def _remove(path: Path) -> None:
-    shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
-
-
-def _children(folder: Path) -> list[Path]:
-    return sorted(folder.iterdir()) if folder.is_dir() else []

@@ -35,8 +35,8 @@ from gradveil.cli.training_output import show_round, warn
 from gradveil.core.errors import fail
 from gradveil.core.user_code import outdated
 from gradveil.federated.training_config import UNSEEN
+from gradveil.federated.training_run import TRAINING_RUN, load_summaries
 from gradveil.federated.training_run import describe as describe_training
-from gradveil.federated.training_run import load_summaries, opened
 from gradveil.federated.training_run import run as train
 from gradveil.federated.training_run import site as train_site
 from gradveil.report import write_report
@@ -153,7 +153,8 @@ def _train(
         return
     setting = experiment.source.setting
     schedule = at(train_site(setting, data_dir))
-    with opened(folder, describe_training(setting.config, command, setting.weights, setting.data.identities())):
+    info = describe_training(setting.config, command, setting.weights, setting.data.identities())
+    with TRAINING_RUN.opened(folder, info):
         train(setting, folder, partial(show_round, console, plan.rounds), schedule, at=plan.stages)
 
 

@@ -66,7 +66,7 @@ def train(
     from gradveil.audit.run_file import read_training
     from gradveil.cli import training_output
     from gradveil.core.user_code import outdated
-    from gradveil.federated.training_run import describe, load_training, opened, run, site
+    from gradveil.federated.training_run import TRAINING_RUN, describe, load_training, run, site
     from gradveil.federated.training_setup import open_setting, trials
     from gradveil.runs.pool import cores
 
@@ -85,7 +85,7 @@ def train(
     opened_setting = open_setting(config, data_dir)
     try:
         info = describe(config, again(), opened_setting.weights, opened_setting.data.identities())
-        with opened(folder, info, fresh):
+        with TRAINING_RUN.opened(folder, info, fresh):
             schedule = place.schedule(count, threads)(site(opened_setting, data_dir, recorder))
             run(opened_setting, folder, partial(training_output.show_round, console, config.rounds), schedule, recorder)
     except KeyboardInterrupt:

@@ -30,7 +30,7 @@ from gradveil.data import Dataset, Splits
 from gradveil.data.pixel_range import Bounds, pixel_statistics
 from gradveil.defences import Defence, parse
 from gradveil.federated.training_config import LocalConfig, TrainConfig
-from gradveil.federated.training_run import FAILED, describe, load_training, opened, run, trial_file
+from gradveil.federated.training_run import FAILED, TRAINING_RUN, describe, load_training, run, trial_file
 from gradveil.federated.training_setup import TrainingSetting, TrainingTrial, setting_problems
 from gradveil.federated.training_state import RoundResult, Status
 from gradveil.nn.module_paths import called, count_classes
@@ -249,7 +249,7 @@ def _run(
         if out is None:
             undo.callback(shutil.rmtree, folder, ignore_errors=True)
         info = describe(setting.config, "gradveil.train(...)", images=setting.data.identities())
-        with opened(folder, info):
+        with TRAINING_RUN.opened(folder, info):
             run(setting, folder, tell)
         done = [(trial, told) for trial, told in load_training(folder).trials if told is not None]
         result = TrainResult(

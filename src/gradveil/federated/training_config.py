@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, SerializerFunctionWrapHandler, model_serializer, model_validator
@@ -12,6 +10,7 @@ from gradveil.client import Local
 from gradveil.data import DATASETS
 from gradveil.federated.aggregate import Server
 from gradveil.federated.parallel_clients import Together
+from gradveil.runs.run_folder import digest
 
 Count = Annotated[int, Field(ge=1)]
 """A whole number of at least one."""
@@ -262,8 +261,3 @@ class TrainConfig(Rounds):
         """Hash what the rounds depend on: a longer training goes on where a shorter one ended, for any delta."""
         left_out = {*self.growing, *FREE}
         return digest({key: value for key, value in self.resolved().items() if key not in left_out})
-
-
-def digest(value: Any) -> str:
-    """Hash plain values (SHA-256 of their canonical JSON)."""
-    return hashlib.sha256(json.dumps(value, sort_keys=True, separators=(",", ":")).encode()).hexdigest()

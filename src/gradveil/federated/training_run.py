@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
-import shutil
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from datetime import UTC, datetime
-from importlib.metadata import version
 from pathlib import Path
 from statistics import median_low
 from types import MappingProxyType
 from typing import Annotated, Any, Self
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
+from pydantic import Field, TypeAdapter, ValidationError, model_validator
 from torch import Tensor
 
 from gradveil.core.errors import GradveilError, Problem, fail, refuse
-from gradveil.core.private_files import LOCK, DamagedError, locked, plain, read_json, write_json, write_private
-from gradveil.core.settings import refuse_others
+from gradveil.core.private_files import DamagedError, plain, read_json, write_json, write_private
 from gradveil.core.user_code import code_of
 from gradveil.federated.engine import Federation, train
 from gradveil.federated.privacy_ledger import guarantee
-from gradveil.federated.training_config import FREE, TrainConfig, digest
+from gradveil.federated.training_config import FREE, TrainConfig
 from gradveil.federated.training_setup import TrainingSetting, TrainingTrial, open_setting, refuse_other_images, trials
 from gradveil.federated.training_state import (
     RoundResult,
@@ -34,43 +29,44 @@ from gradveil.federated.training_state import (
 )
 from gradveil.federated.update_records import UpdateRecorder
 from gradveil.nn.weight_files import fingerprint
+from gradveil.runs.run_folder import (
+    TRIALS,
+    Amount,
+    Count,
+    RunKind,
+    Share,
+    StoredPart,
+    StoredRun,
+    checked,
+    described,
+    digest,
+    noting,
+)
 from gradveil.runs.task import Job, Parcel, Scheduler, Site, Tell, Work, in_process
 
 RUN = "train.json"
 """The file that describes a training."""
-RESTORE = "put a copy of the file back, or train anew with --fresh, which removes the results"
-"""What to do about a damaged file."""
 
 
-class _TrainingPart(BaseModel):
-    """What has to be there, of the right kind; whatever else is there may be anything."""
-
-    model_config = ConfigDict(strict=True, extra="allow")
-
-
-Share = Annotated[float, Field(ge=0, le=1)]
-Amount = Annotated[float, Field(ge=0, le=1e15)]
-Count = Annotated[int, Field(ge=0, le=10**15)]
-
-
-class _TrainingInfo(_TrainingPart):
+class _TrainingInfo(StoredRun):
     config: dict[str, Any]
-    trials: list[str]
-    name: str = ""
-    command: str = ""
-    created: str = ""
-    gradveil: str = ""
-    growing: list[str] = []
-    config_hash: str = ""
-    weights: str | None = None
-    images: dict[str, str | None] | None = None
 
 
-class _Round(_TrainingPart):
+TRAINING_RUN = RunKind(
+    file=RUN,
+    noun="training",
+    form=TypeAdapter(_TrainingInfo),
+    restore="put a copy of the file back, or train anew with --fresh, which removes the results",
+    free=FREE,
+)
+"""The folder of a training."""
+
+
+class _Round(StoredPart):
     number: Count
-    clients: list[Count] = []
-    absent: list[Count] = []
-    refused: list[Count] = []
+    clients: list[Count] = Field(default=[])
+    absent: list[Count] = Field(default=[])
+    refused: list[Count] = Field(default=[])
     spoke: Annotated[list[Count], Field(min_length=2, max_length=2)] | None = None
     accuracy: Share
     loss: float | None
@@ -82,12 +78,12 @@ class _Round(_TrainingPart):
     client_seconds: Amount | None = None
 
 
-class _Start(_TrainingPart):
+class _Start(StoredPart):
     accuracy: Share
     loss: float | None = None
 
 
-class _Summary(_TrainingPart):
+class _Summary(StoredPart):
     trial: str
     defence: str
     seed: int
@@ -100,14 +96,14 @@ class _Summary(_TrainingPart):
     bytes_up: Amount | None
     bytes_down: Amount | None
     seconds: Amount | None
-    client_seconds: Amount | None = None
-    tested: Annotated[int, Field(ge=1, le=10**15)] | None = None
-    constant: Share | None = None
-    guarantee: str | None = None
-    epsilon: dict[str, Annotated[float, Field(ge=0)]] = {}
-    delta: Share | None = None
+    client_seconds: Amount | None
+    tested: Annotated[int, Field(ge=1, le=10**15)] | None
+    constant: Share | None
+    guarantee: str | None
+    epsilon: dict[str, Annotated[float, Field(ge=0)]]
+    delta: Share | None
     failed: str | None = None
-    code: dict[str, str] = {}
+    code: dict[str, str] = Field(default={})
     start: _Start | None
     curve: list[_Round]
 
@@ -129,16 +125,7 @@ class _Summary(_TrainingPart):
         return self.accuracy, self.bytes_up, self.bytes_down, self.seconds
 
 
-_RUN, _SUMMARY = TypeAdapter(_TrainingInfo), TypeAdapter(_Summary)
-_UNTOLD = {
-    "guarantee": None,
-    "epsilon": {},
-    "delta": None,
-    "client_seconds": None,
-    "tested": None,
-    "constant": None,
-}
-"""What an earlier version did not tell of a training: nobody asked."""
+_SUMMARY = TypeAdapter(_Summary)
 
 
 @dataclass(frozen=True)
@@ -154,34 +141,28 @@ class StoredTraining:
 
 def is_training(folder: Path) -> bool:
     """Say whether `gradveil train` wrote this folder."""
-    return (folder / RUN).is_file()
-
-
-def read_info(folder: Path) -> dict[str, Any]:
-    """Read what a training's own file says; refuse a damaged one."""
-    return _read(_RUN, folder / RUN)
+    return TRAINING_RUN.found(folder)
 
 
 def load_training(folder: Path) -> StoredTraining:
     """Read a training, finished or not; refuse with every damaged file at once."""
     if not is_training(folder):
         raise fail(str(folder), "is no training (it has no train.json)", "give what `gradveil train` wrote")
-    info = read_info(folder)
+    info = TRAINING_RUN.read(folder)
     try:
         config = TrainConfig.model_validate(info["config"])
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False)[0]
         where = ".".join(map(str, first["loc"]))
-        raise DamagedError(Problem(str(folder / RUN), f"config.{where}: {first['msg']}", RESTORE)) from None
+        problem = Problem(str(folder / RUN), f"config.{where}: {first['msg']}", TRAINING_RUN.restore)
+        raise DamagedError(problem) from None
     found: list[tuple[TrainingTrial, Mapping[str, Any] | None]] = []
     problems: list[Problem] = []
     for trial in trials(config):
-        file = folder / "trials" / f"{trial.id}.json"
-        try:
-            told = _UNTOLD | _read(_SUMMARY, file) if file.is_file() else None
+        file = folder / TRIALS / f"{trial.id}.json"
+        with noting(problems):
+            told = _summary(file) if file.is_file() else None
             found.append((trial, None if told and _longer(config, told) else told))
-        except GradveilError as error:
-            problems += error.problems
     refuse(problems)
     return StoredTraining(folder, info, config, found)
 
@@ -191,15 +172,8 @@ def _longer(config: TrainConfig, told: Mapping[str, Any]) -> bool:
     return told["status"] == "finished" and told["rounds"] < config.rounds
 
 
-def _read(held: TypeAdapter[Any], file: Path) -> dict[str, Any]:
-    value = read_json(file, RESTORE)
-    try:
-        held.validate_python(value)
-        return value
-    except ValidationError as error:
-        first = error.errors(include_url=False, include_context=False)[0]
-        where = ".".join(map(str, first["loc"])) or "all of it"
-        raise DamagedError(Problem(str(file), f"{where}: {first['msg']}", RESTORE)) from None
+def _summary(file: Path) -> dict[str, Any]:
+    return checked(_SUMMARY, file, read_json(file, TRAINING_RUN.restore), TRAINING_RUN.restore)
 
 
 FAILED = "failed"
@@ -336,52 +310,11 @@ def failure(trial: TrainingTrial, why: str) -> dict[str, Any]:
         "client_seconds",
     )
     named = {"trial": trial.id, "defence": trial.title, "seed": trial.seed, "status": FAILED, "failed": why}
-    nothing = {"guarantee": None, "epsilon": {}, "delta": None}
+    nothing = {"tested": None, "constant": None, "guarantee": None, "epsilon": {}, "delta": None}
     return {**named, "rounds": 0, **dict.fromkeys(numbers), **nothing, "start": None, "curve": []}
 
 
-FORMAT = 2
-"""Version of a training's files; another is refused."""
 _round = TypeAdapter(RoundResult)
-_REPORT = "report.html"
-
-
-@contextlib.contextmanager
-def opened(folder: Path, info: Mapping[str, Any], fresh: bool = False) -> Iterator[None]:
-    """Make or take up the directory of a training, for this process alone.
-
-    What `info` says is `growing` in the configuration may have more in it than there: there are then more trials.
-    """
-    try:
-        _made(folder)
-    except OSError as error:
-        raise fail(str(folder), f"cannot be made or read: {error.strerror}", "choose another --out") from error
-    with locked(folder):
-        if fresh:
-            shutil.rmtree(folder / "trials", ignore_errors=True)
-            (folder / RUN).unlink(missing_ok=True)
-            (folder / _REPORT).unlink(missing_ok=True)
-        if (folder / RUN).is_file():
-            there = read_info(folder)
-            refuse_others(folder, there, info, FREE)
-            info = {**info, "created": there.get("created", info.get("created"))}
-        (folder / "trials").mkdir(mode=0o700, exist_ok=True)
-        for left in (*folder.glob("*.tmp-*"), *(folder / "trials").glob("*.tmp-*")):  # by a process that was killed
-            left.unlink()
-        write_json(folder / RUN, info)
-        yield
-
-
-def _made(folder: Path) -> None:
-    """Make the directory, if it is not there; refuse one that holds other things."""
-    if folder.exists() and not folder.is_dir():
-        raise fail(str(folder), "is a file", "choose another --out")
-    ours = {RUN, "trials", LOCK, _REPORT}
-    others = {child.name for child in folder.iterdir()} - ours if folder.is_dir() else set[str]()
-    if others and not (folder / RUN).is_file():
-        raise fail(str(folder), "holds other files and is no training", "choose another --out")
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    folder.chmod(0o700)
 
 
 def run(
@@ -414,7 +347,7 @@ def run(
         tell(trial, record, news.facts["status"])
 
     def write(trial: TrainingTrial, summary: Mapping[str, Any]) -> None:
-        write_json(folder / "trials" / f"{trial.id}.json", summary)
+        write_json(folder / TRIALS / f"{trial.id}.json", summary)
 
     waiting: list[TrainingTrial] = []
     problems: list[Problem] = []
@@ -438,7 +371,7 @@ def run(
 
 def trial_file(folder: Path, trial: TrainingTrial, number: int | None = None) -> Path:
     """Say where it is written where a training stands, or where it stood after a chosen round."""
-    return folder / "trials" / (trial.id + ("" if number is None else f".round-{number}") + ".safetensors")
+    return folder / TRIALS / (trial.id + ("" if number is None else f".round-{number}") + ".safetensors")
 
 
 def _rewind(setting: TrainingSetting, folder: Path, trial: TrainingTrial, at: Collection[int]) -> None:
@@ -464,21 +397,9 @@ def describe(
     weights: Mapping[str, Tensor] = MappingProxyType({}),
     images: Mapping[str, str | None] | None = None,
 ) -> dict[str, Any]:
-    """Say what `train.json` holds; a start from other weights, or on other `images`, is another training."""
-    settings = config.digest()
-    return {
-        "format": FORMAT,
-        "name": config.name,
-        "created": datetime.now(UTC).isoformat(timespec="seconds"),
-        "gradveil": version("gradveil"),
-        "config": config.resolved(),
-        "growing": config.growing,
-        "config_hash": digest([settings, fingerprint(weights)]) if weights else settings,
-        "weights": fingerprint(weights) if weights else None,
-        "images": dict(images) if images else None,
-        "command": command,
-        "trials": [trial.id for trial in trials(config)],
-    }
+    """Return what `train.json` holds; a start from other weights, or on other `images`, is another training."""
+    start = fingerprint(weights) if weights else None
+    return described(config, command, (trial.id for trial in trials(config)), start, images)
 
 
 def load_summaries(folder: Path) -> list[dict[str, Any]]:

@@ -22,12 +22,13 @@ from gradveil.data import Dataset, Splits, by_flower, dirichlet, grouped, iid, l
 from gradveil.defences import Defence, parse
 from gradveil.defences.user_defence import faults
 from gradveil.federated.engine import ClientShare, Federation
-from gradveil.federated.training_config import DataConfig, ModelConfig, ServerConfig, TrainConfig, digest
+from gradveil.federated.training_config import DataConfig, ModelConfig, ServerConfig, TrainConfig
 from gradveil.nn import surgery
 from gradveil.nn.check import check
 from gradveil.nn.models import build
 from gradveil.nn.module_paths import called, count_classes
 from gradveil.nn.weight_files import misfits, put_weights, read_weights
+from gradveil.runs.run_folder import digest
 
 
 def open_images(config: DataConfig, data_dir: Path | None, gallery: int | None, column: str | None = None) -> Splits:

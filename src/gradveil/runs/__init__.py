@@ -1,1 +1,1 @@
-"""Runs: tasks that do not depend on each other, done in this process, by worker processes or a cluster."""
+"""Runs: their folders, and tasks that do not depend on each other, done here, by worker processes or a cluster."""

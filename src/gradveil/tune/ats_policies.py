@@ -22,7 +22,7 @@ from gradveil.audit.experiment import Experiment
 from gradveil.client import Client
 from gradveil.core.errors import GradveilError, Problem, fail, refuse
 from gradveil.core.noise import Key
-from gradveil.core.private_files import LOCK, DamagedError, locked, make_private, read_json, write_json
+from gradveil.core.private_files import DamagedError, read_json, write_json
 from gradveil.core.settings import differences
 from gradveil.core.streams import Stream
 from gradveil.core.types import Batch, BatchTransform
@@ -39,6 +39,7 @@ from gradveil.defences.ats_scores import (
     utility_score,
 )
 from gradveil.nn.weight_files import fingerprint
+from gradveil.runs.run_folder import held, refuse_format
 
 NONE = "none"
 """Stands among the policies for images as they are."""
@@ -298,21 +299,8 @@ def opened(folder: Path, settings: Mapping[str, Any], command: str, fresh: bool 
 
     Refused are a folder of something else, and scores that were made with other settings.
     """
-    if folder.exists() and not folder.is_dir():
-        raise fail(str(folder), "is a file", "choose another --out")
-    file = folder / FILE
-    strange = [child.name for child in folder.iterdir()] if folder.is_dir() and not file.is_file() else []
-    if any(name != LOCK and not name.startswith(f"{FILE}.tmp-") for name in strange):
-        raise fail(str(folder), "holds other files and is no search", "choose another --out")
-    try:
-        make_private(folder)
-    except OSError as error:
-        raise fail(str(folder), f"cannot be made: {error.strerror}", "choose another --out") from error
-    with locked(folder):
-        for left in folder.glob(f"{FILE}.tmp-*"):  # by a process that was killed
-            left.unlink()
-        if fresh:
-            file.unlink(missing_ok=True)
+    with held(folder, FILE, "search", (), fresh):
+        file = folder / FILE
         kept = read_kept(folder) if file.is_file() else Kept(folder, _head(settings, command))
         _same(folder, kept.head["settings"], settings)
         try:
@@ -325,9 +313,7 @@ def read_kept(folder: Path) -> Kept:
     """Read the file of a search; one that this version did not write is refused, with what is wrong."""
     file = folder / FILE
     raw = read_json(file, _AGAIN)
-    if isinstance(raw, dict) and isinstance(said := raw.get("format"), int) and said != FORMAT:
-        remedy = "use the version that wrote it, or choose another --out"
-        raise fail(str(file), f"has format {said}, this version reads {FORMAT}", remedy)
+    refuse_format(file, raw, FORMAT)
     try:
         found = _File.model_validate(raw)
     except ValidationError as error:
