@@ -7,7 +7,7 @@ moves the global parameters by the mean update. With one round nothing moves.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -145,18 +145,13 @@ def draw(
 def updates(client: Client, params: Tensors, batch: Batch, noise: Tensors, state: Tensors) -> tuple[Tensors, Tensors]:
     """Compute what the clients send and their next states, leading V, a few targets at a time for a large model."""
     size = max(1, _UPDATE_VALUES // sum(value.numel() for value in params.values()))
-    parts = list(_in_parts(client, params, batch, noise, state, size))
-    joined = [{n: torch.cat([part[i][n] for part in parts]).detach() for n in parts[0][i]} for i in (0, 1)]
-    return joined[0], joined[1]
-
-
-def _in_parts(
-    client: Client, params: Tensors, batch: Batch, noise: Tensors, state: Tensors, size: int
-) -> Iterator[tuple[Tensors, Tensors]]:
-    for start in range(0, batch.inputs.shape[0], size):
+    parts: list[tuple[Tensors, Tensors]] = []
+    for start in range(0, len(batch.inputs), size):
         rows = slice(start, start + size)
         some = Batch(batch.inputs[rows], batch.targets[rows])
-        yield client.updates(params, some, take(noise, rows), take(state, rows))
+        parts.append(client.updates(params, some, take(noise, rows), take(state, rows)))
+    joined = [{n: torch.cat([part[i][n] for part in parts]).detach() for n in parts[0][i]} for i in (0, 1)]
+    return joined[0], joined[1]
 
 
 def _transformed(client: Client, raw: Batch, noise: Tensors) -> Batch:

@@ -25,7 +25,7 @@ from gradveil.attacks.protocol import (
 )
 from gradveil.attacks.simulated_updates import Simulated
 from gradveil.audit.argument_checks import answer
-from gradveil.audit.attack_selection import TrialAddress, first_met, method, pairs
+from gradveil.audit.attack_selection import UNDEFENDED, TrialAddress, first_met, method, pairs
 from gradveil.audit.budgets import UNPLANNED, BudgetShare, Plans, read_budget, restarts_worth, spends, within
 from gradveil.audit.error_bound import leaked
 from gradveil.audit.experiment import Experiment
@@ -122,7 +122,7 @@ def recover(
     seen, truth = observe(experiment, trial, client, numbers, standing, resent(experiment, attack, client))
     sent = seen[-1].update
     made = attacked(experiment, trial, client, seen, truth, numbers, progress, plans)
-    raw = raw_update(client, plain, seen[-1].params, truth)
+    raw = sent if trial.defence == UNDEFENDED else raw_update(client, plain, seen[-1].params, truth)
     tensors = {
         **tensors_of(made.found, seen[-1]),
         **judged(made, seen, truth),

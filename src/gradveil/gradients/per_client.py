@@ -41,8 +41,16 @@ def per_client_gradients(
     the noise are not looked at: `obstacle`, which is asked first, has.
     """
     create_graph = torch.is_grad_enabled() and any(value.requires_grad for value in (*batch, *noise.values()))
-    if len(batch.inputs) == 1:
-        return _single(objective, trained, frozen, batch, noise, create_graph)
+    if len(batch.inputs) == 1:  # nothing to take apart: plain double backward
+        leaves = {name: value.detach().requires_grad_() for name, value in trained.items()}
+        params = {**leaves, **{name: value.detach() for name, value in frozen.items()}}
+        own, own_noise = Batch(batch.inputs[0], batch.targets[0]), {name: value[0] for name, value in noise.items()}
+        with torch.enable_grad():
+            loss = objective.value(params, own, own_noise, checked=True)
+            gradients = torch.autograd.grad(
+                loss, list(leaves.values()), create_graph=create_graph, allow_unused=True, materialize_grads=True
+            )
+        return {name: g.unsqueeze(0) for name, g in zip(leaves, gradients, strict=True)}
     with torch.enable_grad():
         total, recorder = _recorded(objective, trained, frozen, batch, noise)
         return recorder.gradients(total, create_graph=create_graph)
@@ -139,26 +147,6 @@ def weighted_sum(
             outputs = objective.outputs({**weights, **frozen}, batch.inputs, noise, checked=True)
         total = objective.total(outputs, batch.targets, penalties) * examples
         return recorder.weighted_sum(total, weigh)
-
-
-def _single(
-    objective: Objective,
-    trained: Tensors,
-    frozen: Tensors,
-    batch: Batch,
-    noise: Mapping[str, Tensor],
-    create_graph: bool,
-) -> Tensors:
-    """Return the gradients [1, *shape] of one target by plain double backward: there is nothing to take apart."""
-    leaves = {name: value.detach().requires_grad_() for name, value in trained.items()}
-    fixed = {name: value.detach() for name, value in frozen.items()}
-    own = Batch(batch.inputs[0], batch.targets[0])
-    with torch.enable_grad():
-        value = objective.value({**leaves, **fixed}, own, {n: v[0] for n, v in noise.items()}, checked=True)
-        found = torch.autograd.grad(
-            value, list(leaves.values()), create_graph=create_graph, allow_unused=True, materialize_grads=True
-        )
-    return {name: g.unsqueeze(0) for name, g in zip(leaves, found, strict=True)}
 
 
 def reference_gradients(

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from typing import IO
-from typing import Any
+from typing import IO, Any
+
 from gradveil.runs.task import Parcel
 
 

@@ -2,33 +2,21 @@
 
 from __future__ import annotations
 
-import queue
 import os
+import queue
 import subprocess
 import sys
 import tempfile
 import threading
-from collections import Counter
-from collections import deque
-from collections.abc import Callable
-from collections.abc import Generator
-from collections.abc import Sequence
-from contextlib import contextmanager
+from collections import Counter, deque
+from collections.abc import Callable, Generator, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
-from typing import Literal
-from typing import Protocol
-from gradveil.core.errors import fail
-from gradveil.runs.task import Done
-from gradveil.runs.task import Job
-from gradveil.runs.task import Parcel
-from gradveil.runs.task import T
-from gradveil.runs.task import ordered
-from contextlib import AbstractContextManager
-from contextlib import suppress
-from gradveil.runs.messages import read
-from gradveil.runs.messages import write
-from gradveil.runs.task import Site
+from typing import Literal, Protocol
 
+from gradveil.core.errors import fail
+from gradveil.runs.messages import read, write
+from gradveil.runs.task import Done, Job, Parcel, Site, T, ordered
 
 TRIES = 3
 """How many workers a task may cost before it counts as failed."""

@@ -11,18 +11,12 @@ import platform
 import queue
 import sys
 import threading
-from collections.abc import Iterable
-from collections.abc import Iterator
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from importlib.metadata import version
 from typing import Any
-from gradveil.runs.messages import read
-from gradveil.runs.messages import write
-from gradveil.runs.task import Parcel
-from gradveil.runs.task import Site
-from gradveil.runs.task import arrive
-from gradveil.runs.task import attempt
 
+from gradveil.runs.messages import read, write
+from gradveil.runs.task import Parcel, Site, arrive, attempt
 
 PIECE = 8 * 2**20
 """Bytes that are sent at once."""

@@ -15,23 +15,14 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import IO
-from typing import Any
-from gradveil.runs.ray_actor import Desk
-from gradveil.runs.ray_actor import Piece
-from gradveil.runs.ray_actor import joined
-from gradveil.runs.ray_actor import pack
-from gradveil.runs.ray_actor import pieces
-from gradveil.runs.ray_actor import unpack
-from gradveil.runs.ray_actor import versions
-from gradveil.runs.messages import read
-from gradveil.runs.messages import write
-from gradveil.runs.task import Parcel
+from typing import IO, Any
 
+from gradveil.runs.messages import read, write
+from gradveil.runs.ray_actor import Desk, Piece, joined, pack, pieces, unpack, versions
+from gradveil.runs.task import Parcel
 
 _STORE = 256 * 2**20
 """Bytes of the store of a Ray that is started here: messages pass through it piece by piece."""

@@ -15,28 +15,15 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Generator
-from collections.abc import Mapping
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
-from contextlib import closing
-from contextlib import contextmanager
-from contextlib import suppress
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import AbstractContextManager, closing, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
-from gradveil.core.errors import GradveilError
-from gradveil.core.errors import fail
-from gradveil.runs.pool import Inbox
-from gradveil.runs.pool import Message
-from gradveil.runs.pool import crew
-from gradveil.runs.messages import read
-from gradveil.runs.messages import write
-from gradveil.runs.task import Done
-from gradveil.runs.task import Job
-from gradveil.runs.task import Parcel
-from gradveil.runs.task import Site
-from gradveil.runs.task import T
 
+from gradveil.core.errors import GradveilError, fail
+from gradveil.runs.messages import read, write
+from gradveil.runs.pool import Inbox, Message, crew
+from gradveil.runs.task import Done, Job, Parcel, Site, T
 
 WHERE = "--engine ray"
 """Where errors of a cluster are said to be."""

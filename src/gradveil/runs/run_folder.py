@@ -219,7 +219,7 @@ def refuse_format(file: Path, info: Any, reads: int) -> None:
 
 
 def checked(form: TypeAdapter[Any], file: Path, value: Any, remedy: str) -> Any:
-    """Return a value that has the keys and types of a form; otherwise raise a `DamagedError` that says what is wrong."""
+    """Return a value that has the keys and types of a form; otherwise raise a `DamagedError` with what is wrong."""
     try:
         form.validate_python(value)
         return value

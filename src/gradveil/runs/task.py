@@ -8,24 +8,16 @@ from __future__ import annotations
 
 import sysconfig
 import traceback
-import torch
-from collections.abc import Callable
-from collections.abc import Hashable
-from collections.abc import Iterator
-from collections.abc import Mapping
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
-from contextlib import nullcontext
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Any
-from typing import Generic
-from typing import Protocol
-from typing import TypeVar
-from gradveil.core.errors import FOREIGN
-from gradveil.core.errors import GradveilError
+from typing import Any, Generic, Protocol, TypeVar
 
+import torch
+
+from gradveil.core.errors import FOREIGN, GradveilError
 
 T = TypeVar("T", bound=Hashable)
 

@@ -10,12 +10,9 @@ import queue
 import sys
 import threading
 from typing import IO
-from gradveil.runs.messages import read
-from gradveil.runs.messages import write
-from gradveil.runs.task import Parcel
-from gradveil.runs.task import Site
-from gradveil.runs.task import arrive
-from gradveil.runs.task import attempt
+
+from gradveil.runs.messages import read, write
+from gradveil.runs.task import Parcel, Site, arrive, attempt
 
 
 def main() -> None:

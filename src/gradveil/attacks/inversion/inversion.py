@@ -139,10 +139,10 @@ def _plan(attack: InversionSettings, scene: Rows) -> tuple[int, ...]:
     live = {n: v.requires_grad_(not attack.evolves) for n, v in variables.items()}
     live |= scene.drawing.tuned(1)
     number = torch.zeros(1, dtype=torch.long)
-    scene.loss(live, constants, number, streams)  # the first call of a shape also runs the reference
     stepper = replace(attack.coupled.stepper, population=1) if attack.evolves else attack.coupled.stepper
     kept = sum(v.numel() * v.element_size() for v in stepper.init(live).values())
-    written = written_bytes(lambda: scene.loss(live, constants, number, streams))
+    # The first call of a shape also runs the reference, so the second one is counted.
+    written = [written_bytes(lambda: scene.loss(live, constants, number, streams)) for _ in range(2)][-1]
     size = rows_at_once(written + kept, len(scene), scene.device)
     if attack.together:  # a target client's restarts look at each other
         size = max(size // attack.restarts, 1) * attack.restarts
