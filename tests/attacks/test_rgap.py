@@ -86,7 +86,8 @@ def test_the_studies_models_in_single_precision(model):
     inputs = interpolate(data.inputs[:2], 16).unsqueeze(1)
     net = build(model, channels=1, size=16, classes=10, generator=Key(0).generator())
     lower, upper = data.space.bounds(data.inputs)
-    scene = observed(Client(net), Batch(inputs, data.targets[:2].unsqueeze(1)), 10, data.space)
+    space = ImageSpace((1, 16, 16), data.mean, data.std)
+    scene = observed(Client(net), Batch(inputs, data.targets[:2].unsqueeze(1)), 10, space)
     found = _attack(scene)
     assert bool((psnr(found.inputs, scene.truth.inputs, lower, upper) > 40).all())
 

@@ -17,6 +17,7 @@ from gradveil.core.tree import select
 from gradveil.core.types import Batch
 from gradveil.defences import parse
 from gradveil.nn.stochastic_layers import VariationalBottleneck
+from gradveil.spaces import ImageSpace
 from tests.attacks.scenes import tiny
 
 
@@ -43,7 +44,7 @@ def noisy():
 
 def test_uniform_starts_fill_the_box_and_normal_ones_leave_it():
     scene = tiny()
-    scene.knowledge = replace(scene.knowledge, lower=-3 * torch.ones(1, 1, 1), upper=5 * torch.ones(1, 1, 1))
+    scene.knowledge = replace(scene.knowledge, space=ImageSpace.between(-3, 5, scene.knowledge.space.shape))
     uniform, normal = (
         torch.cat([rows(Inversion("a", start=start, restarts=4), scene).start(range(12))[0][INPUTS].flatten()])
         for start in ("uniform", "normal")
