@@ -96,6 +96,7 @@ def test_a_name_may_follow_its_kind(capsys: pytest.CaptureFixture[str]) -> None:
         (("defences", "dpg"), "is none of the defences"),
         (("dgp", "defences"), "the wrong way round"),
         (("dgp", "dp"), "`gradveil list defences dgp`"),
+        (("defences", "mine:signs"), "runs no code"),
     ],
 )
 def test_two_words_that_do_not_fit_are_refused(
@@ -103,6 +104,14 @@ def test_two_words_that_do_not_fit_are_refused(
 ) -> None:
     assert run(["list", *words]) == 2
     assert expected in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["mine:signs", "mine:signs(keep=0.1)", "folder:scans"])
+def test_a_path_of_yours_is_sent_to_the_command_that_tries_it(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["list", name]) == 2
+    said = capsys.readouterr().err
+    assert "runs no code" in said
+    assert "gradveil check" in said
 
 
 def test_attacks_share_their_settings(capsys: pytest.CaptureFixture[str]) -> None:

@@ -45,7 +45,10 @@ def taking(argument: str, listed: Mapping[str, list[Row]]) -> dict[str, list[Row
 
 
 def unknown(name: str, listed: Mapping[str, list[Row]]) -> GradveilError:
-    """Say that nothing has this name, and what comes near; `listed` may be one kind alone."""
+    """Say that nothing has this name, and what comes near, or that it is a path; `listed` may be one kind alone."""
+    if ":" in name:
+        remedy = "let `gradveil check` try it: after --defence, --attack, --model or --data"
+        return fail(f"list {name}", "is where something of yours lies; list shows names only, and runs no code", remedy)
     (kind, *others) = listed
     rows = [row for kind in listed.values() for row in kind]
     arguments = [argument["name"] for row in rows for argument in row.get("arguments", ())]
