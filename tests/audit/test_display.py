@@ -196,6 +196,7 @@ def test_a_defence_that_is_not_broken_and_an_attack_that_is_under_optimised_look
     said = legend(rows[:2])
     assert "under-optimised: it stopped above the objective of the true images" in said
     assert "ambiguous" not in said
+    assert "is custom and cannot tell its objective at the true images (has no `evaluate`)" in legend(rows)
 
 
 def test_the_legend_names_diverged_attacks() -> None:

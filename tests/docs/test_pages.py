@@ -22,7 +22,7 @@ def execute(page):
     return space
 
 
-@pytest.mark.parametrize("page", ["add-a-defence.md", "add-an-attack.md"])
+@pytest.mark.parametrize("page", ["add-a-defence.md", "add-an-attack.md", "add-a-metric.md"])
 def test_adding_one_takes_at_most_thirty_lines(page):
     for block in blocks(page)[:-1]:
         assert len([line for line in block.splitlines() if line.strip()]) <= 30
@@ -42,6 +42,19 @@ def test_attacks_of_the_page_recover_and_pruning_changes_that():
     assert trials["none", "first-layer"]["psnr_mean"] > 40
     assert trials["prune(0.9)", "first-layer"]["psnr_mean"] < 30
     assert trials["none", "patient"]["label_accuracy"] == 1.0
+    assert trials["none", "from-mean"]["label_accuracy"] == 1.0
+    assert trials["none", "from-mean"]["attack_check"] != "suspect"
+    assert trials["none", "from-mean"]["psnr_mean"] > trials["prune(0.9)", "from-mean"]["psnr_mean"]
+
+
+def test_a_metric_of_the_page_is_scored(monkeypatch):
+    """The page's function is imported as `mine:edges`, as a user's file is."""
+    mine = ModuleType("mine")
+    exec(blocks("add-a-metric.md")[0], vars(mine))
+    monkeypatch.setitem(sys.modules, "mine", mine)
+    trials = {trial["defence"]: trial for trial in execute("add-a-metric.md")["result"].summary()}
+    assert all(trial["failed"] is None for trial in trials.values())
+    assert 1 >= trials["none"]["mine:edges_mean"] > trials["prune(0.9)"]["mine:edges_mean"]
 
 
 def test_the_reference_has_functions_classes_and_tables(monkeypatch):

@@ -42,8 +42,9 @@ STATES: dict[State, tuple[str, str]] = {
     ),
     "suspect": (
         "suspect",
-        "it diverged, does no better without a defence, fits the update worse than the true images do, or takes "
-        "noise that values share for independent noise: "
+        "it diverged, does no better without a defence, fits the update worse than the true images do, takes "
+        "noise that values share for independent noise, or is custom and cannot tell its objective at the true images "
+        "(has no `evaluate`): "
         "a low rate does not show protection",
     ),
     "no ground truth": (
