@@ -132,9 +132,9 @@ def method(attack: Attack) -> Method:
 
 WORDS = ADAPTIVE, MALICIOUS = "adaptive", "malicious"
 """The words of a run file for all attackers that aim at each defence: servers that are curious, or malicious."""
-_ANY_DEFENCE = ("cdia(rounds=all)",)
+_ANY_DEFENCE = ("cdia(rounds=all)", "learned")
 """Against a defence that is in no table (an object from Python), or of which the table names nobody who knows it: infer
-and optimise whatever can be."""
+and optimise whatever can be, and train a network on what public images become."""
 
 
 def aimed_at(defence: str) -> list[str]:

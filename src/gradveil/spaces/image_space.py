@@ -61,7 +61,8 @@ class ImageSpace(Space):
 
     def bounds(self, like: Tensor) -> tuple[Tensor, Tensor]:
         """Return the inputs of black (0) and white (1), each [C, 1, 1]."""
-        mean, std = self._statistics(torch.zeros(()))  # in float32, as the inputs of a data set are
+        # Half precision has too few digits for the quotients.
+        mean, std = self._statistics(torch.zeros((), dtype=torch.promote_types(like.dtype, torch.float32)))
         return ((0 - mean) / std).to(like), ((1 - mean) / std).to(like)
 
     def encode(self, views: Tensor) -> Tensor:
