@@ -109,6 +109,29 @@ def test_a_metric_of_a_package_scores_a_run(install: Install) -> None:
     assert problem.remedy == "did you mean 'contrast'?"
 
 
+def test_a_metric_that_goes_wrong_costs_its_own_score_alone(install: Install) -> None:
+    code = """
+def blank(candidate, truth):
+    return candidate.mul_(0).sum((2, 3, 4))
+
+def short(candidate, truth):
+    return candidate.mean()
+
+def broken(candidate, truth):
+    raise OSError("no disk")
+"""
+    install("extra", {"metrics": "blank = extra:blank\nshort = extra:short\nbroken = extra:broken"}, code)
+    draw = torch.Generator().manual_seed(0)
+    batch = torch.rand(2, 1, 12, 12, generator=draw), torch.tensor([0, 1])
+    net = nn.Sequential(nn.Flatten(), nn.Linear(144, 2))
+    settings = {"images": False, "target_clients": 1, "control": False, "metrics": ["blank", "short", "broken"]}
+    result = gradveil.audit(net, batch, attacks=["analytic"], progress=False, **settings)
+    (row,) = result.summary()
+    assert (row["asr"], row["blank_mean"]) == (1.0, 0.0)
+    (trial,) = result.trials
+    assert {"short", "broken"} <= trial.info["missing"].keys()
+
+
 def test_a_list_names_the_package(install: Install) -> None:
     install("extra", POINTS)
     shown = json.loads(CliRunner().invoke(app, ["list", "--json"]).stdout)
