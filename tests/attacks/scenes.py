@@ -1,4 +1,4 @@
-"""Small scenes to attack: a client, what it sent, and what the test knows."""
+"""Small experiments to attack: a client, its update, and the ground truth."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from gradveil.spaces import ImageSpace
 
 @dataclass
 class Scene:
-    """One attack's inputs, and the truth beside them."""
+    """The inputs of an attack, and the ground truth."""
 
     client: Client
     observation: Observation
@@ -29,7 +29,7 @@ class Scene:
 
 
 def tiny(target_clients: int = 3, examples: int = 1, dtype: torch.dtype = torch.float64, seed: int = 0) -> Scene:
-    """Build a smooth net on 1x6x6 inputs with four classes: milliseconds an iteration."""
+    """Build a smooth network on 1x6x6 inputs with four classes, at milliseconds per iteration."""
     generator = Key(seed, ("tiny",)).generator()
     model = nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.Sigmoid(), nn.Flatten(), nn.Linear(144, 4)).to(dtype)
     for parameter in model.parameters():
@@ -40,7 +40,7 @@ def tiny(target_clients: int = 3, examples: int = 1, dtype: torch.dtype = torch.
 
 
 def pictures(model: str, data: str, target_clients: int, examples: int = 1) -> Scene:
-    """Take real bundled images and an untrained net of the library."""
+    """Use bundled images and an untrained network of the library."""
     dataset = load(data).private
     count = target_clients * examples
     shape = tuple(dataset.inputs.shape[1:])
@@ -53,7 +53,7 @@ def pictures(model: str, data: str, target_clients: int, examples: int = 1) -> S
 
 
 def observed(client: Client, batch: Batch, classes: int, space: Space | None = None) -> Scene:
-    """Let the client send, and the server see it; inputs are pixels in [0, 1] where no space is given."""
+    """Compute and observe the client's update; without a space, inputs are pixels in [0, 1]."""
     space = space or ImageSpace(tuple(batch.inputs.shape[2:]))
     client = replace(client, domain=Domain(space, classes))
     params = client.params()

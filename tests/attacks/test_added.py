@@ -1,4 +1,4 @@
-"""Known additive noise is taken off what was sent wherever the images make no difference to it, and nowhere else."""
+"""Known additive noise is subtracted from the update if and only if it does not depend on the images."""
 
 from dataclasses import replace
 from fnmatch import fnmatchcase
@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from gradveil.attacks.attack_catalogue import make_attack
-from gradveil.attacks.inversion.problem import Rows
+from gradveil.attacks.inversion.problem import InversionProblem
 from gradveil.attacks.knowledge import Known, Neutral
 from gradveil.attacks.protocol import Prospect
 from gradveil.audit.attack_selection import trials
@@ -23,7 +23,7 @@ SUBTRACTED = "wiig(additive=subtracted)"
 
 
 def seen_by(defence, attack=SUBTRACTED, **changes):
-    """Return the attacker's rows, the client, its updates and the truth, of two digits."""
+    """Return the inversion problem of two digits, the client, its updates and the ground truth."""
     base = {"data": {"name": "digits"}, "model": {"name": "lenet-zhu"}, "iterations": 5}
     scene = open_experiment(config(**{**base, "defences": [defence], "attacks": [attack], **changes}))
     (trial,) = trials(scene.config)
@@ -31,11 +31,11 @@ def seen_by(defence, attack=SUBTRACTED, **changes):
     seen, truth = observe(scene, trial, client, range(2))
     attack = scene.attacks[trial.attack]
     knowledge, _, _ = grant(scene, attack, client, client.params(), truth)
-    return Rows(attack, seen, client, knowledge, Key(0)), client, seen, truth
+    return InversionProblem(attack, seen, client, knowledge, Key(0)), client, seen, truth
 
 
 def silent(client, seen, truth):
-    """Recompute what each round would have sent without the additive noise, masks as they were."""
+    """Recompute the update of each round without additive noise, with the same masks."""
     spec, state = client.noise_spec(seen[0].params, type(truth.raw)(*(v[0] for v in truth.raw))), {}
     state = {n: v.expand(2, *v.shape) for n, v in client.init(seen[0].params).items()}
     sent = []
@@ -58,14 +58,14 @@ def silent(client, seen, truth):
         ("gaussian(0.1) + topk(0.3, feedback=true)", {"rounds": 2}),
     ],
 )
-def test_what_is_left_is_what_would_have_been_sent_without_the_noise(defence, changes):
+def test_subtraction_leaves_the_update_without_noise(defence, changes):
     attack = SUBTRACTED.replace(")", ", rounds=all)") if "rounds" in changes else SUBTRACTED
     rows, client, seen, truth = seen_by(defence, attack, **changes)
     for r, quiet, noisy in zip(rows.rounds, silent(client, seen, truth), seen, strict=True):
         for name, value in quiet.items():
             assert (r.observed[name] - value).norm() < 1e-4 * (noisy.update[name] - value).norm()
     assert all(isinstance(how, Neutral) for name, how in rows.how.items() if ".noise" in name)
-    assert not any(".noise" in name for name in rows.given)
+    assert not any(".noise" in name for name in rows.known)
 
 
 @pytest.mark.parametrize(
@@ -77,7 +77,7 @@ def test_what_is_left_is_what_would_have_been_sent_without_the_noise(defence, ch
         ("fed-cdp(clip=1, sigma=0.1)", {"client": {"batch": 4, "local": {"lr": 0.5, "steps": 2, "batch": 2}}}),
     ],
 )
-def test_noise_that_adds_what_the_images_decide_is_simulated(defence, changes):
+def test_noise_that_depends_on_images_is_simulated(defence, changes):
     rows, _, seen, _ = seen_by(defence, **changes)
     for r, observation in zip(rows.rounds, seen, strict=True):
         for name, value in observation.update.items():
@@ -87,26 +87,26 @@ def test_noise_that_adds_what_the_images_decide_is_simulated(defence, changes):
     assert all(isinstance(rows.how[name], Known) for name in noisy)
 
 
-def test_nothing_is_taken_off_that_nobody_told():
+def test_unknown_noise_is_not_subtracted():
     rows, _, seen, _ = seen_by("dp(clip=0.5, sigma=0.1)", "cdia")
     assert all(torch.equal(rows.rounds[0].observed[n], v) for n, v in seen[0].update.items())
 
 
-def test_who_ignores_the_noise_is_refused_where_he_would_take_it_off():
-    with pytest.raises(GradveilError, match="additive=subtracted: is about a defence, and this attacker ignores it"):
+def test_subtraction_by_a_non_adaptive_attack_raises():
+    with pytest.raises(GradveilError, match="additive=subtracted: is about a defence"):
         make_attack("ig(additive=subtracted)")
     rows, client, seen, _ = seen_by("gaussian(0.1)", "ig(additive=subtracted, simulated_client=full)")
     assert not any(torch.equal(rows.rounds[0].observed[n], v) for n, v in seen[0].update.items())
     from_python = replace(make_attack("ig"), subtract=True)
     (problem,) = from_python.problems(Prospect(client, (1, 16, 16), 1, 10, 0))
-    assert problem.what.startswith("takes additive noise off what was sent, and this attacker ignores the defence")
+    assert "ignores the defence" in problem.what
 
 
 @pytest.mark.parametrize(
     "setting", ["additive=told", "additive=optimised", "rounding=interval", "pruned=ordered", "whiten=true"]
 )
-def test_what_is_said_of_a_defence_that_is_ignored_is_refused(setting):
-    with pytest.raises(GradveilError, match=f"{setting}: is about a defence, and this attacker ignores it"):
+def test_settings_about_an_ignored_defence_raise(setting):
+    with pytest.raises(GradveilError, match=f"{setting}: is about a defence"):
         make_attack(f"ig({setting})")
     make_attack(f"ig({setting}, simulated_client=full)")
     make_attack(f"cdia({setting})")
@@ -115,7 +115,7 @@ def test_what_is_said_of_a_defence_that_is_ignored_is_refused(setting):
 
 
 @pytest.mark.parametrize("name", ["wiig", "cdia", "dpia"])
-def test_each_word_reaches_the_noise_and_leaves_masks(name):
+def test_each_word_sets_additive_noise_but_not_masks(name):
     words = {"told": Known, "subtracted": Known, "neutral": Neutral}
     for word, way in words.items():
         attack = make_attack(f"{name}(additive={word})")
@@ -127,8 +127,8 @@ def test_each_word_reaches_the_noise_and_leaves_masks(name):
     assert masks == [how for pattern, how in make_attack(name).knowledge.items() if "mask" in pattern]
 
 
-def test_who_takes_the_noise_off_attacks_an_undefended_client():
-    """Step by step: what is as long as a hundred gradients does not even slow the attacker down."""
+def test_subtraction_equals_the_attack_on_an_undefended_client():
+    """Every step is equal, though the noise is as long as a hundred gradients."""
     found = {}
     for defence, attack in (
         ("none", "ig-scheliga"),

@@ -1,4 +1,4 @@
-"""The closed form is exact for one image; batches come apart by label; models without such a layer are refused."""
+"""The analytic attack is exact for one image and separates batches by label; unsuitable models raise."""
 
 from dataclasses import replace
 
@@ -17,7 +17,7 @@ from tests.attacks.scenes import observed, tiny
 
 
 def dense(*layers, target_clients=3, labels=((0,), (1,), (3,))):
-    """A net that begins with a linear layer of the pixels, and what its clients sent."""
+    """A network that begins with a linear layer of the pixels, and its clients' updates."""
     generator = Key(3).generator()
     model = nn.Sequential(nn.Flatten(), *layers).double()
     for parameter in model.parameters():
@@ -56,8 +56,8 @@ def resent(text, scene):
     ("local", "defence"),
     [(Local(batch=3, lr=0.05, steps=4), "none"), (Local(batch=3, lr=2.0, steps=1), "none"), (None, "clip(0.01)")],
 )
-def test_the_scale_of_what_a_batch_sent_is_read_off_the_bias(local, defence):
-    """Local steps and clips send the gradient on another scale: who takes it as it is does worse than the mean."""
+def test_scale_of_a_batch_is_read_off_the_bias(local, defence):
+    """Local steps and clips scale the gradient; an attack that ignores the scale is worse than the mean image."""
     scene = dense(nn.Linear(36, 64), nn.LeakyReLU(0.5), nn.Linear(64, 4), labels=((0, 2, 3), (3, 1, 0)))
     scene.client = replace(scene.client, local=local)
     found, truth = attack(resent(defence, scene)).inputs, scene.truth.inputs
@@ -67,7 +67,7 @@ def test_the_scale_of_what_a_batch_sent_is_read_off_the_bias(local, defence):
 
 
 @pytest.mark.parametrize("labels", [((0,), (1,), (3,)), ((0, 2, 3), (3, 1, 0))])
-def test_the_misfit_at_the_truth_is_nothing_and_at_other_images_it_is(labels):
+def test_misfit_is_zero_only_at_the_ground_truth(labels):
     scene = dense(nn.Linear(36, 50), nn.ReLU(), nn.Linear(50, 4), labels=labels)
     closed = make_attack("analytic")
     given = [scene.observation], scene.client, scene.knowledge, Key(0)
@@ -76,14 +76,14 @@ def test_the_misfit_at_the_truth_is_nothing_and_at_other_images_it_is(labels):
     torch.testing.assert_close(closed.evaluate(*given, closed(*given).inputs, {}), closed(*given).objective)
 
 
-def test_noise_shows_in_the_misfit():
+def test_noise_raises_the_misfit():
     scene = dense(nn.Linear(36, 4))
     weight = scene.observation.update["1.weight"]
     weight += 0.1 * weight.std() * torch.randn(weight.shape, dtype=weight.dtype, generator=Key(9).generator())
     assert bool((attack(scene).objective > 0.01).all())
 
 
-def test_an_update_that_is_not_a_number_is_a_status():
+def test_nan_update_diverges():
     scene = dense(nn.Linear(36, 4), labels=((0, 2), (1, 3)))
     scene.observation.update["1.weight"][1] = torch.nan
     found = attack(scene)
@@ -92,13 +92,13 @@ def test_an_update_that_is_not_a_number_is_a_status():
     assert bool(torch.isfinite(found.inputs).all())
 
 
-def test_labels_may_be_read_off():
+def test_labels_can_be_read_off_the_update():
     scene = dense(nn.Linear(36, 4))
     assert torch.equal(attack(scene, "analytic(labels=idlg)").targets, scene.truth.targets)
 
 
 @pytest.mark.parametrize("layers", [(nn.Linear(36, 4),), (nn.Linear(36, 64), nn.LeakyReLU(0.5), nn.Linear(64, 4))])
-def test_a_batch_of_different_labels_comes_apart(layers):
+def test_batch_of_different_labels_is_separated(layers):
     scene = dense(*layers, labels=((0, 2, 3), (3, 1, 0)))
     found, truth = attack(scene).inputs, scene.truth.inputs
     own = (found - truth).square().flatten(2).mean(-1)
@@ -106,7 +106,7 @@ def test_a_batch_of_different_labels_comes_apart(layers):
     assert bool((own < 0.5 * mixed).all()), (own, mixed)
 
 
-def test_examples_of_one_label_come_back_as_their_mean():
+def test_examples_of_one_label_are_reconstructed_as_their_mean():
     scene = dense(nn.Linear(36, 4), labels=((1, 1, 3),))
     found = attack(scene).inputs
     torch.testing.assert_close(found[0, 0], found[0, 1])
@@ -114,7 +114,7 @@ def test_examples_of_one_label_come_back_as_their_mean():
     assert (found[0, 0] - mean).abs().mean() < 0.1
 
 
-def test_other_models_are_refused_with_the_reason():
+def test_unsuitable_models_raise_with_the_reason():
     scene = tiny()
     with pytest.raises(GradveilError, match="begins with a Conv2d '0', not with a linear layer of the 36 pixels"):
         attack(scene)
@@ -125,7 +125,7 @@ def test_other_models_are_refused_with_the_reason():
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_a_first_layer_whose_weight_is_used_again_shows_more_than_its_input(tied):
+def test_reused_first_layer_raises(tied):
     class Twice(nn.Module):
         def __init__(self):
             super().__init__()
@@ -165,7 +165,7 @@ class Embedded(nn.Module):
 
 
 def patches(*, target_clients=3, examples=1, **options):
-    """A net that begins with an embedding of patches, and what its clients sent."""
+    """A network that begins with an embedding of patches, and its clients' updates."""
     generator = Key(4).generator()
     model = Embedded(**options).double()
     for parameter in model.parameters():
@@ -177,15 +177,15 @@ def patches(*, target_clients=3, examples=1, **options):
 
 @pytest.mark.parametrize("convolution", [True, False])
 @pytest.mark.parametrize("token", [True, False])
-def test_the_gradient_of_the_positions_shows_every_patch(convolution, token):
+def test_gradient_of_positions_reveals_every_patch(convolution, token):
     scene = patches(convolution=convolution, token=token)
     found = attack(scene)
     torch.testing.assert_close(found.inputs, scene.truth.inputs, rtol=1e-6, atol=1e-6)
     assert bool((found.objective < 1e-10).all())
 
 
-def test_a_model_may_insist_on_pixels():
-    """What finds the equations tries the model with values that images have."""
+def test_model_may_require_pixels():
+    """The search for the equations runs the model on pixels in the valid range."""
     scene = patches(convolution=False, token=True)
 
     def insist(_module, inputs):
@@ -196,8 +196,8 @@ def test_a_model_may_insist_on_pixels():
     torch.testing.assert_close(attack(scene).inputs, scene.truth.inputs, rtol=1e-6, atol=1e-6)
 
 
-def test_noise_on_what_was_sent_is_weighed_against_the_equations():
-    """Plain least squares, the ridge's opponent, multiplies the noise where the patches' errors look alike."""
+def test_noise_is_weighted_against_the_equations():
+    """Plain least squares amplifies the noise if the errors of patches are similar; the ridge does not."""
     scene = patches(convolution=False, token=True)
     for name in ("embed.weight", "position"):
         value = scene.observation.update[name]
@@ -210,7 +210,7 @@ def test_noise_on_what_was_sent_is_weighed_against_the_equations():
     assert (ours - cut).square().mean() < (plain - cut).square().mean()
 
 
-def test_patches_of_a_batch_are_refused_and_positions_that_are_not_sent():
+def test_patches_of_a_batch_and_frozen_positions_raise():
     with pytest.raises(GradveilError, match="the patches of 2 images are mixed"):
         attack(patches(convolution=False, token=True, examples=2))
     frozen = patches(convolution=False, token=True)
@@ -219,7 +219,7 @@ def test_patches_of_a_batch_are_refused_and_positions_that_are_not_sent():
         attack(frozen)
 
 
-def test_it_takes_no_iterations():
+def test_iterations_setting_raises():
     assert isinstance(make_attack("analytic"), Analytic)
     with pytest.raises(GradveilError, match="iterations"):
         make_attack("analytic(iterations=5)")

@@ -1,4 +1,4 @@
-"""The attacker who knows the defence: equal to the naive one where there is nothing to know, better where there is."""
+"""CDIA equals the non-adaptive attack on undefended clients, and beats it on defended ones."""
 
 from dataclasses import replace
 
@@ -16,7 +16,7 @@ from tests.attacks.scenes import pictures, psnr
 
 
 def defended(text, iterations, attacks=("ig-scheliga", "cdia"), target_clients=2):
-    """Some digits, defended; what the attackers, a naive and a knowing one, recover of them.
+    """Reconstruct defended digits with a non-adaptive and an adaptive attack.
 
     Where somebody has to speak in public first, they are clients with other digits.
     """
@@ -43,7 +43,7 @@ def defended(text, iterations, attacks=("ig-scheliga", "cdia"), target_clients=2
     return scene, found
 
 
-def test_without_a_defence_it_is_the_naive_attack_to_the_last_bit():
+def test_undefended_cdia_equals_the_non_adaptive_attack_bit_for_bit():
     _, found = defended("none", 40)
     assert torch.equal(found["cdia"].inputs, found["ig-scheliga"].inputs)
     assert torch.equal(found["cdia"].objectives, found["ig-scheliga"].objectives)

@@ -1,4 +1,4 @@
-"""Fishing: what moves the model behind the server's last layer is the target class alone, and the search is told so."""
+"""Fishing: only the target class has a gradient behind the crafted last layer, and the search recovers it."""
 
 from dataclasses import replace
 
@@ -62,7 +62,7 @@ def close(found, wanted, tolerance=1e-5):
 
 
 @pytest.mark.parametrize("name", ["scheliga-cnn", "lenet-zhu", "resnet20"])
-def test_what_is_caught_is_what_the_class_alone_would_have_sent(name):
+def test_caught_update_equals_the_update_of_the_class_alone(name):
     fishing = make_attack("fishing(target=3)")
     crafted = fishing.craft(client(name), KNOWN, Key(0))
     one, two = digits([1, 3, 7, 7, 0, 4, 5, 9]), digits([3, 2, 3, 7, 1, 1, 0, 9], skip=5)
@@ -74,7 +74,7 @@ def test_what_is_caught_is_what_the_class_alone_would_have_sent(name):
     assert [row.tolist() for row in counts][1] == torch.bincount(two.targets, minlength=10).tolist()
 
 
-def test_nothing_of_the_other_classes_passes_however_large_the_features_are():
+def test_other_classes_have_no_gradient_at_any_feature_size():
     big = client()
     with torch.no_grad():
         next(iter(big.model.parameters())).mul_(3000)
@@ -86,7 +86,7 @@ def test_nothing_of_the_other_classes_passes_however_large_the_features_are():
     close(caught.observation.update, alone(crafted, batch, 3), 1e-4)
 
 
-def test_the_honest_model_stays_as_it_is_and_all_but_the_last_layer_too():
+def test_craft_changes_only_the_last_layer_of_a_copy():
     honest = client()
     before = {name: value.clone() for name, value in honest.params().items()}
     crafted = make_attack("fishing").craft(honest, KNOWN, Key(0))
@@ -96,7 +96,7 @@ def test_the_honest_model_stays_as_it_is_and_all_but_the_last_layer_too():
 
 
 @pytest.mark.parametrize("examples", [1, 2, 8, 64])
-def test_the_labels_of_a_batch_are_read_off_the_last_bias_whatever_its_scale(examples):
+def test_labels_are_read_off_the_last_bias_at_any_scale(examples):
     generator = Key(examples).generator()
     for scale in (1.0, 0.037, 12.5):
         labels = torch.randint(0, 9, (examples,), generator=generator)  # of class 9 there is none
@@ -106,8 +106,8 @@ def test_the_labels_of_a_batch_are_read_off_the_last_bias_whatever_its_scale(exa
         assert count(bias, 2, examples, gated=False).classes.tolist() == numbers.tolist()
 
 
-def test_numbers_that_several_multiples_explain_are_not_known():
-    """Of two classes what one has the other lacks: a clipped bias says nothing of how many; steps have a known size."""
+def test_counts_that_several_scales_explain_are_unknown():
+    """The counts of two classes are complements, so that a clipped bias does not determine them; steps do."""
     bias = torch.tensor([3.0, -3.0], dtype=torch.float64) / 4
     assert count(bias, 1, 4, gated=False).classes.tolist() == [1, 3]
     for scale in (0.1, 1e-3):
@@ -121,14 +121,14 @@ def test_numbers_that_several_multiples_explain_are_not_known():
     assert fishing._caught([seen], crafted, KNOWN)[0][0].observation.examples == 3
 
 
-def test_a_bias_of_which_little_was_sent_is_not_read():
-    """Its sum is no longer zero, as that of a gradient is; what is left may look like whole numbers."""
+def test_counts_of_a_pruned_bias_are_unknown():
+    """Its sum is no longer zero, unlike a gradient's; the remaining entries may resemble whole counts."""
     found = count(torch.tensor([0.0, 0.0, 0.7, 0.0]), 0, 3, gated=False, usual=0.3)
     assert not found.known
     assert found.scale == 0.3, "what several steps come to is known all the same"
 
 
-def test_clips_and_local_steps_are_multiples_of_a_gradient():
+def test_clips_and_local_steps_scale_the_counts():
     fishing, batch = make_attack("fishing(target=3)"), digits([1, 3, 7, 7, 0, 4, 5, 9])
     plain = alone(fishing.craft(client(), KNOWN, Key(0)), batch, 3)
     for changed in (parse("clip(1)")(client()), replace(client(), local=Local(lr=1e-3, steps=3, batch=8))):
@@ -141,7 +141,7 @@ def test_clips_and_local_steps_are_multiples_of_a_gradient():
         assert float(torch.cosine_similarity(one, other, dim=0)) > 0.999
 
 
-def test_where_numbers_are_pruned_or_drowned_one_example_is_supposed():
+def test_unknown_counts_assume_one_example():
     fishing = make_attack("fishing(target=3)")
     for text in ("prune(0.95)", "dp(clip=1, sigma=1)"):
         crafted = fishing.craft(parse(text)(client()), KNOWN, Key(0))
@@ -150,7 +150,7 @@ def test_where_numbers_are_pruned_or_drowned_one_example_is_supposed():
         assert int(torch.stack(counts).sum()) == 0
 
 
-def test_a_gate_lets_the_least_typical_of_a_class_pass_alone():
+def test_gate_passes_the_least_typical_examples_only():
     fishing = make_attack("fishing(target=3, share=0.3)")
     crafted = fishing.craft(client(), KNOWN, Key(0))
     assert "public" in fishing.knowledge
@@ -168,7 +168,7 @@ def test_a_gate_lets_the_least_typical_of_a_class_pass_alone():
     close(caught.observation.update, sent_by(crafted, Batch(batch.inputs[passing], batch.targets[passing])).update)
 
 
-def test_each_round_fishes_for_another_class_and_the_labels_come_out():
+def test_each_round_fishes_for_another_class():
     fishing = make_attack("fishing(target=8, iterations=2, restarts=2)")
     assert isinstance(fishing, Active)
     assert isinstance(fishing, Persistent)
@@ -189,7 +189,7 @@ def test_each_round_fishes_for_another_class_and_the_labels_come_out():
     assert again.plan == plan == found.plan
 
 
-def test_the_true_images_have_the_least_objective():
+def test_objective_is_lowest_at_the_ground_truth():
     fishing = make_attack("fishing(target=3, iterations=5)")
     crafted = fishing.craft(client(), KNOWN, Key(0))
     batch, other = digits([3, 1, 3, 7]), digits([1, 4, 7, 0])
@@ -207,7 +207,7 @@ def test_the_true_images_have_the_least_objective():
 
 
 @pytest.mark.parametrize("text", ["prune(0.9)", "dgp", "sign"])
-def test_who_knows_the_defence_explains_what_it_left_of_the_catch(text):
+def test_adaptive_fishing_explains_the_defended_catch(text):
     batch, at_truth = digits([1, 3, 7, 7, 0, 4, 5, 9]), []
     for settings in ("simulated_client=full", "simulated_client=naive"):
         fishing = make_attack(f"fishing(target=3, tv=0, {settings})")
@@ -220,7 +220,7 @@ def test_who_knows_the_defence_explains_what_it_left_of_the_catch(text):
     assert at_truth[0] < at_truth[1] / 3
 
 
-def test_nothing_caught_and_no_numbers_end_in_no_image_and_no_crash():
+def test_empty_catch_and_nan_update_return_grey_images():
     fishing = make_attack("fishing(target=6, iterations=2)")
     crafted = fishing.craft(client(), KNOWN, Key(0))
     seen = sent_by(crafted, digits([1, 3, 7]), digits([6, 3, 7]))
@@ -236,7 +236,7 @@ def test_nothing_caught_and_no_numbers_end_in_no_image_and_no_crash():
 @pytest.mark.parametrize(
     ("text", "name"), [("fishing(target=3)", "resnet20"), ("fishing(target=3, share=0.3)", "scheliga-cnn")]
 )
-def test_the_guard_tells_the_last_layer(text, name):
+def test_inspection_reports_the_last_layer(text, name):
     honest = client(name)
     assert inspect(honest.model, honest.params()) == []
     crafted = make_attack(text).craft(honest, KNOWN, Key(0))
@@ -244,21 +244,21 @@ def test_the_guard_tells_the_last_layer(text, name):
     assert ("fishing", f"{last}.weight") in {(f.family, f.where) for f in inspect(crafted.model, crafted.params())}
 
 
-def test_what_cannot_be_fished_is_refused_with_the_way_out():
+def test_unsuitable_clients_raise_with_a_fix():
     fishing, honest = make_attack("fishing"), client()
     seen = sent_by(honest, digits([1]))
     with pytest.raises(GradveilError, match="was not in the model that the client trained"):
         fishing([seen], honest, KNOWN, Key(0))
 
-    def told(text, changed):
+    def problems(text, changed):
         return [(p.where, p.what) for p in make_attack(text).problems(Prospect(changed, SHAPE, 1, 10, public=0))]
 
-    assert told("fishing", honest) == []
-    assert [where for where, _ in told("fishing(target=10, share=0.1)", honest)] == ["target", "data.public"]
+    assert problems("fishing", honest) == []
+    assert [where for where, _ in problems("fishing(target=10, share=0.1)", honest)] == ["target", "data.public"]
     bare = Client(nn.Sequential(nn.Flatten(), nn.Linear(1024, 10, bias=False)))
-    assert "has no bias" in told("fishing", bare)[0][1]
-    assert "has no bias" in told("fishing", replace(honest, trainable=("*.weight",)))[0][1]
-    assert "one output" in told("fishing", Client(nn.Sequential(nn.Flatten(), nn.Linear(1024, 1))))[0][1]
-    assert "no nn.Linear" in told("fishing", Client(nn.Conv2d(1, 10, 32)))[0][1]
+    assert "bias" in problems("fishing", bare)[0][1]
+    assert "bias" in problems("fishing", replace(honest, trainable=("*.weight",)))[0][1]
+    assert "one output" in problems("fishing", Client(nn.Sequential(nn.Flatten(), nn.Linear(1024, 1))))[0][1]
+    assert "no nn.Linear" in problems("fishing", Client(nn.Conv2d(1, 10, 32)))[0][1]
     with pytest.raises(GradveilError, match="no public images of class 0"):
         make_attack("fishing(share=0.1)").craft(honest, replace(KNOWN, public=None), Key(0))

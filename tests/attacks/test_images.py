@@ -1,4 +1,4 @@
-"""What images are drawn from: pixels, a generator's weights, what a generator draws from, and a user's generator."""
+"""Search spaces of images: pixels, a generator's weights or latent numbers, and custom generators."""
 
 from dataclasses import replace
 
@@ -8,11 +8,11 @@ from torch import nn
 
 from gradveil.attacks.attack_catalogue import ATTACKS, make_attack
 from gradveil.attacks.inversion.descent import Descent
-from gradveil.attacks.inversion.generators import Generator, drawn_by, taught
+from gradveil.attacks.inversion.generators import Generator, draw_with, train_generator
 from gradveil.attacks.inversion.image_sources import INPUTS, LATENT, TARGETS, WEIGHTS, Pixels, Trained, Untrained
 from gradveil.attacks.inversion.inversion import Inversion
 from gradveil.attacks.inversion.optimisers import Adam
-from gradveil.attacks.inversion.problem import Rows
+from gradveil.attacks.inversion.problem import InversionProblem
 from gradveil.attacks.knowledge import Known
 from gradveil.core.errors import GradveilError
 from gradveil.core.noise import Key
@@ -35,11 +35,11 @@ def run(attack, scene=None, plan=(), key=Key(0)):  # noqa: B008
 
 def rows(attack, scene=None):
     scene = scene or tiny()
-    return Rows(attack, [scene.observation], scene.client, replace(scene.knowledge, public=PUBLIC), Key(0))
+    return InversionProblem(attack, [scene.observation], scene.client, replace(scene.knowledge, public=PUBLIC), Key(0))
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_chunks_change_nothing_and_the_same_key_gives_the_same(name):
+def test_images_do_not_depend_on_chunks(name):
     attack = make_attack(PRESETS[name])
     whole, again = run(attack), run(attack)
     assert torch.equal(whole.inputs, again.inputs)
@@ -52,7 +52,7 @@ def test_chunks_change_nothing_and_the_same_key_gives_the_same(name):
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_what_is_answered_are_the_images_of_the_best_iterate(name):
+def test_results_are_the_images_of_the_best_iterate(name):
     """The objective at them is the one that was reported, and those of the trace are worse the earlier they are."""
     scene, attack = tiny(), replace(make_attack(PRESETS[name]), tv=1e-3, labels="given")
     found = run(attack, scene)
@@ -68,7 +68,7 @@ def test_what_is_answered_are_the_images_of_the_best_iterate(name):
     assert 0 <= found.inputs.min() < found.inputs.max() <= 1
 
 
-def test_the_trace_says_what_an_earlier_end_of_the_first_part_would_have_given():
+def test_trace_of_the_first_part_equals_an_earlier_end():
     attack = make_attack("gias(width=2, latent=4, lessons=9, iterations=32, restarts=1)")
     whole = run(attack)
     short = run(
@@ -77,7 +77,7 @@ def test_the_trace_says_what_an_earlier_end_of_the_first_part_would_have_given()
     assert torch.equal(whole.trace[8], short.inputs)
 
 
-def test_every_row_has_weights_of_its_own():
+def test_rows_have_separate_weights():
     """Batched equals looped, with the normalisation of each row's own images."""
     network = Generator(5, (3, 11, 7), 2, "batch").double()
     own = [initialise(network, Key(0, (row,)).generator()).state_dict() for row in range(3)]
@@ -85,7 +85,7 @@ def test_every_row_has_weights_of_its_own():
     for row in range(3):
         own[row] = {n: v.clone() for n, v in initialise(network, Key(0, (row,)).generator()).state_dict().items()}
     latent = torch.randn(3, 4, 5, generator=Key(1).generator(), dtype=torch.float64)
-    together = drawn_by(network, {name: torch.stack([weights[name] for weights in own]) for name in own[0]}, latent)
+    together = draw_with(network, {name: torch.stack([weights[name] for weights in own]) for name in own[0]}, latent)
     assert together.shape == (3, 4, 3, 11, 7)
     for row in range(3):
         network.load_state_dict(own[row])
@@ -106,7 +106,7 @@ def test_a_generator_may_have_any_width(norm):
         assert Generator(3, (1, 16, 16), width, norm)(torch.zeros(2, 3)).shape == (2, 1, 16, 16)
 
 
-def test_a_generator_that_learns_from_the_update_makes_the_labels_too():
+def test_untrained_generator_draws_the_labels_too():
     scene = rows(Inversion("a", images=Untrained(8, 2), labels="joint"))
     variables, constants = scene.start([0, 2])
     assert TARGETS not in variables
@@ -115,19 +115,19 @@ def test_a_generator_that_learns_from_the_update_makes_the_labels_too():
     expected = torch.einsum("nbz,nkz->nbk", constants[LATENT], linear[0]) + linear[1].unsqueeze(1)
     torch.testing.assert_close(logits, expected)
     assert f"{WEIGHTS}.labels.weight" not in rows(Inversion("a", images=Untrained(8, 2))).start([0])[0]
-    shown = scene.shown(variables, constants)
+    shown = scene.results(variables, constants)
     assert list(shown) == [INPUTS, TARGETS], "weights are not kept"
     assert torch.equal(shown[INPUTS], images)
 
 
-def test_pixels_are_what_they_are():
+def test_pixels_are_their_own_images():
     scene = rows(Inversion("a"))
     variables, constants = scene.start([0, 1])
     assert scene.drawing.draw(variables, constants)[0] is variables[INPUTS]
     assert Inversion("a").images == Pixels()
 
 
-def test_latent_numbers_cost_their_weight_times_half_their_mean_square():
+def test_latent_penalty_is_weight_times_half_the_mean_square():
     plain, heavy = (rows(Inversion("a", images=Trained(4, 2, prior=prior))) for prior in (0.0, 0.6))
     variables, constants = plain.start(range(3))
     difference = heavy.loss(variables, constants, torch.arange(3), {}) - plain.loss(
@@ -136,12 +136,12 @@ def test_latent_numbers_cost_their_weight_times_half_their_mean_square():
     torch.testing.assert_close(difference, 0.3 * variables[LATENT].square().mean((1, 2)))
 
 
-def test_who_is_taught_draws_images_like_those_it_saw():
-    """Stripes at some place: what it draws from new numbers is nearer to some stripe than the mean image is."""
+def test_trained_generator_draws_images_like_the_training_data():
+    """Images from new latent numbers are nearer to some training stripe than the mean image is."""
     place = torch.arange(120) % 6
     stripes = torch.zeros(120, 1, 8, 8)
     stripes[torch.arange(120), :, :, place] = 1.0
-    network = taught(stripes, 4, 4, 500, Key(0))
+    network = train_generator(stripes, 4, 4, 500, Key(0))
     drawn = network(torch.randn(50, 4, generator=Key(1).generator()))
     nearest = (drawn.unsqueeze(1) - stripes[:6]).square().mean((2, 3, 4)).min(1).values
     blurred = (stripes.mean(0) - stripes[:6]).square().mean((1, 2, 3)).min()
@@ -149,7 +149,7 @@ def test_who_is_taught_draws_images_like_those_it_saw():
     assert not any(value.requires_grad for value in network.parameters())
 
 
-def test_the_second_part_of_the_budget_starts_where_the_first_ended():
+def test_second_part_starts_at_the_end_of_the_first():
     latent_only = make_attack("gias(width=2, latent=4, lessons=9, iterations=20, restarts=1, tuned=0)")
     tuned = make_attack("gias(width=2, latent=4, lessons=9, iterations=40, restarts=1, tuned=0.5, tuning=0.01)")
     short, long = run(latent_only), run(tuned)
@@ -162,8 +162,8 @@ def gias(**settings):
     return ATTACKS["gias"](**{"width": 2, "latent": 4, "lessons": 9, "restarts": 1, **settings})
 
 
-def test_who_stalls_in_the_first_part_goes_on_to_the_second():
-    """The latent numbers of these steps stand still; the trace knows when the weights began to move."""
+def test_stalled_rows_enter_the_second_part():
+    """The latent numbers of these steps do not change; the trace shows the start of the second part."""
     stalling = {"lr": 1e-9, "patience": 3, "report": 2}
     short, long = run(gias(iterations=20, tuned=0, **stalling)), run(gias(iterations=40, tuning=0.01, **stalling))
     assert short.status == ("stalled",) * 3
@@ -173,18 +173,18 @@ def test_who_stalls_in_the_first_part_goes_on_to_the_second():
     assert all(torch.equal(long.trace[count], short.inputs) for count in (5, 10, 20))
 
 
-def test_the_last_iterate_is_that_of_the_second_part_be_it_worse():
+def test_keep_last_returns_the_second_part_even_if_worse():
     first, last = run(gias(iterations=9, tuned=0, keep="last")), run(gias(iterations=18, tuning=9.0, keep="last"))
     assert bool((last.objective > first.objective).all())
 
 
-def test_what_is_drawn_from_costs_the_same_in_both_parts():
+def test_latent_penalty_is_the_same_in_both_parts():
     first, both = run(gias(iterations=9, tuned=0, prior=5.0)), run(gias(iterations=18, tuning=1e-9, prior=5.0))
     torch.testing.assert_close(both.objective, first.objective, rtol=1e-5, atol=0)
 
 
 class Blobs(nn.Module):
-    """A generator of somebody else's: a normalisation with running statistics, dropout, weights of its own."""
+    """A custom generator with running statistics, dropout and trained weights."""
 
     def __init__(self, shape=(1, 6, 6), latent=3):
         super().__init__()
@@ -199,7 +199,7 @@ class Blobs(nn.Module):
 
 @pytest.mark.parametrize("way", ["module", "path"])
 @pytest.mark.parametrize("name", ["gias", "ggl"])
-def test_who_has_a_generator_needs_no_public_images(way, name):
+def test_custom_generator_needs_no_public_images(way, name):
     torch.nn.init.normal_((module := Blobs()).linear.weight, generator=Key(2).generator())
     before = {n: v.clone() for n, v in module.state_dict().items()}
     attack = make_attack(f"{name}(iterations=12, latent=3)")
@@ -211,7 +211,7 @@ def test_who_has_a_generator_needs_no_public_images(way, name):
     assert all(torch.equal(value, before[n]) for n, value in module.state_dict().items())
 
 
-def test_a_generator_in_a_text_is_not_imported_until_it_is_asked():
+def test_generator_path_is_imported_at_the_first_call():
     attack = make_attack('ggl(generator="nowhere.at.all:Gan", latent=7)')
     assert "public" not in attack.knowledge
     with pytest.raises(GradveilError, match="there is no module 'nowhere'"):
@@ -231,19 +231,19 @@ def test_a_generator_in_a_text_is_not_imported_until_it_is_asked():
         ("tests.attacks.test_images:PUBLIC", "is Batch, not a module"),
     ],
 )
-def test_generators_of_other_images_are_refused(generator, message):
+def test_generators_of_other_images_raise(generator, message):
     with pytest.raises(GradveilError, match=message):
         run(Inversion("a", images=Trained(3, generator=generator)))
 
 
 @pytest.mark.parametrize("name", ["gias", "ggl"])
-def test_without_public_images_it_says_so(name):
+def test_missing_public_images_raise(name):
     scene = tiny()
-    with pytest.raises(GradveilError, match="no public images to teach a generator on"):
+    with pytest.raises(GradveilError, match=r"^data: .*public images"):
         make_attack(name)([scene.observation], scene.client, scene.knowledge, Key(0))
 
 
-def test_settings_of_pixels_are_refused_where_there_are_none():
+def test_settings_of_pixels_raise_with_a_generator():
     with pytest.raises(GradveilError) as caught:
         Inversion("a", images=Untrained(), start="solved", langevin=0.1)
     assert [problem.where for problem in caught.value.problems] == ["a.start", "a.langevin"]
@@ -260,14 +260,14 @@ def test_settings_of_pixels_are_refused_where_there_are_none():
         ("gias", {"tuned": 0, "tuning": 0.1}, ["gias.tuning"]),
     ],
 )
-def test_settings_that_would_change_nothing_are_refused(name, given, settings):
+def test_settings_without_effect_raise(name, given, settings):
     with pytest.raises(GradveilError) as caught:
         ATTACKS[name](**given)
     assert [problem.where for problem in caught.value.problems] == settings
 
 
-def test_any_inversion_may_have_its_images_drawn():
-    """Also one that optimises more than images, halves its restarts, and pulls them together."""
+def test_any_inversion_accepts_a_generator():
+    """Joint labels, halving and the group prior work too."""
     attack = Inversion(
         "mine",
         images=Trained(4, 2, lessons=9, tuned=0.5),

@@ -33,7 +33,7 @@ def run(scene, attack, plan=(), key=ZERO, progress=None):
     return attack([scene.observation], scene.client, knowledge, key, progress, plan)
 
 
-def test_the_same_plan_gives_the_same_bits_and_another_plan_agrees():
+def test_same_plan_is_bit_identical_and_another_plan_agrees():
     scene = tiny()
     first, again = run(scene, SHORT, (4, 2)), run(scene, SHORT, (4, 2))
     assert torch.equal(first.inputs, again.inputs)
@@ -45,7 +45,7 @@ def test_the_same_plan_gives_the_same_bits_and_another_plan_agrees():
         torch.testing.assert_close(other.inputs, first.inputs, rtol=1e-6, atol=1e-6)
 
 
-def test_draws_belong_to_the_target_client_not_to_its_place():
+def test_draws_depend_on_the_target_client_not_its_place():
     scene = tiny()
     whole = run(scene, SHORT)
     last = replace(
@@ -58,8 +58,8 @@ def test_draws_belong_to_the_target_client_not_to_its_place():
     assert not torch.allclose(other.inputs, whole.inputs, atol=1e-2)
 
 
-def test_what_is_drawn_each_iteration_belongs_to_the_row():
-    """Noise that the attacker draws afresh: the same with any plan, and when other rows leave the batch."""
+def test_draws_of_each_iteration_depend_on_the_row_only():
+    """Noise of each iteration is the same with any plan, and after other rows leave the batch."""
     scene = tiny()
     bottleneck = nn.Sequential(*scene.client.model[:3], VariationalBottleneck(144, 8), nn.Linear(144, 4)).double()
     nn.init.normal_(bottleneck[-1].weight, std=0.3, generator=Key(2).generator())
@@ -145,7 +145,7 @@ INVERSIONS = [n for n, made in MADE.items() if n != "glaus" and not isinstance(m
 
 
 @pytest.mark.parametrize("name", INVERSIONS)
-def test_every_preset_survives_weights_that_are_not_numbers(name):
+def test_every_preset_diverges_on_nan_weights(name):
     scene = tiny(target_clients=2)
     with torch.no_grad():
         scene.client.model[0].weight[0] = torch.nan
@@ -176,24 +176,24 @@ def test_progress_counts_up_to_the_budget():
     assert seen[-1].target_clients == 3
 
 
-def test_labels_that_were_never_granted_are_refused():
+def test_missing_labels_raise():
     scene = tiny()
     with pytest.raises(GradveilError, match="never granted"):
         SHORT([scene.observation], scene.client, replace(scene.knowledge, targets=None), Key(0))
 
 
-def test_a_plan_of_another_attack_is_refused():
+def test_plan_of_another_attack_raises():
     with pytest.raises(GradveilError, match="covers 5 rows of 6"):
         run(tiny(), SHORT, (5,))
 
 
-def test_impossible_knowledge_is_refused():
+def test_optimising_a_discrete_tensor_raises():
     with pytest.raises(GradveilError) as caught:
         Knowledge(ImageSpace((1, 4, 6)), 1)
     assert [p.where for p in caught.value.problems] == ["knowledge.classes"]
 
 
-def test_the_order_of_examples_cannot_be_optimised():
+def test_optimising_the_order_of_examples_raises():
     scene = tiny(target_clients=1, examples=2)
     client = Client(scene.client.model, local=Local(batch=1, lr=0.1, steps=2))
     knowledge = replace(scene.knowledge, tensors={"schedule": Optimise()})
@@ -201,7 +201,7 @@ def test_the_order_of_examples_cannot_be_optimised():
         SHORT([scene.observation], client, knowledge, Key(0))
 
 
-def test_local_training_is_simulated_by_the_believed_client():
+def test_simulated_client_trains_locally():
     """The update of three local steps is inverted by an attacker who simulates them."""
     scene = tiny(target_clients=1)
     client = Client(scene.client.model, local=Local(batch=1, lr=0.1, steps=3))
@@ -256,7 +256,7 @@ def test_labels_of_a_batch_are_restored_with_repeats(examples):
         ("ig + dlg", "2 attacks"),
     ],
 )
-def test_bad_attack_texts_say_what_to_do(text, message):
+def test_invalid_attack_texts_raise_with_a_fix(text, message):
     with pytest.raises(GradveilError, match=message):
         make_attack(text)
 
@@ -268,7 +268,7 @@ def test_an_attack_is_named_by_its_canonical_text():
     assert (attack.restarts, attack.descent.iterations) == (2, 500)
 
 
-def test_the_trace_says_what_an_earlier_end_would_have_given():
+def test_trace_equals_an_earlier_end():
     scene = tiny()
     attack = replace(SHORT, descent=replace(SHORT.descent, iterations=64, report=7))
     whole = run(scene, attack)
@@ -281,7 +281,7 @@ def test_the_trace_says_what_an_earlier_end_would_have_given():
         torch.testing.assert_close(again.trace[16], whole.trace[16], rtol=1e-6, atol=1e-6)
 
 
-def test_the_trace_of_an_attack_that_ended_early_is_its_end():
+def test_trace_after_the_end_is_the_result():
     scene = tiny()
     easy = replace(SHORT, descent=replace(SHORT.descent, iterations=64, tolerance=1e9, report=2))
     found = run(scene, easy)

@@ -1,4 +1,4 @@
-"""Labels read off an update: where each way works, where it must not, and what it refuses."""
+"""Label restoration: where each method works, where it must fail, and what raises."""
 
 from dataclasses import replace
 
@@ -38,7 +38,7 @@ def model(classes=10, gain=1.0, name="scheliga-cnn"):
 
 
 def sent(client, batch, hidden=()):
-    """What the server sees of these batches; parameters whose name ends in `hidden` are not sent."""
+    """Return the observation of these batches; parameters whose name ends in `hidden` are not sent."""
     params = client.params()
     target_clients, examples = batch.targets.shape
     spec = client.noise_spec(params, Batch(batch.inputs[0], batch.targets[0]))
@@ -67,7 +67,7 @@ def test_every_label_of_sixteen_is_restored_repeats_included():
     assert accuracy(Client(model()), batch) == 1
 
 
-def test_labels_of_another_target_clients_update_are_not_restored():
+def test_labels_of_another_client_are_not_restored():
     client, batch = Client(model()), digits(16)
     other = label_accuracy(restored(client, sent(client, batch)).roll(1, 0), batch.targets)
     assert float(other.mean()) < 0.85
@@ -92,25 +92,25 @@ def test_labels_of_local_training_are_restored(examples, settings):
     assert float(label_accuracy(found.roll(1, 0), batch.targets).mean()) < 0.85
 
 
-def test_a_sum_over_clients_shows_their_labels_together():
+def test_aggregation_group_reveals_all_its_labels():
     batch = digits(15)
     assert accuracy(replace(Client(model()), members=3), batch) == 1
     assert accuracy(replace(Client(model(), local=Local(batch=5, lr=0.1, steps=2)), members=3), batch) > 0.95
 
 
 @pytest.mark.parametrize(("local", "members"), [(None, 1), (Local(batch=2, lr=0.1, steps=2), 1), (None, 2)])
-def test_labels_of_clients_that_keep_something_are_restored(local, members):
+def test_labels_of_clients_with_state_are_restored(local, members):
     batch = digits(4)
     assert accuracy(parse("keylock(width=16)")(replace(Client(model(), local=local), members=members)), batch) > 0.8
 
 
-def test_unique_refuses_more_examples_than_classes():
+def test_unique_with_more_examples_than_classes_raises():
     client, batch = Client(model()), digits(16)
     with pytest.raises(GradveilError, match=r"16 examples cannot have different labels among 10 classes.*restore"):
         accuracy(client, batch, "unique")
 
 
-def test_unique_reads_distinct_labels_and_cannot_repeat_one():
+def test_unique_restores_distinct_labels_only():
     targets = torch.stack([torch.randperm(10, generator=KEY.child(v).generator())[:4] for v in range(TARGET_CLIENTS)])
     batch = Batch(digits(4).inputs, targets)
     client = Client(model())
@@ -123,7 +123,7 @@ def test_unique_reads_distinct_labels_and_cannot_repeat_one():
 
 @pytest.mark.parametrize("hidden", [(), ("head.bias",)])
 def test_the_signs_of_confident_outputs_prove_labels(hidden):
-    """With outputs as sure as a trained net's, random images say nothing of the target clients': the signs do."""
+    """Random images do not resemble the private ones of a confident network, but the signs still prove labels."""
     net = model(gain=200.0)
     batch = Batch(digits(4).inputs, torch.stack([torch.arange(v, v + 4) for v in range(TARGET_CLIENTS)]))
     client = Client(net, trainable=tuple(n for n, _ in net.named_parameters() if not n.endswith(hidden or ("?",))))
@@ -151,7 +151,7 @@ def test_without_a_bias_sums_are_scaled_to_the_features():
     assert accuracy(client, brighter) > 0.9
 
 
-def test_what_sums_cannot_tell_is_spread_evenly():
+def test_undetermined_labels_are_spread_evenly():
     client, batch = Client(model()), digits(10)
     nothing = sent(client, batch)
     blank = {name: torch.zeros_like(value) for name, value in nothing.update.items()}
@@ -166,7 +166,7 @@ def test_signs_prove_nothing_where_features_may_be_negative():
     assert accuracy(Client(net), digits(16)) == 1
 
 
-def test_a_loss_without_a_softmax_is_no_proof():
+def test_signs_prove_nothing_without_a_softmax():
     def squares(outputs, targets):
         return (outputs - torch.eye(10)[targets]).square().sum(-1)
 
@@ -182,7 +182,7 @@ def test_pruned_sums_are_completed_from_the_weight(text, classes, least):
 
 
 def test_repeats_survive_pruning():
-    """One entry of the bias is left; what the others were follows from the weight, of rank one for a single image."""
+    """One entry of the bias is left; the others follow from the weight, which has rank one for a single image."""
     image = digits(1).inputs.expand(TARGET_CLIENTS, 7, 1, 32, 32)
     targets = torch.stack([torch.tensor([v] * 4 + [v + 20] * 2 + [v + 30]) for v in range(TARGET_CLIENTS)])
     client, batch = parse("prune(0.98)")(Client(model(50))), Batch(image, targets)
@@ -216,7 +216,7 @@ def test_clipped_sums_are_scaled_back():
     assert accuracy(parse("dp(clip=0.5, sigma=0.01)")(Client(model())), batch) > 0.85
 
 
-def test_public_images_say_what_a_trained_model_answers():
+def test_public_images_calibrate_a_trained_model():
     public = Batch(DIGITS.public.inputs, DIGITS.public.targets)
     net = model()
     client = Client(net, local=Local(batch=32, lr=0.1, steps=20, momentum=0.5))
@@ -231,7 +231,7 @@ def test_public_images_say_what_a_trained_model_answers():
 
 
 class HeadFirst(nn.Module):
-    """A user's net whose classifier is defined before the layers that it follows."""
+    """A custom network whose classifier is defined before the layers that it follows."""
 
     def __init__(self):
         super().__init__()
@@ -253,7 +253,7 @@ def test_the_last_layer_is_the_one_that_is_run_last():
     assert "the last layer 'head' is not trained" in problem.what
 
 
-def test_without_a_last_layer_nothing_is_read():
+def test_frozen_last_layer_raises():
     client = Client(model(), trainable=("body.*",))
     with pytest.raises(GradveilError, match="the last layer 'head' was not sent"):
         accuracy(client, digits(2))

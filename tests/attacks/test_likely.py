@@ -1,4 +1,4 @@
-"""With a prior of public images the closed form withstands defences that leave entries out or add noise."""
+"""With a prior of public images, the analytic attack works against pruning and additive noise."""
 
 from dataclasses import replace
 
@@ -45,12 +45,12 @@ def mean_error(scene, text):
 
 
 @pytest.mark.parametrize("defence", ["prune(0.3)", "prune(0.5)", "dp(clip=20, sigma=1e-3)"])
-def test_a_prior_and_knowing_the_defence_helps_against_it(defence):
+def test_prior_and_defence_knowledge_help(defence):
     scene = sent_by(defence)
     assert mean_error(scene, "analytic(prior=public)") < 0.7 * mean_error(scene, "analytic")
 
 
-def test_with_a_prior_what_is_undefended_stays_exact():
+def test_prior_keeps_undefended_images_exact():
     scene = sent_by("none")
     found = attack(scene, "analytic(prior=public)")
     torch.testing.assert_close(found.inputs, scene.truth.inputs, rtol=1e-4, atol=1e-4)
@@ -58,7 +58,7 @@ def test_with_a_prior_what_is_undefended_stays_exact():
 
 
 def test_the_likeliest_image_is_the_posterior_mean_where_everything_is_normal():
-    """The opponent: an image drawn from the prior, seen through known equations with normal noise, in closed form."""
+    """The reference: an image from the prior, with known equations and normal noise, has a known posterior."""
     draw = Key(7).generator()
     images = images_like(torch.rand(200, 1, 4, 4, dtype=torch.float64, generator=draw))
     z = torch.randn(4, 30, dtype=torch.float64, generator=draw)
@@ -79,7 +79,7 @@ def test_the_likeliest_image_is_the_posterior_mean_where_everything_is_normal():
     torch.testing.assert_close(found, images.mean + gain @ (seen - design @ images.mean), rtol=1e-6, atol=1e-8)
 
 
-def test_a_prior_says_what_it_is_not_for():
+def test_unsuitable_data_for_a_prior_raise():
     scene = patches(convolution=False, token=True)
     with pytest.raises(GradveilError, match="no public images"):
         attack(scene, "analytic(prior=public)")
@@ -92,8 +92,8 @@ def test_a_prior_says_what_it_is_not_for():
     assert not list(prior_problems((3, 32, 32), 1, public=True))
 
 
-def test_the_truth_is_judged_by_the_same_equations_as_what_was_found():
-    """At the images it has found, its objective is what it told of them; at others it is higher."""
+def test_evaluate_uses_the_equations_of_the_attack():
+    """At its reconstructions, the objective equals the reported one; at other images it is higher."""
     scene = sent_by("prune(0.3)")
     attacker = make_attack("analytic(prior=public)")
     found = attack(scene, "analytic(prior=public)")
@@ -107,7 +107,7 @@ def test_the_truth_is_judged_by_the_same_equations_as_what_was_found():
     assert bool((judged(1 - scene.truth.inputs) > 2 * found.objective).all())
 
 
-def test_an_update_that_is_not_a_number_is_a_status_with_a_prior_too():
+def test_nan_update_diverges_with_a_prior():
     scene = sent_by("prune(0.3)")
     scene.observation.update["embed.weight"][1] = torch.nan
     found = attack(scene, "analytic(prior=public)")

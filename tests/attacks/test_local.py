@@ -1,4 +1,4 @@
-"""Updates after local training: what the attacker knows of the order and the step size decides whether it fits."""
+"""Updates after local training: the fit depends on knowledge of the order and the step size."""
 
 import pytest
 import torch
@@ -28,7 +28,7 @@ def at_truth(settings, **changes):
     return attack.evaluate(seen, client, knowledge, Key(0), truth.raw.inputs, truth.noise), grants
 
 
-def test_the_order_of_the_examples_matters():
+def test_order_of_examples_matters():
     told, grants = at_truth("order=told")
     assert bool((told < 1e-9).all())
     assert "schedule: its true value" in grants
@@ -38,7 +38,7 @@ def test_the_order_of_the_examples_matters():
         assert not any("schedule" in name for name in grants)
 
 
-def test_a_wrong_step_size_does_not_fit():
+def test_wrong_step_size_raises_the_objective():
     assert bool((at_truth("order=told, step_size=0.5")[0] < 1e-9).all())
     assert bool((at_truth("order=told, step_size=2")[0] > 1e-4).all())
     one = {"batch": 2, "local": {"lr": 0.5, "steps": 1}}
@@ -49,7 +49,7 @@ def test_a_wrong_step_size_does_not_fit():
 @pytest.mark.parametrize("distance", ["l2", "l2-and-norm", "l1"])
 @pytest.mark.parametrize("members", [1, 2])
 def test_one_small_step_is_as_hard_to_invert_as_its_gradient(distance, members):
-    """Priors and tolerances are set for gradients: they drowned it, and GI recovered nothing where lr was 0.001."""
+    """Priors and tolerances are tuned for gradients; unscaled, GI recovered nothing at lr 0.001."""
     found = []
     for local in ({}, {"local": {"lr": 1e-3, "steps": 1}}):
         scene = open_experiment(
@@ -67,7 +67,7 @@ def test_one_small_step_is_as_hard_to_invert_as_its_gradient(distance, members):
     ("local", "gain"),
     [({"lr": 0.05, "steps": 3}, 1), ({"lr": 0.05, "epochs": 2, "batch": 1, "momentum": 0.9}, -1)],
 )
-def test_images_come_back_from_local_training(local, gain):
+def test_images_are_recovered_from_local_training(local, gain):
     """Steps of one example each with momentum blur them: no closer than the public mean, but each nearest to itself."""
     text = "ig-scheliga(iterations=150, order=told)"
     scene = open_experiment(
@@ -85,7 +85,7 @@ def test_images_come_back_from_local_training(local, gain):
     assert own > wrong + 3
 
 
-def test_images_come_back_from_a_partly_frozen_model():
+def test_images_are_recovered_from_a_partly_frozen_model():
     scene = open_experiment(
         config(
             data={"name": "digits"}, model={"name": "scheliga-cnn"}, client={"trainable": ["body.*"]},
@@ -104,6 +104,6 @@ def test_images_come_back_from_a_partly_frozen_model():
     assert bool((own > wrong + 5).all()), (own, wrong)
 
 
-def test_unknown_orders_are_refused():
+def test_unknown_order_raises():
     with pytest.raises(GradveilError, match="order"):
         make_attack("ig(order=random)")

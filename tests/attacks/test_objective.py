@@ -54,8 +54,8 @@ def test_tokenwise_cosine_compares_every_row_of_an_embedding(generator):
     assert torch.equal(value(*plain), OBJECTIVES["layerwise-cosine"](*plain))
 
 
-def test_a_large_token_hides_no_small_one():
-    """The class token's gradient is right, the patches' are of the wrong sign: what is far smaller counts as much."""
+def test_large_tokens_do_not_hide_small_ones():
+    """The class token's gradient is right, the much smaller ones of patches have the wrong sign, and count equally."""
     observed = {"position": torch.tensor([[[[1e3, 1e3], [1.0, 0.0], [0.0, 1.0]]]])}
     wrong = {"position": observed["position"] * torch.tensor([1.0, -1.0, -1.0]).view(3, 1)}
     assert float(OBJECTIVES["layerwise-cosine"](wrong, observed)) < 1e-5

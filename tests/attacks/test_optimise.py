@@ -20,7 +20,7 @@ def words(solution):
     return [STATUSES[code] for code in solution.status.tolist()]
 
 
-def test_rows_leave_with_the_status_they_earned_and_none_is_lost():
+def test_rows_leave_with_their_status_and_none_is_lost():
     centre = torch.tensor([[0.0], [5.0], [1e3], [2.0]])
 
     def loss(variables, constants, rows, iteration):
@@ -59,7 +59,7 @@ def test_restarts_of_a_solved_target_client_stop():
     assert solution.iterations.tolist() == [1, 10, 30, 30]
 
 
-def test_best_iterate_is_kept_and_last_is_last():
+def test_keep_best_and_keep_last_return_these_iterates():
     def away(variables, constants, rows, iteration):
         return bowl(variables, constants, rows, iteration) + 10.0 * iteration
 
@@ -72,7 +72,7 @@ def test_best_iterate_is_kept_and_last_is_last():
     assert best.objective.item() < last.objective.item()
 
 
-def test_plateau_lowers_the_step_of_the_row_that_waits_only():
+def test_plateau_lowers_the_step_of_a_waiting_row_only():
     moves = []
 
     def loss(variables, constants, rows, iteration):
@@ -134,8 +134,8 @@ def within_one(name, value):
 
 @pytest.mark.parametrize("stepper", [Adam(lr=0.1), LBFGS()])
 @pytest.mark.parametrize("keeping", ["best", "last"])
-def test_a_start_outside_its_box_is_no_answer(stepper, keeping):
-    """The objective is least at the start, 5, which the box forbids; the descent leaves from there all the same."""
+def test_start_outside_the_box_is_not_a_result(stepper, keeping):
+    """The objective is lowest at the start, 5, outside the box; the descent still begins there."""
     seen = []
 
     def loss(variables, constants, rows, iteration):
@@ -153,7 +153,7 @@ def test_a_start_outside_its_box_is_no_answer(stepper, keeping):
     assert solution.objective.tolist() == [16.0, 0.0]
 
 
-def test_a_row_that_fails_after_a_start_outside_its_box_answers_inside():
+def test_row_that_fails_after_a_start_outside_the_box_ends_inside():
     def loss(variables, constants, rows, iteration):
         return bowl(variables, constants, rows, iteration) / (iteration < 1)
 
@@ -163,7 +163,7 @@ def test_a_row_that_fails_after_a_start_outside_its_box_answers_inside():
     assert solution.variables["x"].tolist() == [[1.0]]
 
 
-def test_impossible_settings_are_refused_all_at_once():
+def test_invalid_settings_raise_together():
     with pytest.raises(GradveilError) as caught:
         Descent(iterations=0, patience=0, keep="first", report=0)
     assert [p.where for p in caught.value.problems] == [
@@ -182,8 +182,8 @@ def test_an_objective_at_the_tolerance_has_converged():
 
 
 @pytest.mark.parametrize("sign", ["plain", "signed", "soft"])
-def test_where_an_objective_is_no_number_outside_the_box_the_row_goes_on_inside(sign):
-    """A model that takes roots of pixels; how far the objective fell is told from where there is one."""
+def test_nan_objective_at_a_start_outside_the_box_does_not_end_the_row(sign):
+    """A model with roots of pixels; the initial objective is the first that is finite."""
 
     def loss(variables, constants, rows, iteration):
         return (variables["x"].sqrt() - 0.5).square().sum(1)
@@ -200,7 +200,7 @@ def test_where_an_objective_is_no_number_outside_the_box_the_row_goes_on_inside(
 
 
 @pytest.mark.parametrize("cut", ["y", "everything"])
-def test_what_has_no_derivative_cannot_be_searched_for(cut):
+def test_optimising_without_a_derivative_raises(cut):
     variables = {name: torch.ones(2, 3) for name in ("x", "y")}
 
     def loss(live, constants, rows, iteration):
@@ -211,5 +211,5 @@ def test_what_has_no_derivative_cannot_be_searched_for(cut):
         descend(loss, variables, {}, Descent(iterations=2), keep)
     places = [problem.where for problem in caught.value.problems]
     assert places == (["knowledge.y"] if cut == "y" else ["knowledge.x", "knowledge.y"])
-    assert "has none with respect to it" in str(caught.value)
+    assert "no derivative" in str(caught.value)
     assert "ig(simulated_client=full)" in str(caught.value)

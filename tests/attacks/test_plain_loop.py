@@ -1,4 +1,4 @@
-"""The batched attack takes the same path as a plain one-target client loop, to the last digits."""
+"""The batched attack agrees with a plain loop over one target client to the last digits."""
 
 import pytest
 import torch

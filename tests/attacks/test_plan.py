@@ -1,4 +1,4 @@
-"""How many rows are worked on at once."""
+"""The number of rows per batch."""
 
 import platform
 import sys
@@ -17,5 +17,5 @@ def test_rows_fit_the_budget_in_equal_batches(size: int, rows: int, expected: in
     assert rows_at_once(size, rows, "cpu") == expected
 
 
-def test_freed_memory_is_kept_where_there_is_glibc() -> None:
+def test_freed_memory_is_kept_with_glibc() -> None:
     assert keep_freed_memory() == (sys.platform == "linux" and platform.libc_ver()[0] == "glibc")

@@ -1,4 +1,4 @@
-"""A malicious server's blocks: what passes a measure alone comes back exactly; everything else is as it was."""
+"""Planted blocks: an example alone in a measure is recovered exactly; the rest of the model does not change."""
 
 from dataclasses import replace
 
@@ -42,7 +42,7 @@ def client(name="scheliga-cnn", defence="none"):
 
 
 def robbed(attack, honest, batch, examples=None, seed=0):
-    """Let the server send its model, the client train on it, and the server read what comes back."""
+    """Craft a model, compute the client's update on it, and run the attack."""
     knowledge = known(targets=batch.targets[None])
     sent = attack.craft(honest, knowledge, Key(seed, ("craft",)))
     params, spec = sent.params(), sent.noise_spec(sent.params(), batch)
@@ -58,7 +58,7 @@ def errors(found, truth):
 
 @pytest.mark.parametrize("name", ["scheliga-cnn", "lenet-zhu", "resnet20", "vit-small"])
 @pytest.mark.parametrize("text", ["rob", "rob(sparse=true)", "rob(measure=random)", "curious"])
-def test_a_single_image_comes_back_from_any_model(name, text):
+def test_single_image_is_recovered_from_any_model(name, text):
     if name == "vit-small":
         honest = Client(nn.Sequential(nn.Flatten(), nn.LayerNorm(1024), nn.Linear(1024, 10)))
     else:
@@ -73,7 +73,7 @@ def test_a_single_image_comes_back_from_any_model(name, text):
 
 @pytest.mark.parametrize("sparse", [False, True])
 @pytest.mark.parametrize("law", ["normal", "laplace", "empirical"])
-def test_images_alone_in_their_bins_come_back_and_others_mixed(sparse, law):
+def test_images_alone_in_their_bins_are_recovered(sparse, law):
     attack, batch = Imprint(bins=64, sparse=sparse, law=law), digits(24)
     found, sent, _ = robbed(attack, client(), batch)
     assert isinstance(sent.model, Planted)
@@ -90,7 +90,7 @@ def test_images_alone_in_their_bins_come_back_and_others_mixed(sparse, law):
 
 @pytest.mark.parametrize("sparse", [False, True])
 @pytest.mark.parametrize("count", [40, 64])
-def test_where_most_bins_are_full_none_is_taken_for_noise(count, sparse):
+def test_full_bins_are_not_noise(count, sparse):
     attack, batch = Imprint(bins=64, sparse=sparse, law="empirical"), digits(count)
     found, sent, _ = robbed(attack, client(), batch)
     bins = (sent.model.measure(batch.inputs.flatten(1)) > 0).sum(1).tolist()
@@ -100,7 +100,7 @@ def test_where_most_bins_are_full_none_is_taken_for_noise(count, sparse):
     assert float(found.objective) == pytest.approx(1 - len(set(bins)) / count)
 
 
-def test_rows_that_one_image_passes_show_it():
+def test_rows_passed_by_one_image_reveal_it():
     attack, batch = Trap(rows=512, share=0.08), digits(8)
     found, sent, _ = robbed(attack, client(), batch)
     assert isinstance(sent.model, Planted)
@@ -127,7 +127,7 @@ def test_bins_are_the_quantiles_of_their_law(law, reference):
     torch.testing.assert_close(cuts, expected.clamp(-1e-3, 1 + 1e-3), rtol=0, atol=1e-5)
 
 
-def test_small_measures_survive_a_clip_and_rows_of_their_own_survive_pruning():
+def test_small_measures_survive_a_clip_and_sparse_rows_survive_pruning():
     batch = digits(8)
     private, pruned = client(defence="dp(clip=1, sigma=0.001)"), client(defence="prune(0.9)")
     loud, plain = (errors(robbed(Imprint(gain=g, sparse=True), private, batch)[0], batch.inputs) for g in (1e-3, 1.0))
@@ -136,7 +136,7 @@ def test_small_measures_survive_a_clip_and_rows_of_their_own_survive_pruning():
     assert float(own.median()) < 0.1 < float(shared.median())
 
 
-def test_decoys_are_what_a_defence_takes_that_prunes_the_largest():
+def test_defence_that_prunes_the_largest_entries_removes_decoys():
     batch, defended = digits(8), client(defence="dgp")
     lured, plain = (
         errors(robbed(Imprint(bins=512, sparse=True, decoys=d), defended, batch)[0], batch.inputs) for d in (64, 0)
@@ -150,7 +150,7 @@ def test_decoys_are_what_a_defence_takes_that_prunes_the_largest():
     torch.testing.assert_close(after, before, rtol=0, atol=1e-4)
 
 
-def test_the_honest_client_stays_as_it_is_and_the_rest_of_the_model_too():
+def test_craft_leaves_the_honest_client_unchanged():
     honest = replace(client(), trainable=("*.weight",))
     before = {name: value.clone() for name, value in honest.params().items()}
     sent = Imprint().craft(honest, known(), Key(0))
@@ -159,7 +159,7 @@ def test_the_honest_client_stays_as_it_is_and_the_rest_of_the_model_too():
     assert sent.trained() == [WEIGHT, BIAS, "back.weight", "back.bias", *(f"model.{n}" for n in honest.trained())]
 
 
-def test_layers_that_were_set_to_evaluate_stay_so():
+def test_layers_in_evaluation_mode_stay_in_it():
     honest = Client(nn.Sequential(nn.BatchNorm2d(SHAPE[0]).eval(), nn.Flatten(), nn.Linear(1024, 10)))
     assert honest.model.training
     sent = Imprint().craft(honest, known(), Key(0))
@@ -167,7 +167,7 @@ def test_layers_that_were_set_to_evaluate_stay_so():
     assert not honest.model[0].training
 
 
-def test_sums_over_clients_are_read_as_one_batch():
+def test_aggregation_group_is_read_as_one_batch():
     honest = replace(client(), members=4)
     batch = digits(4)
     attack = Imprint(bins=256, law="empirical")
@@ -176,7 +176,7 @@ def test_sums_over_clients_are_read_as_one_batch():
 
 
 @pytest.mark.parametrize("attack", [Imprint(), Imprint(sparse=True), Trap()])
-def test_nothing_and_no_numbers_end_in_no_image_and_no_crash(attack):
+def test_empty_and_nan_updates_return_grey_images(attack):
     honest, knowledge = client(), known(targets=torch.zeros(2, 3, dtype=torch.long))
     sent = attack.craft(honest, knowledge, Key(0))
     update = {name: torch.zeros(2, *value.shape) for name, value in sent.params().items()}
@@ -187,7 +187,7 @@ def test_nothing_and_no_numbers_end_in_no_image_and_no_crash(attack):
     assert bool(found.inputs.isfinite().all())
 
 
-def test_the_guard_tells_what_was_planted():
+def test_inspection_reports_the_planted_block():
     for attack, family in (
         (Imprint(gain=1.0), "imprint"),
         (Imprint(), "imprint"),
@@ -198,7 +198,7 @@ def test_the_guard_tells_what_was_planted():
         assert (family, WEIGHT) in {(found.family, found.where) for found in inspect(sent.model, sent.params())}
 
 
-def test_what_cannot_be_read_is_refused_with_the_way_out():
+def test_unsuitable_data_raise_with_a_fix():
     batch = digits(1)
     honest = client()
     update = {n: v[None] for n, v in honest.update(honest.params(), batch, {}, {})[0].items()}

@@ -1,4 +1,4 @@
-"""Many rounds of one model as one: their mean, and what a sampler gives away by what it chooses."""
+"""Many rounds of one model as one: their mean, and estimates from the choices of a sampling defence."""
 
 from dataclasses import replace
 
@@ -20,7 +20,7 @@ PUBLIC = Batch(DIGITS.public.inputs, DIGITS.public.targets)
 
 
 def watched(scene, defence, rounds):
-    """Let the clients send again and again, from the same parameters."""
+    """Compute the clients' updates of many rounds from the same parameters."""
     client = parse(defence)(scene.client)
     params, target_clients = client.params(), len(scene.truth.targets)
     spec = client.noise_spec(params, Batch(scene.truth.inputs[0], scene.truth.targets[0]))
@@ -36,14 +36,14 @@ def watched(scene, defence, rounds):
 
 
 def angle(scene, attack, client, seen):
-    """The cosine between the estimate and the gradient that nothing was done to, of the worst target client."""
+    """The cosine between the estimate and the undefended gradient, of the worst target client."""
     knowledge = replace(scene.knowledge, public=PUBLIC)
     found = attack.pooled(seen, client, knowledge, Key(0)).update
     pair = [torch.cat([v.flatten(1) for v in update.values()], 1) for update in (found, scene.observation.update)]
     return float(torch.cosine_similarity(*pair).min())
 
 
-def test_of_one_round_the_mean_is_what_was_sent():
+def test_mean_of_one_round_is_its_update():
     scene = tiny()
     plain, pooled = make_attack("ig-scheliga(iterations=5)"), make_attack("averaging(iterations=5)")
     given = [scene.observation], scene.client, scene.knowledge, Key(0)
@@ -63,12 +63,12 @@ def test_noise_of_mean_zero_is_averaged_away():
     assert all(torch.allclose(value, seen[0].params[name] + 1) for name, value in whole.params.items())
 
 
-def test_magnitudes_go_by_hits_and_signs_by_what_was_seen():
+def test_ranks_use_hits_for_magnitudes_and_observed_signs():
     attack, scene = Pooled("x", estimate="ranks"), pictures("scheliga-cnn", "digits", 1)
     client, seen = watched(scene, "minmax(0.9)", 5)
     knowledge = replace(scene.knowledge, public=PUBLIC)
     found = attack.pooled(seen, client, knowledge, Key(0)).update["head.bias"][0]
-    size, mean = (each["head.bias"] for each in attack._own(seen[0], client, knowledge, Key(0)))
+    size, mean = (each["head.bias"] for each in attack._public_gradients(seen[0], client, knowledge, Key(0)))
     sent = torch.stack([each.update["head.bias"][0] for each in seen])
     hits = (sent != 0).sum(0).tolist()
     places = sorted(range(10), key=lambda place: -hits[place])
@@ -79,7 +79,7 @@ def test_magnitudes_go_by_hits_and_signs_by_what_was_seen():
         assert float(found[place].sign()) == float(sign)
 
 
-def test_the_angle_to_the_gradient_is_smaller_by_ranks_and_of_many_rounds_by_thresholds():
+def test_ranks_and_thresholds_reduce_the_angle_to_the_gradient():
     scene = pictures("scheliga-cnn", "digits", 2)
     client, seen = watched(scene, "minmax(0.95)", 30)
     mean, ranks, thresholds = (
@@ -92,8 +92,8 @@ def test_the_angle_to_the_gradient_is_smaller_by_ranks_and_of_many_rounds_by_thr
 
 
 @pytest.mark.parametrize("estimate", ["mean", "ranks", "thresholds"])
-def test_who_else_is_watched_changes_no_estimate(estimate):
-    """One of the target clients sends too little of a layer to learn its threshold from."""
+def test_estimates_do_not_depend_on_other_target_clients(estimate):
+    """One target client sends too few entries of a layer to estimate its threshold."""
     scene, attack = pictures("scheliga-cnn", "digits", 2), Pooled("x", estimate=estimate)
     client, seen = watched(scene, "minmax(0.95)", 4)
     for each in seen:
@@ -108,7 +108,7 @@ def test_who_else_is_watched_changes_no_estimate(estimate):
         assert all(torch.equal(alone[name][0], value[row]) for name, value in both.items())
 
 
-def test_without_images_of_ones_own_nothing_is_ranked():
+def test_ranks_without_public_images_raise():
     scene = tiny()
     glaus, prospect = make_attack("glaus"), Prospect(scene.client, (1, 6, 6), 2, 4, public=1)
     assert [p.where for p in glaus.problems(prospect)] == ["data.public"]

@@ -1,4 +1,4 @@
-"""Presets are what their papers say; settings reach the attack, or are refused where they mean nothing."""
+"""Presets match their papers; settings reach the attack, or raise if they have no effect."""
 
 from fnmatch import fnmatchcase
 
@@ -49,7 +49,7 @@ def test_settings_are_the_published_ones(name):
 
 
 def test_knowledge_is_the_published_one():
-    """How each looks at one tensor of each kind; only the images' gradient is signed."""
+    """The treatment of one tensor of each kind; only the gradient of images is signed."""
     names = ("model.a.dropout.mask", "model.a.cvb.eps", "send.noise.w", "step.noise.w", "send.prune.mask.w")
 
     def treated(attack):
@@ -81,10 +81,10 @@ def test_step_size_and_sign_reach_the_optimiser():
     assert full.lr == 1
 
 
-def test_a_sign_means_nothing_to_other_optimisers():
-    with pytest.raises(GradveilError, match="is a setting of Adam, this attack uses LBFGS"):
+def test_sign_of_other_optimisers_raises():
+    with pytest.raises(GradveilError, match=r"sign: .*LBFGS"):
         make_attack("dlg(sign=soft)")
-    with pytest.raises(GradveilError, match="is a setting of Adam, this attack uses RMSprop"):
+    with pytest.raises(GradveilError, match=r"sign: .*RMSprop"):
         InversionEntry("mine", grnn, "somebody's own", "")(sign="soft")
 
 

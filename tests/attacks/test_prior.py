@@ -1,4 +1,4 @@
-"""What images look like: BatchNorm statistics, restarts that agree, and shifts between them."""
+"""Image priors: BatchNorm statistics, group consistency, and registration."""
 
 from dataclasses import replace
 
@@ -12,8 +12,8 @@ from gradveil.attacks.inversion.distances import Consensus, shifted_onto, statis
 from gradveil.attacks.inversion.image_sources import INPUTS
 from gradveil.attacks.inversion.inversion import Inversion
 from gradveil.attacks.inversion.optimisers import Adam
-from gradveil.attacks.inversion.problem import Rows
-from gradveil.attacks.inversion.solve import searched
+from gradveil.attacks.inversion.problem import InversionProblem
+from gradveil.attacks.inversion.solve import search_rows
 from gradveil.attacks.knowledge import Known
 from gradveil.attacks.protocol import in_words
 from gradveil.audit.attack_selection import trials
@@ -32,7 +32,7 @@ from tests.audit.runs import config
 
 
 def normed(examples=4, target_clients=2):
-    """A net with a frozen and a batch normalisation, and batches it has seen."""
+    """A network with frozen and batch normalisation, and the batches of its running statistics."""
     generator = Key(5).generator()
     frozen = FrozenNorm(4)
     frozen.running_mean += 0.3
@@ -60,7 +60,7 @@ def test_statistics_are_those_that_enter_the_layers():
     assert list(running_statistics(model)) == ["1.mean", "1.var"]
 
 
-def test_statistics_of_a_sum_are_those_of_all_members_with_their_own_masks():
+def test_statistics_of_a_group_include_all_members_and_masks():
     scene = normed()
     model = nn.Sequential(Dropout(0.5), *scene.client.model).double()
     client = replace(Client(model), members=2)
@@ -84,8 +84,8 @@ def test_the_first_layer_counts_ten_times():
         torch.testing.assert_close(statistics_distance(moved, zero), torch.tensor([0.0, 5.0 * expected]))
 
 
-def test_layers_that_do_not_run_have_no_statistics_to_fit():
-    """And the first layer is the one that runs first, not the one that was defined first."""
+def test_layers_that_do_not_run_have_no_statistics():
+    """The first layer is the one that runs first, not the one defined first."""
     ran = {"b.mean": torch.ones(2, 1), "a.mean": torch.ones(2, 1)}
     wanted = {name: torch.zeros(2, 1) for name in ("unused.mean", "a.mean", "b.mean")}
     torch.testing.assert_close(statistics_distance(ran, wanted), torch.tensor([11.0, 11.0]))
@@ -95,7 +95,7 @@ def test_layers_that_do_not_run_have_no_statistics_to_fit():
 
 @pytest.mark.parametrize("rounds", ["first", "last", "all"])
 @pytest.mark.parametrize("defence", ["none", "ats"])
-def test_the_true_statistics_are_a_grant_and_fit_only_the_true_batch(rounds: str, defence: str):
+def test_granted_statistics_fit_only_the_true_batch(rounds: str, defence: str):
     scene = open_experiment(
         config(
             data={"name": "faces", "size": 16}, model={"name": "convnet", "prepare": True, "options": {"width": 8}},
@@ -112,13 +112,13 @@ def test_the_true_statistics_are_a_grant_and_fit_only_the_true_batch(rounds: str
     assert granted
     assert all(isinstance(made.knowledge.tensors[name.partition(":")[0]], Known) for name in granted)
     right = at_truth(made, seen, truth)
-    if defence == "none" or rounds == "last":  # a batch is transformed anew in every round
+    if defence == "none" or rounds == "last":  # each round draws the transforms again
         assert bool((right < 1e-3).all())
     wrong = at_truth(made, seen, replace(truth, transformed=Batch(truth.raw.inputs.flip(0), truth.raw.targets)))
     assert bool((wrong > 0.1).all())
 
 
-def test_the_prior_is_left_out_of_a_model_without_such_layers():
+def test_prior_is_left_out_without_batchnorm():
     scene = tiny()
     plain = Inversion("plain", objective="l2", descent=Descent(Adam(0.1), iterations=20))
     found = [
@@ -127,11 +127,11 @@ def test_the_prior_is_left_out_of_a_model_without_such_layers():
     assert torch.equal(found[0].inputs, found[1].inputs)
     assert [in_words(each.remarks) for each in found] == [
         [],
-        ["its BatchNorm prior is left out: the model carries no running statistics"],
+        ["its BatchNorm prior is left out: the model has no running statistics"],
     ]
 
 
-def test_running_statistics_pull_where_there_are_some():
+def test_running_statistics_enter_the_objective():
     scene = normed()
     dark = Batch(0.2 * scene.truth.inputs[:1], scene.truth.targets[:1])
     wanted = {n: v[0] for n, v in layer_statistics(scene.client, scene.observation.params, dark, {}).items()}
@@ -148,8 +148,8 @@ def test_running_statistics_pull_where_there_are_some():
     assert not replace(plain, batchnorm=1.0)([scene.observation], scene.client, scene.knowledge, Key(0)).remarks
 
 
-def test_preparing_a_trained_model_leaves_the_server_its_running_statistics():
-    """The layer goes on using the batch's own; of a model that nothing has passed there is nothing to know."""
+def test_prepared_model_keeps_running_statistics_for_the_server():
+    """The layer uses the batch's statistics; an unused model has no running statistics."""
     model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(64, 4))
     assert running_statistics(prepare(model)[0]) == {}
     model(torch.rand(8, 1, 6, 6, generator=Key(3).generator()))
@@ -165,13 +165,13 @@ def test_preparing_a_trained_model_leaves_the_server_its_running_statistics():
 
 
 @pytest.mark.parametrize("shift", [(0, 0), (2, 5), (-3, 1)])
-def test_shifted_images_are_brought_back(shift):
+def test_shifted_images_are_aligned(shift):
     image = torch.rand(1, 2, 3, 8, 10, generator=Key(1).generator())
     moved = image.roll(shift, (-2, -1))
     torch.testing.assert_close(shifted_onto(moved, image[0]), image)
 
 
-def test_restarts_are_pulled_to_their_own_target_clients_mean():
+def test_group_prior_uses_the_mean_of_the_same_target_client():
     x = torch.rand(5, 1, 1, 4, 4, generator=Key(2).generator())
     rows = torch.tensor([0, 1, 2, 4, 5])  # three restarts of the first target client, two of the second are left
     pull = Consensus(3, register=False)
@@ -183,8 +183,8 @@ def test_restarts_are_pulled_to_their_own_target_clients_mean():
     torch.testing.assert_close(pull(later, rows, 50), torch.zeros(5))
 
 
-def test_restarts_may_be_shifted_onto_each_other_first():
-    """Two restarts found the same image, a third one shifted it: registered, their mean is that image."""
+def test_register_aligns_restarts_before_their_mean():
+    """Two restarts hold the same image, a third one a shifted copy: registered, their mean is that image."""
     image = torch.rand(1, 1, 8, 8, generator=Key(6).generator())
     x = torch.stack([image, image, image.roll(2, -1)])
     rows = torch.arange(3)
@@ -194,28 +194,28 @@ def test_restarts_may_be_shifted_onto_each_other_first():
     assert make_attack("gi(register=true)").register
 
 
-def test_agreeing_restarts_stay_in_one_chunk():
+def test_dependent_restarts_stay_in_one_chunk():
     scene = tiny()
     attack = Inversion("group", group=0.1, restarts=4, descent=Descent(iterations=1))
     assert all(size % 4 == 0 for size in attack.plan([scene.observation], scene.client, scene.knowledge, Key(0)))
 
 
-def test_restarts_end_nearer_to_each_other_the_stronger_the_pull():
-    """Group consistency, in the loop: where little was sent, every restart otherwise keeps what it started with."""
+def test_stronger_group_prior_brings_restarts_closer():
+    """Group consistency in the loop: if few entries are sent, restarts otherwise stay near their starts."""
     scene, spread = tiny(target_clients=1), []
     client = replace(scene.client, trainable=("3.bias",))
     seen = replace(scene.observation, update={"3.bias": scene.observation.update["3.bias"]})
     for weight in (0.0, 0.1, 10.0):
         descent = Descent(Adam(0.05), iterations=120, keep="last")
         attack = Inversion("group", group=weight, restarts=4, descent=descent)
-        opened = Rows(attack, [seen], client, scene.knowledge, Key(0))
-        found = searched(attack, opened, range(4), None, None).variables[INPUTS]
+        opened = InversionProblem(attack, [seen], client, scene.knowledge, Key(0))
+        found = search_rows(attack, opened, range(4), None, None).variables[INPUTS]
         spread.append(float((found - found.mean(0)).square().mean()))
     assert spread[2] < 0.1 * spread[0], spread
     assert spread[1] < 0.9 * spread[0], spread
 
 
-def test_langevin_noise_moves_the_inputs_within_their_box_and_belongs_to_the_row():
+def test_langevin_noise_stays_in_the_box_and_depends_on_the_row():
     scene = tiny()
     quiet = Inversion("q", descent=Descent(Adam(0.1), iterations=20, keep="last"))
     noisy = replace(quiet, langevin=0.5)
@@ -275,6 +275,6 @@ def test_gradinversion_recovers_a_batch():
     assert bool((own > mean + 1.5).all()), (own, mean)
 
 
-def test_presets_say_which_statistics_they_take():
+def test_presets_declare_their_statistics():
     assert "statistics.*" in make_attack("gi-strong").knowledge
     assert "statistics.*" not in make_attack("gi").knowledge

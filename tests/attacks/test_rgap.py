@@ -1,4 +1,4 @@
-"""The recursive closed form: exact where its equations settle the image, honest about what they leave open."""
+"""R-GAP is exact if its equations determine the image, and reports the number of open values."""
 
 from dataclasses import replace
 
@@ -25,7 +25,7 @@ _ZERO, _ONE = torch.zeros(1, 1, 1, dtype=torch.float64), torch.ones(1, 1, 1, dty
 
 
 def _scene(model: nn.Module, side: int = 8, classes: int = 5, target_clients: int = 3, **client) -> Scene:
-    """Let a net send the gradients of random images, in double precision."""
+    """Compute a network's gradients of random images, in double precision."""
     draw = Key(0, ("rgap",)).generator()
     net = initialise(model.double(), draw)
     inputs = torch.rand(target_clients, 1, 1, side, side, dtype=torch.float64, generator=draw)
@@ -50,7 +50,7 @@ def _convolutions(act: type[nn.Module], bias: bool, classes: int = 5) -> nn.Sequ
 
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("act", [nn.LeakyReLU, nn.Sigmoid, nn.Tanh, nn.ELU, nn.Softplus, nn.ReLU])
-def test_images_come_back_exactly_through_every_invertible_step(act, bias):
+def test_images_are_exact_through_every_invertible_layer(act, bias):
     scene = _scene(_convolutions(act, bias))
     found = _attack(scene)
     assert float((found.inputs - scene.truth.inputs).abs().max()) < 1e-6
@@ -66,7 +66,7 @@ def test_fully_connected_layers_need_no_bias():
 
 
 def test_the_scheliga_cnn_in_single_precision():
-    """Its valid convolutions never look at the last three rows and columns of a 32x32 image: they are filled in."""
+    """Its valid convolutions ignore the last three rows and columns of a 32x32 image, which are filled in."""
     scene = pictures("scheliga-cnn", "digits", 2)
     found = _attack(scene)
     assert found.inputs.dtype == torch.float32
@@ -75,7 +75,7 @@ def test_the_scheliga_cnn_in_single_precision():
     right = psnr(found.inputs, scene.truth.inputs, *scene.knowledge.space.bounds(scene.truth.inputs))
     wrong = psnr(found.inputs, scene.truth.inputs.flip(0), *scene.knowledge.space.bounds(scene.truth.inputs))
     assert bool((right > 22).all()), right
-    assert bool((wrong < right - 10).all()), "just as good on somebody else's update"
+    assert bool((wrong < right - 10).all()), "as good as on the mismatch control"
     assert "of the 1024 values of the image open" in in_words(found.remarks)[0]
     assert min(found.remarks[0].numbers) > 100
 
@@ -92,8 +92,8 @@ def test_the_studies_models_in_single_precision(model):
     assert bool((psnr(found.inputs, scene.truth.inputs, lower, upper) > 40).all())
 
 
-def test_what_no_layer_sees_is_counted_and_filled_in_smoothly():
-    """A valid convolution of stride 2 does not see the last row and column of an even image."""
+def test_open_values_are_counted_and_filled_in_smoothly():
+    """A valid convolution of stride 2 ignores the last row and column of an even image."""
     net = nn.Sequential(nn.Conv2d(1, 8, 3, stride=2), nn.LeakyReLU(), nn.Flatten(), nn.Linear(72, 5))
     scene = _scene(net)
     found = _attack(scene)
@@ -117,8 +117,8 @@ def _narrow(channels: int) -> nn.Sequential:
     )
 
 
-def test_equations_that_rest_on_what_is_open_settle_nothing():
-    """The second layer leaves most of its input open, so whether the error at the first was bent there is a guess."""
+def test_equations_of_open_values_determine_nothing():
+    """The second layer leaves most of its input open, so that the activation's slope at the first is a guess."""
     scene = _scene(_narrow(2))
     found = _attack(scene)
     error = (found.inputs - scene.truth.inputs).abs().flatten(1).amax(1)
@@ -129,7 +129,7 @@ def test_equations_that_rest_on_what_is_open_settle_nothing():
     assert opened["second"] == pytest.approx((248,) * 3, abs=0.5)
 
 
-def test_a_guess_does_not_spoil_what_is_known():
+def test_guesses_do_not_change_known_values():
     scene = _scene(_narrow(6))
     found = _attack(scene)
     assert found.remarks[1].numbers == pytest.approx((48,) * 3, abs=0.5)
@@ -141,7 +141,7 @@ def test_a_guess_does_not_spoil_what_is_known():
     "net",
     [_convolutions(nn.ReLU, True), nn.Sequential(nn.Flatten(), nn.Linear(64, 9), nn.ReLU(), nn.Linear(9, 5))],
 )
-def test_an_update_of_zeros_settles_nothing(net):
+def test_update_of_zeros_determines_nothing(net):
     scene = _scene(net)
     sent = {name: torch.zeros_like(value) for name, value in scene.observation.update.items()}
     found = _attack(replace(scene, observation=replace(scene.observation, update=sent)))
@@ -149,7 +149,7 @@ def test_an_update_of_zeros_settles_nothing(net):
     assert found.remarks[1].numbers[0] > 8.9
 
 
-def test_one_output_may_leave_a_second_scale_and_the_misfit_decides():
+def test_misfit_decides_between_two_scales_of_one_output():
     """With one logit, <W, dW> = -u / (1 + e^u) has two roots where u > 0 (Zhu and Blaschko 2021, section 3.1)."""
 
     def logistic(outputs, targets):
@@ -163,7 +163,7 @@ def test_one_output_may_leave_a_second_scale_and_the_misfit_decides():
     assert any("2 scales of the last layer's error fit" in said for said in in_words(found.remarks))
 
 
-def test_its_objective_is_zero_at_the_truth_and_not_at_other_images():
+def test_objective_is_zero_only_at_the_ground_truth():
     scene = _scene(_convolutions(nn.Sigmoid, True))
     told = ([scene.observation], scene.client, scene.knowledge, Key(0))
     assert float(Recursive().evaluate(*told, scene.truth.inputs, {}).max()) < 1e-20
@@ -178,7 +178,7 @@ def test_labels_can_be_read_off():
     assert float((found.inputs - scene.truth.inputs).abs().max()) < 1e-6
 
 
-def test_an_update_that_is_no_number_is_one_target_clients_affair():
+def test_nan_update_affects_one_target_client_only():
     scene = _scene(_convolutions(nn.Sigmoid, True))
     seen = scene.observation
     sent = {name: value.clone() for name, value in seen.update.items()}
@@ -191,15 +191,15 @@ def test_an_update_that_is_no_number_is_one_target_clients_affair():
 
 
 @pytest.mark.parametrize("size", [1e200, 1e-200])
-def test_an_update_beyond_all_bounds_comes_to_an_end(size):
+def test_huge_update_terminates(size):
     scene = _scene(_convolutions(nn.ReLU, False))
     sent = {name: value * size for name, value in scene.observation.update.items()}
     found = _attack(replace(scene, observation=replace(scene.observation, update=sent)))
     assert bool(found.inputs.isfinite().all())
 
 
-def test_noise_makes_the_equations_false_and_its_objective_says_so():
-    """The control: what the recursion gives is worth nothing once the gradient is disturbed, and this shows."""
+def test_noise_raises_the_objective():
+    """The control: a disturbed gradient gives a useless image, and a high objective."""
     scene = _scene(_convolutions(nn.Sigmoid, True))
     draw, seen = Key(1).generator(), scene.observation
     sent = {n: v + 0.1 * v.std() * torch.randn(v.shape, dtype=v.dtype, generator=draw) for n, v in seen.update.items()}
@@ -281,7 +281,7 @@ def test_a_layer_may_take_its_input_by_name():
 
 
 @pytest.mark.parametrize("size", [1e-3, 300.0])
-def test_without_a_bias_any_size_of_the_loss_will_do(size):
+def test_loss_may_have_any_scale_without_a_bias(size):
     def loss(outputs, targets):
         return size * torch.nn.functional.cross_entropy(outputs, targets, reduction="none")
 
@@ -307,7 +307,7 @@ def test_without_a_bias_any_size_of_the_loss_will_do(size):
         (nn.Sequential(nn.Conv2d(1, 4, 3, padding="same"), nn.Flatten(), nn.Linear(256, 5)), "padded by a word"),
     ],
 )
-def test_models_that_are_no_chain_are_refused_with_the_reason(model, word):
+def test_models_that_are_not_a_chain_raise_with_the_reason(model, word):
     prospect = Prospect(Client(model), (1, 8, 8), 1, 5, 0)
     problems = list(Recursive().problems(prospect))
     assert any(word in problem.what for problem in problems), problems
@@ -319,11 +319,11 @@ def test_models_that_are_no_chain_are_refused_with_the_reason(model, word):
         )
 
 
-def test_batches_local_steps_and_frozen_layers_are_refused_all_at_once():
+def test_batches_local_steps_and_frozen_layers_raise_together():
     net = _convolutions(nn.ReLU, True)
     prospect = Prospect(Client(net, local=Local(lr=0.1, steps=2, batch=2), trainable=("5.*",)), (1, 8, 8), 4, 5, 0)
     where = {(problem.where, problem.what) for problem in Recursive().problems(prospect)}
-    assert any("4 are mixed" in what for _, what in where)
+    assert any("mixes 4" in what for _, what in where)
     assert any("local steps" in what for _, what in where)
     assert any("0.weight is not sent" in what for _, what in where)
     assert any("2.weight is not sent" in what for _, what in where)

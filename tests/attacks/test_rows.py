@@ -1,4 +1,4 @@
-"""The rows of an inversion: what they start from, and what their objective adds up."""
+"""The inversion problem: the start of its rows, and the terms of their objective."""
 
 from dataclasses import replace
 
@@ -8,7 +8,7 @@ from torch import nn
 
 from gradveil.attacks.inversion.distances import cosine
 from gradveil.attacks.inversion.inversion import Inversion
-from gradveil.attacks.inversion.problem import INPUTS, TARGETS, Rows
+from gradveil.attacks.inversion.problem import INPUTS, TARGETS, InversionProblem
 from gradveil.attacks.inversion_presets import MASKS
 from gradveil.attacks.knowledge import Optimise
 from gradveil.client import Client, cosine_distances
@@ -22,7 +22,7 @@ from tests.attacks.scenes import tiny
 
 
 def rows(attack, scene=None, client=None, tensors=None):
-    """Open the rows of an attack on three target clients."""
+    """Set up an attack on three target clients."""
     scene = scene or tiny()
     seen, client = scene.observation, client or scene.client
     if client is not scene.client:
@@ -30,7 +30,7 @@ def rows(attack, scene=None, client=None, tensors=None):
         spec = client.noise_spec(params, Batch(*(value[0] for value in scene.truth)))
         noise = {name: value.expand(3, *value.shape) for name, value in spec.neutral().items()}
         seen = replace(seen, params=params, update=client.updates(params, scene.truth, noise, {})[0])
-    return Rows(attack, [seen], client, replace(scene.knowledge, tensors=tensors or {}), Key(0))
+    return InversionProblem(attack, [seen], client, replace(scene.knowledge, tensors=tensors or {}), Key(0))
 
 
 def noisy():
@@ -56,7 +56,7 @@ def test_uniform_starts_fill_the_box_and_normal_ones_leave_it():
     assert normal.mean().item() == pytest.approx(0, abs=0.1)
 
 
-def test_an_unlikely_optimised_tensor_costs_its_weight_times_its_penalty():
+def test_optimised_tensor_adds_its_weight_times_its_penalty():
     client = noisy()
     spec = client.noise_spec(client.params(), Batch(torch.zeros(1, 1, 6, 6).double(), torch.zeros(1).long()))
     (name,) = spec
@@ -87,38 +87,38 @@ def test_image_priors_raise_the_objective(name):
     torch.testing.assert_close(difference, 0.7 * expected)
 
 
-def test_the_box_holds_unless_it_is_left_out():
+def test_box_clamps_only_if_set():
     x = torch.tensor([-1.0, 0.5, 2.0]).double().view(3, 1, 1, 1, 1)
     assert rows(Inversion("a")).project(INPUTS, x).flatten().tolist() == [0, 0.5, 1]
     assert torch.equal(rows(Inversion("a", box=False)).project(INPUTS, x), x)
 
 
-def test_several_rounds_count_their_mean():
+def test_objective_of_several_rounds_is_their_mean():
     scene = tiny()
     other = {name: value.flip(0) for name, value in scene.observation.update.items()}
     seen = [scene.observation, replace(scene.observation, update=other, round=1)]
     values = {}
     for which in ("first", "last", "all"):
-        opened = Rows(Inversion("a", rounds=which), seen, scene.client, scene.knowledge, Key(0))
+        opened = InversionProblem(Inversion("a", rounds=which), seen, scene.client, scene.knowledge, Key(0))
         variables, constants = opened.start(range(3))
         values[which] = opened.loss(variables, constants, torch.arange(3), {})
     assert not torch.allclose(values["first"], values["last"])
     torch.testing.assert_close(values["all"], (values["first"] + values["last"]) / 2)
 
 
-def test_the_objective_at_the_truth_is_each_target_clients_own():
-    """With several restarts the rows of a target are not its number; jointly optimised labels are taken as certain."""
+def test_objective_at_the_truth_is_of_each_target_client():
+    """Several restarts shift the row numbers of a target client; jointly optimised labels count as certain."""
     scene = tiny()
     for labels in ("given", "joint"):
         opened = rows(Inversion("a", restarts=3, labels=labels), scene)
         assert (TARGETS in opened.start([0])[0]) is (labels == "joint")
-        at = opened.at(range(3), scene.truth.inputs, {})
+        at = opened.objective_at(range(3), scene.truth.inputs, {})
         assert bool((at < 1e-9).all()), labels
-        assert bool((opened.at([1, 2, 0], scene.truth.inputs, {}) < 1e-9).all())
-        assert bool((opened.at(range(3), scene.truth.inputs.flip(0), {})[[0, 2]] > 1e-4).all())
+        assert bool((opened.objective_at([1, 2, 0], scene.truth.inputs, {}) < 1e-9).all())
+        assert bool((opened.objective_at(range(3), scene.truth.inputs.flip(0), {})[[0, 2]] > 1e-4).all())
 
 
-def test_what_is_compared_is_the_target_clients_own_update():
+def test_each_row_compares_its_target_clients_update():
     scene = tiny()
     opened = rows(Inversion("a", restarts=2), scene)
     variables, constants = opened.start([1, 4])
@@ -136,7 +136,7 @@ def test_what_is_compared_is_the_target_clients_own_update():
     [("nothing", "none"), ("stochastic", "none"), ("nothing", "user-dp(clip=0.1, sigma=1) + prune(0.8)")],
 )
 def test_the_objective_of_a_large_network_is_the_angle_of_its_updates(ignore, defence):
-    """However it is computed: there, by the factors of the gradients."""
+    """The angle is computed from factors of the gradients."""
     layers = (nn.Flatten(), nn.Linear(36, 2048), nn.Sigmoid(), VariationalBottleneck(2048, 8), nn.Linear(2048, 4))
     model = nn.Sequential(*layers).double()
     for parameter in model.parameters():

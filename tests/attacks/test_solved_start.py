@@ -1,4 +1,4 @@
-"""A search that starts from the closed form: exact where that is, better than either where a defence is in the way."""
+"""A search from the analytic solution: exact if that is exact, better than both against a defence."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from tests.attacks.test_analytic import attack, dense
 from tests.attacks.test_likely import mean_error, sent_by
 
 
-def test_undefended_it_is_exact_at_once_and_says_what_random_images_would_have_had():
+def test_solved_start_is_exact_when_undefended():
     scene = dense(nn.Linear(36, 50), nn.ReLU(), nn.Linear(50, 4))
     found = attack(scene, "ig(start=solved, iterations=2, tv=0)")
     torch.testing.assert_close(found.inputs, scene.truth.inputs, rtol=1e-6, atol=1e-6)
@@ -30,7 +30,7 @@ def test_other_restarts_start_at_random():
 
 
 @pytest.mark.parametrize("defence", ["prune(0.3)", "dp(clip=20, sigma=1e-3)"])
-def test_against_a_defence_it_gets_closer_than_the_closed_form_and_than_the_search_alone(defence):
+def test_solved_start_beats_the_analytic_attack_and_the_search_on_a_defence(defence):
     scene = sent_by(defence)
     search = "cdia({}iterations=100, lr=0.01, tv=1e-4)"
     both = mean_error(scene, search.format("start=solved, "))
@@ -38,14 +38,14 @@ def test_against_a_defence_it_gets_closer_than_the_closed_form_and_than_the_sear
     assert both < 0.9 * mean_error(scene, search.format(""))
 
 
-def test_who_knows_the_defence_is_granted_public_images_and_who_does_not_is_not():
+def test_only_adaptive_solved_starts_know_public_images():
     assert isinstance(make_attack("cdia(start=solved)").knowledge["public"], Known)
     assert "public" not in make_attack("ig(start=solved)").knowledge
     assert make_attack("ig(start=solved)").solver.prior == "none"
     assert make_attack("dlg(start=solved)").solver.labels == "restore"
 
 
-def test_a_model_that_shows_nothing_is_refused():
+def test_unsuitable_model_raises():
     client = Client(nn.Sequential(nn.Conv2d(1, 2, 3), nn.Flatten(), nn.Linear(32, 4)))
     (problem,) = make_attack("ig(start=solved)").problems(Prospect(client, (1, 6, 6), 1, 4, False))
     assert problem.where.startswith("start=solved")

@@ -12,7 +12,7 @@ def keep(name, value):
 
 
 def quadratics(rows, size, generator):
-    """One random positive definite form a row, of very different conditioning."""
+    """One random positive definite form per row, with very different conditioning."""
     basis = torch.linalg.qr(torch.randn(rows, size, size, generator=generator, dtype=torch.float64)).Q
     scales = torch.logspace(0, 2, size, dtype=torch.float64)
     forms = basis @ torch.diag_embed(scales.expand(rows, size)) @ basis.mT
@@ -69,7 +69,7 @@ ADAMS = [Adam(lr=0.1), Adam(lr=0.1, sign="signed"), Adam(lr=0.1, sign="soft")]
 
 
 @pytest.mark.parametrize("stepper", [*ADAMS, RMSprop(momentum=0.5), LBFGS()])
-def test_rows_do_not_see_each_other(stepper, generator):
+def test_rows_are_independent(stepper, generator):
     constants = quadratics(4, 6, generator)
     start = torch.randn(4, 6, generator=generator, dtype=torch.float64)
     together = descend(quadratic, {"x": start}, constants, Descent(stepper, iterations=30), keep)
@@ -149,8 +149,8 @@ def two_loop(g, pairs):
 @pytest.mark.parametrize(
     ("sign", "expected"), [("soft", [1 / 3, 3 / 5]), ("signed", [1.0, 1.0]), ("plain", [1.0, 3.0])]
 )
-def test_signs_are_those_of_their_formulas_and_spare_plain_variables(sign, expected):
-    """Without momentum and curvature (b1 = 0, eps large) a step is lr times what the sign leaves of the gradient."""
+def test_signs_follow_their_formulas_except_for_plain_variables(sign, expected):
+    """Without momentum and curvature (b1 = 0, eps large) a step is lr times the signed gradient."""
     stepper = Adam(lr=1.0, sign=sign, betas=(0.0, 0.0), eps=1e12)
     start = {"x": torch.zeros(1, 2, dtype=torch.float64), "y": torch.zeros(1, 2, dtype=torch.float64)}
     g = torch.tensor([[1.0, 3.0]], dtype=torch.float64)
@@ -176,7 +176,7 @@ def test_lbfgs_steps_back_from_points_that_are_not_finite_while_finished_rows_le
 
 
 def bowl_step(stepper, state, x, loss, count, scale=1.0, slope=None):
-    """One step of one row on x^2 / 2, or on whatever loss and slope the test claims."""
+    """One step of one row on x^2 / 2, or with the loss and slope of the test."""
     point = torch.tensor([[x]], dtype=torch.float64)
     g = point if slope is None else torch.full_like(point, slope)
     values = point.new_tensor([loss])
@@ -198,7 +198,7 @@ def test_a_step_that_does_not_lower_the_loss_enough_is_halved():
     assert after["x"].item() == 1.0, "a loss that stays is no progress"
 
 
-def test_a_lost_row_forgets_its_history_and_takes_the_steepest_way():
+def test_failed_line_search_restarts_from_steepest_descent():
     stepper = LBFGS(history=3, smallest=0.2)
     start = {"x": torch.full((2, 1), 4.0, dtype=torch.float64)}
     variables, state = start, stepper.init(start)

@@ -1,4 +1,4 @@
-"""Attacks that aim at a defence: the papers' orderings, and nothing gained where there is nothing to aim at."""
+"""Adaptive attacks rank as published, and gain nothing on undefended clients."""
 
 from dataclasses import replace
 
@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from gradveil.attacks.attack_catalogue import make_attack
-from gradveil.attacks.inversion.problem import Rows
+from gradveil.attacks.inversion.problem import InversionProblem
 from gradveil.audit.attack_selection import trials
 from gradveil.audit.grants import grant
 from gradveil.audit.observe import observe
@@ -27,13 +27,13 @@ TARGETED = ("wiig", "gpia", "vbia", "dpia", "pig", "cdia")
 
 
 def audit(defence, attacks, iterations=150, **changes):
-    """Open the scene of a run on two digits."""
+    """Open the experiment of a run on two digits."""
     base = {"data": {"name": "digits"}, "model": {"name": "scheliga-cnn"}, "iterations": iterations}
     return open_experiment(config(**{**base, "defences": [defence], "attacks": list(attacks), **changes}))
 
 
 def quality(defence, *attacks, **changes):
-    """Defend two digits; the mean PSNR that each attack recovers of them, and what it found."""
+    """Return the mean PSNR of each attack on two defended digits, and its reconstructions."""
     scene = audit(defence, attacks, **changes)
     lower, upper = scene.private.space.bounds(scene.private.inputs)
     found = {}
@@ -44,7 +44,7 @@ def quality(defence, *attacks, **changes):
     return found
 
 
-def test_without_a_defence_each_is_the_naive_attack_to_the_last_bit():
+def test_undefended_adaptive_attacks_equal_the_non_adaptive_bit_for_bit():
     found = quality("none", "ig-scheliga", *TARGETED, iterations=40)
     naive = found["ig-scheliga"][1]
     for name in TARGETED:
@@ -63,12 +63,12 @@ def test_without_a_defence_each_is_the_naive_attack_to_the_last_bit():
         ("dp(clip=20, sigma=1e-3)", "ig-scheliga", "wiig"),
     ],
 )
-def test_the_published_order_of_attackers_comes_out(defence, worse, better):
+def test_attacks_rank_as_published(defence, worse, better):
     found = quality(defence, worse, better)
     assert found[better][0] > found[worse][0] + 0.5, {name: value for name, (value, _) in found.items()}
 
 
-def test_a_bottleneck_says_itself_which_layers_its_noise_reaches():
+def test_bottleneck_declares_the_layers_that_its_noise_reaches():
     scene = pictures("scheliga-cnn", "digits", 1)
     precode = parse("precode")(scene.client, Key(0)).model
     reached = downstream(precode, scene.truth.inputs[0])
@@ -80,7 +80,7 @@ def test_a_bottleneck_says_itself_which_layers_its_noise_reaches():
     assert not any("head" in name or "decoder" in name for name in early)
 
 
-def test_a_users_own_bottleneck_needs_no_entry_in_any_list():
+def test_custom_bottleneck_needs_no_registration():
     class Mine(VariationalBottleneck):
         pass
 
@@ -91,7 +91,7 @@ def test_a_users_own_bottleneck_needs_no_entry_in_any_list():
 
 
 class Deep(VariationalBottleneck):
-    """A user's bottleneck whose decoder has several layers."""
+    """A custom bottleneck whose decoder has several layers."""
 
     def __init__(self, features: int, k: int) -> None:
         super().__init__(features, k)
@@ -110,13 +110,13 @@ class Attention(nn.Module):
         return self.inner(rows, rows, rows, need_weights=False)[0].flatten(1)
 
 
-def test_a_decoder_of_several_layers_and_what_is_behind_it_are_reached():
+def test_noise_reaches_a_deep_decoder_and_later_layers():
     net = nn.Sequential(nn.Flatten(), nn.Linear(36, 9), Deep(9, 4), Attention(), nn.Linear(9, 4))
     early = {name for name, _ in net.named_parameters()} - downstream(net, torch.zeros(1, 1, 6, 6))
     assert early == {"1.weight", "1.bias", "2.encoder.weight", "2.encoder.bias"}
 
 
-def test_a_bottleneck_that_names_a_module_which_is_not_run_is_refused():
+def test_bottleneck_that_declares_an_unused_module_raises():
     class Renamed(VariationalBottleneck):
         noisy_from = "out"
 
@@ -124,17 +124,17 @@ def test_a_bottleneck_that_names_a_module_which_is_not_run_is_refused():
         downstream(nn.Sequential(nn.Flatten(), nn.Linear(36, 9), Renamed(9, 4)), torch.zeros(1, 1, 6, 6))
 
 
-def test_ignoring_needs_a_layer_before_the_noise():
+def test_ignore_without_a_layer_before_the_noise_raises():
     scene = tiny()
     net = nn.Sequential(ConvBottleneck(1, 3), nn.Flatten(), nn.Linear(36, 4)).double()
     client = Client(net, trainable=("2.*",))
     attack = make_attack("pig(iterations=1)")
     observation = replace(scene.observation, params=client.params())
     with pytest.raises(GradveilError, match="and that is every trained layer"):
-        Rows(attack, [observation], client, scene.knowledge, Key(0))
+        InversionProblem(attack, [observation], client, scene.knowledge, Key(0))
 
 
-def test_the_attacker_who_is_told_everything_is_granted_what_is_secret_and_reads_off_the_rest():
+def test_oracle_is_granted_secrets_and_infers_the_rest():
     scene = audit("dp(clip=20, sigma=1e-3) + prune(0.5) + dropout", ["wiig"])
     trial = trials(scene.config)[0]
     attack, client = scene.attacks["wiig"], scene.client(0, trial.defence, 0)
@@ -150,7 +150,7 @@ def test_the_attacker_who_is_told_everything_is_granted_what_is_secret_and_reads
     assert bool((blind > at_truth + 0.1).all())
 
 
-def test_additive_noise_is_its_mean_or_fitted_and_masks_stay_what_they_are():
+def test_additive_noise_is_neutral_or_optimised_and_masks_do_not_change():
     """`cdia(additive=optimised)` fits the noise as DPIA does, `dpia(additive=neutral)` does not."""
     optimised = make_attack("cdia(additive=optimised)").knowledge
     plain, dpia = make_attack("cdia").knowledge, make_attack("dpia").knowledge
@@ -164,14 +164,14 @@ def test_additive_noise_is_its_mean_or_fitted_and_masks_stay_what_they_are():
     assert make_attack("dpia(additive=neutral)").knowledge["step.*"] != dpia["step.*"]
 
 
-def test_the_order_of_magnitudes_is_read_where_it_is_asked_for():
-    """`pruned=ordered` pins the borders beside the masks; nobody else does, told everything or not."""
+def test_order_of_magnitudes_is_inferred_only_if_set():
+    """Only `pruned=ordered` pins borders in addition to masks; even the oracle does not."""
     scene = audit("dgp", ["cdia", "cdia(pruned=ordered)", "wiig"])
     params = scene.client(0, "dgp", 0).params()
     for trial in trials(scene.config):
         attack, client = scene.attacks[trial.attack], scene.client(0, trial.defence, 0)
         seen, truth = observe(scene, trial, client, range(2))
         knowledge, _, _ = grant(scene, attack, client, params, truth)
-        (one,) = Rows(attack, seen, client, knowledge, Key(0)).rounds
+        (one,) = InversionProblem(attack, seen, client, knowledge, Key(0)).rounds
         kinds = {name.split(".")[2] for name in one.pinned}
         assert kinds == ({"mask", "border"} if "ordered" in trial.attack else {"mask"})

@@ -1,4 +1,4 @@
-"""Whitened coordinates: the noise an attacker infers, and what weighing by it gains where that can be computed."""
+"""Whitening: the inferred noise, and the gain from weights where it can be computed."""
 
 from dataclasses import replace
 
@@ -58,8 +58,8 @@ def errors(scene: Scene, text: str) -> Tensor:
     return (found.inputs - scene.truth.inputs).square().flatten(1).mean(1)
 
 
-def test_weighing_by_the_inferred_noise_recovers_more_of_a_linear_model():
-    """Least squares with the true variances says what there is to gain."""
+def test_whitening_recovers_more_of_a_linear_model():
+    """Least squares with the true variances gives the largest possible gain."""
     scene = linear("optimal-noise(0.05)")
     plain = errors(scene, f"cdia({SETTINGS})")
     whitened = errors(scene, f"cdia({SETTINGS}, whiten=true)")
@@ -80,7 +80,7 @@ def test_weighing_by_the_inferred_noise_recovers_more_of_a_linear_model():
     assert torch.stack(exact).mean() < 1.1 * whitened.mean()
 
 
-def test_noise_that_is_the_same_everywhere_weighs_nothing():
+def test_uniform_noise_gives_unit_weights():
     scene = linear("gaussian(0.2)")
     torch.testing.assert_close(errors(scene, f"cdia({SETTINGS}, whiten=true)"), errors(scene, f"cdia({SETTINGS})"))
 
@@ -89,7 +89,7 @@ def test_noise_that_is_the_same_everywhere_weighs_nothing():
     ("text", "factor"),
     [("gaussian(0.3)", 0.3), ("laplace(0.3)", 0.3 * 2**0.5), ("gaussian(0.3) + optimal-prune(0.5, std=0.4)", 0.5)],
 )
-def test_deviations_are_those_of_all_that_is_added(text: str, factor: float):
+def test_deviations_include_all_additive_noise(text: str, factor: float):
     scene = linear(text)
     params, own = scene.client.params(), drawn(scene.client, scene.truth)
     found = deviations(scene.client, params, scene.truth, own, {})[0]["2.weight"]
@@ -102,7 +102,7 @@ def test_deviations_are_those_of_all_that_is_added(text: str, factor: float):
     torch.testing.assert_close(found, torch.full_like(found, factor))
 
 
-def test_scales_that_follow_the_data_are_those_of_the_defence():
+def test_data_dependent_scales_equal_the_defence_scales():
     scene = linear("optimal-noise(0.2)")
     params, own = scene.client.params(), drawn(scene.client, scene.truth)
     found = deviations(scene.client, params, scene.truth, own, {})[0]["2.weight"]
@@ -118,7 +118,7 @@ def test_weights_are_bounded_and_fall_with_the_noise():
     torch.testing.assert_close(weights(spread)["w"], torch.tensor([expected, [1.0, 1.0, 1.0]]))
 
 
-def test_it_looks_now_and_then():
+def test_weights_are_updated_now_and_then():
     scene = linear("optimal-noise(0.2)")
     whitening, rows = Whitening(), torch.arange(TARGET_CLIENTS)
     params, own = scene.client.params(), drawn(scene.client, scene.truth)
@@ -138,7 +138,7 @@ def test_it_looks_now_and_then():
 
 
 def in_rounds(text: str, count: int) -> list[Scene]:
-    """The scene in each round that the server sees; the parameters stay, the client's state runs on."""
+    """The experiment in each observed round; the parameters stay, the client's state changes."""
     scene = linear(text)
     params, scenes = scene.client.params(), []
     state = stack([scene.client.init(params)] * TARGET_CLIENTS)
@@ -158,8 +158,8 @@ def in_rounds(text: str, count: int) -> list[Scene]:
 
 
 @pytest.mark.parametrize("cheap", ["every=3", "of=example, memory=0.5", "of=example, every=2, memory=0.5"])
-def test_who_saw_the_rounds_infers_noise_that_is_scaled_by_earlier_ones(cheap: str):
-    """The state that the scale comes from is simulated from the first round on, at the attacker's candidate."""
+def test_observed_rounds_determine_the_noise_scale(cheap: str):
+    """The state behind the scale is simulated from the first round on, at the reconstruction."""
     scenes = in_rounds(f"optimal-noise(0.08, {cheap})", 3)
     first, seen = scenes[0], [scene.observation for scene in scenes]
 
@@ -174,8 +174,8 @@ def test_who_saw_the_rounds_infers_noise_that_is_scaled_by_earlier_ones(cheap: s
     assert int((whitened < plain).sum()) >= TARGET_CLIENTS - 4
 
 
-def test_weighing_by_what_rounding_spreads_gains_nothing(monkeypatch: pytest.MonkeyPatch):
-    """Rounding up or down leaves the mean alone, so an entry's variance is (up - mean) (mean - down)."""
+def test_whitening_by_rounding_noise_gains_nothing(monkeypatch: pytest.MonkeyPatch):
+    """Random rounding keeps the mean, so that an entry's variance is (up - mean) (mean - down)."""
 
     def rounding(simulated_client: Client, params, batch: Batch, noise, state):
         own = {n: v for n, v in noise.items() if n.startswith("send.quantise.")}

@@ -1,4 +1,4 @@
-"""The catalogue of attacks: the papers' as settings of the one loop, closed forms, malicious servers."""
+"""The catalogue of attacks: inversions, analytic attacks, and malicious servers."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ KNOWN_BY_WORD: dict[str, tuple[str, dict[str, How], str]] = {
     "additive": (
         "send.noise",
         {"neutral": Neutral(), "optimised": Optimise(weight=1e-6), "told": Known(), "subtracted": Known()},
-        "Knowledge of additive noise: its mean, what fits best, or its value, added to the simulated update or "
+        "Knowledge of additive noise: its mean, the best fit, or its value, added to the simulated update or "
         "subtracted from the observed one.",
     ),
     "rounding": (
@@ -71,7 +71,7 @@ KNOWN_BY_WORD: dict[str, tuple[str, dict[str, How], str]] = {
         "Magnitude of a pruned entry: free, or bound by the order of magnitudes.",
     ),
 }
-"""Settings that are words for what an attacker makes of a tensor: a name of that kind, the way of each word, help."""
+"""Settings that choose the treatment of a kind of tensor: an example of its names, the treatment of each word, help."""
 _IN_ORDER = (
     *("iterations", "restarts", "lr", "sign", "tv", "l2", "objective", "ignore", "labels", "simulated_client", "start"),
     *(
@@ -94,56 +94,62 @@ _DECLARED = {
     **{name: Argument(name, Choice(tuple(words)), help=help) for name, (_, words, help) in KNOWN_BY_WORD.items()},
 }
 SETTINGS = tuple(or_none(_DECLARED[name]) for name in _IN_ORDER)
-"""What a run file may change about any of these attacks; none means the preset's own."""
+"""The settings of inversions; none keeps the preset's value."""
 _OF_DEFENCES = {"additive": ("optimised", "told", "subtracted"), "rounding": ("interval",), "pruned": ("ordered",)}
-"""Words that are about a defence: an attacker who ignores it has nothing to apply them to."""
+"""Words about a defence, which have no effect on an attack that ignores the defence."""
 _OF_STEPPER = tuple(setting.name for setting in settings_of(Adam))
 _OF_DESCENT = tuple(setting.name for setting in settings_of(Descent))
 
 
 @dataclass(frozen=True)
 class AttackEntry(NamedEntry):
-    """One named attack. Calling it with settings builds the attack, named by its canonical text."""
+    """One named attack. Calling it with settings builds the attack, with its canonical text as name."""
 
     def __call__(self, **values: Any) -> Any:
-        """Build the attack; every unknown or impossible setting is refused at once."""
+        """Build the attack, or raise an error with every invalid setting."""
         given = {name: value for name, value in self.filled(values).items() if value is not None}
-        own = {argument.name for argument in settings_of(self.factory)} & given.keys()
-        attack = self.factory(**{name: given.pop(name) for name in own})
+        of_factory = {argument.name for argument in settings_of(self.factory)} & given.keys()
+        attack = self.factory(**{name: given.pop(name) for name in of_factory})
         return self.built(attack, self.text(values), given)
 
     def built(self, attack: Any, name: str, given: dict[str, Any]) -> Any:
-        """Set the attack's own fields."""
+        """Set the attack's fields."""
         return replace(attack, name=name, **given)
 
     def make(self) -> Any:
-        """Build the attack with the preset's own settings."""
+        """Build the attack with the preset's settings."""
         return self()
 
 
 @dataclass(frozen=True)
 class InversionEntry(AttackEntry):
-    """A setting of the one inversion loop."""
+    """A preset of the inversion loop."""
 
     arguments: tuple[Argument, ...] = SETTINGS
 
     def built(self, attack: Inversion, name: str, given: dict[str, Any]) -> Inversion:
         """Split the settings into those of the attack, its descent and its optimiser."""
         if given.get("simulated_client", attack.simulated_client) == "naive":
-            refuse(list(self._in_vain(given)))
-        ways = {setting: words[given[setting]] for setting, (_, words, _) in KNOWN_BY_WORD.items() if setting in given}
+            refuse(list(self._without_effect(given)))
+        treatment = {
+            setting: words[given[setting]] for setting, (_, words, _) in KNOWN_BY_WORD.items() if setting in given
+        }
         if given.pop("order", None):
-            given["knowledge"] = {"schedule": ways["order"], "inclusion": ways["order"], **attack.knowledge}
+            given["knowledge"] = {**dict.fromkeys(("schedule", "inclusion"), treatment["order"]), **attack.knowledge}
         if additive := given.pop("additive", None):
-            given["knowledge"] = _with_additive(given.get("knowledge", attack.knowledge), ways["additive"])
+            # Additive noise comes after masks and before the pattern of everything else.
+            ways = dict.fromkeys(("step.*", "send.*"), treatment["additive"])
+            others = {p: how for p, how in given.get("knowledge", attack.knowledge).items() if p not in ways}
+            rest = {p: others.pop(p) for p in ("*",) if p in others}
+            given["knowledge"] = {**others, **ways, **rest}
             given["subtract"] = additive == "subtracted"
         if given.pop("rounding", None) == "interval":
-            # First in order and last in say: a preset may have a pattern of this very name.
+            # First in order, and last to set the value: a preset may have the same pattern.
             given["knowledge"] = {**INTERVALS, **given.get("knowledge", attack.knowledge), **INTERVALS}
         if given.get("whiten"):
             given["knowledge"] = {**WHITENED, **given.get("knowledge", attack.knowledge)}
         if given.pop("pruned", None):
-            orders = dict.fromkeys(BORDERS, ways["pruned"])
+            orders = dict.fromkeys(BORDERS, treatment["pruned"])
             given["knowledge"] = {**orders, **given.get("knowledge", attack.knowledge)}
         if given.get("undo"):
             given.setdefault("simulated_client", "full")
@@ -154,18 +160,18 @@ class InversionEntry(AttackEntry):
             given["knowledge"] = {**attack.knowledge, "public": Known()}
         descent = replace(attack.descent, **{n: given.pop(n) for n in _OF_DESCENT if n in given})
         if "sign" in given and not isinstance(descent.stepper, Adam):
-            what = f"is a setting of Adam, this attack uses {type(descent.stepper).__name__}"
-            raise fail(f"{self.name}.sign", what, "leave it out")
+            problem = f"is a setting of Adam, but this attack uses {type(descent.stepper).__name__}"
+            raise fail(f"{self.name}.sign", problem, "leave it out")
         stepping = {n: given.pop(n) for n in _OF_STEPPER if n in given}
         descent = replace(descent, stepper=replace(descent.stepper, **stepping))
         return replace(attack, name=name, descent=descent, **given)
 
-    def _in_vain(self, given: Mapping[str, Any]) -> Iterator[Problem]:
-        """Yield settings that change nothing, since this attacker ignores the defence."""
+    def _without_effect(self, given: Mapping[str, Any]) -> Iterator[Problem]:
+        """Yield settings without effect, since this attacker ignores the defence."""
         idle = [f"{setting}={given[setting]}" for setting, words in _OF_DEFENCES.items() if given.get(setting) in words]
         for text in [*idle, *(["whiten=true"] if given.get("whiten") else [])]:
-            what = "is about a defence, and this attacker ignores it"
-            yield Problem(text, what, "set simulated_client=full too, or choose an attack that does: cdia")
+            problem = "is about a defence, and this attacker ignores it"
+            yield Problem(text, problem, "set simulated_client=full too, or choose an attack that does: cdia")
 
 
 def _only(*names: str) -> tuple[Argument, ...]:
@@ -180,19 +186,19 @@ _OF_PIXELS = ("sign", "start", "langevin")
 _OF_GENERATOR = {setting.name: or_none(setting) for setting in settings_of(Trained)}
 _LEARNT = tuple(_OF_GENERATOR[name] for name in ("latent", "width", "lessons", "prior", "generator"))
 UNTRAINED = (_OF_GENERATOR["latent"], _OF_GENERATOR["width"], *_without(*_OF_PIXELS))
-"""What may be changed of an attack with a generator that learns from the update alone."""
+"""The settings of an attack with an untrained generator."""
 TRAINED = (*_LEARNT, _OF_GENERATOR["tuned"], _OF_GENERATOR["tuning"], *_without(*_OF_PIXELS))
-"""The same, of one with a generator that knows images."""
+"""The settings of an attack with a trained generator."""
 EVOLVED = (*_LEARNT, *settings_of(ggl), *_without(*_OF_PIXELS, "restarts", "halving", "group", "register"))
-"""The same, where candidates evolve."""
+"""The settings of an attack with a trained generator and a population."""
 
 
 @dataclass(frozen=True)
 class GenerativeEntry(InversionEntry):
-    """A setting of the one inversion loop in which a generator draws the images."""
+    """A preset of the inversion loop in which a generator draws the images."""
 
     def built(self, attack: Inversion, name: str, given: dict[str, Any]) -> Inversion:
-        """Set the generator's own settings first."""
+        """Set the generator's settings first."""
         of_images = {field.name for field in fields(attack.images)} & given.keys()
         images = replace(attack.images, **{n: given.pop(n) for n in of_images})
         refuse(list(self._idle(images, of_images)))
@@ -201,25 +207,18 @@ class GenerativeEntry(InversionEntry):
             attack = replace(attack, knowledge=knowledge)
         return super().built(replace(attack, images=images), name, given)
 
-    def _idle(self, images: Images, said: Collection[str]) -> Iterator[Problem]:
-        """Yield settings of a generator that would change nothing."""
+    def _idle(self, images: Images, given: Collection[str]) -> Iterator[Problem]:
+        """Yield settings of a generator that have no effect."""
         if getattr(images, "generator", None) is not None:
-            for setting in sorted({"lessons", "width"} & set(said)):
-                what = "is about a generator that the attacker trains, and this one brings one"
-                yield Problem(f"{self.name}.{setting}", what, "leave it out")
-        if "tuning" in said and not getattr(images, "tuned", 0.0):
+            for setting in sorted({"lessons", "width"} & set(given)):
+                problem = "is about a generator that the attack trains, but this one is custom"
+                yield Problem(f"{self.name}.{setting}", problem, "leave it out")
+        if "tuning" in given and not getattr(images, "tuned", 0.0):
             yield Problem(f"{self.name}.tuning", "is the step size of the second part, and there is none", "set tuned")
 
 
-def _with_additive(knowledge: Mapping[str, How], how: How) -> dict[str, How]:
-    """Add the way of additive noise: after those of masks, before that of everything else."""
-    ways = {"step.*": how, "send.*": how}
-    others = [(pattern, way) for pattern, way in knowledge.items() if pattern not in ways]
-    return {**{p: w for p, w in others if p != "*"}, **ways, **{p: w for p, w in others if p == "*"}}
-
-
 def known_as(attack: Inversion, setting: str) -> str | None:
-    """Return which word of `order`, `additive`, `rounding` or `pruned` a preset's knowledge is; None for none.
+    """Return the word of `order`, `additive`, `rounding` or `pruned` for a preset's knowledge; None if there is none.
 
     >>> known_as(Inversion("mine"), "additive"), known_as(Inversion("mine", subtract=True), "additive")
     ('neutral', 'subtracted')
@@ -227,8 +226,8 @@ def known_as(attack: Inversion, setting: str) -> str | None:
     if setting == "additive" and attack.subtract:
         return "subtracted"
     name, words, _ = KNOWN_BY_WORD[setting]
-    way = next((how for pattern, how in attack.knowledge.items() if fnmatchcase(name, pattern)), Neutral())
-    return next((word for word, how in words.items() if type(how) is type(way)), None)
+    known = next((how for pattern, how in attack.knowledge.items() if fnmatchcase(name, pattern)), Neutral())
+    return next((word for word, how in words.items() if type(how) is type(known)), None)
 
 
 _COMBINING = "Scheliga, Mäder, Seeland 2024, Combining Stochastic Defenses to Resist Gradient Inversion"
@@ -270,26 +269,26 @@ ATTACKS: dict[str, AttackEntry] = {
         InversionEntry("idlg", idlg, "DLG with the label read off the last layer", "Zhao, Mopuri, Bilen, 2020"),
         InversionEntry("ig", ig, "cosine distance, total variation, signed Adam", "Geiping et al., NeurIPS 2020"),
         InversionEntry("ig-scheliga", ig_scheliga, "IG with TV 0.01 and a plateau schedule", _COMBINING),
-        InversionEntry("wiig", wiig, "IG that is told the client's true randomness: an upper bound", _COMBINING),
+        InversionEntry("wiig", wiig, "IG with the client's true randomness: an upper bound", _COMBINING),
         InversionEntry("dia", dia, "IG that optimises the dropout masks with the image", _DROPOUT),
         InversionEntry("gpia", gpia, "IG with the pruning mask read off the update's zeros", _COMBINING),
         InversionEntry("vbia", vbia, "IG that optimises the bottleneck's noise with the image", _COMBINING),
         InversionEntry("dpia", dpia, "IG that optimises the additive noise with the image", _COMBINING),
         InversionEntry("pig", pig, "IG that ignores the layers behind a bottleneck's noise", _COMBINING),
-        InversionEntry("cdia", cdia, "all that applies: masks inferred, masks and noise optimised", _COMBINING),
-        InversionEntry("sapag", sapag, "Gaussian kernel distance a layer", "Wang et al., 2020"),
+        InversionEntry("cdia", cdia, "IG that infers pruning masks and optimises other randomness", _COMBINING),
+        InversionEntry("sapag", sapag, "Gaussian kernel distance per layer", "Wang et al., 2020"),
         InversionEntry("gi", gi, "l2 distance, BatchNorm prior, restarts that agree", _GRADINVERSION),
-        InversionEntry("gi-strong", gi_strong, "GI that is told the batch's true BatchNorm statistics", _GRADINVERSION),
-        GenerativeEntry("grnn", grnn, "a generator that learns from the update alone", _GRNN, UNTRAINED),
-        GenerativeEntry("gias", gias, "a generator that knows images: what it draws, then itself", _GIAS, TRAINED),
-        GenerativeEntry("ggl", ggl, "a generator that knows images: what it draws evolves", _GGL, EVOLVED),
+        InversionEntry("gi-strong", gi_strong, "GI with the batch's true BatchNorm statistics", _GRADINVERSION),
+        GenerativeEntry("grnn", grnn, "the weights of a generator, fitted to the update", _GRNN, UNTRAINED),
+        GenerativeEntry("gias", gias, "the latent numbers of a trained generator, then its weights", _GIAS, TRAINED),
+        GenerativeEntry("ggl", ggl, "the latent numbers of a trained generator, by CMA-ES", _GGL, EVOLVED),
         AttackEntry("analytic", Analytic, "the first layer's equations, solved", _ANALYTIC),
         AttackEntry("r-gap", Recursive, "each layer's equations, solved from the last to the first", _RGAP),
-        AttackEntry("rob", Imprint, "a malicious server's imprint block, read off in closed form", _ROB),
-        AttackEntry("curious", Trap, "a malicious server's trap weights, read off in closed form", _CURIOUS),
+        AttackEntry("rob", Imprint, "a malicious server's imprint block, inverted analytically", _ROB),
+        AttackEntry("curious", Trap, "a malicious server's trap weights, inverted analytically", _CURIOUS),
         InversionEntry("fishing", fishing, "a malicious server's last layer for one class, then IG", _WEN, _FISHED),
         InversionEntry("averaging", averaging, "IG on the mean of many rounds of one model", _MEAN, _POOLED),
-        InversionEntry("glaus", glaus, "a sampler's many rounds: how often entries were sent", _GLAUS, _SAMPLED),
+        InversionEntry("glaus", glaus, "magnitudes from how often entries were sampled, then IG", _GLAUS, _SAMPLED),
         AttackEntry("learned", Learned, "a network trained on public images and simulated updates", _WU),
     )
 }
@@ -297,18 +296,18 @@ ATTACKS: dict[str, AttackEntry] = {
 
 
 def _plugged(plugin: Plugin) -> NamedEntry:
-    """Make the entry of an attack that a package has: its own entry, an attack, or what returns one."""
-    found = imported(plugin.path, plugin.path)
-    entry = found if isinstance(found, AttackEntry) else own_attack(plugin.path)
+    """Make the catalogue entry of a package's attack: an entry, an attack, or a function that returns one."""
+    attack = imported(plugin.path, plugin.path)
+    entry = attack if isinstance(attack, AttackEntry) else own_attack(plugin.path)
     return replace(entry, name=plugin.name)
 
 
 ALL_ATTACKS: Catalogue[NamedEntry] = Catalogue("attacks", "attack", ATTACKS, _plugged)
-"""`ATTACKS`, and those of installed packages."""
+"""`ATTACKS` and the attacks of installed packages."""
 
 
 def make_attack(text: str, own: bool = False) -> Any:
-    """Build an attack from its name and settings; with `own`, one of the user's too: `pkg.module:name`, imported.
+    """Build an attack from its name and settings; with `own`, also a custom one: `pkg.module:name`, imported.
 
     >>> make_attack("ig(iterations=500, restarts=2)").descent.iterations
     500
@@ -320,31 +319,31 @@ def make_attack(text: str, own: bool = False) -> Any:
 
 
 def own_attack(path: str) -> NamedEntry:
-    """Import a custom attack, or what returns one; an inversion takes the settings of all inversions."""
+    """Import a custom attack, or a function that returns one; an inversion has the settings of all inversions."""
     entry = own_entry(path, "attack", _is_attack, _named, _MISTAKEN)
-    if not entry.arguments and isinstance(made := entry(), Inversion):
-        return InversionEntry(path, lambda: made, entry.description, entry.citation)
+    if not entry.arguments and isinstance(attack := entry(), Inversion):
+        return InversionEntry(path, lambda: attack, entry.description, entry.citation)
     return entry
 
 
 _MISTAKEN = {
     "observations": (
-        "is called as an attack, and has no name, simulated client and knowledge",
-        "write it as the __call__ of a class that has them",
+        "has the signature of an attack, but no name, simulated client and knowledge",
+        "write a class with these attributes, and this function as its __call__",
     )
 }
 
 
-def _is_attack(found: Any) -> bool:
+def _is_attack(custom: Any) -> bool:
     parts = (("name", str), ("simulated_client", str), ("knowledge", Mapping))
-    return callable(found) and all(isinstance(getattr(found, part, None), kind) for part, kind in parts)
+    return callable(custom) and all(isinstance(getattr(custom, part, None), kind) for part, kind in parts)
 
 
-def _named(made: Any, name: str) -> Any:
+def _named(attack: Any, name: str) -> Any:
     """Name an attack by its text."""
-    if not _is_attack(made):
-        what = f"returned {type(made).__name__}, not an attack"
-        raise fail(name, what, "return an Inversion, or a callable with a name, a simulated client and a knowledge")
-    named = copy.copy(made)
-    object.__setattr__(named, "name", name)  # whether it is a frozen dataclass or not
+    if not _is_attack(attack):
+        problem = f"returned {type(attack).__name__}, not an attack"
+        raise fail(name, problem, "return an Inversion, or a callable with a name, a simulated client and a knowledge")
+    named = copy.copy(attack)
+    object.__setattr__(named, "name", name)  # works for frozen dataclasses too
     return named

@@ -1,7 +1,7 @@
-"""Presets of the one loop: attacks that simulate a defence, and attacks that search the images of a generator.
+"""The published inversion attacks as settings of the one optimisation loop.
 
-They are one descent (`ig_scheliga`) with different knowledge, after Scheliga, Mäder, Seeland, "Combining Stochastic
-Defenses to Resist Gradient Inversion" and "Dropout is NOT All You Need to Prevent Gradient Leakage".
+The adaptive attacks are one descent (`ig_scheliga`) with different knowledge (Scheliga, Mäder, Seeland, "Combining
+Stochastic Defenses to Resist Gradient Inversion" and "Dropout is NOT All You Need to Prevent Gradient Leakage").
 """
 
 from __future__ import annotations
@@ -19,25 +19,23 @@ from gradveil.attacks.knowledge import How, Infer, Known, Neutral, Optimise, Sam
 from gradveil.core.settings import Range
 
 OWN_DRAWS: dict[str, How] = {"model.*.lock.*": Sample(every_iteration=False), "model.*": Sample()}
-"""A server knows the architecture, not its noise: a naive attack draws it as a client would.
-
-A lock is drawn once, since a client keeps it."""
+"""A non-adaptive attack draws the model's noise as a client does. It draws a lock once, since a client keeps it."""
 MASKS: dict[str, How] = {"send.*mask.*": Infer(), "step.*mask.*": Infer()}
-"""Masks of pruned entries, read off the zeros of what was sent."""
+"""Masks of pruned entries, inferred from the zeros of the update."""
 BORDERS: dict[str, How] = {"send.*border.*": Infer(), "step.*border.*": Infer()}
-"""The order of magnitudes: a pruned entry lies beyond the smallest (or largest) that was sent. Charged where broken."""
+"""The bounds of pruned entries: the smallest (or largest) magnitude that was sent. Violations add to the objective."""
 BATCHES: dict[str, How] = {
     "batch.*.partner": Sample(every_iteration=False),
     "batch.*.choice": Sample(every_iteration=False),
     "batch.*.public": Sample(every_iteration=False),
     "batch.*": Optimise(),
 }
-"""What was done to the batch: its numbers are optimised; which images are mixed, and by
-which policy an image was transformed, is guessed once in each restart."""
+"""Numbers of a batch defence are optimised. Each restart guesses once which images were mixed in, and which policies
+transformed them."""
 WHITENED: dict[str, How] = {"*.probe": Sample(every_iteration=False), "*.normal.*": Neutral()}
-"""With `whiten` the attacker estimates with other directions how much noise an entry got, and takes it as zero."""
+"""With `whiten` the attacker estimates the noise of each entry from other probes, and takes its value as zero."""
 INTERVALS: dict[str, How] = {"*.sent.*": Infer()}
-"""What was rounded is known to an interval, and only what lies outside of it counts."""
+"""A rounded entry is known up to an interval, and only distances from the interval count."""
 _DROPPED: dict[str, How] = {"model.*.mask": Optimise(weight=1e-4)}
 
 
@@ -103,7 +101,7 @@ def gi() -> Inversion:
 
 
 def gi_strong() -> Inversion:
-    """GradInversion that is told the batch's true statistics in every BatchNorm layer: an upper bound."""
+    """GradInversion with the true batch statistics of every BatchNorm layer: an upper bound."""
     return replace(gi(), name="gi-strong", knowledge={**OWN_DRAWS, "statistics.*": Known()})
 
 
@@ -121,12 +119,12 @@ def ig_scheliga() -> Inversion:
 
 
 def wiig() -> Inversion:
-    """WIIG: an attack that is granted every random tensor: an upper bound, not a threat."""
+    """WIIG: an oracle that knows every random tensor: an upper bound, not a threat."""
     return _targeted("wiig", {**MASKS, "*border.*": Neutral(), "*.sent.*": Neutral(), "*": Known()})
 
 
 def gpia() -> Inversion:
-    """GPIA: the dummy gradient is multiplied by the mask that the sent update's zeros show."""
+    """GPIA: the simulated gradient is multiplied by the mask inferred from the zeros of the update."""
     return _targeted("gpia", {**MASKS, **OWN_DRAWS})
 
 
@@ -141,12 +139,12 @@ def dpia() -> Inversion:
 
 
 def pig() -> Inversion:
-    """PIG: layers that a bottleneck's noise reaches (its decoder and all after it) are left out of the distance."""
+    """PIG: layers that a bottleneck's noise reaches (its decoder and all later ones) are left out of the distance."""
     return replace(_targeted("pig", OWN_DRAWS), simulated_client="naive", ignore="stochastic")
 
 
 def dia() -> Inversion:
-    """DIA: one mask a dropout layer is optimised together with the inputs, kept in [0, 1] and near its rate."""
+    """DIA: one mask per dropout layer is optimised together with the inputs, kept in [0, 1] and near its rate."""
     descent = Descent(
         Adam(lr=0.1, sign="signed"), Plateau(patience=800), iterations=20_000, tolerance=1e-5, patience=4000
     )
@@ -154,11 +152,11 @@ def dia() -> Inversion:
 
 
 def cdia() -> Inversion:
-    """CDIA, the combined targeted attack: what the defence hides is read off the update, else optimised.
+    """CDIA, the combined targeted attack: secrets of the defence are inferred from the update, or else optimised.
 
-    Masks of pruned entries come from the zeros; dropout masks (kept near their rate) and bottleneck noise are optimised
-    with the inputs, and so are the numbers by which images are mixed or transformed; additive noise is taken as zero,
-    its mean. Against an undefended client this is `ig-scheliga`.
+    Masks of pruned entries are inferred from zeros. Dropout masks (kept near their rate), bottleneck noise and the
+    numbers by which images are mixed or transformed are optimised with the inputs. Additive noise is taken as zero, its
+    mean. Against an undefended client this is `ig-scheliga`.
     """
     return _targeted("cdia", {**_DROPPED, "model.*": Optimise(), **BATCHES, **MASKS})
 
@@ -168,7 +166,7 @@ def _targeted(name: str, knowledge: Mapping[str, How]) -> Inversion:
 
 
 def grnn() -> Inversion:
-    """GRNN: a generator learns from each update alone to draw its images and labels, from numbers that stay.
+    """GRNN: a generator is fitted to each update, and draws its images and labels from fixed latent numbers.
 
     Squared distance and its root, total variation 1e-3, RMSprop of step size 1e-4 and momentum 0.99, 1,000 iterations.
     """
@@ -184,7 +182,7 @@ def grnn() -> Inversion:
 
 
 def gias() -> Inversion:
-    """GIAS: what a generator draws from is searched, then each row's own weights of the generator."""
+    """GIAS: the latent numbers of a generator are searched, then the generator's weights, separately for each row."""
     return Inversion(
         "gias",
         objective="cosine",
@@ -197,9 +195,9 @@ def gias() -> Inversion:
 
 
 def ggl(population: Annotated[int, Range(2, integer=True), "Candidates of one generation."] = 50) -> Inversion:
-    """GGL: what a generator draws from evolves (CMA-ES, 500 generations of 50), and the defence is simulated.
+    """GGL: CMA-ES searches the latent numbers of a generator (500 generations of 50), and the defence is simulated.
 
-    Clips are those of the client, masks are read off the zeros, the label off the last layer.
+    Clips are those of the client, masks are inferred from the zeros, the label from the last layer.
     """
     return Inversion(
         "ggl",

@@ -15,14 +15,14 @@ from gradveil.core.types import Batch
 
 @dataclass(frozen=True)
 class Known:
-    """The true value, leading V. Without a value it waits for the audit to grant it (and to say so)."""
+    """The true value, leading V. The audit grants a missing value and reports it as side information."""
 
     value: Tensor | None = None
 
 
 @dataclass(frozen=True)
 class Optimise:
-    """Unknown: optimised together with the inputs, started from its law, kept in its box.
+    """Unknown: optimised together with the inputs, from a draw of its law, within its box.
 
     `weight` scales the tensor's prior (its law's penalty) in the objective; `signed` uses only its gradient's sign.
     """
@@ -33,40 +33,40 @@ class Optimise:
 
 @dataclass(frozen=True)
 class Sample:
-    """Unknown: drawn from its law by the attacker, afresh each iteration or once."""
+    """Unknown: drawn from its law by the attacker, in each iteration or once."""
 
     every_iteration: bool = True
 
 
 @dataclass(frozen=True)
 class Infer:
-    """Read off the sent update (a mask from its zeros)."""
+    """Inferred from the sent update, as a mask is from its zeros."""
 
 
 @dataclass(frozen=True)
 class Neutral:
-    """Ignored: the value that switches it off."""
+    """Ignored: set to the value without effect."""
 
 
 How = Known | Optimise | Sample | Infer | Neutral
-"""What an attacker may know or do about one named tensor."""
+"""Treatment of one named tensor by an attacker."""
 
 
 @dataclass(frozen=True)
 class Knowledge:
-    """The public facts about the data, and how each named tensor is known.
+    """Public facts about the data, and the treatment of each named tensor.
 
-    Patterns (`model.*`, `send.noise.*`) are tried in order; the first that matches decides; without a match: neutral.
+    The first pattern (`model.*`, `send.noise.*`) that matches a name decides. A name without a match is neutral.
     """
 
     space: Space
-    """What an example is: its shape, its valid values."""
+    """Shape and valid values of an example."""
     classes: int
     tensors: Mapping[str, How] = field(default_factory=dict)
     targets: Tensor | None = None
     """[V, B] true labels, where the audit grants them."""
     public: Batch | None = None
-    """Examples [M, ...] like the targets' own, none of them a target's, where the attacker has such data."""
+    """Auxiliary data [M, ...] from the distribution of the private images, or None."""
 
     def __post_init__(self) -> None:
         """Refuse impossible facts."""
@@ -74,16 +74,16 @@ class Knowledge:
             raise fail("knowledge.classes", f"is {self.classes}", "give at least 2")
 
     def how(self, name: str, number: int = 0) -> How:
-        """Return how a named tensor of an observed round (numbered from 0) is known.
+        """Return the treatment of a named tensor in an observed round (numbered from 0).
 
-        A value that was granted under the tensor's own name is the first round's; later ones are `round1.<name>`, …
+        A value granted under the tensor's name belongs to the first round. Later rounds have `round1.<name>`, …
         """
-        own = f"round{number}.{name}" if number else name
-        for pattern, way in self.tensors.items():
-            if fnmatchcase(name, pattern) or pattern == own:
-                if number and isinstance(way, Known) and pattern != own:
+        full_name = f"round{number}.{name}" if number else name
+        for pattern, how in self.tensors.items():
+            if fnmatchcase(name, pattern) or pattern == full_name:
+                if number and isinstance(how, Known) and pattern != full_name:
                     continue
-                if isinstance(way, Known) and way.value is None:
+                if isinstance(how, Known) and how.value is None:
                     raise fail(f"knowledge.{name}", "was never granted", "let the audit grant it, or give a value")
-                return way
+                return how
         return Neutral()

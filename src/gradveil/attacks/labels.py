@@ -1,6 +1,6 @@
 """Label restoration: the classes of a batch, and their counts, from the last layer of an update.
 
-One gradient shows sums over the classes that are linear in the counts; local training is simulated and corrected.
+The row sums of one gradient are linear in the counts. For local training, counts are simulated and corrected.
 """
 
 from __future__ import annotations
@@ -23,18 +23,17 @@ from gradveil.core.types import Batch
 from gradveil.nn.module_paths import last_layer
 
 _GROUPS, _PROBES, _IMAGES = 8, 8, 800
-"""The attacker learns what a class causes from so many updates of so many images; fewer where that exceeds so many
-images a group over all classes."""
+"""Simulated updates per class, images per update, and the largest number of images of one update of all classes."""
 _ROUNDS, _TWINS = 4, 4
-"""How often the counts of a client that trained locally are simulated and corrected, and on how many sets of images."""
+"""Corrections of the counts of a client that trained locally, and the sets of images for each simulation."""
 _SPREAD = 0.1
-"""What the rank-one completion of a pruned layer leaves open, as a share of its largest sum."""
+"""Error of the rank-one completion of a pruned layer, as a share of its largest sum."""
 _CLIPPED = 10.0
-"""A clipped update is believed in where scaling makes the misfit so many times, and so much, smaller."""
+"""An update counts as clipped if scaling lowers the misfit by this factor and by this amount."""
 
 
 def row_sums(update: Mapping[str, Tensor], last: str) -> Tensor:
-    """Sum the last layer's gradient for each class: the bias gradient where it was sent, else the weight's row sums."""
+    """Sum the last layer's gradient for each class: the bias gradient if it was sent, else the weight's row sums."""
     bias = update.get(f"{last}.bias")
     if bias is not None:
         return bias
@@ -56,17 +55,17 @@ def restore_labels(
 ) -> Tensor:
     """Restore the labels of a batch. Returns [V, B], sorted.
 
-    A batch's row sums are the mean of its examples' own. The attacker runs the simulated client, without its defences,
-    on images of each class to learn their mean R[:, c] and their variance: on public images if there are any, else on
-    random ones, whose outputs are like the target clients' in an untrained net only. The result are the counts n that
+    A batch's row sums are the mean of its examples' row sums. The attacker runs the simulated client, without its
+    defences, on images of each class to estimate their mean R[:, c] and their variance. It uses public images if there
+    are any, else random images, whose outputs resemble the target clients' only in an untrained network. The counts n
     minimise
 
         sum_c (o_c - f (R n / B)_c)^2 / (2 variance_c) + sum_c log n_c!
 
-    where the last term is minus the log prior of labels that are drawn evenly; what the sums cannot tell is thus spread
-    over the classes. The factor f is 1; it is free without a bias (the size of the features is unknown), and at most 1
-    where that explains the sums ten times as well (the client clipped). Counts that signs prove come first. Sums that
-    pruning set to zero are completed from the weight's other entries.
+    where the last term is minus the log prior of uniform labels. It spreads labels that the sums do not determine over
+    the classes. The factor f is 1. Without a bias it is free, since the size of the features is unknown. It is at most
+    1 if that explains the sums ten times as well, since the client clipped. Counts that signs prove come first. Sums
+    that pruning set to zero are completed from the weight's other entries.
     """
     observed = row_sums(update, last).double()
     if simulated_client.local is None:
@@ -78,19 +77,19 @@ def restore_labels(
 
 @dataclass(frozen=True)
 class Fit:
-    """How well counts explain sums: weighted squares of o - f A n, row by row."""
+    """The fit of counts to row sums: weighted squares of o - f A n."""
 
     observed: Tensor
     """o [V, K]"""
     response: Tensor
-    """A [K, K]: column c is what one example of class c adds."""
+    """A [K, K]: column c is the contribution of one example of class c."""
     weight: Tensor
-    """[V, K] one over the variance; zero where a sum is unknown."""
+    """[V, K] one over the variance, or zero if a sum is unknown."""
 
     def fill(self, counts: Tensor, examples: int, largest: float | None = None) -> tuple[Tensor, Tensor]:
-        """Add labels one by one, each where it costs least, up to `examples`. Returns the counts and the misfit [V].
+        """Add labels one by one, each at the least cost, up to `examples`. Returns the counts and the misfit [V].
 
-        `largest` frees the factor f up to a bound; without it f = 1.
+        `largest` is the bound of a free factor f. Without it, f = 1.
         """
         o, a, w = self.observed, self.response, self.weight
         counts, target_clients = counts.clone(), torch.arange(len(counts), device=counts.device)
@@ -134,24 +133,24 @@ def _of_gradient(
     least = _proved(layer, examples, noise, signs, biased)
     if not biased:
         return fit.fill(least, examples, largest=torch.inf)[0]
-    (whole, misfit), (scaled, smaller) = fit.fill(least, examples), fit.fill(least, examples, largest=1.0)
+    (unscaled, misfit), (scaled, smaller) = fit.fill(least, examples), fit.fill(least, examples, largest=1.0)
     clipped = (smaller * _CLIPPED < misfit) & (smaller + _CLIPPED < misfit)
-    return torch.where(clipped.unsqueeze(1), scaled, whole)
+    return torch.where(clipped.unsqueeze(1), scaled, unscaled)
 
 
 def _layer(update: Mapping[str, Tensor], last: str) -> Tensor:
-    """Put what was sent of the last layer side by side: [V, K, D], the bias last."""
+    """Concatenate the sent parameters of the last layer: [V, K, D], the bias last."""
     parts = (update.get(f"{last}.weight"), update.get(f"{last}.bias"))
     wide = [part.flatten(2) if part.ndim > 2 else part.unsqueeze(2) for part in parts if part is not None]
     return torch.cat(wide, 2).double()
 
 
 def _complete(layer: Tensor, biased: bool, steps: int = 10) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the row sums [V, K], which of them are known [V, K], and which target clients pruned [V].
+    """Return the row sums [V, K], masks of the known ones [V, K], and of the target clients that pruned [V].
 
-    A single zero in a column that has other entries was pruned. As every example's gradient of the layer is (p - y) h',
-    the batch's is close to a product of rank one, a_c mu_j: it is fitted to the entries that were sent, in turns, and a
-    is brought to the scale of the sums that were sent.
+    A zero in a column with other entries was pruned. An example's gradient of the layer is (p - y) h', so that of the
+    batch is close to a product of rank one, a_c mu_j. Alternating least squares fit it to the sent entries, and a is
+    brought to the scale of the sent sums.
     """
     sums = layer[..., -1] if biased else layer.sum(-1)
     sent = (layer != 0).to(layer.dtype)
@@ -166,17 +165,17 @@ def _complete(layer: Tensor, biased: bool, steps: int = 10) -> tuple[Tensor, Ten
         mu = (rows * layer).sum(1) / rows.square().sum(1).clamp_min(1e-300)
         columns = sent * mu.unsqueeze(1)
         a = (columns * layer).sum(2) / columns.square().sum(2).clamp_min(1e-300)
-    seen = a * (sums != 0)
-    scale = (seen * sums).sum(1) / seen.square().sum(1).clamp_min(1e-300)
+    of_sent = a * (sums != 0)
+    scale = (of_sent * sums).sum(1) / of_sent.square().sum(1).clamp_min(1e-300)
     chosen = pruned.unsqueeze(1)
     return torch.where(chosen, a * scale.unsqueeze(1), sums), torch.where(chosen, known, 1.0), pruned
 
 
 def _proved(layer: Tensor, examples: int, noise: Tensor, signs: Tensor, biased: bool) -> Tensor:
-    """Count the labels [V, K] that signs prove, where probes showed that a label lowers its own row only.
+    """Count the labels [V, K] that signs prove, if probes showed that a label lowers only the row of its class.
 
-    Bias: mean(p_c) = b_c + n_c / B is not negative. Weight: with features that are not negative, a negative entry in a
-    class's row proves one label. What exceeds B labels (noise) proves nothing.
+    Bias: mean(p_c) = b_c + n_c / B is not negative. Weight: if no feature is negative, a negative entry in a class's
+    row proves one label. Proofs of more than B labels come from noise and do not count.
     """
     weight = layer[..., :-1] if biased else layer
     counts = torch.zeros_like(layer[..., 0])
@@ -194,10 +193,10 @@ def _proved(layer: Tensor, examples: int, noise: Tensor, signs: Tensor, biased: 
 def _responses(
     last: str, simulated_client: Client, params: Tensors, knowledge: Knowledge, key: Key
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Learn what one example of a class causes, from other images: one gradient of the last layer per group.
+    """Estimate the contribution of one example of each class from gradients of other images.
 
-    Returns the mean row sums [K, K] (a column a class), one example's variance [K], and for each column of the layer
-    [D] whether every group lowered its own class's row only.
+    Returns the mean row sums [K, K] (one column per class), one example's variance [K], and for each column of the
+    layer [D] whether every update lowered only the row of its class.
     """
     plain = simulated_client.undefended_update()
     plain = replace(
@@ -213,8 +212,8 @@ def _responses(
         sums, layer = row_sums(sent, last).double(), _layer(sent, last)
         columns.append(sums.mean(0))
         variances.append(probes * sums.var(0))
-        own = torch.arange(knowledge.classes, device=layer.device) == label
-        lowered = torch.where(own.unsqueeze(1), layer <= 0, layer >= 0)
+        of_class = torch.arange(knowledge.classes, device=layer.device) == label
+        lowered = torch.where(of_class.unsqueeze(1), layer <= 0, layer >= 0)
         signs.append(lowered.flatten(0, 1).all(0))
     return torch.stack(columns, 1), torch.stack(variances).mean(0), torch.stack(signs).all(0)
 
@@ -230,19 +229,18 @@ def _of_training(
 ) -> Tensor:
     """Count the labels [V, K] of clients that trained locally.
 
-    What they send is no longer linear in the counts n. So the attacker trains on other images with counts n', sees
-    by how much the sums miss the observed ones, and corrects: o = simulated(n') - gain (n - n'), where the gain, how
-    much a label lowers its own sum, comes from random labels. The counts whose simulation came closest are taken.
+    Their updates are not linear in the counts n. The attacker trains on other images with counts n' and corrects these
+    by the difference to the observed sums: o = simulated(n') - gain (n - n'). The gain is by how much a label lowers
+    its class's sum, and is estimated from random labels. The result is the counts with the closest simulation.
     """
     plain, classes = simulated_client.undefended_update(), knowledge.classes
     target_clients = len(observed)
 
     def simulated(labels: Tensor, *address: str | int) -> Tensor:
-        own = key.child(*address)
-        order = torch.rand(labels.shape, generator=own.child(Stream.ORDER).generator()).argsort(1)
-        shuffled = labels.cpu().gather(1, order)
-        parts = shuffled.split(_TWINS)
-        sums = [row_sums(_simulate(plain, params, part, knowledge, own.child(i)), last) for i, part in enumerate(parts)]
+        keys = key.child(*address)
+        order = torch.rand(labels.shape, generator=keys.child(Stream.ORDER).generator()).argsort(1)
+        parts = enumerate(labels.cpu().gather(1, order).split(_TWINS))
+        sums = [row_sums(_simulate(plain, params, part, knowledge, keys.child(i)), last) for i, part in parts]
         return torch.cat(sums).double()
 
     labels = torch.randint(classes, (4 * _TWINS, examples), generator=key.child(Stream.FIRST).generator())
@@ -265,7 +263,7 @@ def _of_training(
 
 
 def _simulate(client: Client, params: Tensors, labels: Tensor, knowledge: Knowledge, key: Key) -> Tensors:
-    """Let the client send updates [S, ...] for labels [S, B], on images of the attacker."""
+    """Simulate updates [S, ...] for labels [S, B], on the attacker's images."""
     example = next(iter(params.values()))
     images = _images(knowledge, labels.flatten(), key.child(Stream.IMAGES).generator()).to(example)
     batch = Batch(images.unflatten(0, labels.shape), labels.to(example.device))
@@ -276,7 +274,7 @@ def _simulate(client: Client, params: Tensors, labels: Tensor, knowledge: Knowle
 
 
 def _images(knowledge: Knowledge, labels: Tensor, generator: torch.Generator) -> Tensor:
-    """Take a public image of each label's class (of any class where there is none), or else draw random ones."""
+    """Choose a public image of each label's class, or of any class if it has none. Without public images, draw them."""
     public = knowledge.public
     if public is None:
         draw = torch.rand((len(labels), *knowledge.space.shape), generator=generator)
@@ -289,7 +287,7 @@ def _images(knowledge: Knowledge, labels: Tensor, generator: torch.Generator) ->
 
 
 def _labels(counts: Tensor) -> Tensor:
-    """Write counts [V, K] out as labels [V, B], sorted."""
+    """Convert counts [V, K] to sorted labels [V, B]."""
     classes = torch.arange(counts.shape[1])
     rows = [torch.repeat_interleave(classes, row.long().cpu()) for row in counts]
     return torch.stack(rows).to(counts.device)
@@ -306,12 +304,12 @@ FoundLabels = Annotated[
 
 
 def find_labels(
-    way: Labels, observation: Observation, simulated_client: Client, knowledge: Knowledge, key: Key
+    source: Labels, observation: Observation, simulated_client: Client, knowledge: Knowledge, key: Key
 ) -> Tensor | None:
-    """Return [V, B] labels, or None where they are to be optimised."""
-    if way == "joint":
+    """Return labels [V, B], or None if they are to be optimised."""
+    if source == "joint":
         return None
-    if way == "given":
+    if source == "given":
         if knowledge.targets is None:
             remedy = "grant them, or choose labels: idlg, unique, restore, joint"
             raise fail("knowledge.targets", "were never granted", remedy)
@@ -319,33 +317,33 @@ def find_labels(
     examples = observation.examples
     blank = next(iter(observation.params.values())).new_zeros((examples, *knowledge.space.shape))
     last = last_layer(simulated_client.model, blank)
-    if way == "idlg" and examples == 1:
+    if source == "idlg" and examples == 1:
         return smallest_row(observation.update, last)
-    if way == "unique":
+    if source == "unique":
         return smallest_entries(observation.update, last, examples)
     return restore_labels(observation.update, last, examples, simulated_client, observation.params, knowledge, key)
 
 
-def label_problems(way: Labels, prospect: Prospect) -> Iterator[Problem]:
-    """Find out before an attack why labels cannot be read off this client's updates."""
-    if way in ("given", "joint"):
+def label_problems(source: Labels, prospect: Prospect) -> Iterator[Problem]:
+    """Yield the reasons why labels cannot be read off this client's updates, before an attack."""
+    if source in ("given", "joint"):
         return
     simulated_client, examples, classes = prospect.simulated_client, prospect.examples, prospect.classes
     blank = next(iter(simulated_client.params().values())).new_zeros((examples, *prospect.shape))
     last, sent = last_layer(simulated_client.model, blank), set(simulated_client.trained())
     if not {f"{last}.weight", f"{last}.bias"} & sent:
-        what = f"is {way}, and the last layer '{last}' is not trained: nothing of it is sent"
-        yield Problem("labels", what, "train it, or choose labels=given or labels=joint")
-    if way == "unique" and examples > classes:
-        what = f"is unique, and {examples} examples cannot have different labels among {classes} classes"
-        yield Problem("labels", what, "choose labels=restore, which allows repeated labels")
+        problem = f"is {source}, and the last layer '{last}' is not trained, so that updates do not contain it"
+        yield Problem("labels", problem, "train it, or choose labels=given or labels=joint")
+    if source == "unique" and examples > classes:
+        problem = f"is unique, and {examples} examples cannot have different labels among {classes} classes"
+        yield Problem("labels", problem, "choose labels=restore, which allows repeated labels")
 
 
 def smallest_row(update: Mapping[str, Tensor], last: str) -> Tensor:
     """IDLG (Zhao et al. 2020): one example's label is the class with the smallest row sum. Returns [V, 1].
 
-    The gradient of cross-entropy is p_c - 1 < 0 for the true class and p_c > 0 for the others; with features that are
-    not negative the weight's row has the same sign.
+    The gradient of cross-entropy is p_c - 1 < 0 for the true class and p_c > 0 for the others. If no feature is
+    negative, the weight's row has the same sign.
     """
     weight = update.get(f"{last}.weight")
     rows = row_sums(update, last) if weight is None else weight.flatten(2).sum(-1)
@@ -355,11 +353,11 @@ def smallest_row(update: Mapping[str, Tensor], last: str) -> Tensor:
 def smallest_entries(update: Mapping[str, Tensor], last: str, examples: int) -> Tensor:
     """GradInversion (Yin et al. 2021): the B classes whose weight rows hold the smallest entries. Returns [V, B].
 
-    It presumes that no label repeats, and features that are not negative.
+    This assumes that no label repeats and no feature is negative.
     """
     weight = update.get(f"{last}.weight")
     smallest = row_sums(update, last) if weight is None else weight.flatten(2).amin(-1)
     if examples > smallest.shape[1]:
-        what = f"{examples} examples cannot have different labels among {smallest.shape[1]} classes"
-        raise fail("attack.labels", what, "choose labels=restore, which allows repeated labels")
+        problem = f"{examples} examples cannot have different labels among {smallest.shape[1]} classes"
+        raise fail("attack.labels", problem, "choose labels=restore, which allows repeated labels")
     return smallest.topk(examples, largest=False).indices.sort(1).values

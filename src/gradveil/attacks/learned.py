@@ -1,9 +1,9 @@
 """The learned attack: a network that maps updates to images, trained for the attack.
 
-The attacker has public images like the target clients'. The simulated client sends an update for each, with fresh noise
-every time, and a network learns to invert that map (Wu et al. 2023, "Learning to Invert: Simple Adaptive Attacks for
-Gradient Inversion in Federated Learning"). Whatever the defence does to an update, it does to the examples of the
-training: also what it does in a later round with what the client has kept.
+The attacker has auxiliary data. The simulated client computes an update for each example, with fresh noise every time,
+and a network learns to invert this map (Wu et al. 2023, "Learning to Invert: Simple Adaptive Attacks for Gradient
+Inversion in Federated Learning"). The defence thus acts on the network's training data as on the observed update, also
+in later rounds, where it depends on the client's state.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from math import prod
 from typing import Annotated, Literal
 
 import torch
@@ -31,12 +32,12 @@ from gradveil.core.types import Batch
 from gradveil.nn.initial_weights import initialise
 
 _AT_ONCE = 64
-"""Updates that one step of the network learns from."""
+"""Updates per training step of the network."""
 
 
 @dataclass(frozen=True)
 class Learned(Checked):
-    """Train on public examples for `epochs`, then read every target client's update once."""
+    """Train on public examples for `epochs`, then invert every target client's update once."""
 
     name: str = "learned"
     epochs: Annotated[Count, "Passes over the public images."] = 30
@@ -48,7 +49,7 @@ class Learned(Checked):
     knowledge: Mapping[str, How] = field(default_factory=lambda: {"public": Known()})
 
     def problems(self, prospect: Prospect) -> Iterator[Problem]:
-        """Refuse where there are too few public images to learn from, or labels cannot be read off."""
+        """Refuse too few public images, and labels that cannot be read off."""
         yield from _public_problems(prospect.public, prospect.examples)
         yield from label_problems(self.labels, prospect)
 
@@ -61,11 +62,11 @@ class Learned(Checked):
         progress: Callable[[Progress], None] | None = None,
         plan: Sequence[int] = (),
     ) -> Reconstruction:
-        """Learn, then invert the last round's update."""
+        """Train the network, then invert the last round's update."""
         began = time.perf_counter()
-        seen = observations[-1]
-        public = knowledge.public
-        refuse([replace(p, where=f"attack {self.name}") for p in _public_problems(_count(public), seen.examples)])
+        seen, public = observations[-1], knowledge.public
+        images = 0 if public is None else len(public.inputs)
+        refuse([replace(p, where=f"attack {self.name}") for p in _public_problems(images, seen.examples)])
         assert public is not None
         targets = find_labels(self.labels, seen, seen.believed(simulated_client), knowledge, key.child(Stream.LABELS))
         assert targets is not None, "labels are given or read off the update"
@@ -75,8 +76,7 @@ class Learned(Checked):
         inputs = student.invert(seen.update, targets)
         match = client.match(inputs, targets, key)
         objective = match[:, 0]
-        target_clients = len(seen.target_clients)
-        zero = torch.zeros(target_clients, dtype=torch.long, device=inputs.device)
+        zero = torch.zeros(len(seen.target_clients), dtype=torch.long, device=inputs.device)
         return Reconstruction(
             inputs=inputs,
             targets=targets,
@@ -100,8 +100,8 @@ class Learned(Checked):
         noise: Mapping[str, Tensor],
         plan: Sequence[int] = (),
     ) -> Tensor:
-        """Return 1 - cosine [V] of what inputs [V, B, ...] would send, with other noise, and what was sent."""
-        assert knowledge.targets is not None, "the true labels are told"
+        """Return 1 - cosine [V] between the updates of inputs [V, B, ...], with other noise, and the observed ones."""
+        assert knowledge.targets is not None, "evaluation knows the true labels"
         client = Simulated(simulated_client, observations)
         return client.distance(inputs, knowledge.targets.to(inputs.device), key)[:, 0]
 
@@ -116,26 +116,22 @@ class Learned(Checked):
         plan: Sequence[int] = (),
     ) -> Tensor:
         """Return `Reconstruction.match`: first the distance of `evaluate`, which has no priors."""
-        assert knowledge.targets is not None, "the true labels are told"
+        assert knowledge.targets is not None, "evaluation knows the true labels"
         return Simulated(simulated_client, observations).match(inputs, knowledge.targets.to(inputs.device), key)
 
 
 def _public_problems(images: int, examples: int) -> Iterator[Problem]:
-    """Refuse public images that make fewer than two updates: nothing would tell what differs between updates."""
+    """Refuse public images for fewer than two updates, from which no difference between updates can be learnt."""
     if not images:
         remedy = "audit data with a public split, give public= from Python, or choose another attack"
         yield Problem("data", "there are no public images to learn from", remedy)
     elif images < 2 * examples:
-        what = f"there are too few public images to learn from: {images}, and an update is made from {examples}"
-        yield Problem("data", what, f"give at least {2 * examples} (data.public), or choose another attack")
-
-
-def _count(public: Batch | None) -> int:
-    return 0 if public is None else len(public.inputs)
+        problem = f"there are too few public images to learn from: {images}, and an update is made from {examples}"
+        yield Problem("data", problem, f"give at least {2 * examples} (data.public), or choose another attack")
 
 
 class _Student:
-    """The network, what it sees of an update, and how it is taught."""
+    """The network, its input features and its training."""
 
     def __init__(self, attack: Learned, client: Simulated, knowledge: Knowledge, public: Batch, key: Key) -> None:
         self.attack, self.client, self.key = attack, client, key
@@ -150,42 +146,36 @@ class _Student:
         draw = key.child(Stream.HASH).generator()
         self.order = torch.randperm(entries, generator=draw).to(example.device)
         self.sign = (2.0 * torch.randint(2, (entries,), generator=draw) - 1).to(example)
-        self.whole = entries <= attack.features
-        pixels = self.shape[0] * self.shape[1] * self.shape[2] * self.shape[3]
-        inside = self.size + self.examples * self.classes
         network = nn.Sequential(
-            nn.Linear(inside, attack.width),
+            nn.Linear(self.size + self.examples * self.classes, attack.width),
             nn.ReLU(),
             nn.Linear(attack.width, attack.width),
             nn.ReLU(),
-            nn.Linear(attack.width, pixels),
+            nn.Linear(attack.width, prod(self.shape)),
             nn.Sigmoid(),
         )
         self.network = initialise(network, key.child(Stream.NETWORK).generator()).to(example)
-        self.centre, self.scale = torch.zeros_like(self.sign[:1]), torch.ones_like(self.sign[:1])
-        self.centre, self.scale = self._statistics()
+        # Normalise features by the first public examples.
+        values = torch.cat([features for _, features in self._lessons(0)])
+        spread = values.std(0)
+        self.centre = values.mean(0)
+        self.scale = spread + 1e-3 * spread.mean() + torch.finfo(spread.dtype).tiny
 
     def features(self, update: Tensors) -> Tensor:
-        """Describe updates [N, ...] by their entries, or by sums of them."""
+        """Return the entries of updates [N, ...], or random sums of them if there are too many."""
         flat = torch.cat([value.flatten(1) for value in update.values()], 1)
-        if self.whole:
+        if flat.shape[1] == self.size:
             return flat
         shuffled = (flat * self.sign)[:, self.order]
         return nn.functional.pad(shuffled, (0, -shuffled.shape[1] % self.size)).unflatten(1, (-1, self.size)).sum(1)
 
-    def see(self, features: Tensor, targets: Tensor) -> Tensor:
-        """Turn features and labels [N, B] into the network's input."""
+    def network_input(self, features: Tensor, targets: Tensor) -> Tensor:
+        """Combine normalised features and labels [N, B]."""
         labels = nn.functional.one_hot(targets, self.classes).flatten(1).to(features)
         return torch.cat([(features - self.centre) / self.scale, labels], 1)
 
-    def _statistics(self) -> tuple[Tensor, Tensor]:
-        """Measure mean and spread of what the network will see, on the first public examples."""
-        values = torch.cat([features for _, features in self._lessons(0)])
-        spread = values.std(0)
-        return values.mean(0), spread + 1e-3 * spread.mean() + torch.finfo(spread.dtype).tiny
-
     def _lessons(self, epoch: int) -> Iterator[tuple[Batch, Tensor]]:
-        """Go through the public examples once, in random order: batches of a target's kind and what they send."""
+        """Yield the public examples once, in random order: batches and the features of their updates."""
         key = self.key.child(Stream.EPOCH, epoch)
         order = torch.randperm(len(self.public.inputs), generator=key.child(Stream.ORDER).generator())
         count = len(order) // self.examples
@@ -198,7 +188,7 @@ class _Student:
             yield batch, torch.cat([self.features(update) for update in sent])
 
     def learn(self, progress: Callable[[Progress], None] | None, target_clients: int) -> None:
-        """Minimise the squared error in pixels; progress tells its mean in every epoch."""
+        """Minimise the squared error in pixels, and report its mean after every epoch."""
         weights = {name: value.detach().requires_grad_() for name, value in self.network.named_parameters()}
         optimiser = torch.optim.Adam(list(weights.values()), lr=self.attack.lr)
         for epoch in range(self.attack.epochs):
@@ -206,28 +196,28 @@ class _Student:
                 group["lr"] = self.attack.lr * (0.1 if epoch >= 0.8 * self.attack.epochs else 1.0)
             total, count = 0.0, 0
             for batch, features in self._lessons(epoch):
-                guess = functional_call(self.network, weights, (self.see(features, batch.targets),))
-                wanted = ((batch.inputs - self.lower) / (self.upper - self.lower)).flatten(1)
-                loss = (guess - wanted).square().mean()
+                images = functional_call(self.network, weights, (self.network_input(features, batch.targets),))
+                truth = ((batch.inputs - self.lower) / (self.upper - self.lower)).flatten(1)
+                loss = (images - truth).square().mean()
                 optimiser.zero_grad()
                 loss.backward()
                 optimiser.step()
-                total, count = total + float(loss.detach()) * len(wanted), count + len(wanted)
+                total, count = total + float(loss.detach()) * len(truth), count + len(truth)
             if progress:
-                done, whole = (epoch + 1) * target_clients, self.attack.epochs * target_clients
-                progress(Progress(0, target_clients, done, whole, total / count))
+                done, budget = (epoch + 1) * target_clients, self.attack.epochs * target_clients
+                progress(Progress(0, target_clients, done, budget, total / count))
         with torch.no_grad():
             for name, value in self.network.named_parameters():
                 value.copy_(weights[name])
 
     def invert(self, update: Tensors, targets: Tensor) -> Tensor:
-        """Read updates [V, ...]: images [V, B, C, H, W], in the order of their labels."""
+        """Return the images [V, B, C, H, W] of updates [V, ...], in the order of their labels."""
         order = targets.argsort(dim=1, stable=True)
         with torch.no_grad():
-            pixels = self.network(self.see(self.features(update), targets.gather(1, order)))
+            pixels = self.network(self.network_input(self.features(update), targets.gather(1, order)))
         images = self.lower + (self.upper - self.lower) * pixels.nan_to_num(0.5).view(-1, *self.shape)
         return torch.stack([image[place.argsort()] for image, place in zip(images, order, strict=True)])
 
     def average(self, targets: Tensor) -> Tensor:
-        """Return the mean public image in every target client's place: what knows nothing of the update."""
+        """Return the mean public image for every target client: an estimate that ignores the update."""
         return self.public.inputs.mean(0).expand(*targets.shape, *self.shape[1:]).contiguous()

@@ -22,36 +22,36 @@ Status = Literal["converged", "stalled", "budget", "diverged"]
 
 @dataclass(frozen=True)
 class Observation:
-    """What the server sees of one round: V clients that trained from the same global parameters."""
+    """One round as the server sees it: V clients that trained from the same global parameters."""
 
     params: Tensors
     """The global parameters the server sent (no leading V)."""
     update: Tensors
     """The decoded updates, leading V."""
     examples: int
-    """How many examples each client's update is made from (clients report it for weighted averaging)."""
+    """Examples behind each client's update (clients report the number for weighted averaging)."""
     target_clients: tuple[int, ...]
-    """Stable numbers of the target clients: random draws are addressed by them, so chunks do not change results."""
+    """Stable numbers of the target clients. They address random draws, so chunks do not change results."""
     round: int = 0
     messages: Tensors = field(default_factory=dict[str, Tensor])
     """Public messages of the round (no leading V)."""
     since: int = 0
-    """How many rounds of the training came before round 0."""
+    """Rounds of the training before round 0."""
 
     def believed(self, client: Client) -> Client:
-        """Return a simulated client as it was in this round: at its point of a schedule, with the same messages."""
+        """Return the simulated client of this round: at its point of a schedule, with the round's messages."""
         client = scheduled(client, self.since + self.round)
         return replace(client, messages=self.messages) if self.messages else client
 
 
 @dataclass(frozen=True)
 class Progress:
-    """What an attack tells at its reporting points, and only there."""
+    """The progress of an attack at one of its reporting points."""
 
     target_clients: int
     """Target clients whose rows are all finished."""
     active: int
-    """Rows still being worked on."""
+    """Rows under way."""
     row_iterations: int
     """Iterations x rows done so far."""
     row_budget: int
@@ -62,39 +62,38 @@ class Progress:
 
 @dataclass(frozen=True)
 class Remark:
-    """What an attack says of its answers: words with {} where each target client has a number."""
+    """A remark on reconstructions: a text with {} for the number of each target client."""
 
     words: str
     numbers: tuple[float, ...]
     usual: int | None = None
-    """The number of which nothing need be said."""
+    """The number that needs no remark."""
 
 
 def in_words(remarks: Iterable[Remark]) -> list[str]:
-    """Merge equal remarks: each once for all target clients, with the numbers from the least to the largest.
+    """Merge equal remarks into one sentence each, with the range of the target clients' numbers.
 
     >>> in_words([Remark("{} of 9", (0.2, 4.0)), Remark("{} left", (1.0,), usual=1), Remark("{} of 9", (7.0,))])
     ['0 to 7 of 9']
     >>> in_words([Remark("{} of 9", (0.2,))])
     ['none of 9']
     """
-    said: dict[tuple[str, int | None], list[int]] = {}
-    for each in remarks:
-        said.setdefault((each.words, each.usual), []).extend(round(number) for number in each.numbers)
-    spans = {key: (min(numbers), max(numbers)) for key, numbers in said.items() if numbers}
-    return [
-        words.replace("{}", f"{least} to {most}" if most > least else str(least or "none"), 1)
-        for (words, usual), (least, most) in spans.items()
-        if not least == most == usual
-    ]
+    merged: dict[tuple[str, int | None], list[int]] = {}
+    for remark in remarks:
+        merged.setdefault((remark.words, remark.usual), []).extend(map(round, remark.numbers))
+    sentences: list[str] = []
+    for (words, usual), numbers in merged.items():
+        if set(numbers) - {usual}:
+            least, most = min(numbers), max(numbers)
+            sentences.append(words.replace("{}", f"{least} to {most}" if most > least else str(least or "none"), 1))
+    return sentences
 
 
 @dataclass(frozen=True)
 class Reconstruction:
-    """What an attack gives back, target clients first.
+    """The result of an attack, target clients first.
 
-    A target client's winning restart is the first to converge, or the one with the attacker's lowest objective if none
-    does.
+    The first restart to converge wins. If none converges, the restart with the attacker's lowest objective wins.
     """
 
     inputs: Tensor
@@ -108,47 +107,48 @@ class Reconstruction:
     """[V] iterations of the winning restart."""
     seconds: float
     restart: Tensor
-    """[V] which restart won."""
+    """[V] number of the winning restart."""
     objectives: Tensor
     """[V, R] final objective of every restart."""
     initial: Tensor
-    """[V] the objective at the winning restart's random start: what "it moved" is measured against."""
+    """[V] the objective at the winning restart's random start, from which progress is measured."""
     plan: tuple[int, ...] = ()
-    """Rows worked on at once, chunk by chunk: the same plan gives bit-identical results."""
+    """Rows of each chunk. The same plan gives bit-identical results."""
     trace: Mapping[int, Tensor] = field(default_factory=dict[int, Tensor])
-    """What it would have answered [V, B, C, H, W] after so many iterations."""
+    """Iterations -> the images [V, B, C, H, W] that the attack would have returned then."""
     remarks: tuple[Remark, ...] = ()
-    """What the attack says of its answers."""
+    """The attack's remarks on its images."""
     before_undoing: Tensor | None = None
-    """[V, B, C, H, W] what the client trained on, where a batch defence was undone to get `inputs`."""
+    """[V, B, C, H, W] the images that the client trained on, if a batch defence was undone to get `inputs`."""
     match: Tensor | None = None
-    """[V, 2 or more] the simulated update without priors: the objective's distance, 1 - cosine of the median layer, and
-    how well it explains what was sent given the noise that the client adds, NaN where it adds none: the columns of
-    `gradveil.attacks.noise_likelihood`."""
+    """[V, 2 or more] the fit of the simulated update, without priors.
+
+    The columns are the objective's distance, 1 - cosine of the median layer, and those of
+    `gradveil.attacks.noise_likelihood`, which are NaN if the client adds no noise."""
 
 
 def in_closed_form(
     inputs: Tensor,
     targets: Tensor,
     misfit: Tensor,
-    sound: Tensor,
+    finite: Tensor,
     began: float,
     progress: Callable[[Progress], None] | None,
 ) -> Reconstruction:
-    """Give back images [V, B, ...] that were solved for and not searched: no iterations, no restarts.
+    """Return solved images [V, B, ...] as a `Reconstruction` of one iteration and one restart.
 
-    `sound` [V] tells whose updates were finite, `began` is `time.perf_counter()` at the start.
+    `finite` [V] marks the target clients with finite updates, `began` is `time.perf_counter()` at the start.
     """
-    target_clients = len(sound)
+    target_clients = len(finite)
     done = torch.zeros(target_clients, dtype=torch.long, device=inputs.device)
-    misfit = torch.where(sound, misfit, torch.inf)
+    misfit = torch.where(finite, misfit, torch.inf)
     if progress:
         progress(Progress(target_clients, 0, target_clients, target_clients, float(misfit.median())))
     return Reconstruction(
         inputs=inputs,
         targets=targets,
         objective=misfit,
-        status=tuple("converged" if good else "diverged" for good in sound.tolist()),
+        status=tuple("converged" if good else "diverged" for good in finite.tolist()),
         iterations=done + 1,
         seconds=time.perf_counter() - began,
         restart=done,
@@ -158,7 +158,7 @@ def in_closed_form(
 
 
 class Attack(Protocol):
-    """An attack is a callable with a name and a statement of what it believes and needs."""
+    """A callable with a name, a simulated client and the knowledge that it needs."""
 
     @property
     def name(self) -> str:
@@ -172,7 +172,7 @@ class Attack(Protocol):
 
     @property
     def knowledge(self) -> Mapping[str, How]:
-        """What it knows of each named tensor; `Known()` without a value must be granted by the audit."""
+        """Knowledge of each named tensor; the audit must grant a `Known()` without a value."""
         ...
 
     def __call__(
@@ -190,21 +190,21 @@ class Attack(Protocol):
 
 @runtime_checkable
 class HasPlan(Protocol):
-    """What an attack may offer besides: its plan, before it starts, so that the plan can be written down first."""
+    """An attack that can compute its plan before it starts, so that the plan can be recorded first."""
 
     def plan(
         self, observations: Sequence[Observation], simulated_client: Client, knowledge: Knowledge, key: Key
     ) -> tuple[int, ...]:
-        """Choose how many rows to work on at once, chunk by chunk, on this machine."""
+        """Choose the rows of each chunk for this machine."""
         ...
 
 
 @runtime_checkable
 class HasObjective(Protocol):
-    """What an attack may offer besides: its own objective at given inputs.
+    """An attack that can compute its objective at any inputs.
 
-    The audit asks for it at the true inputs, after the attack: an attack that ends well above has not got far enough,
-    one that ends at or below has found other inputs that explain the update as well.
+    After the attack, the audit evaluates the objective at the ground truth. An attack that ended well above that value
+    is under-optimised. One that ended at or below it found other inputs that explain the update as well.
     """
 
     def evaluate(
@@ -217,19 +217,19 @@ class HasObjective(Protocol):
         noise: Mapping[str, Tensor],
         plan: Sequence[int] = (),
     ) -> Tensor:
-        """Return the objective [V] at inputs [V, B, ...]; what is optimised besides takes its value in `noise`.
+        """Return the objective [V] at inputs [V, B, ...]; other optimised tensors take their values from `noise`.
 
-        The knowledge holds the true labels, whether the attack asks for them or not.
+        The knowledge holds the true labels even if the attack does not use them.
         """
         ...
 
 
 @runtime_checkable
 class Matcher(HasObjective, Protocol):
-    """A judge that also computes how far an update is from what was observed, without the priors of its objective.
+    """An attack that can also compute the distance from the observed update, without the priors of its objective.
 
-    Its reconstructions hold the same at the answer. An answer that priors alone put below the truth does not explain
-    the update.
+    Its reconstructions hold this distance too. Images that only priors place below the ground truth do not explain the
+    update.
     """
 
     def match(
@@ -242,51 +242,51 @@ class Matcher(HasObjective, Protocol):
         noise: Mapping[str, Tensor],
         plan: Sequence[int] = (),
     ) -> Tensor:
-        """Return `Reconstruction.match` at given inputs, as `evaluate` takes them."""
+        """Return `Reconstruction.match` at inputs, with the arguments of `evaluate`."""
         ...
 
 
 @runtime_checkable
 class Active(Protocol):
-    """What the attack of a malicious server offers besides: the model that it sends in the place of the honest one."""
+    """An attack of a malicious server, which sends a crafted model instead of the honest one."""
 
     def craft(self, client: Client, knowledge: Knowledge, key: Key) -> Client:
-        """Return the client as it is after it took the server's model; of the knowledge only what is public is there.
+        """Return the client with the server's model; the knowledge holds public facts only.
 
-        The attack is then called with that client's updates, and believes in that client.
+        The attack is then called with this client's updates, and simulates this client.
         """
         ...
 
     def planted(self) -> str:
-        """Describe what is put into the model."""
+        """Describe the change to the model."""
         ...
 
 
 @runtime_checkable
 class Persistent(Active, Protocol):
-    """A malicious server that changes the model again in every round; else later rounds move what was crafted."""
+    """A malicious server that crafts the model again in every round; else training changes it in later rounds."""
 
     def resend(self, client: Client, knowledge: Knowledge, number: int) -> Tensors:
-        """Return the parameters that the server sends in a round after the first, given the client that it crafted."""
+        """Return the parameters that the server sends to the crafted client in a round after the first."""
         ...
 
 
 @dataclass(frozen=True)
 class Prospect:
-    """What is known of a trial before its first update: enough to say why an attack cannot work there."""
+    """The facts of a trial before its first update, from which an attack reports why it would fail."""
 
     simulated_client: Client
     shape: tuple[int, ...]
     examples: int
     classes: int
     public: int
-    """How many public examples there are."""
+    """Number of public examples."""
 
 
 @runtime_checkable
 class CanRefuse(Protocol):
-    """What an attack may offer besides: why it would fail, before anything is computed."""
+    """An attack that can report why it would fail before anything is computed."""
 
     def problems(self, prospect: Prospect) -> Iterable[Problem]:
-        """Yield what stands in its way, each with a fix."""
+        """Yield the obstacles, each with a fix."""
         ...

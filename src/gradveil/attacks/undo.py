@@ -1,12 +1,12 @@
 """Undo a batch defence: from the images that a client trained on to its private images.
 
-The transforms of a batch defence are public, only what they draw is hidden. Where the draws of an image are few, every
-one is tried: with T the transforms under one draw and r the reconstruction, the private image is
+The transforms of a batch defence are public, only their draws are secret. If an image has few possible draws, each of
+them is tried. With T the transforms under one draw and r the reconstruction, the private image is
 
     argmin_x  ||T(x) - r||^2 / (2 sigma^2) + sum_k (c_k(x) - c_k(mean))^2 / (2 var_k)
 
 over the images x and the draws, c_k the cosine coefficients of x. Mean and variances are those of public images, or of
-natural images in general (a spectrum of 1 / f^2) where there are none. The prior fills what T removed, and chooses
+natural images in general (a spectrum of 1 / f^2) if there are none. The prior restores what T removed, and chooses
 between draws that explain r equally well. ATS (Gao et al. 2021) is such a defence: its policy is public.
 """
 
@@ -17,6 +17,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
+from math import prod
 from typing import Annotated
 
 import torch
@@ -33,23 +34,23 @@ from gradveil.core.types import Batch
 from gradveil.theory.reconstruction_bound import cosine, from_cosine, spectrum
 
 DRAWS = 4096
-"""Combinations of draws of one image, at most."""
+"""Largest number of combined draws of one image."""
 SIGMA = 0.03
-"""Error of a reconstruction that is expected, in pixels of [0, 1]."""
+"""Expected error of a reconstruction, in pixels of [0, 1]."""
 Undo = Annotated[bool, "Undo the client's batch defence by its public transforms, after the attack."]
 _STEPS, _RATE, _KEPT = 120, 0.1, 4
 _VALUES = 2**21
-"""Values of images that are searched at once."""
+"""Largest number of pixel values that are searched at once."""
 
 
 def undoing(knowledge: Mapping[str, How]) -> dict[str, How]:
-    """Add to the knowledge of an attack what undoing takes: public images, where there are any, and no draw."""
+    """Add the knowledge that undoing takes: public images, if there are any, and no draw."""
     return {"public": Infer(), **knowledge, "batch.*": Infer()}
 
 
 @dataclass(frozen=True)
 class Policy:
-    """The transforms of a batch defence, image by image, under each of the draws that differ."""
+    """The transforms of a batch defence for one image, under each of the distinct draws."""
 
     batches: BatchDefences
     knowledge: Knowledge
@@ -57,19 +58,19 @@ class Policy:
     """Draws of one image, without a leading dimension."""
 
     def transformed(self, u: Tensor, places: Tensor) -> Tensor:
-        """Transform pixels u [N, C, H, W] of [0, 1], each image by the draws at its place [N]."""
+        """Transform pixels u [N, C, H, W] of [0, 1], each image by the draw with its number in `places` [N]."""
         lower, upper = self.knowledge.space.bounds(u)
         noise = {name: torch.stack([draw[name] for draw in self.draws]).to(u)[places] for name in self.draws[0]}
         labels = torch.zeros(len(u), dtype=torch.long, device=u.device)
-        made = self.batches.apply(Batch(lower + (upper - lower) * u, labels), noise)
-        return (made.inputs - lower) / (upper - lower)
+        images = self.batches.apply(Batch(lower + (upper - lower) * u, labels), noise).inputs
+        return (images - lower) / (upper - lower)
 
 
 def policy_of(simulated_client: Client, knowledge: Knowledge) -> Policy | None:
-    """List the draws of the client's batch defences that differ; None where they cannot be undone.
+    """List the distinct draws of the client's batch defences; None if the defences cannot be undone.
 
-    They cannot where images are mixed (one image is not enough), and where an image's draws are real numbers or too
-    many to try. No draw is listed where the images are not changed, such as without a batch defence.
+    They cannot be undone if they mix images, or if an image's draws are real numbers or too many to try. The list is
+    empty if the images do not change, such as without a batch defence.
     """
     batches = BatchDefences(simulated_client.batch, simulated_client.domain)
     if not batches.transforms:
@@ -79,30 +80,27 @@ def policy_of(simulated_client: Client, knowledge: Knowledge) -> Policy | None:
     blank = Batch(probes[:1].to(like), torch.zeros(1, dtype=torch.long))
     spec = batches.spec(blank)
     values = {name: _values(noise) for name, noise in spec.items()}
-    count = 1
-    for each in values.values():
-        count *= len(each)
-    if not 0 < count <= DRAWS:
+    if not 0 < prod(len(possible) for possible in values.values()) <= DRAWS:
         return None
-    every = tuple(dict(zip(values, chosen, strict=True)) for chosen in product(*values.values()))
-    policy = Policy(batches, knowledge, every)
-    places = torch.arange(len(every)).repeat_interleave(_PROBES)
-    made = policy.transformed(probes.repeat(len(every), *[1] * len(knowledge.space.shape)).to(like), places)
-    alone = policy.transformed(probes[-1:].to(made), places[-1:])
-    if not torch.allclose(alone, made[-1:], atol=1e-6):
+    draws = tuple(dict(zip(values, chosen, strict=True)) for chosen in product(*values.values()))
+    policy = Policy(batches, knowledge, draws)
+    places = torch.arange(len(draws)).repeat_interleave(_PROBES)
+    images = policy.transformed(probes.repeat(len(draws), *[1] * len(knowledge.space.shape)).to(like), places)
+    alone = policy.transformed(probes[-1:].to(images), places[-1:])
+    if not torch.allclose(alone, images[-1:], atol=1e-6):  # images of one batch are mixed
         return None
-    made = made.unflatten(0, (len(every), _PROBES)).flatten(1)
-    differing = list({tuple((row * 1e4).round().int().tolist()): place for place, row in enumerate(made)}.values())
-    if torch.allclose(made, probes.flatten().to(made), atol=1e-6):
+    images = images.unflatten(0, (len(draws), _PROBES)).flatten(1)
+    distinct = {tuple((row * 1e4).round().int().tolist()): place for place, row in enumerate(images)}
+    if torch.allclose(images, probes.flatten().to(images), atol=1e-6):
         return replace(policy, draws=())
-    return replace(policy, draws=tuple(every[place] for place in differing))
+    return replace(policy, draws=tuple(draws[place] for place in distinct.values()))
 
 
 _PROBES = 4
 
 
 def _values(noise: Noise) -> list[Tensor]:
-    """List the values that one image's draw can take; none where they are too many, or not one image's."""
+    """List the values of one image's draw; none if they are too many, or if images share the draw."""
     if noise.shape[:1] != (1,) or len(noise.shape) != 2:
         return []
     if isinstance(noise.law, OneOf):
@@ -114,7 +112,7 @@ def _values(noise: Noise) -> list[Tensor]:
 
 @dataclass(frozen=True)
 class Prior:
-    """A normal law of images in pixels of [0, 1], independent in the cosine coefficients."""
+    """A normal law of images in pixels of [0, 1] with independent cosine coefficients."""
 
     mean: Tensor
     spread: Tensor
@@ -130,7 +128,7 @@ class Prior:
 
 
 def prior_of(knowledge: Knowledge, like: Tensor) -> Prior:
-    """Fit the prior to public images, or take that of natural images where there are none."""
+    """Fit the prior to public images, or return that of natural images if there are none."""
     u = public_pixels(knowledge, like, _PUBLIC)
     if u is not None:
         return Prior(u.mean(0), spectrum(u).variances.sqrt().to(like))
@@ -142,7 +140,7 @@ def prior_of(knowledge: Knowledge, like: Tensor) -> Prior:
 
 
 def public_pixels(knowledge: Knowledge, like: Tensor, most: int = 256) -> Tensor | None:
-    """Return the first public images in pixels of [0, 1]; None where there are too few to say what images are like."""
+    """Return the first public images in pixels of [0, 1]; None if they are too few for statistics."""
     public = knowledge.public
     if public is None or len(public.inputs) < _FEWEST:
         return None
@@ -155,40 +153,41 @@ _NATURAL = 0.25
 """Standard deviation of the pixels of natural images."""
 
 
-def undone(found: Reconstruction, simulated_client: Client, knowledge: Knowledge) -> Reconstruction:
-    """Put in the place of what a client trained on the private images that it most likely comes from.
+def undone(reconstruction: Reconstruction, simulated_client: Client, knowledge: Knowledge) -> Reconstruction:
+    """Replace the images that a client trained on by the most likely private images behind them.
 
-    `before_undoing` keeps the images as they were found. Without a batch defence that can be undone they stay.
+    `before_undoing` holds the images before. Nothing changes if no batch defence can be undone.
     """
     began = time.perf_counter()
     policy = policy_of(simulated_client, knowledge)
     if policy is None:
-        kept = Remark("the batch defence is not undone: it mixes images, or its draws are too many to try", (1.0,))
-        return replace(found, remarks=(*found.remarks, kept))
+        remark = Remark("the batch defence is not undone: it mixes images, or its draws are too many to try", (1.0,))
+        return replace(reconstruction, remarks=(*reconstruction.remarks, remark))
     if not policy.draws:
-        return found
-    lower, upper = knowledge.space.bounds(found.inputs)
-    r = ((found.inputs - lower) / (upper - lower)).flatten(0, 1).clamp(0, 1)
+        return reconstruction
+    before = reconstruction.inputs
+    lower, upper = knowledge.space.bounds(before)
+    r = ((before - lower) / (upper - lower)).flatten(0, 1).clamp(0, 1)
     search = Search(policy, prior_of(knowledge, r), public_pixels(knowledge, r))
     size = max(1, _VALUES // (2 * search.tried * r[0].numel()))
     u = torch.cat([search.likeliest(part) for part in r.split(size)])
-    inputs = lower + (upper - lower) * u.view(found.inputs.shape)
-    seconds = found.seconds + time.perf_counter() - began
-    return replace(found, inputs=inputs, before_undoing=found.inputs, seconds=seconds, trace={})
+    inputs = lower + (upper - lower) * u.view(before.shape)
+    seconds = reconstruction.seconds + time.perf_counter() - began
+    return replace(reconstruction, inputs=inputs, before_undoing=before, seconds=seconds, trace={})
 
 
 @dataclass(frozen=True)
 class Search:
-    """The search for the images behind those that were found."""
+    """The search for the private images behind reconstructions."""
 
     policy: Policy
     prior: Prior
     public: Tensor | None
-    """[M, C, H, W] public images in pixels of [0, 1]; None where there are too few."""
+    """[M, C, H, W] public images in pixels of [0, 1]; None if they are too few."""
 
     @property
     def tried(self) -> int:
-        """How many draws of an image are tried by descent."""
+        """Number of draws of an image that are tried by descent."""
         return len(self.policy.draws) if self.public is None else min(_KEPT, len(self.policy.draws))
 
     @cached_property
@@ -196,14 +195,14 @@ class Search:
         """Means and variances [K, C, H, W] of the public images' cosine coefficients after each draw."""
         images = self.public
         assert images is not None
-        places = (torch.full((len(images),), way) for way in range(len(self.policy.draws)))
-        coefficients = torch.stack([cosine(self.policy.transformed(images, place)) for place in places])
+        draws = (torch.full((len(images),), draw) for draw in range(len(self.policy.draws)))
+        coefficients = torch.stack([cosine(self.policy.transformed(images, draw)) for draw in draws])
         return coefficients.mean(1), coefficients.var(1) + SIGMA**2
 
     def candidates(self, r: Tensor) -> tuple[Tensor, Tensor]:
-        """Choose draws [N, tried] to try, and return minus the log density of r under each, up to a constant.
+        """Choose the draws [N, tried] to try. Returns minus the log density of r under each draw, and the draws.
 
-        Without public images all of them are, and r says nothing of them by itself.
+        Without public images every draw is tried with the density zero.
         """
         if self.public is None:
             every = torch.arange(self.tried, device=r.device).expand(len(r), -1)
@@ -216,11 +215,11 @@ class Search:
     def likeliest(self, r: Tensor) -> Tensor:
         """Find the likeliest private images behind images r [N, C, H, W] of pixels in [0, 1].
 
-        Each draw is tried by descent from two starts: the mean image, and r itself where a transform of the levels has
-        more than one inverse. Of the draws that one is taken which explains r best: by the fit of r and its likelihood
-        among public images after the draw; without those, by the fit and the likelihood of the image. Where that draw
-        leaves r as it is, and r is as likely as images are, r is returned: equalized levels stay as they are, and the
-        likeliest of all images that become r is nearly grey.
+        Each draw is tried by descent from two starts: the mean image, and r itself, since a transform of the levels may
+        have more than one inverse. The chosen draw explains r best: by the fit of r and its likelihood among public
+        images after the draw, or without public images by the fit and the likelihood of the image. If that draw does
+        not change r, and r is as likely as images are, r is returned: equalised levels do not change when equalised
+        again, but the likeliest of all images that become r is nearly grey.
         """
         many, kept = torch.arange(len(r), device=r.device), self.tried
         unlikely, draws = self.candidates(r)
@@ -252,7 +251,7 @@ class Search:
         return z
 
     def parts(self, z: Tensor, r: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the two terms [N] that are minimised: how far T(x) is from r, and how unlikely x is."""
+        """Return the two terms [N] of the minimum: the misfit of T(x) to r, and minus the log density of x."""
         u = self.prior.image(z)
         outside = (u - u.clamp(0, 1)).square()
         misfit = (self.policy.transformed(u.clamp(0, 1), places) - r).square() + outside

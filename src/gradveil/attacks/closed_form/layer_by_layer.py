@@ -1,14 +1,13 @@
-"""The recursive closed form (R-GAP): the input of each layer from the last to the first.
+"""R-GAP: the input of each layer, solved from the last layer to the first (Zhu and Blaschko 2021).
 
-R-GAP (Zhu and Blaschko 2021). Of one image the gradient of a layer z = W x + b is dW = k x^T, with k the error at its
-outputs. At the last layer k is the bias's gradient; without a bias, dW shows k and x but for a scale, which the loss
-settles: at W x it has that very error. From then on each layer below is a system of linear equations for its input x:
+For one image, the gradient of a layer z = W x + b is dW = k x^T, with k the error at its outputs. At the last layer k
+is the bias's gradient. Without a bias, dW determines k and x up to a scale, at which the loss has this error at W x.
+From then on each layer is a system of linear equations for its input x:
 
     dW = k x^T   (its gradient)        W x + b = z   (its output, which the layer above took)
 
-with k = (W_above^T k_above) act'(z) and z = act^-1(x_above). Where an activation is flat its output says nothing of z,
-and what a layer's equations leave open is not taken for known by the next: such equations are left out. What is open
-of the image is filled in smoothly.
+with k = (W_above^T k_above) act'(z) and z = act^-1(x_above). A flat activation gives no equation for z, and values that
+a layer's equations leave open give no equations for the layer below. Open values of the image are filled in smoothly.
 """
 
 from __future__ import annotations
@@ -37,25 +36,25 @@ from gradveil.core.tree import Tensors
 from gradveil.nn.layer_chain import Link, chained
 
 _SCALES = 6144
-"""Magnitudes of the last layer's error that are tried at first."""
+"""Magnitudes of the last layer's error on the first grid."""
 _ZOOMS, _MOST = 6, 4
 _FITS = 1e-4
-"""A misfit of the loss's error below which a scale is as good as any."""
+"""Misfit of the loss's error below which a scale fits."""
 _DOUBT = 1e-10
-"""How much of a value may be open before the equation that it stands in counts half."""
+"""Open share of a value at which its equation has half of its weight."""
 _NAUGHT = 1e-3
-"""Outputs of which the step says nothing count as its zeros below this, relative to the largest."""
+"""Outputs in a flat part of the activation count as zero below this share of the largest."""
 _WHOLE = 1 - 1e-6
-"""Equations that count at least this much count whole."""
+"""Weight above which an equation counts fully."""
 _GUESSED = 1e-3
-"""How much equations count that rest on a guess, relative to those that do not."""
+"""Relative weight of equations that depend on guessed values."""
 _OPEN = 0.01
-"""How much of it may be open before it is left out."""
+"""Open share from which a value is left out."""
 
 
 @dataclass(frozen=True)
 class Recursive(Checked):
-    """Solve the layers one after the other, from the last to the first."""
+    """Solve the layers from the last to the first."""
 
     name: str = "r-gap"
     labels: FoundLabels = "given"
@@ -72,7 +71,7 @@ class Recursive(Checked):
         return undoing({}) if self.undo else {}
 
     def problems(self, prospect: Prospect) -> Iterator[Problem]:
-        """Refuse batches, local training, labels that cannot be read off, and models that are no chain."""
+        """Refuse batches, local training, labels that cannot be read off, and models that are not a chain of layers."""
         simulated_client = self._solved(prospect.simulated_client)
         yield from _update_problems(simulated_client, prospect.examples)
         yield from label_problems(self.labels, prospect)
@@ -98,15 +97,14 @@ class Recursive(Checked):
         refuse([*_update_problems(simulated_client, seen.examples), *problems])
         targets = find_labels(self.labels, seen, simulated_client, knowledge, key.child(Stream.LABELS))
         assert targets is not None, "labels are given or read off the update"
-        sound = torch.stack([value.isfinite().flatten(1).all(1) for value in seen.update.values()]).all(0)
+        finite = torch.stack([value.isfinite().flatten(1).all(1) for value in seen.update.values()]).all(0)
         layers = _Layers(links, seen.params, simulated_client)
         lower, upper = knowledge.space.bounds(next(iter(seen.params.values())))
-        grey = (lower + upper) / 2
-        grey = grey.expand(len(sound), 1, *knowledge.space.shape)
+        grey = ((lower + upper) / 2).expand(len(finite), 1, *knowledge.space.shape)
         tries: list[Tensor] = []
         shares: list[list[float]] = []
         scales: list[int] = []
-        for place, good in enumerate(sound.tolist()):
+        for place, good in enumerate(finite.tolist()):
             sent = {name: value[place].double() for name, value in seen.update.items()}
             answers = layers.images(sent, targets[place]) if good else []
             shares += [opened for _, opened in answers[:1]]
@@ -116,15 +114,15 @@ class Recursive(Checked):
                     tries.append((tries[0] if tries else grey).clone())
                 tries[number][place, 0] = image.nan_to_num(0.0).view(knowledge.space.shape).to(grey)
             if progress:
-                progress(Progress(place + 1, len(sound) - place - 1, place + 1, len(sound), float("nan")))
+                progress(Progress(place + 1, len(finite) - place - 1, place + 1, len(finite), float("nan")))
         inputs, misfit = self._best(tries or [grey], observations, simulated_client, knowledge, key)
-        found = in_closed_form(inputs, targets, misfit, sound, began, progress)
+        result = in_closed_form(inputs, targets, misfit, finite, began, progress)
         match = self.match(observations, simulated_client, replace(knowledge, targets=targets), key, inputs, {})
-        found = replace(found, remarks=_remarks(links, shares, scales), match=match)
-        return undone(found, defended, knowledge) if self.undo else found
+        result = replace(result, remarks=_remarks(links, shares, scales), match=match)
+        return undone(result, defended, knowledge) if self.undo else result
 
     def _solved(self, simulated_client: Client) -> Client:
-        """Return the client whose equations are solved: without its defences."""
+        """Return the client whose equations are solved: without its defences if they are undone."""
         return simulated_client.undefended_update() if self.undo else simulated_client
 
     def _best(
@@ -135,7 +133,7 @@ class Recursive(Checked):
         knowledge: Knowledge,
         key: Key,
     ) -> tuple[Tensor, Tensor]:
-        """Choose each target client's image by what it would send: images [V, 1, ...] and their misfits [V]."""
+        """Choose each target client's image by its simulated update: images [V, 1, ...] and their misfits [V]."""
         best, least = tries[0], torch.full((len(tries[0]),), torch.inf, device=tries[0].device)
         for inputs in tries:
             inside = torch.clamp(inputs, *knowledge.space.bounds(inputs))
@@ -154,9 +152,10 @@ class Recursive(Checked):
         noise: Mapping[str, Tensor],
         plan: Sequence[int] = (),
     ) -> Tensor:
-        """Return the squared distance [V] of what inputs would send from what was sent, in units of the latter."""
-        given = observations, self._solved(simulated_client), knowledge, key, inputs, noise
-        return self._judge().evaluate(*given) / _squares(observations[-1])
+        """Return the squared distance [V] of the inputs' updates from the observed ones, relative to the latter."""
+        client = self._solved(simulated_client)
+        distance = self._inversion().evaluate(observations, client, knowledge, key, inputs, noise)
+        return distance / _squares(observations[-1])
 
     def match(
         self,
@@ -169,15 +168,15 @@ class Recursive(Checked):
         plan: Sequence[int] = (),
     ) -> Tensor:
         """Return `Reconstruction.match`: first the distance of `evaluate`, which has no priors."""
-        found = self._judge().match(observations, self._solved(simulated_client), knowledge, key, inputs, noise)
-        return torch.cat([found[:, :1] / _squares(observations[-1]).unsqueeze(1), found[:, 1:]], 1)
+        match = self._inversion().match(observations, self._solved(simulated_client), knowledge, key, inputs, noise)
+        return torch.cat([match[:, :1] / _squares(observations[-1]).unsqueeze(1), match[:, 1:]], 1)
 
-    def _judge(self) -> Inversion:
+    def _inversion(self) -> Inversion:
         return Inversion(self.name, objective="l2", labels=self.labels)
 
 
 def _squares(seen: Observation) -> Tensor:
-    """Return the squared length [V] of what was sent."""
+    """Return the squared length [V] of the observed updates."""
     sizes = [value.flatten(1).square().sum(1) for value in seen.update.values()]
     return torch.stack(sizes).sum(0).clamp_min(torch.finfo(sizes[0].dtype).tiny)
 
@@ -186,24 +185,24 @@ def _update_problems(simulated_client: Client, examples: int) -> Iterator[Proble
     """Refuse updates that are not the gradient of one image."""
     remedy = "choose another attack, such as ig"
     if examples > 1:
-        what = f"the equations are those of one image, and {examples} are mixed in an update"
-        yield Problem("client.batch", what, f"give batch 1, or {remedy}")
+        problem = f"the equations hold for one image, and an update mixes {examples}"
+        yield Problem("client.batch", problem, f"give batch 1, or {remedy}")
     if simulated_client.local is not None:
-        yield Problem("client.local", "the equations are those of a gradient, and clients send local steps", remedy)
+        yield Problem("client.local", "the equations hold for a gradient, and clients send local steps", remedy)
 
 
 def _remarks(links: Sequence[Link], shares: Sequence[Sequence[float]], scales: Sequence[int]) -> tuple[Remark, ...]:
-    """Return remarks on what the equations leave open, layer by layer from the image on, and on rival answers."""
-    said: list[Remark] = []
-    for link, *opened in zip(links, *(reversed(each) for each in shares), strict=True):
-        where = "the image" if link is links[0] else f"what '{link.path}' takes"
+    """Return remarks on open values, layer by layer from the image on, and on the number of solutions."""
+    remarks: list[Remark] = []
+    for link, *opened in zip(links, *(reversed(of_client) for of_client in shares), strict=True):
+        where = "the image" if link is links[0] else f"the input of '{link.path}'"
         words = f"the equations leave {{}} of the {prod(link.taken)} values of {where} open"
-        said.append(Remark(words, tuple(opened), None if link is links[0] else 0))
-    return (*said, Remark("{} scales of the last layer's error fit: the best was taken", tuple(scales), 1))
+        remarks.append(Remark(words, tuple(opened), None if link is links[0] else 0))
+    return (*remarks, Remark("{} scales of the last layer's error fit: the best was chosen", tuple(scales), 1))
 
 
 class _Layers:
-    """A chain of layers that is solved from the last to the first, in double precision, update after update."""
+    """A chain of layers that is solved from the last to the first, in double precision."""
 
     def __init__(self, links: Sequence[Link], params: Tensors, simulated_client: Client) -> None:
         self.links, self.simulated_client = links, simulated_client
@@ -214,14 +213,14 @@ class _Layers:
         }
 
     def images(self, sent: Tensors, target: Tensor) -> list[tuple[Tensor, list[float]]]:
-        """Solve one update for the image, flat, once for every error that the last layer may have; `target` [1].
+        """Return the flat images that solve one update, one for each possible error of the last layer; `target` [1].
 
-        With each image comes how many values of every layer's input are open, from the last layer to the first.
+        With each image comes the number of open values of every layer's input, from the last layer to the first.
         """
         return [self._descend(sent, error, taken) for error, taken in self._tops(sent, target)]
 
     def _descend(self, sent: Tensors, error: Tensor, taken: Tensor) -> tuple[Tensor, list[float]]:
-        """Go down from the error and the input of the last layer."""
+        """Solve all layers below the last one, given its error and input."""
         share = torch.full_like(taken, float(not sent[self.links[-1].weight].any() and not error.any()))
         guess = torch.zeros_like(error)
         opened = [float(share.sum())]
@@ -230,7 +229,7 @@ class _Layers:
             error = taken_back(above, weight, error).view(link.given)
             guess = taken_back(above, weight.abs(), guess).view(link.given)
             outputs, share = taken.view(link.given), share.view(link.given).clamp(0, 1)
-            if link.bends:  # their slope is known as well as what comes out of them
+            if link.bends:  # their slopes are known as far as their outputs
                 guess = guess + (share >= _OPEN) * (error != 0)
             trust = (share < _OPEN) / (1 + share / _DOUBT)
             for bend in reversed(link.bends):
@@ -246,7 +245,7 @@ class _Layers:
         return taken, opened
 
     def _tops(self, sent: Tensors, target: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Return what the error and the input of the last layer may have been."""
+        """Return the possible errors and inputs of the last layer."""
         link = self.links[-1]
         rows = sent[link.weight]
         if link.bias in sent:
@@ -258,7 +257,7 @@ class _Layers:
         bias = torch.zeros_like(outputs) if link.bias is None else self.params[link.bias]
 
         def misfit(scales: Tensor) -> Tensor:
-            """Compare k = scale u with the error that the loss has at x = v / scale."""
+            """Compare k = scale u with the error of the loss at x = v / scale."""
             flat = scales.flatten().unsqueeze(1)
             live = (outputs / flat + bias).requires_grad_()
             with torch.enable_grad():
@@ -270,25 +269,27 @@ class _Layers:
     def _below(
         self, link: Link, sent: Tensors, errors: tuple[Tensor, Tensor], outputs: Tensor, trust: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Return the input of a layer by the error at its outputs, and by its outputs as far as they are trusted.
+        """Solve a layer for its input, given the error at its outputs, its outputs and their trust.
 
-        Beside the error it says where that is a guess. Beside the input, what share of each value is open.
+        `errors` are the error and a mask of guesses. Returns the input and the open share of each of its values.
         """
         rows, (error, guess) = sent[link.weight], errors
         if isinstance(link.layer, nn.Linear):
             sure = error * (guess == 0)
-            found = _explained(rows, sure if sure.any() else error)
-            return found, torch.full_like(found, float(not sure.any()))
+            x = _explained(rows, sure if sure.any() else error)
+            return x, torch.full_like(x, float(not sure.any()))
         weight = self.params[link.weight]
         bias = torch.zeros_like(weight[:, 0, 0, 0]) if link.bias is None else self.params[link.bias]
         wanted = ((outputs - bias.view(-1, 1, 1)) * trust.sqrt()).flatten()
         layer, square = self.matrices[link.path], None
-        if bool((trust > _WHOLE).all()):  # the layer as it is, of which the square is known
-            square = self._square(link)
+        if bool((trust > _WHOLE).all()):  # the unweighted matrix, whose square is computed once for all updates
+            if link.path not in self.squares:
+                self.squares[link.path] = layer.T @ layer
+            square = self.squares[link.path]
         else:
             layer = layer * trust.sqrt().view(-1, 1)
         shown, gradients = gradient_rows(link, error), rows.transpose(0, 1).flatten(1)
-        # Both kinds of equations with the same relative accuracy.
+        # Give both kinds of equations the same relative accuracy.
         heavy, light = _inverse_size(wanted), _inverse_size(rows)
         prior = roughness(link.taken, rows) if link is self.links[0] else None
         square = None if square is None else square * heavy.square()
@@ -296,17 +297,10 @@ class _Layers:
         sure = gradient_rows(link, guess).sum(1) == 0
         if bool(sure.all()):
             return solved(layer, wanted, shown, gradients, prior, square)
-        # Equations that are a guess settle nothing, but are better than none.
+        # Guessed equations determine nothing, but improve the solution of open values.
         weak = torch.where(sure, 1.0, _GUESSED)
-        found, _ = solved(layer, wanted, shown * weak.unsqueeze(1), gradients * weak, prior, square)
-        return found, solved(layer, wanted, shown[sure], gradients[:, sure], prior, square)[1]
-
-    def _square(self, link: Link) -> Tensor:
-        """Multiply a layer's matrix by itself, once for all updates."""
-        if link.path not in self.squares:
-            matrix = self.matrices[link.path]
-            self.squares[link.path] = matrix.T @ matrix
-        return self.squares[link.path]
+        x, _ = solved(layer, wanted, shown * weak.unsqueeze(1), gradients * weak, prior, square)
+        return x, solved(layer, wanted, shown[sure], gradients[:, sure], prior, square)[1]
 
 
 def _inverse_size(value: Tensor) -> Tensor:
@@ -315,18 +309,18 @@ def _inverse_size(value: Tensor) -> Tensor:
 
 
 def _explained(rows: Tensor, error: Tensor) -> Tensor:
-    """Return the x of dW = k x^T, by least squares."""
+    """Solve dW = k x^T for x by least squares."""
     return error @ rows / error.square().sum().clamp_min(torch.finfo(error.dtype).tiny)
 
 
 def _smallest(misfit: Callable[[Tensor], Tensor], like: Tensor) -> list[Tensor]:
-    """Find the scales, of either sign, at which a misfit vanishes, or the one where it is smallest."""
+    """Find the scales, of either sign, at which a misfit vanishes, or else the scale with the smallest misfit."""
     grid = torch.logspace(-9, 5, _SCALES, dtype=like.dtype, device=like.device)
     step = float(grid[1] / grid[0])
     signs = torch.stack([grid, -grid])
-    found = torch.nn.functional.pad(misfit(signs), (1, 1), value=torch.inf)
-    lowest = (found[:, 1:-1] < found[:, :-2]) & (found[:, 1:-1] <= found[:, 2:])
-    order = torch.where(lowest, found[:, 1:-1], torch.inf).flatten().argsort()[:_MOST]
+    values = torch.nn.functional.pad(misfit(signs), (1, 1), value=torch.inf)
+    lowest = (values[:, 1:-1] < values[:, :-2]) & (values[:, 1:-1] <= values[:, 2:])
+    order = torch.where(lowest, values[:, 1:-1], torch.inf).flatten().argsort()[:_MOST]
     best = signs.flatten()[order]
     zoom = torch.arange(-32, 33, dtype=like.dtype, device=like.device) / 32
     value = misfit(best)

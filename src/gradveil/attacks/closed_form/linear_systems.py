@@ -1,4 +1,4 @@
-"""The linear equations of one layer: what its gradient and output imply for its input."""
+"""The linear equations of one layer for its input, given its gradient and output."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from torch.nn import functional as F
 from gradveil.nn.layer_chain import Link
 
 _RIDGE = 1e-13
-"""A direction that the equations show this much more weakly than the mean one, by squares, is half open."""
+"""A direction with this share of the mean squared weight in the equations is half open."""
 _REFINED = 3
 _NOTHING = 1e-100
 """Keeps equations that are all zero solvable."""
 _LITTLE = 1e-3
-"""How much the size of the image counts where it is filled in, relative to its roughness."""
+"""Weight of the size of a filled-in image relative to its roughness."""
 
 
 def taken_back(link: Link, weight: Tensor, error: Tensor) -> Tensor:
-    """Take the error at a layer's outputs back to its inputs: W^T k."""
+    """Propagate the error at a layer's outputs back to its inputs: W^T k."""
     layer = link.layer
     if isinstance(layer, nn.Linear):
         return error @ weight
@@ -31,18 +31,18 @@ def taken_back(link: Link, weight: Tensor, error: Tensor) -> Tensor:
 
 
 def as_matrix(link: Link, weight: Tensor) -> Tensor:
-    """Write a convolution as a matrix [outputs, inputs]."""
+    """Return the matrix [outputs, inputs] of a convolution."""
     layer, count = link.layer, prod(link.taken)
     assert isinstance(layer, nn.Conv2d)
     parts = []
-    for some in torch.eye(count, dtype=weight.dtype, device=weight.device).split(256):
-        given = F.conv2d(some.view(-1, *link.taken), weight, None, layer.stride, layer.padding, layer.dilation)
+    for units in torch.eye(count, dtype=weight.dtype, device=weight.device).split(256):
+        given = F.conv2d(units.view(-1, *link.taken), weight, None, layer.stride, layer.padding, layer.dilation)
         parts.append(given.flatten(1))
     return torch.cat(parts).T.contiguous()
 
 
 def gradient_rows(link: Link, error: Tensor) -> Tensor:
-    """Write what a convolution's gradient sees of one input channel as a matrix [O a b, H W]: the same of each.
+    """Return the matrix [O a b, H W] from one input channel to a convolution's gradient, the same for each channel.
 
     dW[o, c, a, b] = sum_p k[o, p] x[c, pixel under tap (a, b) at p].
     """
@@ -59,7 +59,7 @@ def gradient_rows(link: Link, error: Tensor) -> Tensor:
 
 
 def roughness(shape: tuple[int, ...], like: Tensor) -> Tensor:
-    """Return the matrix whose quadratic form sums squared steps between neighbouring pixels, and a little of all."""
+    """Return the matrix of the sum of squared differences of neighbouring pixels, plus a small multiple of the size."""
     channels, height, width = shape
     eye = torch.eye(max(height, width), dtype=like.dtype, device=like.device)
 
@@ -81,25 +81,25 @@ def solved(
 ) -> tuple[Tensor, Tensor]:
     """Solve by least squares rows x = wanted, and shown x_c = gradients_c of each input channel c [C, O a b].
 
-    Of many solutions it is the shortest, or the least by a prior's quadratic form. Also returns what share of each
-    value the equations leave open: one where they say nothing of it, zero where they settle it. The shares' sum counts
-    the open directions. `square` is rows^T rows, where it is known.
+    Of many solutions it returns the shortest, or the smallest in a prior's quadratic form. It also returns the open
+    share of each value: one if the equations do not contain it, zero if they determine it. The sum of the shares is the
+    number of open directions. `square` is rows^T rows, if it is known.
     """
     channels = len(gradients)
     square = rows.T @ rows if square is None else square
     normal = square + torch.block_diag(*[shown.T @ shown] * channels)
-    if not bool(normal.isfinite().all()):  # numbers beyond all bounds say nothing
+    if not bool(normal.isfinite().all()):  # an overflow leaves everything open
         return torch.zeros_like(normal[0]), torch.ones_like(normal[0])
     eye = torch.eye(len(normal), dtype=normal.dtype, device=normal.device)
     ridge = _RIDGE * normal.diagonal().mean().clamp_min(_NOTHING) * (eye if prior is None else prior)
     factor, failed = torch.linalg.cholesky_ex(normal + ridge)
-    while bool(failed):  # rounding left it without a root
+    while bool(failed):  # rounding made it indefinite
         ridge = 10 * ridge
         factor, failed = torch.linalg.cholesky_ex(normal + ridge)
-    found = torch.zeros_like(normal[0])
-    for _ in range(_REFINED):  # the normal equations square what rounding does; the residual is computed without them
-        missing = rows.T @ (wanted - rows @ found) - ridge @ found
-        missing = missing + ((gradients - found.view(channels, -1) @ shown.T) @ shown).flatten()
-        found = found + torch.cholesky_solve(missing.unsqueeze(1), factor).squeeze(1)
-    # The diagonal of ridge (normal + ridge)^-1, which takes the open directions out of a solution; its sum counts them.
-    return found, (ridge * torch.cholesky_inverse(factor)).sum(1)
+    x = torch.zeros_like(normal[0])
+    for _ in range(_REFINED):  # normal equations square the error of rounding, so the residual avoids them
+        residual = rows.T @ (wanted - rows @ x) - ridge @ x
+        residual = residual + ((gradients - x.view(channels, -1) @ shown.T) @ shown).flatten()
+        x = x + torch.cholesky_solve(residual.unsqueeze(1), factor).squeeze(1)
+    # ridge (normal + ridge)^-1 projects onto the open directions, so that its diagonal sums to their number.
+    return x, (ridge * torch.cholesky_inverse(factor)).sum(1)

@@ -15,17 +15,17 @@ from gradveil.core.errors import fail
 from gradveil.core.tree import Tensors
 
 _MOST = 4096
-"""Numbers that evolve together: their covariance is 128 MiB a target client, and taken apart in every generation."""
+"""Largest number of variables: their covariance is 128 MiB per target client, with an eigendecomposition each time."""
 
 
 class _Law(NamedTuple):
-    """The normal law that a generation is drawn from, and the paths it took; target clients first."""
+    """The normal law of a generation and its evolution paths, target clients first."""
 
     mean: Tensor
     path: Tensor
     """Smoothed steps of the mean, in units of the step size."""
     sizes: Tensor
-    """The same in the coordinates where the law is round: its length tells whether steps go one way."""
+    """The same in coordinates where the law is isotropic; its length grows when steps share a direction."""
     size: Tensor
     """[V, 1] the step size."""
     covariance: Tensor
@@ -52,28 +52,28 @@ class _Rates:
         self.c1 = 2 / ((size + 1.3) ** 2 + self.mass)
         self.cm = min(1 - self.c1, 2 * (self.mass - 2 + 1 / self.mass) / ((size + 2) ** 2 + self.mass))
         self.usual = sqrt(size) * (1 - 1 / (4 * size) + 1 / (21 * size**2))
-        """The length of `size` numbers from N(0, 1), on average."""
+        """Mean length of a vector of `size` numbers from N(0, 1)."""
 
 
 @dataclass(frozen=True)
 class CMAES:
     """Covariance matrix adaptation (Hansen 2016, "The CMA Evolution Strategy: A Tutorial", figure 6, default settings).
 
-    The rows of a target client are one generation of its population. The first generation is what the rows start from:
-    its mean is the first mean, and `lr` the first step size.
+    The rows of a target client are one generation of its population. The first generation is the rows' start: its mean
+    is the first mean, and `lr` the first step size.
     """
 
     lr: float = 1.0
     population: int = 50
-    """How many rows are one generation; of an inversion they are a target client's restarts, however many."""
+    """Rows of one generation; an inversion replaces this by its number of restarts."""
 
     def init(self, variables: Tensors) -> Tensors:
-        """Return what is kept of each target client's distribution, dealt out over its rows (leading N)."""
+        """Return the state of each target client's distribution, split over its rows (leading N)."""
         x = self._populations(variables)
         if x.shape[2] > _MOST:
-            what = f"would learn how {x.shape[2]} numbers go together, all with all, and {_MOST} are too many already"
-            remedy = "search fewer, as what a generator draws from, and optimise no noise"
-            raise fail("attack.descent", what, remedy)
+            problem = f"would estimate the covariance of {x.shape[2]} variables; at most {_MOST} are possible"
+            fix = "search fewer variables, such as the latent numbers of a generator, and optimise no noise"
+            raise fail("attack.descent", problem, fix)
         one = torch.eye(x.shape[2], dtype=x.dtype, device=x.device).expand(len(x), -1, -1)
         still = torch.zeros_like(x[:, 0])
         return self._deal(_Law(x.mean(1), still, still, torch.full_like(x[:, 0, :1], self.lr), one, one, still + 1))
@@ -88,11 +88,11 @@ class CMAES:
         count: int,
         project: Project,
     ) -> tuple[Tensors, Tensors]:
-        """Learn from a generation, and draw the next one by `normal(rows, numbers a row)` from N(0, 1)."""
+        """Update the law by a generation, and draw the next one from `normal(rows, numbers per row)`, N(0, 1)."""
         x = self._populations(variables)
         law = self._learn(self._gather(state, x.shape[2]), x, loss.view(len(x), -1).to(x.dtype), count)
         z = normal(rows, x.shape[2]).to(x).view_as(x)
-        # The root that is the same whichever axes stand for equal spreads: those are what rounding makes of them.
+        # The symmetric root does not depend on the choice of axes for equal spreads, which rounding decides.
         moved = law.mean.unsqueeze(1) + law.size.unsqueeze(1) * (z @ law.root())
         first = next(iter(variables.values()))
         return unflat(moved.flatten(0, 1).to(first.dtype), variables, project), self._deal(law)
@@ -117,9 +117,9 @@ class CMAES:
         length = sizes.norm(dim=1, keepdim=True) / rates.usual
         calm = length / sqrt(1 - (1 - rates.cs) ** (2 * (count + 1))) < 1.4 + 2 / (x.shape[2] + 1)
         path = (1 - rates.cc) * law.path + calm * sqrt(rates.cc * (2 - rates.cc) * rates.mass) * step
-        kept = 1 - rates.c1 - rates.cm + ~calm * rates.c1 * rates.cc * (2 - rates.cc)
+        decay = 1 - rates.c1 - rates.cm + ~calm * rates.c1 * rates.cc * (2 - rates.cc)
         covariance = (
-            kept.unsqueeze(2) * law.covariance
+            decay.unsqueeze(2) * law.covariance
             + rates.c1 * path.unsqueeze(2) * path.unsqueeze(1)
             + rates.cm * (weights.unsqueeze(2) * y).mT @ y
         )
@@ -127,21 +127,21 @@ class CMAES:
         values, axes = torch.linalg.eigh(covariance)
         size = law.size * torch.exp((rates.cs / rates.damping * (length - 1)).clamp_max(1.0))
         new = _Law(law.mean + law.size * step, path, sizes, size, covariance, axes, values.clamp_min(1e-20).sqrt())
-        some = total > 0
-        return _Law(*(torch.where(some.view(-1, *[1] * (n.ndim - 1)), n, o) for n, o in zip(new, law, strict=True)))
+        updated = total > 0
+        return _Law(*(torch.where(updated.view(-1, *[1] * (n.ndim - 1)), n, o) for n, o in zip(new, law, strict=True)))
 
     def _populations(self, variables: Tensors) -> Tensor:
         return flat(variables).double().unflatten(0, (-1, self.population))
 
     def _deal(self, law: _Law) -> Tensors:
-        """Deal each target client's numbers out over its rows, so that they leave the batch together."""
+        """Split each target client's law over its rows, so that the state has one entry per row."""
         whole = torch.cat([value.flatten(1) for value in law], 1)
         room = -whole.shape[1] % self.population
         dealt = torch.nn.functional.pad(whole, (0, room)).unflatten(1, (self.population, -1))
         return {"law": dealt.flatten(0, 1)}
 
     def _gather(self, state: Tensors, size: int) -> _Law:
-        """Put each target client's numbers together again."""
+        """Join each target client's law again."""
         whole = state["law"].unflatten(0, (-1, self.population)).flatten(1)
         sizes = (size, size, size, 1, size * size, size * size, size)
         parts = whole[:, : sum(sizes)].split(sizes, 1)

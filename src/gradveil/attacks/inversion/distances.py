@@ -1,4 +1,4 @@
-"""Distances between simulated and observed updates, and image priors: one number per row."""
+"""Distances between simulated and observed updates, and image priors: one value per row."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def l2(simulated: Mapping[str, Tensor], observed: Mapping[str, Tensor]) -> Tenso
 
 
 def l2_and_norm(simulated: Mapping[str, Tensor], observed: Mapping[str, Tensor]) -> Tensor:
-    """Sum of squared differences and its root: d^2 + d, whose slope does not fade near the end.
+    """Sum of squared differences plus its root: d^2 + d, whose slope does not vanish near the minimum.
 
     GRNN (Ren et al. 2022) calls the second term a Wasserstein distance; its program computes a Euclidean norm.
     """
@@ -47,12 +47,12 @@ def layerwise_cosine(simulated: Mapping[str, Tensor], observed: Mapping[str, Ten
 
 
 def median_cosine(simulated: Mapping[str, Tensor], observed: Mapping[str, Tensor]) -> Tensor:
-    """Median over the layers of 1 - cosine: no layer decides by its length."""
+    """Median over the layers of 1 - cosine, in which no layer dominates by its length."""
     return torch.stack([cosine({n: simulated[n]}, {n: observed[n]}) for n in observed], 1).median(1).values
 
 
 def tokenwise_cosine(simulated: Mapping[str, Tensor], observed: Mapping[str, Tensor]) -> Tensor:
-    """Mean over the layers of 1 - cosine, where each row of an embedding [1, T, D] is compared by itself, and averaged.
+    """Mean over the layers of 1 - cosine; the rows of an embedding [1, T, D] are compared separately and averaged.
 
     In a transformer the gradient of a class token is tens of times as long as those of patches, and would hide them.
     """
@@ -63,8 +63,8 @@ def _by_token(simulated: Tensor, observed: Tensor) -> Tensor:
     if observed.dim() != _EMBEDDING or observed.shape[1] != 1:
         return cosine({"": simulated}, {"": observed})
     rows, tokens, width = len(observed), *observed.shape[2:]
-    apart = (value.reshape(rows * tokens, width) for value in (simulated, observed))
-    return cosine_distance(*([value] for value in apart)).view(rows, tokens).mean(1)
+    separate = (value.reshape(rows * tokens, width) for value in (simulated, observed))
+    return cosine_distance(*([value] for value in separate)).view(rows, tokens).mean(1)
 
 
 _EMBEDDING = 4
@@ -90,23 +90,23 @@ OBJECTIVES: dict[str, Distance] = {
     "tokenwise-cosine": tokenwise_cosine,
     "sapag": sapag,
 }
-"""The distances by name, as presets and run files write them."""
+"""The distances by their names in presets and run files."""
 
 
 _POWERS = {"l2": 2, "l2-and-norm": 2, "l1": 1}
-"""How these distances grow with the updates; the others do not."""
+"""Degree of homogeneity of these distances; the others do not depend on the length of updates."""
 
 
 def of_gradients(distance: Tensor, name: str, client: Client, examples: int) -> Tensor:
-    """Measure a distance between what clients send as one between gradients: local updates divided by lr T.
+    """Convert a distance between updates to one between gradients: local updates are divided by lr T.
 
-    Priors, tolerances and optimisers are set for gradients: without this, one step of size 0.001 looks a million times
-    nearer by its squares than the very same gradient.
+    Priors, tolerances and optimisers are tuned for gradients. Without this, the squared distance of one step of size
+    0.001 is a million times smaller than that of the same gradient.
     """
     if client.local is None or name not in _POWERS:
         return distance
     length = client.local.lr * max(1, client.local.count(examples // client.members))
-    if name == "l2-and-norm":  # its two terms grow differently: d from d^2 + d, without a difference of near numbers
+    if name == "l2-and-norm":  # its terms scale differently: solve d^2 + d for d, without cancellation
         norm = 2 * distance / (1 + (1 + 4 * distance).sqrt()) / length
         return norm.square() + norm
     return distance / length ** _POWERS[name]
@@ -121,7 +121,7 @@ def _total(parts) -> Tensor:
 
 
 _REFRESH = 50
-"""Iterations between two looks at the other restarts."""
+"""Iterations between two updates of the mean of restarts."""
 
 
 def energy(x: Tensor) -> Tensor:
@@ -129,16 +129,16 @@ def energy(x: Tensor) -> Tensor:
     return x.flatten(2).square().sum(2).clamp_min(1e-24).sqrt().mean(1)
 
 
-def statistics_distance(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> Tensor:
+def statistics_distance(simulated: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> Tensor:
     """Sum the distances of means and of variances over the layers, the first layer ten times (Yin et al. 2021).
 
-    Names are `<layer>.mean` and `<layer>.var`; tensors are [N, channels]. `found` has the layers that ran, as they ran.
+    Names are `<layer>.mean` and `<layer>.var`; tensors are [N, channels]. `simulated` holds layers in execution order.
     """
-    names = [name for name in found if name in wanted]
+    names = [name for name in simulated if name in wanted]
     first = names[0].rpartition(".")[0]
     total: Tensor | None = None
     for name in names:
-        size = (found[name] - wanted[name]).square().sum(1).clamp_min(1e-24).sqrt()
+        size = (simulated[name] - wanted[name]).square().sum(1).clamp_min(1e-24).sqrt()
         size = 10 * size if name.rpartition(".")[0] == first else size
         total = size if total is None else total + size
     assert total is not None, "a model with a BatchNorm prior has a BatchNorm layer"
@@ -146,9 +146,9 @@ def statistics_distance(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor
 
 
 def statistics_wanted(knowledge: Knowledge, simulated_client: Client, target_clients: Tensor, like: Tensor) -> Tensors:
-    """Gather what a BatchNorm prior pulls to: the true batch statistics if granted, else the running ones.
+    """Return the target of a BatchNorm prior: the true batch statistics if granted, else the running ones.
 
-    There is nothing to pull to in a model without such layers.
+    The result is empty for a model without BatchNorm layers.
     """
     granted = {n[11:]: how for n, how in knowledge.tensors.items() if n.startswith("statistics.")}
     known = {n: how.value for n, how in granted.items() if isinstance(how, Known) and how.value is not None}
@@ -161,13 +161,13 @@ def statistics_wanted(knowledge: Knowledge, simulated_client: Client, target_cli
 
 
 class Consensus:
-    """The pull to the mean of a target's restarts, looked at afresh now and then (group consistency, Yin et al. 2021).
+    """Distance from the mean of a target's restarts, updated now and then (group consistency, Yin et al. 2021).
 
-    The distance is the mean square over the pixels. Restarts that have left the batch no longer count.
+    The distance is the mean square over the pixels. Ended restarts do not count.
     """
 
     def __init__(self, restarts: int, register: bool) -> None:
-        """Start without having looked."""
+        """Start without means."""
         self.restarts, self.register = restarts, register
         self._means: dict[int, Tensor] = {}
 
@@ -183,12 +183,12 @@ class Consensus:
         return (x - centre).square().flatten(1).mean(1)
 
     def _mean(self, x: Tensor, target_clients: list[int], target_client: int) -> Tensor:
-        own = x[[place for place, other in enumerate(target_clients) if other == target_client]]
-        return (shifted_onto(own, own.mean(0)) if self.register else own).mean(0)
+        restarts = x[[place for place, other in enumerate(target_clients) if other == target_client]]
+        return (shifted_onto(restarts, restarts.mean(0)) if self.register else restarts).mean(0)
 
 
 def shifted_onto(images: Tensor, reference: Tensor) -> Tensor:
-    """Shift each image [N, B, C, H, W] in whole pixels, around the border, to where it meets the reference best.
+    """Shift each image [N, B, C, H, W] cyclically by whole pixels, to where it matches the reference best.
 
     The best shift is the peak of the circular cross-correlation over all channels.
     """

@@ -1,9 +1,9 @@
-"""Generators of images, and how an attacker with auxiliary images trains one.
+"""Generators of images, and their training on auxiliary data.
 
-The papers attack with generative adversarial networks that others trained for weeks. Here the attack trains one itself,
-in minutes: the decoder of a variational autoencoder (Kingma, Welling 2014), which learns stably from few images and
-whose latent numbers are N(0, 1), as those that a search starts from. Its images are softer than a good adversarial
-network's; who has such a network gives it instead.
+The papers attack with generative adversarial networks that were trained for weeks. Here the attack trains the decoder
+of a variational autoencoder in minutes (Kingma, Welling 2014). It learns stably from few images, and its latent numbers
+are N(0, 1), like the start of a search. Its images are softer than those of a good adversarial network, which you can
+pass instead.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from gradveil.nn.initial_weights import initialise
 _FIRST = 4
 """Height and width of the first feature map."""
 _MOST = 8
-"""A feature map has at most this many times the channels of the last one."""
+"""Largest ratio of the channels of a feature map to those of the last one."""
 _BATCH = 64
-"""Images that one step of the autoencoder learns from."""
+"""Images per training step of the autoencoder."""
 
 
 class Generator(nn.Module):
@@ -40,7 +40,7 @@ class Generator(nn.Module):
     """
 
     def __init__(self, latent: int, shape: tuple[int, ...], width: int, norm: str) -> None:
-        """`width` channels before the last convolution, twice as many in each block before, up to eight times."""
+        """Build blocks with `width` channels before the last convolution, and twice as many in each earlier block."""
         super().__init__()
         self.shape = shape
         blocks = max(0, ceil(log2(max(shape[1:]) / _FIRST)))
@@ -73,7 +73,7 @@ class _Double(nn.Module):
 
 
 def _norm(kind: str, channels: int) -> nn.Module:
-    if kind == "batch":  # by what it is given, as in training: running statistics would be hidden state
+    if kind == "batch":  # always with the statistics of the batch: running statistics would be hidden state
         return nn.BatchNorm2d(channels, track_running_stats=False)
     most = max(1, channels // 16)
     return nn.GroupNorm(next(groups for groups in range(most, 0, -1) if channels % groups == 0), channels)
@@ -97,11 +97,11 @@ class _Encoder(nn.Module):
         return mean, spread.clamp(-10, 10)
 
 
-def taught(images: Tensor, latent: int, width: int, lessons: int, key: Key) -> Generator:
-    """Teach a generator on images [M, C, H, W] in [0, 1]: the decoder of a variational autoencoder.
+def train_generator(images: Tensor, latent: int, width: int, lessons: int, key: Key) -> Generator:
+    """Train a generator on images [M, C, H, W] in [0, 1]: the decoder of a variational autoencoder.
 
-    The spread of the pixels around what is drawn is the best one for each batch, so that likeness and prior are in
-    balance by themselves (Rybkin, Daniilidis, Levine 2021, sigma-VAE): D/2 log(mean squared error) + KL.
+    The noise of the pixels is the optimal one for each batch, which balances the reconstruction error against the prior
+    (Rybkin, Daniilidis, Levine 2021, sigma-VAE): D/2 log(mean squared error) + KL.
     """
     channels, height, width_of = images.shape[1:]
     shape = (int(channels), int(height), int(width_of))
@@ -113,31 +113,31 @@ def taught(images: Tensor, latent: int, width: int, lessons: int, key: Key) -> G
     draw = key.child(Stream.LESSONS).generator()
     for _ in range(lessons):
         places = torch.randint(len(images), (_BATCH,), generator=draw)
-        seen = images[places.to(images.device)]
-        mean, spread = encoder(seen)
+        batch = images[places.to(images.device)]
+        mean, spread = encoder(batch)
         noise = torch.randn(mean.shape, generator=draw).to(mean)
         drawn = decoder(mean + (spread / 2).exp() * noise)
-        error = (drawn - seen).square().mean().clamp_min(1e-6)
-        unlike = (mean.square() + spread.exp() - 1 - spread).sum(1).mean() / 2
+        error = (drawn - batch).square().mean().clamp_min(1e-6)
+        divergence = (mean.square() + spread.exp() - 1 - spread).sum(1).mean() / 2
         optimiser.zero_grad()
-        (seen[0].numel() / 2 * error.log() + unlike).backward()
+        (batch[0].numel() / 2 * error.log() + divergence).backward()
         optimiser.step()
         schedule.step()
     return decoder.requires_grad_(requires_grad=False)
 
 
-def drawn_by(module: nn.Module, weights: dict[str, Tensor], latent: Tensor) -> Tensor:
-    """Let a network draw with each row's own weights [N, ...] from its latent numbers [N, B, Z]."""
-    return torch.func.vmap(lambda own, numbers: functional_call(module, own, (numbers,)))(weights, latent)
+def draw_with(module: nn.Module, weights: dict[str, Tensor], latent: Tensor) -> Tensor:
+    """Draw images of each row with its weights [N, ...] from its latent numbers [N, B, Z]."""
+    return torch.func.vmap(lambda of_row, numbers: functional_call(module, of_row, (numbers,)))(weights, latent)
 
 
-def brought(generator: nn.Module | str) -> nn.Module:
-    """Import a user's own generator, or copy it, so that nothing here changes it."""
-    found = generator if isinstance(generator, nn.Module) else imported(generator, "generator")
-    if not isinstance(found, nn.Module):
-        if not callable(found):
-            raise fail("generator", f"is {type(found).__name__}, not a module", "name a torch.nn.Module")
-        found = called("generator", "making it", found)
-    if not isinstance(found, nn.Module):
-        raise fail("generator", f"is {type(found).__name__}, not a module", "return a torch.nn.Module")
-    return deepcopy(found).eval().requires_grad_(requires_grad=False)
+def custom_generator(generator: nn.Module | str) -> nn.Module:
+    """Import a custom generator, or copy it, so that the attack does not change it."""
+    module = generator if isinstance(generator, nn.Module) else imported(generator, "generator")
+    if not isinstance(module, nn.Module):
+        if not callable(module):
+            raise fail("generator", f"is {type(module).__name__}, not a module", "name a torch.nn.Module")
+        module = called("generator", "making it", module)
+    if not isinstance(module, nn.Module):
+        raise fail("generator", f"is {type(module).__name__}, not a module", "return a torch.nn.Module")
+    return deepcopy(module).eval().requires_grad_(requires_grad=False)

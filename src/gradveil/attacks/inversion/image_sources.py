@@ -1,8 +1,4 @@
-"""Variables that an inversion searches, and the images that they make.
-
-Pixels are one choice. Behind a generator the variables are the weights of a network, or the numbers that it draws from,
-and only images that the network can draw are found.
-"""
+"""Search spaces of an inversion: pixels, the weights of a generator, or its latent numbers."""
 
 from __future__ import annotations
 
@@ -14,7 +10,7 @@ from typing import Annotated, ClassVar, Literal, Protocol
 import torch
 from torch import Tensor, nn
 
-from gradveil.attacks.inversion.generators import Generator, brought, drawn_by, taught
+from gradveil.attacks.inversion.generators import Generator, custom_generator, draw_with, train_generator
 from gradveil.core.errors import GradveilError, Problem, refuse
 from gradveil.core.noise import Key
 from gradveil.core.settings import Checked, Count, Positive, Share, Strength, TextValue
@@ -24,20 +20,20 @@ from gradveil.nn.initial_weights import initialise
 from gradveil.nn.weight_files import fingerprint
 
 INPUTS, TARGETS = "inputs", "targets"
-"""Names of the variables that are no random tensors of the client: the examples sought, and their labels."""
+"""Names of the variables that are not random tensors of the client: the inputs and their labels."""
 LATENT, WEIGHTS = "images.latent", "images.weights"
-"""Names of the numbers that a generator draws from, and of its weights."""
-Latent = Annotated[Count, "Numbers that the generator draws from."]
+"""Names of a generator's latent numbers and of its weights."""
+Latent = Annotated[Count, "Latent numbers of the generator."]
 Width = Annotated[Count, "Channels of the generator's last feature map."]
 _FEWEST = 2
-"""Public images that a generator can be taught on, at least."""
+"""Fewest public images on which a generator can be trained."""
 _SLACK = 0.1
-"""How far outside of [0, 1] a custom generator may draw: those without a last bound overshoot a little."""
+"""Distance outside of [0, 1] that custom generators may reach: those without a bounded output overshoot a little."""
 
 
 @dataclass(frozen=True)
 class Canvas:
-    """What is to be drawn for each row: images [B, C, H, W] between two bounds, and labels if they are sought too."""
+    """Shape and bounds of a row's images [B, C, H, W], and its labels if they are searched too."""
 
     examples: int
     shape: tuple[int, ...]
@@ -46,39 +42,39 @@ class Canvas:
     classes: int
     joint: bool
     start: Literal["normal", "uniform", "solved"]
-    """What pixels look like at first."""
+    """Law of the first pixels."""
 
-    def framed(self, images: Tensor) -> Tensor:
-        """Bring images from [0, 1] to the range of valid inputs."""
+    def scaled(self, images: Tensor) -> Tensor:
+        """Scale images in [0, 1] to the range of valid inputs."""
         return self.lower + (self.upper - self.lower) * images
 
 
 class Drawing(Protocol):
-    """Where the images of one call come from."""
+    """The images of one call as a function of variables and constants."""
 
     @property
     def labelled(self) -> bool:
-        """Whether it makes the labels too."""
+        """True if it draws the labels too."""
         ...
 
     def start(self, key: Key) -> tuple[Tensors, Tensors]:
-        """Draw a row's variables, and what of it stays as it is."""
+        """Draw the variables and the constants of a row."""
         ...
 
     def learn(self, public: Tensor | None, key: Key) -> None:
-        """Learn what can be learnt before the attack."""
+        """Train on auxiliary data before the attack."""
         ...
 
     def draw(self, variables: Tensors, constants: Tensors) -> tuple[Tensor, Tensor | None]:
-        """Make every row's images [N, B, ...], and the logits of their labels [N, B, K] where it makes those too."""
+        """Return every row's images [N, B, ...], and the logits of their labels [N, B, K] if it draws those."""
         ...
 
     def penalty(self, variables: Tensors, constants: Tensors) -> Tensor | None:
-        """Return how unlikely the latent numbers of every row are [N], if their law is known."""
+        """Return the penalty [N] of every row's latent numbers, if they have one."""
         ...
 
     def tuned(self, rows: int) -> Tensors:
-        """Return what is searched in the second part of the budget: nothing where there is none."""
+        """Return the variables of the second part of the budget, if there is one."""
         ...
 
 
@@ -87,11 +83,11 @@ class Pixels:
     """The images are the variables."""
 
     def open(self, canvas: Canvas, key: Key) -> _Pixels:
-        """Get ready for a call."""
+        """Prepare a call."""
         return _Pixels(canvas)
 
     def problems(self, shape: tuple[int, ...], public: int | None) -> Iterator[Problem]:
-        """Find nothing in the way."""
+        """Accept any data."""
         yield from ()
 
 
@@ -122,9 +118,9 @@ class _Pixels:
 
 @dataclass(frozen=True)
 class Untrained(Checked):
-    """A generator that knows nothing, with weights of its own for each row: it learns from the update alone (GRNN).
+    """An untrained generator with separate weights for each row, which are fitted to the update (GRNN).
 
-    What it draws from stays as it was drawn, and labels, if they are sought, are a linear layer's.
+    The latent numbers do not change. A linear layer draws the labels if they are searched.
     """
 
     latent: Latent = 128
@@ -132,11 +128,11 @@ class Untrained(Checked):
     label: ClassVar[str] = "attack"
 
     def open(self, canvas: Canvas, key: Key) -> _Untrained:
-        """Get ready for a call."""
+        """Prepare a call."""
         return _Untrained(self.latent, canvas, _WithLabels(self, canvas).to(canvas.lower))
 
     def problems(self, shape: tuple[int, ...], public: int | None) -> Iterator[Problem]:
-        """Find nothing in the way."""
+        """Accept any data."""
         yield from ()
 
 
@@ -162,16 +158,16 @@ class _Untrained:
         return self.canvas.joint
 
     def start(self, key: Key) -> tuple[Tensors, Tensors]:
-        own = initialise(deepcopy(self.network), key.child(WEIGHTS).generator())
-        weights = {name: value.detach().cpu() for name, value in own.named_parameters()}
+        network = initialise(deepcopy(self.network), key.child(WEIGHTS).generator())
+        weights = {name: value.detach().cpu() for name, value in network.named_parameters()}
         return under(WEIGHTS, weights), {LATENT: _normal((self.canvas.examples, self.latent), self.canvas, key)}
 
     def learn(self, public: Tensor | None, key: Key) -> None:
         """Learn nothing."""
 
     def draw(self, variables: Tensors, constants: Tensors) -> tuple[Tensor, Tensor | None]:
-        images, *logits = drawn_by(self.network, select(variables, WEIGHTS), constants[LATENT])
-        return self.canvas.framed(images), logits[0] if logits else None
+        images, *logits = draw_with(self.network, select(variables, WEIGHTS), constants[LATENT])
+        return self.canvas.scaled(images), logits[0] if logits else None
 
     def penalty(self, variables: Tensors, constants: Tensors) -> None:
         return None
@@ -182,11 +178,11 @@ class _Untrained:
 
 @dataclass(frozen=True)
 class Trained:
-    """A generator that has learnt what images look like: the numbers that it draws from are searched (GIAS, GGL).
+    """A trained generator whose latent numbers are searched (GIAS, GGL).
 
-    The attacker trains one on the public images, or brings a `generator`: a module, or the import path of one or
-    of what makes one, from [B, latent] to [B, C, H, W] in [0, 1]. With `tuned` this share of the budget goes on with
-    each row's own weights of the generator, from the latent numbers that were found.
+    The attack trains it on public images, or uses a custom `generator`: a module, or the import path of a module or of
+    a function that returns one, from [B, latent] to [B, C, H, W] in [0, 1]. `tuned` is the share of the budget in which
+    the weights are searched for each row, with the best latent numbers.
     """
 
     latent: Latent = 32
@@ -197,40 +193,40 @@ class Trained:
     tuning: Annotated[Positive, "Step size of the generator's weights."] = 1e-3
     generator: Annotated[
         nn.Module | str | None,
-        TextValue("a module of your own, 'pkg.module:name'"),
-        "Generator that is not trained here.",
+        TextValue("a custom module, 'pkg.module:name'"),
+        "Custom generator, which is not trained.",
     ] = None
 
     def open(self, canvas: Canvas, key: Key) -> _Trained:
-        """Get ready for a call; a generator of the attack's own knows nothing until it is trained."""
+        """Prepare a call; the attack's generator has random weights until it is trained."""
         if self.generator is None:
             network: nn.Module = Generator(self.latent, canvas.shape, self.width, "group").to(canvas.lower)
             return _Trained(self, canvas, initialise(network, key.generator()).requires_grad_(requires_grad=False))
         refuse(list(self.problems(canvas.shape, None)))
-        return _Trained(self, canvas, brought(self.generator).to(canvas.lower))
+        return _Trained(self, canvas, custom_generator(self.generator).to(canvas.lower))
 
     def problems(self, shape: tuple[int, ...], public: int | None) -> Iterator[Problem]:
-        """Refuse where nothing is there to learn from (`public` images; None: unknown), and images of another shape."""
+        """Refuse too few `public` images (None: unknown) and generators of other images."""
         if self.generator is None:
             if public is not None and public < _FEWEST:
-                remedy = "audit data with a public split, give public= from Python, or bring a generator"
-                yield Problem("data", "there are no public images to teach a generator on", remedy)
+                fix = "audit data with a public split, give public= from Python, or pass a generator"
+                yield Problem("data", "there are no public images to train a generator on", fix)
             return
         try:
-            network = brought(self.generator)
+            network = custom_generator(self.generator)
             blank = next(network.parameters(), torch.zeros(())).new_zeros(2, self.latent)
             with torch.no_grad():
-                found = called("generator", "the generator", lambda: network(blank))
+                images = called("generator", "the generator", lambda: network(blank))
         except GradveilError as error:
             yield from error.problems
             return
-        drawn = tuple(found.shape) if isinstance(found, Tensor) else type(found).__name__
-        if drawn != (2, *shape):
-            what = f"returns {drawn} for [2, {self.latent}]"
-            yield Problem("generator", what, f"return images {(2, *shape)} with values in [0, 1], or set latent=")
-        elif not float(found.min()) > -_SLACK or not float(found.max()) < 1 + _SLACK:
-            what = f"draws values from {float(found.min()):.2g} to {float(found.max()):.2g}"
-            yield Problem("generator", what, "return images with values in [0, 1]: of a tanh, (x + 1) / 2")
+        returned = tuple(images.shape) if isinstance(images, Tensor) else type(images).__name__
+        if returned != (2, *shape):
+            problem = f"returns {returned} for [2, {self.latent}]"
+            yield Problem("generator", problem, f"return images {(2, *shape)} with values in [0, 1], or set latent=")
+        elif not float(images.min()) > -_SLACK or not float(images.max()) < 1 + _SLACK:
+            problem = f"draws values from {float(images.min()):.2g} to {float(images.max()):.2g}"
+            yield Problem("generator", problem, "return images with values in [0, 1]: of a tanh, (x + 1) / 2")
 
 
 @dataclass
@@ -241,14 +237,14 @@ class _Trained:
     labelled = False
 
     def learn(self, public: Tensor | None, key: Key) -> None:
-        """Train the generator, unless it was brought or this process has trained it: it depends on no update."""
+        """Train the generator, unless it is custom or this process has trained it: it depends on no update."""
         if self.images.generator is not None:
             return
         refuse(list(self.images.problems(self.canvas.shape, 0 if public is None else len(public))))
         assert public is not None
         images, canvas = self.images, self.canvas
         pixels = ((public.to(canvas.lower) - canvas.lower) / (canvas.upper - canvas.lower)).clamp(0, 1)
-        lesson = (
+        training = (
             fingerprint({"public": pixels.cpu()}),
             images.latent,
             images.width,
@@ -256,11 +252,11 @@ class _Trained:
             key,
             pixels.device,
         )
-        if lesson not in _TAUGHT:
-            while len(_TAUGHT) >= _REMEMBERED:
-                _TAUGHT.pop(next(iter(_TAUGHT)))
-            _TAUGHT[lesson] = taught(pixels, images.latent, images.width, images.lessons, key)
-        self.network = _TAUGHT[lesson]
+        if training not in _CACHE:
+            while len(_CACHE) >= _CACHED:
+                _CACHE.pop(next(iter(_CACHE)))
+            _CACHE[training] = train_generator(pixels, images.latent, images.width, images.lessons, key)
+        self.network = _CACHE[training]
 
     def start(self, key: Key) -> tuple[Tensors, Tensors]:
         return {LATENT: _normal((self.canvas.examples, self.images.latent), self.canvas, key)}, {}
@@ -268,10 +264,10 @@ class _Trained:
     def draw(self, variables: Tensors, constants: Tensors) -> tuple[Tensor, None]:
         latent = _latent(variables, constants)
         if weights := select(variables, WEIGHTS):
-            drawn = drawn_by(self.network, weights, latent)
+            drawn = draw_with(self.network, weights, latent)
         else:
             drawn = self.network(latent.flatten(0, 1)).unflatten(0, latent.shape[:2])
-        return self.canvas.framed(drawn), None
+        return self.canvas.scaled(drawn), None
 
     def penalty(self, variables: Tensors, constants: Tensors) -> Tensor | None:
         if not self.images.prior:
@@ -284,7 +280,7 @@ class _Trained:
 
 
 def _latent(variables: Tensors, constants: Tensors) -> Tensor:
-    """Return what a generator draws from: searched, or left as it was found."""
+    """Return a generator's latent numbers, which are variables or constants."""
     return variables[LATENT] if LATENT in variables else constants[LATENT]
 
 
@@ -292,9 +288,9 @@ def _normal(shape: tuple[int, ...], canvas: Canvas, key: Key) -> Tensor:
     return torch.randn(shape, dtype=canvas.lower.dtype, generator=key.child(LATENT).generator())
 
 
-_REMEMBERED = 4
-_TAUGHT: dict[tuple[object, ...], Generator] = {}
-"""What this process has taught: every trial of a run would teach the same."""
+_CACHED = 4
+_CACHE: dict[tuple[object, ...], Generator] = {}
+"""Generators that this process has trained: every trial of a run needs the same."""
 
 Images = Pixels | Untrained | Trained
-"""What the images of an inversion can be drawn from."""
+"""The search spaces of images."""

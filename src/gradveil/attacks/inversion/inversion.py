@@ -1,7 +1,7 @@
 """The optimisation attack: one loop, of which the papers' attacks are settings.
 
-The attacker runs the simulated client on dummy inputs, compares with what was sent, and descends on everything unknown.
-Target clients x restarts are the rows of one batch.
+The attacker runs the simulated client on dummy inputs, compares the result with the observed update, and descends on
+all unknown tensors. Target clients x restarts are the rows of one batch.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from gradveil.attacks.inversion.descent import CONVERGED, STATUSES, Solution, jo
 from gradveil.attacks.inversion.distances import statistics_wanted
 from gradveil.attacks.inversion.image_sources import INPUTS, TARGETS
 from gradveil.attacks.inversion.inversion_settings import InversionSettings
-from gradveil.attacks.inversion.problem import Rows
-from gradveil.attacks.inversion.solve import rows_at_once, searched
+from gradveil.attacks.inversion.problem import InversionProblem
+from gradveil.attacks.inversion.solve import rows_at_once, search_rows
 from gradveil.attacks.knowledge import Knowledge
 from gradveil.attacks.labels import label_problems
 from gradveil.attacks.protocol import Observation, Progress, Prospect, Reconstruction, Remark
@@ -32,7 +32,7 @@ from gradveil.gradients.fused import written_bytes
 from gradveil.nn.module_paths import downstream
 
 _VALUES = 2**26
-"""Numbers of updates that are compared at once."""
+"""Largest number of update entries that are compared at once."""
 
 
 @dataclass(frozen=True)
@@ -40,24 +40,23 @@ class Inversion(InversionSettings):
     """The one optimisation attack: its settings, run on observations."""
 
     def problems(self, prospect: Prospect) -> Iterator[Problem]:
-        """Refuse labels that cannot be read off, and a distance with nothing left to compare."""
+        """Refuse labels that cannot be read off, and a distance that compares no layer."""
         yield from label_problems(self.labels, prospect)
         yield from self.images.problems(prospect.shape, prospect.public)
         if self.subtract and self.simulated_client == "naive":
-            what = "takes additive noise off what was sent, and this attacker ignores the defence that adds it"
-            yield Problem(
-                "additive=subtracted", what, "set simulated_client=full, or choose an attack that does: wiig, cdia"
-            )
+            problem = "subtracts additive noise, and this attacker ignores the defence that adds it"
+            fix = "set simulated_client=full, or choose an attack that does: wiig, cdia"
+            yield Problem("additive=subtracted", problem, fix)
         if self.solver is not None:
-            remedy = "leave start=solved out: it is for models whose first layer shows its input"
-            found = self.solver.problems(prospect)
-            yield from (replace(p, where=f"start=solved: {p.where}", remedy=remedy) for p in found)
+            fix = "leave start=solved out: it is for models whose first layer reveals its input"
+            for problem in self.solver.problems(prospect):
+                yield replace(problem, where=f"start=solved: {problem.where}", remedy=fix)
         if self.ignore == "stochastic":
             example = next(iter(prospect.simulated_client.params().values()))
             reached = downstream(prospect.simulated_client.model, example.new_zeros((1, *prospect.shape)))
             if not set(prospect.simulated_client.trained()) - reached:
-                what = "leaves out what a bottleneck's noise reaches, and that is every trained layer"
-                yield Problem("ignore", what, "choose an attack that optimises the noise: vbia, cdia")
+                problem = "leaves out the layers that a bottleneck's noise reaches, and that is every trained layer"
+                yield Problem("ignore", problem, "choose an attack that optimises the noise: vbia, cdia")
 
     def __call__(
         self,
@@ -70,27 +69,27 @@ class Inversion(InversionSettings):
     ) -> Reconstruction:
         """Reconstruct every target client's batch from the observed updates."""
         began = time.perf_counter()
-        scene = Rows(self, observations, simulated_client, knowledge, key)
-        scene.learn()
-        rows = len(scene)
-        chunks = tuple(plan) or _plan(self, scene)
+        problem = InversionProblem(self, observations, simulated_client, knowledge, key)
+        problem.learn()
+        rows = len(problem)
+        chunks = tuple(plan) or _plan(self, problem)
         if sum(chunks) != rows:
             raise fail("attack.plan", f"covers {sum(chunks)} rows of {rows}", "give the plan of the same attack")
-        done, parts = 0, []
-        solver, seen = self.solver, observations[:1] if self.rounds == "first" else observations
-        solved = solver(seen, simulated_client, knowledge, key.child(Stream.SOLVED)).inputs if solver else None
+        done, parts = 0, list[Solution]()
+        solver, rounds = self.solver, observations[:1] if self.rounds == "first" else observations
+        solved = solver(rounds, simulated_client, knowledge, key.child(Stream.SOLVED)).inputs if solver else None
         for size in chunks:
             report = _reporter(progress, self, rows, done, size) if progress else None
-            parts.append(searched(self, scene, range(done, done + size), solved, report))
+            parts.append(search_rows(self, problem, range(done, done + size), solved, report))
             done += size
-        found = _reconstruction(self, scene, joined(parts), time.perf_counter() - began, chunks)
-        return undone(found, simulated_client, knowledge) if self.undo else found
+        result = _reconstruction(self, problem, joined(parts), time.perf_counter() - began, chunks)
+        return undone(result, simulated_client, knowledge) if self.undo else result
 
     def plan(
         self, observations: Sequence[Observation], simulated_client: Client, knowledge: Knowledge, key: Key
     ) -> tuple[int, ...]:
-        """Choose how many rows to work on at once on this machine: what a call without a plan would take."""
-        return _plan(self, Rows(self, observations, simulated_client, knowledge, key))
+        """Choose the rows of each chunk for this machine, as a call without a plan does."""
+        return _plan(self, InversionProblem(self, observations, simulated_client, knowledge, key))
 
     def evaluate(
         self,
@@ -102,9 +101,10 @@ class Inversion(InversionSettings):
         noise: Mapping[str, Tensor],
         plan: Sequence[int] = (),
     ) -> Tensor:
-        """Return the objective [V] at inputs [V, B, ...]; what is optimised besides takes its value in `noise`."""
-        scene = Rows(self, observations, simulated_client, knowledge, key)
-        return torch.cat([scene.at(some, inputs, noise) for some in _chunks(range(scene.target_clients), plan)])
+        """Return the objective [V] at inputs [V, B, ...]; other optimised tensors take their values from `noise`."""
+        problem = InversionProblem(self, observations, simulated_client, knowledge, key)
+        chunks = _chunks(range(problem.target_clients), plan)
+        return torch.cat([problem.objective_at(chunk, inputs, noise) for chunk in chunks])
 
     def match(
         self,
@@ -116,60 +116,70 @@ class Inversion(InversionSettings):
         noise: Mapping[str, Tensor],
         plan: Sequence[int] = (),
     ) -> Tensor:
-        """Return `Reconstruction.match` at inputs [V, B, ...], as `evaluate` takes them."""
-        scene = Rows(self, observations, simulated_client, knowledge, key)
-        rows = _chunks(range(scene.target_clients), [min(_at_once(scene), max(plan, default=1))])
-        return torch.cat([scene.match_at(some, inputs, noise) for some in rows])
+        """Return `Reconstruction.match` at inputs [V, B, ...], with the arguments of `evaluate`."""
+        problem = InversionProblem(self, observations, simulated_client, knowledge, key)
+        chunks = _chunks(range(problem.target_clients), [min(_most_compared(problem), max(plan, default=1))])
+        return torch.cat([problem.match_at(chunk, inputs, noise) for chunk in chunks])
 
 
 def _chunks(rows: Sequence[int], plan: Sequence[int]) -> list[list[int]]:
-    """Part rows, so that no more of them are worked on at once than the plan has it."""
-    return [some.tolist() for some in torch.tensor(list(rows)).split(max(1, max(plan, default=1)))]
+    """Split rows into chunks of at most the plan's largest size."""
+    return [chunk.tolist() for chunk in torch.tensor(list(rows)).split(max(1, max(plan, default=1)))]
 
 
-def _at_once(scene: Rows) -> int:
-    """Count the rows whose updates are compared at once: a search need not make them, and makes do with less memory."""
-    return max(1, _VALUES // sum(value[0].numel() for r in scene.rounds for value in r.observed.values()))
+def _most_compared(problem: InversionProblem) -> int:
+    """Return how many rows' updates fit into memory. A search needs less memory, as it need not form the updates."""
+    return max(1, _VALUES // sum(value[0].numel() for r in problem.rounds for value in r.observed.values()))
 
 
-def _plan(attack: InversionSettings, scene: Rows) -> tuple[int, ...]:
-    """Choose how many rows to work on at once from what one row keeps for its derivative."""
-    variables, constants = scene.start([0])
-    streams = scene.draws.streams([0])
+def _plan(attack: InversionSettings, problem: InversionProblem) -> tuple[int, ...]:
+    """Choose the rows of each chunk from the memory that one row writes for its derivative."""
+    variables, constants = problem.start([0])
+    streams = problem.draws.streams([0])
     live = {n: v.requires_grad_(not attack.evolves) for n, v in variables.items()}
-    live |= scene.drawing.tuned(1)
+    live |= problem.drawing.tuned(1)
     number = torch.zeros(1, dtype=torch.long)
     stepper = replace(attack.coupled.stepper, population=1) if attack.evolves else attack.coupled.stepper
-    kept = sum(v.numel() * v.element_size() for v in stepper.init(live).values())
+    state = sum(v.numel() * v.element_size() for v in stepper.init(live).values())
     # The first call of a shape also runs the reference, so the second one is counted.
-    written = [written_bytes(lambda: scene.loss(live, constants, number, streams)) for _ in range(2)][-1]
-    size = rows_at_once(written + kept, len(scene), scene.device)
-    if attack.together:  # a target client's restarts look at each other
+    written = [written_bytes(lambda: problem.loss(live, constants, number, streams)) for _ in range(2)][-1]
+    size = rows_at_once(written + state, len(problem), problem.device)
+    if attack.together:  # the restarts of a target client depend on each other
         size = max(size // attack.restarts, 1) * attack.restarts
-    full, rest = divmod(len(scene), size)
+    full, rest = divmod(len(problem), size)
     return (size,) * full + ((rest,) if rest else ())
 
 
 def _reconstruction(
-    attack: InversionSettings, scene: Rows, solution: Solution, seconds: float, plan: tuple[int, ...]
+    attack: InversionSettings, problem: InversionProblem, solution: Solution, seconds: float, plan: tuple[int, ...]
 ) -> Reconstruction:
     """Choose each target client's restart by the attacker's own objective."""
-    shape = (scene.target_clients, attack.restarts)
+    shape = (problem.target_clients, attack.restarts)
     objectives = solution.objective.view(shape)
-    # The first restart to reach the tolerance ends the others of its chunk: what those of another chunk would still
-    # have found must not count, or the plan would choose.
+    # The first restart to reach the tolerance ends the others of its chunk. Later results of another chunk must not
+    # count, or the choice would depend on the plan.
     solved = (solution.status == CONVERGED).view(shape)
     first = torch.where(solved, solution.iterations.view(shape), torch.iinfo(torch.long).max)
     best = solved & (first == first.min(1, keepdim=True).values) | ~solved.any(1, keepdim=True)
     chosen = torch.where(best, objectives, torch.inf).argmin(1)
-    rows = torch.arange(scene.target_clients, device=chosen.device) * attack.restarts + chosen
+    rows = torch.arange(problem.target_clients, device=chosen.device) * attack.restarts + chosen
     joint = solution.variables.get(TARGETS)
-    targets = scene.labels if joint is None else joint[rows].argmax(-1)
+    targets = problem.labels if joint is None else joint[rows].argmax(-1)
     assert targets is not None
     final = solution.variables[INPUTS][rows]
-    compared = _chunks(rows.tolist(), [min(_at_once(scene), max(plan))])
-    # After the last row had ended, nothing changed any more.
-    trace = {n: _best_of(*solution.trace[n], shape) if n in solution.trace else final for n in attack.points()}
+    compared = _chunks(rows.tolist(), [min(_most_compared(problem), max(plan))])
+    trace = dict[int, Tensor]()
+    for point in attack.points():
+        if point in solution.trace:  # choose the restart with the best objective at that point
+            images, values = solution.trace[point]
+            best_then = values.view(shape).argmin(1)
+            trace[point] = images.unflatten(0, shape)[torch.arange(shape[0], device=best_then.device), best_then]
+        else:  # every row had ended
+            trace[point] = final
+    remarks: tuple[Remark, ...] = ()
+    first = torch.zeros(1, dtype=torch.long, device=problem.device)
+    if attack.batchnorm and not statistics_wanted(problem.knowledge, problem.simulated_client, first, problem.example):
+        remarks = (Remark("its BatchNorm prior is left out: the model has no running statistics", (0,)),)
     return Reconstruction(
         inputs=final,
         targets=targets,
@@ -182,29 +192,15 @@ def _reconstruction(
         initial=solution.initial[rows],
         plan=plan,
         trace=trace,
-        remarks=_remarks(attack, scene),
-        match=torch.cat([scene.match(some, take(solution.variables, some)) for some in compared]),
+        remarks=remarks,
+        match=torch.cat([problem.match(chunk, take(solution.variables, chunk)) for chunk in compared]),
     )
-
-
-def _remarks(attack: InversionSettings, scene: Rows) -> tuple[Remark, ...]:
-    """Return remarks on what an attack was to do and could not."""
-    first = torch.zeros(1, dtype=torch.long, device=scene.device)
-    if not attack.batchnorm or statistics_wanted(scene.knowledge, scene.simulated_client, first, scene.example):
-        return ()
-    return (Remark("its BatchNorm prior is left out: the model carries no running statistics", (0,)),)
-
-
-def _best_of(values: Tensor, objectives: Tensor, shape: tuple[int, int]) -> Tensor:
-    """Choose each target client's restart as it would have been chosen then."""
-    chosen = objectives.view(shape).argmin(1)
-    return values.unflatten(0, shape)[torch.arange(shape[0], device=chosen.device), chosen]
 
 
 def _reporter(
     progress: Callable[[Progress], None], attack: InversionSettings, rows: int, done: int, size: int
 ) -> Callable[[int, Tensor], None]:
-    """Translate a chunk's report into the attack's."""
+    """Convert the report of a chunk to that of the attack."""
     budget = attack.descent.iterations
 
     def report(iteration: int, objectives: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Settings of the optimisation attack, and what follows from them."""
+"""Settings of the optimisation attack, and values derived from them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from gradveil.core.settings import Checked, Choice, Count, Range, Strength
 
 @dataclass(frozen=True)
 class InversionSettings(Checked):
-    """Settings of the one optimisation attack. `name` is what reports call it."""
+    """Settings of the one optimisation attack. Reports show its `name`."""
 
     name: str
     objective: Annotated[str, Choice(tuple(OBJECTIVES)), "Distance between the observed and the simulated update."] = (
@@ -40,7 +40,7 @@ class InversionSettings(Checked):
     ] = "naive"
     knowledge: Mapping[str, How] = field(default_factory=dict)
     images: Images = field(default_factory=Pixels)
-    """What is searched: pixels, the weights of a generator, or what a generator draws from."""
+    """Search space: pixels, the weights of a generator, or its latent numbers."""
     rounds: Annotated[
         Literal["first", "last", "all"], "Observed rounds that are attacked; all share the client's examples."
     ] = "last"
@@ -55,8 +55,8 @@ class InversionSettings(Checked):
     langevin: Annotated[Strength, "Standard deviation of the noise after each step, in units of the step size."] = 0.0
     whiten: Annotated[bool, "Compare in units of the additive noise that each entry gets from the client."] = False
     subtract: bool = False
-    """Take additive noise that is known off what was sent, where the images make no difference to what it adds."""
-    undo: Annotated[bool, "Search what the client trained on, and undo the batch defence afterwards."] = False
+    """Subtract known additive noise from the observed update, if its contribution does not depend on the images."""
+    undo: Annotated[bool, "Search the images that the client trained on, then undo the batch defence."] = False
     step_size: Annotated[
         float | None,
         Range(0, low_open=True, optional=True),
@@ -65,55 +65,56 @@ class InversionSettings(Checked):
 
     @property
     def together(self) -> bool:
-        """Whether the restarts of a target client look at each other, so that they must be worked on at once."""
+        """True if the restarts of a target client depend on each other, and must be in one chunk."""
         return self.restarts > 1 and (self.group > 0 or self.descent.halving or self.evolves)
 
     @property
     def evolves(self) -> bool:
-        """Whether the restarts of a target client are the candidates of one population."""
+        """True if the restarts of a target client are the candidates of one population."""
         return isinstance(self.descent.stepper, CMAES)
 
     @property
     def coupled(self) -> Descent:
-        """The descent, with the restarts as its population if it has one."""
+        """The descent, with the number of restarts as its population size if it has one."""
         stepper = self.descent.stepper
         if not isinstance(stepper, CMAES):
             return self.descent
         return replace(self.descent, stepper=replace(stepper, population=self.restarts))
 
     def conflicts(self, sound: bool) -> Iterator[Problem]:
-        """Refuse settings that have no meaning together."""
+        """Refuse contradictory settings."""
         if not sound:
             return
         if not isinstance(self.images, Pixels):
-            what = "is for attacks that search pixels, this one has a generator draw them"
-            given = (("start", self.start != "normal"), ("langevin", self.langevin > 0))
-            yield from (Problem(f"{self.name}.{setting}", what, "leave it out") for setting, wrong in given if wrong)
+            problem = "is for attacks that search pixels, but in this one a generator draws the images"
+            conflicts = (("start", self.start != "normal"), ("langevin", self.langevin > 0))
+            for setting in (setting for setting, is_set in conflicts if is_set):
+                yield Problem(f"{self.name}.{setting}", problem, "leave it out")
         if self.evolves and self.descent.halving:
-            what = "lets restarts go, and these are one population: its generations would have no size"
-            yield Problem(f"{self.name}.halving", what, "leave it out")
+            problem = "drops restarts, but these are a population, whose size must not change"
+            yield Problem(f"{self.name}.halving", problem, "leave it out")
         if self.evolves and self.restarts == 1:
-            what = "is 1, and restarts are the candidates of a population here"
-            yield Problem(f"{self.name}.restarts", what, "give at least 2, better 50")
+            problem = "is 1, but restarts are the candidates of a population here"
+            yield Problem(f"{self.name}.restarts", problem, "give at least 2, better 50")
         if self.undo and self.simulated_client == "naive":
-            what = "undoes a batch defence, and this attacker ignores the defence"
-            yield Problem(f"{self.name}.undo", what, "set simulated_client=full")
+            problem = "undoes a batch defence, but this attacker ignores the defence"
+            yield Problem(f"{self.name}.undo", problem, "set simulated_client=full")
 
     @property
     def solver(self) -> Analytic | None:
-        """The closed form that the first restart starts from, if it does; who knows the defence weighs it by that."""
+        """The analytic attack from which the first restart starts, if any; adaptive attacks give it a prior."""
         if self.start != "solved":
             return None
         prior = "public" if self.simulated_client == "full" and "public" in self.knowledge else "none"
         return Analytic(labels="restore" if self.labels == "joint" else self.labels, prior=prior)
 
     def believed(self, client: Client) -> Client:
-        """Return the client with what the attacker guesses of its local training; without a defence that is undone."""
+        """Return the client with the assumed step size, and without a batch defence that is undone."""
         client = replace(client, batch=()) if self.undo else client
         if self.step_size is None or client.local is None:
             return client
         return replace(client, local=replace(client.local, lr=self.step_size))
 
     def points(self) -> list[int]:
-        """List the iterations after which the best images so far are noted: 1/2, 1/4, … of the budget, seven times."""
+        """List the iterations after which the best images are recorded: 1/2, 1/4, … of the budget, seven times."""
         return sorted({self.descent.iterations >> halving for halving in range(1, 8)} - {0})

@@ -1,16 +1,18 @@
-"""Known noise: subtract what side information reveals, and weigh entries by the noise added to them.
+"""Additive noise: subtract known noise, and weight entries by the variance of unknown noise.
 
-An attacker who is told the noise may put the same noise into the simulated update. But once it is as long as the
-gradient, two updates that share it look alike whatever the images; taken off the sent update, nothing of it is left.
+An attacker with the noise as side information could add it to the simulated update. But if the noise is as long as the
+gradient, two updates that share it resemble each other for any images. Subtracting it from the observed update avoids
+this.
 
-Noise of the same variance everywhere leaves the distance between two updates a log likelihood. Where the variances
-s_i^2 differ, that is sum_i (g_i - sent_i)^2 / s_i^2. They may depend on the data (`optimal-noise`), so they are not
-granted: the attacker infers them at the reconstruction, now and then. On linear models that halves the error and more
-where noise is moderate; where it is so strong that the candidate stays far from the truth, so do the variances.
+If noise has the same variance everywhere, the squared distance between two updates is a log likelihood. If variances
+s_i^2 differ, the log likelihood is sum_i (g_i - sent_i)^2 / s_i^2. The variances may depend on the data
+(`optimal-noise`), so they are not granted: the attacker infers them at the reconstruction, now and then. On linear
+models this at least halves the error under moderate noise. Under strong noise the reconstruction stays far from the
+ground truth, and so do the variances.
 
-What is rounded at random (`quantise`, `ternary`) has different variances, too: (s/L)^2 f (1 - f) for an entry whose
-place between two levels is f. They are not weighed by: near a level a wrong candidate calls an entry free of noise. On
-a CNN's digits that gains nothing, and mostly loses where levels are few (in five of six random streams).
+Random rounding (`quantise`, `ternary`) has different variances, too: (s/L)^2 f (1 - f) for an entry at the fraction f
+between two levels. They are not used as weights: near a level, a wrong reconstruction makes an entry look free of
+noise. On a CNN's digits weighting gains nothing, and mostly loses if levels are few (in five of six random streams).
 """
 
 from __future__ import annotations
@@ -26,13 +28,13 @@ from gradveil.core.tree import Tensors, stack, tmap
 from gradveil.core.types import Batch
 
 LEAST = 1e-3
-"""Share of its length by which what is added may seem to depend on the images."""
+"""Relative difference up to which a contribution counts as independent of the images."""
 ROUNDING = 1e-6
-"""The same, of the length of the update: in float32 the difference of two updates is known no better."""
+"""The same relative to the length of the update, for float32's rounding of the difference of two updates."""
 
 
 def size(described: Noise) -> float:
-    """Return the standard deviation of normal or Laplacian noise, zero of all other.
+    """Return the standard deviation of normal or Laplace noise, and zero for other laws.
 
     >>> size(Noise((2,), Normal(3.0)))
     3.0
@@ -42,17 +44,17 @@ def size(described: Noise) -> float:
 
 
 def stages(spec: Mapping[str, Noise], params: Mapping[str, Tensor]) -> list[list[str]]:
-    """List the names of the additive noise of each stage: normal or Laplacian, named and shaped like a parameter."""
-    found: dict[str, list[str]] = {}
+    """List the names of the additive noise of each stage: normal or Laplace, with name and shape of a parameter."""
+    names: dict[str, list[str]] = {}
     for name, described in spec.items():
         for parameter, value in params.items():
             if name.endswith(f".{parameter}") and described.shape == tuple(value.shape) and size(described):
-                found.setdefault(name.removesuffix(parameter), []).append(name)
-    return list(found.values())
+                names.setdefault(name.removesuffix(parameter), []).append(name)
+    return list(names.values())
 
 
 def candidates(shape: tuple[int, ...], bounds: tuple[Tensor, Tensor], classes: int, key: Key) -> tuple[Batch, Batch]:
-    """Draw two batches of images [V, B, ...] that have nothing in common, each of one class."""
+    """Draw two independent batches of images [V, B, ...], each of one class."""
     lower, upper = bounds
 
     def of_class(number: int) -> Batch:
@@ -70,16 +72,16 @@ def added(
     names: Collection[str],
     state: Tensors,
 ) -> list[Tensors] | None:
-    """Return what the noise of these names adds to the update of every round; None if that depends on the images.
+    """Return the contribution of named noise to the update of every round; None if it depends on the images.
 
-    `rounds` are the clients of the rounds and their parameters. What noise adds depends on the images where it enters
-    the steps of local training, or where what is not linear follows it.
+    `rounds` are the clients of the rounds and their parameters. The contribution depends on the images if noise enters
+    the steps of local training, or if a non-linear stage follows.
     """
     off = [{n: torch.zeros_like(v) if n in names else v for n, v in drawn.items()} for drawn in noise]
     first, second = (_differences(rounds, batch, noise, off, state) for batch in batches)
     for (one, sent), (other, _) in zip(first, second, strict=True):
-        apart = _length({name: one[name] - other[name] for name in one})
-        if not bool((apart <= LEAST * _length(one) + ROUNDING * _length(sent)).all()):
+        difference = _length({name: one[name] - other[name] for name in one})
+        if not bool((difference <= LEAST * _length(one) + ROUNDING * _length(sent)).all()):
             return None
     return [one for one, _ in first]
 
@@ -91,44 +93,44 @@ def _differences(
     off: Sequence[Mapping[str, Tensor]],
     state: Tensors,
 ) -> list[tuple[Tensors, Tensors]]:
-    """Return what is sent with minus without the noise, and without it, by the same clients round by round."""
-    found: list[tuple[Tensors, Tensors]] = []
+    """Return the difference that noise makes to the update of each round, and the update without noise."""
+    differences: list[tuple[Tensors, Tensors]] = []
     noisy = quiet = state
     for (client, params), drawn, silent in zip(rounds, noise, off, strict=True):
         sent, noisy = client.updates(params, batch, drawn, noisy)
         without, quiet = client.updates(params, batch, silent, quiet)
-        found.append(({name: sent[name] - without[name] for name in without}, without))
-    return found
+        differences.append(({name: sent[name] - without[name] for name in without}, without))
+    return differences
 
 
 def _length(update: Mapping[str, Tensor]) -> Tensor:
-    """Return the length of every target client's update."""
+    """Return the L2 norm of every target client's update."""
     return torch.stack([value.flatten(1).square().sum(1) for value in update.values()]).sum(0).sqrt()
 
 
 REFRESH = 50
-"""Iterations between two looks at what the candidate says of the noise."""
+"""Iterations between two estimates of the noise at the reconstruction."""
 LEAST_WEIGHT = 1.0
-"""Added to every variance, in units of their mean, so that no entry that a wrong candidate calls free of noise counts
-more than twice as much as all did before. With a hundredth of it an attack on a CNN lost 5 dB."""
+"""Added to every variance, in units of their mean. It bounds squared weights by two, as a wrong reconstruction makes
+some entries look free of noise. With a hundredth of it an attack on a CNN lost 5 dB."""
 
 
 def deviations(
     simulated_client: Client, params: Tensors, batch: Batch, noise: Mapping[str, Tensor], state: Tensors
 ) -> tuple[Tensors, Tensors]:
-    """Compute the standard deviation of every entry sent by clients with batches [N, B, ...], and their next state.
+    """Compute the standard deviation of every entry of updates of batches [N, B, ...], and the clients' next state.
 
-    The additive noise is what is normal or Laplacian and named and shaped like a parameter. It enters linearly, so one
-    standard deviation of it moves an entry by that entry's; noise of several stages adds up in squares.
+    Additive noise is normal or Laplace, with the name and the shape of a parameter. It enters linearly, so that one
+    standard deviation of it changes an entry by the entry's. The squares of several stages add up.
     """
     one = Batch(batch.inputs[0], batch.targets[0])
     spec = simulated_client.noise_spec(params, one)
-    each = [{n: torch.full_like(noise[n], size(spec[n])) for n in own} for own in stages(spec, params)]
-    off = {**noise, **{name: torch.zeros_like(v) for own in each for name, v in own.items()}}
+    each = [{n: torch.full_like(noise[n], size(spec[n])) for n in stage} for stage in stages(spec, params)]
+    off = {**noise, **{name: torch.zeros_like(v) for stage in each for name, v in stage.items()}}
     plain, after = simulated_client.updates(params, batch, off, state)
     total = tmap(torch.zeros_like, plain)
-    for own in each:
-        moved, _ = simulated_client.updates(params, batch, {**off, **own}, state)
+    for stage in each:
+        moved, _ = simulated_client.updates(params, batch, {**off, **stage}, state)
         total = {name: value + (moved[name] - plain[name]).square() for name, value in total.items()}
     return tmap(torch.sqrt, total), after
 
@@ -136,30 +138,30 @@ def deviations(
 def weights(spread: Mapping[str, Tensor]) -> Tensors:
     """Return sqrt((1 + a) m / (s_i^2 + a m)) of each row's deviations s_i [N, ...], m their mean square, a = `LEAST`.
 
-    One everywhere where the noise is the same everywhere, or where there is none.
+    They are one if the noise is the same everywhere, or if there is none.
 
     >>> weights({"w": torch.tensor([[0.2, 0.2]])})["w"]
     tensor([[1., 1.]])
     """
     rows, count = len(next(iter(spread.values()))), sum(value[0].numel() for value in spread.values())
     mean = torch.stack([value.square().reshape(rows, -1).sum(1) for value in spread.values()]).sum(0) / count
-    found: Tensors = {}
+    result: Tensors = {}
     for name, value in spread.items():
         m = mean.view(-1, *[1] * (value.dim() - 1))
-        found[name] = torch.where(m > 0, (1 + LEAST_WEIGHT) * m / (value.square() + LEAST_WEIGHT * m), 1.0).sqrt()
-    return found
+        result[name] = torch.where(m > 0, (1 + LEAST_WEIGHT) * m / (value.square() + LEAST_WEIGHT * m), 1.0).sqrt()
+    return result
 
 
 class Whitening:
-    """The weights of every row and round, looked at afresh now and then.
+    """The weights of every row and round, estimated again now and then.
 
-    A scale may come from earlier rounds, through the client's state. Since an attack's own simulation switches scales
-    off, the state is followed here whenever the rounds are looked at, one after the other.
+    The scale of noise may depend on earlier rounds, through the client's state. An attack's simulation switches scales
+    off, so that this class passes the state from round to round itself.
     """
 
     def __init__(self) -> None:
-        """Start without having looked."""
-        self._found: dict[tuple[int, int], Tensors] = {}
+        """Start without weights."""
+        self._weights: dict[tuple[int, int], Tensors] = {}
 
     def __call__(
         self,
@@ -172,13 +174,13 @@ class Whitening:
         rows: Tensor,
         iteration: int,
     ) -> tuple[Tensors, Tensors]:
-        """Return the weights [N, ...] of these rows at their candidates, and the state for a look at the next round."""
+        """Return the weights [N, ...] of these rows at their reconstructions, and the state for the next round."""
         keys = [(round_number, row) for row in rows.tolist()]
         if iteration % REFRESH == 0:
             with torch.no_grad():
-                still = Batch(*(value.detach() for value in batch))
-                own, state = tmap(torch.detach, noise), tmap(torch.detach, state)
-                spread, state = deviations(simulated_client, params, still, own, state)
-                found = weights(spread)
-            self._found |= {key: {n: v[place] for n, v in found.items()} for place, key in enumerate(keys)}
-        return stack([self._found[key] for key in keys]), state
+                batch = Batch(*(value.detach() for value in batch))
+                noise, state = tmap(torch.detach, noise), tmap(torch.detach, state)
+                spread, state = deviations(simulated_client, params, batch, noise, state)
+                estimated = weights(spread)
+            self._weights |= {key: {n: v[place] for n, v in estimated.items()} for place, key in enumerate(keys)}
+        return stack([self._weights[key] for key in keys]), state

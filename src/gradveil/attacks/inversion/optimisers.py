@@ -1,4 +1,4 @@
-"""Batched optimisers: the next step of every row. No host reads: everything stays on the device."""
+"""Batched optimisers: the next step of every row, without reads by the host."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from gradveil.core.settings import Checked, Positive
 from gradveil.core.tree import Tensors
 
-Sign = Annotated[Literal["plain", "signed", "soft"], "Gradient that Adam gets: as it is, its sign, or a smooth sign."]
+Sign = Annotated[Literal["plain", "signed", "soft"], "Gradient for Adam: unchanged, its sign, or a smooth sign."]
 Rate = Annotated[Positive, "Step size."]
 Project = Callable[[str, Tensor], Tensor]
 """(name of a variable, its values [n, ...]) -> the nearest allowed values."""
@@ -110,11 +110,11 @@ class RMSprop(Checked):
 
 @dataclass(frozen=True)
 class LBFGS(Checked):
-    """Limited-memory BFGS with one history a row; every iteration is one evaluation for every row.
+    """Limited-memory BFGS with one history per row; an iteration is one evaluation of every row.
 
     `line_search="armijo"` halves a row's step until its objective falls by `decrease` of the predicted amount;
     `"none"` always takes the full step (Zhu et al.'s program). The direction comes from the compact form of the inverse
-    Hessian (Byrd, Nocedal, Schnabel 1994), so that a long history costs four matrix products, not a loop.
+    Hessian (Byrd, Nocedal, Schnabel 1994), so that a long history costs four matrix products instead of a loop.
     """
 
     lr: Rate = 1.0
@@ -128,8 +128,8 @@ class LBFGS(Checked):
     def init(self, variables: Tensors) -> Tensors:
         """Return the state (leading N): the accepted point, its gradient, the direction, and the history.
 
-        `pairs` holds the s, then the y; `sy[i, j]` s_i . y_j where j is the newer pair, `yy` the products of the
-        y, `live` which places are filled, `at` the next one.
+        `pairs` holds the s, then the y. `sy[i, j]` is s_i . y_j where j is the newer pair, `yy` holds the products of
+        the y. `live` marks the filled places, `at` is the next place.
         """
         x = flat(variables)
         rows, size = x.shape
@@ -176,16 +176,16 @@ class LBFGS(Checked):
         d = torch.where(downhill.unsqueeze(1), d, -new["g"])
         steepest = ~downhill | ~new["live"].any(1)
         start = self.lr * torch.where(steepest, (1 / new["g"].abs().sum(1).clamp_min(1e-30)).clamp_max(1.0), 1.0)
-        again = good | lost
-        new["d"] = torch.where(again.unsqueeze(1), d, state["d"])
-        new["t"] = torch.where(again, start * scale, state["t"] * 0.5)
+        new_line = good | lost
+        new["d"] = torch.where(new_line.unsqueeze(1), d, state["d"])
+        new["t"] = torch.where(new_line, start * scale, state["t"] * 0.5)
         trial = new["x"] + new["t"].unsqueeze(1) * new["d"]
         return unflat(trial, variables, project), new
 
     def _remember(self, state: Tensors, s: Tensor, y: Tensor, g: Tensor, accepted: Tensor) -> tuple[Tensors, Tensor]:
         """Store the step of the rows that accepted one with positive curvature.
 
-        Returns the state and the products of all pairs with g, [n, 2 m]: one sweep over the history serves both.
+        Returns the state and the products of all pairs with g, [n, 2 m], from one sweep over the history.
         """
         curvature = (s * y).sum(1)
         use = accepted & (curvature > 1e-10 * y.square().sum(1).clamp_min(1e-30))
@@ -194,7 +194,7 @@ class LBFGS(Checked):
         pairs = state["pairs"]
         for value, place in ((s, at), (y, at + self.history)):
             pairs[rows, place] = torch.where(wide, value, pairs[rows, place])
-        # Two long vectors on the left: the product with two narrow columns on the right is three times as slow.
+        # The long vectors are on the left: a product with two narrow columns on the right is three times slower.
         with_y, with_g = torch.bmm(torch.stack([y, g], 1), pairs.mT).unbind(1)
         for name, column in zip(("sy", "yy"), with_y.double().split(self.history, 1), strict=True):
             column = torch.where(wide, column, state[name][rows, :, at])
@@ -235,19 +235,18 @@ class LBFGS(Checked):
 
 
 def _reorder(matrix: Tensor, order: Tensor) -> Tensor:
-    """Bring rows and columns of each [m, m] matrix into an order [n, k]."""
+    """Select rows and columns of each [m, m] matrix in an order [n, k]."""
     index = order.unsqueeze(2).expand(-1, -1, matrix.shape[2])
     taken = matrix.gather(1, index)
     return taken.gather(2, order.unsqueeze(1).expand(-1, taken.shape[1], -1))
 
 
 def flat(tensors: Tensors) -> Tensor:
-    """Put each row's variables in one vector."""
+    """Concatenate each row's variables in one vector."""
     return torch.cat([value.flatten(1) for value in tensors.values()], 1)
 
 
 def unflat(vectors: Tensor, like: Tensors, project: Project) -> Tensors:
-    """Part each row's vector into variables again, each within what is allowed."""
-    sizes = [value[0].numel() for value in like.values()]
-    parts = vectors.split(sizes, 1)
+    """Split each row's vector into variables again, and project them."""
+    parts = vectors.split([value[0].numel() for value in like.values()], 1)
     return {name: project(name, part.view_as(like[name])) for (name, part) in zip(like, parts, strict=True)}

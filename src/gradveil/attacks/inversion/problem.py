@@ -1,8 +1,8 @@
-"""The rows of an inversion: start, objective and noise of each restart of each target.
+"""The optimisation problem of an inversion: start, objective and noise of every row.
 
-A row is one restart of one target client. Its variables are the inputs and whatever else is unknown; its constants
-are what was observed, what is known, and what is off. Several rounds share the inputs; the client's state runs
-through them.
+A row is one restart of one target client. Its variables are the inputs and other unknown tensors. Its constants are the
+observed update, known tensors, and tensors that are off. Several rounds share the inputs, and the client's state passes
+from round to round.
 """
 
 from __future__ import annotations
@@ -41,36 +41,36 @@ from gradveil.gradients.fused import squared_lengths, total_variation
 from gradveil.nn.module_paths import downstream
 
 Streams = Mapping[int, Generator]
-"""Row -> the stream of what it draws afresh, iteration after iteration."""
+"""Row -> the random stream of its draws in every iteration."""
 
 
 @dataclass(frozen=True)
 class Draws:
-    """Draws are addressed by the target client's stable number and the restart."""
+    """Random draws, addressed by the target client's stable number and the restart."""
 
     key: Key
     target_clients: Sequence[int]
     """Their stable numbers."""
     restarts: int
     sampled: Mapping[str, Noise]
-    """Random tensors of the client that the attacker samples afresh in every iteration."""
+    """Random tensors of the client that the attacker samples in every iteration."""
     more: bool
-    """Whether rows draw in every iteration though nothing of the client is sampled."""
+    """True if rows draw other numbers in every iteration."""
     device: torch.device
 
     def key_of(self, row: int) -> Key:
-        """Address a row's draws."""
+        """Return the key of a row's draws."""
         target_client, restart = divmod(row, self.restarts)
         return self.key.child(self.target_clients[target_client], restart)
 
     def streams(self, rows: Sequence[int]) -> dict[int, Generator]:
-        """Open each row's own stream, if anything is drawn from it."""
+        """Open the stream of each row, if anything is drawn from it."""
         if not self.sampled and not self.more:
             return {}
         return {row: self.key_of(row).child(Stream.ITERATIONS).generator() for row in rows}
 
     def fresh(self, rows: Tensor, streams: Streams) -> Tensors:
-        """Draw what the attacker samples afresh each iteration: the next values of each row's stream."""
+        """Draw the tensors that the attacker samples in every iteration: the next values of each row's stream."""
         if not self.sampled:
             return {}
         drawn: dict[str, list[Tensor]] = {name: [] for name in self.sampled}
@@ -89,7 +89,7 @@ class Draws:
 
 @dataclass(frozen=True)
 class ObservedRound:
-    """One observed round: the parameters it started from, what is compared, and how its names are told apart."""
+    """One observed round: its parameters, the compared update, and the names of its tensors."""
 
     number: int
     params: Tensors
@@ -99,11 +99,11 @@ class ObservedRound:
     """The simulated client, with the public messages of the round."""
 
     def of(self, name: str) -> str:
-        """Name this round's tensor: the first round's names are the client's own."""
+        """Return the name of a tensor in this round; the first round uses the client's names."""
         return f"round{self.number}.{name}" if self.number else name
 
 
-class Rows:
+class InversionProblem:
     """Everything about one call that does not change during the descent."""
 
     def __init__(
@@ -114,11 +114,11 @@ class Rows:
         knowledge: Knowledge,
         key: Key,
     ) -> None:
-        """Look at what was observed, once: labels, masks, and how each random tensor is treated."""
+        """Prepare the observed rounds: labels, masks, and the treatment of each random tensor."""
         simulated_client = attack.believed(simulated_client)
         self.attack, self.simulated_client, self.knowledge, self.key = attack, simulated_client, knowledge, key
-        seen = {"first": observations[:1], "last": observations[-1:], "all": observations}[attack.rounds]
-        first = seen[0]
+        observed = {"first": observations[:1], "last": observations[-1:], "all": observations}[attack.rounds]
+        first = observed[0]
         self.example = next(iter(first.params.values()))
         self.device, self.dtype = self.example.device, self.example.dtype
         self.examples, self.target_clients = first.examples, len(first.target_clients)
@@ -133,14 +133,15 @@ class Rows:
         self.inputs_of_a_round = (*self.spec, *pinnable)
         self.scales = {n: noise for n, noise in pinnable.items() if attack.whiten and ".scale." in n}
         self.ignored = self._ignored(blank.inputs)
-        self.rounds = [self._round(observation) for observation in seen]
+        self.rounds = [self._round(observation) for observation in observed]
         self.noise: dict[str, Noise] = {r.of(name): noise for r in self.rounds for name, noise in self.spec.items()}
         self.how: dict[str, How] = {
             r.of(name): knowledge.how(name, r.number) for r in self.rounds for name in self.spec
         }
-        ways = self.how.items()
-        self.given: Tensors = {
-            n: w.value.to(self.device) for n, w in ways if isinstance(w, Known) and w.value is not None
+        self.known: Tensors = {
+            n: how.value.to(self.device)
+            for n, how in self.how.items()
+            if isinstance(how, Known) and how.value is not None
         }
         if attack.subtract:
             self._subtract()
@@ -151,67 +152,58 @@ class Rows:
         facts = knowledge.space.shape, self.lower, self.upper, knowledge.classes
         canvas = Canvas(self.examples, *facts, joint=self.labels is None, start=attack.start)
         self.drawing = attack.images.open(canvas, key.child(Stream.IMAGES))
-        self._refuse_discrete()
-        ways = self.how.items()
-        sampled = {n: self.noise[n] for n, way in ways if isinstance(way, Sample) and way.every_iteration}
+        for name, how in self.how.items():
+            if isinstance(how, Optimise) and self.noise[name].discrete:
+                fix = "let it be known, sampled or neutral"
+                raise fail(f"knowledge.{name}", "is discrete and cannot be optimised by gradients", fix)
+        sampled = {n: self.noise[n] for n, how in self.how.items() if isinstance(how, Sample) and how.every_iteration}
         more = attack.langevin > 0 or isinstance(attack.descent.stepper, CMAES)
         self.draws = Draws(key, first.target_clients, attack.restarts, sampled, more, self.device)
         self.consensus = Consensus(attack.restarts, attack.register) if attack.group else None
         self.whitening = Whitening() if attack.whiten else None
         self.angle = attack.objective == "cosine" and not attack.whiten
 
-    def _refuse_discrete(self) -> None:
-        problems = [n for n, how in self.how.items() if isinstance(how, Optimise) and self.noise[n].discrete]
-        if problems:
-            remedy = "let it be known, sampled or neutral"
-            raise fail(f"knowledge.{problems[0]}", "is discrete and cannot be optimised by gradients", remedy)
-
     def _ignored(self, inputs: Tensor) -> set[str]:
-        """Name the parameters whose gradients are left out of the distance."""
+        """Return the names of the parameters that are left out of the distance."""
         if self.attack.ignore == "nothing":
             return set()
         reached = downstream(self.simulated_client.model, inputs)
         if not set(self.simulated_client.trained()) - reached:
-            what = "leaves out what a bottleneck's noise reaches, and that is every trained layer"
-            raise fail(f"attack {self.attack.name}", what, "choose an attack that optimises the noise: vbia, cdia")
+            problem = "leaves out the layers that a bottleneck's noise reaches, and that is every trained layer"
+            raise fail(f"attack {self.attack.name}", problem, "choose an attack that optimises the noise: vbia, cdia")
         return reached
 
     def _round(self, observation: Observation) -> ObservedRound:
         observed = {name: value for name, value in observation.update.items() if name not in self.ignored}
-        simulated_client = observation.believed(self.simulated_client)
-        return ObservedRound(
-            observation.round, observation.params, observed, self._pinned(observation), simulated_client
-        )
-
-    def _pinned(self, observation: Observation) -> Tensors:
-        """Intermediates (masks) that the attacker reads off what was sent, or was given: leading V."""
-        wanted = {n: self.knowledge.how(n) for n in self.simulated_client.intermediates(observation.params)}
+        # Pinned intermediates (masks, with a leading V) are known, or inferred from the update.
+        treatment = {n: self.knowledge.how(n) for n in self.simulated_client.intermediates(observation.params)}
         pinned: Tensors = {
-            n: how.value for n, how in wanted.items() if isinstance(how, Known) and how.value is not None
+            n: how.value for n, how in treatment.items() if isinstance(how, Known) and how.value is not None
         }
-        if any(isinstance(how, Infer) for how in wanted.values()):
-            found = torch.func.vmap(self.simulated_client.evidence)(observation.update)
-            pinned |= {n: v for n, v in found.items() if isinstance(wanted.get(n), Infer)}
-        return pinned
+        if any(isinstance(how, Infer) for how in treatment.values()):
+            inferred = torch.func.vmap(self.simulated_client.evidence)(observation.update)
+            pinned |= {n: v for n, v in inferred.items() if isinstance(treatment.get(n), Infer)}
+        simulated_client = observation.believed(self.simulated_client)
+        return ObservedRound(observation.round, observation.params, observed, pinned, simulated_client)
 
     def _subtract(self) -> None:
-        """Take additive noise that is known off what was observed, wherever that can be done."""
+        """Subtract known additive noise from the observed updates, where this is exact."""
         off, state = self._wide(self.spec.neutral()), self._wide(self.state)
         drawn = [
-            {**off, **r.pinned, **{n: self.given[r.of(n)] for n in off if r.of(n) in self.given}} for r in self.rounds
+            {**off, **r.pinned, **{n: self.known[r.of(n)] for n in off if r.of(n) in self.known}} for r in self.rounds
         ]
         shape = (self.target_clients, self.examples, *self.knowledge.space.shape)
         images = candidates(shape, (self.lower, self.upper), self.knowledge.classes, self.key.child(Stream.CANDIDATES))
-        seen = [(r.simulated_client, r.params) for r in self.rounds]
-        for own in stages(self.spec, self.rounds[0].params):
-            names = [r.of(n) for r in self.rounds for n in own]
-            known = set(names) <= self.given.keys()
-            if not known or (found := added(seen, images, drawn, own, state)) is None:
+        rounds = [(r.simulated_client, r.params) for r in self.rounds]
+        for stage in stages(self.spec, self.rounds[0].params):
+            names = [r.of(n) for r in self.rounds for n in stage]
+            known = set(names) <= self.known.keys()
+            if not known or (noise := added(rounds, images, drawn, stage, state)) is None:
                 continue
-            for r, more in zip(self.rounds, found, strict=True):
-                r.observed.update({n: value - more[n] for n, value in r.observed.items()})
+            for r, of_round in zip(self.rounds, noise, strict=True):
+                r.observed.update({n: value - of_round[n] for n, value in r.observed.items()})
             self.how.update(dict.fromkeys(names, Neutral()))
-            self.given = {n: value for n, value in self.given.items() if n not in names}
+            self.known = {n: value for n, value in self.known.items() if n not in names}
 
     def _wide(self, tensors: Mapping[str, Tensor]) -> Tensors:
         return {n: v.to(self.device).expand(self.target_clients, *v.shape) for n, v in tensors.items()}
@@ -221,7 +213,7 @@ class Rows:
         return self.target_clients * self.attack.restarts
 
     def learn(self) -> None:
-        """Learn what images look like, where that is asked for: from public ones, whatever was observed."""
+        """Train the generator of the images on auxiliary data, if the attack has one."""
         public = self.knowledge.public
         self.drawing.learn(None if public is None else public.inputs.to(self.device), self.key.child(Stream.IMAGES))
 
@@ -242,7 +234,7 @@ class Rows:
                 constants[f"squares.{r.number}"] = squared_lengths(list(r.observed.values()))[target_clients]
         if self.labels is not None:
             constants[TARGETS] = self.labels[target_clients]
-        constants |= under("noise", take(self.given, target_clients))
+        constants |= under("noise", take(self.known, target_clients))
         if self.attack.batchnorm:
             constants |= under(
                 "statistics", statistics_wanted(self.knowledge, self.simulated_client, target_clients, self.example)
@@ -287,7 +279,7 @@ class Rows:
         iteration: int = 0,
     ) -> Tensor:
         """Objective of each row at its images."""
-        batch, noise = self._believed(inputs, logits, variables, constants, rows, streams)
+        batch, noise = self._client_inputs(inputs, logits, variables, constants, rows, streams)
         value = self._distance(batch, noise, constants, rows, iteration)
         attack = self.attack
         if attack.tv:
@@ -296,8 +288,8 @@ class Rows:
             value = value + attack.l2 * energy(inputs)
         if wanted := select(constants, "statistics"):
             r = self.rounds[0]
-            found = layer_statistics(self.simulated_client, r.params, batch, {n: noise[r.of(n)] for n in self.spec})
-            value = value + attack.batchnorm * statistics_distance(found, wanted)
+            of_batch = layer_statistics(self.simulated_client, r.params, batch, {n: noise[r.of(n)] for n in self.spec})
+            value = value + attack.batchnorm * statistics_distance(of_batch, wanted)
         if self.consensus is not None:
             value = value + attack.group * self.consensus(inputs, rows, iteration)
         for name, how in self.how.items():
@@ -305,7 +297,7 @@ class Rows:
                 value = value + how.weight * self.noise[name].law.penalty(variables[name])
         return value
 
-    def _believed(
+    def _client_inputs(
         self,
         inputs: Tensor,
         logits: Tensor | None,
@@ -314,7 +306,7 @@ class Rows:
         rows: Tensor,
         streams: Streams,
     ) -> tuple[Batch, Tensors]:
-        """Return what the simulated client trains on, and its noise."""
+        """Return the batch and the noise of the simulated client."""
         targets = constants[TARGETS] if logits is None else torch.softmax(logits, -1)
         noise = select(constants, "noise")
         noise |= {n: v for n, v in variables.items() if n in self.noise} | self.draws.fresh(rows, streams)
@@ -329,51 +321,58 @@ class Rows:
         rows: Tensor,
         streams: Streams,
     ) -> Tensor:
-        """Compare without priors [N, 2 + COLUMNS]: the objective's distance, the median layer's, and by noise."""
-        batch, noise = self._believed(inputs, logits, variables, constants, rows, streams)
-        whole = self._distance(batch, noise, constants, rows, 0)
-        layers = self._distance(batch, noise, constants, rows, 0, median_cosine)
-        return torch.cat([torch.stack([whole, layers], 1), self._explained(batch, noise, constants, rows)], 1)
+        """Return the distance without priors, that of the median layer, and noise likelihoods [N, 2 + COLUMNS]."""
+        batch, noise = self._client_inputs(inputs, logits, variables, constants, rows, streams)
+        distance = self._distance(batch, noise, constants, rows, 0)
+        median_layer = self._distance(batch, noise, constants, rows, 0, median_cosine)
+        return torch.cat([torch.stack([distance, median_layer], 1), self._explained(batch, noise, constants, rows)], 1)
 
     def _explained(self, batch: Batch, noise: Tensors, constants: Tensors, rows: Tensor) -> Tensor:
-        """Return how well the images explain what was observed [N, COLUMNS], NaN where no noise is left to chance.
+        """Return the likelihood of the observed update given the images [N, COLUMNS], NaN without unknown noise.
 
-        What is drawn after the update was computed is left to chance even where the attack searches for it: such noise
-        explains any update. A target client's draws are the same whatever the images are.
+        Noise of the send stage counts as unknown even if the attack optimises it, since it could explain any update. A
+        target client's draws do not depend on the images.
         """
-        after = {r.of(n) for r in self.rounds for n in self.spec if n.startswith("send.")}
-        found = [
-            n for n, how in self.how.items() if isinstance(how, Known) or (isinstance(how, Optimise) and n not in after)
+        send_noise = {r.of(n) for r in self.rounds for n in self.spec if n.startswith("send.")}
+        unknown = [
+            n
+            for n, how in self.how.items()
+            if not (isinstance(how, Known) or (isinstance(how, Optimise) and n not in send_noise))
         ]
-        left = [n for n in self.how if n not in found]
-        if not left:
+        if not unknown:
             return torch.full((len(rows), COLUMNS), torch.nan, dtype=self.dtype, device=self.device)
         state, observed = select(constants, "state"), select(constants, "observed")
         target_clients = [self.draws.target_clients[row // self.attack.restarts] for row in rows.tolist()]
         keys = [self.key.child(Stream.DISTURBANCE, target_client) for target_client in target_clients]
-        off = {n: self.noise[n].off().to(self.device) for n in left}
+        off = {n: self.noise[n].off().to(self.device) for n in unknown}
         quiet = {n: value.expand(len(rows), *value.shape) for n, value in off.items()}
-        drawn = [
-            {n: torch.stack([self.noise[n].sample(key.child(number, n)) for key in keys]).to(self.device) for n in left}
+        draws = [
+            {
+                n: torch.stack([self.noise[n].sample(key.child(number, n)) for key in keys]).to(self.device)
+                for n in unknown
+            }
             for number in range(DRAWS)
         ]
-        sent, *noisy = (self._sent(batch, {**noise, **own}, state) for own in (quiet, *drawn))
-        added_last = {r.of(n) for r in self.rounds for n in self.spec if n.startswith(ADDED)}
-        late = [n for n in left if n in added_last]
-        if late and len(late) < len(left):  # what else is random changes many entries at once, as it should
-            alone = [self._sent(batch, {**noise, **quiet, **{n: own[n] for n in late}}, state) for own in drawn]
-        else:
-            alone = noisy
-        shared = sharing(sent, alone, sum(off[n].numel() for n in late)) if late else torch.zeros_like(rows)
+        sent, *noisy = (self._sent(batch, {**noise, **draw}, state) for draw in (quiet, *draws))
+        all_additive = {r.of(n) for r in self.rounds for n in self.spec if n.startswith(ADDED)}
+        additive = [n for n in unknown if n in all_additive]
+        only_additive = noisy
+        if additive and len(additive) < len(
+            unknown
+        ):  # other random tensors change many entries at once, as they should
+            parts = [{**quiet, **{n: draw[n] for n in additive}} for draw in draws]
+            only_additive = [self._sent(batch, {**noise, **part}, state) for part in parts]
+        numbers = sum(off[n].numel() for n in additive)
+        shared = sharing(sent, only_additive, numbers) if additive else torch.zeros_like(rows)
         return explained(log_likelihood(sent, noisy, observed), shared)
 
     def _sent(self, batch: Batch, noise: Tensors, state: Tensors) -> Tensors:
-        """Simulate what the client sends in all rounds."""
+        """Simulate the client's updates in all rounds."""
         sent: Tensors = {}
         for r in self.rounds:
-            own = {n: noise[r.of(n)] for n in self.inputs_of_a_round if r.of(n) in noise}
-            found, state = r.simulated_client.updates(r.params, batch, own, state)
-            sent |= {r.of(n): found[n] for n in r.observed}
+            of_round = {n: noise[r.of(n)] for n in self.inputs_of_a_round if r.of(n) in noise}
+            update, state = r.simulated_client.updates(r.params, batch, of_round, state)
+            sent |= {r.of(n): update[n] for n in r.observed}
         return sent
 
     def _distance(
@@ -385,64 +384,67 @@ class Rows:
         iteration: int,
         distance: Distance | None = None,
     ) -> Tensor:
-        """Compare the client's simulated updates with what was observed: the mean over the rounds.
+        """Return the mean distance over the rounds between simulated and observed updates.
 
-        The distance is that of the attack's objective, unless another is given.
+        The default distance is that of the attack's objective.
         """
-        state = watched = select(constants, "state")
+        state = whitening_state = select(constants, "state")
         observed = select(constants, "observed")
         total: Tensor | None = None
         for r in self.rounds:
-            own = {n: noise[r.of(n)] for n in self.inputs_of_a_round if r.of(n) in noise}
-            seen = {n: observed[r.of(n)] for n in r.observed}
+            of_round = {n: noise[r.of(n)] for n in self.inputs_of_a_round if r.of(n) in noise}
+            compared = {n: observed[r.of(n)] for n in r.observed}
             if self.angle and distance is None:
                 off = [n for n in self.spec if r.of(n) in self.off]
                 squares = constants[f"squares.{r.number}"]
-                value = cosine_distances(r.simulated_client, r.params, batch, own, seen, squares, off)
+                value = cosine_distances(r.simulated_client, r.params, batch, of_round, compared, squares, off)
                 if value is not None:
                     total = value if total is None else total + value
                     continue
-            # What the noise is scaled by is of no account while the noise is off, and costly to compute.
+            # Noise is off here, so that its scales do not matter. Switching them off saves their computation.
             quiet = {n: v.off().expand(len(rows), *v.shape).to(self.example) for n, v in self.scales.items()}
-            sent, after = r.simulated_client.updates(r.params, batch, {**own, **quiet}, state)
+            sent, after = r.simulated_client.updates(r.params, batch, {**of_round, **quiet}, state)
             if self.whitening is not None:
-                given = r.number, r.simulated_client, r.params, batch, own, watched, rows, iteration
-                found, watched = self.whitening(*given)
-                sent, seen = ({n: part[n] * found[n] for n in seen} for part in (sent, seen))
+                weights, whitening_state = self.whitening(
+                    r.number, r.simulated_client, r.params, batch, of_round, whitening_state, rows, iteration
+                )
+                sent, compared = ({n: part[n] * weights[n] for n in compared} for part in (sent, compared))
             state = after
             if distance is None:
-                value = OBJECTIVES[self.attack.objective](sent, seen)
+                value = OBJECTIVES[self.attack.objective](sent, compared)
                 value = of_gradients(value, self.attack.objective, r.simulated_client, self.examples)
             else:
-                value = distance(sent, seen)
+                value = distance(sent, compared)
             total = value if total is None else total + value
         assert total is not None, "at least one round is observed"
         return total / len(self.rounds) if len(self.rounds) > 1 else total
 
-    def at(self, target_clients: Sequence[int], inputs: Tensor, noise: Mapping[str, Tensor]) -> Tensor:
-        """Return the objective of some targets at given inputs [V, B, ...]; what is optimised takes its given value.
+    def objective_at(self, target_clients: Sequence[int], inputs: Tensor, noise: Mapping[str, Tensor]) -> Tensor:
+        """Return the objective of some target clients at inputs [V, B, ...] and values of optimised tensors.
 
-        Labels that are known count before those that were read off or are optimised.
+        Known labels replace labels that were read off or are optimised.
         """
         with torch.no_grad():
-            return self._cost(*self._given(target_clients, inputs, noise))
+            return self._cost(*self._arguments(target_clients, inputs, noise))
 
     def match_at(self, target_clients: Sequence[int], inputs: Tensor, noise: Mapping[str, Tensor]) -> Tensor:
-        """Compare without priors some target clients at given inputs, as `at` takes them."""
+        """Return the match without priors of some target clients, with the arguments of `objective_at`."""
         with torch.no_grad():
-            return self._match(*self._given(target_clients, inputs, noise))
+            return self._match(*self._arguments(target_clients, inputs, noise))
 
-    def match(self, rows: Sequence[int], found: Tensors) -> Tensor:
-        """Compare without priors these rows at what they found: one value a row of each."""
+    def match(self, rows: Sequence[int], results: Tensors) -> Tensor:
+        """Return the match without priors of these rows at their results."""
         _, constants = self.start(rows)
         numbers = torch.tensor(rows, device=self.device)
         with torch.no_grad():
-            return self._match(found[INPUTS], found.get(TARGETS), found, constants, numbers, self.draws.streams(rows))
+            return self._match(
+                results[INPUTS], results.get(TARGETS), results, constants, numbers, self.draws.streams(rows)
+            )
 
-    def _given(
+    def _arguments(
         self, target_clients: Sequence[int], inputs: Tensor, noise: Mapping[str, Tensor]
     ) -> tuple[Tensor, Tensor | None, Tensors, Tensors, Tensor, Streams]:
-        """Put together what a row at given inputs is computed from."""
+        """Collect the arguments of `_cost` and `_match` at given inputs."""
         rows = [target_client * self.attack.restarts for target_client in target_clients]
         variables, constants = self.start(rows)
         variables |= {n: noise[n][target_clients].to(self.example) for n in variables if n in noise}
@@ -454,15 +456,15 @@ class Rows:
                 logits = 40.0 * hot.to(self.dtype)
             else:
                 constants[TARGETS] = labels
-        numbers, given = torch.tensor(rows, device=self.device), inputs[target_clients].to(self.example)
-        return given, logits, variables, constants, numbers, self.draws.streams(rows)
+        numbers, inputs = torch.tensor(rows, device=self.device), inputs[target_clients].to(self.example)
+        return inputs, logits, variables, constants, numbers, self.draws.streams(rows)
 
-    def shown(self, variables: Tensors, constants: Tensors) -> Tensors:
-        """Return what is kept of rows that have ended: their images first, and what is searched besides."""
+    def results(self, variables: Tensors, constants: Tensors) -> Tensors:
+        """Return the results of rows: their images first, then the other variables."""
         with torch.no_grad():
             images, logits = self.drawing.draw(variables, constants)
-        besides = {n: v for n, v in variables.items() if not n.startswith(f"{WEIGHTS}.")}
-        return {INPUTS: images, **({} if logits is None else {TARGETS: logits}), **besides}
+        others = {n: v for n, v in variables.items() if not n.startswith(f"{WEIGHTS}.")}
+        return {INPUTS: images, **({} if logits is None else {TARGETS: logits}), **others}
 
     def project(self, name: str, value: Tensor) -> Tensor:
         """Keep variables in their boxes."""

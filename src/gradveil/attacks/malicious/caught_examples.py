@@ -1,13 +1,13 @@
-"""Examples caught by fishing: how many of the target class, and their update alone.
+"""Examples caught by fishing: their number and their part of the update.
 
-Of N examples, m are taken for one of the K classes but the target, each with the same probability. The last layer's
-bias then has the gradient -n_c / N for the target, n_c the examples caught, and (m / (K - 1) - n_j) / N for a class of
-n_j examples: the numbers of all classes can be read off it.
+The crafted model classifies m of N examples as one of the K - 1 other classes, each with the same probability. The last
+layer's bias then has the gradient -n_c / N for the target, with n_c caught examples, and (m / (K - 1) - n_j) / N for
+a class of n_j examples, so that the counts of all classes can be read off it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -19,52 +19,53 @@ from gradveil.core.tree import take
 
 _WORSE: tuple[Status, ...] = ("converged", "stalled", "budget", "diverged")
 _SURE, _LIKELY = 0.05, 0.25
-"""Numbers of examples this near to whole ones are taken for what they are: at once, or where nothing fits better."""
+"""Distance from whole counts up to which counts are accepted at once, or if nothing fits better."""
 
 _NOTHING = 1e-5
-"""A bias whose gradients come to less than this many examples has none."""
+"""A bias gradient of less than this many examples counts as zero."""
 
 
 class Counts(NamedTuple):
-    """How many examples of each class [K] an update is made of, and how much larger than a mean gradient it is."""
+    """Counts of examples of each class [K] in an update, and the update's scale relative to a mean gradient."""
 
     classes: Tensor
     scale: float
     known: bool
-    """Whether that can be read off the update; what is pruned or drowned in noise does not say it."""
+    """False if the counts cannot be read off the update, as after pruning or strong noise."""
 
 
 @dataclass(frozen=True)
 class Catch:
-    """Target clients of whose batches a round caught equally many examples."""
+    """Target clients with equally many caught examples in one round."""
 
     places: Tensor
-    """Which target clients [v], by their places among those observed."""
+    """Places [v] of these target clients among those observed."""
     target: int
     observation: Observation
-    """The round, with the updates that the caught examples alone would have sent."""
+    """The round, with the updates of the caught examples alone."""
 
     def only(self, row: int) -> Catch:
-        """Return the catch of one of its target clients."""
+        """Return the part of one target client."""
         rows = slice(row, row + 1)
         update = {name: value[rows] for name, value in self.observation.update.items()}
-        alone = replace(self.observation, update=update, target_clients=self.observation.target_clients[rows])
-        return replace(self, places=self.places[rows], observation=alone)
+        part = replace(self.observation, update=update, target_clients=self.observation.target_clients[rows])
+        return replace(self, places=self.places[rows], observation=part)
 
 
 def count(bias: Tensor, target: int, examples: int, gated: bool, usual: float = 1.0) -> Counts:
     """Read the number of examples of each class off the last bias's gradient [K].
 
-    With a gate it is not known how many were taken for another class. `usual` says how many gradients the update comes
-    to if nothing was done to it: its steps times their size. Where the numbers do not come out whole, it is taken for
-    another multiple: it was clipped. Of few classes several multiples may have whole numbers: then none is known.
+    With a gate the number m of other examples is unknown. `usual` is the scale of an undefended update: its steps times
+    their size. If the counts are not whole at this scale, other scales are tried, since a client may clip. For few
+    classes several scales may give whole counts. If these differ, the counts are unknown.
     """
     best: tuple[float, Counts] | None = None
+    unknown = Counts(torch.zeros_like(bias, dtype=torch.long), usual, known=False)
     others, size = torch.arange(len(bias), device=bias.device) != target, examples * float(bias.abs().max())
     for taken in range(examples, 0, -1) if gated else (examples,):
         even = taken / (len(bias) - 1)
         largest = examples * float(bias[others].max())
-        whole_too: list[Counts] = []
+        candidates: list[Counts] = []
         for scale in (usual, *(largest / (even - least) for least in range(int(even) + 1) if least < even)):
             if scale <= 0:
                 continue
@@ -73,66 +74,53 @@ def count(bias: Tensor, target: int, examples: int, gated: bool, usual: float = 
             whole = counts.round()
             odd = bool(whole[others].min() < 0) or int(whole.sum()) != taken
             error = float((counts - whole).abs().max()) + float(odd)
-            found = Counts(whole.clamp(0, examples).long(), scale, error < _LIKELY)
-            # Of a small multiple little is left over too, as of no gradient at all: it has to be little in comparison.
+            candidate = Counts(whole.clamp(0, examples).long(), scale, error < _LIKELY)
+            # A bias gradient that is small against the scale has a small error too, so the error is relative to it.
             sure = error < _SURE * (min(1.0, size / scale) if size > _NOTHING else 1.0)
             if sure and scale == usual:
-                return found
+                return candidate
             if sure:
-                whole_too.append(found)
+                candidates.append(candidate)
             if (best is None or error < best[0]) and scale != usual:
-                best = error, found
-        if whole_too:
-            same = all(torch.equal(other.classes, whole_too[0].classes) for other in whole_too)
-            return whole_too[0] if same else _unknown(bias, usual)
-    return best[1] if best and best[1].known else _unknown(bias, usual)
-
-
-def _unknown(bias: Tensor, usual: float) -> Counts:
-    return Counts(torch.zeros_like(bias, dtype=torch.long), usual, known=False)
+                best = error, candidate
+        if candidates:
+            same = all(torch.equal(other.classes, candidates[0].classes) for other in candidates)
+            return candidates[0] if same else unknown
+    return best[1] if best and best[1].known else unknown
 
 
 def catches(
     seen: Observation, last: str, target: int, gated: bool, usual: float = 1.0
 ) -> tuple[list[Catch], list[Tensor]]:
-    """Sort a round's target clients by how many examples were caught, and say how many each has of every class.
+    """Group a round's target clients by their number of caught examples. Returns the groups and the class counts.
 
-    Whose update is not finite, and of whom nothing was caught, is in no catch. Where the number cannot be read, one
-    example is supposed.
+    Target clients without a finite update or a caught example are in no group. If the number of caught examples is
+    unknown, it is taken to be one.
     """
     biases = seen.update[f"{last}.bias"].double()
     finite = torch.stack([value.isfinite().flatten(1).all(1) for value in seen.update.values()]).all(0)
     body = [value.flatten(1) for name, value in seen.update.items() if name.rpartition(".")[0] != last]
     moved = torch.stack([value.abs().amax(1) > 0 for value in body]).any(0) if body else finite
     counts = [count(row, target, seen.examples, gated, usual) for row in biases]
-    numbers = [int(each.classes[target]) if each.known else 1 for each in counts]
+    numbers = [int(of_client.classes[target]) if of_client.known else 1 for of_client in counts]
     caught = torch.where(finite & moved, torch.tensor(numbers).to(finite.device), 0)
-    scales = torch.tensor([found.scale for found in counts]).to(biases)
-    found = list(_grouped(seen, last, target, caught, scales))
-    return found, [each.classes for each in counts]
+    scales = torch.tensor([of_client.scale for of_client in counts]).to(biases)
+    groups = [_group(seen, last, target, caught, scales, number) for number in caught.unique().tolist() if number >= 1]
+    return groups, [of_client.classes for of_client in counts]
 
 
-def _grouped(seen: Observation, last: str, target: int, caught: Tensor, scales: Tensor) -> Iterator[Catch]:
-    for number in caught.unique().tolist():
-        if number < 1:
-            continue
-        places = (caught == number).nonzero().flatten()
-        of_mean = {n: _times(v, seen.examples / number / scales[places]) for n, v in take(seen.update, places).items()}
-        alone = of_mean | _head(of_mean, last, target)
-        target_clients = tuple(seen.target_clients[place] for place in places.tolist())
-        yield Catch(places, target, replace(seen, update=alone, examples=number, target_clients=target_clients))
-
-
-def _head(update: dict[str, Tensor], last: str, target: int) -> dict[str, Tensor]:
-    """Return the last layer's gradient of the caught examples alone: the target's row is theirs, it has the others."""
-    found: dict[str, Tensor] = {}
+def _group(seen: Observation, last: str, target: int, caught: Tensor, scales: Tensor, number: int) -> Catch:
+    places = (caught == number).nonzero().flatten()
+    update = {n: _times(v, seen.examples / number / scales[places]) for n, v in take(seen.update, places).items()}
+    # In the last layer, only the target's row belongs to the caught examples alone. It determines the other rows.
     for name in (f"{last}.weight", f"{last}.bias"):
         if name in update:
             value = update[name]
             share = torch.full((value.shape[1],), -1 / (value.shape[1] - 1)).to(value)
             share[target] = 1.0
-            found[name] = _times(value[:, target].unsqueeze(1).expand_as(value), share, 1)
-    return found
+            update[name] = _times(value[:, target].unsqueeze(1).expand_as(value), share, 1)
+    target_clients = tuple(seen.target_clients[place] for place in places.tolist())
+    return Catch(places, target, replace(seen, update=update, examples=number, target_clients=target_clients))
 
 
 def _times(value: Tensor, factors: Tensor, dim: int = 0) -> Tensor:
@@ -142,15 +130,15 @@ def _times(value: Tensor, factors: Tensor, dim: int = 0) -> Tensor:
 
 
 class _SearchResult(NamedTuple):
-    """What one search found of one target client."""
+    """The result of one search for one target client."""
 
     target: int
     part: Reconstruction
     row: int
 
 
-def together(
-    found: Sequence[Catch],
+def combined(
+    groups: Sequence[Catch],
     parts: Sequence[Reconstruction],
     counted: Sequence[Tensor],
     seen: Observation,
@@ -158,62 +146,67 @@ def together(
     restarts: int,
     points: Sequence[int],
 ) -> Reconstruction:
-    """Put together what was found of every target client: single images first, repeated up to the size of the batch.
+    """Combine the results of every target client: single images first, repeated up to the size of the batch.
 
-    Of whom nothing was caught, all images are `blank`, after all of these iterations too, and no objective is finite.
+    Target clients without a catch have `blank` images, in the trace too, and an infinite objective.
     """
     example = next(iter(seen.update.values()))
-    mine: list[list[_SearchResult]] = [[] for _ in seen.target_clients]
-    for catch, part in sorted(zip(found, parts, strict=True), key=lambda both: both[0].observation.examples):
+    results: list[list[_SearchResult]] = [[] for _ in seen.target_clients]
+    for catch, part in sorted(zip(groups, parts, strict=True), key=lambda both: both[0].observation.examples):
         for row, place in enumerate(catch.places.tolist()):
-            mine[place].append(_SearchResult(catch.target, part, row))
-    sound = torch.stack([value.isfinite().flatten(1).all(1) for value in seen.update.values()]).all(0).tolist()
+            results[place].append(_SearchResult(catch.target, part, row))
+    finite = torch.stack([value.isfinite().flatten(1).all(1) for value in seen.update.values()]).all(0).tolist()
     nothing = torch.full((restarts,), torch.inf).to(example)
-    objectives = [_mean([f.part.objectives[f.row] for f in own], nothing) for own in mine]
     return Reconstruction(
-        inputs=_filled(mine, lambda part: part.inputs, seen.examples, blank.to(example)),
-        targets=torch.stack([_labels(own, c, seen.examples) for own, c in zip(mine, counted, strict=True)]),
-        objective=torch.stack([_mean([f.part.objective[f.row] for f in own], nothing[0]) for own in mine]),
-        status=tuple(_status(own, whole) for own, whole in zip(mine, sound, strict=True)),
-        iterations=torch.tensor([max((int(f.part.iterations[f.row]) for f in own), default=0) for own in mine]),
+        inputs=_filled(results, lambda part: part.inputs, seen.examples, blank.to(example)),
+        targets=torch.stack([_labels(r, counts, seen.examples) for r, counts in zip(results, counted, strict=True)]),
+        objective=_means(results, lambda part: part.objective, nothing[0]),
+        status=tuple(_status(of_client, good) for of_client, good in zip(results, finite, strict=True)),
+        iterations=torch.tensor(
+            [max((int(r.part.iterations[r.row]) for r in of_client), default=0) for of_client in results]
+        ),
         seconds=sum(part.seconds for part in parts),
-        restart=torch.tensor([int(own[0].part.restart[own[0].row]) if own else 0 for own in mine]),
-        objectives=torch.stack(objectives),
-        initial=torch.stack([_mean([f.part.initial[f.row] for f in own], nothing[0]) for own in mine]),
+        restart=torch.tensor([int(r[0].part.restart[r[0].row]) if r else 0 for r in results]),
+        objectives=_means(results, lambda part: part.objectives, nothing),
+        initial=_means(results, lambda part: part.initial, nothing[0]),
         plan=tuple(size for part in parts for size in part.plan),
         trace={
-            count: _filled(mine, lambda part, n=count: part.trace[n], seen.examples, blank.to(example))
+            count: _filled(results, lambda part, n=count: part.trace[n], seen.examples, blank.to(example))
             for count in points
         },
     )
 
 
 def _filled(
-    mine: Sequence[Sequence[_SearchResult]], images: Callable[[Reconstruction], Tensor], count: int, blank: Tensor
+    results: Sequence[Sequence[_SearchResult]], images: Callable[[Reconstruction], Tensor], count: int, blank: Tensor
 ) -> Tensor:
-    """Repeat what was found of each target client until there are as many images as are asked for."""
+    """Repeat the images of each target client up to this count."""
     filled: list[Tensor] = []
-    for own in mine:
-        whole = torch.cat([images(part)[row] for _, part, row in own]) if own else blank.unsqueeze(0)
-        filled.append(whole[torch.arange(count, device=whole.device) % len(whole)])
+    for of_client in results:
+        unique = torch.cat([images(part)[row] for _, part, row in of_client]) if of_client else blank.unsqueeze(0)
+        filled.append(unique[torch.arange(count, device=unique.device) % len(unique)])
     return torch.stack(filled)
 
 
-def _mean(values: Sequence[Tensor], otherwise: Tensor) -> Tensor:
-    return torch.stack(list(values)).mean(0) if values else otherwise
+def _means(
+    results: Sequence[Sequence[_SearchResult]], value: Callable[[Reconstruction], Tensor], otherwise: Tensor
+) -> Tensor:
+    """Average a value over the searches for each target client."""
+    rows = [[value(part)[row] for _, part, row in of_client] for of_client in results]
+    return torch.stack([torch.stack(of_client).mean(0) if of_client else otherwise for of_client in rows])
 
 
-def _status(own: Sequence[_SearchResult], sound: bool) -> Status:
+def _status(results: Sequence[_SearchResult], finite: bool) -> Status:
     """Return the worst status of a target client's searches."""
-    if not own:
-        return "stalled" if sound else "diverged"
-    ends: list[Status] = [part.status[row] for _, part, row in own]
-    return max(ends, key=_WORSE.index)
+    if not results:
+        return "stalled" if finite else "diverged"
+    statuses: list[Status] = [part.status[row] for _, part, row in results]
+    return max(statuses, key=_WORSE.index)
 
 
-def _labels(own: Sequence[_SearchResult], counts: Tensor, examples: int) -> Tensor:
-    """List the labels: of the found images first, then of the others that were counted."""
-    first = [target for target, part, row in own for _ in range(part.inputs.shape[1])]
+def _labels(results: Sequence[_SearchResult], counts: Tensor, examples: int) -> Tensor:
+    """List the labels of the reconstructed images first, then of the other counted examples."""
+    first = [target for target, part, _ in results for _ in range(part.inputs.shape[1])]
     left = counts.clone().cpu()
     for target in first:
         left[target] -= 1

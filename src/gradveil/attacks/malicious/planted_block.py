@@ -1,8 +1,8 @@
 """Attacks of a malicious server that inserts a block before the model: imprint bins and trap weights.
 
-The block measures the image in several ways, each behind a ReLU. The gradient of a measure is dW_i = sum_x d_i(x) x
-and db_i = sum_x d_i(x), over the examples x that it lets through: of one example alone, dW_i / db_i is the example.
-What the measures are, and which of their combinations hold one example, is what such attacks differ in.
+The block computes linear measures of the image, each behind a ReLU. The gradient of a measure is
+dW_i = sum_x d_i(x) x and db_i = sum_x d_i(x), over the examples x that it passes. If it passes one example, dW_i / db_i
+is the example. The attacks differ in the measures, and in the combinations of measures that isolate one example.
 """
 
 from __future__ import annotations
@@ -29,17 +29,16 @@ from gradveil.core.streams import Stream
 
 
 class Planted(nn.Module):
-    """Image -> linear measures -> cut -> linear -> an image of the same shape -> the model as it was.
+    """Image -> linear measures -> clamp -> linear -> an image of the same shape -> the original model.
 
-    Measures below zero are cut to zero, and those above a ceiling to it. Only examples between the two count for a
-    measure's weights and bias, and the gradient of these says what the examples are: which ones count is the server's
-    choice.
+    Measures are clamped to the range from zero to a ceiling. Only examples within this range contribute to the gradient
+    of a measure's weights and bias, so that the server chooses which examples the gradient reveals.
     """
 
     ceiling: Tensor
 
     def __init__(self, model: nn.Module, shape: tuple[int, ...], units: int) -> None:
-        """Put a block of so many measures before the model; without a ceiling at first."""
+        """Insert a block of measures before the model, with an infinite ceiling."""
         super().__init__()
         self.measure = nn.Linear(prod(shape), units)
         self.register_buffer("ceiling", torch.full((units,), torch.inf))
@@ -47,45 +46,43 @@ class Planted(nn.Module):
         self.model = model
 
     def forward(self, x: Tensor) -> Tensor:
-        """Measure the image, and give the model what comes back."""
-        seen = torch.minimum(torch.relu(self.measure(x.flatten(1))), self.ceiling)
-        return self.model(self.back(seen).unflatten(1, x.shape[1:]))
+        """Apply the block, then the model."""
+        measures = torch.minimum(torch.relu(self.measure(x.flatten(1))), self.ceiling)
+        return self.model(self.back(measures).unflatten(1, x.shape[1:]))
 
 
 WEIGHT, BIAS = "measure.weight", "measure.bias"
-"""The parameters of the block that examples are read off."""
+"""The parameters of the block whose gradients reveal examples."""
 _LOUD = 100.0
-"""How many times as large a decoy's gradient is as that of a measure which the same examples pass."""
+"""Ratio of a decoy's gradient to that of a measure that the same examples pass."""
 
 
 class Measures(NamedTuple):
-    """Linear measures of an image: weights [K, N], biases [K], and above which values [K] they are cut, if they are."""
+    """Linear measures of an image: weights [K, N], biases [K], and the ceilings [K], if there are any."""
 
     weight: Tensor
     bias: Tensor
     ceiling: Tensor | None = None
 
     def most(self) -> Tensor:
-        """Return the largest value of each measure of pixels in [0, 1], with room for rounding."""
+        """Return an upper bound of each measure of pixels in [0, 1], with a margin for rounding."""
         return 2 * (self.weight.clamp(min=0).sum(1) + self.bias.abs())
 
 
-Gain = Annotated[
-    Positive, "Size of the measures: the smaller, the larger is their gradient, relative to the model's own."
-]
+Gain = Annotated[Positive, "Size of the measures: smaller ones have a larger gradient, relative to the model's."]
 Decoys = Annotated[
     int, Range(0, integer=True), "Further rows with larger gradients, for defences that cut the largest."
 ]
 
 
 class Planting(Checked, ABC):
-    """What attacks with a planted block share; they look at the first round, whose block is as it was planted."""
+    """Base of attacks with a planted block. They use the first round, before training changes the block."""
 
     name: str
     gain: Gain
-    """The model gets what it would get of measures of size one, so that more of their gradient is left after a clip."""
+    """It does not change the model's input, but a clip leaves more of a larger gradient."""
     decoys: Decoys
-    """Every image passes them, in pairs of opposite effect."""
+    """Every image passes the decoys, which cancel in pairs."""
     labels: FoundLabels
     undo: Undo
     rounds: ClassVar[Literal["first"]] = "first"
@@ -103,7 +100,7 @@ class Planting(Checked, ABC):
     @property
     @abstractmethod
     def units(self) -> int:
-        """How many measures the block has."""
+        """Number of measures of the block."""
 
     @abstractmethod
     def measures(self, pixels: int, knowledge: Knowledge, key: Key) -> Measures:
@@ -111,37 +108,44 @@ class Planting(Checked, ABC):
 
     @abstractmethod
     def read(self, weight: Tensor, bias: Tensor, count: int) -> tuple[Tensor, int]:
-        """Read images [n <= count, N], the surest first, off one update's dW [K, N] and db [K]; say how many stand out.
+        """Return images [n <= count, N] from one update's dW [K, N] and db [K], and the number of clear ones.
 
-        Their pixels are in [0, 1]: the gradient is that of measures of pixels.
+        The clearest come first. Pixels are in [0, 1], since the gradient is that of measures of such pixels.
         """
 
     @abstractmethod
     def planted(self) -> str:
-        """Describe what is put into the model."""
+        """Describe the change to the model."""
 
     def and_decoys(self) -> str:
-        """Mention the decoys, if there are any."""
+        """Return a phrase about the decoys, if there are any."""
         return f" and {self.decoys} decoys" if self.decoys else ""
 
     def problems(self, prospect: Prospect) -> Iterator[Problem]:
-        """Refuse labels that cannot be read off, and decoys that have no partner."""
+        """Refuse labels that cannot be read off, and an odd number of decoys."""
         yield from label_problems(self.labels, prospect)
         if self.decoys % 2:
-            what = "is odd, and they come in pairs of opposite effect: the model would not get what it gets without"
-            yield Problem("decoys", what, f"give {self.decoys - 1} or {self.decoys + 1}")
+            problem = "is odd, but decoys cancel in pairs"
+            yield Problem("decoys", problem, f"give {self.decoys - 1} or {self.decoys + 1}")
 
     def craft(self, client: Client, knowledge: Knowledge, key: Key) -> Client:
-        """Return the client as it is after it took the model that the server sends."""
+        """Return the client with the crafted model."""
         example = next(iter(client.params().values()))
         lower, upper = (bound.expand(knowledge.space.shape).flatten() for bound in knowledge.space.bounds(example))
         shape = knowledge.space.shape
-        made = self.measures(prod(shape), knowledge, key.child(Stream.MEASURES))
-        weight, bias, ceiling = (self.gain * value.to(example) for value in self._with_decoys(made))
-        # Pixels in [0, 1] are (x - lower) / (upper - lower) of what the model sees.
+        measures = self.measures(prod(shape), knowledge, key.child(Stream.MEASURES))
+        # Decoys follow the measures: copies of the first one, shifted so that every image passes.
+        row = measures.weight[:1]
+        weight = torch.cat([measures.weight, *[row] * self.decoys])
+        bias = torch.cat([measures.bias, *[1 - row.clamp(max=0).sum(1)] * self.decoys])
+        ceiling = Measures(weight, bias).most()
+        if measures.ceiling is not None:
+            ceiling[: self.units] = measures.ceiling
+        weight, bias, ceiling = (self.gain * value.to(example) for value in (weight, bias, ceiling))
+        # Pixels in [0, 1] are (x - lower) / (upper - lower) of the inputs x.
         weight = weight / (upper - lower)
         model = Planted(client.model, shape, len(bias)).to(example)
-        # Every measure acts on the model in the same way, and by more than a scale, which a norm would take away.
+        # Every measure has the same effect on the model. It is more than a scale, which normalisation would remove.
         back, rest = torch.randn(2, prod(shape), generator=key.child(Stream.BEHIND).generator()).to(example)
         with torch.no_grad():
             model.measure.weight.copy_(weight)
@@ -151,25 +155,14 @@ class Planting(Checked, ABC):
             for place in range(self.units, len(bias)):
                 model.back.weight[:, place] *= _LOUD * (-1) ** place
             model.back.bias.copy_(rest)
-        model.training = client.model.training  # of the whole alone: what of the client's was set apart stays so
-        kept = client.trainable
+        model.training = client.model.training  # not train(): layers may have modes of their own
+        patterns = client.trainable
         return replace(
             client,
             model=model,
-            trainable=None if kept is None else ("measure.*", "back.*", *(f"model.{pattern}" for pattern in kept)),
+            trainable=None if patterns is None else ("measure.*", "back.*", *(f"model.{each}" for each in patterns)),
             buffers={f"model.{name}": value for name, value in client.buffers.items()},
         )
-
-    def _with_decoys(self, made: Measures) -> tuple[Tensor, Tensor, Tensor]:
-        """Put the decoys behind the measures: the first of these, shifted so far that every image passes."""
-        row = made.weight[:1]
-        shift = 1 - row.clamp(max=0).sum(1)
-        weight = torch.cat([made.weight, *[row] * self.decoys])
-        bias = torch.cat([made.bias, *[shift] * self.decoys])
-        ceiling = Measures(weight, bias).most()
-        if made.ceiling is not None:
-            ceiling[: self.units] = made.ceiling
-        return weight, bias, ceiling
 
     def __call__(
         self,
@@ -180,63 +173,61 @@ class Planting(Checked, ABC):
         progress: Callable[[Progress], None] | None = None,
         plan: Sequence[int] = (),
     ) -> Reconstruction:
-        """Read every target client's images off the first round's update."""
+        """Reconstruct every target client's images from the first round's update."""
         began, seen = time.perf_counter(), observations[0]
         if WEIGHT not in seen.update or not isinstance(simulated_client.model, Planted):
-            remedy = "let the server send the client that `craft` returns"
-            raise fail(f"attack {self.name}", "its block was not in the model that the client trained", remedy)
+            fix = "let the server send the client that `craft` returns"
+            raise fail(f"attack {self.name}", "its block was not in the model that the client trained", fix)
         target_clients, count = len(seen.target_clients), seen.examples
         weight, bias = (seen.update[name][:, : self.units].double() for name in (WEIGHT, BIAS))
-        sound = weight.isfinite().flatten(1).all(1) & bias.isfinite().all(1)
+        finite = weight.isfinite().flatten(1).all(1) & bias.isfinite().all(1)
         lower, upper = knowledge.space.bounds(weight)
         ends = [bound.expand(knowledge.space.shape).flatten() for bound in (lower, upper)]
         weight = (weight - bias.unsqueeze(2) * ends[0]) / (ends[1] - ends[0])
         inputs = ((lower + upper) / 2).expand(target_clients, count, *knowledge.space.shape).clone()
         missing = torch.ones(target_clients, dtype=weight.dtype, device=weight.device)
         for target_client in range(target_clients):
-            if not bool(sound[target_client]):
+            if not bool(finite[target_client]):
                 continue
-            found, clear = self.read(weight[target_client], bias[target_client], count)
-            if len(found):
-                again = torch.arange(count, device=found.device) % len(found)
-                inputs[target_client] = lower + (upper - lower) * found[again].clamp(0, 1).unflatten(
-                    1, knowledge.space.shape
-                )
+            images, clear = self.read(weight[target_client], bias[target_client], count)
+            if len(images):
+                pixels = images[torch.arange(count, device=images.device) % len(images)].clamp(0, 1)
+                inputs[target_client] = lower + (upper - lower) * pixels.unflatten(1, knowledge.space.shape)
             missing[target_client] = 1 - min(clear, count) / count
         targets = find_labels(
             self.labels, seen, simulated_client.undefended_update(), knowledge, key.child(Stream.LABELS)
         )
         assert targets is not None, "labels are given or read off the update"
         like = seen.update[WEIGHT]
-        found = in_closed_form(inputs.to(like), targets, missing.to(like), sound, began, progress)
-        return undone(found, simulated_client, knowledge) if self.undo else found
+        result = in_closed_form(inputs.to(like), targets, missing.to(like), finite, began, progress)
+        return undone(result, simulated_client, knowledge) if self.undo else result
 
 
 _CLEAR = 6.0
-"""How many times a bin's gradient must be as large as that of bins which hold no example, but may hold noise."""
+"""Smallest ratio of a bin's gradient to the noise in empty bins."""
 _EXACT = 1e-9
-"""The share of the largest below which a bin is empty where there is no noise."""
+"""Share of the largest gradient below which a bin is empty, without noise."""
 
 
 @dataclass(frozen=True)
 class Imprint(Planting):
     """Rob: bins of one measurement, so that neighbouring rows differ by the examples of one bin (Fowl et al. 2022).
 
-    Row i lets those through whose measurement is above threshold c_i; so (dW_i - dW_{i+1}) / (db_i - db_{i+1}) is the
-    mean of the examples in bin i, and the example itself where it is alone. The thresholds are quantiles of the
-    measurement over public images, of a normal or Laplace law with their mean and spread, or of the images themselves.
+    Row i passes examples whose measurement exceeds the threshold c_i, so that (dW_i - dW_{i+1}) / (db_i - db_{i+1}) is
+    the mean of the examples in bin i. The thresholds are quantiles of the measurement over public images: of a normal
+    or Laplace law with their mean and spread, or of the images themselves.
 
-    With `sparse` each row lets through the examples of its own bin alone: it shows them without its neighbour, and
-    rows of empty bins are zero, so that pruning leaves most of the others.
+    With `sparse` each row passes only the examples of its bin. Rows of empty bins are then zero, so that pruning leaves
+    most of the others.
     """
 
     name: str = "rob"
     bins: Annotated[int, Range(2, integer=True), "Number of bins."] = 64
-    measure: Annotated[Literal["brightness", "random"], "Measure of an image that the bins part."] = "brightness"
+    measure: Annotated[Literal["brightness", "random"], "Measure of an image that is divided into bins."] = "brightness"
     law: Annotated[Literal["normal", "laplace", "empirical"], "Law of the measure, whose quantiles are thresholds."] = (
         "normal"
     )
-    sparse: Annotated[bool, "Let each row pass the examples of its own bin alone."] = False
+    sparse: Annotated[bool, "Let each row pass only the examples of its bin."] = False
     gain: Gain = 1e-3
     decoys: Decoys = 0
     labels: FoundLabels = "given"
@@ -244,33 +235,31 @@ class Imprint(Planting):
 
     @property
     def knowledge(self) -> Mapping[str, How]:
-        """Public images, to place the bins by."""
+        """Public images, which determine the bins."""
         known: dict[str, How] = {"public": Known()}
         return undoing(known) if self.undo else known
 
     @property
     def units(self) -> int:
-        """One measure a bin."""
+        """One measure per bin."""
         return self.bins
 
     def problems(self, prospect: Prospect) -> Iterator[Problem]:
-        """Refuse to place bins without public images."""
+        """Require public images for the bins."""
         yield from super().problems(prospect)
         if not prospect.public:
-            yield Problem("data.public", "no public images to place the bins by", "choose data that has, or curious")
+            yield Problem("data.public", "no public images for the bins", "choose data with public images, or curious")
 
     def measures(self, pixels: int, knowledge: Knowledge, key: Key) -> Measures:
-        """Repeat one measurement, with the thresholds as biases."""
+        """Return one measurement repeatedly, with the thresholds as biases."""
         if knowledge.public is None or not len(knowledge.public.inputs):
-            raise fail(
-                f"attack {self.name}", "was given no public images to place its bins by", "give Knowledge.public"
-            )
+            raise fail(f"attack {self.name}", "has no public images for its bins", "give Knowledge.public")
         row = torch.full((pixels,), 1 / pixels)
         if self.measure == "random":
             row = torch.randn(pixels, generator=key.generator()) / pixels**0.5
         lower, upper = knowledge.space.bounds(knowledge.public.inputs)
         images = ((knowledge.public.inputs - lower) / (upper - lower)).flatten(1).cpu().to(row)
-        # No measurement of pixels in [0, 1] lies outside of the sums of negative and of positive weights.
+        # Measurements of pixels in [0, 1] lie between the sums of the negative and of the positive weights.
         margin = 1e-3 * float(row.abs().sum())
         ends = torch.stack([row.clamp(max=0).sum() - margin, row.clamp(min=0).sum() + margin])
         cuts = self._quantiles(images @ row).clamp(float(ends[0]), float(ends[1]))
@@ -290,19 +279,19 @@ class Imprint(Planting):
         return values.mean() + spread * tails.to(values)
 
     def read(self, weight: Tensor, bias: Tensor, count: int) -> tuple[Tensor, int]:
-        """Take neighbouring rows from each other; bins whose gradient is largest hold examples."""
+        """Subtract neighbouring rows; the bins with the largest gradients hold examples."""
         alone, errors = weight, bias
         if not self.sparse:
             alone = torch.cat([weight[:-1] - weight[1:], weight[-1:]])
             errors = torch.cat([bias[:-1] - bias[1:], bias[-1:]])
         size = errors.abs()
-        # As many bins as there are examples may be full: of the others the median is empty, or the largest of few.
+        # At most `count` bins are full. The noise is the median of all bins, or the largest of few empty ones.
         empty = min((self.bins - 1) // 2, self.bins - count - 1)
         noise = float(size.sort().values[empty]) if empty >= 0 else 0.0
         baseline = max(_CLEAR * noise, _EXACT * float(size.max()))
         best = size.argsort(descending=True, stable=True)[:count]
         clear = int((size[best] > baseline).sum())
-        # Where some bins stand out, the others are empty: what they hold is no image.
+        # If some bins are clear, the others contain only noise.
         best = best[: clear or int((size[best] > 0).sum())]
         return alone[best] / errors[best].unsqueeze(1), clear
 
@@ -312,31 +301,29 @@ class Imprint(Planting):
 
 
 _SAME = 1e-3
-"""How near to each other, in units of their size, two rows' images are that show one and the same example."""
-
-
+"""Relative distance up to which two rows' images are the same example."""
 _LISTED = 4
-"""How many different images are looked at, in units of those that are sought."""
+"""Examined images per example."""
 _INSIDE = 0.99
-"""The share of an image's pixels that must lie in [0, 1]: a difference of images has others."""
+"""Share of an image's pixels that must lie in [0, 1], unlike those of a mixture."""
 
 
 @dataclass(frozen=True)
 class Trap(Planting):
-    """Curious: of each row half of the weights are negative, the others the same numbers, positive and a bit smaller.
+    """Curious: half of each row's weights are negative, the others have the same sizes, positive and scaled down.
 
-    Row i is then below zero for most images of pixels in [0, 1], and dW_i / db_i is an example where it alone passes
-    (Boenisch et al. 2023). With a `share` the factor is chosen by public images: rows pass this share of them.
+    Row i is thus below zero for most images of pixels in [0, 1]. If it passes one example, dW_i / db_i is this example
+    (Boenisch et al. 2023). With a `share` the factor is chosen such that rows pass this share of public images.
     """
 
     name: str = "curious"
     rows: Annotated[Count, "Number of rows."] = 256
-    scale: Annotated[Positive, "Positive weights as a multiple of the negative ones."] = 0.95
+    scale: Annotated[Positive, "Ratio of positive to negative weights."] = 0.95
     std: Annotated[Positive, "Standard deviation of the weights."] = 0.5
     share: Annotated[
         float | None,
         Range(0, 1, low_open=True, high_open=True, optional=True),
-        "Share of public images that a row passes, in place of `scale`.",
+        "Share of public images that a row passes, instead of `scale`.",
     ] = None
     gain: Gain = 1e-3
     decoys: Decoys = 0
@@ -345,20 +332,20 @@ class Trap(Planting):
 
     @property
     def knowledge(self) -> Mapping[str, How]:
-        """Public images where the factor is chosen by them."""
+        """Public images, if they determine the factor."""
         known: dict[str, How] = {"public": Known()} if self.share is not None else {}
         return undoing(known) if self.undo else known
 
     @property
     def units(self) -> int:
-        """One measure a row."""
+        """One measure per row."""
         return self.rows
 
     def problems(self, prospect: Prospect) -> Iterator[Problem]:
-        """Refuse to choose the factor without public images."""
+        """Require public images if they determine the factor."""
         yield from super().problems(prospect)
         if self.share is not None and not prospect.public:
-            yield Problem("data.public", "no public images to choose the factor by", "give scale in the place of share")
+            yield Problem("data.public", "no public images to choose the factor by", "give scale instead of share")
 
     def measures(self, pixels: int, knowledge: Knowledge, key: Key) -> Measures:
         """Draw the rows."""
@@ -372,13 +359,10 @@ class Trap(Planting):
         return Measures(negative + scale * positive, torch.zeros(self.rows))
 
     def _scale(self, negative: Tensor, positive: Tensor, knowledge: Knowledge, share: float) -> float:
-        """Choose the factor at which rows pass a share of public images, on the average."""
+        """Choose the factor at which rows pass this share of public images on average."""
         if knowledge.public is None or not len(knowledge.public.inputs):
-            raise fail(
-                f"attack {self.name}",
-                "was given no public images to choose its factor by",
-                "give scale in the place of share",
-            )
+            problem = "has no public images to choose its factor by"
+            raise fail(f"attack {self.name}", problem, "give scale instead of share")
         lower, upper = knowledge.space.bounds(knowledge.public.inputs)
         images = ((knowledge.public.inputs - lower) / (upper - lower)).flatten(1).cpu().to(negative)
         # A row passes an image at every factor above the ratio of its negative to its positive part.
@@ -387,7 +371,7 @@ class Trap(Planting):
         return float(ratios.kthvalue(rank).values)
 
     def read(self, weight: Tensor, bias: Tensor, count: int) -> tuple[Tensor, int]:
-        """Divide row by row; images that several rows show, and that are no mixtures, passed these rows alone."""
+        """Divide row by row; images of several rows that are not mixtures passed these rows alone."""
         passed = bias != 0
         images = weight[passed] / bias[passed].unsqueeze(1)
         if not len(images):
@@ -406,8 +390,8 @@ class Trap(Planting):
             free = free & ~near[place]
             free[place] = False
         whole = (images[distinct] - 0.5).abs().le(0.5 + _SAME).double().mean(1) > _INSIDE
-        alone = whole & ~_between(images[distinct], whole)
-        # Sorting is stable: among the images alone, those that most rows show come first.
+        alone = whole & ~_mixtures(images[distinct], whole)
+        # Sorting is stable: among the images alone, those of the most rows come first.
         order = (~alone).long().argsort(stable=True)[:count].tolist()
         clear = sum(rows[place] > 1 and bool(alone[place]) for place in order)
         return images[[distinct[place] for place in order]], clear
@@ -417,14 +401,14 @@ class Trap(Planting):
         return f"a block of {self.rows} trap rows{self.and_decoys()} before the first layer"
 
 
-def _between(images: Tensor, ends: Tensor) -> Tensor:
-    """Mark images that lie between two of the marked ones: what two examples show together, when both pass."""
+def _mixtures(images: Tensor, ends: Tensor) -> Tensor:
+    """Mark mixtures: images that lie between two of the marked ones."""
     products = images @ images.T
-    found: list[Tensor] = []
+    marks: list[Tensor] = []
     for place in range(len(images)):
-        # The way from this image to one, times the way to another: they are opposite where it lies between the two.
+        # Inner products of the differences to two other images: opposite directions if the image lies between them.
         inner = products - products[place] - products[:, place : place + 1] + products[place, place]
         size = inner.diagonal().clamp_min(0).sqrt() * ends
         lengths = size.unsqueeze(1) * size
-        found.append(((inner <= -(1 - _SAME) * lengths) & (lengths > 0)).any())
-    return torch.stack(found)
+        marks.append(((inner <= -(1 - _SAME) * lengths) & (lengths > 0)).any())
+    return torch.stack(marks)
