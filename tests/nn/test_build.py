@@ -63,7 +63,7 @@ BAD = [
     (
         f"{HERE}:needs",
         {},
-        r"(?s)needs 'depth', which nobody gives: .* classes=10 -> .*options.depth=.*needs 'width'",
+        r"(?s)needs 'depth'.* classes=10 -> .*options.depth=.*needs 'width'",
     ),
     ("builtins:dict", {}, r"'dict' does not say what it takes -> wrap it in a function"),
     (f"{HERE}:number", {}, r"returned int, not a torch.nn.Module"),

@@ -84,7 +84,7 @@ def test_a_prefix_before_all_names_is_one_problem(tmp_path):
     with pytest.raises(GradveilError) as caught:
         read_received(tmp_path / "held", model)
     (problem,) = caught.value.problems
-    assert "names each parameter with 'module.' before it" in problem.what
+    assert "prefix 'module.'" in problem.what
     assert "name.removeprefix('module.')" in problem.remedy
     assert not put_weights(model, read_weights(tmp_path / "held"))
     other = {f"module.{name}": value for name, value in model.state_dict().items() if name != "2.bias"}
