@@ -359,7 +359,7 @@ def test_tied_and_frozen_parameters_only_warn() -> None:
         assert [problem.severity for problem in check(model, batch())] == ["warning"]
 
 
-def test_a_softmax_that_is_taken_twice_is_warned_of() -> None:
+def test_double_softmax_warns() -> None:
     model = model_of().append(nn.Softmax(1))
     (warning,) = check(model, batch())
     assert warning.severity == "warning"
