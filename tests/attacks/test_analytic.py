@@ -120,7 +120,7 @@ def test_unsuitable_models_raise_with_the_reason():
         attack(scene)
     frozen = dense(nn.Linear(36, 4))
     frozen.client = Client(frozen.client.model, trainable=("1.weight",))
-    with pytest.raises(GradveilError, match="nothing that is sent is added to each output"):
+    with pytest.raises(GradveilError, match="no sent parameter is added to each output"):
         attack(frozen)
 
 
@@ -137,7 +137,7 @@ def test_reused_first_layer_raises(tied):
             again = self.second if tied else self.first
             return self.head(torch.tanh(again(torch.tanh(self.first(x.flatten(1))))))
 
-    with pytest.raises(GradveilError, match=r"its first layer '1.first' (again: the gradient shows more|alone)"):
+    with pytest.raises(GradveilError, match=r"its first layer '1.first' (again|alone)"):
         attack(dense(Twice()))
 
 
@@ -215,7 +215,7 @@ def test_patches_of_a_batch_and_frozen_positions_raise():
         attack(patches(convolution=False, token=True, examples=2))
     frozen = patches(convolution=False, token=True)
     frozen.client = Client(frozen.client.model, trainable=("embed.*", "mix.*", "head.*"))
-    with pytest.raises(GradveilError, match="nothing that is sent is added to each output"):
+    with pytest.raises(GradveilError, match="no sent parameter is added to each output"):
         attack(frozen)
 
 

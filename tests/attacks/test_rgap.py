@@ -294,17 +294,17 @@ def test_loss_may_have_any_scale_without_a_bias(size):
     [
         (_Turned(), "last does not take the image"),
         (_Clamped(), "last does not take the image"),
-        (_Pair(), "last does not take what the module before it gives"),
-        (nn.Sequential(_Centred(1, 4, 3), nn.Flatten(), nn.Linear(144, 5)), "'0' is a _Centred that does not give"),
+        (_Pair(), "last does not take the output of the module before it"),
+        (nn.Sequential(_Centred(1, 4, 3), nn.Flatten(), nn.Linear(144, 5)), "'0' is a _Centred that computes more"),
         (nn.Sequential(nn.Conv2d(1, 4, 3), nn.Hardtanh(), nn.Flatten(), nn.Linear(144, 5)), "Hardtanh"),
         (_tied(), "uses the bias of '3' twice"),
-        (_Skip(), "last does not take what the module before it gives"),
+        (_Skip(), "last does not take the output of the module before it"),
         (_Twice(), "twice"),
         (_Scaled(), "its answer does not take"),
         (nn.Sequential(nn.Conv2d(1, 4, 3), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(36, 5)), "MaxPool2d"),
         (nn.Sequential(nn.Conv2d(1, 4, 3), nn.GELU(), nn.Flatten(), nn.Linear(144, 5)), "GELU"),
         (nn.Sequential(nn.Flatten(), nn.Linear(64, 5), nn.Tanh()), "does not end with a linear"),
-        (nn.Sequential(nn.Conv2d(1, 4, 3, padding="same"), nn.Flatten(), nn.Linear(256, 5)), "padded by a word"),
+        (nn.Sequential(nn.Conv2d(1, 4, 3, padding="same"), nn.Flatten(), nn.Linear(256, 5)), "named padding"),
     ],
 )
 def test_models_that_are_not_a_chain_raise_with_the_reason(model, word):

@@ -120,7 +120,9 @@ def test_bottleneck_that_declares_an_unused_module_raises():
     class Renamed(VariationalBottleneck):
         noisy_from = "out"
 
-    with pytest.raises(GradveilError, match=r"2: says that its noise enters 'out', which a forward pass does not run"):
+    with pytest.raises(
+        GradveilError, match=r"2: declares that its noise enters 'out', which a forward pass does not run"
+    ):
         downstream(nn.Sequential(nn.Flatten(), nn.Linear(36, 9), Renamed(9, 4)), torch.zeros(1, 1, 6, 6))
 
 

@@ -10,7 +10,7 @@ from gradveil.nn.stochastic_layers import Dropout
 SPEC = NoiseSpec({"a": Noise((2, 3), Normal(2.0)), "b": Noise((4,), Bernoulli(0.3), neutral=1.0, lower=0.0, upper=1.0)})
 
 
-def test_a_key_is_an_address():
+def test_key_and_path_determine_the_stream():
     draw = [torch.randn(4, generator=key.generator()) for key in (Key(1), Key(1), Key(2), Key(1).child("a"))]
     assert torch.equal(draw[0], draw[1])
     assert not torch.equal(draw[0], draw[2])
@@ -26,13 +26,13 @@ def test_each_tensor_has_its_own_stream():
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
-def test_sampling_leaves_the_global_generator_alone():
+def test_sampling_keeps_the_global_generator():
     before = torch.random.get_rng_state()
     SPEC.sample(Key(0))
     assert torch.equal(before, torch.random.get_rng_state())
 
 
-def test_every_mistake_in_a_noise_argument_is_named_at_once():
+def test_noise_check_reports_all_problems():
     with pytest.raises(GradveilError) as caught:
         SPEC.check({"a": torch.zeros(3, 2), "z": torch.zeros(1)})
     assert [(p.where, p.what) for p in caught.value.problems] == [
@@ -49,7 +49,7 @@ def test_neutral_and_projection():
     assert torch.equal(SPEC["a"].project(torch.tensor([-9.0])), torch.tensor([-9.0]))
 
 
-def test_schedule_takes_each_example_once_an_epoch():
+def test_schedule_uses_each_example_once_per_epoch():
     drawn = Schedule(6).sample((9, 2), torch.int64, Key(0).generator())
     assert drawn.shape == (9, 2)
     for epoch in drawn.view(3, 6):
@@ -66,7 +66,7 @@ def test_schedule_takes_each_example_once_an_epoch():
         (Uniform(), [0.0, 0.0]),
     ],
 )
-def test_penalties_by_hand(law, penalty):
+def test_penalties_equal_hand_computed_values(law, penalty):
     torch.testing.assert_close(law.penalty(torch.tensor([[1.0, 2.0], [0.0, 0.0]])), torch.tensor(penalty))
 
 
@@ -89,7 +89,7 @@ def test_model_noise_sees_shapes_and_changes_nothing():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(), (0,), (15,), (17,), (2**16 + 3,), (2**17 - 1,), (3, 70_001)])
-def test_normal_numbers_are_those_of_torch_to_the_bit(shape: tuple[int, ...], dtype: torch.dtype):
+def test_normal_equals_torch_bitwise(shape: tuple[int, ...], dtype: torch.dtype):
     """They are drawn in blocks; records of earlier versions hold."""
     ours, theirs = Key(3).generator(), Key(3).generator()
     assert torch.equal(Normal().sample(shape, dtype, ours), torch.randn(shape, dtype=dtype, generator=theirs))

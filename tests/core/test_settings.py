@@ -40,7 +40,7 @@ def test_settings_are_the_annotated_fields():
     ]
 
 
-def test_every_impossible_setting_is_refused_at_once():
+def test_all_impossible_settings_are_reported():
     with pytest.raises(GradveilError) as caught:
         Fading(-1, 0, "both", 1, rounds=1.5)  # pyright: ignore[reportArgumentType]
     assert [str(problem) for problem in caught.value.problems] == [
@@ -56,7 +56,7 @@ def quiet(std: Annotated[float, Range(0, 1), "Standard deviation."] = 0.5, name:
     return Noisy(std)
 
 
-def test_an_annotated_argument_of_custom_code_is_checked():
+def test_annotated_arguments_of_custom_code_are_checked():
     entry = own_entry("tests.core.test_settings:quiet", "noise", lambda found: False, lambda made, name: made)
     assert entry.usage() == "std (a number in [0, 1]; default 0.5), more (a number, a word or a text; default 1)"
     with pytest.raises(GradveilError, match=r"quiet\.std: is 2 -> give a number in \[0, 1\]"):
@@ -78,7 +78,7 @@ class _Built(NamedEntry):
 
 
 @pytest.mark.parametrize("allowed", [Range(0), Choice(("a",)), Flag()])
-def test_a_setting_may_be_left_to_somebody_else(allowed: Range | Choice | Flag):
+def test_or_none_allows_none(allowed: Range | Choice | Flag):
     free = or_none(Argument("x", allowed, 1))
     assert free.default is None
     assert not free.allowed.problems("x", None)
@@ -94,7 +94,7 @@ def test_a_setting_may_be_left_to_somebody_else(allowed: Range | Choice | Flag):
         (lambda: Trap(rows=0, share=1.0), ["curious.rows", "curious.share"]),
     ],
 )
-def test_an_attack_from_python_is_checked_as_one_from_text(build: Callable[[], object], where: list[str]):
+def test_python_and_text_attacks_have_the_same_checks(build: Callable[[], object], where: list[str]):
     with pytest.raises(GradveilError) as caught:
         build()
     assert [problem.where for problem in caught.value.problems] == where

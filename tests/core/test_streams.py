@@ -24,22 +24,22 @@ def noise_names(text: str, kind: str) -> list[str]:
     return sorted(client.noise_spec(client.params(), draw_batch(Key(0))))
 
 
-def test_labels_are_as_they_were_frozen():
+def test_labels_are_frozen():
     assert {label.name: label.value for label in Stream} == FROZEN["labels"]
 
 
-def test_labels_differ():
+def test_labels_are_unique():
     assert len({label.value for label in Stream}) == len(Stream.__members__)
 
 
 @pytest.mark.parametrize("kind", ["gradient", "sgd"])
 @pytest.mark.parametrize("text", [*(law.texts[0] for law in LAWS.values()), *COMBINED])
-def test_names_of_noise_are_as_they_were_frozen(text, kind):
+def test_noise_names_are_frozen(text, kind):
     assert noise_names(text, kind) == FROZEN["noise"][kind][text]
 
 
 @pytest.mark.parametrize("address", FROZEN["streams"], ids=str)
-def test_streams_draw_what_they_drew(address):
+def test_first_numbers_are_frozen(address):
     seed, *path = address["address"]
     drawn = torch.randint(0, 2**24, (4,), generator=Key(seed, tuple(path)).generator())
     assert drawn.tolist() == address["drawn"]
@@ -58,7 +58,7 @@ def _literal_addresses(source: str) -> list[int]:
     return lines
 
 
-def test_code_addresses_streams_by_frozen_labels_alone():
+def test_code_uses_only_frozen_labels():
     found = {
         f"{file.relative_to(SOURCE)}:{line}"
         for file in SOURCE.rglob("*.py")
@@ -68,7 +68,7 @@ def test_code_addresses_streams_by_frozen_labels_alone():
     assert _literal_addresses('key.child("x", 1); Key(0, ("y",)); key.child(Stream.CLIENT)') == [1, 1]
 
 
-def test_a_stream_is_the_mersenne_twister_of_its_address():
+def test_key_seeds_the_mersenne_twister_with_shake256():
     """Numpy's own twister, started with the same 624 words, draws the same."""
     state = Key(3, ("a", 1)).generator().get_state().numpy()
     reference = np.random.MT19937()
@@ -78,7 +78,7 @@ def test_a_stream_is_the_mersenne_twister_of_its_address():
     assert np.array_equal(drawn, (reference.random_raw(1500) & 0xFFFFFF).astype(np.float32) / 2**24)
 
 
-def test_keys_whose_32_bit_seeds_agree_draw_different_numbers():
+def test_keys_with_equal_32_bit_seeds_differ():
     """Torch's own seeding keeps 32 bits of a seed; a million streams of it meet about 116 times, ours never."""
     first, second = (torch.Generator().manual_seed(seed) for seed in (5, 5 + 2**32))
     assert torch.equal(torch.rand(4, generator=first), torch.rand(4, generator=second)), "what is to be avoided"

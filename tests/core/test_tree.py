@@ -4,7 +4,7 @@ from gradveil.core.noise import Key
 from gradveil.core.tree import norm, select, squared_norm, stack, straight_through, take, under
 
 
-def test_norm_is_that_of_the_concatenation_and_flat_at_zero():
+def test_norm_equals_that_of_the_concatenation_with_zero_slope_at_zero():
     generator = Key(0).generator()
     tensors = {"a": torch.randn(3, 2, generator=generator), "b": torch.randn(5, generator=generator)}
     whole = torch.cat([value.flatten() for value in tensors.values()])
@@ -15,7 +15,7 @@ def test_norm_is_that_of_the_concatenation_and_flat_at_zero():
     assert torch.equal(slope, torch.zeros(3))
 
 
-def test_prefixes_go_on_and_off():
+def test_under_and_select_are_inverse():
     tensors = {"w": torch.ones(1), "v.w": torch.zeros(1)}
     assert select(under("send", tensors), "send").keys() == tensors.keys()
     assert select({"sender.w": torch.ones(1)}, "send") == {}, "a prefix ends at a dot"
@@ -27,7 +27,7 @@ def test_stack_and_take_are_inverse():
     assert stack([]) == {}
 
 
-def test_straight_through_takes_value_and_slope_from_different_places():
+def test_straight_through_has_exact_value_and_surrogate_slope():
     x = torch.tensor([0.3, -2.0], requires_grad=True)
     y = straight_through(x.sign(), torch.tanh(x))
     assert torch.equal(y, x.sign())
@@ -35,7 +35,7 @@ def test_straight_through_takes_value_and_slope_from_different_places():
     torch.testing.assert_close(slope, 1 - torch.tanh(x.detach()) ** 2)
 
 
-def test_straight_through_is_exact_however_far_the_surrogate_is():
+def test_straight_through_is_exact_for_distant_surrogates():
     """Three levels must stay three: a compressed update is counted by its distinct values."""
     x = torch.randn(1000, generator=Key(1).generator())
     y = straight_through(0.1 * x.sign(), 37.0 * x)

@@ -23,7 +23,7 @@ def test_counts_sizes_and_labels(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", BUNDLED)
-def test_no_image_is_in_both_splits_and_none_is_flat_among_the_first_private_images(name: str) -> None:
+def test_splits_are_disjoint_and_first_private_images_not_flat(name: str) -> None:
     public, private = load(name, size=None, normalise="none")
     distance = torch.cdist(
         private.inputs.flatten(1), public.inputs.flatten(1), compute_mode="donot_use_mm_for_euclid_dist"
@@ -57,7 +57,7 @@ def test_patches_take_turns_over_photographs() -> None:
 
 
 @pytest.mark.parametrize("name", BUNDLED)
-def test_statistics_come_from_the_public_split_and_a_limit_changes_nothing(name: str) -> None:
+def test_statistics_come_from_the_whole_public_split(name: str) -> None:
     public, private = load(name)
     torch.testing.assert_close(public.inputs.mean((0, 2, 3)), torch.zeros(public.channels), atol=1e-3, rtol=0)
     torch.testing.assert_close(public.inputs.std((0, 2, 3)), torch.ones(public.channels), atol=1e-3, rtol=0)
@@ -68,14 +68,14 @@ def test_statistics_come_from_the_public_split_and_a_limit_changes_nothing(name:
 
 @pytest.mark.parametrize("size", [8, 28, 64])
 @pytest.mark.parametrize("channels", [1, 3])
-def test_any_size_and_colour(size: int, channels: int) -> None:
+def test_load_resizes_and_recolours(size: int, channels: int) -> None:
     private = load("faces", size=size, channels=channels, limit_private=2, limit_public=1).private
     assert private.inputs.shape == (2, channels, size, size)
     assert (private.inputs >= private.space.bounds(private.inputs)[0] - 1e-5).all()
     assert (private.inputs <= private.space.bounds(private.inputs)[1] + 1e-5).all()
 
 
-def test_given_statistics_are_taken() -> None:
+def test_load_uses_given_statistics() -> None:
     private = load("digits", normalise=((0.5,), (0.25,)), limit_private=4).private
     assert [bound.flatten().tolist() for bound in private.space.bounds(private.inputs)] == [[-2.0], [2.0]]
     raw = load("digits", normalise="none", limit_private=4).private
@@ -94,13 +94,13 @@ def test_given_statistics_are_taken() -> None:
     ({"limit_private": 0}, "keep at least 1 image"),
     ({"limit_public": -1}, "keep at least 1 image"),
 ])  # fmt: skip
-def test_wrong_settings_are_refused(settings: dict, message: str) -> None:
+def test_wrong_setting_raises(settings: dict, message: str) -> None:
     with pytest.raises(GradveilError) as caught:
         load(**{"name": "faces", **settings})
     assert message in str(caught.value)
 
 
-def test_every_wrong_setting_is_named_at_once() -> None:
+def test_all_wrong_settings_are_reported() -> None:
     with pytest.raises(GradveilError) as caught:
         load("nothing", size=-1, channels=4, normalise="x", limit_public=0, limit_private=0)
     named = [problem.where for problem in caught.value.problems]

@@ -23,7 +23,7 @@ def test_inputs_and_views_are_inverse(data: Dataset) -> None:
     assert data.space.encode(data.views.reshape(2, 3, 3, 4, 4).double()).dtype == torch.float64
 
 
-def test_bounds_are_black_and_white_and_pixels_are_clamped(data: Dataset) -> None:
+def test_bounds_are_black_and_white(data: Dataset) -> None:
     lower, upper = data.space.bounds(data.inputs)
     assert lower.shape == upper.shape == (3, 1, 1)
     torch.testing.assert_close(lower.flatten(), torch.tensor([-2.5, -1.6, -1.0]))
@@ -48,21 +48,21 @@ def test_subset_keeps_order_and_everything_else(data: Dataset) -> None:
     ({"inputs": torch.full((6, 3, 4, 4), math.nan)}, "image 0 holds NaN"),
     ({"inputs": torch.full((6, 3, 4, 4), math.inf)}, "NaN or infinite"),
     ({"inputs": torch.full((6, 3, 4, 4), 3.0)}, "outside [0, 1]"),
-    ({"inputs": torch.full((6, 3, 4, 4), -2.0)}, "pixels reach from -0.3"),
+    ({"inputs": torch.full((6, 3, 4, 4), -2.0)}, "pixels range from -0.3"),
     ({"inputs": torch.zeros(6, 2, 4, 4)}, "do not fit 2 channel(s)"),
-    ({"targets": torch.zeros(5, dtype=torch.int64)}, "one int64 class number an image"),
-    ({"targets": torch.zeros(6)}, "one int64 class number an image"),
+    ({"targets": torch.zeros(5, dtype=torch.int64)}, "one int64 class number per image"),
+    ({"targets": torch.zeros(6)}, "one int64 class number per image"),
     ({"targets": torch.tensor([0, 1, 0, 2, 0, 1])}, "label 2 of image 3 is outside 0 to 1"),
     ({"targets": torch.tensor([0, 1, 0, 1, -1, 1])}, "label -1 of image 4"),
     ({"std": (0.2, 0.0, 0.3)}, "every std above 0"),
 ])  # fmt: skip
-def test_bad_data_is_refused(data: Dataset, changes: dict, message: str) -> None:
+def test_bad_data_raises(data: Dataset, changes: dict, message: str) -> None:
     with pytest.raises(GradveilError) as caught:
         replace(data, **changes)
     assert message in str(caught.value)
 
 
-def test_one_bad_image_is_named_together_with_bad_labels(data: Dataset) -> None:
+def test_bad_image_and_bad_labels_are_both_reported(data: Dataset) -> None:
     inputs = data.inputs.clone()
     inputs[2, 1, 0, 0] = math.nan
     with pytest.raises(GradveilError) as caught:

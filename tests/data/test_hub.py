@@ -25,7 +25,7 @@ def test_pixels_labels_and_published_constants(home: Path) -> None:
     assert private.mean == (0.4914, 0.4822, 0.4465)
 
 
-def test_images_are_known_by_what_lies_in_their_files(home: Path, tmp_path: Path) -> None:
+def test_identity_depends_on_file_contents(home: Path, tmp_path: Path) -> None:
     splits = load("cifar10", data_dir=home)
     held = splits.identities()
     assert None not in held.values()
@@ -45,7 +45,7 @@ def test_images_are_known_by_what_lies_in_their_files(home: Path, tmp_path: Path
 
 
 @pytest.mark.parametrize("change", ["pixel", "label", "order"])
-def test_whatever_changes_in_the_files_is_another_set_of_images(home: Path, change: str) -> None:
+def test_changed_files_change_the_identity(home: Path, change: str) -> None:
     before = load("cifar10", data_dir=home).identities()
     pictures, labels = images(6, seed=1), [2 - i % 3 for i in range(6)]
     if change == "pixel":
@@ -60,13 +60,13 @@ def test_whatever_changes_in_the_files_is_another_set_of_images(home: Path, chan
     assert after["public"] == before["public"]
 
 
-def test_the_environment_variable_names_the_folder(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_environment_variable_sets_the_data_folder(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(DATA_DIR, str(home))
     assert len(load("cifar10").private) == 6
     assert len(load("parquet:cifar10").private) == 6
 
 
-def test_a_limit_decodes_no_other_image(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_limit_decodes_only_its_images(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     decoded = []
 
     def counted(encoded: bytes, where: str) -> np.ndarray:
@@ -94,7 +94,7 @@ def test_shards_other_columns_and_string_labels(tmp_path: Path) -> None:
     torch.testing.assert_close(public.inputs[:, 0], torch.from_numpy(expected) / 255)
 
 
-def test_columns_can_be_named(tmp_path: Path) -> None:
+def test_custom_column_names(tmp_path: Path) -> None:
     write(tmp_path / "test.parquet", images(4), [0, 1, 0, 1], columns=("scan", "finding"))
     with pytest.raises(GradveilError, match="set image_column to one of: scan, extra, finding"):
         load(f"parquet:{tmp_path}")
@@ -172,7 +172,7 @@ def test_other_image_modes(tmp_path: Path) -> None:
         load(f"parquet:{tmp_path}", size=None, normalise="none")
 
 
-def test_resizing_keeps_the_centre() -> None:
+def test_resize_keeps_the_centre() -> None:
     ramp = torch.linspace(0, 1, 64).expand(1, 1, 32, 64).contiguous()
     small = resize(ramp, 8)
     assert small.shape == (1, 1, 8, 8)
@@ -180,14 +180,14 @@ def test_resizing_keeps_the_centre() -> None:
 
 
 @pytest.mark.parametrize("size", [8, 11, 32])
-def test_resizing_is_what_pillow_does(size: int) -> None:
+def test_resize_equals_pillow(size: int) -> None:
     picture = images(1, 1, side=28)[0]
     reference = Image.fromarray(picture).resize((size, size), Image.Resampling.BILINEAR)
     resized = resize(torch.from_numpy(picture)[None, None] / 255, size)[0, 0]
     torch.testing.assert_close(resized, torch.from_numpy(np.array(reference)) / 255, atol=1.01 / 255, rtol=0)
 
 
-def test_grey_is_luma_and_other_channels_are_refused() -> None:
+def test_recolour_uses_luma_and_rejects_other_channels() -> None:
     colour = torch.tensor([1.0, 0.5, 0.25]).reshape(1, 3, 1, 1)
     assert recolour(colour, 1, "x").item() == pytest.approx(0.299 + 0.2935 + 0.0285)
     assert torch.equal(recolour(colour[:, :1], 3, "x"), torch.ones(1, 3, 1, 1))
@@ -195,7 +195,7 @@ def test_grey_is_luma_and_other_channels_are_refused() -> None:
         recolour(torch.zeros(1, 2, 1, 1), 3, "x")
 
 
-def test_a_single_split_gives_target_clients_of_every_class():
+def test_single_split_has_private_images_of_every_class():
     rows = hub.SourceSplit([0, 1] * 8 + [2, 2], None, lambda places: [np.zeros((2, 2), np.uint8)] * len(places), "here")
     public, private = hub.two_splits({"train": rows})
     assert sorted(private.labels) == [0, 0, 1, 1, 2]

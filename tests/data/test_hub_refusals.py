@@ -11,7 +11,7 @@ from gradveil.data import DATA_DIR, load
 from tests.data.files import NAMES, encode, images, write
 
 
-def test_a_broken_image_past_the_limit_does_no_harm_and_is_named_within_it(tmp_path: Path) -> None:
+def test_broken_image_raises_only_within_the_limit(tmp_path: Path) -> None:
     trials = [{"bytes": encode(picture), "path": None} for picture in images(3)] + [{"bytes": b"broken", "path": None}]
     write(tmp_path / "test.parquet", [], [0, 1, 0, 1], encoded=trials)
     write(tmp_path / "train.parquet", images(2), [0, 1])
@@ -21,7 +21,7 @@ def test_a_broken_image_past_the_limit_does_no_harm_and_is_named_within_it(tmp_p
         load(where)
 
 
-def test_a_hub_name_that_cannot_be_loaded_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unknown_hub_name_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path)
     with pytest.raises(GradveilError, match="hf:nobody/nothing: cannot be loaded"):
         load("hf:nobody/nothing")
@@ -36,7 +36,7 @@ def test_missing_packages_name_the_extra(home: Path, monkeypatch: pytest.MonkeyP
         load("cifar10", data_dir=home)
 
 
-def test_missing_files_say_where_and_what_to_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_files_name_path_and_setting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(DATA_DIR, raising=False)
     with pytest.raises(GradveilError, match=f"--data-dir .or {DATA_DIR}. to the folder that holds mnist/train.parquet"):
         load("mnist")
@@ -52,7 +52,7 @@ def test_missing_files_say_where_and_what_to_set(tmp_path: Path, monkeypatch: py
         load(f"folder:{tmp_path}")
 
 
-def test_bad_files_are_named(tmp_path: Path) -> None:
+def test_bad_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "train.parquet").write_bytes(b"PAR1 not really")
     with pytest.raises(GradveilError, match=r"train.parquet: cannot be read as Parquet"):
         load(f"parquet:{tmp_path}")
@@ -68,20 +68,20 @@ def test_bad_files_are_named(tmp_path: Path) -> None:
     (["cat", "dog", "cow", "owl"], "'cow'"),
     ([0.5, 1.0, 2.0, 0.0], "neither whole numbers nor names"),
 ])  # fmt: skip
-def test_bad_labels_are_refused(tmp_path: Path, labels: list, message: str) -> None:
+def test_bad_labels_raise(tmp_path: Path, labels: list, message: str) -> None:
     write(tmp_path / "train.parquet", images(4), labels, names=NAMES)
     write(tmp_path / "test.parquet", images(4), labels, names=NAMES)
     with pytest.raises(GradveilError, match=message):
         load(f"parquet:{tmp_path}")
 
 
-def test_trials_that_are_no_images_are_refused(tmp_path: Path) -> None:
+def test_values_that_are_not_images_raise(tmp_path: Path) -> None:
     write(tmp_path / "train.parquet", [], [0, 1], encoded=[1.0, 2.0])
     with pytest.raises(GradveilError, match="holds no encoded image"):
         load(f"parquet:{tmp_path}", limit_public=1)
 
 
-def test_splits_of_different_shapes_are_refused(tmp_path: Path) -> None:
+def test_splits_of_different_shapes_raise(tmp_path: Path) -> None:
     write(tmp_path / "train.parquet", images(2), [0, 1])
     write(tmp_path / "test.parquet", images(2, 1), [0, 1])
     with pytest.raises(GradveilError, match="give size and channels"):
@@ -89,7 +89,7 @@ def test_splits_of_different_shapes_are_refused(tmp_path: Path) -> None:
     assert load(f"parquet:{tmp_path}", channels=3).private.channels == 3
 
 
-def test_what_is_no_image_is_told_without_what_lies_in_memory(tmp_path: Path) -> None:
+def test_unreadable_image_is_named_without_memory_address(tmp_path: Path) -> None:
     (tmp_path / "test/a").mkdir(parents=True)
     (tmp_path / "test/a/0.png").write_bytes(b"no image")
     with pytest.raises(GradveilError, match=r"0\.png: is not an image .*\(of no format that Pillow knows\)"):

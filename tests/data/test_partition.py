@@ -42,7 +42,7 @@ def test_the_smaller_the_concentration_the_fewer_classes(generator: torch.Genera
     assert classes(0.1) < classes(1.0) < classes(1e4) == 10.0
 
 
-def test_even_shares_at_a_large_concentration(generator: torch.Generator) -> None:
+def test_large_concentration_gives_even_shares(generator: torch.Generator) -> None:
     parts = dirichlet(TARGETS, 5, 1e7, generator)
     assert all(TARGETS[part].bincount(minlength=10).tolist() == [20] * 10 for part in parts)
 
@@ -55,7 +55,7 @@ def test_shares_follow_the_dirichlet_law(concentration: float, generator: torch.
     assert kstest(shares[:, 0].numpy(), marginal.cdf).pvalue > 0.01
 
 
-def test_a_minimum_is_kept(generator: torch.Generator) -> None:
+def test_at_least_is_kept(generator: torch.Generator) -> None:
     parts = dirichlet(TARGETS, 40, 0.01, generator, at_least=25)
     assert [len(part) for part in parts] == [25] * 40
 
@@ -67,7 +67,7 @@ def test_a_minimum_is_kept(generator: torch.Generator) -> None:
     (lambda g: dirichlet(TARGETS, 5, float("nan"), g), "a number above 0"),
     (lambda g: dirichlet(TARGETS, 5, 1.0, g, at_least=201), "cannot give 5 clients 201 each"),
 ])  # fmt: skip
-def test_impossible_partitions_are_refused(call, message: str, generator: torch.Generator) -> None:
+def test_impossible_partition_raises(call, message: str, generator: torch.Generator) -> None:
     with pytest.raises(GradveilError, match=message):
         call(generator)
 
@@ -87,14 +87,14 @@ def test_as_many_clients_as_writers_get_one_each(generator: torch.Generator) -> 
     assert [part.tolist() for part in parts] == [[1], [3], [0, 2]]
 
 
-def test_what_cannot_be_grouped_is_refused(generator: torch.Generator) -> None:
+def test_ungroupable_column_raises(generator: torch.Generator) -> None:
     with pytest.raises(GradveilError, match="2 different values cannot make 3 clients"):
         grouped([1, 2, 1], 3, generator)
     with pytest.raises(GradveilError, match="row 1 holds a list"):
         grouped([1, [2]], 1, generator)
 
 
-def test_who_was_left_without_examples_gets_any_of_a_rich_clients():
+def test_empty_client_gets_random_examples_of_the_largest():
     """Not those of the last class alone, which were dealt last."""
     targets, seen = torch.arange(1000) % 10, 0
     for seed in range(30):

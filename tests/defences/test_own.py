@@ -112,11 +112,11 @@ WRONG = {
     "mine:both(sdt=1)": "did you mean 'std'? mine:both takes std (a number, a word or a text; default 1)",
     "nowhere:both": "there is no module 'nowhere'",
     "mine:sys": "has no 'sys'",
-    "mine:torch": "'torch' is a module, and makes no defence",
+    "mine:torch": "'torch' is of type module",
     "mine:": "unknown defence 'mine'",
     "gausian(1)": "did you mean 'gaussian'?",
     "mine.py:thin": "'mine.py' is a file, and a module is named without '.py' -> write mine:thin",
-    "mine:quick": "'quick' is an Inversion, and makes no defence",
+    "mine:quick": "'quick' is of type Inversion",
     "mine:surgery": "is a surgery of the model -> name a defence that holds it",
     "mine:compress": "acts on an update -> write it as the apply of a class",
 }
@@ -134,7 +134,7 @@ def test_what_is_wrong_is_told_at_its_place(mine, text):
     ("text", "said"),
     [
         ("mine:three", "returned int, not an attack"),
-        ("mine:thin", "'thin' is a Defence, and makes no attack"),
+        ("mine:thin", "'thin' is of type Defence"),
         ("mine:search", "is called as an attack, and has no name"),
     ],
 )
@@ -146,7 +146,7 @@ def test_an_attack_that_is_none(mine, text, said):
 def test_no_strangers_text_runs_code(mine, capsys):
     """What records, reports and servers say is read, never imported."""
     for reads in (parse, entries, make_attack):
-        with pytest.raises(GradveilError, match="somebody's own code"):
+        with pytest.raises(GradveilError, match="is custom code"):
             reads("mine:both(std=2)")
     assert aimed_at("mine:both + dropout") == ["cdia(rounds=all)", "learned", "dia"]
     assert "imported" not in capsys.readouterr().out
@@ -185,7 +185,7 @@ def test_an_audit_of_ones_own_from_the_command_line(mine):
     assert "has changed since" not in told
     (mine / "mine.py").write_text(CODE + "# changed")
     again = _told("audit", "digits", "--target-clients", "1", *own, "--out", "run", "--workers", "1")
-    assert "warning: module mine: has changed since 2 trials of this run were made" in again
+    assert "warning: module mine: has changed since this run computed 2 trials" in again
     recorded = {(trial.info["defence"], trial.info["attack"]) for trial in load_run("run").trials}
     assert recorded == {
         ("mine:both(std=0.001)", "mine:quick"),
@@ -213,9 +213,10 @@ def test_a_training_with_ones_own_tells_what_its_code_was(mine):
     assert "has changed since" not in _told(*own, "--rounds", "1", "--seed", "0")
     (mine / "mine.py").write_text(CODE + "# changed")
     more = _told(*own, "--rounds", "2", "--seed", "0", "--seed", "1")
-    assert "warning: module mine: has changed since 1 trial of this run was made -> if that matters" in more
+    assert "warning: module mine: has changed since this run computed 1 trial" in more
     again = _told(*own, "--rounds", "2", "--seed", "0", "--seed", "1")
-    assert "has changed since 1 trial of" in again, "its first round was, though its last is of the new code"
+    assert "has changed since this run computed 1 trial" in again, "the first round is older, the last is not"
     (mine / "mine.py").write_text(CODE)
-    assert "has changed since 1 trial of" in _told(*own, "--rounds", "2", "--seed", "0", "--seed", "1"), "the other one"
+    both_seeds = _told(*own, "--rounds", "2", "--seed", "0", "--seed", "1")
+    assert "has changed since this run computed 1 trial" in both_seeds, "the other one"
     assert "has changed since" not in _told(*own, "--rounds", "1", "--seed", "0", "--fresh")

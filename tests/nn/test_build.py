@@ -54,7 +54,7 @@ BAD = [
     ("resnet18", {"stem": "mnist"}, r"model.stem: unknown name 'mnist' -> choose one of: cifar, imagenet"),
     ("lenet-zhu", {"classes": 0}, r"model.classes: is 0 -> give a whole number of at least 1"),
     (":factory", {}, r"model :factory: is not an import path -> write 'pkg.module:factory'"),
-    ("no_such_module:make", {}, r"there is no module 'no_such_module' -> install it, or run in the folder"),
+    ("no_such_module:make", {}, r"there is no module 'no_such_module'"),
     (f"{HERE}:plane", {}, r"has no 'plane' -> did you mean 'plain'\?"),
     (f"{HERE}:NOT_A_FACTORY", {}, r"'NOT_A_FACTORY' is a int, not a factory"),
     (f"{HERE}:raises", {}, r"raised ValueError: no weights for 10 classes -> it was called with classes=10"),
@@ -63,7 +63,7 @@ BAD = [
     (
         f"{HERE}:needs",
         {},
-        r"(?s)needs 'depth', which nobody gives: .* classes=10 -> .*options.depth=.*needs 'width'",
+        r"(?s)needs 'depth'.* classes=10 -> .*options.depth=.*needs 'width'",
     ),
     ("builtins:dict", {}, r"'dict' does not say what it takes -> wrap it in a function"),
     (f"{HERE}:number", {}, r"returned int, not a torch.nn.Module"),

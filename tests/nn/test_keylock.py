@@ -165,7 +165,7 @@ def test_one_gradient_leaves_it_and_it_is_kept_from_the_first_round_on():
     assert not defended.pipeline.trains_private_layers
 
 
-def test_who_is_told_the_lock_before_a_round_replays_it():
+def test_attacker_with_the_lock_replays_the_round():
     """The state that a client comes with stands in for what it drew in its first round, to the last bit."""
     defended = client(local=Local(batch=2, lr=0.1, steps=3, momentum=0.9))
     params, batch = defended.params(), examples()

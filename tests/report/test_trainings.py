@@ -150,7 +150,7 @@ def test_custom_code_that_changed_between_trials_is_warned_of(runs: tuple[Path, 
         for file in (folder / "trials").glob("dp*.json"):
             changed(file, code={"mine": version})
     assert command(["summary", *map(str, copies), "--csv", str(tmp_path / "t.csv")]) == 0
-    assert "warning: module mine: was changed in between: these trials were made by 2" in capsys.readouterr().err
+    assert "warning: module mine: has changed: 2 versions" in capsys.readouterr().err
     assert command(["summary", str(copies[0]), "--csv", str(tmp_path / "t.csv")]) == 0
     assert capsys.readouterr().err == ""
 

@@ -66,7 +66,7 @@ def test_the_worst_of_many_is_the_largest_of_all():
     assert (noise, training) == (1.0, Participation(100, 0.05))
 
 
-def test_the_package_tells_nobody_of_the_orders_it_leaves_out(caplog: pytest.LogCaptureFixture):
+def test_skipped_orders_are_not_logged(caplog: pytest.LogCaptureFixture):
     assert epsilon(1.0, Participation(steps=90, rate=0.17, accountant="rdp")) > 1
     assert caplog.records == []
 
@@ -105,7 +105,7 @@ def test_every_wrong_argument_is_refused_at_once():
         multiplier(1e-8, Participation(steps=1000))
 
 
-def test_assumptions_are_said():
+def test_assumptions_describe_the_sampling():
     assert "(Poisson)" in assumptions(STANDARD)
     assert "added or removed" in assumptions(STANDARD)
     assert "certainly" in assumptions(Participation(steps=1))

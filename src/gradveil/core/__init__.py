@@ -1,4 +1,4 @@
-"""The vocabulary: named noise, transforms, trees of tensors, and errors that name a remedy."""
+"""Types that every layer shares: named noise, transforms, trees of tensors, settings and errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`chain`: several transforms of an update in a row, which are one transform again."""
+"""Chains: several transforms of an update in a fixed order, used as one transform."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from gradveil.core.types import Batch, BatchTransform, Context, HasMessages, Mul
 
 
 def no_stage(name: str, transform: object) -> Iterator[Problem]:
-    """Say why something is no stage of a chain."""
+    """Yield the reason why an object cannot be a stage of a chain."""
     if isinstance(transform, type):
         yield Problem(f"chain.{name}", f"is the class {transform.__name__}", f"make one: {transform.__name__}(...)")
     elif isinstance(transform, BatchTransform):
@@ -31,12 +31,12 @@ def no_stage(name: str, transform: object) -> Iterator[Problem]:
 
 @dataclass(frozen=True)
 class Chain(Transform, HasMessages):
-    """Named transforms in a row. The names prefix noise and state: `noise.conv1.weight`, `prune.residual.fc`."""
+    """Named transforms in order. Their names prefix noise and state: `noise.conv1.weight`, `prune.residual.fc`."""
 
     stages: tuple[tuple[str, Transform], ...]
 
     def __post_init__(self) -> None:
-        """Refuse an illegal order when the chain is built, with every problem."""
+        """Raise with every problem if the order is illegal."""
         problems = [problem for name, transform in self.stages for problem in no_stage(name, transform)]
         refuse(problems)
         problems += [
@@ -64,21 +64,21 @@ class Chain(Transform, HasMessages):
 
     @property
     def guarantee(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Every stage's guarantee."""
+        """The guarantees of all stages."""
         return "; ".join(f"{name}: {transform.guarantee}" for name, transform in self)
 
     @property
     def exact(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Whether a stage is exact."""
+        """True if a stage is exact."""
         return any(transform.exact for _, transform in self)
 
     @property
     def needs_public(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Whether a stage takes public images."""
+        """True if a stage needs public images."""
         return any(transform.needs_public for _, transform in self)
 
     def init(self, params: Mapping[str, Tensor]) -> Tensors:
-        """Unite the states of the stages."""
+        """Return the initial states of the stages."""
         return {k: v for name, stage in self for k, v in under(name, stage.init(params)).items()}
 
     def noise(self, params: Mapping[str, Tensor]) -> NoiseSpec:
@@ -113,7 +113,7 @@ class Chain(Transform, HasMessages):
     def multiplier(
         self, params: Mapping[str, Tensor], noise: Mapping[str, Tensor], off: Collection[str]
     ) -> Multiplier | None:
-        """Multiply by what the stages multiply by, if that is all they do."""
+        """Return the product of the stages' multipliers; None if a stage does more than multiply."""
         whole = Multiplier()
         for name, transform in self:
             own = transform.multiplier(params, select(noise, name), below(name, off))
@@ -123,11 +123,11 @@ class Chain(Transform, HasMessages):
         return whole
 
     def speakers(self) -> int:
-        """Count as many as the stage needs that needs most."""
+        """Return the largest number of speakers that a stage needs."""
         return max((stage.speakers() for _, stage in self if isinstance(stage, HasMessages)), default=0)
 
     def proposal(self, update: Tensors, state: Tensors, noise: Mapping[str, Tensor], context: Context) -> Tensors:
-        """Unite what the stages propose, each of what reaches it."""
+        """Return the proposals of all stages; each sees the update as the stages before it left it."""
         said: Tensors = {}
         for name, transform in self:
             given = select(state, name), select(noise, name), _of_stage(context, name)
@@ -137,7 +137,7 @@ class Chain(Transform, HasMessages):
         return said
 
     def announce(self, proposals: Mapping[str, Tensor], previous: Mapping[str, Tensor], number: int) -> Tensors:
-        """Unite the messages of the stages."""
+        """Return the messages of all stages."""
         messages: Tensors = {}
         for name, transform in self:
             if isinstance(transform, HasMessages):
@@ -145,7 +145,7 @@ class Chain(Transform, HasMessages):
         return messages
 
     def evidence(self, sent: Mapping[str, Tensor], exact: bool = True) -> Tensors:
-        """Return what the *last* stage gives away, and those before it whose zeros the later ones show."""
+        """Return the evidence of the *last* stage, and of stages whose zeros remain visible after the later ones."""
         found: Tensors = {}
         for name, transform in reversed(self.stages):
             found |= under(name, transform.evidence(sent, exact))
@@ -155,7 +155,7 @@ class Chain(Transform, HasMessages):
         return found
 
     def in_round(self, number: int) -> Chain:
-        """Return the stages as they are in a round."""
+        """Return the chain of round `number`."""
         now = tuple((name, transform.in_round(number)) for name, transform in self)
         return self if all(a is b for (_, a), (_, b) in zip(now, self.stages, strict=True)) else Chain(now)
 
@@ -170,10 +170,9 @@ def split(transform: Transform | None) -> tuple[Transform | None, Transform | No
 
 
 def chain(**stages: Transform) -> Chain:
-    """Name transforms and put them in a row.
+    """Build a chain of named transforms: `chain(clip=Clip(1.0), noise=Gaussian(0.1), prune=Magnitude(0.9))`.
 
-    `chain(clip=Clip(1.0), noise=Gaussian(0.1), prune=Magnitude(0.9))`; an order other than
-    clip < noise < prune / stand-in < quantise is refused.
+    The legal order is clip < noise < prune / stand-in < quantise.
     """
     if not stages:
         raise fail("chain", "has no stage", "name at least one transform: chain(clip=Clip(1.0))")

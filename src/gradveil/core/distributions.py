@@ -1,4 +1,4 @@
-"""Distributions of what batch defences draw: mixing coefficients, signs, and one choice of several."""
+"""Distributions for batch defences: mixing coefficients, signs, and one choice out of several."""
 
 from __future__ import annotations
 
@@ -26,23 +26,23 @@ class Beta:
         return torch.as_tensor(betaincinv(self.alpha, self.alpha, u.numpy())).to(dtype)
 
     def penalty(self, value: Tensor) -> Tensor:
-        """Return (1 - alpha) sum(ln v + ln(1 - v)), a row: -log density up to a constant."""
+        """Return (1 - alpha) sum(ln v + ln(1 - v)) per row: -log density up to a constant."""
         inside = value.reshape(len(value), -1).clamp(_TINY, 1 - _TINY)
         return (1 - self.alpha) * (inside.log() + torch.log1p(-inside)).sum(1)
 
 
 @dataclass(frozen=True)
 class Shares:
-    """Coefficients [..., k] that add up to 1: magnitudes of normal numbers over their sum, none of them above `cap`.
+    """Coefficients [..., k] that add up to 1: magnitudes of normal numbers divided by their sum.
 
-    The first two of them add up to `least` or more.
+    None is above `cap`; the first two add up to at least `least`.
     """
 
     cap: float = 1.0
     least: float = 0.0
 
     def sample(self, shape: tuple[int, ...], dtype: torch.dtype, source: Source) -> Tensor:
-        """Draw one tensor on the CPU; what exceeds the cap, or has too little of the first two, is drawn again."""
+        """Draw one tensor on the CPU, by rejection sampling."""
         drawn = self._shares(shape, source)
         while bool((bad := (drawn.amax(-1) > self.cap) | (drawn[..., :2].sum(-1) < self.least)).any()):
             drawn = torch.where(bad.unsqueeze(-1), self._shares(shape, source), drawn)
@@ -66,13 +66,13 @@ class Signs:
         return (2 * integers(2, shape, source) - 1).to(dtype)
 
     def penalty(self, value: Tensor) -> Tensor:
-        """Return the sum of 1 - v^2, a row: zero at the signs."""
+        """Return the sum of 1 - v^2 per row: zero at the signs."""
         return (1 - value.square()).flatten(1).sum(1)
 
 
 @dataclass(frozen=True)
 class OneOf:
-    """One 1 and otherwise 0 along the last dimension, each place as likely."""
+    """One-hot vectors along the last dimension, each position equally likely."""
 
     def sample(self, shape: tuple[int, ...], dtype: torch.dtype, source: Source) -> Tensor:
         """Draw one tensor on the CPU."""
@@ -86,20 +86,20 @@ class OneOf:
 
 @dataclass(frozen=True)
 class Agreed:
-    """Normal numbers that are the same for everybody: drawn from a key of their own, which is no secret.
+    """Normal numbers that all clients share, drawn from a public key.
 
-    Leading dimensions beyond `shape` (clients that are summed) repeat them.
+    Leading dimensions beyond `shape` (clients of an aggregation group) repeat them.
     """
 
     key: Key
     shape: tuple[int, ...]
     public: ClassVar[bool] = True
-    """A deployment lets it draw nothing from its secret stream."""
+    """A deployment accepts that it draws nothing from the secret stream."""
 
     def sample(self, shape: tuple[int, ...], dtype: torch.dtype, source: Source) -> Tensor:
-        """Return them on the CPU, whatever the source."""
+        """Return the shared numbers on the CPU, whatever the source."""
         return Normal().sample(self.shape, dtype, self.key.generator()).expand(shape).clone()
 
     def penalty(self, value: Tensor) -> Tensor:
-        """Return zero: nobody has to guess them."""
+        """Return zero: the numbers are public."""
         return torch.zeros(len(value), dtype=value.dtype, device=value.device)

@@ -1,4 +1,4 @@
-"""Errors that say what is wrong, where, why, and what to do: all of it at once."""
+"""Errors that list every problem with its place, its cause and a fix."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ INTERRUPTED = 130
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing that is wrong.
+    """A single problem.
 
-    `where` is a module path, a key of a run file, a file or an argument; `what` says what is wrong and why it matters;
-    `remedy` says what to do about it.
+    `where` is a module path, a key of a run file, a file or an argument; `what` is the problem and why it matters;
+    `remedy` is the fix.
     """
 
     where: str
@@ -29,7 +29,7 @@ class Problem:
 
 
 class GradveilError(Exception):
-    """Every error that a user can cause. Carries one or more problems; `str(error)` shows them all.
+    """Base of all errors that a user can cause. Holds one or more problems; `str(error)` shows them all.
 
     >>> print(GradveilError(Problem("attack", "unknown name 'idg'", "choose one of: idlg, ig")))
     attack: unknown name 'idg' -> choose one of: idlg, ig
@@ -42,23 +42,22 @@ class GradveilError(Exception):
 
 
 FOREIGN = (Exception,)
-"""What the code of others (a model, its factory, a loss, an attack) may raise: anything that does not end the process.
+"""Exceptions that custom code (a model, its factory, a loss, an attack) may raise.
 
-The only broad `except` there is, for the few places that call such code and then say where it failed.
+The only broad `except`, for the few places that call custom code and report where it failed.
 """
 
-
 UNFIT = (RuntimeError, TypeError, ValueError, IndexError, AttributeError)
-"""What torch raises of a model that it cannot run or differentiate, and of examples that do not fit a model."""
+"""Exceptions that torch raises for a model that it cannot run or differentiate, and for inputs that do not fit."""
 
 
 def fail(where: str, what: str, remedy: str) -> GradveilError:
-    """Build the error for a single problem, to be raised by the caller."""
+    """Return an error with a single problem, for the caller to raise."""
     return GradveilError(Problem(where, what, remedy))
 
 
 def refuse(problems: Sequence[Problem]) -> None:
-    """Raise once, with every problem of severity `"error"` in the list; return if there is none."""
+    """Raise one error with all problems of severity `"error"`, if there are any."""
     errors = [problem for problem in problems if problem.severity == "error"]
     if errors:
         raise GradveilError(errors)

@@ -1,4 +1,4 @@
-"""Results as text: one form for the terminal and the report."""
+"""Numbers as text, the same in the terminal and the report."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import math
 from collections.abc import Iterable
 
 DASH = "–"
-"""What stands where there is no number."""
+"""Text for a missing number."""
 
 
 def percent(share: float | None) -> str:
-    """Write a share as a percentage; 0% and 100% mean none and all.
+    """Write a share as a percentage; only exact 0 and 1 become 0% and 100%.
 
     >>> percent(31 / 32), percent(1.0), percent(0.9999), percent(1e-6), percent(None)
     ('96.9%', '100%', '>99.9%', '<0.1%', '–')
@@ -34,7 +34,7 @@ def interval(low: float | None, high: float | None) -> str:
 
 
 def number(value: float | None, digits: int = 3) -> str:
-    """Write a number with so many significant digits, never in a way that hides its size.
+    """Write a number with `digits` significant digits, or all digits of a larger integer part.
 
     >>> [number(v) for v in (0.12345, 12345.6, 1e-7, 0, None, True)]
     ['0.123', '12,346', '1e-07', '0', '–', 'yes']
@@ -77,7 +77,7 @@ def duration(seconds: float | None) -> str:
 
 
 def listing(items: Iterable[str]) -> str:
-    """Join a list as a sentence does.
+    """Join items with commas and "and".
 
     >>> listing(["a", "b", "c"]), listing(["a"])
     ('a, b and c', 'a')

@@ -1,4 +1,4 @@
-"""What callers give as texts or as objects, in one list."""
+"""Lists in which callers mix texts and objects, such as defences and attacks."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from gradveil.core.types import BatchTransform, Transform
 
 
 def named(where: str, given: Any, build: Callable[[str], Any], problems: list[Problem]) -> dict[str, Any]:
-    """Build what is given as text, keep what is given as an object, and collect what is wrong with either."""
-    found: dict[str, Any] = {}
+    """Build the entries that are texts, keep those that are objects; append problems of either to `problems`."""
+    entries_by_label: dict[str, Any] = {}
     entries = cast("Sequence[Any]", given) if isinstance(given, list | tuple) else [given]
     for i, entry in enumerate(entries):
         name = getattr(entry, "name", None)
@@ -28,13 +28,13 @@ def named(where: str, given: Any, build: Callable[[str], Any], problems: list[Pr
         label = entry if isinstance(entry, str) else str(name)
         try:
             built: Any = build(entry) if isinstance(entry, str) else entry
-            first = next((old for old, thing in found.items() if thing.name == built.name), None)
+            first = next((other for other, entry in entries_by_label.items() if entry.name == built.name), None)
             if first is not None:
-                what = f"'{label}' is the same as '{first}'"
-                problems.append(Problem(f"{where}[{i}]", what, "remove one of them, or name each differently"))
-            found[label] = built
+                problem = f"'{label}' is the same as '{first}'"
+                problems.append(Problem(f"{where}[{i}]", problem, "remove one of them, or name each differently"))
+            entries_by_label[label] = built
         except GradveilError as error:
             problems += [Problem(f"{where}[{i}]", f"{p.where}: {p.what}", p.remedy) for p in error.problems]
     if not entries:
         problems.append(Problem(where, "are empty", "give at least one"))
-    return found
+    return entries_by_label

@@ -1,4 +1,4 @@
-"""Names that a package offers and whose modules are imported when somebody asks for them."""
+"""Public names of a package that import their module on first use."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 def lazy_names(package: str, table: Mapping[str, str]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """Return a package's `__getattr__` and `__dir__`: `table` says in which module each of its names is defined.
+    """Return a package's `__getattr__` and `__dir__`; `table` maps each name to the module that defines it.
 
     >>> get, names = lazy_names("gradveil.core", {"Key": "gradveil.core.noise"})
     >>> get("Key")(3).seed, "Key" in names()
@@ -19,9 +19,9 @@ def lazy_names(package: str, table: Mapping[str, str]) -> tuple[Callable[[str], 
     def __getattr__(name: str) -> Any:
         if name not in table:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        found = getattr(import_module(table[name]), name)
-        setattr(sys.modules[package], name, found)
-        return found
+        value = getattr(import_module(table[name]), name)
+        setattr(sys.modules[package], name, value)
+        return value
 
     def __dir__() -> list[str]:
         return sorted({*vars(sys.modules[package]), *table})

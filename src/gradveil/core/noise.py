@@ -1,13 +1,12 @@
-"""Named randomness: every random tensor of a client is declared here, and drawn only here.
+"""Named random tensors of a client: their laws, their streams, and how they are drawn.
 
-Numbers come from a `Source`: a torch generator in simulations, a cryptographic stream in deployments.
+A client is a pure function of tensors. All its randomness (dropout masks, bottleneck noise, differential-privacy
+noise, the order of examples) is passed as named arguments. A `NoiseSpec` declares them and `sample` draws them; an
+attacker may know them, guess them, or optimise over them.
 
-Laws draw through these functions and through nothing else. From a torch generator each of them draws what torch's own
-call of that name draws, to the bit. From a stream each is made of whole 64-bit words.
-
-A client is a pure function of tensors. Whatever is random in it (dropout masks, bottleneck noise, differential-privacy
-noise, the order of examples) is an argument with a name. A `NoiseSpec` says which arguments there are; `sample` draws
-them; an attacker may be given them, guess them, or optimise over them.
+Numbers come from a `Source`: a torch generator in simulations, a cryptographic stream in deployments. Laws draw only
+through the functions of this module. From a torch generator, each returns the same bits as torch's function of that
+name. From a stream, each uses whole 64-bit words.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ Words = NDArray[np.uint64]
 
 
 class WordSource(Protocol):
-    """A source of uniform words that nobody can predict."""
+    """A source of unpredictable uniform words."""
 
     def words(self, count: int) -> Words:
         """Return the next words."""
@@ -39,7 +38,7 @@ class WordSource(Protocol):
 
 
 Source = torch.Generator | WordSource
-"""Where random numbers come from."""
+"""The origin of random numbers."""
 
 _BLOCK = 1 << 16
 
@@ -53,7 +52,7 @@ def words(count: int, source: Source) -> Words:
 
 
 def uniform(shape: tuple[int, ...], dtype: torch.dtype, source: Source) -> Tensor:
-    """Draw from U[0, 1): multiples of the distance of two numbers below 1 in this dtype."""
+    """Draw from U[0, 1): multiples of the spacing of this dtype's numbers just below 1."""
     if isinstance(source, torch.Generator):
         return torch.rand(shape, dtype=dtype, generator=source)
     digits = 1 - round(math.log2(torch.finfo(dtype).eps))
@@ -62,18 +61,17 @@ def uniform(shape: tuple[int, ...], dtype: torch.dtype, source: Source) -> Tenso
 
 
 def chance(shape: tuple[int, ...], probability: float, source: Source) -> Tensor:
-    """Draw True with a probability: a multiple of 2^-24 from a generator, of 2^-53 from a stream."""
+    """Draw True with a probability, which is rounded to 2^-24 for a generator and to 2^-53 for a stream."""
     if isinstance(source, torch.Generator):
         return torch.rand(shape, generator=source) < probability
     return uniform(shape, torch.float64, source) < probability
 
 
 def normal(shape: tuple[int, ...], dtype: torch.dtype, source: Source) -> Tensor:
-    """Draw from N(0, 1).
+    """Draw from N(0, 1), in blocks that fit the cache: 1.5 times as fast.
 
-    torch fills a tensor with uniform numbers and then transforms 16 after the other in place, the last 16 of a size
-    that 16 does not divide from other numbers. So blocks agree whose sizes 16 divides, but for the last; a block
-    stays in the cache, which is 1.5 times as fast.
+    torch fills a tensor with uniform numbers and transforms them in place in groups of 16. It redraws the last 16 if 16
+    does not divide the size. Blocks therefore give the same numbers if 16 divides the size of all but the last.
     """
     out = torch.empty(shape, dtype=dtype)
     flat = out.view(-1)
@@ -89,7 +87,7 @@ def normal(shape: tuple[int, ...], dtype: torch.dtype, source: Source) -> Tensor
 
 
 def halves(drawn: Words) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Part words into signs, -1 or 1, and the middles of intervals of length 2^-64 in (0, 1/2): 1 and 63 bits."""
+    """Split words into signs (1 bit) and midpoints of intervals of length 2^-64 in (0, 1/2) (63 bits)."""
     signs = (drawn & np.uint64(1)).astype(np.float64) * 2 - 1
     return signs, ((drawn >> np.uint64(1)).astype(np.float64) + 0.5) * 2.0**-64
 
@@ -101,22 +99,22 @@ def quantiles(u: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def integers(high: int, shape: tuple[int, ...], source: Source) -> Tensor:
-    """Draw integers from 0 to high - 1, each as likely."""
+    """Draw integers from 0 to high - 1, each equally likely."""
     if isinstance(source, torch.Generator):
         return torch.randint(high, shape, generator=source)
     drawn = source.words(math.prod(shape))
-    beyond = 2**64 % high  # so many words at the end would favour small remainders
-    while beyond and (again := drawn >= np.uint64(2**64 - beyond)).any():
-        drawn[again] = source.words(int(again.sum()))
+    excess = 2**64 % high  # the last `excess` words would favour small remainders: draw them again
+    while excess and (biased := drawn >= np.uint64(2**64 - excess)).any():
+        drawn[biased] = source.words(int(biased.sum()))
     return tensor((drawn % np.uint64(high)).astype(np.int64), shape)
 
 
 def permutation(count: int, source: Source) -> Tensor:
-    """Draw an order of `count` things, each as likely."""
+    """Draw a permutation of `count` items, each equally likely."""
     if isinstance(source, torch.Generator):
         return torch.randperm(count, generator=source)
     drawn = source.words(count)
-    while len(np.unique(drawn)) < count:  # equal words have an order of their own
+    while len(np.unique(drawn)) < count:  # argsort would always put equal words in the same order
         drawn = source.words(count)
     return tensor(np.argsort(drawn), (count,))
 
@@ -128,11 +126,11 @@ def tensor(values: NDArray[Any], shape: tuple[int, ...]) -> Tensor:
 
 @dataclass(frozen=True)
 class Key:
-    """An immutable address of a random stream: the same seed and path give the same draws on every device.
+    """An immutable address of a random stream: the same seed and path give the same numbers on every device.
 
-    Streams of different addresses differ: that two of a billion (2^30) begin alike has a chance of 2^59 pairs over the
-    2^512 inner states of SHAKE-256, 2^-453. A key is for simulations: anybody who knows the seed draws the same
-    (`gradveil.core.secure_noise.SecretKey` is for deployments).
+    Different addresses have different streams: two of a billion (2^30) coincide with probability 2^59 / 2^512 =
+    2^-453 (pairs over inner states of SHAKE-256). Keys are for simulations, as the seed determines all numbers;
+    deployments use `gradveil.core.secure_noise.SecretKey`.
 
     >>> a = Key(0).child("target_client", 3)
     >>> torch.equal(torch.randn(2, generator=a.generator()), torch.randn(2, generator=a.generator()))
@@ -143,7 +141,7 @@ class Key:
     path: tuple[str | int, ...] = ()
 
     def child(self, *parts: str | int) -> Key:
-        """Address a stream below this one."""
+        """Return the address of a stream below this one."""
         return Key(self.seed, (*self.path, *parts))
 
     def draw(self, law: Law, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -151,11 +149,10 @@ class Key:
         return law.sample(shape, dtype, self.generator())
 
     def generator(self) -> torch.Generator:
-        """Make a fresh generator on the CPU whose whole state is derived from the address.
+        """Return a fresh CPU generator whose whole state is derived from the address.
 
-        `torch.Generator.manual_seed` keeps 32 bits of a seed, so streams of many addresses would soon meet and a stream
-        could be found by search. Here SHAKE-256 of the address fills all 624 words of the Mersenne Twister. It is no
-        cryptographic generator: `gradveil.core.secure_noise` has the noise of deployments.
+        SHAKE-256 of the address fills all 624 words of the Mersenne Twister. `torch.Generator.manual_seed` would keep
+        only 32 bits of a seed: streams of many addresses would collide. The generator is not cryptographic.
         """
         address = json.dumps([self.seed, *self.path]).encode()
         words = np.frombuffer(hashlib.shake_256(address).digest(4 * _WORDS), "<u4")
@@ -169,10 +166,10 @@ _WORDS = 624
 
 
 def _twister(words: np.ndarray) -> Tensor:
-    """Lay words out as the state of torch's CPU generator, the next draw being the first after a twist of them.
+    """Return the words as the state of torch's CPU generator; the next draw twists them first.
 
-    The state is: the seed (8 bytes), how many words are left before the next twist (4, here 1), whether it was seeded
-    (4), the place of the next word (8), the words (8 each), and normal numbers that were drawn ahead (none).
+    The state is: the seed (8 bytes), the words left before the next twist (4, here 1), a flag for seeded (4), the index
+    of the next word (8), the words (8 each), and cached normal numbers (none).
     """
     state = np.zeros(5056, np.uint8)
     state[8:16].view("<i4")[:] = (1, 1)
@@ -181,10 +178,10 @@ def _twister(words: np.ndarray) -> Tensor:
 
 
 class Address(Protocol):
-    """What names a random stream: `Key` in simulations, `gradveil.core.secure_noise.SecretKey` in deployments."""
+    """The address of a random stream: `Key` in simulations, `gradveil.core.secure_noise.SecretKey` in deployments."""
 
     def child(self, *parts: str | int) -> Address:
-        """Address a stream below this one."""
+        """Return the address of a stream below this one."""
         ...
 
     def draw(self, law: Law, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -193,14 +190,14 @@ class Address(Protocol):
 
 
 class Law(Protocol):
-    """How a named tensor is distributed."""
+    """The distribution of a named tensor."""
 
     def sample(self, shape: tuple[int, ...], dtype: torch.dtype, source: Source) -> Tensor:
-        """Draw one tensor on the CPU. A deployment gives no torch generator: `gradveil.core.noise` takes both."""
+        """Draw one tensor on the CPU, by the functions of this module: a deployment passes no torch generator."""
         ...
 
     def penalty(self, value: Tensor) -> Tensor:
-        """Say how unlikely each row of `value` [N, ...] is: what an attacker who optimises it adds to his objective."""
+        """Return a penalty per row of `value` [N, ...] for unlikely values, for attackers that optimise it."""
         ...
 
 
@@ -216,7 +213,7 @@ class Normal:
         return drawn if self.std == 1 else drawn.mul_(self.std)
 
     def penalty(self, value: Tensor) -> Tensor:
-        """Return half the sum of squares in units of the standard deviation, a row: -log density up to a constant."""
+        """Return half the sum of squares over std^2 per row: -log density up to a constant."""
         return (value / self.std).flatten(1).square().sum(1) / 2
 
 
@@ -233,7 +230,7 @@ class Laplace:
         return (-self.scale * torch.sign(u) * tail).to(dtype)
 
     def penalty(self, value: Tensor) -> Tensor:
-        """Return the sum of magnitudes in units of the scale, a row: -log density up to a constant."""
+        """Return the sum of magnitudes over the scale per row: -log density up to a constant."""
         return (value / self.scale).flatten(1).abs().sum(1)
 
 
@@ -249,7 +246,7 @@ class Uniform:
         return self.low + (self.high - self.low) * uniform(shape, dtype, source)
 
     def penalty(self, value: Tensor) -> Tensor:
-        """Return zero: within its box every value is as likely."""
+        """Return zero: all values in the box are equally likely."""
         return torch.zeros(len(value), dtype=value.dtype, device=value.device)
 
 
@@ -264,15 +261,15 @@ class Bernoulli:
         return chance(shape, self.probability, source).to(dtype)
 
     def penalty(self, value: Tensor) -> Tensor:
-        """Return |mean - probability| of each row (the mask prior of Scheliga et al. 2023)."""
+        """Return |mean - probability| per row (the mask prior of Scheliga et al. 2023)."""
         return (value.flatten(1).mean(1) - self.probability).abs()
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """Which of `examples` are in which local step: shape [T, B], each epoch a fresh permutation, batches in order.
+    """Indices of the examples in each local step: shape [T, B], a new permutation per epoch, cut into batches in order.
 
-    Leading dimensions (clients that are summed) draw orders of their own.
+    Along leading dimensions (clients of an aggregation group), the orders are independent.
     """
 
     examples: int
@@ -288,43 +285,43 @@ class Schedule:
         return torch.cat(orders)[: steps * batch].reshape(shape).to(dtype)
 
     def penalty(self, value: Tensor) -> Tensor:
-        """Return zero: every order is as likely."""
+        """Return zero: all orders are equally likely."""
         return torch.zeros(len(value), device=value.device)
 
 
 @dataclass(frozen=True)
 class Noise:
-    """One named random tensor: its shape, law, neutral value, and what an attacker who optimises it must respect."""
+    """Description of one named random tensor: shape, law, neutral value, and constraints for attackers."""
 
     shape: tuple[int, ...]
     law: Law
     neutral: float | Tensor = 0.0
-    """The value that switches the randomness off: 1 for a dropout mask, 0 for additive noise, the identity order."""
+    """The value that switches the randomness off: 0 for additive noise, the identity for an order."""
     dtype: torch.dtype = torch.float32
     lower: float | None = None
     upper: float | None = None
-    """Box an optimised value is projected to; None for no bound."""
+    """The box that optimised values are projected to; None for no bound."""
     discrete: bool = False
-    """Cannot be optimised by gradients (the order of examples, say)."""
+    """True if gradients cannot optimise it (for example, the order of examples)."""
 
     def sample(self, key: Address) -> Tensor:
         """Draw the tensor."""
         return key.draw(self.law, self.shape, self.dtype)
 
     def off(self) -> Tensor:
-        """Return the neutral value in full shape."""
+        """Return the neutral value in the full shape."""
         if isinstance(self.neutral, Tensor):
             return self.neutral.to(self.dtype).expand(self.shape).clone()
         return torch.full(self.shape, self.neutral, dtype=self.dtype)
 
     def project(self, value: Tensor) -> Tensor:
-        """Bring an optimised value back into its box."""
+        """Clamp an optimised value to its box."""
         return value if self.lower is None and self.upper is None else value.clamp(self.lower, self.upper)
 
 
 @dataclass(frozen=True)
 class NoiseSpec(Mapping[str, Noise]):
-    """The named random tensors of a client or of a part of it.
+    """The named random tensors of a client, or of a part of it.
 
     >>> spec = NoiseSpec({"mask": Noise((2,), Bernoulli(0.5), neutral=1.0)}).under("model.drop")
     >>> list(spec), spec.neutral()["model.drop.mask"]
@@ -334,7 +331,7 @@ class NoiseSpec(Mapping[str, Noise]):
     tensors: Mapping[str, Noise] = field(default_factory=dict[str, Noise])
 
     def __getitem__(self, name: str) -> Noise:
-        """Return one named tensor's description."""
+        """Return the description of one tensor."""
         return self.tensors[name]
 
     def __iter__(self) -> Iterator[str]:
@@ -346,17 +343,17 @@ class NoiseSpec(Mapping[str, Noise]):
         return len(self.tensors)
 
     def __or__(self, other: NoiseSpec) -> NoiseSpec:
-        """Unite two specifications; a name in both is a mistake of the caller."""
+        """Return the union of two specifications with different names."""
         both = set(self.tensors) & set(other.tensors)
         assert not both, f"noise named twice: {sorted(both)}"
         return NoiseSpec({**self.tensors, **other.tensors})
 
     def under(self, prefix: str) -> NoiseSpec:
-        """Put a prefix before every name."""
+        """Add a prefix to every name."""
         return NoiseSpec({f"{prefix}.{name}": noise for name, noise in self.tensors.items()})
 
     def times(self, *leading: int) -> NoiseSpec:
-        """Give every tensor leading dimensions (local steps, examples)."""
+        """Add leading dimensions (local steps, examples) to every tensor."""
         return NoiseSpec({name: replace(n, shape=(*leading, *n.shape)) for name, n in self.tensors.items()})
 
     def to(self, dtype: torch.dtype) -> NoiseSpec:
@@ -368,9 +365,9 @@ class NoiseSpec(Mapping[str, Noise]):
         return NoiseSpec(cast)
 
     def sample(self, key: Address, device: torch.device | None = None) -> dict[str, Tensor]:
-        """Draw every tensor, each from its own stream: the only place where client code draws random numbers.
+        """Draw every tensor from its own stream; client code draws random numbers nowhere else.
 
-        They are drawn on the CPU, so that they are the same everywhere, and brought to a device.
+        Numbers are drawn on the CPU, so that they are the same everywhere, then moved to the device.
         """
         return {name: noise.sample(key.child(name)).to(device) for name, noise in self.tensors.items()}
 
@@ -379,7 +376,7 @@ class NoiseSpec(Mapping[str, Noise]):
         return {name: noise.off() for name, noise in self.tensors.items()}
 
     def check(self, noise: Mapping[str, Tensor], optional: NoiseSpec | None = None) -> None:
-        """Refuse missing, unknown or wrongly shaped tensors, all at once. `optional` may be given or left out."""
+        """Raise with all missing, unknown or wrongly shaped tensors. Tensors of `optional` may be missing."""
         allowed = {**self.tensors, **(optional.tensors if optional else {})}
         problems = [
             Problem(f"noise.{name}", "is missing", "sample it from noise_spec(...) or give the neutral value")

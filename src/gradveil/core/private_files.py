@@ -1,7 +1,7 @@
 """Private files, written atomically, and tensor files with a digest.
 
-It is computed with zeros in its own place, so it covers every byte: names, shapes and other metadata too. It finds
-damage, not forgery.
+The digest covers every byte, including names, shapes and metadata: it is computed with zeros in its own place. It
+detects damage, not forgery.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from gradveil.core.errors import GradveilError, Problem, fail
 from gradveil.core.tree import Tensors
 
 LOCK = ".lock"
-"""File by which one process alone holds a folder."""
-_ROOM = "make room or give the right to write, and run the same command again: finished trials stay"
+"""File that locks a folder for one process."""
+_ROOM = "free disk space or grant write permission, and run the same command again: finished trials stay"
 _DIGITS = 100
-"""Digits of a whole number in a file, at most: none that is written has more, and all fit into floats."""
+"""Most digits of a whole number in a file: Gradveil writes none with more, and all of these fit into floats."""
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
 
 
 class DamagedError(GradveilError):
-    """A file of a run directory is missing, cut off, or not what this program writes."""
+    """A file of a run directory is missing, truncated, or not in the format that Gradveil writes."""
 
 
 def read_json(file: Path, remedy: str) -> Any:
-    """Read a JSON file of a run directory; `remedy` says what to do where it is damaged."""
+    """Read a JSON file of a run directory; `remedy` is the fix for a damaged one."""
     try:
         value = json.loads(file.read_bytes(), parse_constant=_no_number, parse_int=_whole, parse_float=_fraction)
-        json.dumps(value, ensure_ascii=False).encode()  # half a character cannot be written on any page
+        json.dumps(value, ensure_ascii=False).encode()  # raises for lone surrogates, which no report can contain
         return value
     except (FileNotFoundError, NotADirectoryError) as error:
         raise DamagedError(Problem(str(file), "is missing", remedy)) from error
@@ -49,7 +49,7 @@ def read_json(file: Path, remedy: str) -> Any:
 
 
 def _no_number(text: str) -> Any:
-    raise ValueError(f"{text} is no number")
+    raise ValueError(f"{text} is not a number")
 
 
 def _whole(text: str) -> int:
@@ -63,12 +63,12 @@ def _fraction(text: str) -> float:
 
 
 def unreadable(file: Path, error: OSError) -> GradveilError:
-    """Build the error for a file that is there and that the system does not let us read: it may well be whole."""
-    return fail(str(file), f"cannot be read: {error.strerror or error}", "give the right to read it, or check the disk")
+    """Return the error for an existing file that cannot be opened; it is not necessarily damaged."""
+    return fail(str(file), f"cannot be read: {error.strerror or error}", "grant read permission, or check the disk")
 
 
 def plain(value: Any) -> Any:
-    """Make a value fit for JSON: numbers that are not finite become None.
+    """Convert a value for JSON: numbers that are not finite become None.
 
     >>> plain({"a": float("nan"), "b": (1, 2.0)})
     {'a': None, 'b': [1, 2.0]}
@@ -81,16 +81,16 @@ def plain(value: Any) -> Any:
 
 
 def write_json(file: Path, value: Any) -> None:
-    """Write a JSON file that appears whole or not at all; it never holds NaN."""
+    """Write a JSON file atomically; NaN and infinity become null."""
     text = json.dumps(plain(value), indent=1, ensure_ascii=False, allow_nan=False)
     write_private(file, text.encode())
 
 
 def write_private(file: Path, content: bytes, remedy: str = _ROOM) -> None:
-    """Write a file that appears whole or not at all, readable by its owner only; `remedy` is for one that cannot be."""
+    """Write a file atomically, readable by its owner only; `remedy` is the fix if writing fails."""
     temporary = file.with_name(f"{file.name}.tmp-{os.getpid()}")
     try:
-        # A killed process of the same number may have left one, readable by whom it liked; a link would lead elsewhere.
+        # A killed process with the same id may have left a readable file, or somebody a link to another place.
         temporary.unlink(missing_ok=True)
         with open(os.open(temporary, _NEW, 0o600), "wb") as handle:
             handle.write(content)
@@ -104,7 +104,7 @@ def write_private(file: Path, content: bytes, remedy: str = _ROOM) -> None:
 
 
 def sync(folder: Path) -> None:
-    """Make the renames in a folder last."""
+    """Flush the renames in a folder to disk."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -113,20 +113,20 @@ def sync(folder: Path) -> None:
 
 
 def make_private(folder: Path) -> None:
-    """Make a folder, and those above it that are missing, for their owner only; `mkdir` asks the umask about these."""
-    for one in reversed([folder, *(above for above in folder.parents if not above.exists())]):
-        one.mkdir(mode=0o700, exist_ok=True)
-        sync(one.parent)
+    """Create a folder and its missing parents for their owner only; `mkdir(parents=True)` would ignore the mode."""
+    for path in reversed([folder, *(parent for parent in folder.parents if not parent.exists())]):
+        path.mkdir(mode=0o700, exist_ok=True)
+        sync(path.parent)
 
 
 @contextmanager
 def locked(folder: Path, remedy: str = "wait for it, or choose another --out") -> Generator[None]:
-    """Hold a folder for this process alone; refuse one that another process holds."""
+    """Lock a folder for this process; raise if another process holds it."""
     try:
         handle = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
     except OSError as error:
-        what = f"cannot be written to: {error.strerror}"
-        raise fail(str(folder), what, "give the right to write in it, or name another") from error
+        problem = f"cannot be written to: {error.strerror}"
+        raise fail(str(folder), problem, "grant write permission, or choose another folder") from error
     try:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -143,7 +143,7 @@ _EMPTY = b"0" * 64
 
 
 def seal(tensors: Tensors, metadata: Mapping[str, str] | None = None) -> bytes:
-    """Write tensors with a digest of all that is written.
+    """Serialise tensors and metadata with a digest of all bytes.
 
     >>> import torch
     >>> content = seal({"w": torch.ones(2)}, {"kind": "example"})
@@ -152,19 +152,18 @@ def seal(tensors: Tensors, metadata: Mapping[str, str] | None = None) -> bytes:
     """
     content = save(tensors, {**(metadata or {}), _NAME: _EMPTY.decode()})
     start = content.index(_FIELD) + len(_FIELD)
-    return _with(content, start, _digest(content, start))
+    return b"".join([content[:start], _digest(content, start), content[start + len(_EMPTY) :]])
 
 
 def unseal(content: bytes, where: str, remedy: str) -> tuple[Tensors, dict[str, str]]:
-    """Read tensors and metadata; refuse a file without a digest, or of another one. `where` names it."""
+    """Read tensors and metadata; raise if the digest is missing or wrong. `where` names the file in messages."""
     size = int.from_bytes(content[:8], "little")
     start = content.find(_FIELD, 8, 8 + size) + len(_FIELD)
-    found = content[start : start + len(_EMPTY)]
     if start < len(_FIELD):
-        what = "holds no digest: it is damaged, or an earlier version of Gradveil wrote it"
-        raise DamagedError(Problem(where, what, remedy))
-    if found != _digest(content, start):
-        raise DamagedError(Problem(where, "is damaged: its digest is another one", remedy))
+        problem = "holds no digest: it is damaged, or an earlier version of Gradveil wrote it"
+        raise DamagedError(Problem(where, problem, remedy))
+    if content[start : start + len(_EMPTY)] != _digest(content, start):
+        raise DamagedError(Problem(where, "is damaged: its digest does not match", remedy))
     try:
         metadata = json.loads(content[8 : 8 + size])["__metadata__"]
         return load(content), {name: text for name, text in metadata.items() if name != _NAME}
@@ -178,7 +177,3 @@ def _digest(content: bytes, start: int) -> bytes:
     digest.update(_EMPTY)
     digest.update(view[start + len(_EMPTY) :])
     return digest.hexdigest().encode()
-
-
-def _with(content: bytes, start: int, digest: bytes) -> bytes:
-    return b"".join([content[:start], digest, content[start + len(digest) :]])

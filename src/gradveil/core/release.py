@@ -1,4 +1,4 @@
-"""The version of this library, read from what pip installed: that takes longer than all else at start-up."""
+"""The version of this library. A module of its own, because reading package metadata dominates start-up time."""
 
 from importlib.metadata import version
 

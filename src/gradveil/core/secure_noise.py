@@ -1,13 +1,13 @@
-"""Random numbers of deployments: secret keys, a cryptographic stream, and exact rounded normal noise.
+"""Random numbers for deployments: secret keys, a cryptographic stream, and exact rounded normal noise.
 
-Nothing of it depends on seeds, run ids or rounds, and nothing of it is kept: what has to repeat is the answer, which is
-stored. Each stream is ChaCha20 with a 256-bit key of its own, HMAC-SHA-256 of the stream's address under the secret.
+The numbers do not depend on seeds, run ids or rounds, and they are never stored: a repeated request gets the stored
+answer. Each stream is ChaCha20 with its own 256-bit key, HMAC-SHA-256 of the stream's address under the secret.
 
-Numbers of floating point are unevenly spaced, and noise that is added in it leaves marks: which outputs are possible
-depends on what the noise was added to (Mironov 2012; Haney et al. 2022). Here z = Phi^-1(u) is found in float64 from a
-uniform u, and rounded. Where an error of float64, or the digits of u that were not drawn, could change the whole
-number, more digits are drawn and the number is found in 100 decimal digits. So the law of n is that of the rounded
-normal number up to 2^-190, whatever the error of `ndtri` is up to `TOLERANCE`.
+Floating-point noise leaks: numbers are unevenly spaced, so the possible outputs depend on the value to which noise was
+added (Mironov 2012; Haney et al. 2022). Here z = Phi^-1(u) is computed in float64 from a uniform u, and rounded. If an
+error of float64 or the missing digits of u could change the rounded number n, more digits are drawn and n is computed
+with 100 decimal digits. The law of n is therefore that of the rounded normal number up to 2^-190, as long as the error
+of `ndtri` is at most `TOLERANCE`.
 """
 
 from __future__ import annotations
@@ -33,11 +33,10 @@ _FRESH = "make a new SecretKey() for every answer"
 
 
 class SecretKey:
-    """An address of a cryptographic stream below a 256-bit secret that `SecretKey()` draws from the operating system.
+    """The address of a cryptographic stream below a 256-bit secret that `SecretKey()` draws from the operating system.
 
-    Make one for an answer, and throw it away after it. It has `child` and `draw` as `gradveil.core.noise.Key` has them,
-    but no generator of torch's. It cannot be copied, written down or used in another process than the one that made
-    it: a forked child would draw the same numbers.
+    Make one per answer and discard it afterwards. It has `child` and `draw` like `gradveil.core.noise.Key`, but no
+    torch generator. It cannot be copied, stored, or used in another process: a fork would draw the same numbers.
     """
 
     __slots__ = ("_path", "_process", "_root")
@@ -49,7 +48,7 @@ class SecretKey:
         self._process = os.getpid()
 
     def child(self, *parts: str | int) -> SecretKey:
-        """Address a stream below this one."""
+        """Return the address of a stream below this one."""
         below = object.__new__(SecretKey)
         below._root, below._path, below._process = self._root, (*self._path, *parts), self._process
         return below
@@ -57,18 +56,17 @@ class SecretKey:
     def draw(self, law: Law, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Draw a tensor from the stream of this address, on the CPU.
 
-        A law that wants a generator of torch's is refused, and so is one that takes its numbers from elsewhere: who
-        knows that source could subtract them. `public` laws draw what everybody knows.
+        Raises for a law that needs a torch generator, and for one that draws nothing from the stream: anyone who knows
+        its source could subtract the noise. Laws marked `public` may draw nothing.
         """
         stream = self.stream()
         try:
             drawn = law.sample(shape, dtype, stream)
         except TypeError as error:
-            raise self._refused(
-                law, f"cannot draw from a cryptographic stream ({str(error).splitlines()[0]})"
-            ) from error
+            problem = f"cannot draw from a cryptographic stream ({str(error).splitlines()[0]})"
+            raise self._error(law, problem) from error
         if not stream.count and drawn.numel() and not getattr(law, "public", False):
-            raise self._refused(law, "draws nothing from the stream it is given, so its numbers come from elsewhere")
+            raise self._error(law, "draws nothing from the stream it is given, so its numbers come from elsewhere")
         return drawn
 
     def stream(self) -> CipherStream:
@@ -77,21 +75,21 @@ class SecretKey:
             raise fail("secret key", "was made in another process, which may draw the same numbers", _FRESH)
         return CipherStream(hmac.digest(self._root, json.dumps(self._path).encode(), hashlib.sha256))
 
-    def _refused(self, law: Law, what: str) -> GradveilError:
+    def _error(self, law: Law, problem: str) -> GradveilError:
         where = ".".join(("noise", *map(str, self._path[-1:])))
         remedy = "let it draw by the functions of gradveil.core.noise (uniform, normal, integers, ...)"
-        return fail(where, f"its law {type(law).__name__} {what}", remedy)
+        return fail(where, f"its law {type(law).__name__} {problem}", remedy)
 
     def __repr__(self) -> str:
-        """Show the address alone."""
+        """Show the address, not the secret."""
         return f"SecretKey(path={self._path})"
 
     def __reduce__(self) -> NoReturn:
-        """Refuse to be copied or pickled."""
+        """Raise: a key cannot be copied or pickled."""
         raise fail("secret key", "cannot be copied or stored: the same noise would be drawn twice", _FRESH)
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        """Refuse it of every protocol."""
+        """Raise, for every pickle protocol."""
         self.__reduce__()
 
 
@@ -99,16 +97,16 @@ class CipherStream:
     """Uniform words from ChaCha20 under one key."""
 
     def __init__(self, key: bytes) -> None:
-        """Begin at the first word."""
+        """Start at the first word."""
         try:
             from cryptography.hazmat.primitives.ciphers import Cipher, algorithms
         except ModuleNotFoundError as error:
-            what = "needs the package cryptography, which is not installed"
-            raise fail("secret key", what, "pip install 'gradveil[flower]'") from error
-        # One key has one stream, so the nonce may be the same for all.
+            problem = "needs the package cryptography, which is not installed"
+            raise fail("secret key", problem, "pip install 'gradveil[flower]'") from error
+        # The nonce can be constant, because each key has a single stream.
         self._cipher = Cipher(algorithms.ChaCha20(key, bytes(16)), mode=None).encryptor()
         self.count = 0
-        """Words that were drawn."""
+        """Words drawn so far."""
 
     def words(self, count: int) -> Words:
         """Return the next words: up to 2^35 of them, 256 GiB."""
@@ -119,17 +117,17 @@ class CipherStream:
 
 
 TOLERANCE = (2.0**-44, 2.0**-50)
-"""What Phi^-1 in float64 may be wrong by, relatively and absolutely, and no digit of n be wrong.
+"""Largest relative and absolute error of Phi^-1 in float64 for which n is exact.
 
-Measured against 60 digits, for 63-bit u as they are drawn: 2^-50.6 relatively, where |z| > 2^-3, and 2^-53 absolutely
-below (`benchmarks/secure_noise.py --error`)."""
+Measured against 60 digits, for 63-bit u: relative error 2^-50.6 where |z| > 2^-3, absolute error 2^-53 below
+(`benchmarks/secure_noise.py --error`)."""
 _FAR = 5.0
-"""Beyond it the intervals of u may be wider than the tolerance: there all numbers are found with more digits."""
+"""|z| above which intervals of u may be wider than the tolerance: all such numbers are computed with more digits."""
 LARGEST = 2.0**40
-"""Above such a t the tolerance would be wider than a whole number."""
+"""Largest `scale`: above it the tolerance would be wider than a whole number."""
 _NORMALS_AT_ONCE = 1 << 14
 _MORE = 2
-"""Words of further digits of u."""
+"""Words of additional digits of u."""
 _PRECISE = Context(prec=110)
 
 
@@ -140,10 +138,10 @@ class Rounded:
     scale: float
 
     def __post_init__(self) -> None:
-        """Refuse noise so much coarser than the grid that float64 has no digits for it."""
+        """Raise if the noise is too coarse for the digits of float64."""
         if not 0 < self.scale <= LARGEST:
-            what = f"has a standard deviation of {self.scale:.3g} steps of its grid, at most {LARGEST:.3g} can be drawn"
-            raise fail("noise", what, "give a smaller sigma")
+            deviation = f"has a standard deviation of {self.scale:.3g} steps of its grid"
+            raise fail("noise", f"{deviation}, at most {LARGEST:.3g} can be drawn", "give a smaller sigma")
 
     def sample(self, shape: tuple[int, ...], dtype: torch.dtype, source: Source) -> Tensor:
         """Draw one tensor on the CPU, block by block in the cache."""
@@ -153,12 +151,12 @@ class Rounded:
             drawn = words(len(block), source)
             nearest, unsure = _nearest(drawn, self.scale)
             block[:] = nearest
-            for place in unsure.tolist():
-                block[place] = _exact(int(drawn[place]), int(nearest[place]), self.scale, words(_MORE, source))
+            for i in unsure.tolist():
+                block[i] = _exact(int(drawn[i]), int(nearest[i]), self.scale, words(_MORE, source))
         return tensor(out, shape).to(dtype)
 
     def penalty(self, value: Tensor) -> Tensor:
-        """Return half the sum of squares in units of the standard deviation, a row: -log density up to a constant."""
+        """Return half the sum of squares over scale^2 per row: -log density up to a constant."""
         return (value / self.scale).flatten(1).square().sum(1) / 2
 
 
@@ -168,7 +166,7 @@ class _Nearest(NamedTuple):
 
 
 def _nearest(drawn: Words, scale: float) -> _Nearest:
-    """Find the whole numbers in float64, and the places where they may be wrong."""
+    """Compute the whole numbers in float64, and the indices at which they may be wrong."""
     signs, u = halves(drawn)
     z = quantiles(u)
     z *= signs
@@ -183,7 +181,7 @@ def _nearest(drawn: Words, scale: float) -> _Nearest:
 
 
 def _exact(drawn: int, guess: int, scale: float, more: Words) -> int:
-    """Find the whole number for a word of u and further digits of it: the least |n| with Phi(-(|n| + 1/2) / t) < u."""
+    """Compute n for a word of u and additional digits: the least |n| with Phi(-(|n| + 1/2) / scale) < u."""
     digits = drawn >> 1
     for word in more.tolist():
         digits = (digits << 64) | word
@@ -194,6 +192,7 @@ def _exact(drawn: int, guess: int, scale: float, more: Words) -> int:
         def reaches(n: int) -> bool:
             return tail((n + Decimal("0.5")) / steps) < u
 
+        # Bracket |n| in (low, high] by doubling strides from the float64 guess, then bisect.
         low, high, stride = abs(guess) - 1, abs(guess), 1
         while not reaches(high):
             low, high, stride = high, high + stride, 2 * stride
@@ -207,9 +206,9 @@ def _exact(drawn: int, guess: int, scale: float, more: Words) -> int:
 
 
 def tail(x: Decimal) -> Decimal:
-    """Compute Phi(-x) for x >= 0 to the digits of the decimal context, less a few.
+    """Compute Phi(-x) for x >= 0 with nearly all digits of the decimal context.
 
-    Phi(x) - 1/2 = phi(x) (x + x^3 / 3 + x^5 / (3 * 5) + ...), in which no term is negative.
+    Phi(x) - 1/2 = phi(x) (x + x^3 / 3 + x^5 / (3 * 5) + ...), a series without negative terms.
 
     >>> with localcontext(_PRECISE):
     ...     round(tail(Decimal(0)), 3), round(tail(Decimal("1.959963984540054")), 16)

@@ -1,7 +1,7 @@
 """Settings of named things: allowed values, defaults, canonical texts, and differences between two sets.
 
-A setting is declared once, as an annotated parameter of a function or field of a dataclass: its type, what it may be,
-one line of help, and its default. Checks, error messages, the text form and `gradveil list` follow from that:
+A setting is declared once, as an annotated function parameter or dataclass field: its type, its allowed values, one
+line of help, and its default. Checks, error messages, the text form and `gradveil list` follow from the declaration:
 
     clip: Annotated[Bound, "Largest norm of an example's gradient."] = 20.0
     scope: Annotated[Literal["layer", "global"], "Where entries compete."] = "layer"
@@ -38,10 +38,10 @@ class Range:
     """Infinity is allowed: no bound, no clipping."""
     odd: bool = False
     optional: bool = False
-    """None is allowed: the model's own setting."""
+    """None is allowed: the model's default."""
 
     def __str__(self) -> str:
-        """Describe in words what is allowed."""
+        """Describe the allowed values."""
         kind = "an odd number" if self.odd else "a whole number" if self.integer else "a number"
         end = (" or inf" if self.unlimited else "") + (", or none" if self.optional else "")
         if self.high < math.inf:
@@ -50,7 +50,7 @@ class Range:
         return f"{kind} {'above' if self.low_open else 'of at least'} {self.low:g}{end}"
 
     def problems(self, where: str, value: object) -> list[Problem]:
-        """Return what is wrong with a value, if anything."""
+        """Return the problems of a value."""
         return [] if self._holds(value) else [Problem(where, f"is {value!r}", f"give {self}")]
 
     def _holds(self, value: object) -> bool:
@@ -79,11 +79,11 @@ class Choice:
     names: tuple[str | None, ...]
 
     def __str__(self) -> str:
-        """Describe in words what is allowed."""
+        """Describe the allowed values."""
         return f"one of: {', '.join(name or 'none' for name in self.names)}"
 
     def problems(self, where: str, value: object) -> list[Problem]:
-        """Return what is wrong with a value, if anything."""
+        """Return the problems of a value."""
         return [] if value in self.names else [Problem(where, f"is {value!r}", f"give {self}")]
 
 
@@ -94,37 +94,37 @@ class Flag:
     optional: bool = False
 
     def __str__(self) -> str:
-        """Describe in words what is allowed."""
+        """Describe the allowed values."""
         return "true or false" + (", or none" if self.optional else "")
 
     def problems(self, where: str, value: object) -> list[Problem]:
-        """Return what is wrong with a value, if anything."""
+        """Return the problems of a value."""
         good = isinstance(value, bool) or (value is None and self.optional)
         return [] if good else [Problem(where, f"is {value!r}", f"give {self}")]
 
 
 @dataclass(frozen=True)
 class TextValue:
-    """A text, or none for the default place."""
+    """A text, or none for the default."""
 
     meaning: str
 
     def __str__(self) -> str:
-        """Describe in words what is allowed."""
+        """Describe the allowed values."""
         return f"{self.meaning}, or none"
 
     def problems(self, where: str, value: object) -> list[Problem]:
-        """Return what is wrong with a value, if anything."""
+        """Return the problems of a value."""
         good = value is None or (isinstance(value, str) and value != "")
         return [] if good else [Problem(where, f"is {value!r}", f"give {self}")]
 
 
 @dataclass(frozen=True)
 class Anything:
-    """Whatever can be written: what a user's own code takes, it checks itself."""
+    """Any value: custom code checks its own arguments."""
 
     def __str__(self) -> str:
-        """Describe in words what is allowed."""
+        """Describe the allowed values."""
         return "a number, a word or a text"
 
     def problems(self, where: str, value: object) -> list[Problem]:
@@ -133,47 +133,47 @@ class Anything:
 
 
 Allowed = Range | Choice | Flag | TextValue | Anything
-"""What an argument may be: it checks a value, and says in words what it allows."""
+"""The allowed values of an argument: checks a value, and describes in words what is allowed."""
 
 Bound = Annotated[float, Range(0, low_open=True, unlimited=True)]
 """A norm to clip to."""
 Strength = Annotated[float, Range(0)]
 """A standard deviation, a scale, a weight of the loss."""
 Positive = Annotated[float, Range(0, low_open=True)]
-"""A step size, or what keeps a quotient finite."""
+"""A step size, or a constant that keeps a quotient finite."""
 Share = Annotated[float, Range(0, 1, high_open=True)]
-"""A share to remove: something is always kept."""
+"""A share to remove; it cannot be 1."""
 Kept = Annotated[float, Range(1e-15, 1)]
-"""A share to keep: something is always kept, since one minus it is still below one in double precision."""
+"""A share to keep; it cannot be 0, and one minus it is below 1 in double precision."""
 Count = Annotated[int, Range(1, integer=True)]
 """A number of rounds, features or directions."""
 
 
 def collect(owner: str, checks: Iterable[tuple[str, Allowed, object]]) -> list[Problem]:
-    """Check (name, what is allowed, value) triples and return every problem, located at `owner.name`."""
+    """Return every problem of (name, allowed, value) triples, located at `owner.name`."""
     return [problem for name, allowed, value in checks for problem in allowed.problems(f"{owner}.{name}", value)]
 
 
 def unused(owner: str, settings: object, names: Iterable[str], why: str) -> list[Problem]:
-    """Return a problem for each named setting that differs from its class's default, though it changes nothing."""
+    """Return a problem for each named setting that has no effect but differs from its class's default."""
     given = (name for name in names if getattr(settings, name) != getattr(type(settings), name))
     return [Problem(f"{owner}.{name}", f"changes nothing: {why}", "leave it out") for name in given]
 
 
 class _Required:
-    """The default of an argument that has none."""
+    """Type of `REQUIRED`."""
 
     def __repr__(self) -> str:
         return "required"
 
 
 REQUIRED: Any = _Required()
-"""The default of an argument that has none: it has to be given."""
+"""Default of an argument that must be given."""
 
 
 @dataclass(frozen=True)
 class Argument:
-    """One argument: its name, what it may be, its default, and one line of help."""
+    """One argument: its name, allowed values, default, and one line of help."""
 
     name: str
     allowed: Allowed
@@ -186,7 +186,7 @@ class Argument:
         return f"{self.name} ({self.allowed}; {default})"
 
     def read(self, value: Any) -> Any:
-        """Return an allowed value as it is meant: a whole number as one, however it was written.
+        """Convert an allowed value: a whole number becomes an int, however it was written.
 
         >>> Argument("probes", Range(1, integer=True)).read(1e1), Argument("clip", Range(0)).read(1e1)
         (10, 10.0)
@@ -195,7 +195,7 @@ class Argument:
         return int(value) if whole and isinstance(value, float) else value
 
     def plain(self) -> dict[str, Any]:
-        """Describe the argument for machines; what JSON cannot hold is written as the grammar reads it.
+        """Describe the argument as JSON values; infinity is written as in the text form.
 
         >>> Argument("clip", Range(0, unlimited=True), math.inf).plain()
         {'name': 'clip', 'allowed': 'a number of at least 0 or inf', 'required': False, 'default': 'inf'}
@@ -209,9 +209,9 @@ class Argument:
 
 
 def settings_of(thing: Callable[..., Any]) -> tuple[Argument, ...]:
-    """Read the settings off a function's parameters or a dataclass's fields: those that are `Annotated`.
+    """Return the settings of a function or dataclass: its `Annotated` parameters or fields.
 
-    The annotation holds what a value may be, unless its type says that already, and a line of help.
+    The annotation holds the allowed values, unless the type implies them, and a line of help.
 
     >>> def noisy(std: Strength, on: Annotated[Literal["mean", "sum"], "What the noise is added to."] = "mean"): ...
     >>> [str(setting) for setting in settings_of(noisy)]
@@ -221,9 +221,10 @@ def settings_of(thing: Callable[..., Any]) -> tuple[Argument, ...]:
 
 
 def parameters_of(thing: Callable[..., Any]) -> Iterator[tuple[Argument, bool]]:
-    """Yield each parameter that can be given by name, and whether it is declared as a setting; else it may be anything.
+    """Yield each parameter that can be given by name, and whether it is declared as a setting.
 
-    Annotations that cannot be read here, such as names that are imported for type checkers alone, declare nothing.
+    Undeclared parameters allow any value. Annotations that cannot be evaluated (names imported under `TYPE_CHECKING`)
+    declare nothing.
     """
     try:
         hints = get_type_hints(thing, include_extras=True)
@@ -240,14 +241,14 @@ def parameters_of(thing: Callable[..., Any]) -> Iterator[tuple[Argument, bool]]:
 
 
 def _implied(kind: Any) -> Allowed:
-    """Return what a type allows by itself."""
+    """Return the allowed values that a type implies."""
     if get_origin(kind) is Literal:
         return Choice(get_args(kind))
     return Flag() if kind is bool else Anything()
 
 
 def or_none(argument: Argument) -> Argument:
-    """Return an argument that may also be none, its default: what is set elsewhere then stays.
+    """Return the argument with none as an allowed value and default: a setting made elsewhere then stays.
 
     >>> str(or_none(Argument("on", Choice(("mean", "sum")), "mean")))
     'on (one of: mean, sum, none; default none)'
@@ -264,40 +265,40 @@ _settings_of = lru_cache(maxsize=None)(settings_of)
 
 
 class Checked:
-    """Base of frozen dataclasses with settings: values out of range are refused, all at once."""
+    """Base of frozen dataclasses with settings. Raises one error with every value out of range."""
 
     label: ClassVar[str] = ""
-    """What messages call it; without one, by its `name`."""
+    """Name in messages; by default its `name`."""
 
     def __post_init__(self) -> None:
-        """Refuse settings that are out of range or contradict each other."""
+        """Check ranges and conflicts of the settings."""
         owner = self.label or str(getattr(self, "name", type(self).__name__))
         problems = collect(owner, ((s.name, s.allowed, getattr(self, s.name)) for s in _settings_of(type(self))))
         refuse([*problems, *self.conflicts(sound=not problems)])
 
     def conflicts(self, sound: bool) -> Iterator[Problem]:
-        """Yield contradictions among settings; they are `sound` if each by itself is in range."""
+        """Yield contradictions among settings; `sound` if each setting is in range."""
         yield from ()
 
 
 @dataclass(frozen=True)
 class NamedEntry:
-    """One named thing of a table. `filled` checks its arguments, `text` writes it canonically."""
+    """One entry of a table. `filled` checks its arguments, `text` writes it canonically."""
 
     name: str
     factory: Callable[..., Any]
-    """A function or class; its annotated parameters are the arguments, unless these are given."""
+    """A function or class. Its annotated parameters are the arguments, unless `arguments` is given."""
     description: str
     citation: str
     arguments: tuple[Argument, ...] = ()
 
     def __post_init__(self) -> None:
-        """Read the arguments off the factory."""
+        """Read the arguments from the factory's signature."""
         if not self.arguments:
             object.__setattr__(self, "arguments", settings_of(self.factory))
 
     def filled(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Add the defaults; every unknown, missing or impossible argument is refused at once."""
+        """Return the values with defaults added; raise with every unknown, missing or impossible argument."""
         known = {argument.name: argument for argument in self.arguments}
         problems = [
             Problem(f"{self.name}.{name}", f"is not an argument of {self.name}", f"{self.name} takes {self.usage()}")
@@ -316,7 +317,7 @@ class NamedEntry:
         }
 
     def text(self, values: Mapping[str, Any]) -> str:
-        """Write it canonically: arguments in order by keyword, those at their default left out."""
+        """Return the canonical text: keyword arguments in order, without those at their default."""
         given = [
             f"{argument.name}={literal(values[argument.name])}"
             for argument in self.arguments
@@ -325,11 +326,11 @@ class NamedEntry:
         return f"{self.name}({', '.join(given)})" if given else self.name
 
     def usage(self) -> str:
-        """List the arguments in words."""
+        """Describe all arguments."""
         return ", ".join(str(argument) for argument in self.arguments) or "no arguments"
 
     def signature(self) -> str:
-        """Show how it is written, with the defaults and a gap for what has none: `prune(ratio=…, scope=layer)`."""
+        """Return the text form with defaults, and `…` for required arguments: `prune(ratio=…, scope=layer)`."""
         given = [
             f"{argument.name}={'…' if argument.default is REQUIRED else literal(argument.default)}"
             for argument in self.arguments
@@ -338,7 +339,7 @@ class NamedEntry:
 
 
 def literal(value: Any) -> str:
-    """Write a value as the grammar reads it.
+    """Write a value in the grammar of the text form.
 
     >>> literal(20.0), literal(1e-5), literal(True), literal(None), literal("sum"), literal("block.*")
     ('20', '1e-05', 'true', 'none', 'sum', '"block.*"')
@@ -357,7 +358,7 @@ def literal(value: Any) -> str:
 
 
 def differences(old: Any, new: Any, where: str = "") -> Iterator[str]:
-    """Name the settings that are not the same, each with what it is there and now.
+    """Yield the settings that differ, each with its old and new value.
 
     >>> list(differences({"data": {"size": 32}}, {"data": {"size": 16}}))
     ['data.size (32 there, 16 now)']
@@ -371,7 +372,7 @@ def differences(old: Any, new: Any, where: str = "") -> Iterator[str]:
 
 
 def left_out(old: Mapping[str, Any], new: Mapping[str, Any], growing: Iterable[str]) -> Iterator[str]:
-    """Name what lists that may only grow had and have no more; a switch may only be turned on.
+    """Yield items that are missing from lists that may only grow, and switches that were turned off.
 
     >>> list(left_out({"seeds": [0, 1], "central": True}, {"seeds": [2, 0], "central": False}, ["seeds", "central"]))
     ['seeds (without 1)', 'central (true there, false now)']
@@ -391,16 +392,16 @@ _FILES = {
 
 
 def _contents(there: Mapping[str, Any], now: Mapping[str, Any], name: str) -> Iterator[str]:
-    """Say that files hold something else under the name they had, where it is known what they held."""
+    """Yield a description if a file's recorded hash differs from the current one."""
     old, new = there.get(name), now.get(name)
     if None not in (old, new) and old != new:
         yield _FILES[name]
 
 
 def refuse_others(folder: Path, there: Mapping[str, Any], now: Mapping[str, Any], free: Sequence[str] = ()) -> None:
-    """Raise if the run in a folder, as its file says, is another one than comes now, or has more in a `growing` list.
+    """Raise if the run recorded in a folder differs from the current one, or has more in a `growing` list.
 
-    Settings that are `free` may be anything.
+    `free` settings may differ.
     """
     growing: Sequence[str] = now["growing"]
     own = {*growing, *free}

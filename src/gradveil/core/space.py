@@ -1,4 +1,4 @@
-"""What an example is: how a model takes it, which values are valid, how people see it, and how two are compared."""
+"""Kinds of examples: model inputs, valid values, views for people, and comparisons."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from torch import Tensor
 
 
 class Space(ABC):
-    """The kind of a client's examples. Whatever depends on it goes through here; `ImageSpace` is the first kind.
+    """Base of the kinds of examples; `ImageSpace` is the first. All code that depends on the kind goes through it.
 
-    An example has two forms: *inputs* are what a model takes, *views* are what people see and scores compare. Leading
-    dimensions are free where a shape below begins with `...`.
+    An example has two forms: *inputs* go into a model, *views* are shown to people and compared by scores. `...` in a
+    shape means any leading dimensions.
     """
 
     kind: ClassVar[str]
     """The name of the kind in records: `images`."""
     noun: ClassVar[str]
-    """What one example is called in reports: `image`."""
+    """The name of one example in reports: `image`."""
     headline: ClassVar[str]
-    """The score that says whether an example is recovered: it is, where this is above the run's threshold."""
+    """The score that decides recovery: an example is recovered if it is above the run's threshold."""
     exactly: ClassVar[float]
-    """An example is recovered almost exactly where its headline score is above this: hardly any guess is."""
+    """Headline score above which an example counts as recovered almost exactly."""
     shape: tuple[int, ...]
     """The shape of one example, in both forms."""
 
     @abstractmethod
     def bounds(self, like: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the smallest and the largest valid inputs with the dtype and device of a tensor; they broadcast."""
+        """Return the smallest and largest valid inputs, which broadcast, with the dtype and device of `like`."""
 
     @abstractmethod
     def encode(self, views: Tensor) -> Tensor:
@@ -37,43 +37,43 @@ class Space(ABC):
 
     @abstractmethod
     def view(self, inputs: Tensor) -> Tensor:
-        """Turn inputs [..., *shape] into views, invalid values into the nearest valid ones."""
+        """Turn inputs [..., *shape] into views; clamp invalid values."""
 
     @abstractmethod
     def match(self, candidates: Tensor, truths: Tensor) -> tuple[Tensor, Tensor]:
-        """Match views [V, B, *shape] one to one in each of V batches: an update does not reveal their order.
+        """Match views [V, B, *shape] one to one in each of V batches, because an update does not reveal their order.
 
-        Returns the permutation [V, B] (place b of the truths was matched with candidate `permutation[v, b]`) and the
-        candidates in that order.
+        Returns the permutation [V, B] (truth b was matched with candidate `permutation[v, b]`) and the candidates in
+        that order.
         """
 
     @abstractmethod
     def scores(self, candidates: Tensor, truths: Tensor) -> Mapping[str, Tensor]:
-        """Compute every score [...] of views [..., *shape] against their truths; the headline is one of them."""
+        """Compute all scores [...] of views [..., *shape] against their truths, including the headline score."""
 
     @abstractmethod
     def similarity(self, candidates: Tensor, truths: Tensor) -> Tensor:
-        """Compute the headline score [A, B] of every view of A with every truth of B; the worst where one is broken.
+        """Compute the headline score [A, B] of A views with B truths; non-finite candidates get the worst score.
 
-        Candidates [A, B, *shape] are compared each with the truth of its own place.
+        Of candidates [A, B, *shape], candidate [a, b] is compared with truth b.
         """
 
     @abstractmethod
     def nearest(self, candidates: Tensor, gallery: Tensor) -> Tensor:
-        """Return the place in the gallery of the view nearest to each candidate [N, *shape]; -1 for a broken one."""
+        """Return the gallery index of the view nearest to each candidate [N, *shape]; -1 if it is not finite."""
 
     @abstractmethod
     def identified(self, candidates: Tensor, places: Tensor, gallery: Tensor) -> Tensor:
-        """Say whether each candidate's own place in the gallery is the nearest to it: bool [...], as the places."""
+        """Return whether gallery view `places[i]` is the nearest to candidate i: bool, in the shape of `places`."""
 
     @abstractmethod
     def average(self, views: Tensor) -> Tensor:
-        """Return the guess that stands for all views [N, *shape] at once."""
+        """Return the mean of the views [N, *shape], a baseline for all of them."""
 
     @abstractmethod
     def guesses(self, views: Tensor, tested: int) -> Tensor:
-        """Return guesses [A, tested, *shape] at the first views [N, *shape], each made of all other views."""
+        """Return baselines [A, tested, *shape] for the first views of [N, *shape], each made from all other views."""
 
     @abstractmethod
     def central(self, views: Tensor) -> Tensor:
-        """Return the places of views [N, *shape], the most typical first."""
+        """Return the indices of views [N, *shape], the most typical first."""

@@ -1,14 +1,14 @@
-"""The labels of random streams. They are data: a changed label draws other numbers than recorded results were made of.
+"""Labels of random streams. They are frozen: a changed label changes the numbers behind recorded results.
 
-Code may be renamed at any time; these texts stay. A new stream takes a new label. `tests/core/test_streams.py` holds
-the labels, the names of all noise tensors, and the first numbers of some streams.
+A new stream takes a new label. `tests/core/test_streams.py` holds the labels, the names of all noise tensors, and the
+first numbers of some streams.
 """
 
 from enum import StrEnum
 
 
 class Stream(StrEnum):
-    """A part of the address of a random stream (`Key.child`)."""
+    """One part of the address of a random stream (`Key.child`)."""
 
     # Clients and trainings
     CLIENT = "client"

@@ -40,7 +40,7 @@ class _Token:
 
     @property
     def value(self) -> Any:
-        """The value that a number, word or quoted text stands for."""
+        """The value of a number, word or quoted text."""
         if self.kind == "number":
             return int(self.text) if re.fullmatch(r"-?\d{1,15}", self.text) else float(self.text)
         if self.kind == "quoted":
@@ -50,7 +50,7 @@ class _Token:
 
 @dataclass
 class _Reader:
-    """The text, and every problem found in it so far."""
+    """A text and the problems found in it so far."""
 
     text: str
     table: Mapping[str, Any]
@@ -59,21 +59,26 @@ class _Reader:
     problems: list[Problem] = field(default_factory=list[Problem])
 
     def refuse(self, at: int, what: str, remedy: str) -> None:
-        """Note a problem at a character, with a caret below it."""
-        shown = re.sub(r"\s", " ", self.text)
+        """Record a problem at a character, with a caret below it."""
+        line = re.sub(r"\s", " ", self.text)
         self.problems.append(
-            Problem(f"{self.noun}, character {at + 1}", f"{what}\n    {shown}\n    {' ' * at}^\n   ", remedy)
+            Problem(f"{self.noun}, character {at + 1}", f"{what}\n    {line}\n    {' ' * at}^\n   ", remedy)
         )
+
+    def refuse_all(self, at: int, error: GradveilError) -> None:
+        """Record the problems of an error at a character."""
+        for problem in error.problems:
+            self.refuse(at, f"{problem.where}: {problem.what}", problem.remedy)
 
 
 def read(
     text: str, table: Mapping[str, Any], noun: str, own: Callable[[str], Any] | None = None
 ) -> list[tuple[Any, Any]]:
-    """Read `name(arguments) + ...` with a table of callable entries: (entry, what it built) for each term.
+    """Read `name(arguments) + ...` with a table of callable entries; return (entry, built object) for each term.
 
-    Every mistake in the text is reported at once, each with its place. `noun` is what messages call a term. `own` finds
-    the entry of an import path, and so runs code that the text names: without it, as for any text that others wrote,
-    such a path is refused.
+    One error reports every mistake with its position. `noun` names a term in messages. `own` returns the entry of an
+    import path, and so runs code that the text names. Without it import paths raise an error: omit it for texts that
+    others wrote.
     """
     reader = _Reader(text, table, noun, own)
     built = [_term(reader, term, start) for term, start in _terms(reader)]
@@ -85,12 +90,8 @@ def _a(noun: str) -> str:
     return f"{'an' if noun[0] in 'aeiou' else 'a'} {noun}"
 
 
-def _key(head: _Token) -> str:
-    return head.text.lower().replace("_", "-")
-
-
 def _terms(reader: _Reader) -> list[tuple[list[_Token], int]]:
-    """Cut the text at every plus sign: (tokens, where the term starts)."""
+    """Split the text at every plus sign; return the tokens of each term and the index at which it starts."""
     terms: list[tuple[list[_Token], int]] = [([], 0)]
     for match in _TOKEN.finditer(reader.text):
         token = _Token(str(match.lastgroup), match.group(), match.start())
@@ -102,7 +103,7 @@ def _terms(reader: _Reader) -> list[tuple[list[_Token], int]]:
 
 
 def _term(reader: _Reader, tokens: list[_Token], start: int) -> tuple[Any, Any] | None:
-    """Read and build one term; None if something is wrong."""
+    """Read and build one term; None after a problem."""
     names = ", ".join(reader.table)
     if not tokens:
         reader.refuse(start, f"expected the name of {_a(reader.noun)}", f"choose from: {names}")
@@ -122,41 +123,34 @@ def _term(reader: _Reader, tokens: list[_Token], start: int) -> tuple[Any, Any] 
     try:
         return entry, entry(**values)
     except GradveilError as error:
-        for problem in error.problems:
-            reader.refuse(head.at, f"{problem.where}: {problem.what}", problem.remedy)
+        reader.refuse_all(head.at, error)
         return None
 
 
 def _entry(reader: _Reader, head: _Token) -> Any:
-    """Look up a name in the table, or import a path where that is allowed; None if something is wrong."""
-    if head.kind == "path":
-        if reader.own is None:
-            what = f"'{head.text}' is somebody's own code, which is not run because a text names it"
-            reader.refuse(head.at, what, "import it yourself and give the object")
-            return None
-        try:
-            return reader.own(head.text)
-        except GradveilError as error:
-            for problem in error.problems:
-                reader.refuse(head.at, f"{problem.where}: {problem.what}", problem.remedy)
-            return None
-    name, known = _key(head), ", ".join(reader.table)
+    """Look up a name in the table, or import a path if that is allowed; None after a problem."""
+    if head.kind == "path" and reader.own is None:
+        problem = f"'{head.text}' is custom code, which is not run because a text names it"
+        reader.refuse(head.at, problem, "import it yourself and pass the object")
+        return None
+    name, known = head.text.lower().replace("_", "-"), ", ".join(reader.table)
     try:
+        if head.kind == "path" and reader.own:
+            return reader.own(head.text)
         entry = reader.table.get(name)
-    except GradveilError as error:  # a name of several packages, or of one that cannot be imported
-        for problem in error.problems:
-            reader.refuse(head.at, f"{problem.where}: {problem.what}", problem.remedy)
+    except GradveilError as error:  # a plug-in's name is ambiguous, or the code cannot be imported
+        reader.refuse_all(head.at, error)
         return None
     if entry is None:
         near = get_close_matches(name, reader.table, n=1)
-        own = "; or your own as 'pkg.module:name'" if reader.own else ""
-        remedy = (f"did you mean '{near[0]}'? Known: {known}" if near else f"choose from: {known}") + own
+        custom = "; or your own as 'pkg.module:name'" if reader.own else ""
+        remedy = (f"did you mean '{near[0]}'? Known: {known}" if near else f"choose from: {known}") + custom
         reader.refuse(head.at, f"unknown {reader.noun} '{head.text}'", remedy)
     return entry
 
 
 def _arguments(reader: _Reader, tokens: list[_Token]) -> list[tuple[_Token | None, _Token]] | None:
-    """Read the parenthesis after a name: (keyword or None, value) pairs; None if it cannot be read."""
+    """Read the parenthesis after a name: (keyword or None, value) pairs; None after a problem."""
     rest = tokens[1:]
     if not rest:
         return []
@@ -197,7 +191,7 @@ def _arguments(reader: _Reader, tokens: list[_Token]) -> list[tuple[_Token | Non
 def _bind(
     reader: _Reader, entry: NamedEntry, head: _Token, given: list[tuple[_Token | None, _Token]]
 ) -> dict[str, Any]:
-    """Match values to arguments, positional ones first, and note everything that does not fit."""
+    """Match values to arguments, positional ones first, and record every problem."""
     known = {argument.name: argument for argument in entry.arguments}
     order = list(known)
     takes = f"{entry.name} takes {entry.usage()}"

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 Tensors = dict[str, Tensor]
-"""Tensors by name: parameters, an update, noise, a state. Names with dots belong together (`under`, `select`)."""
+"""Tensors by name: parameters, an update, noise, a state. Dots separate the levels of a name (`under`, `select`)."""
 
 
 def multiplied(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> Tensors:
-    """Multiply what both have, and take what one of them has as it is."""
+    """Multiply tensors that are in both dictionaries; keep those that are in only one."""
     product = {name: value * first[name] if name in first else value for name, value in second.items()}
     return {**first, **product}
 
@@ -38,7 +38,7 @@ def norm(tensors: Mapping[str, Tensor]) -> Tensor:
 
 
 def root(square: Tensor) -> Tensor:
-    """Square root of what is not negative; its derivative at zero is zero, not infinite."""
+    """Square root of a non-negative tensor; its derivative at zero is zero, not infinite."""
     if plain(square):
         return square.sqrt()
     safe = torch.where(square > 0, square, torch.ones_like(square))
@@ -46,7 +46,7 @@ def root(square: Tensor) -> Tensor:
 
 
 def all_finite(*tensors: Mapping[str, Tensor]) -> Tensor:
-    """Say whether every entry of all tensors is finite [].
+    """Return whether every entry of all tensors is finite, shape [].
 
     >>> bool(all_finite({"w": torch.ones(2)})), bool(all_finite({"w": torch.tensor([1.0, torch.inf])}))
     (True, False)
@@ -60,7 +60,7 @@ def all_finite(*tensors: Mapping[str, Tensor]) -> Tensor:
 
 
 def select(tensors: Mapping[str, Tensor], prefix: str) -> Tensors:
-    """Take the tensors below a prefix, with the prefix cut off.
+    """Return the tensors below a prefix, without the prefix.
 
     >>> select({"send.noise.w": torch.zeros(1), "step.w": torch.ones(1)}, "send.noise")
     {'w': tensor([0.])}
@@ -70,7 +70,7 @@ def select(tensors: Mapping[str, Tensor], prefix: str) -> Tensors:
 
 
 def below(prefix: str, names: Iterable[str]) -> list[str]:
-    """Take the names below a prefix, with the prefix cut off."""
+    """Return the names below a prefix, without the prefix."""
     start = prefix + "."
     return [name[len(start) :] for name in names if name.startswith(start)]
 
@@ -96,7 +96,7 @@ def take(tensors: Mapping[str, Tensor], rows: Tensor | slice | Iterable[int]) ->
 
 
 def straight_through(exact: Tensor, surrogate: Tensor) -> Tensor:
-    """Value of `exact` to the last bit, derivative of `surrogate`: how an attacker differentiates what has none.
+    """Return the value of `exact`, to the last bit, with the derivative of `surrogate`.
 
     >>> x = torch.tensor([0.3], requires_grad=True)
     >>> y = straight_through(x.sign(), x)
@@ -107,7 +107,7 @@ def straight_through(exact: Tensor, surrogate: Tensor) -> Tensor:
 
 
 def peak(value: Tensor, otherwise: float = 0.0) -> Tensor:
-    """Return the largest entry, or a number where there is no entry.
+    """Return the largest entry, or `otherwise` for an empty tensor.
 
     >>> peak(torch.tensor([1.0, 3.0])), peak(torch.zeros(0, 2))
     (tensor(3.), tensor(0.))
@@ -116,9 +116,9 @@ def peak(value: Tensor, otherwise: float = 0.0) -> Tensor:
 
 
 def wide(tensors: Mapping[str, Tensor]) -> Tensors:
-    """Return tensors of half precision in single precision, others as they are.
+    """Convert half-precision tensors to single precision.
 
-    Squares of a float16 below 2e-4 vanish and those above 256 are infinite, so that no norm could be trusted.
+    In float16, squares of values below 2e-4 are 0 and those of values above 256 are infinite, so norms are wrong.
 
     >>> {name: value.dtype for name, value in wide({"a": torch.ones(1).half(), "b": torch.ones(1).double()}).items()}
     {'a': torch.float32, 'b': torch.float64}
@@ -127,19 +127,19 @@ def wide(tensors: Mapping[str, Tensor]) -> Tensors:
 
 
 def alike(tensors: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> Tensors:
-    """Give tensors the dtypes of those of the same name, where there are any: back from `wide`."""
+    """Convert tensors to the dtypes of the tensors of the same name: the inverse of `wide`."""
     return {name: value.to(like[name].dtype) if name in like else value for name, value in tensors.items()}
 
 
 def single(dtype: torch.dtype) -> torch.dtype:
-    """Return a floating-point dtype, or single precision where it has less."""
+    """Return the dtype, or float32 if it is narrower."""
     return torch.promote_types(dtype, torch.float32)
 
 
 def counter(params: Mapping[str, Tensor]) -> Tensor:
-    """Return the zero from which rounds are counted, where the parameters are: in single precision at least.
+    """Return a zero to count rounds from, on the parameters' device, in at least single precision.
 
-    Half of it stops early: bfloat16 has no number between 256 and 258.
+    Half precision cannot count far: bfloat16 has no number between 256 and 258.
 
     >>> counter({"w": torch.zeros(2, dtype=torch.bfloat16)}).dtype, counter({"w": torch.zeros(2).double()}).dtype
     (torch.float32, torch.float64)
@@ -149,9 +149,9 @@ def counter(params: Mapping[str, Tensor]) -> Tensor:
 
 
 def plain(*tensors: Tensor) -> bool:
-    """Say whether nobody differentiates or batches these tensors: a client's own update, not an attacker's simulation.
+    """Return whether the tensors are neither differentiated nor batched, as in a client's real update.
 
-    Their values may then be looked at, and what would be one more tensor may be left out.
+    Code may then branch on their values and skip intermediate tensors.
 
     >>> plain(torch.ones(1)), torch.vmap(lambda x: x * plain(x))(torch.ones(1)).item()
     (True, 0.0)

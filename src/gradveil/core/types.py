@@ -22,7 +22,7 @@ from gradveil.core.space import Space
 from gradveil.core.tree import Tensors, multiplied, tmap
 
 Loss = Callable[[Tensor, Tensor], Tensor]
-"""(outputs, targets) -> a scalar, or one loss an example."""
+"""(outputs, targets) -> a scalar, or one loss per example."""
 
 
 class Batch(NamedTuple):
@@ -34,21 +34,19 @@ class Batch(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Domain:
-    """What a client's examples are: their kind, and so many classes."""
+    """Description of a client's examples: their space, number of classes, and public examples."""
 
     space: Space
     classes: int
     public: Tensor | None = None
-    """[M, C, H, W] examples like them that everybody has: some batch defences mix with those, some noise is fitted to
-    them."""
+    """[M, C, H, W] public examples of the same kind: some defences mix with them, some fit noise to them."""
     labels: Tensor | None = None
-    """[M] class numbers of the public examples; None where nobody knows them."""
+    """[M] class numbers of the public examples; None if unknown."""
 
     def batches(self, size: int, count: int) -> list[Batch]:
-        """Return the first `count` batches of so many public examples, or as many as there are; at least one.
+        """Return up to `count` batches of `size` public examples, at least one.
 
-        Where there are no labels, the classes take turns: expectations are then over labels that are all as likely,
-        whatever the image.
+        Without labels, the classes take turns, so that all labels are equally likely, whatever the image.
         """
         if self.public is None or len(self.public) < size:
             there = 0 if self.public is None else len(self.public)
@@ -64,7 +62,7 @@ class Domain:
 
 
 class Stage(IntEnum):
-    """The legal order of transforms within a chain: noise after a threshold would undo what the threshold promises."""
+    """The legal order of transforms within a chain: noise after pruning, for example, would fill the zeros again."""
 
     CLIP = 1
     NOISE = 2
@@ -74,7 +72,7 @@ class Stage(IntEnum):
 
 
 class Features(NamedTuple):
-    """What the last linear layer takes: the layer's path, and its input [B, F] for a batch."""
+    """Path of the last linear layer, and its input [B, F] for a batch."""
 
     layer: str
     values: Tensor
@@ -82,21 +80,21 @@ class Features(NamedTuple):
 
 @dataclass(frozen=True)
 class Public:
-    """What everybody can compute: the client's model on public examples. Nothing of the client's own is in it."""
+    """Computations on public examples. They contain nothing private to the client."""
 
     domain: Domain
     gradient: Callable[[Batch], Tensors]
-    """The client's differentiable mean gradient with its model's noise switched off, for public batches as large as its
-    own."""
+    """The client's differentiable mean gradient for public batches, with its model's noise switched off."""
     size: int
+    """Examples per batch: as many as the client's batch has."""
 
 
 @dataclass(frozen=True)
 class Context:
-    """What a transform may need beyond the update. Nothing here is global, nothing is hidden.
+    """Inputs of a transform besides the update.
 
-    `gradient(batch)` is the client's own differentiable mean gradient, `features(batch)` the input of its last layer:
-    like `sensitivity` they are computed only where a transform asks.
+    `gradient(batch)` is the client's differentiable mean gradient, `features(batch)` the input of its last layer.
+    Like `sensitivity`, they are computed only when a transform calls them.
     """
 
     params: Mapping[str, Tensor]
@@ -105,40 +103,40 @@ class Context:
     gradient: Callable[[Batch], Tensors] | None = None
     features: Callable[[Batch], Features] | None = None
     sensitivity: Callable[[Tensor, Tensor], Tensors] | None = None
-    """(directions [N, C, H, W], an offset in [0, 1)) -> estimates of ||dg_i/dx||^2 of the client's own mean gradient g
-    and its batch x, from derivatives of single examples' gradients."""
+    """(directions [N, C, H, W], an offset in [0, 1)) -> estimates of ||dg_i/dx||^2 of the client's mean gradient g and
+    its batch x, from derivatives of single examples' gradients."""
     messages: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
     """Public messages of the round (a broadcast mask, say), the same for all clients: attackers see them too."""
     public: Public | None = None
-    """None where the client says nothing of its examples (`Client.domain`)."""
+    """None if the client declares no `Client.domain`."""
     expected: int | None = None
-    """What sums over the batch are divided by under Poisson sampling; None for the number of its examples."""
+    """Divisor of sums over the batch under Poisson sampling; None for the number of examples."""
     included: Tensor | None = None
-    """[B] 1 for the examples that Poisson sampling took, 0 for the others; None where all of the batch are taken."""
+    """[B] 1 for the examples that Poisson sampling chose, 0 for the others; None if all are used."""
 
     @property
     def divisor(self) -> int:
-        """What sums over the batch are divided by."""
+        """Divisor of sums over the batch."""
         return self.batch.inputs.shape[0] if self.expected is None else self.expected
 
 
 @dataclass(frozen=True)
 class Multiplier:
-    """What a transform does, if all it does is to multiply an update: by masks, then by numbers that norms decide."""
+    """A transform that only multiplies an update: by masks, then by factors that depend on norms."""
 
     masks: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
-    """By parameter. A parameter without a mask is not masked."""
+    """Masks by parameter; parameters without one are not masked."""
     numbers: Callable[[Mapping[str, Tensor]], Tensors] | None = None
-    """(squared norms by parameter) -> one positive number for each; norms [B] of B updates give numbers [B]."""
+    """(squared norms by parameter) -> one positive factor per parameter; norms [B] of B updates give factors [B]."""
     keeps_direction: bool = True
-    """Whether these numbers are the same for all parameters."""
+    """True if the factor is the same for all parameters."""
 
     def of_norms(self, squares: Mapping[str, Tensor]) -> Tensors:
-        """Return the numbers, which are ones unless norms decide."""
+        """Return the factors; ones if they do not depend on norms."""
         return tmap(torch.ones_like, squares) if self.numbers is None else self.numbers(squares)
 
     def then(self, after: Multiplier) -> Multiplier:
-        """Multiply by this, then by another one."""
+        """Return the composition: this multiplier, then `after`."""
 
         def numbers(squares: Mapping[str, Tensor]) -> Tensors:
             first = self.of_norms(squares)
@@ -150,24 +148,24 @@ class Multiplier:
 
 
 class Transform(ABC):
-    """A pure map of one update to another: explicit state, named noise.
+    """A pure function of an update, with explicit state and named noise.
 
-    Concrete transforms are frozen dataclasses. `apply` gives the same result for the same arguments; state and noise
+    Concrete transforms are frozen dataclasses. `apply` returns the same result for the same arguments. State and noise
     are flat dictionaries whose names the transform chooses (a parameter's name, or `residual.<parameter>`).
     """
 
     stage: ClassVar[Stage]
     per_example: bool = False
-    """Applied to each example's gradient before they are averaged."""
+    """Applied to each example's gradient, before averaging."""
     exact: ClassVar[bool] = False
-    """Every example's gradient is made, and multiplied, transformed and added up in float64, a few at a time."""
+    """Per-example gradients are computed, multiplied, transformed and summed in float64, a few at a time."""
     guarantee: ClassVar[str] = "no formal guarantee"
     shows_zeros: ClassVar[bool] = False
-    """What was zero before is zero after it, and few other entries are: zeros of an earlier stage remain evidence."""
+    """Zero entries stay zero and few others become zero, so the zeros of an earlier stage remain visible."""
     needs_public: ClassVar[bool] = False
-    """It takes `Context.public`, with images in it."""
+    """The transform needs `Context.public` with images."""
     identity_settings: ClassVar[Mapping[str, Any] | None] = None
-    """The settings at which it changes nothing, if there are any."""
+    """The settings at which it is the identity, if any."""
 
     def init(self, params: Mapping[str, Tensor]) -> Tensors:
         """Return the state of a client that has sent nothing yet."""
@@ -178,7 +176,7 @@ class Transform(ABC):
         return NoiseSpec()
 
     def directions(self, batch: Batch) -> NoiseSpec:
-        """Declare the random tensors whose shapes follow from the batch; not for transforms of each example."""
+        """Declare the random tensors whose shapes depend on the batch; not for per-example transforms."""
         return NoiseSpec()
 
     @abstractmethod
@@ -190,10 +188,10 @@ class Transform(ABC):
     def multiplier(
         self, params: Mapping[str, Tensor], noise: Mapping[str, Tensor], off: Collection[str]
     ) -> Multiplier | None:
-        """Return what an update is multiplied by with this noise, if nothing else is done to it.
+        """Return the multiplier for this noise if the transform only multiplies, else None.
 
-        Gradients whose norms or inner products are all that is needed are then never made. `noise` may have target
-        clients in front; `off` names the tensors of it that are off. None is always right, and may be slower.
+        Callers that need only norms or inner products then skip the full gradients. `noise` may have target clients as
+        its first dimension; `off` names its tensors that are switched off. None is always correct, but may be slower.
         """
         return None
 
@@ -202,56 +200,57 @@ class Transform(ABC):
         return NoiseSpec()
 
     def evidence(self, sent: Mapping[str, Tensor], exact: bool = True) -> Tensors:
-        """Return the intermediates that a sent update gives away, under the names of `intermediates`.
+        """Return the intermediates that a sent update reveals, under the names of `intermediates`.
 
-        It is `exact` as this transform made it, or shows but its zeros, since a later transform changed the values.
+        With `exact`, `sent` is this transform's output. Otherwise a later transform changed the values, and only the
+        zeros can be used.
         """
         return {}
 
     def in_round(self, number: int) -> Transform:
-        """Return the transform of round `number` = 0, 1, ...: itself, unless it follows a schedule, which is public."""
+        """Return the transform of round `number` = 0, 1, ...: itself, unless it follows a (public) schedule."""
         return self
 
 
 class HasMessages(ABC):
-    """A transform that needs public messages before each round, made of what some of the clients propose."""
+    """A transform that needs public messages before each round, computed from proposals of some clients."""
 
     def speakers(self) -> int:
-        """Count the clients who propose something before a round."""
+        """Return the number of clients that send a proposal before a round."""
         return 0
 
     def proposal(self, update: Tensors, state: Tensors, noise: Mapping[str, Tensor], context: Context) -> Tensors:
-        """Return what a speaker makes public of the update that it is about to send."""
+        """Return what a speaker publishes about the update that it is going to send."""
         return {}
 
     @abstractmethod
     def announce(self, proposals: Mapping[str, Tensor], previous: Mapping[str, Tensor], number: int) -> Tensors:
-        """Make the messages of round `number` = 0, 1, ... out of what is public: they arrive in `Context.messages`.
+        """Compute the messages of round `number` = 0, 1, ...; clients receive them in `Context.messages`.
 
-        `proposals` are those of `speakers()` users, leading U; `previous` is the mean of all that was sent in the round
-        before, empty in the first. It has to be a pure function: whoever sees these arguments can check the server.
+        `proposals` come from `speakers()` users, first dimension U; `previous` is the mean update of the round before,
+        empty in the first. The function must be pure, so that anyone with these public arguments can check the server.
         """
 
 
 Redraw = Literal["epoch", "step"]
-"""When something is drawn again in local training."""
+"""How often batch noise is drawn again in local training."""
 
 
 class BatchTransform(ABC):
-    """A pure map of a batch to the batch that is trained on (augmentation, mixing)."""
+    """A pure function from a batch to the batch used for training (augmentation, mixing)."""
 
     redraw: ClassVar[Redraw] = "epoch"
-    """In local training it acts on all of the client's examples in every epoch, or on the batch of every step."""
+    """In local training: `epoch` transforms all of the client's examples once per epoch, `step` each step's batch."""
     smooth: ClassVar[bool] = False
-    """Once its noise is drawn, what it makes of a batch has a derivative in the inputs: bounds hold through it."""
+    """For fixed noise, the result is differentiable in the inputs, so that error bounds hold for it."""
 
     @property
     def needs_public(self) -> bool:
-        """Whether it takes `Domain.public`."""
+        """True if it needs `Domain.public`."""
         return False
 
     def problems(self, domain: Domain | None) -> Iterator[Problem]:
-        """Say what is missing in what the client says of its examples."""
+        """Yield what is missing in the client's domain."""
         if self.needs_public and (domain is None or domain.public is None or not len(domain.public)):
             remedy = "audit data with a public split, give Client(domain=Domain(..., public=images)), or leave it out"
             yield Problem(type(self).__name__.lower(), "mixes with public images, and there are none", remedy)
@@ -262,4 +261,4 @@ class BatchTransform(ABC):
 
     @abstractmethod
     def apply(self, batch: Batch, noise: Mapping[str, Tensor], domain: Domain | None) -> Batch:
-        """Transform the batch. `domain` is what the client says of its examples; None where it says nothing."""
+        """Transform the batch. `domain` is the client's domain, if it declares one."""

@@ -1,4 +1,4 @@
-"""Custom code by import path, `pkg.module:name`: load it, read its arguments, and call it safely."""
+"""Custom code by import path, `pkg.module:name`: import it, read its arguments, and call it."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from typing import Any, TypeVar
 
 from gradveil.core.errors import FOREIGN, GradveilError, Problem, fail
 from gradveil.core.formatting import plural
-from gradveil.core.settings import REQUIRED, Argument, NamedEntry, parameters_of
+from gradveil.core.settings import REQUIRED, NamedEntry, parameters_of
 
 
 def imported(path: str, where: str) -> Any:
-    """Import what `pkg.module:name` names; `where` is what messages call it."""
+    """Import the object at `pkg.module:name`; `where` names it in messages."""
     module_name, _, attribute = path.partition(":")
     if not module_name or not attribute:
         raise fail(where, "is not an import path", "write 'pkg.module:factory'")
@@ -29,31 +29,31 @@ def imported(path: str, where: str) -> Any:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if module_name.endswith(".py"):
-            what = f"'{module_name}' is a file, and a module is named without '.py'"
-            raise fail(where, what, f"write {module_name.removesuffix('.py')}:{attribute}") from error
-        remedy = "install it, or run in the folder it lies in or add that folder to PYTHONPATH"
+            problem = f"'{module_name}' is a file, and a module is named without '.py'"
+            raise fail(where, problem, f"write {module_name.removesuffix('.py')}:{attribute}") from error
+        remedy = "install it, or run in its folder or add that folder to PYTHONPATH"
         raise fail(where, f"there is no module '{error.name}'", remedy) from error
-    except (*FOREIGN, SystemExit) as error:  # a script that reads its command line, or ends with sys.exit()
-        what = f"importing '{module_name}' raised {type(error).__name__}: {error}"
-        raise fail(where, what, "correct the module, so that it can be imported from anywhere") from error
-    found = getattr(module, attribute, None)
-    if found is None:
+    except (*FOREIGN, SystemExit) as error:  # a script that parses its command line or calls sys.exit()
+        problem = f"importing '{module_name}' raised {type(error).__name__}: {error}"
+        raise fail(where, problem, "correct the module, so that it can be imported from anywhere") from error
+    imported_object = getattr(module, attribute, None)
+    if imported_object is None:
         names = [name for name in vars(module) if not name.startswith("_") and callable(getattr(module, name))]
         near = get_close_matches(attribute, names, n=1)
         remedy = f"did you mean '{near[0]}'?" if near else f"it has: {', '.join(sorted(names)) or 'nothing callable'}"
         raise fail(where, f"module '{module_name}' has no '{attribute}'", remedy)
-    return found
+    return imported_object
 
 
 def users(thing: object) -> bool:
-    """Say whether a function, or what an object is made of, is a user's own: not of this library.
+    """Return whether a function, class, or the class of an object is custom: not part of this library.
 
     >>> from gradveil.core.tree import tmap
     >>> users(tmap), users(print)
     (False, True)
     """
-    maker = thing if inspect.isroutine(thing) or isinstance(thing, type) else type(thing)
-    return not f"{maker.__module__}.".startswith("gradveil.")
+    definition = thing if inspect.isroutine(thing) or isinstance(thing, type) else type(thing)
+    return not f"{definition.__module__}.".startswith("gradveil.")
 
 
 _T = TypeVar("_T")
@@ -61,35 +61,35 @@ _PATH = re.compile(r"([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*):[A-Za-z_]")
 
 
 def called(where: str, call: str, run: Callable[[], _T], hint: str = "") -> _T:
-    """Run what is a user's own; what it raises is told with its place, but for errors of this library."""
+    """Call custom code; report its exceptions with `where`, except errors of this library."""
     try:
         return run()
     except FOREIGN as error:
         if type(error).__module__.startswith("gradveil."):
             raise
-        what = f"{call} raised {type(error).__name__}: {error}"
-        raise fail(where, what, "correct it" + (f": {hint}" if hint else "")) from error
+        problem = f"{call} raised {type(error).__name__}: {error}"
+        raise fail(where, problem, "correct it" + (f": {hint}" if hint else "")) from error
 
 
 @dataclass(frozen=True)
 class OwnEntry(NamedEntry):
-    """A user's own thing in the place of a table's: its factory's signature says which arguments there are."""
+    """A custom entry for a table; its arguments are those of its factory's signature."""
 
-    of: Callable[[Any, str], Any] = lambda made, name: made
-    """(what the factory returned, canonical text) -> the thing, named by that text; anything else is refused."""
+    of: Callable[[Any, str], Any] = lambda result, name: result
+    """(the factory's result, canonical text) -> the object, named by that text; raises for a wrong type."""
 
     def __call__(self, **values: Any) -> Any:
-        """Call the factory; what it raises is told with its place."""
+        """Call the factory; report its exceptions with the entry's name."""
         self.filled(values)
         try:
-            made = self.factory(**values)
+            result = self.factory(**values)
         except GradveilError:
             raise
         except FOREIGN as error:
-            given = ", ".join(f"{name}={value!r}" for name, value in values.items()) or "no arguments"
-            what = f"raised {type(error).__name__}: {error}"
-            raise fail(self.name, what, f"it was called with {given}") from error
-        return self.of(made, self.text(values))
+            arguments = ", ".join(f"{name}={value!r}" for name, value in values.items()) or "no arguments"
+            problem = f"raised {type(error).__name__}: {error}"
+            raise fail(self.name, problem, f"it was called with {arguments}") from error
+        return self.of(result, self.text(values))
 
 
 def own_entry(
@@ -99,74 +99,65 @@ def own_entry(
     of: Callable[[Any, str], Any],
     mistaken: Mapping[str, tuple[str, str]] = MappingProxyType({}),
 ) -> OwnEntry:
-    """Import a user's own thing, or what makes it: an object, a class, or a function that returns one.
+    """Import a custom object, or a class or function that returns one, and make its entry.
 
-    `mistaken` says of an argument that no text can give what its function is instead, and what to do.
+    `mistaken` maps required arguments that a text cannot give to (problem, remedy): they reveal functions that were
+    meant for another purpose.
     """
     where = f"{noun} {path}"
-    found = imported(path, where)
-    about = (inspect.getdoc(found) or path).splitlines()[0]
-    if not isinstance(found, type) and is_one(found):
-        return OwnEntry(path, lambda: found, about, "", of=of)
-    if not _is_maker(found):
-        what = f"'{path.partition(':')[2]}' is {_a(type(found).__name__)}, and makes no {noun}"
-        raise fail(where, what, f"name a {noun}, or a function or class that returns one")
-    arguments = _arguments(found, where)
+    target = imported(path, where)
+    description = (inspect.getdoc(target) or path).splitlines()[0]
+    if not isinstance(target, type) and is_one(target):
+        return OwnEntry(path, lambda: target, description, "", of=of)
+    if not _is_factory(target):
+        problem = f"'{path.partition(':')[2]}' is of type {type(target).__name__}, and makes no {noun}"
+        raise fail(where, problem, f"name a {noun}, or a function or class that returns one")
+    try:  # the text itself is the object's `name`
+        arguments = tuple(argument for argument, _ in parameters_of(target) if argument.name != "name")
+    except ValueError as error:  # some builtins have no signature
+        raise fail(where, "does not say what it takes", "wrap it in a function that does") from error
     for argument in arguments:
         if argument.default is REQUIRED and argument.name in mistaken:
             raise fail(where, *mistaken[argument.name])
-    return OwnEntry(path, found, about, "", arguments, of=of)
+    return OwnEntry(path, target, description, "", arguments, of=of)
 
 
-def _is_maker(found: Any) -> bool:
-    return inspect.isroutine(found) or isinstance(found, type | partial)
+def _is_factory(target: Any) -> bool:
+    return inspect.isroutine(target) or isinstance(target, type | partial)
 
 
 def code_of(texts: Iterable[str]) -> dict[str, str]:
-    """Hash the files of the modules that these texts name by import path, as far as they are imported here."""
+    """Hash the files of the imported modules that these texts name by import path."""
     modules = sorted({name for text in texts for name in _PATH.findall(text)} & set(sys.modules))
     files = {name: Path(sys.modules[name].__file__ or "") for name in modules}
     return {name: hashlib.sha256(file.read_bytes()).hexdigest()[:16] for name, file in files.items() if file.is_file()}
 
 
-def outdated(made: Sequence[Mapping[str, str]], texts: Iterable[str]) -> Iterator[Problem]:
-    """Warn of trials that a user's own code made as it was before: their results are kept as they are.
+def outdated(codes: Sequence[Mapping[str, str]], texts: Iterable[str]) -> Iterator[Problem]:
+    """Warn about trials that an older version of custom code computed.
 
-    `made` is what `code_of` was when each trial was made; `texts` are all that the run names now.
+    `codes` is the result of `code_of` for each trial when it was computed; `texts` are all texts of the run now.
     """
-    for module, now in code_of(texts).items():
-        others = [code for code in made if code.get(module, now) != now]
-        if others:
-            were = "was" if len(others) == 1 else "were"
-            what = f"has changed since {plural(len(others), 'trial')} of this run {were} made"
-            remedy = "if that matters to what they try, make them again with --fresh, or in another --out"
-            yield Problem(f"module {module}", what, remedy, severity="warning")
+    for module, current in code_of(texts).items():
+        older = sum(code.get(module, current) != current for code in codes)
+        if older:
+            problem = f"has changed since this run computed {plural(older, 'trial')}"
+            remedy = "if the change matters, compute them again with --fresh, or in another --out"
+            yield Problem(f"module {module}", problem, remedy, severity="warning")
 
 
-def mixed(made: Iterable[Mapping[str, str]]) -> Iterator[Problem]:
-    """Warn of a user's own code that was not the same when trials that stand beside each other were made.
+def mixed(codes: Iterable[Mapping[str, str]]) -> Iterator[Problem]:
+    """Warn about custom code that changed between trials that are shown together.
 
     >>> [str(problem.where) for problem in mixed([{"mine": "a"}, {"mine": "b", "net": "c"}, {}])]
     ['module mine']
     """
-    found: dict[str, set[str]] = {}
-    for code in made:
-        for module, text in code.items():
-            found.setdefault(module, set()).add(text)
-    for module, texts in found.items():
-        if len(texts) > 1:
-            what = f"was changed in between: these trials were made by {len(texts)} versions of it"
-            remedy = "if that matters to what they show, make them again with --fresh, or sum them up apart"
-            yield Problem(f"module {module}", what, remedy, severity="warning")
-
-
-def _a(name: str) -> str:
-    return f"{'an' if name[0].lower() in 'aeiou' else 'a'} {name}"
-
-
-def _arguments(factory: Callable[..., Any], where: str) -> tuple[Argument, ...]:
-    """Read off a signature what can be given by keyword; the name is given by the text itself."""
-    try:
-        return tuple(argument for argument, _ in parameters_of(factory) if argument.name != "name")
-    except ValueError as error:  # some builtins
-        raise fail(where, "does not say what it takes", "wrap it in a function that does") from error
+    versions: dict[str, set[str]] = {}
+    for code in codes:
+        for module, version in code.items():
+            versions.setdefault(module, set()).add(version)
+    for module, hashes in versions.items():
+        if len(hashes) > 1:
+            problem = f"has changed: {len(hashes)} versions of it computed these trials"
+            remedy = "if the change matters, compute them again with --fresh, or summarise them separately"
+            yield Problem(f"module {module}", problem, remedy, severity="warning")

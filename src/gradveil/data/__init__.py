@@ -1,4 +1,4 @@
-"""Images to audit with: bundled, from a hub, or from a folder; and how clients share them."""
+"""Image data sets, bundled or from a hub or folder, and their partitions among clients."""
 
 from gradveil.data.dataset import Dataset, Splits
 from gradveil.data.partition import by_flower, dirichlet, grouped, iid, pathological

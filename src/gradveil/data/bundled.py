@@ -1,7 +1,7 @@
-"""Real images that come inside the wheels of scikit-learn and scikit-image: nothing is downloaded.
+"""Images that are part of the wheels of scikit-learn and scikit-image: nothing is downloaded.
 
-Each function returns the images in their own size as (public pixels, public labels, target client pixels, target client
-labels). The order is fixed, so "the first 32 private images" are the same images everywhere.
+Each function returns a `Raw` with images in their original size. The order is fixed, so "the first 32 private images"
+are the same everywhere.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ class Raw(NamedTuple):
 
 
 _DIGITS_PUBLIC = 1197
-_FACE_PERIOD = 4  # three faces, then one image that is none
+_FACE_PERIOD = 4  # three faces, then one background
 _CROP = 80
 _FLAT = 0.05
 _PSEUDO_CLASSES = 10
 
 
 def digits() -> Raw:
-    """1797 handwritten digits, 8x8: the first 1197 are public, the last 600 (of later writers) are private."""
+    """1797 handwritten digits, 8x8: the first 1197 are public, the last 600 (by other writers) are private."""
     from sklearn.datasets import load_digits
 
     features, numbers = load_digits(return_X_y=True)
@@ -42,10 +42,10 @@ def digits() -> Raw:
 
 
 def faces() -> Raw:
-    """100 faces and 100 backgrounds, 25x25 and grey: half of each is public, half are private.
+    """100 faces and 100 backgrounds, 25x25 and grey: half of each are public, half private.
 
-    Target clients come as three faces, one background, three faces, ... until the faces are used up. Backgrounds come
-    by falling contrast, because the last ones are plain black and would be "recovered" by an attack that does nothing.
+    The order is three faces, one background, three faces, ... until no faces are left. Backgrounds are sorted by
+    falling contrast: the last ones are plain black, and an attack that does nothing would "recover" them.
     """
     from skimage.data import lfw_subset
 
@@ -73,10 +73,10 @@ def _faces_first(each: int) -> list[int]:
 
 
 def patches() -> Raw:
-    """80x80 crops of coloured photographs; public and target client crops are cut from different photographs.
+    """80x80 crops of colour photographs; public and private crops come from different photographs.
 
-    The crops of a photograph do not overlap, come by falling contrast, and are dropped below a standard deviation of
-    0.05 (plain sky). Photographs take turns. The labels mean nothing: they number the crops modulo 10.
+    The crops of a photograph do not overlap. They are sorted by falling contrast; those with a standard deviation below
+    0.05 (plain sky) are dropped. Photographs take turns. The labels mean nothing: they number the crops modulo 10.
     """
     from skimage import data
     from sklearn.datasets import load_sample_image

@@ -1,4 +1,4 @@
-"""A set of labelled images that carries its own normalisation and bounds."""
+"""Labelled images with their normalisation."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from gradveil.spaces import ImageSpace
 
 @dataclass(frozen=True, repr=False)
 class Dataset:
-    """Images with labels, and what is needed to read them as pixels again.
+    """Images with labels, and the normalisation that turns them back into pixels.
 
-    A value of `inputs` is (pixel - mean) / std, with pixels in [0, 1]. Raw pixels have mean (0,) and std (1,); one
-    number stands for every channel.
+    `inputs` holds (pixel - mean) / std, with pixels in [0, 1]. Raw pixels have mean (0,) and std (1,); a single number
+    applies to every channel.
 
     >>> data = Dataset("dots", torch.tensor([-1.0, 1.0]).reshape(2, 1, 1, 1), torch.tensor([0, 1]), ("off", "on"),
     ...                mean=(0.5,), std=(0.5,))
@@ -33,25 +33,25 @@ class Dataset:
     inputs: Tensor
     """float32 [N, C, H, W], normalised."""
     targets: Tensor
-    """int64 [N], positions in `classes`."""
+    """int64 [N], indices into `classes`."""
     classes: tuple[str, ...]
     mean: tuple[float, ...] = (0.0,)
     std: tuple[float, ...] = (1.0,)
     source: str = ""
-    """Where the images come from, with licence or citation, in a sentence."""
+    """Origin of the images, with licence or citation, in a sentence."""
     task: bool = True
-    """False where the labels mean nothing: good for attacks, no use for training."""
+    """False if the labels mean nothing: the data can be attacked, but not learnt."""
     column: tuple[Any, ...] = ()
-    """The values of one more column, one an image, where it was asked for: who wrote a digit, where a scan was made."""
+    """The values of one additional column, one per image, such as the writer of a digit."""
     marks: tuple[int, ...] = ()
-    """Of each image from a file a hash of it as it lies there, before it is resized: see `identity`."""
+    """Hashes of the decoded images before resizing, for images from files: see `identity`."""
 
     def __post_init__(self) -> None:
-        """Refuse data that would fail later, or be attacked wrongly in silence; every problem at once."""
-        refuse(list(self._problems()))
+        """Raise with every problem of data that would fail later or silently give wrong results."""
+        refuse(self._problems())
 
     def __repr__(self) -> str:
-        """Say in a line what it is.
+        """Show name, size and classes.
 
         >>> Dataset("dots", torch.zeros(2, 1, 4, 4), torch.tensor([0, 1]), ("off", "on"))
         Dataset('dots', 2 images of 1x4x4, 2 classes)
@@ -70,7 +70,7 @@ class Dataset:
 
     @cached_property
     def space(self) -> ImageSpace:
-        """What one example is."""
+        """The space of one example."""
         channels, height, width = self.inputs.shape[1:]
         return ImageSpace((channels, height, width), self.mean, self.std)
 
@@ -80,23 +80,21 @@ class Dataset:
         return self.space.view(self.inputs)
 
     def subset(self, indices: Tensor | Sequence[int]) -> Dataset:
-        """Keep the images at these positions, in this order."""
+        """Return the images at these indices, in this order."""
         chosen = torch.as_tensor(indices, dtype=torch.int64)
-        column, marks = (
-            tuple(row[place] for place in chosen.tolist()) if row else () for row in (self.column, self.marks)
-        )
+        column, marks = (tuple(row[i] for i in chosen.tolist()) if row else () for row in (self.column, self.marks))
         return replace(self, inputs=self.inputs[chosen], targets=self.targets[chosen], column=column, marks=marks)
 
     def identity(self, count: int | None = None) -> str | None:
-        """Hash the first `count` images as they lie in their files, with what is said of them; None without files.
+        """Hash the first `count` images of files as decoded, with their labels and column; None without files.
 
-        Of what was decoded, not of `inputs`: two machines resize alike but for the last bit.
+        `inputs` are not hashed: the last bit of a resized image depends on the machine.
         """
         if not self.marks:
             return None
         column = [str(value) for value in self.column[:count]]
-        said = (len(self.classes), self.marks[:count], self.targets[:count].tolist(), column)
-        return hashlib.sha256(json.dumps(said).encode()).hexdigest()[:16]
+        content = (len(self.classes), self.marks[:count], self.targets[:count].tolist(), column)
+        return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
 
     def _problems(self) -> list[Problem]:
         where, inputs, targets = f"data {self.name!r}", self.inputs, self.targets
@@ -104,18 +102,18 @@ class Dataset:
             what = f"inputs are {inputs.dtype} {tuple(inputs.shape)}"
             return [Problem(where, what, "give float32 images of shape [N, C, H, W]")]
         if len(inputs) == 0:
-            return [Problem(where, "holds no images", "check the split, the folder, or the limit that was given")]
+            return [Problem(where, "holds no images", "check the split, the folder and the limit")]
         problems = []
         if targets.dtype != torch.int64 or tuple(targets.shape) != (len(inputs),):
             what = f"targets are {targets.dtype} {tuple(targets.shape)} for {len(inputs)} images"
-            problems.append(Problem(where, what, "give one int64 class number an image"))
+            problems.append(Problem(where, what, "give one int64 class number per image"))
         elif len(self.column) not in (0, len(inputs)):
             what = f"the column has {len(self.column)} values for {len(inputs)} images"
-            problems.append(Problem(where, what, "give one value an image"))
+            problems.append(Problem(where, what, "give one value per image"))
         elif (outside := (targets < 0) | (targets >= len(self.classes))).any():
             row = int(outside.nonzero()[0])
             what = f"label {int(targets[row])} of image {row} is outside 0 to {len(self.classes) - 1}"
-            remedy = "number the classes from 0, name them all, or take a split that is labelled (-1 means it is not)"
+            remedy = "number the classes from 0, name them all, or choose a labelled split (-1 means unlabelled)"
             problems.append(Problem(where, what, remedy))
         if any(len(values) not in (1, self.channels) for values in (self.mean, self.std)) or min(self.std) <= 0:
             what = f"mean {self.mean} and std {self.std} do not fit {self.channels} channel(s)"
@@ -127,7 +125,7 @@ class Dataset:
             row = int((~torch.isfinite(inputs)).flatten(1).any(1).nonzero()[0])
             problems.append(Problem(where, f"image {row} holds NaN or infinite pixels", "repair or remove it"))
         elif lowest < -1e-3 or highest > 1 + 1e-3:
-            what = f"pixels reach from {lowest:.3g} to {highest:.3g}, outside [0, 1]"
+            what = f"pixels range from {lowest:.3g} to {highest:.3g}, outside [0, 1]"
             remedy = "give pixels in [0, 1] before normalisation, and the mean and std they were normalised with"
             problems.append(Problem(where, what, remedy))
         return problems
@@ -137,10 +135,10 @@ class Splits(NamedTuple):
     """Two disjoint parts of a data set."""
 
     public: Dataset
-    """Training images: what clients train on and what an attacker may know about such images."""
+    """Training images: clients train on them, and attackers may use them as auxiliary data."""
     private: Dataset
-    """Test images: the ones that are attacked."""
+    """Test images: the images under attack."""
 
     def identities(self) -> dict[str, str | None]:
-        """Say what the files hold, see `Dataset.identity`."""
+        """Return the hashes of both parts, see `Dataset.identity`."""
         return {"public": self.public.identity(), "private": self.private.identity()}

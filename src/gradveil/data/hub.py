@@ -1,10 +1,10 @@
-"""Images from outside: Hugging Face names, local Parquet files and folders; decoded to pixels in [0, 1].
+"""Images from Hugging Face, local Parquet files and folders, decoded to pixels in [0, 1].
 
-Every resize is torch's bilinear interpolation with antialiasing: the shorter side is brought to the size, then the
-centre square is kept. Bilinear weights are convex, so nothing leaves [0, 1].
+Images are resized by torch's bilinear interpolation with antialiasing: the shorter side gets the requested size, then
+the centre square is kept. Bilinear weights are convex, so pixels stay in [0, 1].
 
-A source is opened as `Rows`: all labels at once (they are small), and a function that decodes only the images at given
-positions. The first 128 test images of MNIST cost 128 decoded PNGs, not 10,000.
+A source is opened as `SourceSplit`s, which hold all labels, and a function that decodes the images at given indices.
+The first 128 test images of MNIST cost 128 decoded PNGs, not 10,000.
 """
 
 from __future__ import annotations
@@ -29,40 +29,40 @@ _CHUNK = 4096  # images resized at once: bounds the memory, not the result
 
 
 def decode(encoded: bytes, where: str) -> NDArray[np.uint8] | NDArray[np.float32]:
-    """Decode one image file to [H, W] (grey) or [H, W, 3] (colour), 8 bits, or float in [0, 1] where it holds more."""
+    """Decode one image file to [H, W] (grey) or [H, W, 3] (colour): 8 bits, or float in [0, 1] for deeper images."""
     from PIL import Image, UnidentifiedImageError
 
     try:
         with Image.open(io.BytesIO(encoded)) as image:
             if image.mode in ("L", "1", "LA", "RGB"):
                 return np.asarray(image.convert("L" if image.mode != "RGB" else "RGB"))
-            if image.mode.startswith("I"):  # 16 bits a pixel, however Pillow widens them
+            if image.mode.startswith("I"):  # 16 bits per pixel, which Pillow may widen to 32
                 return np.asarray(image, dtype=np.float32) / np.float32(65535)
             if image.mode == "F":
                 return np.asarray(image, dtype=np.float32)
             return np.asarray(image.convert("RGB"))
     except UnidentifiedImageError as error:  # its text names an object in memory
-        what = "is not an image that can be read (of no format that Pillow knows)"
-        raise fail(where, what, "store it as PNG, JPEG or TIFF, or take it out") from error
+        problem = "is not an image that can be read (of no format that Pillow knows)"
+        raise fail(where, problem, "store it as PNG, JPEG or TIFF, or remove it") from error
     except OSError as error:
-        raise fail(where, f"is not an image that can be read ({error})", "repair it or take it out") from error
+        raise fail(where, f"is not an image that can be read ({error})", "repair or remove it") from error
 
 
 def marked(images: Iterable[NDArray[Any]], marks: list[int]) -> Iterator[NDArray[Any]]:
-    """Pass decoded images on, and note a hash of each (64 bits of its BLAKE2b): the same image has the same one."""
+    """Yield the images, and append a hash of each (64 bits of BLAKE2b) to `marks`."""
     for image in images:
-        told = f"{image.dtype.str}{image.shape}".encode() + image.tobytes()
-        marks.append(int.from_bytes(hashlib.blake2b(told, digest_size=8).digest(), "big"))
+        content = f"{image.dtype.str}{image.shape}".encode() + image.tobytes()
+        marks.append(int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "big"))
         yield image
 
 
 def resize(pixels: Tensor, size: int | None) -> Tensor:
-    """Bring pixels [N, C, H, W] to size x size; None leaves them as they are."""
+    """Resize pixels [N, C, H, W] to size x size; None leaves them as they are."""
     height, width = pixels.shape[-2:]
     if size is None or (height, width) == (size, size):
         return pixels
     shorter = min(height, width)
-    # Rounded down, the longer side could fall below `size`; rounded, it cannot.
+    # Round, as int() could make the longer side smaller than `size`.
     scaled = (round(height * size / shorter), round(width * size / shorter))
     parts = [
         interpolate(part, size=scaled, mode="bilinear", antialias=True, align_corners=False)
@@ -73,7 +73,7 @@ def resize(pixels: Tensor, size: int | None) -> Tensor:
 
 
 def recolour(pixels: Tensor, channels: int | None, where: str) -> Tensor:
-    """Make grey of colour (luma 0.299 R + 0.587 G + 0.114 B) or three equal channels of grey; None changes nothing."""
+    """Convert colour to grey (luma 0.299 R + 0.587 G + 0.114 B) or grey to three channels; None changes nothing."""
     present = pixels.shape[1]
     if channels is None or channels == present:
         return pixels
@@ -86,19 +86,16 @@ def recolour(pixels: Tensor, channels: int | None, where: str) -> Tensor:
 
 
 def stack(images: Iterable[NDArray[np.uint8] | NDArray[np.float32]], size: int | None, where: str) -> Tensor:
-    """Stack decoded images to float32 [N, C, S, S] in [0, 1], resizing images of different sizes one by one.
-
-    Where grey and coloured images are mixed, all become coloured.
-    """
+    """Stack decoded images to float32 [N, C, S, S] in [0, 1]. Grey images among colour images become colour."""
     decoded = [image if image.ndim == 3 else image[..., None] for image in images]
     if not decoded:
-        raise fail(where, "holds no images", "check the split, the folder, or the limit that was given")
+        raise fail(where, "holds no images", "check the split, the folder and the limit")
     channels = max(image.shape[2] for image in decoded)
     shapes = {image.shape for image in decoded}
     if size is None and len({shape[:2] for shape in shapes}) > 1:
-        raise fail(where, "holds images of different sizes", "give a size that all are brought to, say size=32")
+        raise fail(where, "holds images of different sizes", "give a size for all, for example size=32")
     if len(shapes) == 1 and decoded[0].dtype == np.uint8:
-        # One size and 8 bits, as in most sets: convert in bulk.
+        # The common case, one size and 8 bits: convert in bulk.
         whole = torch.from_numpy(np.stack(decoded)).permute(0, 3, 1, 2)
         return torch.cat([resize(part.float() / 255, size) for part in whole.split(_CHUNK)])
     return torch.cat([resize(recolour(_unit(image), channels, where), size) for image in decoded])
@@ -110,21 +107,22 @@ def _unit(image: NDArray[np.uint8] | NDArray[np.float32]) -> Tensor:
 
 
 Images = Iterator[NDArray[Any]]
-"""Decoded images [H, W, C] of bytes, one after the other."""
+"""Decoded images [H, W] or [H, W, C]."""
 IMAGE_COLUMNS = ("image", "img", "pixel_values", "jpg", "png")
-"""Column names that hold images, tried in this order where none is given."""
+"""Default names of the image column, tried in this order."""
 LABEL_COLUMNS = ("label", "fine_label", "labels", "target", "class")
-"""Column names that hold labels, tried in this order."""
+"""Default names of the label column, tried in this order."""
 PRIVATE_SPLITS = ("test", "validation", "valid", "val")
-"""Names of the split whose images are private, tried in this order."""
+"""Names of the private split, tried in this order."""
 _SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".pgm", ".ppm"})
 _NEED = "pip install 'gradveil[hub]'"
+_CHECK_PATH = "check the path, and the data folder that --data-dir or GRADVEIL_DATA names"
 
 
 def no_columns(name: str) -> list[Any]:
-    """Refuse to read a column where the source has none."""
-    what = "is not there: only Parquet files and Hugging Face data have columns beside the label"
-    raise fail(f"column '{name}'", what, "choose 'label', or such data")
+    """Raise: the source has no columns."""
+    problem = "is not there: only Parquet files and Hugging Face data have columns other than the label"
+    raise fail(f"column '{name}'", problem, "choose 'label', or such data")
 
 
 class SourceSplit(NamedTuple):
@@ -132,23 +130,23 @@ class SourceSplit(NamedTuple):
 
     labels: list[int | str]
     names: tuple[str, ...] | None
-    """Class names where the source has them."""
+    """Class names, if the source has them."""
     decode: Callable[[Sequence[int]], Images]
-    """Decode the images at these positions (given in ascending order)."""
+    """Decode the images at these indices, which must ascend."""
     where: str
     column: Callable[[str], list[Any]] = no_columns
-    """The values of another column, one an example."""
+    """Read another column, one value per example."""
 
 
 def parquet(folder: Path, image: str | None = None, label: str | None = None) -> dict[str, SourceSplit]:
-    """Open `train*.parquet` and `test*.parquet` of a folder (or below its `data/`), or a single Parquet file."""
+    """Open `train*.parquet` and `test*.parquet` of a folder (or of its `data/`), or a single Parquet file."""
     if folder.is_file():
         return {"train": _parquet_rows([folder], image, label)}
     if not folder.is_dir():
-        raise fail(str(folder), "is not there", "check the path; --data-dir (or GRADVEIL_DATA) says where data lies")
+        raise fail(str(folder), "is not there", _CHECK_PATH)
     home = folder if any(folder.glob("*.parquet")) else folder / "data"
-    found = {split: sorted(home.glob(f"{split}*.parquet")) for split in ("train", *PRIVATE_SPLITS)}
-    opened = {split: _parquet_rows(files, image, label) for split, files in found.items() if files}
+    paths = {split: sorted(home.glob(f"{split}*.parquet")) for split in ("train", *PRIVATE_SPLITS)}
+    opened = {split: _parquet_rows(files, image, label) for split, files in paths.items() if files}
     if not opened:
         raise fail(str(folder), "has no train.parquet or test.parquet", "name the files train*.parquet, test*.parquet")
     return opened
@@ -185,7 +183,7 @@ def _parquet_rows(files: list[Path], image: str | None, label: str | None) -> So
                 continue
             for batch in table.iter_batches(batch_size=256, columns=[image]):
                 while following is not None and following < start + len(batch):
-                    yield _trial(batch.column(0)[following - start].as_py(), f"{where}, row {following}")
+                    yield _decoded(batch.column(0)[following - start].as_py(), f"{where}, row {following}")
                     following = next(wanted, None)
                 start += len(batch)
                 if following is None:
@@ -195,7 +193,7 @@ def _parquet_rows(files: list[Path], image: str | None, label: str | None) -> So
 
 
 def _parquet_names(metadata: dict[bytes, bytes], label: str) -> tuple[str, ...] | None:
-    """Class names, as the `datasets` library writes them into the schema."""
+    """Return the class names that the `datasets` library wrote into the schema."""
     try:
         features = json.loads(metadata.get(b"huggingface", b"{}"))["info"]["features"]
         return tuple(features[label]["names"])
@@ -204,14 +202,14 @@ def _parquet_names(metadata: dict[bytes, bytes], label: str) -> tuple[str, ...] 
 
 
 def _columns(present: Sequence[str], image: str | None, label: str | None, where: str) -> tuple[str, str]:
-    """Find the two columns among those present, or refuse with their names."""
+    """Return the names of the image and label columns; raise if one is not present."""
     chosen = []
-    for what, given, usual in (("image", image, IMAGE_COLUMNS), ("label", label, LABEL_COLUMNS)):
-        candidates = (given,) if given else usual
+    for role, requested, defaults in (("image", image, IMAGE_COLUMNS), ("label", label, LABEL_COLUMNS)):
+        candidates = (requested,) if requested else defaults
         name = next((candidate for candidate in candidates if candidate in present), None)
         if name is None:
-            remedy = f"set {what}_column to one of: {', '.join(present)}"
-            raise fail(where, f"has no {what} column {' or '.join(candidates)}", remedy)
+            remedy = f"set {role}_column to one of: {', '.join(present)}"
+            raise fail(where, f"has no {role} column {' or '.join(candidates)}", remedy)
         chosen.append(name)
     return chosen[0], chosen[1]
 
@@ -222,8 +220,8 @@ def _present(name: str, columns: Sequence[str], where: str) -> str:
     return name
 
 
-def _trial(value: Any, where: str) -> NDArray[Any]:
-    """Decode a trial: encoded bytes, or the {bytes, path} of the `datasets` library."""
+def _decoded(value: Any, where: str) -> NDArray[Any]:
+    """Decode a value of the image column: encoded bytes, or the {bytes, path} of the `datasets` library."""
     if isinstance(value, dict):
         path = value.get("path")
         value = value.get("bytes") or (Path(path).read_bytes() if path and Path(path).is_file() else None)
@@ -233,12 +231,11 @@ def _trial(value: Any, where: str) -> NDArray[Any]:
 
 
 def folder(path: Path) -> dict[str, SourceSplit]:
-    """Open `train/CLASS/*.png` and `test/CLASS/*.png`, or `CLASS/*.png` alone. Classes take turns in the order."""
+    """Open `train/CLASS/*.png` and `test/CLASS/*.png`, or `CLASS/*.png` alone. Images alternate between classes."""
     if not path.is_dir():
-        raise fail(str(path), "is not there", "check the path; --data-dir (or GRADVEIL_DATA) says where data lies")
+        raise fail(str(path), "is not there", _CHECK_PATH)
     splits = {split: path / split for split in ("train", *PRIVATE_SPLITS) if (path / split).is_dir()}
-    opened = {split: _folder_rows(home) for split, home in (splits or {"train": path}).items()}
-    return opened
+    return {split: _folder_rows(home) for split, home in (splits or {"train": path}).items()}
 
 
 def _folder_rows(home: Path) -> SourceSplit:
@@ -288,7 +285,7 @@ def _hub_rows(table: Any, where: str, image: str | None, label: str | None) -> S
 
     def read(indices: Sequence[int]) -> Images:
         for index in indices:
-            yield _trial(table[int(index)][image], f"{where}, row {index}")
+            yield _decoded(table[int(index)][image], f"{where}, row {index}")
 
     def column(name: str) -> list[Any]:
         return list(table[_present(name, table.column_names, where)])
@@ -297,54 +294,54 @@ def _hub_rows(table: Any, where: str, image: str | None, label: str | None) -> S
 
 
 def two_splits(opened: dict[str, SourceSplit]) -> tuple[SourceSplit, SourceSplit]:
-    """Choose the public split and the private split; of a single one, every fourth example of each class is private.
+    """Return the public and the private split; of a single split, every fourth example of each class is private.
 
-    A class of two or three examples gives its last one. Where all classes are that small, classes are left aside.
+    The last example of a class with two or three is private. If all classes are smaller than four, classes are ignored.
     """
     public = opened.get("train")
     private = next((opened[split] for split in PRIVATE_SPLITS if split in opened), None)
     if public is not None and private is not None:
         return public, private
     only = public or private or next(iter(opened.values()))
-    places: dict[Any, list[int]] = {}
-    for position, label in enumerate(only.labels):
-        places.setdefault(label, []).append(position)
-    if max(map(len, places.values()), default=0) < 4:
-        places = {None: list(range(len(only.labels)))}
-    chosen = np.zeros(len(only.labels), dtype=bool)
-    for own in places.values():
-        chosen[own[3::4] or own[1:][-1:]] = True
-    return _pick(only, np.flatnonzero(~chosen)), _pick(only, np.flatnonzero(chosen))
+    by_class: dict[Any, list[int]] = {}
+    for index, label in enumerate(only.labels):
+        by_class.setdefault(label, []).append(index)
+    if max(map(len, by_class.values()), default=0) < 4:
+        by_class = {None: list(range(len(only.labels)))}
+    is_private = np.zeros(len(only.labels), dtype=bool)
+    for indices in by_class.values():
+        is_private[indices[3::4] or indices[1:][-1:]] = True
+    return _pick(only, np.flatnonzero(~is_private)), _pick(only, np.flatnonzero(is_private))
 
 
-def _pick(rows: SourceSplit, positions: NDArray[Any]) -> SourceSplit:
-    chosen = positions.tolist()
+def _pick(rows: SourceSplit, indices: NDArray[Any]) -> SourceSplit:
+    chosen = indices.tolist()
+
+    def pick(values: Sequence[Any]) -> list[Any]:
+        return [values[index] for index in chosen]
+
     return rows._replace(
-        labels=_at(rows.labels, chosen),
-        decode=lambda indices: rows.decode([chosen[index] for index in indices]),
-        column=lambda name: _at(rows.column(name), chosen),
+        labels=pick(rows.labels),
+        decode=lambda wanted: rows.decode([chosen[index] for index in wanted]),
+        column=lambda name: pick(rows.column(name)),
     )
 
 
-def _at(values: Sequence[Any], places: Sequence[int]) -> list[Any]:
-    return [values[place] for place in places]
-
-
 def number(public: SourceSplit, private: SourceSplit) -> tuple[tuple[str, ...], list[int], list[int]]:
-    """Give the labels of both splits the same numbers; return class names, public labels, target client labels."""
+    """Assign class numbers to the labels of both splits; return class names, public labels, private labels."""
     both = (*public.labels, *private.labels)
     names = public.names or private.names
     for rows in (public, private):
         if None in rows.labels:
             row = rows.labels.index(None)  # type: ignore[arg-type]
-            raise fail(rows.where, f"row {row} has no label", "name another label_column, or a split that is labelled")
+            raise fail(rows.where, f"row {row} has no label", "name another label_column, or a labelled split")
     if all(isinstance(value, str) for value in both):
         names = names or tuple(sorted({str(value) for value in both}))
-        place = {name: position for position, name in enumerate(names)}
-        unknown = sorted({str(value) for value in both} - set(place))
+        index = {name: i for i, name in enumerate(names)}
+        unknown = sorted({str(value) for value in both} - set(index))
         if unknown:
             raise fail(private.where, f"class {unknown[0]!r} is in only one split", f"known: {', '.join(names)}")
-        return names, [place[str(value)] for value in public.labels], [place[str(value)] for value in private.labels]
+        return names, [index[str(value)] for value in public.labels], [index[str(value)] for value in private.labels]
     if not all(isinstance(value, int) for value in both):
         raise fail(public.where, "labels are neither whole numbers nor names", "name another label_column")
     highest = max((int(value) for value in both), default=-1)

@@ -1,4 +1,4 @@
-"""Partitions of a data set among clients: every example belongs to exactly one."""
+"""Partitions of a data set among clients: each example belongs to exactly one client."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from gradveil.data.dataset import Dataset
 
 
 def iid(examples: int, clients: int, generator: torch.Generator) -> list[Tensor]:
-    """Deal a random permutation of `examples` positions into `clients` parts whose sizes differ by at most one.
+    """Deal a random permutation of the example indices into `clients` parts whose sizes differ by at most one.
 
     >>> parts = iid(5, 2, torch.Generator().manual_seed(0))
     >>> [len(part) for part in parts], sorted(torch.cat(parts).tolist())
@@ -29,11 +29,11 @@ def iid(examples: int, clients: int, generator: torch.Generator) -> list[Tensor]
 def dirichlet(
     targets: Tensor, clients: int, concentration: float, generator: torch.Generator, *, at_least: int = 1
 ) -> list[Tensor]:
-    """Give each class its own shares p ~ Dirichlet(concentration, ..., concentration) over the clients.
+    """Divide each class among the clients by shares p ~ Dirichlet(concentration, ..., concentration).
 
     The smaller the concentration, the fewer classes a client sees (Yurochkin et al. 2019, Bayesian Nonparametric
-    Federated Learning of Neural Networks; Hsu et al. 2019 draw the classes of each client instead). A client left with
-    fewer than `at_least` examples takes them, one at a time and whichever, from the client that has the most.
+    Federated Learning of Neural Networks; Hsu et al. 2019 draw the classes of each client instead). A client with fewer
+    than `at_least` examples gets random ones, one at a time, from the client that has the most.
     """
     _check(len(targets), clients, concentration, at_least)
     parts: list[list[int]] = [[] for _ in range(clients)]
@@ -41,7 +41,7 @@ def dirichlet(
         members = (targets == label).nonzero().flatten()
         members = members[torch.randperm(len(members), generator=generator)]
         shares = _dirichlet(clients, concentration, generator)
-        # Cumulative shares rounded to positions: each member falls between exactly two neighbouring cuts.
+        # Cut at the rounded cumulative shares, so that the parts cover the class exactly.
         cuts = (shares.cumsum(0)[:-1] * len(members)).round().long()
         for part, chosen in zip(parts, members.tensor_split(cuts), strict=True):
             part += chosen.tolist()
@@ -67,22 +67,22 @@ def pathological(targets: Tensor, clients: int, classes: int, generator: torch.G
 
 
 def grouped(values: Sequence[Any], clients: int, generator: torch.Generator) -> list[Tensor]:
-    """Keep the examples of one value together: as many clients as values and each has one, or whole values are dealt.
+    """Assign all examples of one value to the same client: one value per client if the numbers agree.
 
-    Values are dealt in random order, the next to the client that has the fewest examples.
+    Otherwise the values are dealt in random order, each to the client with the fewest examples so far.
 
     >>> [part.tolist() for part in grouped(["ann", "bob", "ann", "bob", "bob"], 2, torch.Generator().manual_seed(0))]
     [[0, 2], [1, 3, 4]]
     """
-    places: dict[Any, list[int]] = {}
-    for place, value in enumerate(values):
+    by_value: dict[Any, list[int]] = {}
+    for index, value in enumerate(values):
         if not isinstance(value, Hashable):
-            raise fail("column", f"row {place} holds a {type(value).__name__}", "choose a column of names or numbers")
-        places.setdefault(value, []).append(place)
-    if len(places) < clients:
-        what = f"{len(places)} different values cannot make {clients} clients"
-        raise fail("clients", what, f"set clients = {len(places)} or fewer, or choose another column")
-    groups = [places[value] for value in sorted(places, key=lambda value: (str(type(value)), value))]
+            raise fail("column", f"row {index} holds a {type(value).__name__}", "choose a column of names or numbers")
+        by_value.setdefault(value, []).append(index)
+    if len(by_value) < clients:
+        problem = f"{len(by_value)} different values cannot make {clients} clients"
+        raise fail("clients", problem, f"set clients = {len(by_value)} or fewer, or choose another column")
+    groups = [by_value[value] for value in sorted(by_value, key=lambda value: (str(type(value)), value))]
     if len(groups) > clients:
         order = torch.randperm(len(groups), generator=generator).tolist()
         hands: list[list[int]] = [[] for _ in range(clients)]
@@ -93,9 +93,9 @@ def grouped(values: Sequence[Any], clients: int, generator: torch.Generator) -> 
 
 
 def _dirichlet(count: int, concentration: float, generator: torch.Generator) -> Tensor:
-    # Normalised gamma variates, in logarithms: log G(a) = log G(a + 1) + log(U) / a. Small concentrations underflow
-    # without them, and torch's own Dirichlet sampler then returns equal shares, the opposite of what was asked.
-    # numpy's public sampler is seeded from the generator: torch has none that takes one.
+    # Normalised gamma variates, in logarithms: log G(a) = log G(a + 1) + log(U) / a. Otherwise small concentrations
+    # underflow, and torch's Dirichlet sampler returns equal shares, the opposite of the request.
+    # numpy draws the gamma variates, seeded from the generator, as torch's sampler takes no generator.
     draws = np.random.default_rng(int(torch.randint(2**62, (1,), generator=generator)))
     logs = np.log(draws.standard_gamma(concentration + 1, count)) + np.log1p(-draws.random(count)) / concentration
     return torch.softmax(torch.from_numpy(logs), 0)
@@ -125,13 +125,13 @@ def by_flower(
     column: str | None,
     shuffle: int | Literal[False],
 ) -> list[Tensor]:
-    """Share the examples as `flwr_datasets.partitioner.NAME(**options)` does.
+    """Partition the examples by `flwr_datasets.partitioner.NAME(**options)`.
 
-    Its table has the column `label`, and `column` where the data was loaded with one. `shuffle` is the seed with which
-    its FederatedDataset shuffles before it partitions; False keeps the order. `num_partitions` is `clients` where the
-    partitioner takes it and the options do not say it. Its randomness is its own: the same options, the same parts.
+    The partitioner's table has the column `label`, and `column` if the data was loaded with one. `shuffle` is the seed
+    with which `FederatedDataset` shuffles before partitioning; False keeps the order. `num_partitions` defaults to
+    `clients`. The partitioner draws its own random numbers: equal options give equal parts.
     """
-    partitioner = _made(name, dict(options), clients)
+    partitioner = _partitioner(name, dict(options), clients)
     import datasets
 
     columns: dict[str, list[Any]] = {_PLACE: list(range(len(data))), "label": data.targets.tolist()}
@@ -142,13 +142,19 @@ def by_flower(
         partitioner.dataset = table if shuffle is False else table.shuffle(seed=shuffle)
         parts = [torch.tensor(partitioner.load_partition(i)[_PLACE]) for i in range(partitioner.num_partitions)]
     except (ValueError, TypeError, KeyError, IndexError, NotImplementedError) as error:
-        raise fail(name, f"cannot share these examples ({_line(error)})", "change partition.options") from error
-    _check_installed(name, parts, clients)
+        raise fail(name, f"cannot partition these examples ({_line(error)})", "change partition.options") from error
+    problems = []
+    if len(parts) != clients:
+        problem = f"is {clients} and {name} makes {len(parts)} parts"
+        problems.append(Problem("clients", problem, f"set clients = {len(parts)}, or change partition.options"))
+    if empty := [str(i) for i, part in enumerate(parts) if len(part) == 0]:
+        problem = f"{name} leaves clients {', '.join(empty)} without examples"
+        problems.append(Problem("partition", problem, "use fewer clients, or options with more even shares"))
+    refuse(problems)
     return [part.sort().values for part in parts]
 
 
-def _made(name: str, options: dict[str, Any], clients: int) -> Any:
-    """Build the partitioner, or say what is wrong with its name or its options."""
+def _partitioner(name: str, options: dict[str, Any], clients: int) -> Any:
     try:
         from flwr_datasets import partitioner
     except ImportError as error:
@@ -166,17 +172,6 @@ def _made(name: str, options: dict[str, Any], clients: int) -> Any:
         return kinds[name](**options)
     except (ValueError, TypeError) as error:
         raise fail("partition.options", f"{name} refuses them ({_line(error)})", "change them") from error
-
-
-def _check_installed(name: str, parts: list[Tensor], clients: int) -> None:
-    problems = []
-    if len(parts) != clients:
-        what = f"is {clients} and {name} makes {len(parts)} parts"
-        problems.append(Problem("clients", what, f"set clients = {len(parts)}, or change partition.options"))
-    if empty := [str(i) for i, part in enumerate(parts) if len(part) == 0]:
-        what = f"{name} leaves clients {', '.join(empty)} without examples"
-        problems.append(Problem("partition", what, "take fewer clients, or options that share more evenly"))
-    refuse(problems)
 
 
 def _line(error: Exception) -> str:

@@ -1,4 +1,4 @@
-"""The one table of data sets, and the one function that loads any of them."""
+"""The table of data sets, and `load`, which loads any of them."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from gradveil.data.dataset import Dataset, Splits
 from gradveil.data.hub import marked, recolour, resize, stack
 
 DATA_DIR = "GRADVEIL_DATA"
-"""The environment variable that says where data files lie, where `data_dir` (`--data-dir`) is not given."""
+"""Environment variable with the data folder, used if `data_dir` (`--data-dir`) is not given."""
 
 LABEL = "label"
-"""The column that every data set has, whatever its source calls it."""
+"""The name of every data set's label column, whatever its source calls it."""
 
 Statistics = tuple[tuple[float, ...], tuple[float, ...]]
 """Mean and standard deviation of each channel, of pixels in [0, 1]."""
@@ -30,15 +30,15 @@ Statistics = tuple[tuple[float, ...], tuple[float, ...]]
 
 @dataclass(frozen=True)
 class DatasetEntry:
-    """What `gradveil list` says of a data set."""
+    """Description of a data set, shown by `gradveil list`."""
 
     description: str
     source: str
     """Licence and citation, in a sentence."""
     bundled: bool = True
-    """Works with no files and no network."""
+    """True if it needs neither files nor network."""
     statistics: Statistics | None = None
-    """Published mean and std of each channel, if any."""
+    """Published mean and std per channel, if any."""
     classes: tuple[str, ...] | None = None
     task: bool = True
 
@@ -83,19 +83,18 @@ DATASETS: dict[str, DatasetEntry] = {
         statistics=((0.5071, 0.4867, 0.4408), (0.2675, 0.2565, 0.2761)),
     ),
 }
-"""Short names. Beside them: `hf:owner/name`, `hf:owner/name:configuration`, `parquet:PATH`, `folder:PATH`."""
+"""Data sets by short name. `load` also takes `hf:owner/name[:configuration]`, `parquet:PATH` and `folder:PATH`."""
 
 _SAME = {"hf:ylecun/mnist": "mnist", "hf:uoft-cs/cifar10": "cifar10", "hf:uoft-cs/cifar100": "cifar100"}
 _FORMS = ("hf:owner/name", "parquet:PATH", "folder:PATH")
 
 
 def located(name: str, data_dir: Path | str | None = None) -> Path:
-    """Find a file where the command runs, or in the data folder."""
-    folders = (Path(), data_dir, os.environ.get(DATA_DIR))
-    found = [Path(folder) / name for folder in folders if folder is not None and (Path(folder) / name).is_file()]
-    if not found:
-        raise fail(name, "is no file here or in the data folder", "correct the name, or say --data-dir")
-    return found[0]
+    """Return the path of a file in the working directory or the data folder."""
+    for folder in (Path(), data_dir, os.environ.get(DATA_DIR)):
+        if folder is not None and (Path(folder) / name).is_file():
+            return Path(folder) / name
+    raise fail(name, "is no file here or in the data folder", "correct the name, or give --data-dir")
 
 
 def load(
@@ -111,12 +110,12 @@ def load(
     label_column: str | None = None,
     column: str | None = None,
 ) -> Splits:
-    """Load a data set by its short name, its Hugging Face name, or its path, as public and private images.
+    """Load the public and private images of a data set by its short name, Hugging Face name, or path.
 
-    `size` is the side the images are resized to, None for their own. `channels` 1 makes them grey, 3 coloured. The
-    limits keep the first images of each split and decode no others. `normalise`: `"dataset"` takes the published mean
-    and std, or else those of the public images (of those decoded, where they come from files); `"none"` leaves pixels
-    in [0, 1]; a pair (means, stds) is taken as given. `column` names one more column of the public images to read.
+    `size` is the side of the resized images in pixels, None for their own. `channels` 1 makes them grey, 3 colour. The
+    limits keep the first images of each split and decode no others. `normalise`: `"dataset"` uses the published mean
+    and std, or else those of the (decoded) public images; `"none"` leaves pixels in [0, 1]; a pair (means, stds) is
+    used as it is. `column` names an additional column of the public images to read.
 
     >>> splits = load("digits", normalise="none", limit_private=8)
     >>> tuple(splits.private.inputs.shape), splits.private.targets.tolist()
@@ -128,7 +127,8 @@ def load(
         entry, loaded = DATASETS[name], _from_wheels(name, size, column)
     else:
         entry = DATASETS.get(_SAME.get(name, name), DatasetEntry(name, f"{name}, as given by the user.", bundled=False))
-        opened = _open(name, _data_dir(data_dir), image_column, label_column)
+        data_folder = data_dir or os.environ.get(DATA_DIR)
+        opened = _open(name, Path(data_folder).expanduser() if data_folder else None, image_column, label_column)
         loaded = _from_rows(*hub.two_splits(opened), size, limits, column)
     pixels = [recolour(part, channels, f"data {name!r}") for part in loaded.pixels]
     if pixels[0].shape[1:] != pixels[1].shape[1:]:
@@ -195,13 +195,12 @@ def _from_rows(
 
 
 def _affordable(images: int, size: int | None) -> None:
-    """Refuse images that no memory of this machine holds, before any of them is made."""
-    bytes_ = 4 * images * (size or 0) ** 2
-    there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    if bytes_ > there:
-        amounts = f"take {bytes_ / 1e9:,.0f} GB or more, and there are {there / 1e9:,.0f}"
-        what = f"is {size}: {plural(images, 'image')} {amounts}"
-        raise fail("size", what, "lower it, or read fewer images")
+    """Raise before any image is decoded if the images exceed this machine's memory."""
+    needed = 4 * images * (size or 0) ** 2
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if needed > memory:
+        amounts = f"take {needed / 1e9:,.0f} GB or more, and there are {memory / 1e9:,.0f}"
+        raise fail("size", f"is {size}: {plural(images, 'image')} {amounts}", "lower it, or read fewer images")
 
 
 def _statistics(
@@ -217,11 +216,6 @@ def _statistics(
     std, mean = torch.std_mean(public.double(), dim=(0, 2, 3), correction=0)
     std = torch.where(std > 1e-6, std, torch.ones_like(std))
     return tuple(round(value, 4) for value in mean.tolist()), tuple(max(round(v, 4), 1e-4) for v in std.tolist())
-
-
-def _data_dir(given: Path | str | None) -> Path | None:
-    chosen = given or os.environ.get(DATA_DIR)
-    return Path(chosen).expanduser() if chosen else None
 
 
 def _open(name: str, data_dir: Path | None, image: str | None, label: str | None) -> dict[str, hub.SourceSplit]:

@@ -1,4 +1,4 @@
-"""How close a reconstruction is to the truth, as pure functions of both."""
+"""Metrics: pure functions that compare reconstructions with ground truths."""
 
 import inspect
 from collections.abc import Callable
@@ -35,11 +35,11 @@ class Metric(NamedTuple):
     function: Callable[..., Any]
     description: str
     higher_is_better: bool
-    """Whether a higher score means a better reconstruction (for `updates`: a better preserved update)."""
+    """True if a higher score means a better reconstruction (for `updates`: a better preserved update)."""
     of: Literal["images", "labels", "gallery", "updates"]
-    """What it compares: images and labels take (candidate, truth), the gallery (candidate, index, gallery)."""
+    """The arguments: (candidate, truth) for images and labels, (candidate, index, gallery) for the gallery."""
     legacy: bool = False
-    """A published program's own reading: never to be set beside the standard ones."""
+    """A published program's variant, not comparable with the standard metric."""
 
 
 METRICS: dict[str, Metric] = {
@@ -82,27 +82,27 @@ METRICS: dict[str, Metric] = {
 
 
 def _plugged(plugin: Plugin) -> Metric:
-    """Make the entry of a metric that a package has."""
+    """Return the entry of a plug-in's metric."""
     return _entry(plugin.path)
 
 
 def _entry(path: str) -> Metric:
-    """Make the entry of a user's metric: a `Metric`, or a function of (candidate, truth)."""
-    found = imported(path, f"metric {path}")
-    if isinstance(found, Metric):
-        return found
-    if not callable(found):
-        what, remedy = f"is a {type(found).__name__}", "name a function (candidate, truth) -> scores, or a Metric"
-        raise fail(f"metric {path}", what, remedy)
-    return Metric(found, (inspect.getdoc(found) or path).splitlines()[0], True, "images")
+    """Return the entry of a custom metric: a `Metric`, or a function of (candidate, truth)."""
+    target = imported(path, f"metric {path}")
+    if isinstance(target, Metric):
+        return target
+    if not callable(target):
+        problem, remedy = f"is a {type(target).__name__}", "name a function (candidate, truth) -> scores, or a Metric"
+        raise fail(f"metric {path}", problem, remedy)
+    return Metric(target, (inspect.getdoc(target) or path).splitlines()[0], True, "images")
 
 
 ALL_METRICS: Catalogue[Metric] = Catalogue("metrics", "metric", METRICS, _plugged)
-"""`METRICS`, and those of installed packages."""
+"""`METRICS` and those of plug-ins."""
 
 
 def metric(name: str) -> Metric:
-    """Return a metric of reconstructions: of `METRICS`, of an installed package, or a user's `pkg.module:name`."""
+    """Return a metric of reconstructions: from `METRICS`, of a plug-in, or custom (`pkg.module:name`)."""
     if ":" in name:
         return _entry(name)
     names = [known for known in ALL_METRICS if known not in METRICS or METRICS[known].of == "images"]

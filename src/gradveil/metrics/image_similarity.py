@@ -1,7 +1,7 @@
 """Similarity of two images: pixels in [0, 1], shape [..., C, H, W]; one score per image.
 
-An image that holds a value which is not finite gets the worst score of the metric (it shows nobody anything), never
-NaN and never an error. Everything is computed in float64 where the device has it.
+An image with values that are not finite gets the worst score of the metric, never NaN and never an error. Everything is
+computed in float64 if the device supports it.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from torch.nn.functional import conv2d
 from gradveil.core.errors import fail
 
 MSE_FLOOR = 1e-10
-"""An exact reconstruction has no finite PSNR. Below this MSE, PSNR is reported as 100 dB, far below 8-bit rounding."""
+"""Smallest MSE for PSNR, far below 8-bit rounding: exact reconstructions get 100 dB instead of infinity."""
 WINDOW = 11
 """Side of SSIM's window: smaller images have no SSIM."""
 _SIGMA = 1.5
 _CHUNK = 1 << 17
-"""Pixels of products that pairs of images are worked through at once: they fit a cache."""
+"""Pixels of the products of image pairs that are computed at once: they fit the cache."""
 _C1, _C2 = 0.01**2, 0.03**2
 
 
@@ -47,7 +47,7 @@ def ssim(candidate: Tensor, truth: Tensor) -> Tensor:
     """Compute the structural similarity index: 1 is exact, -1 the worst.
 
     Gaussian window of 11 pixels, sigma 1.5, range 1, K = (0.01, 0.03), population covariance, averaged over channels
-    and over the positions where the window lies inside the image: scikit-image's reading (Z. Wang, A. Bovik,
+    and over the positions where the window lies inside the image: scikit-image's variant (Z. Wang, A. Bovik,
     H. Sheikh, E. Simoncelli, "Image Quality Assessment: From Error Visibility to Structural Similarity", 2004, Eq. 13).
     """
     _large_enough(candidate)
@@ -57,70 +57,67 @@ def ssim(candidate: Tensor, truth: Tensor) -> Tensor:
 def ssim_pairs(candidates: Tensor, truths: Tensor) -> Tensor:
     """Compute the SSIM of every candidate [A, C, H, W] with every truth [B, C, H, W]: [A, B], in float32.
 
-    Images are finite. Moments of single images are computed once, so that a pair costs one product and its average.
-    Candidates [A, B, C, H, W] are compared each with the truth of its own place.
+    Images must be finite. Moments of single images are computed once; a pair costs one product and its average. Of
+    candidates [A, B, C, H, W], candidate [a, b] is compared with truth b.
     """
     _large_enough(candidates)
     x, y = candidates.float(), truths.float()
     x = x if x.ndim == 5 else x[:, None]
     mean_y, square_y = _averaged(y), _averaged(y * y)
-    rows, found = max(1, _CHUNK // max(1, y.numel())), list[Tensor]()
+    rows, scores = max(1, _CHUNK // max(1, y.numel())), list[Tensor]()
     for part in x.split(rows):
         mean_x, square_x = _averaged(part), _averaged(part * part)
         means, squares = mean_x * mean_y, mean_x.square() + mean_y.square()
         covariance, variances = _averaged(part * y) - means, square_x + square_y - squares
         similarity = (2 * means + _C1) * (2 * covariance + _C2) / ((squares + _C1) * (variances + _C2))
-        found.append(similarity.mean((-3, -2, -1)))
-    return torch.cat(found)
+        scores.append(similarity.mean((-3, -2, -1)))
+    return torch.cat(scores)
 
 
 def ssim_torchmetrics(candidate: Tensor, truth: Tensor) -> Tensor:
-    """Compute SSIM as torchmetrics reads it: the border is padded by reflection and averaged too. A legacy reading."""
+    """Compute torchmetrics' SSIM, which pads the border by reflection and includes it in the average. Legacy."""
     _large_enough(candidate)
     return _guard(_ssim_torchmetrics, candidate, truth, worst=-1.0)
 
 
 def ssim_rescaled(candidate: Tensor, truth: Tensor) -> Tensor:
-    """Compute SSIM after each image is rescaled to [0, 1] by its own minimum and maximum. A legacy reading.
+    """Compute SSIM after each image is rescaled to [0, 1] by its minimum and maximum. Legacy.
 
-    It forgives a wrong brightness and contrast, so it reads higher: not comparable with `ssim`.
+    It ignores brightness and contrast, and so is higher than `ssim` and not comparable with it.
     """
     _large_enough(candidate)
     return _guard(lambda x, y: _ssim(_stretch(x), _stretch(y)), candidate, truth, worst=-1.0)
 
 
 def mse_adadefense(candidate: Tensor, truth: Tensor) -> Tensor:
-    """Compute what AdaDefense's tables call "MSE": the root of the mean squared error of 8-bit values (0 to 255)."""
+    """Compute "MSE" as in AdaDefense's tables: the root of the mean squared error of 8-bit values (0 to 255)."""
     return 255 * mse(candidate, truth).sqrt()
 
 
 def psnr_adadefense(candidate: Tensor, truth: Tensor) -> Tensor:
-    """Compute what AdaDefense's tables call "PSNR".
-
-    10 log10(255^2 / RMSE) with that RMSE, capped by the MSE baseline.
-    """
+    """Compute "PSNR" as in AdaDefense's tables: 10 log10(255^2 / RMSE), capped like `psnr`."""
     rmse = mse_adadefense(candidate, truth).clamp(min=255 * math.sqrt(MSE_FLOOR))
     return 10 * (255**2 / rmse).log10()
 
 
 def _guard(score: Callable[[Tensor, Tensor], Tensor], candidate: Tensor, truth: Tensor, worst: float) -> Tensor:
-    """Score image by image in high precision; where either image is not finite, give the worst score."""
+    """Score image by image in high precision; pairs with an image that is not finite get the worst score."""
     if candidate.shape != truth.shape or candidate.ndim < 3:
         what = f"candidate is {tuple(candidate.shape)}, truth is {tuple(truth.shape)}"
         raise fail("metric", what, "give both as [..., C, H, W] of one shape")
     x, y = precise(candidate), precise(truth)
     usable, scores = finite(x) & finite(y), score(x, y)
-    # A score can still overflow where finite values are absurdly large.
+    # A score can overflow for huge finite values.
     return torch.where(usable & torch.isfinite(scores), scores, worst)
 
 
 def precise(images: Tensor) -> Tensor:
-    """Return the images in float64, or float32 on a device that has no float64 (MPS)."""
+    """Return the images in float64, or in float32 on devices without float64 (MPS)."""
     return images.detach().to(torch.float32 if images.device.type == "mps" else torch.float64)
 
 
 def finite(images: Tensor) -> Tensor:
-    """Say which images hold finite values only: [..., C, H, W] -> bool [...]."""
+    """Return which images have only finite values: [..., C, H, W] -> bool [...]."""
     return torch.isfinite(images).all(-1).all(-1).all(-1)
 
 
@@ -140,7 +137,7 @@ def _ssim(x: Tensor, y: Tensor) -> Tensor:
 
 
 def _smooth(images: Tensor) -> Tensor:
-    """Average over a Gaussian window, where it fits: [..., H, W] -> [..., H - 10, W - 10]."""
+    """Average over a Gaussian window at all positions inside the image: [..., H, W] -> [..., H - 10, W - 10]."""
     window = _window(images)
     flat = images.reshape(-1, 1, *images.shape[-2:])
     smooth = conv2d(conv2d(flat, window.reshape(1, 1, -1, 1)), window.reshape(1, 1, 1, -1))
@@ -154,9 +151,9 @@ def _averaged(images: Tensor) -> Tensor:
 
 
 def _band(images: Tensor, side: int) -> Tensor:
-    """Return the matrix [side, side - 10] whose columns hold the window at each of its places."""
-    places = torch.arange(side, device=images.device)[:, None] - torch.arange(side - WINDOW + 1, device=images.device)
-    return torch.where((places >= 0) & (places < WINDOW), _window(images)[places.clamp(0, WINDOW - 1)], 0)
+    """Return the matrix [side, side - 10] whose columns hold the window at each of its positions."""
+    offsets = torch.arange(side, device=images.device)[:, None] - torch.arange(side - WINDOW + 1, device=images.device)
+    return torch.where((offsets >= 0) & (offsets < WINDOW), _window(images)[offsets.clamp(0, WINDOW - 1)], 0)
 
 
 def _window(images: Tensor) -> Tensor:
@@ -167,7 +164,7 @@ def _window(images: Tensor) -> Tensor:
 
 def _ssim_torchmetrics(x: Tensor, y: Tensor) -> Tensor:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # its import complains about packages that are not needed here
+        warnings.simplefilter("ignore")  # importing it warns about packages that are not needed here
         from torchmetrics.functional.image import structural_similarity_index_measure
 
     flat_x, flat_y = (images.reshape(-1, *images.shape[-3:]) for images in (x, y))
@@ -182,15 +179,15 @@ def _stretch(images: Tensor) -> Tensor:
 
 
 NETS = ("alex", "vgg")
-"""Backbones of LPIPS that can be asked for."""
+"""Backbones of LPIPS."""
 WORST = 1.0
-"""LPIPS has no upper bound; unrelated images lie below 1 in practice."""
+"""Score of broken images: LPIPS has no upper bound, but unrelated images are below 1 in practice."""
 _SMALLEST = {"alex": 31, "vgg": 16}  # one pixel must be left after the last pooling
 
 
 @dataclass(frozen=True)
 class Missing:
-    """A metric that could not be computed, and why. The report shows the reason in the metric's place."""
+    """A metric that could not be computed. The report shows the reason instead of the score."""
 
     reason: str
 
@@ -238,32 +235,30 @@ def _network(net: str) -> Any | Missing:
 
 
 def identification(candidate: Tensor, truth_index: Tensor, gallery: Tensor) -> Tensor:
-    """Say whether the nearest image of the client's whole data set is the target client: 1 or 0, shape [...].
+    """Return 1 if the ground truth is the nearest gallery image in L2, else 0; shape [...].
 
-    `candidate` is [..., C, H, W], `truth_index` [...] is the target client's place in `gallery` [G, C, H, W]. Nearest
-    in l2; an exact copy of the target client in the gallery counts as the target client. One guess succeeds with
-    probability 1 / G at a gallery without copies, and with the share of the image that has the most copies otherwise.
+    `candidate` is [..., C, H, W], `truth_index` [...] is the index of the ground truth in `gallery` [G, C, H, W]. An
+    exact copy of the ground truth counts as it. A guess succeeds with probability 1 / G if the gallery has no copies,
+    otherwise with the share of the image that has the most copies.
     """
     return (rank(candidate, truth_index, gallery) == 0).to(torch.get_default_dtype())
 
 
 def rank(candidate: Tensor, truth_index: Tensor, gallery: Tensor) -> Tensor:
-    """Count the gallery images that are nearer to the candidate than the target client: 0 identifies it, int64 [...].
+    """Count the gallery images that are nearer to the candidate than the ground truth: int64 [...], 0 identifies it.
 
-    A candidate that is not finite is ranked last, G - 1 (and never identifies, not even in a gallery of one: then 1).
+    A candidate that is not finite is ranked last, G - 1, and never identified: in a gallery of one its rank is 1.
     """
     if candidate.shape[-3:] != gallery.shape[1:] or candidate.shape[:-3] != truth_index.shape:
         shapes = [tuple(part.shape) for part in (candidate, truth_index, gallery)]
         what = f"candidate, truth_index and gallery are {shapes}"
         raise fail("identification", what, "give [..., C, H, W], [...] and [G, C, H, W]")
     if truth_index.numel() and not (int(truth_index.min()) >= 0 and int(truth_index.max()) < len(gallery)):
-        raise fail(
-            "truth_index", f"is outside 0 to {len(gallery) - 1}", "give the target client's place in the gallery"
-        )
+        raise fail("truth_index", f"is outside 0 to {len(gallery) - 1}", "give the ground truth's index in the gallery")
     usable = finite(candidate)
     images, all_images = precise(candidate).flatten(-3).reshape(-1, gallery[0].numel()), precise(gallery).flatten(1)
-    # The exact form, not the product form: rounding must not decide between near copies.
+    # The matrix-product form of the distance would let rounding decide between near copies.
     distance = torch.cdist(images.nan_to_num(0, 0, 0), all_images, compute_mode="donot_use_mm_for_euclid_dist")
-    own = distance.gather(1, truth_index.reshape(-1, 1))
-    ranks = (distance < own).sum(1).reshape(truth_index.shape)
+    to_truth = distance.gather(1, truth_index.reshape(-1, 1))
+    ranks = (distance < to_truth).sum(1).reshape(truth_index.shape)
     return torch.where(usable, ranks, max(len(gallery) - 1, 1))

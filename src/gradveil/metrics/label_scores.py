@@ -1,6 +1,6 @@
-"""Accuracy of restored labels. Labels are class numbers [V, B], or scores [V, B, K].
+"""Accuracy of reconstructed labels: class numbers [V, B], or scores [V, B, K].
 
-Scores that are not finite name no class: they count as wrong.
+Scores that are not finite count as wrong.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def label_accuracy(candidate: Tensor, truth: Tensor) -> Tensor:
 
 
 def matched_label_accuracy(candidate: Tensor, truth: Tensor) -> Tensor:
-    """Say for each image whether its own label was recovered: 1 or 0, shape [V, B]. Permute the candidates first."""
+    """Return 1 for each image whose label was recovered, else 0; shape [V, B]. Match the candidates first."""
     guessed, actual = _pair(candidate, truth)
     return (guessed == actual).to(torch.get_default_dtype())
 
@@ -46,7 +46,7 @@ def _hard(labels: Tensor) -> Tensor:
 
 
 def _counts(labels: Tensor, highest: int) -> Tensor:
-    """Count each class 0 to `highest`; a label below 0 counts nowhere."""
+    """Count each class from 0 to `highest`, and ignore negative labels."""
     counts = torch.zeros(labels.shape[0], highest + 2, dtype=torch.int64, device=labels.device)
     counts.scatter_add_(1, labels.clamp(min=_NONE) + 1, torch.ones_like(labels))
     return counts[:, 1:]

@@ -1,4 +1,4 @@
-"""One-to-one matching of reconstructions and images: the update does not reveal their order."""
+"""One-to-one matching of reconstructions and private images, as an update does not reveal their order."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from gradveil.metrics.image_similarity import finite, precise
 
 
 def match(cost: Tensor) -> Tensor:
-    """Give every row its own column so that the sum of the chosen costs is least, for each target client.
+    """Assign each row a different column with the least total cost, for each target client.
 
     `cost` is [V, B, B]; the result is int64 [V, B], the column of each row (H. W. Kuhn's assignment problem, solved by
-    scipy). A cost that is not finite is avoided wherever finite ones can be had, so a broken candidate is matched last.
+    scipy). Costs that are not finite are avoided if possible, so a broken candidate is matched last.
 
     >>> match(torch.tensor([[[9.0, 1.0], [2.0, float("nan")]]]))
     tensor([[1, 0]])
     """
     if cost.ndim != 3 or cost.shape[1] != cost.shape[2]:
-        raise fail("cost", f"has shape {tuple(cost.shape)}", "give one square matrix a target client: [V, B, B]")
-    columns = [_solve(matrix) for matrix in cost.detach().to("cpu", torch.float64).numpy()]
-    found = np.stack(columns) if columns else np.empty((0, cost.shape[1]), dtype=np.int64)
-    return torch.as_tensor(found, dtype=torch.int64, device=cost.device)
+        raise fail("cost", f"has shape {tuple(cost.shape)}", "give one square matrix per target client: [V, B, B]")
+    rows = [_solve(matrix) for matrix in cost.detach().to("cpu", torch.float64).numpy()]
+    columns = np.stack(rows) if rows else np.empty((0, cost.shape[1]), dtype=np.int64)
+    return torch.as_tensor(columns, dtype=torch.int64, device=cost.device)
 
 
 def _solve(matrix: NDArray[np.float64]) -> NDArray[np.int64]:
@@ -41,8 +41,8 @@ def _solve(matrix: NDArray[np.float64]) -> NDArray[np.int64]:
 def match_batch(candidate: Tensor, truth: Tensor) -> tuple[Tensor, Tensor]:
     """Match candidates to truths one to one by least total MSE, for each target client; both are [V, B, C, H, W].
 
-    Returns the permutation [V, B] (place b of the truth was matched with candidate permutation[v, b]) and the
-    candidates in that order. Candidates that are not finite get what is left over.
+    Returns the permutation [V, B] (truth b was matched with candidate permutation[v, b]) and the candidates in that
+    order. Candidates that are not finite are matched last.
     """
     if candidate.shape != truth.shape or candidate.ndim != 5:
         what = f"candidate is {tuple(candidate.shape)}, truth is {tuple(truth.shape)}"
@@ -60,7 +60,7 @@ def pairwise_mse(candidate: Tensor, truth: Tensor) -> Tensor:
 
 
 def permute(values: Tensor, permutation: Tensor) -> Tensor:
-    """Bring what belongs to the candidates (labels, say) into the matched order: values [V, B, ...].
+    """Reorder values [V, B, ...] of the candidates, such as labels, by the permutation.
 
     >>> permute(torch.tensor([[10, 20, 30]]), torch.tensor([[2, 0, 1]]))
     tensor([[30, 10, 20]])

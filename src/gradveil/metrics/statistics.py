@@ -46,12 +46,12 @@ def wilson(successes: int, n: int, confidence: float = 0.95) -> tuple[float, flo
     share, scale = successes / n, 1 + z * z / n
     centre = (share + z * z / (2 * n)) / scale
     half = z / scale * math.sqrt(share * (1 - share) / n + z * z / (4 * n * n))
-    # The ends are exact at no success and at nothing but successes; rounding would leave 1e-17.
+    # Rounding would leave 1e-17 at the ends.
     return (0.0 if successes == 0 else centre - half), (1.0 if successes == n else centre + half)
 
 
 class Risk(NamedTuple):
-    """The success of an attack beyond its control, as a share of what was left to gain, with its 95% interval."""
+    """The excess of an attack's success rate over its control, relative to the largest excess, with 95% interval."""
 
     value: float
     low: float
@@ -61,7 +61,7 @@ class Risk(NamedTuple):
 def risk(successes: int, n: int, control: float) -> Risk:
     """Compute (a - c) / (1 - c) for an attack's rate a and the rate c of a control (Anonymeter, 2023).
 
-    Both rates are Wilson centres of `n` images, with Wilson's half-widths as their errors; value and ends are cut to
+    Both rates are Wilson centres of `n` images, with Wilson's half-widths as their errors. The result is clamped to
     [0, 1].
 
     >>> [round(each, 3) for each in risk(60, 100, 0.2)]
@@ -82,7 +82,7 @@ def _centre(successes: float, n: int) -> tuple[float, float]:
 def asr(ssim: Tensor, threshold: float = 0.5, confidence: float = 0.95) -> Rate:
     """Compute the attack success rate: the share of images whose SSIM is above the threshold, with Wilson's interval.
 
-    A NaN counts as a failed attack. The interval takes images as independent, which those of one batch are not quite.
+    NaN counts as a failed attack. The interval treats images as independent; those of one batch are not exactly.
     """
     successes, n = int((ssim > threshold).sum()), ssim.numel()
     low, high = wilson(successes, n, confidence)
@@ -90,7 +90,7 @@ def asr(ssim: Tensor, threshold: float = 0.5, confidence: float = 0.95) -> Rate:
 
 
 def poisson_binomial(probabilities: Iterable[float]) -> tuple[float, ...]:
-    """Compute the distribution of the number of successes in independent trials of their own probabilities.
+    """Compute the distribution of the number of successes in independent trials with these probabilities.
 
     >>> poisson_binomial([0.5, 0.5]), poisson_binomial([])
     ((0.25, 0.5, 0.25), (1.0,))
@@ -104,10 +104,10 @@ def poisson_binomial(probabilities: Iterable[float]) -> tuple[float, ...]:
 
 @lru_cache(maxsize=4096)
 def beta_binomial(n: int, share: float, trials: int | None) -> tuple[float, ...]:
-    """Compute the distribution of `n` successes whose probability is known from a share of `trials` alone.
+    """Compute the distribution of the successes in `n` trials whose probability was estimated from `trials` others.
 
-    The probability has Jeffreys' posterior, Beta(k + 1/2, trials - k + 1/2) with k = share * trials; None stands for
-    a probability that is known exactly (the binomial distribution).
+    The probability has Jeffreys' posterior, Beta(k + 1/2, trials - k + 1/2) with k = share * trials. With None it is
+    exactly `share` (the binomial distribution).
 
     >>> beta_binomial(2, 0.5, None), [round(mass, 3) for mass in beta_binomial(1, 0.0, 4)]
     ((0.25, 0.5, 0.25), [0.9, 0.1])
@@ -126,11 +126,11 @@ def _log_beta(a: float, b: float) -> float:
 
 @lru_cache(maxsize=4096)
 def matches(groups: tuple[int, ...], gallery: int) -> tuple[float, ...]:
-    """Compute how many of several groups' guesses hit their own group, where images are dealt to groups at random.
+    """Compute the distribution of the number of hits when groups guess the gallery images dealt to them at random.
 
-    Groups of these sizes are dealt different images of a gallery, and each makes as many guesses, all different. Groups
-    of one: the fixed points of a random injection. With the rook number r_j of the boards of groups and guesses (the
-    number of ways to choose j hits that do not exclude each other), P[K >= k] is the sum over j >= k of
+    Groups of these sizes get different images of a gallery, and each makes as many different guesses. For groups of one
+    the hits are the fixed points of a random injection. With the rook number r_j of the boards of groups and guesses
+    (the number of ways to choose j compatible hits), P[K >= k] is the sum over j >= k of
     (-1)^(j - k) C(j - 1, k - 1) r_j (gallery - j)! / gallery! (I. Kaplansky and J. Riordan, 1946).
 
     >>> matches((1, 1), 2), matches((2,), 2), [round(mass, 3) for mass in matches((1, 1, 1), 3)]
@@ -148,11 +148,12 @@ def matches(groups: tuple[int, ...], gallery: int) -> tuple[float, ...]:
 
 
 def _product(first: Sequence[int], second: Sequence[int]) -> list[int]:
-    found = [0] * (len(first) + len(second) - 1)
+    """Multiply two polynomials, given by their coefficients."""
+    product = [0] * (len(first) + len(second) - 1)
     for i, left in enumerate(first):
         for j, right in enumerate(second):
-            found[i + j] += left * right
-    return found
+            product[i + j] += left * right
+    return product
 
 
 def added(counts: Iterable[Sequence[float]]) -> tuple[float, ...]:
@@ -162,8 +163,8 @@ def added(counts: Iterable[Sequence[float]]) -> tuple[float, ...]:
     (0.25, 0.5, 0.25)
     """
     mass = np.ones(1)
-    for one in counts:
-        mass = np.convolve(mass, one)
+    for distribution in counts:
+        mass = np.convolve(mass, distribution)
     return tuple(mass.tolist())
 
 
@@ -177,15 +178,15 @@ def upper_tail(mass: Sequence[float], observed: int) -> float:
 
 
 def holm(values: Sequence[float]) -> list[float]:
-    """Adjust p-values for the number of tests (S. Holm, 1979): reject those at or below the level.
+    """Adjust p-values for the number of tests (S. Holm, 1979).
 
     >>> holm([0.01, 0.04, 0.03])
     [0.03, 0.06, 0.06]
     """
     adjusted, highest = [0.0] * len(values), 0.0
-    for rank, place in enumerate(sorted(range(len(values)), key=lambda place: values[place])):
-        highest = max(highest, min(1.0, (len(values) - rank) * values[place]))
-        adjusted[place] = highest
+    for rank, index in enumerate(sorted(range(len(values)), key=lambda index: values[index])):
+        highest = max(highest, min(1.0, (len(values) - rank) * values[index]))
+        adjusted[index] = highest
     return adjusted
 
 
@@ -194,8 +195,8 @@ def bootstrap_maximum(
 ) -> tuple[float, float]:
     """Compute the 95% percentile interval of the highest rate of several attackers on the same clients.
 
-    `counts` has one row of successes per attacker, one column per client; `sizes` are the clients' images. Clients are
-    drawn with replacement, the same ones for every attacker.
+    `counts` has one row of successes per attacker and one column per client; `sizes` are the clients' image counts.
+    Clients are drawn with replacement, the same ones for every attacker.
     """
     wins, images = torch.tensor(counts, dtype=torch.double), torch.tensor(sizes, dtype=torch.double)
     drawn = torch.randint(len(sizes), (draws, len(sizes)), generator=key.generator())

@@ -17,19 +17,19 @@ VALUE_BYTES = 4
 
 
 def dense_bytes(update: Mapping[str, Tensor]) -> Tensor:
-    """Count the bytes of all values, 4 each, whatever they are: int64 [V].
+    """Count the bytes of all values, 4 per value, including zeros: int64 [V].
 
     >>> dense_bytes({"w": torch.zeros(2, 3, 5), "b": torch.zeros(2, 3)})
     tensor([72, 72])
     """
     target_clients, device = _target_clients(update)
-    return torch.full((target_clients,), sum(VALUE_BYTES * _entries(value) for value in update.values()), device=device)
+    return torch.full((target_clients,), VALUE_BYTES * sum(v[0].numel() for v in update.values()), device=device)
 
 
 def relative_distance(sent: Mapping[str, Tensor], raw: Mapping[str, Tensor]) -> Tensor:
     """Compute ||sent - raw|| / ||raw|| over all tensors together: float64 [V].
 
-    Infinite where anything sent is not finite, and where something is sent although the raw update is zero.
+    Infinite if a sent value is not finite, or if the raw update is zero and the sent one is not.
     """
     difference, length, _, _ = _sums(sent, raw)
     ratio = (difference / length).sqrt()
@@ -40,7 +40,7 @@ def relative_distance(sent: Mapping[str, Tensor], raw: Mapping[str, Tensor]) -> 
 def cosine(sent: Mapping[str, Tensor], raw: Mapping[str, Tensor]) -> Tensor:
     """Compute <sent, raw> / (||sent|| ||raw||) over all tensors together: float64 [V].
 
-    0, no common direction, where either is zero or not finite.
+    0 if either is zero or not finite.
     """
     _, length, sent_length, product = _sums(sent, raw)
     value = product / (length.sqrt() * sent_length.sqrt())
@@ -66,10 +66,6 @@ def _sums(sent: Mapping[str, Tensor], raw: Mapping[str, Tensor]) -> tuple[Tensor
         pairs = ((x - y, x - y), (y, y), (x, x), (x, y))
         sums += torch.stack([torch.linalg.vecdot(first, second) for first, second in pairs])
     return sums[0], sums[1], sums[2], sums[3]
-
-
-def _entries(value: Tensor) -> int:
-    return value[0].numel()
 
 
 def _target_clients(update: Mapping[str, Tensor]) -> tuple[int, torch.device]:

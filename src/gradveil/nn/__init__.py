@@ -1,4 +1,4 @@
-"""Models with explicit randomness, and the surgeries that make a user's model auditable."""
+"""Models with explicit randomness, and module replacements that make a custom model auditable."""
 
 from __future__ import annotations
 

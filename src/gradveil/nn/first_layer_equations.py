@@ -1,9 +1,9 @@
-"""First layers whose gradient reveals their input exactly.
+"""First layers whose gradient reveals the input exactly.
 
-Where z_t is the gradient at output t of a linear layer and x_t its input there, the weight's gradient is
-dW = sum_t z_t x_t^T. If some parameter is added to the output, its gradient holds the z_t themselves, and x is the
-solution of linear equations: the bias of a fully connected layer (Phong et al. 2017), the position embedding of a
-vision transformer (Lu et al. 2022, "APRIL").
+If z_t is the gradient at output t of a linear layer and x_t its input there, the weight's gradient is
+dW = sum_t z_t x_t^T. A parameter that is added to the output has the z_t as its gradient, so that x solves linear
+equations: the bias of a fully connected layer (Phong et al. 2017), or the position embedding of a vision transformer
+(Lu et al. 2022, "APRIL").
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from gradveil.core.errors import Problem
 from gradveil.core.tree import Tensors
 from gradveil.nn.module_paths import at, call_on, caught_inputs, evaluating, first_layer
 
-_REMEDY = "choose another attack, such as ig; this one is for models whose first layer shows its input"
+_REMEDY = "choose another attack, such as ig; this one is for models whose first layer reveals its input"
 _EQUAL = 1e-4
-"""Gradients that differ by this share of their size are one and the same."""
+"""Relative difference up to which gradients are equal."""
 
 
 @dataclass(frozen=True)
 class InputEquations:
-    """Where the equations of the first layer's T inputs are: dW = sum_t z_t x_t^T."""
+    """Equations for the first layer's T inputs: dW = sum_t z_t x_t^T."""
 
     path: str
     errors: str
@@ -35,21 +35,21 @@ class InputEquations:
     read: Callable[[Tensor], Tensor]
     """[V, gradient of that parameter] -> [V, T, D]."""
     pixels: Tensor
-    """[T, P] which pixel each value of x_t is."""
+    """[T, P] index of the pixel of each value of x_t."""
 
     @property
     def weight(self) -> str:
-        """The layer's weight."""
+        """Name of the layer's weight."""
         return f"{self.path}.weight"
 
 
 def shown(
     model: nn.Module, params: Tensors, shape: tuple[int, ...], trained: Collection[str]
 ) -> tuple[InputEquations | None, list[Problem]]:
-    """Find the equations that show the input of the model's first layer, or say why there are none.
+    """Return the equations for the input of the model's first layer, or the reason why there are none.
 
-    Nothing is known of the model but what it does: the first layer that runs must take every pixel exactly once, and
-    the gradient of its outputs must be that of a parameter which is trained.
+    The model is tested by running it: the first layer that runs must take every pixel exactly once, and a trained
+    parameter must have the same gradient as the layer's outputs.
     """
     example = next(iter(params.values()))
     path = first_layer(model, example.new_zeros((1, *shape)))
@@ -65,33 +65,33 @@ def shown(
     if len(pixels) > outputs:
         what = f"has {len(pixels)} patches and only {outputs} outputs of each: more unknowns than equations"
         return None, [Problem("model", what, _REMEDY)]
-    found = _added(model, params, path, shape, len(pixels), outputs, trained)
-    if found is None:
-        what = f"nothing that is sent is added to each output of its first layer '{path}' alone (a bias, positions)"
+    addend = _addend(model, params, path, shape, len(pixels), outputs, trained)
+    if addend is None:
+        what = f"no sent parameter is added to each output of its first layer '{path}' alone (a bias, positions)"
         return None, [Problem("model", what, _REMEDY)]
-    if _used_again(model, params, path, shape):
-        what = f"uses the weight of its first layer '{path}' again: the gradient shows more than went into that layer"
+    if _is_shared(model, params, path, shape):
+        what = f"uses the weight of its first layer '{path}' again: its gradient is not of that layer's input alone"
         return None, [Problem("model", what, _REMEDY)]
-    return InputEquations(path, *found, pixels), []
+    return InputEquations(path, *addend, pixels), []
 
 
-def _used_again(model: nn.Module, params: Tensors, path: str, shape: tuple[int, ...]) -> bool:
-    """Whether the weight of the first layer, which runs once, is another layer's too, and has a gradient from there."""
+def _is_shared(model: nn.Module, params: Tensors, path: str, shape: tuple[int, ...]) -> bool:
+    """Return whether another layer also uses the first layer's weight and contributes to its gradient."""
     weight, image = params[f"{path}.weight"].detach().clone().requires_grad_(), _some_image(params, shape)
-    layer, kept = at(model, path), list[tuple[Tensor, Tensor]]()
+    layer, calls = at(model, path), list[tuple[Tensor, Tensor]]()
 
-    def keep(_module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-        kept.append((inputs[0].detach(), output))
+    def record(_module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        calls.append((inputs[0].detach(), output))
 
-    hook = layer.register_forward_hook(keep)
+    hook = layer.register_forward_hook(record)
     try:
         with evaluating(model), torch.enable_grad():
             loss = _some_loss(call_on(model, {**params, f"{path}.weight": weight}, image))
-            whole, error = torch.autograd.grad(loss, [weight, kept[0][1]])
+            whole, error = torch.autograd.grad(loss, [weight, calls[0][1]])
     finally:
         hook.remove()
-    (own,) = torch.autograd.grad(call_on(layer, {"weight": weight}, kept[0][0]), weight, error)
-    return bool((whole - own).norm() > max(_EQUAL, 10 * torch.finfo(own.dtype).eps) * own.norm())
+    (of_layer,) = torch.autograd.grad(call_on(layer, {"weight": weight}, calls[0][0]), weight, error)
+    return bool((whole - of_layer).norm() > max(_EQUAL, 10 * torch.finfo(of_layer.dtype).eps) * of_layer.norm())
 
 
 def _some_image(params: Tensors, shape: tuple[int, ...]) -> Tensor:
@@ -104,19 +104,19 @@ def _some_loss(answer: Tensor) -> Tensor:
 
 
 def _pixels(model: nn.Module, path: str, layer: nn.Module, shape: tuple[int, ...], example: Tensor) -> Tensor | None:
-    """Say which pixel each input of the layer is, [T, P]; None if they are not the pixels, each once."""
+    """Return the pixel index of each input of the layer, [T, P]; None if its inputs are not the pixels, each once."""
     count = prod(shape)
-    # Each pixel's number as a fraction of a power of two: exact, and within [0, 1), as models may insist.
+    # The pixel index as a fraction of a power of two is exact, and in [0, 1), which models may require.
     scale = 1 << count.bit_length()
     numbered = torch.arange(count, dtype=example.dtype, device=example.device).view(1, *shape) / scale
     with evaluating(model), torch.no_grad(), caught_inputs(model, path) as caught:
         model(numbered)
-    given = caught[0]
+    inputs = caught[0]
     if isinstance(layer, nn.Linear):
-        tokens = given.reshape(-1, layer.in_features)
-    elif isinstance(layer, nn.Conv2d) and _cuts(layer, shape) and given.shape == numbered.shape:
+        tokens = inputs.reshape(-1, layer.in_features)
+    elif isinstance(layer, nn.Conv2d) and _tiles(layer, shape) and inputs.shape == numbered.shape:
         size = (layer.kernel_size[0], layer.kernel_size[1])
-        tokens = F.unfold(given, size, stride=size)[0].T
+        tokens = F.unfold(inputs, size, stride=size)[0].T
     else:
         return None
     if tokens.numel() != count or not torch.equal(tokens.flatten().sort().values, numbered.flatten()):
@@ -124,18 +124,18 @@ def _pixels(model: nn.Module, path: str, layer: nn.Module, shape: tuple[int, ...
     return (tokens * scale).long()
 
 
-def _cuts(layer: nn.Conv2d, shape: tuple[int, ...]) -> bool:
-    """Whether a convolution cuts images of this shape into patches that neither overlap nor leave anything out."""
-    tiles = all(side % kernel == 0 for side, kernel in zip(shape[1:], layer.kernel_size, strict=True))
+def _tiles(layer: nn.Conv2d, shape: tuple[int, ...]) -> bool:
+    """Return whether a convolution cuts images of this shape into patches without overlap or gaps."""
+    divides = all(side % kernel == 0 for side, kernel in zip(shape[1:], layer.kernel_size, strict=True))
     plain = layer.groups == 1 and layer.stride == layer.kernel_size and set(layer.dilation) == {1}
-    return tiles and plain and layer.padding in ((0, 0), "valid")
+    return divides and plain and layer.padding in ((0, 0), "valid")
 
 
 def _outputs(layer: nn.Module) -> int:
     return int(layer.out_features) if isinstance(layer, nn.Linear) else int(layer.out_channels)  # type: ignore[arg-type]
 
 
-def _added(
+def _addend(
     model: nn.Module,
     params: Tensors,
     path: str,
@@ -144,19 +144,19 @@ def _added(
     outputs: int,
     trained: Collection[str],
 ) -> tuple[str, Callable[[Tensor], Tensor]] | None:
-    """Find the parameter whose gradient is that of the layer's outputs, by one backward pass at some image."""
+    """Return the parameter with the gradient of the layer's outputs, by one backward pass, and how to read it."""
     live = {name: value.detach().clone().requires_grad_(name in trained) for name, value in params.items()}
-    kept: list[Tensor] = []
+    answers: list[Tensor] = []
 
-    def keep(_module: nn.Module, _inputs: object, output: Tensor) -> None:
-        kept.append(output)
+    def record(_module: nn.Module, _inputs: object, output: Tensor) -> None:
+        answers.append(output)
 
-    hook = at(model, path).register_forward_hook(keep)
+    hook = at(model, path).register_forward_hook(record)
     try:
         with evaluating(model), torch.enable_grad():
             loss = _some_loss(call_on(model, live, _some_image(params, shape)))
             names = [name for name in params if name in trained and name != f"{path}.weight"]
-            *grads, error = torch.autograd.grad(loss, [*(live[n] for n in names), kept[0]], allow_unused=True)
+            *grads, error = torch.autograd.grad(loss, [*(live[n] for n in names), answers[0]], allow_unused=True)
     finally:
         hook.remove()
     if error is None or not bool(error.any()):
@@ -164,10 +164,10 @@ def _added(
     channels_first = isinstance(at(model, path), nn.Conv2d)
     wanted = error[0].flatten(1).T if channels_first else error.reshape(-1, outputs)
     for name, grad in zip(names, grads, strict=True):
-        for lies_first in (False, True):
-            rows = None if grad is None else _rows(grad.unsqueeze(0), outputs, lies_first)
-            if rows is not None and (first := _place(rows[0], wanted)) is not None:
-                return name, _reader(outputs, lies_first, first, tokens)
+        for outputs_first in (False, True):
+            rows = None if grad is None else _rows(grad.unsqueeze(0), outputs, outputs_first)
+            if rows is not None and (first := _index(rows[0], wanted)) is not None:
+                return name, _reader(outputs, outputs_first, first, tokens)
     return None
 
 
@@ -179,8 +179,8 @@ def _rows(value: Tensor, outputs: int, channels_first: bool) -> Tensor | None:
     return flat.unflatten(1, (outputs, -1)).transpose(1, 2) if channels_first else flat.unflatten(1, (-1, outputs))
 
 
-def _place(rows: Tensor, wanted: Tensor) -> int | None:
-    """Return the row at which the wanted rows begin."""
+def _index(rows: Tensor, wanted: Tensor) -> int | None:
+    """Return the index at which the wanted rows start, if they occur."""
     size = wanted.norm()
     for first in range(len(rows) - len(wanted) + 1):
         if (rows[first : first + len(wanted)] - wanted).norm() <= _EQUAL * size:
@@ -191,7 +191,7 @@ def _place(rows: Tensor, wanted: Tensor) -> int | None:
 def _reader(outputs: int, channels_first: bool, first: int, tokens: int) -> Callable[[Tensor], Tensor]:
     def read(value: Tensor) -> Tensor:
         rows = _rows(value, outputs, channels_first)
-        assert rows is not None, "the parameter was read so when it was found"
+        assert rows is not None, "_addend read the parameter in the same way"
         return rows[:, first : first + tokens]
 
     return read

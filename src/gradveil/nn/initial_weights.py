@@ -1,4 +1,4 @@
-"""Initial weights from an explicit generator, never from the global one."""
+"""Initial weights from an explicit generator instead of the global one."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ _DRAWING = {
     *("xavier_uniform_", "xavier_normal_", "kaiming_uniform_", "kaiming_normal_"),
 }
 _LIKE = {"rand_like": torch.rand, "randn_like": torch.randn}
-"""Calls that took no generator in earlier versions of torch, and what to call instead."""
+"""Functions without a generator in earlier versions of torch, and their substitutes."""
 _AFFINE = ("weight", "bias")
 
 
 class drawing_from(TorchFunctionMode):
-    """Within this context, calls that would draw from torch's global generator draw from the given one.
+    """Context in which torch functions draw from a generator instead of the global one.
 
-    For the factories of users, whose layers initialise themselves.
+    For custom factories, whose layers initialise themselves.
 
     >>> with drawing_from(torch.Generator().manual_seed(0)):
     ...     a = nn.Linear(2, 2).weight
@@ -48,27 +48,24 @@ class drawing_from(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Hand the generator to a call that draws and names none."""
-        given, name = dict(kwargs or {}), getattr(func, "__name__", "")
+        """Pass the generator to a call that draws without one."""
+        options, name = dict(kwargs or {}), getattr(func, "__name__", "")
         if name in _LIKE:
-            func, args, given = (
-                _LIKE[name],
-                (args[0].shape,),
-                {"dtype": args[0].dtype, "device": args[0].device} | given,
-            )
-        if (name in _DRAWING or name in _LIKE) and given.get("generator") is None:
-            given["generator"] = self.generator
-        return func(*args, **given)
+            options = {"dtype": args[0].dtype, "device": args[0].device} | options
+            func, args = _LIKE[name], (args[0].shape,)
+        if (name in _DRAWING or name in _LIKE) and options.get("generator") is None:
+            options["generator"] = self.generator
+        return func(*args, **options)
 
 
 @torch.no_grad()
 def initialise(model: nn.Module, generator: Generator) -> nn.Module:
-    """Set every parameter of a model in place, and return the model.
+    """Initialise every parameter of a model in place, and return the model.
 
-    Convolutions and linear layers follow PyTorch's own law, U(-b, b) with b = 1/sqrt(fan_in) for weights and biases
-    (`kaiming_uniform_` with a = sqrt(5)); a model with a `weight_range` r takes U(-r, r) for them instead. Norms get
-    weight 1, bias 0 and fresh statistics. A module with parameters of its own kind implements
-    `initialise(generator)`. Draws are made on the CPU in float32, so that device and dtype do not change them.
+    Convolutions and linear layers follow PyTorch's law, U(-b, b) with b = 1/sqrt(fan_in) for weights and biases
+    (`kaiming_uniform_` with a = sqrt(5)); U(-r, r) in a model with a `weight_range` r. Norms get weight 1, bias 0 and
+    fresh statistics. Other modules with parameters implement `initialise(generator)`. Numbers are drawn on the CPU in
+    float32, so that device and dtype do not change them.
     """
     weight_range = getattr(model, "weight_range", None)
     problems: list[Problem] = []

@@ -1,4 +1,4 @@
-"""A key-lock: a normalisation whose scale and shift belong to one client and never leave it."""
+"""The key-lock: a normalisation whose scale and shift stay private to one client."""
 
 from __future__ import annotations
 
@@ -17,50 +17,50 @@ from gradveil.nn.normalisation import BatchStatistics
 from gradveil.nn.stochastic import Stochastic
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"sigmoid": torch.sigmoid, "tanh": torch.tanh, "relu": torch.relu}
-"""What a lock's layers may end with."""
+"""Activations of a lock's layers."""
 _OFF = {"sigmoid": (100.0, -100.0), "tanh": (100.0, 0.0), "relu": (1.0, 0.0)}
-"""What the layers have to give before their activation, for a scale of 1 and a shift of 0."""
+"""Outputs of the layers before the activation that give a scale of 1 and a shift of 0."""
 
 
 @dataclass(frozen=True)
 class Locked:
-    """(W k + b, V k + c, k): what two linear layers as torch starts them give for a key k ~ U[0, 1)^width.
+    """(W k + b, V k + c, k): the outputs of two linear layers with torch's initial law for a key k ~ U[0, 1)^width.
 
-    All of W, V, b and c are U(+-width^-1/2).
+    W, V, b and c are U(-width^-1/2, width^-1/2).
     """
 
     width: int
 
     def sample(self, shape: tuple[int, ...], dtype: torch.dtype, source: Source) -> Tensor:
-        """Draw one tensor on the CPU: every row of the last dimension by a key and layers of its own."""
+        """Draw one tensor on the CPU: each row of the last dimension from an independent key and layers."""
         *leading, entries = shape
         bound = self.width**-0.5
         key = uniform((*leading, self.width, 1), torch.float64, source)
         drawn = uniform((*leading, entries - self.width, self.width + 1), torch.float64, source)
         layers = bound * (2 * drawn - 1)
-        given = layers[..., :-1] @ key + layers[..., -1:]
-        return torch.cat((given, key), -2).squeeze(-1).to(dtype)
+        outputs = layers[..., :-1] @ key + layers[..., -1:]
+        return torch.cat((outputs, key), -2).squeeze(-1).to(dtype)
 
     def penalty(self, value: Tensor) -> Tensor:
-        """Return zero: a lock that was trained for a while may be anything."""
+        """Return zero: a trained lock may have any value."""
         return torch.zeros(len(value), dtype=value.dtype, device=value.device)
 
 
 class KeyLock(Stochastic):
-    """y = gamma * (x - mean) / sqrt(var + eps) + beta, gamma and beta [C] a client's own (Ren et al., FedKL).
+    """y = gamma * (x - mean) / sqrt(var + eps) + beta, with private gamma and beta [C] (Ren et al., FedKL).
 
-    gamma = act(W k + b) and beta = act(V k + c) for a key k that nobody else has. The layers stay with the client. Of
-    them it keeps the `secret` [2 C + width]: what they give before the activation, and the key. That is all it takes:
-    gradient steps on W and b move W k + b by 1 + |k|^2 times a step on it, and W enters nowhere else. Adam's steps are
-    as long for each entry of a row of W, and move it by 1 + sum |k_j| times such a step (up to Adam's epsilon); Adam's
-    weight decay, for which all of W would be needed, hardly acts on a lock. The paper does not say which activation is
-    used; the authors' program attacks networks with the sigmoid, and trains them with ReLU.
+    gamma = act(W k + b) and beta = act(V k + c) for the client's private key k. Instead of the layers the client stores
+    the `secret` [2 C + width]: the layers' outputs before the activation, and the key. This suffices, as W enters
+    nowhere else: a gradient step on W and b moves W k + b by 1 + |k|^2 times a step on W k + b. Adam steps equally far
+    for each entry of a row of W, and so moves it by 1 + sum |k_j| times such a step (up to Adam's epsilon). Adam's
+    weight decay, which would need W, hardly affects a lock. The paper does not name the activation; the authors'
+    program attacks networks with the sigmoid, and trains them with ReLU.
     """
 
     secret: Tensor
 
     def __init__(self, channels: int, width: int = 1024, act: str = "sigmoid") -> None:
-        """Lock so many channels by keys of so many numbers."""
+        """Lock `channels` channels by keys of `width` numbers."""
         super().__init__()
         if act not in ACTIVATIONS:
             raise fail("keylock.act", f"unknown name '{act}'", f"choose one of: {', '.join(ACTIVATIONS)}")
@@ -69,27 +69,27 @@ class KeyLock(Stochastic):
         self.declare("secret")
 
     def noise(self, x: Tensor) -> Mapping[str, Noise]:
-        """Draw nothing anew for each forward pass."""
+        """Declare nothing: a forward pass draws no random numbers."""
         return {}
 
     def kept(self) -> Mapping[str, Noise]:
-        """Describe the secret; the neutral one leaves the normalisation as it is."""
+        """Describe the secret; its neutral value keeps the plain normalisation."""
         off = torch.tensor(_OFF[self.act]).repeat_interleave(self.channels)
         neutral = torch.cat((off, torch.zeros(self.width)))
         return {"secret": Noise((2 * self.channels + self.width,), Locked(self.width), neutral)}
 
     def free(self, kept: Mapping[str, Tensor], adaptive: bool) -> Tensors:
-        """Return what the layers give, in units in which a step on it is what steps on the layers come to."""
+        """Return the layers' outputs, scaled so that a step on them equals steps on the layers."""
         return {"secret": kept["secret"][: 2 * self.channels] / self._pace(kept["secret"], adaptive)}
 
     def moved(self, kept: Mapping[str, Tensor], free: Mapping[str, Tensor], adaptive: bool) -> Tensors:
-        """Return the secret after such steps."""
+        """Return the secret with the outputs of `free`."""
         secret = kept["secret"]
-        given = free["secret"] * self._pace(secret, adaptive)
-        return {"secret": torch.cat((given, secret[2 * self.channels :]))}
+        outputs = free["secret"] * self._pace(secret, adaptive)
+        return {"secret": torch.cat((outputs, secret[2 * self.channels :]))}
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalise, then scale and shift as the client's lock says; without one, only normalise."""
+        """Normalise, then scale and shift by the client's lock, if one is supplied."""
         y = self.norm(x)
         secret = self.supplied("secret")
         if secret is None:
@@ -103,7 +103,7 @@ class KeyLock(Stochastic):
         return f"{self.channels}, width={self.width}, act={self.act!r}"
 
     def _pace(self, secret: Tensor, adaptive: bool) -> Tensor:
-        """Return c: steps on z / c move z as steps on the layers do, whose output z is."""
+        """Return c such that steps on z / c move the layers' output z as steps on the layers do."""
         key = secret[2 * self.channels :]
         return 1 + key.abs().sum() if adaptive else (1 + key.square().sum()).sqrt()
 
@@ -114,8 +114,8 @@ def with_keylock(model: nn.Module, width: int = 1024, act: str = "sigmoid", posi
     The convolution becomes the child `inner` of its old path.
     """
     copy = deepcopy(model)
-    found = (path for path, module in copy.named_modules() if isinstance(module, nn.Conv2d))
-    path = position or next(found, None)
+    convolutions = (path for path, module in copy.named_modules() if isinstance(module, nn.Conv2d))
+    path = position or next(convolutions, None)
     if path is None:
         raise fail("keylock.position", "this model has no convolution", "choose another defence")
     layer = at(copy, path)

@@ -1,4 +1,4 @@
-"""A model as a chain of layers: linear maps with invertible steps between them."""
+"""Models as chains of linear layers with invertible elementwise steps between them."""
 
 from __future__ import annotations
 
@@ -16,35 +16,35 @@ from gradveil.core.tree import Tensors
 from gradveil.nn.module_paths import call_on, evaluating
 
 LARGEST = 8192
-"""How many values a convolution may take: their equations are solved all at once."""
+"""Most input values of a convolution: their equations are solved at once."""
 _ENTRIES = 2**28
-"""How many entries a convolution may have that is written as a matrix: 2 GiB."""
+"""Most entries of a convolution written as a matrix: 2 GiB."""
 _REMEDY = "choose another attack, such as ig; this one is for plain chains of layers (cnn6, lenet-zhu, scheliga-cnn)"
 _FAR = -100
 _ROUNDED = 1e-2
-"""How far a layer's output may lie from what its weight says, beside the largest: rounding, in half precision too."""
+"""Tolerance of a layer's output, relative to the largest: rounding, in half precision too."""
 _CLEAR = 4.0
-"""How many times as large as the largest negative value an output of a ReLU must be, so as not to be a zero itself."""
+"""A ReLU output is above zero if it exceeds the most negative value by this factor."""
 _SEEN = 0.75
-"""What share of an image must be told at least, so that the rest can be filled in."""
+"""Smallest share of an image that the equations must determine; the rest is filled in."""
 _EDGE = 1e-9
-"""How near to the ends of a bounded range a value may lie that is taken back through the step."""
+"""Smallest distance of a value from the ends of a bounded range when the step is inverted."""
 
 
 @dataclass(frozen=True)
 class Bend:
-    """An elementwise step: from what came out of it to what went in, where that is known."""
+    """An elementwise step and its inverse, where that is known."""
 
     inverse: Callable[[Tensor], Tensor]
     slope: Callable[[Tensor], Tensor]
-    """The derivative, by what went in."""
+    """The derivative, as a function of the input."""
     known: Callable[[Tensor], Tensor] = torch.isfinite
-    """Where an output says what the input was."""
+    """Mask of the outputs that determine their input."""
 
 
 @dataclass(frozen=True)
 class Link:
-    """A linear layer, the shapes of what it takes and gives of one image, and the steps that follow it."""
+    """A linear layer, the shapes of its input and output for one image, and the steps that follow it."""
 
     path: str
     layer: nn.Linear | nn.Conv2d
@@ -54,7 +54,7 @@ class Link:
 
     @property
     def equations(self) -> float:
-        """Count those of its gradient and those of its outputs: half of them after a ReLU, whose zeros say nothing."""
+        """Number of equations: of the gradient and of the outputs, half of them after a ReLU, as zeros tell nothing."""
         halved = any(bend.known is _above_zero for bend in self.bends)
         return self.layer.weight.numel() + prod(self.given) * (0.5 if halved else 1)
 
@@ -72,22 +72,22 @@ class Link:
 def chained(
     model: nn.Module, params: Tensors, shape: tuple[int, ...], trained: Collection[str]
 ) -> tuple[tuple[Link, ...], list[Problem]]:
-    """Read a model as a chain, or say why it is none.
+    """Return the links of a model, and the reasons why it is not a chain.
 
-    Nothing is presumed of the model but what it does with two images, the second much larger and of the other sign,
-    which shows where a range ends: each module must take what the one before it gave.
+    The model is tested by running it on two images: each module must take the output of the one before it. The second
+    image, much larger and of opposite sign, finds limits of activations.
     """
     image = torch.linspace(-0.7, 1, prod(shape)).view(1, *shape).to(next(iter(params.values())))
-    read = [_read(model, params, probe, trained) for probe in (image, _FAR * image)]
-    links, problems = next((each for each in read if each[1]), read[0])
+    results = [_read(model, params, probe, trained) for probe in (image, _FAR * image)]
+    links, problems = next((result for result in results if result[1]), results[0])
     return tuple(links), problems
 
 
 def settles(links: Sequence[Link]) -> bool:
-    """Say whether every layer has as many equations as values; of the image's a quarter may be missing, and filled in.
+    """Return whether every layer has enough equations for its input; a quarter of the image's may be missing.
 
-    Half the outputs of a ReLU are counted, and a fully connected layer's gradient shows its input whatever comes out
-    of it. As many equations need not be as many different ones: this says where a closed form is worth a try.
+    Half the outputs of a ReLU count. A fully connected layer's gradient always determines its input. Equations may be
+    dependent, so True only means that analytic reconstruction is worth a try.
     """
     return all(
         isinstance(link.layer, nn.Linear) or link.equations >= prod(link.taken) * (_SEEN if link is links[0] else 1)
@@ -98,53 +98,53 @@ def settles(links: Sequence[Link]) -> bool:
 def _read(
     model: nn.Module, params: Tensors, image: Tensor, trained: Collection[str]
 ) -> tuple[list[Link], list[Problem]]:
-    """Follow one image through a model: its links, and why it is no chain."""
+    """Follow one image through a model; return its links, and the reasons why it is not a chain."""
     links: list[Link] = []
     problems: list[Problem] = []
     last = image
-    for path, module, taken, given in _passed(model, params, image):
-        if not _same(taken, last):
-            source = "the image" if last is image else "what the module before it gives"
+    for path, module, inputs, outputs in _passed(model, params, image):
+        if not _same(inputs, last):
+            source = "the image" if last is image else "the output of the module before it"
             return [], [Problem("model", f"is no plain chain: {path} does not take {source}", _REMEDY)]
-        last = given
+        last = outputs
         bend = _bend(module)
         if isinstance(module, nn.Linear | nn.Conv2d):
-            link = Link(path, module, tuple(taken.shape[1:]), tuple(given.shape[1:]))
+            link = Link(path, module, tuple(inputs.shape[1:]), tuple(outputs.shape[1:]))
             problems += _layer_problems(model, link, links, trained)
-            if not _is_linear(link, params, taken, given):
-                what = f"'{path}' is a {type(module).__name__} that does not give what a layer of its weight would give"
+            if not _is_linear(link, params, inputs, outputs):
+                what = f"'{path}' is a {type(module).__name__} that computes more than its weight and bias"
                 problems.append(Problem("model", what, _REMEDY))
             links.append(link)
         elif bend is not None and links:
             links[-1] = replace(links[-1], bends=(*links[-1].bends, bend))
-        elif not _same(taken, given):  # else it reshapes, or does nothing here
-            what = f"'{path}' is a {type(module).__name__}, of which what came out does not show what went in"
+        elif not _same(inputs, outputs):  # otherwise it only reshapes, or is the identity here
+            what = f"'{path}' is a {type(module).__name__}, whose output does not determine its input"
             problems.append(Problem("model", what, _REMEDY))
     if not links or not isinstance(links[-1].layer, nn.Linear) or links[-1].bends:
         problems.append(Problem("model", "does not end with a linear classifier", _REMEDY))
     return links, problems
 
 
-def _is_linear(link: Link, params: Tensors, taken: Tensor, given: Tensor) -> bool:
-    """Say whether a layer does what its weight says: a class of one's own may do more."""
+def _is_linear(link: Link, params: Tensors, inputs: Tensor, outputs: Tensor) -> bool:
+    """Return whether a layer computes only its weight and bias: a subclass may do more."""
     layer = link.layer
     if link.weight not in params:
-        return True  # said elsewhere: it is not sent
+        return True  # `_layer_problems` reports that it is not sent
     weight, bias = params[link.weight], None if link.bias is None else params.get(link.bias, layer.bias)
     if isinstance(layer, nn.Linear):
-        plain = F.linear(taken, weight, bias)
+        plain = F.linear(inputs, weight, bias)
     elif layer.padding_mode != "zeros":
-        return True  # refused for that
+        return True  # `_layer_problems` reports the padding
     else:
-        plain = F.conv2d(taken, weight, bias, layer.stride, layer.padding, layer.dilation, layer.groups)
-    room = _ROUNDED * float(given.abs().max().nan_to_num(0.0))
-    return plain.shape == given.shape and torch.allclose(plain, given, rtol=_ROUNDED, atol=room, equal_nan=True)
+        plain = F.conv2d(inputs, weight, bias, layer.stride, layer.padding, layer.dilation, layer.groups)
+    room = _ROUNDED * float(outputs.abs().max().nan_to_num(0.0))
+    return plain.shape == outputs.shape and torch.allclose(plain, outputs, rtol=_ROUNDED, atol=room, equal_nan=True)
 
 
-def _same(one: Tensor, other: Tensor) -> bool:
-    if one.numel() != other.numel() or one.dtype != other.dtype:
+def _same(a: Tensor, b: Tensor) -> bool:
+    if a.numel() != b.numel() or a.dtype != b.dtype:
         return False
-    return torch.allclose(one.flatten(), other.flatten(), rtol=0, atol=0, equal_nan=True)
+    return torch.allclose(a.flatten(), b.flatten(), rtol=0, atol=0, equal_nan=True)
 
 
 def _named(path: str, name: str) -> str:
@@ -152,25 +152,27 @@ def _named(path: str, name: str) -> str:
 
 
 def _passed(model: nn.Module, params: Tensors, image: Tensor) -> list[tuple[str, nn.Module, Tensor, Tensor]]:
-    """List the modules without children in the order in which they ran, with what each took and gave; the answer last.
+    """List the modules without children as they ran, with inputs and outputs; last, the model's answer.
 
-    What the model does behind its last module shows there: its answer must be what that gave.
+    The answer reveals operations after the last module: without any, it equals that module's output.
     """
     ran: list[tuple[str, nn.Module, Tensor, Tensor]] = []
+    inputs: list[Tensor] = []
 
-    def note(path: str) -> Callable[..., None]:
-        def keep(module: nn.Module, _args: tuple[Any, ...], _kwargs: dict[str, Any], output: object) -> None:
-            ran.append((path, module, taken.pop(), _copy(output)))
+    def before(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        inputs.append(_copy(next(iter((*args, *kwargs.values())), None)))
 
-        return keep
+    def after(path: str) -> Callable[..., None]:
+        def record(module: nn.Module, _args: tuple[Any, ...], _kwargs: dict[str, Any], output: object) -> None:
+            ran.append((path, module, inputs.pop(), _copy(output)))
 
-    taken: list[Tensor] = []
+        return record
 
-    def look(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        taken.append(_copy(next(iter((*args, *kwargs.values())), None)))
-
-    leaves = {path: module for path, module in model.named_modules() if not any(module.children())}
-    hooks = [hook for path, leaf in leaves.items() for hook in _hooks(leaf, look, note(path))]
+    hooks = []
+    for path, module in model.named_modules():
+        if not any(module.children()):
+            hooks.append(module.register_forward_pre_hook(before, with_kwargs=True))
+            hooks.append(module.register_forward_hook(after(path), with_kwargs=True))
     try:
         with evaluating(model), torch.no_grad():
             answer = call_on(model, params, image)
@@ -180,26 +182,20 @@ def _passed(model: nn.Module, params: Tensors, image: Tensor) -> list[tuple[str,
     return [*ran, ("its answer", nn.Identity(), answer, answer)]
 
 
-def _hooks(module: nn.Module, before: Callable[..., None], after: Callable[..., None]) -> list:
-    return [
-        module.register_forward_pre_hook(before, with_kwargs=True),
-        module.register_forward_hook(after, with_kwargs=True),
-    ]
-
-
 def _copy(value: object) -> Tensor:
-    """Keep a tensor as it is now, as an activation may work in place; anything else is nothing that a chain passes."""
+    """Copy a tensor, as a later activation may overwrite it; anything else becomes an empty tensor."""
     return value.detach().clone() if isinstance(value, Tensor) else torch.empty(0)
 
 
 def _layer_problems(model: nn.Module, link: Link, before: list[Link], trained: Collection[str]) -> list[Problem]:
-    """Say why a layer's equations cannot be written down."""
+    """Return the reasons why a layer has no equations."""
     problems: list[Problem] = []
     layer, values, used = link.layer, prod(link.taken), {other.path for other in before}
     if link.weight not in trained:
         problems.append(Problem("update", f"{link.weight} is not sent", _REMEDY))
     for name, value in (("weight", layer.weight), ("bias", layer.bias)):
-        if value is not None and (sum(other is value for other in _parameters(model)) > 1 or link.path in used):
+        uses = sum(other is value for _, other in model.named_parameters(remove_duplicate=False))
+        if value is not None and (uses > 1 or link.path in used):
             what = f"uses the {name} of '{link.path}' twice: their gradients are summed"
             problems.append(Problem("model", what, _REMEDY))
     if isinstance(layer, nn.Linear):
@@ -207,24 +203,19 @@ def _layer_problems(model: nn.Module, link: Link, before: list[Link], trained: C
             problems.append(Problem("model", f"'{link.path}' acts on several tokens of one image", _REMEDY))
         return problems
     if layer.groups > 1 or layer.padding_mode != "zeros" or isinstance(layer.padding, str):
-        what = f"'{link.path}' is a convolution in groups, or padded by a word or with more than zeros"
+        what = f"'{link.path}' is a convolution with groups, named padding, or padding other than zeros"
         problems.append(Problem("model", what, _REMEDY))
     if values * prod(link.given) > _ENTRIES:
         what = f"'{link.path}' as a matrix has {values} x {prod(link.given)} entries, more than {_ENTRIES}"
         problems.append(Problem("model", what, "give smaller images, or choose ig"))
     if values > LARGEST:
-        what = f"'{link.path}' takes {values} values, and their equations are solved all at once"
-        problems.append(Problem("model", what, f"give images of at most {LARGEST} values a layer, or choose ig"))
+        what = f"'{link.path}' takes {values} values, and their equations are solved at once"
+        problems.append(Problem("model", what, f"give images of at most {LARGEST} values per layer, or choose ig"))
     return problems
 
 
-def _parameters(model: nn.Module) -> list[nn.Parameter]:
-    """List the parameters under every name that they have."""
-    return [value for _, value in model.named_parameters(remove_duplicate=False)]
-
-
 def _bend(module: nn.Module) -> Bend | None:
-    """Describe an elementwise step that can be taken back."""
+    """Return the inverse of an activation, if it is known."""
     if isinstance(module, nn.Sigmoid):
         return Bend(
             lambda x: torch.logit(x.clamp(_EDGE, 1 - _EDGE)), lambda z: torch.sigmoid(z) * (1 - torch.sigmoid(z))
@@ -244,5 +235,5 @@ def _bend(module: nn.Module) -> Bend | None:
 
 
 def _above_zero(x: Tensor) -> Tensor:
-    """Mark what is surely above zero: what lies below shows how far from zero a zero may be found."""
+    """Mark outputs that are surely above zero; negative values measure the error of a reconstructed zero."""
     return x > _CLEAR * (-x).amax().clamp_min(0)

@@ -1,4 +1,4 @@
-"""Modules of a model by path: find, replace, insert, observe; and calls with other tensors than its own."""
+"""Modules by path: find, replace, insert and observe them; and model calls with substituted tensors."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from gradveil.nn.stochastic import Stochastic
 
 
 def call_on(model: nn.Module, tensors: Mapping[str, Tensor], inputs: Tensor, *, strict: bool = False) -> Tensor:
-    """Run a model on tensors that take the place of its own, by name, and leave its own where they were.
+    """Run a model with substituted parameters and buffers, and restore its own afterwards.
 
-    `torch.func.functional_call` by itself does not, where a module is registered under two names (`[block] * 3` in a
-    `ModuleList`): such a module keeps what it was lent (torch 2.13).
+    `torch.func.functional_call` alone does not restore modules that are registered under two names (`[block] * 3` in a
+    `ModuleList`; torch 2.13).
 
     >>> layer = nn.Linear(1, 1, bias=False)
-    >>> model, own = nn.Sequential(layer, layer), layer.weight
-    >>> _ = call_on(model, {"0.weight": own.detach() + 1}, own.detach())
-    >>> layer.weight is own
+    >>> model, weight = nn.Sequential(layer, layer), layer.weight
+    >>> _ = call_on(model, {"0.weight": weight.detach() + 1}, weight.detach())
+    >>> layer.weight is weight
     True
     """
-    slots = [kept for module in model.modules() for kept in (vars(module)["_parameters"], vars(module)["_buffers"])]
-    own = [dict(kept) for kept in slots]
+    slots = [slot for module in model.modules() for slot in (vars(module)["_parameters"], vars(module)["_buffers"])]
+    originals = [dict(slot) for slot in slots]
     try:
         return functional_call(model, dict(tensors), (inputs,), strict=strict)
     finally:
-        for kept, before in zip(slots, own, strict=True):
-            kept.update(before)
+        for slot, original in zip(slots, originals, strict=True):
+            slot.update(original)
 
 
 _LINEAR = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -42,7 +42,7 @@ _LINEAR = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 def last_layer(model: nn.Module, inputs: Tensor | None = None) -> str:
     """Return the path of the last linear layer: the classifier.
 
-    Last by the order in which a forward pass runs them; by that in which they were defined where no inputs are given.
+    The order is that of a forward pass, or that of definition without inputs.
 
     >>> last_layer(nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 2)))
     '2'
@@ -59,10 +59,7 @@ def last_layer(model: nn.Module, inputs: Tensor | None = None) -> str:
 
 
 def first_layer(model: nn.Module, inputs: Tensor) -> str:
-    """Return the path of the first linear layer or convolution that a forward pass runs.
-
-    If it runs none: of the first module with parameters.
-    """
+    """Return the path of the first linear layer or convolution of a forward pass, else of the first parameters."""
     ran = _order(model, inputs, _owners(model))
     if not ran:
         raise fail("model", "runs no module with parameters", "give it layers that are trained")
@@ -70,7 +67,7 @@ def first_layer(model: nn.Module, inputs: Tensor) -> str:
 
 
 def features(model: nn.Module, inputs: Tensor, path: str | None = None) -> Tensor:
-    """Return the input of the last layer (or of the layer at the path) for a batch; it can be differentiated."""
+    """Return the differentiable input of the last layer (or of the layer at `path`) for a batch."""
     with caught_inputs(model, path or last_layer(model)) as caught:
         model(inputs)
     return caught[-1]
@@ -78,7 +75,7 @@ def features(model: nn.Module, inputs: Tensor, path: str | None = None) -> Tenso
 
 @contextmanager
 def caught_by_linear(model: nn.Module) -> Iterator[list[tuple[str, Tensor]]]:
-    """Collect what each linear layer takes, by its path, in the order of the forward passes inside."""
+    """Collect (path, input) of each linear layer, in the order of the forward passes inside."""
     caught: list[tuple[str, Tensor]] = []
 
     def catch(path: str) -> Callable[..., None]:
@@ -95,7 +92,7 @@ def caught_by_linear(model: nn.Module) -> Iterator[list[tuple[str, Tensor]]]:
 
 @contextmanager
 def caught_inputs(model: nn.Module, path: str) -> Iterator[list[Tensor]]:
-    """Collect what the module at a path takes in the forward passes inside."""
+    """Collect the inputs of the module at a path in the forward passes inside."""
     caught: list[Tensor] = []
     hook = at(model, path).register_forward_pre_hook(lambda _module, arguments: caught.append(arguments[0]))
     try:
@@ -105,11 +102,10 @@ def caught_inputs(model: nn.Module, path: str) -> Iterator[list[Tensor]]:
 
 
 def downstream(model: nn.Module, inputs: Tensor) -> set[str]:
-    """Name the parameters that the noise of the model's bottlenecks reaches, in the order of a forward pass.
+    """Return the names of the parameters that a forward pass reaches after the noise of a bottleneck.
 
-    A stochastic module says itself where its noise enters: `noisy_from` names its first submodule behind it. From there
-    on every module counts; none does in a model without such a module. A module that is not called itself, as the
-    projection inside an attention, counts with the one that holds it.
+    `noisy_from` of a stochastic module names its first submodule after the noise; all modules from there on count. A
+    module that is not called itself, such as the projection inside an attention, counts with its parent.
     """
     ran = _order(model, inputs, dict(model.named_modules()))
     entries: set[str] = set()
@@ -117,26 +113,26 @@ def downstream(model: nn.Module, inputs: Tensor) -> set[str]:
         if isinstance(module, Stochastic) and module.noisy_from and path in ran:
             entry = f"{path}.{module.noisy_from}" if path else module.noisy_from
             if entry not in ran:
-                what = f"says that its noise enters '{module.noisy_from}', which a forward pass does not run"
-                raise fail(path or "model", what, "let noisy_from name the first submodule behind the noise")
+                problem = f"declares that its noise enters '{module.noisy_from}', which a forward pass does not run"
+                raise fail(path or "model", problem, "set noisy_from to the first submodule after the noise")
             entries.add(entry)
-    first = next((place for place, path in enumerate(ran) if path in entries), len(ran))
+    first = next((i for i, path in enumerate(ran) if path in entries), len(ran))
     before = set(ran[:first])
     reached = set(ran[first:]) - before
     return {name for name, _ in model.named_parameters() if _called(name.rpartition(".")[0], {*ran}) in reached}
 
 
 def _called(path: str, ran: Collection[str]) -> str:
-    """Return the path itself, or that of the nearest module around it that a forward pass runs."""
+    """Return the path of the module, or of its nearest parent, that a forward pass runs."""
     while path and path not in ran:
         path = path.rpartition(".")[0]
     return path
 
 
 def count_classes(model: nn.Module, inputs: Tensor, known: int = 2) -> int:
-    """Count the classes that a model tells apart: its outputs, perhaps more than are `known`; one output tells two.
+    """Return the number of classes: at least `known`, at least the model's outputs, and two for a single output.
 
-    A model that cannot be run on these inputs has those that are known.
+    Models that cannot be run on these inputs have the known classes.
     """
     try:
         with torch.no_grad():
@@ -147,7 +143,7 @@ def count_classes(model: nn.Module, inputs: Tensor, known: int = 2) -> int:
 
 
 def output_shape(model: nn.Module, path: str, inputs: Tensor) -> tuple[int, ...]:
-    """Return the shape of what the module at a path puts out, by one forward pass without gradients."""
+    """Return the output shape of the module at a path, by one forward pass without gradients."""
     shapes: list[tuple[int, ...]] = []
     hook = at(model, path).register_forward_hook(lambda _module, _inputs, out: shapes.append(tuple(out.shape)))
     _run(model, inputs, [hook])
@@ -157,7 +153,7 @@ def output_shape(model: nn.Module, path: str, inputs: Tensor) -> tuple[int, ...]
 
 
 def at(model: nn.Module, path: str) -> nn.Module:
-    """Return the module at a path; refuse a path that is not there."""
+    """Return the module at a path; raise if there is none."""
     known = dict(model.named_modules())
     if path not in known:
         paths = ", ".join(name for name in known if name) or "none"
@@ -166,7 +162,7 @@ def at(model: nn.Module, path: str) -> nn.Module:
 
 
 def called(model: nn.Module, place: str) -> str:
-    """Say what a path names: a module, parameter or buffer of the model; anything else stays as it is.
+    """Describe the module, parameter or buffer at each path; other texts stay as they are.
 
     >>> called(nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)), "1")
     "module '1' (BatchNorm1d)"
@@ -174,14 +170,14 @@ def called(model: nn.Module, place: str) -> str:
     modules = {path: module for path, module in model.named_modules() if path not in ("", "model")}
     parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
 
-    def one(path: str) -> str:
+    def described(path: str) -> str:
         if path in modules:
             return f"module '{path}' ({type(modules[path]).__name__})"
         if path in parameters:
             return f"parameter '{path}'"
         return f"buffer '{path}'" if path in buffers else path
 
-    return ", ".join(one(path) for path in place.split(", "))
+    return ", ".join(described(path) for path in place.split(", "))
 
 
 def put(model: nn.Module, path: str, module: nn.Module) -> nn.Module:
@@ -196,15 +192,15 @@ def put(model: nn.Module, path: str, module: nn.Module) -> nn.Module:
 def insert_after(model: nn.Module, path: str, name: str, module: nn.Module) -> nn.Module:
     """Run `module` after the module at a path, in place; return the model.
 
-    It is appended to an `nn.Sequential`, whose parameters so keep their names; any other module is wrapped with it into
-    one, as its child `inner`.
+    It is appended to an `nn.Sequential`, so that parameters keep their names. Any other module becomes the child
+    `inner` of a new one.
     """
-    place = at(model, path)
-    if type(place) is not nn.Sequential:
-        return put(model, path, nn.Sequential(OrderedDict([("inner", place), (name, module)])))
-    taken = dict(place.named_children())
+    before = at(model, path)
+    if type(before) is not nn.Sequential:
+        return put(model, path, nn.Sequential(OrderedDict([("inner", before), (name, module)])))
+    taken = dict(before.named_children())
     free = next(n for n in (name, *(f"{name}{i}" for i in range(2, len(taken) + 3))) if n not in taken)
-    place.add_module(free, module)
+    before.add_module(free, module)
     return model
 
 
@@ -214,18 +210,18 @@ def insert_before(model: nn.Module, path: str, name: str, module: nn.Module) -> 
 
 
 def like(module: nn.Module, model: nn.Module) -> nn.Module:
-    """Bring a module to the device and dtype of a model's parameters."""
+    """Move a module to the device and dtype of a model's parameters."""
     parameter = next(model.parameters(), None)
     return module if parameter is None else module.to(parameter.device, parameter.dtype)
 
 
 def _owners(model: nn.Module) -> dict[str, nn.Module]:
-    """Find the modules that have parameters of their own."""
+    """Return the modules that hold parameters directly."""
     return {p: m for p, m in model.named_modules() if next(m.parameters(recurse=False), None) is not None}
 
 
 def _order(model: nn.Module, inputs: Tensor, modules: Mapping[str, nn.Module]) -> list[str]:
-    """List some modules as a forward pass runs them."""
+    """Return the paths of these modules in the order of a forward pass."""
     ran: list[str] = []
 
     def note(path: str) -> Callable[..., None]:
@@ -237,7 +233,7 @@ def _order(model: nn.Module, inputs: Tensor, modules: Mapping[str, nn.Module]) -
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[nn.Module]:
-    """Put a model into evaluation mode inside, so that no running statistics move, and leave it as it was."""
+    """Put a model into evaluation mode inside, so that running statistics stay; restore its modes afterwards."""
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:
@@ -248,7 +244,7 @@ def evaluating(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def _run(model: nn.Module, inputs: Tensor, hooks: list) -> None:
-    """Run a forward pass that leaves the model as it was."""
+    """Run a forward pass that does not change the model, then remove the hooks."""
     try:
         with evaluating(model), torch.no_grad():
             model(inputs)

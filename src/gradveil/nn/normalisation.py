@@ -1,8 +1,8 @@
 """Normalisation layers that can be replayed and differentiated twice under `vmap`, and statistics of their inputs.
 
 `vmap(grad)` followed by reverse mode gives silently wrong derivatives for `nn.LayerNorm`, `nn.InstanceNorm` and
-training-mode BatchNorm (torch 2.13; confirmed by finite differences). The modules here do the same sums with elementary
-operations, for which it is right, and keep no statistics that a forward pass would change.
+training-mode BatchNorm (torch 2.13; confirmed by finite differences). The modules here compute the same values from
+elementary operations, whose derivatives are right, and a forward pass does not change their buffers.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class LayerNorm(nn.Module):
 
 
 class _ChannelNorm(nn.Module):
-    """A normalisation of [B, C, ...] with one weight and one bias a channel."""
+    """A normalisation of [B, C, ...] with one weight and one bias per channel."""
 
     def __init__(self, channels: int, eps: float = 1e-5, *, affine: bool = True) -> None:
         super().__init__()
@@ -87,8 +87,8 @@ class InstanceNorm(_ChannelNorm):
 class BatchStatistics(_ChannelNorm):
     """Training-mode batch normalisation: each channel by the batch's mean and variance.
 
-    No forward pass computes or uses running statistics. Those of the BatchNorm whose place this took are kept beside,
-    since a server has them: an attacker may expect the batch's to be like them.
+    Forward passes neither compute nor use running statistics. Those of the replaced BatchNorm are kept for attackers:
+    the server has them, and the batch's statistics are probably close to them.
     """
 
     running_mean: Tensor | None
@@ -101,7 +101,7 @@ class BatchStatistics(_ChannelNorm):
             self.register_buffer(name, None, persistent=False)
 
     def remember(self, kept: Mapping[str, Tensor]) -> None:
-        """Keep the running statistics of a BatchNorm, unless nothing has passed it yet: then they are 0 and 1."""
+        """Store the running statistics of a BatchNorm, unless they are still the initial 0 and 1."""
         mean, var, seen = (kept.get(name) for name in ("running_mean", "running_var", "num_batches_tracked"))
         if mean is not None and var is not None and (seen is None or bool(seen > 0)):
             self.running_mean, self.running_var = mean.clone(), var.clone()
@@ -130,11 +130,11 @@ class FrozenNorm(_ChannelNorm):
 
 
 NORMS = ("batch", "group", "none")
-"""Normalisations by the names that `norm` takes."""
+"""Allowed values of `norm`."""
 
 
 def norm_layer(kind: str, channels: int, groups: int) -> nn.Module | None:
-    """Make the normalisation of a convolution's output, by name; None for `"none"`."""
+    """Return the normalisation for a convolution's output by name; None for `"none"`."""
     if kind == "none":
         return None
     if kind == "batch":
@@ -145,7 +145,7 @@ def norm_layer(kind: str, channels: int, groups: int) -> nn.Module | None:
 
 
 def group_norm(channels: int, groups: int) -> nn.GroupNorm:
-    """Make a GroupNorm; refuse a number of groups that does not divide the channels."""
+    """Return a GroupNorm; raise if the groups do not divide the channels."""
     if groups < 1 or channels % groups:
         divisors = ", ".join(str(n) for n in range(1, channels + 1) if channels % n == 0)
         raise fail("groups", f"{groups} groups do not divide {channels} channels", f"choose one of: {divisors}")
@@ -153,43 +153,40 @@ def group_norm(channels: int, groups: int) -> nn.GroupNorm:
 
 
 KINDS = (FrozenNorm, BatchStatistics, _BatchNorm)
-"""Normalisations over the batch, or by what was once over it."""
+"""Normalisations by statistics of batches."""
 
 
 def running_statistics(model: nn.Module) -> Tensors:
-    """Return the running statistics that the model carries, as `<layer>.mean` and `<layer>.var`, in order.
-
-    Layers that nothing has passed have the initial 0 and 1, which say nothing: they are left out.
-    """
-    found: Tensors = {}
+    """Return the model's running statistics as `<layer>.mean` and `<layer>.var`, without initial ones (0 and 1)."""
+    statistics: Tensors = {}
     for path, module in model.named_modules():
         if not isinstance(module, KINDS):
             continue
         mean, var = module.running_mean, module.running_var
         if mean is not None and var is not None and bool((mean != 0).any() | (var != 1).any()):
-            found[f"{path}.mean"], found[f"{path}.var"] = mean, var
-    return found
+            statistics[f"{path}.mean"], statistics[f"{path}.var"] = mean, var
+    return statistics
 
 
 @contextmanager
 def batch_statistics(model: nn.Module) -> Iterator[Tensors]:
-    """Collect mean and variance [channels] of what enters each normalisation layer during the forward passes inside."""
-    found: Tensors = {}
+    """Collect mean and variance [channels] of each normalisation layer's input in the forward passes inside."""
+    statistics: Tensors = {}
 
     def record(path: str) -> Callable[..., None]:
         def hook(_module: nn.Module, arguments: tuple[Tensor, ...]) -> None:
             x = arguments[0]
             over = (0, *range(2, x.dim()))
             mean = x.mean(over, keepdim=True)
-            found[f"{path}.mean"] = mean.flatten()
-            found[f"{path}.var"] = torch.square(x - mean).mean(over).flatten()
+            statistics[f"{path}.mean"] = mean.flatten()
+            statistics[f"{path}.var"] = torch.square(x - mean).mean(over).flatten()
 
         return hook
 
     layers = [(path, module) for path, module in model.named_modules() if isinstance(module, KINDS)]
     hooks = [module.register_forward_pre_hook(record(path)) for path, module in layers]
     try:
-        yield found
+        yield statistics
     finally:
         for hook in hooks:
             hook.remove()

@@ -1,8 +1,8 @@
 """Modules whose randomness is an argument.
 
-A stochastic module holds its noise in non-persistent buffers. `torch.func.functional_call(..., strict=True)` supplies
-them; a client therefore cannot forget one, and `vmap` (with its default `randomness="error"`) refuses any module that
-draws for itself. While a buffer is an empty placeholder (a plain `model(x)`), the module behaves neutrally.
+A stochastic module holds its noise in non-persistent buffers, supplied by `functional_call(..., strict=True)`: a client
+cannot forget one, and `vmap` (with its default `randomness="error"`) raises for modules that draw random numbers. While
+a buffer is an empty placeholder (a plain `model(x)`), the module behaves neutrally.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _penalties: ContextVar[list[Tensor] | None] = ContextVar("penalties", default=No
 
 
 def penalise(value: Tensor) -> None:
-    """Add a scalar to the loss of the forward pass under way (a bottleneck's KL term); no effect outside one."""
+    """Add a scalar to the loss of the current forward pass (a bottleneck's KL term); no effect outside one."""
     collected = _penalties.get()
     if collected is not None:
         collected.append(value)
@@ -31,7 +31,7 @@ def penalise(value: Tensor) -> None:
 
 @contextmanager
 def collect_penalties() -> Iterator[list[Tensor]]:
-    """Collect what the modules of one forward pass add to the loss."""
+    """Collect the penalties of one forward pass."""
     collected: list[Tensor] = []
     token = _penalties.set(collected)
     try:
@@ -43,11 +43,11 @@ def collect_penalties() -> Iterator[list[Tensor]]:
 class Stochastic(nn.Module):
     """Base of modules with named noise. Subclasses call `declare` in `__init__` and implement `noise`.
 
-    Every noise tensor has the batch as its first dimension, so that per-example gradients can take it apart.
+    The first dimension of every noise tensor is the batch, so that per-example gradients can split it.
     """
 
     noisy_from: ClassVar[str | None] = None
-    """The first submodule that sees the noise, for a module that squeezes its input through noise: a bottleneck."""
+    """The first submodule after the noise, for a module that passes its whole input through noise: a bottleneck."""
 
     def declare(self, *names: str) -> None:
         """Create the empty placeholders of the noise buffers."""
@@ -59,18 +59,18 @@ class Stochastic(nn.Module):
         """Describe the noise buffers needed for this input."""
 
     def kept(self) -> Mapping[str, Noise]:
-        """Describe what a client draws once and keeps, without the batch's dimension: the same for all its examples."""
+        """Describe tensors that a client draws once and keeps, the same for all examples (no batch dimension)."""
         return {}
 
     def free(self, kept: Mapping[str, Tensor], adaptive: bool) -> Tensors:
-        """Return what local training optimises of what is kept, in coordinates that suit its optimiser.
+        """Return the kept tensors that local training optimises, in coordinates that suit the optimiser.
 
-        `adaptive` ones (Adam) make steps whose length does not depend on the gradient's.
+        The step length of `adaptive` optimisers (Adam) does not depend on the gradient's norm.
         """
         return {}
 
     def moved(self, kept: Mapping[str, Tensor], free: Mapping[str, Tensor], adaptive: bool) -> Tensors:
-        """Return what is kept with other values of what `free` gave."""
+        """Return the kept tensors with new values of `free`."""
         return dict(kept)
 
     def supplied(self, name: str) -> Tensor | None:
@@ -80,7 +80,7 @@ class Stochastic(nn.Module):
 
 
 def kept_noise(model: nn.Module) -> NoiseSpec:
-    """Describe what a client of this model draws once and keeps to itself, over steps and rounds."""
+    """Describe the tensors that a client of this model draws once and keeps private, over steps and rounds."""
     return NoiseSpec(
         {
             f"{path}.{name}" if path else name: noise
@@ -92,7 +92,7 @@ def kept_noise(model: nn.Module) -> NoiseSpec:
 
 
 def free_of(model: nn.Module, kept: Mapping[str, Tensor], adaptive: bool) -> Tensors:
-    """Gather what local training optimises of what is kept, under the names of `kept_noise`."""
+    """Return the kept tensors that local training optimises, under the names of `kept_noise`."""
     return {
         name: value
         for path, module in _keeping(model)
@@ -101,12 +101,12 @@ def free_of(model: nn.Module, kept: Mapping[str, Tensor], adaptive: bool) -> Ten
 
 
 def moved_to(model: nn.Module, kept: Mapping[str, Tensor], free: Mapping[str, Tensor], adaptive: bool) -> Tensors:
-    """Return what is kept with other values of what `free_of` gave."""
+    """Return the kept tensors with new values of `free_of`."""
     return {
         name: value
         for path, module in _keeping(model)
-        for own in [module.moved(_of(path, module, kept), _of(path, module, free), adaptive)]
-        for name, value in _named(path, own).items()
+        for moved in [module.moved(_of(path, module, kept), _of(path, module, free), adaptive)]
+        for name, value in _named(path, moved).items()
     }
 
 
@@ -116,8 +116,8 @@ def _keeping(model: nn.Module) -> Iterator[tuple[str, Stochastic]]:
             yield path, module
 
 
-def _named(path: str, own: Mapping[str, Tensor]) -> Tensors:
-    return {f"{path}.{name}" if path else name: value for name, value in own.items()}
+def _named(path: str, tensors: Mapping[str, Tensor]) -> Tensors:
+    return {f"{path}.{name}" if path else name: value for name, value in tensors.items()}
 
 
 def _of(path: str, module: Stochastic, tensors: Mapping[str, Tensor]) -> Tensors:
@@ -126,7 +126,7 @@ def _of(path: str, module: Stochastic, tensors: Mapping[str, Tensor]) -> Tensors
 
 
 def noise_names(model: nn.Module) -> set[str]:
-    """Name every noise buffer of a model, supplied or not."""
+    """Return the names of all noise buffers of a model, supplied or not."""
     return {
         f"{path}.{name}" if path else name
         for path, module in model.named_modules()
@@ -137,7 +137,7 @@ def noise_names(model: nn.Module) -> set[str]:
 
 
 def buffer_places(model: nn.Module) -> list[tuple[str, nn.Module, str]]:
-    """Say where each buffer but the noise lies: its name, its module, and its name there."""
+    """Return (name, module, local name) of each buffer that is not noise."""
     carried = {name for name, _ in model.named_buffers()} - noise_names(model)
     places: list[tuple[str, nn.Module, str]] = []
     for path, module in model.named_modules():
@@ -150,13 +150,13 @@ def buffer_places(model: nn.Module) -> list[tuple[str, nn.Module, str]]:
 
 def model_noise(model: nn.Module, inputs: Tensor) -> NoiseSpec:
     """Describe every noise buffer of a model for a batch of inputs, by one forward pass without gradients."""
-    found: dict[str, Noise] = {}
+    noise_by_name: dict[str, Noise] = {}
 
     def record(path: str):
         def hook(module: nn.Module, arguments: tuple[Tensor, ...]) -> None:
             assert isinstance(module, Stochastic)
             for name, noise in module.noise(arguments[0]).items():
-                found[f"{path}.{name}" if path else name] = noise
+                noise_by_name[f"{path}.{name}" if path else name] = noise
 
         return hook
 
@@ -174,11 +174,11 @@ def model_noise(model: nn.Module, inputs: Tensor) -> NoiseSpec:
             module.training = mode
         for hook in hooks:
             hook.remove()
-    return NoiseSpec(found)
+    return NoiseSpec(noise_by_name)
 
 
 def switched_off(model: nn.Module, inputs: Tensor) -> Tensors:
-    """Return neutral values of every noise buffer for a batch of inputs, of what a client keeps to itself too."""
+    """Return the neutral values of all noise buffers for a batch of inputs, including private kept ones."""
     rows, alone = len(inputs), inputs[:1].detach()
     drawn = {name: value.squeeze(0) for name, value in model_noise(model, alone).neutral().items()}
     off = {**drawn, **kept_noise(model).neutral()}

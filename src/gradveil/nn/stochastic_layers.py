@@ -20,8 +20,8 @@ from gradveil.nn.stochastic import Stochastic, penalise
 class Dropout(Stochastic):
     """y = x * mask / (1 - p), mask ~ Bernoulli(1 - p) of the shape of x (Srivastava et al. 2014, scaled in training).
 
-    The mask is continuous for an attacker who optimises it: its box is [0, 1], and the neutral mask 1 - p lets x pass
-    unchanged. `channelwise` draws one entry for each example and channel, as `nn.Dropout2d` does.
+    Attackers may optimise the mask in the box [0, 1]; the neutral mask 1 - p leaves x unchanged. `channelwise` draws
+    one entry per example and channel, like `nn.Dropout2d`.
     """
 
     mask: Tensor
@@ -54,9 +54,9 @@ class Dropout(Stochastic):
 def with_dropout(model: nn.Module, p: float = 0.25, where: Sequence[str] | None = None) -> nn.Module:
     """Copy a model and insert `Dropout(p)` after the modules at the given paths.
 
-    By default after the positions that the model declares in `dropout_positions`: here, every convolutional block
-    (after its activation, before pooling), every stage of a ResNet, every block of the vision transformer. In an
-    `nn.Sequential` the dropout is appended, so that no parameter changes its name.
+    The default is the model's `dropout_positions`: every convolutional block (after its activation, before pooling),
+    every stage of a ResNet, every block of the vision transformer. To an `nn.Sequential` the dropout is appended, so
+    that no parameter changes its name.
     """
     positions = getattr(model, "dropout_positions", ()) if where is None else where
     if not positions:
@@ -118,9 +118,9 @@ class ConvBottleneck(Stochastic):
     sigma = softplus(clip(s, -5, 5)), z = mu + sigma * eps, y = decoder(z) with a bias-free 1x1 convolution back to C.
     The loss gains beta * mean over batch and positions of the KL term, summed over channels:
     `kl="exact"` -1/2 (1 + 2 ln sigma - mu^2 - sigma^2); `kl="published_code"` -1/2 (1 + sigma - mu^2 - e^sigma), which
-    takes sigma for a log-variance, as the authors' program does, and is least where there is no noise.
+    uses sigma as a log-variance, like the authors' program, and has its minimum at zero noise.
 
-    Tokens [B, T, W] are taken as T channels of a square grid of W values (W = 256: 16 x 16).
+    Tokens [B, T, W] are treated as T channels of a square grid of W values (W = 256: 16 x 16).
     """
 
     eps: Tensor
@@ -183,8 +183,8 @@ def with_precode(
 ) -> nn.Module:
     """Copy a model and put a `VariationalBottleneck` before its last linear layer (or the one at `position`).
 
-    The bottleneck's weights come from the generator, all others stay. In this package's models no parameter changes
-    its name; in a user's model the linear layer becomes the child `inner` of its old path.
+    The bottleneck's weights come from the generator, all others stay. Parameters of this package's models keep their
+    names; in a custom model the linear layer becomes the child `inner` of its old path.
     """
     copy = deepcopy(model)
     shape = getattr(model, "input_shape", None)
@@ -210,9 +210,9 @@ def with_cvb(
 ) -> nn.Module:
     """Copy a model and put a `ConvBottleneck` after the module at `position`.
 
-    Position, kernel and beta default to what the model declares (`cvb_position`, `cvb_kernel`, `cvb_beta`); a user's
-    model needs a position, and `inputs`, one batch of any size from which the shape at that position is found. The
-    bottleneck's weights come from the generator, all others stay.
+    Position, kernel and beta default to the model's `cvb_position`, `cvb_kernel` and `cvb_beta`. A custom model needs a
+    position, and `inputs`: one batch of any size, which determines the shape at that position. The bottleneck's weights
+    come from the generator, all others stay.
     """
     copy = deepcopy(model)
     path = position or getattr(model, "cvb_position", None)

@@ -1,8 +1,8 @@
 """Module replacement: copies of a model in which layers that cannot be audited are replaced by equivalent ones.
 
-Every function returns a new model and leaves the given one as it is. Weights stay, under the same names. A layer is
-replaced by its formula, so only torch's own types are: a subclass may compute something else. So may a layer with hooks
-or parametrisations. Such layers stay as they are, and `gradveil.nn.check` reports those that cannot be audited.
+Every function returns a new model with the same weights under the same names. Only torch's own layer types are
+replaced: subclasses and layers with hooks or parametrisations may compute something else. They stay as they are, and
+`gradveil.nn.check` reports those that cannot be audited.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from gradveil.nn.normalisation import BatchStatistics, FrozenNorm, InstanceNorm,
 from gradveil.nn.stochastic_layers import Dropout
 
 TOLERANCE_DOUBLE, TOLERANCE = 1e-5, 5e-2
-"""Largest difference, relative to the norm, that counts as rounding: in double precision, and in any other."""
+"""Largest rounding difference, relative to the norm: in double precision, and in any other."""
 _SMALL = 1e-3
-"""A gradient smaller than this share of the whole is compared with that share: it may be nothing but rounding."""
+"""Smallest share of the whole gradient's norm with which differences are compared: less may be pure rounding."""
 DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
-"""The hidden dropout layers of torch that have an explicit counterpart."""
+"""Dropout layers of torch with an explicit counterpart."""
 _EXAMPLES = 4
 
 
 @dataclass(frozen=True)
 class Answers:
-    """The outputs of a model on a batch, and the gradients of its parameters; none where the loss has no gradient."""
+    """The outputs of a model on a batch, and the gradients of its parameters; None if the loss has no gradient."""
 
     outputs: Any
     slopes: Tensors | None
@@ -43,17 +43,17 @@ class Answers:
 
 @dataclass(frozen=True)
 class Comparison:
-    """A batch and a loss, on which models are compared."""
+    """A batch and a loss for comparing models."""
 
     batch: Batch
     loss: Loss
 
     def difference(self, before: nn.Module, after: nn.Module) -> str | None:
-        """Describe how outputs or gradients differ by more than rounding; None where they agree.
+        """Describe a difference of outputs or gradients beyond rounding; None if they agree.
 
-        None too where the model before cannot be run on the batch, which `gradveil.nn.check` reports. Both see the same
-        random numbers, and torch's own dropout layers are switched off in both. They compute in double precision, since
-        single precision rounds the gradients of deep networks by up to a percent; a model that cannot, in its own.
+        Also None if `before` cannot be run on the batch, which `gradveil.nn.check` reports. Both models see the same
+        random numbers, with torch's dropout layers switched off. They run in double precision if possible: single
+        precision rounds the gradients of deep networks by up to a percent.
         """
         for double in (True, False):
             try:
@@ -74,7 +74,7 @@ class Comparison:
             if isinstance(module, DROPOUTS):
                 module.eval()
         inputs, targets = (value.detach()[:_EXAMPLES].clone() for value in self.batch)
-        if len(inputs) == 1:  # of which training-mode BatchNorm may refuse to take a variance
+        if len(inputs) == 1:  # training-mode BatchNorm may raise for a single example
             inputs, targets = torch.cat([inputs, inputs.flip(-1)]), torch.cat([targets, targets])
         if double:
             copy, inputs = copy.double(), inputs.double()
@@ -93,7 +93,7 @@ class Comparison:
 
 def _outputs_differ(new: Any, old: Any, limit: float) -> str | None:
     if not isinstance(old, Tensor):
-        return None  # no model that can be audited
+        return None  # the model cannot be audited anyway
     if not isinstance(new, Tensor) or new.shape != old.shape:
         return f"the outputs have the shape {tuple(getattr(new, 'shape', ()))}, not {tuple(old.shape)}"
     return _differ("the outputs", new, old, limit)
@@ -140,21 +140,20 @@ BATCHNORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 INSTANCENORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 """Types of InstanceNorm whose formula is known."""
 BATCHNORM_WAYS = ("group", "frozen", "batch_statistics")
-"""What a BatchNorm can be replaced by: group normalisation, its own frozen statistics, or those of the batch."""
+"""Replacements of BatchNorm: group normalisation, its frozen statistics, or the batch's statistics."""
 
 
 def replaceable(module: nn.Module, types: tuple[type[nn.Module], ...]) -> bool:
-    """Return whether a module is exactly of one of these types and has no hooks, so that its formula is known."""
+    """Return whether a module has exactly one of these types and no hooks, so that its formula is known."""
     return type(module) in types and not (module._forward_hooks or module._forward_pre_hooks)
 
 
 def replace_batchnorm(model: nn.Module, way: str = "group", *, groups: int = 2, active_only: bool = False) -> nn.Module:
-    """Replace every BatchNorm.
+    """Replace every BatchNorm and keep its weight and bias.
 
-    `"group"`: a GroupNorm with that many groups; `"frozen"`: the running statistics as constants, in training mode too;
-    `"batch_statistics"`: the batch's own statistics; running ones of a trained model are kept, for attackers, and not
-    used. Weight and bias are taken over. `active_only` leaves alone what does not use the batch: it is in evaluation
-    mode and has running statistics.
+    `"group"`: a GroupNorm with `groups` groups; `"frozen"`: constant running statistics, in training mode too;
+    `"batch_statistics"`: the batch's statistics; running ones are kept for attackers only. `active_only` skips layers
+    that do not use the batch, because they are in evaluation mode and have running statistics.
     """
     if way not in BATCHNORM_WAYS:
         raise fail("batchnorm", f"unknown way '{way}'", f"choose one of: {', '.join(BATCHNORM_WAYS)}")
@@ -165,9 +164,9 @@ def replace_batchnorm(model: nn.Module, way: str = "group", *, groups: int = 2, 
         if way == "group":
             return _with_weights(group_norm(old.num_features, groups), old)
         if way == "batch_statistics":
-            own = BatchStatistics(old.num_features, old.eps, affine=old.affine)
-            own.remember(dict(old.named_buffers()))
-            return _with_weights(own, old)
+            norm = BatchStatistics(old.num_features, old.eps, affine=old.affine)
+            norm.remember(dict(old.named_buffers()))
+            return _with_weights(norm, old)
         if old.running_mean is None or old.running_var is None:
             what = "it keeps no running statistics that could be frozen"
             raise fail("batchnorm", what, "choose 'group' or 'batch_statistics'")
@@ -180,11 +179,11 @@ def replace_batchnorm(model: nn.Module, way: str = "group", *, groups: int = 2, 
 
 
 def replace_dropout(model: nn.Module, *, active_only: bool = False) -> nn.Module:
-    """Replace `nn.Dropout` and `nn.Dropout1d/2d/3d` by the dropout whose mask is an argument.
+    """Replace `nn.Dropout` and `nn.Dropout1d/2d/3d` by dropout whose mask is an argument.
 
-    The explicit dropout knows no evaluation mode: it drops whenever a mask is supplied. `active_only` leaves alone what
-    is in evaluation mode. Alpha dropouts, and dropouts inside `nn.MultiheadAttention` and recurrent layers, cannot be
-    replaced; `check` finds them.
+    Explicit dropout has no evaluation mode: it drops whenever a mask is supplied. `active_only` skips layers in
+    evaluation mode. Alpha dropout, and dropout inside `nn.MultiheadAttention` and recurrent layers, cannot be replaced;
+    `check` reports them.
     """
 
     def new(old: nn.Module) -> nn.Module | None:
@@ -235,15 +234,14 @@ def prepare(
     batch: Batch | None = None,
     loss: Loss = F.cross_entropy,
 ) -> tuple[nn.Module, list[str]]:
-    """Make every replacement that the model needs to be audited; return the new model and a list of the changes.
+    """Make every replacement that an audit needs; return the new model and a list of the changes.
 
-    BatchNorm is only touched where it would use the batch (training mode, or no running statistics); by default it goes
-    on using the batch, which leaves the update unchanged. Dropout is only touched in training mode.
+    BatchNorm is replaced only if it uses the batch (training mode, or no running statistics); the default replacement
+    also uses the batch, which leaves the update unchanged. Dropout is replaced only in training mode.
 
-    With a `batch`, outputs and gradients of the loss are compared before and after each kind of replacement, and what
-    does not compute the same is refused by name. Compared is the model in its own modes, but with the dropout layers
-    that are replaced switched off, since they draw other masks afterwards. Group and frozen normalisation are meant to
-    compute something else: they are listed as such a change, and not compared.
+    With a `batch`, outputs and gradients are compared before and after each kind of replacement, and an error names the
+    modules that compute something else. Modes stay, but replaced dropout layers are switched off, as their masks
+    differ. Group and frozen normalisation change the model on purpose: they are listed, not compared.
     """
     done: list[str] = []
     compared = None if batch is None else Comparison(batch, loss)
@@ -278,26 +276,26 @@ def uses_batch(norm: nn.modules.batchnorm._BatchNorm) -> bool:
 def _problems(
     what: str, before: nn.Module, after: nn.Module, changed: list[str], compared: Comparison
 ) -> list[Problem]:
-    """Find the modules whose replacement makes a difference; where none does alone, all of them together."""
+    """Return a problem for each module whose replacement makes a difference, for all of them if none does alone."""
     difference = compared.difference(before, after)
     if difference is None:
         return []
     remedy = "replace it yourself in the model by one that computes the same, or audit without prepare"
     alone = {path: compared.difference(before, _only(before, after, path)) for path in changed}
-    culprits = {path: found for path, found in alone.items() if found}
+    culprits = {path: text for path, text in alone.items() if text}
     return [
-        Problem(path or "model", f"{what}: {found}, so another network would be audited", remedy)
-        for path, found in (culprits or dict.fromkeys(changed, difference)).items()
+        Problem(path or "model", f"{what}: {text}, so another network would be audited", remedy)
+        for path, text in (culprits or dict.fromkeys(changed, difference)).items()
     ]
 
 
 def _only(before: nn.Module, after: nn.Module, path: str) -> nn.Module:
-    """Copy a model with the module at one path, and wherever else it stands, taken from another model."""
+    """Copy `before` with the module at one path, and at its other paths, taken from `after`."""
     copy, new = deepcopy(before), deepcopy(at(after, path))
     old = at(copy, path)
-    for place, module in list(copy.named_modules(remove_duplicate=False)):
+    for name, module in list(copy.named_modules(remove_duplicate=False)):
         if module is old:
-            copy = put(copy, place, new)
+            copy = put(copy, name, new)
     return copy
 
 
@@ -306,19 +304,19 @@ def _described(model: nn.Module) -> list[tuple[str, tuple[type, object]]]:
 
 
 def _replace(model: nn.Module, new: Callable[[nn.Module], nn.Module | None]) -> nn.Module:
-    """Copy a model and put `new(module)` in the place of each module for which it is not None."""
+    """Copy a model and replace each module for which `new(module)` is not None; shared modules stay shared."""
     copy = deepcopy(model)
-    made: dict[int, nn.Module] = {}
+    replacements: dict[int, nn.Module] = {}
     for path, module in list(copy.named_modules(remove_duplicate=False)):
-        replacement = made.get(id(module)) or new(module)
+        replacement = replacements.get(id(module)) or new(module)
         if replacement is not None:
-            made[id(module)] = replacement.train(module.training)
+            replacements[id(module)] = replacement.train(module.training)
             copy = put(copy, path, replacement)
     return copy
 
 
 def _with_weights(new: nn.Module, old: nn.Module) -> nn.Module:
-    """Take over weight and bias themselves, so that what is tied stays tied."""
+    """Reuse the weight and bias of the old module, so that tied ones stay tied."""
     for name in ("weight", "bias"):
         if getattr(old, name, None) is not None:
             setattr(new, name, getattr(old, name))

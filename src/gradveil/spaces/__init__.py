@@ -1,4 +1,4 @@
-"""Kinds of examples: what a client's data are, how they are seen and compared."""
+"""Kinds of examples: how a client's data are normalised, shown and compared."""
 
 from __future__ import annotations
 

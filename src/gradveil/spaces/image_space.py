@@ -15,15 +15,15 @@ from gradveil.metrics import identification, match_batch, mse, psnr, ssim, ssim_
 from gradveil.metrics.image_similarity import WINDOW, finite
 
 CONTRASTS = (1.0, 1.3, 1.7)
-"""A mean is also guessed with its contrast raised: SSIM asks for the contrast of a single image."""
+"""Contrast factors of the mean image as a baseline: SSIM rewards the contrast of a single image."""
 _PART = 256
 
 
 @dataclass(frozen=True)
 class ImageSpace(Space):
-    """Images of one shape; their inputs are (pixel - mean) / std, their views are the pixels.
+    """Images of one shape; inputs are (pixel - mean) / std, views are the pixels.
 
-    One number of `mean` and `std` stands for every channel.
+    A single number of `mean` and `std` applies to every channel.
 
     >>> space = ImageSpace((1, 28, 28), mean=(0.5,), std=(0.5,))
     >>> [bound.item() for bound in space.bounds(torch.zeros(()))]
@@ -40,7 +40,7 @@ class ImageSpace(Space):
     exactly: ClassVar[float] = 0.9
 
     def __post_init__(self) -> None:
-        """Refuse what no image can be, every problem at once."""
+        """Raise with every problem of shape, mean and std."""
         problems: list[Problem] = []
         if len(self.shape) != 3 or min(self.shape) < 1:
             problems.append(Problem("space.shape", f"is {self.shape}", "give (channels, height, width)"))
@@ -53,7 +53,7 @@ class ImageSpace(Space):
 
     @classmethod
     def between(cls, black: float | Tensor, white: float | Tensor, shape: tuple[int, ...]) -> ImageSpace:
-        """Return the space of images whose inputs reach from black to white: one number, or one a channel."""
+        """Return the space of images with inputs from black to white: one number, or one per channel."""
         low, high = (torch.as_tensor(value).detach().cpu().double().flatten() for value in (black, white))
         if not bool((low < high).all()):
             raise fail("space.bounds", f"{black} is not below {white}", "give the range of valid inputs")
@@ -71,7 +71,7 @@ class ImageSpace(Space):
         return (views - mean) / std
 
     def view(self, inputs: Tensor) -> Tensor:
-        """Turn inputs into pixels, clamped to [0, 1]; a NaN stays a NaN."""
+        """Turn inputs into pixels, clamped to [0, 1]; NaN stays NaN."""
         mean, std = self._statistics(inputs)
         return (inputs * std + mean).clamp(0, 1)
 
@@ -80,9 +80,9 @@ class ImageSpace(Space):
         return match_batch(candidates, truths)
 
     def scores(self, candidates: Tensor, truths: Tensor) -> Mapping[str, Tensor]:
-        """Compute MSE and PSNR, and SSIM where the images are large enough for its window."""
-        found = {"mse": mse(candidates, truths), "psnr": psnr(candidates, truths)}
-        return found | ({"ssim": ssim(candidates, truths)} if min(self.shape[1:]) >= WINDOW else {})
+        """Compute MSE and PSNR, and SSIM if the images are large enough for its window."""
+        scores = {"mse": mse(candidates, truths), "psnr": psnr(candidates, truths)}
+        return scores | ({"ssim": ssim(candidates, truths)} if min(self.shape[1:]) >= WINDOW else {})
 
     def similarity(self, candidates: Tensor, truths: Tensor) -> Tensor:
         """Compute SSIM; a candidate that is not finite gets -1."""
@@ -90,13 +90,13 @@ class ImageSpace(Space):
         return torch.where(usable, ssim_pairs(candidates.nan_to_num(0, 0, 0), truths), -1.0)
 
     def nearest(self, candidates: Tensor, gallery: Tensor) -> Tensor:
-        """Return the place of the nearest image in L2."""
+        """Return the index of the nearest image in L2."""
         flat = candidates.nan_to_num(0, 0, 0).float().flatten(1)
         nearest = torch.cat([torch.cdist(part, gallery.flatten(1)).argmin(1) for part in flat.split(_PART)])
         return torch.where(finite(candidates), nearest, -1)
 
     def identified(self, candidates: Tensor, places: Tensor, gallery: Tensor) -> Tensor:
-        """Say whether no other image is nearer in L2; an exact copy of the own image counts as that."""
+        """Return whether no other image is nearer in L2; an exact copy of the ground truth counts as it."""
         return identification(candidates, places, gallery).bool()
 
     def average(self, views: Tensor) -> Tensor:
@@ -104,14 +104,14 @@ class ImageSpace(Space):
         return views.mean(0)
 
     def guesses(self, views: Tensor, tested: int) -> Tensor:
-        """Return the mean of all other images, as it is and with its contrast raised."""
+        """Return the mean of all other images, unchanged and with raised contrast."""
         count = len(views)
         others = (views.mean(0) * count - views[:tested]) / max(1, count - 1)
         level = others.mean((-3, -2, -1), keepdim=True)
         return torch.stack([(level + contrast * (others - level)).clamp(0, 1) for contrast in CONTRASTS])
 
     def central(self, views: Tensor) -> Tensor:
-        """Return the places of the images, those nearest to their mean first."""
+        """Return the indices of the images, those nearest to their mean first."""
         return (views - views.mean(0)).square().flatten(1).sum(1).argsort()
 
     def _statistics(self, like: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,8 +1,8 @@
-"""Bounds: what is known without running an attack.
+"""Bounds that need no attack.
 
-`gradveil.theory.input_jacobian` tells how strongly each coordinate of a gradient depends on the inputs,
-`gradveil.theory.reconstruction_bound` how large the error of every reconstruction must be,
-`gradveil.theory.first_order_utility` what noise costs, `gradveil.theory.accounting` which epsilon it gives.
+`gradveil.theory.input_jacobian` measures how strongly each coordinate of a gradient depends on the inputs,
+`gradveil.theory.reconstruction_bound` bounds the error of every reconstruction from below,
+`gradveil.theory.first_order_utility` computes the cost of noise, `gradveil.theory.accounting` its epsilon.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Differential privacy accounting: from a noise multiplier to epsilon and back, by the package dp-accounting.
+"""Differential privacy accounting: epsilon for a noise multiplier and back, by the package dp-accounting.
 
 A mechanism adds normal noise to a sum in which each unit (an example, or a client) has a vector of norm at most C. Its
-*noise multiplier* is the standard deviation of the noise divided by C. Of many such sums, epsilon at a given delta
-follows from the multiplier, the number of sums, and how units get into them. Everything here is an upper bound of
-epsilon, under the assumptions that `assumptions` writes out.
+*noise multiplier* is the standard deviation of the noise divided by C. The epsilon of many such sums at a given delta
+follows from the multiplier, the number of sums, and the sampling of units. All results are upper bounds of epsilon,
+under the assumptions that `assumptions` describes.
 """
 
 from __future__ import annotations
@@ -20,35 +20,35 @@ from gradveil.core.errors import Problem, fail, refuse
 from gradveil.core.settings import Checked, Count, Kept, Range, collect
 
 Accountant = Literal["pld", "rdp"]
-"""How privacy losses are composed: by their distribution, or by Rényi divergences."""
+"""Composition of privacy losses: by their distribution, or by Rényi divergences."""
 Sampling = Literal["poisson", "shuffled"]
-"""How the examples of a step are chosen."""
+"""Selection of the examples of a step."""
 Unit = Literal["example", "client"]
-"""Whose presence or absence must not show."""
+"""The privacy unit: what neighbouring data sets differ in."""
 
 POSITIVE = Range(0, low_open=True)
 """Any number above zero."""
 PROBABILITY = Range(0, 1, low_open=True, high_open=True)
 """A probability that is neither zero nor one."""
 HOPELESS = 20.0
-"""Above it `pld` answers with the looser `rdp`: its grid of privacy losses would fill the memory, and e^20 is no
-promise either way."""
+"""Epsilon above which `pld` returns the looser `rdp` bound: its grid of privacy losses would fill the memory, and e^20
+protects nobody."""
 _LIMITS = (1e-4, 1e6)
-"""Multipliers between which `multiplier` searches."""
+"""Search range of `multiplier`."""
 _PRECISION = 1e-4
 _NEAR = 0.8
-"""Of the multiplier that `rdp` asks for, what `pld` seldom goes below."""
+"""Share of the multiplier of `rdp` that usually bounds that of `pld` from below."""
 _LEAST = 1e-6
-"""Of the epsilon wanted, below which none is told from another: without any, its logarithm would be infinite."""
+"""Smallest ratio of epsilon to its target, which keeps the logarithm finite."""
 
 
 @dataclass(frozen=True)
 class Participation(Checked):
-    """How often a unit takes part in what is released, and which delta and accountant are wanted.
+    """How often a unit is part of a release, with the delta and accountant of the guarantee.
 
     With `poisson` sampling, each unit is in each of `steps` sums with probability `rate`, independently; neighbours
     differ by one unit added or removed (Abadi et al. 2016). With `shuffled` batches of fixed size, a unit is in one of
-    floor(1 / rate) sums of each epoch; it is accounted once an epoch, *without* amplification by sampling, and
+    floor(1 / rate) sums of each epoch; it is accounted once per epoch, *without* amplification by sampling, and
     neighbours differ by one unit replaced, which can change the sum by 2 C. The schedule must not depend on the data.
     """
 
@@ -58,12 +58,12 @@ class Participation(Checked):
     sampling: Annotated[Sampling, "How the examples of a step are chosen."] = "poisson"
     accountant: Annotated[Accountant, "How privacy losses are composed."] = "pld"
     at_most: Annotated[int | None, Range(1, integer=True, optional=True)] = None
-    """How many sums of `shuffled` batches a unit is in at most, where that does not follow from steps and rate."""
+    """Most sums of `shuffled` batches with the same unit, if that does not follow from steps and rate."""
     label: ClassVar[str] = "privacy"
 
     @property
     def epochs(self) -> int:
-        """How many sums of shuffled batches a unit is in at most.
+        """Most sums of shuffled batches with the same unit.
 
         >>> Participation(steps=250, rate=0.01, sampling="shuffled").epochs
         3
@@ -72,18 +72,18 @@ class Participation(Checked):
 
 
 def epsilon(multiplier: float, training: Participation) -> float:
-    """Bound epsilon for a noise multiplier; infinite without noise.
+    """Return an upper bound of epsilon for a noise multiplier; infinite without noise.
 
-    `rdp` takes the best order of Rényi divergence (Mironov 2017), `pld` composes privacy loss distributions
-    numerically, rounded up (Koskela et al. 2020), and is nearly exact.
+    `rdp` uses the best order of Rényi divergence (Mironov 2017). `pld` composes privacy loss distributions numerically,
+    rounded up (Koskela et al. 2020), and is nearly exact.
     """
     return composed([(multiplier, training)])
 
 
 def composed(parts: Sequence[tuple[float, Participation]]) -> float:
-    """Bound epsilon of noise multipliers and trainings, at least one, that follow each other on the same units.
+    """Return an upper bound of epsilon for one or more (noise multiplier, training) pairs on the same units.
 
-    Neighbouring data have to be the same in all of them: Poisson samples and shuffled batches do not compose.
+    All pairs must define neighbouring data alike: Poisson samples and shuffled batches do not compose.
     """
     kinds = [(training.delta, training.sampling, training.accountant) for _, training in parts]
     problems = collect("privacy", (("sigma", Range(0), noise) for noise, _ in parts))
@@ -98,30 +98,27 @@ def composed(parts: Sequence[tuple[float, Participation]]) -> float:
 
 
 def worst(noises: Iterable[tuple[float, Participation]]) -> tuple[float, float, Participation]:
-    """Find the largest epsilon of several noise multipliers and trainings: epsilon, and whose it is.
+    """Return the largest epsilon of several noise multipliers and trainings, and its multiplier and training.
 
-    What `rdp` bounds below the largest so far is not accounted exactly: hundreds of clients take a second or two.
+    Pairs whose `rdp` bound is below the largest epsilon so far are skipped: hundreds of clients take a second or two.
     """
     loose = ((epsilon(noise, replace(training, accountant="rdp")), noise, training) for noise, training in set(noises))
-    found: tuple[float, float, Participation] | None = None
+    largest: tuple[float, float, Participation] | None = None
     for bound, noise, training in sorted(loose, key=lambda entry: -entry[0]):
-        if found is not None and bound <= found[0]:
+        if largest is not None and bound <= largest[0]:
             break
         exact = min(bound, epsilon(noise, training))
-        found = (exact, noise, training) if found is None or exact > found[0] else found
-    assert found is not None
-    return found
+        largest = (exact, noise, training) if largest is None or exact > largest[0] else largest
+    assert largest is not None
+    return largest
 
 
 def multiplier(target: float, training: Participation) -> float:
-    """Find the smallest noise multiplier whose epsilon is at most `target`; it errs on the private side.
-
-    The answer is at most 1 part in 10,000 too large.
-    """
+    """Return the smallest noise multiplier whose epsilon is at most `target`, rounded up by at most 0.01%."""
     refuse(collect("privacy", [("epsilon", POSITIVE, target)]))
     low, high = _LIMITS
     if training.accountant == "pld" and target < HOPELESS:
-        # What the looser accountant, which is fast, says is enough is seldom much more than that.
+        # The looser accountant is fast, and its multiplier is rarely much larger.
         loose = multiplier(target, replace(training, accountant="rdp"))
         low, high = (loose * _NEAR, loose) if epsilon(loose, training) <= target else (loose, high)
         low = low if epsilon(low, training) > target else _LIMITS[0]
@@ -132,10 +129,10 @@ def multiplier(target: float, training: Participation) -> float:
 
 
 def _crossing(excess: Callable[[float], float], low: float, high: float) -> float:
-    """Find from above where a falling function of the noise crosses zero, which it does between low and high.
+    """Return the noise in [low, high] at which a falling function crosses zero, rounded up.
 
-    By regula falsi in the logarithm of the noise, a power of which epsilon nearly is; of two points in a row on the
-    same side, the other end's weight is halved (Dowell and Jarratt 1971, "Illinois").
+    Regula falsi in the logarithm of the noise, as epsilon is nearly a power of it. After two points in a row on one
+    side, the other end's weight is halved (Dowell and Jarratt 1971, "Illinois").
     """
     above, below = excess(low), excess(high)
     last = 0
@@ -144,17 +141,17 @@ def _crossing(excess: Callable[[float], float], low: float, high: float) -> floa
         margin = min(0.5, _PRECISION / 3 / width)
         share = above / (above - below) if math.isfinite(above) and above > below else 0.5
         middle = low * math.exp(width * min(max(share, margin), 1 - margin))
-        found = excess(middle)
-        if found > 0:
-            low, above, below = middle, found, below / 2 if last > 0 else below
+        value = excess(middle)
+        if value > 0:
+            low, above, below = middle, value, below / 2 if last > 0 else below
         else:
-            high, below, above = middle, found, above / 2 if last < 0 else above
-        last = 1 if found > 0 else -1
+            high, below, above = middle, value, above / 2 if last < 0 else above
+        last = 1 if value > 0 else -1
     return high
 
 
 def assumptions(training: Participation, unit: Unit = "example") -> str:
-    """Write out in a sentence what an epsilon of this training takes for granted."""
+    """Describe the assumptions of an epsilon of this training."""
     if training.sampling == "shuffled":
         times = f"at most {training.epochs} of {training.steps:,} sums" if training.steps > 1 else "the one sum"
         return f"each {unit} is in {times}, no amplification by sampling; neighbours differ by one {unit} replaced"
@@ -165,7 +162,7 @@ def assumptions(training: Participation, unit: Unit = "example") -> str:
 
 @cache
 def _epsilon(parts: tuple[tuple[float, Participation], ...], accountant: Accountant) -> float:
-    # It takes a second to load, which only those wait for who ask for an epsilon.
+    # Imported here, because it takes a second to load.
     import dp_accounting  # pyright: ignore[reportMissingImports]
     from dp_accounting import pld, rdp  # pyright: ignore[reportMissingImports]
 
@@ -184,7 +181,7 @@ def _epsilon(parts: tuple[tuple[float, Participation], ...], accountant: Account
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep back what the package says of Rényi orders that it leaves out: without them the bound still holds."""
+    """Suppress warnings about Rényi orders that the package skips: the bound holds without them."""
     log = logging.getLogger("absl")
     level = log.level
     log.setLevel(logging.ERROR)

@@ -1,7 +1,7 @@
 """Row norms of the Jacobian dg/dx: how strongly each coordinate of a gradient depends on the inputs.
 
-Optimal defences spend their noise by these norms (Chen, Gürsoy and Lei 2024, "Optimal Defenses Against Gradient
-Reconstruction Attacks"), and bounds of what can be reconstructed add them up.
+Optimal defences distribute their noise by these norms (Chen, Gürsoy and Lei 2024, "Optimal Defenses Against Gradient
+Reconstruction Attacks"), and reconstruction bounds sum them.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from gradveil.gradients.input_sensitivity import load_forward_mode
 Gradient = Callable[[Batch], Tensors]
 """A client's differentiable mean gradient: `Context.gradient`."""
 AT_ONCE = 16
-"""Probes in one batch: each holds one more gradient."""
+"""Probes per batch: each needs memory for one gradient."""
 _STEP, _JUMP = 3e-3, 0.2
-"""A finite step, and how far the difference may be from the derivative where nothing jumps, relatively."""
+"""A finite step, and the largest relative error of its difference quotient for a function without jumps."""
 
 
 def probe_noise(batch: Batch, probes: int) -> NoiseSpec:
     """Declare `probe` [probes, B, C, H, W]: standard normal directions in the space of the whole batch.
 
-    Its neutral value is zero, which finds every row to be zero.
+    With the neutral value zero, all row norms are zero.
     """
     inputs = batch.inputs
     return NoiseSpec({"probe": Noise((probes, *inputs.shape), Normal(), neutral=0.0, dtype=inputs.dtype)})
@@ -37,11 +37,11 @@ def probe_noise(batch: Batch, probes: int) -> NoiseSpec:
 def squared_row_norms(gradient: Gradient, batch: Batch, probe: Tensor, at_once: int = AT_ONCE) -> Tensors:
     """Estimate ||dg_i/dx||^2 of every coordinate i by mean_k (J v_k)_i^2 over K probes v_k ~ N(0, I).
 
-    x is the whole batch. The estimate is unbiased with relative variance 2 / K, and exactly zero where a row is. It
-    takes K forward-mode products, `at_once` in one batch; can be differentiated, and runs under `vmap`.
+    x is the whole batch. The estimate is unbiased with relative variance 2 / K, and exactly zero for zero rows. It
+    costs K forward-mode products, `at_once` in one batch, is differentiable, and runs under `vmap`.
     """
     load_forward_mode()
-    # Forward mode of a group norm refuses images whose channels come last.
+    # Forward mode of GroupNorm raises for channels-last images.
     inputs = batch.inputs.to(probe.dtype).contiguous()
 
     def product(direction: Tensor) -> Tensors:
@@ -59,8 +59,8 @@ def squared_products(
 ) -> Tensor | None:
     """Compute ||J v||^2 [N] over all coordinates of a function of tensors, for directions v [N, *inputs.shape].
 
-    None where a small step along the last direction shows that the function jumps, as the gradients of networks with
-    ReLU do: J would say too little of it.
+    None if a small step along the last direction finds a jump, as in gradients of networks with ReLU: J would
+    underestimate the dependence.
     """
     load_forward_mode()
 
@@ -71,21 +71,21 @@ def squared_products(
     taken = tmap(lambda ahead, behind: (ahead - behind) / (2 * _STEP), function(inputs + step), function(inputs - step))
     if bool(norm(tmap(torch.sub, product(directions[-1]), taken)) > _JUMP * norm(taken)):
         return None
-    found: list[Tensor] = []
+    sums: list[Tensor] = []
     for some in directions.split(at_once):
         rows = vmap(product)(some).values()
-        found.append(torch.stack([value.reshape(len(some), -1).square().sum(1) for value in rows]).sum(0))
-    return torch.cat(found)
+        sums.append(torch.stack([value.reshape(len(some), -1).square().sum(1) for value in rows]).sum(0))
+    return torch.cat(sums)
 
 
 def exact_squared_row_norms(gradient: Gradient, batch: Batch) -> Tensors:
-    """Compute ||dg_i/dx||^2 from the whole Jacobian: for small models, and for the tests of the estimate."""
+    """Compute ||dg_i/dx||^2 from the whole Jacobian, for small models and tests."""
     dimensions = batch.inputs.dim()
     return {name: rows.flatten(-dimensions).square().sum(-1) for name, rows in _jacobians(gradient, batch).items()}
 
 
 def jacobian(gradient: Gradient, batch: Batch) -> Tensor:
-    """Compute the whole Jacobian as a matrix [coordinates of the update, entries of the batch]; for small models."""
+    """Compute the Jacobian as a matrix [coordinates of the update, entries of the batch], for small models."""
     entries = batch.inputs.numel()
     return torch.cat([rows.reshape(-1, entries) for rows in _jacobians(gradient, batch).values()])
 

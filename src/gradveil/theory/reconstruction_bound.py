@@ -1,8 +1,8 @@
 """The Bayesian Cramér-Rao bound of a reconstruction's error, and a prior of images for it.
 
-Each coefficient of an image's discrete cosine transform has the public images' variance (a few low frequencies hold
-nearly all of it), and none tells of another. Of all laws with these variances this one has the least information, so
-bounds that rest on it are about an attacker who knows nothing else of images. Who knows more may do better.
+The prior: the coefficients of an image's discrete cosine transform are independent and normal, with the variances of
+public images (a few low frequencies hold nearly all of it). Of all laws with these variances it has the least
+information. Bounds from it hold for attackers who know only these variances; others may do better.
 
 Of inputs x with a prior, an attacker sees g(x) + N(0, diag(s_i^2)). For every estimate x' of the d entries of x
 
@@ -14,14 +14,14 @@ here are divided by d: they are mean squared errors of an entry, in the units of
 
 What to keep in mind:
 
-- It holds where g is absolutely continuous in x. The gradient of a network with ReLU or max-pooling is not: it jumps
-  where a unit switches, and J, which does not see jumps, says too little. There `rate_bound` holds.
-- The bound holds for noise whose variances do not depend on x. Where they do (`optimal-noise` is fitted to the batch)
-  the variances themselves tell of x: F lacks a term, and the numbers are no bound.
-- It holds for a prior whose density vanishes at its borders. Of images nobody knows P; both estimates below are models.
+- It holds if g is absolutely continuous in x. The gradient of a network with ReLU or max-pooling is not: it jumps when
+  a unit switches, and J does not contain the jumps. Use `rate_bound` for such models.
+- It holds for noise whose variances do not depend on x. Variances that do (`optimal-noise` is fitted to the batch)
+  reveal x themselves: F lacks a term, and the result is not a bound.
+- It holds for a prior whose density vanishes at its borders. P of images is unknown; both estimates below are models.
 - The paper's own constants could not be verified. Since tr P <= d * (largest eigenvalue of P), a statement with the
   latter follows from this one: pass `prior_trace = d * eigenvalue`.
-- Labels are taken as known, and one update as seen: n independent updates of the same x have n times the F.
+- It assumes known labels and a single update: n independent updates of the same x have n times the F.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ class Spectrum:
 
     @property
     def variance(self) -> float:
-        """The mean squared error of an attacker who sees no update and answers with the mean image."""
+        """The mean squared error of the mean image, a baseline without the update."""
         return float(self.variances.mean())
 
     def groups(self) -> Tensor:
-        """Share the coefficients out by falling variance, 1, 1, 2, 4, 8, ... to a group: masks [G, C, H, W]."""
+        """Group the coefficients by falling variance, in groups of 1, 1, 2, 4, 8, ...: masks [G, C, H, W]."""
         order = self.variances.flatten().argsort(descending=True, stable=True)
         rank = torch.empty_like(order)
         rank[order] = torch.arange(len(order), device=order.device)
@@ -100,13 +100,12 @@ def _basis(side: int, like: Tensor) -> Tensor:
 def information(jacobian: Tensor, variances: Tensor) -> Tensor:
     """Compute J^T diag(1 / s_i^2) J [d, d] of a Jacobian [..., coordinates, d], averaged over the leading dimensions.
 
-    A coordinate with infinite variance (pruned) says nothing; one with variance 0 says everything, unless it does not
-    depend on x.
+    A coordinate with infinite variance (pruned) contributes nothing; one with variance 0 infinity, if it depends on x.
     """
     weights = _weights(jacobian.square().sum(-1), variances)
     weighted = torch.where(jacobian == 0, 0.0, weights.unsqueeze(-1) * jacobian)
-    found = jacobian.mT @ weighted
-    return found.flatten(0, -3).mean(0) if found.dim() > 2 else found
+    fisher = jacobian.mT @ weighted
+    return fisher.flatten(0, -3).mean(0) if fisher.dim() > 2 else fisher
 
 
 def information_trace(squares: Mapping[str, Tensor], variances: Mapping[str, Tensor]) -> Tensor:
@@ -121,9 +120,8 @@ def information_trace(squares: Mapping[str, Tensor], variances: Mapping[str, Ten
 def gaussian_information(examples: Tensor, ridge: float = 0.0) -> Tensor:
     """Estimate P by the inverse covariance [d, d] of public examples [N, d], plus `ridge` on the diagonal.
 
-    That is the information of the *normal* law with this covariance. Of all laws with one covariance the normal one has
-    the least information, so of data that is not normal the bound comes out too high: read it as the best that an
-    attacker can do who knows mean and covariance only. A ridge makes the law wider, and the bound higher.
+    This is the information of the *normal* law, the least of all laws with this covariance. For other data the bound is
+    too high: it holds for attackers who know only mean and covariance. A ridge widens the law and raises the bound.
     """
     count, entries = examples.shape
     centred = examples - examples.mean(0)
@@ -140,8 +138,8 @@ def smoothed_information(examples: Tensor, width: float, generator: torch.Genera
     """Estimate P [d, d] of public examples [N, d] that are smoothed by N(0, width^2): a mixture of normal laws.
 
     The score at x is sum_j w_j (x_j - x) / width^2, with w_j the share of the mixture's density at x that comes from
-    example j; its second moment is averaged over draws from the mixture. This law has been seen nowhere but at the
-    examples: a small width gives much information, and a low bound.
+    example j; its second moment is averaged over draws from the mixture. A small width gives much information, and so a
+    low bound.
     """
     count, entries = examples.shape
     chosen = torch.randint(count, (draws,), generator=generator)
@@ -175,9 +173,9 @@ def trace_bound(fisher_trace: Tensor, prior_trace: Tensor, entries: int) -> Tens
 def block_bound(fisher: Tensor, prior: Tensor, sizes: Tensor) -> Tensor:
     """Return sum_g n_g^2 / (tr F_g + tr P_g) / d for traces over groups of n_g directions of any orthonormal basis.
 
-    It lies between `trace_bound`, which has one group, and `error_bound`: a diagonal entry of an inverse is at least
-    the inverse of the entry, and within a group the mean of inverses at least the inverse of the mean. Only traces are
-    needed, so random directions of each group will do.
+    It lies between `trace_bound` (one group) and `error_bound`: a diagonal entry of an inverse is at least the inverse
+    of the entry, and the mean of inverses in a group at least the inverse of the mean. It needs only traces, which
+    random directions of each group can estimate.
 
     >>> block_bound(torch.tensor([6.0, 0.0]), torch.tensor([2.0, 2.0]), torch.tensor([2.0, 2.0]))
     tensor(0.6250)
@@ -186,11 +184,11 @@ def block_bound(fisher: Tensor, prior: Tensor, sizes: Tensor) -> Tensor:
 
 
 def rate_bound(variances: Tensor, nats: Tensor) -> Tensor:
-    """Return the least mean squared error of normal x, of which what is sent tells at most so many nats.
+    """Return the smallest mean squared error for normal x if the update contains at most `nats` of information.
 
     That is sum_k min(t, v_k) / d with the water level t at which sum_k max(0, log(v_k / t)) / 2 is the number of nats:
-    the distortion-rate function (Cover and Thomas 2006, sec. 10.3.3). It asks nothing of the derivative of g. Of
-    g + N(0, s^2) there are at most E ||g - c||^2 / (2 s^2) nats, for any c that does not depend on x.
+    the distortion-rate function (Cover and Thomas 2006, sec. 10.3.3). It needs no derivative of g. g + N(0, s^2)
+    contains at most E ||g - c||^2 / (2 s^2) nats, for any c that does not depend on x.
 
     >>> rate_bound(torch.ones(4), torch.tensor(2.0))
     tensor(0.3679)

@@ -1,4 +1,4 @@
-"""Can this model be audited with this batch? All the reasons why not, with module paths and remedies."""
+"""Checks of a model and a batch before an audit: every problem with its module path and a fix."""
 
 from __future__ import annotations
 
@@ -23,20 +23,15 @@ def check(
     bounds: Bounds | None = None,
     classes: int | None = None,
 ) -> list[Problem]:
-    """Return every problem that would stop or spoil an audit; never raise for one.
+    """Return every problem that would stop an audit or falsify its results; raise for none.
 
-    Looks at the layers, at the batch, and at what a forward pass, the gradient, its derivative with respect to the
-    inputs and the batched form of both do. The runs are made on a copy, on which the surgeries of
-    `gradveil.nn.surgery.prepare` have been done: they show what would be left after those. `loss` is cross-entropy if
-    none is given; `bounds` are the least and greatest allowed inputs (numbers, or tensors that broadcast), `classes` is
-    the number of classes of the data set.
+    Checks the layers, the batch, a forward pass, the gradient, its derivative with respect to the inputs, and the
+    batched form of both. The runs use a copy prepared by `gradveil.nn.surgery.prepare`, so they report problems that
+    remain afterwards. `loss` defaults to cross-entropy; `bounds` are the smallest and largest allowed inputs (numbers,
+    or tensors that broadcast), `classes` is the number of classes of the data set.
     """
-    problems = layer_problems(model)
-    found = batch_problems(model, batch, bounds, classes)
-    problems += found
-    blocked = any(problem.severity == "error" for problem in found) or _is_lazy(problems)
-    return problems if blocked else problems + run_problems(model, batch, loss or F.cross_entropy)
-
-
-def _is_lazy(problems: list[Problem]) -> bool:
-    return any("no shape yet" in problem.what for problem in problems)
+    of_layers, of_batch = layer_problems(model), batch_problems(model, batch, bounds, classes)
+    is_lazy = any("no shape yet" in problem.what for problem in of_layers)
+    blocked = is_lazy or any(problem.severity == "error" for problem in of_batch)
+    of_runs = [] if blocked else run_problems(model, batch, loss or F.cross_entropy)
+    return of_layers + of_batch + of_runs

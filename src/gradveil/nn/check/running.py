@@ -1,4 +1,4 @@
-"""Problems that show when the model runs: the forward pass, its derivatives, and their batched forms."""
+"""Problems of a running model: the forward pass, its derivatives, and their batched forms."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _AUGMENTED = {"__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__", "_
 
 @dataclass
 class Visit:
-    """One call of one module: its path, what went in, what came out."""
+    """One call of a module: its path, inputs and outputs."""
 
     path: str
     inputs: tuple[Tensor, ...]
@@ -32,14 +32,14 @@ class Visit:
 
 @dataclass(eq=False)
 class Trace(TorchFunctionMode):
-    """Record the visits of a forward pass in the order in which they end, and the in-place calls within them."""
+    """Visits of a forward pass in the order in which they end, and the in-place calls of each module."""
 
     done: list[Visit] = field(default_factory=list)
     under_way: list[Visit] = field(default_factory=list)
     overwriting: dict[str, list[str]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Start as a mode that is not active."""
+        """Create the mode, not yet active."""
         super().__init__()
 
     def __torch_function__(
@@ -49,7 +49,7 @@ class Trace(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Note a call that overwrites a tensor, with the module that makes it."""
+        """Record a call that overwrites a tensor, with its module."""
         name = getattr(func, "__name__", "")
         if name in _AUGMENTED or (name.endswith("_") and not name.endswith("__")):
             path = self.under_way[-1].path if self.under_way else "model"
@@ -59,7 +59,7 @@ class Trace(TorchFunctionMode):
 
     @property
     def where(self) -> str:
-        """The module that was running when the pass stopped."""
+        """Path of the module that was running when the pass stopped."""
         return self.under_way[-1].path if self.under_way else "model"
 
     def enter(self, path: str, inputs: Any) -> None:
@@ -83,7 +83,7 @@ def tensors_in(value: Any) -> tuple[Tensor, ...]:
 
 
 def follow(model: nn.Module, run: Callable[[], Any], trace: Trace) -> Any:
-    """Run something that runs the model, recording it in the trace."""
+    """Call `run`, recording the model's forward pass in the trace."""
     hooks = []
     for path, module in model.named_modules():
         hooks.append(module.register_forward_pre_hook(lambda _m, inputs, path=path: trace.enter(path, inputs)))
@@ -97,12 +97,10 @@ def follow(model: nn.Module, run: Callable[[], Any], trace: Trace) -> Any:
 
 
 def first_random(first: Trace, second: Trace) -> str | None:
-    """Name the first module that gave different outputs for equal inputs in two passes."""
-    for one, two in zip(first.done, second.done, strict=False):
-        if one.path != two.path:
-            return one.path
-        if _same(one.inputs, two.inputs) and not _same(one.outputs, two.outputs):
-            return one.path
+    """Return the path of the first module with different outputs for equal inputs in two passes."""
+    for a, b in zip(first.done, second.done, strict=False):
+        if a.path != b.path or (_same(a.inputs, b.inputs) and not _same(a.outputs, b.outputs)):
+            return a.path
     return None
 
 
@@ -114,17 +112,17 @@ def _same(first: tuple[Tensor, ...], second: tuple[Tensor, ...]) -> bool:
 
 
 Loss = Callable[[Tensor, Tensor], Tensor]
-"""(outputs, targets) -> a scalar, or one loss an example."""
+"""(outputs, targets) -> a scalar, or one loss per example."""
 TOLERANCE = 0.02
-"""Relative error of a batched derivative that counts as wrong: rounding stays far below, the known faults far above."""
+"""Relative error above which a batched derivative is wrong: rounding stays far below, the known faults far above."""
 
 
 def run_problems(model: nn.Module, batch: Batch, loss: Loss) -> list[Problem]:
-    """Run a prepared copy of the model, and return what goes wrong."""
+    """Run a prepared copy of the model, and return its problems."""
     try:
         copy, _ = prepare(model)
     except FOREIGN as error:
-        what = f"cannot be copied: {_said(error)}"
+        what = f"cannot be copied: {_text(error)}"
         return [Problem("model", what, "keep only parameters, buffers and modules as tensors of the model")]
     with warnings.catch_warnings(), torch.random.fork_rng():
         warnings.simplefilter("ignore")
@@ -132,11 +130,9 @@ def run_problems(model: nn.Module, batch: Batch, loss: Loss) -> list[Problem]:
         problems, outputs = _forward_problems(copy, batch.inputs.detach(), trace)
         if outputs is None:
             return problems
-        fatal = _output_problems(outputs, batch)
-        if fatal:
+        if fatal := _output_problems(outputs, batch):
             return problems + fatal
-        found = _derivative_problems(copy, batch, loss, trace)
-        problems += found
+        problems += _derivative_problems(copy, batch, loss, trace)
         if not any(problem.severity == "error" for problem in problems):
             problems += _batching_problems(copy, batch, loss, trace)
             problems += _probability_problems(outputs.detach(), batch.targets, loss)
@@ -144,11 +140,10 @@ def run_problems(model: nn.Module, batch: Batch, loss: Loss) -> list[Problem]:
 
 
 def _forward_problems(model: nn.Module, inputs: Tensor, trace: Trace) -> tuple[list[Problem], Tensor | None]:
-    given = inputs.clone()
-    again = Trace()
+    copied, second = inputs.clone(), Trace()
     try:
-        outputs = follow(model, lambda: model(given), trace)
-        follow(model, lambda: model(inputs.clone()), again)
+        outputs = follow(model, lambda: model(copied), trace)
+        follow(model, lambda: model(inputs.clone()), second)
     except GradveilError as error:
         return list(error.problems), None
     except FOREIGN as error:
@@ -156,13 +151,13 @@ def _forward_problems(model: nn.Module, inputs: Tensor, trace: Trace) -> tuple[l
         what = f"its forward pass fails for inputs of shape {tuple(inputs.shape)}"
         what += f" (here {shapes})" if shapes else ""
         remedy = "check the number of channels, the image size and the dtype that the model expects"
-        return [Problem(trace.where, f"{what}: {_said(error)}", remedy)], None
+        return [Problem(trace.where, f"{what}: {_text(error)}", remedy)], None
     problems = []
-    if not torch.equal(given.nan_to_num(), inputs.nan_to_num()):
+    if not torch.equal(copied.nan_to_num(), inputs.nan_to_num()):
         path = next(iter(trace.overwriting), "model")
         what = f"overwrites the inputs ({', '.join(trace.overwriting.get(path, []))})"
         problems.append(Problem(path, what, "write x = x + 1 instead of x += 1"))
-    random = first_random(trace, again)
+    random = first_random(trace, second)
     if random is not None:
         what = "two passes over the same inputs differ: it draws random numbers that are not arguments"
         remedy = "use gradveil.nn.stochastic_layers.Dropout, or a module derived from gradveil.nn.stochastic.Stochastic"
@@ -200,7 +195,7 @@ def _derivative_problems(model: nn.Module, batch: Batch, loss: Loss, trace: Trac
         value = loss(model(inputs), batch.targets)
     except FOREIGN as error:
         remedy = "give a loss (outputs, targets) -> scalar or [B] that fits the outputs and the targets"
-        return [Problem("loss", f"fails: {_said(error)}", remedy)]
+        return [Problem("loss", f"fails: {_text(error)}", remedy)]
     problems = _loss_problems(value, len(inputs))
     if problems:
         return problems
@@ -215,11 +210,10 @@ def _derivative_problems(model: nn.Module, batch: Batch, loss: Loss, trace: Trac
     if not all(slope.isfinite().all() for slope in used):
         what, remedy = "the gradient holds NaN or infinity", "check the loss at these inputs (log 0? division by 0?)"
         return [*problems, Problem("model", what, remedy)]
-    square = _share_of_each(used)
     if not any(slope.any() for slope in used):
         remedy = "check for dead activations and for detach(); one output, for data of a single class, learns nothing"
-        return [*problems, Problem("model", "the gradient is zero: the update says nothing", remedy)]
-    return problems + _second_problems(square, inputs, trace)
+        return [*problems, Problem("model", "the gradient is zero: the update reveals nothing", remedy)]
+    return problems + _second_problems(_normalised_square(used), inputs, trace)
 
 
 def _loss_problems(value: Tensor, examples: int) -> list[Problem]:
@@ -228,7 +222,7 @@ def _loss_problems(value: Tensor, examples: int) -> list[Problem]:
         return [Problem("loss", what, "return a scalar tensor, without .item() or float()")]
     if value.dim() > 0 and tuple(value.shape) != (examples,):
         what = f"returns shape {tuple(value.shape)}"
-        return [Problem("loss", what, f"return a scalar, or one loss an example: [{examples}]")]
+        return [Problem("loss", what, f"return a scalar, or one loss per example: [{examples}]")]
     if not value.isfinite().all():
         return [Problem("loss", "is NaN or infinite", "check the outputs, the targets and the loss")]
     if not value.requires_grad:
@@ -240,17 +234,17 @@ def _loss_problems(value: Tensor, examples: int) -> list[Problem]:
 def _second_problems(square: Tensor, inputs: Tensor, trace: Trace) -> list[Problem]:
     what = "the gradient does not change with the inputs: its derivative is zero, so nothing can be inverted"
     remedy = "remove detach(), rounding and argmax before the first trained layer"
-    still = [Problem("model", what, remedy)]
+    constant = [Problem("model", what, remedy)]
     if not square.requires_grad:
-        return still
+        return constant
     try:
-        # autograd.grad would pass by a function that can be differentiated only once; backward() stops at it.
+        # autograd.grad ignores functions that can be differentiated only once; backward() raises for them.
         square.backward()
     except FOREIGN as error:
         return [_derivative_problem("the second derivative", error, trace)]
     slope = inputs.grad
     if slope is None or not slope.any():
-        return still
+        return constant
     if not slope.isfinite().all():
         remedy = "avoid functions with an infinite slope at these inputs, such as sqrt or norm at 0"
         return [Problem("model", "the second derivative holds NaN or infinity", remedy)]
@@ -263,15 +257,15 @@ def _derivative_problem(which: str, error: Exception, trace: Trace) -> Problem:
         calls = ", ".join(sorted({name for names in trace.overwriting.values() for name in names}))
         what = f"{which} fails, because an in-place operation ({calls or 'unknown'}) overwrote a value it needs"
         return Problem(where, what, "write it out of place: x = x + 1, not x += 1; F.relu(x), not F.relu_(x)")
-    what, remedy = f"{which} fails: {_said(error)}", "replace the operation that has no (second) derivative in torch"
+    what, remedy = f"{which} fails: {_text(error)}", "replace the operation that has no (second) derivative in torch"
     if "scaled_dot_product" in what:
-        remedy = "let attention be computed by its formula: in forward, `with sdpa_kernel(SDPBackend.MATH):` around it "
+        remedy = "compute attention by its formula: wrap it in `with sdpa_kernel(SDPBackend.MATH):` "
         remedy += "(both of torch.nn.attention)"
     return Problem("model", what, remedy)
 
 
 def _batching_problems(model: nn.Module, batch: Batch, loss: Loss, trace: Trace) -> list[Problem]:
-    """Compare the derivative of the gradient's norms for two targets in one batch with each target by itself."""
+    """Compare the derivative of the gradient's norms for two batched target clients with that of each one alone."""
     params = {name: value.detach() for name, value in model.named_parameters() if value.requires_grad}
     if not params or batch.inputs.dtype not in (torch.float32, torch.float64):
         return []
@@ -280,10 +274,10 @@ def _batching_problems(model: nn.Module, batch: Batch, loss: Loss, trace: Trace)
     inputs, targets = batch.inputs.detach()[:2], batch.targets[:2]
 
     def square(x: Tensor, labels: Tensor) -> Tensor:
-        def scalar(given: dict[str, Tensor]) -> Tensor:
-            return loss(call_on(model, {**given, **fixed}, x, strict=True), labels).mean()
+        def scalar(trained: dict[str, Tensor]) -> Tensor:
+            return loss(call_on(model, {**trained, **fixed}, x, strict=True), labels).mean()
 
-        return _share_of_each(grad(scalar)(params).values())
+        return _normalised_square(grad(scalar)(params).values())
 
     target_clients = torch.stack([inputs, 0.5 * inputs]).requires_grad_()
     labels = torch.stack([targets, targets])
@@ -292,10 +286,9 @@ def _batching_problems(model: nn.Module, batch: Batch, loss: Loss, trace: Trace)
     except FOREIGN as error:
         if "inplace" in str(error).replace("-", ""):
             return [_derivative_problem("the batched gradient", error, trace)]
-        alone = _loss_batching_problems(model, target_clients.detach(), labels, loss)
-        if alone:
-            return alone
-        what = f"cannot be batched over target clients by torch.func.vmap: {_said(error)}"
+        if of_loss := _loss_batching_problems(model, target_clients.detach(), labels, loss):
+            return of_loss
+        what = f"cannot be batched over target clients by torch.func.vmap: {_text(error)}"
         return [Problem("model", what, "avoid .item(), data-dependent branches and layers without a batching rule")]
     looped = torch.stack([_alone(model, loss, x, targets) for x in target_clients.detach()])
     error = (batched - looped).norm() / looped.norm().clamp_min(1e-30)
@@ -310,12 +303,12 @@ def _batching_problems(model: nn.Module, batch: Batch, loss: Loss, trace: Trace)
 
 
 def _normalises(module: nn.Module) -> bool:
-    """Whether torch may batch the derivatives of a layer wrongly; a prepared model holds only subclasses of it."""
+    """Return whether torch may batch a layer's derivatives wrongly; in prepared models only subclasses remain."""
     return isinstance(module, nn.LayerNorm | InstanceNorms) or (isinstance(module, BatchNorm) and uses_batch(module))
 
 
 def _probability_problems(outputs: Tensor, targets: Tensor, loss: Loss) -> list[Problem]:
-    """Warn of a softmax that is taken twice: a loss that a shift of the outputs does not change takes one itself."""
+    """Warn about a double softmax: a loss that ignores a shift of the outputs contains a softmax."""
     sums = outputs.sum(-1)
     if (
         outputs.dim() != 2
@@ -326,22 +319,22 @@ def _probability_problems(outputs: Tensor, targets: Tensor, loss: Loss) -> list[
         return []
     try:
         shifted, plain = (loss(outputs + shift, targets).mean() for shift in (1.0, 0.0))
-    except FOREIGN:  # a loss of probabilities refuses what are none
+    except FOREIGN:  # a loss of probabilities may reject the shifted outputs
         return []
     if not torch.allclose(shifted, plain, rtol=1e-4):
         return []
-    what = "returns probabilities, of which the loss takes a softmax once more: gradients are small, and say less"
-    remedy = "return the logits, without softmax, unless your clients do train so"
+    what = "returns probabilities, and the loss applies a second softmax: gradients are small and reveal less"
+    remedy = "return the logits, without softmax, unless your clients really train like this"
     return [Problem("model", what, remedy, "warning")]
 
 
 def _loss_batching_problems(model: nn.Module, target_clients: Tensor, labels: Tensor, loss: Loss) -> list[Problem]:
-    """Say whether it is the loss that cannot be batched over targets, each with outputs and targets of its own."""
+    """Return the problem if it is the loss that cannot be batched over target clients."""
     outputs = torch.stack([model(x).detach() for x in target_clients])
-    try:  # By its gradient: F.one_hot with num_classes passes vmap alone, and fails below a derivative.
-        vmap(grad(lambda given, wanted: loss(given, wanted).mean()))(outputs, labels)
+    try:  # The gradient is needed: F.one_hot with num_classes works under vmap, but not under a derivative.
+        vmap(grad(lambda output, target: loss(output, target).mean()))(outputs, labels)
     except FOREIGN as error:
-        what = f"cannot be batched over target clients by torch.func.vmap: {_said(error)}"
+        what = f"cannot be batched over target clients by torch.func.vmap: {_text(error)}"
         remedy = "use gradveil.client.cross_entropy, or a loss without .item(), data-dependent branches and shapes"
         return [Problem("loss", what, f"{remedy} (torch.eye(K)[targets], not F.one_hot(targets, K))")]
     return []
@@ -351,20 +344,20 @@ def _alone(model: nn.Module, loss: Loss, x: Tensor, targets: Tensor) -> Tensor:
     x = x.clone().requires_grad_()
     params = [value for value in model.parameters() if value.requires_grad]
     slopes = torch.autograd.grad(loss(model(x), targets).mean(), params, create_graph=True, allow_unused=True)
-    return torch.autograd.grad(_share_of_each(slope for slope in slopes if slope is not None), x)[0]
+    return torch.autograd.grad(_normalised_square(slope for slope in slopes if slope is not None), x)[0]
 
 
-def _share_of_each(slopes: Iterable[Tensor]) -> Tensor:
-    """Sum ||g_l||^2 / c_l, c_l a constant equal to ||g_l||^2: no tensor's derivative drowns in that of a larger one.
+def _normalised_square(slopes: Iterable[Tensor]) -> Tensor:
+    """Sum ||g_l||^2 / c_l with constants c_l = ||g_l||^2, so that large tensors do not hide small ones.
 
-    Tensors whose gradient is nothing but rounding (a bias before a normalisation) do not count.
+    Tensors whose gradient is pure rounding (a bias before a normalisation) get a small weight.
     """
     squares = torch.stack([slope.square().sum() for slope in slopes])
     scale = squares.detach()
     return (squares / scale.clamp_min(1e-30).maximum(1e-8 * scale.sum())).sum()
 
 
-def _said(error: Exception) -> str:
-    """Give the type and the first line of an error."""
+def _text(error: Exception) -> str:
+    """Return the type and the first line of an error."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

@@ -1,4 +1,4 @@
-"""Problems of layers, parameters and batches that show without running the model."""
+"""Problems of layers, parameters and batches that are visible without running the model."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from gradveil.core.types import Batch
 from gradveil.nn.surgery import BATCHNORMS, DROPOUTS, INSTANCENORMS, BatchNorm, InstanceNorms, replaceable, uses_batch
 
 Bounds = tuple[float | Tensor, float | Tensor]
-"""Least and greatest allowed inputs: numbers, or tensors that broadcast."""
+"""Smallest and largest allowed inputs: numbers, or tensors that broadcast."""
 _SUM_TOLERANCE = 1e-3
 
 
@@ -36,7 +36,7 @@ def batch_problems(model: nn.Module, batch: Batch, bounds: Bounds | None, classe
         return problems
     if targets.dim() == 0 or len(targets) != len(inputs):
         what = f"has shape {tuple(targets.shape)} for {len(inputs)} examples"
-        problems.append(Problem("batch.targets", what, "give one target an example"))
+        problems.append(Problem("batch.targets", what, "give one target per example"))
         return problems
     return problems + target_problems(targets, classes)
 
@@ -53,7 +53,7 @@ def _input_problems(model: nn.Module, inputs: Tensor) -> list[Problem]:
         what = (
             f"holds NaN or infinity in {int(bad.sum())} of {inputs.numel()} entries, in the examples {_some(examples)}"
         )
-        problems.append(Problem(where, what, "leave these examples out, or correct how they are read"))
+        problems.append(Problem(where, what, "remove these examples, or correct how they are read"))
     parameter = next((p for p in model.parameters() if not is_lazy(p)), None)
     if parameter is not None and inputs.dtype != parameter.dtype:
         what = f"has dtype {inputs.dtype}, the model {parameter.dtype}"
@@ -72,14 +72,14 @@ def _bound_problems(inputs: Tensor, bounds: Bounds | None) -> list[Problem]:
         torch.broadcast_tensors(inputs, lower, upper)
     except RuntimeError:
         what = f"of shapes {tuple(lower.shape)} and {tuple(upper.shape)} do not fit inputs {tuple(inputs.shape)}"
-        return [Problem("bounds", what, "give numbers, or one bound a channel in the shape [C, 1, 1]")]
+        return [Problem("bounds", what, "give numbers, or one bound per channel in the shape [C, 1, 1]")]
     outside = int(((inputs < lower - 1e-6) | (inputs > upper + 1e-6)).sum())
     if not outside:
         return []
     low, high = inputs.min().item(), inputs.max().item()
     allowed = f"[{lower.min().item():.4g}, {upper.max().item():.4g}]"
     what = f"{outside} of {inputs.numel()} entries lie outside the bounds {allowed}: they span [{low:.4g}, {high:.4g}]"
-    remedy = "normalise the inputs as the bounds say, or give the bounds of normalised inputs"
+    remedy = "normalise the inputs to these bounds, or give the bounds of normalised inputs"
     return [Problem("batch.inputs", what, remedy)]
 
 
@@ -129,7 +129,7 @@ def _some(values: list[int]) -> str:
 
 
 SURGERY = "gradveil.nn.surgery"
-"""Where the remedies of these problems lie."""
+"""Module with the remedies of these problems."""
 _NEVER_EXPLICIT = (nn.AlphaDropout, nn.FeatureAlphaDropout, nn.RReLU)
 _RECURRENT = (nn.RNNBase, nn.RNNCellBase)
 
@@ -154,10 +154,10 @@ def _randomness(module: nn.Module) -> tuple[str, str]:
         what = f"{kind} draws its mask from the global generator, so no attacker can replay the update"
         if replaceable(module, DROPOUTS):
             return what, f"replace it: {SURGERY}.replace_dropout(model)"
-        return (
-            what,
-            "replace it by gradveil.nn.stochastic_layers.Dropout: only torch's own types without hooks are replaced",
+        remedy = (
+            "replace it by gradveil.nn.stochastic_layers.Dropout: only torch's own types without hooks are replaced"
         )
+        return what, remedy
     if isinstance(module, _NEVER_EXPLICIT):
         what = f"{kind} in training mode draws from the global generator, so no attacker can replay the update"
         return what, "replace it by gradveil.nn.stochastic_layers.Dropout, or put the module into evaluation mode"
@@ -192,7 +192,7 @@ _KEPT = (
 
 
 def _forward_is_torchs(module: nn.Module) -> bool:
-    """Whether a layer runs torch's own forward; what another one does, only a run shows."""
+    """Return whether a layer runs torch's own forward pass; others are tested by running them."""
     return type(module).forward in (nn.LayerNorm.forward, InstanceNorms.forward)
 
 
@@ -258,6 +258,6 @@ def _mixture_problems(model: nn.Module) -> list[Problem]:
         ("dtype", {str(p.dtype) for p in model.parameters()}),
     ):
         if len(values) > 1:
-            found = f"its parameters lie on more than one {what}: {', '.join(sorted(values))}"
-            problems.append(Problem("model", found, f"bring it to one: model.to({what}=...)"))
+            problem = f"its parameters have more than one {what}: {', '.join(sorted(values))}"
+            problems.append(Problem("model", problem, f"choose one: model.to({what}=...)"))
     return problems

@@ -1,4 +1,4 @@
-"""The models of the studies by short name, and the models of users by import path."""
+"""Models of published studies by short name, and custom models by import path."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from gradveil.nn.models.vit import vit
 
 @dataclass(frozen=True)
 class ModelEntry:
-    """One model: `factory(*, channels, size, classes, norm, groups, activation, ...)`, what it is, where it is from."""
+    """One model: `factory(*, channels, size, classes, norm, groups, activation, ...)`, description and citation."""
 
     factory: Callable[..., Network]
     description: str
@@ -32,7 +32,7 @@ class ModelEntry:
 
     @property
     def defaults(self) -> dict[str, Any]:
-        """The study's settings: every keyword argument with its value."""
+        """The study's settings: every keyword argument with its default."""
         return {name: p.default for name, p in inspect.signature(self.factory).parameters.items()}
 
 
@@ -61,26 +61,25 @@ MODELS: dict[str, ModelEntry] = {
     "vgg13": ModelEntry(vgg13, "VGG-13 with BatchNorm, linear layer 512 -> classes", _VGG),
     "vgg16": ModelEntry(vgg16, "VGG-16 with BatchNorm, linear layer 512 -> classes", _VGG),
 }
-"""The networks of the studies by their short names."""
+"""Models of published studies by short name."""
 
 
 def _plugged(plugin: Plugin) -> ModelEntry:
-    """Make the entry of a model that a package has."""
+    """Return the entry of a plug-in's model."""
     factory = _factory(plugin.path)
     return ModelEntry(factory, (inspect.getdoc(factory) or plugin.path).splitlines()[0], "")
 
 
 ALL_MODELS: Catalogue[ModelEntry] = Catalogue("models", "model", MODELS, _plugged)
-"""`MODELS`, and those of installed packages."""
+"""`MODELS` and those of plug-ins."""
 
 
 def build(name: str, *, channels: int, size: int, classes: int, generator: Generator, **options: Any) -> nn.Module:
     """Build a model with initial weights drawn from the generator.
 
-    `name` is a short name of `MODELS`, one of an installed package, or `"pkg.module:factory"`. The factory
-    of either is called with `channels`, `size`, `classes`, `generator` (those of them that it accepts) and the options;
-    what it draws comes from the generator too.
-    A user's model that declares no `input_shape` is given (channels, size, size).
+    `name` is a name of `MODELS`, a plug-in's name, or `"pkg.module:factory"`. A custom factory is called with the
+    options and those of `channels`, `size`, `classes` and `generator` that it accepts; its random numbers come from the
+    generator too. A custom model without `input_shape` gets (channels, size, size).
 
     >>> model = build("scheliga-cnn", channels=1, size=32, classes=10, generator=torch.Generator().manual_seed(0))
     >>> sum(parameter.numel() for parameter in model.parameters())
@@ -129,7 +128,7 @@ def _unknown(options: Mapping[str, Any], allowed: set[str]) -> list[Problem]:
 
 
 def _wrong(options: Mapping[str, Any], defaults: Mapping[str, Any]) -> list[Problem]:
-    """Find values of another kind than the study's: every number of these models counts something."""
+    """Return options whose type differs from the default's; all numbers of these models are counts."""
     problems = []
     for key, value in options.items():
         usual = defaults.get(key, value)
@@ -141,7 +140,7 @@ def _wrong(options: Mapping[str, Any], defaults: Mapping[str, Any]) -> list[Prob
 
 def _build_users(
     path: str,
-    given: Mapping[str, Any],
+    arguments: Mapping[str, Any],
     options: Mapping[str, Any],
     problems: list[Problem],
     shape: tuple[int, int, int],
@@ -151,7 +150,7 @@ def _build_users(
     except GradveilError as error:
         refuse([*problems, *error.problems])
         raise
-    generator: Generator = given["generator"]
+    generator: Generator = arguments["generator"]
     if isinstance(factory, nn.Module):
         what = f"'{path.partition(':')[2]}' is a model, not a factory: each seed needs one of its own"
         remedy = "write a function that builds and returns it, such as def make(classes): ..., and name that"
@@ -163,18 +162,19 @@ def _build_users(
         remedy = "wrap it in a function that does"
         raise GradveilError([*problems, Problem(f"model {path}", what, remedy)]) from error
     if not any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
-        problems += _unknown(options, set(parameters) - set(given))
-        given = {key: value for key, value in given.items() if key in parameters}
-    problems += _missing(path, parameters, {**given, **options})
+        problems += _unknown(options, set(parameters) - set(arguments))
+        arguments = {key: value for key, value in arguments.items() if key in parameters}
+    arguments = {**arguments, **options}
+    problems += _missing(path, parameters, arguments)
     refuse(problems)
     try:
         with drawing_from(generator):
-            model = factory(**given, **options)
+            model = factory(**arguments)
     except GradveilError:
         raise
     except FOREIGN as error:
         what = f"raised {type(error).__name__}: {error}"
-        raise fail(f"model {path}", what, f"it was called with {_shown({**given, **options})}") from error
+        raise fail(f"model {path}", what, f"it was called with {_shown(arguments)}") from error
     if not isinstance(model, nn.Module):
         what = f"returned {type(model).__name__}, not a torch.nn.Module"
         raise fail(f"model {path}", what, "return the model from the factory")
@@ -183,13 +183,13 @@ def _build_users(
     return model
 
 
-def _missing(path: str, parameters: Mapping[str, inspect.Parameter], given: Mapping[str, Any]) -> Iterator[Problem]:
-    """Find what a factory needs and is not given; positional-only parameters are its own affair."""
+def _missing(path: str, parameters: Mapping[str, inspect.Parameter], arguments: Mapping[str, Any]) -> Iterator[Problem]:
+    """Yield the required parameters of a factory that are not among the arguments, except positional-only ones."""
     named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     for name, parameter in parameters.items():
-        if parameter.kind in named and parameter.default is parameter.empty and name not in given:
-            what = f"needs '{name}', which nobody gives: it was to be called with {_shown(given)}"
-            remedy = f"say it (model.options.{name} = ..., or --set model.options.{name}=...), or give it a default"
+        if parameter.kind in named and parameter.default is parameter.empty and name not in arguments:
+            what = f"needs '{name}', which is missing: the arguments are {_shown(arguments)}"
+            remedy = f"set model.options.{name} = ... (or --set model.options.{name}=...), or give it a default"
             yield Problem(f"model {path}", what, remedy)
 
 

@@ -1,4 +1,4 @@
-"""What the models are made of."""
+"""Building blocks of the models."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ def activation_layer(name: str) -> nn.Module:
 
 
 class Network(nn.Module):
-    """A classifier: `head(body(x))`, where `body` gives one feature vector an example and `head` is linear.
+    """A classifier: `head(body(x))`, where `body` returns one feature vector per example and `head` is linear.
 
-    `input_shape` is that of one example (C, H, W). `dropout_positions` and `cvb_position` are the module paths after
-    which dropout and the convolutional bottleneck are inserted, `cvb_kernel` and `cvb_beta` the study's settings of the
-    latter. `weight_range` r asks for initial weights U(-r, r) instead of PyTorch's law.
+    `input_shape` is that of one example (C, H, W). Dropout is inserted after the module paths `dropout_positions`, the
+    convolutional bottleneck after `cvb_position` with the study's `cvb_kernel` and `cvb_beta`. With a `weight_range` r
+    initial weights are U(-r, r) instead of PyTorch's law.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ def conv_block(
     groups: int = 2,
     activation: str = "relu",
 ) -> nn.Sequential:
-    """Convolution, normalisation if there is one, activation."""
+    """Convolution, normalisation (optional), activation."""
     parts: OrderedDict[str, nn.Module] = OrderedDict()
     parts["conv"] = nn.Conv2d(*channels, kernel, stride=stride, padding=padding, bias=bias)
     layer = norm_layer(norm, channels[1], groups)
@@ -110,7 +110,7 @@ def sequence(**modules: nn.Module) -> nn.Sequential:
 
 
 def side_after(model: str, size: int, *layers: tuple[int, int, int]) -> int:
-    """Follow the side of a square image through (kernel, stride, padding) layers; refuse images that are too small."""
+    """Return the side of a square image after (kernel, stride, padding) layers; raise for images that are too small."""
 
     def after(side: int) -> int:
         for kernel, stride, padding in layers:

@@ -10,7 +10,7 @@ from gradveil.core import private_files
 from gradveil.core.errors import GradveilError
 
 
-def test_a_full_disk_is_a_message_and_the_old_file_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk_raises_and_keeps_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "trial.json"
     private_files.write_private(file, b"old")
 
@@ -24,7 +24,7 @@ def test_a_full_disk_is_a_message_and_the_old_file_stays(tmp_path: Path, monkeyp
     assert [child.name for child in tmp_path.iterdir()] == ["trial.json"]
 
 
-def test_a_folder_that_cannot_be_written_to_is_a_message(tmp_path: Path) -> None:
+def test_read_only_folder_raises(tmp_path: Path) -> None:
     with (
         pytest.raises(GradveilError, match="cannot be written to: No such file"),
         private_files.locked(tmp_path / "gone"),
@@ -38,7 +38,7 @@ def planted(tmp_path: Path) -> Path:
     return tmp_path / f"trial.json.tmp-{os.getpid()}"
 
 
-def test_a_link_in_the_place_of_the_unfinished_file_is_not_written_through(tmp_path: Path, planted: Path) -> None:
+def test_write_never_follows_a_link_at_the_temporary_file(tmp_path: Path, planted: Path) -> None:
     (tmp_path / "precious").write_bytes(b"kept")
     planted.symlink_to(tmp_path / "precious")
     private_files.write_private(tmp_path / "trial.json", b"secret")
@@ -47,9 +47,7 @@ def test_a_link_in_the_place_of_the_unfinished_file_is_not_written_through(tmp_p
     assert not (tmp_path / "trial.json").is_symlink()
 
 
-def test_a_link_that_comes_at_the_last_moment_is_refused(
-    tmp_path: Path, planted: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_link_created_during_write_raises(tmp_path: Path, planted: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "precious").write_bytes(b"kept")
     remove = Path.unlink
 
@@ -64,9 +62,7 @@ def test_a_link_that_comes_at_the_last_moment_is_refused(
     assert not (tmp_path / "trial.json").exists()
 
 
-def test_a_file_is_private_from_its_first_byte_whatever_lay_there(
-    tmp_path: Path, planted: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_file_is_private_from_its_first_byte(tmp_path: Path, planted: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     planted.write_bytes(b"left by a killed process")
     planted.chmod(0o666)
     modes: list[int] = []

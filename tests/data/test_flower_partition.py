@@ -52,7 +52,7 @@ def opened(file: Path):
         ("GroupedNaturalIdPartitioner", {"partition_by": "writer", "group_size": 2, "mode": "allow-smaller"}),
     ],
 )
-def test_clients_are_those_of_an_app_that_uses_the_library(file: Path, name: str, options: dict) -> None:
+def test_parts_equal_those_of_federated_dataset(file: Path, name: str, options: dict) -> None:
     from flwr_datasets import FederatedDataset, partitioner
 
     logging.getLogger("flwr_datasets").setLevel(logging.ERROR)
@@ -72,7 +72,7 @@ def test_clients_are_those_of_an_app_that_uses_the_library(file: Path, name: str
         assert sorted(row["place"]) == greys
 
 
-def test_the_built_in_iid_partition_is_that_of_the_library_given_the_same_order(file: Path) -> None:
+def test_iid_equals_the_librarys_for_the_same_order(file: Path) -> None:
     data = opened(file)
     order = torch.randperm(COUNT, generator=torch.Generator().manual_seed(5))
     theirs = by_flower(data.subset(order), 7, "IidPartitioner", {}, None, False)
@@ -81,7 +81,7 @@ def test_the_built_in_iid_partition_is_that_of_the_library_given_the_same_order(
 
 
 @pytest.mark.parametrize("alpha", [0.1, 1.0])
-def test_the_built_in_dirichlet_partition_has_the_law_of_the_librarys(alpha: float) -> None:
+def test_dirichlet_has_the_librarys_law(alpha: float) -> None:
     """Shares of a class that a client gets, over ten seeds; four times the concentration is told apart."""
     import datasets
     from flwr_datasets.partitioner import DirichletPartitioner
@@ -111,10 +111,10 @@ def test_the_built_in_dirichlet_partition_has_the_law_of_the_librarys(alpha: flo
         (4, "ChessPartitioner", {}, "choose among: .*IidPartitioner"),
         (4, "IidPartitioner", {"alpha": 1}, "IidPartitioner takes no alpha"),
         (4, "DirichletPartitioner", {"alpha": 1}, "refuses them"),
-        (4, "DirichletPartitioner", {"partition_by": "place", "alpha": 1.0}, "cannot share these examples"),
+        (4, "DirichletPartitioner", {"partition_by": "place", "alpha": 1.0}, "cannot partition these examples"),
         (4, "NaturalIdPartitioner", {"partition_by": "writer"}, "clients: is 4 and NaturalIdPartitioner makes 7"),
     ],
 )
-def test_what_the_library_refuses_is_told_in_our_words(file, clients, name, options, told) -> None:
+def test_library_errors_are_reported(file, clients, name, options, told) -> None:
     with pytest.raises(GradveilError, match=told):
         by_flower(opened(file), clients, name, options, "writer", 42)

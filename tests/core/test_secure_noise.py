@@ -36,13 +36,13 @@ from gradveil.nn.keylock import Locked
 ROOT = Path(__file__).parents[2]
 
 
-def test_the_stream_is_chacha20():
+def test_stream_is_chacha20():
     """The first block under a key of zeros, as RFC 8439 has it (appendix A.1, vector 1)."""
     found = CipherStream(bytes(32)).words(8).astype("<u8").tobytes().hex()
     assert found.startswith("76b8e0ada0f13d90405d6ae55386bd28bdd219b8a08ded1aa836efcc8b770dc7")
 
 
-def test_an_address_has_one_stream_below_one_secret_and_another_below_the_next():
+def test_stream_depends_on_address_and_secret():
     key = SecretKey()
     one = key.child("a", 3).stream().words(4)
     assert np.array_equal(one, key.child("a").child(3).stream().words(4))
@@ -50,7 +50,7 @@ def test_an_address_has_one_stream_below_one_secret_and_another_below_the_next()
     assert all(not np.array_equal(one, other.stream().words(4)) for other in others)
 
 
-def test_the_secret_is_not_shown_copied_or_stored(monkeypatch):
+def test_secret_cannot_be_shown_copied_or_stored(monkeypatch):
     roots = []
 
     def recorded(count):
@@ -86,7 +86,7 @@ print(SecretKey().stream().words(1)[0])
 """
 
 
-def test_two_processes_and_a_forked_child_share_no_stream():
+def test_processes_and_forks_share_no_stream():
     surroundings = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
     done = subprocess.run([sys.executable, "-c", FORKS], env=surroundings, capture_output=True, text=True, check=True)
     refused, *words = done.stdout.splitlines()
@@ -95,7 +95,7 @@ def test_two_processes_and_a_forked_child_share_no_stream():
     assert len(set(words)) == 5
 
 
-def test_without_the_package_it_says_what_to_install(monkeypatch):
+def test_missing_cryptography_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "cryptography.hazmat.primitives.ciphers", None)
     with pytest.raises(GradveilError, match=r"pip install 'gradveil\[flower\]'"):
         SecretKey().stream()
@@ -111,7 +111,7 @@ LAWS = [
 
 
 @pytest.mark.parametrize(("law", "cdf"), LAWS, ids=lambda value: type(value).__name__)
-def test_continuous_laws_are_those_of_simulations(law, cdf):
+def test_continuous_laws_equal_those_of_simulations(law, cdf):
     """Kolmogorov-Smirnov against the law; it fails by chance once in 10^5 runs."""
     drawn = SecretKey().draw(law, (COUNT,), torch.float64).numpy()
     assert stats.kstest(drawn, cdf).pvalue > 1e-5
@@ -123,7 +123,7 @@ def within(found: float, expected: float, spread: float, count: int = COUNT) -> 
     return abs(found - expected) <= 4.5 * spread / math.sqrt(count)
 
 
-def test_discrete_laws_are_those_of_simulations():
+def test_discrete_laws_equal_those_of_simulations():
     key = SecretKey()
     taken = key.child("b").draw(Bernoulli(0.3), (COUNT,), torch.float32)
     assert set(taken.unique().tolist()) == {0.0, 1.0}
@@ -146,7 +146,7 @@ def test_discrete_laws_are_those_of_simulations():
     assert torch.equal(key.child("g").draw(public, (2, 4), torch.float64)[0], public.sample((4,), torch.float64, 0))
 
 
-def test_integers_and_orders_favour_none():
+def test_integers_and_permutations_are_uniform():
     stream = SecretKey().stream()
     counts = torch.bincount(integers(3, (COUNT,), stream), minlength=3)
     assert stats.chisquare(counts.numpy()).pvalue > 1e-5
@@ -166,7 +166,7 @@ class Scripted:
         return np.array(taken, np.uint64)
 
 
-def test_extreme_words_stay_in_their_range():
+def test_extreme_words_stay_in_range():
     last = 2**64 - 1
     for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16):
         low, high = uniform((2,), dtype, Scripted(0, last)).tolist()
@@ -205,7 +205,7 @@ class Global(Normal):
     ("law", "what"),
     [(Own(), "cannot draw from a cryptographic stream"), (Deaf(), "draws nothing"), (Global(), "draws nothing")],
 )
-def test_a_law_that_draws_elsewhere_is_refused_in_a_deployment(law, what):
+def test_law_with_another_source_raises(law, what):
     spec = NoiseSpec({"mine": Noise((20,), law)})
     assert spec.sample(Key(0))["mine"].shape == (20,)
     with pytest.raises(GradveilError, match=rf"noise\.mine: its law {type(law).__name__} {what}.* -> let it draw by"):

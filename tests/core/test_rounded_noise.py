@@ -14,7 +14,7 @@ from gradveil.core import secure_noise
 from gradveil.core.errors import GradveilError
 from gradveil.core.noise import Key
 from gradveil.core.secure_noise import LARGEST, Rounded, SecretKey, tail
-from tests.core.test_secure import Scripted
+from tests.core.test_secure_noise import Scripted
 
 COUNT = 1_000_000
 
@@ -23,7 +23,7 @@ def drawn(scale: float, count: int = COUNT) -> np.ndarray:
     return SecretKey().draw(Rounded(scale), (count,), torch.int64).numpy()
 
 
-def test_a_fine_grid_is_normal():
+def test_fine_grid_is_normal():
     """Kolmogorov-Smirnov on 10^6 draws, and the variance within 4 standard errors."""
     scale = 2.0**20 / 3
     found = drawn(scale)
@@ -61,7 +61,7 @@ def exact(sigma: int, uniform) -> int:
             return -size if sign else size
 
 
-def test_at_sixteen_steps_it_is_the_exact_discrete_gaussian():
+def test_sixteen_steps_follow_the_rounded_normal_law():
     """Chi-square on 10^6 draws: against its probabilities, and against draws by fractions.
 
     A rounded normal number and a discrete Gaussian differ by parts in 10^4 there, of which 10^6 draws show nothing.
@@ -92,12 +92,12 @@ def test_at_sixteen_steps_it_is_the_exact_discrete_gaussian():
     assert stats.chi2_contingency(table).pvalue > 1e-5
 
 
-def test_the_tail_has_its_digits():
+def test_tail_is_exact_to_100_digits():
     for x, value in ((0.5, 0.3085375387259869), (3.0, 0.0013498980316300933), (9.0, 1.1285884059538405e-19)):
         assert float(tail(Decimal(x))) == pytest.approx(value, rel=1e-14)
 
 
-def test_the_short_way_finds_what_all_digits_find():
+def test_float64_path_equals_exact_path():
     """Numbers in float64 against 100 digits, for words as they are drawn and for those of the tails."""
     words = SecretKey().stream().words(60)
     words[:20] >>= np.arange(0, 40, 2, dtype=np.uint64)
@@ -112,7 +112,7 @@ def test_the_short_way_finds_what_all_digits_find():
 
 
 @pytest.mark.parametrize("n", [0, 5, 4000])
-def test_where_two_numbers_meet_more_digits_decide(n):
+def test_ties_are_decided_by_more_digits(n):
     """A word of u whose interval holds the border of two numbers: the digits after it say on which side it is."""
     scale = 1000.0
     with localcontext(secure_noise._PRECISE):
@@ -125,12 +125,12 @@ def test_where_two_numbers_meet_more_digits_decide(n):
     assert secure_noise._nearest(np.array([word + 2 * 10**9], np.uint64), scale).unsure.tolist() == []
 
 
-def test_the_farthest_word_has_a_number_too():
+def test_extreme_word_has_a_number():
     (far,) = Rounded(1.0).sample((1,), torch.int64, Scripted(0, 0, 2**32)).tolist()
     assert far == 15  # u is 2^-160, and Phi(-14.6) about that
 
 
-def test_it_can_be_drawn_from_a_simulations_key():
+def test_simulation_key_can_draw_rounded_noise():
     law = Rounded(100.0)
     once, again = (Key(1).draw(law, (50_000,), torch.int64) for _ in range(2))
     assert torch.equal(once, again)
@@ -138,6 +138,6 @@ def test_it_can_be_drawn_from_a_simulations_key():
 
 
 @pytest.mark.parametrize("scale", [0.0, -1.0, 2 * LARGEST, math.inf, math.nan])
-def test_noise_that_its_grid_has_no_digits_for_is_refused(scale):
+def test_too_large_scale_raises(scale):
     with pytest.raises(GradveilError, match="steps of its grid, at most"):
         Rounded(scale)

@@ -174,7 +174,7 @@ def test_silent_coordinates_and_the_cap():
     assert optimal_variances({"w": torch.zeros(2)}, mean=1.0)["w"].tolist() == [0, 0]
 
 
-def test_the_loss_is_what_more_is_told_at_the_same_utility():
+def test_privacy_loss_is_the_excess_information_at_equal_utility():
     squares, g = {"w": normal(40, key="n").square()}, {"w": normal(40, key="g")}
     best = {"w": squares["w"].sqrt() / g["w"].abs()}
     torch.testing.assert_close(privacy_loss(squares, g, best), torch.zeros(()).double(), rtol=0, atol=1e-12)

@@ -5,7 +5,7 @@ import torch
 from torch import Generator, Tensor
 
 from gradveil.core.noise import Key
-from gradveil.gradients.fused import cosine_distance, in_blocks, squared_distance, total_variation
+from gradveil.gradients.fused import cosine_distance, in_blocks, squared_distance, total_variation, written_bytes
 
 SHAPES = [(4, 3, 2, 5), (4, 7), (4,), (4, 1)]
 
@@ -30,7 +30,7 @@ def naive_squared(g: Tensor, t: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("fused", "naive"), [(cosine_distance, naive_cosine), (squared_distance, naive_squared)], ids=["cosine", "squared"]
 )
-def test_distances_agree_with_their_formulas(fused, naive, generator: Generator) -> None:
+def test_distances_equal_their_formulas(fused, naive, generator: Generator) -> None:
     g, t = draw(generator, grad=True), draw(generator)
     weights = torch.rand(4, generator=generator, dtype=torch.float64)
     value, expected = fused(g, t), naive(joined(g), joined(t))
@@ -40,7 +40,7 @@ def test_distances_agree_with_their_formulas(fused, naive, generator: Generator)
     torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-15)
 
 
-def test_cosine_keeps_its_digits_where_the_angle_is_small(generator: Generator) -> None:
+def test_cosine_is_precise_for_small_angles(generator: Generator) -> None:
     t = torch.randn(1, 1000, generator=generator, dtype=torch.float64)
     near = t + 1e-4 * torch.randn(1, 1000, generator=generator, dtype=torch.float64)
     exact = naive_cosine(near, t)
@@ -49,14 +49,14 @@ def test_cosine_keeps_its_digits_where_the_angle_is_small(generator: Generator) 
     assert abs(float(naive_cosine(near.float(), t.float()) / exact) - 1) > 0.5
 
 
-def test_rows_of_zeros_have_no_gradient() -> None:
+def test_zero_rows_have_zero_gradient() -> None:
     g, t = torch.zeros(2, 3, requires_grad=True), torch.tensor([[1.0, 2, 3], [0, 0, 0]])
     value = cosine_distance([g], [t])
     assert value.tolist() == [1.0, 1.0], "neither better than a right angle nor a match"
     assert torch.autograd.grad(value.sum(), g)[0].eq(0).all()
 
 
-def test_targets_of_zeros_have_no_gradient() -> None:
+def test_zero_targets_have_zero_gradient() -> None:
     g, t = torch.tensor([[1.0, 2, 3], [1, 2, 3]], requires_grad=True), torch.tensor([[0.0, 0, 0], [1, 2, 4]])
     value = cosine_distance([g], [t])
     assert value[0].item() == 1.0
@@ -66,7 +66,7 @@ def test_targets_of_zeros_have_no_gradient() -> None:
 
 
 @pytest.mark.parametrize("shape", [(3, 2, 3, 6, 5), (2, 4, 4), (2, 1, 3, 1, 5), (2, 1, 3, 5, 1), (2, 1, 1, 1)])
-def test_total_variation_agrees_with_its_formula(shape: tuple[int, ...], generator: Generator) -> None:
+def test_total_variation_equals_its_formula(shape: tuple[int, ...], generator: Generator) -> None:
     x = torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_()
     terms = (x[..., 1:, :] - x[..., :-1, :], x[..., 1:] - x[..., :-1])
     expected = torch.stack([d.abs().flatten(1).mean(1) if d.numel() else torch.zeros(shape[0]).double() for d in terms])
@@ -78,7 +78,7 @@ def test_total_variation_agrees_with_its_formula(shape: tuple[int, ...], generat
     torch.testing.assert_close(found, wanted)
 
 
-def test_blocks_of_entries_agree_with_the_whole_to_the_bit():
+def test_blockwise_equals_whole_bitwise():
     x, y = torch.randn(2, 3, 70_001, generator=Key(9).generator())
 
     def function(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -96,3 +96,8 @@ def test_blocks_of_entries_agree_with_the_whole_to_the_bit():
     assert max(sizes) < x.numel() == sum(sizes)
     in_blocks(watched, x.requires_grad_(), y)
     assert sizes[-1] == x.numel()
+
+
+def test_written_bytes_counts_results_and_not_views() -> None:
+    x = torch.zeros(8, 4)
+    assert written_bytes(lambda: (x + 1).view(-1)) == 8 * 4 * 4

@@ -48,7 +48,7 @@ def test_a_prepared_model_keeps_the_running_statistics_of_a_trained_one(tmp_path
     assert torch.equal(found["1.var"], trained[1].running_var)
 
 
-def test_of_a_training_the_best_parameters_are_read(tmp_path):
+def test_read_weights_of_a_training_returns_the_best(tmp_path):
     last, best = {"params.w": torch.zeros(2)}, {"best.w": torch.ones(2)}
     ours = {"gradveil": "{}"}
     save_file(last | best | {"server.m.w": torch.ones(2)}, tmp_path / "a", ours)
@@ -59,7 +59,7 @@ def test_of_a_training_the_best_parameters_are_read(tmp_path):
     assert set(read_weights(tmp_path / "theirs")) == {"params.w", "best.w"}
 
 
-def test_another_models_weights_are_told_and_nothing_is_changed(tmp_path):
+def test_weights_of_another_model_raise_and_change_nothing(tmp_path):
     model = net()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     weights = {**model.state_dict(), "0.weight": torch.zeros(5, 2)}
@@ -84,14 +84,14 @@ def test_a_prefix_before_all_names_is_one_problem(tmp_path):
     with pytest.raises(GradveilError) as caught:
         read_received(tmp_path / "held", model)
     (problem,) = caught.value.problems
-    assert "names each parameter with 'module.' before it" in problem.what
+    assert "prefix 'module.'" in problem.what
     assert "name.removeprefix('module.')" in problem.remedy
     assert not put_weights(model, read_weights(tmp_path / "held"))
     other = {f"module.{name}": value for name, value in model.state_dict().items() if name != "2.bias"}
     assert len(misfits(model, other, "other")) == 6, "a part is missing too"
 
 
-def test_what_cannot_be_read_is_told(tmp_path):
+def test_unreadable_file_raises(tmp_path):
     (tmp_path / "a").write_bytes(b"no tensors")
     for file in ("a", "b"):
         with pytest.raises(GradveilError, match="cannot be read"):
@@ -106,7 +106,7 @@ def test_a_file_of_torch_save_is_named_as_such_and_never_read(tmp_path, zipped):
         read_weights(tmp_path / "a.pt")
 
 
-def test_a_longer_name_is_told():
+def test_longer_name_is_reported():
     longer = {"net.weight": torch.zeros(2, 2), "head.bias": torch.zeros(2)}
     (first, _) = misfits(nn.Linear(2, 2), longer, "a")
     assert "is missing (there is 'net.weight')" in first.what

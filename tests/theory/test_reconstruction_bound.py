@@ -133,7 +133,7 @@ def test_traces_from_row_norms_are_those_of_the_matrix():
     )
 
 
-def test_coordinates_without_noise_and_without_a_say():
+def test_coordinates_without_noise_or_dependence():
     silent = torch.cat([A, torch.zeros(1, D).double()])
     with_zero = torch.cat([VARIANCES, torch.zeros(1).double()])
     torch.testing.assert_close(information(silent, with_zero), information(A, VARIANCES))

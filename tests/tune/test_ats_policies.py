@@ -94,7 +94,7 @@ def test_other_settings_are_refused_and_fresh_starts_again(tmp_path: Path, capsy
     ("text", "said"),
     [("{", "not valid JSON"), ('{"format": 2}', "has format 2"), ('{"format": 1}', "Field required")],
 )
-def test_a_damaged_file_is_told(tmp_path: Path, text: str, said: str) -> None:
+def test_damaged_file_raises(tmp_path: Path, text: str, said: str) -> None:
     (tmp_path / FILE).write_text(text)
     with pytest.raises(GradveilError, match=said):
         read_kept(tmp_path)
@@ -107,7 +107,7 @@ def test_a_folder_of_something_else_is_left_alone(tmp_path: Path, capsys) -> Non
     assert [child.name for child in tmp_path.iterdir()] == ["thesis.tex"]
 
 
-def test_wrong_options_are_told_together(capsys) -> None:
+def test_all_wrong_options_are_reported(capsys) -> None:
     words = ["search", "ats", "digits", "--candidates", "999999", "--least", "-3", "--set", "model.name=resnet-9000"]
     assert run(words) == 2
     told = capsys.readouterr().err
@@ -115,7 +115,7 @@ def test_wrong_options_are_told_together(capsys) -> None:
     assert all(name in told for name in ("--candidates", "--least", "model.name"))
 
 
-def test_too_few_public_images_are_told_with_how_many_there_are() -> None:
+def test_too_few_public_images_raise_with_their_count() -> None:
     with pytest.raises(GradveilError, match=r"takes 4000 public images.*--images \d+ or fewer"):
         judged(2000)
 
