@@ -151,7 +151,7 @@ CALLERS_OF_FOREIGN_CODE = {
         "gradveil.client.defended_gradient",
         "gradveil.core.user_code",
         "gradveil.defences.user_defence",
-        "gradveil.integrations.flower.own_look",
+        "gradveil.integrations.flower.own_update",
         "gradveil.integrations.flower.protect",
         "gradveil.integrations.flower.recording",
     ),

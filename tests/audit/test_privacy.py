@@ -57,7 +57,7 @@ class TestWithATraining:
             assert name == "none" or short in html
             assert summarise(next(c for c in found.trials if c.info is info))["guarantee"] == info["guarantee"]
         assert "No formal guarantee: prune(0.9), gaussian(0.01) and optimal-noise(0.1, clamp=1)." in told
-        assert "looks at the data again" in told
+        assert "uses the data again" in told
         assert told.count("Privacy warning: fed-cdp(clip=1, sigma=2): noise: the noise is scaled") == 1
         assert "fed-cdp(clip=1, sigma=2): noise: the noise is scaled to a sensitivity of 1" in html
 
@@ -72,7 +72,7 @@ class TestWithATraining:
         said = [what for _, what in told]
         assert "epsilon of one update alone" in said[0]
         assert "sensitivity" in said[1]
-        assert "looks at the data again" in said[2]
+        assert "uses the data again" in said[2]
         sound = [*words[:9], "--defence", "dp(clip=1, sigma=1)", "--set"]
         assert run([*sound, "privacy.steps=100000"]) == 0
         assert "epsilon of a training of 100,000 sums" in capsys.readouterr().out

@@ -86,7 +86,7 @@ def test_guarantee_is_shown_next_to_the_cost(little: Path, capsys: pytest.Captur
         (["little.toml", "--set", "attacks=[]"], "attacks: is not a setting"),
         (
             ["little.toml", "--defence", "adgp(selection=vote)"],
-            "participation: gives a round 3 of 3 clients, and 5 have to speak before it",
+            "participation: selects 3 of 3 clients per round, but 5 must send public messages",
         ),
     ],
 )

@@ -1,4 +1,4 @@
-"""Stages that somebody else might write, and what is found of the privacy of a client who uses them."""
+"""Custom stages, and the privacy found for a client that uses them."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -107,23 +107,23 @@ def after_dp(transform: Transform) -> Defence:
 
 
 class Loose(Clip):
-    """Clips to three times the norm that it tells."""
+    """Clips to three times the norm that it declares."""
 
     def apply(self, update, state, noise, context):
         return Clip(3 * self.norm).apply(update, state, noise, context)
 
 
 class Faint(Gaussian):
-    """Adds a third of the noise that it tells."""
+    """Adds a third of the noise that it declares."""
 
     def in_round(self, number):
         return Gaussian(self.std / 3)
 
 
 class Even(Clip):
-    """Clips nothing where a client multiplies its examples' gradients by what their norms say."""
+    """Clips nothing: its factors are ones, whatever the norms are."""
 
-    def factors(self, squares):
+    def _factors(self, squares):
         return tmap(torch.ones_like, squares)
 
 
@@ -135,13 +135,13 @@ class Narrow(Gaussian):
 
 
 class Silent(Chain):
-    """Does nothing of what its stages would."""
+    """Skips its stages."""
 
     def apply(self, update, state, noise, context):
         return update, state
 
 
 class Documented(Gaussian):
-    """Says something else of itself, and does the same."""
+    """Describes itself differently, and does the same."""
 
     guarantee: ClassVar[str] = "that of the house"

@@ -65,11 +65,11 @@ def each(change):
 
 
 STAGES = {
-    "apply gives something else each time": Own(each(lambda g: g + random.random())),
-    "apply changes what it is handed in place: '1.weight'": Own(each(lambda g: g.mul_(2))),
-    "apply makes NaN or infinity of finite values, in '1.weight'": Own(each(lambda g: g / g.abs())),
-    "NaN or infinity of a layer whose gradient is zero, in '1.weight'": Own(each(lambda g: g / g.abs().max())),
-    "holds '1.weight' as torch.float32 (48,), handed in as torch.float32 (3, 16)": Own(each(lambda g: g.flatten())),
+    "apply returns different results": Own(each(lambda g: g + random.random())),
+    "apply modifies its input '1.weight' in place": Own(each(lambda g: g.mul_(2))),
+    "apply turns finite values into NaN or infinity, in '1.weight'": Own(each(lambda g: g / g.abs())),
+    "apply turns a layer gradient of zeros into NaN or infinity, in '1.weight'": Own(each(lambda g: g / g.abs().max())),
+    "holds '1.weight' as torch.float32 (48,), but the input is torch.float32 (3, 16)": Own(each(lambda g: g.flatten())),
     "holds '1.weight' as torch.int8": Own(each(lambda g: g.sign().to(torch.int8))),
     "cannot be applied to several clients at once: RuntimeError": Own(each(lambda g: g if g.norm() > 1 else g * 2)),
     "has no derivative": Own(each(lambda g: g.sign() * 0.1)),
@@ -77,10 +77,8 @@ STAGES = {
     "apply returns nothing": Own(lambda u, s, n, c: None),
     "the update that apply returns: is list": Own(lambda u, s, n, c: ([*u.values()], s)),
     "lacks '3.bias'": Own(lambda u, s, n, c: ({k: g for k, g in u.items() if k != "3.bias"}, s)),
-    "holds names that did not come in: more": Own(lambda u, s, n, c: (u | {"more": u["3.bias"]}, s)),
-    "the state that apply returns: holds names that did not come in: sum": Own(
-        lambda u, s, n, c: (u, {"sum": u["3.bias"]})
-    ),
+    "holds unknown names: more": Own(lambda u, s, n, c: (u | {"more": u["3.bias"]}, s)),
+    "the state that apply returns: holds unknown names: sum": Own(lambda u, s, n, c: (u, {"sum": u["3.bias"]})),
     "the state that apply returns: lacks 'count'": Own(lambda u, s, n, c: (u, {}), begin=lambda: {"count": BATCH[1]}),
     "apply raised KeyError: 'z' -> correct it: noise holds nothing": Own(lambda u, s, n, c: n["z"]),
     "noise(params) returns dict": Own(each(lambda g: g), declared=dict),
@@ -100,12 +98,12 @@ def test_a_stage_that_breaks_the_contract(what):
 
 
 BATCHES = {
-    "apply gives something else each time": OwnBatch(lambda b: Batch(b.inputs + torch.rand(1), b.targets)),
+    "apply returns different results": OwnBatch(lambda b: Batch(b.inputs + torch.rand(1), b.targets)),
     "apply returns tuple": OwnBatch(lambda b: (b.inputs, b.targets)),
     "apply returns nothing": OwnBatch(lambda b: None),
     "holds 'inputs' as torch.float32 (1, 1, 4, 4)": OwnBatch(lambda b: Batch(b.inputs[:1], b.targets[:1])),
     "apply returns targets torch.int64 (1,) for 2 examples": OwnBatch(lambda b: Batch(b.inputs, b.targets[:1])),
-    "apply changes what it is handed in place: 'inputs'": OwnBatch(lambda b: Batch(b.inputs.mul_(2), b.targets)),
+    "apply modifies its input 'inputs' in place": OwnBatch(lambda b: Batch(b.inputs.mul_(2), b.targets)),
     "batch[0]: apply raised ZeroDivisionError": OwnBatch(lambda b: 1 / 0),
 }
 

@@ -187,7 +187,7 @@ def test_mixing_with_obstacles():
     """Steps of one value have no derivative; mixtures of the epochs are not followed through noisy steps."""
     assert "no derivative" in (obstacle(parse("ats + gaussian(0.1)")(FRAMED), BATCH) or "")
     own = Defence("own", batch=(type("Own", (LabelSmoothing,), {"smooth": False})(0.1),)) + parse("gaussian(0.1)")
-    assert "Own changes the batch and does not say (smooth = True)" in (obstacle(own(FRAMED), BATCH) or "")
+    assert "Own changes the batch and does not declare (smooth = True)" in (obstacle(own(FRAMED), BATCH) or "")
     trained = replace(FRAMED, local=TRAINED.local)
     assert "mixed at random" in (obstacle(parse("mixup + dp(sigma=1)")(trained), BATCH) or "")
     for text in ("mixup + gaussian(1)", "label-smoothing + dp(sigma=1)"):
@@ -212,7 +212,7 @@ class Odd(Transform):
         ("prune(0.9)", "no noise is added"),
         ("dp(sigma=0)", "no noise is added"),
         ("optimal-noise(0.1)", "no noise is added"),
-        ("gaussian(0.1) + optimal-prune(0.5)", "'prune' looks at the data again"),
+        ("gaussian(0.1) + optimal-prune(0.5)", "'prune' uses the data again"),
         (Defence("odd", send=chain(odd=Odd(), noise=Gaussian(1.0))), "'odd' comes before the noise"),
         (Defence("odd", step=chain(odd=Odd()), send=chain(clip=Clip(1.0), noise=Gaussian(1.0))), "'odd' comes before"),
     ],

@@ -45,7 +45,7 @@ class TestWithAnAccountant:
     def test_sensitivity_and_clip_that_disagree(self):
         (told,) = warned("fed-cdp(clip=4, sigma=6)")
         assert told.startswith(
-            "noise: the noise is scaled to a sensitivity of 1, and one example can change the mean by 2.4"
+            "noise: the noise is scaled to a sensitivity of 1, but one example can change the mean by 2.4"
         )
         assert "noise multiplier is 2.449, 0.4082 times sigma" in told
         (told,) = warned("dp(clip=5, sigma=2) + clip-example(1)")
@@ -56,7 +56,7 @@ class TestWithAnAccountant:
     def test_an_epsilon_that_means_nothing(self):
         (told,) = warned("dp(clip=20, sigma=1e-3)")
         assert "epsilon of one update alone is " in told
-        assert "no guarantee to rely on" in told
+        assert "not a useful guarantee" in told
         (told,) = warned("dp(clip=1, sigma=1)", Participation(1000))
         assert "epsilon of a training of 1,000 sums" in told
         (told,) = warned("dp(clip=1, sigma=1)", client=replace(TRAINED, local=Local(2, 0.3, steps=30)))
@@ -76,7 +76,7 @@ class TestWithAnAccountant:
     def test_a_training_that_is_shorter_than_one_update(self):
         trained = replace(TRAINED, local=Local(2, 0.3, steps=30))
         texts = warned("dp(clip=1, sigma=90)", Participation(10, sampling="shuffled"), trained)
-        assert texts == ["privacy.steps: are 10, and one update alone is made of 30 noisy sums"]
+        assert texts == ["privacy.steps: are 10, but one update alone has 30 noisy sums"]
         for text, training in (
             ("dp(clip=1, sigma=90)", Participation(30)),
             ("user-dp(clip=1, sigma=90)", Participation(10)),
@@ -93,9 +93,9 @@ class TestWithAnAccountant:
 
     def test_a_step_that_looks_at_the_data(self):
         (told,) = warned("dp(clip=1, sigma=2) + optimal-prune(0.5)")
-        assert told.startswith("send.prune: looks at the data again")
+        assert told.startswith("send.prune: uses the data again")
         (told,) = warned(after_dp(Peeking()))
-        assert told.startswith("send.mine: looks at the data again")
+        assert told.startswith("send.mine: uses the data again")
         (told,) = warned(parse("dp(clip=1, sigma=2)") + Defence("mix", batch=(Mixing(),)))
         assert told.startswith("batch: mixes examples before the clip")
 
@@ -121,5 +121,5 @@ class TestWithAnAccountant:
 def test_drawing_clients_amplifies_nothing_for_who_sees_each_update(text, members, rate, warned):
     client = replace(parse(text)(PLAIN), members=members)
     said = [str(problem) for problem in suspicions(client, BATCH, Participation(10, rate=rate))]
-    assert [each for each in said if "privacy.rate" in each and "sees each one's update" in each] == said[: int(warned)]
     assert len(said) == int(warned)
+    assert all(each.startswith("privacy.rate: ") for each in said)

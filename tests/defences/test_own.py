@@ -117,7 +117,7 @@ WRONG = {
     "gausian(1)": "did you mean 'gaussian'?",
     "mine.py:thin": "'mine.py' is a file, and a module is named without '.py' -> write mine:thin",
     "mine:quick": "'quick' is of type Inversion",
-    "mine:surgery": "is a surgery of the model -> name a defence that holds it",
+    "mine:surgery": "replaces modules of the model -> wrap it in a defence",
     "mine:compress": "acts on an update -> write it as the apply of a class",
 }
 
@@ -173,7 +173,7 @@ def test_check_tells_what_a_stage_of_ones_own_does_wrong(mine):
     assert "send.own: adds the same noise to every client" in shared
     assert "No errors" in shared
     drawn = _told("check", "digits", "--defence", "mine:Shift(drawn=true)")
-    assert "send.own: apply gives something else each time" in drawn
+    assert "send.own: apply returns different results" in drawn
     assert "draw nothing in apply" in drawn
 
 

@@ -132,13 +132,13 @@ def test_optimal_defences_void_what_comes_before(text):
     privacy = found(f"dp(clip=1, sigma=2) + {text}")
     assert privacy.mechanisms
     assert privacy.promise(Participation(10)).startswith(f"{NOTHING}: ")
-    assert "looks at the data again" in privacy.promise()
+    assert "uses the data again" in privacy.promise()
     assert found(text).promise(Participation(10)) == NOTHING
 
 
 @pytest.mark.parametrize("transform", [Peeking(), Differentiating()])
 def test_a_stage_of_somebody_else_that_looks_at_the_data_is_found(transform):
-    assert "'mine' looks at the data again" in (found(after_dp(transform)).void("example") or "")
+    assert "'mine' uses the data again" in (found(after_dp(transform)).void("example") or "")
 
 
 LOOKING = {"optimal-noise", "optimal-prune", "soteria"}
@@ -185,7 +185,7 @@ def test_a_lock_that_is_trained_without_noise_voids_the_privacy_of_examples():
     trained = found("dp(sigma=2) + keylock(width=4)", TRAINED)
     assert "trained without noise" in (trained.void("example") or "")
     (warning,) = (p for p in suspicions(parse("dp(sigma=2) + keylock(width=4)")(TRAINED), BATCH) if p.where == "model")
-    assert "later steps depend on it" in warning.what
+    assert "later steps depend on them" in warning.what
     for text, client in (("dp(sigma=2) + keylock(width=4)", PLAIN), ("user-dp(sigma=2) + keylock(width=4)", TRAINED)):
         assert found(text, client).sound == found(text, client).mechanisms != ()
         assert not any(problem.where == "model" for problem in suspicions(parse(text)(client), BATCH))
@@ -222,7 +222,7 @@ def test_each_unit_has_its_own_answer():
     said = found("dp(clip=1, sigma=20) + user-dp(sigma=20) + mixup", known).promise()
     assert said.startswith("differential privacy of each client")
     assert said.endswith(
-        "no formal guarantee of each example: examples are mixed before the clip, so that one reaches the "
+        "no formal guarantee of each example: examples are mixed before the clip, so one example reaches the "
         "gradients of others"
     )
 

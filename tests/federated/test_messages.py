@@ -85,9 +85,9 @@ def test_a_speaker_draws_the_noise_that_it_sends():
 
 
 def test_too_few_clients_for_a_vote_are_refused_at_the_start():
-    with pytest.raises(GradveilError, match="gives a round 4 of 4 clients, and 5 have to speak before it"):
+    with pytest.raises(GradveilError, match="selects 4 of 4 clients per round, but 5 must send public messages"):
         federation("adgp(selection=vote)")
-    with pytest.raises(GradveilError, match="gives a round 2 of 4 clients, and 3 have to speak"):
+    with pytest.raises(GradveilError, match="selects 2 of 4 clients per round, but 3 must send"):
         federation("adgp(selection=vote, voters=3)", participation=0.5)
     assert federation("adgp(selection=vote, voters=4)").round
     with pytest.raises(GradveilError, match="give a whole number of at least 3"):

@@ -84,7 +84,7 @@ def test_a_heuristic_has_no_epsilon(text: str):
 
 def test_what_voids_the_guarantee_is_told_and_leaves_no_epsilon():
     told = proven("dp(clip=1, sigma=16) + optimal-noise(0.1)", local=None)
-    assert told["guarantee"].startswith(f"{NOTHING}: 'noise' looks at the data again")
+    assert told["guarantee"].startswith(f"{NOTHING}: 'noise' uses the data again")
     assert told["epsilon"] == {}
 
 

@@ -1,4 +1,4 @@
-"""Replies of clients that lie: none of them excludes an honest client or stops the training."""
+"""Malicious replies neither exclude an honest client nor stop the training."""
 
 import logging
 import re
@@ -52,7 +52,7 @@ def moved(arrays) -> torch.Tensor:
     ],
     ids=["one more", "a list", "a second record", "a configuration", "an empty name"],
 )
-def test_two_clients_with_other_records_are_both_aggregated_in_either_order(liar, order):
+def test_two_clients_with_different_records_are_both_aggregated_in_either_order(liar, order):
     protected, asked = server(nodes=2)
     arrays, metrics = aggregated(protected, asked, [good(), liar][::order])
     assert not protected.refusals
@@ -65,25 +65,25 @@ def test_metrics_that_some_replies_lack_are_dropped_and_logged(caplog):
     with caplog.at_level(logging.WARNING, "flwr"):
         _, metrics = aggregated(protected, asked, [good(loss=1.0, time=2.0), good(time=4.0), good(loss=3.0, time=6.0)])
     assert metrics == MetricRecord({"time": 4.0})
-    assert "metrics that not all replies have are dropped: 'loss'" in caplog.text
+    assert "dropped metrics that not all replies have: 'loss'" in caplog.text
 
 
-def test_a_metric_that_the_server_names_is_demanded_of_every_reply():
+def test_reply_without_a_metric_that_the_server_names_is_refused():
     protected, asked = server(metrics=["loss"])
     _, metrics = aggregated(protected, asked, [good(loss=1.0), good(), good(loss=3.0)])
     assert metrics == MetricRecord({"loss": 2.0})
     [refusal] = protected.refusals
-    assert refusal.reason.startswith("reply: does not say 'loss'")
+    assert refusal.reason.startswith("reply: lacks the metric 'loss'")
 
 
-def test_a_reply_that_contradicts_itself_is_refused():
+def test_reply_with_two_values_of_a_metric_is_refused():
     protected, asked = server()
     aggregated(protected, asked, [good(), changed("more", MetricRecord({"num-examples": 5})), good()])
     assert [refusal.node for refusal in protected.refusals] == [2]
     assert "two values of 'num-examples'" in protected.refusals[0].reason
 
 
-def test_metrics_that_strategies_need_are_demanded_of_every_reply():
+def test_reply_without_a_metric_that_the_strategy_needs_is_refused():
     quiet = {"noise_multiplier": 0.1, "num_sampled_clients": 3, "clipped_count_stddev": 1.0}
     for strategy, name, value in (
         (QFedAvg(client_learning_rate=0.1, **EVERYBODY), "train_loss", 0.5),
@@ -139,7 +139,7 @@ def test_an_update_beyond_a_bound_is_refused(kind):
 
 @pytest.mark.parametrize("order", [1, -1])
 @pytest.mark.parametrize("factor", [1e-9, 1e9])
-def test_of_two_clients_none_is_excluded_by_the_others_norm(factor, order):
+def test_norm_of_one_client_does_not_exclude_the_other(factor, order):
     protected, asked = server(nodes=2, max_ratio=10, max_norm=float("inf"))
     aggregated(protected, asked, [good(), good({name: factor * value for name, value in UPDATE.items()})][::order])
     excluded = [refusal.node for refusal in protected.refusals]
@@ -197,7 +197,7 @@ def test_honest_noise_and_first_statistics_are_within_the_defaults():
     assert refusals == []
 
 
-def test_bounds_that_are_no_numbers_are_refused_together():
+def test_all_invalid_bounds_are_reported_at_once():
     wrong = {"max_norm": -1.0, "max_ratio": float("nan"), "max_examples": 0, "statistics": "some", "max_change": None}
     with pytest.raises(GradveilError) as caught:
         Protected(FedAvg(fraction_evaluate=0.0), **wrong)
@@ -220,7 +220,7 @@ def test_arrays_may_not_have_the_name_of_the_metrics():
 
 
 @pytest.mark.parametrize("robust", [FedMedian, Krum])
-def test_flowers_robust_strategies_stand_inside(robust):
+def test_flowers_robust_strategies_can_be_wrapped(robust):
     """One of five replies is within the bounds and false; a mean follows it, a robust strategy does not."""
     replies = [*(good({**UPDATE, "b": UPDATE["b"] + 0.01 * i}) for i in range(4))]
     replies.insert(1, good({name: torch.full_like(value, -50.0) for name, value in UPDATE.items()}))
@@ -236,7 +236,7 @@ def test_flowers_robust_strategies_stand_inside(robust):
     assert found[FedAvg] > 10
 
 
-def test_a_false_evaluation_stops_nothing():
+def test_false_evaluation_reply_is_refused_and_the_others_count():
     inner = FedAvg(min_train_nodes=3, min_available_nodes=3, min_evaluate_nodes=3)
     protected = Protected(inner)
     asked = list(protected.configure_evaluate(1, record(START), ConfigRecord(), Loopback(ClientApp(), 3)))
@@ -275,7 +275,7 @@ def odd_record(draw: np.random.Generator):
     )
 
 
-def test_no_record_of_a_stranger_ends_in_anything_but_a_refusal():
+def test_random_records_are_refused_without_other_errors():
     draw = np.random.default_rng(0)
     refused = 0
     for _ in range(400):

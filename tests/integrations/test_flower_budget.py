@@ -1,4 +1,4 @@
-"""Privacy spent is counted on the client's disk: as the engine counts, never too little, and up to a limit."""
+"""Privacy spent is counted on the client's disk like in the engine, never too little, up to a limit."""
 
 import json
 import logging
@@ -40,8 +40,8 @@ def counted(folder, training="lungs", node=0):
     return json.loads(place(folder, f"partition-{node}", training).read_text())
 
 
-def told(caplog):
-    """What the log said last of privacy."""
+def logged(caplog):
+    """What the log ledger last of privacy."""
     return [message for message in caplog.messages if message.startswith(("privacy", NOTHING))][-1]
 
 
@@ -55,7 +55,7 @@ def told(caplog):
         (f"{DP} + {USER}", Local(batch=5, lr=0.1, steps=5)),
     ],
 )
-def test_the_client_tells_what_the_engine_tells(text, local, tmp_path, caplog):
+def test_client_logs_the_guarantee_that_the_engine_reports(text, local, tmp_path, caplog):
     """One client, so that the worst of all is this one; the sentences have the epsilons and what they assume."""
     engine = federation(text, clients=1, local=local, validation=False)
     ledger(tmp_path)
@@ -64,11 +64,11 @@ def test_the_client_tells_what_the_engine_tells(text, local, tmp_path, caplog):
     with caplog.at_level(logging.INFO, "flwr"):
         Protected(strategy).start(grid, record(engine.client.params()), num_rounds=3)
     assert not grid.errors
-    assert told(caplog) == f"privacy spent in 3 rounds: {guarantee(engine, 3, 1e-5)['guarantee']}"
-    assert "epsilon" in told(caplog)
+    assert logged(caplog) == f"privacy spent in 3 rounds: {guarantee(engine, 3, 1e-5)['guarantee']}"
+    assert "epsilon" in logged(caplog)
 
 
-def test_heuristics_count_nothing(tmp_path, caplog):
+def test_defence_without_guarantee_counts_nothing(tmp_path, caplog):
     with caplog.at_level(logging.INFO, "flwr"):
         for number, text in enumerate(("topk(0.5, feedback=true)", "gaussian(0.1)", "clip(1) + laplace(0.1)")):
             own = client(text)
@@ -83,11 +83,13 @@ def test_without_a_ledger_each_round_is_accounted_for_alone_and_nothing_is_kept(
     with caplog.at_level(logging.INFO, "flwr"):
         for number, training in ((1, None), (2, None), (3, "lungs")):
             answer(asked(number, own), context(), own, BATCH, folder=tmp_path, training=training)
-            assert re.match(r"privacy of this round alone: epsilon .* in the one sum.*; nothing is kept", told(caplog))
+            assert re.match(
+                r"privacy of this round alone: epsilon .* in the one sum.*; nothing is kept", logged(caplog)
+            )
     assert not list(tmp_path.rglob("*privacy*"))
     assert not (tmp_path / "_ledgers").exists()
     command = f"gradveil ledger create --identity partition-0 --training brains --folder {tmp_path}"
-    with pytest.raises(GradveilError, match=f"has no ledger to be counted in: .* -> make one, .*: {command}"):
+    with pytest.raises(GradveilError, match=f"has no ledger to be counted in: .* -> create one, .*: {command}"):
         spending(tmp_path, 4, bound=8, training="brains")
     with pytest.raises(GradveilError, match="has no ledger"):
         protect(USER, folder=tmp_path, training="brains", epsilon=8)(asked(4, own), context(run=2), idles)
@@ -96,20 +98,20 @@ def test_without_a_ledger_each_round_is_accounted_for_alone_and_nothing_is_kept(
     assert counted(tmp_path, "brains")["rounds"] == 1
 
 
-def test_a_fixed_key_is_answered_with_no_guarantee_and_counts_nothing(tmp_path, caplog):
+def test_fixed_key_has_no_guarantee_and_counts_nothing(tmp_path, caplog):
     own, key = client(USER), Key(0)
     with caplog.at_level(logging.INFO, "flwr"):
         answer(asked(1, own), context(), own, BATCH, folder=tmp_path, key=key)
-        assert told(caplog) == f"{NOTHING}: the noise comes from a fixed key"
+        assert logged(caplog) == f"{NOTHING}: the noise comes from a fixed key"
         protect(USER, folder=tmp_path / "mod", key=key)(asked(1, own), context(), idles)
-        assert told(caplog) == f"{NOTHING}: the noise comes from a fixed key"
+        assert logged(caplog) == f"{NOTHING}: the noise comes from a fixed key"
     assert "epsilon" not in caplog.text
 
     def answered(**given):
         answer(asked(2, own), context(), own, BATCH, **given)
 
     for ask in (partial(protect, USER), answered):
-        with pytest.raises(GradveilError, match=r"epsilon: limits what has no epsilon .*fixed key.* -> leave the key"):
+        with pytest.raises(GradveilError, match=r"epsilon: .*fixed key.* -> leave the key"):
             ask(folder=tmp_path, training="lungs", epsilon=8, key=key)
     ledger(tmp_path)
     spending(tmp_path, 1)
@@ -118,7 +120,7 @@ def test_a_fixed_key_is_answered_with_no_guarantee_and_counts_nothing(tmp_path, 
     assert counted(tmp_path)["rounds"] == 1
 
 
-def test_a_repeated_reply_costs_nothing_and_a_lost_one_is_counted(tmp_path):
+def test_repeated_reply_spends_nothing_and_a_lost_one_is_counted(tmp_path):
     ledger(tmp_path)
     for number, rounds in ((1, 1), (1, 1), (2, 2), (7, 3)):
         spending(tmp_path, number)
@@ -141,7 +143,7 @@ answer(asked(2, own), context(), own, BATCH, folder=folder, training="lungs")
 """
 
 
-def test_a_client_that_is_killed_before_its_reply_has_counted_it(tmp_path):
+def test_round_of_a_killed_client_is_counted(tmp_path):
     """Killed while its second round is written: the attempt counts, and so does the one after it."""
     ledger(tmp_path)
     surroundings = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)])}
@@ -153,7 +155,7 @@ def test_a_client_that_is_killed_before_its_reply_has_counted_it(tmp_path):
     assert counted(tmp_path)["rounds"] == 3
 
 
-def test_the_count_follows_into_the_next_run_of_a_named_training_only(tmp_path):
+def test_only_a_named_training_keeps_its_count_across_runs(tmp_path):
     own = client(USER)
     ledger(tmp_path)
     for number in (1, 2):
@@ -171,14 +173,14 @@ def spending(folder, number, run=1, bound=None, own=None, **settings):
     return answer(asked(number, own), context(run=run), own, BATCH, **limit)
 
 
-def test_a_round_beyond_the_limit_is_refused_and_leaves_everything_as_it_was(tmp_path):
+def test_round_beyond_the_limit_is_refused_and_changes_no_file(tmp_path):
     two = epsilon(32.0, Participation(2, sampling="shuffled", at_most=2))
     ledger(tmp_path)
     spending(tmp_path, 1, bound=two)
     last = spending(tmp_path, 1, run=2, bound=two)
     before = counted(tmp_path)
     files = sorted(str(file) for file in tmp_path.rglob("*"))
-    what = rf"would be [0-9.]+ of each client \(2 rounds answered\), above {two:g} -> leave the training"
+    what = rf"would be [0-9.]+ for each client \(2 rounds answered\), above {two:g}"
     with pytest.raises(GradveilError, match=what):
         spending(tmp_path, 2, run=2, bound=two)
     assert bits(spending(tmp_path, 1, run=2, bound=two)) == bits(last)  # what was sent is sent again
@@ -189,7 +191,7 @@ def test_a_round_beyond_the_limit_is_refused_and_leaves_everything_as_it_was(tmp
     spending(tmp_path, 2, run=3, bound=2 * two)
 
 
-def test_the_mod_keeps_the_limit_before_the_app_trains(tmp_path):
+def test_mod_checks_the_limit_before_the_app_trains(tmp_path):
     own, calls = client("none"), []
 
     def app(message, given):
@@ -210,14 +212,14 @@ def test_the_mod_keeps_the_limit_before_the_app_trains(tmp_path):
 @pytest.mark.parametrize(
     ("settings", "what"),
     [
-        ({"epsilon": 8}, "anew in every run"),
+        ({"epsilon": 8}, "start again with every run"),
         ({"epsilon": 0, "training": "lungs"}, r"privacy\.epsilon"),
         ({"epsilon": 8, "delta": 1.0, "training": "lungs"}, r"privacy\.delta"),
         ({"epsilon": 8, "training": "lungs", "text": "topk(0.1)"}, f"has no epsilon \\({NOTHING}\\)"),
         ({"epsilon": 8, "training": "lungs", "text": "clip(1) + laplace(0.1)"}, "has no epsilon"),
     ],
 )
-def test_a_limit_that_nothing_can_keep_is_refused(settings, what, tmp_path):
+def test_limit_without_guarantee_or_named_training_is_refused(settings, what, tmp_path):
     text = settings.pop("text", USER)
     with pytest.raises(GradveilError, match=what):
         protect(text, folder=tmp_path, **settings)
@@ -234,7 +236,7 @@ def statistics(message, _context):
     return Message(RecordDict({"arrays": arrays, "metrics": MetricRecord({"num-examples": 3})}), reply_to=message)
 
 
-def test_statistics_that_are_sent_beside_end_the_promise_for_good(tmp_path, caplog):
+def test_undefended_statistics_void_the_guarantee_for_all_later_rounds(tmp_path, caplog):
     own = Client(nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)))
 
     def ask(number, way, bound=None):
@@ -247,18 +249,18 @@ def test_statistics_that_are_sent_beside_end_the_promise_for_good(tmp_path, capl
     ledger(tmp_path)
     with caplog.at_level(logging.INFO, "flwr"):
         ask(1, "keep")
-        assert "epsilon" in told(caplog)
-        with pytest.raises(GradveilError, match=r"has no epsilon .*running statistics are sent beside"):
+        assert "epsilon" in logged(caplog)
+        with pytest.raises(GradveilError, match=r"has no epsilon .*running statistics are sent without a defence"):
             ask(2, "send", 100.0)
         for number, way in ((2, "send"), (3, "keep")):
             ask(number, way)
-            assert f"{NOTHING} of each client" in told(caplog)
-            assert "epsilon" not in told(caplog)
-    with pytest.raises(GradveilError, match="would be inf of each client"):
+            assert f"{NOTHING} of each client" in logged(caplog)
+            assert "epsilon" not in logged(caplog)
+    with pytest.raises(GradveilError, match="would be inf for each client"):
         ask(4, "keep", 100.0)
 
 
-def test_more_examples_or_other_batches_are_another_rate_and_add_up(tmp_path, caplog):
+def test_rounds_with_different_sampling_rates_add_up(tmp_path, caplog):
     def ask(number, **local):
         own = client(DP, local=Local(lr=0.1, **local))
         return answer(asked(number, own), context(), own, BATCH, folder=tmp_path, training="lungs")
@@ -268,23 +270,23 @@ def test_more_examples_or_other_batches_are_another_rate_and_add_up(tmp_path, ca
         ask(1, batch=1, steps=2, sampling="poisson")
         ask(2, batch=2, steps=3, sampling="poisson")
     value = composed([(16.0, Participation(2, rate=1 / 3)), (16.0, Participation(3, rate=2 / 3))])
-    assert f"epsilon {value:.4g} at delta 1e-05 of each example" in told(caplog)
+    assert f"epsilon {value:.4g} at delta 1e-05 of each example" in logged(caplog)
     assert max(epsilon(16.0, Participation(2, rate=1 / 3)), epsilon(16.0, Participation(3, rate=2 / 3))) < value
     with pytest.raises(GradveilError, match="counts sums of poisson batches, and this round's are shuffled"):
         ask(3, batch=1, steps=1)
     assert counted(tmp_path)["rounds"] == 2
 
 
-def test_a_count_that_is_missing_or_damaged_is_not_taken_for_zero(tmp_path):
+def test_missing_or_damaged_ledger_is_not_taken_for_zero(tmp_path):
     file = ledger(tmp_path)
     empty = file.read_text()
     for number in (1, 2):
         spending(tmp_path, number, bound=8)
-    said = json.loads(file.read_text())
-    (spent,) = said["spent"]
+    counts = json.loads(file.read_text())
+    (spent,) = counts["spent"]
     bad = [{**spent, "multiplier": "32"}, {**spent, "times": 0}, {**spent, "unit": "day"}, {**spent, "mechanism": 1}]
-    forms = [{**said, "version": 1}, {**said, "rounds": 0}, {**said, "spent": []}, [], "{"]
-    forms += [{**said, "spent": [one]} for one in bad]
+    forms = [{**counts, "version": 1}, {**counts, "rounds": 0}, {**counts, "spent": []}, [], "{"]
+    forms += [{**counts, "spent": [one]} for one in bad]
     for number, run in ((3, 1), (1, 2)):  # in the run that has a state, and in one that continues it
         for form in forms:
             file.write_text(form if isinstance(form, str) else json.dumps(form))
@@ -292,11 +294,11 @@ def test_a_count_that_is_missing_or_damaged_is_not_taken_for_zero(tmp_path):
                 spending(tmp_path, number, run)
     file.write_text(empty)  # a new one, where the old one was lost
     for number, run in ((1, 2), (1, 3)):
-        with pytest.raises(GradveilError, match=r"lungs: counts no round, where rounds have been answered"):
+        with pytest.raises(GradveilError, match=r"lungs: counts no round, but rounds have been answered"):
             spending(tmp_path, number, run)
     file.unlink()
     with pytest.raises(GradveilError, match="has no ledger to be counted in"):
         spending(tmp_path, 1, 3, bound=8)
-    file.write_text(json.dumps(said))
+    file.write_text(json.dumps(counts))
     spending(tmp_path, 2, 3)
     assert counted(tmp_path)["rounds"] == 3

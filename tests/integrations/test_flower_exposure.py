@@ -1,4 +1,4 @@
-"""A client in a Flower app looks at its own update before it is stored or sent."""
+"""A client in a Flower app inspects its own update before it is stored or sent."""
 
 import json
 import logging
@@ -13,7 +13,7 @@ from gradveil.core.noise import Key
 from gradveil.core.types import Batch
 from gradveil.defences import parse
 from gradveil.federated.update_inspection import exposure
-from gradveil.integrations.flower import answer, own_look
+from gradveil.integrations.flower import answer, own_update
 from gradveil.integrations.flower.flower_records import record
 from gradveil.nn.initial_weights import initialise
 from tests.federated.crafted import CRAFTED, PRIVATE, moved_quantiles, perceptron
@@ -34,7 +34,7 @@ REFUSED = "update: is not sent: the client's guard refuses it"
 
 @pytest.mark.parametrize("name", ["some_quantiles", "running_mean"])
 def test_update_that_singles_out_examples_is_neither_stored_nor_sent(name, tmp_path, caplog):
-    """No inspection of the weights finds these two. The server gets no count, and the log does."""
+    """No inspection of the weights finds these two. The server gets no count, but the log does."""
     made = CRAFTED[name](32)
     own = Client(made.honest)
     with pytest.raises(GradveilError, match=REFUSED) as caught:
@@ -76,7 +76,7 @@ def test_first_step_of_a_poisson_round_may_be_empty(tmp_path):
 
 @pytest.mark.parametrize("text", ["dp(clip=1, sigma=1)", "user-dp(clip=1, sigma=8)"])
 @pytest.mark.parametrize("scale", [1.0, 1e5])
-def test_whether_a_private_reply_comes_does_not_depend_on_one_example(text, scale, tmp_path):
+def test_private_reply_does_not_depend_on_one_example(text, scale, tmp_path):
     """A refusal would be a message that no noise covers."""
     made = CRAFTED["some_quantiles"](32)
     inputs = BATCH.inputs.clone()
@@ -87,8 +87,8 @@ def test_whether_a_private_reply_comes_does_not_depend_on_one_example(text, scal
     assert reply.content.array_records
 
 
-def test_an_update_whose_difference_from_the_last_one_shows_examples_is_a_leak(tmp_path, caplog):
-    """Each of both rounds alone shows fewer than may be read: honest rows, and biases that move a little."""
+def test_difference_of_two_updates_that_exposes_examples_is_a_leak(tmp_path, caplog):
+    """Each of the two rounds alone exposes too few examples: honest rows, and biases that move a little."""
     batch = Batch(PRIVATE.inputs[:64], PRIVATE.targets[:64])
     first, second = moved_quantiles(perceptron(), 64)
     own = Client(perceptron())
@@ -99,14 +99,14 @@ def test_an_update_whose_difference_from_the_last_one_shows_examples_is_a_leak(t
     answer(asking(second), context(), own, batch, folder=tmp_path / "alone", guard="refuse", leak="refuse")
 
 
-def test_the_log_names_what_nobody_looked_at(tmp_path, caplog):
+def test_log_names_layers_that_were_not_inspected(tmp_path, caplog):
     net = nn.Sequential(nn.ConvTranspose2d(1, 2, 3), nn.ReLU(), nn.Flatten(), nn.Linear(2 * 18 * 18, 10))
     initialise(net, Key(0).generator())
     answer(asking(net), context(), Client(net), BATCH, folder=tmp_path)
-    assert "update: no look at 0.weight" in caplog.text
+    assert "not inspected: 0.weight" in caplog.text
     caplog.clear()
     answer(asking(perceptron()), context(), Client(perceptron()), BATCH, folder=tmp_path / "all")
-    assert "no look at" not in caplog.text
+    assert "not inspected" not in caplog.text
 
 
 def _broken(*_):
@@ -115,9 +115,9 @@ def _broken(*_):
 
 @pytest.mark.parametrize("place", ["exposure", "first_gradient", "guarded_update"])
 @pytest.mark.parametrize("policy", ["warn", "refuse"])
-def test_a_private_reply_comes_whatever_becomes_of_the_look_at_it(place, policy, tmp_path, caplog, monkeypatch):
-    """What fails there depends on the examples. It is logged, when the reply has been counted and stored."""
-    monkeypatch.setattr(own_look, place, _broken)
+def test_private_reply_is_sent_when_its_inspection_fails(place, policy, tmp_path, caplog, monkeypatch):
+    """Such a failure depends on the examples. It is logged after the reply has been counted and stored."""
+    monkeypatch.setattr(own_update, place, _broken)
     own = parse("dp(clip=1, sigma=16)")(Client(perceptron(), local=Local(batch=32, lr=0.1, steps=1)))
     file = ledger(tmp_path)
     reply = answer(asking(own.model), context(), own, BATCH, folder=tmp_path, training="lungs", guard=policy)
@@ -131,8 +131,8 @@ def test_a_private_reply_comes_whatever_becomes_of_the_look_at_it(place, policy,
 
 
 @pytest.mark.parametrize("inside", [True, False])
-def test_a_norm_behind_a_convolution_of_sequences_tells_no_server_who_is_in_the_batch(inside, tmp_path):
-    """A filter that one example alone sets off: the look at the update failed if and only if it was there."""
+def test_norm_behind_convolution_of_sequences_does_not_reveal_members_of_the_batch(inside, tmp_path):
+    """One example alone activates a filter: the inspection failed if and only if the batch contained it."""
     draw = Key(0).generator()
     inputs = torch.randn(65, 1, 128, generator=draw)
     net = nn.Sequential(
@@ -152,7 +152,7 @@ def test_a_norm_behind_a_convolution_of_sequences_tells_no_server_who_is_in_the_
     assert reply.content.array_records
 
 
-def test_one_example_out_of_scale_does_not_make_the_others_readable():
+def test_one_example_out_of_scale_does_not_expose_the_others():
     net = perceptron()
     own, inputs = Client(net), BATCH.inputs.clone()
     params = own.params()

@@ -1,4 +1,4 @@
-"""What a client keeps: who it is, that nothing is sent twice with the same noise, and what a crash leaves."""
+"""A client's files: identity, repeated rounds without new noise, and the state after a crash."""
 
 import logging
 import os
@@ -34,28 +34,28 @@ def files(folder):
         ({"gradveil-identity": 7}, "7"),
     ],
 )
-def test_a_client_is_who_its_owner_says(config, name):
+def test_identity_comes_from_the_node_configuration(config, name):
     assert identity(Context(1, 99, config, RecordDict(), {})) == name
 
 
 @pytest.mark.parametrize("name", ["../a", "a/b", "", ".hidden", "a" * 101, "-x", "a b"])
-def test_a_name_cannot_lead_elsewhere(name):
+def test_identity_cannot_be_a_path(name):
     with pytest.raises(GradveilError, match="no name for a file"):
         identity(Context(1, 99, {"gradveil-identity": name}, RecordDict(), {}))
 
 
-def test_a_node_without_a_name_is_told_what_to_do():
+def test_node_without_identity_raises_with_a_fix():
     with pytest.raises(GradveilError, match="--node-config"):
         identity(Context(1, 99, {}, RecordDict(), {}))
 
 
-def test_the_folder_may_be_the_nodes(tmp_path):
+def test_folder_can_come_from_the_node_configuration(tmp_path):
     own = client()
     answer(asked(1, own), context(**{"gradveil-folder": str(tmp_path / "own")}), own, BATCH)
     assert (tmp_path / "own" / "partition-0" / "run-77").exists()
 
 
-def test_a_round_that_is_asked_again_gets_the_same_bits_and_changes_nothing(tmp_path):
+def test_repeated_round_gets_the_same_bits_and_changes_nothing(tmp_path):
     own = client()
     first = answer(asked(1, own), context(), own, BATCH, folder=tmp_path, metrics={"loss": 0.25})
     before = files(tmp_path)
@@ -68,7 +68,7 @@ def test_a_round_that_is_asked_again_gets_the_same_bits_and_changes_nothing(tmp_
     assert bits(second) != bits(first)
 
 
-def test_with_a_fixed_key_all_of_it_can_be_computed_again(tmp_path):
+def test_fixed_key_makes_replies_and_files_reproducible(tmp_path):
     ways = []
     for folder in ("a", "b"):
         own = client()
@@ -81,14 +81,14 @@ def test_with_a_fixed_key_all_of_it_can_be_computed_again(tmp_path):
 KEY = Key(3)
 
 
-def test_the_mod_asks_the_app_only_once(tmp_path):
+def test_mod_runs_the_app_once_per_round(tmp_path):
     calls = []
     own = client("none")
 
     def app(message, _context):
         calls.append(message)
-        told = {"arrays": message.content["arrays"], "metrics": answered.content["metrics"]}
-        return Message(RecordDict(told), reply_to=message)
+        records = {"arrays": message.content["arrays"], "metrics": answered.content["metrics"]}
+        return Message(RecordDict(records), reply_to=message)
 
     answered = answer(asked(1, own), context(), own, BATCH, folder=tmp_path / "other")
     mod = protect("topk(0.5)", folder=tmp_path)
@@ -98,8 +98,10 @@ def test_the_mod_asks_the_app_only_once(tmp_path):
     assert dict(two.content["metrics"]) == {"num-examples": 3}
 
 
-@pytest.mark.parametrize(("number", "shift", "what"), [(2, 0.0, "and 3 has been answered"), (3, 0.1, "another model")])
-def test_the_same_noise_is_never_put_on_another_model(number, shift, what, tmp_path):
+@pytest.mark.parametrize(
+    ("number", "shift", "what"), [(2, 0.0, "round 2, .* 3 has been answered"), (3, 0.1, "another model")]
+)
+def test_older_round_or_other_model_is_refused(number, shift, what, tmp_path):
     own = client()
     answer(asked(3, own), context(), own, BATCH, folder=tmp_path)
     before = files(tmp_path)
@@ -108,14 +110,14 @@ def test_the_same_noise_is_never_put_on_another_model(number, shift, what, tmp_p
     assert files(tmp_path) == before
 
 
-def test_another_run_starts_anew_with_other_noise(tmp_path):
+def test_another_run_starts_with_new_noise(tmp_path):
     own = client("gaussian(0.1)")
     replies = [answer(asked(1, own), context(run=run), own, BATCH, folder=tmp_path) for run in (1, 2)]
     assert bits(replies[0]) != bits(replies[1])
     assert {file.name for file in (tmp_path / "partition-0").iterdir()} == {".lock", "run-1", "run-2"}
 
 
-def test_a_crash_before_the_state_is_written_leaves_the_round_unanswered(tmp_path, monkeypatch):
+def test_crash_before_the_state_is_written_leaves_the_round_unanswered(tmp_path, monkeypatch):
     """Killed between the two files: the next attempt computes the round from the old state, to the same bits."""
     own = client()
     answer(asked(1, own), context(), own, BATCH, folder=tmp_path, key=KEY)
@@ -134,7 +136,7 @@ def test_a_crash_before_the_state_is_written_leaves_the_round_unanswered(tmp_pat
     assert bits(second) == bits(alone[1])
 
 
-def test_only_the_last_round_is_kept_and_only_the_owner_reads_it(tmp_path):
+def test_only_the_last_round_is_kept_and_readable_by_its_owner_only(tmp_path):
     own = client()
     for number in (1, 2, 5):
         answer(asked(number, own), context(), own, BATCH, folder=tmp_path)
@@ -152,7 +154,7 @@ def common_umask():
 
 
 @pytest.mark.usefixtures("common_umask")
-def test_the_folders_above_are_the_owners_too_and_those_that_were_there_stay(tmp_path):
+def test_created_parent_folders_are_private_and_existing_ones_stay(tmp_path):
     own, shared = client(), tmp_path / "shared"
     shared.mkdir(mode=0o755)
     for number in (1, 2):
@@ -161,18 +163,18 @@ def test_the_folders_above_are_the_owners_too_and_those_that_were_there_stay(tmp
     assert [stat.S_IMODE((shared / name).stat().st_mode) for name in made] == [0o700] * 4
     assert stat.S_IMODE(shared.stat().st_mode) == 0o755
     (tmp_path / "file").write_text("")
-    with pytest.raises(GradveilError, match="cannot be made: Not a directory -> let the node write there"):
+    with pytest.raises(GradveilError, match="cannot be created: Not a directory"):
         answer(asked(1, own), context(), own, BATCH, folder=tmp_path / "file" / "a")
 
 
-def test_two_nodes_of_one_name_do_not_share_a_state(tmp_path):
+def test_two_nodes_with_one_identity_are_refused(tmp_path):
     own = client()
     answer(asked(1, own), context(), own, BATCH, folder=tmp_path)
     with locked(tmp_path / "partition-0"), pytest.raises(GradveilError, match="give every SuperNode"):
         answer(asked(2, own), context(), own, BATCH, folder=tmp_path)
 
 
-def test_a_damaged_state_or_another_defences_is_refused(tmp_path):
+def test_damaged_state_or_state_of_another_defence_is_refused(tmp_path):
     own = client()
     answer(asked(1, own), context(), own, BATCH, folder=tmp_path)
     other = client("topk(0.3, feedback=true)")
@@ -184,7 +186,7 @@ def test_a_damaged_state_or_another_defences_is_refused(tmp_path):
         answer(asked(2, own), context(), own, BATCH, folder=tmp_path)
 
 
-def test_a_damaged_answer_is_refused_and_says_how_to_go_on(tmp_path):
+def test_damaged_answer_is_refused_with_a_fix(tmp_path):
     own = client()
     answer(asked(1, own), context(), own, BATCH, folder=tmp_path)
     (tmp_path / "partition-0" / "run-77" / "answer-1").write_bytes(b"x")
@@ -193,7 +195,7 @@ def test_a_damaged_answer_is_refused_and_says_how_to_go_on(tmp_path):
 
 
 @pytest.mark.parametrize("place", [*(f"{tenth} of 10" for tenth in range(10)), "cut off", "missing"])
-def test_an_answer_that_is_not_what_was_written_is_never_sent_again(place, tmp_path):
+def test_answer_with_changed_bytes_is_never_repeated(place, tmp_path):
     own = client()
     answer(asked(1, own), context(), own, BATCH, folder=tmp_path, metrics={"loss": 0.25})
     file = tmp_path / "partition-0" / "run-77" / "answer-1"
@@ -208,7 +210,7 @@ def test_an_answer_that_is_not_what_was_written_is_never_sent_again(place, tmp_p
     before = files(tmp_path)
     with pytest.raises(GradveilError, match=r"answer-1: .* -> wait for round 2"):
         answer(asked(1, own), context(), own, BATCH, folder=tmp_path, metrics={"loss": 0.25})
-    with pytest.raises(GradveilError, match=r"answer-1: .* -> put a copy of it back, or let the guard ignore"):
+    with pytest.raises(GradveilError, match=r"answer-1: .* -> put a copy of it back, or set guard='ignore'"):
         answer(asked(2, own), context(), own, BATCH, folder=tmp_path)
     assert files(tmp_path) == before
 
@@ -252,7 +254,7 @@ def test_received_buffers_are_used_and_not_sent(tmp_path):
     ],
     ids=["adgp", "adgp(selection=previous)", "a sum of clients"],
 )
-def test_what_flower_has_no_place_for_is_refused(own, what, tmp_path):
+def test_client_that_flower_rounds_do_not_support_is_refused(own, what, tmp_path):
     with pytest.raises(GradveilError, match=what):
         answer(asked(1, own), context(), own, BATCH, folder=tmp_path)
 
@@ -272,17 +274,17 @@ def test_the_guard_warns_refuses_or_stays_silent(tmp_path, caplog):
 
 
 @pytest.mark.parametrize(
-    ("shift", "number", "told"), [(0.0, 2, False), (10.0, 2, True), (10.0, 3, True), (0.1, 30, False)]
+    ("shift", "number", "refused"), [(0.0, 2, False), (10.0, 2, True), (10.0, 3, True), (0.1, 30, False)]
 )
-def test_a_jump_is_seen_from_one_answer_to_the_next(shift, number, told, tmp_path):
-    """A server that leaves a round out, or says so, hides no jump behind it; the more rounds pass the less is one."""
+def test_jump_between_two_answered_rounds_is_refused(shift, number, refused, tmp_path):
+    """A skipped round hides no jump; the threshold grows with the number of rounds."""
     own = client("none")
 
     def run():
         answer(asked(1, own), context(), own, BATCH, folder=tmp_path, guard="refuse")
         answer(asked(number, own, shift), context(), own, BATCH, folder=tmp_path, guard="refuse")
 
-    if told:
+    if refused:
         with pytest.raises(GradveilError, match="jump: moved"):
             run()
     else:
@@ -291,7 +293,7 @@ def test_a_jump_is_seen_from_one_answer_to_the_next(shift, number, told, tmp_pat
             assert kept.last == number
 
 
-def test_buffers_that_the_server_sends_are_looked_at(tmp_path):
+def test_received_buffers_are_inspected(tmp_path):
     """A model is evaluated with the running statistics that came."""
     own = client("none", nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 2)).eval())
     bad = asked(1, own)
@@ -301,10 +303,10 @@ def test_buffers_that_the_server_sends_are_looked_at(tmp_path):
         answer(bad, context(), own, BATCH, folder=tmp_path, guard="refuse")
 
 
-def test_an_unmarked_message_is_refused():
+def test_unmarked_question_is_refused():
     message = asked(1, client())
     message.content[MARK] = mark(0)
-    with pytest.raises(GradveilError, match="does not say which round"):
+    with pytest.raises(GradveilError, match="does not give the number of the round"):
         Question.of(message)
     del message.content[MARK]
     with pytest.raises(GradveilError, match="is not marked"):

@@ -1,4 +1,4 @@
-"""The mod: an app that trains by itself, defended on its way out."""
+"""The mod `protect`, which defends the update of an app that trains on its own."""
 
 from dataclasses import replace
 
@@ -30,8 +30,8 @@ def app(after, count=5):
     """The rest of the app: it returns these parameters."""
 
     def train(message, _context):
-        told = MetricRecord({"num-examples": count, "loss": 0.5})
-        return Message(RecordDict({"arrays": record(after), "numbers": told}), reply_to=message)
+        metrics = MetricRecord({"num-examples": count, "loss": 0.5})
+        return Message(RecordDict({"arrays": record(after), "numbers": metrics}), reply_to=message)
 
     return train
 
@@ -52,7 +52,7 @@ def test_the_update_is_what_was_received_minus_what_was_returned(tmp_path):
     assert reply.content[MARK]["round"] == 1
 
 
-def test_a_residual_waits_for_the_next_round(tmp_path):
+def test_residual_is_sent_in_the_next_round(tmp_path):
     """Of ten entries the two largest are sent; the next round sends what was left, though nothing new came."""
     mod = protect("prune(0.8, scope='global', feedback=true)", folder=tmp_path)
     first = sent(mod(asked(1), context(), app(MOVED)))
@@ -63,7 +63,7 @@ def test_a_residual_waits_for_the_next_round(tmp_path):
     assert sum(int(value.count_nonzero()) for value in second.values()) == 2
 
 
-def test_a_round_that_comes_to_no_number_is_not_sent_and_leaves_the_state(tmp_path):
+def test_nonfinite_update_is_not_sent_and_leaves_the_state(tmp_path):
     mods = [protect("dgp(top=0, bottom=0.8, feedback=true)", folder=tmp_path / name) for name in ("spoilt", "spared")]
     for mod in mods:
         mod(asked(1), context(), app(MOVED))
@@ -74,7 +74,7 @@ def test_a_round_that_comes_to_no_number_is_not_sent_and_leaves_the_state(tmp_pa
     assert after[0]["w"].any()
 
 
-def test_a_state_that_would_overflow_behind_a_finite_update_is_not_kept(tmp_path):
+def test_overflowing_state_of_a_finite_update_is_not_kept(tmp_path):
     mod = protect("standin(optimiser=adagrad)", folder=tmp_path)
     far = {**START, "w": START["w"] - 1e25}
     assert all(bool(value.isfinite().all()) for value in sent(mod(asked(1), context(), app(far))).values())
@@ -104,8 +104,8 @@ def own_training(engine, folder):
             with torch.no_grad():
                 for parameter in model.parameters():
                     parameter -= 0.1 * parameter.grad
-        told = MetricRecord({"num-examples": len(batch.targets)})
-        return Message(RecordDict({"arrays": record(model.state_dict()), "metrics": told}), reply_to=message)
+        metrics = MetricRecord({"num-examples": len(batch.targets)})
+        return Message(RecordDict({"arrays": record(model.state_dict()), "metrics": metrics}), reply_to=message)
 
     return flower
 
@@ -121,8 +121,8 @@ def test_an_app_with_the_mod_ends_with_the_engines_parameters(tmp_path):
         torch.testing.assert_close(value, expected[name], rtol=1e-9, atol=1e-12)
 
 
-def test_flowers_own_mods_stand_inside(tmp_path):
-    """They take a message with one configuration alone, and with our mark beside it they refused every round."""
+def test_flowers_own_mods_can_follow_protect(tmp_path):
+    """They accept a message with one configuration only, so they must not see the mark."""
     flower = ClientApp()
 
     @flower.train(mods=[protect("none", folder=tmp_path), fixedclipping_mod])
@@ -138,7 +138,7 @@ def test_flowers_own_mods_stand_inside(tmp_path):
     torch.testing.assert_close(moved.norm(), torch.tensor(0.1), rtol=1e-3, atol=0)
 
 
-def test_who_stands_outside_finds_the_message_as_it_was(tmp_path):
+def test_outer_mod_finds_the_message_unchanged(tmp_path):
     message = asked()
     protect("none", folder=tmp_path)(message, context(), app(MOVED))
     assert message.content[MARK]["round"] == 1
@@ -150,33 +150,33 @@ def test_who_stands_outside_finds_the_message_as_it_was(tmp_path):
         ("dp", "acts on the single gradients"),
         ("dropout + topk(0.1)", "acts on the model"),
         ("mixup", "acts on the batch"),
-        ("optimal-noise(0.1)", "looks at the examples in its stage 'noise'"),
-        ("optimal-prune(0.5)", "looks at the examples in its stage 'prune'"),
-        ("optimal-prune(0.5, feedback=true)", "looks at the examples in its stage 'prune'"),
+        ("optimal-noise(0.1)", "uses the examples in its stage 'noise'"),
+        ("optimal-prune(0.5)", "uses the examples in its stage 'prune'"),
+        ("optimal-prune(0.5, feedback=true)", "uses the examples in its stage 'prune'"),
         ("adgp", "needs public messages"),
         ("adgp(selection=previous)", "needs public messages"),
     ],
 )
-def test_what_cannot_be_done_to_an_update_is_refused_when_the_mod_is_made(text, what):
+def test_defence_that_cannot_act_on_an_update_is_refused_when_the_mod_is_created(text, what):
     with pytest.raises(GradveilError, match=what) as refused:
         protect(text)
     assert "answer(" in str(refused.value) or "gradveil train" in str(refused.value)
 
 
-def test_a_misspelt_choice_is_refused_when_the_mod_is_made():
+def test_misspelt_choice_is_refused_when_the_mod_is_created():
     """Statistics that are not refused would be sent undefended, and a guard that refuses would only warn."""
     with pytest.raises(GradveilError) as refused:
         protect("topk(0.1)", statistics="kept", guard="refused")  # type: ignore[arg-type]
     assert [problem.where for problem in refused.value.problems] == ["protect.guard", "protect.statistics"]
 
 
-def test_every_reason_is_named_at_once():
+def test_all_problems_are_reported_at_once():
     with pytest.raises(GradveilError) as refused:
         protect("dp + mixup + dropout")
     assert len(refused.value.problems) == 3
 
 
-def test_evaluation_passes(tmp_path):
+def test_evaluation_message_passes_unchanged(tmp_path):
     mod = protect("topk(0.1)", folder=tmp_path)
     for kind in ("evaluate", "query"):
         reply = mod(asked(kind=kind), context(), app(MOVED))
@@ -184,7 +184,7 @@ def test_evaluation_passes(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_a_server_that_could_not_decode_gets_nothing(tmp_path):
+def test_unmarked_message_is_refused(tmp_path):
     message = asked()
     del message.content[MARK]
     with pytest.raises(GradveilError, match="Protected"):
@@ -195,21 +195,21 @@ WITH_STATISTICS = {**START, "n.running_mean": torch.zeros(2), "n.num_batches_tra
 TRAINED = {**MOVED, "n.running_mean": torch.tensor([0.25, 0.5]), "n.num_batches_tracked": torch.tensor(9)}
 
 
-def test_changed_statistics_are_refused_unless_somebody_decides(tmp_path):
+def test_changed_statistics_are_refused_unless_configured(tmp_path):
     with pytest.raises(GradveilError, match="running_mean: was changed: it is a mean over private examples"):
         protect("none", folder=tmp_path)(asked(arrays=WITH_STATISTICS), context(), app(TRAINED))
     kept = protect("none", folder=tmp_path, statistics="keep")
     assert sent(kept(asked(1, WITH_STATISTICS), context(), app(TRAINED))).keys() == START.keys()
-    told = protect("topk(0.1)", folder=tmp_path / "other", statistics="send")
+    sending = protect("topk(0.1)", folder=tmp_path / "other", statistics="send")
     with_mean = {**START, "n.running_mean": torch.zeros(2)}
-    update = sent(told(asked(2, WITH_STATISTICS), context(), app(TRAINED)), with_mean)
+    update = sent(sending(asked(2, WITH_STATISTICS), context(), app(TRAINED)), with_mean)
     assert torch.equal(update["n.running_mean"], torch.tensor([-0.25, -0.5]))
     assert int(update["w"].count_nonzero()) == 1
 
 
 def test_frozen_parameters_may_not_change(tmp_path):
     mod = protect("none", folder=tmp_path, trainable=["w"])
-    with pytest.raises(GradveilError, match=r"arrays\.b: was changed, and is not among what is trained"):
+    with pytest.raises(GradveilError, match=r"arrays\.b: was changed, but is not trained"):
         mod(asked(), context(), app(MOVED))
     assert list(sent(mod(asked(), context(), app({**MOVED, "b": START["b"]})), {"w": START["w"]})) == ["w"]
 
@@ -220,13 +220,13 @@ def test_another_model_than_the_received_one_is_refused(tmp_path):
 
 
 def test_values_that_are_not_finite_are_not_sent(tmp_path):
-    """Nothing is said of the wire's settings, which Flower has no place for."""
+    """The message names no setting of the encoding, which Flower apps cannot set."""
     with pytest.raises(GradveilError, match=r"^update\.b: is not finite -> lower the step size"):
         protect("none", folder=tmp_path)(asked(), context(), app({**MOVED, "b": torch.tensor([0.0, torch.nan])}))
     assert not list((tmp_path / "partition-0" / "run-77").iterdir())
 
 
-def test_the_noise_is_that_of_the_clients_key(tmp_path):
+def test_noise_comes_from_the_clients_key(tmp_path):
     key = Key(5)
     mod = protect("gaussian(0.5)", folder=tmp_path, key=key)
     noise = sent(mod(asked(), context(), app(START)))["w"]
@@ -234,7 +234,7 @@ def test_the_noise_is_that_of_the_clients_key(tmp_path):
     torch.testing.assert_close(noise, 0.5 * drawn)
 
 
-def test_what_else_the_app_says_goes_along_the_second_time_too(tmp_path):
+def test_repeated_reply_keeps_the_apps_records(tmp_path):
     more = {"tag": "x", "rounds": [1, 2], "blob": b"\x00\xff", "parts": [b"a", b"b"], "yes": True}
 
     def train(message, ctx):
@@ -259,7 +259,7 @@ def test_an_app_that_fails_sends_its_error_and_the_round_stays_open(tmp_path):
     assert mod(asked(), context(), app(MOVED)).has_content()
 
 
-def test_a_reply_has_to_say_how_many_examples_it_is_made_of(tmp_path):
+def test_reply_without_number_of_examples_is_refused(tmp_path):
     def silent(message, _context):
         return Message(RecordDict({"arrays": record(MOVED), "metrics": MetricRecord({"n": 3})}), reply_to=message)
 
@@ -268,23 +268,23 @@ def test_a_reply_has_to_say_how_many_examples_it_is_made_of(tmp_path):
 
 
 @pytest.mark.parametrize("count", [0, -3, float("nan"), float("inf"), [5]])
-def test_a_number_of_examples_that_is_none_is_refused(tmp_path, count):
+def test_invalid_number_of_examples_is_refused(tmp_path, count):
     with pytest.raises(GradveilError, match=r"num-examples: is .* at least 1"):
         protect("topk(0.5)", folder=tmp_path)(asked(), context(), app(MOVED, count))
 
 
-def test_a_model_of_counts_alone_has_nothing_to_protect(tmp_path):
+def test_model_without_trained_parameters_is_refused(tmp_path):
     with pytest.raises(GradveilError, match="hold nothing that is trained"):
         protect("topk(0.5)", folder=tmp_path)(asked(arrays={"n": torch.zeros(2, dtype=torch.long)}), context(), app({}))
 
 
-def test_making_a_mod_draws_from_no_global_generator():
+def test_creating_a_mod_leaves_the_global_generator_unchanged():
     before = torch.random.get_rng_state()
     protect("user-dp(clip=1, sigma=1) + topk(0.1, feedback=true)")
     assert torch.equal(torch.random.get_rng_state(), before)
 
 
-def test_the_guard_looks_before_the_app_trains(tmp_path):
+def test_guard_inspects_before_the_app_trains(tmp_path):
     """At its layers, with a model or without, and at jumps; where it refuses, the app is not called."""
 
     def never(*_):
@@ -304,7 +304,7 @@ def test_the_guard_looks_before_the_app_trains(tmp_path):
         blind(asked(2, far), context(), never)
 
 
-def test_arrays_that_nobody_can_read_are_refused(tmp_path):
+def test_unreadable_arrays_are_refused(tmp_path):
     message = asked()
     message.content["arrays"] = ArrayRecord({"w": Array("float32", (1,), "unknown", b"x")})
     with pytest.raises(GradveilError, match=r"arrays\.w: cannot be read"):

@@ -57,7 +57,7 @@ def short(key: Key) -> torch.Generator:
     return torch.Generator().manual_seed(int.from_bytes(digest) % SEEDS)
 
 
-def test_a_server_that_searches_seeds_finds_the_noise_of_short_ones_only(tmp_path, monkeypatch):
+def test_server_that_searches_seeds_finds_only_short_ones(tmp_path, monkeypatch):
     """The control is the client as it was: noise of norm 13 on a clipped update, and one of 4096 seeds takes it off."""
     own = client(USER, net())
     with monkeypatch.context() as patched:
@@ -74,7 +74,7 @@ def test_a_server_that_searches_seeds_finds_the_noise_of_short_ones_only(tmp_pat
 
 
 @pytest.mark.parametrize("text", [USER, "dp(clip=1, sigma=1)"])
-def test_a_run_id_that_repeats_repeats_no_noise(text, tmp_path):
+def test_repeated_run_id_gets_new_noise(text, tmp_path):
     """The owner removes the folders of a run that is over, and the server gives a new one its id.
 
     With the same noise the difference of two answers is that of two updates; here it is as long as two noises.
@@ -95,7 +95,7 @@ def test_a_run_id_that_repeats_repeats_no_noise(text, tmp_path):
     assert fresh.std().item() == pytest.approx(2**0.5 * std, rel=0.2)
 
 
-def test_everything_a_client_draws_comes_from_the_secret_of_its_answer(tmp_path, monkeypatch):
+def test_all_draws_come_from_the_secret_of_the_answer(tmp_path, monkeypatch):
     """Noise, masks, Poisson inclusion, mixtures: all that is declared; and another answer has another secret."""
     own = client(
         "mixup + dp(clip=1, sigma=1) + user-dp(clip=1, sigma=1)",
@@ -144,7 +144,7 @@ def test_no_secret_is_in_a_file_a_log_or_a_record(tmp_path, monkeypatch, caplog)
             assert not any(form in content for content in left)
 
 
-def test_a_law_that_wants_torchs_generator_is_refused_in_a_deployment_only(tmp_path):
+def test_law_that_needs_torchs_generator_is_refused_only_in_a_deployment(tmp_path):
     class Theirs(Gaussian):
         def noise(self, params):
             return NoiseSpec({name: Noise(tuple(p.shape), Own(), dtype=p.dtype) for name, p in params.items()})
@@ -156,7 +156,7 @@ def test_a_law_that_wants_torchs_generator_is_refused_in_a_deployment_only(tmp_p
     answer(asked(1, own), context(), own, BATCH, folder=tmp_path, key=Key(0))
 
 
-def test_what_is_sent_is_whole_steps_of_the_grid(tmp_path):
+def test_sent_values_are_multiples_of_the_grid_step(tmp_path):
     """Also through the mod, whose client is a stand-in; a power of two is a step of every finer grid."""
     own = client("user-dp(clip=1, sigma=1)")
     for reply in (

@@ -34,8 +34,8 @@ def own_training(net):
             name: value + torch.linspace(0, 1, value.numel()).reshape(value.shape)
             for name, value in tensors(message.content["arrays"]).items()
         }
-        told = MetricRecord({"num-examples": 3})
-        return Message(RecordDict({"arrays": record(after), "metrics": told}), reply_to=message)
+        metrics = MetricRecord({"num-examples": 3})
+        return Message(RecordDict({"arrays": record(after), "metrics": metrics}), reply_to=message)
 
     return train
 
@@ -81,8 +81,8 @@ def test_an_app_is_recorded_as_the_page_says(tmp_path, monkeypatch):
 
 def test_the_table_says_which_defences_go_where():
     rows = re.findall(r"^\| (?:[^|]*: )?([^|:]+) \| (yes|no) \| (yes|no) \|$", (DOCS / "flower.md").read_text(), re.M)
-    said = {name: (mod, helper) for names, mod, helper in rows for name in names.split(", ")}
-    assert said.keys() == DEFENCES.keys() - {"none"}
+    supported = {name: (mod, helper) for names, mod, helper in rows for name in names.split(", ")}
+    assert supported.keys() == DEFENCES.keys() - {"none"}
     model = build("lenet-zhu", channels=1, size=16, classes=3, generator=Key(0).generator())
     images = Domain(ImageSpace((1, 16, 16)), 3)
     for name, entry in DEFENCES.items():
@@ -90,9 +90,10 @@ def test_the_table_says_which_defences_go_where():
         text = f"{name}(0.5)" if needs else name
         own = parse(text)(Client(model, domain=images))
         works = (not _refused(lambda text=text: protect(text)), not unsupported(own))
-        assert works == (said.get(name, ("yes", "yes")) == ("yes", "yes"), said.get(name, ("", "yes"))[1] == "yes"), (
-            name
-        )
+        assert works == (
+            supported.get(name, ("yes", "yes")) == ("yes", "yes"),
+            supported.get(name, ("", "yes"))[1] == "yes",
+        ), name
 
 
 def _refused(make) -> bool:

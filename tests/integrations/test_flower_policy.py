@@ -64,13 +64,13 @@ def test_an_app_that_promises_enough_is_answered(tmp_path):
         assert bits(protect(USER, **settings)(asked(1, own), other, idles)) is not None
 
 
-def test_an_app_cannot_move_its_files_where_the_node_has_demands(tmp_path):
+def test_app_cannot_move_its_files_if_the_node_has_demands(tmp_path):
     own = client(USER)
     with pytest.raises(GradveilError, match="folder: replaces the node's folder"):
         answer(asked(1, own), context(**{"gradveil-require": "dp"}), own, BATCH, folder=tmp_path)
 
 
-def test_statistics_that_no_noise_covers_break_a_demanded_guarantee(tmp_path):
+def test_undefended_statistics_do_not_meet_a_demanded_guarantee(tmp_path):
     own = client(USER, model=torch.nn.Linear(4, 2))
     node = context(**{"gradveil-require": "user-dp", "gradveil-folder": str(tmp_path)})
     with pytest.raises(GradveilError, match="running statistics are sent"):

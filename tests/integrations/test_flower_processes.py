@@ -104,12 +104,12 @@ def kill(process) -> None:
 def wait(ready, process, what: str, *logs: Path):
     """Wait until something is there, and return it; not if the process fails that should bring it."""
     end = time.monotonic() + PATIENCE
-    while not (found := ready()):
+    while not (value := ready()):
         if time.monotonic() > end or process.poll():
             tails = "\n".join(f"{log}:\n{log.read_text(errors='replace')[-3000:]}" for log in logs if log.exists())
             pytest.fail(f"{what} did not come\n{tails}")
         time.sleep(0.1)
-    return found
+    return value
 
 
 def run(command: str, surroundings, cwd: Path) -> str:
@@ -164,11 +164,11 @@ def test_the_example_in_simulation_ends_with_the_engines_parameters(tmp_path, su
     with started(local, surroundings, log, tmp_path) as process:
         wait(lambda: listening(port), process, "a SuperLink", log)
         [command] = commands("flwr run . --stream")
-        told = run(command, surroundings, example)
-    accuracies = [float(found) for found in re.findall(r"MetricRecord: \{'accuracy': ([\d.e-]+)\}", told)]
+        output = run(command, surroundings, example)
+    accuracies = [float(value) for value in re.findall(r"MetricRecord: \{'accuracy': ([\d.e-]+)\}", output)]
     assert len(accuracies) == 5
     assert accuracies[-1] > 0.8
-    assert "refused" not in told
+    assert "refused" not in output
 
     monkeypatch.syspath_prepend(str(EXAMPLE))
     from digits.task import examples, held_out, make_client
@@ -193,8 +193,8 @@ def test_the_example_in_simulation_ends_with_the_engines_parameters(tmp_path, su
 
 def node(log: Path) -> str | None:
     """The id that the SuperLink gave to a SuperNode when it was last started."""
-    found = re.findall(r"SuperNode ID: (\d+)", log.read_text(errors="replace"))
-    return found[-1] if found else None
+    value = re.findall(r"SuperNode ID: (\d+)", log.read_text(errors="replace"))
+    return value[-1] if value else None
 
 
 @contextmanager
@@ -238,16 +238,16 @@ def test_a_residual_survives_kill_9_in_a_deployment_over_tls(tmp_path, surroundi
         wait(final.exists, running, "the end", *logs.values())
         assert sorted(file.name for file in kept.iterdir()) == ["answer-3", "state-3"]
 
-    found = load_file(final)
-    assert found.pop("rounds") == 3
+    value = load_file(final)
+    assert value.pop("rounds") == 3
     engine = federation("dp(clip=1, sigma=1e-3) + topk(0.1, feedback=true)", clients=2, validation=False)
     standing = train(engine, 2)
     expected = engine.round(standing).params
     standing.clients.pop(0)
     without = engine.round(standing).params
     for name, value in expected.items():
-        torch.testing.assert_close(found[name], value, rtol=1e-9, atol=1e-12)
-    assert any(not torch.allclose(found[name], value, rtol=1e-3) for name, value in without.items())
+        torch.testing.assert_close(value[name], value, rtol=1e-9, atol=1e-12)
+    assert any(not torch.allclose(value[name], value, rtol=1e-3) for name, value in without.items())
 
 
 def test_clients_killed_at_any_moment_lose_nothing(tmp_path, surroundings):
@@ -264,8 +264,8 @@ def test_clients_killed_at_any_moment_lose_nothing(tmp_path, surroundings):
         for process, log in zip(living, logs, strict=True):
             wait(lambda log=log: node(log), process, "a SuperNode", log)
         running = start(commands("flwr run . loopback")[0], tmp_path / "run.log", WAITING)
-        told = (tmp_path / "run.log", tmp_path / "server.log", *logs)
-        wait(rounds.exists, running, "the first round", *told)
+        logfiles = (tmp_path / "run.log", tmp_path / "server.log", *logs)
+        wait(rounds.exists, running, "the first round", *logfiles)
         for _ in range(kills):
             time.sleep(draw.uniform(0, 6))
             target_client = draw.randrange(2)
@@ -279,10 +279,10 @@ def test_clients_killed_at_any_moment_lose_nothing(tmp_path, surroundings):
                 logs[target_client],
             )
         (tmp_path / "enough").touch()
-        wait(final.exists, running, "the end", *told)
+        wait(final.exists, running, "the end", *logfiles)
 
-    found = load_file(final)
+    value = load_file(final)
     engine = federation("dp(clip=1, sigma=1e-3) + topk(0.1, feedback=true)", clients=2, validation=False)
-    standing = train(engine, int(found.pop("rounds")))
+    standing = train(engine, int(value.pop("rounds")))
     for name, value in standing.params.items():
-        torch.testing.assert_close(found[name], value, rtol=1e-9, atol=1e-12)
+        torch.testing.assert_close(value[name], value, rtol=1e-9, atol=1e-12)

@@ -1,4 +1,4 @@
-"""The recording mod: what leaves any Flower app lies on disk as it left, and nothing of the app changes."""
+"""The mod `record` stores the updates of any Flower app unchanged, and changes nothing of the app."""
 
 import json
 import re
@@ -24,13 +24,13 @@ MOVED = {**START, "w": START["w"] - 0.5}
 
 
 def asked(number=1, kind="train", marked=False):
-    said = {MARK: mark(number)} if marked else {"config": ConfigRecord({"server-round": number})}
-    return Message(RecordDict({"arrays": record(START), **said}), dst_node_id=1, message_type=kind)
+    config = {MARK: mark(number)} if marked else {"config": ConfigRecord({"server-round": number})}
+    return Message(RecordDict({"arrays": record(START), **config}), dst_node_id=1, message_type=kind)
 
 
 def app(message, _context):
-    told = MetricRecord({"num-examples": 5})
-    return Message(RecordDict({"arrays": record(MOVED), "metrics": told}), reply_to=message)
+    metrics = MetricRecord({"num-examples": 5})
+    return Message(RecordDict({"arrays": record(MOVED), "metrics": metrics}), reply_to=message)
 
 
 def test_plain_arrays_are_recorded_as_received_minus_returned_and_pass_as_they_are(tmp_path):
@@ -44,7 +44,7 @@ def test_plain_arrays_are_recorded_as_received_minus_returned_and_pass_as_they_a
 
 
 @pytest.mark.parametrize("truth", [lambda *_: {}["images"], lambda *_: torch.zeros(3), lambda *_: None])
-def test_a_truth_that_cannot_be_had_stops_no_training(tmp_path, caplog, truth):
+def test_failing_truth_does_not_stop_the_training(tmp_path, caplog, truth):
     reply = recording(tmp_path / "seen", truth=truth)(asked(1), context(), app)
     assert torch.equal(torch.from_numpy(reply.content["arrays"]["w"].numpy()), MOVED["w"])
     assert re.search("not recorded: truth: raised [A-Za-z]+Error", caplog.text)
@@ -61,14 +61,14 @@ def test_an_encoded_update_is_recorded_byte_for_byte(tmp_path):
     assert one.facts.defence == "prune(0.5)"
 
 
-def test_an_update_of_some_parameters_is_recorded_where_the_recorder_knows_which(tmp_path, caplog):
+def test_partial_update_is_recorded_only_with_trainable(tmp_path, caplog):
     protected = protect("prune(0.5)", folder=tmp_path / "state", trainable=["w"])
 
     def defended(message, here):
         return protected(message, here, app)
 
     recording(tmp_path / "unknown")(asked(marked=True), context(), defended)
-    assert "is of other tensors than those that are trained -> tell record(...)" in caplog.text
+    assert "holds other tensors than the trained ones" in caplog.text
     assert not (tmp_path / "unknown").exists()
     reply = recording(tmp_path / "seen", trainable=["w"])(asked(marked=True), context(), defended)
     one = read_recorded(tmp_path / "seen")[0]
@@ -77,7 +77,7 @@ def test_an_update_of_some_parameters_is_recorded_where_the_recorder_knows_which
     assert {name: value.tolist() for name, value in one.received.items()}.keys() == START.keys()
 
 
-def test_statistics_that_go_along_are_recorded(tmp_path):
+def test_sent_statistics_are_recorded(tmp_path):
     start = {**START, "n.running_mean": torch.zeros(2), "n.running_var": torch.ones(2)}
     after = {**start, "w": MOVED["w"], "n.running_mean": torch.ones(2)}
     protected = protect("none", folder=tmp_path / "state", statistics="send")
@@ -85,8 +85,8 @@ def test_statistics_that_go_along_are_recorded(tmp_path):
     message.content["arrays"] = record(start)
 
     def trains(got, _context):
-        told = MetricRecord({"num-examples": 5})
-        return Message(RecordDict({"arrays": record(after), "metrics": told}), reply_to=got)
+        metrics = MetricRecord({"num-examples": 5})
+        return Message(RecordDict({"arrays": record(after), "metrics": metrics}), reply_to=got)
 
     recording(tmp_path / "seen")(message, context(), lambda got, here: protected(got, here, trains))
     one = read_recorded(tmp_path / "seen")[0]
@@ -98,14 +98,14 @@ def test_statistics_that_go_along_are_recorded(tmp_path):
     }
 
 
-def test_a_round_that_was_not_chosen_and_other_messages_leave_nothing(tmp_path):
+def test_other_rounds_and_messages_are_not_recorded(tmp_path):
     mod = recording(tmp_path / "seen")
     mod(asked(2), context(), app)
     mod(asked(1, kind="evaluate"), context(), app)
     assert not (tmp_path / "seen").exists()
 
 
-def test_where_nothing_can_be_recorded_the_reply_passes(tmp_path, caplog):
+def test_reply_that_cannot_be_recorded_passes(tmp_path, caplog):
     (tmp_path / "seen").write_text("a file")
     reply = recording(tmp_path / "seen")(asked(), context(), app)
     assert reply.content["metrics"]["num-examples"] == 5
@@ -113,16 +113,16 @@ def test_where_nothing_can_be_recorded_the_reply_passes(tmp_path, caplog):
 
 
 @pytest.mark.parametrize("count", [[5], float("inf")])
-def test_a_number_of_examples_that_is_none_stops_no_training(tmp_path, caplog, count):
+def test_invalid_number_of_examples_does_not_stop_the_training(tmp_path, caplog, count):
     def odd(message, _context):
-        told = MetricRecord({"num-examples": count})
-        return Message(RecordDict({"arrays": record(MOVED), "metrics": told}), reply_to=message)
+        metrics = MetricRecord({"num-examples": count})
+        return Message(RecordDict({"arrays": record(MOVED), "metrics": metrics}), reply_to=message)
 
     assert recording(tmp_path / "seen")(asked(), context(), odd).has_content()
     assert "not recorded: reply.metrics.num-examples" in caplog.text
 
 
-def test_what_a_plain_app_sent_gives_its_image_back(tmp_path, monkeypatch: pytest.MonkeyPatch, capsys):
+def test_recorded_update_of_a_plain_app_reveals_its_image(tmp_path, monkeypatch: pytest.MonkeyPatch, capsys):
     """A Flower app trains one step on one digit by itself; whoever believes that, recovers the digit."""
     monkeypatch.chdir(tmp_path)
     digits = load("digits", size=16).private
@@ -134,16 +134,18 @@ def test_what_a_plain_app_sent_gives_its_image_back(tmp_path, monkeypatch: pytes
         optimiser = torch.optim.SGD(net.parameters(), lr=0.1)
         F.cross_entropy(net(digits.inputs[:1]), digits.targets[:1]).backward()
         optimiser.step()
-        told = MetricRecord({"num-examples": 1})
-        return Message(RecordDict({"arrays": record(net.state_dict()), "metrics": told}), reply_to=message)
+        metrics = MetricRecord({"num-examples": 1})
+        return Message(RecordDict({"arrays": record(net.state_dict()), "metrics": metrics}), reply_to=message)
 
     mod = recording(
         "seen", local=LocalConfig(lr=0.1, steps=1), truth=lambda *_: (digits.inputs[:1], digits.targets[:1])
     )
-    said = {"config": ConfigRecord({"server-round": 1})}
-    mod(Message(RecordDict({"arrays": record(start), **said}), dst_node_id=1, message_type="train"), context(), trains)
+    config = {"config": ConfigRecord({"server-round": 1})}
+    mod(
+        Message(RecordDict({"arrays": record(start), **config}), dst_node_id=1, message_type="train"), context(), trains
+    )
     images = ["data.name=digits", "data.size=16", "model.name=lenet-zhu"]
     words = ["audit", "--observed", "seen", "--json", "--workers", "1", "--attack", "ig-scheliga(tv=0)"]
     assert run([*words, "--iterations", "500", *(word for image in images for word in ("--set", image))]) == 0
-    (told,) = json.loads(capsys.readouterr().out)["trials"]
-    assert told["ssim_mean"] > 0.8
+    (trial,) = json.loads(capsys.readouterr().out)["trials"]
+    assert trial["ssim_mean"] > 0.8

@@ -60,7 +60,7 @@ def test_five_rounds_end_with_the_engines_parameters(text, tmp_path):
         torch.testing.assert_close(found[name], value, rtol=1e-9, atol=1e-12)
 
 
-def test_clients_without_a_key_draw_noise_that_nobody_has(tmp_path):
+def test_clients_without_a_key_draw_secret_noise(tmp_path):
     """Without a key it is not the engine's, and not the same in another folder."""
     engine = federation("user-dp(clip=1, sigma=0.1)", validation=False)
     ends = []
@@ -73,16 +73,16 @@ def test_clients_without_a_key_draw_noise_that_nobody_has(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("client", "batch", "said"),
+    ("client", "batch", "problem"),
     [
         (nn.Linear(2, 2), Batch(torch.ones(1, 2), torch.zeros(1)), "client: is Linear -> give gradveil.client.Client"),
         (Client(nn.Linear(2, 2)), [torch.ones(1, 2), [0]], "batch: is list of Tensor, list -> give .*Batch\\(images"),
-        (Client(nn.Linear(2, 2)), DataLoader([1]), "batch: is DataLoader -> give .*torch.cat of what a loader gives"),
+        (Client(nn.Linear(2, 2)), DataLoader([1]), "batch: is DataLoader -> give .*torch.cat of a loader's batches"),
     ],
 )
-def test_another_thing_than_a_client_or_tensors_is_told(client, batch, said, tmp_path):
+def test_arguments_of_other_types_are_refused(client, batch, problem, tmp_path):
     message = Message(RecordDict({}), dst_node_id=1, message_type="train")
-    with pytest.raises(GradveilError, match=said):
+    with pytest.raises(GradveilError, match=problem):
         answer(message, context(), client, batch, folder=tmp_path)
 
 
@@ -118,22 +118,22 @@ def test_any_strategy_aggregates_and_dtypes_stay(strategy, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("strategy", "wish"),
+    ("strategy", "setting"),
     [
         (lambda: FedProx(proximal_mu=0.1, **ALL), "proximal-mu: asks for a proximal term"),
         (lambda: DifferentialPrivacyClientSideFixedClipping(FedAvg(**ALL), 1.0, 1.0, 4), "clipping_norm: asks for"),
     ],
 )
-def test_what_a_strategy_asks_of_clients_and_would_not_get_is_refused(strategy, wish, tmp_path):
+def test_unsupported_strategy_setting_is_refused(strategy, setting, tmp_path):
     """FedProx without its term is FedAvg, and noise for a clip that nobody made proves nothing."""
     engine = federation("none", validation=False)
     grid = Loopback(helping(engine.client, tmp_path, key=engine.key), 4)
     Protected(strategy()).start(grid, record(engine.client.params()), num_rounds=1)
     assert len(grid.errors) == 4
-    assert all(wish in error for error in grid.errors)
+    assert all(setting in error for error in grid.errors)
 
 
-def test_without_weight_a_proximal_term_is_none(tmp_path):
+def test_proximal_term_of_weight_zero_is_accepted(tmp_path):
     engine = federation("none", validation=False)
     through_flower(engine, tmp_path, partial(FedProx, proximal_mu=0.0), rounds=1)
 

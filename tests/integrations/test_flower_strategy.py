@@ -1,4 +1,4 @@
-"""What the server's door lets in, and what it refuses."""
+"""Replies that the server strategy `Protected` accepts and refuses."""
 
 import logging
 import re
@@ -19,8 +19,8 @@ UPDATE = {"w": torch.full((2, 3), 0.5), "b": torch.tensor([0.0, -1.0])}
 
 
 def good(update=UPDATE, number=1, weight=4, **metrics) -> RecordDict:
-    told = MetricRecord({"num-examples": weight, **metrics})
-    return RecordDict({"arrays": packed(encoded(update)), "metrics": told, MARK: mark(number)})
+    values = MetricRecord({"num-examples": weight, **metrics})
+    return RecordDict({"arrays": packed(encoded(update)), "metrics": values, MARK: mark(number)})
 
 
 def changed(name, value) -> RecordDict:
@@ -49,7 +49,7 @@ def server(nodes=3, strategy=None, start=START, **settings) -> tuple[Protected, 
     return protected, sorted(asked, key=lambda message: message.metadata.dst_node_id)
 
 
-def test_what_an_undefended_app_would_have_sent_is_aggregated():
+def test_decoded_parameters_are_aggregated():
     protected, asked = server()
     contents = [good(), good({"w": UPDATE["w"] * 3, "b": UPDATE["b"]}, weight=12), good(weight=8)]
     replies = [Message(content, reply_to=message) for content, message in zip(contents, asked, strict=True)]
@@ -69,18 +69,18 @@ BAD = {
         RecordDict({"arrays": record(START), "metrics": MetricRecord({"num-examples": 3})}),
         "is not marked",
     ),
-    "marked and plain": (changed("arrays", record(START)), "as one array of kind"),
+    "marked and plain": (changed("arrays", record(START)), "as one array of type"),
     "another encoding": (
         changed("arrays", ArrayRecord({PACKED: Array("uint8", (3,), "numpy.ndarray", b"abc")})),
-        "as one array of kind",
+        "as one array of type",
     ),
     "one array too many": (
         changed("arrays", ArrayRecord({**packed(encoded(UPDATE)), "w": Array(START["w"].numpy())})),
-        "as one array of kind",
+        "as one array of type",
     ),
     "two records": (changed("more", record(START)), "has 2 ArrayRecords"),
     "of an older round": (good(number=3), "answers round 3, not 1"),
-    "no number": (changed(MARK, ConfigRecord({"round": "1"})), "does not say which round"),
+    "no number": (changed(MARK, ConfigRecord({"round": "1"})), "does not give the number of the round"),
     "another shape": (good({"w": torch.ones(3, 2), "b": torch.ones(2)}), ANOTHER),
     "another type": (good({name: value.double() for name, value in UPDATE.items()}), ANOTHER),
     "something missing": (good({"w": UPDATE["w"]}), ANOTHER),
@@ -89,16 +89,19 @@ BAD = {
     "cut off": (changed("arrays", packed(encoded(UPDATE)[:-5])), "bytes"),
     "no bytes": (changed("arrays", packed(b"GV")), "begin|ends"),
     "not finite": (good(loss=float("nan")), "not finite"),
-    "no weight": (good(weight=0), "counts for 0 in the mean"),
-    "no number of examples": (good(weight=1e308), "counts for 1e\\+308 in the mean"),
-    "a negative weight": (good(weight=-5), "counts for -5 in the mean"),
-    "many weights": (changed("metrics", MetricRecord({"num-examples": [1, 2]})), "counts for \\[1, 2\\] in the mean"),
-    "no metrics": (without("metrics"), "does not say 'num-examples'"),
+    "no weight": (good(weight=0), "has the weight 0 in the mean"),
+    "no number of examples": (good(weight=1e308), "has the weight 1e\\+308 in the mean"),
+    "a negative weight": (good(weight=-5), "has the weight -5 in the mean"),
+    "many weights": (
+        changed("metrics", MetricRecord({"num-examples": [1, 2]})),
+        "has the weight \\[1, 2\\] in the mean",
+    ),
+    "no metrics": (without("metrics"), "lacks the metric 'num-examples'"),
 }
 
 
 @pytest.mark.parametrize("kind", BAD)
-def test_a_reply_that_is_not_in_order_is_refused_and_the_others_count(kind, caplog):
+def test_invalid_reply_is_refused_and_the_others_count(kind, caplog):
     content, reason = BAD[kind]
     protected, asked = server()
     replies = [Message(c, reply_to=message) for c, message in zip([good(), content, good()], asked, strict=True)]
@@ -112,11 +115,11 @@ def test_a_reply_that_is_not_in_order_is_refused_and_the_others_count(kind, capl
     assert refusal.reason in caplog.text
 
 
-@pytest.mark.parametrize("beside", [{}, {"arrays": ConfigRecord({"a": 1})}])
-def test_a_reply_whose_record_has_another_name_counts_as_any_other(beside):
+@pytest.mark.parametrize("others", [{}, {"arrays": ConfigRecord({"a": 1})}])
+def test_reply_with_another_record_name_is_accepted(others):
     """Flower drops a whole round for one client who says "other" where the others say "arrays"."""
     protected, asked = server()
-    other = RecordDict({**without("arrays"), "other": good()["arrays"], **beside})
+    other = RecordDict({**without("arrays"), "other": good()["arrays"], **others})
     replies = [Message(c, reply_to=message) for c, message in zip([good(), other, good()], asked, strict=True)]
     arrays, _ = protected.aggregate_train(1, replies)
     assert arrays is not None
@@ -124,7 +127,7 @@ def test_a_reply_whose_record_has_another_name_counts_as_any_other(beside):
     assert not protected.refusals
 
 
-def test_an_update_that_leads_beyond_all_numbers_is_refused():
+def test_update_that_overflows_the_parameters_is_refused():
     """Every value is finite, and so is the model; their difference is not, and would be the mean of all."""
     protected, asked = server(start={**START, "b": torch.full((2,), 3e38)})
     bad = good({**UPDATE, "b": torch.full((2,), -3e38)})
@@ -135,7 +138,7 @@ def test_an_update_that_leads_beyond_all_numbers_is_refused():
 
 
 @pytest.mark.parametrize("weight", [-5, 0])
-def test_a_strategy_inside_a_wrapper_is_told_no_negative_weight(weight):
+def test_wrapped_strategy_gets_no_negative_weight(weight):
     inner = FedAvg(fraction_evaluate=0.0, min_train_nodes=3, min_available_nodes=3)
     protected, asked = server(strategy=DifferentialPrivacyServerSideFixedClipping(inner, 0.0, 100.0, 3))
     replies = [Message(c, reply_to=m) for c, m in zip([good(), good(weight=weight), good()], asked, strict=True)]
@@ -144,7 +147,7 @@ def test_a_strategy_inside_a_wrapper_is_told_no_negative_weight(weight):
     assert [refusal.node for refusal in protected.refusals] == [2]
 
 
-def test_nothing_is_aggregated_where_no_reply_is_left():
+def test_model_stays_if_no_reply_is_accepted():
     class Untouched(FedAvg):
         def aggregate_train(self, server_round, replies):
             raise AssertionError
@@ -167,7 +170,7 @@ def test_a_client_that_was_not_asked_or_answers_twice_is_refused():
     ]
 
 
-def test_failed_clients_are_the_inner_strategys_business():
+def test_failed_replies_are_passed_to_the_inner_strategy():
     protected, asked = server()
     replies = [Message(good(), reply_to=asked[0]), Message(Error(0, "broken"), reply_to=asked[1])]
     arrays, _ = protected.aggregate_train(1, replies)
@@ -176,7 +179,7 @@ def test_failed_clients_are_the_inner_strategys_business():
     assert protected.aggregate_train(1, [Message(Error(0, "broken"), reply_to=asked[1])]) == (None, None)
 
 
-def test_what_is_not_trained_stays_and_may_be_left_out():
+def test_untrained_arrays_stay_and_may_be_omitted():
     start = {**START, "bn.running_mean": torch.ones(2), "bn.num_batches_tracked": torch.tensor(7)}
     protected, asked = server(start=start)
     contents = [good(), good({**UPDATE, "bn.running_mean": torch.full((2,), 0.5)}), good()]
@@ -189,7 +192,7 @@ def test_what_is_not_trained_stays_and_may_be_left_out():
     torch.testing.assert_close(after["bn.running_mean"], torch.full((2,), 1 - 0.5 / 3))
 
 
-def test_patterns_say_what_is_trained():
+def test_patterns_select_the_trained_parameters():
     protected, asked = server(trainable=["b"])
     replies = [Message(good({"b": UPDATE["b"]}), reply_to=asked[0]), Message(good(), reply_to=asked[1])]
     arrays, _ = protected.aggregate_train(1, replies)
@@ -200,7 +203,7 @@ def test_patterns_say_what_is_trained():
     assert re.search(ANOTHER, refusal.reason)
 
 
-def test_flowers_own_wrappers_stand_inside():
+def test_flowers_own_wrappers_can_be_wrapped():
     inner = FedAvg(fraction_evaluate=0.0, min_train_nodes=3, min_available_nodes=3)
     clipping = DifferentialPrivacyServerSideFixedClipping(inner, 0.0, 0.1, 3)
     protected, asked = server(strategy=clipping)

@@ -22,7 +22,7 @@ from gradveil.core.noise import Key
 from gradveil.core.streams import Stream
 from gradveil.core.tree import Tensors
 from gradveil.core.types import Batch
-from gradveil.defences.fisher_information import Told, information, obstacle, settled, sight
+from gradveil.defences.fisher_information import UpdateInformation, information, obstacle, settled, sight
 from gradveil.theory.reconstruction_bound import block_bound, from_cosine, rate_bound, spectrum
 
 PROBES = 2
@@ -46,7 +46,7 @@ def leaked(
     groups, mean = spectrum(experiment.public.views).groups(), experiment.public.inputs.mean(0).to(first.inputs)
     cuts = [sight(watched.believed(client), first.inputs.shape[0]) for watched in seen]
     cuts = [settled(cut, watched.params, first) for cut, watched in zip(cuts, seen, strict=True)]
-    rows: list[Told] = []
+    rows: list[UpdateInformation] = []
     for v, number in enumerate(seen[0].target_clients):
         batch = Batch(truth.raw.inputs[v], truth.raw.targets[v])
         probes = _probes(experiment, groups, batch, Key(seed, (Stream.BOUND, number)))

@@ -1,15 +1,15 @@
 """Clips and noise of deployed clients: exact clips, and normal noise on a grid.
 
-A simulation adds normal numbers of floating point. A deployed client must not: which sums are possible depends on what
-the noise was added to. `deployed` puts what follows in the place of every noise that a promise counts.
+A simulation adds floating-point noise. A deployed client must not: the set of possible sums depends on the value that
+the noise is added to. `deployed` replaces all noise that a guarantee counts by the following.
 
 **The argument.** Let C bound what one unit can change the vector x of d entries by, and let the grid be the multiples
 of g, a power of two with g sqrt(d) <= C / 512.
 
-1. x is rounded to the grid in float64. Each entry moves by g / 2 at most, so neighbours are within
-   C + g sqrt(d) <= C (1 + 1/512), whatever is in them: nothing here is random.
-2. Another C / 512 is left for float64 and float32 before that: what is clipped is clipped in float64, example by
-   example, and added up in float64, so that B examples are at most B^2 C 2^-52 off; where the rounding of an example's
+1. x is rounded to the grid in float64. Each entry moves by g / 2 at most, so neighbours stay within
+   C + g sqrt(d) <= C (1 + 1/512) for all data: nothing here is random.
+2. Another C / 512 is left for rounding in float64 and float32 before that: examples are clipped one by one in float64
+   and added up in float64, so that B examples are at most B^2 C 2^-52 off; where the rounding of an example's
    gradient depends on its neighbours in the batch (relatively 1e-6, on 1,000 examples 1e-3) it is covered as well.
 3. The noise is n = rint(s z / g) steps, z normal, with s = sigma C (1 + 1/256): sigma times what neighbours can differ
    by. The multiplier that is accounted for stays sigma. `gradveil.core.secure_noise` draws n exactly.
@@ -43,7 +43,7 @@ from gradveil.defences.dp import Clip
 from gradveil.defences.guarantees import counted, known, stages
 
 SLACK = 2.0**-8
-"""What neighbours may differ by beyond the bound, relatively: half of it for the grid, half for floating point."""
+"""Relative allowance beyond the bound: half for the grid, half for floating-point rounding."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Grid:
         return Grid(2.0 ** math.floor(math.log2(bound * SLACK / 2 / math.sqrt(entries))))
 
     def scale(self, std: float) -> float:
-        """Return the standard deviation of the noise in steps: for neighbours that differ by the slack more."""
+        """Return the standard deviation of the noise in steps, enlarged by the slack."""
         return std * (1 + SLACK) / self.step
 
 
@@ -73,14 +73,14 @@ class LatticeGaussian(Gaussian):
     grid: Grid = Grid(1.0)
 
     def noise(self, params: Mapping[str, Tensor]) -> NoiseSpec:
-        """Declare whole numbers of steps for each parameter."""
+        """Declare an integer number of steps for each parameter."""
         law = Rounded(self.grid.scale(self.std))
         return NoiseSpec({name: Noise(tuple(p.shape), law, dtype=torch.int64) for name, p in params.items()})
 
     def apply(
         self, update: Tensors, state: Tensors, noise: Mapping[str, Tensor], context: Context
     ) -> tuple[Tensors, Tensors]:
-        """Round to the grid, and add whole steps: all of it exact, but for the update's own dtype in the end."""
+        """Round to the grid and add integer steps; only the final conversion to the update's dtype rounds again."""
         sent = {
             name: (value.double() / self.grid.step).round_().add_(noise[name]).mul_(self.grid.step)
             for name, value in update.items()
@@ -90,7 +90,7 @@ class LatticeGaussian(Gaussian):
 
 @dataclass(frozen=True)
 class ExactClip(Clip):
-    """`Clip` in float64 of what is there: no norm is found by a shorter way, and examples are added up in float64."""
+    """`Clip` in float64: norms are computed from materialised gradients, and examples are summed in float64."""
 
     exact: ClassVar[bool] = True
 
@@ -103,19 +103,19 @@ class ExactClip(Clip):
 
 @dataclass(frozen=True)
 class Deployed:
-    """A client as it is deployed."""
+    """A client with deployable noise."""
 
     client: Client
     without: str | None
-    """Why its noise, or some of it, is no noise on a grid, and proves nothing; None where all that counts is on one."""
+    """Why some counted noise is not on a grid, which voids the guarantee; None if all of it is."""
 
 
 def deployed(client: Client, batch: Batch) -> Deployed:
-    """Put exact clips, and noise on a grid, in the place of those that the client's promise counts.
+    """Replace the clips and the noise that the client's guarantee counts by exact clips and noise on a grid.
 
-    It is for the client of a round (`scheduled`). Noises that follow each other are drawn as one, whose variance is the
-    sum of theirs. A client whose noise proves nothing stays as it is. One whose model or loss cannot be copied is
-    refused: every example has a copy of its own.
+    Pass the client of a round (`scheduled`). Consecutive noises are drawn as one, with the sum of their variances. A
+    client without a guarantee stays as it is. A client whose model or loss cannot be copied is refused, because every
+    example needs its own copy.
     """
     chain = [stage for slot in (client.step, client.send) for _, stage in stages(slot)]
     runs = counted(client, batch)
@@ -123,10 +123,10 @@ def deployed(client: Client, batch: Batch) -> Deployed:
         return Deployed(client, None)
     params = client.params()
     entries = sum(params[name].numel() for name in client.trained())
-    for place, stage in enumerate(chain):
+    for index, stage in enumerate(chain):
         if known(stage, Clip):
             assert isinstance(stage, Clip)
-            chain[place] = ExactClip(**{field.name: getattr(stage, field.name) for field in fields(Clip)})
+            chain[index] = ExactClip(**{field.name: getattr(stage, field.name) for field in fields(Clip)})
     without = None
     for run in runs:
         if run.floating:
@@ -136,22 +136,18 @@ def deployed(client: Client, batch: Batch) -> Deployed:
         for place in rest:
             chain[place] = Gaussian(0.0)
     if any(stage.exact for stage in chain if stage.per_example):
-        _copy(client)
+        try:
+            client.objective.copied()
+        except UNFIT as error:
+            remedy = "remove objects that copy.deepcopy refuses, such as computed tensors, locks or open files"
+            raise fail("client", f"has a model or a loss that cannot be copied ({error})", remedy) from error
     steps = len(stages(client.step))
     step, send = _like(client.step, chain[:steps]), _like(client.send, chain[steps:])
     return Deployed(replace(client, step=step, send=send), without)
 
 
-def _copy(client: Client) -> None:
-    try:
-        client.objective.copied()
-    except UNFIT as error:
-        remedy = "leave out what copy.deepcopy refuses, such as tensors that were computed, locks or open files"
-        raise fail("client", f"has a model or a loss that cannot be copied ({error})", remedy) from error
-
-
 def _like(slot: Transform | None, chain: list[Transform]) -> Transform | None:
-    """Put other stages into a slot, under the names that its stages have."""
+    """Replace the stages of a slot and keep their names."""
     if slot is None or chain == [slot]:
         return slot
     if not isinstance(slot, Chain):

@@ -1,7 +1,7 @@
 """Fisher information of a noisy client's update about its examples, for error bounds.
 
-What is sent is a function of (g(x) + noise), with g the update before its noise; whatever comes after the noise can
-only lose information. Of local training that adds noise in each step, every noisy step is counted as if it were seen.
+The client sends a function of (g(x) + noise), where g is the update before its noise; stages after the noise can only
+lose information. If local training adds noise in each step, every noisy step is counted as if the attacker saw it.
 """
 
 from __future__ import annotations
@@ -35,67 +35,67 @@ KINKED: tuple[type[nn.Module], ...] = (
     *(nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.PReLU, nn.RReLU, nn.Threshold, nn.Hardtanh, nn.Hardsigmoid, nn.Hardswish),
     *(nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d, nn.AdaptiveMaxPool1d, nn.AdaptiveMaxPool2d, nn.AdaptiveMaxPool3d),
 )
-"""Layers whose derivative jumps."""
+"""Layers with a discontinuous derivative."""
 
 
 @dataclass(frozen=True)
 class Sight:
-    """What an attacker sees at best: the update of `clean`, plus noise of one variance in every entry."""
+    """The most that an attacker can see: the update of `clean`, plus noise of equal variance in every entry."""
 
     clean: Client
     """The client up to its noise."""
     variance: float
-    """One over the information of an entry's place; of added noises the sum, which is no more (Stam 1959)."""
+    """One over the Fisher information of an entry's location; for a sum of noises at most their sum (Stam 1959)."""
     normal: float
-    """The variance of the normal noise alone, 0 where there is none."""
+    """Variance of the normal noise alone, 0 without any."""
     smooth: bool
-    """Whether no layer is known for a derivative that jumps."""
+    """Whether no layer has a discontinuous derivative, as far as known."""
     every_step: bool
-    """The noise is added to each step of local training, not to what is sent."""
+    """Whether the noise is added in each step of local training, not to the update."""
     noisy: Client
-    """The client that trains locally with its noise."""
+    """The client with the noise of its local training."""
     laplace: float = 0.0
-    """The scale of Laplace noise alone, 0 where there is none, or a sum of several clients'."""
+    """Scale of Laplace noise alone; 0 without any, or for a sum of several clients."""
     fitted: OptimalNoise | None = None
-    """Noise whose variances are fitted to public images: then of variance 1, on the update divided by their roots."""
+    """Noise whose variances are fitted to public images: it has variance 1 on the update divided by their roots."""
 
 
 def obstacle(client: Client, batch: Batch) -> str | None:
-    """Say why no bound is known for this client, None if there is one."""
+    """Return why no bound is known for this client; None if one is."""
     step, send = stages(client.step), stages(client.send)
     if _first(step) is None and _first(send) is None:
-        return "no noise is added whose law is known and does not depend on the data"
+        return "no noise is added with a known law that does not depend on the data"
     inner, before, noise, after = _split(client)
     for stage in noise:
-        if users(stage) and (what := misstated(stage, client, batch)):
-            return f"{type(stage).__name__} {what}"
+        if users(stage) and (problem := misstated(stage, client, batch)):
+            return f"{type(stage).__name__} {problem}"
     for name, stage in (*inner, *before):
         if not known(stage, Clip, FadingClip):
-            return f"'{name}' comes before the noise, and nothing is known of it"
+            return f"'{name}' comes before the noise, and its effect is not known"
     for name, stage in after:
         if data_dependent(stage, client, batch):
-            return f"'{name}' looks at the data again, behind the noise"
+            return f"'{name}' uses the data again, after the noise"
     if any(noise_is_shared(stage, client, batch) for _, stage in (*step, *send)):
         return "the noise is the same for every client"
     for transform in client.batch:
         if not transform.smooth:
-            claim = "and does not say (smooth = True) that it has a" if users(transform) else "to what has no"
+            claim = "and does not declare (smooth = True) a" if users(transform) else "and has no"
             return f"{type(transform).__name__} changes the batch {claim} derivative in the images"
     if client.local and _first(step) is not None and any(transform.noise(batch) for transform in client.batch):
         return "the batch is mixed at random between noisy steps of local training"
     if client.local and client.local.sampling == "poisson" and _first(step) is not None:
-        return "who is in a noisy step of local training is drawn at random"
+        return "the examples of a noisy step of local training are drawn at random"
     if client.pipeline.trains_private_layers and _first(step) is not None:
-        return "what a client keeps to itself is trained between noisy steps"
+        return "private layers are trained between noisy steps"
     if client.members > 1 and _fitted(send) is not None:
-        return "clients that fit their noise to public images are summed"
+        return "updates with noise fitted to public images are summed"
     if client.members > 1 and client.local and _first(step) is not None:
-        return "clients that add noise in each step of local training are summed"
+        return "updates with noise in each step of local training are summed"
     return None
 
 
 def sight(client: Client, examples: int) -> Sight:
-    """Cut a client off at its noise; `examples` are those of the whole batch. Only where there is no `obstacle`."""
+    """Split a client at its noise, if it has no `obstacle`; `examples` counts the whole batch."""
     each = examples // client.members
     _, before, noise, _ = _split(client)
     smooth = not any(isinstance(module, KINKED) for module in client.model.modules())
@@ -112,38 +112,38 @@ def sight(client: Client, examples: int) -> Sight:
         if client.members == 1
         else []
     )
-    kept = Chain(before) if before else None
-    clean = replace(client, step=kept, send=None) if in_step else replace(client, send=kept)
+    chain = Chain(before) if before else None
+    clean = replace(client, step=chain, send=None) if in_step else replace(client, send=chain)
     every_step = in_step and client.local is not None
     return Sight(clean, variance, normal, smooth, every_step, replace(client, send=None), max(scales, default=0.0))
 
 
 @dataclass(frozen=True)
-class Told:
-    """What one update tells of the inputs x, at most."""
+class UpdateInformation:
+    """Upper bounds on the information of one update about the inputs x."""
 
     along: Tensor
-    """v^T F v = sum_i (J v)_i^2 / s^2 [N] for N directions v; not a number where the update jumps."""
+    """v^T F v = sum_i (J v)_i^2 / s^2 [N] for N directions v; NaN where the update is not differentiable."""
     nats: Tensor
     """Nats [] by which the noise around g(x) differs from that around g(mean), on average at least the mutual
     information: ||d||^2 / (2 s^2) for normal noise and d = g(x) - g(mean), sum_i (t_i + exp(-t_i) - 1) with t_i = |d_i|
     / b for Laplace noise of scale b. Of both the smaller number; infinite without either."""
 
-    def __add__(self, other: Told) -> Told:
-        """Add what another noisy vector tells, given the first."""
-        return Told(self.along + other.along, self.nats + other.nats)
+    def __add__(self, other: UpdateInformation) -> UpdateInformation:
+        """Add the information of another noisy vector, given the first."""
+        return UpdateInformation(self.along + other.along, self.nats + other.nats)
 
 
 def settled(seen: Sight, params: Tensors, batch: Batch, noise: Mapping[str, Tensor] | None = None) -> Sight:
-    """Divide by the deviations of fitted noise at these parameters; without `noise` only if the model draws nothing."""
+    """Divide by the deviations of fitted noise at these parameters; without `noise` only if the model draws none."""
     if seen.fitted is None:
         return seen
-    asked = replace(seen.clean, send=Chain((("scales", _Scales(seen.fitted)),)))
-    spec = asked.noise_spec(params, batch)
+    client = replace(seen.clean, send=Chain((("scales", _Scales(seen.fitted)),)))
+    spec = client.noise_spec(params, batch)
     if noise is None and any(name != "send.scales.probe" for name in spec):
         return seen
-    own = {n: (noise or {}).get(n, each.off().to(batch.inputs.device)) for n, each in spec.items()}
-    scales = tmap(torch.detach, asked.update(params, batch, own, asked.init(params))[0])
+    drawn = {n: (noise or {}).get(n, each.off().to(batch.inputs.device)) for n, each in spec.items()}
+    scales = tmap(torch.detach, client.update(params, batch, drawn, client.init(params))[0])
     assert isinstance(seen.clean.send, Chain)
     divided = Chain((*seen.clean.send.stages[:-1], ("divided", _Divided(seen.fitted, scales))))
     return replace(seen, clean=replace(seen.clean, send=divided), fitted=None)
@@ -151,58 +151,58 @@ def settled(seen: Sight, params: Tensors, batch: Batch, noise: Mapping[str, Tens
 
 def information(
     seen: Sight, params: Tensors, batch: Batch, noise: Mapping[str, Tensor], directions: Tensor, mean: Tensor
-) -> Told:
-    """Compute what the update of a batch tells, along directions [N, B, C, H, W] in the space of the inputs.
+) -> UpdateInformation:
+    """Compute the information of a batch's update along directions [N, B, C, H, W] in the space of the inputs.
 
-    `noise` is what the client drew, `mean` [C, H, W] an input that everybody knows.
+    `noise` is the client's, `mean` [C, H, W] a public input.
     """
     seen = settled(seen, params, batch, noise)
     if not seen.every_step:
-        own = {name: noise[name] for name in seen.clean.noise_spec(params, batch)}
-        return _told(seen, seen.clean, params, batch, own, directions, mean)
-    parts: list[Told] = []
+        drawn = {name: noise[name] for name in seen.clean.noise_spec(params, batch)}
+        return _of_vector(seen, seen.clean, params, batch, drawn, directions, mean)
+    parts: list[UpdateInformation] = []
     local, schedule = seen.noisy.local, noise["schedule"]
     assert local is not None
     clean, noisy = replace(seen.clean, local=None), replace(seen.noisy, local=None)
     state, parts_of_noise = noisy.init(params), seen.noisy.noise_parts(params, batch)
     once = {name: noise[name] for name in parts_of_noise.once if name.startswith("model.")}
 
-    def gradient(t: int, now: Tensors) -> Tensors:
+    def noisy_gradient(t: int, now: Tensors) -> Tensors:
         nonlocal state
         rows = schedule[t]
         chosen = Batch(batch.inputs[rows], batch.targets[rows])
-        own = {name: noise[name][t] for name in parts_of_noise.step} | once
-        kept = {name: own[name] for name in clean.noise_spec(now, chosen)}
-        parts.append(_told(seen, clean, now, chosen, kept, directions[:, rows], mean))
-        found, state = noisy.update(now, chosen, own, state)
-        return found
+        drawn = {name: noise[name][t] for name in parts_of_noise.step} | once
+        needed = {name: drawn[name] for name in clean.noise_spec(now, chosen)}
+        parts.append(_of_vector(seen, clean, now, chosen, needed, directions[:, rows], mean))
+        gradient, state = noisy.update(now, chosen, drawn, state)
+        return gradient
 
-    train(local, params, schedule.shape[0], gradient)
+    train(local, params, schedule.shape[0], noisy_gradient)
     return reduce(add, parts)
 
 
 @dataclass(frozen=True)
 class _Scales(Transform):
-    """Sends the standard deviations of fitted noise in place of the update."""
+    """A stage that sends the standard deviations of fitted noise instead of the update."""
 
     fitted: OptimalNoise
     stage = Stage.NOISE
 
     def directions(self, batch: Batch) -> NoiseSpec:
-        """Declare the directions on which everybody has agreed."""
+        """Declare the public directions."""
         return self.fitted.directions(batch)
 
     def apply(
         self, update: Tensors, state: Tensors, noise: Mapping[str, Tensor], context: Context
     ) -> tuple[Tensors, Tensors]:
-        """Compute them, in the order of the update."""
-        found = self.fitted.public_scales(context, noise["probe"])
-        return {name: found[name] for name in update}, state
+        """Compute the deviations in the order of the update."""
+        scales = self.fitted.public_scales(context, noise["probe"])
+        return {name: scales[name] for name in update}, state
 
 
 @dataclass(frozen=True)
 class _Divided(Transform):
-    """Cuts the update as fitted noise does, and divides it by the noise's standard deviations."""
+    """A stage that clamps the update like fitted noise, and divides it by the noise's standard deviations."""
 
     fitted: OptimalNoise
     scales: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
@@ -211,13 +211,14 @@ class _Divided(Transform):
     def apply(
         self, update: Tensors, state: Tensors, noise: Mapping[str, Tensor], context: Context
     ) -> tuple[Tensors, Tensors]:
-        """Divide."""
+        """Clamp and divide."""
         return {name: value / self.scales[name] for name, value in self.fitted.cut(update).items()}, state
 
 
-def _told(
+def _of_vector(
     seen: Sight, client: Client, params: Tensors, batch: Batch, noise: Tensors, directions: Tensor, mean: Tensor
-) -> Told:
+) -> UpdateInformation:
+    """Compute the information of one noisy vector: an update, or the gradient of a step."""
     state = client.init(params)
 
     def update(inputs: Tensor) -> Tensors:
@@ -226,11 +227,11 @@ def _told(
     squares = squared_products(update, batch.inputs, directions) if seen.smooth else None
     along = torch.full((len(directions),), torch.nan) if squares is None else squares / seen.variance
     away = tmap(torch.sub, update(batch.inputs), update(mean.expand_as(batch.inputs)))
-    return Told(along.double().cpu(), _nats(seen, away))
+    return UpdateInformation(along.double().cpu(), _nats(seen, away))
 
 
 def _nats(seen: Sight, away: Tensors) -> Tensor:
-    """Compute the divergence of the noise moved by `away` from the noise where it is (Kullback and Leibler)."""
+    """Compute the Kullback-Leibler divergence between the noise and the noise shifted by `away`."""
     normal = squared_norm(away).double().cpu() / (2 * seen.normal) if seen.normal else torch.tensor(torch.inf).double()
     if not seen.laplace:
         return normal
@@ -239,33 +240,33 @@ def _nats(seen: Sight, away: Tensors) -> Tensor:
 
 
 def _split(client: Client) -> tuple[Stages, Stages, list[Additive], Stages]:
-    """Split the slot that adds the first noise at its noise: what slots before it do, before, noise, and all after."""
+    """Split at the first noise: stages of the earlier slot, those before the noise in its slot, noise, later stages."""
     step, send = stages(client.step), stages(client.send)
-    inner, own, later = ((), step, send) if _first(step) is not None else (step, send, ())
-    first = _first(own)
+    inner, slot, later = ((), step, send) if _first(step) is not None else (step, send, ())
+    first = _first(slot)
     assert first is not None
     noise: list[Additive] = []
-    for _, stage in own[first:]:
+    for _, stage in slot[first:]:
         if not isinstance(stage, Additive):
             break
         noise.append(stage)
-    pruning = own[first][1]
+    pruning = slot[first][1]
     if isinstance(pruning, OptimalPruning):
-        # It keeps what everybody knows that it keeps, of an update to which this much noise might be added everywhere.
+        # The kept entries are public, and the bound holds for noise of this size in every entry.
         noise.append(Gaussian(pruning.std))
-    # What is added behind noise that is fitted to public images is left out: it can only hide more.
-    return inner, own[:first], noise, (*own[first + max(1, len(noise)) :], *later)
+    # Noise after noise that is fitted to public images is ignored: it can only hide more.
+    return inner, slot[:first], noise, (*slot[first + max(1, len(noise)) :], *later)
 
 
 def _fitted(chain: Stages) -> OptimalNoise | None:
-    """Return the noise that is fitted to public images, if it is the first that is added."""
+    """Return the noise that is fitted to public images, if it is the first noise."""
     first = _first(chain)
     stage = None if first is None else chain[first][1]
     return stage if isinstance(stage, OptimalNoise) else None
 
 
 def _first(chain: Stages) -> int | None:
-    """Find the first stage that adds noise indeed, which does not depend on the data."""
+    """Find the first stage that adds noise of positive variance that does not depend on the data."""
 
     def adds(stage: Transform) -> bool:
         if isinstance(stage, OptimalNoise | OptimalPruning):

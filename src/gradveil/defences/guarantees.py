@@ -1,8 +1,8 @@
 """Formal guarantees of a defended client: the differential privacy of its clips and noise.
 
-Nothing here goes by a defence's name: the stages of the client are walked through, so a composition promises what its
-parts do, and a heuristic promises nothing. What voids the privacy of examples may leave that of clients alone: whatever
-is done before the clip of a whole update is covered by it.
+A guarantee follows from the client's stages, never from a defence's name: a composition has the guarantees of its
+parts, and a heuristic has none. A flaw may void the guarantee per example and leave the one per client, because the
+clip of a whole update covers every stage before it.
 """
 
 from __future__ import annotations
@@ -22,74 +22,74 @@ from gradveil.defences.stage_probes import data_dependent, mixes, noise_is_share
 from gradveil.theory.accounting import Participation, Unit, assumptions, composed
 
 NOTHING = "no formal guarantee"
-"""Said of what proves nothing."""
+"""Text for a client without a formal guarantee."""
 
 Fault = Literal["trained beside", "mixed", "looks again", "shared"]
-"""What a mechanism's noise does not cover, or is wrong with it."""
+"""Kind of flaw that voids a mechanism's guarantee."""
 _WHY: Mapping[Fault, str] = {
-    "trained beside": "what the client keeps to itself is trained without noise, and later steps depend on it",
-    "mixed": "examples are mixed before the clip, so that one reaches the gradients of others",
-    "looks again": "'{name}' looks at the data again, which no noise before it covers",
+    "trained beside": "the client's private layers are trained without noise, and later steps depend on them",
+    "mixed": "examples are mixed before the clip, so one example reaches the gradients of others",
+    "looks again": "'{name}' uses the data again, which the noise before it does not cover",
     "shared": "'{name}' adds the same noise to every client",
 }
 
 
 @dataclass(frozen=True)
 class Flaw:
-    """Why a mechanism promises nothing."""
+    """Reason why a mechanism has no guarantee."""
 
     fault: Fault
     where: str
     """`model`, `batch`, or slot and stage: `send.prune`."""
 
     def __str__(self) -> str:
-        """Say it in words."""
+        """Describe the flaw in words."""
         return _WHY[self.fault].format(name=self.where.partition(".")[2])
 
 
 @dataclass(frozen=True)
 class Mechanism:
-    """Normal noise on a mean of vectors, of which each unit's share is bounded."""
+    """Normal noise on a mean of vectors to which each unit contributes a bounded share."""
 
     unit: Unit
-    """Whose presence it hides: an example's, or a whole client's."""
+    """Privacy unit: an example, or a whole client."""
     multiplier: float
-    """The noise's standard deviation over what one unit can change; of a sum over clients, the noise of all."""
+    """Standard deviation of the noise divided by the bound; for a sum over clients, the noise of all."""
     sums: int
-    """How many such means one update is made from: local steps."""
+    """Number of such means in one update: its local steps."""
     bound: float
-    """What one unit can change the mean by: the clip norm, over the number of examples."""
+    """Largest change of the mean by one unit: the clip norm divided by the number of examples."""
     scaled_to: float | None = None
-    """What the noise was scaled for, in the units of `bound`; None where nobody said."""
+    """Sensitivity that the noise was scaled to, in the units of `bound`; None if not specified."""
     since: int = 0
-    """Which of all stages, those of `step` first, is the clip that bounds what a unit can change."""
+    """Index of the clip that sets the bound, among all stages, those of `step` first."""
     flaws: tuple[Flaw, ...] = ()
-    """Why it promises nothing; empty for one that is sound."""
+    """Reasons why it has no guarantee; empty for a sound mechanism."""
 
 
 @dataclass(frozen=True)
 class Privacy:
-    """The mechanisms of a client, the void ones among them."""
+    """The mechanisms of a client, including void ones."""
 
     mechanisms: tuple[Mechanism, ...]
 
     @property
     def sound(self) -> tuple[Mechanism, ...]:
-        """The mechanisms that nothing voids."""
+        """The mechanisms without flaws."""
         return tuple(mechanism for mechanism in self.mechanisms if not mechanism.flaws)
 
     def void(self, unit: Unit) -> str | None:
-        """Say why nothing is promised of a unit that is clipped and gets noise; None if something is."""
-        own = [mechanism for mechanism in self.mechanisms if mechanism.unit == unit]
-        return str(own[0].flaws[0]) if own and all(mechanism.flaws for mechanism in own) else None
+        """Return why a unit with clip and noise has no guarantee; None if it has one."""
+        of_unit = [mechanism for mechanism in self.mechanisms if mechanism.unit == unit]
+        return str(of_unit[0].flaws[0]) if of_unit and all(mechanism.flaws for mechanism in of_unit) else None
 
     def denied(self) -> list[str]:
-        """Say of which units nothing is promised, and why, where something is of others."""
+        """List the units without a guarantee, each with the reason."""
         units: list[Unit] = [*dict.fromkeys(mechanism.unit for mechanism in self.mechanisms)]
         return [f"{NOTHING} of each {unit}: {why}" for unit in units if (why := self.void(unit))]
 
     def promise(self, training: Participation | None = None) -> str:
-        """Say in words what is proven: an epsilon where the training is known, never one for a heuristic."""
+        """Describe the guarantee in words: with epsilon if the training is known, and never for a heuristic."""
         if not self.mechanisms:
             return NOTHING
         if not self.sound:
@@ -98,49 +98,53 @@ class Privacy:
 
 
 def examine(client: Client, batch: Batch) -> Privacy:
-    """Find the mechanisms of a defended client with batches of this shape, and whether something voids them.
+    """Find the mechanisms of a defended client for batches of this shape, with the flaws that void them.
 
     The batch holds the examples of all members.
     """
-    found: list[Mechanism] = []
-    for part in _parts(client, batch):
-        found += _mechanisms(part, client)
-    return Privacy(_judged(client, batch, found) if found else ())
+    mechanisms = [
+        # The noises of summed members add up.
+        Mechanism(walk.unit, math.sqrt(walk.squared * part.members), part.sums, walk.bound, walk.scaled_to, walk.since)
+        for part in _parts(client, batch)
+        for walk in _walks(part, client)
+        if walk.squared
+    ]
+    return Privacy(_with_flaws(client, batch, mechanisms) if mechanisms else ())
 
 
 @dataclass(frozen=True)
 class NoiseStages:
-    """Stages of normal noise that follow each other, and together are what a promise counts."""
+    """Consecutive stages of normal noise that a guarantee counts together."""
 
     places: tuple[int, ...]
-    """Among all stages, those of `step` first."""
+    """Indices among all stages, those of `step` first."""
     variance: float
-    """Of all of them, on the mean."""
+    """Total variance on the mean."""
     bound: float
-    """What one unit can change the mean by."""
+    """Largest change of the mean by one unit."""
     floating: str | None
-    """A stage between the clip and them that adds other noise."""
+    """Stage between the clip and the noise that adds noise of another law."""
 
 
 def counted(client: Client, batch: Batch) -> list[NoiseStages]:
-    """Find the noise that the mechanisms of a client are made of; where it protects two units, the lesser bound."""
-    found: dict[tuple[int, ...], NoiseStages] = {}
+    """Find the noise stages of a client's mechanisms; noise that protects two units has the smaller bound."""
+    runs: dict[tuple[int, ...], NoiseStages] = {}
     for part in _parts(client, batch):
         for walk in _walks(part, client):
             if walk.squared:
-                own = NoiseStages(tuple(walk.places), walk.variance, walk.bound, walk.floating)
-                before = found.setdefault(own.places, own)
-                found[own.places] = replace(own, bound=min(own.bound, before.bound))
-    return list(found.values())
+                run = NoiseStages(tuple(walk.places), walk.variance, walk.bound, walk.floating)
+                before = runs.setdefault(run.places, run)
+                runs[run.places] = replace(run, bound=min(run.bound, before.bound))
+    return list(runs.values())
 
 
 @dataclass(frozen=True)
 class _Part:
-    """Stages that act one after the other on the mean over so many examples, as often as sums are made."""
+    """Stages that act in sequence on the mean over `examples`, `sums` times per update."""
 
     stages: tuple[tuple[str, Transform], ...]
     since: int
-    """Of which place among all stages the first of them is."""
+    """Index of the first one among all stages."""
     examples: int
     sums: int
     members: int
@@ -151,13 +155,13 @@ def _parts(client: Client, batch: Batch) -> list[_Part]:
     step, send = stages(client.step), stages(client.send)
     if client.local is None:
         return [_Part((*step, *send), 0, examples, 1, client.members)]
-    # Nobody sees sums of single steps, so there the noise of other members does not count.
-    own = _Part(step, 0, client.local.batch, client.local.count(examples), 1)
-    return [own, _Part(send, len(step), examples, 1, client.members)]
+    # Members are summed after local training, so within a step the noise of other members does not count.
+    local = _Part(step, 0, client.local.batch, client.local.count(examples), 1)
+    return [local, _Part(send, len(step), examples, 1, client.members)]
 
 
 def stages(transform: Transform | None) -> tuple[tuple[str, Transform], ...]:
-    """List a transform's stages by name. Of what a user's subclass of a chain does with its stages nothing is known."""
+    """List a transform's stages by name. A user's subclass of a chain counts as one unknown stage."""
     if transform is None:
         return ()
     if isinstance(transform, Chain) and type(transform).apply is Chain.apply:
@@ -166,7 +170,7 @@ def stages(transform: Transform | None) -> tuple[tuple[str, Transform], ...]:
 
 
 def known(stage: Transform, *kinds: type[Transform]) -> bool:
-    """Say whether a stage is one of these, and does what they do: of what a user's subclass does nothing is known.
+    """Return whether a stage is one of these kinds; a user's subclass that overrides a method is not.
 
     >>> from gradveil.core.types import Multiplier
     >>> class Loose(Clip):
@@ -175,55 +179,53 @@ def known(stage: Transform, *kinds: type[Transform]) -> bool:
     >>> known(Clip(1.0), Clip), known(Loose(1.0), Clip)
     (True, False)
     """
-    return any(isinstance(stage, kind) and _does_as(type(stage), kind) for kind in kinds)
+    return any(isinstance(stage, kind) and _keeps_methods(type(stage), kind) for kind in kinds)
 
 
-def _does_as(one: type[Transform], kind: type[Transform]) -> bool:
-    methods = (name for name in dir(kind) if not name.startswith("__") and name not in _TELLING)
-    return all(getattr(one, m) is getattr(kind, m) for m in methods if _is_method(kind, m))
+def _keeps_methods(subclass: type[Transform], kind: type[Transform]) -> bool:
+    """Return whether a class overrides no method or property of `kind` that affects the update."""
+    names = (name for name in dir(kind) if not name.startswith("__") and name not in _DESCRIPTIVE)
+    attributes = ((name, getattr_static(kind, name)) for name in names)
+    methods = (name for name, held in attributes if isinstance(held, property) or callable(held))
+    return all(getattr(subclass, name) is getattr(kind, name) for name in methods)
 
 
-def _is_method(kind: type[Transform], name: str) -> bool:
-    held = getattr_static(kind, name)
-    return isinstance(held, property) or callable(held)
-
-
-_TELLING = ("guarantee", "intermediates", "evidence")
-"""What says something of a transform, and changes nothing that it sends."""
+_DESCRIPTIVE = ("guarantee", "intermediates", "evidence")
+"""Methods that describe a transform and do not change what it sends."""
 
 
 @dataclass
 class _Walk:
-    """What is known of one unit on the way through the stages."""
+    """Bound and noise of one unit while walking through the stages."""
 
     unit: Unit
     bound: float = math.inf
     fading: dict[float, float] = field(default_factory=dict[float, float])
-    """What clips that shrink bound in the first round, by their decay."""
+    """Bounds of decaying clips in the first round, by decay."""
     squared: float = 0.0
     """The square of the noise multiplier."""
     scaled_to: float | None = None
     since: int = 0
     closed: bool = field(default=False)
-    """The noise is on, and another stage came after it: further noise does not add to it."""
+    """A stage has followed the noise, so later noise does not add to it."""
     places: list[int] = field(default_factory=list[int])
-    """Of the noise."""
+    """Indices of the noise stages."""
     variance: float = 0.0
     floating: str | None = None
-    """Which stage added other noise before."""
+    """Stage that added noise of another law before."""
 
     def take(self, place: int, name: str, stage: Transform, examples: int, layers: int) -> None:
-        """Pass one stage."""
+        """Update the bound and the noise for one stage."""
         if known(stage, Gaussian, FadingNoise):
             assert isinstance(stage, Gaussian)
-            # Noise that shrinks is held against what shrinks with it, other noise against bounds of the first round.
+            # Decaying noise is compared with the clip of the same decay, other noise with bounds of the first round.
             reach = self.fading.get(stage.decay, math.inf) if isinstance(stage, FadingNoise) else self.bound
             if not self.closed and reach < math.inf:
                 self.squared += stage.variance(examples) / reach**2
                 self.variance += stage.variance(examples)
                 self.places.append(place)
-                told = stage.scaled_to
-                self.scaled_to = None if told is None else stage.on_mean(told, examples)
+                scaled_to = stage.scaled_to
+                self.scaled_to = None if scaled_to is None else stage.on_mean(scaled_to, examples)
         elif self.squared:
             self.closed = True
         elif known(stage, Clip, FadingClip):
@@ -237,15 +239,12 @@ class _Walk:
         elif known(stage, Laplacian):
             self.floating = name
         else:
-            # Whatever it does to a vector may bring two neighbouring ones further apart.
+            # An unknown stage may move two neighbouring vectors further apart.
             self.bound, self.fading = math.inf, {}
 
 
 def _walks(part: _Part, client: Client) -> Iterator[_Walk]:
-    """Walk through the stages, once for each unit.
-
-    Clipping a mean moves no two means apart, so it keeps an example's bound.
-    """
+    """Walk through the stages, once for each unit. Clipping a mean moves no two means apart: it keeps the bound."""
     units: tuple[Unit, Unit] = "example", "client"
     for unit in units:
         walk = _Walk(unit)
@@ -254,19 +253,11 @@ def _walks(part: _Part, client: Client) -> Iterator[_Walk]:
         yield walk
 
 
-def _mechanisms(part: _Part, client: Client) -> Iterator[Mechanism]:
-    """Find the mechanisms of each unit. Summed members add up their noise."""
-    for walk in _walks(part, client):
-        if walk.squared:
-            noise = math.sqrt(walk.squared * part.members)
-            yield Mechanism(walk.unit, noise, part.sums, walk.bound, walk.scaled_to, walk.since)
+def _with_flaws(client: Client, batch: Batch, mechanisms: list[Mechanism]) -> tuple[Mechanism, ...]:
+    """Add the flaws that void each mechanism.
 
-
-def _judged(client: Client, batch: Batch, mechanisms: list[Mechanism]) -> tuple[Mechanism, ...]:
-    """Find what voids each mechanism.
-
-    A clip of the whole update covers all that was done before: which examples were mixed or looked at, what was trained
-    beside. The clip of an example's gradient does not cover what gets into the gradients of other examples.
+    The clip of a whole update covers all stages before it, and private layers. The clip of an example's gradient does
+    not cover the example's influence on the gradients of other examples.
     """
     before: list[Flaw] = []
     if client.pipeline.trains_private_layers:
@@ -290,16 +281,16 @@ def _judged(client: Client, batch: Batch, mechanisms: list[Mechanism]) -> tuple[
 
 
 def promise(mechanism: Mechanism, training: Participation | None) -> str:
-    """Say in words what a mechanism proves: an epsilon where the training is known."""
+    """Describe a mechanism's guarantee in words: with epsilon if the training is known."""
     noise = f"noise multiplier {mechanism.multiplier:.4g}"
     if training is None:
-        many = f", {mechanism.sums} noisy sums an update" if mechanism.sums > 1 else ""
+        many = f", {mechanism.sums} noisy sums per update" if mechanism.sums > 1 else ""
         return f"differential privacy of each {mechanism.unit} ({noise}{many}); epsilon follows from the training"
     return promised(mechanism.unit, [(mechanism.multiplier, training)])[1]
 
 
 def promised(unit: Unit, parts: Sequence[tuple[float, Participation]]) -> tuple[float, str]:
-    """Say what noise multipliers and trainings that follow each other prove of each unit: epsilon, and in words."""
+    """Compute the epsilon per unit of consecutive trainings with these noise multipliers, and describe it in words."""
     value = composed(parts)
     noises = "; ".join(f"noise multiplier {noise:.4g}; {assumptions(training, unit)}" for noise, training in parts)
     return value, f"epsilon {value:.4g} at delta {parts[0][1].delta:g} of each {unit} ({noises})"

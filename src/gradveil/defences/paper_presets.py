@@ -1,7 +1,7 @@
 """Presets by paper: the defences of a paper's table, with its settings.
 
-`PAPER/TABLE` in the place of a defence stands for all of them: `dual-gradient-pruning/ablation`. Papers are called as
-their folders in `papers/`, where they have one.
+`PAPER/TABLE` instead of a defence expands to all defences of a table: `dual-gradient-pruning/ablation`. A paper has the
+name of its folder in `papers/`, if there is one.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from gradveil.core.errors import Problem, refuse
 
 @dataclass(frozen=True)
 class Paper:
-    """A paper that defends or attacks updates, and the defences of its tables."""
+    """A paper on defences or attacks, and the defences of its tables."""
 
     title: str
     citation: str
     tables: Mapping[str, tuple[str, ...]]
-    """Name of a table to the texts of its defences, without the undefended client."""
+    """Texts of a table's defences by table name, without the undefended client."""
 
 
 def _dual(removed: str, ratio: int) -> str:
@@ -31,7 +31,7 @@ def _dual(removed: str, ratio: int) -> str:
 
 
 def _bottleneck(kernel: int, beta: str) -> tuple[str, str]:
-    """Write CVB with the exact divergence, and with that of the authors' program."""
+    """Write CVB with the exact divergence, and with that of the published code."""
     text = f"cvb(kernel={kernel}, beta={beta}"
     return f"{text})", f"{text}, kl=published_code)"
 
@@ -72,13 +72,13 @@ PAPERS: dict[str, Paper] = {
         "Aligned Dual Gradient Pruning (anonymous preprint)",
         {
             "main": ("adgp(keep=0.2, top=0.05)",),
-            # The noise: epsilon 10.7 at delta 1e-5 of one update. The preprint does not tell the clip norm.
+            # The noise: epsilon 10.7 at delta 1e-5 of one update. The preprint does not give the clip norm.
             "comparison": (
                 "topk(keep=0.2, feedback=true)",
                 "user-dp(clip=1, sigma=0.4733)",
                 "adgp(keep=0.2, top=0.05)",
             ),
-            # Ours: who chooses the mask without anybody who has to be trusted.
+            # Our addition: masks that are chosen without a trusted party.
             "selections": ("adgp(keep=0.2, top=0.05, selection=vote)", "adgp(keep=0.2, top=0.05, selection=previous)"),
         },
     ),
@@ -92,7 +92,7 @@ PAPERS: dict[str, Paper] = {
         },
     ),
     "optimal-defenses": Paper(
-        "Noise and pruning where they hide most for what they cost",
+        "Noise and pruning with the best trade-off of protection and cost",
         "Chen, Gürsoy, Lei 2024, Optimal Defenses Against Gradient Reconstruction Attacks",
         {
             "noise": tuple(
@@ -119,15 +119,15 @@ PAPERS: dict[str, Paper] = {
             "vit": _bottleneck(3, "0.1"),
         },
     ),
-    # The authors' program attacks locks that end with a sigmoid, and trains ones that end with ReLU.
+    # The published code attacks locks that end with a sigmoid, and trains locks that end with ReLU.
     "key-lock": Paper(
         "FedKL: a normalisation whose scale and shift follow from a secret key",
         "Ren et al. 2023, Gradient Leakage Defense with Key-Lock Module for Federated Learning",
         {"main": ("keylock(width=1024)",), "training": ("keylock(width=1024, act=relu)",)},
     ),
-    # About 50 to 60% of the features, the paper says: both ends. A notebook of the authors takes 1%.
+    # The paper hides 50 to 60% of the features: both ends. A notebook of the authors hides 1%.
     "provable-defense": Paper(
-        "Soteria: hide the features that tell most of the image",
+        "Soteria: hide the features that reveal most of the image",
         "Sun et al. 2021, Soteria: Provable Defense against Privacy Leakage in Federated Learning (CVPR)",
         {
             "main": ("soteria(percentile=50)", "soteria(percentile=60)"),
@@ -135,12 +135,12 @@ PAPERS: dict[str, Paper] = {
         },
     ),
     "automatic-transformation-search": Paper(
-        "ATS: two policies that were searched for, and each image by one of them",
+        "ATS: each image is transformed by one of two searched policies",
         "Gao et al. 2021, Privacy-preserving Collaborative Learning with Automatic Transformation Search (CVPR)",
         {"main": ('ats(policy="3-1-7")', 'ats(policy="43-18-18")', 'ats(policy="3-1-7+43-18-18")')},
     ),
     "adaptive-defenses": Paper(
-        "Outpost: noise where the risk is, ever more seldom",
+        "Outpost: noise where the risk is high, with falling probability",
         "Wang, Hugh, Li 2023, More than Enough is Too Much: Adaptive Defenses against Gradient Leakage",
         {"main": ("outpost(scale=0.8, prune=80, phi=40, beta=0.125)",)},
     ),
@@ -149,22 +149,22 @@ PAPERS: dict[str, Paper] = {
         "Wei et al. 2021, Gradient-Leakage Resilient Federated Learning (ICDCS)",
         {"main": ("fed-cdp(clip=4, sigma=6)",)},
     ),
-    # As the authors run their program on CIFAR-10 and on ImageNet; there the warm-up is in epochs, here in rounds.
+    # Settings of the published code for CIFAR-10 and ImageNet; its warm-up counts epochs, this one rounds.
     "deep-gradient-compression": Paper(
-        "DGC: momentum, and what was not sent, stay with the client",
+        "DGC: momentum and unsent entries stay with the client",
         "Lin et al. 2018, Deep Gradient Compression: Reducing the Communication Bandwidth (ICLR)",
         {
             "warm-up": ("dgc(keep=0.001, momentum=0.9, warmup=5)",),
             "no-warm-up": ("dgc(keep=0.001, momentum=0.9, warmup=0)",),
         },
     ),
-    # What GLAUS attacks: a twentieth of the entries is sampled.
+    # The setting that GLAUS attacks: a twentieth of the entries is sampled.
     "unbiased-sampling": Paper(
         "MinMax sampling: a few entries, drawn and enlarged so that the mean is right",
         "MinMax sampling, as Yang et al. 2023 (GLAUS) attack it",
         {"main": ("minmax(ratio=0.95)",)},
     ),
-    # As the authors run their program.
+    # Settings of the published code.
     "instance-hiding": Paper(
         "InstaHide: images mixed with the client's own, or with public ones, and signs flipped",
         "Huang, Song, Li, Arora 2020, InstaHide: Instance-hiding Schemes for Private Distributed Learning (ICML)",
@@ -174,34 +174,31 @@ PAPERS: dict[str, Paper] = {
         },
     ),
 }
-"""Every paper whose settings are known by name.
-
-QSGD is missing: its settings are of buckets of a few hundred entries, not of layers.
-"""
+"""Papers with named settings. QSGD is missing: it quantises buckets of a few hundred entries, not layers."""
 
 
 def spelled_out(texts: Iterable[str]) -> list[str]:
-    """Put a table's defences in the place of `PAPER/TABLE`, each defence once; an unknown one is refused.
+    """Expand each `PAPER/TABLE` to its defences, each defence once; an unknown name is refused.
 
     >>> spelled_out(["none", "gradient-stand-in/published-code"])
     ['none', 'standin(variant=published_code)']
     """
-    found: list[str] = []
+    expanded: list[str] = []
     tabled: set[str] = set()
     problems: list[Problem] = []
     known = {f"{key}/{table}": each for key, paper in PAPERS.items() for table, each in paper.tables.items()}
     for i, text in enumerate(texts):
         name = text.strip().lower()
         if "/" not in name or "(" in name:
-            found += [] if text in tabled else [text]
+            expanded += [] if text in tabled else [text]
         elif name in known:
-            found += [each for each in known[name] if each not in found]
+            expanded += [each for each in known[name] if each not in expanded]
             tabled.update(known[name])
         else:
             near = get_close_matches(name, known, n=1)
             hint = f"did you mean '{near[0]}'? " if near else ""
             problems.append(
-                Problem(f"defences[{i}]", f"no paper's table is called '{text}'", f"{hint}{', '.join(known)}")
+                Problem(f"defences[{i}]", f"unknown table of a paper: '{text}'", f"{hint}{', '.join(known)}")
             )
     refuse(problems)
-    return found
+    return expanded

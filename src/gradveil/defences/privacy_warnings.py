@@ -1,4 +1,4 @@
-"""Warnings about differential privacy that does not hold as it seems."""
+"""Warnings about differential privacy that is void, weak or accounted for wrongly."""
 
 from __future__ import annotations
 
@@ -15,36 +15,37 @@ from gradveil.defences.stage_probes import noise_is_shared
 from gradveil.theory.accounting import Participation, epsilon
 
 MEANINGLESS = 10.0
-"""Larger epsilons are no guarantee that anybody should rely on (Ponomareva et al. 2023, sec. 5.2.1)."""
+"""Larger epsilons are not a useful guarantee (Ponomareva et al. 2023, sec. 5.2.1)."""
 _VOIDING: Mapping[Fault, tuple[str, str]] = {
     "trained beside": (
-        "trains what it keeps to itself (a lock) without noise, and later steps depend on it",
+        "trains private layers (a lock) without noise, and later steps depend on them",
         "leave keylock out; it has no epsilon",
     ),
     "mixed": (
-        "mixes examples before the clip, and one of them reaches the gradients of others",
+        "mixes examples before the clip, so one example reaches the gradients of others",
         "leave it out; it has no epsilon",
     ),
     "looks again": (
-        "looks at the data again, beyond the noisy update",
+        "uses the data again, beyond the noisy update",
         "leave it out, or let it depend on the update alone; it has no epsilon",
     ),
 }
-"""What is said of a flaw that voids a differential privacy, and what to do; shared noise is always warned of."""
+"""Problem and fix for each flaw that voids differential privacy; shared noise has its own warning."""
 
 
 def suspicions(client: Client, batch: Batch, training: Participation | None = None) -> Iterator[Problem]:
-    """Warn of what makes a differential privacy void or worthless; each warning says where and what to do.
+    """Warn about differential privacy that is void or worthless, with place and fix.
 
-    Without a training, one update alone is accounted, as the client draws its examples: its epsilon is the least that
-    any training has.
+    Without a training, one update alone is accounted for, sampled like the client's: no training has a smaller epsilon.
     """
     privacy = examine(client, batch)
     for slot in ("step", "send"):
         for name, stage in stages(getattr(client, slot)):
             if noise_is_shared(stage, client, batch):
-                what = "adds the same noise to every client: noise from a shared seed is known to whoever knows it"
-                yield _warning(f"{slot}.{name}", what, "declare the noise in noise(params), so that each draws its own")
+                problem = "adds the same noise to every client: anyone who knows the seed knows the noise"
+                yield _warning(
+                    f"{slot}.{name}", problem, "declare the noise in noise(params): each client draws its own"
+                )
     yield from _voided(privacy)
     if privacy.mechanisms and training:
         yield from _other_sampling(client, batch, training)
@@ -58,61 +59,67 @@ def suspicions(client: Client, batch: Batch, training: Participation | None = No
 
 
 def _voided(privacy: Privacy) -> Iterator[Problem]:
-    """Say of each flaw whose differential privacy it voids."""
+    """Report each flaw with the units whose differential privacy it voids."""
     flaws = dict.fromkeys(flaw for mechanism in privacy.mechanisms for flaw in mechanism.flaws)
     for flaw in flaws:
         if flaw.fault in _VOIDING:
-            what, remedy = _VOIDING[flaw.fault]
+            problem, remedy = _VOIDING[flaw.fault]
             units = dict.fromkeys(each.unit for each in privacy.mechanisms if flaw in each.flaws)
             void = f"that voids the differential privacy of each {' and each '.join(units)}"
-            yield _warning(flaw.where, f"{what}: {void}", remedy)
+            yield _warning(flaw.where, f"{problem}: {void}", remedy)
 
 
 def _other_sampling(client: Client, batch: Batch, training: Participation) -> Iterator[Problem]:
-    """Compare how a step's examples are drawn with what the accounting of noisy steps takes for granted."""
+    """Compare how a step draws its examples with the sampling that the accounting assumes."""
     local, noisy = client.local, any(isinstance(stage, Gaussian) for _, stage in stages(client.step))
     if local is None or not noisy or training.rate == 1:
         return
     rate = local.batch / (batch.inputs.shape[0] // client.members)
     if local.sampling != "poisson" and training.sampling == "poisson":
-        what = "accounts for Poisson sampling, and local training takes batches of fixed size, which amplify less"
-        yield _warning("privacy.sampling", what, "set local.sampling = poisson, or privacy.sampling = shuffled")
+        problem = "accounts for Poisson sampling, but local training takes batches of fixed size, which amplify less"
+        yield _warning("privacy.sampling", problem, "set local.sampling = poisson, or privacy.sampling = shuffled")
     elif local.sampling == "poisson" and training.sampling == "shuffled":
-        what = "accounts for shuffled batches, and local training draws by Poisson: an example may be in more sums"
-        yield _warning("privacy.sampling", what, "set local.sampling = batches, or privacy.sampling = poisson")
+        problem = "accounts for shuffled batches, but local training samples by Poisson: an example may be in more sums"
+        yield _warning("privacy.sampling", problem, "set local.sampling = batches, or privacy.sampling = poisson")
     elif training.sampling == "shuffled" and math.floor(1 / training.rate + 1e-9) > (times := int(1 / rate + 1e-9)):
-        what = f"is {training.rate:g}, and each example is in one of every {plural(times, 'step')} of local training"
-        yield _warning("privacy.rate", what, f"give {rate:g}, and count the steps of one client")
+        problem = f"is {training.rate:g}, but each example is in one of every {plural(times, 'step')} of local training"
+        yield _warning("privacy.rate", problem, f"give {rate:g}, and count the steps of one client")
     elif training.sampling == "poisson" and training.rate < rate * (1 - 1e-9):
-        what = f"is {training.rate:g}, and each example is in a step of local training with probability {rate:g}"
-        yield _warning("privacy.rate", what, f"give {rate:g}, times the share of the clients in a round if it is drawn")
+        problem = f"is {training.rate:g}, but each example is in a step of local training with probability {rate:g}"
+        yield _warning(
+            "privacy.rate", problem, f"give {rate:g}, times the share of the clients in a round if it is drawn"
+        )
 
 
 def _seen_alone(client: Client, mechanism: Mechanism, training: Participation) -> Iterator[Problem]:
-    """Warn that choosing some of the clients hides nothing from who sees each of their updates by itself."""
+    """Warn that sampling clients does not amplify privacy if the server sees each update alone."""
     if mechanism.unit == "client" and client.members == 1 and training.sampling == "poisson" and training.rate < 1:
-        what = f"is {training.rate:g}, as if nobody saw which clients were drawn, and the server sees each one's update"
-        remedy = "count the rounds of one client at rate = 1, or sum clients before anybody sees them (client.members)"
-        yield _warning("privacy.rate", what, remedy)
+        problem = f"is {training.rate:g}, as if the drawn clients were secret, but the server sees each client's update"
+        remedy = (
+            "count the rounds of one client at rate = 1, or sum clients before the server sees them (client.members)"
+        )
+        yield _warning("privacy.rate", problem, remedy)
 
 
 def _too_few(mechanism: Mechanism, training: Participation) -> Iterator[Problem]:
-    """Warn of a training that is shorter than one of its updates."""
+    """Warn about a training that is shorter than one of its updates."""
     if mechanism.sums > training.steps:
-        what = f"are {training.steps:,}, and one update alone is made of {mechanism.sums:,} noisy sums"
-        yield _warning("privacy.steps", what, "give those of the whole training: local steps times rounds")
+        problem = f"are {training.steps:,}, but one update alone has {mechanism.sums:,} noisy sums"
+        yield _warning("privacy.steps", problem, "count the whole training: local steps times rounds")
 
 
 def _disagreement(mechanism: Mechanism) -> Iterator[Problem]:
-    told, bound = mechanism.scaled_to, mechanism.bound
-    if told is not None and not math.isclose(told, bound, rel_tol=1e-9):
-        what = f"the noise is scaled to a sensitivity of {told:g}, and one {mechanism.unit} can change the mean by "
-        what += f"{bound:g}: the noise multiplier is {mechanism.multiplier:.4g}, {told / bound:.4g} times sigma"
-        yield _warning("noise", what, f"scale the noise to the clip, or account for {mechanism.multiplier:.4g}")
+    assumed, bound = mechanism.scaled_to, mechanism.bound
+    if assumed is not None and not math.isclose(assumed, bound, rel_tol=1e-9):
+        problem = (
+            f"the noise is scaled to a sensitivity of {assumed:g}, but one {mechanism.unit} can change the mean by "
+        )
+        problem += f"{bound:g}: the noise multiplier is {mechanism.multiplier:.4g}, {assumed / bound:.4g} times sigma"
+        yield _warning("noise", problem, f"scale the noise to the clip, or account for {mechanism.multiplier:.4g}")
 
 
 def _one_update(client: Client, batch: Batch, mechanism: Mechanism) -> Participation:
-    """Say how often a unit gets into the noisy sums of one update."""
+    """Return the participation of a unit in the noisy sums of one update."""
     local, examples = client.local, batch.inputs.shape[0] // client.members
     if local is None or mechanism.unit == "client":
         return Participation(steps=mechanism.sums)
@@ -123,13 +130,13 @@ def _one_update(client: Client, batch: Batch, mechanism: Mechanism) -> Participa
 
 
 def _meaningless(mechanism: Mechanism, training: Participation | None, planned: Participation) -> Iterator[Problem]:
-    found = epsilon(mechanism.multiplier, planned)
-    if found > MEANINGLESS:
+    value = epsilon(mechanism.multiplier, planned)
+    if value > MEANINGLESS:
         of = f"of a training of {planned.steps:,} sums" if training else "of one update alone"
-        what = f"epsilon {of} is {found:,.4g} for each {mechanism.unit}, at delta {planned.delta:g}: "
-        what += "no guarantee to rely on"
-        yield _warning("noise", what, f"more noise: gradveil account --epsilon {MEANINGLESS:g} tells how much")
+        problem = f"epsilon {of} is {value:,.4g} for each {mechanism.unit}, at delta {planned.delta:g}: "
+        problem += "not a useful guarantee"
+        yield _warning("noise", problem, f"add noise: gradveil account --epsilon {MEANINGLESS:g} computes how much")
 
 
-def _warning(where: str, what: str, remedy: str) -> Problem:
-    return Problem(where, what, remedy, severity="warning")
+def _warning(where: str, problem: str, remedy: str) -> Problem:
+    return Problem(where, problem, remedy, severity="warning")

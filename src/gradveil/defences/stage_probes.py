@@ -1,7 +1,7 @@
-"""Facts of a stage found by running it on trial data: data-dependent noise, mixing, shared noise.
+"""Properties of a stage found by running it on trial data: data dependence, mixing, shared noise.
 
-It is tried on made-up examples and parameters. Of the client's own only the shapes count: a blank image hides what is
-done to it, and what is refused for what was found must not tell of the data.
+The trial uses made-up examples and parameters with the client's shapes. The client's own data would not do: a blank
+image hides the effect of a stage, and a refusal must not depend on private data.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ _COPIES = 8
 
 
 def data_dependent(stage: Transform, client: Client, batch: Batch) -> bool:
-    """Find out whether a stage looks at the examples again, beyond the update it is handed.
+    """Return whether a stage uses the examples in addition to the update.
 
-    It is run on one random update and on batches that have nothing in common, and may neither differ nor ask for
-    gradients or features, but for those at public examples.
+    The stage runs on one random update with batches that differ in every entry. It is data-dependent if its results
+    differ, or if it asks for gradients or features of other than public examples.
     """
     if stage.directions(batch) and not stage.needs_public:
         return True
@@ -35,9 +35,9 @@ def data_dependent(stage: Transform, client: Client, batch: Batch) -> bool:
     noise = (stage.noise(sent) | stage.directions(batch)).sample(Key(0, (Stream.STAGE,)), batch.inputs.device)
     update = {name: _normal(value, name) for name, value in sent.items()}
     results: list[Tensors] = []
-    for own in _apart(batch):
+    for other in _different(batch):
         context = Context(
-            sent, own, gradient=ask, features=ask, sensitivity=ask, public=public_of(client, batch, update)
+            sent, other, gradient=ask, features=ask, sensitivity=ask, public=public_of(client, batch, update)
         )
         try:
             results.append(stage.apply(update, stage.init(sent), noise, context)[0])
@@ -46,65 +46,60 @@ def data_dependent(stage: Transform, client: Client, batch: Batch) -> bool:
     return any(not torch.equal(value, other[name]) for other in results[1:] for name, value in results[0].items())
 
 
-def _apart(batch: Batch) -> list[Batch]:
-    """Make up batches of this shape that differ in every entry, and in the classes that there are."""
+def _different(batch: Batch) -> list[Batch]:
+    """Make up batches of this shape that differ in every entry and in their classes."""
     rows = torch.arange(len(batch.inputs), device=batch.inputs.device) % _COPIES  # a few examples, again and again
     few = {name: pair(value[:_COPIES], name) for name, value in batch._asdict().items()}
     (one, other), targets = ([value[rows] for value in few[name]] for name in ("inputs", "targets"))
     if not batch.targets.dtype.is_floating_point:
         targets = [torch.zeros_like(batch.targets), torch.ones_like(batch.targets), targets[0]]
-    return [Batch(one, targets[0]), *(Batch(other, own) for own in targets[1:])]
+    return [Batch(one, targets[0]), *(Batch(other, labels) for labels in targets[1:])]
 
 
 def mixes(transform: BatchTransform, client: Client, batch: Batch) -> bool:
-    """Find out whether an example gets into what a batch transform makes of the others.
+    """Return whether a batch transform lets one example influence the results of others.
 
     One of many copies of an example is changed, under several draws of the noise.
     """
     inputs, targets = (pair(value[:1], name) for name, value in batch._asdict().items())
     copies = Batch(*(torch.cat([one] * _COPIES) for one, _ in (inputs, targets)))
     changed = [
-        Batch(_first(copies.inputs, inputs[1]), own) for own in (copies.targets, _first(copies.targets, targets[1]))
+        Batch(torch.cat([inputs[1], copies.inputs[1:]]), labels)
+        for labels in (copies.targets, torch.cat([targets[1], copies.targets[1:]]))
     ]
     spec = transform.noise(copies)
     for number in range(_COPIES):
         noise = spec.sample(Key(0, (Stream.COPIES, number)), batch.inputs.device)
-        before, *after = (transform.apply(own, noise, client.domain) for own in (copies, *changed))
-        if any(not torch.equal(a[1:], b[1:]) for own in after for a, b in zip(before, own, strict=True)):
+        before, *after = (transform.apply(each, noise, client.domain) for each in (copies, *changed))
+        if any(not torch.equal(a[1:], b[1:]) for each in after for a, b in zip(before, each, strict=True)):
             return True
     return False
 
 
-def _first(copies: Tensor, other: Tensor) -> Tensor:
-    """Put another one in the place of the first of many copies."""
-    return torch.cat([other, copies[1:]])
-
-
 def noise_is_shared(stage: Transform, client: Client, batch: Batch) -> bool:
-    """Find out whether two clients, whose noise is drawn with different keys, add the same noise all the same.
+    """Return whether two clients with different keys add the same noise.
 
-    Then it cancels in the difference of their updates, and who knows the seed subtracts it.
+    Such noise cancels in the difference of their updates, and anyone who knows the seed can subtract it.
     """
     if stage.stage != Stage.NOISE or stage.directions(batch):
         return False
 
     sent = sent_by(client)
     public, nothing = public_of(client, batch, sent), tmap(torch.zeros_like, sent)
-    own = _apart(batch)[0]
-    context = Context(sent, own, gradient=ask, features=ask, sensitivity=ask, public=public)
+    context = Context(sent, _different(batch)[0], gradient=ask, features=ask, sensitivity=ask, public=public)
     try:
         keys, device = [Key(0, (Stream.CLIENT, number)) for number in range(2)], batch.inputs.device
         added = [
             stage.apply(nothing, stage.init(sent), stage.noise(sent).sample(key, device), context)[0] for key in keys
         ]
     except AskedError:
-        return False  # It adds what it makes of the examples.
+        return False  # The stage computes its noise from the examples.
     same = all(torch.equal(value, added[1][name]) for name, value in added[0].items())
     return same and any(bool(value.any()) for value in added[0].values())
 
 
 def public_of(client: Client, batch: Batch, like: Mapping[str, Tensor]) -> Public | None:
-    """Stand in for what everybody can compute: gradients that depend on the examples they are asked for."""
+    """Make up public gradients that depend on the examples they are computed from."""
 
     def gradient(examples: Batch) -> Tensors:
         return {name: value * examples.inputs.square().sum() for name, value in like.items()}
@@ -117,12 +112,12 @@ class AskedError(Exception):
 
 
 def ask(*asked: object) -> NoReturn:
-    """Stand in for the gradients and features that only a client has."""
+    """Stand in for gradients and features of private examples."""
     raise AskedError
 
 
 def sent_by(client: Client) -> Mapping[str, Tensor]:
-    """Make up the parameters that a client trains and sends, as transforms see them."""
+    """Make up the parameters that a client trains and sends, in the dtype that transforms get."""
     params = client.params()
     return wide(parameters({name: params[name] for name in client.trained()}))
 

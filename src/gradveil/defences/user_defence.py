@@ -1,13 +1,12 @@
 """Custom defences: loaded by import path, checked by running them on trial data.
 
-A bound rests on `Additive.variance`, one over the information of an entry's place. No law has less than that of its
-draws: for noise z of density f, every function p and every direction,
+Error bounds rely on `Additive.variance`, one over the Fisher information of an entry's location. Draws bound this from
+above: for noise z of density f, every function p and every direction,
 
     1 / information <= E[p(z)^2] / E[p'(z)]^2,    and with p(z) = z at most the variance,
 
-with equality for p = f' / f (Cauchy and Schwarz). So draws refute a claim, and never prove one.
-
-Those of this library are held to laws by its tests instead.
+with equality for p = f' / f (Cauchy-Schwarz). So draws can refute a claim, but never prove it. The defences of this
+library are covered by its tests instead.
 """
 
 from __future__ import annotations
@@ -36,38 +35,38 @@ from gradveil.defences.stage_probes import AskedError, ask, data_dependent, publ
 from gradveil.nn.check import check
 
 _ENTRIES = 1 << 20
-"""About how many entries are drawn."""
+"""Approximate number of entries that are drawn."""
 _DRAWS = (4, 64)
 _CHANCE = 1e-9
-"""How seldom draws may refute what is true."""
+"""Probability that draws refute a true claim."""
 _MANY, _SLACK = 1 << 12, 1.15
-"""Entries, and a factor, that other functions than p(z) = z take: their averages are less certain."""
+"""Entries needed, and safety factor, for functions other than p(z) = z: their averages are less certain."""
 
 
 def misstated(stage: Additive, client: Client, batch: Batch) -> str | None:
-    """Say what draws refute of the claim that a stage adds independent noise of this variance to every entry."""
+    """Test by draws whether a stage adds independent noise of its declared variance; return the violation or None."""
     claimed = stage.variance(len(batch.targets))
     if not claimed > 0:
         return None
     try:
         if data_dependent(stage, client, batch):
-            return "adds what depends on the examples"
+            return "adds noise that depends on the examples"
         rows = _added(stage, client, batch, 0.0)
         other = _added(stage, client, batch, claimed**0.5, draws=1)
     except AskedError:
-        return "adds what depends on the examples"
+        return "adds noise that depends on the examples"
     if any(not torch.allclose(value[:1], other[name], atol=1e-3 * claimed**0.5) for name, value in rows.items()):
-        return "adds what depends on the update"
+        return "adds noise that depends on the update"
     for name, drawn in rows.items():
         most = min((bound for bound in _bounds(drawn.double()) if bound < claimed), default=None)
         if most is not None:
-            what = f"its draws of '{name}' allow no more than {most:.3g}"
-            return f"says variance({len(batch.targets)}) = {claimed:.3g}, and {what}"
+            draws = f"its draws of '{name}' allow no more than {most:.3g}"
+            return f"declares variance({len(batch.targets)}) = {claimed:.3g}, but {draws}"
     return None
 
 
 def _added(stage: Additive, client: Client, batch: Batch, entry: float, draws: int = _DRAWS[1]) -> Tensors:
-    """Return what is added to an update of equal entries: at most so many draws [K, *shape] of each parameter."""
+    """Return the noise added to an update of equal entries: at most `draws` draws [K, *shape] per parameter."""
     sent = sent_by(client)
     update = {name: torch.full_like(value, entry) for name, value in sent.items()}
     context = Context(sent, batch, gradient=ask, features=ask, sensitivity=ask, public=public_of(client, batch, update))
@@ -76,13 +75,13 @@ def _added(stage: Additive, client: Client, batch: Batch, entry: float, draws: i
     rows: list[Tensors] = []
     for draw in range(count):
         noise = spec.sample(Key(0, (Stream.CLAIM, draw)), batch.inputs.device)
-        found = stage.apply(update, stage.init(sent), noise, context)[0]
-        rows.append(tmap(torch.sub, {name: found[name] for name in update}, update))
+        noisy = stage.apply(update, stage.init(sent), noise, context)[0]
+        rows.append(tmap(torch.sub, {name: noisy[name] for name in update}, update))
     return {name: torch.stack([row[name] for row in rows]).cpu() for name in rows[0]}
 
 
 def _bounds(drawn: Tensor) -> Iterator[float]:
-    """Bound one over the information by draws [K, *shape]: of entries, and of what neighbours have in common."""
+    """Bound one over the information by draws [K, *shape] of entries, and of sums and differences of neighbours."""
     yield _variance(drawn)
     for way in range(1, drawn.dim()):
         if drawn.shape[way] > 1:
@@ -95,13 +94,13 @@ def _bounds(drawn: Tensor) -> Iterator[float]:
 
 
 def _variance(drawn: Tensor) -> float:
-    """Return the largest variance that draws of these squares leave possible; neighbours may count twice."""
+    """Return the largest variance compatible with these draws; neighbours may count twice."""
     count = max(2, drawn.numel() // 2)
     return float(drawn.var()) * count / float(chi2.ppf(_CHANCE, count - 1))  # pyright: ignore
 
 
 Function = Callable[[Tensor], tuple[Tensor, Tensor]]
-"""Numbers in units of their median magnitude -> p of them, and its slope."""
+"""Numbers in units of their median magnitude -> p of them, and its derivative."""
 
 
 def _power(k: int) -> Function:
@@ -126,47 +125,49 @@ def _moments(centred: Tensor) -> Callable[[Function], tuple[float, float]]:
 
 
 _ALL_AT_ONCE = (
-    "compute with torch alone, without Python's `if` on values, .item() or NumPy: every audit does many clients at once"
+    "compute with torch alone, without `if` on values, .item() or NumPy: audits apply it to many clients at once"
 )
-_DECLARE = "declare what is random in noise(...), and draw nothing in apply"
-_OUT_OF_PLACE = "make new tensors: value * 2, not value.mul_(2)"
+_DECLARE = "declare random tensors in noise(...), and draw nothing in apply"
+_OUT_OF_PLACE = "create new tensors: value * 2, not value.mul_(2)"
 
 
 def faults(defence: Defence, client: Client, batch: Batch) -> Iterator[Problem]:
-    """Try what is a user's own in a client with this defence, on random updates and on its batch."""
-    own = Batch(*(value[: len(value) // client.members] for value in batch))
-    found = list(_parts(client, own))
-    yield from found
-    if not any(problem.severity == "error" for problem in found) and any(users(surgery) for surgery in defence.model):
-        bounds = client.domain.space.bounds(own.inputs) if client.domain else None
+    """Try the custom parts of a client with this defence, on random updates and on its batch."""
+    one = Batch(*(value[: len(value) // client.members] for value in batch))
+    problems = list(_parts(client, one))
+    yield from problems
+    if not any(problem.severity == "error" for problem in problems) and any(
+        users(surgery) for surgery in defence.model
+    ):
+        bounds = client.domain.space.bounds(one.inputs) if client.domain else None
         classes = client.domain.classes if client.domain else None
-        yield from check(client.model, own, client.loss, bounds=bounds, classes=classes)
+        yield from check(client.model, one, client.loss, bounds=bounds, classes=classes)
 
 
 def _parts(client: Client, batch: Batch) -> Iterator[Problem]:
     for slot in ("step", "send"):
         for name, stage in stages(getattr(client, slot)):
-            for where, own in _own(f"{slot}.{name}", stage):
-                yield from _told(where, lambda where, own=own: _try_stage(where, own, client, batch))
+            for where, custom in _custom(f"{slot}.{name}", stage):
+                yield from _problems(where, lambda where, custom=custom: _try_stage(where, custom, client, batch))
     for number, transform in enumerate(client.batch):
         if users(transform):
             where = f"batch[{number}]"
-            yield from _told(where, lambda where, one=transform: _try_batch(where, one, client, batch))
+            yield from _problems(where, lambda where, one=transform: _try_batch(where, one, client, batch))
 
 
-def _own(where: str, stage: Transform) -> Iterator[tuple[str, Transform]]:
-    """Find a user's own stages: this one, or what one of this library holds (error feedback a compressor)."""
+def _custom(where: str, stage: Transform) -> Iterator[tuple[str, Transform]]:
+    """Find custom stages: this one, or parts of a built-in stage (the compressor of error feedback)."""
     if users(stage):
         yield where, stage
         return
     for part in fields(stage) if is_dataclass(stage) else ():
         inner = getattr(stage, part.name)
         if isinstance(inner, Transform):
-            yield from _own(f"{where}.{part.name}", inner)
+            yield from _custom(f"{where}.{part.name}", inner)
 
 
-def _told(where: str, trial: Callable[[str], Iterable[Problem]]) -> Iterator[Problem]:
-    """Turn the first thing that a trial finds wrong into problems."""
+def _problems(where: str, trial: Callable[[str], Iterable[Problem]]) -> Iterator[Problem]:
+    """Yield the problems of a trial, which stops at its first error."""
     try:
         yield from trial(where)
     except GradveilError as error:
@@ -174,9 +175,9 @@ def _told(where: str, trial: Callable[[str], Iterable[Problem]]) -> Iterator[Pro
 
 
 def _try_stage(where: str, stage: Transform, client: Client, batch: Batch) -> Iterable[Problem]:
-    """Apply a stage to one random update, again, and to two at once."""
+    """Apply a stage to a random update twice, and to two updates at once."""
     if isinstance(stage, HasMessages) and stage.speakers():
-        return ()  # It is told more than there is here.
+        return ()  # Messages of other clients are not available here.
     sent = sent_by(client)
     spec = _spec(where, "noise(params)", lambda: stage.noise(sent))
     spec = spec | _spec(where, "directions(batch)", lambda: stage.directions(batch))
@@ -185,7 +186,7 @@ def _try_stage(where: str, stage: Transform, client: Client, batch: Batch) -> It
     _check_tensors(f"{where}: init(params)", state, None)
     if state and stage.per_example:
         remedy = "leave init out, or act on the mean gradient: per_example = False"
-        raise fail(where, "keeps a state and acts on each example, where none is carried on", remedy)
+        raise fail(where, "keeps a state and acts on each example, whose state is never carried over", remedy)
 
     def apply(update: Tensors, noise: Tensors) -> Tensors:
         public = public_of(client, batch, update)
@@ -199,16 +200,18 @@ def _try_stage(where: str, stage: Transform, client: Client, batch: Batch) -> It
         _check_tensors(f"{where}: the state that apply returns", state_after, state)
         return {**update_after, **{f"state {name}": value for name, value in state_after.items()}}
 
-    found = list(_try_out(where, apply, {name: _gradient(value, name) for name, value in sent.items()}, spec))
-    found += _of_nothing(where, apply, sent, spec)
-    if isinstance(stage, Additive) and (what := called(where, "its draws", lambda: misstated(stage, client, batch))):
-        remedy = "return one over the information of an entry's place: at most the variance, for normal noise the same"
-        raise fail(where, what, remedy)
-    return found
+    problems = list(_try_out(where, apply, {name: _gradient(value, name) for name, value in sent.items()}, spec))
+    problems += _at_zero(where, apply, sent, spec)
+    if isinstance(stage, Additive) and (wrong := called(where, "its draws", lambda: misstated(stage, client, batch))):
+        remedy = (
+            "return one over the Fisher information of an entry's location: at most the variance, or equal to it for "
+        )
+        raise fail(where, wrong, f"{remedy}normal noise")
+    return problems
 
 
 def _try_batch(where: str, transform: BatchTransform, client: Client, batch: Batch) -> Iterable[Problem]:
-    """Apply a batch transform to the client's examples, again, and to two clients' at once."""
+    """Apply a batch transform to the client's examples twice, and to those of two clients at once."""
     spec = _spec(where, "noise(batch)", lambda: transform.noise(batch))
 
     def apply(given: Tensors, noise: Tensors) -> Tensors:
@@ -229,9 +232,9 @@ def _try_batch(where: str, transform: BatchTransform, client: Client, batch: Bat
 def _try_out(
     where: str, apply: Callable[[Tensors, Tensors], Tensors], given: Tensors, spec: NoiseSpec
 ) -> Iterator[Problem]:
-    """Apply something once, again to the same, and to two targets at once; refuse the first thing that goes wrong.
+    """Call `apply` twice with the same tensors, and with two clients at once; refuse at the first error.
 
-    Warn where an attacker who simulates it has no derivative to follow.
+    Warn if an attacker who simulates it would have no derivative to follow.
     """
     like = next(value for value in given.values() if value.is_floating_point())
     noise, other = (_drawn(spec, number, like) for number in range(2))
@@ -240,16 +243,16 @@ def _try_out(
     try:
         first = called(where, "apply", lambda: apply(handed, dict(noise)), names)
     except AskedError:
-        return  # It computes with what only a client has.
+        return  # It needs gradients or features of private examples.
     if changed := [name for name, value in given.items() if not torch.equal(handed[name], value)]:
-        raise fail(where, f"apply changes what it is handed in place: '{changed[0]}'", _OUT_OF_PLACE)
+        raise fail(where, f"apply modifies its input '{changed[0]}' in place", _OUT_OF_PLACE)
     for name, value in first.items():
         if not value.isfinite().all():
-            what = f"apply makes NaN or infinity of finite values, in '{name}'"
+            what = f"apply turns finite values into NaN or infinity, in '{name}'"
             raise fail(where, what, "look for divisions by zero: gradients hold zeros")
     again = called(where, "apply", lambda: apply({n: value.clone() for n, value in given.items()}, dict(noise)))
     if any(not torch.equal(value, again[name]) for name, value in first.items()):
-        raise fail(where, "apply gives something else each time, for the same arguments", _DECLARE)
+        raise fail(where, "apply returns different results for the same arguments", _DECLARE)
     both = tuple({n: torch.stack([v, w[n]]) for n, v in u.items()} for u, w in ((given, given), (noise, other)))
     try:
         vmap(apply)(*both)
@@ -259,31 +262,31 @@ def _try_out(
     yield from called(where, "its derivative", lambda: _without_slope(where, lambda v: apply(v, dict(noise)), given))
 
 
-def _of_nothing(
+def _at_zero(
     where: str, apply: Callable[[Tensors, Tensors], Tensors], like: Mapping[str, Tensor], spec: NoiseSpec
 ) -> Iterator[Problem]:
-    """Warn of what makes NaN of layers whose gradient is zero: all of their units are off."""
+    """Warn if a stage turns the gradient of a dead layer, which is zero, into NaN."""
     zeros = {name: torch.zeros_like(value) for name, value in like.items()}
     try:
         after = called(where, "apply", lambda: apply(zeros, _drawn(spec, 0, next(iter(zeros.values())))))
     except AskedError:
         return
     if broken := [name for name, value in after.items() if not value.isfinite().all()]:
-        what = f"apply makes NaN or infinity of a layer whose gradient is zero, in '{broken[0]}'"
+        what = f"apply turns a layer gradient of zeros into NaN or infinity, in '{broken[0]}'"
         remedy = "look for divisions by a norm or a largest value: add 1e-30 to it"
         yield Problem(where, what, remedy, "warning")
 
 
 def _without_slope(where: str, apply: Callable[[Tensors], Tensors], given: Tensors) -> list[Problem]:
-    """Warn where nothing of what is sent has a derivative in what came in."""
+    """Warn if the result has no derivative with respect to the input."""
     free = {n: v.detach().clone().requires_grad_(v.is_floating_point()) for n, v in given.items()}
     sent = {name: value for name, value in apply(free).items() if name in given and value.requires_grad}
     wanted = [value for value in free.values() if value.requires_grad]
     total = sum(((value * _gradient(value, name)).sum() for name, value in sent.items()), start=torch.zeros(()))
     slopes = torch.autograd.grad(total, wanted, materialize_grads=True) if sent else ()
     if not any(bool(slope.any()) for slope in slopes):
-        what = "has no derivative: who simulates it cannot search through it, and recovers less than who ignores it"
-        remedy = "give attackers a smooth one: gradveil.core.tree.straight_through(sent, smooth)"
+        what = "has no derivative: an attacker who simulates it recovers less than one who ignores it"
+        remedy = "provide a smooth one for attacks: gradveil.core.tree.straight_through(sent, smooth)"
         return [Problem(where, what, remedy, "warning")]
     return []
 
@@ -297,15 +300,15 @@ def _spec(where: str, call: str, run: Callable[[], object]) -> NoiseSpec:
 
 
 def _drawn(spec: NoiseSpec, number: int, like: Tensor) -> Tensors:
-    """Draw the noise of a client, of the kind and in the place of its tensors."""
+    """Draw the noise of a client, with the dtype and on the device of its tensors."""
     return spec.to(like.dtype).sample(Key(0, (Stream.CLIENT, number)), like.device)
 
 
-def _check_tensors(where: str, found: Any, like: Mapping[str, Tensor] | None) -> None:
-    """Refuse what is no dictionary of tensors, or of other names, shapes and kinds than these."""
-    if not isinstance(found, Mapping):
-        raise fail(where, f"is {_kind(found)}", "return a dictionary of tensors")
-    held = cast(Mapping[Any, Any], found)
+def _check_tensors(where: str, result: Any, like: Mapping[str, Tensor] | None) -> None:
+    """Refuse anything but a dictionary of tensors with the names, shapes and dtypes of `like`."""
+    if not isinstance(result, Mapping):
+        raise fail(where, f"is {_kind(result)}", "return a dictionary of tensors")
+    held = cast(Mapping[Any, Any], result)
     problems = [
         Problem(where, f"holds {_kind(value)} under {name!r}", "return tensors: torch.tensor(value)")
         for name, value in held.items()
@@ -314,15 +317,13 @@ def _check_tensors(where: str, found: Any, like: Mapping[str, Tensor] | None) ->
     for name, value in (like or {}).items():
         given = held.get(name)
         if given is None:
-            problems.append(Problem(where, f"lacks '{name}'", "return a tensor for each name that came in"))
+            problems.append(Problem(where, f"lacks '{name}'", "return a tensor for each name of the input"))
         elif isinstance(given, Tensor) and (given.shape, given.dtype) != (value.shape, value.dtype):
-            what = f"holds '{name}' as {given.dtype} {tuple(given.shape)}, handed in as {value.dtype} "
-            problems.append(
-                Problem(where, f"{what}{tuple(value.shape)}", "keep the shape and the dtype of what came in")
-            )
+            what = f"holds '{name}' as {given.dtype} {tuple(given.shape)}, but the input is {value.dtype} "
+            problems.append(Problem(where, f"{what}{tuple(value.shape)}", "keep the shape and the dtype of the input"))
     if like is not None and (more := [str(name) for name in held if name not in like]):
-        remedy = "return the names that came in; a state's are those of init(params)"
-        problems.append(Problem(where, f"holds names that did not come in: {', '.join(more)}", remedy))
+        remedy = "return the names of the input; a state has the names of init(params)"
+        problems.append(Problem(where, f"holds unknown names: {', '.join(more)}", remedy))
     if problems:
         raise GradveilError(problems[:3])
 
@@ -332,33 +333,33 @@ def _kind(thing: Any) -> str:
 
 
 def _gradient(value: Tensor, name: str) -> Tensor:
-    """Stand in for a gradient, which has zeros in it: of units that are off."""
+    """Make up a gradient with zeros in it, like those of inactive units."""
     drawn = torch.randn(value.shape, dtype=value.dtype, generator=Key(0, (name,)).generator()).flatten()
     drawn[::3] = 0
     return drawn.view(value.shape).to(value.device)
 
 
-_SURGERY = "is a surgery of the model", "name a defence that holds it: mine = Defence('mine', model=(surgery,))"
+_SURGERY = "replaces modules of the model", "wrap it in a defence: mine = Defence('mine', model=(surgery,))"
 _MISTAKEN = {
     "module": _SURGERY,
     "model": _SURGERY,
     "update": ("acts on an update", "write it as the apply of a class derived from gradveil.core.types.Transform"),
     "batch": ("acts on a batch", "write it as the apply of a class derived from gradveil.core.types.BatchTransform"),
 }
-"""Arguments that no text can give: what their function is then, and what to do."""
+"""Parameter names of functions that are not factories of defences: problem and fix."""
 
 
 def own_defence(path: str) -> OwnEntry:
-    """Import a defence, a transform, or what returns one."""
+    """Import a defence, a transform, or a function that returns one."""
 
-    def is_one(found: Any) -> bool:
-        return isinstance(found, Defence | Transform | BatchTransform)
+    def is_defence(value: Any) -> bool:
+        return isinstance(value, Defence | Transform | BatchTransform)
 
-    return own_entry(path, "defence", is_one, _defence, _MISTAKEN)
+    return own_entry(path, "defence", is_defence, _defence, _MISTAKEN)
 
 
 def _defence(made: Any, name: str) -> Defence:
-    """Name a defence by its text; a transform takes its slot, one of single examples that of each gradient."""
+    """Wrap a transform in a defence with this name: per-example transforms in `step`, others in `send` or `batch`."""
     if isinstance(made, Defence):
         return replace(made, name=name)
     if isinstance(made, BatchTransform):
@@ -366,5 +367,5 @@ def _defence(made: Any, name: str) -> Defence:
     if isinstance(made, Transform):
         stages = made if isinstance(made, Chain) else Chain((("own", made),))
         return Defence(name, send=stages) if split(stages)[0] is None else Defence(name, step=stages)
-    what = f"returned {type(made).__name__}, not a defence"
-    raise fail(name, what, "return a Defence, or a Transform or BatchTransform of yours")
+    problem = f"returned {type(made).__name__}, not a defence"
+    raise fail(name, problem, "return a Defence, Transform or BatchTransform")

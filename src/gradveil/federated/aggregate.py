@@ -1,4 +1,4 @@
-"""What the server makes of the clients' updates: weights, a mean, and an optimiser's step on it."""
+"""Server aggregation: client weights, the mean update and an optimiser's step."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from gradveil.core.settings import Checked, Positive, Share
 from gradveil.core.tree import Tensors, norm, select, tmap, under
 
 Weights = Literal["examples", "uniform", "angles"]
-"""What a client's update counts for in the mean."""
+"""Weighting of the clients in the mean."""
 Optimiser = Literal["sgd", "adam", "yogi", "adagrad"]
-"""Whose step the server makes on the mean."""
+"""Optimiser of the server."""
 _STEEP = 5.0
 """FedAdp's alpha."""
 
 
 @dataclass(frozen=True)
 class Server(Checked):
-    """How a server moves the global parameters by the weighted mean D of the updates that it received.
+    """Server optimiser: moves the global parameters by the weighted mean D of the received updates.
 
     `sgd`: v <- momentum v + D, p <- p - lr v; with lr = 1 and no momentum this is FedAvg. `adam`, `yogi`, `adagrad`
     (Reddi et al. 2021, Adaptive Federated Optimization, Algorithm 2): m <- b1 m + (1 - b1) D and p <- p - lr m /
     (sqrt(v) + tau), where v starts at tau^2 and becomes b2 v + (1 - b2) D^2, or v - (1 - b2) D^2 sign(v - D^2), or
     v + D^2.
 
-    `weights="angles"` gives clients whose updates point where the mean does more weight (Wu and Wang 2021,
+    `weights="angles"` gives more weight to clients whose updates point in the direction of the mean (Wu and Wang 2021,
     Fast-Convergent Federated Learning with Adaptive Weighting).
     """
 
@@ -44,12 +44,12 @@ class Server(Checked):
     label: ClassVar[str] = "server"
 
     def conflicts(self, sound: bool) -> Iterator[Problem]:
-        """Refuse averages without end, and momentum where it means nothing."""
+        """Refuse betas outside [0, 1), and momentum for other optimisers than SGD."""
         if not all(0 <= beta < 1 for beta in self.betas):
             yield Problem("server.betas", f"is {self.betas}", "give two numbers in [0, 1)")
         if self.momentum and self.optimiser != "sgd":
             remedy = f"leave it out: beta1, the first of betas, is the momentum of {self.optimiser}"
-            yield Problem("server.momentum", f"means nothing to '{self.optimiser}'", remedy)
+            yield Problem("server.momentum", f"has no effect with '{self.optimiser}'", remedy)
 
     def init(self, sent: Mapping[str, Tensor]) -> Tensors:
         """Return the state before the first round, for parameters of these shapes."""
@@ -106,7 +106,7 @@ def _weighted(updates: Mapping[int, Tensors], weights: Mapping[int, float]) -> T
 
 
 def _angle(update: Tensors, mean: Tensors) -> float:
-    """Angle between an update and the mean; a right angle where one of them is zero."""
+    """Return the angle between an update and the mean; a right angle if one of them is zero."""
     lengths = float(norm(update) * norm(mean))
     product = float(sum((value * mean[name]).sum() for name, value in update.items()))
     return math.acos(max(-1.0, min(1.0, product / lengths))) if lengths else math.pi / 2

@@ -1,7 +1,7 @@
-"""Rounds of federated learning in one process: the same clients that an audit attacks, a server, and nothing hidden.
+"""Rounds of federated learning in one process, with the clients that audits attack and a server.
 
-Everything random in a round is addressed by the seed, the client and the round, so a training that is stopped and
-taken up again ends with the same bits as one that was left alone.
+All randomness of a round is addressed by the seed, the client and the round, so an interrupted and resumed training
+ends with the same bits as an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from gradveil.federated.update_records import UpdateRecorder
 from gradveil.wire.codec import encoded_size
 
 _EVALUATED = 500
-"""Examples that are evaluated at once."""
+"""Number of examples per evaluation batch."""
 
 
 @dataclass(frozen=True)
 class ClientShare:
-    """One client's examples: what it trains on, and what it keeps apart to say how well that went."""
+    """One client's training and validation examples."""
 
     train: Batch
     validation: Batch | None = None
@@ -40,7 +40,7 @@ class ClientShare:
 
 @dataclass(frozen=True)
 class Federation:
-    """A client, the examples that each of its copies has, and a server."""
+    """A federation: a client, the examples of each of its copies, and a server."""
 
     client: Client
     shares: Sequence[ClientShare]
@@ -48,23 +48,23 @@ class Federation:
     server: Server = field(default_factory=Server)
     key: Key = field(default_factory=lambda: Key(0))
     batch: int | None = None
-    """Examples that a client without local training draws for its gradient each round; None for all it has."""
+    """Examples per gradient of a client without local training, drawn each round; None for all its examples."""
     participation: float = 1.0
-    """Share of the clients that the server chooses each round, at random; at least one."""
+    """Share of the clients that the server draws at random each round; at least one client."""
     absent: float = 0.0
     """Probability that a chosen client does not answer."""
     patience: int | None = None
-    """Stop after so many rounds in which somebody answered, without a lower validation loss; None for never."""
+    """Stop after this many answered rounds without a lower validation loss; None for never."""
     recorder: UpdateRecorder | None = None
-    """Keeps what leaves the clients, for an audit; it changes nothing of the training."""
+    """Records updates for an audit, without any effect on the training."""
     pace: tuple[tuple[int, float], ...] = ()
-    """(n, f): after n rounds steps are f times as long as at first; the clients' own, or where they send gradients the
-    server's."""
+    """(n, f): after n rounds the step size is multiplied by f: the clients' step size, or the server's if clients send
+    gradients."""
     together: Together = "auto"
-    """Whether the clients of a round compute at once, which changes nothing but rounding: see `together.groups`."""
+    """Whether the clients of a round compute at once, which changes only rounding: see `parallel_clients.groups`."""
 
     def __post_init__(self) -> None:
-        """Refuse settings that cannot be meant, all at once."""
+        """Refuse invalid settings, all at once."""
         checks = (
             ("shares", f"are {len(self.shares)}", "give at least one client's examples", len(self.shares) > 0),
             ("participation", f"is {self.participation}", "a share in (0, 1]", 0 < self.participation <= 1),
@@ -87,8 +87,8 @@ class Federation:
             problems.append(Problem("patience", "has no validation loss to wait for", remedy))
         wanted, asked = speakers(self.client), self._asked() if not problems else 0
         if not problems and asked < wanted:
-            what = f"gives a round {asked} of {len(self.shares)} clients, and {wanted} have to speak before it"
-            remedy = "take more clients, let more take part, or let fewer speak (adgp: voters)"
+            what = f"selects {asked} of {len(self.shares)} clients per round, but {wanted} must send public messages"
+            remedy = "use more clients, raise participation, or need fewer messages (adgp: voters)"
             problems.append(Problem("participation", what, remedy))
         refuse(problems)
 
@@ -97,13 +97,13 @@ class Federation:
         return max(1, round(self.participation * len(self.shares)))
 
     def start(self) -> Standing:
-        """Return the standing before the first round."""
+        """Return the state of the training before the first round."""
         params = self.client.params()
         sent = {name: params[name] for name in self.client.trained()}
         return Standing(params, self.server.init(sent), start=self.evaluate(params, self.test))
 
     def chosen(self, number: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Say who takes part in a round: who answers, and who was chosen and does not."""
+        """Return the clients of a round: those that answer, and those that were selected and do not."""
         key, count = self.key.child(Stream.ROUND, number), len(self.shares)
         some = self._asked()
         order = torch.randperm(count, generator=key.child(Stream.SELECTED).generator())[:some].sort().values.tolist()
@@ -114,24 +114,24 @@ class Federation:
     def local_update(
         self, standing: Standing, client: int, number: int, copy: Client | None = None
     ) -> tuple[Tensors, Tensors]:
-        """Compute what one client sends in a round, and its next state; `copy` has heard the round's messages."""
+        """Compute one client's update in a round, and its next state; `copy` is a client with the round's messages."""
         here = copy or scheduled(self.client, number - 1)
         return drawn_update(here, standing.params, *self.task(standing, client, number, here))
 
     def task(self, standing: Standing, client: int, number: int, here: Client) -> ClientTask:
-        """Say what one client computes with in a round: its examples, the address of its draws, what it keeps."""
+        """Return one client's task in a round: its examples, the address of its draws and its state."""
         key = self.key.child(Stream.CLIENT, client, Stream.ROUND, number)
         state = standing.clients.get(client)
         state = here.init(standing.params) if state is None else state
         return ClientTask(self._examples(client, key), key, state)
 
     def round(self, standing: Standing) -> Standing:
-        """Run one round, with the step size of its time."""
+        """Run one round with its step size."""
         number = len(standing.records) + 1
         return self.at(number)._round(standing, number)
 
     def at(self, number: int) -> Federation:
-        """Return the federation with the step size that it has in a round."""
+        """Return the federation with the step size of a round."""
         factor = max(((after, f) for after, f in self.pace if after < number), default=(0, 1.0))[1]
         local = self.client.local
         if factor == 1.0:
@@ -140,7 +140,7 @@ class Federation:
             return replace(self, server=replace(self.server, lr=factor * self.server.lr))
         lr = factor * local.lr
         recorder = self.recorder
-        if recorder is not None and recorder.local is not None:  # its readers believe in its round's steps
+        if recorder is not None and recorder.local is not None:  # readers of a record simulate the round's step size
             recorder = replace(recorder, local=recorder.local.model_copy(update={"lr": lr}))
         return replace(self, client=replace(self.client, local=replace(local, lr=lr)), recorder=recorder)
 
@@ -181,9 +181,9 @@ class Federation:
         return self._judged(after, record, standing)
 
     def heard(self, standing: Standing, answers: Sequence[int], number: int) -> tuple[Client, int]:
-        """Return the client of a round, which has heard its messages, and the bytes that were spoken to make them.
+        """Return the client of a round with its public messages, and the bytes that clients sent to make them.
 
-        Who speaks changes from round to round, among those who answer.
+        The sending clients rotate among those that answer.
         """
         count = min(speakers(self.client), len(answers))
         who = [answers[(number - 1 + i) % len(answers)] for i in range(count)]
@@ -230,14 +230,14 @@ class Federation:
         )
 
     def _sent_down(self, clients: set[int], before: Standing) -> int:
-        """Count what the server sends: what the last round changed to those who were there, all to the others."""
+        """Count the server's bytes: the last change for clients of the last round, all parameters for the others."""
         last = before.records[-1] if before.records else None
         there = clients & {*last.clients, *last.refused, *last.absent} if last else set[int]()
         new = len(clients - there)
         return len(there) * before.moved + (new * encoded_size(before.params) if new else 0)
 
     def _judged(self, after: Standing, record: RoundResult, before: Standing) -> Standing:
-        """Keep the best parameters, and say whether to go on."""
+        """Keep the best parameters, and set the status of the training."""
         records = (*before.records, record)
         nothing = bool(record.refused) and not record.clients
         if nothing or not bool(all_finite(after.params)):
@@ -245,16 +245,16 @@ class Federation:
             return replace(after, records=records, best=best, status="diverged")
         lowest = before.records[before.best_round - 1].validation_loss if before.best_round else None
         now = record.validation_loss
-        # A loss that is no number is worse than any: not even later ones could be lower.
+        # A NaN loss counts as worse than any: otherwise no later loss could be lower.
         if now is None or lowest is None or (math.isfinite(now) and not lowest <= now):
             return replace(after, records=records, best={}, best_round=record.number)
-        # A round in which nobody answered changes nothing, and is no sign that training has come to its end.
+        # A round without answers changes nothing, and does not count towards patience.
         waited = sum(bool(one.clients or one.refused) for one in records[before.best_round :])
         status: Status = "stopped early" if self.patience is not None and waited >= self.patience else "running"
         return replace(after, records=records, best=before.final, status=status)
 
     def evaluate(self, params: Tensors, batch: Batch) -> tuple[float, float]:
-        """Return the mean loss and the share of right answers; what is random in the model is switched off."""
+        """Return the mean loss and the accuracy, with the randomness of the model switched off."""
         loss = right = 0.0
         objective = self.client.objective
         training = objective.model.training
@@ -278,7 +278,7 @@ def train(
     standing: Standing | None = None,
     keep: Callable[[Standing], None] | None = None,
 ) -> Standing:
-    """Run rounds until there have been so many, or the training stops by itself. `keep` is called after every round."""
+    """Run up to `rounds` rounds, or until the training stops early. `keep` is called after every round."""
     standing = _ended(standing or federation.start(), rounds)
     while standing.status == "running":
         standing = _ended(federation.round(standing), rounds)
@@ -288,11 +288,11 @@ def train(
 
 
 def _ended(standing: Standing, rounds: int) -> Standing:
-    """Say of a training that has had its rounds that it is finished: one that was stopped may have had more."""
+    """Mark a running training as finished once it has had its rounds; a stopped one keeps its status."""
     over = standing.status == "running" and len(standing.records) >= rounds
     return replace(standing, status="finished") if over else standing
 
 
 def _bits(masks: Mapping[str, Tensor]) -> int:
-    """Count the bytes of public messages: a bit an entry."""
+    """Count the bytes of public messages: one bit per entry."""
     return sum(-(-value.numel() // 8) for value in masks.values())

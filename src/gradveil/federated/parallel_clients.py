@@ -1,7 +1,7 @@
-"""Clients of a round that compute at once, and how many: a rule of shapes and sizes.
+"""Groups of clients that compute at once in a round, chosen by shapes and sizes.
 
-It depends on nothing that differs from one run to the next, such as times or free memory: a training that is taken up
-again computes with the same groups, and so ends with the same bits.
+The rule ignores everything that differs between runs, such as times or free memory: a resumed training computes with
+the same groups, and so ends with the same bits.
 """
 
 from __future__ import annotations
@@ -24,28 +24,28 @@ from gradveil.gradients.fused import written_bytes
 from gradveil.gradients.objective import mean_gradient
 
 Together = Literal["auto"] | bool
-"""Whether the clients of a round compute at once: where it is faster (`auto`), wherever they can, or never."""
+"""When the clients of a round compute at once: if it is faster (`auto`), whenever possible, or never."""
 MOST_EXAMPLES = 16
-"""Examples of a gradient up to which `auto` has clients compute at once; see docs/performance.md."""
+"""Largest number of examples per gradient for which `auto` computes clients at once; see docs/performance.md."""
 MOST_WRITTEN = 8 * 2**20
-"""Bytes that a client's gradient may write for that."""
+"""Largest number of bytes that a client's gradient may write for `auto`."""
 FEWEST = 4
-"""Clients of a group: with fewer there is little to gain."""
+"""Smallest group of clients: smaller ones gain little."""
 _BUDGET = {"cpu": 2**28}
 """Bytes that the gradients of a group may write."""
 _BUDGET_ELSEWHERE = 2**32
 _COPIES = 8
-"""Times that a client's parameters are held while it trains: where it is, its gradient, moments, what is between."""
+"""Copies of a client's parameters in memory while it trains: parameters, gradient, moments, temporaries."""
 
 
 class Sent(NamedTuple):
-    """What one client came to."""
+    """One client's result."""
 
     client: int
     update: Tensors
     state: Tensors
     seconds: float
-    """Its share of the time of those who computed at once."""
+    """Its share of its group's time."""
 
 
 def compute(client: Client, params: Tensors, tasks: Mapping[int, ClientTask], together: Together) -> Iterator[Sent]:
@@ -62,10 +62,10 @@ def compute(client: Client, params: Tensors, tasks: Mapping[int, ClientTask], to
 
 
 def groups(client: Client, params: Tensors, batches: Mapping[int, Batch], together: Together) -> list[tuple[int, ...]]:
-    """Part the clients of a round, named with what each computes with, into those who compute at once.
+    """Split the clients of a round, given with their batches, into groups that compute at once.
 
-    Within a group the examples of a gradient have equal shapes; the clients with more local steps come first. A group
-    is no larger than its gradients may write; the groups come out about equal.
+    Within a group the examples of a gradient have equal shapes, and clients with more local steps come first. The
+    memory that gradients may write limits a group's size; groups are about equally large.
     """
     alone = [(number,) for number in batches]
     if not together or client.pipeline.private.layers or len(batches) < FEWEST:
@@ -87,14 +87,14 @@ def groups(client: Client, params: Tensors, batches: Mapping[int, Batch], togeth
 
 
 def _most(client: Client, params: Tensors, batches: Sequence[Batch], together: Together) -> int:
-    """Say how many clients with such batches compute at once."""
+    """Return the largest number of clients with such batches that compute at once."""
     shown = _at_once(client, batches[0])
     examples, device = len(shown.inputs), shown.inputs.device.type
     if together == "auto" and examples > MOST_EXAMPLES:
         return 1
     try:
         written = _written(client, params, shown)
-    except UNFIT:  # one client alone says what does not fit
+    except UNFIT:  # the error is raised when the client computes alone
         return 1
     if together == "auto" and written > MOST_WRITTEN:
         return 1
@@ -106,7 +106,7 @@ def _most(client: Client, params: Tensors, batches: Sequence[Batch], together: T
 
 
 def _at_once(client: Client, batch: Batch) -> Batch:
-    """Return as many of a client's examples as one gradient is computed of."""
+    """Return the first examples of a client, as many as one gradient uses."""
     count = len(batch.inputs) if client.local is None else client.local.at_once(len(batch.inputs))
     return Batch(batch.inputs[:count], batch.targets[:count])
 
@@ -120,7 +120,7 @@ def _shapes(batch: Batch) -> tuple[Any, ...]:
 
 
 def _written(client: Client, params: Tensors, shown: Batch) -> int:
-    """Count what the gradient of these examples writes; it is computed once for each shape."""
+    """Count the bytes that the gradient of these examples writes, cached by shape."""
     known = _WRITTEN.setdefault(client.model, {})
     key = (client.loss, tuple(client.trained()), _shapes(shown))
     if key not in known:
@@ -137,7 +137,7 @@ _WRITTEN: WeakKeyDictionary[nn.Module, dict[Any, int]] = WeakKeyDictionary()
 
 
 def _since(started: float, made: Tensors) -> float:
-    """Say how long it took to make this; a GPU is waited for."""
+    """Return the elapsed seconds; waits for a GPU."""
     if any(value.is_cuda for value in made.values()):
         torch.cuda.synchronize()
     return time.perf_counter() - started

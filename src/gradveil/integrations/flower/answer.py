@@ -1,4 +1,4 @@
-"""A Gradveil client in a Flower app's `train()`: every defence, state on disk, packed replies."""
+"""Train a Gradveil client in a Flower app's `train()`, with every defence and its state on disk."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from gradveil.core.types import Batch, HasMessages, Transform
 from gradveil.defences.deployed_noise import deployed
 from gradveil.federated.model_inspection import POLICY, Policy, guarded
 from gradveil.integrations.flower.client_memory import LOG, Memory, opened
-from gradveil.integrations.flower.flower_records import Question, Told, decoded, encoded
-from gradveil.integrations.flower.node_policy import Asked, obey
-from gradveil.integrations.flower.own_look import OwnUpdate, tell
-from gradveil.integrations.flower.privacy_budget import Charge, Limit, charged, uncounted
+from gradveil.integrations.flower.flower_records import Question, Records, decoded, encoded
+from gradveil.integrations.flower.node_policy import AppRequest, check_demands
+from gradveil.integrations.flower.own_update import OwnUpdate, log_finding
+from gradveil.integrations.flower.privacy_budget import Charge, Limit, charged, check_fixed_key
 from gradveil.wire.codec import Layout
 
 
@@ -41,73 +41,66 @@ def answer(
     epsilon: float | None = None,
     delta: float = 1e-5,
 ) -> Message:
-    """Train a defended client on a batch from the received model, and reply with what it sends.
+    """Train a defended client on a batch from the received model, and reply with its update.
 
-    Its state (residuals, moments) comes from the node's disk and goes back there before the reply is made. A round that
-    is asked again with the same model gets the same reply, and nothing is computed; an older round, or another model,
-    is refused. `metrics` go with the reply beside `num-examples`, as they are: no defence covers them.
-    Whatever it draws comes from a secret that the operating system gives for this one answer, and noise that proves
-    something is put on a grid (`gradveil.defences.deployed_noise`). A `key` is for tests and simulations that have to
-    be repeatable: it draws as the engine does, and no privacy is promised or counted.
+    The client's state (residuals, moments) is read from the node's disk and written back before the reply is made. If
+    the server repeats a round with the same model, the client repeats its reply without computing anything. An older
+    round, or another model for the same round, is refused. The reply carries `metrics` unchanged and `num-examples`;
+    no defence covers them.
+    All randomness comes from a secret that the operating system draws for this one reply, and noise with a formal
+    guarantee lies on a grid (`gradveil.defences.deployed_noise`). A `key` is for repeatable tests and simulations: it
+    draws as the engine does, and no privacy is promised or counted.
 
-    `guard` says what happens if the model looks manipulated (`gradveil.federated.model_inspection`), or if the update
-    singles out far more examples than the batch does at honest models; `leak` what happens if more than a quarter of
-    the examples can be read from what would be sent (`gradveil.federated.update_inspection`): by default a warning,
-    unless the guard ignores. A reply with a formal guarantee is never refused for that: a refusal is a message which no
-    noise covers. There the look comes after the reply is counted and stored, and what it finds or fails at goes to the
-    log. What cannot be computed there is no message either. With a guarantee of the whole client (`user-dp`) an update
-    of zeros takes its place, with one of single examples (`dp`) a gradient of zeros that of each example which fails,
-    and the noise is added to that. The log has the cause.
+    `guard` is the policy for models that look manipulated (`gradveil.federated.model_inspection`), and for updates that
+    single out far more examples than the batch does at honest models. `leak` is the policy for updates from which more
+    than a quarter of the examples can be reconstructed (`gradveil.federated.update_inspection`). By default it warns,
+    unless `guard` is "ignore". A reply with a formal guarantee is never refused for this: a refusal is a message that
+    no noise covers. Such a reply is counted and stored before it is inspected, and the results and errors of the
+    inspection go to the log. Nor does it report an update that cannot be computed. With a guarantee per client
+    (`user-dp`) an update of zeros takes its place. With one per example (`dp`) a gradient of zeros replaces that of
+    each example that fails. The noise is added to those, and the log has the cause.
 
-    `folder` is the place of the client's files (default: the node's `gradveil-folder`, or `~/.gradveil/flower`).
-    `training` lets the state follow when a run is started again with another id. The ledger of the training counts the
-    differential privacy spent, at this `delta`; a round that would bring it above `epsilon` is refused.
+    `folder` holds the client's files (default: the node's `gradveil-folder`, or `~/.gradveil/flower`). `training` keeps
+    the state when a run is started again with another id. The ledger of the training counts the differential privacy
+    spent, at this `delta`; a round that would exceed `epsilon` is refused.
     """
-    refuse([*_misused(client, batch)])
+    refuse([*_wrong_arguments(client, batch)])
     leak = leak or ("ignore" if guard == "ignore" else "warn")
-    refuse([*unsupported(client), *_unheard(message), *POLICY.problems("leak", leak)])
+    refuse([*unsupported(client), *_unsupported_settings(message), *POLICY.problems("leak", leak)])
     batch = Batch(*batch)
     limit = Limit.of(epsilon, delta, training, key)
-    obey(context, Asked(client, batch, limit, guard, training, key, folder))
+    check_demands(context, AppRequest(client, batch, limit, guard, training, key, folder))
     question = Question.of(message)
-    params, buffers = _fitted(client, question)
+    params, buffers = _received(client, question)
     with opened(context, folder, training) as memory:
         if (before := memory.repeated(question)) is not None:
-            return question.reply(before.sent, before.told)
+            return question.reply(before.sent, before.records)
         with torch.no_grad():
             state = memory.state(client, params)
         here = scheduled(replace(client, buffers={**client.buffers, **buffers}), question.number - 1)
         here, charge = prepared(memory, client, here, batch, limit, key)
-        mine = {name: params[name] for name in client.trained()}
-        look(client.model, question.number, params | buffers, mine, memory, guard)
+        trained = {name: params[name] for name in client.trained()}
+        inspect_received(client.model, question.number, params | buffers, trained, memory, guard)
         with torch.no_grad():
             task = ClientTask(batch, memory.key(question.number, key), state)
             last = memory.previous(question.number) if (guard, leak) != ("ignore", "ignore") else None
             previous = None if last is None else last[0].received
-            before = None if last is None else decoded(last[0].sent, mine, last[0].received)
+            before = None if last is None else decoded(last[0].sent, trained, last[0].received)
             own = OwnUpdate(here, params, task, previous, before, guard, leak)
-            told = {"metrics": MetricRecord({"num-examples": len(batch.targets), **(metrics or {})})}
-            return _answered(question, memory, client, own, charge, told)
+            records: Records = {"metrics": MetricRecord({"num-examples": len(batch.targets), **(metrics or {})})}
+            # The reply is counted before it is computed, so that an error has been counted too. Where a guarantee
+            # covers it, it is inspected only once it is stored: no finding can change it.
+            spend(charge)
+            update, state = own.private(charge.epsilon) if charge and charge.epsilon else own.checked()
+            sent = encoded(update)
+            memory.keep(question, sent, records, client, state)
+            if charge and charge.epsilon:
+                own.log_findings(update)
+            return question.reply(sent, records)
 
 
-def _answered(
-    question: Question, memory: Memory, client: Client, own: OwnUpdate, charge: Charge | None, told: Told
-) -> Message:
-    """Count the reply, compute it and store it; where a guarantee covers it, look at it only then.
-
-    It is counted before anything of the examples is computed: whatever comes of it, an error too, has been counted.
-    """
-    spend(charge)
-    update, state = own.private(charge.epsilon) if charge and charge.epsilon else own.judged()
-    sent = encoded(update)
-    memory.keep(question, sent, told, client, state)
-    if charge and charge.epsilon:
-        own.told(update)
-    return question.reply(sent, told)
-
-
-def _misused(client: object, batch: object) -> Iterator[Problem]:
-    """Say what else was given than a client and a pair of tensors."""
+def _wrong_arguments(client: object, batch: object) -> Iterator[Problem]:
+    """Report arguments that are not a client and a pair of tensors."""
     if not isinstance(client, Client):
         remedy = "give gradveil.client.Client(net, local=Local(...)), or a defence of it"
         yield Problem("client", f"is {type(client).__name__}", remedy)
@@ -115,7 +108,7 @@ def _misused(client: object, batch: object) -> Iterator[Problem]:
     if len(parts) != 2 or not all(isinstance(part, Tensor) for part in parts):
         kinds = f" of {', '.join(type(part).__name__ for part in parts)}" if parts else ""
         remedy = "give gradveil.core.types.Batch(images, labels): tensors of all the client's examples, "
-        remedy += "torch.cat of what a loader gives"
+        remedy += "torch.cat of a loader's batches"
         yield Problem("batch", f"is {type(batch).__name__}{kinds}", remedy)
 
 
@@ -126,27 +119,27 @@ def prepared(
     batch: Batch,
     limit: Limit,
     key: Key | None,
-    beside: str | None = None,
+    unprotected: str | None = None,
 ) -> tuple[Client, Charge | None]:
-    """Return the client as it answers, and what its answer costs; `here` is the client as it is in this round.
+    """Return the deployed client and the privacy that its reply spends; `here` is the client of this round.
 
-    With a fixed key it is the simulated one, and costs nothing because nothing is promised.
+    With a fixed key it is the simulated client, which promises nothing and spends nothing.
     """
     if key is not None:
-        uncounted(memory)
+        check_fixed_key(memory)
         return here, None
-    found = deployed(here, batch)
-    return found.client, charged(memory, client, batch, limit, beside or found.without)
+    deployment = deployed(here, batch)
+    return deployment.client, charged(memory, client, batch, limit, unprotected or deployment.without)
 
 
 def spend(charge: Charge | None) -> None:
-    """Write down and report what the reply costs that is about to be made."""
+    """Record and log the privacy that the next reply spends."""
     if charge is not None:
         charge.keep()
         LOG.info("%s", charge)
 
 
-def look(
+def inspect_received(
     model: nn.Module | None,
     number: int,
     received: Tensors,
@@ -154,27 +147,27 @@ def look(
     memory: Memory,
     guard: Policy,
 ) -> None:
-    """Look for manipulation in what the server sent in round `number`, also by the last round that was answered.
+    """Inspect the model of round `number` for manipulation, and compare it with the last round that was answered.
 
-    That may be rounds ago, or in the run that this one continues: a server chooses whom it asks and when a run ends,
-    and could leave a client out before it jumps.
+    That round may be long ago, or in the run that this one continues: a server chooses which clients it asks and when
+    a run ends, so it could leave a client out before the model jumps.
     """
     previous: Tensors | None = None
     sent: Tensors | None = None
     rounds = 1
-    if guard != "ignore" and (found := memory.previous(number)) is not None:
-        before, rounds = found
+    if guard != "ignore" and (last := memory.previous(number)) is not None:
+        before, rounds = last
         previous = {name: value for name, value in before.received.items() if name in trained}
         sent = decoded(before.sent, trained, before.received)
     cpu = {name: value.cpu() for name, value in received.items()}
-    guarded(model, cpu, guard, tell, previous, sent, rounds)
+    guarded(model, cpu, guard, log_finding, previous, sent, rounds)
 
 
 def unsupported(client: Client) -> list[Problem]:
-    """List what a Flower round cannot do for a client."""
+    """List the features of a client that Flower rounds do not support."""
     problems: list[Problem] = []
     if client.members > 1:
-        remedy = "let every node answer for itself"
+        remedy = "start one node per client"
         problems.append(Problem("client.members", f"is {client.members}, and a node is one client", remedy))
     params = client.params()
     if needs_messages(client.send, {name: params[name] for name in client.trained()}):
@@ -183,46 +176,46 @@ def unsupported(client: Client) -> list[Problem]:
 
 
 NO_MESSAGES = (
-    "needs public messages before each round, which Flower's rounds have no place for",
-    "choose a defence without them, such as topk or dgp; gradveil train runs this one",
+    "needs public messages before each round, which Flower's rounds do not have",
+    "choose a defence without them, such as topk or dgp, or use gradveil train",
 )
-"""What is wrong with such a transform, and what to do."""
+"""Problem and fix for such a transform."""
 
 
-_WISHES = {
+_UNSUPPORTED_SETTINGS = {
     "proximal-mu": "a proximal term in the loss (FedProx)",
-    "clipping_norm": "an update that a client mod of Flower's clips (differential privacy on the client's side)",
+    "clipping_norm": "an update that one of Flower's client mods clips (client-side differential privacy)",
 }
-"""What strategies ask of clients in their configuration, and `answer` does not do."""
+"""Settings that strategies send to clients and `answer` does not support."""
 
 
-def _unheard(message: Message) -> Iterator[Problem]:
-    """Find what the server's strategy counts on, and would not get: it would take the reply for something else."""
+def _unsupported_settings(message: Message) -> Iterator[Problem]:
+    """Report settings that the server's strategy relies on: it would misinterpret the reply."""
     for config in message.content.config_records.values():
-        for name, what in _WISHES.items():
+        for name, feature in _UNSUPPORTED_SETTINGS.items():
             if config.get(name):
-                remedy = "let the server choose another strategy, or train by yourself behind protect(...)"
-                yield Problem(f"message.config.{name}", f"asks for {what}, and answer(...) has none", remedy)
+                remedy = "choose another strategy on the server, or train in the app behind protect(...)"
+                yield Problem(f"message.config.{name}", f"asks for {feature}, and answer(...) has none", remedy)
 
 
-_START = "let the server start from ArrayRecord(client.params()): the same client, defence included, on both sides"
+_START = "start the server from ArrayRecord(client.params()): the same client, defence included, on both sides"
 
 
 def needs_messages(send: Transform | None, sent: Mapping[str, Tensor]) -> bool:
-    """Whether a transform waits for messages of the round: somebody has to speak, or the last mean makes them."""
+    """Return whether a transform needs public messages, from clients or computed from the last mean."""
     return isinstance(send, HasMessages) and (send.speakers() > 0 or bool(send.announce({}, sent, 1)))
 
 
-def _fitted(client: Client, question: Question) -> tuple[Tensors, Tensors]:
-    """Part what was received into the client's parameters and its model's buffers; refuse what does not fit."""
-    own, received = client.params(), question.received
+def _received(client: Client, question: Question) -> tuple[Tensors, Tensors]:
+    """Split the received arrays into the client's parameters and its model's buffers; refuse arrays that do not fit."""
+    params, received = client.params(), question.received
     buffers = dict(client.model.named_buffers())
-    extra = {name: value for name, value in received.items() if name in buffers and name not in own}
-    wanted = Layout.of({**own, **{name: buffers[name] for name in extra}})
-    found = wanted.differences(Layout.of(received))
-    refuse([Problem(f"arrays{p.where.removeprefix('update')}", p.what, _START) for p in found])
-    device = next(iter(own.values())).device
+    extra = {name: value for name, value in received.items() if name in buffers and name not in params}
+    expected = Layout.of({**params, **{name: buffers[name] for name in extra}})
+    differences = expected.differences(Layout.of(received))
+    refuse([Problem(f"arrays{p.where.removeprefix('update')}", p.what, _START) for p in differences])
+    device = next(iter(params.values())).device
     return (
-        {name: received[name].to(device) for name in own},
+        {name: received[name].to(device) for name in params},
         {name: value.to(device) for name, value in extra.items()},
     )

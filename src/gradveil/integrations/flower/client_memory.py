@@ -1,16 +1,13 @@
 """The files of a Flower client: its state, and its last answer.
 
-    <folder>/<identity>/training-<name>     which runs it had, the last one at the end
+    <folder>/<identity>/run-<id>/answer-<round>  received model and sent update (`gradveil.core.private_files`)
+    <folder>/<identity>/run-<id>/state-<round>   state after that round (`gradveil.client.state_file`)
+    <folder>/<identity>/training-<name>          runs of one training, the last one at the end
+    <folder>/_ledgers/<identity>/<name>          differential privacy spent (`gradveil.federated.privacy_ledger`)
 
-The name is the client's own. A server that could say it would choose whose residuals it is sent.
-
-    <folder>/<identity>/run-<id>/answer-<round>         what it received and sent (`gradveil.core.private_files`)
-    <folder>/<identity>/run-<id>/state-<round>          its state after that (`gradveil.client.state_file`)
-    <folder>/<identity>/training-<name>                 which runs are one training, where the app says so
-    <folder>/_ledgers/<identity>/<name>                 what differential privacy it has spent (`federated.ledger`)
-
-Flower's own `Context.state` does not survive the end of a SuperNode. The state's file is written last: a round counts
-as answered once it is there, whole. Everything is readable by its owner only, the folders that are made for it too.
+The client's owner chooses the identity. A server that chose it could choose whose residuals it is sent. Flower's own
+`Context.state` does not survive the end of a SuperNode. The state file is written last: a round counts as answered once
+that file is complete. All files and folders are readable by their owner only.
 """
 
 from __future__ import annotations
@@ -49,34 +46,34 @@ from gradveil.core.streams import Stream
 from gradveil.core.tree import Tensors, select, under
 from gradveil.federated.privacy_ledger import FOLDER as DEFAULT
 from gradveil.federated.privacy_ledger import file_name, place
-from gradveil.integrations.flower.flower_records import Question, Told
+from gradveil.integrations.flower.flower_records import Question, Records
 
 LOG = logging.getLogger("flwr.gradveil")
-"""Flower's console shows what is written here."""
+"""Logger whose messages Flower's console shows."""
 
 KIND, VERSION = "gradveil training", 1
-"""What a training's file says of itself, and the version of its form."""
+"""Kind and format version in a training's file."""
 _RUN = re.compile(r"run-[0-9]+")
 
 
 def named(training: str) -> str:
-    """Check a training's name: it is part of a file's."""
+    """Check a training's name, which becomes part of a file name."""
     return file_name("training", training)
 
 
 def continued(home: Path, training: str, run: str, *, gone: bool = False) -> Path | None:
-    """Enter a run as the last of its training; return the state that the runs before have left, if any.
+    """Enter a run as the last of its training; return the state file of the runs before it, if any.
 
-    A run that another one has followed is refused: it would go on with a state that is no longer the client's. One
-    whose own folder is `gone` goes on without what it has left there, and the log warns of it.
+    A run that another one has followed is refused: it would continue with an outdated state. If the run's own folder is
+    `gone`, the run continues without the state that was there, and the log has a warning.
     """
     file = home / f"training-{named(training)}"
     runs = _runs(file) if file.exists() else []
     if run in runs[:-1]:
-        what = f"is over: training '{training}' has gone on in {runs[-1]}"
-        raise fail(run, what, "stop it, or give the other run's training another name")
+        problem = f"is over: training '{training}' has continued in {runs[-1]}"
+        raise fail(run, problem, "stop it, or give the other run's training another name")
     if run in runs and gone:
-        LOG.warning("%s is missing, where training '%s' had its state: what was there is lost", home / run, training)
+        LOG.warning("%s is missing: the state of training '%s' in it is lost", home / run, training)
     if run not in runs:
         runs.append(run)
         write_json(file, {"kind": KIND, "version": VERSION, "runs": runs})
@@ -85,80 +82,80 @@ def continued(home: Path, training: str, run: str, *, gone: bool = False) -> Pat
     for before in reversed(runs[:-1]):
         if not (home / before).is_dir():
             remedy = f"put it back, or remove {file}: the training then starts with an empty state"
-            raise fail(str(home / before), f"is missing, where training '{training}' has its state", remedy)
+            raise fail(str(home / before), f"is missing: it holds the state of training '{training}'", remedy)
         if left := states(home / before):
             return home / before / f"state-{max(left)}"
     return None
 
 
 def states(folder: Path) -> list[int]:
-    """List the rounds after which a run has left a state."""
+    """List the rounds after which a run has stored its state."""
     return [int(file.name.removeprefix("state-")) for file in folder.glob("state-*") if "." not in file.name]
 
 
 def _runs(file: Path) -> list[str]:
     remedy = "put a copy back, or remove it: the training then starts with an empty state"
-    said: Any = read_json(file, remedy)
-    told = cast("dict[str, Any]", said) if isinstance(said, dict) else {}
-    runs: Any = told.get("runs")
-    form = (told.get("kind"), told.get("version"))
-    if form != (KIND, VERSION) or not isinstance(runs, list) or not runs:
+    content: Any = read_json(file, remedy)
+    fields = cast("dict[str, Any]", content) if isinstance(content, dict) else {}
+    entries: Any = fields.get("runs")
+    form = (fields.get("kind"), fields.get("version"))
+    if form != (KIND, VERSION) or not isinstance(entries, list) or not entries:
         raise DamagedError(Problem(str(file), f"is no {KIND} of version {VERSION}", remedy))
-    found = [str(run) for run in cast("list[Any]", runs)]
-    # A name leads to a folder beside this file, and nowhere else.
-    if not all(_RUN.fullmatch(run) for run in found) or len(set(found)) < len(found):
+    runs = [str(run) for run in cast("list[Any]", entries)]
+    # A name is checked because it becomes a path: it may lead only to a folder next to this file.
+    if not all(_RUN.fullmatch(run) for run in runs) or len(set(runs)) < len(runs):
         raise DamagedError(Problem(str(file), "names no runs, or one twice", remedy))
-    return found
+    return runs
 
 
 IDENTITY, FOLDER = "gradveil-identity", "gradveil-folder"
-"""Keys of a SuperNode's `--node-config`: its name, which has to stay the same, and where it keeps its files."""
-_TRUST = "ask who runs the server: two answers to one round give away more than one"
+"""Keys of a SuperNode's `--node-config`: its name, which must stay the same, and the folder of its files."""
+_TRUST = "ask the server's operator: two answers to one round reveal more than one"
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What was received and sent in one round."""
+    """Received model, sent update and records of one round."""
 
     received: Tensors
     sent: bytes
-    told: Told
+    records: Records
 
 
 class Memory:
-    """One client's files of one run. Use `opened`, which holds them for this process alone."""
+    """One client's files of one run. Use `opened`, which locks them for this process."""
 
     def __init__(self, folder: Path, ledger: Path | None, to_create: str, before: Path | None = None) -> None:
-        """Look at what there is; `before` is the state that an earlier run of the training has left."""
+        """Find the last round; `before` is the state file of an earlier run of the training."""
         self.folder = folder
         self._before = before
         self.last = max(states(folder), default=0)
         """The last round that was answered; 0 before the first."""
         self.ledger = ledger
-        """Where the privacy is counted that was spent, if its owner has made it; None for a run without a name."""
+        """Path of the privacy ledger, which its owner creates; None for a run outside of a training."""
         self.to_create = to_create
-        """The command that makes the ledger."""
+        """The command that creates the ledger."""
 
     @property
     def fresh(self) -> bool:
-        """Whether nothing has been answered, neither in this run nor in one that it continues."""
+        """Whether no round has been answered, neither in this run nor in one that it continues."""
         return not self.last and self._before is None
 
     def key(self, number: int, own: Key | None) -> Address:
-        """Draw a new secret for the noise of an answer; or address a round's noise below `own`, which is no secret."""
+        """Return a new secret for the noise of an answer, or with a fixed key `own` the round's address below it."""
         if own is None:
             return SecretKey()
         if self._before is not None:
-            remedy = "leave the key or the training's name out: without a key every answer has noise of its own"
-            raise fail("key", "gives this run the noise of an earlier one of the training", remedy)
+            remedy = "leave the key or the training's name out: without a key every answer has new noise"
+            raise fail("key", "repeats the noise of an earlier run of the training", remedy)
         return own.child(Stream.ROUND, number)
 
     def repeated(self, question: Question) -> Answer | None:
-        """Return what was sent, where the last round is asked again; an older one, or another model, is refused."""
+        """Return the answer to repeat if the last round is asked again; refuse an older round or another model."""
         if question.number > self.last:
             return None
         if question.number < self.last:
-            raise fail("message", f"asks for round {question.number}, and {self.last} has been answered", _TRUST)
+            raise fail("message", f"asks for round {question.number}, but {self.last} has been answered", _TRUST)
         before = _read_answer(self.folder / f"answer-{self.last}", f"wait for round {self.last + 1}")
         same = before.received.keys() == question.received.keys() and all(
             value.dtype == (now := question.received[name]).dtype and torch.equal(value, now)
@@ -169,12 +166,12 @@ class Memory:
         return before
 
     def previous(self, number: int) -> tuple[Answer, int] | None:
-        """Return what was received and sent before round `number`, and how many rounds ago; None before the first.
+        """Return the last answer before round `number`, and its distance in rounds; None before the first.
 
-        That may have been in the run before. How far that run went on without this client nobody knows here: rounds are
-        those of this run.
+        The answer may be from an earlier run. How long that run continued without this client is not known, so only
+        rounds of this run are counted.
         """
-        remedy = "put a copy of it back, or let the guard ignore"
+        remedy = "put a copy of it back, or set guard='ignore'"
         if self.last:
             file, rounds = self.folder / f"answer-{self.last}", number - self.last
             return (_read_answer(file, remedy), rounds) if rounds > 0 else None
@@ -186,21 +183,21 @@ class Memory:
         """Return the client's state: after its last round, here or in the run before, or before its first."""
         file = self.folder / f"state-{self.last}" if self.last else self._before
         if file is not None and not self.last:
-            LOG.info("goes on with the state of an earlier run: %s", file)
+            LOG.info("continuing with the state of an earlier run: %s", file)
         return client.init(params) if file is None else load_state(file, client)
 
     def keep(
         self,
         question: Question,
         sent: bytes,
-        told: Told,
+        records: Records,
         client: Client,
         state: Mapping[str, Tensor],
     ) -> None:
-        """Write what this round leaves behind, and remove what the last one did."""
-        own = {name: value.contiguous() for name, value in under("received", question.received).items()}
-        own["sent"] = torch.frombuffer(bytearray(sent), dtype=torch.uint8)
-        write_private(self.folder / f"answer-{question.number}", seal(own, {"told": _write_told(told)}))
+        """Write this round's answer and state, and remove those of the last round."""
+        held = {name: value.contiguous() for name, value in under("received", question.received).items()}
+        held["sent"] = torch.frombuffer(bytearray(sent), dtype=torch.uint8)
+        write_private(self.folder / f"answer-{question.number}", seal(held, {"told": _write_records(records)}))
         save_state(self.folder / f"state-{question.number}", client, state)
         sync(self.folder)
         for kind in ("answer", "state"):
@@ -210,8 +207,8 @@ class Memory:
 
 def _read_answer(file: Path, remedy: str) -> Answer:
     try:
-        found, said = unseal(file.read_bytes(), str(file), remedy)
-        return Answer(select(found, "received"), bytes(found["sent"].numpy()), _read_told(said["told"]))
+        held, texts = unseal(file.read_bytes(), str(file), remedy)
+        return Answer(select(held, "received"), bytes(held["sent"].numpy()), _read_records(texts["told"]))
     except FileNotFoundError as error:
         raise fail(str(file), "is missing", remedy) from error
     except OSError as error:
@@ -222,11 +219,8 @@ def _read_answer(file: Path, remedy: str) -> Answer:
 
 @contextmanager
 def opened(context: Context, folder: Path | str | None, training: str | None = None) -> Generator[Memory]:
-    """Open the files of the client that this node is, for this process alone.
-
-    `training` names what several runs belong to; without it each run is for itself.
-    """
-    folder, name = _folder(context, folder), identity(context)
+    """Open and lock the files of this node's client. Runs with the same `training` share their state."""
+    folder, name = Path(folder or str(context.node_config.get(FOLDER, DEFAULT))).expanduser(), identity(context)
     if training is not None:
         named(training)
     home = folder / name
@@ -235,9 +229,9 @@ def opened(context: Context, folder: Path | str | None, training: str | None = N
     try:
         make_private(own)
     except OSError as error:
-        remedy = f"let the node write there, or name another folder: --node-config '{FOLDER}=\"...\"'"
-        raise fail(str(own), f"cannot be made: {error.strerror}", remedy) from error
-    with locked(home, f"give every SuperNode a {IDENTITY} of its own"):
+        remedy = f"let the node write there, or choose another folder: --node-config '{FOLDER}=\"...\"'"
+        raise fail(str(own), f"cannot be created: {error.strerror}", remedy) from error
+    with locked(home, f"give every SuperNode its own {IDENTITY}"):
         if training is None:
             yield Memory(own, None, "")
         else:
@@ -248,9 +242,9 @@ def opened(context: Context, folder: Path | str | None, training: str | None = N
 
 
 def identity(context: Context) -> str:
-    """Say who this client is, by what its owner told the SuperNode: its name, else its number among partitions.
+    """Return the client's name from its node's configuration, or its partition number.
 
-    A node's id does not serve: a SuperNode without authentication keys has another one each time it starts.
+    A node's id cannot identify a client: a SuperNode without authentication keys gets a new one at each start.
     """
     config = context.node_config
     if IDENTITY in config:
@@ -258,19 +252,15 @@ def identity(context: Context) -> str:
     if "partition-id" in config:
         return f"partition-{int(config['partition-id'])}"
     remedy = f"start the SuperNode with --node-config '{IDENTITY}=\"hospital-a\"'"
-    raise fail("node-config", "does not say who this client is, so that its state could not be found again", remedy)
+    raise fail("node-config", "does not name this client, so its state could not be found again", remedy)
 
 
-def _write_told(told: Told) -> str:
-    """Write records as JSON, which has no bytes: theirs are written in hexadecimal, and marked."""
-    kinds = {name: [isinstance(values, MetricRecord), dict(values)] for name, values in told.items()}
+def _write_records(records: Records) -> str:
+    """Write records as JSON, which has no bytes: they are written as {"hex": ...}."""
+    kinds = {name: [isinstance(values, MetricRecord), dict(values)] for name, values in records.items()}
     return json.dumps(kinds, default=lambda value: {"hex": bytes(value).hex()})
 
 
-def _read_told(text: str) -> Told:
-    kinds = json.loads(text, object_hook=lambda found: bytes.fromhex(found["hex"]) if set(found) == {"hex"} else found)
+def _read_records(text: str) -> Records:
+    kinds = json.loads(text, object_hook=lambda value: bytes.fromhex(value["hex"]) if set(value) == {"hex"} else value)
     return {name: (MetricRecord if numbers else ConfigRecord)(values) for name, (numbers, values) in kinds.items()}
-
-
-def _folder(context: Context, folder: Path | str | None) -> Path:
-    return Path(folder or str(context.node_config.get(FOLDER, DEFAULT))).expanduser()

@@ -1,4 +1,4 @@
-"""Records that travel through Flower: a mark in every message, and an update packed into one `Array`.
+"""Flower records of Gradveil: a mark in every message, and an update packed into one `Array`.
 
 The server's messages carry the round's number under `gradveil`; a reply carries the same mark, its metrics, and one
 `ArrayRecord` with the encoded update (`gradveil.wire.codec`) as its only entry.
@@ -24,18 +24,18 @@ from gradveil.wire.header import place_of
 MARK = "gradveil"
 """Name of the `ConfigRecord` that marks a message as one of Gradveil's."""
 STYPE = "gradveil.v1"
-"""How an `Array` says that it holds an encoded update."""
+"""Type of an `Array` that holds an encoded update."""
 PACKED = "update"
 """Name of the only entry of a reply's `ArrayRecord`."""
 COUNT = "num-examples"
-"""The metric of a reply that says how many examples it is made from."""
-Told = Mapping[str, MetricRecord | ConfigRecord]
-"""Records of a reply beside the update: its metrics, and whatever else the app says. No defence covers them."""
+"""The metric of a reply that holds its number of examples."""
+Records = Mapping[str, MetricRecord | ConfigRecord]
+"""Records of a reply besides the update: its metrics and other records of the app. No defence covers them."""
 
 
 @dataclass(frozen=True)
 class Question:
-    """What a server asks of a client in one round."""
+    """A server's message that asks a client to train in one round."""
 
     message: Message
     number: int
@@ -46,17 +46,17 @@ class Question:
 
     @staticmethod
     def of(message: Message) -> Question:
-        """Read a message for training; one of a server that could not read the reply is refused."""
+        """Read a training message; refuse one from a server that could not read the reply."""
         mark = message.content.config_records.get(MARK)
         if mark is None:
             remedy = "wrap the server's strategy: Protected(FedAvg(...))"
-            raise fail("message", "is not marked: this server would take an encoded update for a model", remedy)
+            raise fail("message", "is not marked: this server would mistake an encoded update for a model", remedy)
         name, record = only_arrays(message.content, "message")
         return Question(message, _number(mark, "message"), name, tensors(record))
 
-    def reply(self, sent: bytes, told: Told) -> Message:
-        """Answer with an encoded update, and what is told besides."""
-        content = RecordDict({self.name: packed(sent), **told, MARK: mark(self.number)})
+    def reply(self, sent: bytes, records: Records) -> Message:
+        """Reply with an encoded update and the other records."""
+        content = RecordDict({self.name: packed(sent), **records, MARK: mark(self.number)})
         return Message(content, reply_to=self.message)
 
 
@@ -66,27 +66,27 @@ def mark(number: int) -> ConfigRecord:
 
 
 def marked(content: RecordDict) -> int:
-    """Read which round a reply says it answers; an unmarked one is refused: nothing defended it."""
-    found = content.config_records.get(MARK)
-    if found is None:
-        remedy = "let the client answer with gradveil.integrations.flower, by answer(...) or mods=[protect(...)]"
-        raise fail("reply", "is not marked: nothing says that a defence was applied", remedy)
-    return _number(found, "reply")
+    """Read the round that a reply answers; an unmarked reply is refused, because it may be undefended."""
+    record = content.config_records.get(MARK)
+    if record is None:
+        remedy = "let the client reply through gradveil.integrations.flower: answer(...) or mods=[protect(...)]"
+        raise fail("reply", "is not marked: it may be undefended", remedy)
+    return _number(record, "reply")
 
 
-def _number(found: ConfigRecord, where: str) -> int:
-    number = found.get("round")
+def _number(record: ConfigRecord, where: str) -> int:
+    number = record.get("round")
     if not isinstance(number, int) or isinstance(number, bool) or number < 1:
-        raise fail(f"{where}.{MARK}", "does not say which round it is", "use the same version on both sides")
+        raise fail(f"{where}.{MARK}", "does not give the number of the round", "use the same version on both sides")
     return number
 
 
 def only_arrays(content: RecordDict, where: str) -> tuple[str, ArrayRecord]:
     """Return the one `ArrayRecord` of a message, with its name."""
-    found = list(content.array_records.items())
-    if len(found) != 1:
-        raise fail(where, f"has {len(found)} ArrayRecords", "put the whole model into one")
-    return found[0]
+    records = list(content.array_records.items())
+    if len(records) != 1:
+        raise fail(where, f"has {len(records)} ArrayRecords", "put the whole model into one")
+    return records[0]
 
 
 def packed(sent: bytes) -> ArrayRecord:
@@ -97,15 +97,15 @@ def packed(sent: bytes) -> ArrayRecord:
 def unpacked(content: RecordDict) -> bytes:
     """Take the encoded update out of a reply; anything else is refused."""
     _, record = only_arrays(content, "reply")
-    found = record.get(PACKED)
-    if len(record) != 1 or found is None or found.stype != STYPE:
-        remedy = "let no other mod stand outside of protect(...) that changes arrays"
-        raise fail("reply", f"does not hold its update as one array of kind '{STYPE}'", remedy)
-    return found.data
+    array = record.get(PACKED)
+    if len(record) != 1 or array is None or array.stype != STYPE:
+        remedy = "put mods that change arrays after protect(...)"
+        raise fail("reply", f"does not hold its update as one array of type '{STYPE}'", remedy)
+    return array.data
 
 
 def encoded(update: Mapping[str, Tensor]) -> bytes:
-    """Encode an update as audits count it: sparse where that is smaller, deflated; one that is no number is refused."""
+    """Encode an update as audits count it: sparse where that is smaller, deflated; NaN and infinity are refused."""
     remedy = "lower the step size, or look at the examples; nothing is sent, and the client's state stays as it was"
     refuse([Problem(place_of(n), "is not finite", remedy) for n, value in update.items() if not all_finite({n: value})])
     return encode(update, deflate=True)
@@ -117,7 +117,7 @@ def decoded(sent: bytes, params: Mapping[str, Tensor], statistics: Mapping[str, 
 
 
 def layout_of(sent: bytes, params: Mapping[str, Tensor], statistics: Mapping[str, Tensor]) -> Layout:
-    """Find out which layout an update of these parameters has: with the statistics of BatchNorm layers, or without."""
+    """Return the layout of an update of these parameters: with the statistics of BatchNorm layers, or without."""
     more = {name: value for name, value in statistics.items() if name not in params and is_mean(name, value)}
     both = Layout.of({**params, **more})
     return both if more and fits(sent, both) else Layout.of(params)
@@ -125,13 +125,13 @@ def layout_of(sent: bytes, params: Mapping[str, Tensor], statistics: Mapping[str
 
 def tensors(record: ArrayRecord) -> Tensors:
     """Read the arrays of a record."""
-    found: Tensors = {}
+    values: Tensors = {}
     for name, array in record.items():
         try:
-            found[name] = torch.from_numpy(array.numpy())
+            values[name] = torch.from_numpy(array.numpy())
         except (TypeError, ValueError) as error:
             raise fail(f"arrays.{name}", f"cannot be read: {error}", "send NumPy arrays of numbers") from error
-    return found
+    return values
 
 
 def record(values: Mapping[str, Tensor]) -> ArrayRecord:
@@ -140,12 +140,12 @@ def record(values: Mapping[str, Tensor]) -> ArrayRecord:
 
 
 def is_mean(name: str, value: Tensor) -> bool:
-    """Whether an array is a statistic that can be averaged: a running mean or variance, no count."""
+    """Return whether an array is a statistic that can be averaged: a running mean or variance, not a count."""
     return is_statistic(name) and value.is_floating_point()
 
 
 def trained(received: Mapping[str, Tensor], trainable: Iterable[str] | None) -> Tensors:
-    """Pick what is trained: all of floating point but statistics, or what the patterns name.
+    """Select the trained arrays: those that match the patterns, or all of floating point except statistics.
 
     >>> names = {"w": torch.ones(1), "bn.running_mean": torch.ones(1), "steps": torch.ones(1, dtype=torch.long)}
     >>> list(trained(names, None)), list(trained({"head.w": torch.ones(1), **names}, ["head.*"]))
@@ -156,7 +156,7 @@ def trained(received: Mapping[str, Tensor], trainable: Iterable[str] | None) -> 
     if unused:
         known = ", ".join(received)
         raise GradveilError(Problem("trainable", f"'{p}' matches no array", f"arrays: {known}") for p in unused)
-    found = {
+    selected = {
         name: value
         for name, value in received.items()
         if (
@@ -165,24 +165,23 @@ def trained(received: Mapping[str, Tensor], trainable: Iterable[str] | None) -> 
             else any(fnmatchcase(name, pattern) for pattern in patterns)
         )
     }
-    if not found:
-        raise fail(
-            "arrays", "hold nothing that is trained", "send parameters of floating point, or name what is trained"
-        )
-    return found
+    if not selected:
+        remedy = "send floating-point parameters, or name the trained ones in `trainable`"
+        raise fail("arrays", "hold nothing that is trained", remedy)
+    return selected
 
 
-def number_of_examples(told: Iterable[object], *names: str) -> int | None:
-    """Read how many examples an update is made from, where a reply says it under one of these names.
+def number_of_examples(records: Iterable[object], *names: str) -> int | None:
+    """Read the number of examples of an update from a reply's metrics, under one of these names; None if missing.
 
     >>> number_of_examples([MetricRecord({"loss": 0.1, "num-examples": 8})])
     8
     """
-    metrics = (values for values in told if isinstance(values, MetricRecord))
-    found = [(name, values[name]) for values in metrics for name in names or (COUNT,) if name in values]
-    if not found:
+    metrics = (values for values in records if isinstance(values, MetricRecord))
+    counts = [(name, values[name]) for values in metrics for name in names or (COUNT,) if name in values]
+    if not counts:
         return None
-    name, count = found[0]
+    name, count = counts[0]
     if isinstance(count, list) or not (math.isfinite(count) and count >= 1):
-        raise fail(f"reply.metrics.{name}", f"is {count}", "let it say how many examples were used, at least 1")
+        raise fail(f"reply.metrics.{name}", f"is {count}", "give the number of examples that were used, at least 1")
     return int(count)

@@ -1,12 +1,12 @@
-"""Demands of a SuperNode's operator on the app that runs there, in its `--node-config`.
+"""Demands of a SuperNode's operator on the app that runs there, in the node's `--node-config`.
 
 Flower installs the app that a run's submitter ships: defence, guard, epsilon and training name come from there. Each
-demand here is compared with what the app asked for, before anything is trained; an app that asks for less is refused.
+demand is compared with the app's request before anything is trained; an app that requests less is refused.
 
-    gradveil-require    "dp" (a formal guarantee of examples or of clients), "example-dp" or "user-dp"
-    gradveil-epsilon    the largest limit `epsilon` that the app may set; without a limit it is refused
-    gradveil-delta      the largest `delta` of that limit, 1e-5 if it is not given
-    gradveil-training   the name of the training, under which privacy is counted
+    gradveil-require    "dp" (a formal guarantee per example or per client), "example-dp" or "user-dp"
+    gradveil-epsilon    the largest `epsilon` that the app may set; an app without a limit is refused
+    gradveil-delta      the largest `delta` of that limit (default: 1e-5)
+    gradveil-training   the name of the training under which privacy is counted
     gradveil-guard      the mildest policy of the guard: "warn" or "refuse"
 
 This checks apps that use Gradveil. Code that does not call Gradveil is not stopped by it: see docs/trust.md.
@@ -43,12 +43,12 @@ _ALLOWED: dict[str, Allowed] = {
 }
 _TRAINING = "gradveil-training"
 _KNOWN = {IDENTITY, FOLDER, _TRAINING, *_ALLOWED}
-_ASK = "ask whoever ships the app to change it, or change the node's configuration"
+_ASK = "change the app, or the node's configuration"
 
 
 @dataclass(frozen=True)
-class Asked:
-    """What an app asks of Gradveil in one round."""
+class AppRequest:
+    """Client, data and privacy settings of an app in one round."""
 
     client: Client
     batch: Batch
@@ -58,10 +58,10 @@ class Asked:
     key: Key | None
     folder: Path | str | None
     unprotected: str | None = None
-    """Records that the app sends besides the update without noise."""
+    """Records that the app sends without noise in addition to the update."""
 
 
-def obey(context: Context, asked: Asked) -> None:
+def check_demands(context: Context, request: AppRequest) -> None:
     """Refuse an app that promises less than the node's operator demands."""
     demands = {name: value for name, value in context.node_config.items() if name.startswith(_PREFIX)}
     if not demands.keys() - {IDENTITY, FOLDER}:
@@ -70,24 +70,24 @@ def obey(context: Context, asked: Asked) -> None:
     problems = [Problem(f"node-config.{name}", "is unknown", remedy) for name in sorted(demands.keys() - _KNOWN)]
     checks = ((name, allowed, demands[name]) for name, allowed in _ALLOWED.items() if name in demands)
     refuse([*problems, *collect("node-config", checks)])
-    refuse(list(_broken(demands, asked)))
+    refuse(list(_unmet(demands, request)))
 
 
-def _broken(demands: Mapping[str, Any], asked: Asked) -> Iterator[Problem]:
+def _unmet(demands: Mapping[str, Any], request: AppRequest) -> Iterator[Problem]:
     """Yield each demand that the app does not meet."""
-    if asked.key is not None:
+    if request.key is not None:
         yield Problem("key", "replaces the client's own randomness, and the node has demands", "leave the key out")
-    if asked.folder is not None:
-        what = "replaces the node's folder, and with it the count of privacy spent"
-        yield Problem("folder", what, f"leave it out: the node's operator sets {FOLDER}")
-    if (name := demands.get(_TRAINING)) is not None and asked.training != name:
-        yield Problem("training", f"is {asked.training!r}, and the node demands {name!r}", _ASK)
-    if (mildest := demands.get("gradveil-guard")) and _STRICTNESS.index(asked.guard) < _STRICTNESS.index(mildest):
-        yield Problem("guard", f"is {asked.guard!r}, and the node demands {mildest!r}", _ASK)
+    if request.folder is not None:
+        problem = "replaces the node's folder, and with it the count of privacy spent"
+        yield Problem("folder", problem, f"leave it out: the node's operator sets {FOLDER}")
+    if (name := demands.get(_TRAINING)) is not None and request.training != name:
+        yield Problem("training", f"is {request.training!r}, and the node demands {name!r}", _ASK)
+    if (mildest := demands.get("gradveil-guard")) and _STRICTNESS.index(request.guard) < _STRICTNESS.index(mildest):
+        yield Problem("guard", f"is {request.guard!r}, and the node demands {mildest!r}", _ASK)
     if "gradveil-epsilon" in demands or "gradveil-delta" in demands:
-        yield from _limit(demands, asked.limit)
+        yield from _limit(demands, request.limit)
     if "gradveil-require" in demands or "gradveil-epsilon" in demands:
-        yield from _guarantee(str(demands.get("gradveil-require", "dp")), asked)
+        yield from _guarantee(str(demands.get("gradveil-require", "dp")), request)
 
 
 def _limit(demands: Mapping[str, Any], limit: Limit) -> Iterator[Problem]:
@@ -99,9 +99,9 @@ def _limit(demands: Mapping[str, Any], limit: Limit) -> Iterator[Problem]:
         yield Problem("privacy.delta", f"is {limit.delta:g}, and the node demands at most {most:g}", _ASK)
 
 
-def _guarantee(required: str, asked: Asked) -> Iterator[Problem]:
-    privacy = examine(asked.client, asked.batch)
+def _guarantee(required: str, request: AppRequest) -> Iterator[Problem]:
+    privacy = examine(request.client, request.batch)
     units = {mechanism.unit for mechanism in privacy.sound}
-    if asked.unprotected is not None or not units & set(_UNITS[required]):
-        why = f"{NOTHING}: {asked.unprotected}" if asked.unprotected is not None else privacy.promise()
+    if request.unprotected is not None or not units & set(_UNITS[required]):
+        why = f"{NOTHING}: {request.unprotected}" if request.unprotected is not None else privacy.promise()
         yield Problem("defence", f"does not give the guarantee '{required}' that the node demands ({why})", _ASK)

@@ -1,4 +1,4 @@
-"""A client mod that records what leaves any Flower app, for `gradveil audit --observed`."""
+"""A client mod that records the updates of any Flower app, for `gradveil audit --observed`."""
 
 from __future__ import annotations
 
@@ -45,15 +45,15 @@ def record(
     truth: Truth | None = None,
     trainable: Sequence[str] | None = None,
 ) -> Mod:
-    """Return a mod that records what leaves: `ClientApp(mods=[record("/data/seen"), protect("topk(0.1)")])`.
+    """Return a mod that records updates: `ClientApp(mods=[record("/data/seen"), protect("topk(0.1)")])`.
 
-    Put it first: it then stands outside of all others and sees what they make of the update, an encoded one or plain
-    arrays (of which the update is the parameters received minus those returned). It changes nothing, and where it
-    cannot record it says so in Flower's log and lets the reply pass.
+    Put it first, so that it sees the update after all other mods: an encoded update, or plain arrays (then the update
+    is the parameters received minus those returned). It changes nothing. If it cannot record a reply, it logs a warning
+    and lets the reply pass.
 
-    `defence` and `local` say what the app is configured as, for the attackers who will be told; `sends="gradient"`
-    where `answer` sends the gradient of a client without local training. `rounds` and `clients` (their names, else
-    partition or node numbers) choose what is kept, None for all. Private images are recorded only if `truth` is given.
+    `defence` and `local` describe the app's configuration, which attacks on the record may know. Set `sends="gradient"`
+    if `answer` sends the gradient of a client without local training. `rounds` and `clients` (names, or partition or
+    node numbers) choose which updates are kept; None keeps all. Private images are recorded only with `truth`.
     `trainable` has the patterns of `Client.trainable` and `protect`, where not all parameters are trained.
     """
     kept = UpdateRecorder(
@@ -75,7 +75,7 @@ class _ModState:
     trainable: Sequence[str] | None
 
     def __call__(self, message: Message, context: Context, call_next: ClientAppCallable) -> Message:
-        """Pass everything on, and keep what answers a message for training."""
+        """Pass every message on, and record the replies to training messages."""
         if message.metadata.message_type.split(".")[0] != MessageType.TRAIN:
             return call_next(message, context)
         try:
@@ -93,60 +93,62 @@ class _ModState:
         return reply
 
     def _keep(self, message: Message, context: Context, received: Tensors, reply: Message) -> None:
-        number, client = _number(message), _who(context)
+        config = context.node_config
+        number, client = _number(message), str(config.get(IDENTITY, config.get("partition-id", context.node_id)))
         if not self.recorder.wants(number, client):
             return
         here = replace(self.recorder, run=str(context.run_id))
-        batch = None if self.truth is None else _told(self.truth, message, context)
+        batch = None if self.truth is None else _ground_truth(self.truth, message, context)
         sent = _sent(only_arrays(reply.content, "reply")[1], received)
         names = self._names(sent, received) if isinstance(sent, bytes) else None
         count = number_of_examples(reply.content.metric_records.values(), COUNT, "num_examples")
-        place = here.write(number, client, received, sent, count, truth=batch, tensors=names)
-        LOG.info("recorded what left client %s in round %d: %s", client, number, place)
+        file = here.write(number, client, received, sent, count, truth=batch, tensors=names)
+        LOG.info("recorded the update of client %s in round %d: %s", client, number, file)
 
     def _names(self, sent: bytes, received: Tensors) -> list[str]:
-        """Say what of the model an encoded update is of; its encoding has a digest of that."""
+        """List the tensors of an encoded update, which holds only a digest of them."""
         layout = layout_of(sent, trained(received, self.trainable), received)
         if not fits(sent, layout):
-            remedy = "tell record(...) which parameters are trained: trainable=[...], as for the client"
-            raise fail("reply", "is of other tensors than those that are trained", remedy)
+            remedy = "name the trained parameters: record(..., trainable=[...]), as for the client"
+            raise fail("reply", "holds other tensors than the trained ones", remedy)
         return list(layout)
 
 
-def _told(truth: Truth, message: Message, context: Context) -> Batch:
-    """Ask the app for its private examples; whatever goes wrong there is no reason to stop a training."""
+def _ground_truth(truth: Truth, message: Message, context: Context) -> Batch:
+    """Ask the app for its private examples; no error of the app's may stop the training."""
     try:
         return Batch(*truth(message, context))
     except FOREIGN as error:
-        what = f"raised {type(error).__name__}: {error}"
-        raise fail("truth", what, "let it return the inputs and the targets of this reply") from error
+        problem = f"raised {type(error).__name__}: {error}"
+        raise fail("truth", problem, "return the inputs and the targets of this reply") from error
 
 
 def _sent(arrays: ArrayRecord, received: Mapping[str, Tensor]) -> Tensors | bytes:
-    """Return the encoded update as it is, or what plain arrays change of the received ones."""
+    """Return the encoded update as it is, or the difference of the received and the returned arrays."""
     packed = arrays.get(PACKED)
     if packed is not None and packed.stype == STYPE:
         return packed.data
     returned = tensors(arrays)
     if problems := Layout.of(received).differences(Layout.of(returned)):
-        raise fail("reply", f"holds other arrays than were received: {problems[0]}", "record before arrays are changed")
+        raise fail(
+            "reply", f"holds other arrays than were received: {problems[0]}", "record before mods that change arrays"
+        )
     return {name: value - returned[name] for name, value in received.items() if value.is_floating_point()}
 
 
 def _number(message: Message) -> int:
-    """Say which round it is: by Gradveil's mark, by the configuration that strategies send, by the message's group."""
+    """Read the number of the round from Gradveil's mark, the strategy's configuration or the message's group."""
     content = message.content.config_records
-    found = [content[MARK].get("round")] if MARK in content else []
-    found += [config.get(name) for config in content.values() for name in ("server-round", "server_round", "round")]
-    numbers = [value for value in found if isinstance(value, int) and not isinstance(value, bool) and value >= 0]
+    candidates = [content[MARK].get("round")] if MARK in content else []
+    candidates += [
+        config.get(name) for config in content.values() for name in ("server-round", "server_round", "round")
+    ]
+    numbers = [value for value in candidates if isinstance(value, int) and not isinstance(value, bool) and value >= 0]
     group = message.metadata.group_id
     if numbers:
         return numbers[0]
     if group.isdecimal():
         return int(group)
-    raise fail("message", "does not say which round it is", "let the strategy send 'server-round' in its configuration")
-
-
-def _who(context: Context) -> str:
-    config = context.node_config
-    return str(config.get(IDENTITY, config.get("partition-id", context.node_id)))
+    raise fail(
+        "message", "does not give the number of the round", "let the strategy send 'server-round' in its configuration"
+    )

@@ -1,11 +1,11 @@
-"""The door of the server: marked, well-formed replies within bounds; each is judged alone.
+"""Server strategy that aggregates only marked, well-formed replies within bounds; each reply is checked alone.
 
-The defaults are wide: an honest training, its privacy noise included, does not reach them. They stop a single absurd
-reply from destroying the model. Robustness against clients that lie within the bounds takes tighter ones, and a robust
-strategy of Flower's behind them.
+The default bounds are wide: an honest training, its privacy noise included, does not reach them. They keep a single
+absurd reply from destroying the model. Robustness against clients that lie within the bounds needs tighter bounds and a
+robust inner strategy.
 
-Flower's strategies stop a training where two replies have other metrics, or one has two records of them. So each reply
-gets one record, of one name, with equal metrics in all; no reply is compared with the majority.
+Flower's strategies stop a training if two replies have different metrics, or one has two metric records. So each
+accepted reply gets one record, with the same name and the same metrics in all.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import logging
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Annotated, ClassVar, Literal
 
 import numpy as np
@@ -102,7 +103,7 @@ class Bounds(Checked):
             yield Problem(where, what, "give Protected another max_change, or statistics='refuse'")
 
     def outliers(self, norms: Sequence[float]) -> Iterator[tuple[int, str]]:
-        """Yield the replies whose update is too large beside the round's others, each with the reason.
+        """Yield the replies whose update is too large compared with the round's others, each with the reason.
 
         The upper median of two norms is the larger one, so it takes more than half of the replies to exclude another.
         """
@@ -116,90 +117,93 @@ class Bounds(Checked):
 
 
 def norm(update: Mapping[str, Tensor]) -> float:
-    """Compute the l2 norm of what is trained, in double precision: squares of large float32 overflow."""
+    """Compute the l2 norm of the trained parameters, in double precision: squares of large float32 overflow."""
     parts = [torch.linalg.vector_norm(value.double()) for name, value in update.items() if not is_statistic(name)]
     return float(torch.linalg.vector_norm(torch.stack(parts))) if parts else 0.0
 
 
 def finite(update: Tensors, after: Mapping[str, Tensor]) -> Iterator[Problem]:
-    """Yield the arrays that an update moves beyond what their type holds; one infinity spoils the mean of all."""
+    """Yield the arrays that an update moves beyond their type's range; one infinity would spoil the mean of all."""
     for name in update:
         if not bool(after[name].isfinite().all()):
-            yield Problem(f"reply, {place_of(name)}", "moves parameters beyond all numbers", "leave this reply out")
+            yield Problem(
+                f"reply, {place_of(name)}", "moves parameters beyond the range of their type", "leave this reply out"
+            )
 
 
 LOG = logging.getLogger("flwr.gradveil")
-"""Flower's console shows what is written here."""
+"""Logger whose messages Flower's console shows."""
 RECORD = "metrics"
-"""Name of the one `MetricRecord` that the inner strategy sees of each reply."""
+"""Name of the only `MetricRecord` per reply that the inner strategy gets."""
 _MOST_WEIGHT = 2.0**53
-"""Beyond this numbers are not counted any more, and two of them may add up to infinity."""
+"""Largest weight: larger whole numbers are not exact in float64, and two may add up to infinity."""
 _NORM_BIT = "norm_bit"
 Metrics = dict[str, int | float | list[int] | list[float]]
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """The metrics that a strategy needs of each reply."""
+class NeededMetrics:
+    """The metrics that a strategy needs from each reply."""
 
     weights: frozenset[str]
-    """Those that weigh a reply."""
+    """Metrics that weight a reply."""
     numbers: frozenset[str]
     """Other numbers, at least 0."""
     most: float = _MOST_WEIGHT
-    """Largest weight; a larger one counts as this."""
+    """Largest weight; larger weights are reduced to this."""
     equal: bool = False
     """Whether every reply has weight 1, because a strategy accounts for privacy with equal weights."""
 
     @staticmethod
-    def of(strategy: Strategy, also: Sequence[str], most: float | None, training: bool = True) -> Wanted:
-        """Collect the metrics of a strategy and of those that it wraps; `also` are named by the user."""
-        chain = list(_wrapped(strategy))
-        weights = {str(key) for one in chain if (key := getattr(one, "weighted_by_key", None))}
-        losses = {str(key) for one in chain if (key := getattr(one, "train_loss_key", None))}
-        bits = {_NORM_BIT for one in chain if isinstance(one, DifferentialPrivacyClientSideAdaptiveClipping)}
+    def of(strategy: Strategy, also: Sequence[str], most: float | None, training: bool = True) -> NeededMetrics:
+        """Collect the metrics that a strategy and the strategies it wraps need, and `also` those named by the user."""
+        strategies = list(_wrapped(strategy))
+        weights = {str(key) for one in strategies if (key := getattr(one, "weighted_by_key", None))}
+        losses = {str(key) for one in strategies if (key := getattr(one, "train_loss_key", None))}
+        bits = {_NORM_BIT for one in strategies if isinstance(one, DifferentialPrivacyClientSideAdaptiveClipping)}
         numbers = {*also, *losses, *bits} if training else set[str]()
-        equal = any(getattr(one, "accountant", None) is not None for one in chain)
-        return Wanted(frozenset(weights), frozenset(numbers - weights), most or _MOST_WEIGHT, equal)
+        equal = any(getattr(one, "accountant", None) is not None for one in strategies)
+        return NeededMetrics(frozenset(weights), frozenset(numbers - weights), most or _MOST_WEIGHT, equal)
 
     def read(self, content: RecordDict) -> Metrics:
-        """Read the metrics of a reply from all its records; refuse what would spoil a mean, or is missing."""
-        found: Metrics = {}
-        for name, value in _all(content):
-            if name in found and found[name] != value:
+        """Read the metrics of a reply from all its records; refuse metrics that are missing or would spoil a mean."""
+        metrics: Metrics = {}
+        records: Mapping[str, MetricRecord] = content.metric_records
+        for name, value in chain.from_iterable(each.items() for each in records.values()):
+            if name in metrics and metrics[name] != value:
                 raise fail("reply", f"has two values of {shown(name)}", "reply with one MetricRecord")
-            found[name] = value
-        if missing := (self.weights | self.numbers) - found.keys():
+            metrics[name] = value
+        if missing := (self.weights | self.numbers) - metrics.keys():
             remedy = "put it into the metrics of every reply"
-            raise fail("reply", f"does not say '{min(missing)}', which the strategy needs", remedy)
-        for name, value in found.items():
+            raise fail("reply", f"lacks the metric '{min(missing)}', which the strategy needs", remedy)
+        for name, value in metrics.items():
             if not all(_is_finite(number) for number in (value if isinstance(value, list) else [value])):
                 raise fail("reply", f"has metrics that are not finite ({shown(name)})", "leave this reply out")
         for name in self.numbers:
-            if isinstance(value := found[name], list) or value < 0:
+            if isinstance(value := metrics[name], list) or value < 0:
                 raise fail("reply", f"has {value} as '{name}'", "reply with one number, at least 0")
         for name in self.weights:
-            found[name] = self._weight(found[name])
-        return found
+            metrics[name] = self._weight(metrics[name])
+        return metrics
 
     def _weight(self, value: float | list[int] | list[float]) -> int | float:
         if isinstance(value, list) or not 0 < value <= _MOST_WEIGHT:
-            raise fail("reply", f"counts for {value} in the mean", "reply with a positive number of examples")
+            raise fail("reply", f"has the weight {value} in the mean", "reply with a positive number of examples")
         return 1 if self.equal else min(value, self.most)
 
 
-def alike(number: int, found: Sequence[Metrics]) -> list[MetricRecord]:
+def shared_metrics(number: int, replies: Sequence[Metrics]) -> list[MetricRecord]:
     """Keep the metrics that all replies of a round share, and log which are dropped."""
-    forms = [{(name, len(v) if isinstance(v, list) else None) for name, v in metrics.items()} for metrics in found]
+    forms = [{(name, len(v) if isinstance(v, list) else None) for name, v in metrics.items()} for metrics in replies]
     shared = {name for name, _ in set.intersection(*forms)} if forms else set[str]()
-    if dropped := {name for metrics in found for name in metrics} - shared:
+    if dropped := {name for metrics in replies for name in metrics} - shared:
         names = ", ".join(shown(name) for name in sorted(dropped)[:5]) + (", ..." if len(dropped) > 5 else "")
-        LOG.warning("round %d: metrics that not all replies have are dropped: %s", number, names)
-    return [MetricRecord({name: metrics[name] for name in sorted(shared)}) for metrics in found]
+        LOG.warning("round %d: dropped metrics that not all replies have: %s", number, names)
+    return [MetricRecord({name: metrics[name] for name in sorted(shared)}) for metrics in replies]
 
 
 def shown(name: str) -> str:
-    r"""Quote a text of a client for a log: no control characters, at most 60 characters.
+    r"""Quote a client's text for a log: without control characters, at most 60 characters.
 
     >>> shown("a\nb")
     "'a\\nb'"
@@ -214,22 +218,16 @@ def _wrapped(strategy: object) -> Iterator[Strategy]:
         strategy = getattr(strategy, "strategy", None)
 
 
-def _all(content: RecordDict) -> Iterator[tuple[str, int | float | list[int] | list[float]]]:
-    records: Mapping[str, MetricRecord] = content.metric_records
-    for metrics in records.values():
-        yield from metrics.items()
-
-
 def _is_finite(number: float) -> bool:
     try:
         return math.isfinite(number)
-    except OverflowError:  # a whole number beyond all floats
+    except OverflowError:  # an integer beyond the range of floats
         return False
 
 
 @dataclass(frozen=True)
 class Refusal:
-    """A reply that was not aggregated, and why."""
+    """A reply that was not aggregated, with the reason."""
 
     number: int
     """Of the round."""
@@ -238,8 +236,8 @@ class Refusal:
 
 
 @dataclass(frozen=True)
-class _Opened:
-    """A reply that is in order."""
+class _Accepted:
+    """A decoded reply within all bounds."""
 
     reply: Message
     name: str
@@ -250,25 +248,25 @@ class _Opened:
 
 
 class Protected(Strategy):
-    """A strategy that aggregates what protected clients send: `Protected(FedAvg(fraction_evaluate=0))`.
+    """A strategy that aggregates the updates of protected clients: `Protected(FedAvg(fraction_evaluate=0))`.
 
-    Each update u is decoded to the parameters p - u that the client would have sent without a defence, p being what the
-    server sent to it, and the inner strategy aggregates those. A reply is refused, with its reason in the log and in
-    `refusals`, if it is unmarked (nothing says that it was defended), is not of this model or round, is damaged, was
-    not asked for, lacks a metric that the strategy needs, or exceeds a bound. Where none is left the inner strategy is
-    not called, and the model stays.
+    An update u of a client that received the parameters p is decoded to p - u, and the inner strategy aggregates those
+    parameters. A reply is refused, with the reason in the log and in `refusals`, if it is unmarked (so it may be
+    undefended), belongs to another model or round, is damaged, was not asked for, lacks a metric that the strategy
+    needs, or exceeds a bound. If no reply is left, the inner strategy is not called and the model stays.
 
-    Each reply is judged by itself. The inner strategy gets one `MetricRecord` of each, named "metrics", with the
-    metrics that it needs and those that all accepted replies share; a metric that some lack is dropped, unless
-    `metrics` names it: then a reply without it is refused. Other records are dropped.
+    Each reply is checked alone. The inner strategy gets one `MetricRecord` per reply, named "metrics", with the metrics
+    that it needs and those that all accepted replies share. A reply that lacks one of `metrics` is refused. Other
+    records are dropped.
 
-    `trainable` has the patterns of `Client.trainable`, where not all parameters are trained. What is not sent stays.
+    `trainable` has the patterns of `Client.trainable`, where not all parameters are trained. Parameters that are not
+    sent stay.
 
-    The bounds: `max_norm` of the l2 norm of an update (None: far beyond any training), `max_ratio` of the norm in units
-    of the round's upper median (None: none; it assumes that more than half of the replies are honest), `max_examples`
-    caps the weight of a reply. `statistics` are those of BatchNorm layers: "refuse" them, accept them "bounded"
-    (variances at least 0, means and standard deviations move by at most `max_change` standard deviations), or "accept"
-    all that are finite.
+    The bounds: `max_norm` limits the l2 norm of an update (None: far beyond any training). `max_ratio` limits the norm
+    in units of the round's upper median, and assumes that more than half of the replies are honest (None: no limit).
+    `max_examples` caps the weight of a reply. `statistics` of BatchNorm layers are refused ("refuse"), accepted within
+    bounds ("bounded": variances at least 0, means and standard deviations move by at most `max_change` standard
+    deviations), or accepted if finite ("accept").
     """
 
     def __init__(
@@ -287,7 +285,7 @@ class Protected(Strategy):
         self.strategy = strategy
         self.trainable = trainable
         self.bounds = Bounds(max_norm, max_ratio, max_examples, statistics, max_change)
-        self.wanted = Wanted.of(strategy, metrics, max_examples)
+        self.needed = NeededMetrics.of(strategy, metrics, max_examples)
         self.refusals: list[Refusal] = []
         """Every reply that was not aggregated."""
         self._asked: dict[int, tuple[str, ArrayRecord]] = {}
@@ -297,35 +295,36 @@ class Protected(Strategy):
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """Mark the inner strategy's messages, and remember what each node is sent."""
+        """Mark the inner strategy's messages, and remember the model that each node is sent."""
         messages = list(self.strategy.configure_train(server_round, arrays, config, grid))
         self._round, self._asked = server_round, {}
         for message in messages:
             message.content[MARK] = mark(server_round)
             name, sent = only_arrays(message.content, "message")
             if name == RECORD:
-                raise fail(
-                    "strategy.arrayrecord_key", f"is '{RECORD}', as the metrics are called", "choose another name"
-                )
+                raise fail("strategy.arrayrecord_key", f"is '{RECORD}', the name of the metrics", "choose another name")
             self._asked[message.metadata.dst_node_id] = name, sent
         return messages
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        """Decode the replies, and let the inner strategy aggregate those that are in order."""
+        """Decode the replies, and let the inner strategy aggregate the accepted ones."""
         answers = list(replies)
         failed = [reply for reply in answers if reply.has_error()]
-        opened = list(self._opened(reply for reply in answers if not reply.has_error()))
-        large = dict(self.bounds.outliers([one.norm for one in opened]))
+        decoded_replies = list(self._decode(reply for reply in answers if not reply.has_error()))
+        large = dict(self.bounds.outliers([one.norm for one in decoded_replies]))
         for index, reason in large.items():
-            self._refuse(opened[index].reply.metadata.src_node_id, reason)
-        kept = self._alike([one for index, one in enumerate(opened) if index not in large])
+            self._refuse(decoded_replies[index].reply.metadata.src_node_id, reason)
+        accepted = [one for index, one in enumerate(decoded_replies) if index not in large]
+        for one, shared in zip(accepted, shared_metrics(self._round, [one.metrics for one in accepted]), strict=True):
+            one.reply.content = RecordDict({one.name: one.arrays, RECORD: shared})
+        kept = [one.reply for one in accepted]
         if len(kept) + len(failed) < len(answers):
             number = len(answers) - len(failed) - len(kept)
             LOG.warning("round %d: %d of %d replies were refused", server_round, number, len(answers))
         if not kept and len(answers) > len(failed):
-            LOG.error("round %d: no reply is left, the model stays as it was", server_round)
+            LOG.error("round %d: no reply was accepted, the model stays as it was", server_round)
             return None, None
         _, before = next(iter(self._asked.values()), ("", ArrayRecord()))
         arrays, metrics = self.strategy.aggregate_train(server_round, [*kept, *failed])
@@ -335,8 +334,8 @@ class Protected(Strategy):
             after = None
         return after, metrics
 
-    def _opened(self, replies: Iterable[Message]) -> Iterator[_Opened]:
-        """Decode each reply; leave those out that are not in order."""
+    def _decode(self, replies: Iterable[Message]) -> Iterator[_Accepted]:
+        """Decode each reply, and refuse those that fail a check."""
         unanswered = dict(self._asked)
         for reply in replies:
             node = reply.metadata.src_node_id
@@ -347,23 +346,17 @@ class Protected(Strategy):
             except GradveilError as error:
                 self._refuse(node, str(error))
 
-    def _decoded(self, reply: Message, name: str, sent: ArrayRecord) -> _Opened:
-        """Rebuild what an app without a defence would have replied, in a record of the name of the one it was sent."""
+    def _decoded(self, reply: Message, name: str, sent: ArrayRecord) -> _Accepted:
+        """Rebuild the reply of an app without a defence, in a record of the same name as the one it was sent."""
         content = reply.content
         if (number := marked(content)) != self._round:
-            raise fail("reply", f"answers round {number}, not {self._round}", "leave it out: it is stale")
-        metrics = self.wanted.read(content)
+            raise fail("reply", f"answers round {number}, not {self._round}", "leave this reply out: it is outdated")
+        metrics = self.needed.read(content)
         received = tensors(sent)
         update = decoded(unpacked(content), trained(received, self.trainable), received)
         after = {n: value - update[n] if n in update else value for n, value in received.items()}
         refuse([*finite(update, after)] or [*self.bounds.problems(received, update)])
-        return _Opened(reply, name, record(after), metrics, norm(update))
-
-    def _alike(self, opened: Sequence[_Opened]) -> list[Message]:
-        """Give every reply one record of arrays and one of metrics, with the same names in all."""
-        for one, metrics in zip(opened, alike(self._round, [one.metrics for one in opened]), strict=True):
-            one.reply.content = RecordDict({one.name: one.arrays, RECORD: metrics})
-        return [one.reply for one in opened]
+        return _Accepted(reply, name, record(after), metrics, norm(update))
 
     def _refuse(self, node: int, reason: str) -> None:
         LOG.warning("round %d: the reply of node %d is refused: %s", self._round, node, reason)
@@ -372,28 +365,28 @@ class Protected(Strategy):
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """Leave evaluation to the inner strategy, and remember who is asked."""
+        """Leave evaluation to the inner strategy, and remember which nodes are asked."""
         messages = list(self.strategy.configure_evaluate(server_round, arrays, config, grid))
         self._evaluating = {message.metadata.dst_node_id for message in messages}
         return messages
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
-        """Let the inner strategy aggregate the metrics that are in order; the arrays of a reply are dropped."""
+        """Let the inner strategy aggregate the accepted metrics; the arrays of a reply are dropped."""
         answers = list(replies)
         failed = [reply for reply in answers if reply.has_error()]
-        wanted = Wanted.of(self.strategy, (), self.bounds.max_examples, training=False)
-        unanswered, kept, found = set(self._evaluating), list[Message](), list[Metrics]()
+        needed = NeededMetrics.of(self.strategy, (), self.bounds.max_examples, training=False)
+        unanswered, kept, values = set(self._evaluating), list[Message](), list[Metrics]()
         for reply in (reply for reply in answers if not reply.has_error()):
             node = reply.metadata.src_node_id
             try:
                 if node not in unanswered:
                     raise fail("reply", "was not asked for, or comes a second time", "find out who sends it")
                 unanswered.remove(node)
-                found.append(wanted.read(reply.content))
+                values.append(needed.read(reply.content))
                 kept.append(reply)
             except GradveilError as error:
                 self._refuse(node, str(error))
-        for reply, metrics in zip(kept, alike(server_round, found), strict=True):
+        for reply, metrics in zip(kept, shared_metrics(server_round, values), strict=True):
             reply.content = RecordDict({RECORD: metrics})
         if not kept and len(answers) > len(failed):
             return None
@@ -406,7 +399,7 @@ class Protected(Strategy):
 
 
 def _as_before(arrays: ArrayRecord, before: ArrayRecord) -> ArrayRecord:
-    """Give the aggregate the dtypes of what was sent: some strategies widen, and make numbers of counts."""
+    """Give the aggregate the dtypes of the sent model: some strategies widen them, and turn counts into floats."""
     kept: dict[str, Array] = {}
     for name, array in arrays.items():
         values, dtype = array.numpy(), np.dtype(before[name].dtype if name in before else array.dtype)
