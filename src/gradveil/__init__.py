@@ -39,7 +39,7 @@ else:
             "Local": "gradveil.client.local_training",
             "Observation": "gradveil.attacks.protocol",
             "__version__": "gradveil.core.release",
-            "chain": "gradveil.defences.composition",
+            "chain": "gradveil.core.chain",
             "parse": "gradveil.defences.defence_catalogue",
         },
     )
