@@ -148,6 +148,7 @@ CALLERS_OF_FOREIGN_CODE = {
     *("gradveil.nn.models", "gradveil.nn.check.running", "gradveil.nn.surgery", "gradveil.runs.task"),
     *(
         "gradveil.audit.argument_checks",
+        "gradveil.audit.score",
         "gradveil.client.defended_gradient",
         "gradveil.core.user_code",
         "gradveil.defences.user_defence",

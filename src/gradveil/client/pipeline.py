@@ -160,7 +160,7 @@ class Pipeline:
             inputs.append(StepInput(batch, {**noise, **spread(own, len(batch.inputs))}))
         states = _together([select(task.state, "step") for task in tasks])
         with caught_outputs() as outputs:
-            g, after = self._step(*self.gradient.parted(params), inputs, states, shared=True)
+            g, after = self._step(*self.gradient.parted(params), inputs, states, several=len(tasks) > 1, shared=True)
         last = outputs[-1] if outputs else None
         return [
             Computed(batches[i], _of(g, i, tasks), _after_steps(_of(after, i, tasks), kept[i], task), last)
@@ -203,7 +203,7 @@ class Pipeline:
                 held = spread(self.private.moved(kept, now), len(batch.inputs)) if kept else {}
                 inputs.append(StepInput(batch, {**noise, **held}, drawn[i][t] if local.sampling == "poisson" else None))
             at = start if t == 0 else {name: now[name][: len(inputs)] if several else now[name] for name in start}
-            g, state = self._step(at, frozen, inputs, state, shared=t == 0)
+            g, state = self._step(at, frozen, inputs, state, several=several, shared=t == 0)
             g = alike(g, now)
             if free:
                 g |= self._free_gradient({**frozen, **at}, inputs[0], kept, {name: now[name] for name in free})
@@ -222,18 +222,25 @@ class Pipeline:
         return self.private.gradient(params, batch, select(noise, "model"), kept, free, weights)
 
     def _step(
-        self, now: Tensors, frozen: Tensors, inputs: Sequence[StepInput], state: Tensors, *, shared: bool
+        self,
+        now: Tensors,
+        frozen: Tensors,
+        inputs: Sequence[StepInput],
+        state: Tensors,
+        *,
+        several: bool,
+        shared: bool,
     ) -> tuple[Tensors, Tensors]:
-        """Compute the defended gradient and the next state, of several clients with a leading dimension.
+        """Compute the defended gradient and the next state, with a leading dimension where clients were `several`.
 
-        Several clients each have parameters of their own, unless they are `shared`.
+        That they keep to the last step, when only one may be left. Each has parameters of its own, unless `shared`.
         """
 
         def one(at: Tensors, batch: Batch, noise: Tensors, own: Tensors, *included: Tensor) -> tuple[Tensors, Tensors]:
             return self.gradient({**frozen, **at}, batch, noise, own, *included)
 
         included = [each.included for each in inputs if each.included is not None]
-        if len(inputs) == 1:
+        if not several:
             return one(now, inputs[0].batch, dict(inputs[0].noise), state, *included)
         batch = Batch(*(torch.stack(values) for values in zip(*(each.batch for each in inputs), strict=True)))
         drawn = (torch.stack(included),) if included else ()
