@@ -143,7 +143,7 @@ def test_the_page_tells_them_apart(tmp_path: Path) -> None:
     html = audit_page(load_run(write_run(tmp_path / "run", trials)))
     text = " ".join(html.split())
     assert "<strong>Attack ambiguous.</strong> The attacker&#39;s objective is satisfied by other images" in text
-    assert "<strong>Attack under-optimised.</strong> The rate here may not be the defence's doing: it did not" in text
+    assert "<strong>Attack under-optimised.</strong> The low rate here may not be due to the defence: it" in text
     assert 'data-key="attack_check"' in html
     assert all(f'data-sort="{STATES[state][0]}"' in html for state in ("effective", "under-optimised", "ambiguous"))
     assert 'data-key="objective_truth"' in html

@@ -90,8 +90,8 @@ def test_summary_table_and_verdict_tell_it(tmp_path: Path):
         [1 - record["distance"] ** 2 for record in records], rel=1e-4
     )
     html = audit_page(found)
-    assert html.count("A small step along what is sent lowers the loss by") == 3
-    told = "of the update's energy (gamma_1; where the shares come out whole at least 20%, of which Proposition 1 of "
+    assert html.count("First-order utility: ") == 3
+    told = "of the update's energy (gamma_1; for whole numbers of entries at least 20%, of which Proposition 1 of "
     assert html.count(told + "Xue et al. 2024 says more than 0.0358%)") == 1
     assert html.count("of the update's energy (gamma_1)") == 1
     assert rows["dgp"]["proposition_1"] == pytest.approx(3.583e-4, rel=1e-3)

@@ -316,12 +316,12 @@ def test_cards_name_the_best_defence_that_was_really_tested() -> None:
     naive = row(0, simulated_client="naive", defence="precode")
     doubted = row(0, defence="dp", health=HEALTHY | {"objective": 0.99})
     found = {card["label"]: card for card in cards(verdicts([BARE, naive, doubted, row(4)]), [])}
-    best = found["Best defence against attackers who know it"]
+    best = found["Best defence against adaptive attacks"]
     assert best["detail"].startswith("dgp")
     assert best["value"] == "12.5%"
     assert best["detail"].endswith(" · lower, but not proven: dp and precode")
     assert found["Identifiable without a defence"]["value"] == "100%"
-    assert found["Its price: bytes of an update"]["value"] == "10 B"
+    assert found["Its cost: bytes of an update"]["value"] == "10 B"
     assert "Lowest rate, not proven" in {card["label"] for card in cards(verdicts([BARE, naive]), [])}
 
 
@@ -331,14 +331,14 @@ def test_cards_count_images_that_are_recovered_and_identified() -> None:
     for place, image in enumerate(image for record in alike.trial.records for image in record["per_image"]):
         image["identified"] = place == 0
     found = {card["label"]: card for card in cards(verdicts([BARE, alike, row(4, defence="dp")]), [])}
-    best = found["Best defence against attackers who know it"]
+    best = found["Best defence against adaptive attacks"]
     assert best["value"] == percent(1 / 32)
     assert best["detail"].startswith("dgp · 1 of 32 images recovered and identified, 95% CI ")
 
 
 def told_price(*rows: Row) -> str:
     """What the card says of the best defence's price."""
-    return next(card["detail"] for card in cards(verdicts(rows), []) if card["label"].startswith("Its price"))
+    return next(card["detail"] for card in cards(verdicts(rows), []) if card["label"].startswith("Its cost"))
 
 
 SEARCHED = {"targets": "known", "model.*": "optimise"}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import numpy as np
@@ -102,20 +101,6 @@ def test_a_training_is_on_the_images_that_it_began_with(
     assert run([*words, "--rounds", "3"]) == 2
     assert "the images or labels that data.name stands for: differs from the run" in capsys.readouterr().err
     assert run([*words, "--rounds", "3", "--fresh"]) == 0
-
-
-def test_run_of_an_earlier_version_stores_digests_of_its_files(scans: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["audit", "study.toml", "--workers", "1"]
-    assert run(words) == 0
-    file = scans.parent / "runs/study/run.json"
-    info = json.loads(file.read_text())
-    held = info.pop("images")
-    file.write_text(json.dumps(info))
-    assert run(words) == 0
-    assert json.loads(file.read_text())["images"] == held
-    draw(scans / "test/a/00.png", 99)
-    assert run(words) == 2
-    assert "the images or labels" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", ["audit", "train"])

@@ -30,7 +30,7 @@ def against_raw(text: str, settings: str, examples: int, target_clients: int):
         simulated_client = client if attack.simulated_client == "full" else client.undefended_update()
         guess = attack([observation], simulated_client, replace(known, tensors=attack.knowledge), Key(0)).inputs
         assert bool(torch.isfinite(guess).all())
-        found[name] = psnr(guess, raw.inputs, known.lower, known.upper).mean()
+        found[name] = psnr(guess, raw.inputs, *known.space.bounds(raw.inputs)).mean()
     return found
 
 

@@ -135,7 +135,7 @@ def test_what_is_wrong_is_told_at_its_place(mine, text):
     [
         ("mine:three", "returned int, not an attack"),
         ("mine:thin", "'thin' is of type Defence"),
-        ("mine:search", "is called as an attack, and has no name"),
+        ("mine:search", "attack mine:search: .* no name"),
     ],
 )
 def test_an_attack_that_is_none(mine, text, said):

@@ -395,7 +395,7 @@ def test_first_gradient_is_that_of_the_first_step(name: str) -> None:
 
 
 def test_first_gradient_has_what_batch_defences_made_of_the_examples() -> None:
-    space = ImageSpace.between(PRIVATE.inputs.min(), PRIVATE.inputs.max(), PRIVATE.space.shape)
+    space = ImageSpace.between(PRIVATE.inputs.min(), PRIVATE.inputs.max(), (1, 32, 32))
     client = parse("ats")(Client(perceptron(), domain=Domain(space, 10)))
     params, batch = client.params(), some(8)
     task = ClientTask(batch, Key(3), client.init(params))

@@ -182,7 +182,7 @@ def test_words_for_a_search_that_found_nothing(tmp_path: Path, capsys, monkeypat
     out = ["--out", str(tmp_path / "s"), "--candidates", "2"]
     assert run(["search", "ats", *SMALL, *out, "--least", "-1e9"]) == 1
     told = " ".join(capsys.readouterr().out.split())
-    assert "not below no transform by two standard errors" in told
+    assert "not two standard errors below no transform" in told
     assert "As a defence" not in told
     assert "Both are proxies" in told
     assert run(["search", "ats", *SMALL, *out, "--least", "-8"]) == 1

@@ -95,7 +95,7 @@ def _lines(result: Mapping[str, Any], weights: str | None) -> Iterator[str]:
         f"again {number(best['privacy_again'])}, without a transform {number(result['controls'][0]['privacy_again'])}"
     )
     if not result["better_than_none"]:
-        yield f"Nothing result: the best is not two standard errors below no transform on other images ({scores})."
+        yield f"Nothing found: the best is not two standard errors below no transform on other images ({scores})."
         return
     yield f"The best scores below no transform ({scores})."
     if not best["below_the_authors"]:

@@ -24,7 +24,8 @@ from gradveil.report.table import as_csv
 from gradveil.report.training_paper_table import TrainingTable, training_tables
 from gradveil.report.training_table import ROUNDS, round_rows, training_rows
 
-_EMPTY = {"failed": "", **dict.fromkeys(("model", "data", "client", "defence", "attack"), ""), "batch": 1, "round": 0}
+_TEXTS = ("failed", "model", "data", "client", "update", "defence", "attack")
+_EMPTY = {**dict.fromkeys(_TEXTS, ""), "batch": 1, "round": 0, "trained": None, "undefended": False, "changes": None}
 """A trial without a result, for the columns of an empty table."""
 
 
