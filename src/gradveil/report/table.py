@@ -59,10 +59,11 @@ def _cell(row: R, column: Column[R]) -> TableCell:
 
 
 def as_csv(rows: Iterable[Mapping[str, Any]], names: Sequence[str] = ()) -> str:
-    """Write rows with equal keys as CSV, unrounded. `names` are the columns of a table without rows."""
+    """Write rows as CSV, unrounded; a key that only some rows have is a column. `names` are those of an empty table."""
     lines = list(rows)
+    columns = list(dict.fromkeys(key for line in lines for key in line)) or names
     text = io.StringIO()
-    writer = csv.DictWriter(text, list(lines[0]) if lines else names, lineterminator="\n")
+    writer = csv.DictWriter(text, columns, lineterminator="\n")
     writer.writeheader()
     writer.writerows({key: _safe(value) for key, value in line.items()} for line in lines)
     return text.getvalue()
