@@ -238,16 +238,16 @@ def test_a_residual_survives_kill_9_in_a_deployment_over_tls(tmp_path, surroundi
         wait(final.exists, running, "the end", *logs.values())
         assert sorted(file.name for file in kept.iterdir()) == ["answer-3", "state-3"]
 
-    value = load_file(final)
-    assert value.pop("rounds") == 3
+    sent = load_file(final)
+    assert sent.pop("rounds") == 3
     engine = federation("dp(clip=1, sigma=1e-3) + topk(0.1, feedback=true)", clients=2, validation=False)
     standing = train(engine, 2)
     expected = engine.round(standing).params
     standing.clients.pop(0)
     without = engine.round(standing).params
     for name, value in expected.items():
-        torch.testing.assert_close(value[name], value, rtol=1e-9, atol=1e-12)
-    assert any(not torch.allclose(value[name], value, rtol=1e-3) for name, value in without.items())
+        torch.testing.assert_close(sent[name], value, rtol=1e-9, atol=1e-12)
+    assert any(not torch.allclose(sent[name], value, rtol=1e-3) for name, value in without.items())
 
 
 def test_clients_killed_at_any_moment_lose_nothing(tmp_path, surroundings):
@@ -281,8 +281,8 @@ def test_clients_killed_at_any_moment_lose_nothing(tmp_path, surroundings):
         (tmp_path / "enough").touch()
         wait(final.exists, running, "the end", *logfiles)
 
-    value = load_file(final)
+    sent = load_file(final)
     engine = federation("dp(clip=1, sigma=1e-3) + topk(0.1, feedback=true)", clients=2, validation=False)
-    standing = train(engine, int(value.pop("rounds")))
+    standing = train(engine, int(sent.pop("rounds")))
     for name, value in standing.params.items():
-        torch.testing.assert_close(value[name], value, rtol=1e-9, atol=1e-12)
+        torch.testing.assert_close(sent[name], value, rtol=1e-9, atol=1e-12)
