@@ -45,7 +45,7 @@ def test_pruned_update_tells_less_than_by_magnitude_for_its_utility():
 
 @pytest.mark.parametrize("scope", ["global", "layer"])
 def test_a_coin_decides_on_the_coordinate_at_the_border(scope):
-    """With probability ratio P - baseline(ratio P) one more goes: the least worth of those that were kept."""
+    """With probability ratio P - floor(ratio P) one more goes: the least worth of those that were kept."""
     defence = OptimalPruning(0.7, scope, mixed=True)
     g, probe, context, rows = setting(defence)
     sizes = [value.numel() for value in g.values()] if scope == "layer" else [flat(g).numel()]

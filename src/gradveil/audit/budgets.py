@@ -142,7 +142,7 @@ def _timed(work: Callable[[], object]) -> float:
 
 Plan = tuple[int, ...]
 _NAMES = {"rows": "", "iterations": "-iterations"}
-_REMEDY = "give the command of the audit again: the attack is then planned anew"
+_REMEDY = "give the command of the audit again: the attack is then planned again"
 
 
 def _forget(_name: str, _plan: Plan) -> None:

@@ -52,7 +52,7 @@ PLANS = "plans"
 """Folder of the plans of trials in flight."""
 TRAINING = "training"
 """Folder of the trainings that an audit follows."""
-AGAIN = "give the command of the audit again, which makes this trial anew, or remove its folder"
+AGAIN = "give the command of the audit again, which makes this trial again, or remove its folder"
 """What to do about a damaged trial: resuming replaces it, since equal settings give equal records."""
 
 
@@ -82,7 +82,7 @@ AUDIT = RunKind(
     file=RUN,
     noun="run directory",
     form=TypeAdapter(_AuditInfo),
-    restore="put a copy of the file back, or audit anew with --fresh, which removes the results",
+    restore="put a copy of the file back, or audit again with --fresh, which removes the results",
     free=FREE,
     folders=(TRIALS, PLANS, TRAINING),
     grows=("sharing", "warnings"),

@@ -311,7 +311,7 @@ class Pipeline:
             return self._sent(params, own, own_noise, own_state, g, under("step", after))
 
         sent, after = vmap(transform)(gradients, batch, noise, state)
-        # An attacker who differentiates what he simulates would pay for it in every iteration.
+        # An attack differentiates what it simulates, and would pay for this in every iteration.
         simulated = any(value.requires_grad for value in sent.values())
         return sent, after if simulated or not after else vmap(finite_or_before)(sent, after, state)
 

@@ -30,7 +30,7 @@ KIND, VERSION = "gradveil client state", "2"
 """What a file of a client's state says of itself, and the version of its form."""
 _ACCIDENTAL = re.compile(r" at 0x[0-9a-fA-F]+|(?<=\d)\.0(?![\d\w])")
 """What differs between equal settings: where something lies in memory, and how a whole number is written."""
-_ANEW = "give the file that this client wrote, or let it start anew: client.init(params)"
+_ANEW = "give the file that this client wrote, or let it start again: client.init(params)"
 
 
 def save_state(file: Path | str, client: Client, state: Mapping[str, Tensor]) -> None:
@@ -52,7 +52,7 @@ def load_state(file: Path | str, client: Client) -> Tensors:
         raise fail(str(file), f"is no {KIND}", _ANEW)
     if said.get("version") != VERSION:
         what = f"has version {said.get('version')} of the format, and version {VERSION} can be read"
-        raise fail(str(file), what, "read it with the Gradveil that wrote it, or let the client start anew")
+        raise fail(str(file), what, "read it with the Gradveil that wrote it, or let the client start again")
     if said.get("digest") != _digest(held):
         raise fail(str(file), "is damaged: its tensors are not those that were written", _ANEW)
     other = list(_differences(_parsed(Path(file), said), _described(client))) or _misfit(client, held)

@@ -56,7 +56,7 @@ TRAINING_RUN = RunKind(
     file=RUN,
     noun="training",
     form=TypeAdapter(_TrainingInfo),
-    restore="put a copy of the file back, or train anew with --fresh, which removes the results",
+    restore="put a copy of the file back, or train again with --fresh, which removes the results",
     free=FREE,
 )
 """The folder of a training."""

@@ -84,7 +84,7 @@ class Standing:
 
 VERSION = 1
 """Version of a checkpoint's files; another is refused."""
-_REMEDY = "remove it: the same command then trains this part anew"
+_REMEDY = "remove it: the same command then trains this part again"
 _records = TypeAdapter(tuple[RoundResult, ...])
 _MOST = 2**53
 Count = Annotated[int, Field(ge=0, le=_MOST)]

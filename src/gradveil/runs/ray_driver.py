@@ -1,6 +1,6 @@
 """The process that drives Ray, started by `gradveil.runs.ray_pool`.
 
-It hires actors as it is told, hands orders to them, and passes on what they say. It ends when its input does: the
+It starts actors on request, hands orders to them, and passes on their messages. It ends when its input does: the
 actors end with it, and a Ray that it started.
 """
 

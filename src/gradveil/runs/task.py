@@ -43,7 +43,7 @@ class Job(Generic[T]):
     work: Work
     """Does tasks in this process."""
     order: Callable[[T], Parcel]
-    """Says what a worker needs for a task. Asked anew whenever the task is given out, so that a task whose worker was
+    """Says what a worker needs for a task. Asked again whenever the task is given out, so that a task whose worker was
     lost is taken up from what had been heard of it."""
     heard: Callable[[T, Parcel], None]
     """Hears, in this process, what a worker tells of its task."""

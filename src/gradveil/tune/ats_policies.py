@@ -240,7 +240,7 @@ FILE = "search.json"
 """The file's name in the folder of a search."""
 CHUNK = 2.0
 """Seconds of work after which the scores are written: what a kill can cost, beside the policy in hand."""
-_AGAIN = "put a copy of it back, or search anew with --fresh"
+_AGAIN = "put a copy of it back, or search again with --fresh"
 
 
 class _Scores(BaseModel):
