@@ -22,8 +22,8 @@ from gradveil.integrations.flower.flower_records import record, tensors
 from gradveil.nn.models import build
 from gradveil.spaces import ImageSpace
 from tests.docs.test_pages import DOCS, blocks
-from tests.federated.scenes import blobs
-from tests.integrations.scenes import Loopback, ledger
+from tests.federated.small_federations import blobs
+from tests.integrations.flower_in_process import Loopback, ledger
 
 
 def own_training(net):

@@ -1,4 +1,4 @@
-"""Fed-CDP whose clip and noise shrink over the rounds: what is sent, what is proven, and who knows the schedule."""
+"""Fed-CDP with a decaying clip and noise: the update, its guarantee, and the schedule an attacker knows."""
 
 import math
 from dataclasses import dataclass, replace
@@ -17,7 +17,7 @@ from gradveil.defences.dp import BASELINE, FadingClip, FadingNoise
 from gradveil.defences.guarantees import NOTHING, examine
 from gradveil.federated.privacy_ledger import guarantee
 from tests.audit.test_rounds import opened
-from tests.federated.scenes import federation
+from tests.federated.small_federations import federation
 from tests.laws.cases import Tiny, draw, draw_batch
 
 FADING, BATCH = "fed-cdp(clip=0.8, sigma=0.5, decay=0.9)", draw_batch(Key(0))

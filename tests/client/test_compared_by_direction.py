@@ -1,4 +1,4 @@
-"""Which updates are compared by direction without being made: those that are only scaled, or masked as is known."""
+"""Scaled or known-masked updates are compared by direction without being computed."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from gradveil.defences import parse
 from gradveil.defences.ats_scores import Unchanged
 from gradveil.defences.dp import Clip
 from gradveil.gradients.fused import cosine_distance, squared_lengths
-from tests.client.test_inner import experiment
+from tests.client.test_inner_products import experiment
 
 
 class Never(Unchanged):

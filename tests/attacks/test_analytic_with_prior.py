@@ -13,7 +13,7 @@ from gradveil.core.noise import Key
 from gradveil.core.tree import stack
 from gradveil.core.types import Batch
 from gradveil.defences import parse
-from tests.attacks.scenes import observed
+from tests.attacks.small_experiments import observed
 from tests.attacks.test_analytic import attack, dense, patches
 
 

@@ -1,4 +1,4 @@
-"""Examples that no single weight matrix of one round shows: parallel layers, weights under other names, two rounds."""
+"""Examples that no single weight matrix of one round reveals: parallel layers, reparametrised weights, two rounds."""
 
 from __future__ import annotations
 
@@ -14,7 +14,16 @@ from gradveil.core.noise import Key
 from gradveil.core.types import Batch
 from gradveil.federated.update_inspection import Exposure, exposure
 from gradveil.nn.initial_weights import initialise
-from tests.federated.crafted import PRIVATE, PUBLIC, Net, gradient, linear, moved_quantiles, perceptron, quantile
+from tests.federated.malicious_models import (
+    PRIVATE,
+    PUBLIC,
+    Net,
+    gradient,
+    linear,
+    moved_quantiles,
+    perceptron,
+    quantile,
+)
 
 HALF = 128
 

@@ -1,4 +1,4 @@
-"""Command lines in processes of their own that need no time to import torch, and what processes they have."""
+"""Command lines in forked processes that need no time to import torch, and their child processes."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from gradveil.defences import parse
 from gradveil.federated.privacy_ledger import place
 from gradveil.integrations.flower import answer
 from gradveil.integrations.flower.flower_records import MARK, mark, record, unpacked
-from tests.federated.scenes import blobs
+from tests.federated.small_federations import blobs
 
 RUN = 77
 BATCH = Batch(torch.linspace(-1, 1, 12).reshape(3, 4), torch.tensor([0, 1, 1]))
@@ -69,7 +69,7 @@ class Loopback(Grid):
 
 
 def examples(context: Context) -> Batch:
-    """The examples of a node: those that a client of `tests.federated.scenes.federation` has."""
+    """The examples of a node: those that a client of `tests.federated.small_federations.federation` has."""
     number = int(context.node_config["partition-id"])
     return blobs(20 + number, 10 + number)
 

@@ -13,7 +13,7 @@ from gradveil.core.noise import Key
 from gradveil.core.types import Batch
 from gradveil.data import load
 from gradveil.defences import parse
-from tests.attacks.scenes import pictures, tiny
+from tests.attacks.small_experiments import pictures, tiny
 
 DIGITS = load("digits")
 PUBLIC = Batch(DIGITS.public.inputs, DIGITS.public.targets)

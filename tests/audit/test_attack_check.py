@@ -1,4 +1,4 @@
-"""An attack that is broken, one that stopped early and one that a defence misled are told apart."""
+"""The attack check separates broken attacks, attacks that stopped early and ambiguous ones."""
 
 from __future__ import annotations
 
@@ -265,7 +265,7 @@ louder = Defence("louder", send=chain(louder=Louder()))
 
 @pytest.mark.parametrize(
     ("defence", "said"),
-    [("none", "its prior decides"), ("tests.audit.test_health:louder", "few layers decide its objective")],
+    [("none", "its prior decides"), ("tests.audit.test_attack_check:louder", "few layers decide its objective")],
 )
 def test_where_a_strong_prior_ends_below_the_truth_the_update_is_not_to_blame(defence: str, said: str) -> None:
     attack = "ig(iterations=40, tv=1, simulated_client=full)"

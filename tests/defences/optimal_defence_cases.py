@@ -1,4 +1,4 @@
-"""What tests of optimal noise and pruning share: clients' updates, their probes, and their row norms by another way."""
+"""Clients' updates, their probes and their row norms for tests of optimal noise and pruning."""
 
 import torch
 from torch import Tensor, nn

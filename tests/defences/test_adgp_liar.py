@@ -1,4 +1,4 @@
-"""Ten clients learn digits while one of them lies about where the gradient is large."""
+"""ADGP trains on digits although one of ten clients publishes a wrong importance."""
 
 from functools import cache
 

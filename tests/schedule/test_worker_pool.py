@@ -1,4 +1,4 @@
-"""A crew gets every task done, whatever happens to its workers."""
+"""A worker pool finishes every task, whatever happens to its workers."""
 
 from __future__ import annotations
 

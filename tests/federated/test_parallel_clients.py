@@ -1,4 +1,4 @@
-"""Whole rounds with clients that compute at once, against the same clients one after the other."""
+"""Rounds of clients that compute in parallel equal the same rounds one client after the other."""
 
 import math
 from dataclasses import replace
@@ -18,7 +18,7 @@ from gradveil.federated.parallel_clients import FEWEST, MOST_EXAMPLES, groups
 from gradveil.federated.training_state import pack_standing, unpack_standing
 from gradveil.federated.update_records import UpdateRecorder, read_recorded
 from gradveil.spaces import ImageSpace
-from tests.federated.scenes import federation
+from tests.federated.small_federations import federation
 
 LOCALS = {
     "gradient": None,

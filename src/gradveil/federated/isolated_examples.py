@@ -297,7 +297,7 @@ class Isolated:
     agreement: float = 0.0
     """cos^2 of the layer's update with its gradient, where it learns from few examples."""
     partial: int = 0
-    """Units with an error of some examples, and none of others (`gradveil.federated.isolation.shared_support`)."""
+    """Units with an error of some examples, and none of others (`shared_support`)."""
     shared: int = 0
     """Those that have just the examples of another unit; of what is sent, those whose row is still that of the batch.
 

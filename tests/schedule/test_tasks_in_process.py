@@ -50,7 +50,7 @@ def test_tasks_are_done_in_order_and_news_is_heard() -> None:
         found = dict(done)
     assert found[2] == Parcel({"twice": 4}, b"abab")
     assert [found[task] for task in (3, 4)] == ["number: is 3 -> give an even one", "4.json: is damaged -> remove it"]
-    assert re.fullmatch(r"ZeroDivisionError: seven \(test_work\.py, line \d+\)", str(found[7]))
+    assert re.fullmatch(r"ZeroDivisionError: seven \(test_tasks_in_process\.py, line \d+\)", str(found[7]))
     assert isinstance(found[6], Parcel)
     assert heard == [(2, 2), (3, 3), (7, 7), (6, 6)]
 

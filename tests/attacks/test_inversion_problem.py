@@ -18,7 +18,7 @@ from gradveil.core.types import Batch
 from gradveil.defences import parse
 from gradveil.nn.stochastic_layers import VariationalBottleneck
 from gradveil.spaces import ImageSpace
-from tests.attacks.scenes import tiny
+from tests.attacks.small_experiments import tiny
 
 
 def rows(attack, scene=None, client=None, tensors=None):

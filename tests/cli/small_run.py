@@ -1,4 +1,4 @@
-"""A run file that is done in a second, and the command that runs it."""
+"""A run file that finishes in a second, and the command that runs it."""
 
 from __future__ import annotations
 

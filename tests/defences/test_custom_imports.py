@@ -1,4 +1,4 @@
-"""Defences and attacks of one's own by import path: read like those of the tables, run only for who may say so."""
+"""Custom defences and attacks by import path: read like built-in ones, imported only with consent."""
 
 import sys
 from pathlib import Path

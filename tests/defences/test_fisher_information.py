@@ -1,4 +1,4 @@
-"""What a noisy update tells of its examples: held to exact Jacobians, with every reason why nothing is known."""
+"""The Fisher information of a noisy update equals that of exact Jacobians, or a reason says why it is unknown."""
 
 from dataclasses import replace
 

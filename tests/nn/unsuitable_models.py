@@ -1,4 +1,4 @@
-"""Models with something in the way of an audit."""
+"""Models with a problem that `check` reports."""
 
 from collections.abc import Callable
 

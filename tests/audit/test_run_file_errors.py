@@ -1,4 +1,4 @@
-"""Every bad run file is refused with the key, what is wrong and what is allowed: all of it at once."""
+"""A bad run file is refused with every key, its problem and the allowed values at once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What stands in an attack's way is told before the first trial, with its place."""
+"""Problems of model, data and attack are reported before the first trial, with their place."""
 
 import pytest
 import torch

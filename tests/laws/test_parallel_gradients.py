@@ -1,4 +1,4 @@
-"""Clients whose gradients are computed at once send what each sends alone, whatever the defence."""
+"""Clients whose gradients are computed in parallel send what each sends alone, for every defence."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Compressed updates and stand-ins met by an attacker who knows them: never worse off, and better where it can be."""
+"""Adaptive attacks on compressed updates and stand-ins do at least as well as non-adaptive ones."""
 
 from dataclasses import replace
 
@@ -8,7 +8,7 @@ import torch
 from gradveil.attacks.attack_catalogue import make_attack
 from gradveil.core.noise import Key
 from gradveil.defences import feature_hiding, parse
-from tests.attacks.scenes import pictures, psnr
+from tests.attacks.small_experiments import pictures, psnr
 from tests.attacks.test_cdia import defended
 
 

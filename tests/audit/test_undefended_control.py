@@ -1,4 +1,4 @@
-"""The undefended control: where nobody asked for an undefended client, a few are attacked all the same."""
+"""An audit without an undefended setting attacks a few undefended clients as a control."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from gradveil.core.noise import Key
 from gradveil.core.types import Batch
 from gradveil.nn.models import build
 from gradveil.nn.normalisation import BatchStatistics, FrozenNorm, LayerNorm
-from tests.federated.crafted import PUBLIC, Net, entering, leaky, network, perceptron, unscaled
+from tests.federated.malicious_models import PUBLIC, Net, entering, leaky, network, perceptron, unscaled
 
 Initialisation = Callable[..., Any]
 

@@ -1,4 +1,4 @@
-"""Clients of models in half precision: their defences compute in single precision, and what is sent is half again."""
+"""Clients of half-precision models: defences compute in single precision, updates are half precision again."""
 
 from dataclasses import replace
 

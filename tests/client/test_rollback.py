@@ -1,4 +1,4 @@
-"""One bad batch does not follow a client: a round that comes to no number leaves its state as it was."""
+"""An update that contains NaN or Inf leaves the client's state unchanged."""
 
 import math
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""A paper's table from runs: pooled over seeds, marked where a number proves nothing, never made of two answers."""
+"""A paper's table from runs: pooled over seeds, inconclusive values marked, different settings never mixed."""
 
 from __future__ import annotations
 

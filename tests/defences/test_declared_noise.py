@@ -1,4 +1,4 @@
-"""What a user's own noise says of itself is held against its draws, before a bound rests on it."""
+"""A custom defence's declared noise is checked against its draws before a bound rests on it."""
 
 from dataclasses import dataclass
 
