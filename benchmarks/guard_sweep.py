@@ -5,8 +5,8 @@
 Honest models (`tests/federated/honest_models.py`) answer batches of 8 to 256 bundled digits, crafted ones
 (`tests/federated/malicious_models.py`) batches of 8 to 64. With MNIST's files a perceptron 784-1024-64-10 is looked at
 too, fresh and trained, with quantile biases in all, half, a quarter and a tenth of its first units. One line is one
-batch at one model, by the layer that shows most. `read` is what an attack in closed form recovers that knows nothing of the
-guard.
+batch at one model, by the layer that shows most. `read` is what an attack in closed form recovers that knows nothing
+of the guard.
 """
 
 from __future__ import annotations
