@@ -62,6 +62,7 @@ class Result:
     path: Path
     """The run directory; a temporary one is removed together with the result."""
     write_report: Callable[[Path, Path], Path]
+    draw_figure: Callable[..., Any]
     config: Mapping[str, Any]
     """Every setting of the run."""
     warnings: tuple[str, ...] = ()
@@ -90,6 +91,15 @@ class Result:
         """Write the report as one HTML file, by default into the run directory; return its path."""
         return self.write_report(self.path, Path(path) if path else self.path / "report.html")
 
+    def plot(self, kind: str = "grid", **choices: Any) -> Any:
+        """Draw a figure for a paper and return it as a matplotlib Figure, which a notebook shows.
+
+        `kind` is grid, pareto, curve or layers; the choices are those of `gradveil.report.figures.draw_figure`: `ax`,
+        `out`, `metric`, `against`, `defences`, `attacks`, `targets`, `order`, `labels`, `headers`, `title`, `size`,
+        `font`, `dpi`. It needs the extra `plot`.
+        """
+        return self.draw_figure([self.path], kind, **choices)
+
     def __str__(self) -> str:
         """Render the verdict, its table, the remarks and the warnings."""
         console = Console(width=120, color_system=None, markup=False)
@@ -112,6 +122,7 @@ def audit_model(
     attacks: Sequence[str | Attack],
     *,
     write_report: Callable[[Path, Path], Path],
+    draw_figure: Callable[..., Any],
     client_batch: int = 1,
     bounds: Bounds = None,
     mean: Sequence[float] | None = None,
@@ -163,7 +174,7 @@ def audit_model(
     experiment = unobstructed(experiment)
     if any(isinstance(attack, str) and is_adaptive(attack) for attack in attacks):
         experiment, _ = widened(experiment)
-    return _run(experiment, out, write_report, progress)
+    return _run(experiment, out, partial(Result, write_report=write_report, draw_figure=draw_figure), progress)
 
 
 def _spelled_out(
@@ -205,9 +216,7 @@ def _copies(model: nn.Module) -> Callable[[int], nn.Module]:
     return lambda _: copy.deepcopy(model)
 
 
-def _run(
-    experiment: Experiment, out: Path | str | None, write_report: Callable[[Path, Path], Path], progress: bool | None
-) -> Result:
+def _run(experiment: Experiment, out: Path | str | None, make: Callable[..., Result], progress: bool | None) -> Result:
     folder = Path(tempfile.mkdtemp(prefix="gradveil-") if out is None else out)
     warnings = tuple(str(problem) for problem in closed_forms(experiment, called=True))
     shared = sharing(experiment)
@@ -225,7 +234,7 @@ def _run(
         ):
             run(experiment, store, screen, experiment.config.target_clients)
         done = load_run(folder)
-        result = Result(done.trials, folder, write_report, done.info["config"], warnings)
+        result = make(done.trials, folder, config=done.info["config"], warnings=warnings)
         undo.pop_all()
     if out is None:
         weakref.finalize(result, shutil.rmtree, folder, ignore_errors=True)
