@@ -52,7 +52,7 @@ class Engine(StrEnum):
 
 EngineOption = Annotated[
     Engine,
-    typer.Option(help="Engine for the trials: processes of this machine, or Ray (pip install 'gradveil\\[ray]')."),
+    typer.Option(help='Engine for the trials: processes of this machine, or Ray (pip install "gradveil\\[ray]").'),
 ]
 """`--engine`."""
 AddressOption = Annotated[
