@@ -11,6 +11,7 @@ from gradveil.audit.run_directory import Run, Trial, load_run
 from gradveil.cli.app import run as command
 from gradveil.core.errors import GradveilError
 from gradveil.metrics import wilson
+from gradveil.report.choices import TableChoices
 from gradveil.report.paper_table import PaperTable, as_latex, as_markdown, matrices
 from tests.audit.runs import config, execute
 from tests.report.trials import recorded
@@ -62,10 +63,10 @@ def test_seeds_are_pooled_and_the_strongest_is_bold():
     assert caption.endswith("Baseline: a guess that sees no update is expected to make 25% identifiable.")
     assert head == "| defence | verdict | `ig` | `cdia` |"
     low, high = wilson(8, 8)
-    assert none == f"| `none` | broken | 100% ({100 * low:.1f}–100%), 0.90 |  |", (low, high)
+    assert none == f"| `none` | broken | 100% ({100 * low:.1f}–100%), 0.90 ± 0.00 |  |", (low, high)
     assert "| 12.5% (" in pruned
     assert "| **62.5%** (" in pruned
-    assert ", 0.60 |" in pruned
+    assert ", 0.60 ± 0.39 |" in pruned
 
 
 def test_doubtful_attacks_are_marked_and_explained():
@@ -139,7 +140,7 @@ def test_runs_with_different_thresholds_are_rejected():
 
 def test_latex_reads_every_character_as_itself():
     text = as_latex(sheets(run(trial('mine:half_of("a|b")', "ig", 1), trial("none", "ig", 4))))
-    assert "mine:half\\_of(''a\\textbar{}b'') & inconclusive & 25\\% (4.6--69.9\\%), 0.30 \\\\" in text
+    assert "mine:half\\_of(''a\\textbar{}b'') & inconclusive & 25\\% (4.6--69.9\\%), 0.30 $\\pm$ 0.35 \\\\" in text
     assert text.count("\\begin{") == text.count("\\end{") == 2
     assert "a\\|b" in as_markdown(sheets(run(trial('mine:half_of("a|b")', "ig", 1))))
 
@@ -155,3 +156,30 @@ def test_the_command_writes_them(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert len(load_run(folder).trials) == 2
     assert command(["summary", str(folder), str(folder), "--json"]) == 0
     assert f'"run": "{folder}"' in capsys.readouterr().out
+
+
+def test_choices_apply_to_the_table():
+    both = run(trial("none", "ig", 4), trial("dgp(top=0.1)", "ig", 1), trial("dgp(top=0.1)", "cdia", 2))
+    words: dict[str, object] = {"labels": {"dgp": r"DGP, $k=0.1$", "cdia": "CDIA"}, "order": ["dgp", "cdia"]}
+    words |= {"metrics": ["recovered", "ssim", "images"], "headers": {"defence": "Method"}}
+    (table,) = matrices([both], TableChoices(**words))  # pyright: ignore[reportArgumentType]
+    head, _, first, second = as_markdown([table.sheet()]).splitlines()[2:6]
+    assert head == "| Method | CDIA | `ig` |"
+    assert first == "| DGP, $k=0.1$ | **50%** (15–85%), 0.50 ± 0.40, 4 | 25% (4.6–69.9%), 0.30 ± 0.35, 4 |"
+    assert second.startswith("| `none` |  | 100%")
+    assert "DGP, $k=0.1$ &" in as_latex([table.sheet()])
+    assert "share of images recovered with its 95% interval, mean SSIM with" in table.caption()
+    (table,) = matrices([both], TableChoices(attacks=["ig"], defences=["dgp"], headers={"caption": "One"}))
+    assert as_markdown([table.sheet()]).splitlines()[0:3] == ["One", "", "| defence | verdict | `ig` |"]
+
+
+def test_wrong_choices_of_a_table_are_raised_at_once():
+    wrong = TableChoices(labels={"dp": "DP"}, order=["soteria"], metrics=["fid"], headers={"attack": "Attack"})
+    with pytest.raises(GradveilError) as caught:
+        matrices([run(trial("none", "ig", 4))], wrong)
+    assert {problem.where for problem in caught.value.problems} == {"label", "order", "metric", "header"}
+
+
+def test_choices_without_a_table_are_rejected(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    assert command(["summary", str(tmp_path), "--metric", "ssim", "--order", "none"]) == 2
+    assert "--metric and --order: shape tables" in capsys.readouterr().err

@@ -20,7 +20,7 @@ from gradveil.audit.run_directory import Trial, load_run
 from gradveil.audit.verdict import LEVELS, Level
 from gradveil.cli.app import run as command
 from gradveil.cli.audit_output import show_gate
-from gradveil.report import write_report
+from gradveil.report import draw_figure, write_report
 from tests.report.parsed_page import read
 from tests.report.trials import BARE, HEALTHY, row
 
@@ -107,7 +107,7 @@ def test_every_surface_shows_the_same_verdicts(folder: Path, capsys: pytest.Capt
 
     page = read(write_report(folder).read_text("utf-8")).text
     assert SENTENCE in page
-    result = Result(load_run(folder).trials, folder, lambda _, out: out, {})
+    result = Result(load_run(folder).trials, folder, lambda _, out: out, draw_figure, {})
     assert result.verdict == SENTENCE
     assert {verdict.defence: verdict.level for verdict in result.verdicts} == {"none": "broken", **levels}
     assert str(result).startswith(f"Verdict: {SENTENCE[:60]}")

@@ -258,3 +258,16 @@ def test_training_without_progress_is_reported(tmp_path: Path):
     assert (summary["tested"], summary["constant"]) == (40, 6 / 40)
     assert table.caption().endswith(no_progress(table.groups))
     assert no_progress(table.groups) in training_page(still)
+
+
+def test_chosen_columns_names_and_order_make_the_table(runs: tuple[Path, Path], capsys: Any):
+    words = ["--metric", "sent", "--metric", "accuracy", "--label", "dp=DP", "--order", "dp", "--header", "sent=Upload"]
+    assert command(["summary", str(runs[0]), "--markdown", "-", *words]) == 0
+    head, _, first, second = capsys.readouterr().out.splitlines()[2:6]
+    assert head == "| defence | Upload | accuracy |"
+    assert first.startswith("| DP |")
+    assert second.startswith("| `none` |")
+    assert command(["summary", str(runs[0]), "--latex", "-", "--metric", "ssim", "--header", "x=X"]) == 2
+    told = capsys.readouterr().err
+    assert "metric: 'ssim'" in told
+    assert "header: 'x'" in told

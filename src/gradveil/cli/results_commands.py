@@ -15,6 +15,8 @@ from gradveil.cli.shared_options import (
     ExplainOption,
     FailAboveOption,
     JunitOption,
+    LabelOption,
+    OrderOption,
     SarifOption,
 )
 
@@ -23,6 +25,12 @@ NOTHING = 1
 _RUN = typer.Argument(metavar="RUN", help="A run directory, such as runs/faces.")
 _JSON = "Print verdict, settings and trials as a JSON object; of trainings a list with one object per trial."
 _CURVES = "Write every round of trainings as CSV; - for stdout."
+_METRIC = (
+    "Metric in a paper's table. Audits: verdict, identifiable, recovered, identified, ssim, psnr, mse, lpips, images, "
+    "seconds; trainings: accuracy, difference, best-round, rounds, sent, received, guarantee. Repeatable."
+)
+_ONLY = "Show only this {} in a paper's table. Repeatable."
+_HEADER = "Text of a column in a paper's table: defence, verdict or a metric; or caption=TEXT. Repeatable."
 
 
 def _sheet_option(form: str) -> Any:
@@ -52,6 +60,12 @@ def summary(
     curves: Annotated[Path | None, typer.Option(metavar="FILE", help=_CURVES)] = None,
     markdown: Annotated[Path | None, _sheet_option("Markdown")] = None,
     latex: Annotated[Path | None, _sheet_option("LaTeX")] = None,
+    metric: Annotated[list[str] | None, typer.Option(help=_METRIC)] = None,
+    defence: Annotated[list[str] | None, typer.Option(help=_ONLY.format("defence"))] = None,
+    attack: Annotated[list[str] | None, typer.Option(help=_ONLY.format("attack"))] = None,
+    order: OrderOption = None,
+    label: LabelOption = None,
+    header: Annotated[list[str] | None, typer.Option(metavar="KEY=TEXT", help=_HEADER)] = None,
     sarif: SarifOption = None,
     junit: JunitOption = None,
     fail_above: FailAboveOption = None,
@@ -66,21 +80,45 @@ def summary(
     from gradveil.cli.exports import Exports, check_accepted, write
     from gradveil.cli.run_results import open_runs
     from gradveil.cli.training_output import warn
+    from gradveil.core.errors import Problem, refuse
+    from gradveil.core.formatting import listing
     from gradveil.core.user_code import mixed
+    from gradveil.report.choices import TableChoices, pairs_of
     from gradveil.report.paper_table import as_latex, as_markdown
 
     accepted = [Accepted(each) for each in accept or ()]
     check_accepted(fail_above, accepted)
     exports = Exports(sarif, junit)
     exports.check()
+    problems: list[Problem] = []
+    choices = TableChoices(
+        defences=defence or (),
+        attacks=attack or (),
+        order=order or (),
+        labels=pairs_of("label", label or (), problems),
+        metrics=metric or (),
+        headers=pairs_of("header", header or (), problems),
+    )
+    if choices != TableChoices() and markdown is None and latex is None:
+        given = {
+            "metric": metric,
+            "defence": defence,
+            "attack": attack,
+            "order": order,
+            "label": label,
+            "header": header,
+        }
+        words = listing(f"--{key}" for key, value in given.items() if value)
+        problems.append(Problem(words, "shape tables for papers", "add --latex FILE or --markdown FILE"))
+    refuse(problems)
     results = open_runs(runs, curves is not None)
     if as_json:
         typer.echo(json.dumps(results.as_object(), indent=1))
     for file, text in (
         (table, results.as_csv),
         (curves, results.curves),
-        (markdown, lambda: as_markdown(results.sheets())),
-        (latex, lambda: as_latex(results.sheets())),
+        (markdown, lambda: as_markdown(results.sheets(choices))),
+        (latex, lambda: as_latex(results.sheets(choices))),
     ):
         if file is not None:
             write(file, text())

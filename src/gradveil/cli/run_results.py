@@ -18,6 +18,7 @@ from gradveil.cli.shared_options import Detail, kept
 from gradveil.cli.training_output import table, wide
 from gradveil.core.errors import GradveilError, Problem, refuse
 from gradveil.federated.training_run import FAILED, is_training, load_training
+from gradveil.report.choices import TableChoices
 from gradveil.report.outcomes import RunOutcome, outcome_of
 from gradveil.report.paper_table import PaperTable, matrices
 from gradveil.report.pareto import as_object, trials_with_fronts
@@ -81,9 +82,9 @@ class Audits:
                 show_gate(each, (run.path or Path()) / "report.html")
         return [outcome_of(run, each) for run, each in zip(self.runs, held, strict=True)]
 
-    def sheets(self) -> list[PaperTable]:
+    def sheets(self, choices: TableChoices) -> list[PaperTable]:
         """Return tables of defences by attacks."""
-        return [matrix.sheet() for matrix in matrices(self.runs)]
+        return [matrix.sheet() for matrix in matrices(self.runs, choices)]
 
     def show(self, shown: Detail) -> None:
         """Print the results."""
@@ -140,9 +141,9 @@ class Trainings:
         fix = "leave out --fail-above, --sarif and --junit, or name audits"
         raise GradveilError(Problem(str(run.path), "is a training, and has no verdict", fix) for run in self.runs)
 
-    def sheets(self) -> list[PaperTable]:
+    def sheets(self, choices: TableChoices) -> list[PaperTable]:
         """Return tables of defences by costs."""
-        return [each.sheet() for each in self.tables]
+        return [each.sheet() for each in training_tables(self.runs, choices)]
 
     def show(self, shown: Detail) -> None:
         """Print the results, which have no longer form."""

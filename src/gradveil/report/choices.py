@@ -100,6 +100,25 @@ def _unknown(option: str, names: Iterable[str], known: Sequence[str]) -> Iterato
             yield Problem(option, f"'{name}' is no {kind} of these runs", fix)
 
 
+@dataclass(frozen=True)
+class TableChoices(Choices):
+    """What a table for a paper shows."""
+
+    metrics: Sequence[str] = ()
+    headers: Mapping[str, str] = field(default_factory=dict[str, str])
+
+    def wrong_words(self, metrics: Iterable[str], headers: Iterable[str]) -> Iterator[Problem]:
+        """Find metrics that a table does not have, and headers of none of its columns."""
+        for option, given, known in (("metric", self.metrics, [*metrics]), ("header", self.headers, [*headers])):
+            for name in given:
+                if name not in known:
+                    yield Problem(option, f"'{name}' is none of this table", f"choose from: {', '.join(known)}")
+
+
+ALL = TableChoices()
+"""A table with everything, by its own names."""
+
+
 def pairs_of(option: str, texts: Iterable[str], problems: list[Problem]) -> dict[str, str]:
     """Read NAME=TEXT options; add a problem for each that is none."""
     result: dict[str, str] = {}

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from operator import attrgetter
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, pstdev
 from typing import Any, NamedTuple
 
 from gradveil.audit.attack_check import examine
@@ -17,8 +18,9 @@ from gradveil.audit.result_rows import Row, TrialSetting
 from gradveil.audit.run_directory import UNFIT, Run
 from gradveil.audit.verdict import LEVELS, Verdict
 from gradveil.core.errors import Problem, refuse
-from gradveil.core.formatting import DASH, interval, listing, percent, plural
+from gradveil.core.formatting import DASH, duration, interval, listing, percent, plural
 from gradveil.metrics import wilson
+from gradveil.report.choices import ALL, Choices, TableChoices
 from gradveil.report.setting_titles import distinct_titles, file_digests
 
 
@@ -31,6 +33,8 @@ class PlacedText(NamedTuple):
     bold: bool = False
     code: bool = False
     """Whether it is a setting as users write it in a run file or on the command line."""
+    math: bool = False
+    """Whether LaTeX between dollar signs stays as it is."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +77,7 @@ def _latex(sheet: PaperTable) -> str:
         return " & ".join(map(cell, texts)) + " \\\\"
 
     def cell(placed: PlacedText) -> str:
-        text, rest = _escaped(placed.text), _escaped(placed.rest)
+        text, rest = _with_math(placed.text) if placed.math else _escaped(placed.text), _escaped(placed.rest)
         return (f"\\textbf{{{text}}}" if placed.bold else text) + rest
 
     notes = [f"{_escaped(mark)} {_escaped(meaning)}." for mark, meaning in sheet.notes]
@@ -97,6 +101,32 @@ def _escaped(text: str) -> str:
     dp(sigma=1e-4)\_\{x\} 5--10\%
     """
     return "".join(_LATEX.get(character, character) for character in text)
+
+
+def _with_math(text: str) -> str:
+    r"""Escape the text outside of dollar signs.
+
+    >>> print(_with_math(r"DP & $\sigma=0.1$"), _with_math("5$"))
+    DP \& $\sigma=0.1$ 5\$
+    """
+    parts = text.split("$")
+    if len(parts) % 2 == 0:
+        return _escaped(text)
+    return "".join(f"${part}$" if place % 2 else _escaped(part) for place, part in enumerate(parts))
+
+
+def named_text(choices: Choices, name: str) -> PlacedText:
+    """Return the cell of a defence or an attack: its label, or its text as code."""
+    label = choices.label(name)
+    return PlacedText(name, code=True) if label == name else PlacedText(label, math=True)
+
+
+RATES = {"identifiable": "identifiable", "recovered": "recovered", "identified": "identified"}
+SCORES = {"ssim": ("SSIM", 2), "psnr": ("PSNR in dB", 1), "mse": ("MSE", 4), "lpips": ("LPIPS", 3)}
+"""Scores with their names and decimals."""
+METRICS = ("verdict", *RATES, *SCORES, "images", "seconds")
+"""What the table of an audit can show."""
+_USUAL = ("verdict", "identifiable", "ssim")
 
 
 DOUBTFUL, INFORMED, CHANGED = "†", "‡", "§"
@@ -137,8 +167,17 @@ class AttackerResult:
     @cached_property
     def ssim(self) -> float | None:
         """The mean SSIM of all images."""
-        values = [value for row in self.rows for value in row.ssims]
+        values = self.scores("ssim")
         return fmean(values) if values else None
+
+    def scores(self, name: str) -> list[float]:
+        """Return a score of every image that has it."""
+        values = (scores.get(name) for row in self.rows for _, _, scores in row.scores())
+        return [float(value) for value in values if value is not None]
+
+    def hits(self, metric: str) -> int:
+        """Count the images that are identifiable, recovered or identified."""
+        return sum(getattr(row, metric) for row in self.rows)
 
     @property
     def informed(self) -> bool:
@@ -165,6 +204,12 @@ class Matrix:
     entries: dict[tuple[str, str], AttackerResult]
     findings: Findings
     """The verdicts, the baseline and the control."""
+    choices: TableChoices = ALL
+
+    @property
+    def metrics(self) -> Sequence[str]:
+        """The metrics that are shown, in order."""
+        return self.choices.metrics or _USUAL
 
     @cached_property
     def usual(self) -> int:
@@ -184,15 +229,28 @@ class Matrix:
 
     def caption(self) -> str:
         """Describe the numbers of the table."""
+        if "caption" in self.choices.headers:
+            return self.choices.headers["caption"]
         seeds = f" over {self.seeds} seeds, each attack run counted separately," if self.seeds > 1 else ""
-        rate = f"images identifiable (recovered, with an SSIM above {self.threshold:g}, and identified)"
         count = f"{plural(self.usual, 'image')}{seeds} unless noted"
+        shown = listing(text for metric in self.metrics if (text := self._meaning(metric)))
         sentences = [
-            f"{self.title}: share of {rate} with its 95% interval, and mean SSIM; {count}.",
-            "Bold: the strongest attacker.",
-            *filter(None, (self.findings.guess, self.findings.control)),
+            f"{self.title}: {shown}; {count}." if shown else f"{self.title}.",
+            "Bold: the strongest attacker." if shown else "",
+            *((self.findings.guess, self.findings.control) if {*self.metrics} & {*RATES} else ()),
         ]
-        return " ".join(sentences)
+        return " ".join(filter(None, sentences))
+
+    def _meaning(self, metric: str) -> str:
+        """Describe a metric in the caption."""
+        if metric == "identifiable":
+            rule = f"recovered, with an SSIM above {self.threshold:g}, and identified"
+            return f"share of images identifiable ({rule}) with its 95% interval"
+        if metric in RATES:
+            return f"share of images {metric} with its 95% interval"
+        if metric in SCORES:
+            return f"mean {SCORES[metric][0]} with its standard deviation over images"
+        return {"images": "number of images", "seconds": "working time of the attack"}.get(metric, "")
 
     def notes(self) -> Iterator[tuple[str, str]]:
         """Explain the marks in the table."""
@@ -201,15 +259,22 @@ class Matrix:
 
     def sheet(self) -> PaperTable:
         """Arrange the entries as a table."""
+        header = self.choices.headers.get
+        judged = "verdict" in self.metrics
         columns = [
-            PlacedText("defence"),
-            PlacedText("verdict"),
-            *(PlacedText(attack, code=True) for attack in self.attacks),
+            PlacedText(header("defence", "defence"), math=True),
+            *([PlacedText(header("verdict", "verdict"), math=True)] if judged else []),
+            *(named_text(self.choices, attack) for attack in self.attacks),
         ]
         rows = [
-            [PlacedText(name, code=True), PlacedText(self.verdict(name)), *self.line(name)] for name in self.defences
+            [
+                named_text(self.choices, name),
+                *([PlacedText(self.verdict(name))] if judged else []),
+                *(self.line(name) if {*self.metrics} - {"verdict"} else []),
+            ]
+            for name in self.defences
         ]
-        return PaperTable(self.caption(), columns, rows, list(self.notes()))
+        return PaperTable(self.caption(), columns[: len(rows[0])], rows, list(self.notes()))
 
     def verdict(self, defence: str) -> str:
         """Return the verdict on a defence, with the count behind it where that is not the headline's."""
@@ -229,15 +294,35 @@ class Matrix:
             return PlacedText("")
         if entry.rate is None:
             return PlacedText("failed" if entry.failed else UNFIT if entry.unfit else DASH)
-        low, high = wilson(entry.identifiable, entry.images)
-        rest = f"{entry.marks} ({interval(low, high)})"
-        rest += f", {entry.ssim:.2f}" if entry.ssim is not None else ""
-        rest += f", {plural(entry.images, 'image')}" if entry.images != self.usual else ""
-        return PlacedText(percent(entry.rate), rest + (", a seed failed" if entry.failed else ""), bold)
+        (first, after), *others = (_part(entry, metric) for metric in self.metrics if metric != "verdict")
+        rest = "".join(f", {text}{more}" for text, more in others if text)
+        rest += (
+            f", {plural(entry.images, 'image')}" if entry.images != self.usual and "images" not in self.metrics else ""
+        )
+        return PlacedText(first or DASH, entry.marks + after + rest + (", a seed failed" if entry.failed else ""), bold)
 
 
-def matrices(runs: Sequence[Run]) -> list[Matrix]:
-    """Make a table per setting of these runs; reject runs with two results for one trial."""
+def _part(entry: AttackerResult, metric: str) -> tuple[str, str]:
+    """Return a metric of an entry and its interval or spread; empty where it was not computed."""
+    if metric in RATES:
+        count = entry.hits(metric)
+        return percent(count / entry.images), f" ({interval(*wilson(count, entry.images))})"
+    if metric in SCORES:
+        values, digits = entry.scores(metric), SCORES[metric][1]
+        if not values:
+            return "", ""
+        return _fixed(fmean(values), digits), f" ± {_fixed(pstdev(values), digits)}"
+    if metric == "seconds":
+        return duration(sum(row.info.get("seconds") or 0.0 for row in entry.rows)), ""
+    return str(entry.images), ""
+
+
+def _fixed(value: float, digits: int) -> str:
+    return f"{value:.{digits}f}".replace("-", "−")
+
+
+def matrices(runs: Sequence[Run], choices: TableChoices = ALL) -> list[Matrix]:
+    """Make a table per setting of these runs; reject runs with two results for one trial, and choices without a hit."""
     rows = [Row(number, trial) for number, trial in enumerate(trial for run in runs for trial in run.trials)]
     owners = [run for run in runs for _ in run.trials]
     shared = {id(run): _shared(run) for run in runs}
@@ -256,7 +341,22 @@ def matrices(runs: Sequence[Run]) -> list[Matrix]:
         [setting.title() for setting, _ in groups], [shared[id(group[0][1])] for group in groups.values()]
     )
     every = zip(titles, groups.items(), strict=True)
-    return [_matrix(setting, title, [row for row, _ in group]) for title, ((setting, _), group) in every]
+    found = [_matrix(setting, title, [row for row, _ in group]) for title, ((setting, _), group) in every]
+    defences, attacks = ([name for each in found for name in names(each)] for names in (_DEFENCES, _ATTACKS))
+    wrong = [*choices.problems(defences, attacks), *choices.wrong_words(METRICS, ("defence", "verdict", "caption"))]
+    refuse(wrong)
+    kept = [_chosen(each, choices) for each in found]
+    return [each for each in kept if each.defences and each.attacks]
+
+
+_DEFENCES, _ATTACKS = attrgetter("defences"), attrgetter("attacks")
+
+
+def _chosen(matrix: Matrix, choices: TableChoices) -> Matrix:
+    """Select and sort the defences and attacks of a table."""
+    defences = choices.sort(name for name in matrix.defences if choices.shows_defence(name))
+    attacks = choices.sort(name for name in matrix.attacks if choices.shows_attack(name))
+    return replace(matrix, defences=tuple(defences), attacks=tuple(attacks), choices=choices)
 
 
 _SHARED = ("data", "model", "precision", "server_lr", "budget", "observed")

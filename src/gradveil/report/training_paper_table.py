@@ -16,7 +16,8 @@ from gradveil.defences import parse
 from gradveil.federated.training_config import FREE, TrainConfig
 from gradveil.federated.training_run import StoredTraining
 from gradveil.federated.training_setup import TrainingTrial
-from gradveil.report.paper_table import PaperTable, PlacedText, repeated
+from gradveil.report.choices import ALL, TableChoices
+from gradveil.report.paper_table import PaperTable, PlacedText, named_text, repeated
 from gradveil.report.setting_titles import distinct_titles, file_digests
 from gradveil.report.training_groups import (
     SUCCESSFUL,
@@ -32,6 +33,17 @@ from gradveil.report.training_groups import (
 _IGNORED = {"name", "device", *FREE}
 """Settings that do not separate tables; the rows show the number of rounds."""
 
+COLUMN_TITLES = {
+    "accuracy": "accuracy",
+    "difference": "to none",
+    "best-round": "best round",
+    "rounds": "rounds",
+    "sent": "sent per round",
+    "received": "received per round",
+    "guarantee": "proven",
+}
+"""The columns of the table, after that of the defence."""
+
 
 @dataclass(frozen=True)
 class TrainingTable:
@@ -40,11 +52,13 @@ class TrainingTable:
     title: str
     config: TrainConfig
     trials: Trials
+    choices: TableChoices = ALL
 
     @cached_property
     def groups(self) -> list[TrainingGroup]:
-        """The defences with their seeds."""
-        return group_trainings(self.trials)
+        """The defences with their seeds, selected and in order."""
+        groups = {group.name: group for group in group_trainings(self.trials)}
+        return [groups[name] for name in self.choices.sort(groups) if self.choices.shows_defence(name)]
 
     @cached_property
     def seeds(self) -> int:
@@ -57,35 +71,43 @@ class TrainingTable:
         lowest = "the round with the lowest validation loss" if self.config.validation else "the last round"
         several = "mean and standard deviation over " if self.seeds > 1 else ""
         paired = " seed by seed" if self.seeds > 1 else ""
-        return (
-            f"{self.title}: test accuracy after {lowest}; {several}{plural(self.seeds, 'seed')} unless noted; "
-            f"its difference to none{paired}, in percentage points; bytes of all clients, as encoded"
-            + "".join(f"; epsilons at delta {each['delta']:g}" for each in private[:1])
-            + ". "
-            + no_progress(self.groups)
-        ).rstrip()
+        meanings = {
+            "accuracy": f"test accuracy after {lowest}; {several}{plural(self.seeds, 'seed')} unless noted",
+            "difference": f"difference of accuracy to none{paired}, in percentage points",
+            "sent": "bytes of all clients, as encoded",
+            "received": "bytes of all clients, as encoded",
+            "guarantee": "".join(f"epsilons at delta {each['delta']:g}" for each in private[:1]),
+        }
+        shown = "; ".join(dict.fromkeys(filter(None, (meanings.get(metric) for metric in self.metrics))))
+        return f"{self.title}: {shown}. {no_progress(self.groups)}".rstrip()
+
+    @property
+    def metrics(self) -> list[str]:
+        """The columns that are shown: by default all, that of guarantees if there is an epsilon."""
+        private = any(group.worst and group.worst["epsilon"] for group in self.groups)
+        return [*self.choices.metrics] or [key for key in COLUMN_TITLES if key != "guarantee" or private]
 
     def sheet(self) -> PaperTable:
-        """Arrange the groups as a table, with a column of guarantees if there is an epsilon."""
-        private = any(group.worst and group.worst["epsilon"] for group in self.groups)
-        titles = ("defence", "accuracy", "to none", "best round", "rounds", "sent per round", "received per round")
-        rows = [[*self._row(group), *([PlacedText(group.proof)] if private else [])] for group in self.groups]
-        return PaperTable(
-            self.caption(), [PlacedText(title) for title in (*titles, *(["proven"] if private else []))], rows
-        )
+        """Arrange the groups as a table."""
+        titles = {"defence": "defence", **COLUMN_TITLES, **self.choices.headers}
+        columns = [PlacedText(titles[key], math=key in self.choices.headers) for key in ("defence", *self.metrics)]
+        rows = [[named_text(self.choices, group.name), *self._row(group, self.metrics)] for group in self.groups]
+        return PaperTable(self.choices.headers.get("caption") or self.caption(), columns, rows)
 
-    def _row(self, group: TrainingGroup) -> list[PlacedText]:
-        return [
-            PlacedText(group.name, code=True),
-            PlacedText(accuracy_text(group), self._exceptions(group)),
-            PlacedText(difference_text(group), compared_seeds_text(group)),
-            PlacedText(group.best_rounds if group.completed else ""),
-            PlacedText(rounds_text(group)),
-            *(
-                PlacedText(size(mean) if (mean := group.mean(key)) is not None else "")
-                for key in ("bytes_up", "bytes_down")
-            ),
-        ]
+    def _row(self, group: TrainingGroup, keys: Sequence[str]) -> list[PlacedText]:
+        sent, received = (
+            size(mean) if (mean := group.mean(key)) is not None else "" for key in ("bytes_up", "bytes_down")
+        )
+        texts = {
+            "accuracy": PlacedText(accuracy_text(group), self._exceptions(group)),
+            "difference": PlacedText(difference_text(group), compared_seeds_text(group)),
+            "best-round": PlacedText(group.best_rounds if group.completed else ""),
+            "rounds": PlacedText(rounds_text(group)),
+            "sent": PlacedText(sent),
+            "received": PlacedText(received),
+            "guarantee": PlacedText(group.proof),
+        }
+        return [texts[key] for key in keys]
 
     def _exceptions(self, group: TrainingGroup) -> str:
         """Return the number of seeds where it is unusual, and the statuses of seeds that did not end as planned."""
@@ -121,8 +143,8 @@ def compared_seeds_text(group: TrainingGroup) -> str:
     return f" ({plural(pairs, 'seed')})" if 0 < pairs < len(group.completed) else ""
 
 
-def training_tables(trainings: Sequence[StoredTraining]) -> list[TrainingTable]:
-    """Make a table per setting of these trainings; reject trainings with two results for one trial."""
+def training_tables(trainings: Sequence[StoredTraining], choices: TableChoices = ALL) -> list[TrainingTable]:
+    """Make a table per setting of these trainings; reject two results for one trial, and choices without a hit."""
     groups: dict[str, list[StoredTraining]] = {}
     for training in trainings:
         groups.setdefault(json.dumps(_setting(training), sort_keys=True), []).append(training)
@@ -132,7 +154,10 @@ def training_tables(trainings: Sequence[StoredTraining]) -> list[TrainingTable]:
         TrainingTable(title, group[0].config, _joined(group))
         for title, group in zip(titles, groups.values(), strict=True)
     ]
-    return [table for table in every if any(group.completed for group in table.groups)]
+    wrong = choices.problems([group.name for table in every for group in table.groups], ())
+    refuse([*wrong, *choices.wrong_words(COLUMN_TITLES, ("defence", *COLUMN_TITLES, "caption"))])
+    chosen = [replace(table, choices=choices) for table in every]
+    return [table for table in chosen if any(group.completed for group in table.groups)]
 
 
 def _setting(training: StoredTraining) -> dict[str, Any]:

@@ -8,15 +8,14 @@ from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from gradveil.core.errors import Problem
+from gradveil.core.errors import GradveilError, Problem
+from gradveil.core.extras import needs
 from gradveil.core.release import __version__
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-NEED = "pip install 'gradveil[plot]'"
-"""The command that installs matplotlib."""
 COLOURS = ("#000000", "#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7F7F7F")
 """The palette of Okabe and Ito, darkest first, grey instead of its yellow, which is too light for lines."""
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">", "p", "h")
@@ -32,9 +31,10 @@ _FAMILIES = {"sans": ("DejaVu Sans", "dejavusans"), "serif": ("STIXGeneral", "st
 def missing_extra() -> Iterator[Problem]:
     """Find out whether matplotlib is installed."""
     try:
-        import matplotlib  # noqa: F401
-    except ImportError:
-        yield Problem("matplotlib", "is not installed, and figures are drawn with it", NEED)
+        with needs("plot", "figure"):
+            import matplotlib  # noqa: F401
+    except GradveilError as error:
+        yield from error.problems
 
 
 @contextmanager
