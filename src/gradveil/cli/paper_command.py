@@ -11,7 +11,7 @@ import click
 import typer
 
 if TYPE_CHECKING:
-    from gradveil.papers import ComparedCell, RecordedMeasurement, Study
+    from gradveil.papers import ComparedCell, Record, Study
 
 paper = typer.Typer(no_args_is_help=True, help="Run the papers' tables, and compare the printed numbers with ours.")
 
@@ -148,14 +148,14 @@ def record_runs(
     return 0
 
 
-def _measured(study: Study, runs: Path) -> dict[tuple[str, str, str], RecordedMeasurement]:
+def _measured(study: Study, runs: Path) -> dict[tuple[str, str, str], Record]:
     """Choose the best measurement of each place, packaged or local."""
     from gradveil.papers import best, packaged
 
     return best([*packaged(study.key), *_local(study, runs)])
 
 
-def _local(study: Study, runs: Path) -> list[RecordedMeasurement]:
+def _local(study: Study, runs: Path) -> list[Record]:
     """Read the local runs of a paper at every scale."""
     from gradveil.papers import row_runs
 

@@ -26,11 +26,11 @@ from gradveil.papers.study import SCALES
 
 FOLDER = "records"
 INDEX = "measurements.csv"
-_SCORES = ("recovered", "ssim", "psnr", "mse", "identified")
+_SCORES = ("recovered", "ssim", "psnr", "mse", "lpips", "identified", "ssim_transformed")
 
 
 @dataclass(frozen=True)
-class RecordedMeasurement:
+class Record:
     """One measurement: a defence and an attack (or none: a training) in a run, with its scores."""
 
     run: str
@@ -61,10 +61,10 @@ class RecordedMeasurement:
         return [float(line[name]) for line in self.scores if line.get(name) not in (None, "")]
 
 
-_FACTS = tuple(entry.name for entry in fields(RecordedMeasurement) if entry.name != "scores")
+_FACTS = tuple(entry.name for entry in fields(Record) if entry.name != "scores")
 
 
-def read_run(folder: Path, run: str, scale: str, defence: str) -> Iterator[RecordedMeasurement]:
+def read_run(folder: Path, run: str, scale: str, defence: str) -> Iterator[Record]:
     """Read the measurements of a run directory that `gradveil paper run` wrote."""
     if is_training(folder):
         yield from _trainings(folder, run, scale, defence)
@@ -72,14 +72,14 @@ def read_run(folder: Path, run: str, scale: str, defence: str) -> Iterator[Recor
         yield from _audits(folder, run, scale, defence)
 
 
-def _audits(folder: Path, run: str, scale: str, defence: str) -> Iterator[RecordedMeasurement]:
+def _audits(folder: Path, run: str, scale: str, defence: str) -> Iterator[Record]:
     opened = load_run(folder)
     attacks = {address.id: address.attack for address in trials(RunConfig.model_validate(opened.info["config"]))}
     for number, trial in enumerate(opened.trials):
         attack = attacks[trial.info["trial"]]
         facts = _facts(opened.info)
         if trial.failed is not None:
-            yield RecordedMeasurement(run, defence, attack, scale, trial.failed, None, None, None, *facts, ())
+            yield Record(run, defence, attack, scale, trial.failed, None, None, None, *facts, ())
             continue
         row = Row(number, trial)
         lines = [
@@ -89,7 +89,7 @@ def _audits(folder: Path, run: str, scale: str, defence: str) -> Iterator[Record
                 "image": index,
                 "status": record["status"],
                 "recovered": image["success"],
-                **{name: image.get(name) for name in _SCORES if name != "recovered"},
+                **{name: image[name] for name in _SCORES if image.get(name) is not None},
                 **{name: image.get(name) for name in trial.info.get("metrics", ())},
             }
             for record in trial.records
@@ -97,12 +97,12 @@ def _audits(folder: Path, run: str, scale: str, defence: str) -> Iterator[Record
         ]
         iterations = max((record.get("iterations") or 0 for record in trial.records), default=0)
         seconds = trial.info.get("seconds")
-        yield RecordedMeasurement(
+        yield Record(
             run, defence, attack, scale, "complete", iterations or None, seconds, row.baseline, *facts, tuple(lines)
         )
 
 
-def _trainings(folder: Path, run: str, scale: str, defence: str) -> Iterator[RecordedMeasurement]:
+def _trainings(folder: Path, run: str, scale: str, defence: str) -> Iterator[Record]:
     training = load_training(folder)
     summaries = [summary for _, summary in training.trials if summary is not None]
     if not summaries:
@@ -116,7 +116,7 @@ def _trainings(folder: Path, run: str, scale: str, defence: str) -> Iterator[Rec
     seconds = sum(row["seconds"] * row["rounds"] for row in summaries if row["seconds"] is not None)
     rounds = max(row["rounds"] for row in summaries)
     facts = _facts(training.info)
-    yield RecordedMeasurement(run, defence, "", scale, status, rounds, seconds, None, *facts, tuple(lines))
+    yield Record(run, defence, "", scale, status, rounds, seconds, None, *facts, tuple(lines))
 
 
 def _facts(info: Mapping[str, Any]) -> tuple[str, str, str]:
@@ -127,7 +127,7 @@ def _facts(info: Mapping[str, Any]) -> tuple[str, str, str]:
     return info["created"][:10], f"{cores}{name}", version("torch")
 
 
-def write(records: Iterable[RecordedMeasurement], folder: Path) -> list[Path]:
+def write(records: Iterable[Record], folder: Path) -> list[Path]:
     """Write measurements into a paper's records; each replaces what was recorded in its place."""
     known = {record.place: record for record in read(folder)}
     known |= {record.place: record for record in records}
@@ -165,12 +165,12 @@ def _short(value: Any) -> Any:
     return f"{value:.5g}" if isinstance(value, float) else value
 
 
-def packaged(key: str) -> list[RecordedMeasurement]:
+def packaged(key: str) -> list[Record]:
     """Read the records that come with the package."""
     return read(Path(str(files("gradveil.papers") / key)))
 
 
-def read(folder: Path) -> list[RecordedMeasurement]:
+def read(folder: Path) -> list[Record]:
     """Read a paper's recorded measurements."""
     index = folder / FOLDER / INDEX
     if not index.is_file():
@@ -187,8 +187,8 @@ def _read_lines(file: Path) -> list[dict[str, str]]:
     return list(csv.DictReader(io.StringIO(file.read_text("utf-8"))))
 
 
-def _recorded(line: Mapping[str, str], scores: Sequence[Mapping[str, Any]]) -> RecordedMeasurement:
-    return RecordedMeasurement(
+def _recorded(line: Mapping[str, str], scores: Sequence[Mapping[str, Any]]) -> Record:
+    return Record(
         run=line["run"],
         defence=line["defence"],
         attack=line["attack"],
@@ -204,13 +204,13 @@ def _recorded(line: Mapping[str, str], scores: Sequence[Mapping[str, Any]]) -> R
     )
 
 
-def best(records: Iterable[RecordedMeasurement]) -> dict[tuple[str, str, str], RecordedMeasurement]:
+def best(records: Iterable[Record]) -> dict[tuple[str, str, str], Record]:
     """Choose for each place the complete measurement of the largest scale, the latest among equals."""
 
-    def rank(record: RecordedMeasurement) -> tuple[bool, int, str]:
+    def rank(record: Record) -> tuple[bool, int, str]:
         return record.status == "complete", SCALES.index(record.scale), record.date
 
-    chosen: dict[tuple[str, str, str], RecordedMeasurement] = {}
+    chosen: dict[tuple[str, str, str], Record] = {}
     for record in sorted(records, key=rank):
         chosen[record.place] = record
     return chosen

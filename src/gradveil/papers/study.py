@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cached_property
 from importlib.resources import files
+from itertools import product
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -38,24 +39,33 @@ class Part(_Section):
     """The printed row, and its defence."""
     columns: dict[str, str]
     """The printed column, and its attack; empty for a training."""
+    drawn: list[str] = []
+    """Metrics that a figure draws without printing numbers."""
+    scores: dict[str, str] = {}
+    """The printed metric, and another score of ours than the usual one."""
 
 
-class Deviation(_Section):
-    """Why some cells differ from the paper. An omitted key stands for all of its kind."""
+class CellPattern(_Section):
+    """Some cells. An omitted key stands for all of its kind."""
 
-    table: str
+    table: str | None = None
     row: str | None = None
     column: str | None = None
     setting: str | None = None
     metric: str | None = None
     reason: str
-    tested: str = ""
-    """How the reason was tested; empty for a supposed one."""
 
     def covers(self, cell: Cell) -> bool:
-        """Return whether this deviation is about a cell."""
+        """Return whether a cell is one of them."""
         keys = ("table", "row", "column", "setting", "metric")
         return all(getattr(self, key) in (None, getattr(cell, key)) for key in keys)
+
+
+class Deviation(CellPattern):
+    """Why some cells differ from the paper."""
+
+    tested: str = ""
+    """How the reason was tested; empty for a supposed one."""
 
 
 class TableEntry(_Section):
@@ -81,6 +91,7 @@ class PrintedMetric(_Section):
     """A score of each image (`ssim`), a rate of images (`recovered`), or a training's `accuracy`."""
     tolerance: Annotated[float, Field(gt=0)]
     """Largest difference that counts as agreement, in the printed unit."""
+    statistic: Literal["mean", "max", "min"] = "mean"
 
 
 class RunEntry(_Section):
@@ -98,7 +109,10 @@ class _Tables(_Section):
     runs: dict[str, RunEntry]
     scales: dict[Scale, dict[Literal["audit", "train"], dict[str, Any]]]
     """Keys that a scale sets in the runs of each kind, and what it cannot show."""
+    compare: Literal["numbers", "orders"] = "numbers"
+    """`orders`: the paper prints no number of images, so only the order of the rows of a column is compared."""
     tables: list[TableEntry]
+    unmeasured: list[CellPattern] = []
     deviations: list[Deviation] = []
 
 
@@ -164,21 +178,38 @@ class Study:
         raise fail("TABLE", f"{self.key} has no '{name}'", f"{hint}known: {', '.join(self.tables)}")
 
     def cells_of(self, table: str) -> list[Cell]:
-        """List the printed numbers of a table."""
-        return [cell for cell in self.cells if cell.table == table]
+        """List the numbers of a table: the printed ones, then those that a figure only draws."""
+        printed = [cell for cell in self.cells if cell.table == table]
+        drawn = [
+            Cell(table, row, column, setting, metric, "", None, "", "drawn, not printed")
+            for part in self.tables[table].parts
+            for setting, row, column, metric in product(part.settings, part.rows, part.columns, part.drawn)
+        ]
+        return [*printed, *drawn]
 
     def measurement(self, cell: Cell) -> Measurement | None:
         """Return how a cell is measured; None if it is not."""
         metric = self.content.metrics.get(cell.metric)
-        if metric is None or cell.number is None:
+        drawn = cell.note == "drawn, not printed"
+        if metric is None or (cell.number is None and not drawn):
+            return None
+        if not drawn and any(pattern.covers(cell) for pattern in self.content.unmeasured):
             return None
         for part in self.tables[cell.table].parts:
             if cell.setting in part.settings and cell.row in part.rows and cell.column in part.columns:
                 run = part.settings[cell.setting]
                 if (self.content.runs[run].kind == "train") != (metric.ours == "accuracy"):
                     continue
-                return Measurement(run, part.rows[cell.row], part.columns[cell.column], metric.ours)
+                score = part.scores.get(cell.metric, metric.ours)
+                return Measurement(run, part.rows[cell.row], part.columns[cell.column], score)
         return None
+
+    def unmeasured(self, cell: Cell) -> str:
+        """Return why nothing measures a cell."""
+        known = next((pattern.reason for pattern in self.content.unmeasured if pattern.covers(cell)), "")
+        if known or self.tables[cell.table].without_run:
+            return known or self.tables[cell.table].without_run
+        return "no number is printed" if cell.number is None else "nothing of ours measures this"
 
     def deviation(self, cell: Cell) -> Deviation | None:
         """Return the known reason why a cell differs."""

@@ -27,7 +27,7 @@ from gradveil.federated.training_run import describe as describe_training
 from gradveil.federated.training_run import run as run_training
 from gradveil.federated.training_run import site as training_site
 from gradveil.federated.training_setup import open_setting
-from gradveil.papers.records import RecordedMeasurement, read_run
+from gradveil.papers.records import Record, read_run
 from gradveil.papers.study import Scale, Study
 from gradveil.runs.pool import Processes, cores
 from gradveil.runs.task import Scheduler, Site, in_process
@@ -68,7 +68,7 @@ class RowRun:
             return assemble_training(raw, ())
         return assemble({**raw, "attacks": list(self.attacks), "control": False, "images": False}, ())
 
-    def measured(self, root: Path) -> list[RecordedMeasurement]:
+    def measured(self, root: Path) -> list[Record]:
         """Read what is finished of it below a folder of paper runs."""
         return list(read_run(root / self.folder, self.run, self.scale, self.defence))
 
@@ -103,7 +103,7 @@ def _unknown(option: str, given: Collection[str], known: Collection[str]) -> Ite
 
 def run_row(
     row: RowRun, root: Path, data_dir: Path | None = None, workers: int | None = None, fresh: bool = False
-) -> list[RecordedMeasurement]:
+) -> list[Record]:
     """Run what is not finished of a row, and return its measurements."""
     config, folder = row.config(), root / row.folder
     console = Console(stderr=True, markup=False)
