@@ -22,7 +22,7 @@ LAYERS = (
     {"defences", "attacks", "data"},
     {"federated"},
     {"audit", "integrations"},
-    {"tune", "report"},
+    {"tune", "report", "papers"},
     {""},  # the package itself, which offers what the layers below it do
     {"cli"},
     {"__main__"},

@@ -13,6 +13,7 @@ import gradveil
 from gradveil.cli.audit_command import audit
 from gradveil.cli.check_command import check
 from gradveil.cli.list_command import tables
+from gradveil.cli.paper_command import paper
 from gradveil.cli.privacy_commands import account, bound, create_ledger, ledger, show_ledger
 from gradveil.cli.results_commands import report, summary
 from gradveil.cli.search_command import ats, search
@@ -104,6 +105,7 @@ ledger.command(name="show", epilog=_examples("gradveil ledger show --identity ho
     show_ledger
 )
 app.add_typer(ledger, name="ledger")
+app.add_typer(paper, name="paper")
 
 
 def _version(wanted: bool) -> None:
