@@ -14,6 +14,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from shutil import get_terminal_size
 from typing import Any, cast
 
 import torch
@@ -26,7 +27,7 @@ from gradveil.attacks.knowledge import Knowledge, Known
 from gradveil.attacks.protocol import Active, Attack, CanRefuse, Observation, Prospect, Reconstruction
 from gradveil.audit.argument_checks import answer, class_names, declared, model_problems, prepared, wrong_arguments
 from gradveil.audit.attack_selection import attacks_against, is_adaptive, stands_for_many
-from gradveil.audit.audit_run import describe, run
+from gradveil.audit.audit_run import describe, run, title
 from gradveil.audit.display import Screen
 from gradveil.audit.experiment import Experiment
 from gradveil.audit.findings import Findings, findings, print_outcome
@@ -56,7 +57,7 @@ _ARGUMENTS = {"client[0].batch": "client_batch", "seeds[0]": "seed", "model.prep
 
 @dataclass(frozen=True, repr=False)
 class Result:
-    """The outcome of an audit. `print(result)`, or a notebook, shows the verdict and one row per defence."""
+    """The outcome of an audit. `print(result)` shows the verdict and one row per defence, a notebook pictures too."""
 
     trials: list[Trial]
     path: Path
@@ -91,17 +92,18 @@ class Result:
         return self.write_report(self.path, Path(path) if path else self.path / "report.html")
 
     def __str__(self) -> str:
-        """Render the verdict, its table, the remarks and the warnings."""
-        console = Console(width=120, color_system=None, markup=False)
+        """Render the verdict, its table and what limits it, as wide as the terminal."""
+        console = Console(width=min(120, get_terminal_size((100, 24)).columns), force_terminal=True, color_system=None)
         with console.capture() as capture:
-            print_outcome(console, self.findings, self.config)
-            for warning in self.warnings:
-                console.print(f"Warning: {warning}", markup=False)
-        return capture.get()
+            print_outcome(console, self.findings, self.config, warnings=self.warnings, more=_MORE)
+        return capture.get().rstrip()
 
     def __repr__(self) -> str:
-        """Show the same where a notebook shows a value."""
-        return str(self)
+        """Name the verdict and the run directory in a line."""
+        return f"Result({self.verdict!r}, trials={len(self.trials)}, path={str(self.path)!r})"
+
+
+_MORE = "More: result.report() writes a page with pictures, reasons and definitions; result.summary() has each trial."
 
 
 def audit_model(
@@ -214,13 +216,13 @@ def _run(
     info = describe(
         experiment.config, experiment.config.target_clients, "gradveil.audit(...)", sharing=shared, warnings=warnings
     )
-    shown = sys.stderr.isatty() if progress is None else progress
+    shown = sys.stderr.isatty() or "ipykernel" in sys.modules if progress is None else progress
     with ExitStack() as undo:
         if out is None:  # whatever stops the run, an interrupt too: the temporary folder holds private images
             undo.callback(shutil.rmtree, folder, ignore_errors=True)
         with (
             _one_thread(experiment.config.device),
-            Screen(Console(stderr=True, quiet=not shown, markup=False)) as screen,
+            Screen(Console(stderr=True, quiet=not shown, markup=False), title(experiment)) as screen,
             Store(folder).open(info) as store,
         ):
             run(experiment, store, screen, experiment.config.target_clients)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -74,6 +75,23 @@ class Health:
     def doubts(self) -> tuple[str, ...]:
         """The reasons why a low rate may not be the defence's doing."""
         return self.reasons if self.state in ("under-optimised", "suspect") else ()
+
+    @property
+    def words(self) -> str:
+        """The state with the first clause of its first reason."""
+        return f"{self.label}, {_clause(self.reasons[0])}" if self.doubts else self.label
+
+
+def _clause(reason: str) -> str:
+    """Cut a reason after its first clause, which says what happened; the rest has numbers and advice.
+
+    >>> _clause("its objective did not fall (1 at the start, 0.9 at the end), which strong noise can cause too")
+    'its objective did not fall'
+    """
+    return _END_OF_CLAUSE.split(reason, maxsplit=1)[0]
+
+
+_END_OF_CLAUSE = re.compile(r": | \(|, so ")
 
 
 def examine(row: Row, rows: Sequence[Row]) -> Health:

@@ -26,6 +26,7 @@ from gradveil.audit.attack_selection import TrialAddress, target_clients, trials
 from gradveil.audit.audit_config import ClientConfig, RunConfig
 from gradveil.audit.budgets import Plan, Plans, read_budget, read_plans, restarts_worth, write_plan
 from gradveil.audit.experiment import Experiment
+from gradveil.audit.grants import told
 from gradveil.audit.preflight import open_experiment
 from gradveil.audit.recorded_attack import recover_observed, score_observed
 from gradveil.audit.run_directory import Store, Trial
@@ -33,6 +34,7 @@ from gradveil.audit.score import TrialNames, failure, score
 from gradveil.audit.sources import Source
 from gradveil.audit.trial import Recovered, merge, recover, sharers_of
 from gradveil.core.errors import GradveilError, Problem
+from gradveil.core.formatting import listing
 from gradveil.core.freed_memory import keep_freed_memory
 from gradveil.core.user_code import code_of
 from gradveil.defences import entries
@@ -58,7 +60,7 @@ def expected_work(experiment: Experiment) -> dict[str, float]:
         known[trial.id] = None if rows is None else rows * pass_cost(config.client[trial.client]) * share
         if trial.meeting in experiment.unfit:
             known[trial.id] = 0.0
-    usual = fmean(told) if (told := [work for work in known.values() if work]) else 1.0
+    usual = fmean(counted) if (counted := [work for work in known.values() if work]) else 1.0
     return {name: usual if work is None else work for name, work in known.items()}
 
 
@@ -163,6 +165,15 @@ def recovered(parcel: Parcel) -> Recovered:
 
 
 _PACKAGES = ("torch", "numpy", "scipy", "safetensors", "scikit-image", "scikit-learn", "torchmetrics", "pydantic")
+
+
+def title(experiment: Experiment) -> str:
+    """Say in a few words what a run attacks, for its first line of progress."""
+    config = experiment.config
+    clients = listing(dict.fromkeys(client.words for client in config.client))
+    known = {told(attack)["targets"] == "known" for attack in experiment.attacks.values()}
+    labels = f", labels {'known' if all(known) else 'unknown'}" if len(known) == 1 else ""
+    return f"{config.model.name} on {config.data.name}, {clients}{labels}"
 
 
 class Display(Protocol):

@@ -49,6 +49,13 @@ def unknown_to_all(rows: Sequence[Row]) -> str:
 
 def scope(rows: Sequence[Row], config: Mapping[str, Any]) -> str:
     """State what an audit covers, images, and what these trials left untried, each with the setting that tries it."""
+    missing = untried(rows, config)
+    covers = "Scope: reconstruction of images, no other data and no inference of membership or properties."
+    return f"{covers} Not tried: {listing(missing)}." if missing else covers
+
+
+def untried(rows: Sequence[Row], config: Mapping[str, Any]) -> list[str]:
+    """List what these trials left untried, each with the setting that tries it."""
     missing = list[str]()
     if rows and not any(row.attacker in ("undefended", "adaptive") for row in rows):
         missing.append("adaptive attacks (attack adaptive)")
@@ -60,9 +67,7 @@ def scope(rows: Sequence[Row], config: Mapping[str, Any]) -> str:
         known = weights or any(row.setting.trained for row in rows)
         missing += [] if known else ["trained weights (model.weights, --train)"]
         missing += _rounds_untried(rows)
-    untried = f" Not tried: {listing(missing)}." if missing else ""
-    covers = "Scope: reconstruction of images, no other data and no inference of membership or properties."
-    return f"{covers}{untried}"
+    return missing
 
 
 def _rounds_untried(rows: Sequence[Row]) -> list[str]:

@@ -107,6 +107,7 @@ def audit(
         place.check(workers)
         experiment, warnings = audit_steps.open_run(config, folder, data_dir)
         trials = audit_steps.run_trials(experiment, warnings, folder, fresh, data_dir, workers, place, command)
-    audit_steps.show_trials(trials, experiment.config, as_json, folder, Detail(every, explain))
+    info = {"config": experiment.config.resolved(), "warnings": warnings}
+    audit_steps.show_trials(trials, info, as_json, folder, Detail(every, explain))
     audit_steps.warn_of_code(trials, config, folder / TRAINING if trained else None)
     return audit_steps.judge(trials, folder, as_json, fail_above, accepted)
