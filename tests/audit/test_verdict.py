@@ -435,6 +435,17 @@ def test_an_attack_that_passes_on_one_seed_shows_nothing_of_another() -> None:
     assert judge(passed, row(0, health=ambiguous, seed=1, simulated_client="naive"), bare).level == "inconclusive"
 
 
+def test_an_attack_that_a_budget_stopped_is_marked() -> None:
+    fits_as_well = HEALTHY | {"objective_truth": 0.01}
+    stopped = judge(row(0, health=fits_as_well, budget_share=0.4), BARE)
+    assert (stopped.level, stopped.limited) == ("not broken", True)
+    assert "The budget stopped ig at 40%." in stopped.reasons
+    assert not judge(row(0, health=fits_as_well), BARE).limited
+    unknown = judge(row(0, budget_share=0.4), BARE)
+    assert unknown.level == "inconclusive"
+    assert "ig: under-optimised, the budget stopped it at 40% of its iterations" in unknown.reasons[0]
+
+
 def test_exact_copies_among_the_targets_are_hit_by_one_guess() -> None:
     chances = {"recovered": 0.2, "public": 400, "identified": 0.01}
     found = row(8, 8, identified=False, expected=chances)

@@ -235,6 +235,16 @@ def test_sentences_of_runs_without_a_defence_or_a_result() -> None:
     )
 
 
+def test_what_holds_within_a_budget_only_says_so_and_what_more_takes() -> None:
+    fits_as_well = HEALTHY | {"objective_truth": 0.01}
+    some = of(BARE, row(0, health=fits_as_well, budget_share=0.1, seconds=60.0), row(32, defence="dp"))
+    assert some.sentence == "1 of 2 defences is broken (dp); 1 is not broken within the budget (dgp)."
+    assert [each["budget_share"] for each in some.settings] == [None, None, 0.1]
+    (line,) = [line for line in printed(some).splitlines() if line.startswith("Budget: ")]
+    assert "ig at 10% of their own iterations" in line
+    assert "about 9 min 0 s of computing" in line
+
+
 def test_transformed_images_count_on_every_surface() -> None:
     mixed = row(0, defence="ats")
     for record in mixed.trial.records[:30]:

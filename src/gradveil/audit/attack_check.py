@@ -116,6 +116,8 @@ def examine(row: Row, rows: Sequence[Row]) -> Health:
         ]
     if found:
         return Health("suspect", tuple(found))
+    if row.budget_share is not None and _side(row) == "unknown":
+        return Health("under-optimised", (f"{_stopped(row)}, and its objective at the true images is not known",))
     if identifies(row):  # the update singles images out, whatever else fits it
         return Health("effective")
     return Health("ambiguous", (_misled(row),)) if _side(row) == "below" else Health("converged")
@@ -195,10 +197,18 @@ def _short(row: Row) -> str:
         more = "its equations do not hold for what was sent, or leave too much open: a search"
     else:
         more = "more epochs or public images" if row.method == "learned" else "more iterations or restarts"
+    if row.budget_share is not None:
+        return (
+            f"{_stopped(row)}, before it reached the objective of the true images ({_compared(row)}): {more} may help"
+        )
     return (
         f"it did not reach the objective that the true images have ({_compared(row)}): "
         f"{more} may do better, so do not read this as protection"
     )
+
+
+def _stopped(row: Row) -> str:
+    return f"the budget stopped it at {percent(row.budget_share)} of its iterations"
 
 
 def _misled(row: Row) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import product
 from types import MappingProxyType
 from typing import Any
 
@@ -14,6 +15,7 @@ from rich.text import Text
 
 from gradveil.audit.attack_check import STATES, coincidence, examine
 from gradveil.audit.attack_selection import ATTACKERS
+from gradveil.audit.audit_config import AUTO
 from gradveil.audit.baselines import baseline, risk_of
 from gradveil.audit.display import result_table
 from gradveil.audit.result_rows import Row, TrialSetting, short_names, summarise
@@ -21,7 +23,7 @@ from gradveil.audit.run_directory import UNFIT, Trial
 from gradveil.audit.run_warnings import proven, untested
 from gradveil.audit.threat_model import scope, threat_model, untried
 from gradveil.audit.verdict import LEVELS, Level, Verdict, verdicts
-from gradveil.core.formatting import DASH, interval, listing, percent, plural, size
+from gradveil.core.formatting import DASH, duration, interval, listing, percent, plural, size
 from gradveil.defences.guarantees import NOTHING
 
 SCHEMA = "gradveil.summary/1"
@@ -151,7 +153,8 @@ def hits(row: Row, flag: str) -> int | None:
 def sentence_of(found: Sequence[Findings]) -> str:
     """Put the verdict on these runs into a sentence."""
     every = [entry for each in found for entry in each.entries]
-    defended: list[tuple[str, Level]] = [(each.defence, each.level) for each in every if not each.undefended]
+    judged = (each for each in every if not each.undefended)
+    defended: list[tuple[str, Level, bool]] = [(each.defence, each.level, _limited(each)) for each in judged]
     if defended:
         return _counted(defended, several=len({each.setting for each in every}) > 1 or len(found) > 1)
     if every:
@@ -180,23 +183,28 @@ def _gap(setting: TrialSetting, defence: str, group: Sequence[Row]) -> Gap:
     return Gap(setting, defence, "inconclusive" if blind else "not tested", reasons, group[0].undefended)
 
 
-def _counted(defended: Sequence[tuple[str, Level]], several: bool) -> str:
-    """Count the defences of every level, the worst first, and name them where they are few.
+def _limited(entry: Verdict | Gap) -> bool:
+    return isinstance(entry, Verdict) and entry.limited
 
-    >>> _counted([("dgp", "broken"), ("prune(0.9)", "broken"), ("dp", "not broken")], several=False)
-    '2 of 3 defences are broken (dgp and prune(0.9)); 1 is not broken (dp).'
-    >>> _counted([("dgp", "not tested")], several=False)
-    '1 of 1 defence is not tested (dgp).'
+
+def _counted(defended: Sequence[tuple[str, Level, bool]], several: bool) -> str:
+    """Count the defences of every level, the worst first; name them where they are few. The flag is of `limited` ones.
+
+    >>> _counted([("dgp", "broken", False), ("prune(0.9)", "broken", False), ("dp", "leaks", False)], several=False)
+    '2 of 3 defences are broken (dgp and prune(0.9)); 1 leaks (dp).'
+    >>> _counted([("dgp", "not broken", True)], several=False)
+    '1 of 1 defence is not broken within the budget (dgp).'
     """
     what = "defended setting" if several else "defence"
     told = list[str]()
-    for level in _VERBS:
-        names = [name for name, own in defended if own == level]
+    for level, limited in product(_VERBS, (False, True)):
+        names = [name for name, *own in defended if own == [level, limited]]
         if names:
             of = f" of {plural(len(defended), what)}" if not told else ""
             unique = list(dict.fromkeys(names))
             named = f" ({listing(unique)})" if len(unique) <= _NAMED else ""
-            told.append(f"{len(names)}{of} {_VERBS[level][len(names) > 1]}{named}")
+            within = " within the budget" if limited else ""
+            told.append(f"{len(names)}{of} {_VERBS[level][len(names) > 1]}{within}{named}")
     return "; ".join(told) + "."
 
 
@@ -219,6 +227,7 @@ def _plain(verdict: Verdict) -> dict[str, Any]:
         "attack": verdict.best.attack,
         "attacker": verdict.best.attacker,
         "attack_check": verdict.health.state,
+        "budget_share": verdict.best.budget_share,
         "reasons": list(verdict.reasons),
     }
 
@@ -246,7 +255,7 @@ def _plain_gap(gap: Gap) -> dict[str, Any]:
         "attacker",
     )
     told = {"defence": gap.defence, "verdict": gap.level, "reasons": list(gap.reasons)}
-    return {**_where(gap.setting), **dict.fromkeys((*none, "attack_check")), **told}
+    return {**_where(gap.setting), **dict.fromkeys((*none, "attack_check", "budget_share")), **told}
 
 
 def _trained_on(row: Row) -> dict[str, int | None]:
@@ -409,9 +418,28 @@ def remarks_on(found: Findings, config: Mapping[str, Any], warnings: Sequence[st
     changed = list(dict.fromkeys(change for row in found.rows for change in row.info.get("prepared", ())))
     if changed:
         yield f"Changed in the model: {'; '.join(changed)}."
+    yield from stopped(rows, config)
     yield from guaranteed(rows)
     if missing := [*map(untested, warnings), *untried([row for row in rows if not row.is_control], config)]:
         yield f"Not tested: {', '.join(missing)}."
+
+
+def stopped(rows: Sequence[Row], config: Mapping[str, Any]) -> Iterator[str]:
+    """Report in a line which attacks a budget stopped, and how long the rest of their iterations would take."""
+    shares: dict[str, list[float]] = {}
+    names, rest = short_names(row.attack for row in rows), 0.0
+    for row in rows:
+        if row.budget_share is not None:
+            shares.setdefault(names[row.attack], []).append(row.budget_share)
+            rest += (row.info.get("seconds") or 0.0) * (1 / row.budget_share - 1)
+    if shares:
+        spans = (" to ".join(dict.fromkeys(map(percent, (min(some), max(some))))) for some in shares.values())
+        each = listing(f"{name} at {span}" for name, span in zip(shares, spans, strict=True))
+        own = "the iterations that their authors use" if config.get("budget") == AUTO else "their own iterations"
+        yield (
+            f"Budget: it stopped {each} of {own}; the rest would take about {duration(rest)} of computing "
+            "(budget=None, or --budget none)."
+        )
 
 
 def guaranteed(rows: Sequence[Row]) -> Iterator[str]:

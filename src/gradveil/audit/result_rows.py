@@ -200,6 +200,12 @@ class Row:
         return self.info["rounds_used"]
 
     @property
+    def budget_share(self) -> float | None:
+        """The share of its own iterations or epochs at which a budget stopped the attack; None where none did."""
+        left = self.info.get("budget_share")
+        return left if left is not None and (self.method == "learned" or self.statuses["budget"]) else None
+
+    @property
     def local(self) -> bool:
         """Whether the client trains for local steps, instead of sending one gradient."""
         return self.info["local"]

@@ -197,6 +197,11 @@ class Verdict:
         return self.health.doubts
 
     @property
+    def limited(self) -> bool:
+        """Whether "not broken" holds within a budget: it stopped an attack before the iterations that it has itself."""
+        return self.level == "not broken" and any(row.budget_share is not None for row in self.judged)
+
+    @property
     def undefended(self) -> bool:
         """Whether there is no defence to judge."""
         return self.best.undefended
@@ -332,10 +337,12 @@ def _level(
     if not tests:
         return "inconclusive", ("Nothing could be tested: neither auxiliary data nor a second private image is there.",)
     names = listing(dict.fromkeys(row.attack for row in passed))
+    stopped = [f"The budget stopped {row.attack} at {percent(row.budget_share)}." for row in passed if row.budget_share]
     least = min(test.adjusted for test in tests)
     return "not broken", (
         f"No leak beyond guessing (smallest corrected p-value {number(least)}).",
         f"Passed the attack check: {names}.",
+        *dict.fromkeys(stopped),
     )
 
 

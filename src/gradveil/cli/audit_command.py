@@ -30,7 +30,8 @@ _HELP = {
     "ones: the attacks assume this model, client and defences; missing settings come from the records.",
     "iterations": "Iterations of every attack that does not set its own.",
     "restarts": "Restarts of every attack that does not set its own.",
-    "budget": "Budget of all attacks on one defence together: target-iterations (64000) or time (90s, 10m, 2h).",
+    "budget": "Budget per defence, shared by all attacks on it: target-iterations (64000) or time (90s, 10m, 2h). Or "
+    "auto, a few minutes for the whole run; or none. Default: auto for a custom model, otherwise none.",
     "out": "The run directory. Default: runs/NAME.",
     "set": "Any setting of the run file: --set client.batch=4 --set 'data.size=64'; KEY= removes it. Repeatable.",
     "fail": "A gate for CI: exit with code 3 if more than this share of images is recovered behind a defence (0 to 1), "

@@ -14,7 +14,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from gradveil.audit.attack_selection import is_adaptive, trials
+from gradveil.audit.attack_selection import auto_budget, is_adaptive, trials
 from gradveil.audit.audit_config import RunConfig
 from gradveil.audit.audit_run import describe, run, site, title
 from gradveil.audit.display import Screen
@@ -88,6 +88,8 @@ def read_config(
             raise fail(
                 "observed", "does not go with a training: those updates were made elsewhere", "leave out --train"
             )
+        if ":" in config.model.name and "budget" not in config.model_fields_set:  # a custom model, of unknown cost
+            return config.model_copy(update={"budget": auto_budget(config.attacks, config.iterations)})
         return config
     if observed is None:
         remedy = "name a run file or a bundled run: gradveil audit faces; or add --observed DIR"
