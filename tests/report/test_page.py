@@ -134,7 +134,7 @@ def test_verdicts_stand_at_a_glance(run: Path) -> None:
     assert len(lines) == html.count('<article class="verdict') == 6
     (precode,) = [line for line in lines if "precode(k=64)" in line]
     assert "Not tested" in precode or "Leaks" in precode
-    assert "dlg [naive]" in precode
+    assert "dlg, naive" in precode
     assert "70.9 kB 112% 0.35" in precode
     targets = re.findall(r'<a href="#(run-\d+)">', body)
     assert all(f'id="{target}"' in html for target in targets)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from gradveil.core.formatting import plural
 from gradveil.federated.training_config import (
@@ -84,7 +84,9 @@ class PrivacyConfig(Section):
         return Participation(**self.model_dump())
 
 
-BUDGET = r"^\s*\d+(\.\d+)?\s*[smh]?\s*$"
+AUTO = "auto"
+"""The budget that is the default from Python and for custom models: a few minutes for the whole run."""
+BUDGET = rf"^\s*({AUTO}|\d+(\.\d+)?\s*[smh]?)\s*$"
 """How a budget is written."""
 
 
@@ -150,7 +152,8 @@ class RunConfig(Section):
     """Iterations of every attack whose own text does not say it; None for what the attack's authors used."""
     restarts: Count | None = None
     budget: Annotated[str, Field(pattern=BUDGET)] | None = None
-    """What all attacks on one defence may spend together: target-iterations (64000) or working time (90s, 10m, 2h)."""
+    """What all attacks on one defence may spend together: target-iterations (64000) or working time (90s, 10m, 2h);
+    `auto`: a few minutes for the whole run, spent by attacks that set no iterations of their own; `none`: no limit."""
     privacy: PrivacyConfig | None = None
     """The planned training, for the epsilons of `dp`, `fed-cdp` and `user-dp` in the report; None tells none."""
     observed: ObservedConfig | None = None
@@ -168,6 +171,11 @@ class RunConfig(Section):
     def stages(self) -> list[int | None]:
         """The rounds of the training after which clients are attacked; None stands for no training."""
         return [*self.train.stages] if self.train else [None]
+
+    @field_validator("budget", mode="before")
+    @classmethod
+    def _no_budget(cls, value: Any) -> Any:
+        return None if isinstance(value, str) and value.strip().lower() == "none" else value
 
     @model_validator(mode="before")
     @classmethod

@@ -178,6 +178,7 @@ class _Finished(_Address):
     restarts: Count | None = None
     simulated: Count
     target_iterations: Amount
+    budget_share: Share | None = None
     row_iterations: Count | None = None
     seconds: Amount | None = None
     iterations_per_second: Amount | None = None

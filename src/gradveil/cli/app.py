@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from typing import Annotated
 
@@ -141,6 +142,7 @@ def main() -> None:
 
 def run(arguments: list[str], debug: bool = False) -> int:
     """Run one command line; return its exit code. `debug` lets errors through with their traceback."""
+    arguments = [re.sub(r"^--defense(?==|$)", "--defence", argument) for argument in arguments]
     try:
         code = app(arguments, standalone_mode=False, prog_name="gradveil")
         return code if isinstance(code, int) else 0
