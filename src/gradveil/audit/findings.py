@@ -412,7 +412,6 @@ def definitions(found: Findings, config: Mapping[str, Any]) -> Iterator[str]:
     yield from explained(found)
     if any(row.attacker == "informed" for row in rows):
         yield "Rates of informed attackers are upper bounds, no part of a verdict."
-    yield "Baseline: the share of images that the best guess, which sees no update, recovers."
     yield "Distance: of the sent update to the same model's without noise, clipping and pruning, relative."
     if any(row.setting.trained is not None for row in rows):
         yield "Round: of the training, after which clients were attacked. Accuracy: the model's then."
