@@ -16,7 +16,7 @@ from gradveil.audit.result_rows import summarise
 from gradveil.audit.run_directory import load_run
 from gradveil.core.errors import GradveilError
 from gradveil.report import audit_page, write_report
-from tests.report.reading import EVIL, read
+from tests.report.parsed_page import EVIL, read
 from tests.report.runs import CASES, failed_trial, played, write_run
 
 

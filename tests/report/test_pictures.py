@@ -20,7 +20,7 @@ from gradveil.report.exhibits import exhibits, halls, most_telling
 from gradveil.report.identical_trials import identical, named, short_names
 from gradveil.report.pictures import SIDE, outcome, picture_uri, pictures_of, png, room_of_each
 from tests.report.images import faces
-from tests.report.reading import read
+from tests.report.parsed_page import read
 from tests.report.runs import ATTACKS, CASES, played, trial, write_run
 from tests.report.trials import BARE, row
 
