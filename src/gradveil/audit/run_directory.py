@@ -150,6 +150,14 @@ class _Point(StoredPart):
     iterations: Count
     asr: Share
     ssim_mean: float | None
+    ssim_std: float | None = None
+
+
+class _LayerNoise(StoredPart):
+    parameter: str
+    values: Count
+    noise: float | None
+    update: float | None
 
 
 class _Finished(_Address):
@@ -191,6 +199,7 @@ class _Finished(_Address):
     pruned: dict[str, float | None] | None = None
     bound: _Bound | None = None
     trace: list[_Point] | None = None
+    layers: list[_LayerNoise] | None = None
     training: _Training | None = None
 
 

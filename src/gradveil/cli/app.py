@@ -13,6 +13,7 @@ import typer
 import gradveil
 from gradveil.cli.audit_command import audit
 from gradveil.cli.check_command import check
+from gradveil.cli.figure_command import figure
 from gradveil.cli.list_command import tables
 from gradveil.cli.paper_command import paper
 from gradveil.cli.privacy_commands import account, bound, create_ledger, ledger, show_ledger
@@ -65,6 +66,14 @@ app.command(
         "gradveil summary runs/train-digits --curves rounds.csv",
     ),
 )(summary)
+app.command(
+    epilog=_examples(
+        "gradveil figure runs/faces",
+        'gradveil figure runs/faces --kind grid --targets 0-3 --label "dgp=DGP" --order none --out faces.pdf',
+        "gradveil figure runs/digits runs/train-digits --kind pareto --against accuracy --size double",
+        "gradveil figure runs/train-digits --kind curve --format svg",
+    ),
+)(figure)
 app.command(
     name="list",
     epilog=_examples("gradveil list defences", "gradveil list dp", "gradveil list feedback", "gradveil list --json"),

@@ -99,9 +99,10 @@ def _wrong_orders(study: Study, compared: ComparedCell, cells: Sequence[Compared
     wrong = []
     for other in cells:
         same = all(getattr(other.cell, key) == getattr(cell, key) for key in ("table", "setting", "column", "metric"))
-        numbers = cell.number, other.cell.number, compared.ours, other.ours
-        if not same or other.status == TOO_FEW or None in numbers:
+        if not same or other.status == TOO_FEW or other.cell.number is None or other.ours is None:
             continue
+        assert cell.number is not None
+        assert compared.ours is not None
         printed, ours = cell.number - other.cell.number, compared.ours - other.ours
         if abs(printed) > tolerance and abs(ours) > tolerance and (printed > 0) != (ours > 0):
             wrong.append(other.cell.row)
