@@ -34,6 +34,7 @@ from gradveil.federated.training_config import LocalConfig, TrainConfig
 from gradveil.federated.training_run import FAILED, TRAINING_RUN, describe, load_training, run, trial_file
 from gradveil.federated.training_setup import TrainingSetting, TrainingTrial, device_problems, setting_problems
 from gradveil.federated.training_state import RoundResult, Status
+from gradveil.nn.model_outputs import adopted
 from gradveil.nn.module_paths import called, count_classes
 from gradveil.nn.surgery import prepare as prepared
 from gradveil.nn.weight_files import fingerprint, read_weights
@@ -145,6 +146,7 @@ def train_model(
     against = named("defences", defences, partial(parse, own=True), problems)
     refuse(problems)
     splits = _splits(model, data, test, bounds, mean, std)
+    model = adopted(model, splits.public.inputs[:1])
     if prepare:
         few = splits.public.subset(range(min(4, len(splits.public))))
         try:
