@@ -68,7 +68,7 @@ def read_run(folder: Path, run: str, scale: str, defence: str) -> Iterator[Recor
     """Read the measurements of a run directory that `gradveil paper run` wrote."""
     if is_training(folder):
         yield from _trainings(folder, run, scale, defence)
-    elif AUDIT.found(folder):
+    elif AUDIT.exists(folder):
         yield from _audits(folder, run, scale, defence)
 
 

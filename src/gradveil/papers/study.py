@@ -1,7 +1,7 @@
 """A paper's tables: the printed numbers, and the run behind each cell.
 
-A paper's folder holds `printed.csv`, one line per printed number, and `tables.toml`, which maps rows to defences,
-columns to attacks, and settings to runs.
+In a paper's folder `printed/numbers.csv` has one line per printed number, and `printed/tables.toml` maps rows to
+defences, columns to attacks, and settings to runs.
 """
 
 from __future__ import annotations
@@ -232,12 +232,13 @@ def find_study(key: str) -> Study:
 
 
 def _keys() -> Iterator[str]:
-    return (entry.name for entry in _FOLDER.iterdir() if entry.is_dir() and (entry / "tables.toml").is_file())
+    folders = (entry for entry in _FOLDER.iterdir() if entry.is_dir())
+    return (folder.name for folder in folders if (folder / "printed" / "tables.toml").is_file())
 
 
 def _read(key: str) -> Study:
-    content = _Tables.model_validate(tomllib.loads((_FOLDER / key / "tables.toml").read_text("utf-8")))
-    lines = csv.DictReader(io.StringIO((_FOLDER / key / "printed.csv").read_text("utf-8")))
+    content = _Tables.model_validate(tomllib.loads((_FOLDER / key / "printed" / "tables.toml").read_text("utf-8")))
+    lines = csv.DictReader(io.StringIO((_FOLDER / key / "printed" / "numbers.csv").read_text("utf-8")))
     return Study(key, content, tuple(_cell(line) for line in lines))
 
 
