@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from statistics import fmean, pstdev
@@ -101,6 +101,23 @@ class TrialSetting(NamedTuple):
         return f", after {plural(self.trained, 'round')} of training" if self.trained else ", untrained"
 
 
+def short_names(attacks: Iterable[str]) -> dict[str, str]:
+    """Shorten attacks to what tells them apart: the name, and the settings that not all of this name share.
+
+    >>> [*short_names(["ig(iterations=9)", "cdia(iterations=9)", "cdia(iterations=9, start=solved)"]).values()]
+    ['ig', 'cdia', 'cdia(start=solved)']
+    """
+    parts: dict[str, tuple[str, list[str]]] = {}
+    for attack in attacks:
+        name, _, inner = attack.partition("(")
+        parts[attack] = name, [each.strip() for each in inner.removesuffix(")").split(",") if each.strip()]
+    shared: dict[str, set[str]] = {}
+    for name, settings in parts.values():
+        shared[name] = shared.get(name, {*settings}) & {*settings}
+    left = {attack: (name, [s for s in some if s not in shared[name]]) for attack, (name, some) in parts.items()}
+    return {attack: f"{name}({', '.join(some)})" if some else name for attack, (name, some) in left.items()}
+
+
 BASELINES = {
     "mean_image": ("Mean image", "the public mean image"),
     "class_mean": ("Class mean", "the mean of the public images of the same class"),
@@ -183,6 +200,12 @@ class Row:
     def rounds_used(self) -> Sequence[int] | None:
         """The watched rounds that the attack used, counted from 0; None where a custom attack does not say."""
         return self.info["rounds_used"]
+
+    @property
+    def budget_share(self) -> float | None:
+        """The share of its own iterations or epochs at which a budget stopped the attack; None where none did."""
+        left = self.info.get("budget_share")
+        return left if left is not None and (self.method == "learned" or self.statuses["budget"]) else None
 
     @property
     def local(self) -> bool:
