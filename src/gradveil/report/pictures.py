@@ -19,7 +19,7 @@ from gradveil.core.formatting import number
 
 SIDE = 128
 """Pixels of the longer side of a picture, at most: larger images are averaged down to it."""
-ROOM = 4_000_000
+ROOM = 2_000_000
 """Bytes of all pictures of a page, about: beyond it, every trial shows its first images only."""
 FEWEST = 6
 """Images that every trial shows in any case."""
