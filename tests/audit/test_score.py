@@ -224,6 +224,18 @@ def test_transformed_truth_is_kept() -> None:
     torch.testing.assert_close(kept["truth_transformed"], kept["truth"].flip(-1))
 
 
+def test_private_images_nearest_to_each_reconstruction_are_kept_the_nearest_first() -> None:
+    experiment = open_experiment(config(defences=["none"], target_clients=2))
+    truth = experiment.batch(experiment.examples(0, range(2)))
+    kept = score(experiment, trials(experiment.config)[0], recovered(truth.inputs, truth.targets), NAMED).kept
+    nearest, gallery = kept["nearest"], experiment.private.views
+    assert nearest.shape[:2] == (2, 3)
+    torch.testing.assert_close(nearest[:, 0], kept["truth"][:, 0])
+    distances = (nearest - kept["truth"][:, :1]).flatten(2).norm(dim=2)
+    every = (gallery[None] - kept["truth"]).flatten(2).norm(dim=2).sort().values[:, :3]
+    torch.testing.assert_close(distances, every.float(), atol=1e-4, rtol=0)
+
+
 def test_both_views_are_scored() -> None:
     """Success is what is recovered of the images, not of what a batch defence made of them."""
     experiment = open_experiment(config(defences=["none"], target_clients=1, client={"batch": 2}))

@@ -16,10 +16,10 @@ import pytest
 from gradveil.cli.app import run as command
 from gradveil.core.errors import GradveilError
 from gradveil.federated.training_run import failure, load_training
-from gradveil.federated.training_setup import trials
+from gradveil.federated.training_setup import TrainingTrial, trials
 from gradveil.report import write_report
 from gradveil.report.training_groups import group_trainings
-from gradveil.report.training_page import context, training_page
+from gradveil.report.training_page import context, headline, training_page
 from tests.report.parsed_page import EVIL, read
 from tests.report.trainings import DP, LOST, TOPK, trained
 
@@ -62,7 +62,25 @@ def test_diverged_training_is_never_the_best(whole: Path) -> None:
     """It sent no bytes at all, since nothing of it was finite."""
     shown = context(load_training(whole))
     assert shown["cheapest"].startswith(f"Fewest bytes per round: {TOPK}")
-    assert re.match(f"Of 2 defences, ({re.escape(TOPK)}|{re.escape(DP)}) is the most accurate: ", shown["headline"])
+
+
+def test_headline_compares_the_most_accurate_defence_with_none() -> None:
+    def group(name: str, *accuracies: float, status: str = "finished") -> list[Any]:
+        facts = {"status": status, "tested": 100, "constant": 0.1}
+        return [
+            (TrainingTrial(name, seed), {**facts, "seed": seed, "accuracy": each})
+            for seed, each in enumerate(accuracies)
+        ]
+
+    trained = [*group("none", 0.9, 0.94), *group("dp", 0.8, 0.84), *group("lost", 0.99, status="diverged")]
+    assert headline(group_trainings(trained)) == "dp: 82% ± 2.8, against 92% ± 2.8 without a defence."
+    both = group_trainings([*trained, *group("clip", 0.9, 0.9)])
+    assert headline(both).startswith("Of 2 defences, clip is the most accurate: 90% ± 0")
+    assert headline(group_trainings(group("none", 0.9))) == "Accuracy: 90% without a defence."
+    assert headline(group_trainings([*group("none", 0.1), *group("dp", 0.1)])).startswith(
+        "none and dp classified no more"
+    )
+    assert headline([]) == "No training has a result yet."
 
 
 def test_page_holds_every_required_text(whole: Path) -> None:

@@ -40,6 +40,11 @@ GALLERY = 2048
 PUBLIC = 4096
 """Public images that the chance of a guess is computed from, at most."""
 
+SHOWN = 64
+"""Reconstructions of a trial whose nearest images are kept with the pictures, at most."""
+NEIGHBOURS = 3
+"""Images kept as the nearest to a reconstruction."""
+
 
 @dataclass(frozen=True)
 class TrainedOnScores:
@@ -333,8 +338,18 @@ def score(experiment: Experiment, trial: TrialAddress, found: Recovered, named: 
         kept = {"truth": truth.float(), "reconstruction": matched.float().nan_to_num(0.5)}
         if "transformed" in found.tensors:
             kept["truth_transformed"] = experiment.views(found.tensors["transformed"]).float()
+        if whole:
+            kept["nearest"] = _neighbours(experiment, matched)
         kept = {name: value.contiguous() for name, value in kept.items()}
     return Trial(info, records, None, kept)
+
+
+def _neighbours(experiment: Experiment, matched: Tensor) -> Tensor:
+    """Return the private images nearest to the first reconstructions: [N, K, *shape], the nearest first."""
+    gallery = experiment.private.views
+    shown = matched.flatten(0, 1)[:SHOWN].nan_to_num(0.5).clamp(0, 1)
+    places = experiment.space.neighbours(shown, gallery, min(NEIGHBOURS, len(gallery)))
+    return gallery[places].float()
 
 
 def _further(experiment: Experiment, matched: Tensor, truth: Tensor, scores: dict[str, Tensor]) -> dict[str, str]:

@@ -63,6 +63,10 @@ class Space(ABC):
         """Return the gallery index of the view nearest to each candidate [N, *shape]; -1 if it is not finite."""
 
     @abstractmethod
+    def neighbours(self, candidates: Tensor, gallery: Tensor, count: int) -> Tensor:
+        """Return the gallery indices [N, count] of the views nearest to each finite candidate, the nearest first."""
+
+    @abstractmethod
     def identified(self, candidates: Tensor, places: Tensor, gallery: Tensor) -> Tensor:
         """Return whether gallery view `places[i]` is the nearest to candidate i: bool, in the shape of `places`."""
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gradveil.audit.attack_check import STATES, descent, examine
-from gradveil.audit.attack_selection import ATTACKERS, POSITIONS
+from gradveil.audit.attack_selection import ATTACKERS
 from gradveil.audit.findings import Findings, findings, headline, hits
 from gradveil.audit.result_rows import BASELINES, Row
 from gradveil.audit.run_directory import Run
@@ -33,7 +33,6 @@ _FUNCTIONS = {
     "named": named,
 }
 _TERMS = {
-    "positions": POSITIONS,
     "states": STATES,
     "baselines": BASELINES,
     "trained_on": trial_table.TRAINED_ON,

@@ -15,8 +15,8 @@ def section(info: Mapping[str, Any], rows: Sequence[Row], scored: Sequence[Row])
     """Return what the section of the page shows."""
     return {
         "limited": (info.get("config") or {}).get("budget") is not None,
-        "attackers": {key: words for key, words in ATTACKERS.items() if any(row.attacker == key for row in rows)},
         "knowledge": knowledge(rows),
+        "positions": positions(rows),
         "descriptions": descriptions(rows),
         "guarantees": guarantees(rows),
         "bounds": bounds(scored),
@@ -57,6 +57,12 @@ def knowledge(rows: Sequence[Row]) -> list[dict[str, Any]]:
         if row.defence_name not in same["defences"]:
             same["defences"].append(row.defence_name)
     return list(shared.values())
+
+
+def positions(rows: Sequence[Row]) -> dict[str, str]:
+    """Define the treatments of hidden values that occur."""
+    used = {how for row in rows for how in (row.info.get("knowledge") or {}).values()}
+    return {how: meaning for how, meaning in POSITIONS.items() if how in used}
 
 
 def guarantees(rows: Sequence[Row]) -> list[tuple[str, str]]:

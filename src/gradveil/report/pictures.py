@@ -19,7 +19,7 @@ from gradveil.core.formatting import number
 
 SIDE = 128
 """Pixels of the longer side of a picture, at most: larger images are averaged down to it."""
-ROOM = 4_000_000
+ROOM = 2_000_000
 """Bytes of all pictures of a page, about: beyond it, every trial shows its first images only."""
 FEWEST = 6
 """Images that every trial shows in any case."""
@@ -158,7 +158,7 @@ def pictures_of(row: Row, room: int) -> TrialPictures | None:
     images = row.trial.images() or {}
     if "truth" not in images or "reconstruction" not in images:
         return None
-    flat = {name: value.detach().float().flatten(0, 1) for name, value in images.items()}
+    flat = {name: value.detach().float().flatten(0, 1) for name, value in images.items() if name != "nearest"}
     each = [(record, scores) for record in row.trial.records for scores in record["per_image"]]
     shown = range(min(room, len(each), len(flat["truth"])))
     name = row.defence_name
@@ -170,7 +170,7 @@ def pictures_of(row: Row, room: int) -> TrialPictures | None:
         tuple(truths),
         tuple(answers),
         tuple(changed),
-        tuple(_neighbours(flat, i) for i in shown),
+        tuple(_neighbours(images.get("nearest"), flat["truth"][i], i) for i in shown),
         tuple(each[i][1].get("ssim") for i in shown),
         len(each),
         _digest(images["truth"]),
@@ -183,7 +183,7 @@ def _digest(values: Tensor) -> str:
 
 
 def _truth(image: Tensor, place: int) -> Picture:
-    return Picture(picture_uri(image), f"Private image {place + 1}", f"no. {place + 1}")
+    return Picture(picture_uri(image), f"Private image {place + 1}", f"private image {place + 1}")
 
 
 def _answer(image: Tensor, place: int, defence: str, record: Mapping[str, Any], scores: Mapping[str, Any]) -> Picture:
@@ -201,13 +201,12 @@ def _changed(image: Tensor, place: int, defence: str, scores: Mapping[str, Any])
     return Picture(picture_uri(image), alt, caption)
 
 
-def _neighbours(flat: Mapping[str, Tensor], place: int) -> tuple[Neighbour, ...]:
-    near = flat.get("nearest")
-    if near is None or place >= len(near):
+def _neighbours(nearest: Tensor | None, truth: Tensor, place: int) -> tuple[Neighbour, ...]:
+    if nearest is None or place >= len(nearest):
         return ()
     found = list[Neighbour]()
-    for rank, image in enumerate(near[place]):
-        is_own = torch.allclose(image, flat["truth"][place], atol=1e-3)
+    for rank, image in enumerate(nearest[place]):
+        is_own = image.shape == truth.shape and torch.allclose(image, truth, atol=1e-3)
         words = "the private image itself" if is_own else "another private image"
         alt = f"Gallery image {rank + 1} in the order of distance from the reconstruction: {words}"
         found.append(Neighbour(Picture(picture_uri(image), alt, words), is_own))

@@ -83,27 +83,34 @@ def _table(training: StoredTraining) -> dict[str, Any]:
 
 def opening(groups: Sequence[TrainingGroup], training: StoredTraining) -> dict[str, str]:
     """Return the headline, the cheapest defence and the number of finished trainings, in sentences."""
-    converged = [group for group in groups if group.values("accuracy") and not group.diverged]
-    undefended = next((group for group in converged if group.name == "none"), None)
-    defended = [group for group in converged if group.name not in ("none", "central")]
     done = sum(status(summary) in SUCCESSFUL for _, summary in training.trials)
     length = f"{plural(training.config.rounds, 'round')}, {plural(len(training.config.seeds), 'seed')}"
     return {
-        "headline": _headline(defended, undefended),
-        "cheapest": _cheapest(defended, undefended),
+        "headline": headline(groups),
+        "cheapest": _cheapest(*_compared(groups)),
         "basis": f"{setting_title(training.config)}, {length}; {done} of {len(training.trials)} trainings finished",
     }
 
 
-def _headline(defended: Sequence[TrainingGroup], undefended: TrainingGroup | None) -> str:
+def _compared(groups: Sequence[TrainingGroup]) -> tuple[list[TrainingGroup], TrainingGroup | None]:
+    """Choose the defences and the undefended training that have numbers to compare: none that diverged."""
+    converged = [group for group in groups if group.values("accuracy") and not group.diverged]
+    undefended = next((group for group in converged if group.name == "none"), None)
+    return [group for group in converged if group.name not in ("none", "central")], undefended
+
+
+def headline(groups: Sequence[TrainingGroup]) -> str:
+    """Compare the most accurate defence with no defence, or say that nothing can be compared yet."""
+    if stuck := no_progress(groups):
+        return stuck
+    defended, undefended = _compared(groups)
     bare = "" if undefended is None else f"{_accuracy(undefended)} without a defence"
     if not defended:
-        return f"Accuracy is {bare}." if bare else "No training with a result yet."
+        return f"Accuracy: {bare}." if bare else "No training has a result yet."
     best = max(defended, key=lambda group: group.mean("accuracy") or 0.0)
-    known = (
-        f"Of {len(defended)} defences, {best.name} is the most accurate: " if len(defended) > 1 else f"{best.name}: "
-    )
-    return f"{known}{_accuracy(best)} accuracy{', ' + bare if bare else ''}."
+    several = f"Of {len(defended)} defences, {best.name} is the most accurate: "
+    known = several if len(defended) > 1 else f"{best.name}: "
+    return f"{known}{_accuracy(best)}{', against ' + bare if bare else ''}."
 
 
 def _accuracy(group: TrainingGroup) -> str:

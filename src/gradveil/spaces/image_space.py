@@ -95,6 +95,12 @@ class ImageSpace(Space):
         nearest = torch.cat([torch.cdist(part, gallery.flatten(1)).argmin(1) for part in flat.split(_PART)])
         return torch.where(finite(candidates), nearest, -1)
 
+    def neighbours(self, candidates: Tensor, gallery: Tensor, count: int) -> Tensor:
+        """Return the indices of the nearest images in L2."""
+        flat, others = candidates.double().flatten(1), gallery.double().flatten(1)
+        found = [torch.cdist(part, others).topk(count, largest=False).indices for part in flat.split(_PART)]
+        return torch.cat(found) if found else torch.zeros(0, count, dtype=torch.long)
+
     def identified(self, candidates: Tensor, places: Tensor, gallery: Tensor) -> Tensor:
         """Return whether no other image is nearer in L2; an exact copy of the ground truth counts as it."""
         return identification(candidates, places, gallery).bool()
