@@ -99,13 +99,14 @@ def audit(
     (`budget="auto"`); the result says what that left out. `budget="10m"` is a time for each defence, `budget=None` runs
     what the attacks' authors used, which may take hours.
 
-    The result has the verdict in a sentence (`result.verdict`), and one per defence (`result.verdicts`). If no defence
+    The result has the verdict in a sentence (`result.verdict`), one per defence (`result.verdicts`), `report()` and
+    `plot()`. If no defence
     is `"none"`, a short control attacks a few examples without one (`control=False` leaves it out). Everything wrong
     with model, batch and names is raised at once, before any attack, as a `GradveilError` with its `problems`.
     """
     from gradveil.audit.api import audit_model
     from gradveil.client import cross_entropy
-    from gradveil.report import result_html, write_report
+    from gradveil.report import draw_figure, result_html, write_report
 
     return audit_model(
         model,
@@ -115,6 +116,7 @@ def audit(
         attacks,
         write_report=write_report,
         as_html=result_html,
+        draw_figure=draw_figure,
         client_batch=client_batch,
         bounds=bounds,
         mean=mean,
@@ -157,12 +159,13 @@ def train(
     Further settings are those of a run file of `gradveil train`: `participation`, `partition={"kind": "dirichlet"}`,
     `server={"optimiser": "adam"}`, `validation`, `patience`, `central`, `device`.
 
-    The result has `accuracy`, `bytes` (sent in a round) and `curve` (round by round) by defence, `weights(defence)` and
-    `report()`. Everything wrong with model, data and names is raised at once, before any round, as a `GradveilError`.
+    The result has `accuracy`, `bytes` (sent in a round) and `curve` (round by round) by defence, `weights(defence)`,
+    `report()` and `plot()`. Everything wrong with model, data and names is raised at once, before any round, as a
+    `GradveilError`.
     """
     from gradveil.client import cross_entropy
     from gradveil.federated.training_api import train_model
-    from gradveil.report import write_report
+    from gradveil.report import draw_figure, write_report
 
     return train_model(
         model,
@@ -174,6 +177,7 @@ def train(
         cross_entropy if loss is None else loss,
         local,
         write_report=write_report,
+        draw_figure=draw_figure,
         bounds=bounds,
         mean=mean,
         std=std,

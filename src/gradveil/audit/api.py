@@ -69,6 +69,7 @@ class Result:
     path: Path
     """The run directory; a temporary one is removed together with the result."""
     write_report: Callable[[Path, Path], Path]
+    draw_figure: Callable[..., Any]
     config: Mapping[str, Any]
     """Every setting of the run."""
     warnings: tuple[str, ...] = ()
@@ -98,6 +99,15 @@ class Result:
         """Write the report as one HTML file, by default into the run directory; return its path."""
         return self.write_report(self.path, Path(path) if path else self.path / "report.html")
 
+    def plot(self, kind: str = "grid", **choices: Any) -> Any:
+        """Draw a figure for a paper and return it as a matplotlib Figure, which a notebook shows.
+
+        `kind` is grid, pareto, curve or layers; the choices are those of `gradveil.report.figures.draw_figure`: `ax`,
+        `out`, `metric`, `against`, `defences`, `attacks`, `targets`, `order`, `labels`, `headers`, `title`, `size`,
+        `font`, `dpi`. It needs the extra `plot`.
+        """
+        return self.draw_figure([self.path], kind, **choices)
+
     def __str__(self) -> str:
         """Render the verdict, its table and what limits it, as wide as the terminal."""
         console = Console(width=min(120, get_terminal_size((100, 24)).columns), force_terminal=True, color_system=None)
@@ -125,6 +135,7 @@ def audit_model(
     *,
     write_report: Callable[[Path, Path], Path],
     as_html: Callable[[Result], str] | None = None,
+    draw_figure: Callable[..., Any],
     client_batch: int = 1,
     bounds: Bounds = None,
     mean: Sequence[float] | None = None,
@@ -179,7 +190,8 @@ def audit_model(
     experiment = unobstructed(experiment)
     if any(isinstance(attack, str) and is_adaptive(attack) for attack in attacks):
         experiment, _ = widened(experiment)
-    return _run(experiment, out, write_report, as_html, progress)
+    make = partial(Result, write_report=write_report, draw_figure=draw_figure, as_html=as_html)
+    return _run(experiment, out, make, progress)
 
 
 def _spelled_out(
@@ -222,13 +234,7 @@ def _copies(model: nn.Module) -> Callable[[int], nn.Module]:
     return lambda _: copy.deepcopy(model)
 
 
-def _run(
-    experiment: Experiment,
-    out: Path | str | None,
-    write_report: Callable[[Path, Path], Path],
-    as_html: Callable[[Result], str] | None,
-    progress: bool | None,
-) -> Result:
+def _run(experiment: Experiment, out: Path | str | None, make: Callable[..., Result], progress: bool | None) -> Result:
     folder = Path(tempfile.mkdtemp(prefix="gradveil-") if out is None else out)
     warnings = tuple(str(problem) for problem in closed_forms(experiment, called=True))
     shared = sharing(experiment)
@@ -246,7 +252,7 @@ def _run(
         ):
             run(experiment, store, screen, experiment.config.target_clients)
         done = load_run(folder)
-        result = Result(done.trials, folder, write_report, done.info["config"], warnings, as_html)
+        result = make(done.trials, folder, config=done.info["config"], warnings=warnings)
         undo.pop_all()
     if out is None:
         weakref.finalize(result, shutil.rmtree, folder, ignore_errors=True)

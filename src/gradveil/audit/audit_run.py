@@ -41,7 +41,7 @@ from gradveil.defences import entries
 from gradveil.federated.training_setup import refuse_other_images
 from gradveil.nn.weight_files import fingerprint
 from gradveil.runs.run_folder import described
-from gradveil.runs.task import Job, Parcel, Scheduler, Site, Tell, Work, in_process
+from gradveil.runs.task import Job, Parcel, Report, Scheduler, Site, Work, in_process
 
 
 def expected_work(experiment: Experiment) -> dict[str, float]:
@@ -138,7 +138,7 @@ def working(experiment: Experiment) -> Work:
     """Return the work of a run whose experiment is open."""
     addresses = {address.id: address for address in trials(experiment.config)}
 
-    def work(order: Parcel, tell: Tell) -> Parcel:
+    def work(order: Parcel, tell: Report) -> Parcel:
         def settle(name: str, plan: Plan) -> None:
             tell(Parcel({"plan": name, "settled": plan}))
 

@@ -425,7 +425,9 @@ def remarks_on(found: Findings, config: Mapping[str, Any], warnings: Sequence[st
         yield f"Changed in the model: {'; '.join(changed)}."
     yield from stopped(rows, config)
     yield from guaranteed(rows)
-    if missing := [*map(untested, warnings), *untried([row for row in rows if not row.is_control], config)]:
+    judged = [row for row in rows if not row.is_control]
+    settings = [f"{name} ({setting})" for name, setting in untried(judged, config)]
+    if missing := [*map(untested, warnings), *settings]:
         yield f"Not tested: {', '.join(missing)}."
 
 

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from statistics import fmean
+from statistics import fmean, pstdev
 from typing import Any, NamedTuple
 
 from gradveil.audit.attack_selection import Attacker, Method
@@ -132,6 +132,8 @@ class BudgetPoint(NamedTuple):
     iterations: int
     ssim: float | None
     asr: float | None
+    ssim_std: float | None = None
+    """The standard deviation over images; None where the run does not have it."""
 
 
 class TrainedOnCounts(NamedTuple):
@@ -331,12 +333,15 @@ class Row:
     def curve(self) -> tuple[BudgetPoint, ...]:
         """Quality against budget, the final answer last; empty for an attack that does not iterate."""
         noted = self.info.get("trace") or ()
-        passed = [BudgetPoint(int(spot["iterations"]), spot["ssim_mean"], spot["asr"]) for spot in noted]
+        passed = [
+            BudgetPoint(int(spot["iterations"]), spot["ssim_mean"], spot["asr"], spot.get("ssim_std")) for spot in noted
+        ]
         if not passed:
             return ()
         # Half of the budget is noted last, rounded down; whoever used all of it says how much it was.
         used = max((int(record.get("iterations") or 0) for record in self.trial.records), default=0)
-        return (*passed, BudgetPoint(max(2 * passed[-1].iterations, used), self.mean("ssim"), self.asr))
+        spread = pstdev(self.ssims) if self.ssims else None
+        return (*passed, BudgetPoint(max(2 * passed[-1].iterations, used), self.mean("ssim"), self.asr, spread))
 
     @property
     def last_doubling(self) -> float | None:

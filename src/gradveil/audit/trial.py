@@ -52,6 +52,7 @@ from gradveil.audit.grants import active_facts, first, grant, looks_at_last, rec
 from gradveil.audit.observe import Truth, observe, updates
 from gradveil.audit.run_warnings import privacy_facts
 from gradveil.client import Client
+from gradveil.client.layer_noise import layer_noise
 from gradveil.core.noise import Key
 from gradveil.core.streams import Stream
 from gradveil.core.tree import Tensors
@@ -148,6 +149,7 @@ def recover(
         "distance": relative_distance(sent, raw),
         "cosine": cosine(sent, raw),
         **worth(sent, raw),
+        **_noise_by_layer(client, seen[-1], truth),
     }
     if client.batch:
         tensors["transformed"] = truth.transformed.inputs
@@ -155,7 +157,8 @@ def recover(
     known = pruned(client, fresh=experiment.config.rounds == 1 and not trial.trained)
     own = set(plain.noise_spec(plain.params(), first(truth)))
     drawn = {name: how for name, how in ways(attack, client, first(truth)).items() if name not in own}
-    facts = {"unbounded": unbounded, "pruned": known, "drawn": drawn}
+    sizes = {name: value[0].numel() for name, value in sent.items()}
+    facts = {"unbounded": unbounded, "pruned": known, "drawn": drawn, "layers": sizes}
     return recovered(experiment, client, made, sent, truth, tensors | leak, facts)
 
 
@@ -377,6 +380,16 @@ def raw_update(client: Client, base: Client, params: Tensors, truth: Truth) -> T
         noise[name] = truth.last[name] if stays else off.expand(target_clients, *off.shape)
     state = {name: value.expand(target_clients, *value.shape) for name, value in plain.init(params).items()}
     return updates(plain, params, truth.raw, noise, state)[0]
+
+
+def _noise_by_layer(client: Client, seen: Observation, truth: Truth) -> Tensors:
+    """Measure the noise that a client adds to each parameter of its last update."""
+    told = replace(client, messages=dict(seen.messages))
+
+    def sent_with(noise: Tensors) -> Tensors:
+        return updates(told, seen.params, truth.raw, noise, truth.state)[0]
+
+    return layer_noise(client.noise_spec(seen.params, first(truth)), truth.last, seen.update, sent_with)
 
 
 def at_truth(made: Made, seen: Sequence[Observation], truth: Truth) -> Tensor:

@@ -34,6 +34,7 @@ from gradveil.federated.training_config import LocalConfig, TrainConfig
 from gradveil.federated.training_run import FAILED, TRAINING_RUN, describe, load_training, run, trial_file
 from gradveil.federated.training_setup import TrainingSetting, TrainingTrial, device_problems, setting_problems
 from gradveil.federated.training_state import RoundResult, Status
+from gradveil.nn.model_outputs import adopted
 from gradveil.nn.module_paths import called, count_classes
 from gradveil.nn.surgery import prepare as prepared
 from gradveil.nn.weight_files import fingerprint, read_weights
@@ -52,6 +53,7 @@ class TrainResult:
     """The run directory; a temporary one is removed together with the result."""
     files: Mapping[str, Path]
     write_report: Callable[[Path, Path], Path]
+    draw_figure: Callable[..., Any]
 
     @property
     def accuracy(self) -> dict[str, float | None]:
@@ -77,6 +79,13 @@ class TrainResult:
     def report(self, path: Path | str | None = None) -> Path:
         """Write curves and costs as one HTML file, by default into the run directory; return its path."""
         return self.write_report(self.path, Path(path) if path else self.path / "report.html")
+
+    def plot(self, kind: str = "curve", **choices: Any) -> Any:
+        """Draw accuracy or loss over the rounds and return it as a matplotlib Figure, which a notebook shows.
+
+        The choices are those of `plot` of an audit's result. It needs the extra `plot`.
+        """
+        return self.draw_figure([self.path], kind, **choices)
 
     def __str__(self) -> str:
         """Render a row for each defence."""
@@ -122,6 +131,7 @@ def train_model(
     local: Local | Mapping[str, Any] | None,
     *,
     write_report: Callable[[Path, Path], Path],
+    draw_figure: Callable[..., Any],
     mean: Sequence[float] | None = None,
     std: Sequence[float] | None = None,
     bounds: Bounds = None,
@@ -136,6 +146,7 @@ def train_model(
     against = named("defences", defences, partial(parse, own=True), problems)
     refuse(problems)
     splits = _splits(model, data, test, bounds, mean, std)
+    model = adopted(model, splits.public.inputs[:1])
     if prepare:
         few = splits.public.subset(range(min(4, len(splits.public))))
         try:
@@ -159,7 +170,7 @@ def train_model(
     setting = TrainingSetting(config, splits, model=model, defences=against, loss=loss)
     refuse(list(device_problems(config.device, config.precision)))
     refuse([_as_argument(problem, prepare) for problem in setting_problems(setting)])
-    return _run(setting, out, write_report, progress)
+    return _run(setting, out, partial(TrainResult, write_report=write_report, draw_figure=draw_figure), progress)
 
 
 def _wrong_objects(model: Any, data: Any, test: Any, settings: Mapping[str, Any]) -> Iterator[Problem]:
@@ -250,7 +261,7 @@ def _fingerprint(model: nn.Module, splits: Splits) -> str:
 def _run(
     setting: TrainingSetting,
     out: Path | str | None,
-    write_report: Callable[[Path, Path], Path],
+    make: Callable[..., TrainResult],
     progress: bool | None,
 ) -> TrainResult:
     folder = Path(tempfile.mkdtemp(prefix="gradveil-") if out is None else out)
@@ -268,11 +279,10 @@ def _run(
         with TRAINING_RUN.opened(folder, info):
             run(setting, folder, tell)
         done = [(trial, told) for trial, told in load_training(folder).trials if told is not None]
-        result = TrainResult(
+        result = make(
             {trial.title: told for trial, told in done},
             folder,
             {trial.title: trial_file(folder, trial) for trial, told in done if told["status"] != FAILED},
-            write_report,
         )
         undo.pop_all()
     if out is None:

@@ -80,9 +80,9 @@ def initial_model(
     )
     if not config.prepare:
         return net, []
-    batch = Batch(images.inputs[:_COMPARED], images.targets[:_COMPARED]) if compared else None
+    batch = Batch(images.inputs[:_COMPARED], images.targets[:_COMPARED])
     try:
-        return surgery.prepare(net, batchnorm=config.batchnorm, batch=batch)
+        return surgery.prepare(net, batchnorm=config.batchnorm, batch=batch, compare=compared)
     except GradveilError as error:
         raise GradveilError(replace(p, where=f"model: {called(net, p.where)}") for p in error.problems) from None
 
