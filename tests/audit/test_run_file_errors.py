@@ -81,7 +81,7 @@ BAD: list[tuple[dict[str, Any], str, str, str]] = [
     ({"data": {"size": 32}}, "data.name", "is missing", 'name = "faces"'),
     ({"data": {"name": "faces", "dir": "x"}}, "data.dir", "is not a setting", "allowed here: name, size"),
     ({"data": "faces"}, "data", "is 'faces'", "give a table"),
-    ({"model": {"name": "lenet"}}, "model.name", "no model is called 'lenet'", "did you mean 'lenet-zhu'?"),
+    ({"model": {"name": "lenet"}}, "model.name", "no model is called 'lenet'", "did you mean 'lenet-zhu'"),
     ({"model": {"name": "my.nets.make"}}, "model.name", "no model is called", "did you mean 'my.nets:make'?"),
     ({"model": {"name": ""}}, "model.name", "is empty", "give a name"),
     ({"model": {"name": "lenet-zhu", "options": 1}}, "model.options", "is 1", "give a table"),
@@ -111,12 +111,12 @@ BAD_EXPERIMENTS: list[tuple[dict[str, Any], str, str, str]] = [
         "images take 800,000 GB",
         "lower it, or read fewer images",
     ),
-    ({"device": "cuda:99"}, "device", "is not there", "choose cpu"),
+    ({"device": "cuda:99"}, "device", "is not available", "choose cpu"),
     ({"model": {"name": "lenet-zhu", "options": {"width": 3}}}, "model.width", "is not an option", "allowed"),
     ({"model": {"name": "no_such_module:net"}}, "model no_such_module:net", "there is no module", "PYTHONPATH"),
     ({"client": {"trainable": ["tail.*"]}}, "defences[0] 'none', client", "matches no parameter", "parameters: "),
     ({"data": {"name": "patches"}, "client": {"local": LOCAL}}, "client.local", "mean nothing", "choose data"),
-    ({"data": {"name": "parquet:nowhere"}}, "data: nowhere", "is not there", "check the path"),
+    ({"data": {"name": "parquet:nowhere"}}, "data: nowhere", "is not available", "check the path"),
 ]
 
 

@@ -64,6 +64,29 @@ def test_a_run_file_is_checked_whole(folder: Path, capsys: pytest.CaptureFixture
     assert [child.name for child in folder.iterdir() if child.is_dir() and child.name != "__pycache__"] == []
 
 
+def test_equal_problems_of_layers_are_one_with_their_number(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["check", "--model", "resnet20", "--data", "faces"]
+    assert run(words) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("error: 19 BatchNorm2d layers (body.stem.norm, body.layer1.block0.residual.first.norm, ")
+    assert sum(line.startswith("    -> ") for line in lines) == 1
+    assert run([*words, "--verbose"]) == 1
+    assert sum(line.startswith("    -> ") for line in capsys.readouterr().out.splitlines()) == 19
+    assert len(found(capsys, *words)[1]) == 19
+
+
+def test_metrics_of_a_run_are_tried(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "metrics_to_check.py").write_text(
+        "def whole(candidate, truth):\n    return (candidate - truth).abs().mean()\n"
+    )
+    metrics = '["ssim_rescaled", "metrics_to_check:whole"]'
+    exit_code, problems = found(capsys, "check", "study.toml", "--set", f"metrics={metrics}")
+    assert exit_code == 0
+    assert [(each["where"], each["severity"]) for each in problems if each["where"].startswith("metrics")] == [
+        ("metrics: metrics_to_check:whole", "warning")
+    ]
+
+
 @pytest.mark.usefixtures("folder")
 def test_options_win_over_the_run_file(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["check", "study.toml", "--model", "net_to_check:net", "--defence", "gaussian(0.1)"]

@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 
 import gradveil
-from gradveil.audit import audit_run
+from gradveil.audit import audit_run, budgets
 from gradveil.audit.gate import gate
 from gradveil.audit.run_directory import Run, load_run
 from gradveil.cli import main
@@ -65,6 +65,27 @@ def test_attacks_on_a_defence_share_a_budget(small: Path, capsys: pytest.Capture
     assert [[record["iterations"] for record in trial.records] for trial in trials] == [[6, 6], [6, 6]]
     assert "share 24 target-iterations" in " ".join(capsys.readouterr().out.split())
     assert audit("--budget", "a lot") == 2
+
+
+def test_custom_models_have_a_budget_by_default(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    net = "import torch\n\ndef net(channels, size, classes):\n    flat = torch.nn.Flatten()\n"
+    (small / "net_of_cost.py").write_text(
+        net + "    return torch.nn.Sequential(flat, torch.nn.Linear(channels * size * size, classes))\n"
+    )
+    monkeypatch.syspath_prepend(small)
+    monkeypatch.setattr(budgets, "AUTO_SECONDS", 1.0)
+    words = ["--defense", "none", "--set", "model.name=net_of_cost:net"]
+
+    def ran(*more: str) -> tuple[str | None, float | None]:
+        assert audit(*words, *more, "--fresh") == 0
+        run = load_run(small / "runs/small")
+        return run.info["config"]["budget"], run.trials[0].info["budget_share"]
+
+    budget, share = ran("--attack", "ig")
+    assert budget == "auto"
+    assert share is not None
+    assert ran("--attack", "ig(iterations=4)") == (None, None)
+    assert ran("--attack", "ig", "--iterations", "3", "--budget", "none") == (None, None)
 
 
 def test_the_run_names_no_folder_of_this_machine(small: Path) -> None:
@@ -190,7 +211,7 @@ def test_report(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (["audit", "small.toml", "--set", "x"], "is not key=value"),
         (["audit", "small.toml", "--target-clients", "many"], "--target-clients"),
         (["audit", "small.toml", "--fail-above", "2"], "--fail-above"),
-        (["audit", "small.toml", "--device", "cuda:77"], "is not there"),
+        (["audit", "small.toml", "--device", "cuda:77"], "is not available"),
         (["audit"], "RUN"),
         (["summary", "nowhere"], "is not a run directory"),
         (["report", "nowhere"], "is not a run directory"),

@@ -36,7 +36,7 @@ def test_a_kind_is_listed_whole(kind: str, capsys: pytest.CaptureFixture[str]) -
     rows = plain(capsys, kind)
     assert rows == everything()[kind]
     assert all(row["name"] and row["description"] for row in rows)
-    assert kind == "runs" or all(row["citation"] for row in rows)
+    assert kind in ("metrics", "runs") or all(row["citation"] for row in rows)
     text = shown(capsys, kind)
     assert all(row["name"] in text for row in rows)
 

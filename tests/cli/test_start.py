@@ -60,11 +60,25 @@ def test_showing_loads_nothing_heavy(tmp_path: Path) -> None:
 
 
 @pytest.mark.processes
-def test_completion_loads_nothing_heavy(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("typed", "completed"),
+    [
+        ("gradveil sea", ["search"]),
+        ("gradveil audit stu", ["study.toml"]),
+        ("gradveil audit faces --attack ad", ["adaptive"]),
+        ("gradveil train digits --defence dgp", ["dgp"]),
+        ("gradveil check --model resnet2", ["resnet20"]),
+        ("gradveil check --data face", ["faces"]),
+    ],
+)
+def test_completion_of_commands_and_values_loads_nothing_heavy(
+    tmp_path: Path, typed: str, completed: list[str]
+) -> None:
     code = f"import atexit\nfrom gradveil.cli import main\natexit.register(lambda: {LOADED})\nmain()"
-    words = {"_GRADVEIL_COMPLETE": "complete_bash", "COMP_WORDS": "gradveil sea", "COMP_CWORD": "1"}
+    words = {"_GRADVEIL_COMPLETE": "complete_bash", "COMP_WORDS": typed, "COMP_CWORD": str(len(typed.split()) - 1)}
+    (tmp_path / "study.toml").write_text("")
     done = python(code, tmp_path, **words)
-    assert done.stdout.split() == ["search"]
+    assert done.stdout.split() == completed
     assert json.loads(done.stderr) == []
 
 

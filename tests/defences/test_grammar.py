@@ -55,7 +55,7 @@ ONE = {
     "3": (1, "not '3'", "choose from"),
     "@": (1, "not '@'", "choose from"),
     "purne(0.5)": (1, "unknown defence 'purne'", "did you mean 'prune'?"),
-    "zzzzzz": (1, "unknown defence 'zzzzzz'", "choose from: none"),
+    "zzzzzz": (1, "unknown defence 'zzzzzz'", "All are listed by `gradveil list defences`"),
     "dp + drop-out": (6, "unknown defence 'drop-out'", "did you mean 'dropout'?"),
     "dp(": (3, "never closed", "add ')' after '('"),
     "dp(clip=1 + cvb": (3, "never closed", "add ')' after '1'"),

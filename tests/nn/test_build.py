@@ -36,9 +36,13 @@ BAD = [
     (
         "scheliga-cn",
         {},
-        r"model.name: unknown model 'scheliga-cn' -> did you mean 'scheliga-cnn'\? choose one of: lenet",
+        r"model.name: unknown model 'scheliga-cn' -> did you mean 'scheliga-cnn'\?.*`gradveil list models`",
     ),
-    ("zzz", {}, r"unknown model 'zzz' -> choose one of: .*or give your own as 'pkg.module:factory'"),
+    (
+        "zzz",
+        {},
+        r"unknown model 'zzz' -> All are listed by `gradveil list models`; or give your own as 'pkg.module:factory'",
+    ),
     (
         "lenet-zhu",
         {"nrom": "group"},

@@ -19,6 +19,7 @@ from gradveil.attacks.attack_catalogue import ALL_ATTACKS, make_attack, own_atta
 from gradveil.audit.attack_selection import stands_for_many
 from gradveil.audit.audit_config import RunConfig
 from gradveil.core.errors import GradveilError, Problem, fail, refuse
+from gradveil.core.formatting import suggestion
 from gradveil.data import DATASETS
 from gradveil.defences import parse
 from gradveil.defences.paper_presets import spelled_out
@@ -355,9 +356,8 @@ def _text(raw: Mapping[str, Any], section: str) -> str | None:
 def _unknown_model(name: str | None) -> Iterator[Problem]:
     if name and ":" not in name and name not in ALL_MODELS:
         package, dot, last = name.rpartition(".")
-        near = get_close_matches(name, ALL_MODELS, n=1) or ([f"{package}:{last}"] if dot else [])
-        hint = f"did you mean '{near[0]}'? " if near else ""
-        remedy = f"{hint}known: {', '.join(ALL_MODELS)}; or your own as 'pkg.module:factory'"
+        known = [*ALL_MODELS, *([f"{package}:{last}"] if dot else [])]
+        remedy = f"{suggestion(name, known, 'gradveil list models')}; or your own as 'pkg.module:factory'"
         yield Problem("model.name", f"no model is called '{name}'", remedy)
 
 

@@ -23,6 +23,7 @@ from gradveil.core.formatting import listing, number, plural
 from gradveil.core.types import Batch
 from gradveil.defences.guarantees import NOTHING, examine
 from gradveil.defences.privacy_warnings import suspicions
+from gradveil.metrics import scored
 from gradveil.nn.first_layer_equations import InputEquations, shown
 from gradveil.nn.layer_chain import Link, chained, settles
 from gradveil.nn.normalisation import running_statistics
@@ -237,3 +238,13 @@ def privacy_problems(experiment: Experiment) -> Iterator[Problem]:
                     yield replace(p, where=f"defences[{i}] '{text}', {where}: {p.where}")
             except GradveilError as error:
                 yield from (replace(p, where=f"defences[{i}] '{text}', {where}: {p.where}") for p in error.problems)
+
+
+def metric_problems(experiment: Experiment) -> Iterator[Problem]:
+    """Try the metrics of a run on its first examples; warn of those that give no score."""
+    batch = experiment.batch(experiment.examples(0, range(1)))
+    truth = experiment.space.view(batch.inputs.cpu())
+    for name in experiment.config.metrics:
+        why = scored(name, 1 - truth, truth)
+        if isinstance(why, str):
+            yield Problem(f"metrics: {name}", why, "correct it, or leave it out: it gives no scores", "warning")

@@ -21,7 +21,6 @@ from gradveil.audit.run_directory import Trial
 from gradveil.audit.trial import Recovered, left_out
 from gradveil.client import BatchDefences
 from gradveil.client.layer_noise import layers_of
-from gradveil.core.errors import FOREIGN
 from gradveil.core.noise import Key
 from gradveil.core.streams import Stream
 from gradveil.core.types import Batch
@@ -31,8 +30,8 @@ from gradveil.metrics import (
     asr,
     label_accuracy,
     lpips,
-    metric,
     permute,
+    scored,
 )
 
 GALLERY = 2048
@@ -353,22 +352,12 @@ def _neighbours(experiment: Experiment, matched: Tensor) -> Tensor:
 
 
 def _further(experiment: Experiment, matched: Tensor, truth: Tensor, scores: dict[str, Tensor]) -> dict[str, str]:
-    """Add the scores that the run asks for, or return under their names why they are missing.
-
-    A metric is somebody's code: it gets copies, and what goes wrong in it costs its own score alone.
-    """
+    """Add the scores that the run asks for, or return under their names why they are missing."""
     missing: dict[str, str] = {}
     for name in experiment.config.metrics:
-        try:
-            values: Any = metric(name).function(matched.clone(), truth.clone())
-        except FOREIGN as error:
-            missing[name] = f"it raised {type(error).__name__}: {error}"
-            continue
-        if isinstance(values, Missing):
-            missing[name] = values.reason
-        elif not isinstance(values, Tensor) or values.shape != truth.shape[:2]:
-            returned = tuple(values.shape) if isinstance(values, Tensor) else type(values).__name__
-            missing[name] = f"it returned {returned}, and one score for each example is {tuple(truth.shape[:2])}"
+        values = scored(name, matched, truth)
+        if isinstance(values, str):
+            missing[name] = values
         else:
             scores[name] = values
     return missing

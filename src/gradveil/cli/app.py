@@ -20,7 +20,7 @@ from gradveil.cli.privacy_commands import account, bound, create_ledger, ledger,
 from gradveil.cli.results_commands import report, summary
 from gradveil.cli.search_command import ats, search
 from gradveil.cli.train_command import train
-from gradveil.core.errors import INTERRUPTED, GradveilError
+from gradveil.core.errors import INTERRUPTED, GradveilError, grouped
 from gradveil.core.freed_memory import keep_freed_memory
 
 USER_ERROR = 2
@@ -181,7 +181,7 @@ def _show(error: GradveilError) -> None:
     console = Console(stderr=True, soft_wrap=True, markup=False)
     count = len(error.problems)
     console.print(Text(f"{count} problem{'s' if count > 1 else ''}:", style="bold red"))
-    for problem in error.problems:
+    for problem in grouped(error.problems):
         text = problem.what.rstrip().replace("\n", "\n    ")
         console.print(Text.assemble("  ", (problem.where, "bold"), f": {text}"))
         console.print(Text(f"    -> {problem.remedy}", style="green"))

@@ -13,6 +13,8 @@ import typer
 from gradveil.cli.shared_options import (
     AcceptOption,
     AddressOption,
+    AttackOption,
+    DefenceOption,
     Detail,
     Engine,
     EngineOption,
@@ -22,6 +24,7 @@ from gradveil.cli.shared_options import (
     JunitOption,
     Place,
     SarifOption,
+    completed,
     own_code,
 )
 
@@ -42,14 +45,16 @@ _HELP = {
     "workers": "Single-threaded worker processes. Default: one per CPU core, or one on a GPU.",
 }
 
+_RUN = typer.Argument(metavar="[RUN]", help=_HELP["run"], show_default=False, autocompletion=completed("runs"))
+
 
 def audit(
-    name: Annotated[str | None, typer.Argument(metavar="[RUN]", help=_HELP["run"], show_default=False)] = None,
+    name: Annotated[str | None, _RUN] = None,
     target_clients: Annotated[
         int | None, typer.Option("--target-clients", "--victims", help="Number of clients to attack.")
     ] = None,
-    attack: Annotated[list[str] | None, typer.Option(help="Attack, instead of the file's. Repeatable.")] = None,
-    defence: Annotated[list[str] | None, typer.Option(help="Defence, instead of the file's. Repeatable.")] = None,
+    attack: AttackOption = None,
+    defence: DefenceOption = None,
     iterations: Annotated[int | None, typer.Option(min=1, help=_HELP["iterations"])] = None,
     restarts: Annotated[int | None, typer.Option(min=1, help=_HELP["restarts"])] = None,
     budget: Annotated[str | None, typer.Option(metavar="AMOUNT", help=_HELP["budget"])] = None,

@@ -6,12 +6,13 @@ import json
 import sys
 from collections.abc import Sequence
 from contextlib import redirect_stdout
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from gradveil.cli.shared_options import own_code
+from gradveil.cli.shared_options import completed, own_code
 from gradveil.core.errors import Problem, refuse
 from gradveil.core.formatting import plural
 
@@ -24,6 +25,8 @@ FOUND = 1
 """Exit code if there are problems."""
 _EXAMPLES = 4
 _FEW_PUBLIC = 64
+_NAMED = 3
+"""Layers of a group that are named."""
 _HELP = {
     "run": "A run file (TOML), or the name of a bundled run; the options win over it. Or leave it out. It "
     "may name modules (pkg.module:name), which are imported.",
@@ -37,21 +40,26 @@ _HELP = {
     "received": "Parameters and buffers from a server (safetensors), to inspect for manipulation.",
     "previous": "Parameters of the previous round, to detect jumps.",
 }
+_RUN = typer.Argument(metavar="[RUN]", help=_HELP["run"], show_default=False, autocompletion=completed("runs"))
+_DEFENCE = typer.Option(help="Defence to try it with. Repeatable.", autocompletion=completed("defences"))
 
 
 def check(
-    run: Annotated[str | None, typer.Argument(metavar="[RUN]", help=_HELP["run"], show_default=False)] = None,
-    model: Annotated[str | None, typer.Option(help=_HELP["model"])] = None,
-    data: Annotated[str | None, typer.Option(help=_HELP["data"])] = None,
+    run: Annotated[str | None, _RUN] = None,
+    model: Annotated[str | None, typer.Option(help=_HELP["model"], autocompletion=completed("models"))] = None,
+    data: Annotated[str | None, typer.Option(help=_HELP["data"], autocompletion=completed("data"))] = None,
     size: Annotated[int | None, typer.Option(min=1, help=_HELP["size"])] = None,
     channels: Annotated[int | None, typer.Option(help=_HELP["channels"])] = None,
     batch: Annotated[int | None, typer.Option(min=1, help=_HELP["batch"])] = None,
-    defence: Annotated[list[str] | None, typer.Option(help="Defence to try it with. Repeatable.")] = None,
+    defence: Annotated[list[str] | None, _DEFENCE] = None,
     setting: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help=_HELP["set"])] = None,
     data_dir: Annotated[Path | None, typer.Option(help=_HELP["data_dir"])] = None,
     received: Annotated[Path | None, typer.Option(metavar="FILE", help=_HELP["received"])] = None,
     previous: Annotated[Path | None, typer.Option(metavar="FILE", help=_HELP["previous"])] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the problems as JSON.")] = False,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", help="Print equal problems of several layers one by one.")
+    ] = False,
 ) -> int:
     """Validate a model, data set or run file without running attacks.
 
@@ -61,7 +69,7 @@ def check(
     """
     from gradveil.audit.preflight import model_problems, obstacles, open_experiment
     from gradveil.audit.run_file import read
-    from gradveil.audit.run_warnings import closed_forms, privacy_problems
+    from gradveil.audit.run_warnings import closed_forms, metric_problems, privacy_problems
 
     own_code()
     flags = {
@@ -80,14 +88,15 @@ def check(
         net = experiment.model(config.seeds[0])  # Raises for a model that cannot be built, which is wrong use.
         problems = obstacles(experiment).problems
         problems += [] if _stopped(problems) else model_problems(experiment)
-        problems += [] if _stopped(problems) else [*privacy_problems(experiment), *closed_forms(experiment)]
+        if not _stopped(problems):
+            problems += [*privacy_problems(experiment), *closed_forms(experiment), *metric_problems(experiment)]
         traces = _manipulated(net, received, previous)
         problems += traces
     if as_json:
         keys = ("where", "what", "remedy", "severity")
         typer.echo(json.dumps([{key: getattr(p, key) for key in keys} for p in problems], indent=1))
     else:
-        _show(problems, net, config, run is not None)
+        _show(problems, net, config, run is not None, verbose)
         if received is not None and not traces:
             typer.echo(f"No trace of manipulation in {received}: that is no proof of an honest server.")
     return FOUND if _stopped(problems) else 0
@@ -127,17 +136,47 @@ def _stopped(problems: Sequence[Problem]) -> bool:
     return any(problem.severity == "error" for problem in problems)
 
 
-def _show(problems: Sequence[Problem], net: nn.Module, config: RunConfig, whole: bool) -> None:
+def _of_one_kind(problems: Sequence[Problem], net: nn.Module) -> list[Problem]:
+    """Put equal problems of several layers of one type, or of several other places, into one each."""
+    from gradveil.core.errors import grouped
+    from gradveil.nn.module_paths import called
+
+    layers = {path: type(module).__name__ for path, module in net.named_modules() if path}
+    kinds: dict[tuple[str, str, str, str], list[str]] = {}
+    rest = list[Problem]()
+    for problem in problems:
+        key = problem.what, problem.remedy, problem.severity, layers.get(problem.where, "")
+        if problem.where in layers:
+            kinds.setdefault(key, []).append(problem.where)
+        else:
+            rest.append(replace(problem, where=called(net, problem.where)))
+    several = [
+        Problem(called(net, places[0]) if len(places) == 1 else _layers(kind, places), what, remedy, severity)
+        for (what, remedy, severity, kind), places in kinds.items()
+    ]
+    return [*several, *grouped(rest)]
+
+
+def _layers(kind: str, places: Sequence[str]) -> str:
+    more = ", …" if len(places) > _NAMED else ""
+    return f"{len(places)} {kind} layers ({', '.join(places[:_NAMED])}{more})"
+
+
+def _show(problems: Sequence[Problem], net: nn.Module, config: RunConfig, whole: bool, verbose: bool) -> None:
     from rich.console import Console
     from rich.text import Text
 
     from gradveil.nn.module_paths import called
 
     console = Console(soft_wrap=True, markup=False)
-    for problem in problems:
+    shown = [replace(problem, where=called(net, problem.where)) for problem in problems]
+    grouped = shown if verbose else _of_one_kind(problems, net)
+    for problem in grouped:
         style = "red" if problem.severity == "error" else "yellow"
-        console.print(Text.assemble((problem.severity, style), f": {called(net, problem.where)}: {problem.what}"))
+        console.print(Text.assemble((problem.severity, style), f": {problem.where}: {problem.what}"))
         console.print(Text(f"    -> {problem.remedy}", style="green"))
+    if len(grouped) < len(problems):
+        console.print(Text(f"Grouped: {len(problems)} problems. Each place: --verbose.", style="dim"))
     if not _stopped(problems):
         parts = (("client", config.client), ("defence", config.defences), ("attack", config.attacks))
         counts = ", ".join(plural(len(values), name) for name, values in parts)

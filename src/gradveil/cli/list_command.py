@@ -28,6 +28,7 @@ KINDS = {
     "defences": "a defence",
     "models": "a model",
     "data": "data",
+    "metrics": "a metric of reconstructions",
     "runs": "a bundled run",
     "papers": "a paper",
 }
@@ -66,7 +67,9 @@ def _chosen(listed: Mapping[str, list[Row]], wanted: Callable[[Row], bool]) -> d
     return {kind: rows for kind, rows in matches.items() if rows}
 
 
-_NAME = "attacks, defences, models, data, runs or papers; or one of their names; or an argument, such as feedback."
+_NAME = (
+    "attacks, defences, models, data, metrics, runs or papers; or one of their names; or an argument, such as feedback."
+)
 _OF = "After a kind, one of its names: defences dgp."
 _SLOTS = {
     "model": "the model",
@@ -82,7 +85,7 @@ def tables(
     of: Annotated[str | None, typer.Argument(metavar="[NAME]", help=_OF)] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print as JSON.")] = False,
 ) -> int:
-    """List attacks, defences, models, data, bundled runs and papers with their arguments and citations.
+    """List attacks, defences, models, data, metrics, bundled runs and papers with their arguments and citations.
 
     Lists everything without a kind or a name.
     """
@@ -140,6 +143,8 @@ def _notes(kind: str, rows: Sequence[Row]) -> Iterator[str]:
         yield "Settings stand in parentheses: ig(iterations=500, restarts=4)."
         yield "`adaptive` stands for the attackers that aim at each defence; `gradveil list dp` names those of dp."
         yield "`malicious` stands for those who change the model that is sent."
+    if kind == "metrics":
+        yield "MSE, PSNR and SSIM are always computed. To add others: --set 'metrics=[\"ssim_rescaled\"]'."
     if kind == "papers":
         yield "`gradveil list PAPER` shows the run files of a paper, with the commands that run them, and its tables."
         yield "PAPER/TABLE in the place of a defence stands for the defences of a table."

@@ -27,6 +27,7 @@ from gradveil.defences import ALL_DEFENCES, DEFENCES, DefenceEntry
 from gradveil.defences.paper_presets import PAPERS
 from gradveil.federated.privacy_ledger import FOLDER
 from gradveil.federated.training_config import TrainConfig
+from gradveil.metrics import ALL_METRICS, METRICS, Metric
 from gradveil.nn.models import ALL_MODELS, MODELS, ModelEntry
 from gradveil.report.figures import KINDS
 from gradveil.tune.ats_policies import FEWEST
@@ -39,6 +40,7 @@ def everything() -> dict[str, list[Row]]:
         "defences": _defences(),
         "models": _models(),
         "data": _data(),
+        "metrics": [_metric(name, entry) for name, entry in METRICS.items() if entry.of == "images"],
         "runs": _runs(),
         "papers": _papers(),
     }
@@ -47,12 +49,14 @@ def everything() -> dict[str, list[Row]]:
 def installed() -> tuple[dict[str, list[Row]], list[Problem]]:
     """Make the rows of names that installed packages add, and warn of those that cannot be used."""
     attacks, defences, models = ALL_ATTACKS.installed(), ALL_DEFENCES.installed(), ALL_MODELS.installed()
+    metrics = ALL_METRICS.installed()
     rows = {
         "attacks": [_of_package(plugin, _row(plugin.name, entry, entry.arguments)) for plugin, entry in attacks[0]],
         "defences": [_of_package(plugin, _defence(plugin.name, entry)) for plugin, entry in defences[0]],
         "models": [_of_package(plugin, _model(plugin.name, entry)) for plugin, entry in models[0]],
+        "metrics": [_of_package(plugin, _metric(plugin.name, entry)) for plugin, entry in metrics[0]],
     }
-    return rows, [*attacks[1], *defences[1], *models[1]]
+    return rows, [*attacks[1], *defences[1], *models[1], *metrics[1]]
 
 
 def _of_package(plugin: Plugin, row: Row) -> Row:
@@ -138,6 +142,12 @@ def _model(name: str, entry: ModelEntry) -> Row:
 
 def _data() -> list[Row]:
     return [{"name": n, "description": e.description, "citation": e.source} for n, e in DATASETS.items()]
+
+
+def _metric(name: str, entry: Metric) -> Row:
+    better = "higher" if entry.higher_is_better else "lower"
+    legacy = "; of one program, not comparable with others" if entry.legacy else ""
+    return {"name": name, "description": f"{entry.description}; {better} is closer{legacy}", "citation": ""}
 
 
 def _runs() -> list[Row]:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 import typer
 
 from gradveil.cli.index import read_index
-from gradveil.cli.shared_options import own_code
+from gradveil.cli.shared_options import DefenceOption, completed, own_code
 from gradveil.core.errors import GradveilError, fail, refuse
 from gradveil.core.formatting import number, percent, plural
 
@@ -93,11 +93,11 @@ _UTILITIES = {"utility": "first_order_utility", "2nd order": "second_order_utili
 
 
 def bound(
-    name: Annotated[str, typer.Argument(metavar="RUN", help=_BOUND_HELP["run"])],
+    name: Annotated[str, typer.Argument(metavar="RUN", help=_BOUND_HELP["run"], autocompletion=completed("runs"))],
     target_clients: Annotated[
         int | None, typer.Option(help="Number of target clients behind the mean information.")
     ] = None,
-    defence: Annotated[list[str] | None, typer.Option(help="Defence, instead of the file's. Repeatable.")] = None,
+    defence: DefenceOption = None,
     setting: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help=_BOUND_HELP["set"])] = None,
     data_dir: Annotated[Path | None, typer.Option(help=_BOUND_HELP["data"])] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object per defence.")] = False,

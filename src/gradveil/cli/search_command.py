@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from gradveil.cli.index import read_index
-from gradveil.cli.shared_options import again, own_code
+from gradveil.cli.shared_options import again, completed, own_code
 
 NOTHING_FOUND = 1
 """Exit code if no policy passes, or the best is no better than no transform."""
@@ -37,7 +37,7 @@ def searches() -> None:
 
 
 def ats(
-    name: Annotated[str, typer.Argument(metavar="RUN", help=_HELP["run"])],
+    name: Annotated[str, typer.Argument(metavar="RUN", help=_HELP["run"], autocompletion=completed("runs"))],
     count: Annotated[int, typer.Option("--candidates", min=2, help=_HELP["candidates"])] = 400,
     images: Annotated[int, typer.Option(min=read_index()["options"]["images"], help=_HELP["images"])] = 64,
     least: Annotated[float | None, typer.Option(help=_HELP["least"])] = None,

@@ -126,6 +126,35 @@ JunitOption = Annotated[
 """`--junit`."""
 
 
+def completed(kind: str) -> Callable[[str], list[tuple[str, str]]]:
+    """Return what completes the values of an option: the names of a kind in the index, with their descriptions."""
+
+    def complete(incomplete: str) -> list[tuple[str, str]]:
+        rows = read_index()["listed"][kind]
+        names = [(row["name"], row["description"]) for row in rows]
+        if kind == "attacks":
+            names += [("adaptive", "the attacks on each defence"), ("malicious", "servers that change the model")]
+        if kind == "runs":
+            names += [
+                (str(path), "run file") for path in sorted(Path().glob("*.toml")) if path.name != "pyproject.toml"
+            ]
+        return [(name, about) for name, about in names if name.startswith(incomplete)]
+
+    return complete
+
+
+AttackOption = Annotated[
+    list[str] | None,
+    typer.Option(help="Attack, instead of the file's. Repeatable.", autocompletion=completed("attacks")),
+]
+"""`--attack`."""
+DefenceOption = Annotated[
+    list[str] | None,
+    typer.Option(help="Defence, instead of the file's. Repeatable.", autocompletion=completed("defences")),
+]
+"""`--defence`."""
+
+
 class Detail(NamedTuple):
     """The amount of detail in printed results."""
 

@@ -10,7 +10,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from gradveil.cli.shared_options import AddressOption, Engine, EngineOption, Place, again, own_code
+from gradveil.cli.shared_options import (
+    AddressOption,
+    DefenceOption,
+    Engine,
+    EngineOption,
+    Place,
+    again,
+    completed,
+    own_code,
+)
 from gradveil.core.errors import Problem, refuse
 
 if TYPE_CHECKING:
@@ -35,9 +44,9 @@ _HELP = {
 
 
 def train(
-    name: Annotated[str, typer.Argument(metavar="RUN", help=_HELP["run"])],
+    name: Annotated[str, typer.Argument(metavar="RUN", help=_HELP["run"], autocompletion=completed("runs"))],
     rounds: Annotated[int | None, typer.Option(min=1, help=_HELP["rounds"])] = None,
-    defence: Annotated[list[str] | None, typer.Option(help="Defence, instead of the file's. Repeatable.")] = None,
+    defence: DefenceOption = None,
     seed: Annotated[list[int] | None, typer.Option(help="Seed, instead of the file's. Repeatable.")] = None,
     setting: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help=_HELP["set"])] = None,
     out: Annotated[Path | None, typer.Option(help=_HELP["out"])] = None,

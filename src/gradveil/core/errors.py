@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 INTERRUPTED = 130
 """Exit code of the command line for Ctrl-C."""
@@ -29,7 +29,7 @@ class Problem:
 
 
 class GradveilError(Exception):
-    """Base of all errors that a user can cause. Holds one or more problems; `str(error)` shows them all.
+    """Base of all errors that a user can cause. Holds one or more problems; `str(error)` shows each, equal ones once.
 
     >>> print(GradveilError(Problem("attack", "unknown name 'idg'", "choose one of: idlg, ig")))
     attack: unknown name 'idg' -> choose one of: idlg, ig
@@ -38,7 +38,28 @@ class GradveilError(Exception):
     def __init__(self, problems: Problem | Iterable[Problem]) -> None:
         """Take one problem or many."""
         self.problems: tuple[Problem, ...] = (problems,) if isinstance(problems, Problem) else tuple(problems)
-        super().__init__("\n".join(str(problem) for problem in self.problems))
+        super().__init__("\n".join(str(problem) for problem in grouped(self.problems)))
+
+
+_NAMED = 3
+"""Places of equal problems that are named; so many are shown one by one."""
+
+
+def grouped(problems: Iterable[Problem]) -> list[Problem]:
+    """Put many problems that differ in nothing but their place into one, which names the first places.
+
+    >>> [str(each) for each in grouped(Problem(f"layer{i}", "changes in every pass", "replace it") for i in range(5))]
+    ['layer0, layer1, layer2 and 2 more: changes in every pass -> replace it']
+    """
+    groups: dict[tuple[str, str, str], list[Problem]] = {}
+    for problem in problems:
+        groups.setdefault((problem.what, problem.remedy, problem.severity), []).append(problem)
+    return [each for group in groups.values() for each in (group if len(group) <= _NAMED else [_as_one(group)])]
+
+
+def _as_one(group: Sequence[Problem]) -> Problem:
+    places = [problem.where for problem in group]
+    return replace(group[0], where=f"{', '.join(places[:_NAMED])} and {len(places) - _NAMED} more")
 
 
 FOREIGN = (Exception,)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from difflib import get_close_matches
 
 DASH = "–"
 """Text for a missing number."""
@@ -93,3 +94,14 @@ def plural(count: int, noun: str) -> str:
     ('1 image', '12 images')
     """
     return f"{count:,} {noun}" + ("" if count == 1 else "s")
+
+
+def suggestion(name: str, known: Iterable[str], command: str) -> str:
+    """Suggest at most three names like an unknown one, and the command that lists all.
+
+    >>> suggestion("cdai", ["cdia", "ig"], "gradveil list attacks")
+    "did you mean 'cdia'? All are listed by `gradveil list attacks`"
+    """
+    near = [f"'{each}'" for each in get_close_matches(name, list(known), n=3)]
+    hint = f"did you mean {' or '.join(near)}? " if near else ""
+    return f"{hint}All are listed by `{command}`"

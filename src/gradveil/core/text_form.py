@@ -17,6 +17,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from gradveil.core.errors import GradveilError, Problem, refuse
+from gradveil.core.formatting import suggestion
 from gradveil.core.settings import REQUIRED, NamedEntry
 
 _TOKEN = re.compile(
@@ -133,7 +134,7 @@ def _entry(reader: _Reader, head: _Token) -> Any:
         problem = f"'{head.text}' is custom code, which is not run because a text names it"
         reader.refuse(head.at, problem, "import it yourself and pass the object")
         return None
-    name, known = head.text.lower().replace("_", "-"), ", ".join(reader.table)
+    name = head.text.lower().replace("_", "-")
     try:
         if head.kind == "path" and reader.own:
             return reader.own(head.text)
@@ -142,9 +143,8 @@ def _entry(reader: _Reader, head: _Token) -> Any:
         reader.refuse_all(head.at, error)
         return None
     if entry is None:
-        near = get_close_matches(name, reader.table, n=1)
         custom = "; or your own as 'pkg.module:name'" if reader.own else ""
-        remedy = (f"did you mean '{near[0]}'? Known: {known}" if near else f"choose from: {known}") + custom
+        remedy = suggestion(name, reader.table, f"gradveil list {reader.noun}s") + custom
         reader.refuse(head.at, f"unknown {reader.noun} '{head.text}'", remedy)
     return entry
 

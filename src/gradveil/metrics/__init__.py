@@ -5,7 +5,9 @@ from collections.abc import Callable
 from difflib import get_close_matches
 from typing import Any, Literal, NamedTuple
 
-from gradveil.core.errors import fail
+from torch import Tensor
+
+from gradveil.core.errors import FOREIGN, fail
 from gradveil.core.plugins import Catalogue, Plugin
 from gradveil.core.user_code import imported
 from gradveil.metrics import image_similarity, label_scores, update_cost
@@ -113,6 +115,23 @@ def metric(name: str) -> Metric:
     return ALL_METRICS[name]
 
 
+def scored(name: str, candidate: Tensor, truth: Tensor) -> Tensor | str:
+    """Score images [V, B, C, H, W] with a metric of this name, one score [V, B] for each; or return why there is none.
+
+    A metric may be custom code: it gets copies, and what goes wrong in it costs its own score alone.
+    """
+    try:
+        values: Any = metric(name).function(candidate.clone(), truth.clone())
+    except FOREIGN as error:
+        return f"it raised {type(error).__name__}: {error}"
+    if isinstance(values, Missing):
+        return values.reason
+    if not isinstance(values, Tensor) or values.shape != truth.shape[:2]:
+        returned = tuple(values.shape) if isinstance(values, Tensor) else type(values).__name__
+        return f"it returned {returned}, and one score for each example is {tuple(truth.shape[:2])}"
+    return values
+
+
 __all__ = [
     "ALL_METRICS",
     "METRICS",
@@ -138,6 +157,7 @@ __all__ = [
     "rank",
     "relative_distance",
     "risk",
+    "scored",
     "ssim",
     "ssim_pairs",
     "ssim_rescaled",

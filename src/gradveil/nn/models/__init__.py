@@ -12,6 +12,7 @@ import torch
 from torch import Generator, nn
 
 from gradveil.core.errors import FOREIGN, GradveilError, Problem, fail, refuse
+from gradveil.core.formatting import suggestion
 from gradveil.core.plugins import Catalogue, Plugin
 from gradveil.core.user_code import imported
 from gradveil.nn.initial_weights import drawing_from, initialise
@@ -102,9 +103,7 @@ def build(name: str, *, channels: int, size: int, classes: int, generator: Gener
         )
     entry = MODELS.get(name)
     if entry is None:
-        near = get_close_matches(name, ALL_MODELS, n=1)
-        hint = f"did you mean '{near[0]}'? " if near else ""
-        remedy = f"{hint}choose one of: {', '.join(ALL_MODELS)}; or give your own as 'pkg.module:factory'"
+        remedy = f"{suggestion(name, ALL_MODELS, 'gradveil list models')}; or give your own as 'pkg.module:factory'"
         refuse([*problems, Problem("model.name", f"unknown model '{name}'", remedy)])
     assert entry is not None
     refuse([*problems, *_unknown(options, set(entry.defaults) - set(sizes)), *_wrong(options, entry.defaults)])
