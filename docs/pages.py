@@ -227,7 +227,13 @@ def fields(scope: ast.ClassDef) -> Iterator[tuple[str, str, str, str]]:
         if isinstance(node, ast.AnnAssign) and target(node)[0] != "model_config":
             value = ast.unparse(node.value) if node.value else "required"
             inner = re.fullmatch(r"Field\(default(?:_factory)?=(.*)\)", value)
-            default = {"dict": "{}", "None": "–"}.get(inner[1] if inner else value, inner[1] if inner else value)
+            default = {
+                "dict": "{}",
+                "None": "–",
+                "[ClientConfig()]": "–",
+                "PartitionConfig()": "–",
+                "ServerConfig()": "–",
+            }.get(inner[1] if inner else value, inner[1] if inner else value)
             help = ""
             if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant):
                 help = str(after.value.value)
@@ -270,7 +276,7 @@ def allowed(node: ast.expr) -> str:
             limits = [f"{LIMITS[k.arg]} {ast.unparse(k.value)}" for k in field.keywords if k.arg in LIMITS]
             return " ".join([allowed(inner), *limits])
         case ast.Subscript(value=ast.Name("list"), slice=inner):
-            return f"list of {allowed(inner)}"
+            return f"list of {allowed(inner).replace('table', 'tables').replace('number', 'numbers')}"
         case ast.Subscript(value=ast.Name("dict")):
             return "table"
         case ast.Name(name) if name.endswith(("Config", "Plan")):
