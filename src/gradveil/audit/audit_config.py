@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from gradveil.core.formatting import plural
 from gradveil.federated.training_config import (
@@ -88,7 +88,9 @@ class PrivacyConfig(Section):
         return Participation(**self.model_dump())
 
 
-BUDGET = r"^\s*\d+(\.\d+)?\s*[smh]?\s*$"
+AUTO = "auto"
+"""The budget that is the default from Python and for custom models: a few minutes for the whole run."""
+BUDGET = rf"^\s*({AUTO}|\d+(\.\d+)?\s*[smh]?)\s*$"
 """How a budget is written."""
 
 
@@ -167,7 +169,8 @@ class RunConfig(Section):
     restarts: Count | None = None
     """Restarts of every attack that does not set its own."""
     budget: Annotated[str, Field(pattern=BUDGET)] | None = None
-    """Budget of all attacks on one defence together: target-iterations (64000) or time (90s, 10m, 2h)."""
+    """Budget of all attacks on one defence together: target-iterations (64000) or time (90s, 10m, 2h). `auto`: a few
+    minutes for the whole run, spent by attacks that set no iterations of their own; `none`: no limit."""
     privacy: PrivacyConfig | None = None
     """The planned training, for the ε of `dp`, `fed-cdp` and `user-dp` in the report."""
     observed: ObservedConfig | None = None
@@ -188,6 +191,11 @@ class RunConfig(Section):
     def stages(self) -> list[int | None]:
         """The rounds of the training after which clients are attacked; None stands for no training."""
         return [*self.train.stages] if self.train else [None]
+
+    @field_validator("budget", mode="before")
+    @classmethod
+    def _no_budget(cls, value: Any) -> Any:
+        return None if isinstance(value, str) and value.strip().lower() == "none" else value
 
     @model_validator(mode="before")
     @classmethod
