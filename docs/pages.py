@@ -57,6 +57,7 @@ def written(entry: dict[str, Any], docs: Path) -> dict[str, Any]:
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the pages of the code, and a page with its pictures for each notebook."""
+    files.append(File.generated(config, "colours.css", content=colours()))
     for face in FACES:
         files.append(File.generated(config, page_of(face), content=api(face)))
     for file in [file for file in files if file.src_uri.endswith(".ipynb")]:
@@ -73,6 +74,35 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
     """Put tables where a page asks for them, and let links to notebooks lead to their pages."""
     filled = re.sub(r"<!-- table: ([\w-]+) -->", lambda asked: TABLES[asked[1]](), markdown)
     return re.sub(r"\]\(([\w./-]+)\.ipynb(#[\w-]+)?\)", r"](\1.md\2)", filled)
+
+
+COLOURS = {
+    "default-bg-color": "bg",
+    "default-fg-color": "ink",
+    "default-fg-color--light": "soft",
+    "default-fg-color--lighter": "faint",
+    "default-fg-color--lightest": "line",
+    "code-bg-color": "sunk",
+    "code-fg-color": "ink",
+    "typeset-a-color": "accent",
+    "accent-fg-color": "not-broken",
+    "primary-fg-color": "accent",
+}
+"""The colours of the site, and the variables of the report that they are."""
+
+
+def colours() -> str:
+    """Write the palette and the fonts of the report as variables of the site's theme."""
+    style = (SRC / "gradveil/report/templates/style.css").read_text(encoding="utf-8")
+    pairs = {name: pair for name, *pair in re.findall(r"--([\w-]+): light-dark\((#\w+), (#\w+)\)", style)}
+    fonts = dict(re.findall(r"--(serif|sans): ([^;]+);", style))
+    schemes = [f":root {{ --md-text-font: {fonts['sans']}; --gradveil-heading: {fonts['serif']}; }}"]
+    for place, scheme in enumerate(("default", "slate")):
+        lines = [f"  --md-{ours}: {pairs[theirs][place]};" for ours, theirs in COLOURS.items()]
+        if scheme == "slate":  # a bar in a light accent would dazzle
+            lines[-1] = f"  --md-primary-fg-color: {pairs['sunk'][place]};"
+        schemes.append(f'[data-md-color-scheme="{scheme}"] {{\n' + "\n".join(lines) + "\n}")
+    return "\n".join(schemes) + "\n"
 
 
 def notebook(path: Path) -> tuple[str, dict[str, bytes]]:
@@ -227,7 +257,13 @@ def fields(scope: ast.ClassDef) -> Iterator[tuple[str, str, str, str]]:
         if isinstance(node, ast.AnnAssign) and target(node)[0] != "model_config":
             value = ast.unparse(node.value) if node.value else "required"
             inner = re.fullmatch(r"Field\(default(?:_factory)?=(.*)\)", value)
-            default = {"dict": "{}", "None": "–"}.get(inner[1] if inner else value, inner[1] if inner else value)
+            default = {
+                "dict": "{}",
+                "None": "–",
+                "[ClientConfig()]": "–",
+                "PartitionConfig()": "–",
+                "ServerConfig()": "–",
+            }.get(inner[1] if inner else value, inner[1] if inner else value)
             help = ""
             if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant):
                 help = str(after.value.value)
@@ -270,7 +306,7 @@ def allowed(node: ast.expr) -> str:
             limits = [f"{LIMITS[k.arg]} {ast.unparse(k.value)}" for k in field.keywords if k.arg in LIMITS]
             return " ".join([allowed(inner), *limits])
         case ast.Subscript(value=ast.Name("list"), slice=inner):
-            return f"list of {allowed(inner)}"
+            return f"list of {allowed(inner).replace('table', 'tables').replace('number', 'numbers')}"
         case ast.Subscript(value=ast.Name("dict")):
             return "table"
         case ast.Name(name) if name.endswith(("Config", "Plan")):

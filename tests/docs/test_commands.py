@@ -73,8 +73,8 @@ def fenced(page: Path, *languages: str) -> list[tuple[str, str]]:
 def commands(page: Path) -> list[str]:
     """Return the commands of a page, without comments.
 
-    >>> commands(ROOT / "docs/how-to/speed-up.md")[0]
-    'gradveil audit digits --target-clients 8 --iterations 300 --out runs/quick'
+    >>> commands(ROOT / "docs/how-to/run-on-gpu.md")[0]
+    'gradveil audit digits --device cuda --out runs/gpu'
     """
     lines = "\n".join(block for _, block in fenced(page, "console")).replace("\\\n", " ").splitlines()
     typed = [re.sub(r"\s+# .*$", "", line.removeprefix("$ ")) for line in lines if line.startswith("$ ")]
@@ -94,6 +94,7 @@ def reason(page: Path, command: str) -> str | None:
 
 def shortened(words: list[str]) -> list[str]:
     """Let a command take seconds: few iterations, clients, rounds and candidates."""
+    words = ["cdia" if word == "adaptive" else word for word in words]  # of the attacks that it expands to, one
     few = {"--iterations": "2", "--rounds": "1", "--target-clients": "2", "--budget": "30", "--candidates": "8"}
     for place, word in enumerate(words[:-1]):
         words[place + 1] = few.get(word, words[place + 1])
@@ -157,7 +158,7 @@ def needed_runs(page: Path) -> list[str]:
     """Name the commands that make the runs which a page takes for granted."""
     text = "\n".join(commands(page))
     needed = {
-        "seen": "train digits --rounds 1 --record seen --record-round 1 --defence none --set clients=2 --out r",
+        "seen": "train digits --rounds 1 --defence none --set local= --set batch=4 --record seen --out r",
         "runs/study ": "audit study.toml --out runs/study",
     }
     return [command for name, command in needed.items() if name in f"{text} " and f"--record {name}" not in text]

@@ -116,12 +116,8 @@ def test_a_notebook_becomes_a_page_with_pictures(hook):
     assert all(f"]({name})" in text and content.startswith(b"\x89PNG") for name, content in pictures.items())
 
 
-@pytest.mark.parametrize(("scheme", "place"), [("default", 0), ("slate", 1)])
-def test_site_has_the_colours_of_the_report(scheme, place):
-    css = (ROOT / "src/gradveil/report/templates/style.css").read_text("utf-8")
-    report = {name: pair for name, *pair in re.findall(r"--(\w+): light-dark\((#\w+), (#\w+)\)", css)}
-    site = (DOCS / "extra.css").read_text("utf-8").partition(f'"{scheme}"')[2].partition("}")[0]
-    names = {"default-bg-color": "bg", "default-fg-color": "ink", "default-fg-color--light": "soft"}
-    names |= {"default-fg-color--lightest": "line", "code-bg-color": "sunk", "typeset-a-color": "accent"}
-    colours = dict(re.findall(r"--md-([\w-]+): (#\w+);", site))
-    assert {name: colours[name] for name in names} == {name: report[same][place] for name, same in names.items()}
+def test_site_has_the_colours_and_fonts_of_the_report(hook):
+    report = (ROOT / "src/gradveil/report/templates/style.css").read_text("utf-8")
+    light, dark = re.search(r"--bg: light-dark\((#\w+), (#\w+)\)", report).groups()
+    assert re.findall(r"--md-default-bg-color: (#\w+);", hook.colours()) == [light, dark]
+    assert re.search(r"--sans: ([^;]+);", report)[1] in hook.colours()
