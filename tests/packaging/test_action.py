@@ -35,7 +35,7 @@ def test_every_input_is_used_and_every_one_of_the_example_exists() -> None:
 
 
 def test_the_page_shows_the_example() -> None:
-    page = (ROOT / "docs/how-to/gate-in-ci.md").read_text("utf-8")
+    page = (ROOT / "docs/how-to/gate-ci.md").read_text("utf-8")
     (block,) = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
     assert block in (ROOT / "examples/github-workflow.yml").read_text("utf-8")
 

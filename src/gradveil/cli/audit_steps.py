@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,9 +14,9 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from gradveil.audit.attack_selection import is_adaptive, trials
+from gradveil.audit.attack_selection import auto_budget, is_adaptive, trials
 from gradveil.audit.audit_config import RunConfig
-from gradveil.audit.audit_run import describe, run, site
+from gradveil.audit.audit_run import describe, run, site, title
 from gradveil.audit.display import Screen
 from gradveil.audit.experiment import Experiment
 from gradveil.audit.findings import findings
@@ -86,6 +86,8 @@ def read_config(
             raise fail(
                 "observed", "does not go with a training: those updates were made elsewhere", "leave out --train"
             )
+        if ":" in config.model.name and "budget" not in config.model_fields_set:  # a custom model, of unknown cost
+            return config.model_copy(update={"budget": auto_budget(config.attacks, config.iterations)})
         return config
     if observed is None:
         remedy = "name a run file or a bundled run: gradveil audit faces; or add --observed DIR"
@@ -95,17 +97,14 @@ def read_config(
 
 
 def open_run(config: RunConfig, folder: Path, data_dir: Path | None) -> tuple[Experiment, list[str]]:
-    """Open the experiment, print the attacks added to it, and return its warnings."""
+    """Open the experiment, print the attacks added to it, and return its warnings, which the results list."""
     console = Console(stderr=True, soft_wrap=True, markup=False)
     experiment = open_experiment(config, data_dir, trained=folder / TRAINING)
     if any(is_adaptive(text) for text in config.attacks):
         experiment, added = widened(experiment)
         for line in added:
             console.print(Text(line))
-    warnings = [str(problem) for problem in closed_forms(experiment)]
-    for warning in warnings:
-        console.print(Text(f"warning: {warning}", style="yellow"))
-    return experiment, warnings
+    return experiment, [str(problem) for problem in closed_forms(experiment)]
 
 
 def run_trials(
@@ -132,7 +131,7 @@ def run_trials(
             share = store.info()["share"]
             at = place.schedule(count)
             _train(experiment, folder / TRAINING, data_dir, at, command)
-            with Screen(Console(stderr=True, markup=False)) as screen:
+            with Screen(Console(stderr=True, markup=False), title(experiment)) as screen:
                 run(experiment, store, screen, share, at(site(experiment, data_dir)))
     except KeyboardInterrupt:
         finished = f"Finished trials are kept in {folder}." if (folder / "run.json").is_file() else "Nothing was lost."
@@ -168,11 +167,13 @@ def command_of(name: str | None, overrides: dict[str, Any], settings: Sequence[s
     return shlex.join([*words, *flags])
 
 
-def show_trials(trials: Sequence[Trial], config: RunConfig, as_json: bool, folder: Path, shown: Detail) -> None:
+def show_trials(trials: Sequence[Trial], info: Mapping[str, Any], as_json: bool, folder: Path, shown: Detail) -> None:
     """Print the results as text or JSON."""
     if not trials:
         raise fail("audit", "has no results", "run it again")
     if as_json:
         typer.echo(json.dumps(as_object([findings(trials)]), indent=1))
+        for warning in info["warnings"]:
+            typer.echo(f"warning: {warning}", err=True)
     else:
-        show_outcome(findings(trials), config.resolved(), folder, shown)
+        show_outcome(findings(trials), info, folder, shown, ran=True)
