@@ -170,7 +170,7 @@ def test_selection_without_a_trial_is_rejected(tmp_path: Path) -> None:
 def test_missing_extra_names_the_command(audit: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert command(["figure", str(audit)]) == 2
-    assert "pip install 'gradveil[plot]'" in capsys.readouterr().err
+    assert 'pip install "gradveil[plot]"' in capsys.readouterr().err
 
 
 def test_command_writes_the_file(audit: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,14 +9,13 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from gradveil.core.errors import Problem
+from gradveil.core.extras import install
 from gradveil.core.release import __version__
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-NEED = "pip install 'gradveil[plot]'"
-"""The command that installs matplotlib."""
 COLOURS = ("#000000", "#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7F7F7F")
 """The palette of Okabe and Ito, darkest first, grey instead of its yellow, which is too light for lines."""
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">", "p", "h")
@@ -34,7 +33,7 @@ def missing_extra() -> Iterator[Problem]:
     try:
         import matplotlib  # noqa: F401
     except ImportError:
-        yield Problem("matplotlib", "is not installed, and figures are drawn with it", NEED)
+        yield Problem("matplotlib", "is not installed, and figures are drawn with it", install("plot"))
 
 
 @contextmanager
