@@ -10,7 +10,8 @@ RUN pip install --no-cache-dir -c /src/constraints.txt ${TORCH_ARGS} torch
 
 COPY pyproject.toml README.md LICENSE /src/
 COPY src /src/src
-RUN pip install --no-cache-dir -c /src/constraints.txt "/src[demo]" && rm -r /src
+RUN pip install --no-cache-dir -c /src/constraints.txt "/src[demo]" \
+    && rm -r /src && mkdir -m 1777 /audit
 
 # Any user may run it (-u): torch and others ask for a name and a home.
 ENV HOME=/audit USER=gradveil

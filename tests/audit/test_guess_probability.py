@@ -12,6 +12,7 @@ from gradveil.audit import baselines as module
 from gradveil.audit.baselines import Gallery, Guessing
 from gradveil.data import Dataset, load
 from gradveil.metrics import ssim, ssim_pairs
+from gradveil.spaces import ImageSpace
 
 
 def few(count: int = 12) -> Dataset:
@@ -146,3 +147,12 @@ def test_a_batch_of_guesses_at_its_easiest_class_passes_for_no_more_than_expecte
         assert hit == labels.count(0)
         assert sum(chance.share for chance in guessing.of_batch(labels)) >= hit - 1e-6
         assert sum(chance.share for chance in guessing.of_batch(labels)) <= hit + 1
+
+
+def test_mean_guess_is_exactly_the_mean_of_the_other_images() -> None:
+    views = 0.2 + 0.6 * torch.rand(4, 1, 3, 3, generator=torch.Generator().manual_seed(0))
+    plain, raised, *_ = ImageSpace((1, 3, 3)).guesses(views, tested=2)
+    others = torch.stack([views[1:].mean(0), views[[0, 2, 3]].mean(0)])
+    torch.testing.assert_close(plain, others)
+    torch.testing.assert_close(raised.mean((1, 2, 3)), others.mean((1, 2, 3)))
+    assert (raised.flatten(1).std(1) > plain.flatten(1).std(1)).all()

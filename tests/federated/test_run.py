@@ -2,6 +2,7 @@
 
 import json
 import re
+import sys
 from dataclasses import replace
 
 import pytest
@@ -198,6 +199,15 @@ def test_rounds_that_were_trained_count_for_the_epsilon_where_fewer_are_asked_fo
     assert (asked_for_one["rounds"], seen) == (2, [])
     assert asked_for_one["epsilon"] == after_two["epsilon"]
     assert asked_for_one["guarantee"] == after_two["guarantee"]
+
+
+def test_training_without_an_accountant_fails_before_its_first_round(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "dp_accounting", None)
+    private = {"defences": ["none", "dp(clip=1, sigma=17)"]}
+    summaries, seen = trained(tmp_path / "a", open_setting(config(rounds=1, **private)))
+    assert [row["status"] for row in summaries] == ["finished", "failed"]
+    assert seen == [("none", 1)]
+    assert 'pip install "gradveil[dp]"' in summaries[1]["failed"]
 
 
 def test_who_stops_earlier_than_was_planned_has_no_smaller_epsilon(tmp_path):

@@ -9,10 +9,13 @@ from torch.nn import functional as F
 
 from gradveil.core.errors import GradveilError
 from gradveil.core.noise import Key
+from gradveil.core.types import Batch
 from gradveil.nn.check.static import layer_problems
 from gradveil.nn.normalisation import BatchStatistics, FrozenNorm, InstanceNorm, LayerNorm
 from gradveil.nn.stochastic import model_noise, noise_names
 from gradveil.nn.surgery import (
+    TOLERANCE_DOUBLE,
+    Comparison,
     prepare,
     remove_inplace,
     replace_activations,
@@ -178,3 +181,15 @@ BAD = [
 def test_impossible_surgeries_are_explained(surgery, message: str) -> None:
     with pytest.raises(GradveilError, match=message):
         surgery()
+
+
+@pytest.mark.parametrize(("times", "noticed"), [(0.5, False), (2.0, True)])
+def test_difference_beyond_rounding_is_noticed(times: float, noticed: bool) -> None:
+    before = filled(nn.Linear(5, 3, bias=False)).double()
+    after = deepcopy(before)
+    after.weight.data *= 1 + times * TOLERANCE_DOUBLE
+    batch = Batch(torch.rand(2, 5, generator=torch.Generator().manual_seed(0)), torch.zeros(2, dtype=torch.long))
+    found = Comparison(batch, lambda outputs, _: outputs.sum(1)).difference(before, after)
+    assert (found is not None) == noticed
+    if noticed:
+        assert found == "a difference of 0.002% in the outputs"

@@ -218,6 +218,7 @@ def working(setting: TrainingSetting, recorder: UpdateRecorder | None = None) ->
             federation = replace(federation, recorder=_configured(recorder, trial, config, federation))
         standing = going_on(standing, config.rounds) or begun(setting, trial, federation)
         standing = replace(standing, planned=max(standing.planned, config.rounds))
+        facts(federation, config, standing)  # a missing accountant, say, must not fail after the last round
         standing = train(federation, config.rounds, standing, keep)
         return Parcel(summarise(trial, standing, facts(federation, config, standing)))
 
