@@ -76,8 +76,8 @@ def pruned(client: Client, fresh: bool) -> dict[str, float] | None:
     """Return what is known of how much this client's pruning leaves out, None where it does not prune, or not alone.
 
     `fresh` says that no round came before: from then on error feedback sends what was left out earlier, too. Of dual
-    pruning `gamma_1_assumed` is the lower bound of gamma_1 that the paper prints, `least` our sharper one; both hold for
-    shares that come out whole.
+    pruning `gamma_1_assumed` is the lower bound of gamma_1 that the paper prints, `least` our sharper one; both hold
+    for shares that come out whole.
     """
     found = [stage for _, stage in stages(client.send)]
     inner = [stage.inner if isinstance(stage, Feedback) else stage for stage in found]
