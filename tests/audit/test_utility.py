@@ -52,7 +52,7 @@ def test_facts_are_those_of_the_raw_gradient(defence: str):
 def test_it_is_told_where_a_client_prunes_and_does_nothing_else():
     client = CLIENTS["gradient"]
     printed, least = least_gamma(0.05, 0.75)
-    assert pruned(parse("dgp")(client), fresh=False) == {"least": least, "proposition_1": printed}
+    assert pruned(parse("dgp")(client), fresh=False) == {"least": least, "gamma_1_assumed": printed}
     for text in ("prune(0.5)", "topk(0.2)", "dropout + prune(0.5)", "adgp(feedback=false)", "optimal-prune(0.5)"):
         assert pruned(parse(text)(client), fresh=False) == {}, text
     assert pruned(parse("dgp(feedback=true)")(client), fresh=True) is not None
@@ -91,13 +91,13 @@ def test_summary_table_and_verdict_tell_it(tmp_path: Path):
     )
     html = audit_page(found)
     assert html.count("First-order utility: ") == 3
-    told = "of the update's energy (gamma_1; for whole numbers of entries at least 20%, of which Proposition 1 of "
+    told = "of the update's energy (gamma_1; for whole numbers of entries at least 20%, of which Assumption 1 of "
     assert html.count(told + "Xue et al. 2024 says more than 0.0358%)") == 1
     assert html.count("of the update's energy (gamma_1)") == 1
-    assert rows["dgp"]["proposition_1"] == pytest.approx(3.583e-4, rel=1e-3)
-    assert rows["dgp"]["proposition_1"] < rows["dgp"]["gamma_1_least"] == pytest.approx(0.2)
-    assert rows["prune(0.5)"]["proposition_1"] is None
-    assert {"proposition_1", "gamma_1_least"} <= {*head}
+    assert rows["dgp"]["gamma_1_assumed"] == pytest.approx(3.583e-4, rel=1e-3)
+    assert rows["dgp"]["gamma_1_assumed"] < rows["dgp"]["gamma_1_least"] == pytest.approx(0.2)
+    assert rows["prune(0.5)"]["gamma_1_assumed"] is None
+    assert {"gamma_1_assumed", "gamma_1_least"} <= {*head}
     assert all(f'data-key="{key}"' in html for key in ("first_order_utility", "gamma_1", "cosine_worst"))
 
 

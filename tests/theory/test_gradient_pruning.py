@@ -109,7 +109,7 @@ def real(number: int):
 
 
 @pytest.mark.parametrize(("top", "bottom"), [*SETTINGS, (0.02, 0.4), (0.24, 0.72), (0.01, 0.95)])
-def test_every_gamma_lies_where_proposition_1_says_and_above_the_sharper_bound(top: float, bottom: float):
+def test_every_gamma_lies_where_assumption_1_says_and_above_the_sharper_bound(top: float, bottom: float):
     printed, largest = least_gamma(top, bottom)
     assert printed < largest
     drawn = [update(number, power) for number in range(8) for power in (0.0, 0.3, 1.0, 2.0, 8.0)]
@@ -130,7 +130,7 @@ def test_the_printed_bound_says_next_to_nothing():
         assert printed > 0 or top == 0 or bottom == 0
 
 
-def test_where_proposition_1_fails():
+def test_where_assumption_1_fails():
     """Of small layers nothing goes; of one entry alone, which is the largest, all."""
     small = {"w": torch.ones(3, dtype=torch.float64), "b": -torch.ones(1, dtype=torch.float64)}
     assert float(gamma(small, pruned(small, 0.05, 0.3))) == 0 < least_gamma(0.05, 0.3)[0]

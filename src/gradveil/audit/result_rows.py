@@ -21,8 +21,8 @@ def summarise(trial: Trial) -> dict[str, Any]:
     Rates count images; means are over images; `seconds` is the attack's working time, summed over processes; an
     unfinished trial has None. `accuracy` is the model's after `trained` rounds of training, `final_accuracy` that at
     the end, `client_seconds` what one update takes, `round_*` what a round costs. Of pruning
-    alone, `gamma_1` is the share of the update's energy left out, `proposition_1` and `gamma_1_least` what dual pruning
-    leaves out at least (the paper's and the sharper bound), `cosine_*` how far a perfect match is off.
+    alone, `gamma_1` is the share of the update's energy left out, `gamma_1_assumed` and `gamma_1_least` what dual
+    pruning leaves out at least (the paper's and the sharper bound), `cosine_*` how far a perfect match is off.
     """
     info, records = trial.info, trial.records
     keys = ("trial", "model", "data", "seed", "round", "trained", "client", "defence", "attack")
@@ -54,7 +54,7 @@ def summarise(trial: Trial) -> dict[str, Any]:
         "second_order_utility": info.get("second_order_utility"),
         "gamma_1": pruned.get("gamma"),
         "gamma_1_least": pruned.get("least"),
-        "proposition_1": pruned.get("proposition_1"),
+        "gamma_1_assumed": pruned.get("gamma_1_assumed"),
         "cosine_promised": pruned.get("promised"),
         "cosine_worst": pruned.get("worst"),
         "bytes_sent": info.get("bytes_sent"),

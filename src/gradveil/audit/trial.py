@@ -76,8 +76,8 @@ def pruned(client: Client, fresh: bool) -> dict[str, float] | None:
     """Return what is known of how much this client's pruning leaves out, None where it does not prune, or not alone.
 
     `fresh` says that no round came before: from then on error feedback sends what was left out earlier, too. Of dual
-    pruning `proposition_1` is the lower bound of gamma_1 that the paper prints, `least` our sharper one; both hold for
-    shares that come out whole.
+    pruning `gamma_1_assumed` is the lower bound of gamma_1 that the paper prints, `least` our sharper one; both hold
+    for shares that come out whole.
     """
     found = [stage for _, stage in stages(client.send)]
     inner = [stage.inner if isinstance(stage, Feedback) else stage for stage in found]
@@ -90,7 +90,7 @@ def pruned(client: Client, fresh: bool) -> dict[str, float] | None:
         return None
     if len(inner) == 1 and isinstance(inner[0], Dual):
         printed, least = least_gamma(inner[0].top, inner[0].bottom)
-        return {"least": least, "proposition_1": printed}
+        return {"least": least, "gamma_1_assumed": printed}
     return {}
 
 

@@ -34,11 +34,11 @@ def gamma(update: Mapping[str, Tensor], sent: Mapping[str, Tensor]) -> Tensor:
 
 
 def least_gamma(top: float, bottom: float) -> tuple[float, float]:
-    """Return two lower bounds of gamma_1 for dual pruning: that of Proposition 1, and the tight one.
+    """Return two lower bounds of gamma_1 for dual pruning: that of Assumption 1, and the tight one.
 
-    Proposition 1: (1 - sqrt(1 - k1 k2))^2 < gamma_1 < 1 for the shares k1 = `top` and k2 = `bottom`. The tight bound:
+    Assumption 1: (1 - sqrt(1 - k1 k2))^2 < gamma_1 < 1 for the shares k1 = `top` and k2 = `bottom`. The tight bound:
     the largest entries are no smaller than the middle ones, so gamma_1 >= k1 / (1 - k2), with equality if the bottom is
-    zero and all else equal. It implies Proposition 1 for k1 > 0, whose bound is never above 1.8 %, as k1 k2 is at most
+    zero and all else equal. It implies Assumption 1 for k1 > 0, whose bound is never above 1.8 %, as k1 k2 is at most
     1/4. Both assume that k1 P and k2 P are whole numbers: a small layer with floor(k1 P) = floor(k2 P) = 0 loses
     nothing. gamma_1 = 1 if all kept entries are zero.
 
