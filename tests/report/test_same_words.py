@@ -107,7 +107,7 @@ def test_every_surface_shows_the_same_verdicts(folder: Path, capsys: pytest.Capt
 
     page = read(write_report(folder).read_text("utf-8")).text
     assert SENTENCE in page
-    result = Result(load_run(folder).trials, folder, lambda _, out: out, {})
+    result = Result(load_run(folder).trials, folder, lambda _, out: out, lambda *_: None, {})
     assert result.verdict == SENTENCE
     assert {verdict.defence: verdict.level for verdict in result.verdicts} == {"none": "broken", **levels}
     assert str(result).startswith(f"Verdict: {SENTENCE[:60]}")
