@@ -116,7 +116,7 @@ BAD_EXPERIMENTS: list[tuple[dict[str, Any], str, str, str]] = [
     ({"model": {"name": "no_such_module:net"}}, "model no_such_module:net", "there is no module", "PYTHONPATH"),
     ({"client": {"trainable": ["tail.*"]}}, "defences[0] 'none', client", "matches no parameter", "parameters: "),
     ({"data": {"name": "patches"}, "client": {"local": LOCAL}}, "client.local", "mean nothing", "choose data"),
-    ({"data": {"name": "parquet:nowhere"}}, "data: nowhere", "is not available", "check the path"),
+    ({"data": {"name": "parquet:nowhere"}}, "data: nowhere", "is not there", "check the path"),
 ]
 
 
