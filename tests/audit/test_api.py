@@ -139,7 +139,7 @@ def test_all_problems_are_raised_at_once() -> None:
     ("change", "said"),
     [
         ({"batch": (torch.zeros(2, 1, 16, 16), torch.tensor([0, 9]))}, "beyond 2: 9"),
-        ({"batch": (torch.rand(2, 3, 16, 16), torch.tensor([0, 1]))}, "number of channels"),
+        ({"batch": (torch.rand(2, 3, 16, 16), torch.tensor([0, 1]))}, "channels"),
         ({"batch": (torch.rand(2, 16), torch.tensor([0, 1]))}, "inputs of shape"),
         ({"batch": (torch.rand(2, 1, 16, 16).double(), torch.tensor([0, 1]))}, "inputs.to\\(torch.float32\\)"),
         ({"bounds": "unit", "batch": (torch.full((2, 1, 16, 16), 3.0), torch.tensor([0, 1]))}, "outside"),
@@ -166,7 +166,6 @@ def test_all_problems_are_raised_at_once() -> None:
         ({"batch": (torch.rand(2, 1, 16, 16), torch.tensor([0, 1, 2]))}, "batch.targets: has shape \\(3,\\) for 2"),
         ({"batch": (torch.rand(2, 1, 16, 16), torch.eye(3)[:2])}, "targets are torch.float32"),
         ({"batch": (torch.ones(4, 1, 16, 16), torch.tensor([0, 1, 2, 9]))}, "batch.targets: .* beyond 2: 9"),
-        ({"batch": [torch.ones(2, 1, 16, 16), [0, 1]]}, "batch: is list of Tensor, list"),
         ({"attacks": ()}, "are empty"),
         ({"client_batch": 3}, "images"),
         ({"threshold": 2.0}, "threshold"),
@@ -302,12 +301,11 @@ def test_an_attack_that_changes_what_others_count_on_is_told(does: Any, said: st
     assert not any("global generator" in remark for remark in honest.info["remarks"])
 
 
-def test_a_model_that_cannot_be_copied_is_told() -> None:
+def test_a_model_with_a_lock_is_audited_with_copies_that_share_it() -> None:
     model = network()
     model.lock = threading.Lock()
     for prepare in (False, True):
-        with pytest.raises(GradveilError, match="model: cannot be copied: TypeError"):
-            audited(model=model, prepare=prepare)
+        assert audited(model=model, prepare=prepare).trials
 
 
 def test_wrong_arguments_names_and_settings_are_told_together() -> None:
