@@ -20,7 +20,7 @@ from gradveil.cli import main
 from gradveil.cli.app import run
 from gradveil.cli.audit_output import above_table
 from gradveil.core.errors import INTERRUPTED, GradveilError
-from tests.cli.little import audit
+from tests.cli.small_run import audit
 from tests.report.trials import row
 
 
@@ -117,6 +117,35 @@ def test_fail_above_is_a_gate(small: Path, capsys: pytest.CaptureFixture[str]) -
     assert "Weakened by --accept few-images (the measured rate counts" in err
     assert audit("--accept", "few-images") == 2
     assert audit("--out", "bare", "--defence", "none", "--set", "threshold=-0.99", "--fail-above", "0.5") == 3
+
+
+def test_audit_and_summary_write_the_same_files_for_ci(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    files = ["--sarif", "ci.sarif", "--junit", "ci.xml", "--fail-above", "0.5"]
+    assert audit("--set", "threshold=-0.99", *files) == 3
+    cases, (result,) = (
+        (small / "ci.xml").read_text(),
+        json.loads((small / "ci.sarif").read_text())["runs"][0]["results"],
+    )
+    assert 'failures="1" errors="0" skipped="1"' in cases
+    assert result["locations"][0]["physicalLocation"]["artifactLocation"]["uri"] == "small.toml"
+    assert run(["summary", "runs/small", *files]) == 3
+    assert "--fail-above 50%: failed." in capsys.readouterr().err
+    assert (small / "ci.xml").read_text() == cases
+    (again,) = json.loads((small / "ci.sarif").read_text())["runs"][0]["results"]
+    assert again.pop("locations") != result.pop("locations")  # the report, since a summary has no run file
+    assert again == result
+    assert run(["summary", "runs/small", "--junit", "-"]) == 0
+    assert "<testsuites" in capsys.readouterr().out
+    assert run(["summary", "runs/small", "--fail-above", "1"]) == 1
+
+
+@pytest.mark.usefixtures("small")
+def test_files_for_ci_that_cannot_be_written_stop_an_audit_before_it_starts(capsys: pytest.CaptureFixture[str]) -> None:
+    assert audit("--sarif", "nowhere/a.sarif", "--junit", "nowhere/a.xml") == 2
+    err = capsys.readouterr().err
+    assert "--sarif: 'nowhere' is not a folder" in err
+    assert "--junit: 'nowhere' is not a folder" in err
+    assert not Path("runs").exists()
 
 
 def test_trials_above_the_gate_say_where_they_stand() -> None:
