@@ -61,7 +61,9 @@ _REPEATS = 3
 
 def measured(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
     """Return the row of a model."""
-    row = {"model": name, "size": SIZE, "torch": torch.__version__, "library": version(_PACKAGES[name.split(":")[0]])}
+    row: dict[str, Any] = {"model": name, "size": SIZE}
+    row["torch"] = torch.__version__.partition("+")[0]
+    row["library"] = version(_PACKAGES[name.partition(":")[0]])
     generator = torch.Generator().manual_seed(0)
     model = build(name, channels=3, size=SIZE, classes=CLASSES, generator=generator, **options)
     batch = Batch(torch.rand(2, 3, SIZE, SIZE, generator=generator), torch.tensor([0, 1]))
