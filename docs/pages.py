@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import base64
+import csv
 import json
 import re
 import sys
@@ -211,6 +212,24 @@ def models() -> str:
     return table(["model", "architecture", "options", "source"], rows)
 
 
+def mainstream_models() -> str:
+    """List measured image classifiers of large libraries: whether they can be audited, and the time it takes."""
+    with (SRC.parent / "benchmarks/results/mainstream-models.csv").open(encoding="utf-8", newline="") as file:
+        measured = list(csv.DictReader(file))
+    rows = (
+        [
+            f"`{r['model']}`",
+            f"{int(r['parameters']) / 1e6:.1f} M",
+            r["works"],
+            (r["problem"] or r["changes"]).replace("|", "\\|"),
+            r["gradient_s"],
+            r["iteration_s"],
+        ]
+        for r in measured
+    )
+    return table(["model", "parameters", "works", "changes, or the problem", "gradient (s)", "iteration (s)"], rows)
+
+
 def named(kind: str) -> str:
     """List names with their description and source."""
     return table(
@@ -359,6 +378,7 @@ TABLES = {
     "attacks": attacks,
     "defences": defences,
     "models": models,
+    "mainstream-models": mainstream_models,
     "data": lambda: named("data"),
     "runs": lambda: named("runs"),
     "papers": papers,

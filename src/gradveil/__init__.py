@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from gradveil.core.noise import Key
     from gradveil.core.release import __version__
     from gradveil.core.types import Loss
-    from gradveil.data.dataset import Dataset, Splits
+    from gradveil.data.dataset import Splits
+    from gradveil.data.given_examples import Examples
     from gradveil.defences.composition import Defence
     from gradveil.defences.defence_catalogue import parse
     from gradveil.federated.training_api import TrainResult
@@ -63,7 +64,7 @@ __all__ = [
 
 def audit(
     model: nn.Module,
-    batch: tuple[Tensor, Tensor],
+    batch: Examples,
     loss: Loss | None = None,
     defences: Sequence[str | Defence] = ("none",),
     attacks: Sequence[str | Attack] = ("ig",),
@@ -72,7 +73,7 @@ def audit(
     bounds: Literal["unit"] | tuple[float, float] | None = None,
     mean: Sequence[float] | None = None,
     std: Sequence[float] | None = None,
-    public: tuple[Tensor, Tensor] | None = None,
+    public: Examples | None = None,
     seed: int = 0,
     out: Path | str | None = None,
     prepare: bool = False,
@@ -81,19 +82,20 @@ def audit(
 ) -> Result:
     """Attack a model on private examples, once for each defence and attack, and return what came back.
 
-    `batch` is (inputs [N, C, H, W], targets [N] class numbers); every `client_batch` examples are one target client
-    (the last are nobody's where a defence lets other clients speak before a round: `adgp`). `loss` takes (outputs,
-    targets), cross-entropy if none is given. Defences and attacks are texts as on the command line (`"dp(clip=20,
-    sigma=1e-3)"`, `"ig(iterations=500)"`) or objects. Inputs are (pixel - mean) / std with pixels in [0, 1]; without
-    mean and std, `bounds` is the range of the inputs: `"unit"` for [0, 1], a pair, or None to take it from what is
-    given. `public` is (inputs, targets) like the batch's own, none of them in it: for attackers who learn from such
-    data, for defences that use it, and for the guesses that a rate is held against. `out` keeps the run directory, and
-    calling again with the same settings resumes it. `prepare=True` attacks a copy in which what cannot be attacked is
-    replaced: BatchNorm in training mode, hidden dropout, in-place operations. Outputs and gradients are compared before
-    and after on the batch, and a replacement that changes them is rejected by the module's name; every result and the
-    report list what was replaced. `progress` is printed on standard error: None does so on a terminal and in a
-    notebook, True also elsewhere, in plain lines, False never. Further settings are those of a run file: `iterations`,
-    `restarts`, `budget`, `threshold`, `precision`, `device`, `images`, `control`.
+    `batch` is (inputs [N, C, H, W], targets [N] class numbers), as tensors or arrays, a dict of both (`pixel_values`
+    and `labels`, say), a data set or a DataLoader (of which `target_clients=8` clients are read); every `client_batch`
+    examples are one target client (the last are nobody's where a defence lets other clients speak before a round:
+    `adgp`). `loss` takes (outputs, targets), cross-entropy if none is given. Defences and attacks are texts as on the
+    command line (`"dp(clip=20, sigma=1e-3)"`, `"ig(iterations=500)"`) or objects. Inputs are (pixel - mean) / std with
+    pixels in [0, 1]; without mean and std, `bounds` is the range of the inputs: `"unit"` for [0, 1], a pair, or None to
+    take it from what is given. `public` is (inputs, targets) like the batch's own, none of them in it: for attackers
+    who learn from such data, for defences that use it, and for the guesses that a rate is held against. `out` keeps the
+    run directory, and calling again with the same settings resumes it. `prepare=True` attacks a copy in which what
+    cannot be attacked is replaced: BatchNorm in training mode, hidden dropout, fused attention, in-place operations.
+    Outputs and gradients are compared before and after on the batch, and a replacement that changes them is rejected by
+    the module's name; every result and the report list what was replaced. `progress` is printed on standard error: None
+    does so on a terminal and in a notebook, True also elsewhere, in plain lines, False never. Further settings are
+    those of a run file: `iterations`, `restarts`, `budget`, `threshold`, `precision`, `device`, `images`, `control`.
 
     Attacks that set no iterations of their own share about three minutes of computing, over all defences
     (`budget="auto"`); the result says what that left out. `budget="10m"` is a time for each defence, `budget=None` runs
@@ -132,8 +134,8 @@ def audit(
 
 def train(
     model: nn.Module,
-    data: Splits | Dataset | tuple[Tensor, Tensor],
-    test: Dataset | tuple[Tensor, Tensor] | None = None,
+    data: Splits | Examples,
+    test: Examples | None = None,
     *,
     rounds: int,
     clients: int = 10,
@@ -151,13 +153,13 @@ def train(
 ) -> TrainResult:
     """Train a model among clients, once with each defence, and return what that costs in accuracy and bytes.
 
-    `data` is what the clients share and `test` says how good the trained model is: data sets, or tensors (inputs
-    [N, C, H, W], targets [N] class numbers); both at once as `gradveil.data.load` returns them. Every training starts
-    from the model's own weights; the model is left as it is. `local` is the clients' local training (`Local(batch=16,
-    lr=0.1, epochs=1)`), without it each sends one gradient a round. `loss`, `defences`, `mean`, `std`, `bounds`,
-    `prepare`, `out` and `progress` are as for `gradveil.audit`: with `out`, the same call goes on where it stopped.
-    Further settings are those of a run file of `gradveil train`: `participation`, `partition={"kind": "dirichlet"}`,
-    `server={"optimiser": "adam"}`, `validation`, `patience`, `central`, `device`.
+    `data` is what the clients share and `test` says how good the trained model is: data sets, loaders, or (inputs [N,
+    C, H, W], targets [N] class numbers) as for `gradveil.audit`; both at once as `gradveil.data.load` returns them.
+    Every training starts from the model's own weights; the model is left as it is. `local` is the clients' local
+    training (`Local(batch=16, lr=0.1, epochs=1)`), without it each sends one gradient a round. `loss`, `defences`,
+    `mean`, `std`, `bounds`, `prepare`, `out` and `progress` are as for `gradveil.audit`: with `out`, the same call goes
+    on where it stopped. Further settings are those of a run file of `gradveil train`: `participation`,
+    `partition={"kind": "dirichlet"}`, `server={"optimiser": "adam"}`, `validation`, `patience`, `central`, `device`.
 
     The result has `accuracy`, `bytes` (sent in a round) and `curve` (round by round) by defence, `weights(defence)`,
     `report()` and `plot()`. Everything wrong with model, data and names is raised at once, before any round, as a
@@ -200,12 +202,13 @@ def invert(
     bounds: Literal["unit"] | tuple[float, float] | None = None,
     mean: Sequence[float] | None = None,
     std: Sequence[float] | None = None,
-    truth: Tensor | tuple[Tensor, Tensor] | None = None,
+    truth: Tensor | Examples | None = None,
     loss: Loss | None = None,
     defence: str | Defence = "none",
     local: Local | None = None,
-    public: tuple[Tensor, Tensor] | None = None,
+    public: Examples | None = None,
     seed: int = 0,
+    prepare: bool = False,
 ) -> Inverted:
     """Attack one update of a model, and return what it shows of the examples that it was made from.
 
@@ -215,7 +218,7 @@ def invert(
     has the `shape` (channels, height, width), that of the truth or of `model.input_shape`. Inputs are (pixel - mean) /
     std with pixels in [0, 1], or lie in `bounds` ([0, 1] if nothing is said). `defence` is what the update's client has
     (attacks that simulate it are told), `public` examples for attacks that learn from such. `truth`, inputs or (inputs,
-    labels), is only compared with the answer.
+    labels), is only compared with the answer. `prepare=True` attacks a copy of the model, as for `gradveil.audit`.
 
     The result has `images` (pixels), `labels`, the attacker's `objective`, `status`, and with a truth `metrics`.
     """
@@ -240,4 +243,5 @@ def invert(
         local=local,
         public=public,
         seed=seed,
+        prepare=prepare,
     )

@@ -205,7 +205,6 @@ def test_all_problems_are_raised_at_once() -> None:
         ({"batch": (torch.rand(2, 1, 16, 16), torch.tensor([0, 1, 2]))}, "batch.targets: has shape \\(3,\\) for 2"),
         ({"batch": (torch.rand(2, 1, 16, 16), torch.eye(3)[:2])}, "targets are torch.float32"),
         ({"batch": (torch.ones(4, 1, 16, 16), torch.tensor([0, 1, 2, 9]))}, "batch.targets: .* beyond 2: 9"),
-        ({"batch": [torch.ones(2, 1, 16, 16), [0, 1]]}, "batch: is list of Tensor, list"),
         ({"attacks": ()}, "are empty"),
         ({"client_batch": 3}, "images"),
         ({"threshold": 2.0}, "threshold"),

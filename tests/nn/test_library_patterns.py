@@ -229,6 +229,17 @@ def test_stochastic_depth_gets_a_mask_for_each_example(batch: Batch) -> None:
     assert (noise.shape, noise.neutral) == ((3, 1, 1, 1), 0.75)
 
 
+def test_stochastic_depth_that_runs_twice_gets_two_masks(batch: Batch) -> None:
+    ready, _ = prepare(images(Residual(DropPath(0.25), calls=2)), batch=batch)
+    assert check(ready, batch) == []
+    assert model_noise(ready, batch.inputs)["1.drop.mask"].shape == (3, 2, 1, 1, 1)
+    drop, x = ready[1].drop, torch.ones(3, 1, 1, 1)
+    mask = torch.tensor([[0.0, 0.75], [0.75, 0.0], [0.75, 0.75]]).reshape(3, 2, 1, 1, 1)
+    for supplied in (mask, mask.clone()):
+        drop.mask = supplied
+        assert [drop(x).flatten().tolist() for _ in "ab"] == [[0, 1, 1], [1, 0, 1]]
+
+
 @pytest.mark.parametrize(
     ("module", "probability"),
     [(DropPath(0.3), 0.3), (DropPath(0.3, together=True), None), (nn.Dropout(0.3), None), (DropPath(0.0), None)],

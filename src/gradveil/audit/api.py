@@ -17,6 +17,7 @@ from pathlib import Path
 from shutil import get_terminal_size
 from typing import Any, cast
 
+import numpy as np
 import torch
 from rich.console import Console
 from safetensors.torch import save
@@ -51,6 +52,7 @@ from gradveil.core.space import Space
 from gradveil.core.streams import Stream
 from gradveil.core.types import Batch, Domain, Loss
 from gradveil.data import Dataset
+from gradveil.data.given_examples import Examples, tensors_of
 from gradveil.data.pixel_range import Bounds, pixel_statistics
 from gradveil.defences import Defence, parse
 from gradveil.federated.training_setup import device_problems
@@ -126,9 +128,15 @@ class Result:
 _MORE = "More: result.report() writes a page with pictures, reasons and definitions; result.summary() has each trial."
 
 
+_TARGET_CLIENTS = 8
+"""Target clients of a data set or loader, if the caller does not say how many."""
+_SPEAKERS = 1
+"""Clients besides the target clients for whom a data set or loader is read: a defence may let one speak."""
+
+
 def audit_model(
     model: nn.Module,
-    batch: tuple[Tensor, Tensor],
+    examples: Examples,
     loss: Loss,
     defences: Sequence[str | Defence],
     attacks: Sequence[str | Attack],
@@ -140,7 +148,7 @@ def audit_model(
     bounds: Bounds = None,
     mean: Sequence[float] | None = None,
     std: Sequence[float] | None = None,
-    public: tuple[Tensor, Tensor] | None = None,
+    public: Any = None,
     seed: int = 0,
     out: Path | str | None = None,
     prepare: bool = False,
@@ -148,6 +156,13 @@ def audit_model(
     **settings: Any,
 ) -> Result:
     """Attack a model of the caller on a batch of the caller's. `gradveil.audit` says what the arguments mean."""
+    if isinstance(examples, Dataset) and mean is None and std is None and bounds is None:
+        mean, std = examples.mean, examples.std
+    wanted = settings.get("target_clients", _TARGET_CLIENTS)
+    countable = isinstance(client_batch, int) and isinstance(wanted, int)
+    most = client_batch * (wanted + _SPEAKERS) if countable else None
+    batch: tuple[Tensor, Tensor] = tensors_of(examples, "batch", most, mean, std)
+    public = None if public is None else tensors_of(public, "public", None, mean, std)
     given = {"model": model, "batch": batch, "loss": loss, "client_batch": client_batch, "bounds": bounds}
     given |= {
         "mean": mean,
@@ -378,17 +393,21 @@ def invert_update(
     bounds: Bounds = None,
     mean: Sequence[float] | None = None,
     std: Sequence[float] | None = None,
-    truth: Tensor | tuple[Tensor, Tensor] | None = None,
+    truth: Tensor | Examples | None = None,
     defence: str | Defence = "none",
     local: Local | None = None,
-    public: tuple[Tensor, Tensor] | None = None,
+    public: Any = None,
     seed: int = 0,
+    prepare: bool = False,
 ) -> Inverted:
     """Attack one update of the caller's. `gradveil.invert` says what the arguments mean."""
     problems: list[Problem] = []
     made = named("attack", [attack], lambda text: make_attack(text, own=True), problems)
     against = named("defence", [defence], lambda text: parse(text, own=True), problems)
-    true_inputs, true_labels = truth if isinstance(truth, tuple) else (truth, None)
+    alone = truth is None or isinstance(truth, Tensor | np.ndarray)
+    true_inputs, true_labels = tensors_of((truth, ()) if alone else truth, "truth", None, mean, std)
+    true_labels = None if alone else true_labels
+    public = None if public is None else tensors_of(public, "public", None, mean, std)
     given = None if labels is None else torch.as_tensor(labels, dtype=torch.long)
     if shape is None:
         shape = (
@@ -403,7 +422,9 @@ def invert_update(
     chosen, restored = (chosen, False) if given is not None else _without_labels(chosen)
     like = next(iter(update.values()))
     blank = torch.zeros(examples, *shape, dtype=like.dtype)
-    refuse(model_problems(model, (blank, torch.zeros(examples, dtype=torch.long)), loss, examples, prepare=False))
+    try_on = (blank, torch.zeros(examples, dtype=torch.long))
+    model, _, changed = prepared(model, try_on, loss, prepare)
+    refuse(changed or model_problems(model, try_on, loss, examples, prepare))
     classes = count_classes(model, blank[:1])
     (centre, scale), _ = pixel_statistics(bounds, mean, std)
     space = ImageSpace(shape, centre, scale)

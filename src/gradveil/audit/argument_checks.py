@@ -155,7 +155,7 @@ def _wrong(
         yield Problem(f"{where}: status", f"is {status!r}", remedy)
 
 
-_BATCH = "give (inputs [N, C, H, W], targets [N]), two tensors"
+_BATCH = "give (inputs [N, C, H, W], targets [N]), a dict of both, a data set or a DataLoader"
 
 
 def wrong_arguments(given: Mapping[str, Any]) -> Iterator[Problem]:

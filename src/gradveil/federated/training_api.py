@@ -28,6 +28,7 @@ from gradveil.core.given_objects import named
 from gradveil.core.tree import Tensors
 from gradveil.core.types import Batch, Loss
 from gradveil.data import Dataset, Splits
+from gradveil.data.given_examples import tensors_of
 from gradveil.data.pixel_range import Bounds, pixel_statistics
 from gradveil.defences import Defence, parse
 from gradveil.federated.training_config import LocalConfig, TrainConfig
@@ -38,9 +39,6 @@ from gradveil.nn.model_outputs import adopted
 from gradveil.nn.module_paths import called, count_classes
 from gradveil.nn.surgery import prepare as prepared
 from gradveil.nn.weight_files import fingerprint, read_weights
-
-Examples = Dataset | tuple[Tensor, Tensor]
-"""Examples of the caller: a data set, or (inputs [N, C, H, W], targets [N] class numbers)."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -122,8 +120,8 @@ class TrainResult:
 
 def train_model(
     model: nn.Module,
-    data: Splits | Examples,
-    test: Examples | None,
+    data: Any,
+    test: Any,
     rounds: int,
     clients: int,
     defences: Sequence[str | Defence],
@@ -142,6 +140,10 @@ def train_model(
     **settings: Any,
 ) -> TrainResult:
     """Train a model of the caller on data of the caller's. `gradveil.train` says what the arguments mean."""
+    data, test = (
+        given if isinstance(given, Dataset | Splits) or given is None else tensors_of(given, name, None, mean, std)
+        for name, given in (("data", data), ("test", test))
+    )
     problems = list(_wrong_objects(model, data, test, settings))
     against = named("defences", defences, partial(parse, own=True), problems)
     refuse(problems)
@@ -186,7 +188,7 @@ def _wrong_objects(model: Any, data: Any, test: Any, settings: Mapping[str, Any]
     for name, given in (("data", data), ("test", test)):
         pair = isinstance(given, tuple) and len(given) == 2 and all(isinstance(part, Tensor) for part in given)
         if not (isinstance(given, Dataset) or pair or (both and name == "data") or given is None):
-            remedy = "give a gradveil.data.Dataset, or (inputs [N, C, H, W], targets [N])"
+            remedy = "give (inputs [N, C, H, W], targets [N]), a dict of both, a data set or a DataLoader"
             yield Problem(name, f"is {type(given).__name__}", remedy)
         elif pair and cast("tuple[Tensor, Tensor]", given)[0].dim() != 4:
             shape = tuple(cast("tuple[Tensor, Tensor]", given)[0].shape)
@@ -197,8 +199,8 @@ def _wrong_objects(model: Any, data: Any, test: Any, settings: Mapping[str, Any]
 
 def _splits(
     model: nn.Module,
-    data: Splits | Examples,
-    test: Examples | None,
+    data: Splits | Dataset | tuple[Tensor, Tensor],
+    test: Dataset | tuple[Tensor, Tensor] | None,
     bounds: Bounds,
     mean: Sequence[float] | None,
     std: Sequence[float] | None,
@@ -206,14 +208,14 @@ def _splits(
     """Wrap what is given as data sets: what clients train on, and what the result is tested with."""
     if isinstance(data, Splits):
         return data
-    given = (data, cast("Examples", test))
+    given = (data, cast("Dataset | tuple[Tensor, Tensor]", test))
     tensors = [part[0] for part in given if not isinstance(part, Dataset)]
     (centre, scale), _ = pixel_statistics(bounds, mean, std, tensors)
     names = next((part.classes for part in given if isinstance(part, Dataset)), None)
     if names is None:
         names = tuple(str(number) for number in range(count_classes(model, tensors[0][:1])))
 
-    def wrapped(name: str, part: Examples) -> Dataset:
+    def wrapped(name: str, part: Dataset | tuple[Tensor, Tensor]) -> Dataset:
         if isinstance(part, Dataset):
             return part
         return Dataset(name, part[0].detach().cpu().float(), part[1].cpu(), names, centre, scale)

@@ -78,7 +78,7 @@ class DataConfig(Section):
 
 
 class ModelConfig(Section):
-    """Which model: a short name or `pkg.module:factory`, and its options."""
+    """Which model: a short name, one of a library (`hf:vit`) or `pkg.module:factory`, and its options."""
 
     name: Name
     """A name of `gradveil list models`, or `pkg.module:factory`."""

@@ -8,6 +8,7 @@ calls by elementary operations.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
@@ -305,6 +306,12 @@ def rewrite_overwriting(model: nn.Module, inputs: Tensor, way: BatchNormWay) -> 
         return None
     same = isinstance(before, Tensor) and before.shape == after.shape
     return rewritten if same and torch.allclose(before, after, 1e-3, 1e-5, equal_nan=True) else None
+
+
+def call_counts(model: nn.Module, inputs: Tensor) -> dict[str, int]:
+    """Return how often each module runs in a forward pass; nothing if that fails."""
+    trace = _traced(model, inputs)
+    return {} if trace is None else dict(Counter(visit.path for visit in trace.done))
 
 
 def _with_formulas(

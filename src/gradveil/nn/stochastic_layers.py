@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from math import isqrt, log
@@ -21,36 +22,56 @@ class Dropout(Stochastic):
     """y = x * mask / (1 - p), mask ~ Bernoulli(1 - p) of the shape of x (Srivastava et al. 2014, scaled in training).
 
     Attackers may optimise the mask in the box [0, 1]; the neutral mask 1 - p leaves x unchanged. `channelwise` draws
-    one entry per example and channel, like `nn.Dropout2d`; `examplewise` one per example, like stochastic depth.
+    one entry per example and channel, like `nn.Dropout2d`; `examplewise` one per example, like stochastic depth. A
+    module that runs several times in a forward pass has as many masks, [B, calls, ...].
     """
 
     mask: Tensor
 
-    def __init__(self, p: float = 0.25, *, channelwise: bool = False, examplewise: bool = False) -> None:
-        """Drop with probability p, 0 <= p < 1."""
+    def __init__(
+        self, p: float = 0.25, *, channelwise: bool = False, examplewise: bool = False, calls: int = 1
+    ) -> None:
+        """Drop with probability p, 0 <= p < 1, `calls` times in a forward pass."""
         super().__init__()
         if not 0 <= p < 1:
             raise fail("dropout.p", f"is {p}", "give a probability in [0, 1)")
         self.p = p
         self.channelwise = channelwise
         self.examplewise = examplewise
+        self.calls = calls
+        self._last: tuple[int, weakref.ref[Tensor] | None] = (0, None)
         self.declare("mask")
 
     def noise(self, x: Tensor) -> Mapping[str, Noise]:
         """Describe the mask."""
         own = 1 if self.examplewise else 2 if self.channelwise else x.dim()
         shape = (*x.shape[:own], *[1] * (x.dim() - own))
+        shape = shape if self.calls == 1 else (shape[0], self.calls, *shape[1:])
         keep = 1 - self.p
         return {"mask": Noise(shape, Bernoulli(keep), neutral=keep, dtype=x.dtype, lower=0.0, upper=1.0)}
 
     def forward(self, x: Tensor) -> Tensor:
         """Apply the mask; without one, pass x on."""
         mask = self.supplied("mask")
-        return x if mask is None else x * mask / (1 - self.p)
+        return x if mask is None else x * self._next(mask) / (1 - self.p)
+
+    def _next(self, mask: Tensor) -> Tensor:
+        """Return the part of the mask for this call: the first after a mask is supplied anew."""
+        if self.calls == 1:
+            return mask
+        turn, last = self._last
+        turn = (turn + 1) % self.calls if last is not None and last() is mask else 0
+        self._last = (turn, weakref.ref(mask))
+        return mask[:, turn]
 
     def extra_repr(self) -> str:
         """Show the probability."""
-        return f"p={self.p}" + ", channelwise" * self.channelwise + ", examplewise" * self.examplewise
+        return (
+            f"p={self.p}"
+            + ", channelwise" * self.channelwise
+            + ", examplewise" * self.examplewise
+            + f", calls={self.calls}" * (self.calls > 1)
+        )
 
 
 def with_dropout(model: nn.Module, p: float = 0.25, where: Sequence[str] | None = None) -> nn.Module:

@@ -20,7 +20,15 @@ from torch.nn import functional as F
 from gradveil.core.errors import FOREIGN, Problem, fail, refuse
 from gradveil.core.tree import Tensors
 from gradveil.core.types import Batch, Loss
-from gradveil.nn.formulas import BatchNormWay, ByFormula, Rewritten, by_formula, rewrite, rewrite_overwriting
+from gradveil.nn.formulas import (
+    BatchNormWay,
+    ByFormula,
+    Rewritten,
+    by_formula,
+    call_counts,
+    rewrite,
+    rewrite_overwriting,
+)
 from gradveil.nn.initial_weights import drawing_from
 from gradveil.nn.model_outputs import returning_logits
 from gradveil.nn.module_paths import at, last_layer, put
@@ -338,8 +346,9 @@ def prepare(
         replaced = replace_batchnorm(result, batchnorm, groups=groups, active_only=True)
         result = step(f"BatchNorm replaced ({batchnorm}){meant}", result, replaced, not meant)
     result = step("LayerNorm or InstanceNorm made explicit", result, replace_layernorm(result))
-    result = step("hidden dropout made explicit", result, replace_dropout(result, active_only=True))
-    result = step("stochastic depth made explicit", result, replace_drop_path(result, active_only=True))
+    for what, explicit in (("hidden dropout", replace_dropout), ("stochastic depth", replace_drop_path)):
+        after = _with_masks(explicit(result, active_only=True), batch)
+        result = step(f"{what} made explicit", result, after)
     if batch is not None:
         inputs = _two(batch.inputs)
         for kind, same in _BY_FORMULA.items():
@@ -350,6 +359,16 @@ def prepare(
     if result is not original and compared is not None and not one_by_one and compared.difference(original, result):
         return prepare(model, batchnorm=batchnorm, groups=groups, batch=batch, loss=loss, compare="each")
     return (result if done else deepcopy(model)), done
+
+
+def _with_masks(model: nn.Module, batch: Batch | None) -> nn.Module:
+    """Give each explicit dropout, in place, as many masks as it runs times in a forward pass on the batch."""
+    drops = {path: module for path, module in model.named_modules() if isinstance(module, Dropout)}
+    if batch is not None and drops:
+        for path, count in call_counts(model, _two(batch.inputs)).items():
+            if path in drops:
+                drops[path].calls = count
+    return model
 
 
 _BY_FORMULA = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -63,7 +64,7 @@ def expected_size(model: nn.Module) -> tuple[int, int] | None:
 def visit_problems(model: nn.Module, trace: Trace) -> list[Problem]:
     """Return the problems of single calls: normalisations of one value, and noise that would serve two calls."""
     problems: dict[str, Problem] = {}
-    seen: set[str] = set()
+    counts = Counter(visit.path for visit in trace.done)
     for visit in trace.done:
         module = at(model, "" if visit.path == "model" else visit.path)
         if _by_batch(module) and visit.inputs and visit.inputs[0].numel() == visit.inputs[0].shape[1]:
@@ -72,11 +73,11 @@ def visit_problems(model: nn.Module, trace: Trace) -> list[Problem]:
             remedy = "give a client at least 2 examples (client_batch=2, or --set client.batch=2), give larger images, "
             remedy += "or put the model into evaluation mode"
             problems[visit.path] = Problem(visit.path, what, remedy)
-        if isinstance(module, Stochastic) and visit.path in seen:
-            what = f"{type(module).__name__} runs more than once in a forward pass, and has one draw for all of them"
+        calls, drawn = counts[visit.path], getattr(module, "calls", 1)
+        if isinstance(module, Stochastic) and calls != drawn:
+            what = f"{type(module).__name__} runs {calls} times in a forward pass, and draws {drawn} times"
             remedy = "write a module of its own for each place, or put this one into evaluation mode"
             problems[visit.path] = Problem(visit.path, what, remedy)
-        seen.add(visit.path)
     return list(problems.values())
 
 

@@ -46,6 +46,12 @@ def _same(first: tuple[Tensor, ...], second: tuple[Tensor, ...]) -> bool:
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 """(outputs, targets) -> a scalar, or one loss per example."""
+_RANDOM = {
+    *("dropout", "dropout1d", "dropout2d", "alpha_dropout", "feature_alpha_dropout", "rrelu", "rand", "randn"),
+    *("rand_like", "randn_like", "randperm", "bernoulli", "bernoulli_", "normal_", "uniform_", "randint"),
+    *("scaled_dot_product_attention", "multi_head_attention_forward"),
+}
+"""Functions that draw from the global generator; attention does with dropout inside."""
 TOLERANCE = 0.02
 """Relative error above which a batched derivative is wrong: rounding stays far below, the known faults far above."""
 
@@ -151,7 +157,9 @@ def _forward_problems(model: nn.Module, inputs: Tensor, trace: Trace) -> tuple[l
         problems.append(Problem(path, what, "write x = x + 1 instead of x += 1"))
     random = first_random(trace, second)
     if random is not None:
-        what = "two passes over the same inputs differ: it draws random numbers that are not arguments"
+        calls = sorted({f.__name__ for f in trace.functions.get(random, ()) if getattr(f, "__name__", "") in _RANDOM})
+        named = f" ({', '.join(calls)})" if calls else ""
+        what = f"two passes over the same inputs differ: it draws random numbers that are not arguments{named}"
         remedy = "use gradveil.nn.stochastic_layers.Dropout, or a module derived from gradveil.nn.stochastic.Stochastic"
         problems.append(Problem(random, what, remedy))
     return problems, outputs

@@ -16,6 +16,7 @@ from gradveil.core.formatting import suggestion
 from gradveil.core.plugins import Catalogue, Plugin
 from gradveil.core.user_code import imported
 from gradveil.nn.initial_weights import drawing_from, initialise
+from gradveil.nn.models.libraries import LIBRARIES, Wanted, build_of_library
 from gradveil.nn.models.parts import Network
 from gradveil.nn.models.resnet import resnet18, resnet20, resnet32, resnet34
 from gradveil.nn.models.small_cnn import cnn6, convnet, lenet_zhu, mnist_cnn_glaus, mnist_conv, scheliga_cnn
@@ -78,7 +79,9 @@ ALL_MODELS: Catalogue[ModelEntry] = Catalogue("models", "model", MODELS, _plugge
 def build(name: str, *, channels: int, size: int, classes: int, generator: Generator, **options: Any) -> nn.Module:
     """Build a model with initial weights drawn from the generator.
 
-    `name` is a name of `MODELS`, a plug-in's name, or `"pkg.module:factory"`. A custom factory is called with the
+    `name` is a name of `MODELS`, a plug-in's name, `"pkg.module:factory"`, or a model of a library: `"hf:NAME"`
+    (transformers), `"timm:NAME"` or `"torchvision:NAME"`, whose option `pretrained=True` reads weights from the user's
+    cache. A custom factory is called with the
     options and those of `channels`, `size`, `classes` and `generator` that it accepts; its random numbers come from the
     generator too. A custom model without `input_shape` gets (channels, size, size).
 
@@ -92,6 +95,10 @@ def build(name: str, *, channels: int, size: int, classes: int, generator: Gener
         for key, value in sizes.items()
         if not isinstance(value, int) or value < 1
     ]
+    if name.partition(":")[0] in LIBRARIES and name.partition(":")[2]:
+        refuse(problems)
+        wanted = Wanted(name.partition(":")[2], channels, size, classes, options)
+        return build_of_library(name, wanted, generator)
     plugin = ALL_MODELS.plugin(name)
     if ":" in name or plugin:
         return _build_users(
@@ -103,7 +110,7 @@ def build(name: str, *, channels: int, size: int, classes: int, generator: Gener
         )
     entry = MODELS.get(name)
     if entry is None:
-        remedy = f"{suggestion(name, ALL_MODELS, 'gradveil list models')}; or give your own as 'pkg.module:factory'"
+        remedy = f"{suggestion(name, ALL_MODELS, 'gradveil list models')}; of a library: hf:NAME, timm:NAME, torchvision:NAME; or give your own as 'pkg.module:factory'"
         refuse([*problems, Problem("model.name", f"unknown model '{name}'", remedy)])
     assert entry is not None
     refuse([*problems, *_unknown(options, set(entry.defaults) - set(sizes)), *_wrong(options, entry.defaults)])
