@@ -19,72 +19,72 @@ Name = Annotated[str, Field(min_length=1)]
 
 
 FREE = ("rounds", "delta", "together")
-"""What of a training may be another from one call to the next."""
+"""Settings that may differ between two calls of the same training."""
 UNSEEN = "unseen"
-"""The name of data that are not here: of recorded updates only what the images look like is known."""
+"""Name of the data of recorded updates without images: only their shape and pixel range are known."""
 
 
 _COLUMNS = ("image_column", "label_column")
 
 
 class Section(BaseModel):
-    """A table of a run file: unknown keys are refused, and a number is not a string."""
+    """A table of a run file: unknown keys are refused, and types are not converted."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
 
 class DataConfig(Section):
-    """Which images. Where files lie is no part of it: `--data-dir` (or GRADVEIL_DATA) says so."""
+    """The images. The folder of their files is set by `--data-dir` or GRADVEIL_DATA."""
 
     name: Name
     size: Annotated[int, Field(ge=11)] | None = 32
-    """Side the images are resized to, in pixels (SSIM needs 11); leave it out for 32."""
+    """Side length that images are resized to, in pixels (SSIM needs 11). Default: 32."""
     channels: Literal[1, 3] | None = None
     normalise: Literal["dataset", "none"] = "dataset"
     mean: Annotated[list[float], Field(min_length=1)] | None = None
-    """With `std`: what the model's inputs are normalised by, one number or one a channel, instead of `normalise`."""
+    """With `std`: mean for the normalisation of inputs, one number or one per channel, instead of `normalise`."""
     std: Annotated[list[Annotated[float, Field(gt=0)]], Field(min_length=1)] | None = None
     classes: Count | None = None
-    """How many classes there are, for data that are not here (`unseen`)."""
+    """Number of classes, for recorded updates without images (`unseen`)."""
     public: Count | None = 2000
-    """How many public images are read (bundled data are read whole)."""
+    """Number of public images to read (bundled data are read completely)."""
     gallery: Count | None = 1000
-    """How many images of the targets' split are read: the identification metric searches the target among them."""
+    """Number of images of the targets' split to read: the gallery of the identification metric."""
     image_column: Name | None = None
-    """The column of a Parquet file, or of Hugging Face data, that holds the images, where it has no usual name."""
+    """Column with the images in a Parquet file or Hugging Face data, if it has no usual name."""
     label_column: Name | None = None
-    """The column that holds the labels."""
+    """Column with the labels."""
 
     @model_serializer(mode="wrap")
     def _without_usual_columns(self, written: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Leave out columns that nobody named: runs from before they could be named are the same runs."""
+        """Omit columns that are not set, so that runs from before these settings keep their hash."""
         return {key: value for key, value in written(self).items() if key not in _COLUMNS or value is not None}
 
     @model_validator(mode="after")
-    def _what_is_said_of_it(self) -> DataConfig:
+    def _consistent(self) -> DataConfig:
         if (self.mean is None) != (self.std is None):
             raise ValueError("mean and std go together")
         if self.classes is not None and self.name != UNSEEN:
-            raise ValueError(f"classes are said by the data '{self.name}' themselves; leave them out")
-        said = [key for key in _COLUMNS if getattr(self, key) is not None]
+            raise ValueError(f"the data '{self.name}' have their own classes; remove this setting")
+        columns = [key for key in _COLUMNS if getattr(self, key) is not None]
         bundled = self.name in DATASETS and DATASETS[self.name].bundled
-        if said and (bundled or self.name == UNSEEN or self.name.startswith("folder:")):
-            raise ValueError(f"{said[0]} is for Parquet files and Hugging Face data; leave it out")
+        if columns and (bundled or self.name == UNSEEN or self.name.startswith("folder:")):
+            raise ValueError(f"{columns[0]} is for Parquet files and Hugging Face data; remove it")
         return self
 
 
 class ModelConfig(Section):
-    """Which model: a short name or `pkg.module:factory`, and its options."""
+    """The model: a short name or `pkg.module:factory`, and its options."""
 
     name: Name
     options: dict[str, Any] = Field(default_factory=dict)
     prepare: bool = False
-    """Replace what cannot be attacked as it is: BatchNorm in training mode, hidden dropout, in-place operations."""
+    """Replace modules that cannot be attacked: BatchNorm in training mode, hidden dropout, in-place operations."""
     batchnorm: Literal["batch_statistics", "frozen", "group"] = "batch_statistics"
-    """What `prepare` makes of BatchNorm."""
+    """Replacement of BatchNorm by `prepare`."""
     weights: Name | None = None
-    """A safetensors file of its parameters, or one that `gradveil train` wrote; None for weights drawn by the seed.
-    Looked for where the command runs, then in the data folder."""
+    """Safetensors file with its parameters, or a file of `gradveil train`; None for weights drawn by the seed. It is
+    searched in the current folder, then in the data folder."""
 
 
 class LocalConfig(Section):
@@ -92,8 +92,8 @@ class LocalConfig(Section):
 
     lr: Annotated[float, Field(gt=0)]
     batch: Count | None = None
-    """Examples in each step; None for all that the client has, and where clients train together for as many as the one
-    with the fewest has. What an epoch leaves over for no whole batch is left out of it."""
+    """Examples per step; None for all of the client's (in a training: as many as the smallest client has). An epoch
+    drops the examples that do not fill a batch."""
     steps: Count | None = None
     epochs: Count | None = None
     optimiser: Literal["sgd", "adam"] = "sgd"
@@ -101,8 +101,8 @@ class LocalConfig(Section):
     nesterov: bool = False
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     sampling: Literal["batches", "poisson"] = "batches"
-    """`poisson`: each example is in each step by itself, `batch` of them on average; what DP-SGD's accounting takes for
-    granted. A step then computes with all examples."""
+    """`poisson`: each step draws each example independently, `batch` on average, as the accounting of DP-SGD assumes. A
+    step then computes with all examples."""
 
     @model_validator(mode="after")
     def _one_length(self) -> LocalConfig:
@@ -111,7 +111,7 @@ class LocalConfig(Section):
         return self
 
     def words(self, examples: int) -> str:
-        """Describe in a few words how a client with so many examples trains.
+        """Describe the local training of a client with this number of examples.
 
         >>> LocalConfig(lr=0.1, steps=4).words(8), LocalConfig(lr=0.1, epochs=1, batch=2, momentum=0.9).words(8)
         ('T=4 sgd lr=0.1', 'epochs=1 sgd lr=0.1, batch=2, momentum=0.9')
@@ -131,32 +131,32 @@ class LocalConfig(Section):
 
 
 class TrainDataConfig(DataConfig):
-    """Which images to train on and to test with: all of them, unless a number is given."""
+    """The training and test images: all of them, unless a number is set."""
 
     public: Count | None = None
-    """How many training images are read."""
+    """Number of training images to read."""
     gallery: Count | None = None
-    """How many test images are read."""
+    """Number of test images to read."""
 
 
 class PartitionConfig(Section):
-    """How the training images are shared among the clients."""
+    """Partition of the training images among the clients."""
 
     kind: Literal["iid", "dirichlet", "pathological", "column", "flwr"] = "iid"
-    """`iid` deals them at random; `dirichlet` gives each class random shares; `pathological` a few classes a client;
-    `column` keeps the examples of one value of a column together; `flwr` asks a partitioner of flwr-datasets."""
+    """`iid`: at random; `dirichlet`: random shares of each class; `pathological`: a few classes per client; `column`:
+    examples with the same value of a column together; `flwr`: a partitioner of flwr-datasets."""
     concentration: Annotated[float, Field(gt=0)] = 0.5
-    """Of `dirichlet`: the smaller, the fewer classes a client sees."""
+    """For `dirichlet`: the smaller, the fewer classes per client."""
     classes: Count = 2
-    """Of `pathological`: the classes (shards of one class each) that a client gets."""
+    """For `pathological`: number of classes (shards of one class each) per client."""
     column: Name | None = None
-    """Of `column`: the column of the data; `label` is always there. Of `flwr`: one that its options may name."""
+    """For `column`: the column of the data; `label` always exists. For `flwr`: a column that its options may name."""
     partitioner: Name | None = None
-    """Of `flwr`: the name of the partitioner, say DistributionPartitioner."""
+    """For `flwr`: name of the partitioner, such as DistributionPartitioner."""
     options: dict[str, Any] = Field(default_factory=dict)
-    """Of `flwr`: what the partitioner is given; `num_partitions` is `clients` unless it is said here."""
+    """For `flwr`: arguments of the partitioner; `num_partitions` is `clients` by default."""
     shuffle: Annotated[int, Field(ge=0)] | Literal[False] = 42
-    """Of `flwr`: the seed with which its FederatedDataset shuffles first (42 is its default), or false."""
+    """For `flwr`: seed of the FederatedDataset's shuffle (42 is its default), or false."""
 
     @model_validator(mode="after")
     def _whole(self) -> PartitionConfig:
@@ -168,12 +168,12 @@ class PartitionConfig(Section):
 
 
 class ServerConfig(Section):
-    """What the server does with the updates that arrive."""
+    """Aggregation of the updates by the server."""
 
     optimiser: Literal["sgd", "adam", "yogi", "adagrad"] = "sgd"
     lr: Annotated[float, Field(gt=0)] | None = None
-    """Its step size; None for 1 (local training, FedAvg), 0.1 (gradients, FedSGD), or 0.03 where each coordinate has a
-    step of its own (FedOpt)."""
+    """Step size; None for 1 (local training, FedAvg), 0.1 (gradients, FedSGD), or 0.03 for an adaptive optimiser
+    (FedOpt)."""
     momentum: Annotated[float, Field(ge=0, lt=1)] = 0.0
     beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
     beta2: Annotated[float, Field(ge=0, lt=1)] = 0.99
@@ -188,15 +188,15 @@ class ServerConfig(Section):
 
 
 class Rounds(Section):
-    """How clients train together: who takes part, what each does, and what the server makes of it."""
+    """Rounds of federated training: clients, local training, and the server."""
 
     clients: Count = 10
     rounds: Count
     partition: PartitionConfig = PartitionConfig()
     local: LocalConfig | None = None
-    """Local training; None for one gradient a round."""
+    """Local training; None for one gradient per round."""
     batch: Count | None = None
-    """Examples of a round's gradient where there is no local training; None for all that the client has."""
+    """Examples of a round's gradient without local training; None for all of the client's."""
     trainable: Annotated[list[Name], Field(min_length=1)] | None = None
     """Patterns of the parameters that are trained and sent (`["head.*"]`); None for all that require a gradient."""
     server: ServerConfig = ServerConfig()
@@ -207,12 +207,12 @@ class Rounds(Section):
 
 
 class PaceConfig(Section):
-    """From when on steps are shorter, or longer, than at first."""
+    """A change of the step size during the training."""
 
     after: Count
-    """Rounds."""
+    """Number of rounds after which the change applies."""
     times: Annotated[float, Field(gt=0)]
-    """What the first step size is multiplied by: the clients' `local.lr`, or where they send gradients the server's."""
+    """Factor of the initial step size: of the clients' `local.lr`, or of the server's if clients send gradients."""
 
 
 class TrainConfig(Rounds):
@@ -222,25 +222,25 @@ class TrainConfig(Rounds):
     data: TrainDataConfig
     model: ModelConfig
     validation: Annotated[float, Field(ge=0, lt=1)] = 0.1
-    """Share of each client's examples that it keeps apart, to say how well training goes."""
+    """Share of each client's examples that are validation examples."""
     patience: Count | None = None
-    """Stop after so many rounds without a lower mean validation loss."""
+    """Stop after this number of rounds without a lower mean validation loss."""
     pace: list[PaceConfig] = []
-    """How step sizes change in the course of the training; each entry counts until the next one's rounds are over."""
+    """Changes of the step size; each entry applies until the next one does."""
     defences: Annotated[list[Name], Field(min_length=1)] = ["none"]
     seeds: Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)] = [0]
     central: bool = False
-    """Train once more, undefended, with all data in one client's hands: what federation costs."""
+    """Also train undefended on all data in one place, to show the cost of federation."""
     delta: Annotated[float, Field(gt=0, lt=1)] = 1e-5
-    """Of the epsilons that are told of private defences; well below one over the number of examples."""
+    """Delta of the reported epsilons; set it well below one over the number of examples."""
     together: Together = "auto"
-    """Whether the clients of a round compute at once, in groups: `auto` for where it is faster; false for one after the
-    other. It changes nothing but rounding."""
+    """Whether the clients of a round compute at once, in groups: `auto` if it is faster; false for one after the other.
+    Only rounding differs."""
     precision: Literal["float32", "float64"] = "float32"
     device: Annotated[str, Field(pattern=r"^(cpu|cuda(:\d+)?|mps)$")] = "cpu"
 
     @model_validator(mode="after")
-    def _something_to_wait_for(self) -> TrainConfig:
+    def _complete(self) -> TrainConfig:
         if self.patience is not None and self.validation == 0:
             raise ValueError("patience waits for the validation loss, and validation is 0")
         rounds = [entry.after for entry in self.pace]
@@ -254,10 +254,10 @@ class TrainConfig(Rounds):
 
     @property
     def growing(self) -> tuple[str, ...]:
-        """What may get longer, or be turned on, while a run stays the same."""
+        """Settings that may grow, or be turned on, without making another run."""
         return ("defences", "seeds", "central")
 
     def digest(self) -> str:
-        """Hash what the rounds depend on: a longer training goes on where a shorter one ended, for any delta."""
+        """Hash the settings that rounds depend on: a longer training continues a shorter one, for any delta."""
         left_out = {*self.growing, *FREE}
         return digest({key: value for key, value in self.resolved().items() if key not in left_out})
