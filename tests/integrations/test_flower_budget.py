@@ -138,12 +138,12 @@ import os, signal, sys
 from pathlib import Path
 from flwr.supercore.task_identity import TaskIdentity
 from gradveil.integrations.flower import answer, client_memory
-from tests.integrations.flower_in_process import BATCH, asked, client, context
+from tests.integrations.flower_in_process import BATCH, train_message, client, context
 TaskIdentity._run_id, TaskIdentity._node_id, TaskIdentity._task_id = 77, 1, 1
-own, folder = client("user-dp(clip=1, sigma=32)"), Path(sys.argv[1])
-answer(asked(1, own), context(), own, BATCH, folder=folder, training="lungs")
+local_client, folder = client("user-dp(clip=1, sigma=32)"), Path(sys.argv[1])
+answer(train_message(1, local_client), context(), local_client, BATCH, folder=folder, training="lungs")
 client_memory.save_state = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
-answer(asked(2, own), context(), own, BATCH, folder=folder, training="lungs")
+answer(train_message(2, local_client), context(), local_client, BATCH, folder=folder, training="lungs")
 """
 
 
