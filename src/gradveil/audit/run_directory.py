@@ -150,6 +150,14 @@ class _Point(StoredPart):
     iterations: Count
     asr: Share
     ssim_mean: float | None
+    ssim_std: float | None = None
+
+
+class _LayerNoise(StoredPart):
+    parameter: str
+    values: Count
+    noise: float | None
+    update: float | None
 
 
 class _Finished(_Address):
@@ -178,6 +186,7 @@ class _Finished(_Address):
     restarts: Count | None = None
     simulated: Count
     target_iterations: Amount
+    budget_share: Share | None = None
     row_iterations: Count | None = None
     seconds: Amount | None = None
     iterations_per_second: Amount | None = None
@@ -190,6 +199,7 @@ class _Finished(_Address):
     pruned: dict[str, float | None] | None = None
     bound: _Bound | None = None
     trace: list[_Point] | None = None
+    layers: list[_LayerNoise] | None = None
     training: _Training | None = None
 
 

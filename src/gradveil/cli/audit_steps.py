@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,9 +14,9 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from gradveil.audit.attack_selection import is_adaptive, trials
+from gradveil.audit.attack_selection import auto_budget, is_adaptive, trials
 from gradveil.audit.audit_config import RunConfig
-from gradveil.audit.audit_run import describe, run, site
+from gradveil.audit.audit_run import describe, run, site, title
 from gradveil.audit.display import Screen
 from gradveil.audit.experiment import Experiment
 from gradveil.audit.findings import findings
@@ -30,6 +30,7 @@ from gradveil.audit.run_warnings import closed_forms, widened
 from gradveil.audit.sources import TrainingSource
 from gradveil.audit.trial import sharing
 from gradveil.cli.audit_output import show_gate, show_outcome
+from gradveil.cli.exports import Exports, check_accepted
 from gradveil.cli.shared_options import Detail, Place, again
 from gradveil.cli.training_output import show_round, warn
 from gradveil.core.errors import fail
@@ -40,18 +41,15 @@ from gradveil.federated.training_run import describe as describe_training
 from gradveil.federated.training_run import run as train
 from gradveil.federated.training_run import site as train_site
 from gradveil.report import write_report
+from gradveil.report.outcomes import outcome_of
 from gradveil.report.pareto import as_object
 from gradveil.runs.pool import cores
 from gradveil.runs.task import Scheduler, Site
 
-FAILED_TRIAL, ABOVE = 1, 3
-"""Exit codes for a run with a failed trial (or a gate without a result), and for one above `--fail-above`."""
-
 
 def check_gate(config: RunConfig, data_dir: Path | None, fail_above: float | None, accept: Sequence[Accepted]) -> None:
     """Reject --accept without a gate, and a gate on updates without ground truth."""
-    if accept and fail_above is None:
-        raise fail("--accept", "weakens a gate, and there is none", "add --fail-above RATE, or leave it out")
+    check_accepted(fail_above, accept)
     if config.observed is not None and fail_above is not None and not open_observed(config, data_dir).scored:
         raise fail("--fail-above", f"has nothing to compare: {NO_SCORE}", "record the truth, or leave it out")
 
@@ -63,17 +61,17 @@ def warn_of_code(trials: Sequence[Trial], config: RunConfig, training: Path | No
     warn(outdated(versions, (config.model.name, *config.defences, *config.attacks)))
 
 
-def judge(
-    trials: Sequence[Trial], folder: Path, as_json: bool, fail_above: float | None, accepted: Sequence[Accepted]
-) -> int:
-    """Write the report, print the outcome of the gate, and return the exit code."""
+def judge(folder: Path, as_json: bool, fail_above: float | None, accepted: Sequence[Accepted], exports: Exports) -> int:
+    """Write the report and the files for CI, print the outcome of the gate, and return the exit code."""
     page = write_report(folder)
     Console(stderr=as_json, soft_wrap=True, markup=False).print(f"Report: {page}")
-    if fail_above is not None:
-        outcome = gate(load_run(folder), fail_above, accepted)
-        show_gate(outcome, page)
-        return 0 if outcome.passed else ABOVE if outcome.above else FAILED_TRIAL
-    return FAILED_TRIAL if any(trial.broken for trial in trials) else 0
+    run = load_run(folder)
+    held = None if fail_above is None else gate(run, fail_above, accepted)
+    if held is not None:
+        show_gate(held, page)
+    outcome = outcome_of(run, held)
+    exports.write([outcome])
+    return outcome.exit_code
 
 
 def read_config(
@@ -88,6 +86,8 @@ def read_config(
             raise fail(
                 "observed", "does not go with a training: those updates were made elsewhere", "leave out --train"
             )
+        if ":" in config.model.name and "budget" not in config.model_fields_set:  # a custom model, of unknown cost
+            return config.model_copy(update={"budget": auto_budget(config.attacks, config.iterations)})
         return config
     if observed is None:
         remedy = "name a run file or a bundled run: gradveil audit faces; or add --observed DIR"
@@ -97,17 +97,14 @@ def read_config(
 
 
 def open_run(config: RunConfig, folder: Path, data_dir: Path | None) -> tuple[Experiment, list[str]]:
-    """Open the experiment, print the attacks added to it, and return its warnings."""
+    """Open the experiment, print the attacks added to it, and return its warnings, which the results list."""
     console = Console(stderr=True, soft_wrap=True, markup=False)
     experiment = open_experiment(config, data_dir, trained=folder / TRAINING)
     if any(is_adaptive(text) for text in config.attacks):
         experiment, added = widened(experiment)
         for line in added:
             console.print(Text(line))
-    warnings = [str(problem) for problem in closed_forms(experiment)]
-    for warning in warnings:
-        console.print(Text(f"warning: {warning}", style="yellow"))
-    return experiment, warnings
+    return experiment, [str(problem) for problem in closed_forms(experiment)]
 
 
 def run_trials(
@@ -134,7 +131,7 @@ def run_trials(
             share = store.info()["share"]
             at = place.schedule(count)
             _train(experiment, folder / TRAINING, data_dir, at, command)
-            with Screen(Console(stderr=True, markup=False)) as screen:
+            with Screen(Console(stderr=True, markup=False), title(experiment)) as screen:
                 run(experiment, store, screen, share, at(site(experiment, data_dir)))
     except KeyboardInterrupt:
         finished = f"Finished trials are kept in {folder}." if (folder / "run.json").is_file() else "Nothing was lost."
@@ -170,11 +167,13 @@ def command_of(name: str | None, overrides: dict[str, Any], settings: Sequence[s
     return shlex.join([*words, *flags])
 
 
-def show_trials(trials: Sequence[Trial], config: RunConfig, as_json: bool, folder: Path, shown: Detail) -> None:
+def show_trials(trials: Sequence[Trial], info: Mapping[str, Any], as_json: bool, folder: Path, shown: Detail) -> None:
     """Print the results as text or JSON."""
     if not trials:
         raise fail("audit", "has no results", "run it again")
     if as_json:
         typer.echo(json.dumps(as_object([findings(trials)]), indent=1))
+        for warning in info["warnings"]:
+            typer.echo(f"warning: {warning}", err=True)
     else:
-        show_outcome(findings(trials), config.resolved(), folder, shown)
+        show_outcome(findings(trials), info, folder, shown, ran=True)

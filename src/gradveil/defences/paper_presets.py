@@ -1,7 +1,7 @@
 """Presets by paper: the defences of a paper's table, with its settings.
 
 `PAPER/TABLE` instead of a defence expands to all defences of a table: `dual-gradient-pruning/ablation`. A paper has the
-name of its folder in `papers/`, if there is one.
+name of its folder in `gradveil/papers`, if there is one.
 """
 
 from __future__ import annotations
@@ -37,9 +37,14 @@ def _bottleneck(kernel: int, beta: str) -> tuple[str, str]:
 
 
 PAPERS: dict[str, Paper] = {
+    "deep-leakage": Paper(
+        "Deep leakage from gradients",
+        "Zhu, Liu, Han 2019, Deep Leakage from Gradients (NeurIPS)",
+        {},
+    ),
     "combining-stochastic-defenses": Paper(
         "Combining stochastic defences against inversion",
-        "Scheliga, Mäder, Seeland 2022, Combining Stochastic Defenses to Resist Gradient Inversion: An Ablation Study",
+        "Scheliga, Mäder, Seeland 2024, Combining Stochastic Defenses to Resist Gradient Inversion: An Ablation Study",
         {
             "ablation": (
                 "dropout(p=0.25)",
@@ -84,7 +89,7 @@ PAPERS: dict[str, Paper] = {
     ),
     "gradient-stand-in": Paper(
         "AdaDefense: the step of an adaptive optimiser in place of the gradient",
-        "Hu et al., AdaDefense: Improving Federated Learning Against Gradient Leakage by a Gradient Stand-in",
+        "Hu et al. 2024, Gradients Stand-in for Defending Deep Leakage in Federated Learning",
         {
             "main": ("standin",),
             "optimisers": ("standin", "standin(optimiser=adagrad)", "standin(optimiser=yogi)"),

@@ -37,21 +37,25 @@ class DataConfig(Section):
     """The images. The folder of their files is set by `--data-dir` or GRADVEIL_DATA."""
 
     name: Name
+    """A bundled name, `folder:PATH`, a Parquet file, a Hugging Face name, or `unseen` for recorded updates."""
     size: Annotated[int, Field(ge=11)] | None = 32
-    """Side length that images are resized to, in pixels (SSIM needs 11). Default: 32."""
+    """Side of the images in pixels after resizing. SSIM needs at least 11."""
     channels: Literal[1, 3] | None = None
+    """Colour channels. None keeps those of the data."""
     normalise: Literal["dataset", "none"] = "dataset"
+    """Subtract the mean and divide by the standard deviation of the data, or leave pixels in [0, 1]."""
     mean: Annotated[list[float], Field(min_length=1)] | None = None
-    """With `std`: mean for the normalisation of inputs, one number or one per channel, instead of `normalise`."""
+    """Mean of each channel, instead of the one of the data. Needs `std`."""
     std: Annotated[list[Annotated[float, Field(gt=0)]], Field(min_length=1)] | None = None
+    """Standard deviation of each channel. Needs `mean`."""
     classes: Count | None = None
-    """Number of classes, for recorded updates without images (`unseen`)."""
+    """Number of classes. Only for the data `unseen`."""
     public: Count | None = 2000
-    """Number of public images to read (bundled data are read completely)."""
+    """Number of auxiliary images to read. Bundled data are read whole."""
     gallery: Count | None = 1000
-    """Number of images of the targets' split to read: the gallery of the identification metric."""
+    """Number of private images to read. Identification searches among them."""
     image_column: Name | None = None
-    """Column with the images in a Parquet file or Hugging Face data, if it has no usual name."""
+    """Column with the images, of a Parquet file or Hugging Face data with unusual names."""
     label_column: Name | None = None
     """Column with the labels."""
 
@@ -77,32 +81,41 @@ class ModelConfig(Section):
     """The model: a short name or `pkg.module:factory`, and its options."""
 
     name: Name
+    """A name of `gradveil list models`, or `pkg.module:factory`."""
     options: dict[str, Any] = Field(default_factory=dict)
+    """Arguments of the model's factory."""
     prepare: bool = False
-    """Replace modules that cannot be attacked: BatchNorm in training mode, hidden dropout, in-place operations."""
+    """Replace layers that cannot be audited, in a copy: BatchNorm, dropout in functions, in-place operations."""
     batchnorm: Literal["batch_statistics", "frozen", "group"] = "batch_statistics"
     """Replacement of BatchNorm by `prepare`."""
     weights: Name | None = None
-    """Safetensors file with its parameters, or a file of `gradveil train`; None for weights drawn by the seed. It is
-    searched in the current folder, then in the data folder."""
+    """A safetensors file with parameters, looked for in the working directory, then in the data folder. None: the seed
+    draws initial weights."""
 
 
 class LocalConfig(Section):
     """Local training: T optimiser steps instead of one gradient."""
 
     lr: Annotated[float, Field(gt=0)]
+    """Step size."""
     batch: Count | None = None
-    """Examples per step; None for all of the client's (in a training: as many as the smallest client has). An epoch
-    drops the examples that do not fill a batch."""
+    """Examples per step. None: all examples of the client; in a training, as many as the smallest client has. An epoch
+    leaves out examples that fill no batch."""
     steps: Count | None = None
+    """Number of steps. Exactly one of `steps` and `epochs` is needed."""
     epochs: Count | None = None
+    """Number of epochs."""
     optimiser: Literal["sgd", "adam"] = "sgd"
+    """Optimiser of the client. It starts again in every round."""
     momentum: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Momentum of `sgd`."""
     nesterov: bool = False
+    """Use Nesterov's step. Needs `momentum`."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    """Weight decay."""
     sampling: Literal["batches", "poisson"] = "batches"
-    """`poisson`: each step draws each example independently, `batch` on average, as the accounting of DP-SGD assumes. A
-    step then computes with all examples."""
+    """`batches`: shuffled batches of fixed size. `poisson`: each example is in each step with the same probability,
+    `batch` of them on average, as the accounting of DP-SGD assumes."""
 
     @model_validator(mode="after")
     def _one_length(self) -> LocalConfig:
@@ -143,20 +156,20 @@ class PartitionConfig(Section):
     """Partition of the training images among the clients."""
 
     kind: Literal["iid", "dirichlet", "pathological", "column", "flwr"] = "iid"
-    """`iid`: at random; `dirichlet`: random shares of each class; `pathological`: a few classes per client; `column`:
-    examples with the same value of a column together; `flwr`: a partitioner of flwr-datasets."""
+    """`iid`: at random. `dirichlet`: random shares of each class. `pathological`: a few classes per client. `column`:
+    examples with the same value of a column stay together. `flwr`: a partitioner of flwr-datasets."""
     concentration: Annotated[float, Field(gt=0)] = 0.5
     """For `dirichlet`: the smaller, the fewer classes per client."""
     classes: Count = 2
-    """For `pathological`: number of classes (shards of one class each) per client."""
+    """For `pathological`: shards of one class per client."""
     column: Name | None = None
-    """For `column`: the column of the data; `label` always exists. For `flwr`: a column that its options may name."""
+    """For `column`: a column of the data, or `label`. For `flwr`: a column that `options` may name."""
     partitioner: Name | None = None
-    """For `flwr`: name of the partitioner, such as DistributionPartitioner."""
+    """For `flwr`: name of the partitioner, such as ShardPartitioner."""
     options: dict[str, Any] = Field(default_factory=dict)
-    """For `flwr`: arguments of the partitioner; `num_partitions` is `clients` by default."""
+    """For `flwr`: arguments of the partitioner. `num_partitions` is `clients` by default."""
     shuffle: Annotated[int, Field(ge=0)] | Literal[False] = 42
-    """For `flwr`: seed of the FederatedDataset's shuffle (42 is its default), or false."""
+    """For `flwr`: seed of its FederatedDataset, or false."""
 
     @model_validator(mode="after")
     def _whole(self) -> PartitionConfig:
@@ -171,14 +184,19 @@ class ServerConfig(Section):
     """Aggregation of the updates by the server."""
 
     optimiser: Literal["sgd", "adam", "yogi", "adagrad"] = "sgd"
+    """`sgd` averages (FedAvg, or FedAvgM with momentum); the others are FedAdam, FedYogi and FedAdagrad."""
     lr: Annotated[float, Field(gt=0)] | None = None
-    """Step size; None for 1 (local training, FedAvg), 0.1 (gradients, FedSGD), or 0.03 for an adaptive optimiser
-    (FedOpt)."""
+    """Step size of the server. None: 1 for local training, 0.1 for gradients, 0.03 for FedAdam, FedYogi, FedAdagrad."""
     momentum: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Momentum of `sgd`."""
     beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    """Decay of the first moment, for FedOpt."""
     beta2: Annotated[float, Field(ge=0, lt=1)] = 0.99
+    """Decay of the second moment, for FedAdam and FedYogi."""
     tau: Annotated[float, Field(gt=0)] = 1e-3
+    """Constant in the denominator, for FedOpt."""
     weights: Literal["examples", "uniform", "angles"] = "examples"
+    """Weights of the mean: numbers of examples, equal, or by angles (FedAdp)."""
 
     def build(self, local: bool) -> Server:
         """Return the server for clients that train locally, or send gradients."""
@@ -191,15 +209,19 @@ class Rounds(Section):
     """Rounds of federated training: clients, local training, and the server."""
 
     clients: Count = 10
+    """Number of clients."""
     rounds: Count
+    """Number of rounds."""
     partition: PartitionConfig = PartitionConfig()
+    """How the training images are shared among the clients."""
     local: LocalConfig | None = None
-    """Local training; None for one gradient per round."""
+    """Local training. None: one gradient per round (FedSGD)."""
     batch: Count | None = None
-    """Examples of a round's gradient without local training; None for all of the client's."""
+    """Examples per gradient where there is no local training. None: all examples of the client."""
     trainable: Annotated[list[Name], Field(min_length=1)] | None = None
-    """Patterns of the parameters that are trained and sent (`["head.*"]`); None for all that require a gradient."""
+    """Patterns of the parameters that are trained and sent, such as `["head.*"]`. None: all."""
     server: ServerConfig = ServerConfig()
+    """How the server uses the updates."""
     participation: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Share of the clients that take part in a round."""
     absent: Annotated[float, Field(ge=0, lt=1)] = 0.0
@@ -210,34 +232,41 @@ class PaceConfig(Section):
     """A change of the step size during the training."""
 
     after: Count
-    """Number of rounds after which the change applies."""
+    """Number of rounds with the earlier step size."""
     times: Annotated[float, Field(gt=0)]
-    """Factor of the initial step size: of the clients' `local.lr`, or of the server's if clients send gradients."""
+    """Factor on the first step size: `local.lr`, or the step size of the server where clients send gradients."""
 
 
 class TrainConfig(Rounds):
     """A training: every defence with every seed, and the same data in one place for comparison."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
+    """Name of the run; its directory is `runs/NAME`."""
     data: TrainDataConfig
+    """The images."""
     model: ModelConfig
+    """The model."""
     validation: Annotated[float, Field(ge=0, lt=1)] = 0.1
-    """Share of each client's examples that are validation examples."""
+    """Share of its examples that each client keeps apart for the validation loss."""
     patience: Count | None = None
-    """Stop after this number of rounds without a lower mean validation loss."""
+    """Stop after this many rounds without a lower mean validation loss. None: train all rounds."""
     pace: list[PaceConfig] = []
-    """Changes of the step size; each entry applies until the next one does."""
+    """Changes of the step size; each counts until the next one."""
     defences: Annotated[list[Name], Field(min_length=1)] = ["none"]
+    """Defences, or a paper's table: `PAPER/TABLE`."""
     seeds: Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)] = [0]
+    """Seeds; every defence is trained with every seed."""
     central: bool = False
-    """Also train undefended on all data in one place, to show the cost of federation."""
+    """Also train, undefended, with all data at one client: shows what federation costs."""
     delta: Annotated[float, Field(gt=0, lt=1)] = 1e-5
-    """Delta of the reported epsilons; set it well below one over the number of examples."""
+    """δ of the reported ε. Choose it well below one over the number of examples."""
     together: Together = "auto"
-    """Whether the clients of a round compute at once, in groups: `auto` if it is faster; false for one after the other.
-    Only rounding differs."""
+    """Compute the clients of a round in groups: `auto` where it is faster, true wherever possible, or false. It changes
+    only rounding."""
     precision: Literal["float32", "float64"] = "float32"
+    """Floating-point precision."""
     device: Annotated[str, Field(pattern=r"^(cpu|cuda(:\d+)?|mps)$")] = "cpu"
+    """cpu, cuda, cuda:1 or mps."""
 
     @model_validator(mode="after")
     def _complete(self) -> TrainConfig:
